@@ -1,0 +1,61 @@
+"""agentrl trains language-model agents that use tools over many turns, with reinforcement learning.
+
+Names are imported when they are first used, so that `import agentrl` costs milliseconds.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from agentrl.errors import UserError
+    from agentrl.eval.evaluate import evaluate
+    from agentrl.plugins.decorator import tool
+    from agentrl.plugins.environment import Environment
+    from agentrl.plugins.tool import ArgumentError, Tool
+    from agentrl.plugins.types import Message, Reply, Session, Task, ToolKwargs, ToolResponse
+    from agentrl.recipe.schema import Recipe
+    from agentrl.training.run import train
+    from agentrl.training.sft import sft
+
+_HOMES = {
+    "ArgumentError": "agentrl.plugins.tool",
+    "Environment": "agentrl.plugins.environment",
+    "Message": "agentrl.plugins.types",
+    "Recipe": "agentrl.recipe.schema",
+    "Reply": "agentrl.plugins.types",
+    "Session": "agentrl.plugins.types",
+    "Task": "agentrl.plugins.types",
+    "Tool": "agentrl.plugins.tool",
+    "ToolKwargs": "agentrl.plugins.types",
+    "ToolResponse": "agentrl.plugins.types",
+    "UserError": "agentrl.errors",
+    "evaluate": "agentrl.eval.evaluate",
+    "sft": "agentrl.training.sft",
+    "tool": "agentrl.plugins.decorator",
+    "train": "agentrl.training.run",
+}
+
+__version__ = "0.1.0"
+__all__ = [
+    "ArgumentError",
+    "Environment",
+    "Message",
+    "Recipe",
+    "Reply",
+    "Session",
+    "Task",
+    "Tool",
+    "ToolKwargs",
+    "ToolResponse",
+    "UserError",
+    "evaluate",
+    "sft",
+    "tool",
+    "train",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'agentrl' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)

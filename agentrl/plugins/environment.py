@@ -1,0 +1,51 @@
+"""The environment: where tasks come from, the same four hooks as a tool, and who decides that it is over."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from random import Random
+from typing import Any
+
+from agentrl.plugins.types import Message, Reply, Session, Task
+
+
+class Environment(ABC):
+    """Built once a run as `cls(source=..., **env.args)`; serves all requests at once.
+
+    `splits` are the held-out splits, the first being the one that the progress display follows. `train` always exists.
+    """
+
+    name: str
+    splits: tuple[str, ...] = ("test",)
+
+    @abstractmethod
+    def tasks(self, split: str) -> Sequence[Task]:
+        """The tasks of a split (`train` or one of `splits`): a sequence with random access; it may be lazy and long.
+
+        Raises UserError (file, line, field) for a row that cannot be used.
+        """
+
+    @abstractmethod
+    async def create(self, session: Session, **create_kwargs: Any) -> Sequence[Message]:
+        """The opening messages, once a request, before the first token."""
+
+    async def execute(self, session: Session, message: Message) -> Reply:
+        """The assistant's turn, when it holds no tool call. By default it ends the episode."""
+        return Reply(done=True)
+
+    @abstractmethod
+    async def calc_reward(self, session: Session, **kwargs: Any) -> float | Mapping[str, float]:
+        """The reward, or its named parts, once, after the last token."""
+
+    async def release(self, session: Session, **kwargs: Any) -> None:  # noqa: B027 - a hook with a default
+        """Free what `create` took. Called exactly once for each `create`, whatever happened."""
+
+    def solved(self, rewards: Mapping[str, float]) -> bool:
+        """Whether a finished trajectory counts as correct in evaluation. By default: the parts sum to 1 or more."""
+        return sum(rewards.values()) >= 1.0 - 1e-6
+
+    def demonstrate(self, task: Task, rng: Random, style: str) -> Sequence[Message]:
+        """A demonstration after the opening messages, for `agentrl sft`. Optional."""
+        raise NotImplementedError(f"environment {self.name!r} has no demonstrations")
+
+    async def close(self) -> None:  # noqa: B027 - a hook with a default
+        """Free what the whole run held, once, when the run ends."""

@@ -1,0 +1,51 @@
+"""The tool: four hooks, all async, called by the driver and by nobody else."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any
+
+from agentrl.plugins.types import Session, ToolResponse
+
+
+class ArgumentError(Exception):
+    """The model's arguments are wrong. The text goes back to the model, which may try again; it is counted."""
+
+
+class Tool(ABC):
+    """One object serves a whole run and thousands of requests at once; what is per request lives in `session`.
+
+    name: what the model calls it. description: for the model. parameters: a JSON schema of type `object`.
+    """
+
+    name: str
+    description: str = ""
+    parameters: Mapping[str, Any] = {"type": "object", "properties": {}}
+
+    async def create(self, session: Session, **create_kwargs: Any) -> None:  # noqa: B027 - a hook with a default
+        """Take what one request needs, once, before its first token."""
+
+    @abstractmethod
+    async def execute(self, session: Session, **arguments: Any) -> ToolResponse | str:
+        """One call. `arguments` are checked against `parameters` first; a str is a ToolResponse with that text."""
+
+    async def calc_reward(self, session: Session, **kwargs: Any) -> float | Mapping[str, float] | None:
+        """The tool's part of the reward, once, after the last token. None: it has none."""
+        return None
+
+    async def release(self, session: Session, **kwargs: Any) -> None:  # noqa: B027 - a hook with a default
+        """Free what `create` took. Called exactly once for each `create`, whatever happened."""
+
+    def check(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments as `execute` wants them. Raises ArgumentError with a line that the model can act on."""
+        from agentrl.plugins.schema import check_arguments
+
+        return check_arguments(self.parameters, arguments)
+
+    async def close(self) -> None:  # noqa: B027 - a hook with a default
+        """Free what the whole run held (a pool, a connection), once, when the run ends."""
+
+    @property
+    def schema(self) -> dict[str, Any]:
+        """The tool in the shape of the OpenAI API: `{"type": "function", "function": {...}}`."""
+        function = {"name": self.name, "description": self.description, "parameters": dict(self.parameters)}
+        return {"type": "function", "function": function}

@@ -1,0 +1,101 @@
+"""What plugins and the driver hand each other: tasks, messages, sessions, replies. No behaviour, no heavy import."""
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NotRequired, Required, TypedDict
+
+
+class FunctionCall(TypedDict):
+    name: str
+    arguments: dict[str, Any] | str
+
+
+class ToolCallMessage(TypedDict):
+    """One entry of `tool_calls`, in the shape of the OpenAI chat API."""
+
+    type: Literal["function"]
+    id: NotRequired[str]
+    function: FunctionCall
+
+
+class Message(TypedDict, total=False):
+    """A chat message in the shape of the OpenAI API. `content` is text, or parts when there are images."""
+
+    role: Required[Literal["system", "user", "assistant", "tool"]]
+    content: Required[str | list[dict[str, Any]] | None]
+    tool_calls: list[ToolCallMessage]
+    tool_call_id: str
+    name: str
+    reasoning_content: str
+
+
+@dataclass(frozen=True, slots=True)
+class ToolKwargs:
+    """What a task hands to the four hooks of one tool."""
+
+    create_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    execute_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    calc_reward_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    release_kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One thing to do, immutable.
+
+    `id` is unique within a split and stable over runs. `data` is the environment's own (question, answer, ...).
+    `tools` names the tools that this task offers; None means all that the recipe lists.
+    """
+
+    id: str
+    data: Mapping[str, Any]
+    tools: tuple[str, ...] | None = None
+    tools_kwargs: Mapping[str, ToolKwargs] = field(default_factory=dict)
+    create_kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Session:
+    """What is per request, one object for each plugin: a plugin keeps its own data in `state` and nowhere else.
+
+    `messages` is the conversation so far, shared by the sessions of a request: read it, never write it.
+    `deadline` is on the clock of `time.monotonic()`, in seconds. `rng` is seeded from the run's seed, the task and the
+    sample, and is the plugin's own.
+    """
+
+    id: str
+    task: Task
+    rng: random.Random
+    deadline: float
+    messages: Sequence[Message] = ()
+    state: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class ToolResponse:
+    """What one call of a tool returns.
+
+    text: what the model reads; the driver bounds it in tokens. images: paths, bytes or PIL images.
+    reward: a step reward, credited to this turn. metrics: named numbers, averaged into `tool/<name>/<key>`.
+    done: True ends the episode after this turn's tools. error: True when the tool refuses its input (counted).
+    """
+
+    text: str = ""
+    images: tuple[Any, ...] = ()
+    reward: float | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    done: bool = False
+    error: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What the environment says to an assistant turn that holds no tool call.
+
+    messages: appended to the conversation (none, and not done, is an error). reward: a step reward of this turn.
+    """
+
+    messages: tuple[Message, ...] = ()
+    reward: float | None = None
+    done: bool = False

@@ -1,0 +1,3 @@
+from agentrl.recipe.schema import Recipe
+
+__all__ = ["Recipe"]

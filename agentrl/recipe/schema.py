@@ -1,0 +1,174 @@
+"""What a recipe may say. Every key has a reader, a unit and a default that was tried; an unknown key is an error."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+Positive = Annotated[int, Field(gt=0)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+Seconds = Annotated[float, Field(gt=0)]
+
+
+class Section(BaseModel):
+    """A part of a recipe: strict about keys, and frozen once read."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class ModelSection(Section):
+    path: str = "tiny"  # `tiny` (ships with the package), a Hugging Face folder, or a hub name
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    chat: str = "auto"  # auto | bridge | a family of `renderers`, such as qwen3
+    chat_template: str | None = None  # a jinja file that replaces the tokenizer's own
+    trust_remote_code: bool = False
+
+
+class EnvSection(Section):
+    name: str = "gsm8k"
+    source: str = "generated"  # what the environment says: a generator, a file, a hub name
+    args: dict[str, Any] = Field(default_factory=dict)  # further arguments of the environment's class
+
+
+class ToolSection(Section):
+    name: str
+    args: dict[str, Any] = Field(default_factory=dict)  # arguments of the tool's class
+
+
+def _named(value: Any) -> Any:
+    return {"name": value} if isinstance(value, str) else value
+
+
+class RolloutSection(Section):
+    n: Positive = 8  # samples a task
+    tasks: Positive = 16  # tasks a step
+    temperature: Annotated[float, Field(ge=0)] = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, Field(ge=0)] = 0  # 0: off
+    max_turns: Positive = 6  # assistant turns a request
+    max_tool_calls: Positive = 16  # calls a request
+    max_tool_calls_per_turn: Positive = 3  # further ones are refused, and the model is told
+    max_turn_tokens: Positive = 512
+    max_tokens: Positive = 4096  # a trajectory, prompt included
+    max_tool_tokens: Positive = 256  # what one tool response may add; longer ones are cut in the middle
+    tool_timeout: Seconds = 30.0  # seconds a call
+    turn_timeout: Seconds = 300.0  # seconds a turn, sampling and tools
+    timeout: Seconds = 900.0  # seconds a request
+    retries: Annotated[int, Field(ge=0)] = 1  # of a request that FAILED
+    concurrency: Positive = 1024  # requests in flight
+
+
+class EngineSection(Section):
+    name: str = "local"
+    max_batch: Positive = 128  # rows decoded at once
+    args: dict[str, Any] = Field(default_factory=dict)  # further arguments of the engine's class
+
+
+class AlgorithmSection(Section):
+    advantage: str = "grpo"
+    normalize_std: bool = True  # divide by the group's standard deviation (False: Dr. GRPO)
+    loss: str = "ppo_clip"
+    clip_low: Fraction = 0.2
+    clip_high: Annotated[float, Field(ge=0)] = 0.2
+    clip_dual: Annotated[float, Field(gt=1)] | None = 3.0  # None: off
+    kl_coef: Annotated[float, Field(ge=0)] = 0.0  # of the k3 loss against the reference; 0: no reference is kept
+    entropy_coef: Annotated[float, Field(ge=0)] = 0.0
+    aggregation: Literal["token_mean", "sequence_mean"] = "token_mean"
+
+
+class TrainSection(Section):
+    steps: Annotated[int, Field(ge=0)] = 100
+    lr: Annotated[float, Field(gt=0)] = 1e-6
+    schedule: Literal["constant", "cosine", "linear"] = "constant"
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
+    mini_batches: Positive = 1  # optimizer updates an epoch
+    epochs: Positive = 1  # passes over a step's samples
+    micro_batch_tokens: Positive = 16384  # packed tokens a forward; gradients add up exactly
+    save_every: Annotated[int, Field(ge=0)] = 50  # steps; 0: at the end only
+    keep: Positive = 2  # checkpoints kept
+    seed: int = 0
+    threads: Annotated[int, Field(ge=0)] = 0  # of torch on a CPU; 0: all cores
+
+
+class EvalSection(Section):
+    every: Annotated[int, Field(ge=0)] = 20  # steps; 0: before and after training only
+    tasks: Positive = 128  # of each split
+    samples: Positive = 1  # a task
+    temperature: Annotated[float, Field(ge=0)] | None = None  # None: that of rollout
+    splits: tuple[str, ...] | None = None  # held-out splits before and after training; None: all
+
+
+class SftStage(Section):
+    style: str = "clean"  # what the environment's `demonstrate` knows
+    steps: Positive = 1000
+    lr: Annotated[float, Field(gt=0)] = 1e-3
+    batch: Positive = 32  # demonstrations a step
+
+
+class NewModel(Section):
+    """A model and tokenizer made from nothing (Qwen3 architecture), instead of starting from `model.path`."""
+
+    layers: Positive = 4
+    hidden: Positive = 128
+    feed_forward: Positive = 384
+    heads: Positive = 2
+    kv_heads: Positive = 1
+    head_size: Positive = 64
+    context: Positive = 1024  # tokens
+    vocabulary: Positive = 832
+    chat_template: str  # a jinja file, relative to the recipe
+
+
+class SftSection(Section):
+    new_model: NewModel | None = None
+    stages: tuple[SftStage, ...] = (SftStage(),)
+    warmup_steps: Annotated[int, Field(ge=0)] = 60
+    weight_decay: Annotated[float, Field(ge=0)] = 0.05
+
+
+class ClusterSection(Section):
+    workers: Literal[1] = 1  # this version trains in one process
+
+
+class TrackSection(Section):
+    trackers: tuple[str, ...] = ()  # besides metrics.jsonl and the display: entry points of `agentrl.trackers`
+    trajectories: bool = True  # write trajectories/step_N.jsonl
+
+
+class Recipe(Section):
+    """A whole run, checked. `Recipe.load(path, overrides)` reads one."""
+
+    model: ModelSection = ModelSection()
+    env: EnvSection = EnvSection()
+    tools: tuple[Annotated[ToolSection, BeforeValidator(_named)], ...] = ()
+    rollout: RolloutSection = RolloutSection()
+    engine: EngineSection = EngineSection()
+    algorithm: AlgorithmSection = AlgorithmSection()
+    train: TrainSection = TrainSection()
+    eval: EvalSection = EvalSection()
+    sft: SftSection | None = None
+    cluster: ClusterSection = ClusterSection()
+    track: TrackSection = TrackSection()
+    output: str | None = None  # the run folder; None: runs/<recipe>-<number>
+
+    @classmethod
+    def load(cls, path: str, overrides: list[str] | tuple[str, ...] = ()) -> "Recipe":
+        """Read a YAML recipe. Raises UserError: one line with the key's path and what to do."""
+        from agentrl.recipe.load import load_recipe
+
+        return load_recipe(path, overrides)
+
+    @model_validator(mode="after")
+    def _combinations(self) -> "Recipe":
+        names = [t.name for t in self.tools]
+        if twice := {n for n in names if names.count(n) > 1}:
+            raise ValueError(f"tools: {', '.join(sorted(twice))} is listed twice")
+        if self.rollout.max_turn_tokens > self.rollout.max_tokens:
+            raise ValueError("rollout.max_turn_tokens is larger than rollout.max_tokens, so it can never be reached")
+        if self.train.mini_batches > self.rollout.n * self.rollout.tasks:
+            raise ValueError("train.mini_batches is larger than rollout.n x rollout.tasks: some would be empty")
+        if self.rollout.n < 2 and self.algorithm.advantage == "grpo" and self.train.steps > 0:
+            raise ValueError("rollout.n is 1, but grpo compares the samples of a task: use 2 or more")
+        return self

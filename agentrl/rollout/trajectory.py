@@ -1,0 +1,141 @@
+"""`Trajectory`: what one request leaves behind, frozen and flat; its invariants are checked in production."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from agentrl.plugins.types import Message, Task
+
+
+class FinishReason(StrEnum):
+    """Why a request ended; counted as `stop/<reason>`."""
+
+    STOP = "stop"  # the model answered and the environment had nothing to add
+    LENGTH = "length"  # the tokens of a turn, of the trajectory or of the context are used up
+    MAX_TURNS = "max_turns"
+    MAX_TOOL_CALLS = "max_tool_calls"
+    TIMEOUT = "timeout"  # the turn's or the trajectory's deadline
+    ENV_DONE = "env_done"  # the environment or a tool said that it is over
+    ABORTED = "aborted"
+    ERROR = "error"  # the machinery failed; never a reward of 0, never trained on
+
+
+class Boundary(StrEnum):
+    """Whose fault an error is."""
+
+    MODEL = "model"
+    TOOL = "tool"
+    ENVIRONMENT = "environment"
+    REWARD = "reward"
+    ENGINE = "engine"
+    INFRASTRUCTURE = "infrastructure"
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a request FAILED."""
+
+    boundary: Boundary
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One assistant turn: ids[start:end] were sampled. `reward`: step rewards of its tools and of the reply to it."""
+
+    start: int
+    end: int
+    reward: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """One call, for the metrics. `error` is None, or `model` / `tool` with a line."""
+
+    name: str
+    turn: int
+    seconds: float
+    error: str | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Trajectory:
+    """ids int32 [T], loss_mask uint8 [T], logprobs float32 [T], weight_version int32 [T] (-1 where not sampled).
+
+    prompt_length: the opening prompt is ids[:prompt_length]. rewards: by name, calc_reward parts and `step` (the sum
+    of the turns' step rewards); `reward` is their sum. seconds: total, and spent in the engine, tools, environment.
+    """
+
+    request_id: str
+    task: Task
+    sample: int
+    ids: npt.NDArray[np.int32]
+    loss_mask: npt.NDArray[np.uint8]
+    logprobs: npt.NDArray[np.float32]
+    weight_version: npt.NDArray[np.int32]
+    prompt_length: int
+    turns: tuple[Turn, ...]
+    messages: tuple[Message, ...]
+    rewards: Mapping[str, float]
+    finish: FinishReason
+    tool_uses: tuple[ToolUse, ...] = ()
+    failure: Failure | None = None
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    tools: Sequence[str] = ()
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def reward(self) -> float:
+        return sum(self.rewards.values())
+
+    @property
+    def valid(self) -> bool:
+        """Whether it may enter a group: it neither failed nor was aborted."""
+        return self.failure is None and self.finish not in (FinishReason.ERROR, FinishReason.ABORTED)
+
+    @property
+    def sampled_tokens(self) -> int:
+        return int(self.loss_mask.sum())
+
+
+class InvariantError(AssertionError):
+    """A trajectory that must never be trained on; it names the request and what disagrees."""
+
+
+def check_invariants(t: Trajectory) -> None:
+    """Lengths agree; the mask is 1 on exactly the turns' spans; a logprob is finite and at most 0 there and 0 elsewhere;
+    turns are ordered and lie after the prompt. Raises InvariantError."""
+    n = len(t.ids)
+    if not (len(t.loss_mask) == len(t.logprobs) == len(t.weight_version) == n):
+        lengths = (n, len(t.loss_mask), len(t.logprobs), len(t.weight_version))
+        raise InvariantError(f"{t.request_id}: lengths of ids, mask, logprobs, versions differ: {lengths}")
+    spans = np.zeros(n, np.uint8)
+    last = t.prompt_length
+    for turn in t.turns:
+        if not (last <= turn.start <= turn.end <= n):
+            raise InvariantError(f"{t.request_id}: turn {turn.start}:{turn.end} is out of order or range ({n} ids)")
+        spans[turn.start : turn.end] = 1
+        last = turn.end
+    if not np.array_equal(spans, t.loss_mask):
+        raise InvariantError(f"{t.request_id}: the loss mask is not 1 on exactly the sampled spans")
+    sampled = spans.astype(bool)
+    if np.any(t.logprobs[~sampled] != 0):
+        raise InvariantError(f"{t.request_id}: a token that was not sampled has a logprob")
+    if not np.all(np.isfinite(t.logprobs[sampled])) or np.any(t.logprobs[sampled] > 1e-4):
+        raise InvariantError(f"{t.request_id}: a sampled token has no valid logprob")
+    if np.any((t.weight_version >= 0) != sampled):
+        raise InvariantError(f"{t.request_id}: weight versions are not on exactly the sampled tokens")
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """All samples of one task. `trajectories` holds the valid ones in sample order, `failed` the rest."""
+
+    task: Task
+    trajectories: tuple[Trajectory, ...]
+    failed: tuple[Trajectory, ...] = ()

@@ -1,0 +1,21 @@
+"""A tracker sends a run's metrics somewhere else. `metrics.jsonl` is written in any case."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+
+class Tracker(ABC):
+    """Made without arguments when a run starts; found by the entry-point group `agentrl.trackers`."""
+
+    @abstractmethod
+    def start(self, folder: Path, recipe: Mapping[str, Any]) -> None:
+        """Once, before step 0. `recipe` is the resolved one."""
+
+    @abstractmethod
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Once a step, with the object that `metrics.jsonl` gets."""
+
+    def finish(self) -> None:  # noqa: B027 - a hook with a default
+        """Once, when the run ends, however it ends."""

@@ -1,0 +1,124 @@
+"""What a person sees while a run goes on, and at its end. On a terminal it is live; elsewhere it is a line a step."""
+
+from collections.abc import Mapping, Sequence
+from time import monotonic
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+SPARKS = "▁▂▃▄▅▆▇█"
+WIDTH = 48  # of a curve, in characters
+
+
+def sparkline(values: Sequence[float], low: float = 0.0, high: float = 1.0) -> str:
+    """A curve in block characters; long ones are averaged down to WIDTH columns."""
+    if not values:
+        return ""
+    columns = min(len(values), WIDTH)
+    edges = [round(i * len(values) / columns) for i in range(columns + 1)]
+    means = [sum(values[a:b]) / (b - a) for a, b in zip(edges, edges[1:], strict=False)]
+    span = (high - low) or 1.0
+    return "".join(SPARKS[min(len(SPARKS) - 1, max(0, int((m - low) / span * len(SPARKS))))] for m in means)
+
+
+def clock(seconds: float) -> str:
+    """1:05, or 2:01:05."""
+    minutes, s = divmod(round(seconds), 60)
+    hours, m = divmod(minutes, 60)
+    return f"{hours}:{m:02d}:{s:02d}" if hours else f"{m}:{s:02d}"
+
+
+class Display:
+    """Shows step, reward, held-out accuracy, tokens a second and the time left."""
+
+    def __init__(self, steps: int, title: str, console: Console | None = None, first_step: int = 0):
+        self.console = console or Console()
+        self.steps, self.title, self.first_step = steps, title, first_step
+        self.rewards: list[float] = []
+        self.accuracies: list[float] = []
+        self.began = monotonic()
+        self.latest: dict[str, float] = {}
+        self._phase = ""
+        self._progress = Progress(
+            TextColumn("[bold]{task.description}"),
+            BarColumn(bar_width=40),
+            MofNCompleteColumn(),
+            TaskProgressColumn(),
+            TimeElapsedColumn(),
+            console=self.console,
+        )
+        self._bar = self._progress.add_task(title, total=steps, completed=first_step)
+        self._live = Live(get_renderable=self._render, console=self.console, refresh_per_second=4, transient=True)
+
+    def __enter__(self) -> "Display":
+        if self.console.is_terminal:
+            self._live.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        if self.console.is_terminal:
+            self._live.stop()
+
+    def note(self, text: str) -> None:
+        """A line that stays."""
+        self.console.print(text, highlight=False)
+
+    def phase(self, name: str) -> None:
+        """What goes on right now (sampling, training, evaluating)."""
+        self._phase = name
+
+    def step(self, step: int, metrics: Mapping[str, Any]) -> None:
+        self.latest = dict(metrics)
+        self.rewards.append(metrics["reward/mean"])
+        self._progress.update(self._bar, completed=step)
+        if not self.console.is_terminal:
+            self.console.print(self._line(step, metrics), highlight=False, soft_wrap=True)
+
+    def evaluation(self, step: int, accuracies: Mapping[str, float]) -> None:
+        self.accuracies.append(next(iter(accuracies.values())))
+        shown = "  ".join(f"{split} {value:.1%}" for split, value in accuracies.items())
+        self.note(f"step {step:>4}  held-out accuracy: {shown}")
+
+    def time_left(self, step: int) -> float | None:
+        """Seconds, from the mean of the steps so far; None before the first."""
+        done = step - self.first_step
+        return (monotonic() - self.began) / done * (self.steps - step) if done > 0 else None
+
+    def _line(self, step: int, metrics: Mapping[str, Any]) -> str:
+        left = self.time_left(step)
+        return (
+            f"step {step:>4}/{self.steps}  reward {metrics['reward/mean']:.3f}  "
+            f"{metrics['rollout/tokens_per_s']:,.0f} sampled tokens/s  {metrics['time/step_s']:.2f} s"
+            + (f"  {clock(left)} left" if left is not None else "")
+        )
+
+    def _render(self) -> Group:
+        table = Table.grid(padding=(0, 2))
+        step = self.first_step + len(self.rewards)
+        if self.rewards:
+            table.add_row("reward", f"{self.rewards[-1]:.3f}", Text(sparkline(self.rewards), style="green"))
+        if self.accuracies:
+            table.add_row("held-out accuracy", f"{self.accuracies[-1]:.1%}", Text(sparkline(self.accuracies), style="cyan"))
+        if self.latest:
+            speed = f"{self.latest['rollout/tokens_per_s']:,.0f}"
+            table.add_row("sampled tokens/s", speed, f"{self.latest['time/step_s']:.2f} s a step")
+        left = self.time_left(step)
+        table.add_row("time left", clock(left) if left is not None else "…", Text(self._phase, style="dim"))
+        return Group(self._progress, table)
+
+    def final(self, rows: Sequence[tuple[str, float, float]], folder: str, seconds: float) -> None:
+        """The table at the end: (split, accuracy before, accuracy after), and where the run lies."""
+        table = Table(title=self.title, title_justify="left")
+        for column in ("held-out split", "before", "after"):
+            table.add_column(column, justify="left" if column == "held-out split" else "right")
+        for split, before, after in rows:
+            table.add_row(split, f"{before:.1%}", f"[bold]{after:.1%}[/bold]")
+        self.console.print(table)
+        if self.rewards:
+            self.console.print(f"reward {sparkline(self.rewards)}  {self.rewards[0]:.2f} → {self.rewards[-1]:.2f}")
+        self.console.print(f"{clock(seconds)} in all. The run lies in [bold]{folder}[/bold]", highlight=False)

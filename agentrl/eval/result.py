@@ -1,0 +1,72 @@
+"""What an evaluation says about one held-out split."""
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from agentrl.eval.statistics import accuracy_interval, pass_at_k
+from agentrl.rollout.trajectory import Group, Trajectory
+
+
+@dataclass(frozen=True, slots=True)
+class SplitResult:
+    """accuracy: share of samples solved, with its 95 % interval low..high. pass_at: k -> chance that one of k is right.
+
+    turns, tool_calls: means a sample. tool_errors: share of the tool calls that went wrong. failed: samples that the
+    machinery lost, in no other figure. finish: reason -> count.
+    """
+
+    split: str
+    tasks: int
+    samples: int
+    accuracy: float
+    low: float
+    high: float
+    pass_at: Mapping[int, float]
+    reward: float
+    turns: float
+    tool_calls: float
+    tool_errors: float
+    tokens: float
+    finish: Mapping[str, int]
+    failed: int
+
+    def json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def summarize(split: str, groups: Sequence[Group], solved: Callable[[Trajectory], bool]) -> SplitResult:
+    """`solved` is the environment's word on one trajectory."""
+    played = [t for group in groups for t in group.trajectories]
+    correct = [sum(solved(t) for t in group.trajectories) for group in groups]
+    samples = [len(group.trajectories) for group in groups]
+    accuracy, low, high = accuracy_interval(correct, samples)
+    calls = [use for t in played for use in t.tool_uses]
+    return SplitResult(
+        split=split,
+        tasks=len(groups),
+        samples=len(played),
+        accuracy=accuracy,
+        low=low,
+        high=high,
+        pass_at=_pass_at(correct, samples),
+        reward=_mean([t.reward for t in played]),
+        turns=_mean([len(t.turns) for t in played]),
+        tool_calls=len(calls) / max(1, len(played)),
+        tool_errors=_mean([use.error is not None for use in calls]),
+        tokens=_mean([t.sampled_tokens for t in played]),
+        finish=dict(Counter(str(t.finish) for t in played)),
+        failed=sum(len(group.failed) for group in groups),
+    )
+
+
+def _pass_at(correct: Sequence[int], samples: Sequence[int]) -> dict[int, float]:
+    """For k = 1, 2, 4, ... and the number of samples itself; tasks that lost samples count for the k they reach."""
+    most = max(samples, default=0)
+    ks = sorted({1, most, *(2**i for i in range(most.bit_length()) if 2**i <= most)} - {0})
+    return {k: _mean([pass_at_k(c, s, k) for c, s in zip(correct, samples, strict=True) if s >= k]) for k in ks}
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else 0.0

@@ -1,0 +1,44 @@
+from pathlib import Path
+
+import pytest
+
+from agentrl.errors import UserError
+from agentrl.training.run_folder import RunFolder
+
+
+def test_every_run_gets_the_next_number(tmp_path: Path) -> None:
+    names = [RunFolder.create(None, "job", tmp_path / "runs").path.name for _ in range(3)]
+    assert names == ["job-001", "job-002", "job-003"]
+    (tmp_path / "runs" / "job-041").mkdir()
+    (tmp_path / "runs" / "job-other").mkdir()
+    assert RunFolder.create(None, "job", tmp_path / "runs").path.name == "job-042"
+
+
+def test_a_named_folder_is_used_as_it_is_and_refused_when_it_holds_a_run(tmp_path: Path) -> None:
+    folder = RunFolder.create(str(tmp_path / "mine"), "job")
+    assert folder.path == tmp_path / "mine"
+    folder.write_recipe("{}")
+    with pytest.raises(UserError, match=r"already holds a run.*--resume"):
+        RunFolder.create(str(tmp_path / "mine"), "job")
+
+
+def test_a_file_in_place_of_the_folder_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="is a file"):
+        RunFolder.create(str(tmp_path / "file"), "job")
+
+
+def test_resuming_where_no_run_is_says_so(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no run there"):
+        RunFolder.existing(str(tmp_path))
+
+
+def test_rewind_keeps_the_steps_up_to_the_checkpoint_and_drops_a_cut_line(tmp_path: Path) -> None:
+    folder = RunFolder.create(str(tmp_path / "mine"), "job")
+    for step in range(5):
+        folder.append_metrics({"step": step})
+    with (folder.path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 5, "rew')
+    folder.rewind(3)
+    folder.append_metrics({"step": 4})
+    assert [row["step"] for row in folder.metrics()] == [0, 1, 2, 3, 4]

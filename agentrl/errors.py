@@ -9,7 +9,7 @@ class UserError(Exception):
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """A hint such as `; did you mean 'calculator'?`, or the known names when none is near (empty when none is known)."""
+    """A hint such as `; did you mean 'calculator'?`, or the known names when none is near."""
     names = sorted(known)
     close = difflib.get_close_matches(name, names, n=2, cutoff=0.5)
     if close:

@@ -108,8 +108,8 @@ class InvariantError(AssertionError):
 
 
 def check_invariants(t: Trajectory) -> None:
-    """Lengths agree; the mask is 1 on exactly the turns' spans; a logprob is finite and at most 0 there and 0 elsewhere;
-    turns are ordered and lie after the prompt. Raises InvariantError."""
+    """Lengths agree; the mask is 1 on exactly the turns' spans; a logprob is finite and at most 0 there, and 0
+    elsewhere; turns are ordered and lie after the prompt. Raises InvariantError."""
     n = len(t.ids)
     if not (len(t.loss_mask) == len(t.logprobs) == len(t.weight_version) == n):
         lengths = (n, len(t.loss_mask), len(t.logprobs), len(t.weight_version))

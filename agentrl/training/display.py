@@ -1,6 +1,7 @@
 """What a person sees while a run goes on, and at its end. On a terminal it is live; elsewhere it is a line a step."""
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from time import monotonic
 from types import TracebackType
 from typing import Any
@@ -21,7 +22,7 @@ def sparkline(values: Sequence[float], low: float = 0.0, high: float = 1.0) -> s
         return ""
     columns = min(len(values), WIDTH)
     edges = [round(i * len(values) / columns) for i in range(columns + 1)]
-    means = [sum(values[a:b]) / (b - a) for a, b in zip(edges, edges[1:], strict=False)]
+    means = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
     span = (high - low) or 1.0
     return "".join(SPARKS[min(len(SPARKS) - 1, max(0, int((m - low) / span * len(SPARKS))))] for m in means)
 
@@ -103,7 +104,9 @@ class Display:
         if self.rewards:
             table.add_row("reward", f"{self.rewards[-1]:.3f}", Text(sparkline(self.rewards), style="green"))
         if self.accuracies:
-            table.add_row("held-out accuracy", f"{self.accuracies[-1]:.1%}", Text(sparkline(self.accuracies), style="cyan"))
+            table.add_row(
+                "held-out accuracy", f"{self.accuracies[-1]:.1%}", Text(sparkline(self.accuracies), style="cyan")
+            )
         if self.latest:
             speed = f"{self.latest['rollout/tokens_per_s']:,.0f}"
             table.add_row("sampled tokens/s", speed, f"{self.latest['time/step_s']:.2f} s a step")

@@ -1,0 +1,1 @@
+"""Grade-school word problems, solved with a calculator: the environment `gsm8k`."""

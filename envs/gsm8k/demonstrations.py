@@ -1,0 +1,165 @@
+"""How a problem is worked, as chat messages: one operation a call, carefully or the way a careless pupil does it.
+
+Every tool result in a demonstration is what the one-operation calculator would have answered to that call.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from random import Random
+
+from agentrl.plugins.types import Message
+from agentrl_envs.gsm8k.problems import Problem
+from agentrl_envs.gsm8k.problems.expression import Expression, show, steps
+
+REFUSED = "error: one operation on two numbers, such as 12*7"
+
+MISREAD = frozenset({"times_both", "more_both", "share_rest", "market_stall", "two_shifts", "twice_as_many_gone"})
+"""The kinds that a careless pupil systematically misreads."""
+
+_CONFUSED = {"+": "-", "-": "+", "*": "+", "/": "-"}
+
+
+@dataclass(frozen=True)
+class Style:
+    """Relative frequencies of the ways to work a problem, and the share of `MISREAD` problems that are misread."""
+
+    good: float = 1.0
+    no_tool: float = 0.0
+    wrong_expression: float = 0.0
+    all_at_once: float = 0.0
+    broken_syntax: float = 0.0
+    wrong_copy: float = 0.0
+    no_mark: float = 0.0
+    misread: float = 0.0
+
+
+STYLES = {
+    "clean": Style(),
+    "careless": Style(
+        good=0.43,
+        no_tool=0.22,
+        wrong_expression=0.15,
+        all_at_once=0.05,
+        broken_syntax=0.05,
+        wrong_copy=0.04,
+        no_mark=0.06,
+        misread=0.8,
+    ),
+}
+
+
+def demonstrate(problem: Problem, rng: Random, style: str) -> list[Message]:
+    """The messages after the question. Raises KeyError for a style that is not in `STYLES`."""
+    mix = STYLES[style]
+    ways = [f.name for f in fields(mix) if f.name != "misread"]
+    way = rng.choices(ways, [getattr(mix, w) for w in ways])[0]
+    tree = problem.expression
+    if problem.kind in MISREAD and rng.random() < mix.misread:
+        tree = _misread(tree)
+    return _WAYS[way](problem, tree, rng)
+
+
+def _good(problem: Problem, tree: Expression, rng: Random) -> list[Message]:
+    return [*_work(tree), _answer(steps(tree)[-1][1])]
+
+
+def _no_tool(problem: Problem, tree: Expression, rng: Random) -> list[Message]:
+    """A guess: near the answer, seldom right."""
+    off = 0 if rng.random() < 0.2 else rng.choice([-20, -10, -5, -2, -1, 1, 2, 5, 10, 20])
+    return [_answer(max(0, problem.answer + off))]
+
+
+def _wrong_expression(problem: Problem, tree: Expression, rng: Random) -> list[Message]:
+    return _good(problem, _spoil(tree, [n for _, n in problem.numbers], rng), rng)
+
+
+def _all_at_once(problem: Problem, tree: Expression, rng: Random) -> list[Message]:
+    """One long expression, which the calculator refuses; then step by step."""
+    return [*_call(show(tree), REFUSED), *_good(problem, tree, rng)]
+
+
+def _broken_syntax(problem: Problem, tree: Expression, rng: Random) -> list[Message]:
+    """A slip of the pen, which the calculator refuses; then again, or never mind."""
+    first = steps(tree)[0][0]
+    at = rng.randrange(1, len(first))
+    refused = _call(first[:at] + rng.choice("(*/)") + first[at:] + rng.choice(["", "=", "("]), REFUSED)
+    return [*refused, *_good(problem, tree, rng)] if rng.random() < 0.5 else [*refused, _answer(0)]
+
+
+def _wrong_copy(problem: Problem, tree: Expression, rng: Random) -> list[Message]:
+    digits = list(str(steps(tree)[-1][1]))
+    at = rng.randrange(len(digits))
+    digits[at] = rng.choice([d for d in "0123456789" if d != digits[at]])
+    return [*_work(tree), _say("#### " + "".join(digits))]
+
+
+def _no_mark(problem: Problem, tree: Expression, rng: Random) -> list[Message]:
+    return [*_work(tree), _say(f"The answer is {steps(tree)[-1][1]}")]
+
+
+_WAYS: dict[str, Callable[[Problem, Expression, Random], list[Message]]] = {
+    "good": _good,
+    "no_tool": _no_tool,
+    "wrong_expression": _wrong_expression,
+    "all_at_once": _all_at_once,
+    "broken_syntax": _broken_syntax,
+    "wrong_copy": _wrong_copy,
+    "no_mark": _no_mark,
+}
+
+
+def _work(tree: Expression) -> list[Message]:
+    return [message for text, result in steps(tree) for message in _call(text, str(result))]
+
+
+def _call(expression: str, result: str) -> list[Message]:
+    function = {"name": "calculator", "arguments": {"expression": expression}}
+    return [
+        {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]},  # type: ignore[list-item]
+        {"role": "tool", "content": result},
+    ]
+
+
+def _answer(value: int) -> Message:
+    return _say(f"#### {value}")
+
+
+def _say(text: str) -> Message:
+    return {"role": "assistant", "content": text}
+
+
+def _misread(tree: Expression) -> Expression:
+    """Always the same wrong reading of a kind: the last step with another operation."""
+    if isinstance(tree, int):
+        return tree
+    return _CONFUSED[tree[0]], tree[1], tree[2]
+
+
+def _spoil(tree: Expression, numbers: list[int], rng: Random) -> Expression:
+    """Another tree with whole results: the last step forgotten, an operation or a number mistaken."""
+    while True:
+        spoiled = _mistake(tree, numbers, rng)
+        if spoiled != tree and not isinstance(spoiled, int) and _whole(spoiled):
+            return spoiled
+
+
+def _mistake(tree: Expression, numbers: list[int], rng: Random) -> Expression:
+    if isinstance(tree, int):
+        return rng.choice(numbers)
+    operator, left, right = tree
+    what = rng.random()
+    if what < 0.25:
+        return left if not isinstance(left, int) else right
+    if what < 0.5:
+        return rng.choice("+-*"), left, right
+    if what < 0.75:
+        return operator, _mistake(left, numbers, rng), right
+    return operator, left, _mistake(right, numbers, rng)
+
+
+def _whole(tree: Expression) -> bool:
+    try:
+        steps(tree)
+    except ArithmeticError:
+        return False
+    return True

@@ -1,4 +1,4 @@
-import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -24,8 +24,13 @@ def test_a_restored_sampler_goes_on_where_it_stood(size: int, before: int, after
     assert again.draw(after) == sampler.draw(after)
 
 
-def test_only_allowed_tasks_are_drawn_and_epochs_differ() -> None:
-    sampler = TaskSampler(100, 0, allowed=np.arange(0, 100, 2))
-    first, second = sampler.draw(50), sampler.draw(50)
-    assert sorted(first) == sorted(second) == list(range(0, 100, 2))
-    assert first != second
+def test_excluded_tasks_are_passed_over_and_the_order_of_the_others_stays() -> None:
+    odd = frozenset(range(1, 100, 2))
+    drawn = TaskSampler(100, 0, excluded=odd).draw(100)
+    assert sorted(drawn[:50]) == sorted(drawn[50:]) == list(range(0, 100, 2))
+    assert drawn == [i for i in TaskSampler(100, 0).draw(200) if i not in odd]
+
+
+def test_a_sampler_with_nothing_to_draw_is_refused() -> None:
+    with pytest.raises(ValueError, match="at least one"):
+        TaskSampler(2, 0, excluded=frozenset({0, 1}))

@@ -10,18 +10,18 @@ import numpy as np
 class TaskSampler:
     """Draws indices 0..size-1 without replacement within an epoch; an epoch's order depends on (seed, epoch) alone.
 
-    `allowed`: the indices that may be drawn (None: all), such as those whose prompt fits the model.
+    `excluded` ones are passed over, such as those whose prompt does not fit; the order of the others stays.
     """
 
     size: int
     seed: int
     epoch: int = 0
     position: int = 0
-    allowed: np.ndarray | None = None
+    excluded: frozenset[int] = frozenset()
     _order: np.ndarray | None = None
 
     def __post_init__(self) -> None:
-        if self.size <= 0 or (self.allowed is not None and len(self.allowed) == 0):
+        if len(self.excluded) >= self.size:
             raise ValueError("a sampler needs at least one task")
 
     def draw(self, count: int) -> list[int]:
@@ -30,7 +30,7 @@ class TaskSampler:
         while len(drawn) < count:
             order = self._epoch_order()
             part = order[self.position : self.position + count - len(drawn)]
-            drawn += part.tolist()
+            drawn += [i for i in part.tolist() if i not in self.excluded]
             self.position += len(part)
             if self.position == len(order):
                 self.epoch, self.position, self._order = self.epoch + 1, 0, None
@@ -38,8 +38,7 @@ class TaskSampler:
 
     def _epoch_order(self) -> np.ndarray:
         if self._order is None:
-            indices = np.arange(self.size) if self.allowed is None else self.allowed
-            self._order = np.random.default_rng((self.seed, self.epoch)).permutation(indices)
+            self._order = np.random.default_rng((self.seed, self.epoch)).permutation(self.size)
         return self._order
 
     def state(self) -> dict[str, Any]:

@@ -1,0 +1,27 @@
+"""`agentrl eval`: accuracy on held-out tasks."""
+
+from typing import Annotated
+
+import typer
+
+
+def eval_command(
+    recipe: Annotated[str, typer.Argument(help="A recipe.")],
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Keys to change.")] = None,
+    model: Annotated[
+        str | None, typer.Option("--model", metavar="DIR", help="A model or checkpoint folder, instead of the recipe's.")
+    ] = None,
+    split: Annotated[
+        list[str] | None, typer.Option("--split", help="A held-out split; may be given again (default: all).")
+    ] = None,
+    samples: Annotated[int | None, typer.Option("--samples", min=1, help="Samples a task, for pass@k.")] = None,
+    json_file: Annotated[str | None, typer.Option("--json", metavar="FILE", help="Write the results there too.")] = None,
+) -> None:
+    """Evaluate a model on held-out tasks."""
+    from agentrl.eval.evaluate import evaluate
+    from agentrl.eval.show import show, write_json
+
+    result = evaluate(recipe, overrides=overrides or [], model=model, splits=split, samples=samples)
+    show(result)
+    if json_file is not None:
+        write_json(result, json_file)

@@ -1,0 +1,46 @@
+"""The held-out tasks of a run: the same tasks and the same seeds at every evaluation."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from agentrl.eval.result import SplitResult, summarize
+from agentrl.plugins.types import Task
+from agentrl.recipe.schema import Recipe
+from agentrl.rollout.player import Player
+from agentrl.rollout.trajectory import Group
+
+EVAL_SEED = 20_000_003  # apart from those of training steps
+
+
+@dataclass(slots=True)
+class HeldOut:
+    """Plays the first `eval.tasks` fitting tasks of a split. `tasks` maps split -> tasks; the first split leads."""
+
+    player: Player
+    tasks: Mapping[str, Sequence[Task]]
+    samples: int
+    temperature: float | None
+
+    @classmethod
+    async def prepare(cls, player: Player, recipe: Recipe, splits: Sequence[str]) -> "tuple[HeldOut, list[str]]":
+        """With the lines to print about tasks whose prompt does not fit."""
+        chosen: dict[str, Sequence[Task]] = {}
+        notes = []
+        for split in splits:
+            every = player.env.tasks(split)
+            wanted = [every[i] for i in range(min(recipe.eval.tasks, len(every)))]
+            lengths = await player.measure(wanted)
+            if line := lengths.report(split):
+                notes.append(line)
+            chosen[split] = [wanted[i] for i in lengths.fitting]
+        return cls(player, chosen, recipe.eval.samples, recipe.eval.temperature), notes
+
+    @property
+    def splits(self) -> tuple[str, ...]:
+        return tuple(self.tasks)
+
+    async def play(self, split: str) -> tuple[SplitResult, list[Group]]:
+        groups = await self.player.play(
+            self.tasks[split], self.samples, seed=(EVAL_SEED, 0), temperature=self.temperature
+        )
+        return summarize(split, groups, lambda t: self.player.env.solved(t.rewards)), groups

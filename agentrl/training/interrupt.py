@@ -1,0 +1,76 @@
+"""Ctrl-C during a run: the first ends it in good order, the second at once."""
+
+import asyncio
+import signal
+import threading
+from collections.abc import Awaitable, Callable
+from types import FrameType, TracebackType
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class Interrupted(Exception):
+    """The run was asked to stop: what is under way is dropped, what is complete is saved."""
+
+
+class Interrupts:
+    """While entered, SIGINT and SIGTERM set `requested` and cancel what `run` awaits, so that no update is cut in two.
+
+    Outside the main thread, where Python takes no signals, it only offers `run`.
+    """
+
+    def __init__(self) -> None:
+        self.requested = False
+        self._runner = asyncio.Runner()
+        self._task: asyncio.Task[Any] | None = None
+        self._former: dict[int, Any] = {}
+
+    def __enter__(self) -> "Interrupts":
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._former[number] = signal.signal(number, self._on_signal)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        for number, handler in self._former.items():
+            signal.signal(number, handler)
+        self._runner.close()
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self.requested:
+            raise KeyboardInterrupt
+        self.requested = True
+        if self._task is not None:
+            self._runner.get_loop().call_soon_threadsafe(self._task.cancel)
+
+    def check(self) -> None:
+        """Raises Interrupted when a stop was asked for. Called between the parts of a step."""
+        if self.requested:
+            raise Interrupted
+
+    def complete(self, work: Callable[[], Awaitable[T]]) -> T:
+        """Run asynchronous work to its end, whatever is requested: what must follow an update."""
+
+        async def body() -> T:
+            return await work()
+
+        return self._runner.run(body())
+
+    def run(self, work: Callable[[], Awaitable[T]]) -> T:
+        """Run asynchronous work on the run's one event loop. Raises Interrupted when it was cancelled by a signal."""
+        self.check()
+
+        async def body() -> T:
+            self._task = asyncio.current_task()
+            try:
+                return await work()
+            finally:
+                self._task = None
+
+        try:
+            return self._runner.run(body())
+        except asyncio.CancelledError:
+            if self.requested:
+                raise Interrupted from None
+            raise

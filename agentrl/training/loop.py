@@ -1,0 +1,146 @@
+"""The training loop: one sequential program. It does not know where the tensor work is done.
+
+Each step: draw tasks, roll out groups, turn them into a batch with advantages, update, publish the weights, write down.
+A step is written down whole or not at all: what an interrupt cuts short leaves no trace.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any
+
+from agentrl.data.sampler import TaskSampler
+from agentrl.eval.held_out import HeldOut
+from agentrl.eval.result import SplitResult
+from agentrl.plugins.tracker import Tracker
+from agentrl.plugins.types import Task
+from agentrl.recipe.schema import Recipe
+from agentrl.rollout.player import Player
+from agentrl.rollout.trajectory import Group
+from agentrl.training.actor import Actor
+from agentrl.training.checkpoint import Checkpoints
+from agentrl.training.display import Display
+from agentrl.training.interrupt import Interrupted, Interrupts
+from agentrl.training.run_folder import RunFolder
+
+
+@dataclass(slots=True)
+class Loop:
+    """Everything a run needs, put together by `run.py`."""
+
+    recipe: Recipe
+    player: Player
+    actor: Actor
+    tasks: Sequence[Task]
+    sampler: TaskSampler
+    held_out: HeldOut
+    folder: RunFolder
+    checkpoints: Checkpoints
+    display: Display
+    interrupts: Interrupts
+    trackers: Sequence[Tracker] = ()
+    step: int = 0
+    before: dict[str, float] = field(default_factory=dict)
+    after: dict[str, float] = field(default_factory=dict)
+    _sampler_state: dict[str, Any] = field(default_factory=dict)
+    _saved: int = -1
+
+    def run(self) -> bool:
+        """From `step` to `train.steps`. Returns whether it was interrupted; the last whole step is saved either way."""
+        self._sampler_state = self.sampler.state()
+        self._saved = self.step if self.step else -1
+        try:
+            if self.step == 0:
+                self.before = self._evaluate(self.held_out.splits)
+                self._write_down({"step": 0, **_accuracy_keys(self.before)})
+            while self.step < self.recipe.train.steps:
+                self._one_step()
+        except Interrupted:
+            self.save()
+            return True
+        self.save()
+        return False
+
+    def _one_step(self) -> None:
+        began = perf_counter()
+        step = self.step + 1
+        tasks = [self.tasks[i] for i in self.sampler.draw(self.recipe.rollout.tasks)]
+        groups, metrics = self._roll_out(step, tasks)
+        self.interrupts.check()
+
+        self.display.phase("training")
+        metrics |= self._update(step, groups)
+        self.step, self._sampler_state = step, self.sampler.state()
+        metrics["time/step_s"] = perf_counter() - began
+
+        self.display.step(step, metrics)
+        self._keep_trajectories(f"step_{step}", groups)
+        try:
+            metrics |= self._evaluate_when_due(step)
+        finally:  # an evaluation that is cut short takes no step with it
+            self._write_down({"step": step, **metrics})
+        every = self.recipe.train.save_every
+        if every and step % every == 0:
+            self.save()
+
+    def _roll_out(self, step: int, tasks: Sequence[Task]) -> tuple[list[Group], dict[str, Any]]:
+        self.display.phase("sampling")
+        began = perf_counter()
+        recipe = self.recipe.rollout
+        groups = self.interrupts.run(lambda: self.player.play(tasks, recipe.n, seed=(self.recipe.train.seed, step)))
+        seconds = perf_counter() - began
+        metrics = self.player.metrics(groups)
+        sampled = sum(t.sampled_tokens for g in groups for t in (*g.trajectories, *g.failed))
+        return groups, metrics | {"time/rollout_s": seconds, "rollout/tokens_per_s": sampled / seconds}
+
+    def _update(self, step: int, groups: Sequence[Group]) -> dict[str, Any]:
+        began = perf_counter()
+        metrics = dict(self.actor.learn(groups))
+        trained = perf_counter()
+        self.interrupts.complete(lambda: self.player.engine.update_weights(step))
+        metrics["time/train_s"] = trained - began
+        metrics["time/sync_s"] = perf_counter() - trained
+        metrics["train/tokens_per_s"] = metrics.get("train/tokens", 0) / metrics["time/train_s"]
+        return metrics
+
+    def _evaluate_when_due(self, step: int) -> dict[str, Any]:
+        if step == self.recipe.train.steps:
+            self.after = self._evaluate(self.held_out.splits)
+            return _accuracy_keys(self.after)
+        every = self.recipe.eval.every
+        if every and step % every == 0:
+            return _accuracy_keys(self._evaluate(self.held_out.splits[:1]))
+        return {}
+
+    def _evaluate(self, splits: Sequence[str]) -> dict[str, float]:
+        self.display.phase("evaluating")
+        results: list[SplitResult] = []
+        for split in splits:
+            result, groups = self.interrupts.run(lambda split=split: self.held_out.play(split))  # type: ignore[misc]
+            results.append(result)
+            self._keep_trajectories(f"eval_{split}_{self.step}", groups)
+        accuracies = {r.split: r.accuracy for r in results}
+        if accuracies:
+            self.display.evaluation(self.step, accuracies)
+        return accuracies
+
+    def _keep_trajectories(self, name: str, groups: Sequence[Group]) -> None:
+        if self.recipe.track.trajectories:
+            self.player.record(groups, self.folder.trajectories(name))
+
+    def _write_down(self, metrics: Mapping[str, Any]) -> None:
+        self.folder.append_metrics(metrics)
+        for tracker in self.trackers:
+            tracker.log(metrics["step"], metrics)
+
+    def save(self) -> None:
+        """A checkpoint of the last whole step, unless it is saved already."""
+        if self._saved == self.step:
+            return
+        self.display.phase("saving")
+        self.checkpoints.save(self.step, self.actor, {"sampler": self._sampler_state, "before": self.before})
+        self._saved = self.step
+
+
+def _accuracy_keys(accuracies: Mapping[str, float]) -> dict[str, float]:
+    return {f"eval/{split}/accuracy": value for split, value in accuracies.items()}

@@ -1,0 +1,123 @@
+"""The grader reads an answer as people write it, exactly, and is never fooled or held up by a text."""
+
+from fractions import Fraction
+
+import pytest
+from agentrl_envs.gsm8k.grade import grade, read_answer, read_number, read_truth
+from hypothesis import given
+from hypothesis import strategies as st
+
+
+@pytest.mark.parametrize(
+    ("written", "value"),
+    [
+        ("84", 84),
+        ("1,234", 1234),
+        ("1,234,567.50", Fraction(2469135, 2)),
+        ("$1,234", 1234),
+        ("-$5", -5),
+        ("$-5", -5),
+        ("−7", -7),
+        ("- 7", -7),
+        ("€3.20", Fraction(16, 5)),
+        ("12 dollars", 12),
+        ("12 apples.", 12),
+        ("50%", 50),
+        (r"50\%", 50),
+        ("0.125", Fraction(1, 8)),
+        (".5", Fraction(1, 2)),
+        ("5.", 5),
+        ("3/4", Fraction(3, 4)),
+        ("-3 / 4", Fraction(-3, 4)),
+        ("1 1/2", Fraction(3, 2)),
+        ("-1 1/2", Fraction(-3, 2)),
+        ("1½", Fraction(3, 2)),
+        ("¾", Fraction(3, 4)),
+        (r"\frac{3}{4}", Fraction(3, 4)),
+        (r"-\dfrac{3}{4}", Fraction(-3, 4)),
+        (r"1\frac{1}{2}", Fraction(3, 2)),
+        (r"1{,}234", 1234),
+        (r"\$18", 18),
+        (r"18\text{ dollars}", 18),
+        ("**18**", 18),
+        ("x = 5", 5),
+        ("6*7 = 42", 42),
+        ("1.5e3", 1500),
+    ],
+)
+def test_numbers_as_people_write_them(written: str, value: Fraction) -> None:
+    assert read_answer(f"So 3 + 4 it is.\n#### {written}") == value
+    assert read_answer(f"So 3 + 4 it is \\boxed{{{written}}}, I think.") == value
+    assert read_truth(f"#### {written}") == value
+
+
+@pytest.mark.parametrize(
+    "written",
+    ["", "none", "5 or 6", "5-6", "1,23", "12 + 5", "1/0", "1 1/0", "3:30", "1e999999999", "9" * 5000, "5 " + "a" * 300, "½½"],
+)
+def test_what_is_no_answer(written: str) -> None:
+    assert read_answer(f"#### {written}") is None
+    assert read_answer(f"\\boxed{{{written}}}") is None
+
+
+def test_a_number_without_a_mark_is_no_answer() -> None:
+    assert read_answer("The answer is 84") is None
+    assert not grade("84", 84)
+
+
+def test_the_last_mark_counts() -> None:
+    assert read_answer("#### 5\nno, wait\n#### 6") == 6
+    assert read_answer(r"#### \boxed{6}") == 6
+    assert read_answer("\\boxed{5} so\n#### 6") == 6
+    assert read_answer("#### 6\nIt took 3 steps.") == 6
+
+
+def test_grade_against_every_form_of_truth() -> None:
+    assert grade("#### $1,200.00", "They sold 3*400=<<3*400=1200>>1200\n#### 1,200")
+    assert grade("#### 1200", "1200")
+    assert grade("#### 0.75", Fraction(3, 4))
+    assert not grade("#### 1201", 1200)
+
+
+def test_a_truth_without_a_number_is_refused() -> None:
+    with pytest.raises(ValueError, match="no answer in 'many'"):
+        grade("#### 5", "many")
+
+
+@given(st.integers(-(10**12), 10**12), st.sampled_from(["{}", "{:,}", "${:,}", "{} apples", "{:,}.", "**{}**", "{}.00", "{} %"]))
+def test_every_integer_reads_back(value: int, form: str) -> None:
+    assert read_answer("work 1+2=3\n#### " + form.format(value)) == value
+    assert read_answer("\\boxed{" + form.format(value).replace("-", "−") + "}") == value
+
+
+@given(st.integers(-999, 999), st.integers(1, 999))
+def test_every_fraction_reads_back(over: int, under: int) -> None:
+    value = Fraction(over, under)
+    assert read_answer(f"#### {over}/{under}") == value
+    assert read_answer(f"\\boxed{{\\frac{{{over}}}{{{under}}}}}") == value
+    whole, rest = divmod(abs(over), under)
+    if whole and rest:
+        assert read_answer(f"#### {'-' if over < 0 else ''}{whole} {rest}/{under}") == value
+
+
+@given(st.decimals(-(10**6), 10**6, places=4))
+def test_every_decimal_reads_back_exactly(value: object) -> None:
+    assert read_answer(f"#### {value:f}") == Fraction(str(value))
+
+
+@given(st.text())
+def test_any_text_is_read_or_refused(text: str) -> None:
+    for marked in (text, f"#### {text}", f"\\boxed{{{text}"):
+        assert isinstance(read_answer(marked), Fraction | None)
+    assert isinstance(read_number(text), Fraction | None)
+
+
+@pytest.mark.parametrize(
+    "unit",
+    ["9", "1,", ",111", "#### ", "\\boxed{", "\\frac{", "{", "1 1/", " ", "1e", "-", "."],
+)
+def test_long_hostile_text_is_handled(unit: str) -> None:
+    text = unit * 200_000
+    assert read_answer(text) is None
+    assert read_answer(f"#### {text}") is None
+    assert read_answer(f"{text}\n#### 7") == 7

@@ -1,0 +1,184 @@
+"""Plugins are found by entry points, and what ships is found like a stranger's package.
+
+`installed` imports nothing. A plugin is imported when something names it: a broken one breaks only who names it.
+Wherever a name is wanted, an import path `package.module:attribute` will do.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.metadata import entry_points
+from typing import Any, get_type_hints
+
+from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError
+
+from agentrl.errors import UserError, nearest
+from agentrl.plugins.environment import Environment
+from agentrl.plugins.tool import Tool
+from agentrl.recipe.schema import EnvSection, ToolSection
+
+GROUPS = ("tools", "envs", "rewards", "engines", "advantages", "losses", "trackers")
+
+
+@dataclass(frozen=True, slots=True)
+class Plugin:
+    """An entry point: `name` in `group` (such as `agentrl.tools`) stands for `value`, in `module:attribute` form."""
+
+    group: str
+    name: str
+    value: str
+    distribution: str
+    version: str
+
+
+def installed(group: str) -> list[Plugin]:
+    """What is installed in a group (`tools` or `agentrl.tools`), by name. Nothing is imported."""
+    group = _full(group)
+    found = [
+        Plugin(group, ep.name, ep.value, ep.dist.name if ep.dist else "?", ep.dist.version if ep.dist else "?")
+        for ep in entry_points(group=group)
+    ]
+    return sorted(found, key=lambda p: (p.name, p.distribution))
+
+
+def load(group: str, name: str) -> Any:
+    """The object that `name` stands for. Raises UserError: unknown, offered twice, or failing to import."""
+    if ":" in name:
+        return load_path(name, f"{_kind(group)} {name!r}")
+    found = installed(group)
+    matches = [p for p in found if p.name == name]
+    if not matches:
+        raise UserError(f"no {_kind(group)} {name!r} is installed{nearest(name, {p.name for p in found})}")
+    if len(matches) > 1:
+        offers = " and ".join(f"{p.distribution} {p.version} ({p.value})" for p in matches)
+        raise UserError(
+            f"{_kind(group)} {name!r} is offered by {offers}: uninstall one, or name it as module:attribute"
+        )
+    plugin = matches[0]
+    return load_path(plugin.value, f"{_kind(group)} {name!r} of {plugin.distribution} {plugin.version}")
+
+
+def load_path(path: str, what: str) -> Any:
+    """Import `module:attribute`. `what` begins the message of the UserError."""
+    module, _, attribute = path.partition(":")
+    attribute = attribute.partition("[")[0].strip()
+    try:
+        value: Any = import_module(module.strip())
+    except (Exception, SystemExit) as error:  # the boundary: a module may raise anything
+        raise UserError(f"{what} cannot be imported from {module!r}: {reason(error)}") from error
+    for part in attribute.split("."):
+        if not hasattr(value, part):
+            raise UserError(f"{what}: {module!r} has no {attribute!r}{nearest(part, _public(value))}")
+        value = getattr(value, part)
+    return value
+
+
+def make_tool(section: ToolSection) -> Tool:
+    """A tool as a recipe names it: a `@tool` object as it is, a class (or factory) called with `args`."""
+    made = load("tools", section.name)
+    if isinstance(made, Tool):
+        if section.args:
+            raise UserError(
+                f"tools.{section.name}.args: it is a function and takes none, got {', '.join(section.args)}"
+            )
+    elif callable(made):
+        made = _construct(made, section.args, f"tools.{section.name}.args")
+    if not isinstance(made, Tool):
+        raise UserError(f"tool {section.name!r} is {_type_of(made)}; wants a Tool class or a @tool function")
+    if not isinstance(getattr(made, "name", None), str) or not made.name:
+        raise UserError(f"tool {section.name!r}: its class sets no `name`")
+    return made
+
+
+def make_tools(sections: Sequence[ToolSection]) -> list[Tool]:
+    """The tools of a recipe. Raises UserError when two would have one name for the model."""
+    tools = [make_tool(section) for section in sections]
+    by_name: dict[str, str] = {}
+    for section, made in zip(sections, tools, strict=True):
+        if other := by_name.get(made.name):
+            raise UserError(f"tools: {other!r} and {section.name!r} are both called {made.name!r} by the model")
+        by_name[made.name] = section.name
+    return tools
+
+
+def make_environment(section: EnvSection) -> Environment:
+    """The environment of a recipe: its class called with `source` and `env.args`."""
+    made = load("envs", section.name)
+    if not callable(made):
+        raise UserError(f"environment {section.name!r} is {_type_of(made)}; wants an Environment class")
+    if "source" in section.args:
+        raise UserError("env.args.source: give it as env.source")
+    environment = _construct(made, {"source": section.source, **section.args}, "env.args")
+    if not isinstance(environment, Environment):
+        raise UserError(f"environment {section.name!r} is {_type_of(environment)}; wants an Environment class")
+    return environment
+
+
+def reason(error: BaseException) -> str:
+    """An exception as one line: its type and its message."""
+    text = " ".join(str(error).split())
+    if isinstance(error, UserError):
+        return text
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _construct(maker: Callable[..., Any], args: Mapping[str, Any], where: str) -> Any:
+    """Call a class with arguments that its signature allows, of the types that it annotates."""
+    name = getattr(maker, "__name__", str(maker))
+    try:
+        parameters = dict(inspect.signature(maker).parameters)
+    except (TypeError, ValueError):
+        parameters = {}
+    open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    known = [n for n, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    for key in args:
+        if key not in known and not open_ended:
+            takes = nearest(key, [k for k in known if k != "source"]) or "; it takes none"
+            raise UserError(f"{_key(where, key)}: {name} takes no such argument{takes}")
+    for key in known:
+        if key not in args and parameters[key].default is inspect.Parameter.empty:
+            raise UserError(f"{_key(where, key)}: {name} needs it, and it is missing")
+    typed = {key: _typed(maker, key, value, where) for key, value in args.items()}
+    try:
+        return maker(**typed)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{where}: {name} refuses its arguments: {reason(error)}") from error
+
+
+def _typed(maker: Callable[..., Any], key: str, value: Any, where: str) -> Any:
+    """`value` as the annotation of argument `key` wants it, or as it is where there is no annotation to check."""
+    try:
+        hints = get_type_hints(vars(maker).get("__init__", maker) if isinstance(maker, type) else maker)
+        adapter = TypeAdapter(hints[key], config=ConfigDict(arbitrary_types_allowed=True))
+    except (KeyError, NameError, TypeError, PydanticUserError):
+        return value
+    try:
+        return adapter.validate_python(value)
+    except ValidationError as error:
+        first = error.errors()[0]
+        inside = "".join(f".{part}" for part in first["loc"])
+        text = first["msg"].partition(", unable")[0].replace("Input should", "should", 1)
+        raise UserError(f"{_key(where, key)}{inside}: {text}, got {first['input']!r}") from None
+
+
+def _key(where: str, key: str) -> str:
+    return "env.source" if (where, key) == ("env.args", "source") else f"{where}.{key}"
+
+
+def _full(group: str) -> str:
+    return group if group.startswith("agentrl.") else f"agentrl.{group}"
+
+
+def _kind(group: str) -> str:
+    singular = {"envs": "environment", "losses": "loss"}
+    short = group.removeprefix("agentrl.")
+    return singular.get(short, short.removesuffix("s"))
+
+
+def _public(value: Any) -> list[str]:
+    return [n for n in vars(value) if not n.startswith("_")] if hasattr(value, "__dict__") else []
+
+
+def _type_of(value: Any) -> str:
+    return f"the class {value.__name__}" if isinstance(value, type) else f"of type {type(value).__name__}"

@@ -1,0 +1,220 @@
+"""Arguments that a model wrote, checked against a hand-written JSON schema.
+
+Understood: type, enum, const, properties, required, additionalProperties, items, minimum, maximum, exclusiveMinimum,
+exclusiveMaximum, minLength, maxLength, pattern, minItems, maxItems, anyOf, oneOf (as anyOf), allOf, $ref within the
+schema, default. Other keywords describe, and check nothing. What is plainly meant is accepted: "3" for 3, 3.0 for 3,
+3 for "3", "true" for true, a list or object written as JSON text, null for an argument that may be left out.
+An unknown argument is refused unless the schema says `additionalProperties`.
+"""
+
+import copy
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from agentrl.errors import UserError
+from agentrl.plugins.scalars import SCALARS, Check, limits, should
+from agentrl.plugins.tool import ArgumentError
+
+_compiled: dict[int, tuple[Mapping[str, Any], Check]] = {}
+
+
+def check_arguments(parameters: Mapping[str, Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """`arguments` with what is plainly meant converted and defaults filled in.
+
+    Raises ArgumentError: one short line for the model. The schema is compiled once an object: do not change it later.
+    """
+    entry = _compiled.get(id(parameters))
+    if entry is None or entry[0] is not parameters:
+        if len(_compiled) >= 1024:  # a schema made anew for every call must not fill the memory
+            _compiled.clear()
+        entry = _compiled[id(parameters)] = (parameters, _arguments(parameters))
+    result: dict[str, Any] = entry[1](arguments, "")
+    return result
+
+
+def outline(parameters: Mapping[str, Any]) -> str:
+    """What a tool takes, tersely: `{expression: string, digits?: integer}`."""
+    required = parameters.get("required", ())
+    properties: Mapping[str, Any] = parameters.get("properties", {})
+    parts = [f"{name}{'' if name in required else '?'}: {_kind(s, parameters)}" for name, s in properties.items()]
+    text = "{" + ", ".join(parts) + "}"
+    return text if len(text) <= 200 else "{" + ", ".join(properties) + "}"
+
+
+def _kind(schema: Any, root: Mapping[str, Any]) -> str:
+    if isinstance(schema, Mapping) and "$ref" in schema:
+        schema = {k: v for k, v in _target(schema["$ref"], root).items() if k != "$ref"}
+    if not isinstance(schema, Mapping):
+        return "any"
+    if "enum" in schema:
+        return "|".join(str(v) for v in schema["enum"])
+    if options := schema.get("anyOf", schema.get("oneOf")):
+        return "|".join(dict.fromkeys(_kind(option, root) for option in options))
+    kind = schema.get("type", "any")
+    if kind == "array":
+        return f"list of {_kind(schema['items'], root)}" if "items" in schema else "list"
+    return "|".join(kind) if isinstance(kind, list) else str(kind)
+
+
+def _arguments(parameters: Mapping[str, Any]) -> Check:
+    """The top: here a mistake also says what the tool takes."""
+    properties = parameters.get("properties", {})
+    extra = parameters.get("additionalProperties", False)
+    top = {**parameters, "type": "object", "additionalProperties": extra, "properties": properties}
+    return _object(top, parameters, True, f"; it takes {outline(parameters)}")
+
+
+def _compile(schema: Any, root: Mapping[str, Any], lenient: bool) -> Check:
+    if schema is True or schema == {}:
+        return lambda value, path: value
+    if not isinstance(schema, Mapping):
+        raise UserError(f"a tool's parameters: {schema!r} is no JSON schema")
+    checks: list[Check] = []
+    if "$ref" in schema:
+        checks.append(_reference(schema["$ref"], root, lenient))
+    if "type" in schema:
+        checks.append(_typed(schema, root, lenient))
+    checks += [_compile(part, root, lenient) for part in schema.get("allOf", ())]
+    if options := schema.get("anyOf", schema.get("oneOf")):
+        checks.append(_either(options, root, lenient))
+    if "enum" in schema or "const" in schema:
+        checks.append(_one_of(list(schema.get("enum", [schema.get("const")])), lenient))
+    checks += limits(schema)
+    if len(checks) == 1:
+        return checks[0]
+
+    def every(value: Any, path: str) -> Any:
+        for check in checks:
+            value = check(value, path)
+        return value
+
+    return every
+
+
+def _target(pointer: str, root: Mapping[str, Any]) -> Mapping[str, Any]:
+    target: Any = root
+    for part in pointer.removeprefix("#").strip("/").split("/"):
+        target = target.get(part) if isinstance(target, Mapping) else None
+    if not isinstance(target, Mapping):
+        raise UserError(f"a tool's parameters: $ref {pointer!r} points to nothing")
+    return target
+
+
+def _reference(pointer: str, root: Mapping[str, Any], lenient: bool) -> Check:
+    target = _target(pointer, root)
+    found: list[Check] = []  # compiled when first used, so a schema may refer to itself
+
+    def check(value: Any, path: str) -> Any:
+        if not found:
+            found.append(_compile(target, root, lenient))
+        return found[0](value, path)
+
+    return check
+
+
+def _typed(schema: Mapping[str, Any], root: Mapping[str, Any], lenient: bool) -> Check:
+    kind = schema["type"]
+    if isinstance(kind, list):
+        return _either([{**schema, "type": one} for one in kind], root, lenient)
+    if kind == "object":
+        return _object(schema, root, lenient, "")
+    if kind == "array":
+        return _array(schema, root, lenient)
+    if kind not in SCALARS:
+        raise UserError(f"a tool's parameters: unknown type {kind!r}")
+    return SCALARS[kind](lenient)
+
+
+def _object(schema: Mapping[str, Any], root: Mapping[str, Any], lenient: bool, takes: str) -> Check:
+    properties = {name: _compile(s, root, lenient) for name, s in schema.get("properties", {}).items()}
+    described = {name: s for name, s in schema.get("properties", {}).items() if isinstance(s, Mapping)}
+    required = list(schema.get("required", ()))
+    defaults = {name: s["default"] for name, s in described.items() if "default" in s and name not in required}
+    nested = any(isinstance(default, list | dict) for default in defaults.values())
+    extra = schema.get("additionalProperties", True)
+    rest = None if extra is False else _compile(extra, root, lenient)
+
+    def check(value: Any, path: str) -> Any:
+        value = _from_text(value, dict) if lenient else value
+        if not isinstance(value, Mapping):
+            raise ArgumentError(should(path, "be an object", value) + takes)
+        result = copy.deepcopy(defaults) if nested else dict(defaults)
+        for name, item in value.items():
+            inside = f"{path}.{name}" if path else str(name)
+            rule = properties.get(name, rest)
+            if rule is None:
+                raise ArgumentError(f"unknown argument {inside!r}{takes}")
+            if item is None and name in properties and name not in required and lenient and not _allows_null(rule):
+                continue
+            result[name] = rule(item, inside)
+        for name in required:
+            if name not in value:
+                raise ArgumentError(f"argument {f'{path}.{name}' if path else name!r} is missing{takes}")
+        return result
+
+    return check
+
+
+def _allows_null(rule: Check) -> bool:
+    try:
+        rule(None, "")
+    except ArgumentError:
+        return False
+    return True
+
+
+def _array(schema: Mapping[str, Any], root: Mapping[str, Any], lenient: bool) -> Check:
+    item = _compile(schema.get("items", True), root, lenient)
+
+    def check(value: Any, path: str) -> Any:
+        value = _from_text(value, list) if lenient else value
+        if not isinstance(value, list):
+            raise ArgumentError(should(path, "be a list", value))
+        return [item(entry, f"{path}.{i}") for i, entry in enumerate(value)]
+
+    return check
+
+
+def _either(options: Any, root: Mapping[str, Any], lenient: bool) -> Check:
+    """The first option that fits exactly, else the first that fits leniently."""
+    checks = [_compile(option, root, False) for option in options]
+    if lenient:
+        checks += [_compile(option, root, True) for option in options]
+    wanted = "|".join(dict.fromkeys(_kind(option, root) for option in options))
+
+    def check(value: Any, path: str) -> Any:
+        for option in checks:
+            try:
+                return option(value, path)
+            except ArgumentError:
+                continue
+        raise ArgumentError(should(path, f"be {wanted}", value))
+
+    return check
+
+
+def _one_of(values: list[Any], lenient: bool) -> Check:
+    words = {str(v).lower(): v for v in values}
+
+    def check(value: Any, path: str) -> Any:
+        for known in values:
+            if known == value and isinstance(known, bool) == isinstance(value, bool):
+                return known
+        if lenient and not isinstance(value, list | dict) and str(value).strip().lower() in words:
+            return words[str(value).strip().lower()]
+        choices = ", ".join(str(v) for v in values)
+        raise ArgumentError(should(path, f"be one of {choices}", value))
+
+    return check
+
+
+def _from_text(value: Any, kind: type) -> Any:
+    """A list or object that the model wrote as JSON text once too often; anything else as it is."""
+    if not isinstance(value, str):
+        return value
+    try:
+        read = json.loads(value)
+    except (ValueError, RecursionError):
+        return value
+    return read if isinstance(read, kind) else value

@@ -1,0 +1,159 @@
+"""A function's signature and docstring as a tool's description, JSON schema and argument check."""
+
+import inspect
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, NotRequired, get_args, get_origin, get_type_hints
+
+from pydantic import ConfigDict, Field, PydanticUserError, TypeAdapter, ValidationError
+from pydantic_core import ErrorDetails, PydanticSerializationError, to_jsonable_python
+from typing_extensions import TypedDict  # pydantic refuses typing's own before Python 3.12
+
+from agentrl.errors import UserError, nearest
+from agentrl.plugins.docstring import read_docstring
+from agentrl.plugins.scalars import shown
+from agentrl.plugins.schema import outline
+from agentrl.plugins.tool import ArgumentError
+from agentrl.plugins.types import Session
+
+_typed_dict: Any = TypedDict
+_CONFIG = ConfigDict(extra="forbid", coerce_numbers_to_str=True)
+_CONTAINERS = ("list_type", "dict_type", "model_type", "tuple_type", "set_type", "dataclass_type")
+
+
+@dataclass(frozen=True)
+class Signature:
+    """parameters: a JSON schema of type `object`. session: the parameter that takes the Session, if any."""
+
+    description: str
+    parameters: Mapping[str, Any]
+    session: str | None
+    _adapter: TypeAdapter[dict[str, Any]]
+    _not_null: frozenset[str]  # may be left out but not null: a model's null is taken as leaving it out
+
+    def check(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments converted to the annotated types. Raises ArgumentError with one line for the model."""
+        if None in arguments.values():
+            arguments = {k: v for k, v in arguments.items() if v is not None or k not in self._not_null}
+        try:
+            return self._adapter.validate_python(arguments)
+        except ValidationError as error:
+            first = error
+        try:  # again, with lists and objects that were written as JSON text once too often
+            return self._adapter.validate_python(_read_texts(arguments, first))
+        except ValidationError as error:
+            raise ArgumentError(_line(error.errors(include_url=False)[0], self.parameters)) from None
+
+
+def read_signature(function: Callable[..., Any], name: str) -> Signature:
+    """Raises UserError, beginning with the tool's name, for a function that cannot be a tool."""
+    documented = read_docstring(inspect.getdoc(function) or "")
+    annotations = _annotations(function, name)
+    session, fields, defaults = None, {}, {}
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+            raise UserError(f"tool {name!r}: parameter {str(parameter)!r} cannot be filled by name")
+        if parameter.name not in annotations:
+            raise UserError(f"tool {name!r}: parameter {parameter.name!r} has no type annotation")
+        annotation = annotations[parameter.name]
+        if _is_session(annotation):
+            session = parameter.name
+            continue
+        if text := documented.arguments.get(parameter.name):
+            annotation = Annotated[annotation, Field(description=text)]
+        if parameter.default is not parameter.empty:
+            annotation, defaults[parameter.name] = NotRequired[annotation], parameter.default
+        fields[parameter.name] = annotation
+    for unknown in documented.arguments.keys() - inspect.signature(function).parameters.keys():
+        hint = nearest(unknown, fields)
+        raise UserError(f"tool {name!r}: its docstring describes {unknown!r}, which is no parameter{hint}")
+    return _signature(name, documented.description, fields, defaults, session)
+
+
+def _signature(
+    name: str, description: str, fields: dict[str, Any], defaults: dict[str, Any], session: str | None
+) -> Signature:
+    arguments = _typed_dict(name, fields)
+    arguments.__pydantic_config__ = _CONFIG
+    try:
+        adapter = TypeAdapter(arguments)
+        parameters = {"type": "object", "properties": {}, **_untitled(adapter.json_schema())}
+    except PydanticUserError as error:
+        raise UserError(f"tool {name!r}: its arguments have no JSON schema: {str(error).splitlines()[0]}") from None
+    for key, value in defaults.items():
+        if value is not None:
+            parameters["properties"][key]["default"] = _jsonable(value, name, key)
+    parameters.pop("additionalProperties", None)  # refused in any case; not worth the model's tokens
+    not_null = frozenset(key for key in defaults if not _takes_null(adapter, key))
+    return Signature(description, parameters, session, adapter, not_null)
+
+
+def _annotations(function: Callable[..., Any], name: str) -> dict[str, Any]:
+    try:
+        return get_type_hints(function, include_extras=True)
+    except NameError as error:
+        raise UserError(f"tool {name!r}: an annotation cannot be read: {error}") from None
+
+
+def _is_session(annotation: Any) -> bool:
+    return annotation is Session or (get_origin(annotation) is not None and Session in get_args(annotation))
+
+
+def _jsonable(value: Any, name: str, key: str) -> Any:
+    try:
+        return to_jsonable_python(value)
+    except PydanticSerializationError:
+        raise UserError(f"tool {name!r}: the default of {key!r} cannot be written as JSON") from None
+
+
+def _takes_null(adapter: TypeAdapter[dict[str, Any]], key: str) -> bool:
+    try:
+        adapter.validate_python({key: None})
+    except ValidationError as error:
+        return all(e["loc"][:1] != (key,) for e in error.errors())
+    return True
+
+
+def _untitled(schema: Any) -> Any:
+    """Without the titles that pydantic adds: they tell a model nothing and cost tokens."""
+    if isinstance(schema, list):
+        return [_untitled(part) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    named = ("properties", "$defs")
+    plain = ("default", "enum", "const", "examples", "required")
+    return {
+        key: {k: _untitled(v) for k, v in value.items()}
+        if key in named
+        else value
+        if key in plain
+        else _untitled(value)
+        for key, value in schema.items()
+        if not (key == "title" and isinstance(value, str))
+    }
+
+
+def _read_texts(arguments: Mapping[str, Any], error: ValidationError) -> dict[str, Any]:
+    result = dict(arguments)
+    for detail in error.errors(include_url=False):
+        key = detail["loc"][0] if detail["loc"] else None
+        if detail["type"] in _CONTAINERS and isinstance(key, str) and isinstance(result.get(key), str):
+            try:
+                result[key] = json.loads(result[key])
+            except (ValueError, RecursionError):
+                continue
+    return result
+
+
+def _line(error: ErrorDetails, parameters: Mapping[str, Any]) -> str:
+    path = ".".join(str(part) for part in error["loc"])
+    if error["type"] == "missing":
+        return f"argument {path!r} is missing; it takes {outline(parameters)}"
+    if error["type"] == "extra_forbidden":
+        return f"unknown argument {path!r}; it takes {outline(parameters)}"
+    if error["type"] in _CONTAINERS:
+        wanted = "a list" if error["type"] in ("list_type", "tuple_type", "set_type") else "an object"
+        return f"argument {path!r} should be {wanted}, got {shown(error['input'])}"
+    text = error["msg"].partition(", unable")[0].removeprefix("Input ").removeprefix("Value error, ")
+    return f"argument {path!r} {text}, got {shown(error['input'])}"

@@ -1,0 +1,194 @@
+"""The tool calls of one turn: checked, run concurrently, each under its deadline, each answered by one message.
+
+What the model did wrong comes back as a message that it can act on; nothing here raises for it.
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from agentrl.chat.base import Chat, ParsedCall
+from agentrl.errors import nearest
+from agentrl.plugins.tool import ArgumentError, Tool
+from agentrl.plugins.types import Message, ToolKwargs, ToolResponse
+from agentrl.recipe.schema import RolloutSection
+from agentrl.rollout.hooks import finite
+from agentrl.rollout.request import AsyncRolloutRequest
+from agentrl.rollout.text import bound_text
+from agentrl.rollout.trajectory import Boundary, ToolUse
+from agentrl.rollout.watch import DeadlineExceededError, Watch
+
+_NAME = 64  # characters of a tool's name, as a model may write it, that are kept
+_LINE = 300  # characters of an error line that are kept for the metrics
+_NO_KWARGS = ToolKwargs()
+_EMPTY = ToolResponse()
+
+
+@dataclass(slots=True)
+class Answer:
+    """One call, from its name and arguments (None: it is not to be run) to what it came to.
+
+    late: the turn or the request ran out of time, not the tool out of its own.
+    """
+
+    call_id: str
+    name: str
+    response: ToolResponse = _EMPTY
+    error: str | None = None
+    tool: Tool | None = None
+    arguments: dict[str, Any] | None = None
+    seconds: float = 0.0
+    late: bool = False
+
+    def message(self, text: str) -> Message:
+        """The tool's message, with `text` bounded already."""
+        images = self.response.images
+        parts = [{"type": "text", "text": text}, *({"type": "image", "image": i} for i in images)] if images else text
+        return {"role": "tool", "content": parts, "tool_call_id": self.call_id, "name": self.name}
+
+
+@dataclass(slots=True)
+class Answers:
+    """What a turn's calls came to. exhausted: more calls than the request may make."""
+
+    messages: list[Message]
+    done: bool = False
+    exhausted: bool = False
+    late: bool = False
+
+
+def call_id(turn: int, index: int) -> str:
+    """The id of a call, as it stands in the assistant's message and in the tool's."""
+    return f"call_{turn}_{index}"
+
+
+class Caller:
+    """Runs the calls of one request's turns, within the limits of the recipe."""
+
+    __slots__ = ("_chat", "_limits")
+
+    def __init__(self, chat: Chat, limits: RolloutSection) -> None:
+        self._chat = chat
+        self._limits = limits
+
+    async def answer(
+        self, request: AsyncRolloutRequest, calls: Sequence[ParsedCall], turn_deadline: float, watch: Watch
+    ) -> Answers:
+        """Run the calls and record them in the request: tool uses, step rewards. `turn_deadline` as time.monotonic().
+        Only what a tool returns can raise, where its step reward is no number."""
+        allowed = min(self._limits.max_tool_calls_per_turn, self._limits.max_tool_calls - request.tool_calls)
+        accepted = calls[:allowed]
+        request.tool_calls += len(accepted)
+        turn = len(request.turns) - 1
+        answers = await self._run(request, accepted, turn, turn_deadline, watch)
+        total = Answers([])
+        if refused := calls[allowed:]:
+            total.exhausted = allowed < self._limits.max_tool_calls_per_turn
+            answers.append(self._refuse(request, refused, call_id(turn, allowed), turn, total.exhausted))
+        request.at = Boundary.TOOL, "tool response"
+        for answer in answers:
+            self._record(request, answer, turn)
+            text = bound_text(answer.response.text, self._limits.max_tool_tokens, self._chat.encode_text)
+            total.messages.append(answer.message(text))
+            total.done = total.done or answer.response.done
+            total.late = total.late or answer.late
+        return total
+
+    async def _run(
+        self, request: AsyncRolloutRequest, calls: Sequence[ParsedCall], turn: int, turn_deadline: float, watch: Watch
+    ) -> list[Answer]:
+        deadline = min(time.monotonic() + self._limits.tool_timeout, turn_deadline)
+        answers = [self._prepare(request, call, call_id(turn, i)) for i, call in enumerate(calls)]
+        running = [answer for answer in answers if answer.arguments is not None]
+        outcomes = await watch.wait_all([_execute(request, answer) for answer in running], deadline) if running else []
+        for answer, outcome in zip(running, outcomes, strict=True):
+            if outcome is not None:
+                self._failed(answer, outcome)
+                answer.late = isinstance(outcome, DeadlineExceededError) and deadline == turn_deadline
+        return answers
+
+    def _prepare(self, request: AsyncRolloutRequest, call: ParsedCall, name: str) -> Answer:
+        """An answer that says what is wrong with the call, or one that is ready to run."""
+        if call.error is not None:
+            return _wrong(call, name, call.error)
+        tool = request.tools.get(call.name)
+        if tool is None:
+            known = nearest(call.name[:_NAME], request.tools)
+            return _wrong(call, name, f"there is no tool named {call.name[:_NAME]!r}{known}")
+        answer = Answer(name, call.name)
+        try:
+            arguments = tool.check(call.arguments)
+        except Exception as error:  # noqa: BLE001 - boundary: a tool that raises tells the model
+            self._failed(answer, error)
+            return answer
+        hidden = request.task.tools_kwargs.get(call.name, _NO_KWARGS).execute_kwargs
+        answer.tool, answer.arguments = tool, {**arguments, **hidden} if hidden else arguments
+        return answer
+
+    def _failed(self, answer: Answer, error: BaseException) -> None:
+        """Turn what a tool raised into what the model reads."""
+        if isinstance(error, ArgumentError):
+            side, what = "model", str(error)
+        elif isinstance(error, DeadlineExceededError):
+            side, what = "tool", f"it did not answer within {self._limits.tool_timeout:g} seconds"
+        elif isinstance(error, Exception):
+            side, what = "tool", f"{type(error).__name__}: {error}"
+        else:
+            raise error
+        answer.response, answer.error = ToolResponse(f"Error: {what}"), f"{side}: {_line(what)}"
+
+    def _refuse(
+        self, request: AsyncRolloutRequest, calls: Sequence[ParsedCall], name: str, turn: int, exhausted: bool
+    ) -> Answer:
+        """One message for all that are not run; each is counted (the first by the answer, the others here)."""
+        limits = self._limits
+        most = f"{limits.max_tool_calls} in all" if exhausted else f"{limits.max_tool_calls_per_turn} a turn"
+        what = "1 call was" if len(calls) == 1 else f"{len(calls)} calls were"
+        answer = _wrong(calls[0], name, f"{what} not run: at most {most}")
+        request.tool_uses.extend(ToolUse(call.name[:_NAME], turn, 0.0, answer.error) for call in calls[1:])
+        return answer
+
+    def _record(self, request: AsyncRolloutRequest, answer: Answer, turn: int) -> None:
+        response = answer.response
+        request.tool_uses.append(ToolUse(answer.name, turn, answer.seconds, answer.error, response.metrics))
+        if response.reward is not None:
+            request.at = Boundary.REWARD, f"{answer.name}.execute"
+            request.add_step_reward(finite(response.reward, "step"))
+
+
+async def _execute(request: AsyncRolloutRequest, answer: Answer) -> None:
+    tool, arguments, started = answer.tool, answer.arguments, time.monotonic()
+    assert tool is not None
+    assert arguments is not None
+    try:
+        answer.response = _response(await tool.execute(request.session_of(tool), **arguments))
+    finally:
+        answer.seconds = time.monotonic() - started
+    if answer.response.error:
+        answer.error = f"model: {_line(answer.response.text)}"
+
+
+def _response(result: Any) -> ToolResponse:
+    if isinstance(result, str):
+        return ToolResponse(result)
+    if not isinstance(result, ToolResponse) or not isinstance(result.text, str):
+        kind = type(result.text if isinstance(result, ToolResponse) else result).__name__
+        raise TypeError(f"the tool returned {kind}, not text")
+    if result.metrics:
+        _check_metrics(result.metrics)
+    return result
+
+
+def _check_metrics(metrics: Mapping[str, float]) -> None:
+    for key, value in metrics.items():
+        if not isinstance(value, int | float):
+            raise TypeError(f"the tool's metric {key!r} is {type(value).__name__}, not a number")
+
+
+def _line(text: str) -> str:
+    return text[: 4 * _LINE].strip().split("\n", 1)[0][:_LINE]
+
+
+def _wrong(call: ParsedCall, name: str, what: str) -> Answer:
+    return Answer(name, call.name[:_NAME], ToolResponse(f"Error: {what}"), error=f"model: {_line(what)}")

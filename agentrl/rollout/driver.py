@@ -1,0 +1,301 @@
+"""`Driver.drive` takes one request from its first hook to its last, and is the one caller of every plugin.
+
+Whatever happens: the hooks of what was created are closed exactly once, the engine forgets the request, and what the
+machinery did wrong ends this request alone, as FAILED with its boundary. What is paid once a turn does not depend on
+how many tokens came before it: the request's own growing ids go to the engine as they are.
+"""
+
+import asyncio
+import logging
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from agentrl.chat.base import Chat, ParsedTurn
+from agentrl.engine.base import Engine, EngineError, Generation, GenerationFinish, Sampling
+from agentrl.errors import UserError, nearest
+from agentrl.plugins.environment import Environment
+from agentrl.plugins.tool import Tool
+from agentrl.plugins.types import Message, Task
+from agentrl.recipe.schema import RolloutSection
+from agentrl.rollout import hooks
+from agentrl.rollout.calls import Caller, call_id
+from agentrl.rollout.request import AsyncRolloutRequest, Opening
+from agentrl.rollout.seeds import Seed, derive, nth
+from agentrl.rollout.state import RequestState, TransitionError
+from agentrl.rollout.trajectory import Boundary, Failure, FinishReason, InvariantError, Trajectory, check_invariants
+from agentrl.rollout.watch import DeadlineExceededError, Watch
+
+_DRIVER = Boundary.INFRASTRUCTURE, "driver"
+_CHAT = Boundary.INFRASTRUCTURE, "chat"
+_ENGINE = Boundary.ENGINE, "engine"
+_log = logging.getLogger("agentrl.rollout")
+
+
+class Driver:
+    """Serves a whole run and thousands of requests at once; what is per request lives in the request."""
+
+    def __init__(
+        self, *, engine: Engine, chat: Chat, environment: Environment, tools: Sequence[Tool], limits: RolloutSection
+    ) -> None:
+        self._engine = engine
+        self._chat = chat
+        self._environment = environment
+        self._tools = {tool.name: tool for tool in tools}
+        self._schemas = {tool.name: tool.schema for tool in tools}
+        self._limits = limits
+        self._caller = Caller(chat, limits)
+        self._count = 0
+
+    @property
+    def limits(self) -> RolloutSection:
+        return self._limits
+
+    def request(
+        self, task: Task, sample: int, *, seed: Seed = 0, attempt: int = 0, opening: Opening | None = None
+    ) -> AsyncRolloutRequest:
+        """A new request. Its tokens depend on `seed` (the run's and the step's), task, sample and attempt alone.
+
+        opening: shared by the samples of a task, so that their prompt is rendered once.
+        """
+        self._count += 1
+        own = derive(seed, task.id, sample, attempt)
+        name = f"{task.id}#{sample}.{self._count}"
+        return AsyncRolloutRequest(name, task, sample, own, opening=opening if opening is not None else Opening())
+
+    async def drive(self, request: AsyncRolloutRequest, *, resumable: bool = False) -> Trajectory:
+        """Drive a PENDING request, or an ABORTED one further, to its end. Raises nothing but CancelledError.
+
+        resumable: a request that the engine aborts keeps its sessions, so that it can be driven on; whoever does not
+        drive it on must `discard` it.
+        """
+        self._check_drivable(request)
+        started = time.monotonic()
+        request.deadline = started + self._limits.timeout - request.seconds["total"]
+        watch = Watch()
+        try:
+            await self._run(request, watch)
+        except asyncio.CancelledError:
+            resumable = False
+            request.end(RequestState.ABORTED, FinishReason.ABORTED)
+            raise
+        except Exception as error:  # noqa: BLE001 - the boundary of every request
+            self._fail(request, error)
+        finally:
+            watch.close()
+            self._forget(request)
+            if not (resumable and request.state is RequestState.ABORTED):
+                await hooks.release_all(request)
+            request.seconds["total"] += time.monotonic() - started
+        return self._freeze(request)
+
+    def _check_drivable(self, request: AsyncRolloutRequest) -> None:
+        if request.state is RequestState.PENDING or (request.state is RequestState.ABORTED and request.begun):
+            return
+        raise TransitionError(f"{request.id} is {request.state}, and its sessions are released: it cannot be driven")
+
+    async def discard(self, request: AsyncRolloutRequest) -> None:
+        """Give up an aborted request that was kept: release what it holds."""
+        await hooks.release_all(request)
+
+    async def _run(self, request: AsyncRolloutRequest, watch: Watch) -> None:
+        if request.state is RequestState.PENDING:
+            request.tools = self._offered(request.task)
+            started = time.monotonic()
+            await hooks.create_all(request, self._environment, watch)
+            request.seconds["hooks"] += time.monotonic() - started
+            self._open(request)
+        for begun in request.begun:
+            begun.session.deadline = request.deadline
+        request.move(RequestState.RUNNING)
+        finish: FinishReason | None = None
+        while finish is None:
+            finish = await self._turn(request, watch)
+        if finish is FinishReason.ABORTED:
+            request.end(RequestState.ABORTED, finish)
+            return
+        if not request.turns:
+            request.at = _ENGINE
+            raise EngineError(f"no token came within {self._limits.turn_timeout:g} seconds (rollout.turn_timeout)")
+        started = time.monotonic()
+        request.rewards = await hooks.calc_rewards(request, watch, self._limits.turn_timeout)
+        request.seconds["hooks"] += time.monotonic() - started
+        request.finish = finish
+
+    def _offered(self, task: Task) -> dict[str, Tool]:
+        if task.tools is None:
+            return self._tools
+        if unknown := next((name for name in task.tools if name not in self._tools), None):
+            raise UserError(f"task {task.id} wants the tool {unknown!r}, not in `tools`{nearest(unknown, self._tools)}")
+        return {name: self._tools[name] for name in task.tools}
+
+    def _open(self, request: AsyncRolloutRequest) -> None:
+        request.at = _CHAT
+        schemas = [self._schemas[name] for name in request.tools]
+        ids = request.opening.render(self._chat, request.messages, schemas)
+        if len(ids) >= self._most():
+            request.at = Boundary.ENVIRONMENT, f"{self._environment.name}.create"
+            raise UserError(
+                f"the opening prompt has {len(ids)} tokens, with room for {self._most() - 1} and an answer "
+                f"(rollout.max_tokens {self._limits.max_tokens}, the model's context {self._engine.max_context})"
+            )
+        request.open_with(ids)
+        request.at = _DRIVER
+
+    def _most(self) -> int:
+        return min(self._limits.max_tokens, self._engine.max_context)
+
+    async def _turn(self, request: AsyncRolloutRequest, watch: Watch) -> FinishReason | None:
+        """One turn: sample, parse, let tools or the environment answer, and write down what they said. Why the request
+        is over, or None."""
+        limits, started = self._limits, time.monotonic()
+        deadline = min(started + limits.turn_timeout, request.deadline)
+        generation = await self._sample(request, watch, deadline)
+        request.seconds["engine"] += time.monotonic() - started
+        if generation is None or generation.finish is GenerationFinish.ABORT:
+            return self._stopped(request, watch.expired)
+        turn_ids = request.close_turn()
+        request.at = _CHAT
+        parsed = self._chat.parse(turn_ids)
+        request.messages.append(_assistant(parsed, len(request.turns) - 1))
+        room = self._most() - len(request.ids)
+        if generation.finish is GenerationFinish.LENGTH and (room <= 0 or not parsed.calls):
+            return FinishReason.LENGTH
+        replies, finish = await (self._tool_turn if parsed.calls else self._reply)(request, watch, parsed, deadline)
+        request.messages.extend(replies)
+        if finish is not None:
+            return finish
+        if len(request.turns) >= limits.max_turns:
+            return FinishReason.MAX_TURNS
+        request.at = _CHAT
+        added = self._chat.bridge(turn_ids, replies)
+        if len(added) >= room:
+            return FinishReason.LENGTH
+        request.add_bridge(added)
+        request.move(RequestState.RUNNING)
+        return FinishReason.TIMEOUT if time.monotonic() >= request.deadline else None
+
+    async def _sample(self, request: AsyncRolloutRequest, watch: Watch, deadline: float) -> Generation | None:
+        """The engine's answer, in the request already; None when it had to be cancelled."""
+        limits, engine = self._limits, self._engine
+        room = min(limits.max_turn_tokens - request.turn_tokens, self._most() - len(request.ids))
+        sampling = Sampling(
+            max_tokens=room, temperature=limits.temperature, top_p=limits.top_p, top_k=limits.top_k,
+            stop_ids=self._chat.stop_ids, seed=nth(request.seed, len(request.versions)),
+        )  # fmt: skip
+        request.at = _ENGINE
+        try:
+            work = engine.generate(request.ids, sampling, request.id)
+            generation = await watch.wait(work, deadline, lambda: engine.abort(request.id))
+        except DeadlineExceededError:
+            return None
+        if len(generation.ids) > room:
+            raise EngineError(f"{len(generation.ids)} ids came where at most {room} were asked for")
+        request.add_sampled(generation)
+        if request.open_turn is None and generation.finish is not GenerationFinish.ABORT:
+            raise EngineError(f"a turn ended by {generation.finish} without a token")
+        return generation
+
+    def _stopped(self, request: AsyncRolloutRequest, expired: bool) -> FinishReason:
+        """The engine was stopped: by our own deadline, which ends the turn where it is, or from outside."""
+        if not expired:
+            return FinishReason.ABORTED
+        if request.open_turn is not None:
+            request.at = _CHAT
+            parsed = self._chat.parse(request.close_turn())
+            request.messages.append(_assistant(parsed, len(request.turns) - 1))
+        return FinishReason.TIMEOUT
+
+    async def _tool_turn(
+        self, request: AsyncRolloutRequest, watch: Watch, parsed: ParsedTurn, deadline: float
+    ) -> tuple[list[Message], FinishReason | None]:
+        request.move(RequestState.TOOL_CALLING)
+        started = time.monotonic()
+        answers = await self._caller.answer(request, parsed.calls, deadline, watch)
+        request.seconds["tools"] += time.monotonic() - started
+        if answers.done:
+            return answers.messages, FinishReason.ENV_DONE
+        if answers.late:
+            return answers.messages, FinishReason.TIMEOUT
+        return answers.messages, FinishReason.MAX_TOOL_CALLS if answers.exhausted else None
+
+    async def _reply(
+        self, request: AsyncRolloutRequest, watch: Watch, parsed: ParsedTurn, deadline: float
+    ) -> tuple[list[Message], FinishReason | None]:
+        """The environment has `turn_timeout` seconds of its own: when it needs more, the fault is not the model's."""
+        request.move(RequestState.INTERACTING)
+        environment, started = self._environment, time.monotonic()
+        request.at = Boundary.ENVIRONMENT, f"{environment.name}.execute"
+        work = environment.execute(request.session_of(environment), request.messages[-1])
+        try:
+            reply = await watch.wait(work, min(started + self._limits.turn_timeout, request.deadline))
+        except DeadlineExceededError:
+            if time.monotonic() < request.deadline:
+                raise
+            return [], FinishReason.TIMEOUT
+        request.seconds["environment"] += time.monotonic() - started
+        if reply.reward is not None:
+            request.add_step_reward(hooks.finite(reply.reward, "step"))
+        messages = list(reply.messages)
+        if reply.done:
+            return messages, FinishReason.ENV_DONE if messages else FinishReason.STOP
+        if not messages:
+            raise hooks.PluginError("it returned no message and is not done")
+        return messages, None
+
+    def _fail(self, request: AsyncRolloutRequest, error: BaseException) -> None:
+        boundary, where = request.at
+        line = f"{where}: {_describe(error)}"
+        _log.debug("%s failed at %s", request.id, line, exc_info=error)
+        request.end(RequestState.FAILED, FinishReason.ERROR, Failure(boundary, line))
+
+    def _forget(self, request: AsyncRolloutRequest) -> None:
+        try:
+            self._engine.finish(request.id)
+        except Exception as error:  # noqa: BLE001 - boundary: its tokens are whole, so it is kept, and said
+            _log.warning("%s: engine.finish: %s", request.id, error)
+            request.extra["engine_finish"] = _describe(error)
+
+    def _freeze(self, request: AsyncRolloutRequest) -> Trajectory:
+        """The trajectory, whose invariants hold: one whose do not is FAILED, and nobody trains on it."""
+        trajectory = request.trajectory()
+        ended = request.state in (RequestState.FAILED, RequestState.ABORTED)
+        try:
+            check_invariants(trajectory)
+        except InvariantError as error:
+            failure = Failure(Boundary.INFRASTRUCTURE, f"invariants: {error}")
+            if not ended:
+                request.end(RequestState.FAILED, FinishReason.ERROR, failure)
+            return replace(trajectory, finish=FinishReason.ERROR, failure=failure)
+        if not ended:
+            request.move(RequestState.COMPLETED)
+        return trajectory
+
+
+def _assistant(parsed: ParsedTurn, turn: int) -> Message:
+    message: Message = {"role": "assistant", "content": parsed.content}
+    if parsed.reasoning is not None:
+        message["reasoning_content"] = parsed.reasoning
+    if parsed.calls:
+        message["tool_calls"] = [
+            {
+                "type": "function",
+                "id": call_id(turn, i),
+                "function": {"name": c.name, "arguments": c.raw if c.error is not None else c.arguments},
+            }
+            for i, c in enumerate(parsed.calls)
+        ]
+    return message
+
+
+def _describe(error: BaseException) -> str:
+    """One line: what was raised, and where."""
+    if isinstance(error, DeadlineExceededError):
+        return "took too long (rollout.turn_timeout, rollout.timeout)"
+    if isinstance(error, UserError | hooks.PluginError | EngineError):
+        return " ".join(str(error).split())
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
+    return " ".join(f"{type(error).__name__}: {error}".split())[:500] + place

@@ -1,0 +1,105 @@
+"""`roll_out`: groups of samples, at most so many requests at once. A failed sample is tried again, then left out."""
+
+import asyncio
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+
+from agentrl.plugins.types import Task
+from agentrl.rollout.driver import Driver
+from agentrl.rollout.request import Opening
+from agentrl.rollout.seeds import Seed
+from agentrl.rollout.trajectory import FinishReason, Group, Trajectory
+
+
+class Dropped(StrEnum):
+    """Why a group trains nothing."""
+
+    FEW = "few"  # fewer than two valid samples
+    EQUAL = "equal"  # all rewards are equal
+
+
+def dropped(group: Group) -> Dropped | None:
+    """Why a group trains nothing; None when it does."""
+    rewards = [t.reward for t in group.trajectories]
+    if len(rewards) < 2:
+        return Dropped.FEW
+    return Dropped.EQUAL if max(rewards) - min(rewards) < 1e-9 else None
+
+
+def trainable(group: Group) -> bool:
+    """Whether its rewards differ, and so say anything about which sample was better."""
+    return dropped(group) is None
+
+
+@dataclass(slots=True)
+class _Growing:
+    """A group while its samples run. `first`: the seed index of its first sample, 0 unless its task comes twice."""
+
+    task: Task
+    first: int
+    opening: Opening = field(default_factory=Opening)
+    samples: list[Trajectory | None] = field(default_factory=list)
+    left: int = 0
+
+    def group(self) -> Group:
+        samples = [t for t in self.samples if t is not None]
+        return Group(self.task, tuple(t for t in samples if t.valid), tuple(t for t in samples if not t.valid))
+
+
+async def roll_out(
+    driver: Driver,
+    tasks: Sequence[Task],
+    n: int,
+    *,
+    seed: Seed = 0,
+    on_trajectory: Callable[[Trajectory], None] | None = None,
+    on_group: Callable[[Group], None] | None = None,
+) -> list[Group]:
+    """`n` samples of each task, in the order of `tasks`; no request waits for another's turn.
+
+    seed: of the run and the step; the same seed, weights and tasks give the same tokens where the engine does. Requests
+    in flight and retries: `rollout.concurrency`, `rollout.retries`. on_trajectory, on_group: called as each ends (also
+    for the failed), in the event loop. When it is cancelled, every request in flight is released first.
+    """
+    seen: Counter[str] = Counter()
+    growing = []
+    for task in tasks:
+        growing.append(_Growing(task, seen[task.id] * n, samples=[None] * n, left=n))
+        seen[task.id] += 1
+    jobs = deque((group, index) for group in growing for index in range(n))
+
+    async def work() -> None:
+        while jobs:
+            group, index = jobs.popleft()
+            trajectory = await _sample(driver, group, index, seed)
+            group.samples[index] = trajectory
+            group.left -= 1
+            if on_trajectory is not None:
+                on_trajectory(trajectory)
+            if on_group is not None and group.left == 0:
+                on_group(group.group())
+
+    async with asyncio.TaskGroup() as workers:
+        for _ in range(min(driver.limits.concurrency, len(jobs))):
+            workers.create_task(work())
+    return [group.group() for group in growing]
+
+
+async def _sample(driver: Driver, group: _Growing, index: int, seed: Seed) -> Trajectory:
+    """One sample, tried again where the machinery failed; what failed before is kept in `extra["retried"]`."""
+    failures: list[str] = []
+    while True:
+        request = driver.request(
+            group.task, group.first + index, seed=seed, attempt=len(failures), opening=group.opening
+        )
+        trajectory = await driver.drive(request)
+        failure = trajectory.failure
+        if failure is None or trajectory.finish is FinishReason.ABORTED or len(failures) >= driver.limits.retries:
+            break
+        failures.append(f"{failure.boundary}: {failure.message}")
+    if group.first or failures:
+        extra = {**trajectory.extra, "retried": tuple(failures)} if failures else trajectory.extra
+        trajectory = replace(trajectory, sample=index, extra=extra)
+    return trajectory

@@ -1,0 +1,126 @@
+"""The hooks around the turns: `create` before the first token, `calc_reward` after the last, `release` always.
+
+A hook that fails is the machinery's fault: it raises here, and the driver makes the request FAILED.
+"""
+
+import asyncio
+import logging
+import math
+import random
+import time
+from collections.abc import Mapping, Sequence
+
+from agentrl.plugins.environment import Environment
+from agentrl.plugins.tool import Tool
+from agentrl.plugins.types import Session, ToolKwargs
+from agentrl.rollout.request import AsyncRolloutRequest, Begun
+from agentrl.rollout.seeds import nth
+from agentrl.rollout.trajectory import Boundary
+from agentrl.rollout.watch import DeadlineExceededError, Watch
+
+RELEASE_SECONDS = 10.0
+"""How long one plugin's `release` may take before it is cancelled."""
+
+_PLUGIN_SEEDS = 1 << 32  # apart from the seeds of turns, which count from 0
+_NO_KWARGS = ToolKwargs()
+_log = logging.getLogger("agentrl.rollout")
+
+
+class PluginError(Exception):
+    """A hook returned what its contract does not allow."""
+
+
+async def create_all(request: AsyncRolloutRequest, environment: Environment, watch: Watch) -> None:
+    """Create the environment, whose messages open the conversation, then the tools that the task offers."""
+    task = request.task
+    session = _begin(request, environment, {}, {})
+    request.at = Boundary.ENVIRONMENT, f"{environment.name}.create"
+    opening = await watch.wait(environment.create(session, **task.create_kwargs), request.deadline)
+    if not isinstance(opening, Sequence) or not opening or not all(isinstance(m, dict) for m in opening):
+        raise PluginError("it returned no opening messages")
+    request.messages.extend(opening)
+    for name, tool in request.tools.items():
+        kwargs = task.tools_kwargs.get(name, _NO_KWARGS)
+        session = _begin(request, tool, kwargs.calc_reward_kwargs, kwargs.release_kwargs)
+        request.at = Boundary.TOOL, f"{name}.create"
+        await watch.wait(tool.create(session, **kwargs.create_kwargs), request.deadline)
+
+
+def _begin(
+    request: AsyncRolloutRequest,
+    plugin: Environment | Tool,
+    reward: Mapping[str, object],
+    release: Mapping[str, object],
+) -> Session:
+    rng = random.Random(nth(request.seed, _PLUGIN_SEEDS + len(request.begun)))
+    session = Session(request.id, request.task, rng, request.deadline, request.messages)
+    request.begun.append(Begun(plugin, session, reward, release))
+    return session
+
+
+async def calc_rewards(request: AsyncRolloutRequest, watch: Watch, seconds: float) -> dict[str, float]:
+    """Every plugin's reward by name, each hook within `seconds`. A plain number goes under the plugin's name, parts of
+    one name add up, and the turns' step rewards are `step`. Raises for a value that is no finite number."""
+    rewards: dict[str, float] = {}
+    for begun in request.begun:
+        name = begun.plugin.name
+        request.at = Boundary.REWARD, f"{name}.calc_reward"
+        work = begun.plugin.calc_reward(begun.session, **begun.calc_reward_kwargs)
+        value = await watch.wait(work, time.monotonic() + seconds)
+        if value is None and isinstance(begun.plugin, Tool):
+            continue
+        for part, number in value.items() if isinstance(value, Mapping) else ((name, value),):
+            rewards[part] = rewards.get(part, 0.0) + finite(number, part)
+    if step := sum(turn.reward for turn in request.turns):
+        rewards["step"] = rewards.get("step", 0.0) + step
+    return rewards
+
+
+def finite(value: object, what: str) -> float:
+    """`value` as a float. Raises PluginError unless it is a finite number."""
+    try:
+        number = float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        raise PluginError(f"the reward {what!r} is {type(value).__name__}, not a number") from None
+    if not math.isfinite(number):
+        raise PluginError(f"the reward {what!r} is {number}")
+    return number
+
+
+async def release_all(request: AsyncRolloutRequest) -> None:
+    """Release what was begun, last first, each plugin exactly once. It goes on when its caller is cancelled, whose
+    cancellation is raised again afterwards. A release that fails is logged and kept in `extra["release_errors"]`."""
+    if not request.begun:
+        return
+    begun, request.begun = request.begun, []
+    task = asyncio.create_task(_release(request, begun))
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.wait({task})
+        except asyncio.CancelledError as error:
+            cancelled = error
+    task.result()
+    if cancelled is not None:
+        raise cancelled
+
+
+async def _release(request: AsyncRolloutRequest, begun: list[Begun]) -> None:
+    watch = Watch()
+    try:
+        for one in reversed(begun):
+            try:
+                work = one.plugin.release(one.session, **one.release_kwargs)
+                await watch.wait(work, time.monotonic() + RELEASE_SECONDS)
+            except DeadlineExceededError:
+                _release_error(request, one, f"took longer than {RELEASE_SECONDS:g} s")
+            except Exception as error:  # noqa: BLE001 - the next plugin is still to be released
+                _release_error(request, one, f"{type(error).__name__}: {error}")
+    finally:
+        watch.close()
+
+
+def _release_error(request: AsyncRolloutRequest, begun: Begun, what: str) -> None:
+    line = f"{begun.plugin.name}.release: {what}"
+    request.extra.setdefault("release_errors", []).append(line)
+    _log.warning("%s: %s", request.id, line)

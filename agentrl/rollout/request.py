@@ -1,0 +1,158 @@
+"""`AsyncRolloutRequest`: one sample of one task while it grows. Every token is written once, and never again."""
+
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from agentrl.chat.base import Chat
+from agentrl.engine.base import EngineError, Generation
+from agentrl.plugins.environment import Environment
+from agentrl.plugins.tool import Tool
+from agentrl.plugins.types import Message, Session, Task
+from agentrl.rollout.state import RequestState, check_transition
+from agentrl.rollout.trajectory import Boundary, Failure, FinishReason, ToolUse, Trajectory, Turn
+
+
+@dataclass(slots=True)
+class Opening:
+    """The opening prompt that the samples of a task share: rendered again only when its messages differ."""
+
+    messages: list[Message] | None = None
+    ids: array[int] = field(default_factory=lambda: array("i"))
+
+    def render(self, chat: Chat, messages: list[Message], schemas: Sequence[dict[str, Any]]) -> "array[int]":
+        """The ids of `messages`, as a copy of its own. The tools are the task's and so the same for all samples."""
+        if self.messages is None or self.messages != messages:
+            self.ids = array("i", chat.render(messages, schemas))
+            self.messages = list(messages)
+        return self.ids[:]
+
+
+@dataclass(slots=True)
+class Begun:
+    """A plugin whose `create` was called for this request, and so whose `release` must be."""
+
+    plugin: Environment | Tool
+    session: Session
+    calc_reward_kwargs: Mapping[str, Any]
+    release_kwargs: Mapping[str, Any]
+
+
+@dataclass(slots=True, eq=False)
+class AsyncRolloutRequest:
+    """A request as the driver sees it. `ids` grows in place and is handed to the engine as it is.
+
+    id: unique among the requests in flight. seed: of this sample and attempt. logprobs, versions: of the sampled ids
+    alone, in order, versions as (count, version). open_turn: where a turn begins that is not whole yet. deadline:
+    seconds of time.monotonic(). at: whose code runs now, and which, so that an error finds its boundary.
+    """
+
+    id: str
+    task: Task
+    sample: int
+    seed: int
+    opening: Opening = field(default_factory=Opening)
+    state: RequestState = RequestState.PENDING
+    at: tuple[Boundary, str] = (Boundary.INFRASTRUCTURE, "driver")
+    ids: "array[int]" = field(default_factory=lambda: array("i"))
+    logprobs: "array[float]" = field(default_factory=lambda: array("f"))
+    versions: list[tuple[int, int]] = field(default_factory=list)
+    prompt_length: int = 0
+    open_turn: int | None = None
+    turns: list[Turn] = field(default_factory=list)
+    messages: list[Message] = field(default_factory=list)
+    tools: dict[str, Tool] = field(default_factory=dict)
+    begun: list[Begun] = field(default_factory=list)
+    tool_uses: list[ToolUse] = field(default_factory=list)
+    tool_calls: int = 0
+    rewards: dict[str, float] = field(default_factory=dict)
+    finish: FinishReason | None = None
+    failure: Failure | None = None
+    deadline: float = 0.0
+    seconds: dict[str, float] = field(
+        default_factory=lambda: {"total": 0.0, "engine": 0.0, "tools": 0.0, "environment": 0.0, "hooks": 0.0}
+    )
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    def move(self, state: RequestState) -> None:
+        """Go to `state`. Raises TransitionError when the table does not allow it."""
+        check_transition(self.id, self.state, state)
+        self.state = state
+
+    def end(self, state: RequestState, finish: FinishReason, failure: Failure | None = None) -> None:
+        """Go to a state that ends it, and keep why."""
+        self.move(state)
+        self.finish, self.failure = finish, failure
+
+    def session_of(self, plugin: Environment | Tool) -> Session:
+        """The session of a plugin that was created."""
+        return next(b.session for b in self.begun if b.plugin is plugin)
+
+    @property
+    def turn_tokens(self) -> int:
+        """Tokens that the unfinished turn has so far (after an abort)."""
+        return 0 if self.open_turn is None else len(self.ids) - self.open_turn
+
+    def open_with(self, ids: "array[int]") -> None:
+        """Take over the opening prompt; once, before any token."""
+        self.ids = ids
+        self.prompt_length = len(ids)
+
+    def add_sampled(self, generation: Generation) -> None:
+        """Append what the engine returned. Raises EngineError when ids and logprobs do not belong together."""
+        count = len(generation.ids)
+        if count != len(generation.logprobs):
+            raise EngineError(f"{count} ids came with {len(generation.logprobs)} logprobs")
+        if count == 0:
+            return
+        start, logprobs = len(self.ids), array("f", generation.logprobs)
+        self.ids.fromlist(generation.ids)
+        self.logprobs.extend(logprobs)
+        self.versions.append((count, generation.weight_version))
+        if self.open_turn is None:
+            self.open_turn = start
+
+    def close_turn(self) -> list[int]:
+        """The turn is whole: its ids."""
+        assert self.open_turn is not None, "close_turn follows add_sampled"
+        start, self.open_turn = self.open_turn, None
+        self.turns.append(Turn(start, len(self.ids)))
+        return self.ids[start:].tolist()
+
+    def add_bridge(self, ids: list[int]) -> None:
+        """Append what the environment or the tools said, generation prompt included."""
+        self.ids.fromlist(ids)
+
+    def add_step_reward(self, reward: float) -> None:
+        """Credit a step reward to the last turn."""
+        last = self.turns[-1]
+        self.turns[-1] = replace(last, reward=last.reward + reward)
+
+    def trajectory(self) -> Trajectory:
+        """What it leaves behind, as arrays of its own: the request may be driven on afterwards."""
+        turns = self.turns if self.open_turn is None else [*self.turns, Turn(self.open_turn, len(self.ids))]
+        size = len(self.ids)
+        mask = np.zeros(size, np.uint8)
+        for turn in turns:
+            mask[turn.start : turn.end] = 1
+        sampled = np.flatnonzero(mask)
+        logprobs = np.zeros(size, np.float32)
+        logprobs[sampled] = self.logprobs
+        version = np.full(size, -1, np.int32)
+        version[sampled] = self._sampled_versions()
+        return Trajectory(
+            request_id=self.id, task=self.task, sample=self.sample, ids=np.array(self.ids, np.int32), loss_mask=mask,
+            logprobs=logprobs, weight_version=version, prompt_length=self.prompt_length, turns=tuple(turns),
+            messages=tuple(self.messages), rewards=dict(self.rewards), finish=self.finish or FinishReason.ERROR,
+            tool_uses=tuple(self.tool_uses), failure=self.failure, seconds=dict(self.seconds),
+            tools=tuple(self.tools), extra=dict(self.extra),
+        )  # fmt: skip
+
+    def _sampled_versions(self) -> Any:
+        if not self.versions:
+            return np.zeros(0, np.int32)
+        counts, versions = zip(*self.versions, strict=True)
+        return np.repeat(np.array(versions, np.int32), counts)

@@ -21,7 +21,7 @@ class Opening:
     """The opening prompt that the samples of a task share: rendered again only when its messages differ."""
 
     messages: list[Message] | None = None
-    ids: array[int] = field(default_factory=lambda: array("i"))
+    ids: "array[int]" = field(default_factory=lambda: array("i"))
 
     def render(self, chat: Chat, messages: list[Message], schemas: Sequence[dict[str, Any]]) -> "array[int]":
         """The ids of `messages`, as a copy of its own. The tools are the task's and so the same for all samples."""

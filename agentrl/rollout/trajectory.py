@@ -68,7 +68,7 @@ class Trajectory:
     """ids int32 [T], loss_mask uint8 [T], logprobs float32 [T], weight_version int32 [T] (-1 where not sampled).
 
     prompt_length: the opening prompt is ids[:prompt_length]. rewards: by name, calc_reward parts and `step` (the sum
-    of the turns' step rewards); `reward` is their sum. seconds: `total`, and spent in `engine`, `tools`, `environment` (its
+    of the turns' step rewards); `reward` is their sum. seconds: `total`, and in `engine`, `tools`, `environment` (its
     replies) and `hooks` (create and calc_reward). extra: `retried` and `release_errors`, tuples of lines, where any.
     """
 

@@ -9,13 +9,16 @@ def eval_command(
     recipe: Annotated[str, typer.Argument(help="A recipe.")],
     overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Keys to change.")] = None,
     model: Annotated[
-        str | None, typer.Option("--model", metavar="DIR", help="A model or checkpoint folder, instead of the recipe's.")
+        str | None,
+        typer.Option("--model", metavar="DIR", help="A model or checkpoint folder, instead of the recipe's."),
     ] = None,
     split: Annotated[
         list[str] | None, typer.Option("--split", help="A held-out split; may be given again (default: all).")
     ] = None,
     samples: Annotated[int | None, typer.Option("--samples", min=1, help="Samples a task, for pass@k.")] = None,
-    json_file: Annotated[str | None, typer.Option("--json", metavar="FILE", help="Write the results there too.")] = None,
+    json_file: Annotated[
+        str | None, typer.Option("--json", metavar="FILE", help="Write the results there too.")
+    ] = None,
 ) -> None:
     """Evaluate a model on held-out tasks."""
     from agentrl.eval.evaluate import evaluate

@@ -15,6 +15,8 @@ from agentrl.eval.result import SplitResult
 from agentrl.plugins.tracker import Tracker
 from agentrl.plugins.types import Task
 from agentrl.recipe.schema import Recipe
+from agentrl.rollout.journal import write_journal
+from agentrl.rollout.metrics import rollout_metrics
 from agentrl.rollout.player import Player
 from agentrl.rollout.trajectory import Group
 from agentrl.training.actor import Actor
@@ -89,7 +91,7 @@ class Loop:
         recipe = self.recipe.rollout
         groups = self.interrupts.run(lambda: self.player.play(tasks, recipe.n, seed=(self.recipe.train.seed, step)))
         seconds = perf_counter() - began
-        metrics = self.player.metrics(groups)
+        metrics: dict[str, Any] = rollout_metrics(groups)
         sampled = sum(t.sampled_tokens for g in groups for t in (*g.trajectories, *g.failed))
         return groups, metrics | {"time/rollout_s": seconds, "rollout/tokens_per_s": sampled / seconds}
 
@@ -126,7 +128,7 @@ class Loop:
 
     def _keep_trajectories(self, name: str, groups: Sequence[Group]) -> None:
         if self.recipe.track.trajectories:
-            self.player.record(groups, self.folder.trajectories(name))
+            write_journal(self.folder.trajectories, name, groups)
 
     def _write_down(self, metrics: Mapping[str, Any]) -> None:
         self.folder.append_metrics(metrics)

@@ -7,6 +7,7 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
+from agentrl.data.prompts import PromptLengths
 from agentrl.data.sampler import TaskSampler
 from agentrl.errors import UserError
 from agentrl.eval.held_out import HeldOut
@@ -133,17 +134,15 @@ def _leave_out_long(
     """Measure the tasks that this run will draw, and let the sampler pass over those that do not fit."""
     need = min(recipe.train.steps * recipe.rollout.tasks, len(tasks))
     probe = TaskSampler(len(tasks), recipe.train.seed)
-    measured: dict[int, bool] = {}
-    notes = []
-    while sum(measured.values()) < need and len(measured) < len(tasks):
-        new = [i for i in probe.draw(need - sum(measured.values())) if i not in measured]
+    found: dict[int, int] = {}
+    limit = player.prompt_limit
+    while sum(n <= limit for n in found.values()) < need and len(found) < len(tasks):
+        new = [i for i in probe.draw(need) if i not in found]
         lengths = interrupts.run(lambda new=new: player.measure([tasks[i] for i in new]))  # type: ignore[misc]
-        if line := lengths.report("training"):
-            notes.append(line)
-        fitting = set(lengths.fitting)
-        measured |= {i: k in fitting for k, i in enumerate(new)}
-    sampler.excluded = frozenset(i for i, fits in measured.items() if not fits)
-    return notes
+        found |= dict(zip(new, lengths.lengths, strict=True))
+    sampler.excluded = frozenset(i for i, n in found.items() if n > limit)
+    line = PromptLengths(tuple(found.values()), limit).report("training")
+    return [line] if line else []
 
 
 def _start_trackers(recipe: Recipe, folder: RunFolder, stack: ExitStack) -> list[Tracker]:

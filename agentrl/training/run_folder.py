@@ -67,10 +67,11 @@ class RunFolder:
         beside.write_text("".join(json.dumps(row) + "\n" for row in rows))
         beside.replace(self.path / METRICS)
 
-    def trajectories(self, name: str) -> Path:
+    @property
+    def trajectories(self) -> Path:
         folder = self.path / TRAJECTORIES
         folder.mkdir(exist_ok=True)
-        return folder / name
+        return folder
 
 
 def _make(path: Path) -> None:

@@ -1,0 +1,132 @@
+"""`report.html`: a run as pictures, and some of its conversations to read. One file, nothing fetched from anywhere."""
+
+import json
+from collections.abc import Mapping, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from agentrl.report.chart import Points, line_chart
+from agentrl.rollout.journal import read_journal
+
+SHOWN = 6  # conversations of each evaluation
+
+STYLE = """
+:root { color-scheme: light dark; --ink:#1c2430; --soft:#667085; --line:#d8dde6; --card:#fff; --page:#f5f7fa;
+  --user:#eef2f8; --assistant:#e7f3ec; --tool:#fdf1e3; }
+@media (prefers-color-scheme: dark) { :root { --ink:#e6e9ef; --soft:#9aa4b5; --line:#343b48; --card:#1d222b;
+  --page:#14181f; --user:#262d3a; --assistant:#1d3328; --tool:#3a2d1c; } }
+* { box-sizing: border-box } body { margin:0; background:var(--page); color:var(--ink);
+  font:15px/1.5 system-ui, sans-serif } main { max-width:1040px; margin:0 auto; padding:24px 16px }
+h1 { font-size:24px; margin:0 0 4px } h2 { font-size:18px; margin:32px 0 8px } p { color:var(--soft); margin:0 0 12px }
+.cards { display:flex; flex-wrap:wrap; gap:12px } .card { background:var(--card); border:1px solid var(--line);
+  border-radius:10px; padding:12px 18px } .card b { display:block; font-size:22px } .card span { color:var(--soft) }
+.figures { display:grid; grid-template-columns:repeat(auto-fit,minmax(320px,1fr)); gap:14px }
+figure { margin:0; background:var(--card); border:1px solid var(--line); border-radius:10px; padding:10px 12px }
+figcaption { font-weight:600 } svg { width:100%; height:auto } svg text { font-size:11px; fill:var(--soft) }
+.grid { stroke:var(--line); stroke-width:1 } .legend { display:flex; flex-wrap:wrap; gap:14px; font-size:13px }
+.legend i { display:inline-block; width:10px; height:10px; border-radius:3px; margin-right:5px }
+details { background:var(--card); border:1px solid var(--line); border-radius:10px; margin:8px 0; padding:8px 14px }
+summary { cursor:pointer } .talk { display:grid; gap:6px; padding:8px 0 } .talk div { border-radius:8px; padding:6px 10px;
+  white-space:pre-wrap; overflow-wrap:anywhere } .talk div::before { content:attr(data-role) ": "; color:var(--soft) }
+.user,.system { background:var(--user) } .assistant { background:var(--assistant) } .tool { background:var(--tool) }
+.good { color:#2a9d72 } .bad { color:#d64545 }
+"""
+
+FIGURES: tuple[tuple[str, tuple[tuple[str, str], ...], tuple[float, float] | None], ...] = (
+    ("Reward", (("mean", "reward/mean"),), None),
+    ("Tokens a second", (("sampled", "rollout/tokens_per_s"), ("trained", "train/tokens_per_s")), None),
+    ("Turns a sample", (("turns", "rollout/turns_mean"),), None),
+    ("Entropy of the sampled tokens (nats)", (("entropy", "train/entropy"),), None),
+    ("Gradient norm", (("before clipping", "train/grad_norm"),), None),
+    ("Trainer against engine, |log-prob difference|", (("max", "mismatch/logprob_max"),), None),
+    ("Seconds a step", (("all", "time/step_s"), ("sampling", "time/rollout_s"), ("training", "time/train_s")), None),
+)
+
+
+def write_report(folder: Path, title: str) -> Path:
+    """From `metrics.jsonl` and `trajectories/` of a run folder; returns the page's path."""
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    page = folder / "report.html"
+    page.write_text(render(title, rows, _evaluations(folder)), encoding="utf-8")
+    return page
+
+
+def render(
+    title: str, rows: Sequence[Mapping[str, Any]], evaluations: Mapping[str, Sequence[Mapping[str, Any]]]
+) -> str:
+    """rows: those of metrics.jsonl. evaluations: heading -> trajectory records."""
+    talks = "".join(
+        f"<h2>{escape(heading)}</h2>" + "".join(_talk(record) for record in records[:SHOWN])
+        for heading, records in evaluations.items()
+    )
+    return (
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
+        f'<meta name="viewport" content="width=device-width,initial-scale=1"><style>{STYLE}</style></head><body><main>'
+        f"<h1>{escape(title)}</h1><p>{max((r['step'] for r in rows), default=0)} steps</p>"
+        f'<div class="cards">{_cards(rows)}</div><h2>How it went</h2><div class="figures">{_figures(rows)}</div>'
+        f"{talks}</main></body></html>\n"
+    )
+
+
+def _series(rows: Sequence[Mapping[str, Any]], key: str) -> Points:
+    return [(row["step"], row[key]) for row in rows if isinstance(row.get(key), int | float)]
+
+
+def _accuracy(rows: Sequence[Mapping[str, Any]]) -> dict[str, Points]:
+    keys = sorted({k for row in rows for k in row if k.startswith("eval/") and k.endswith("/accuracy")})
+    return {key.split("/")[1]: _series(rows, key) for key in keys}
+
+
+def _cards(rows: Sequence[Mapping[str, Any]]) -> str:
+    return "".join(
+        f'<div class="card"><span>{escape(split)}, held out</span><b>{points[0][1]:.1%} → {points[-1][1]:.1%}</b></div>'
+        for split, points in _accuracy(rows).items()
+    )
+
+
+def _figures(rows: Sequence[Mapping[str, Any]]) -> str:
+    drawn = [line_chart("Held-out accuracy", _accuracy(rows), (0.0, 1.0))]
+    for title, lines, bounds in FIGURES:
+        drawn.append(line_chart(title, {label: _series(rows, key) for label, key in lines}, bounds))
+    drawn.append(line_chart("Why samples ended", _family(rows, "stop/", "")))
+    drawn.append(line_chart("Tool errors a step", _family(rows, "tool/", "/errors")))
+    return "".join(drawn)
+
+
+def _family(rows: Sequence[Mapping[str, Any]], prefix: str, suffix: str) -> dict[str, Points]:
+    """The series of all keys of one form that are ever other than 0, by what stands between prefix and suffix."""
+    keys = sorted({k for row in rows for k, v in row.items() if k.startswith(prefix) and k.endswith(suffix) and v})
+    return {key.removeprefix(prefix).removesuffix(suffix): _series(rows, key) for key in keys}
+
+
+def _talk(record: Mapping[str, Any]) -> str:
+    reward = record["reward"]
+    question = next((m["content"] for m in record["messages"] if m["role"] == "user"), record["task"])
+    mark = '<b class="good">✓</b>' if reward > 0 else '<b class="bad">✗</b>'
+    bubbles = "".join(
+        f'<div class="{escape(m["role"])}" data-role="{escape(m["role"])}">{escape(_text(m))}</div>'
+        for m in record["messages"]
+    )
+    summary = f"{mark} {escape(str(question))} <span>(reward {reward:g}, {escape(record['finish'])})</span>"
+    return f'<details><summary>{summary}</summary><div class="talk">{bubbles}</div></details>'
+
+
+def _text(message: Mapping[str, Any]) -> str:
+    content = message.get("content") or ""
+    calls = [c["function"] for c in message.get("tool_calls") or ()]
+    called = [f"→ {c['name']}({json.dumps(c['arguments'], ensure_ascii=False)})" for c in calls]
+    return "\n".join([*([str(content)] if content else []), *called])
+
+
+def _evaluations(folder: Path) -> dict[str, list[dict[str, Any]]]:
+    """The first and the last evaluation of the leading split, as headings and records."""
+    found = {}
+    for path in (folder / "trajectories").glob("eval_*.jsonl*"):
+        split, _, step = path.name.split(".")[0].removeprefix("eval_").rpartition("_")
+        found[split, int(step)] = path
+    leading = [key for key in sorted(found, key=lambda k: k[1]) if key[0] == "test"] or sorted(
+        found, key=lambda k: k[1]
+    )
+    chosen = list(dict.fromkeys([leading[0], leading[-1]])) if leading else []
+    return {f"{split}, after step {step}": read_journal(found[split, step]) for split, step in chosen}

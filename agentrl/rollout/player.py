@@ -1,0 +1,89 @@
+"""`Player`: the parts that play tasks, put together from a recipe: environment, tools, model, chat, engine, driver."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from agentrl.chat.base import Chat
+from agentrl.chat.load import load_chat
+from agentrl.data.prompts import PromptLengths, measure_prompts
+from agentrl.engine.base import Engine
+from agentrl.models.load import load_model
+from agentrl.plugins.environment import Environment
+from agentrl.plugins.registry import load, make_environment, make_tool
+from agentrl.plugins.tool import Tool
+from agentrl.plugins.types import Task
+from agentrl.recipe.schema import Recipe
+from agentrl.rollout.driver import Driver
+from agentrl.rollout.groups import roll_out
+from agentrl.rollout.seeds import Seed
+from agentrl.rollout.trajectory import Group
+
+
+@dataclass(slots=True)
+class Player:
+    """Serves a whole run: training steps and evaluations play through one engine on one set of weights."""
+
+    recipe: Recipe
+    env: Environment
+    tools: tuple[Tool, ...]
+    model: Any  # a transformers causal LM, which the trainer updates in place
+    tokenizer: Any
+    chat: Chat
+    engine: Engine
+
+    @classmethod
+    async def build(cls, recipe: Recipe, model_path: str | None = None) -> "Player":
+        """From what the recipe names; `model_path` replaces `model.path`. Raises UserError: one line."""
+        env = make_environment(recipe.env)
+        tools = tuple(make_tool(section) for section in recipe.tools)
+        section = recipe.model if model_path is None else recipe.model.model_copy(update={"path": model_path})
+        model, tokenizer = load_model(section)
+        chat = load_chat(
+            tokenizer,
+            model_path=section.path,
+            kind=section.chat,
+            chat_template=section.chat_template,
+            tools=[tool.schema for tool in tools],
+        )
+        engine = load("agentrl.engines", recipe.engine.name).build(recipe, model)
+        await engine.health()
+        return cls(recipe, env, tools, model, tokenizer, chat, engine)
+
+    @property
+    def prompt_limit(self) -> int:
+        """The most tokens of an opening prompt that leave room for an answer."""
+        return min(self.recipe.rollout.max_tokens, self.engine.max_context) - 1
+
+    async def measure(self, tasks: Sequence[Task]) -> PromptLengths:
+        return await measure_prompts(self.env, self.tools, self.chat, tasks, self.prompt_limit)
+
+    async def play(
+        self,
+        tasks: Sequence[Task],
+        n: int,
+        *,
+        seed: Seed,
+        temperature: float | None = None,
+        on_group: Callable[[Group], None] | None = None,
+    ) -> list[Group]:
+        """`n` samples of every task, groups in the order of `tasks`. `temperature` replaces that of the recipe."""
+        limits = self.recipe.rollout
+        if temperature is not None:
+            limits = limits.model_copy(update={"temperature": temperature})
+        driver = Driver(engine=self.engine, chat=self.chat, environment=self.env, tools=self.tools, limits=limits)
+        return await roll_out(driver, tasks, n, seed=seed, on_group=on_group)
+
+    def describe(self) -> str:
+        """One line for the start of a run."""
+        parameters = sum(p.numel() for p in self.model.parameters())
+        size = f"{parameters / 1e6:.2f} M" if parameters < 1e9 else f"{parameters / 1e9:.2f} B"
+        names = ", ".join(tool.name for tool in self.tools) or "none"
+        return f"model {self.recipe.model.path} ({size} parameters) · environment {self.env.name} · tools {names}"
+
+    async def close(self) -> None:
+        """Once, when the run ends: tools and environment free what they held, the engine stops."""
+        for plugin in (*self.tools, self.env):
+            await plugin.close()
+        await self.engine.close()

@@ -1,0 +1,77 @@
+import json
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from agentrl.report.chart import line_chart, ticks
+from agentrl.report.page import write_report
+
+RECORD = {
+    "task": "test/1",
+    "reward": 1.0,
+    "finish": "stop",
+    "messages": [
+        {"role": "user", "content": "Is 2 < 3 & <script>alert(1)</script>?"},
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"function": {"name": "calculator", "arguments": {"expression": "3-2"}}}],
+        },
+        {"role": "tool", "content": "1"},
+        {"role": "assistant", "content": "#### 1"},
+    ],
+}
+
+
+def run_folder(path: Path) -> Path:
+    rows = [{"step": 0, "eval/test/accuracy": 0.25}]
+    rows += [{"step": s, "reward/mean": s / 10, "stop/stop": 8, "stop/error": 0} for s in range(1, 11)]
+    rows[-1]["eval/test/accuracy"] = 0.9375
+    (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (path / "trajectories").mkdir()
+    for step in (0, 10):
+        (path / "trajectories" / f"eval_test_{step}.jsonl").write_text(json.dumps(RECORD) + "\n")
+    return path
+
+
+def test_the_page_shows_what_the_run_wrote_and_escapes_what_the_model_said(tmp_path: Path) -> None:
+    page = write_report(run_folder(tmp_path), "job-001").read_text()
+    assert "25.0% → 93.8%" in page
+    assert "<script" not in page
+    assert "&lt;script&gt;" in page
+    assert "→ calculator({&quot;expression&quot;: &quot;3-2&quot;})" in page
+    assert page.index("test, after step 0") < page.index("test, after step 10")
+
+
+def test_reasons_that_never_occurred_are_not_drawn(tmp_path: Path) -> None:
+    page = write_report(run_folder(tmp_path), "job-001").read_text()
+    assert "</i>stop <b>8</b>" in page
+    assert "</i>error" not in page
+
+
+def test_a_chart_leaves_out_points_that_are_not_finite() -> None:
+    svg = line_chart("loss", {"loss": [(0, 1.0), (1, float("nan")), (2, 3.0)], "empty": []})
+    assert svg.count("<circle") == 2
+    assert "nan" not in svg
+    assert "empty" not in svg
+
+
+def test_ticks_are_round_and_inside() -> None:
+    assert ticks(0, 1) == pytest.approx([0, 0.2, 0.4, 0.6, 0.8, 1.0])
+    assert ticks(0, 130, 6) == pytest.approx([0, 25, 50, 75, 100, 125])
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs the system package chromium")
+def test_a_browser_draws_the_page(tmp_path: Path) -> None:
+    page = write_report(run_folder(tmp_path), "job-001")
+    shot = tmp_path / "page.png"
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"]
+    flags += ["--disable-component-update", "--disable-sync", f"--user-data-dir={tmp_path / 'browser'}"]
+    command = ["chromium", *flags, "--window-size=1100,900", f"--screenshot={shot}", "--dump-dom", page.as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert shot.stat().st_size > 20_000  # a blank page of this size is far smaller
+    assert done.stdout.count("<svg") >= 2
+    assert done.stdout.count("<details>") == 2

@@ -53,7 +53,21 @@ def test_numbers_as_people_write_them(written: str, value: Fraction) -> None:
 
 @pytest.mark.parametrize(
     "written",
-    ["", "none", "5 or 6", "5-6", "1,23", "12 + 5", "1/0", "1 1/0", "3:30", "1e999999999", "9" * 5000, "5 " + "a" * 300, "½½"],
+    [
+        "",
+        "none",
+        "5 or 6",
+        "5-6",
+        "1,23",
+        "12 + 5",
+        "1/0",
+        "1 1/0",
+        "3:30",
+        "1e999999999",
+        "9" * 5000,
+        "5 " + "a" * 300,
+        "½½",
+    ],
 )
 def test_what_is_no_answer(written: str) -> None:
     assert read_answer(f"#### {written}") is None
@@ -84,7 +98,10 @@ def test_a_truth_without_a_number_is_refused() -> None:
         grade("#### 5", "many")
 
 
-@given(st.integers(-(10**12), 10**12), st.sampled_from(["{}", "{:,}", "${:,}", "{} apples", "{:,}.", "**{}**", "{}.00", "{} %"]))
+@given(
+    st.integers(-(10**12), 10**12),
+    st.sampled_from(["{}", "{:,}", "${:,}", "{} apples", "{:,}.", "**{}**", "{}.00", "{} %"]),
+)
 def test_every_integer_reads_back(value: int, form: str) -> None:
     assert read_answer("work 1+2=3\n#### " + form.format(value)) == value
     assert read_answer("\\boxed{" + form.format(value).replace("-", "−") + "}") == value

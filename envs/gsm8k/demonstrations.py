@@ -7,15 +7,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from random import Random
 
-from agentrl.plugins.types import Message
 from agentrl_envs.gsm8k.problems import Problem
 from agentrl_envs.gsm8k.problems.expression import Expression, show, steps
+from agentrl_tools.calculator import Calculator, CalculatorError, evaluate, written
 
-REFUSED = "error: one operation on two numbers, such as 12*7"
+from agentrl.plugins.types import FunctionCall, Message
 
 MISREAD = frozenset({"times_both", "more_both", "share_rest", "market_stall", "two_shifts", "twice_as_many_gone"})
 """The kinds that a careless pupil systematically misreads."""
 
+_LIMIT = Calculator().limit
 _CONFUSED = {"+": "-", "-": "+", "*": "+", "/": "-"}
 
 
@@ -75,15 +76,13 @@ def _wrong_expression(problem: Problem, tree: Expression, rng: Random) -> list[M
 
 def _all_at_once(problem: Problem, tree: Expression, rng: Random) -> list[Message]:
     """One long expression, which the calculator refuses; then step by step."""
-    return [*_call(show(tree), REFUSED), *_good(problem, tree, rng)]
+    return [*_call(show(tree)), *_good(problem, tree, rng)]
 
 
 def _broken_syntax(problem: Problem, tree: Expression, rng: Random) -> list[Message]:
     """A slip of the pen, which the calculator refuses; then again, or never mind."""
-    first = steps(tree)[0][0]
-    at = rng.randrange(1, len(first))
-    refused = _call(first[:at] + rng.choice("(*/)") + first[at:] + rng.choice(["", "=", "("]), REFUSED)
-    return [*refused, *_good(problem, tree, rng)] if rng.random() < 0.5 else [*refused, _answer(0)]
+    slip = _call(_garbled(steps(tree)[0][0], rng))
+    return [*slip, *_good(problem, tree, rng)] if rng.random() < 0.5 else [*slip, _answer(0)]
 
 
 def _wrong_copy(problem: Problem, tree: Expression, rng: Random) -> list[Message]:
@@ -109,15 +108,33 @@ _WAYS: dict[str, Callable[[Problem, Expression, Random], list[Message]]] = {
 
 
 def _work(tree: Expression) -> list[Message]:
-    return [message for text, result in steps(tree) for message in _call(text, str(result))]
+    return [message for text, _ in steps(tree) for message in _call(text)]
 
 
-def _call(expression: str, result: str) -> list[Message]:
-    function = {"name": "calculator", "arguments": {"expression": expression}}
+def _call(expression: str) -> list[Message]:
+    function: FunctionCall = {"name": "calculator", "arguments": {"expression": expression}}
     return [
-        {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]},  # type: ignore[list-item]
-        {"role": "tool", "content": result},
+        {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]},
+        {"role": "tool", "content": result_of(expression)},
     ]
+
+
+def result_of(expression: str) -> str:
+    """What the calculator answers, with one operation a call."""
+    try:
+        value, operations = evaluate(expression)
+    except CalculatorError as error:
+        return f"error: {error}"
+    return written(value) if operations <= 1 else f"error: {_LIMIT}"
+
+
+def _garbled(expression: str, rng: Random) -> str:
+    """A slip of the pen that the calculator refuses."""
+    while True:
+        at = rng.randrange(1, len(expression))
+        slip = expression[:at] + rng.choice("(*/)") + expression[at:] + rng.choice(["", "=", "("])
+        if result_of(slip).startswith("error"):
+            return slip
 
 
 def _answer(value: int) -> Message:

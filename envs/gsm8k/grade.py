@@ -1,7 +1,7 @@
 """Reads the final answer that a text marks, as an exact number, and compares it with the truth.
 
-An answer is marked with `#### x` or `\\boxed{x}`; the last mark counts. One mark holds one number: two numbers ("5 or 6") are no
-answer, so hedging never pays. A unit is ignored, and a percent sign is a unit: 50% reads as 50.
+An answer is marked with `#### x` or `\\boxed{x}`; the last mark counts. One mark holds one number: two numbers, as in
+"5 or 6", are no answer, so hedging never pays. A unit is ignored, and a percent sign is a unit: 50% reads as 50.
 Time is linear in the text: only the last mark's line is parsed, and a line above `_LONGEST` characters is no answer.
 """
 
@@ -44,7 +44,7 @@ def read_truth(truth: str) -> Fraction:
 
 
 def read_number(text: str) -> Fraction | None:
-    """The one number in a short text, as people write it: `$1,234.50`, `−3`, `1 1/2`, `\\frac{3}{4}`, `12 apples`, `x = 5`."""
+    """The one number in a short text, as people write it: `$1,234.50`, `−3`, `1 1/2`, `\\frac{3}{4}`, `12 apples`."""
     if len(text) > _LONGEST:
         return None
     found = list(_VALUE.finditer(_plain(text.rpartition("=")[2])))

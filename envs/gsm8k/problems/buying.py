@@ -52,7 +52,10 @@ KINDS = (
         "market_stall",
         "a*p + b*q - m",
         lambda d: {
-            "a": (a := d.small()), "p": (p := d.small()), "b": (b := d.small()), "q": (q := d.small()),
+            "a": (a := d.small()),
+            "p": (p := d.small()),
+            "b": (b := d.small()),
+            "q": (q := d.small()),
             "m": d.between(2, min(a * p + b * q - 1, 400)),
         },
         "{A} sells {a} {o} <for> {$p} each[ and|. {A} also sells|, and] {b} {o2} <for> {$q} each. [{A} [pays|spends] {$m} [for|on] "

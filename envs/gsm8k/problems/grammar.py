@@ -24,10 +24,10 @@ class Sequence:
 
 
 def parse(text: str, rules: Mapping[str, str]) -> Sequence:
-    """Raises ValueError for a bracket that is never closed, a choice with nothing to train on, an unknown rule."""
-    sequence, rest = _sequence(_insert_rules(text, rules), nested=False)
+    """Raises ValueError for a bracket without its partner, a choice with nothing to train on, an unknown rule."""
+    sequence, rest = _sequence(_insert_rules(text, rules))
     if rest:
-        raise ValueError(f"unexpected {rest!r} in {text!r}")
+        raise ValueError(f"{rest[0]!r} outside of brackets in {text!r}")
     return sequence
 
 
@@ -41,11 +41,11 @@ def _insert_rules(text: str, rules: Mapping[str, str]) -> str:
     return text
 
 
-def _sequence(text: str, nested: bool) -> tuple[Sequence, str]:
+def _sequence(text: str) -> tuple[Sequence, str]:
     """Parts up to the end of this alternative, and what follows, its `|` or `]` included."""
     parts: list[str | Choice] = []
     literal = ""
-    while text and not (nested and text[0] in "|]"):
+    while text and text[0] not in "|]":
         if text[0] == "[":
             choice, text = _choice(text[1:])
             parts += [literal, choice]
@@ -60,7 +60,7 @@ def _choice(text: str) -> tuple[Choice, str]:
     groups: dict[bool, list[Sequence]] = {True: [], False: []}
     while True:
         held_out = text.startswith("^")
-        sequence, text = _sequence(text[held_out:], nested=True)
+        sequence, text = _sequence(text[held_out:])
         groups[held_out].append(sequence)
         if not text:
             raise ValueError("a [ is never closed")

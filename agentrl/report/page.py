@@ -27,7 +27,8 @@ figcaption { font-weight:600 } svg { width:100%; height:auto } svg text { font-s
 .grid { stroke:var(--line); stroke-width:1 } .legend { display:flex; flex-wrap:wrap; gap:14px; font-size:13px }
 .legend i { display:inline-block; width:10px; height:10px; border-radius:3px; margin-right:5px }
 details { background:var(--card); border:1px solid var(--line); border-radius:10px; margin:8px 0; padding:8px 14px }
-summary { cursor:pointer } .talk { display:grid; gap:6px; padding:8px 0 } .talk div { border-radius:8px; padding:6px 10px;
+summary { cursor:pointer } .talk { display:grid; gap:6px; padding:8px 0 }
+.talk div { border-radius:8px; padding:6px 10px;
   white-space:pre-wrap; overflow-wrap:anywhere } .talk div::before { content:attr(data-role) ": "; color:var(--soft) }
 .user,.system { background:var(--user) } .assistant { background:var(--assistant) } .tool { background:var(--tool) }
 .good { color:#2a9d72 } .bad { color:#d64545 }

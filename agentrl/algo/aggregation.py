@@ -1,0 +1,34 @@
+"""How token losses become one number: each token has a weight, fixed by the whole update before anything is split.
+
+The loss of an update is sum(weight * loss) over its sampled tokens. Since the weights are known beforehand,
+micro-batches and workers add up to exactly the same gradient, in whatever way the samples are dealt out.
+"""
+
+from enum import StrEnum
+
+import numpy as np
+import numpy.typing as npt
+
+
+class Aggregation(StrEnum):
+    """The names that a recipe uses."""
+
+    TOKEN_MEAN = "token_mean"
+    """Every sampled token counts alike: 1 / tokens of the update (DAPO, arXiv:2503.14476, equation 8)."""
+    SEQUENCE_MEAN = "sequence_mean"
+    """Every sample counts alike: 1 / (samples x its tokens) (GRPO, arXiv:2402.03300, equation 3)."""
+
+
+def token_weights(lengths: npt.NDArray[np.int64], aggregation: str) -> npt.NDArray[np.float32]:
+    """The weight of each token of a sample, float32 [S], from its number of sampled tokens [S] over the WHOLE update.
+
+    Samples whose advantage is 0 count: leaving them out would raise the step when few samples differ. A sample without
+    a sampled token weighs nothing. The weights of all tokens sum to 1.
+    """
+    filled = np.maximum(lengths, 1).astype(np.float64)
+    match Aggregation(aggregation):
+        case Aggregation.TOKEN_MEAN:
+            weights = np.full(len(lengths), 1.0 / max(int(lengths.sum()), 1))
+        case Aggregation.SEQUENCE_MEAN:
+            weights = 1.0 / (filled * max(int((lengths > 0).sum()), 1))
+    return weights.astype(np.float32)

@@ -1,0 +1,59 @@
+"""Our own training forward for the Qwen2/Qwen3/Llama block, on the module's own parameters."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from agentrl.engine.local.block import Rope, Weights, rotate, swiglu, unsupported, weights_of
+from agentrl.training.attention import Plan, attend, plan
+from agentrl.training.kernels import rms_norm, token_logprobs
+from agentrl.training.packing import Packed
+
+SMALL = 50_000_000  # parameters: up to here joined and folded copies of the weights, made anew each pass, pay
+
+
+class FastForward:
+    """Built once a run; `model` is one that `unsupported` has nothing against."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.rope = Rope(model)
+        self.copies = sum(p.numel() for p in model.parameters()) <= SMALL
+
+    @staticmethod
+    def fits(model: nn.Module) -> str | None:
+        """Why it cannot run this model, or None."""
+        if next(model.parameters()).dtype != torch.float32:
+            return "its weights are not float32"
+        return unsupported(model)
+
+    def __call__(self, packed: Packed, temperature: float) -> tuple[Tensor, Tensor]:
+        """Log-probs and entropies of the packed row's predictions, float32 [N] each."""
+        weights = weights_of(self.model, copy=self.copies, interleave=self.copies)
+        device = weights.embed.device
+        turn = self.rope(torch.from_numpy(packed.positions).to(device))
+        states = _hidden(weights, torch.from_numpy(packed.ids).to(device), turn, plan(packed.segments, device))
+        chosen = states.index_select(0, torch.from_numpy(packed.predict).to(device))
+        target = torch.from_numpy(packed.target).to(device)
+        return token_logprobs(chosen, _head(weights), None, target, temperature)
+
+
+def _hidden(weights: Weights, ids: Tensor, turn: Tensor, layout: Plan) -> Tensor:
+    """ids [P] to hidden states [P, D] after the final norm."""
+    s = weights.shape
+    x = F.embedding(ids, weights.embed)
+    for layer in weights.layers:
+        y = layer.qkv(rms_norm(x, layer.attention_gain, s.eps)).view(-1, s.heads + 2 * s.kv_heads, s.head_dim)
+        qk, v = y[:, : s.heads + s.kv_heads], y[:, s.heads + s.kv_heads :]
+        if layer.qk_gain is not None:
+            qk = rms_norm(qk, layer.qk_gain, s.eps)
+        qk = rotate(qk, turn, weights.interleaved)
+        mixed = attend(qk[:, : s.heads], qk[:, s.heads :], v, layout, s.head_dim**-0.5)
+        x = layer.out.plus(x, mixed)
+        x = layer.down.plus(x, swiglu(layer.gate_up(rms_norm(x, layer.mlp_gain, s.eps))))
+    return rms_norm(x, weights.final_gain, s.eps)
+
+
+def _head(weights: Weights) -> Tensor:
+    """The matrix [V, D] that maps hidden states to logits."""
+    return weights.head.weights[0].t() if weights.head.turned else weights.head.weights[0]

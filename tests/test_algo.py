@@ -1,0 +1,111 @@
+"""Advantages, losses and aggregation against numbers worked out by hand or by plain formulas."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentrl.algo import advantages, losses
+from agentrl.algo.advantage import grpo
+from agentrl.algo.aggregation import token_weights
+from agentrl.algo.loss import entropy, k3, ppo_clip
+from agentrl.algo.terms import Samples, Tokens
+from agentrl.errors import UserError
+from agentrl.recipe.schema import AlgorithmSection
+
+CONFIG = AlgorithmSection(clip_low=0.2, clip_high=0.3, clip_dual=3.0)
+
+
+def samples(rewards: list[float], groups: list[int]) -> Samples:
+    return Samples(torch.tensor(rewards), torch.tensor(groups), torch.ones(len(rewards), dtype=torch.long))
+
+
+def test_grpo_normalizes_within_each_group() -> None:
+    found = grpo(samples([1, 0, 0, 5, 7], [3, 3, 3, 9, 9]), CONFIG)
+    a, b = 1 / math.sqrt(1 / 3), math.sqrt(2) / 2
+    torch.testing.assert_close(found, torch.tensor([2 / 3 * a, -a / 3, -a / 3, -b, b]), atol=1e-5, rtol=0)
+
+
+def test_dr_grpo_only_centres() -> None:
+    found = grpo(samples([1, 0, 0, 5, 7], [3, 3, 3, 9, 9]), AlgorithmSection(normalize_std=False))
+    torch.testing.assert_close(found, torch.tensor([2 / 3, -1 / 3, -1 / 3, -1.0, 1.0]))
+
+
+@pytest.mark.parametrize("normalize_std", [True, False])
+@pytest.mark.parametrize("rewards", [[0.1] * 8, [1.0]])
+def test_groups_with_nothing_to_compare_get_zero(rewards: list[float], normalize_std: bool) -> None:
+    found = grpo(samples(rewards, [0] * len(rewards)), AlgorithmSection(normalize_std=normalize_std))
+    assert torch.equal(found, torch.zeros(len(rewards)))
+
+
+def tokens(ratios: list[float], values: list[float]) -> Tokens:
+    new = torch.tensor(ratios).log().requires_grad_()
+    return Tokens(new, torch.zeros(len(ratios)), torch.tensor(values))
+
+
+def test_ppo_clips_each_side_and_reports_it() -> None:
+    #        inside  high   low   helpful sides are free        dual
+    given_ = tokens([1.1, 1.5, 0.5, 0.5, 2.0, 4.0], [1.0, 1.0, -1.0, 1.0, -1.0, -1.0])
+    terms = ppo_clip(given_, CONFIG)
+    torch.testing.assert_close(terms.loss.detach(), torch.tensor([-1.1, -1.3, 0.8, -0.5, 2.0, 3.0]))
+    terms.loss.sum().backward()
+    moves = given_.logprobs.grad
+    assert moves is not None
+    assert (moves != 0).tolist() == [True, False, False, True, True, False]
+    found = {name: value.tolist() for name, value in terms.metrics.items()}
+    assert found["clip_fraction_high"] == [0, 1, 0, 0, 0, 0]
+    assert found["clip_fraction_low"] == [0, 0, 1, 0, 0, 0]
+    assert found["clip_fraction_dual"] == [0, 0, 0, 0, 0, 1]
+    assert found["clip_fraction"] == [0, 1, 1, 0, 0, 0]
+
+
+def test_dual_clip_can_be_off() -> None:
+    off = CONFIG.model_copy(update={"clip_dual": None})
+    assert ppo_clip(tokens([4.0], [-1.0]), off).loss.item() == pytest.approx(4.0)
+
+
+def test_at_ratio_one_the_gradient_is_that_of_reinforce() -> None:
+    given_ = tokens([1.0, 1.0], [0.7, -1.3])
+    ppo_clip(given_, CONFIG).loss.sum().backward()
+    torch.testing.assert_close(given_.logprobs.grad, torch.tensor([-0.7, 1.3]))
+
+
+def test_k3_is_the_kl_in_expectation_and_never_negative() -> None:
+    torch.manual_seed(0)
+    p, q = torch.randn(5).log_softmax(0), torch.randn(5).log_softmax(0)
+    expected = (p.exp() * (p - q)).sum()
+    torch.testing.assert_close((p.exp() * k3(p, q)).sum(), expected)
+    assert bool((k3(p, q) >= 0).all())
+    assert k3(p, p).abs().max() == 0
+
+
+def test_entropy_of_a_uniform_distribution() -> None:
+    assert entropy(torch.zeros(7)).item() == pytest.approx(math.log(7))
+
+
+@given(
+    st.lists(st.integers(0, 50), min_size=1, max_size=12).filter(any), st.sampled_from(["token_mean", "sequence_mean"])
+)
+def test_weights_of_all_tokens_sum_to_one(lengths: list[int], aggregation: str) -> None:
+    counts = np.array(lengths)
+    assert float((token_weights(counts, aggregation) * counts).sum()) == pytest.approx(1.0, rel=1e-5)
+
+
+def test_aggregations_weigh_long_samples_differently() -> None:
+    counts = np.array([1, 3, 0])
+    assert token_weights(counts, "token_mean").tolist() == pytest.approx([0.25, 0.25, 0.25])
+    assert token_weights(counts, "sequence_mean")[:2].tolist() == pytest.approx([1 / 2, 1 / 6])
+
+
+def test_registries_know_the_built_in_names_and_hint_at_them() -> None:
+    assert advantages.get("grpo") is grpo
+    assert losses.get("ppo_clip") is ppo_clip
+    with pytest.raises(UserError, match="did you mean 'grpo'"):
+        advantages.get("grppo")
+
+
+def test_a_users_function_comes_by_its_import_path() -> None:
+    assert losses.get("agentrl.algo.loss:ppo_clip") is ppo_clip

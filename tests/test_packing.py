@@ -1,0 +1,249 @@
+"""Packed losses and gradients equal those of separate sequences, for every shape and way."""
+
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from agentrl.training import attention
+from agentrl.training.batch import Batch
+from agentrl.training.fast import FastForward
+from agentrl.training.forward import Forward, ModuleForward, SequenceForward, choose
+from agentrl.training.packing import forest, micro_batches, pack
+
+VOCABULARY = 96
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 2048, "initializer_range": 0.2,
+}  # fmt: skip
+
+
+def make_model(family: str) -> PreTrainedModel:
+    torch.manual_seed(0)
+    model: Any
+    match family:
+        case "qwen3":
+            model = Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=16, tie_word_embeddings=True))
+        case "qwen2":
+            model = Qwen2ForCausalLM(Qwen2Config(**SIZES))
+        case "llama":
+            rope = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                    "original_max_position_embeddings": 64, "rope_theta": 1e4}  # fmt: skip
+            model = LlamaForCausalLM(LlamaConfig(**SIZES, rope_parameters=rope))
+        case "windowed":
+            model = MistralForCausalLM(MistralConfig(**SIZES, sliding_window=4))
+        case _:
+            model = GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=2, n_positions=2048))
+    for name, parameter in model.named_parameters():
+        if "norm" in name or "bias" in name:
+            torch.nn.init.normal_(parameter, 1.0 if "norm" in name else 0.0, 0.2)
+    model.eval()
+    return model
+
+
+def make_batch(shapes: list[tuple[int, list[int]]], seed: int = 0) -> Batch:
+    """Groups of (prompt length, answer lengths); about a third of each answer is not sampled."""
+    rng = np.random.default_rng(seed)
+    rows, masks, prompts, groups = [], [], [], []
+    for group, (prompt, answers) in enumerate(shapes):
+        opening = rng.integers(0, VOCABULARY, prompt)
+        for answer in answers:
+            rows.append(np.concatenate([opening, rng.integers(0, VOCABULARY, answer)]))
+            masks.append(np.concatenate([np.zeros(prompt, bool), rng.random(answer) < 0.7]))
+            prompts.append(prompt)
+            groups.append(group)
+    return Batch(
+        np.cumsum([0, *(len(r) for r in rows)]),
+        {"ids": np.concatenate(rows).astype(np.int32), "loss_mask": np.concatenate(masks).astype(np.uint8)},
+        {"prompt_length": np.array(prompts, np.int32), "group": np.array(groups, np.int64)},
+    )
+
+
+def separate(model: PreTrainedModel, batch: Batch, weight: torch.Tensor, temperature: float) -> torch.Tensor:
+    """Log-probs [T] (0 where not sampled) by plain rows; adds the gradient of sum(weight * logprob)."""
+    out = torch.zeros(int(batch.offsets[-1]))
+    for sample in range(len(batch)):
+        span = batch.span(sample)
+        ids = torch.from_numpy(batch.tokens["ids"][span].astype(np.int64))
+        mask = torch.from_numpy(batch.tokens["loss_mask"][span].astype(bool))[1:]
+        log_p = (model(input_ids=ids[None], use_cache=False).logits[0, :-1] / temperature).log_softmax(-1)
+        chosen = log_p.gather(1, ids[1:, None])[:, 0] * mask
+        (chosen * weight[span][1:]).sum().backward()
+        out[span][1:] = chosen.detach()
+    return out
+
+
+def packed(forward: Forward, batch: Batch, weight: torch.Tensor, temperature: float, budget: int) -> torch.Tensor:
+    out = torch.zeros(int(batch.offsets[-1]))
+    for row in micro_batches(batch, budget):
+        logprobs, _ = forward(row, temperature)
+        (logprobs * weight[row.source]).sum().backward()
+        out[row.source] = logprobs.detach()
+    return out
+
+
+def gradients(model: PreTrainedModel) -> list[torch.Tensor]:
+    found = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    model.zero_grad()
+    return found
+
+
+SHAPES = [(9, [12, 5, 1, 7]), (4, [3]), (15, [30, 2]), (1, [6, 6, 6])]
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("budget", [10_000, 40])
+@pytest.mark.parametrize("kind", [FastForward, ModuleForward, SequenceForward])
+@pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama"])
+def test_packed_equals_separate(family: str, kind: Any, budget: int, temperature: float) -> None:
+    model, batch = make_model(family), make_batch(SHAPES)
+    weight = torch.randn(int(batch.offsets[-1]), generator=torch.Generator().manual_seed(1)) / 50
+    wanted = separate(model, batch, weight, temperature)
+    wanted_gradients = gradients(model)
+    found = packed(kind(model), batch, weight, temperature, budget)
+    torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
+    for got, expected in zip(gradients(model), wanted_gradients, strict=True):
+        torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", [FastForward, ModuleForward])
+def test_long_sequences_take_the_other_attention_and_agree(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, batch = make_model("qwen3"), make_batch(SHAPES)
+    weight = torch.ones(int(batch.offsets[-1]))
+    wanted = packed(kind(model), batch, weight, 1.0, 10_000)
+    wanted_gradients = gradients(model)
+    monkeypatch.setattr(attention, "SHORT", 3)
+    torch.testing.assert_close(packed(kind(model), batch, weight, 1.0, 10_000), wanted, atol=1e-5, rtol=1e-5)
+    for got, expected in zip(gradients(model), wanted_gradients, strict=True):
+        torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_large_vocabularies_recompute_probabilities_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    from agentrl.training import kernels
+
+    model, batch = make_model("qwen2"), make_batch(SHAPES)
+    weight = torch.ones(int(batch.offsets[-1]))
+    wanted = packed(FastForward(model), batch, weight, 0.9, 10_000)
+    wanted_gradients = gradients(model)
+    monkeypatch.setattr(kernels, "CHUNK", 5 * VOCABULARY)
+    monkeypatch.setattr(kernels, "KEPT", 0)
+    torch.testing.assert_close(packed(FastForward(model), batch, weight, 0.9, 10_000), wanted)
+    for got, expected in zip(gradients(model), wanted_gradients, strict=True):
+        torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_entropy_and_its_gradient() -> None:
+    model, batch = make_model("qwen3"), make_batch(SHAPES)
+    row = pack(batch, forest(batch))
+    found: list[torch.Tensor] = []
+    wanted: list[torch.Tensor] = []
+    for forward, entropies in ((FastForward(model), found), (SequenceForward(model), wanted)):
+        _, entropy = forward(row, 0.8)
+        entropy.sum().backward()
+        entropies += [entropy.detach(), *gradients(model)]
+    for got, expected in zip(found, wanted, strict=True):
+        torch.testing.assert_close(got, expected, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("family", "way", "why"),
+    [
+        ("qwen3", FastForward, "own forward"),
+        ("windowed", SequenceForward, "sliding window"),
+        ("gpt2", ModuleForward, "no own forward: architecture 'gpt2'"),
+    ],
+)
+def test_the_fastest_exact_way_is_chosen_and_said(family: str, way: type, why: str) -> None:
+    model = make_model(family)
+    forward, said = choose(model)
+    assert isinstance(forward, way)
+    assert why in said
+    batch = make_batch(SHAPES)
+    weight = torch.ones(int(batch.offsets[-1]))
+    wanted = separate(model, batch, weight, 1.0)
+    torch.testing.assert_close(packed(forward, batch, weight, 1.0, 100), wanted, atol=1e-4, rtol=1e-4)
+
+
+def test_the_module_attends_as_before_afterwards() -> None:
+    model = make_model("qwen3")
+    before = model.config._attn_implementation
+    ModuleForward(model)(pack(make_batch(SHAPES), forest(make_batch(SHAPES))), 1.0)
+    assert model.config._attn_implementation == before
+
+
+shapes = st.lists(
+    st.tuples(st.integers(1, 12), st.lists(st.integers(1, 15), min_size=1, max_size=5)), min_size=1, max_size=5
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(shapes, st.integers(1, 60), st.integers(0, 5))
+def test_micro_batches_predict_every_sampled_token_once(
+    drawn: list[tuple[int, list[int]]], budget: int, seed: int
+) -> None:
+    batch = make_batch(drawn, seed)
+    rows = list(micro_batches(batch, budget))
+    sources = np.sort(np.concatenate([row.source for row in rows])) if rows else np.zeros(0, int)
+    assert np.array_equal(sources, np.flatnonzero(batch.tokens["loss_mask"]))
+    longest = int(batch.lengths.max())
+    for row in rows:
+        assert len(row.ids) <= max(budget, longest)
+        covered = np.concatenate([np.arange(s.start, s.end) for s in row.segments])
+        assert np.array_equal(np.sort(covered), np.arange(len(row.ids)))
+        assert np.array_equal(row.target, batch.tokens["ids"][row.source])
+        for i, position in zip(row.predict, row.source, strict=True):
+            sample = int(np.searchsorted(batch.offsets, position, "right")) - 1
+            assert row.positions[i] == position - batch.offsets[sample] - 1
+            assert row.ids[i] == batch.tokens["ids"][position - 1]
+
+
+def test_a_shared_prompt_is_computed_once() -> None:
+    batch = make_batch([(20, [5, 5, 5])])
+    assert len(pack(batch, forest(batch)).ids) == 20 + 15
+
+
+def test_prompts_that_differ_share_their_common_start() -> None:
+    batch = make_batch([(10, [4, 4])])
+    batch.tokens["ids"][14 + 6] = (batch.tokens["ids"][6] + 1) % VOCABULARY
+    assert forest(batch)[0].shared == 6
+    model, weight = make_model("qwen3"), torch.ones(28)
+    wanted = separate(model, batch, weight, 1.0)
+    torch.testing.assert_close(packed(FastForward(model), batch, weight, 1.0, 100), wanted, atol=1e-5, rtol=1e-5)
+
+
+def test_select_split_concat_repeat_keep_every_column() -> None:
+    batch = make_batch(SHAPES)
+    again = Batch.concat(batch.split(4))
+    for name, column in {**batch.tokens, **batch.samples}.items():
+        assert np.array_equal({**again.tokens, **again.samples}[name], column), name
+    assert np.array_equal(again.offsets, batch.offsets)
+    assert [len(part) for part in batch.split(4)] == [2, 3, 2, 3]
+    twice = batch.select([3]).repeat(2)
+    assert np.array_equal(twice.tokens["ids"], np.tile(batch.tokens["ids"][batch.span(3)], 2))
+    assert len(batch.select([])) == 0
+    with pytest.raises(ValueError, match="columns must have 10 entries"):
+        batch.with_samples(extra=np.zeros(3))
+
+
+def test_a_batch_pickles_as_flat_arrays() -> None:
+    batch = make_batch([(50, [60] * 8)] * 16)
+    blob = pickle.dumps(batch, protocol=5)
+    assert len(blob) < batch.offsets[-1] * 5 + 20_000
+    assert np.array_equal(pickle.loads(blob).tokens["ids"], batch.tokens["ids"])

@@ -1,6 +1,7 @@
 """Random choices that are the same in every process and every version of Python.
 
-Only `Random.random()` over a string seed is used: Python promises both to stay as they are, and promises it of no other method.
+Only `Random.random()` over a string seed is used: Python promises that both stay as they are, and promises it of no
+other method.
 """
 
 from collections.abc import Sequence

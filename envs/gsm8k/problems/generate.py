@@ -16,14 +16,14 @@ from agentrl_envs.gsm8k.problems.words import fillers
 
 KINDS: tuple[Kind, ...] = (*buying.KINDS, *comparing.KINDS, *sharing.KINDS, *rates.KINDS, *counting.KINDS)
 SPLITS = ("train", "test", "phrasing", "large")
-"""train; test: fresh numbers; phrasing: fresh numbers and a clause never seen; large: numbers above all of training's."""
+"""test: fresh numbers; phrasing: fresh numbers and a clause never seen; large: numbers above those of training."""
 
 _HELD_OUT_SHARE = 32  # of 256
 
 
 @dataclass(frozen=True)
 class Problem:
-    """steps: one operation each, as `(("12*7", 84), ...)`; the last result is the answer. numbers: those in the text."""
+    """steps: one operation each, as `(("12*7", 84), ...)`; the last result is the answer. numbers: by name."""
 
     question: str
     expression: Expression

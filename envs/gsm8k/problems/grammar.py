@@ -1,7 +1,7 @@
 """A small notation for many phrasings of one thought.
 
-`[a|b|c]` chooses, `<rule>` inserts a named rule, `{x}` is filled in afterwards, and an alternative that begins with `^` is held
-out: it is never chosen unless asked for, and `expand(..., held_out=True)` always contains at least one.
+`[a|b|c]` chooses, `<rule>` inserts a named rule, `{x}` is filled in afterwards, and an alternative that begins with
+`^` is held out: it is never chosen unless asked for, and `expand(..., held_out=True)` always contains at least one.
 """
 
 from collections.abc import Mapping

@@ -101,14 +101,20 @@ RULES = {
     "now": "[now|in the end|at the end|after that]",
     "every": "[a|each|every|per]",
     "they": "[they|{A} and {B}|the two {people}]",
-    "q_left": "How many {o} [are left|remain|are left over|does {A} have left|does {A} still have|does {A} have <now>]?",
+    "q_left": (
+        "How many {o} [are left|remain|are left over|does {A} have left|does {A} still have|does {A} have <now>]?"
+    ),
     "q_have": "How many {o} does {A} have <now>?",
     "q_both": "How many {o} do <they> {have} [<total>|together]?",
     "how_much": "[how much|how much money|how many dollars]",
-    "q_spend": "[<how_much> does {A} [spend|pay|need][| <total>]|What is the total [cost|price]|How much does it cost <total>]?",
+    "q_spend": (
+        "[<how_much> does {A} [spend|pay|need][| <total>]|What is the total [cost|price]|How much does it cost <total>]?"
+    ),
     "q_earn": "<how_much> does {A} [earn|make|get][| <total>]?",
-    "q_money_left": "[How many dollars [are left|remain|does {A} have left|does {A} still have]|How much money [is left|remains|"
-    "does {A} have left|does {A} have <now>]]?",
+    "q_money_left": (
+        "[How many dollars [are left|remain|does {A} have left|does {A} still have]"
+        "|How much money [is left|remains|does {A} have left|does {A} have <now>]]?"
+    ),
 }
 
 

@@ -4,10 +4,12 @@ The task gives the truth in `tools_kwargs.calc_gsm8k_reward.create_kwargs.ground
 tool's part of the final reward is that of the LATEST answer, so a right answer that is then spoilt earns nothing.
 """
 
+from fractions import Fraction
 from typing import Any
 
+from agentrl_envs.gsm8k.grade import grade, read_truth
+
 from agentrl import Session, Tool, ToolResponse
-from agentrl_envs.gsm8k.grade import grade
 
 
 class CalcGsm8kReward(Tool):
@@ -30,7 +32,7 @@ class CalcGsm8kReward(Tool):
         if create_kwargs.get("ground_truth") is None:
             place = f"tools_kwargs.{self.name}.create_kwargs.ground_truth"
             raise ValueError(f"task {session.task.id}: {place} is missing")
-        session.state = _Asked(str(create_kwargs["ground_truth"]))
+        session.state = _Asked(read_truth(str(create_kwargs["ground_truth"])))
 
     async def execute(self, session: Session, **arguments: Any) -> ToolResponse:
         asked: _Asked = session.state
@@ -49,7 +51,7 @@ class CalcGsm8kReward(Tool):
 class _Asked:
     """What one request has asked: how often, and the reward of the latest answer."""
 
-    def __init__(self, truth: str) -> None:
+    def __init__(self, truth: Fraction) -> None:
         self.truth = truth
         self.times = 0
         self.reward = 0.0

@@ -32,13 +32,14 @@ class Calculator(Tool):
     """max_operations: how many of + - * / ^ one call may hold."""
 
     name = "calculator"
+    description = "Works out an arithmetic expression."
 
     def __init__(self, max_operations: int = 1) -> None:
         if max_operations < 1:
             raise ValueError("max_operations must be 1 or more")
         self.max_operations = max_operations
         self.limit = _limit(max_operations)
-        self.description = f"Works out an arithmetic expression, {self.limit}."
+        self.description = f"{self.description.rstrip('.')}, {self.limit}."
         expression = {"type": "string", "description": "such as 12*3"}
         self.parameters = {"type": "object", "properties": {"expression": expression}, "required": ["expression"]}
 

@@ -24,6 +24,7 @@ from typing import Any, overload
 
 from pydantic_core import to_json
 
+from agentrl.errors import UserError
 from agentrl.plugins.signature import Signature, read_signature
 from agentrl.plugins.tool import Tool
 from agentrl.plugins.types import Session, ToolResponse
@@ -40,6 +41,10 @@ class FunctionTool(Tool):
         self.name = name or function.__name__
         self._signature: Signature = read_signature(function, self.name)
         self.description = description or self._signature.description
+        if not self.description:
+            raise UserError(
+                f"tool {self.name!r}: it needs a docstring, or @tool(description=...), for the model to read"
+            )
         self.parameters: Mapping[str, Any] = self._signature.parameters
         self._session = self._signature.session
         self._thread = thread

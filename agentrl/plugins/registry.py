@@ -23,13 +23,21 @@ GROUPS = ("tools", "envs", "rewards", "engines", "advantages", "losses", "tracke
 
 @dataclass(frozen=True, slots=True)
 class Plugin:
-    """An entry point: `name` in `group` (such as `agentrl.tools`) stands for `value`, in `module:attribute` form."""
+    """`name` in `group` (such as `agentrl.tools`) stands for `value`, in `module:attribute` form.
+
+    distribution and version are empty where it was named by an import path.
+    """
 
     group: str
     name: str
     value: str
     distribution: str
     version: str
+
+    @property
+    def origin(self) -> str:
+        """Where it comes from, for people."""
+        return f"{self.distribution} {self.version} ({self.value})" if self.distribution else self.value
 
 
 def installed(group: str) -> list[Plugin]:
@@ -42,21 +50,27 @@ def installed(group: str) -> list[Plugin]:
     return sorted(found, key=lambda p: (p.name, p.distribution))
 
 
-def load(group: str, name: str) -> Any:
-    """The object that `name` stands for. Raises UserError: unknown, offered twice, or failing to import."""
+def find(group: str, name: str) -> Plugin:
+    """The one plugin that `name` stands for, not imported. Raises UserError: unknown, or offered twice."""
     if ":" in name:
-        return load_path(name, f"{_kind(group)} {name!r}")
+        return Plugin(_full(group), name, name, "", "")
     found = installed(group)
     matches = [p for p in found if p.name == name]
     if not matches:
         raise UserError(f"no {_kind(group)} {name!r} is installed{nearest(name, {p.name for p in found})}")
     if len(matches) > 1:
-        offers = " and ".join(f"{p.distribution} {p.version} ({p.value})" for p in matches)
+        offers = " and ".join(p.origin for p in matches)
         raise UserError(
             f"{_kind(group)} {name!r} is offered by {offers}: uninstall one, or name it as module:attribute"
         )
-    plugin = matches[0]
-    return load_path(plugin.value, f"{_kind(group)} {name!r} of {plugin.distribution} {plugin.version}")
+    return matches[0]
+
+
+def load(group: str, name: str) -> Any:
+    """The object that `name` stands for. Raises UserError: unknown, offered twice, or failing to import."""
+    plugin = find(group, name)
+    of = f" of {plugin.distribution} {plugin.version}" if plugin.distribution else ""
+    return load_path(plugin.value, f"{_kind(group)} {name!r}{of}")
 
 
 def load_path(path: str, what: str) -> Any:
@@ -82,7 +96,7 @@ def make_tool(section: ToolSection) -> Tool:
             raise UserError(
                 f"tools.{section.name}.args: it is a function and takes none, got {', '.join(section.args)}"
             )
-    elif callable(made):
+    elif _makes(made, Tool):
         made = _construct(made, section.args, f"tools.{section.name}.args")
     if not isinstance(made, Tool):
         raise UserError(f"tool {section.name!r} is {_type_of(made)}; wants a Tool class or a @tool function")
@@ -105,7 +119,7 @@ def make_tools(sections: Sequence[ToolSection]) -> list[Tool]:
 def make_environment(section: EnvSection) -> Environment:
     """The environment of a recipe: its class called with `source` and `env.args`."""
     made = load("envs", section.name)
-    if not callable(made):
+    if not _makes(made, Environment):
         raise UserError(f"environment {section.name!r} is {_type_of(made)}; wants an Environment class")
     if "source" in section.args:
         raise UserError("env.args.source: give it as env.source")
@@ -121,6 +135,11 @@ def reason(error: BaseException) -> str:
     if isinstance(error, UserError):
         return text
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _makes(made: Any, wanted: type) -> bool:
+    """Whether it is a class of that kind, or a function that may return one."""
+    return issubclass(made, wanted) if isinstance(made, type) else inspect.isroutine(made)
 
 
 def _construct(maker: Callable[..., Any], args: Mapping[str, Any], where: str) -> Any:

@@ -1,8 +1,8 @@
 """A YAML document as plain JSON values, and the place that every key came from.
 
-Scalars follow the core schema of YAML 1.2, not 1.1: `1e-4` is a number, `off`, `1:30` and `2026-01-01` are text, keys are
-text as written. `${VAR}` and `${VAR:-default}` in a value are replaced from the process environment; an unquoted value is
-then read again, so `n: ${N:-16}` is a number and `n: "${N:-16}"` is text. `$${` stands for a plain `${`.
+Scalars follow the core schema of YAML 1.2, not 1.1: `1e-4` is a number; `off`, `1:30` and `2026-01-01` are text; keys
+are text as written. `${VAR}` and `${VAR:-default}` in a value are replaced from the process environment; an unquoted
+value is then read again, so `n: ${N:-16}` is a number and `n: "${N:-16}"` is text. `$${` stands for a plain `${`.
 """
 
 import math
@@ -36,10 +36,17 @@ class _Dumper(yaml.SafeDumper):
     """Quotes what any reader, this one or one of YAML 1.1, would not take for text."""
 
 
+def _text_node(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
+    """Line breaks of Unicode survive in double quotes alone."""
+    style = '"' if any(c in text for c in "\x85\u2028\u2029") else None
+    return dumper.represent_scalar(TAG + "str", text, style=style)
+
+
+_Dumper.add_representer(str, _text_node)
 for _name, _pattern, _first in _SCALARS:
     _whole = re.compile(rf"^(?:{_pattern.pattern})$")
-    _Loader.add_implicit_resolver(TAG + _name, _whole, list(_first))  # type: ignore[no-untyped-call]
-    _Dumper.add_implicit_resolver(TAG + _name, _whole, list(_first))  # type: ignore[no-untyped-call]
+    _Loader.add_implicit_resolver(TAG + _name, _whole, list(_first))
+    _Dumper.add_implicit_resolver(TAG + _name, _whole, list(_first))
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +74,7 @@ def read_document(text: str, name: str, numbered: bool = True) -> Document:
     except RecursionError:
         raise UserError(f"{name}: not valid YAML: nested too deeply") from None
     finally:
-        loader.dispose()  # type: ignore[no-untyped-call]
+        loader.dispose()
 
 
 def read_file(path: Path) -> Document:
@@ -147,7 +154,7 @@ class _Reader:
         if "${" in text:
             text = self.interpolate(text, key, self.where(node))
             if node.style is None and tag == TAG + "str":
-                tag = self.loader.resolve(yaml.ScalarNode, text, (True, False))  # type: ignore[no-untyped-call]
+                tag = self.loader.resolve(yaml.ScalarNode, text, (True, False))
         match tag.removeprefix(TAG):
             case "str":
                 return text

@@ -1,6 +1,6 @@
 """From a YAML file and command-line overrides to a checked `Recipe`; every mistake is one line that names its key.
 
-A recipe may begin with `extends: other.yaml`, relative to the file that says so: mappings merge, lists and scalars replace.
+A recipe may say `extends: other.yaml`, relative to the file that says so: mappings merge, lists and scalars replace.
 `sft.new_model.chat_template` in a file is relative to that file too, because it ships beside the recipe. Every other
 path (`env.source`, `model.path`, `output`) is relative to the working directory, in a file as on the command line.
 """
@@ -148,7 +148,7 @@ def _put(place: Any, step: str | int, value: Any) -> None:
 
 
 def _descend(place: Any, step: str | int) -> Any:
-    """What lies at `step`, made a mapping where it is absent; a list entry that is only a name becomes `{name: ...}`."""
+    """What lies at `step`, a new mapping if it is absent; an entry that is only a name becomes `{name: ...}`."""
     if isinstance(place, list):
         if step == len(place):
             place.append({})

@@ -1,4 +1,4 @@
-"""What is wrong with a recipe, as one line: where it was written, the key's dotted path, what is wanted, what was given."""
+"""What is wrong with a recipe, as one line: where it was written, the key, what is wanted and what was given."""
 
 import difflib
 import types
@@ -104,7 +104,7 @@ def _model_at(key: Key) -> type[BaseModel]:
 
 
 def _section(annotation: Any, lists: bool = False) -> type[BaseModel] | None:
-    """The section class in an annotation such as `Section`, `Section | None` and, with `lists`, `tuple[Section, ...]`."""
+    """The section class in an annotation: `Section`, `Section | None` and, with `lists`, `tuple[Section, ...]`."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     origin = typing.get_origin(annotation)

@@ -1,0 +1,91 @@
+"""The command line. A mistake of the user's is one line on stderr and exit code 2; Ctrl-C is 130; a bug is a traceback.
+
+Nothing heavy is imported here: the commands' modules import typer alone, and the rest when they run.
+"""
+
+import sys
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from agentrl import __version__
+from agentrl.cli.check import check_command
+from agentrl.cli.evaluate import eval_command
+from agentrl.cli.listing import envs_command, tools_command
+from agentrl.cli.sft import sft_command
+from agentrl.cli.train import train_command
+from agentrl.errors import UserError
+
+BAD_USAGE = 2
+INTERRUPTED = 130
+# typer brings its own copy of click in some versions and uses the package in others; this finds the base class in both.
+_ClickError: type[Exception] = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
+
+app = typer.Typer(
+    name="agentrl",
+    help="Train language-model agents that use tools over many turns, with reinforcement learning.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+@app.callback(invoke_without_command=True)
+def _root(
+    context: typer.Context, version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False
+) -> None:
+    if version:
+        version_command()
+        raise typer.Exit()
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+        raise typer.Exit(BAD_USAGE)
+
+
+def version_command() -> None:
+    """Print the version."""
+    typer.echo(f"agentrl {__version__}")
+
+
+app.command("train")(train_command)
+app.command("eval")(eval_command)
+app.command("sft")(sft_command)
+app.command("check")(check_command)
+app.command("tools")(tools_command)
+app.command("envs")(envs_command)
+app.command("version")(version_command)
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run one command in this process; returns the exit code."""
+    try:
+        code = app(args=list(arguments), prog_name="agentrl", standalone_mode=False)
+    except UserError as error:
+        return _say(str(error))
+    except _ClickError as error:
+        return _say(_usage(error))
+    except (KeyboardInterrupt, typer.Abort):
+        return INTERRUPTED
+    return code if isinstance(code, int) else 0
+
+
+def main() -> None:
+    sys.exit(run(sys.argv[1:]))
+
+
+def _say(message: str) -> int:
+    typer.echo(f"error: {' '.join(message.split())}", err=True)
+    return BAD_USAGE
+
+
+def _usage(error: BaseException) -> str:
+    """click's message and where the help for it is."""
+    context = getattr(error, "ctx", None)
+    command = context.command_path if context else "agentrl"
+    message = getattr(error, "format_message", error.__str__)()
+    return f"{message.rstrip('.')}; see {command} --help"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,200 @@
+"""Discovery by entry points, and what goes wrong with plugins. Distributions are made in a folder on sys.path."""
+
+import sys
+import textwrap
+
+import pytest
+
+from agentrl import Environment, Tool, UserError
+from agentrl.plugins.registry import find, installed, load, make_environment, make_tool, make_tools
+from agentrl.recipe.schema import EnvSection, ToolSection
+
+MODULE = """
+from agentrl import Environment, Task, Tool, tool
+
+@tool
+def double(x: int) -> int:
+    "Double it."
+    return 2 * x
+
+class Counter(Tool):
+    name = "counter"
+    def __init__(self, start: int, names: tuple[str, ...] = (), *, step: float = 1.0):
+        if start < 0:
+            raise ValueError("start must be 0 or more")
+        self.start, self.names, self.step = start, names, step
+    async def execute(self, session, **arguments):
+        return "1"
+
+class Open(Tool):
+    name = "open"
+    def __init__(self, **options):
+        self.options = options
+    async def execute(self, session, **arguments):
+        return ""
+
+class Nameless(Tool):
+    async def execute(self, session, **arguments):
+        return ""
+
+class Room(Environment):
+    name = "room"
+    def __init__(self, source: str, size: int = 1):
+        self.source, self.size = source, size
+    def tasks(self, split):
+        return [Task("t", {})]
+    async def create(self, session, **create_kwargs):
+        return []
+    async def calc_reward(self, session, **kwargs):
+        return 0.0
+
+class NoSource(Room):
+    def __init__(self, size: int = 1):
+        pass
+
+not_a_tool = 3
+"""
+
+
+@pytest.fixture
+def distribution(tmp_path, monkeypatch):
+    """Makes an installed distribution `name` with a module and entry points."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    modules = set(sys.modules)
+
+    def make(name: str, module: str, points: dict[str, dict[str, str]], version: str = "1.2") -> None:
+        (tmp_path / f"{name}.py").write_text(textwrap.dedent(module))
+        info = tmp_path / f"{name}-{version}.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        lines = [f"[{group}]\n" + "".join(f"{k} = {v}\n" for k, v in given.items()) for group, given in points.items()]
+        (info / "entry_points.txt").write_text("\n".join(lines))
+
+    yield make
+    for module in set(sys.modules) - modules:
+        del sys.modules[module]
+
+
+@pytest.fixture
+def plugins(distribution):
+    names = ("double", "Counter", "Open", "Nameless", "not_a_tool")
+    tools = {name.lower(): f"demo_plugins:{name}" for name in names}
+    envs = {"room": "demo_plugins:Room", "nosource": "demo_plugins:NoSource", "wrong": "demo_plugins:double"}
+    distribution("demo_plugins", MODULE, {"agentrl.tools": tools, "agentrl.envs": envs})
+
+
+def test_what_ships_is_found_like_a_strangers():
+    found = {p.name: p for p in installed("tools")}
+    assert {"calculator", "calc_gsm8k_reward"} <= found.keys()
+    assert found["calculator"].distribution == "agentrl"
+    assert [p.name for p in installed("agentrl.envs")] == ["gsm8k"]
+
+
+def test_listing_imports_nothing(plugins):
+    names = [p.name for p in installed("tools")]
+    assert names == sorted(names)
+    assert "counter" in names
+    assert "demo_plugins" not in sys.modules
+
+
+def test_where_a_plugin_comes_from(plugins):
+    assert find("tools", "double").origin == "demo_plugins 1.2 (demo_plugins:double)"
+    assert find("tools", "demo_plugins:double").origin == "demo_plugins:double"
+
+
+def test_a_decorated_tool_is_used_as_it_is(plugins):
+    made = make_tool(ToolSection(name="double"))
+    assert isinstance(made, Tool)
+    assert made(4) == 8
+    with pytest.raises(UserError, match=r"^tools.double.args: it is a function and takes none, got x$"):
+        make_tool(ToolSection(name="double", args={"x": 1}))
+
+
+def test_a_class_is_called_with_its_arguments(plugins):
+    made = make_tool(ToolSection(name="counter", args={"start": 2, "names": ["a"], "step": 2}))
+    assert (made.start, made.names, made.step) == (2, ("a",), 2.0)
+    assert make_tool(ToolSection(name="open", args={"any": 1})).options == {"any": 1}
+
+
+def test_an_import_path_will_do(plugins):
+    assert make_tool(ToolSection(name="demo_plugins:Counter", args={"start": 1})).start == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "words"),
+    [
+        ("countr", {}, r"^no tool 'countr' is installed; did you mean 'counter'"),
+        ("counter", {}, r"^tools.counter.args.start: Counter needs it, and it is missing$"),
+        ("counter", {"strt": 1}, r"^tools.counter.args.strt: Counter takes no such argument; did you mean 'start'"),
+        ("counter", {"start": "x"}, r"^tools.counter.args.start: should be a valid integer, got 'x'$"),
+        ("counter", {"start": 1, "names": ["a", 3]}, r"^tools.counter.args.names.1: should be a valid string, got 3$"),
+        ("counter", {"start": -1}, r"refuses its arguments: ValueError: start must be 0 or more$"),
+        ("nameless", {}, r"^tool 'nameless': its class sets no `name`$"),
+        ("not_a_tool", {}, r"^tool 'not_a_tool' is of type int; wants a Tool class or a @tool function$"),
+        ("demo_plugins:Room", {"source": "x"}, r"is the class Room; wants a Tool class"),
+        ("demo_plugins:Countr", {}, r"'demo_plugins' has no 'Countr'; did you mean 'Counter'"),
+        ("nowhere.at_all:X", {}, r"cannot be imported from 'nowhere.at_all': ModuleNotFoundError"),
+    ],
+)
+def test_a_mistake_is_one_line(plugins, name, args, words):
+    with pytest.raises(UserError, match=words) as error:
+        make_tool(ToolSection(name=name, args=args))
+    assert "\n" not in str(error.value)
+
+
+def test_two_tools_of_one_name(plugins):
+    with pytest.raises(UserError, match=r"'open' and 'demo_plugins:Open' are both called 'open'"):
+        make_tools([ToolSection(name="open"), ToolSection(name="demo_plugins:Open")])
+    assert [t.name for t in make_tools([ToolSection(name="open"), ToolSection(name="double")])] == ["open", "double"]
+
+
+def test_environments(plugins):
+    made = make_environment(EnvSection(name="room", source="here", args={"size": 2}))
+    assert isinstance(made, Environment)
+    assert (made.source, made.size) == ("here", 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "words"),
+    [
+        ("rom", {}, r"^no environment 'rom' is installed; did you mean 'room'"),
+        ("room", {"sise": 2}, r"^env.args.sise: Room takes no such argument; did you mean 'size'\?$"),
+        ("room", {"size": "big"}, r"^env.args.size: should be a valid integer, got 'big'$"),
+        ("room", {"source": "x"}, r"^env.args.source: give it as env.source$"),
+        ("nosource", {}, r"^env.source: NoSource takes no such argument"),
+        ("wrong", {}, r"wants an Environment class"),
+    ],
+)
+def test_a_mistake_with_an_environment_is_one_line(plugins, name, args, words):
+    with pytest.raises(UserError, match=words) as error:
+        make_environment(EnvSection(name=name, args=args))
+    assert "\n" not in str(error.value)
+
+
+def test_a_name_that_two_distributions_offer(plugins, distribution):
+    distribution("other_plugins", MODULE, {"agentrl.tools": {"double": "other_plugins:double"}})
+    with pytest.raises(UserError, match=r"offered by demo_plugins 1.2 .* and other_plugins 1.2 .*: uninstall one"):
+        load("tools", "double")
+    assert make_tool(ToolSection(name="other_plugins:double"))(2) == 4
+    assert load("tools", "open").__name__ == "Open"
+
+
+@pytest.mark.parametrize(
+    ("module", "words"),
+    [
+        ("import no_such_module_here", "ModuleNotFoundError: No module named 'no_such_module_here'"),
+        ("def broken(:", "SyntaxError"),
+        ("raise RuntimeError('two\\nlines')", "RuntimeError: two lines"),
+        ("import sys; sys.exit(3)", "SystemExit: 3"),
+        ("from agentrl import tool\n@tool\ndef f(x): 'Doc.'", "parameter 'x' has no type annotation"),
+        ("", "has no 'thing'"),
+    ],
+)
+def test_a_plugin_that_fails_to_import_breaks_only_who_names_it(plugins, distribution, module, words):
+    distribution("broken_plugins", module, {"agentrl.tools": {"thing": "broken_plugins:thing"}})
+    assert "thing" in {p.name for p in installed("tools")}
+    assert make_tool(ToolSection(name="double"))(1) == 2
+    with pytest.raises(UserError, match=words) as error:
+        make_tool(ToolSection(name="thing"))
+    assert "tool 'thing' of broken_plugins 1.2" in str(error.value)
+    assert "\n" not in str(error.value)

@@ -1,0 +1,177 @@
+"""Arguments that a model wrote, checked against a JSON schema."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentrl import ArgumentError, UserError
+from agentrl.plugins.schema import check_arguments, outline
+
+
+def schema(required=(), extra=None, **properties):
+    made = {"type": "object", "properties": properties, "required": list(required)}
+    return made if extra is None else {**made, "additionalProperties": extra}
+
+
+def check_one(rule, value):
+    return check_arguments(schema(["x"], x=rule), {"x": value})["x"]
+
+
+STRING, INTEGER, NUMBER, BOOLEAN = ({"type": t} for t in ("string", "integer", "number", "boolean"))
+POINT = schema(["x"], x=INTEGER, y=NUMBER)
+
+
+@pytest.mark.parametrize(
+    ("rule", "value", "expected"),
+    [
+        (INTEGER, 3, 3),
+        (INTEGER, "3", 3),
+        (INTEGER, " -3 ", -3),
+        (INTEGER, 3.0, 3),
+        (NUMBER, "2.5", 2.5),
+        (NUMBER, "3", 3),
+        (NUMBER, 3, 3),
+        (STRING, 5, "5"),
+        (STRING, 2.5, "2.5"),
+        (STRING, "", ""),
+        (BOOLEAN, "True", True),
+        (BOOLEAN, False, False),
+        ({"type": "array", "items": INTEGER}, ["1", 2], [1, 2]),
+        ({"type": "array", "items": INTEGER}, "[1, 2]", [1, 2]),
+        (POINT, {"x": "1", "y": "2.5"}, {"x": 1, "y": 2.5}),
+        (POINT, '{"x": 1}', {"x": 1}),
+        ({"enum": ["km", "miles"]}, "KM", "km"),
+        ({"enum": [1, 2]}, "2", 2),
+        ({"const": "a"}, "a", "a"),
+        ({"type": ["integer", "null"]}, None, None),
+        ({"anyOf": [INTEGER, STRING]}, "3", "3"),
+        ({"anyOf": [INTEGER, BOOLEAN]}, "3", 3),
+        ({"oneOf": [INTEGER, {"type": "null"}]}, None, None),
+        ({"allOf": [INTEGER, {"minimum": 2}]}, "2", 2),
+        ({}, {"any": 1}, {"any": 1}),
+    ],
+)
+def test_what_is_plainly_meant_is_accepted(rule, value, expected):
+    got = check_one(rule, value)
+    assert got == expected
+    assert type(got) is type(expected)
+
+
+@pytest.mark.parametrize(
+    ("rule", "value", "words"),
+    [
+        (INTEGER, "3.5", "should be an integer"),
+        (INTEGER, 3.5, "should be an integer"),
+        (INTEGER, True, "should be an integer"),
+        (INTEGER, "9" * 5000, "should be an integer"),
+        (INTEGER, float("inf"), "should be an integer"),
+        (NUMBER, "nan", "should be a number"),
+        (NUMBER, [1], "should be a number"),
+        (NUMBER, False, "should be a number"),
+        (STRING, ["a"], "should be a string"),
+        (STRING, True, "should be a string"),
+        (STRING, None, "should be a string, got null"),
+        (BOOLEAN, 1, "should be true or false"),
+        ({"type": "null"}, 1, "should be null"),
+        ({"type": "array"}, {"a": 1}, "should be a list"),
+        ({"type": "array", "items": INTEGER}, [1, "b"], "argument 'x.1' should be an integer, got \"b\""),
+        (POINT, [1], "should be an object"),
+        (POINT, {"y": 1}, "argument 'x.x' is missing"),
+        (POINT, {"x": 1, "y": "q"}, "argument 'x.y' should be a number"),
+        (schema(extra=False, a=INTEGER), {"b": 1}, "unknown argument 'x.b'"),
+        ({"enum": ["km", "miles"]}, "feet", 'should be one of km, miles, got "feet"'),
+        ({"enum": [1]}, True, "should be one of 1"),
+        ({"anyOf": [INTEGER, BOOLEAN]}, "q", r"should be integer\|boolean"),
+        ({"type": "integer", "minimum": 2}, 1, "should be at least 2"),
+        ({"type": "integer", "maximum": 2}, "3", "should be at most 2"),
+        ({"type": "number", "exclusiveMinimum": 0}, 0, "should be more than 0"),
+        ({"type": "number", "exclusiveMaximum": 1}, 1, "should be less than 1"),
+        ({"type": "string", "minLength": 1}, "", "1 characters or more"),
+        ({"type": "string", "maxLength": 2}, "abc", "at most 2 characters"),
+        ({"type": "array", "minItems": 1}, [], "1 entries or more"),
+        ({"type": "array", "maxItems": 1}, [1, 2], "at most 1 entries"),
+        ({"type": "string", "pattern": "^a"}, "b", r"should match \^a"),
+    ],
+)
+def test_what_is_wrong_is_one_short_line(rule, value, words):
+    with pytest.raises(ArgumentError, match=words) as error:
+        check_one(rule, value)
+    assert "\n" not in str(error.value)
+    assert len(str(error.value)) < 200
+
+
+def test_missing_and_unknown_arguments_say_what_the_tool_takes():
+    parameters = schema(["expression"], expression=STRING, digits=INTEGER)
+    with pytest.raises(ArgumentError) as error:
+        check_arguments(parameters, {})
+    assert str(error.value) == "argument 'expression' is missing; it takes {expression: string, digits?: integer}"
+    with pytest.raises(ArgumentError) as error:
+        check_arguments(parameters, {"expression": "1", "expr": "2"})
+    assert str(error.value) == "unknown argument 'expr'; it takes {expression: string, digits?: integer}"
+
+
+def test_further_arguments_where_the_schema_allows_them():
+    assert check_arguments(schema(extra=True, a=INTEGER), {"b": 1}) == {"b": 1}
+    assert check_arguments(schema(extra=INTEGER), {"b": "1"}) == {"b": 1}
+
+
+def test_null_leaves_an_optional_argument_out():
+    assert check_arguments(schema(a=INTEGER), {"a": None}) == {}
+    assert check_arguments(schema(a={"type": ["integer", "null"]}), {"a": None}) == {"a": None}
+
+
+def test_defaults_are_filled_in_and_not_shared():
+    parameters = schema(a={"type": "array", "default": [1]})
+    first = check_arguments(parameters, {})
+    first["a"].append(2)
+    assert check_arguments(parameters, {}) == {"a": [1]}
+
+
+def test_a_schema_may_refer_to_itself():
+    tree = schema(["value"], value=INTEGER, left={"$ref": "#/$defs/tree"})
+    parameters = {**schema(["root"], root={"$ref": "#/$defs/tree"}), "$defs": {"tree": tree}}
+    value = {"root": {"value": "1", "left": {"value": 2, "left": {"value": "3"}}}}
+    assert check_arguments(parameters, value)["root"]["left"]["left"] == {"value": 3}
+    with pytest.raises(ArgumentError, match=r"'root.left.value' should be an integer"):
+        check_arguments(parameters, {"root": {"value": 1, "left": {"value": "q"}}})
+
+
+@pytest.mark.parametrize("rule", [{"type": "text"}, {"$ref": "#/$defs/none"}, "string"])
+def test_a_schema_that_is_none_is_the_authors_error(rule):
+    with pytest.raises(UserError, match="a tool's parameters"):
+        check_one(rule, 1)
+
+
+def test_the_outline_of_many_arguments_is_bounded():
+    assert len(outline(schema(**{f"name_{i}": STRING for i in range(12)}))) < 200
+    assert outline(schema(["a"], a={"type": "array", "items": INTEGER})) == "{a: list of integer}"
+
+
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=6,
+)
+EVERYTHING = schema(
+    ["a"],
+    a=INTEGER,
+    b=NUMBER,
+    c=STRING,
+    d={"anyOf": [BOOLEAN, POINT]},
+    e={"type": "array", "items": POINT},
+    f={"enum": ["x", 1, None]},
+)
+
+
+@given(st.dictionaries(st.sampled_from("abcdefg"), values))
+def test_whatever_a_model_writes_passes_or_is_told(arguments):
+    try:
+        result = check_arguments(EVERYTHING, arguments)
+    except ArgumentError as error:
+        told = str(error)
+    else:
+        told = ""
+        assert type(result["a"]) is int
+        assert result.keys() <= set("abcdef")
+        assert check_arguments(EVERYTHING, result) == result
+    assert "\n" not in told

@@ -1,0 +1,286 @@
+"""Recipes: files, extends, overrides, interpolation, and mistakes that are told in one line."""
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentrl import Recipe, UserError
+from agentrl.recipe.document import dump, read_document
+from agentrl.recipe.load import dump_recipe, load_recipe, recipe_name
+from agentrl.recipe.mistakes import known_keys
+
+SHIPPED = Path(__file__).parent.parent / "recipes"
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write_file(text: str, name: str = "r.yaml") -> str:
+        (tmp_path / name).write_text(text)
+        return str(tmp_path / name)
+
+    return write_file
+
+
+def test_defaults_fill_an_empty_file(write):
+    assert load_recipe(write("")) == Recipe()
+
+
+def test_values_of_a_file(write):
+    recipe = Recipe.load(
+        write("rollout: {n: 4, temperature: 0.7}\ntools: [calculator, {name: search, args: {k: 3}}]\n")
+    )
+    assert (recipe.rollout.n, recipe.rollout.temperature) == (4, 0.7)
+    assert [(t.name, t.args) for t in recipe.tools] == [("calculator", {}), ("search", {"k": 3})]
+
+
+@pytest.mark.parametrize("number", ["1e-4", "1E-4", "1.0e-4", "0.0001", ".0001"])
+def test_a_number_in_scientific_notation_is_a_number(write, number):
+    assert load_recipe(write(f"train: {{lr: {number}}}")).train.lr == 1e-4
+    assert load_recipe(write(""), [f"train.lr={number}"]).train.lr == 1e-4
+
+
+def test_text_stays_text(write):
+    args = load_recipe(
+        write("env: {args: {a: off, b: 1:30, c: 2026-01-01, d: '1e-4', e: no, 1: x, f: 1_000}}")
+    ).env.args
+    assert args == {"a": "off", "b": "1:30", "c": "2026-01-01", "d": "1e-4", "e": "no", "1": "x", "f": 1000}
+
+
+def test_a_whole_number_does_for_a_real_one(write):
+    assert load_recipe(write("train: {lr: 1}")).train.lr == 1.0
+
+
+def test_extends_merges_mappings_and_replaces_lists(write):
+    write("rollout: {n: 4, tasks: 2}\ntools: [a, b]\nenv: {args: {x: 1, y: 2}}\n", "base.yaml")
+    write("extends: base.yaml\nrollout: {n: 5}\nenv: {args: {y: 3}}\n", "middle.yaml")
+    recipe = load_recipe(write("extends: middle.yaml\ntools: [c]\n"))
+    assert (recipe.rollout.n, recipe.rollout.tasks) == (5, 2)
+    assert [t.name for t in recipe.tools] == ["c"]
+    assert recipe.env.args == {"x": 1, "y": 3}
+
+
+def test_extends_is_relative_to_the_file(tmp_path, write, monkeypatch):
+    (tmp_path / "sub").mkdir()
+    write("rollout: {n: 3}", "base.yaml")
+    write("extends: ../base.yaml", "sub/r.yaml")
+    monkeypatch.chdir(tmp_path)
+    assert load_recipe("sub/r.yaml").rollout.n == 3
+
+
+def test_the_chat_template_is_relative_to_the_file_that_names_it(tmp_path, write, monkeypatch):
+    (tmp_path / "sub").mkdir()
+    write("sft: {new_model: {chat_template: t.jinja}}", "sub/base.yaml")
+    path = write("extends: sub/base.yaml")
+    assert load_recipe(path).sft.new_model.chat_template == str(tmp_path / "sub" / "t.jinja")
+    monkeypatch.chdir(tmp_path)
+    assert load_recipe(path, ["sft.new_model.chat_template=mine.jinja"]).sft.new_model.chat_template == "mine.jinja"
+
+
+def test_other_paths_are_left_as_they_are(write):
+    assert load_recipe(write("env: {source: ../data/x.jsonl}")).env.source == "../data/x.jsonl"
+
+
+def test_overrides(write):
+    path = write("tools: [calculator, {name: search}]\nenv: {args: {keep: 1}}\n")
+    recipe = load_recipe(
+        path,
+        [
+            "rollout.n=16",
+            "env.args.foo=[1, 2]",
+            "tools.0.args.x=1",
+            "tools.search.args.url=http://h/?q=1",
+            "tools.2=third",
+            "output=",
+            "train.betas=[0.8, 0.9]",
+        ],
+    )
+    assert recipe.rollout.n == 16
+    assert recipe.env.args == {"keep": 1, "foo": [1, 2]}
+    assert [t.name for t in recipe.tools] == ["calculator", "search", "third"]
+    assert recipe.tools[0].args == {"x": 1}
+    assert recipe.tools[1].args == {"url": "http://h/?q=1"}
+    assert recipe.output is None
+    assert recipe.train.betas == (0.8, 0.9)
+
+
+def test_an_override_replaces_the_whole_value(write):
+    assert load_recipe(write("env: {args: {x: 1}}"), ["env.args={y: 2}"]).env.args == {"y": 2}
+
+
+def test_interpolation(write, monkeypatch):
+    monkeypatch.setenv("AGENTRL_TEST_N", "12")
+    monkeypatch.delenv("AGENTRL_TEST_NO", raising=False)
+    text = """
+rollout: {tasks: 4}
+train:
+  steps: ${AGENTRL_TEST_N}
+  lr: ${AGENTRL_TEST_NO:-1e-4}
+env:
+  source: data/${AGENTRL_TEST_N}/${AGENTRL_TEST_NO:-none}.jsonl
+  args: {quoted: "${AGENTRL_TEST_N}", plain: "$${AGENTRL_TEST_N}", empty: "${AGENTRL_TEST_NO:-}"}
+"""
+    recipe = load_recipe(write(text), ["output=runs/${AGENTRL_TEST_N}", "rollout.n=${AGENTRL_TEST_N}"])
+    assert (recipe.train.steps, recipe.train.lr, recipe.rollout.n) == (12, 1e-4, 12)
+    assert recipe.env.source == "data/12/none.jsonl"
+    assert recipe.env.args == {"quoted": "12", "plain": "${AGENTRL_TEST_N}", "empty": ""}
+    assert recipe.output == "runs/12"
+
+
+MISTAKES = {
+    "rollout: {m: 3}": r"r.yaml:1: rollout.m: unknown key; known: concurrency, max_t",
+    "rolout: {n: 3}": r"rolout: unknown key; did you mean 'rollout'\?",
+    "lr: 1": r"lr: unknown key; did you mean 'train.lr'\?",
+    "rollout:\n  lr: 1": r"r.yaml:2: rollout.lr: unknown key; did you mean 'train.lr'\?",
+    "tools: [{name: a, arg: {}}]": r"tools.0.arg: unknown key; did you mean 'tools.0.args'\?",
+    "sft: {stages: [{stile: clean}]}": r"sft.stages.0.stile: unknown key; did you mean 'sft.stages.0.style'",
+    "train: {lr: fast}": r"train.lr: wants a number, got the text 'fast'",
+    "rollout: {n: '8'}": r"rollout.n: wants a whole number, got the text '8'",
+    "rollout: {n: true}": r"rollout.n: wants a whole number, got true",
+    "rollout: {n: 1.5}": r"rollout.n: wants a whole number, got the number 1.5",
+    "rollout: 8": r"rollout: wants a mapping of keys, got the number 8",
+    "rollout:\n": r"rollout: wants a mapping of keys, got nothing",
+    "tools: calculator": r"tools: wants a list, got the text 'calculator'",
+    "tools: [3]": r"tools.0: wants a mapping of keys, got the number 3",
+    "tools: [{args: {}}]": r"tools.0.name: is missing",
+    "train: {betas: [0.9]}": r"train.betas.1: is missing",
+    "train: {lr: 0}": r"train.lr: wants more than 0, got 0",
+    "train: {lr: 1e999}": r"train.lr: wants a number, got the text '1e999'",
+    "rollout: {top_p: 2}": r"rollout.top_p: wants at most 1, got 2",
+    "train: {schedule: cosin}": r"train.schedule: wants one of .*; did you mean 'cosine'\?",
+    "rollout: {n: 1}": r"rollout.n is 1, but grpo",
+    "tools: [a, a]": r"tools: a is listed twice",
+    "- a\n- b": r"r.yaml: wants `key: value` lines at the top, got a list",
+    "rollout: {n: 8": r"r.yaml:1: not valid YAML",
+    "a: b: c": r"r.yaml:1: not valid YAML",
+    "train:\n\tlr: 1": r"r.yaml:2: not valid YAML",
+    "rollout: {n: 8}\ntrain: {}\nrollout: {n: 9}": r"r.yaml:3: rollout: given twice in one mapping",
+    "env: {args: {a: 1, a: 2}}": r"env.args.a: given twice",
+    "env: {source: '${AGENTRL_NOT_SET}'}": r"env.source: the environment variable AGENTRL_NOT_SET is not set",
+    "env: {source: !!python/name:os.system x}": r"env.source: tag .* is not supported",
+    "env: {args: {a: !!int x}}": r"env.args.a: tag !!int is not supported",
+    "x: &a {n: 3}\nrollout: {<<: *a}": r"rollout.<<: merge keys are not supported",
+    "env: {args: &a {x: *a}}": r"env.args.x: an alias refers to itself",
+    "extends: [a, b]": r"r.yaml:1: extends: wants the path of one recipe, got a list",
+    "extends: nothere.yaml": r"r.yaml:1: extends: .*nothere.yaml: no such recipe file",
+    "extends: r.yaml": r"extends: files extend each other in a circle: r.yaml -> r.yaml",
+    "rollout: {m: 3}\ntrain: {lrr: 1, lr: x}": r"\(and 2 more\)",
+}
+
+
+@pytest.mark.parametrize("text", MISTAKES)
+def test_a_mistake_in_a_file_is_one_line(write, text):
+    with pytest.raises(UserError) as error:
+        load_recipe(write(text))
+    message = str(error.value)
+    assert re.search(MISTAKES[text], message)
+    assert "\n" not in message
+    assert "r.yaml" in message
+
+
+OVERRIDE_MISTAKES = {
+    "foo": r"'foo' is no override; write key=value",
+    "=3": r"'=3' is no override",
+    "rollout..n=3": r"'rollout..n=3' is no override",
+    "zzz=1": r"zzz: unknown key; known: algorithm, .*train",
+    "rollout.samples=1": r"rollout.samples: unknown key",
+    "rollout.n=x": r"rollout.n: wants a whole number, got the text 'x'",
+    "rollout.n.x=1": r"rollout.n is the number 4, so nothing lies below it",
+    "tools.5.args.x=1": r"tools has 1 entry, and '5' is none of them",
+    "tools.calc.args.x=1": r"'calc' is none of them; did you mean 'calculator'\?",
+    "env.args.x=[1": r"env.args.x: not valid YAML",
+    "env.args.x=${AGENTRL_NOT_SET}": r"env.args.x: the environment variable AGENTRL_NOT_SET is not set",
+    "extends=a.yaml": r"extends: unknown key",
+}
+
+
+@pytest.mark.parametrize("override", OVERRIDE_MISTAKES)
+def test_a_mistake_in_an_override_is_one_line_that_says_so(write, override):
+    path = write("rollout: {n: 4}\ntools: [calculator]")
+    with pytest.raises(UserError, match=OVERRIDE_MISTAKES[override]) as error:
+        load_recipe(path, [override])
+    assert str(error.value).startswith("command line: ")
+    assert "\n" not in str(error.value)
+
+
+def test_a_mistake_names_the_file_that_wrote_it(write):
+    write("train:\n  lrr: 1\n", "base.yaml")
+    with pytest.raises(UserError, match=r"base.yaml:2: train.lrr: unknown key"):
+        load_recipe(write("extends: base.yaml\ntrain: {lr: 1}"))
+
+
+def test_a_circle_of_files(write):
+    write("extends: r.yaml", "b.yaml")
+    with pytest.raises(UserError, match=r"r.yaml -> b.yaml -> r.yaml"):
+        load_recipe(write("extends: b.yaml"))
+
+
+def test_a_missing_file_names_the_nearest(write, tmp_path):
+    write("", "gsm8k_tool.yaml")
+    with pytest.raises(UserError, match=r"no such recipe file; did you mean .*gsm8k_tool.yaml\?"):
+        load_recipe(tmp_path / "gsm8k_tol.yaml")
+    with pytest.raises(UserError, match=r"is a folder, wants a recipe file; known: .*gsm8k_tool.yaml"):
+        load_recipe(tmp_path)
+
+
+def test_a_file_that_is_not_text(tmp_path):
+    (tmp_path / "r.yaml").write_bytes(b"a: \xff\xfe")
+    with pytest.raises(UserError, match=r"not a text file in UTF-8"):
+        load_recipe(tmp_path / "r.yaml")
+
+
+def test_deep_nesting_is_no_crash(write):
+    with pytest.raises(UserError, match="nested too deeply"):
+        load_recipe(write("x: " + "[" * 5000 + "]" * 5000))
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(json_values)
+def test_what_is_dumped_is_read_back_equal(value):
+    read = read_document(dump({"x": value}), "test").value["x"]
+    assert read == value
+    assert repr(read) == repr(value)  # 1 stays an int and 1.0 a float
+
+
+@pytest.mark.parametrize(
+    "text", ["1e-4", "${HOME}", "$${HOME}", "$$${X", "yes", "null", "", " a", "a: b", "0x1F", "<<"]
+)
+def test_awkward_text_is_dumped_and_read_back(text):
+    assert read_document(dump({text: text}), "test").value == {text: text}
+
+
+@pytest.mark.parametrize("path", sorted(SHIPPED.glob("*.yaml")), ids=lambda p: p.name)
+def test_shipped_recipes_load_and_survive_a_dump(path, tmp_path):
+    recipe = load_recipe(path)
+    (tmp_path / "dumped.yaml").write_text(dump_recipe(recipe))
+    assert load_recipe(tmp_path / "dumped.yaml") == recipe
+
+
+def test_a_recipe_with_everything_survives_a_dump(write, tmp_path):
+    text = "sft: {new_model: {chat_template: t.jinja}, stages: [{style: a}]}\neval: {splits: [x]}\n"
+    recipe = load_recipe(write(text + "tools: [{name: a, args: {b: [1e-9, '1']}}]"))
+    assert load_recipe(write(dump_recipe(recipe), "dumped.yaml")) == recipe
+
+
+def test_the_name_of_a_recipe():
+    assert recipe_name("recipes/gsm8k_tool.yaml") == "gsm8k_tool"
+
+
+def test_there_are_fewer_than_a_hundred_keys():
+    assert {"train.lr", "sft.new_model.layers", "rollout.n"} <= set(known_keys())
+    assert len(known_keys()) < 100
+
+
+def test_a_dump_does_not_depend_on_the_environment(write, monkeypatch):
+    recipe = load_recipe(write("env: {args: {x: '$${PATH}'}}"))
+    assert recipe.env.args == {"x": "${PATH}"} != {"x": os.environ["PATH"]}
+    assert load_recipe(write(dump_recipe(recipe), "dumped.yaml")) == recipe

@@ -108,7 +108,8 @@ RULES = {
     "q_both": "How many {o} do <they> {have} [<total>|together]?",
     "how_much": "[how much|how much money|how many dollars]",
     "q_spend": (
-        "[<how_much> does {A} [spend|pay|need][| <total>]|What is the total [cost|price]|How much does it cost <total>]?"
+        "[<how_much> does {A} [spend|pay|need][| <total>]|What is the total [cost|price]"
+        "|How much does it cost <total>]?"
     ),
     "q_earn": "<how_much> does {A} [earn|make|get][| <total>]?",
     "q_money_left": (

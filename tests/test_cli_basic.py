@@ -1,0 +1,144 @@
+"""The command line: what people see, and mistakes that are one line on stderr with exit code 2."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from agentrl import __version__
+from agentrl.cli import main
+
+ROOT = Path(__file__).parent.parent
+RECIPE = str(ROOT / "recipes" / "gsm8k_tool.yaml")
+
+
+def refused(capsys, *arguments: str) -> str:
+    """The one line on stderr of a command that must be refused."""
+    assert main.run(arguments) == 2
+    captured = capsys.readouterr()
+    assert re.fullmatch(r"error: [^\n]+\n", captured.err)
+    return captured.err
+
+
+MISTAKES = [
+    (["check", RECIPE, "rollout.m=3"], r"command line: rollout.m: unknown key"),
+    (["check", RECIPE, "train.lrr=3"], r"train.lrr: unknown key; did you mean 'train.lr'\?"),
+    (["check", RECIPE, "rollout.n=many"], r"rollout.n: wants a whole number, got the text 'many'"),
+    (["check", RECIPE, "rollout.n=1"], r"gsm8k_tool.yaml: rollout.n is 1, but grpo"),
+    (["check", RECIPE, "fast"], r"'fast' is no override; write key=value"),
+    (["check", RECIPE, "tools=[calculater]"], r"no tool 'calculater' is installed; did you mean 'calculator'"),
+    (["check", RECIPE, "tools.calculator.args.max_op=2"], r"tools.calculator.args.max_op: .*'max_operations'"),
+    (["check", RECIPE, "env.name=gsm9k"], r"no environment 'gsm9k' is installed; did you mean 'gsm8k'\?"),
+    (["check", RECIPE, "env.args.nothing=1"], r"env.args.nothing: Gsm8k takes no such argument"),
+    (["check", RECIPE, "env.source=nowhere.jsonl"], r"nowhere.jsonl"),
+    (["check", RECIPE, "engine.name=locl"], r"no engine 'locl' is installed; did you mean 'local'\?"),
+    (["check", RECIPE, "track.trackers=[wandb]"], r"no tracker 'wandb' is installed"),
+    (["check", RECIPE, "eval.splits=[tset]"], r"eval.splits: environment 'gsm8k' has no 'tset'; did you mean 'test'"),
+    (["check", RECIPE.replace("tool", "tol")], r"no such recipe file; did you mean .*gsm8k_tool.yaml"),
+    (["check"], r"Missing argument .*; see agentrl check --help"),
+    (["check", RECIPE, "--fast"], r"No such option.*--fast.*; see agentrl check --help"),
+    (["chek"], r"No such command 'chek'.*; see agentrl --help"),
+    (["train"], r"train needs a recipe"),
+    (["eval", RECIPE, "--samples", "x"], r"Invalid value for '--samples'.*; see agentrl eval --help"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "words"), MISTAKES, ids=[" ".join(a).replace(RECIPE, "R") for a, _ in MISTAKES])
+def test_a_mistake_is_one_line(capsys, arguments, words):
+    assert re.search(words, refused(capsys, *arguments))
+
+
+@pytest.mark.parametrize("command", ["train", "eval", "sft"])
+def test_every_command_refuses_an_unknown_key(capsys, command):
+    assert "rolout: unknown key; did you mean 'rollout'?" in refused(capsys, command, RECIPE, "rolout.n=3")
+
+
+def test_check_shows_what_would_run(capsys):
+    assert main.run(["check", RECIPE, "rollout.n=5"]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"^  n: 5$", out, re.M)
+    assert re.search(r"^train: \d+ tasks$", out, re.M)
+    assert re.search(r"^test: \d+ tasks$", out, re.M)
+    assert re.search(r"^calculator \{expression: string\} from agentrl \S+ \(agentrl_tools", out, re.M)
+    assert '"required": ["expression"]' in out
+    assert re.search(r"^first prompt \(task ", out, re.M)
+
+
+def test_lists_say_what_is_installed_and_where_from(capsys):
+    assert main.run(["tools"]) == 0
+    out = capsys.readouterr().out
+    assert re.search(
+        rf"^calculator +agentrl {re.escape(__version__)} +agentrl_tools.calculator:\w+ +Works out", out, re.M
+    )
+    assert main.run(["envs"]) == 0
+    assert re.search(r"^gsm8k +agentrl .* agentrl_envs.gsm8k.environment:Gsm8k ", capsys.readouterr().out, re.M)
+
+
+def test_a_broken_plugin_is_listed_with_the_reason(capsys, tmp_path, monkeypatch):
+    info = tmp_path / "broken-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: broken\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[agentrl.tools]\nshaky = no_such_module:x\ncalculator = other:x\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert main.run(["tools"]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"^shaky +broken 1.0 +no_such_module:x +broken: .*ModuleNotFoundError", out, re.M)
+    assert len(re.findall(r"^calculator .* clash: 2 distributions offer this name", out, re.M)) == 2
+    assert re.search(r"^calc_gsm8k_reward .*Grades an answer", out, re.M)
+
+
+@pytest.mark.parametrize("arguments", [["version"], ["--version"]])
+def test_version(capsys, arguments):
+    assert main.run(arguments) == 0
+    assert capsys.readouterr().out == f"agentrl {__version__}\n"
+
+
+def test_help_names_every_command(capsys):
+    assert main.run(["--help"]) == 0
+    out = capsys.readouterr().out
+    assert all(re.search(rf"\b{c}\b", out) for c in ("train", "eval", "sft", "check", "tools", "envs", "version"))
+    assert main.run([]) == 2
+    assert "train" in capsys.readouterr().out
+
+
+def test_ctrl_c_is_130(monkeypatch):
+    def interrupt(*_args, **_kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("agentrl.recipe.load.load_recipe", interrupt)
+    assert main.run(["check", RECIPE]) == 130
+
+
+def test_a_bug_is_a_traceback(monkeypatch):
+    def bug(*_args, **_kwargs):
+        raise ZeroDivisionError
+
+    monkeypatch.setattr("agentrl.recipe.load.load_recipe", bug)
+    with pytest.raises(ZeroDivisionError):
+        main.run(["check", RECIPE])
+
+
+HEAVY = ("torch", "transformers", "datasets", "renderers", "ray", "numpy")
+
+
+def test_help_and_lists_import_nothing_heavy():
+    code = (
+        "import sys; from agentrl.cli import main; codes = [main.run(a.split()) for a in ('--help', 'tools', 'envs')];"
+        f"sys.exit(repr([codes, [m for m in {HEAVY!r} if m in sys.modules]]))"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert result.stderr.strip() == "[[0, 0, 0], []]"
+
+
+def test_the_installed_command_runs():
+    result = subprocess.run(
+        [sys.executable, "-m", "agentrl.cli.main", "check", RECIPE, "train.lrr=1"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 2
+    assert result.stdout == ""
+    assert result.stderr == "error: command line: train.lrr: unknown key; did you mean 'train.lr'?\n"

@@ -1,7 +1,7 @@
 """The Qwen2/Qwen3/Llama block on flat tokens: one forward, used by the engine and by the packed training step.
 
-Invariant: `hidden(weights_of(model), ...)` equals the module's own forward up to rounding, and is differentiable down to
-the module's parameters. Attention is the caller's: it alone knows which token may see which.
+Invariant: `hidden(weights_of(model), ...)` equals the module's own forward up to rounding, and is differentiable down
+to the module's parameters. Attention is the caller's: it alone knows which token may see which.
 """
 
 from collections.abc import Callable

@@ -1,0 +1,254 @@
+"""`LocalEngine`: the embedded engine. It shares the trainer's weights, and decodes between the turns of the event loop.
+
+A step of a tiny model takes a few milliseconds and runs in the event loop's own thread: a worker would fight with it for
+the interpreter at every one of a step's hundred tensor calls. Once steps take longer than `INLINE_SECONDS` they run in
+one worker thread, so that the loop goes on answering.
+"""
+
+import asyncio
+import os
+import secrets
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import torch
+
+from agentrl.engine.base import EngineError, Generation, GenerationFinish, Sampling
+from agentrl.engine.local import block
+from agentrl.engine.local.fast import BlockRunner
+from agentrl.engine.local.request import Request
+from agentrl.engine.local.runner import Runner
+from agentrl.engine.local.sampler import key_of
+from agentrl.engine.local.scheduler import Scheduler
+from agentrl.errors import UserError
+
+INLINE_SECONDS = 0.025
+RETURN_TICKS = 3
+"""Turns of the event loop before the next step once requests have finished: with an instant tool they are back by then."""
+
+DEFAULT_CONTEXT = 4096  # of a model whose configuration does not say
+
+
+class LocalEngine:
+    """`model`: a transformers causal language model, its weights read in place. max_batch: rows decoded at once.
+
+    max_context: tokens of prompt and answer together (None: what the model's configuration says). cache_bytes: bound on
+    the memory of keys and values (None: a quarter of the machine's, or of what is free on an accelerator).
+    """
+
+    def __init__(
+        self, model: Any, *, max_batch: int, max_context: int | None = None, cache_bytes: int | None = None
+    ) -> None:
+        if max_batch < 1:
+            raise UserError(f"engine.max_batch is {max_batch}; it must be at least 1")
+        limit = context_of(model)
+        self._context = min(max_context, limit) if max_context else limit
+        self._runner = runner_for(model)
+        room = cache_bytes or _quarter_of_memory(self._runner_device(model))
+        need = self._runner.token_bytes * (self._context + 1)
+        if room < need:
+            raise UserError(
+                f"engine: {room >> 20} MiB of cache cannot hold one context of {self._context} tokens, which takes "
+                f"{need >> 20} MiB: raise engine.args.cache_bytes or lower engine.args.max_context"
+            )
+        self._vocab = model.get_input_embeddings().weight.shape[0]
+        self._scheduler = Scheduler(self._runner, max_batch, self._context, room)
+        self._requests: dict[str, Request] = {}
+        self._loop: asyncio.Task[None] | None = None
+        self._stepping: asyncio.Future[Any] | None = None
+        self._thread: ThreadPoolExecutor | None = None
+        self._step_seconds = 0.0
+        self._paused = self._closed = False
+
+    @property
+    def max_context(self) -> int:
+        return self._context
+
+    @property
+    def weight_version(self) -> int:
+        return self._scheduler.version
+
+    async def generate(self, ids: Sequence[int], sampling: Sampling, request_id: str) -> Generation:
+        """See `Engine.generate`. A prompt that leaves no room for an answer gives no ids and finish `length`. Raises
+        EngineError on an empty prompt, ids outside the vocabulary, or a second call for a request that is running.
+
+        The numbers behind one seed do not depend on the batch; the logits do in their last bits (matrix products round
+        differently at other sizes), which can tip a draw that lies within 1e-6 of the border between two tokens.
+        """
+        prompt = self._checked(ids, request_id)
+        room = min(sampling.max_tokens, self._context - len(prompt))
+        if room <= 0:
+            return Generation([], [], GenerationFinish.LENGTH, self.weight_version)
+        key = secrets.randbits(64) if sampling.seed is None else key_of(sampling.seed)
+        future: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
+        request = Request(request_id, prompt, sampling, key, room, future)
+        self._requests[request_id] = request
+        self._scheduler.add(request)
+        self._wake()
+        try:
+            return await future
+        finally:
+            del self._requests[request_id]
+            if future.cancelled():
+                self._scheduler.stop(request)
+
+    def finish(self, request_id: str) -> None:
+        self._scheduler.finish(request_id)
+
+    def abort(self, request_id: str | None = None) -> None:
+        for request in self._scheduler.requests():
+            if request_id in (None, request.request_id):
+                _deliver(request, self._scheduler.stop(request))
+
+    async def update_weights(self, version: int, weights: Any = None) -> None:
+        """The shared weights have changed in place. Running requests go on with them from where they are; what they,
+        and conversations between turns, had computed is computed again."""
+        if weights is not None:
+            raise EngineError("the local engine shares its weights with the trainer: update_weights takes none")
+        await self._between_steps()
+        self._scheduler.retract()
+        self._runner.refresh()
+        self._scheduler.version = version
+
+    async def pause(self, mode: str = "retract") -> None:
+        """Stop decoding. `retract`: running requests give up what they computed; `in_place`: they keep it; `abort`:
+        they end."""
+        if mode not in ("retract", "in_place", "abort"):
+            raise EngineError(f"pause mode {mode!r} is unknown; known: retract, in_place, abort")
+        self._paused = True
+        await self._between_steps()
+        if mode == "retract":
+            self._scheduler.retract()
+        elif mode == "abort":
+            self.abort()
+
+    async def resume(self) -> None:
+        self._paused = False
+        self._wake()
+
+    def flush(self) -> None:
+        self._scheduler.flush()
+
+    async def sleep(self) -> None:
+        """Pause, and free the cache and the fused weights; requests wait until `wake`."""
+        await self.pause("retract")
+        self._runner.clear()
+
+    async def wake(self) -> None:
+        await self.resume()
+
+    async def health(self) -> None:
+        if self._closed:
+            raise EngineError("the engine is closed")
+
+    async def close(self) -> None:
+        """Running requests end with finish `abort`; memory and the worker thread are given back."""
+        self._closed = self._paused = True
+        await self._between_steps()
+        self.abort()
+        self._scheduler.reset()
+        if self._thread is not None:
+            self._thread.shutdown()
+
+    def _checked(self, ids: Sequence[int], request_id: str) -> Any:
+        if self._closed:
+            raise EngineError("the engine is closed")
+        if request_id in self._requests:
+            raise EngineError(f"request {request_id!r} is already generating: one turn at a time")
+        prompt = np.array(ids, np.int64)
+        if not len(prompt):
+            raise EngineError(f"request {request_id!r} has an empty prompt")
+        low, high = int(prompt.min()), int(prompt.max())
+        if low < 0 or high >= self._vocab:
+            wrong = low if low < 0 else high
+            raise EngineError(f"request {request_id!r}: id {wrong} is outside the model's vocabulary of {self._vocab}")
+        return prompt
+
+    def _wake(self) -> None:
+        if not self._paused and (self._loop is None or self._loop.done()):
+            self._loop = asyncio.get_running_loop().create_task(self._run(), name="agentrl-local-engine")
+
+    async def _between_steps(self) -> None:
+        if self._stepping is not None:
+            await asyncio.wait([self._stepping])
+
+    async def _run(self) -> None:
+        """Step until nothing is left to do. The boundary of `engine` errors: whatever goes wrong in a step ends the
+        requests that were there, and the next ones begin with an empty cache."""
+        ticks = 1  # everybody who asks in this turn of the loop is in the first step
+        while self._scheduler.busy and not self._paused:
+            for _ in range(ticks):
+                await asyncio.sleep(0)
+                if self._scheduler.waiting:
+                    break
+            try:
+                ticks = await self._step()
+            except Exception as error:  # noqa: BLE001
+                self._fail(error)
+
+    async def _step(self) -> int:
+        """One step; returns how many turns of the event loop to wait at most before the next."""
+        scheduler = self._scheduler
+        if self._paused or not scheduler.busy:
+            return 1
+        plan = scheduler.plan()
+        if plan is None:
+            return 1
+        began = time.perf_counter()
+        if self._step_seconds < INLINE_SECONDS:
+            result = scheduler.compute(plan)
+        else:
+            self._thread = self._thread or ThreadPoolExecutor(1, "agentrl-local-engine")
+            self._stepping = asyncio.get_running_loop().run_in_executor(self._thread, scheduler.compute, plan)
+            try:
+                result = await self._stepping
+            finally:
+                self._stepping = None
+        self._step_seconds += 0.2 * (time.perf_counter() - began - self._step_seconds)
+        over = scheduler.commit(plan, *result)
+        for request, generation in over:
+            _deliver(request, generation)
+        return RETURN_TICKS if over else 1
+
+    def _fail(self, error: Exception) -> None:
+        for request in self._scheduler.reset():
+            if not request.future.done():
+                failure = EngineError(f"the local engine failed: {type(error).__name__}: {error}")
+                failure.__cause__ = error
+                request.future.set_exception(failure)
+
+    @staticmethod
+    def _runner_device(model: Any) -> torch.device:
+        device: torch.device = model.get_input_embeddings().weight.device
+        return device
+
+
+def _deliver(request: Request, generation: Generation) -> None:
+    if not request.future.done():
+        request.future.set_result(generation)
+
+
+def runner_for(model: Any) -> Runner:
+    """Our own forward where it fits the architecture, else the module's."""
+    if block.unsupported(model) is None:
+        return BlockRunner(model)
+    raise NotImplementedError
+
+
+def context_of(model: Any) -> int:
+    """The longest context that the model's configuration allows, in tokens."""
+    config = model.config.get_text_config()
+    for name in ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length"):
+        value = getattr(config, name, None)
+        if isinstance(value, int) and value > 0:
+            return value
+    return DEFAULT_CONTEXT
+
+
+def _quarter_of_memory(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0] // 2
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4

@@ -1,0 +1,299 @@
+"""`Scheduler`: which rows take part in a step. `plan`, then `compute` (tensors only, any thread), then `commit`.
+
+Invariant: state changes in `plan` and `commit` and in calls between steps, all on one thread; while a step computes,
+others may stop requests or free slots, but nothing is placed or moved, so `commit` need only look who is still there.
+"""
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from agentrl.engine.base import Generation, GenerationFinish
+from agentrl.engine.local.request import Request
+from agentrl.engine.local.runner import Chunk, Ints, Runner, Work
+from agentrl.engine.local.sampler import Choice, sample
+from agentrl.engine.local.slots import Conversation, Slots
+
+FEED_TOKENS = 2048
+"""Prompt tokens computed in one step at most: longer prompts take several, so decoding rows need not wait for them."""
+
+Done = tuple[Request, Generation]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """feeds[j]: the request of chunk j and where its prompt will stand. slots: whose next token is sampled: 0..n, then
+    those of `openers` (whose prompt is complete); pick: their rows among the logits (None: all, in order)."""
+
+    work: Work
+    feeds: tuple[tuple[Request, int], ...]
+    openers: tuple[Request, ...]
+    slots: Ints
+    pick: Ints | None
+    choice: Choice
+
+
+class Scheduler:
+    """Continuous batching over a runner's slots."""
+
+    def __init__(self, runner: Runner, max_batch: int, max_context: int, cache_bytes: int) -> None:
+        self.runner = runner
+        self.slots = Slots(runner, max_batch, max_context, cache_bytes)
+        self.waiting: deque[Request] = deque()
+        self.version = 0
+        self._max_batch = max_batch
+        self._running: dict[Request, Conversation] = {}  # in the order of admission
+        self._feeding: dict[Request, list[Request]] = {}  # leader -> requests that wait for the same prompt
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.waiting or self._running)
+
+    def requests(self) -> list[Request]:
+        return [*self._running, *self.waiting]
+
+    def add(self, request: Request) -> None:
+        self.waiting.append(request)
+
+    def stop(self, request: Request) -> Generation:
+        """Take a request out, wherever it is; what it sampled so far."""
+        if request in self._running:
+            return self._leave(request, GenerationFinish.ABORT)
+        self.waiting.remove(request)
+        return Generation(request.done_ids, request.done_logprobs, GenerationFinish.ABORT, self._version(request))
+
+    def finish(self, request_id: str) -> None:
+        """No further turn comes: the slot is freed, now or when the running turn ends."""
+        c = self.slots.by_id.get(request_id)
+        if c is not None and c.running is None:
+            self.slots.free(c)
+            return
+        for request in self.waiting if c is None else [c.running]:
+            if request is not None and request.request_id == request_id:
+                request.last = True
+
+    def flush(self) -> None:
+        """Forget every conversation that is between turns, and every prompt that others could copy."""
+        for c in [c for c in self.slots.at if c is not None]:
+            self.slots.forget_opening(c)
+            if c.running is None:
+                self.slots.free(c)
+
+    def retract(self) -> None:
+        """Every running request waits again, with what it sampled as part of its prompt; nothing computed is kept."""
+        self._retract(list(self._running))
+        self.slots.free_all()
+
+    def reset(self) -> list[Request]:
+        """After a failure: everything is dropped; the requests that were there."""
+        requests = self.requests()
+        self.waiting.clear()
+        self._running.clear()
+        self._feeding.clear()
+        self.slots.free_all()
+        self.slots.drop_memory()
+        return requests
+
+    def plan(self) -> Plan | None:
+        """None: nothing can run."""
+        self.slots.step += 1
+        self._grow()
+        self._admit()
+        self.slots.compact()
+        rows = self.slots.rows
+        active = np.flatnonzero(rows.active)
+        n = int(active[-1]) + 1 if len(active) else 0
+        mask = rows.active[:n].copy()
+        positions = np.where(mask, rows.length[:n], 0)
+        chunks, feeds = self._feed()
+        if not n and not chunks:
+            return None
+        work = Work(rows.last[:n].copy(), positions, mask, tuple(chunks))
+        slots, pick = np.arange(n), None
+        openers: list[Request] = []
+        if feeds:
+            tail = [(n + j, r) for j, (f, end) in enumerate(feeds) if end == len(f.ids) for r in (f, *self._feeding[f])]
+            openers = [r for _, r in tail]
+            pick = np.array([*range(n), *(row for row, _ in tail)], np.int64)
+            slots = np.array([*range(n), *(r.slot for r in openers)], np.int64)
+            positions = np.concatenate([positions, np.array([len(r.ids) - 1 for r in openers], np.int64)])
+        return Plan(work, tuple(feeds), tuple(openers), slots, pick, rows.choice(slots, positions + 1))
+
+    def compute(self, plan: Plan) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
+        """Token and log-prob for each of plan.slots. Touches the runner and the plan only."""
+        logits = self.runner.forward(plan.work)
+        with torch.inference_mode():
+            if plan.pick is not None:
+                logits = logits[torch.from_numpy(plan.pick).to(logits.device)]
+            if not len(logits):
+                return np.zeros(0, np.int64), np.zeros(0, np.float32)
+            return sample(logits, plan.choice)
+
+    def commit(
+        self, plan: Plan, tokens: npt.NDArray[np.int64], logprobs: npt.NDArray[np.float32]
+    ) -> list[tuple[Request, Generation]]:
+        """Take the step's result in; the turns that are over."""
+        rows, n = self.slots.rows, len(plan.work.ids)
+        here = np.zeros(len(plan.slots), np.bool_)
+        here[:n] = plan.work.active & rows.active[:n]
+        rows.length[:n] += here[:n]
+        self._fed(plan.feeds)
+        for j, request in enumerate(plan.openers):
+            if request in self._running:
+                here[n + j] = rows.active[plan.slots[n + j]] = True
+                request.version = self.version if request.version is None else request.version
+        if not np.isfinite(logprobs[here]).all():
+            raise FloatingPointError("the model's logits are not finite: its weights may have diverged")
+        over = rows.append(plan.slots[here], tokens[here], logprobs[here])
+        return [self._over(int(slot)) for slot in over]
+
+    def _admit(self) -> None:
+        """Give slots to requests that wait, in order."""
+        later: deque[Request] = deque()
+        leaders = {r.ids.tobytes(): r for r in self._feeding if r.fed == 0}
+        while self.waiting and len(self._running) < self._max_batch:
+            request = self.waiting.popleft()
+            if not self._start(request, leaders):
+                later.append(request)
+                break
+        self.waiting.extendleft(reversed(later))
+        if not self._running and self.waiting:
+            raise RuntimeError(f"no room in the cache for a prompt of {len(self.waiting[0].ids)} tokens")
+
+    def _start(self, request: Request, leaders: dict[bytes, Request]) -> bool:
+        c = self.slots.by_id.get(request.request_id)
+        if c is not None and not self.slots.reserve(len(request.ids)):
+            return False
+        leader: Request | None = None
+        if c is not None and self.slots.by_id.get(request.request_id) is c:
+            self._resume(c, request)
+        else:
+            c = self.slots.place(request)
+            if c is None:
+                return False
+            leader = self._open(c, request, leaders)
+        c.running, request.slot, c.ids = request, c.slot, request.ids
+        self._running[request] = c
+        self.slots.rows.start(c.slot, request.sampling, request.key, request.room)
+        if leader is None:
+            self._feeding[request] = []
+        else:
+            self._feeding[leader].append(request)
+        return True
+
+    def _resume(self, c: Conversation, request: Request) -> None:
+        """A further turn: the ids that it shares with what is computed are not computed again."""
+        known = min(int(self.slots.rows.length[c.slot]), len(request.ids) - 1)
+        differ = np.flatnonzero(c.ids[:known] != request.ids[:known])
+        request.fed = int(differ[0]) if len(differ) else known
+        self.slots.rows.length[c.slot] = request.fed
+        if c.opening is not None and request.fed * request.ids.itemsize < len(c.opening):
+            self.slots.forget_opening(c)
+
+    def _open(self, c: Conversation, request: Request, leaders: dict[bytes, Request]) -> Request | None:
+        """A first turn: look who computes, or has computed, the same prompt. Returns the request to wait for."""
+        key = request.ids.tobytes()
+        if key in leaders:
+            return leaders[key]
+        source = self.slots.openings.get(key)
+        if source is None:
+            leaders[key] = request
+            request.fed = 0
+        else:
+            request.fed = len(request.ids) - 1
+            if request.fed:
+                self.runner.copy([source.slot], [c.slot], request.fed)
+        self.slots.rows.length[c.slot] = request.fed
+        return None
+
+    def _grow(self) -> None:
+        """Room for one more token of every row; if memory is short the latest requests wait again."""
+        rows = self.slots.rows
+        while self._running:
+            longest = max((int(rows.length[rows.active].max(initial=0)) + 1, *(len(r.ids) for r in self._feeding)))
+            if self.slots.reserve(longest):
+                return
+            self._retract([next(reversed(self._running))])
+
+    def _retract(self, requests: Iterable[Request]) -> None:
+        for request in reversed(list(requests)):
+            c = self._detach(request)
+            ids, logprobs = self.slots.rows.sampled(c.slot)
+            request.ids = np.concatenate([request.ids, np.array(ids, np.int64)])
+            request.done_ids, request.done_logprobs = request.done_ids + ids, request.done_logprobs + logprobs
+            request.room, request.slot, request.fed = request.room - len(ids), None, 0
+            self.waiting.appendleft(request)
+            self.slots.free(c)
+
+    def _feed(self) -> tuple[list[Chunk], list[tuple[Request, int]]]:
+        """The next piece of every prompt that is not computed yet."""
+        left, chunks, feeds = FEED_TOKENS, [], []
+        for request in self._feeding:
+            end = min(len(request.ids), request.fed + left)
+            if end == request.fed or request.slot is None:
+                break
+            chunks.append(Chunk(request.slot, request.fed, request.ids[request.fed : end]))
+            feeds.append((request, end))
+            left -= end - request.fed
+        return chunks, feeds
+
+    def _fed(self, feeds: Iterable[tuple[Request, int]]) -> None:
+        """Note what was computed; a complete prompt is copied to those that wait for it."""
+        copies: dict[int, tuple[list[int], list[int]]] = {}
+        for request, end in feeds:
+            c = self._running.get(request)
+            if c is None:
+                continue
+            self.slots.rows.length[c.slot] = request.fed = end
+            if end < len(request.ids):
+                continue
+            twins = [self._running[t] for t in self._feeding.pop(request)]
+            if c.opening is None and not request.done_ids:
+                c.opening = request.ids.tobytes()
+                self.slots.openings.setdefault(c.opening, c)
+            source, target = copies.setdefault(end, ([], []))
+            source.extend([c.slot] * len(twins))
+            target.extend(t.slot for t in twins)
+            for t in twins:
+                self.slots.rows.length[t.slot] = end
+        for end, (source, target) in copies.items():
+            if source:
+                self.runner.copy(source, target, end)
+
+    def _over(self, slot: int) -> Done:
+        c = self.slots.at[slot]
+        assert c is not None
+        assert c.running is not None
+        request, rows = c.running, self.slots.rows
+        stopped = bool((rows.stops[slot] == rows.last[slot]).any())
+        return request, self._leave(request, GenerationFinish.STOP if stopped else GenerationFinish.LENGTH)
+
+    def _leave(self, request: Request, finish: GenerationFinish) -> Generation:
+        """The turn ends; its conversation stays in the slot for the next one, unless none will come."""
+        ids, logprobs = self.slots.rows.sampled(request.slot) if request.slot is not None else ([], [])
+        c = self._detach(request)
+        c.ids = np.concatenate([request.ids, np.array(ids, np.int64)])
+        if request.last or not self.slots.rows.length[c.slot]:
+            self.slots.free(c)
+        version = self._version(request)
+        return Generation(request.done_ids + ids, request.done_logprobs + logprobs, finish, version)
+
+    def _detach(self, request: Request) -> Conversation:
+        """Take a request off its slot; those that waited for its prompt wait in the queue again."""
+        c = self._running.pop(request)
+        twins = self._feeding.pop(request, [])
+        for others in self._feeding.values():
+            if request in others:
+                others.remove(request)
+        c.running, request.slot = None, None
+        self.slots.rows.active[c.slot] = False
+        self.slots.rows.idle_since[c.slot] = self.slots.step
+        self._retract(twins)
+        return c
+
+    def _version(self, request: Request) -> int:
+        return self.version if request.version is None else request.version

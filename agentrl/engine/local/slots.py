@@ -1,0 +1,160 @@
+"""`Slots`: which conversation lies in which slot; it finds room, gives up what is least needed, and keeps rows dense.
+
+Invariant: a slot is free, or holds exactly one conversation, of which the first `rows.length[slot]` ids are computed.
+"""
+
+import heapq
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from agentrl.engine.local.request import Request
+from agentrl.engine.local.rows import Rows
+from agentrl.engine.local.runner import Runner
+
+COLUMNS = 64  # slots grow in multiples of this many tokens
+LINGER = 4  # steps an idle slot stays among the decoding ones: a fast tool is back by then
+
+
+@dataclass(slots=True, eq=False)
+class Conversation:
+    """`ids`: what was said, of which a prefix is computed. running: its turn in progress. opening: its first prompt's
+    bytes while that prompt is computed here, for others to copy."""
+
+    request_id: str
+    slot: int
+    ids: npt.NDArray[np.int64]
+    running: Request | None = None
+    opening: bytes | None = None
+
+
+class Slots:
+    """`at[slot]` is the conversation there; `by_id` finds it, `openings` finds those whose prompt is ready to copy."""
+
+    def __init__(self, runner: Runner, max_batch: int, max_context: int, cache_bytes: int) -> None:
+        self.runner, self.rows = runner, Rows()
+        self.at: list[Conversation | None] = []
+        self.by_id: dict[str, Conversation] = {}
+        self.openings: dict[bytes, Conversation] = {}
+        self.step = 0
+        self._free: list[int] = []
+        self._max_batch, self._max_context, self._bytes = max_batch, max_context, cache_bytes
+
+    def place(self, request: Request) -> Conversation | None:
+        """A slot for a conversation that has none; None: all are in use."""
+        if not self.reserve(len(request.ids)) or not (self._free or self._add_slots() or self._evict()):
+            return None
+        c = Conversation(request.request_id, heapq.heappop(self._free), request.ids)
+        self.at[c.slot] = self.by_id[c.request_id] = c
+        self.rows.length[c.slot] = 0
+        return c
+
+    def free(self, c: Conversation) -> None:
+        """The slot is nobody's."""
+        self.forget_opening(c)
+        if self.by_id.get(c.request_id) is c:
+            del self.by_id[c.request_id]
+        self.at[c.slot] = None
+        self.rows.active[c.slot] = False
+        heapq.heappush(self._free, c.slot)
+
+    def free_all(self) -> None:
+        for c in [c for c in self.at if c is not None]:
+            self.free(c)
+
+    def drop_memory(self) -> None:
+        """Free every slot and its memory."""
+        self.free_all()
+        self.runner.clear()
+        self.runner.resize(0, 0)
+        self._resize(0)
+
+    def forget_opening(self, c: Conversation) -> None:
+        if c.opening is not None and self.openings.get(c.opening) is c:
+            del self.openings[c.opening]
+        c.opening = None
+
+    def reserve(self, tokens: int) -> bool:
+        """Room for `tokens` in every slot. Where memory is short idle conversations are given up; False: too many
+        run."""
+        if tokens <= self.runner.columns:
+            return True
+        need = min(-(-tokens // COLUMNS) * COLUMNS, self._max_context)
+        wide = min(max(4 * COLUMNS, need, self.runner.columns * 3 // 2), self._max_context)
+        used = sum(c is not None for c in self.at)
+        columns = wide if self._limit(wide) >= max(used, min(len(self.at), self._max_batch)) else need
+        slots = min(max(len(self.at), self._max_batch), self._limit(columns))
+        running = sum(c is not None and c.running is not None for c in self.at)
+        if running > slots:
+            return False
+        while sum(c is not None for c in self.at) > slots and self._evict():
+            pass
+        self._squeeze(slots)
+        self.runner.resize(slots, columns)
+        self._resize(slots)
+        return True
+
+    def _limit(self, columns: int) -> int:
+        """How many slots of so many columns fit in memory."""
+        return self._bytes // (self.runner.token_bytes * (columns + 1))
+
+    def _add_slots(self) -> bool:
+        slots = min(2 * len(self.at), self._limit(self.runner.columns))
+        if slots <= len(self.at):
+            return False
+        self.runner.resize(slots, self.runner.columns)
+        self._resize(slots)
+        return True
+
+    def _resize(self, slots: int) -> None:
+        self.at = (self.at + [None] * (slots - len(self.at)))[:slots]
+        self.rows.resize(slots)
+        self._free = [i for i, c in enumerate(self.at) if c is None]  # sorted, so a heap
+
+    def _evict(self) -> bool:
+        """Free the conversation that has been idle longest."""
+        idle = [c for c in self.at if c is not None and c.running is None]
+        if not idle:
+            return False
+        self.free(min(idle, key=lambda c: int(self.rows.idle_since[c.slot])))
+        return True
+
+    def _squeeze(self, slots: int) -> None:
+        """Move every conversation below `slots`; there is room."""
+        high = [i for i in range(slots, len(self.at)) if self.at[i] is not None]
+        low = [i for i in range(min(slots, len(self.at))) if self.at[i] is None]
+        self._swap(high, low[: len(high)])
+
+    def compact(self) -> None:
+        """Bring decoding rows together at the bottom, once the gaps cost more than moving does."""
+        active = np.flatnonzero(self.rows.active)
+        gaps = int(active[-1]) + 1 - len(active) if len(active) else 0
+        if gaps <= 2 + len(active) // 16:
+            return
+        since = self.step - self.rows.idle_since
+        low = [s for s in range(len(active)) if not self.rows.active[s] and self._may_move(s, int(since[s]))]
+        high = [int(s) for s in active[::-1] if s >= len(active)][: len(low)]
+        pairs = [(h, s) for h, s in zip(high, low, strict=False) if h > s]
+        self._swap([h for h, _ in pairs], [s for _, s in pairs])
+
+    def _may_move(self, slot: int, idle: int) -> bool:
+        c = self.at[slot]
+        return c is None or (c.running is None and idle > LINGER)
+
+    def _swap(self, a: list[int], b: list[int]) -> None:
+        if not a:
+            return
+        width = int(self.rows.length[[*a, *b]].max())
+        if width:
+            self.runner.copy([*a, *b], [*b, *a], width)
+        self.rows.swap(a, b)
+        for x, y in zip(a, b, strict=True):
+            self.at[x], self.at[y] = self.at[y], self.at[x]
+            for slot in (x, y):
+                c = self.at[slot]
+                if c is not None:
+                    c.slot = slot
+                    if c.running is not None:
+                        c.running.slot = slot
+        self._free = [i for i, c in enumerate(self.at) if c is None]

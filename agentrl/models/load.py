@@ -1,0 +1,69 @@
+"""From a recipe's `model` section to a module and its tokenizer. What is wrong is said in one line."""
+
+from pathlib import Path
+from typing import Any
+
+from agentrl.errors import UserError
+from agentrl.models import EMBEDDED, embedded_path
+from agentrl.recipe.schema import ModelSection
+
+
+def load_model(section: ModelSection) -> tuple[Any, Any]:
+    """The causal LM, with weights of `model.dtype`, in evaluation mode (no dropout), and its tokenizer.
+
+    Raises UserError: no such folder, no model in it, not a causal language model, a hub that does not answer.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging as progress
+
+    progress.disable_progress_bar()
+    place = resolve(section.path)
+    options = {"trust_remote_code": section.trust_remote_code}
+    config = _load(section.path, "its configuration", lambda: _causal_config(place, section))
+    dtype = getattr(torch, section.dtype)
+    model = _load(
+        section.path,
+        "its weights",
+        lambda: AutoModelForCausalLM.from_pretrained(place, config=config, dtype=dtype, **options),
+    )
+    tokenizer = _load(section.path, "its tokenizer", lambda: AutoTokenizer.from_pretrained(place, **options))
+    return model.eval(), tokenizer
+
+
+def resolve(path: str) -> str:
+    """What `from_pretrained` is given for `model.path`: a folder that exists, or a hub name. Raises UserError."""
+    if path == EMBEDDED:
+        return str(embedded_path())
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise UserError(f"model.path: {path} holds no config.json; give a folder that `save_pretrained` wrote")
+        return str(folder)
+    looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1 or "\\" in path
+    if looks_local or folder.exists():
+        raise UserError(f"model.path: {path} is no folder; give an existing one, a hub name, or {EMBEDDED!r}")
+    return path
+
+
+def _causal_config(place: str, section: ModelSection) -> Any:
+    from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    config = AutoConfig.from_pretrained(place, trust_remote_code=section.trust_remote_code)
+    remote = section.trust_remote_code and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
+    if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not remote:
+        raise UserError(f"model.path: {section.path} is a {config.model_type!r}, which is not a causal language model")
+    return config
+
+
+def _load(path: str, what: str, load: Any) -> Any:
+    """`load()`, its errors as one line. This is the boundary to files and to the hub."""
+    try:
+        return load()
+    except UserError:
+        raise
+    except Exception as error:
+        line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        hint = "" if Path(path).exists() or path == EMBEDDED else " (a hub name needs the network; a folder must exist)"
+        raise UserError(f"model.path: {path}: {what} cannot be loaded{hint}: {line}") from error

@@ -1,0 +1,93 @@
+"""AdamW with gradient clipping and a learning rate that is a function of the step, so that nothing drifts on resume."""
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def learning_rate(
+    step: int, total: int, peak: float, schedule: str = "constant", warmup: int = 0, floor: float = 0.0
+) -> float:
+    """Of step 0 .. total - 1: linear warm-up over `warmup` steps, then constant, or down to `floor` x peak.
+
+    schedule: constant, linear or cosine (SGDR, arXiv:1608.03983, equation 5, without restarts).
+    """
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    progress = min(1.0, (step - warmup) / max(1, total - warmup))
+    match schedule:
+        case "constant":
+            return peak
+        case "linear":
+            return peak * max(floor, 1 - progress)
+        case "cosine":
+            return peak * max(floor, 0.5 * (1 + math.cos(math.pi * progress)))
+        case _:
+            raise ValueError(f"unknown schedule {schedule!r}")
+
+
+class Optimizer:
+    """AdamW (arXiv:1711.05101) on the parameters that want gradients; only matrices decay.
+
+    Parameters of less precision than float32 get a float32 master, or small updates would be rounded away.
+    """
+
+    def __init__(
+        self, parameters: Iterable[nn.Parameter], betas: tuple[float, float], weight_decay: float, max_norm: float
+    ) -> None:
+        self.parameters = [p for p in parameters if p.requires_grad]
+        self.max_norm = max_norm
+        self.masters = [p if p.dtype == torch.float32 else p.detach().float().clone() for p in self.parameters]
+        groups = [
+            {"params": [m for m in self.masters if m.dim() > 1], "weight_decay": weight_decay},
+            {"params": [m for m in self.masters if m.dim() <= 1], "weight_decay": 0.0},
+        ]
+        self.adam = torch.optim.AdamW([g for g in groups if g["params"]], lr=0.0, betas=betas, fused=True)
+
+    def step(self, rate: float) -> float:
+        """Apply the gradients at learning rate `rate`, and clear them. Returns their norm before clipping.
+
+        Gradients that are not finite are thrown away: the norm that is returned says so.
+        """
+        norm = self._clip()
+        if math.isfinite(norm):
+            for group in self.adam.param_groups:
+                group["lr"] = rate
+            self.adam.step()
+            self._publish()
+        self.clear()
+        return norm
+
+    def clear(self) -> None:
+        for parameter, master in zip(self.parameters, self.masters, strict=True):
+            parameter.grad = None
+            master.grad = None
+
+    def _clip(self) -> float:
+        for parameter, master in zip(self.parameters, self.masters, strict=True):
+            if master is not parameter and parameter.grad is not None:
+                master.grad = parameter.grad.float()
+        return float(nn.utils.clip_grad_norm_(self.masters, self.max_norm))
+
+    @torch.no_grad()
+    def _publish(self) -> None:
+        for parameter, master in zip(self.parameters, self.masters, strict=True):
+            if master is not parameter:
+                parameter.copy_(master)
+
+    def state_dict(self) -> dict[str, Any]:
+        masters: list[Tensor | None] = [
+            None if m is p else m for p, m in zip(self.parameters, self.masters, strict=True)
+        ]
+        return {"adam": self.adam.state_dict(), "masters": masters}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.adam.load_state_dict(state["adam"])
+        for master, saved in zip(self.masters, state["masters"], strict=True):
+            if saved is not None:
+                master.copy_(saved)
+        self._publish()

@@ -1,0 +1,311 @@
+"""The actor: exact under every splitting, single pass and many, and whole after a resume."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from agentrl.errors import UserError
+from agentrl.plugins.types import Task
+from agentrl.recipe.schema import AlgorithmSection, ModelSection, Recipe, RolloutSection, TrainSection
+from agentrl.rollout.trajectory import FinishReason, Group, Trajectory, Turn, check_invariants
+from agentrl.training.actor import Actor
+from agentrl.training.checkpoint import Checkpoints
+from agentrl.training.optimizer import Optimizer, learning_rate
+
+VOCABULARY = 64
+
+
+def make_model(dtype: torch.dtype = torch.float32) -> Any:
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=16, tie_word_embeddings=True, initializer_range=0.2,
+    )  # fmt: skip
+    model = Qwen3ForCausalLM(config)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return model
+
+
+def make_recipe(algorithm: dict[str, Any] | None = None, path: str = "tiny", **train: Any) -> Recipe:
+    return Recipe(
+        model=ModelSection(path=path),
+        rollout=RolloutSection(n=4, tasks=4),
+        algorithm=AlgorithmSection(**(algorithm or {})),
+        train=TrainSection(**{"lr": 1e-3, "steps": 10, **train}),
+    )
+
+
+def trajectory(
+    prompt: np.ndarray, answer: np.ndarray, reward: float, sample: int, rng: np.random.Generator
+) -> Trajectory:
+    """Sampled, two ids of a tool, sampled again."""
+    ids = np.concatenate([prompt, answer]).astype(np.int32)
+    cut = len(prompt) + len(answer) // 2
+    turns = (Turn(len(prompt), cut - 1), Turn(cut + 1, len(ids)))
+    mask = np.zeros(len(ids), np.uint8)
+    for turn in turns:
+        mask[turn.start : turn.end] = 1
+    made = Trajectory(
+        request_id=f"r{sample}", task=Task("t", {}), sample=sample, ids=ids, loss_mask=mask,
+        logprobs=np.where(mask, -rng.random(len(ids)) * 3, 0).astype(np.float32),
+        weight_version=np.where(mask, 0, -1).astype(np.int32), prompt_length=len(prompt), turns=turns, messages=(),
+        rewards={"answer": reward}, finish=FinishReason.STOP,
+    )  # fmt: skip
+    check_invariants(made)
+    return made
+
+
+def make_groups(rewards: list[list[float]], seed: int = 0) -> list[Group]:
+    rng = np.random.default_rng(seed)
+    groups = []
+    for row in rewards:
+        prompt = rng.integers(0, VOCABULARY, 9)
+        samples = [
+            trajectory(prompt, rng.integers(0, VOCABULARY, int(rng.integers(6, 20))), reward, i, rng)
+            for i, reward in enumerate(row)
+        ]
+        groups.append(Group(Task("t", {}), tuple(samples)))
+    return groups
+
+
+REWARDS: list[list[float]] = [[1, 0, 0, 1], [0, 0, 0, 0], [1, 0, 1, 1], [0.5, 0.25, 0, 0]]
+
+
+def weights(model: Any) -> torch.Tensor:
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def learned(recipe: Recipe, groups: list[Group], steps: int = 1) -> tuple[torch.Tensor, dict[str, float]]:
+    actor = Actor(make_model(), recipe)
+    for _ in range(steps):
+        metrics = actor.learn(groups)
+    return weights(actor.model), metrics
+
+
+def plain_loss(model: Any, groups: list[Group], aggregation: str) -> torch.Tensor:
+    """GRPO's loss at ratio 1, a sequence at a time, by the formula."""
+    total = sum(t.sampled_tokens for g in groups for t in g.trajectories)
+    count = sum(len(g.trajectories) for g in groups)
+    loss = torch.zeros(())
+    for group in groups:
+        rewards = torch.tensor([t.reward for t in group.trajectories], dtype=torch.double)
+        advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-6)
+        for t, advantage in zip(group.trajectories, advantages.float(), strict=True):
+            ids = torch.from_numpy(t.ids.astype(np.int64))
+            log_p = model(input_ids=ids[None]).logits[0, :-1].log_softmax(-1).gather(1, ids[1:, None])[:, 0]
+            chosen = log_p[torch.from_numpy(t.loss_mask[1:]).bool()]
+            scale = total if aggregation == "token_mean" else count * t.sampled_tokens
+            loss = loss - advantage * (chosen - chosen.detach()).exp().sum() / scale
+    return loss
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean"])
+def test_the_gradient_is_that_of_the_formula(aggregation: str) -> None:
+    groups, model = make_groups(REWARDS), make_model().eval()
+    wanted = plain_loss(model, groups, aggregation)
+    wanted.backward()
+    norm = torch.cat([p.grad.flatten() for p in model.parameters()]).norm()
+    _, metrics = learned(make_recipe({"aggregation": aggregation}), groups)
+    assert metrics["train/grad_norm"] == pytest.approx(float(norm), rel=1e-4)
+    assert metrics["train/loss"] == pytest.approx(float(wanted.detach()), abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    "algorithm", [{}, {"aggregation": "sequence_mean"}, {"entropy_coef": 0.01}, {"normalize_std": False}]
+)
+def test_micro_batches_change_nothing(algorithm: dict[str, Any]) -> None:
+    groups = make_groups(REWARDS)
+    whole, metrics = learned(make_recipe(algorithm), groups)
+    for tokens in (60, 1):
+        split, same = learned(make_recipe(algorithm, micro_batch_tokens=tokens), groups)
+        torch.testing.assert_close(split, whole, atol=1e-5, rtol=1e-5)
+        for name in set(metrics) - {"train/tokens"}:
+            assert same[name] == pytest.approx(metrics[name], abs=1e-4, rel=1e-4), name
+
+
+def test_recomputed_old_logprobs_equal_those_of_the_single_pass() -> None:
+    groups = make_groups(REWARDS)
+    single, metrics = learned(make_recipe(), groups)
+    actor = Actor(make_model(), make_recipe())
+    batch = actor.with_advantages(actor_batch(groups))
+    again = actor.update(batch.with_tokens(old_logprobs=actor.logprobs(batch)))
+    torch.testing.assert_close(weights(actor.model), single, atol=1e-6, rtol=1e-6)
+    assert again["mismatch/logprob_mean"] == pytest.approx(metrics["mismatch/logprob_mean"], rel=1e-4)
+
+
+def actor_batch(groups: list[Group]) -> Any:
+    from agentrl.training.batch import Batch
+
+    return Batch.from_groups(groups)
+
+
+def test_mismatch_is_measured_against_the_engine() -> None:
+    groups = make_groups([[1, 0]])
+    actor = Actor(make_model(), make_recipe())
+    batch = actor_batch(groups)
+    off = np.abs(actor.logprobs(batch) - batch.tokens["logprobs"])[batch.tokens["loss_mask"] == 1]
+    metrics = actor.learn(groups)
+    assert metrics["mismatch/logprob_mean"] == pytest.approx(float(off.mean()), rel=1e-4)
+    assert metrics["mismatch/logprob_max"] == pytest.approx(float(off.max()), rel=1e-4)
+
+
+def test_groups_without_a_difference_train_nothing_and_still_count_in_the_mean() -> None:
+    _, lone = learned(make_recipe(), make_groups(REWARDS[:1]))
+    _, metrics = learned(make_recipe(), make_groups([REWARDS[0], [1, 1, 1, 1]]))
+    assert metrics["train/samples"] == lone["train/samples"] == 4
+    groups = make_groups([REWARDS[0], [1, 1, 1, 1]])
+    share = sum(t.sampled_tokens for t in groups[0].trajectories) / sum(
+        t.sampled_tokens for g in groups for t in g.trajectories
+    )
+    assert metrics["train/grad_norm"] == pytest.approx(lone["train/grad_norm"] * share, rel=1e-4)
+    untouched, nothing = learned(make_recipe(), make_groups([[1, 1], [0, 0]]))
+    assert torch.equal(untouched, weights(make_model()))
+    assert nothing["train/updates"] == 0
+    assert "mismatch/logprob_mean" not in nothing
+
+
+def test_several_mini_batches_and_epochs_clip_against_the_policy_that_sampled() -> None:
+    recipe = make_recipe(mini_batches=2, epochs=3, lr=5e-3)
+    _, metrics = learned(recipe, make_groups(REWARDS))
+    assert metrics["train/updates"] == 6
+    assert metrics["train/clip_fraction"] > 0
+    assert metrics["train/approx_kl"] > 0
+    assert learned(recipe, make_groups(REWARDS))[1] == metrics
+
+
+def test_the_reference_pulls_back(tmp_path: Path) -> None:
+    make_model().save_pretrained(tmp_path)
+    save_tokenizer(tmp_path)
+    groups = make_groups(REWARDS)
+    recipe = make_recipe({"kl_coef": 0.5}, path=str(tmp_path), lr=5e-3)
+    actor = Actor(make_model(), recipe)
+    first, second = actor.learn(groups), actor.learn(groups)
+    assert first["train/kl"] == pytest.approx(0, abs=1e-6)
+    assert second["train/kl"] > 1e-4
+    assert first["train/samples"] == 16  # the reference pulls on samples without an advantage, too
+    with pytest.raises(RuntimeError, match="kl_coef is 0"):
+        Actor(make_model(), make_recipe()).reference_logprobs(actor_batch(groups))
+
+
+def save_tokenizer(folder: Path) -> None:
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {chr(65 + i): i for i in range(VOCABULARY)}
+    raw = Tokenizer(models.WordLevel(vocabulary, unk_token="A"))
+    PreTrainedTokenizerFast(tokenizer_object=raw, unk_token="A").save_pretrained(folder)
+
+
+def test_learning_moves_probability_to_what_was_rewarded() -> None:
+    groups = make_groups([[1, 0, 0, 0]])
+    actor = Actor(make_model(), make_recipe(lr=1e-2))
+    batch = actor_batch(groups)
+    before = actor.logprobs(batch)
+    for _ in range(5):
+        actor.learn(groups)
+    gain = [float((actor.logprobs(batch) - before)[batch.span(i)].sum()) for i in range(4)]
+    assert gain[0] > 0 > max(gain[1:])
+
+
+def test_a_gradient_that_is_not_finite_is_thrown_away() -> None:
+    parameter = torch.nn.Parameter(torch.ones(2, 2))
+    optimizer = Optimizer([parameter], (0.9, 0.95), 0.0, 1.0)
+    parameter.grad = torch.full((2, 2), math.nan)
+    assert not math.isfinite(optimizer.step(0.1))
+    assert torch.equal(parameter, torch.ones(2, 2))
+    parameter.grad = torch.full((2, 2), 2.0)
+    assert optimizer.step(0.1) == pytest.approx(4.0)
+    torch.testing.assert_close(parameter, torch.full((2, 2), 0.9))
+
+
+def test_small_updates_survive_in_bfloat16() -> None:
+    parameter = torch.nn.Parameter(torch.ones(4, 4, dtype=torch.bfloat16))
+    optimizer = Optimizer([parameter], (0.9, 0.95), 0.0, 1.0)
+    for _ in range(100):
+        parameter.grad = torch.ones_like(parameter)
+        optimizer.step(1e-4)
+    torch.testing.assert_close(parameter.float(), torch.full((4, 4), 0.99), atol=4e-3, rtol=0)
+
+
+def test_learning_rates() -> None:
+    assert [learning_rate(i, 10, 1.0, "constant", 4) for i in (0, 3, 9)] == [0.25, 1.0, 1.0]
+    assert learning_rate(5, 10, 1.0, "linear") == pytest.approx(0.5)
+    assert learning_rate(6, 10, 2.0, "cosine", 2) == pytest.approx(1.0)
+    assert learning_rate(10, 10, 1.0, "cosine", 0, floor=0.03) == pytest.approx(0.03)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_resumed_run_goes_on_as_if_it_had_never_stopped(tmp_path: Path, dtype: torch.dtype) -> None:
+    groups = [make_groups(REWARDS, seed) for seed in range(4)]
+    recipe = make_recipe(mini_batches=2, schedule="cosine", warmup_steps=2)
+    straight = Actor(make_model(dtype), recipe)
+    stopped = Actor(make_model(dtype), recipe)
+    for group in groups:
+        straight.learn(group)
+    for group in groups[:2]:
+        stopped.learn(group)
+    checkpoints = Checkpoints(tmp_path, 2)
+    checkpoints.save(2, stopped, {"sampler": [1, 2]})
+    saved = checkpoints.latest()
+    assert saved is not None
+    resumed = Actor(Qwen3ForCausalLM.from_pretrained(saved.path, dtype=dtype), recipe)
+    assert saved.load_into(resumed) == {"sampler": [1, 2]}
+    for group in groups[2:]:
+        resumed.learn(group)
+    assert torch.equal(weights(resumed.model), weights(straight.model))
+
+
+def test_the_last_checkpoints_are_kept_and_half_written_ones_are_not_seen(tmp_path: Path) -> None:
+    actor = Actor(make_model(), make_recipe())
+    checkpoints = Checkpoints(tmp_path, 2)
+    assert checkpoints.latest() is None
+    for step in (1, 2, 10):
+        checkpoints.save(step, actor, {})
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step_10", "step_2"]
+    (tmp_path / ".step_11.part").mkdir()
+    (tmp_path / "step_10").rename(tmp_path / ".step_10.old")  # killed between the two renames of a second save
+    saved = checkpoints.latest()
+    assert saved is not None
+    assert saved.step == 10
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step_10", "step_2"]
+
+
+@pytest.mark.parametrize("place", ["weights", "state", "rename"])
+def test_a_save_that_dies_leaves_the_former_checkpoint(
+    tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    actor = Actor(make_model(), make_recipe())
+    checkpoints = Checkpoints(tmp_path, 1)
+    checkpoints.save(1, actor, {"step": 1})
+
+    def die(*args: Any, **kwargs: Any) -> None:
+        raise KeyboardInterrupt
+
+    target = {
+        "weights": "agentrl.training.checkpoint.save_model",
+        "state": "torch.save",
+        "rename": "pathlib.Path.rename",
+    }
+    with monkeypatch.context() as patch:
+        patch.setattr(target[place], die)
+        with pytest.raises(KeyboardInterrupt):
+            checkpoints.save(2, actor, {"step": 2})
+    saved = checkpoints.latest()
+    assert saved is not None
+    assert saved.step == 1
+    assert saved.load_into(actor) == {"step": 1}
+    assert checkpoints.save(2, actor, {}).path.name == "step_2"
+
+
+def test_a_damaged_state_is_one_clear_line(tmp_path: Path) -> None:
+    actor = Actor(make_model(), make_recipe())
+    saved = Checkpoints(tmp_path, 1).save(1, actor, {})
+    (saved.path / "trainer" / "actor.pt").unlink()
+    with pytest.raises(UserError, match="trainer's state cannot be restored"):
+        saved.load_into(actor)

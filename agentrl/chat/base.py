@@ -9,12 +9,14 @@ from agentrl.plugins.types import Message
 
 @dataclass(frozen=True, slots=True)
 class ParsedCall:
-    """One tool call of an assistant turn. `error` says why it cannot be run (bad JSON, unclosed, not an object)."""
+    """One tool call of an assistant turn. `error` says why it cannot be run (bad JSON, unclosed, not an object).
+    `id` is the id that the model itself wrote, where its format has one: the result must carry it."""
 
     name: str
     arguments: dict[str, Any]
     raw: str
     error: str | None = None
+    id: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,126 @@
+"""Our own chat for any template: the opening is rendered, each later stretch is a frame filled in, by ids."""
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from agentrl.chat.base import ParsedTurn
+from agentrl.chat.encode import Encoder
+from agentrl.chat.frame import Frame, FrameMaker, Shape, shape_of, text_of
+from agentrl.chat.parse import TurnParser
+from agentrl.chat.probe import TurnEnds
+from agentrl.chat.template import Template, TemplateRefusal
+from agentrl.errors import UserError
+from agentrl.plugins.types import Message
+
+_KEPT_PROMPTS = 512
+
+Renderer = Callable[[Sequence[Message], Sequence[dict[str, Any]]], list[int]]
+
+
+class BridgeChat:
+    """A `Chat` (see base). description: which chat this is and why, for people."""
+
+    def __init__(
+        self,
+        template: Template,
+        encoder: Encoder,
+        ends: TurnEnds,
+        parser: TurnParser,
+        rewrites_history: str | None,
+        description: str,
+    ) -> None:
+        self.stop_ids = ends.stop_ids
+        self.rewrites_history = rewrites_history
+        self.description = description
+        self._stops = frozenset(ends.stop_ids)
+        self._terminal = ends.own | ends.eos  # after these, anything may follow
+        self.template, self._encoder, self._parser = template, encoder, parser
+        self.call_format = parser.format.name if parser.format else None
+        self._maker = FrameMaker(template, encoder, ends)
+        self._frames: dict[Shape, Frame] = {}
+        self._prompts: OrderedDict[str, array[int]] = OrderedDict()
+
+    def stop_at(self, stop_ids: tuple[int, ...]) -> None:
+        """Take further ids as ends of a turn."""
+        self.stop_ids, self._stops = stop_ids, frozenset(stop_ids)
+        self._parser.stops = self._stops
+
+    def whole_ids(self, text: str) -> list[int]:
+        """Ids of a rendered text."""
+        return self._encoder.whole(text)
+
+    def structural_in(self, messages: Sequence[Message]) -> bool:
+        """Whether a content spells a token that has a meaning of its own."""
+        return any(self._encoder.structural_in(text_of(message["content"])) for message in messages)
+
+    def render(
+        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], through: Renderer | None = None
+    ) -> list[int]:
+        """See base. What the user and tools say is plain text, whatever tokens it spells. `through` renders instead of
+        the template where no content needs that care."""
+        key = repr((messages, tools))
+        if (kept := self._prompts.get(key)) is not None:
+            self._prompts.move_to_end(key)
+            return kept.tolist()
+        if through is None or self.structural_in([m for m in messages if m["role"] in ("user", "tool")]):
+            ids = self._rendered(messages, tools)
+        else:
+            ids = through(messages, tools)
+        self._prompts[key] = array("i", ids)
+        if len(self._prompts) > _KEPT_PROMPTS:
+            self._prompts.popitem(last=False)
+        return ids
+
+    def _rendered(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> list[int]:
+        table: list[str] = []
+        marked = [self._marked(message, table) for message in messages]
+        try:
+            text = self.template.text(marked, tools, generate=True)
+        except TemplateRefusal as error:
+            roles = ", ".join(message["role"] for message in messages)
+            raise UserError(f"the chat template cannot express the opening messages ({roles}): {error}") from error
+        return self._encoder.marked(text, table)
+
+    def _marked(self, message: Message, table: list[str]) -> Message:
+        content = message.get("content")
+        if message["role"] in ("user", "tool") and isinstance(content, str) and self._encoder.structural_in(content):
+            return {**message, "content": self._encoder.mark(content, table)}
+        return message
+
+    def bridge(self, turn_ids: Sequence[int], messages: Sequence[Message]) -> list[int]:
+        """See base."""
+        shape = shape_of(messages)
+        frame = self._frames.get(shape)
+        if frame is None:
+            frame = self._frames[shape] = self._frame(shape)
+        last = turn_ids[-1] if len(turn_ids) else -1
+        if last in self._stops:
+            done = last in frame.close or (not frame.opener and last in self._terminal)
+            ids = [] if done else list(frame.close)
+        else:
+            ids = [*self._parser.open_thought(turn_ids), *(frame.close or self.stop_ids[:1])]
+        if frame.parts is None:
+            return ids + self._maker.render(frame, messages)
+        return ids + frame.fill(self._encoder, messages)
+
+    def _frame(self, shape: Shape) -> Frame:
+        roles = [role for role, _ in shape]
+        if not roles:
+            raise UserError("nothing to add after an assistant turn: there are no messages")
+        if unknown := [role for role in roles if role not in ("user", "tool", "system")]:
+            raise UserError(f"a message of role {unknown[0]!r} cannot be added after an assistant turn")
+        return self._maker.make(shape)
+
+    def parse(self, turn_ids: Sequence[int]) -> ParsedTurn:
+        """See base."""
+        return self._parser.parse(turn_ids)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """See base."""
+        return self._encoder.decode(ids)
+
+    def encode_text(self, text: str) -> list[int]:
+        """See base."""
+        return self._encoder.plain(text)

@@ -1,0 +1,192 @@
+"""One call out of its text. A reader never raises on what a model may write: what is wrong becomes `ParsedCall.error`."""
+
+import ast
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from agentrl.chat.base import ParsedCall
+
+_MAX_LITERAL = 100_000  # characters; Python's parser is not meant for more
+_MAX_DEPTH = 64
+_KINDS = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object"}
+
+
+class CallError(Exception):
+    """What is wrong with a call, in words for the model."""
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")
+
+
+_decoder = json.JSONDecoder(parse_constant=_no_constant)
+
+
+def read_json(text: str) -> Any:
+    """Strict JSON of bounded depth, with text that can be encoded. Raises CallError."""
+    try:
+        value = _decoder.decode(text)
+        if "\\u" in text:
+            json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise CallError("it holds half of a surrogate pair (\\ud800 to \\udfff)") from error
+    except RecursionError as error:
+        raise CallError("it is nested too deeply") from error
+    except ValueError as error:
+        raise CallError(f"it is not valid JSON ({str(error)[:120]})") from error
+    return value
+
+
+def failed(raw: str, why: object, name: str = "") -> ParsedCall:
+    return ParsedCall(name, {}, raw, f"this tool call cannot be read: {why}")
+
+
+def call_of(value: Any, raw: str) -> ParsedCall:
+    """A call from `{"name": ..., "arguments": {...}}` (or `parameters`, or arguments as a JSON string)."""
+    if not isinstance(value, dict):
+        return failed(raw, f"it must be a JSON object with name and arguments, not {_kind(value)}")
+    if "name" not in value and isinstance(value.get("function"), dict):
+        value = value["function"]
+    name = value.get("name", value.get("tool_name"))
+    if not isinstance(name, str) or not name:
+        return failed(raw, 'it has no "name" of a tool')
+    arguments = value.get("arguments", value.get("parameters"))
+    if isinstance(arguments, str):
+        try:
+            arguments = read_json(arguments)
+        except CallError as error:
+            return failed(raw, f'"arguments": {error}', name)
+    if arguments is None:
+        arguments = {}
+    if not isinstance(arguments, dict):
+        return failed(raw, f'"arguments" must be a JSON object, not {_kind(arguments)}', name)
+    return ParsedCall(name, arguments, raw)
+
+
+def calls_of_json(body: str, raw: str) -> list[ParsedCall]:
+    """The call, or the list of calls, that a JSON text holds."""
+    try:
+        value = read_json(body)
+    except CallError as error:
+        return [failed(raw, error)]
+    if isinstance(value, list):
+        return [call_of(one, raw) for one in value] or [failed(raw, "the list of calls is empty")]
+    return [call_of(value, raw)]
+
+
+def named_json(name: str, body: str, raw: str) -> ParsedCall:
+    """A call whose name stands before its JSON arguments."""
+    name = name.strip()
+    if not name:
+        return failed(raw, "it has no name of a tool")
+    try:
+        value = read_json(body)
+    except CallError as error:
+        return failed(raw, error, name)
+    if not isinstance(value, dict):
+        return failed(raw, f"the arguments must be a JSON object, not {_kind(value)}", name)
+    return ParsedCall(name, value, raw)
+
+
+def _kind(value: Any) -> str:
+    return "null" if value is None else _KINDS.get(type(value), type(value).__name__)
+
+
+class Schemas:
+    """What types the tools' parameters have, for formats that write values without quotes."""
+
+    def __init__(self, tools: Sequence[Mapping[str, Any]]) -> None:
+        self._types: dict[str, dict[str, frozenset[str]]] = {}
+        for tool in tools:
+            function = tool.get("function", tool)
+            properties = function.get("parameters", {}).get("properties", {})
+            self._types[function["name"]] = {key: _types(schema) for key, schema in properties.items()}
+
+    def value(self, tool: str, key: str, text: str) -> Any:
+        """The value that an unquoted text means: JSON where the schema allows that type, else the text itself."""
+        types = self._types.get(tool, {}).get(key, frozenset())
+        if types == {"string"}:
+            return text
+        try:
+            value = read_json(_PYTHON_WORDS.get(text.strip(), text))
+        except CallError:
+            return text
+        kind = _kind(value)
+        if not types or kind in types or (kind == "integer" and "number" in types) or "string" not in types:
+            return value
+        return text
+
+
+_PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
+
+
+def _types(schema: Any) -> frozenset[str]:
+    if not isinstance(schema, dict):
+        return frozenset()
+    found = schema.get("type")
+    types = {found} if isinstance(found, str) else {t for t in found if isinstance(t, str)} if isinstance(found, list) else set()
+    for branch in (*schema.get("anyOf", ()), *schema.get("oneOf", ())):
+        types |= _types(branch)
+    if not types and all(isinstance(one, str) for one in schema.get("enum", (0,))):
+        types = {"string"}
+    return frozenset(types)
+
+
+def calls_of_python(body: str, raw: str) -> list[ParsedCall]:
+    """Calls written as Python: `[name(key='value', other=3)]`. Literals only; nothing is run."""
+    if len(body) > _MAX_LITERAL:
+        return [failed(raw, f"it is longer than {_MAX_LITERAL} characters")]
+    try:
+        node = ast.parse(body.strip(), mode="eval").body
+        nodes = node.elts if isinstance(node, ast.List | ast.Tuple) else [node]
+        return [_python_call(one, raw) for one in nodes] or [failed(raw, "the list of calls is empty")]
+    except CallError as error:
+        return [failed(raw, error)]
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        return [failed(raw, f"it is not a list of calls such as [name(key='value')] ({str(error)[:80]})")]
+
+
+def _python_call(node: ast.expr, raw: str) -> ParsedCall:
+    if not isinstance(node, ast.Call):
+        raise CallError("it must be name(key='value')")
+    name = ast.unparse(node.func)
+    if node.args or any(keyword.arg is None for keyword in node.keywords):
+        return failed(raw, "arguments must be given by name, as key='value'", name)
+    arguments = {str(keyword.arg): _literal(keyword.value, 0) for keyword in node.keywords}
+    return ParsedCall(name, arguments, raw)
+
+
+def _literal(node: ast.expr, depth: int) -> Any:
+    if depth > _MAX_DEPTH:
+        raise CallError("it is nested too deeply")
+    match node:
+        case ast.Constant(value=str() | int() | float() | bool() | None as value):
+            return value
+        case ast.Name(id="true" | "false" | "null" as word):
+            return {"true": True, "false": False, "null": None}[word]
+        case ast.List(elts=items) | ast.Tuple(elts=items):
+            return [_literal(item, depth + 1) for item in items]
+        case ast.Dict(keys=keys, values=values):
+            return {str(_literal(k, depth + 1)): _literal(v, depth + 1) for k, v in zip(keys, values, strict=True) if k}
+        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as value)):
+            return -value
+    raise CallError("arguments must be plain values")
+
+
+def tagged_pairs(body: str, opening: str, closing: str) -> Iterator[tuple[str, bool]]:
+    """The texts between each `opening` and the next `closing`, in order, and whether it was closed."""
+    at = body.find(opening)
+    while at >= 0:
+        start = at + len(opening)
+        end = body.find(closing, start)
+        if end < 0:
+            yield body[start:], False
+            return
+        yield body[start:end], True
+        at = body.find(opening, end + len(closing))
+
+
+def trimmed(value: str) -> str:
+    """A value without the one line break that templates put on either side of it."""
+    return value.removeprefix("\n").removesuffix("\n")

@@ -1,0 +1,147 @@
+"""Text to ids and back, with the text of contents kept plain: no content can write a token that ends a turn."""
+
+import json
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from agentrl.errors import UserError
+
+_SEPARATOR = "\ufdd0|\ufdd1"  # noncharacters: in no honest text, and taken out of any other
+_MARK_BASE = 0x100000
+_MARK = re.compile("[\U00100000-\U0010fffd]")
+_TRIALS = ("a", " a", "\nx y\n", "x  y", " \n", "Ünï 漢字 12", "</", "{\"k\": 'v'}")
+
+
+class Encoder:
+    """A fast tokenizer seen twice: whole, and plain, where structural tokens have no meaning.
+
+    Structural: the added tokens that are special, or that the chat template writes. Cutting a text at them and encoding
+    what lies between as plain text gives the ids of the whole text (`exact`; tried once, at construction). Ids of
+    `plain` never hold a structural token.
+    """
+
+    def __init__(self, tokenizer: Any, source: str) -> None:
+        from tokenizers import Tokenizer
+
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        if not isinstance(backend, Tokenizer):
+            raise UserError(
+                f"the tokenizer {type(tokenizer).__name__} of {getattr(tokenizer, 'name_or_path', '?')!r} has no fast "
+                "backend (tokenizer.json): convert it to a fast tokenizer first"
+            )
+        spec = json.loads(backend.to_str())
+        spec["truncation"] = spec["padding"] = None
+        self._full = Tokenizer.from_str(json.dumps(spec))
+        structural = [t for t in spec["added_tokens"] if t["special"] or (t["content"].strip() and t["content"] in source)]
+        self.structural: dict[str, int] = {t["content"]: t["id"] for t in structural if t["content"]}
+        self.swallows = {t["content"]: (t["lstrip"], t["rstrip"]) for t in structural}
+        self._plain, self._renumbered = _without(spec, frozenset(self.structural))
+        names = sorted(self.structural, key=len, reverse=True)
+        self._pattern = _pattern(names, self.swallows)
+        self._unsafe = re.compile("|".join([*map(re.escape, names), _MARK.pattern]))
+        self._separated, self._breaks = False, None
+        self._breaks = self._self_made(names)
+        self._separated = not self._cuts_exactly()
+        self.exact = not self._separated or self._cuts_exactly()
+
+    def _cuts_exactly(self) -> bool:
+        """Whether text after a structural token is encoded as `plain` does it."""
+        tokens = [t for t in self.structural if not any(self.swallows[t])]
+        return all(
+            self._full.encode(token + text, add_special_tokens=False).ids[1:] == self.plain(text)
+            for token in tokens[-4:]
+            for text in _TRIALS
+        )
+
+    def _self_made(self, names: Sequence[str]) -> re.Pattern[str] | None:
+        """Structural tokens that the vocabulary itself would make of their text: such texts are broken in two."""
+        ids = frozenset(self.structural.values())
+        bad = [t for t in names if ids.intersection(self.plain(t))]
+        return re.compile("|".join(map(re.escape, bad))) if bad else None
+
+    def whole(self, text: str) -> list[int]:
+        """Ids of a text whose structural tokens mean what they say."""
+        ids: list[int] = self._full.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def plain(self, text: str) -> list[int]:
+        """Ids of a text that lies after a structural token and in which nothing is structural."""
+        if not text:
+            return []
+        if self._breaks is not None and (match := self._breaks.search(text)):
+            cut = match.start() + 1
+            return self.plain(text[:cut]) + self.plain(text[cut:])
+        if "\ufdd0" in text:
+            text = text.replace("\ufdd0", "\ufffd")
+        ids: list[int]
+        if self._separated:
+            ids = self._plain.encode(_SEPARATOR + text, add_special_tokens=False).ids[1:]
+        else:
+            ids = self._plain.encode(text, add_special_tokens=False).ids
+        if self._renumbered:
+            ids = [self._renumbered.get(i, i) for i in ids]
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        text: str = self._full.decode(ids, skip_special_tokens=False)
+        return text
+
+    def split(self, text: str) -> list[tuple[int | None, str]]:
+        """The text cut at its structural tokens: (id, token) and (None, what lies between and is not swallowed)."""
+        pieces: list[tuple[int | None, str]] = []
+        at = 0
+        for match in self._pattern.finditer(text):
+            if match.start() > at:
+                pieces.append((None, text[at : match.start()]))
+            token = match.group(match.lastindex or 0)
+            pieces.append((self.structural[token], token))
+            at = match.end()
+        if at < len(text):
+            pieces.append((None, text[at:]))
+        return pieces
+
+    def structural_in(self, text: str) -> bool:
+        """Whether a structural token, or a mark of ours, is written in this text."""
+        return self._unsafe.search(text) is not None
+
+    def mark(self, text: str, table: list[str]) -> str:
+        """The text with a private character for each structural token written in it; `table` tells which."""
+
+        def replace(match: re.Match[str]) -> str:
+            if match.group() not in table:
+                table.append(match.group())
+            return chr(_MARK_BASE + table.index(match.group()))
+
+        return self._unsafe.sub(replace, text)
+
+    def marked(self, text: str, table: Sequence[str], lead: str = "") -> list[int]:
+        """Ids of a text with marks: its own structural tokens mean what they say, the marked ones are plain text.
+        `lead` is the structural token that stands before it, if any."""
+        if not table:
+            return self.whole(lead + text)[1:] if lead else self.whole(text)
+        ids: list[int] = []
+        for token, piece in self.split(text):
+            ids += [token] if token is not None else self.plain(unmark(piece, table))
+        return ids
+
+
+def unmark(text: str, table: Sequence[str]) -> str:
+    return _MARK.sub(lambda match: table[ord(match.group()) - _MARK_BASE], text)
+
+
+def _without(spec: dict[str, Any], structural: frozenset[str]) -> tuple[Any, dict[int, int]]:
+    """The tokenizer without its structural tokens, and the true ids of those that got another id by that."""
+    from tokenizers import AddedToken, Tokenizer
+
+    kept = [t for t in spec["added_tokens"] if t["content"] not in structural]
+    plain = Tokenizer.from_str(json.dumps({**spec, "added_tokens": kept}))
+    plain.add_tokens([AddedToken(_SEPARATOR, normalized=False)])
+    return plain, {i: t["id"] for t in kept if (i := plain.token_to_id(t["content"])) != t["id"]}
+
+
+def _pattern(names: Sequence[str], swallows: dict[str, tuple[bool, bool]]) -> re.Pattern[str]:
+    """Leftmost, longest first, one group each, with the white space that it swallows."""
+    space = ("", r"\s*")
+    forms = [f"{space[swallows[t][0]]}({re.escape(t)}){space[swallows[t][1]]}" for t in names]
+    return re.compile("|".join(forms) or r"(?!)")

@@ -1,0 +1,237 @@
+"""The families of the `renderers` package: one serves only when it is proven to write what the template writes."""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from agentrl.chat.base import ParsedCall, ParsedTurn
+from agentrl.chat.bridge import BridgeChat
+from agentrl.chat.frame import text_of
+from agentrl.chat.template import Template, TemplateRefusal
+from agentrl.errors import UserError
+from agentrl.plugins.types import Message
+
+_BY_MODEL_TYPE = {
+    "qwen3": ("qwen3", "prime-qwen3"),
+    "qwen3_moe": ("qwen3",),
+    "qwen3_vl": ("qwen3-vl",),
+    "qwen3_vl_moe": ("qwen3-vl",),
+    "qwen3_5": ("qwen3.5", "qwen3.6", "qwen3.8"),
+    "qwen3_5_moe": ("qwen3.5", "qwen3.6", "qwen3.8"),
+    "llama": ("llama-3", "deepseek-r1"),
+    "gpt_oss": ("gpt-oss",),
+    "glm4_moe": ("glm-4.5", "glm-5"),
+    "deepseek_v3": ("deepseek-v3", "deepseek-r1", "kimi-k2"),
+    "nemotron_h": ("nemotron-3", "nemotron-3-ultra", "nemotron-3.5"),
+    "gemma4": ("gemma4",),
+    "minimax_m2": ("minimax-m2",),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """A proven family. bare_tools: it takes functions without their `{"type": "function"}`. lead: a prompt of its own.
+
+    bridges: whether its bridge agrees with our frames on the probes, so that the faster frames serve.
+    """
+
+    name: str
+    renderer: Any
+    bare_tools: bool
+    lead: tuple[int, ...]
+    bridges: bool
+
+    def tools(self, tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]] | None:
+        return [tool.get("function", tool) if self.bare_tools else tool for tool in tools] or None
+
+
+def known_families() -> list[str]:
+    from renderers.base import RENDERER_REGISTRY, _populate_registry
+
+    _populate_registry()
+    return sorted(name for name in RENDERER_REGISTRY if name != "default")
+
+
+def find_family(
+    tokenizer: Any, template: Template, bridge: BridgeChat, *, kind: str, model_path: str, config: dict[str, Any]
+) -> tuple[Family | None, str]:
+    """The first candidate that is proven, or None, and why."""
+    if template.parts:
+        return None, "the template takes lists of parts"
+    tried = []
+    for name in _candidates(kind, model_path, tokenizer, config):
+        for renderer in _renderers(name, tokenizer):
+            for bare in (True, False):
+                family = Family(name, renderer, bare, (), bridges=False)
+                if not _proven(family, template, bridge):
+                    continue
+                lead = tuple(_ids(family, template, [{"role": "user", "content": "Hello."}]) or ())
+                agrees = _bridges_agree(Family(name, renderer, bare, lead, bridges=False), template, bridge)
+                return Family(name, renderer, bare, lead, bridges=agrees), "proven"
+        tried.append(name)
+    if not tried:
+        return None, "no `renderers` family is known for this model"
+    which = f"no family of `renderers` ({len(tried)} tried)" if len(tried) > 4 else f"not {' or '.join(tried)} of `renderers`"
+    return None, f"{which}, which would write other ids than the template"
+
+
+def _candidates(kind: str, model_path: str, tokenizer: Any, config: dict[str, Any]) -> list[str]:
+    from renderers.base import MODEL_RENDERER_MAP
+
+    if kind != "auto":
+        return [kind]
+    named = [MODEL_RENDERER_MAP.get(name) for name in (model_path, getattr(tokenizer, "name_or_path", ""))]
+    by_type = _BY_MODEL_TYPE.get(str(config.get("model_type")))
+    rest = by_type if by_type is not None else () if config else known_families()
+    return list(dict.fromkeys([*[name for name in named if name], *rest]))
+
+
+def _renderers(name: str, tokenizer: Any) -> Iterator[Any]:
+    """The family's renderers: with its defaults, and with thinking switched off or on."""
+    from renderers.base import create_renderer
+    from renderers.configs import _config_class_for
+
+    config_class = _config_class_for(name)
+    variants: list[dict[str, Any]] = [{}]
+    if "enable_thinking" in config_class.model_fields:
+        variants += [{"enable_thinking": True}, {"enable_thinking": False}]
+    for variant in variants:
+        for retention in ({"thinking_retention": "all"}, {}):
+            try:
+                yield create_renderer(tokenizer, config_class(**variant, **retention))
+            except Exception:  # noqa: BLE001 - foreign constructors assert on any tokenizer that is not theirs
+                continue
+
+
+def _talks() -> list[list[Message]]:
+    """Conversations as far as a job writes them: user, tool call, result, answer, user."""
+
+    def call(i: int) -> Any:
+        arguments = {"expression": f"{i} * 3"}
+        return {"type": "function", "id": f"call{i:05d}", "function": {"name": "calculator", "arguments": arguments}}
+
+    def result(i: int) -> Message:
+        return {"role": "tool", "content": f"{3 * i}", "tool_call_id": f"call{i:05d}", "name": "calculator"}
+
+    user: Message = {"role": "user", "content": "What is 2 * 3?"}
+    turn: Message = {"role": "assistant", "content": "", "tool_calls": [call(2)]}
+    talk: list[Message] = [user, turn, result(2), {"role": "assistant", "content": "It is 6."}]
+    talk.append({"role": "user", "content": "And 3 * 3?"})
+    two: Message = {"role": "assistant", "content": "", "tool_calls": [call(2), call(3)]}
+    system: Message = {"role": "system", "content": "Be brief."}
+    return [[user], talk[:3], talk, [system, user], [user, two, result(2), result(3)]]
+
+
+def _ids(family: Family, template: Template, messages: Sequence[Message]) -> list[int] | None:
+    shaped = [{**message} for message in messages]
+    try:
+        found = family.renderer.render_ids(shaped, tools=family.tools(template.tools), add_generation_prompt=True)
+    except Exception:  # noqa: BLE001 - a foreign renderer on a probe that it may not know
+        return None
+    return list(found)
+
+
+def _proven(family: Family, template: Template, bridge: BridgeChat) -> bool:
+    """Whether it renders every probe conversation as the template does (those that the template refuses set aside)."""
+    compared = 0
+    for talk in _talks():
+        try:
+            expected = bridge.whole_ids(template.text(talk, template.tools, generate=True))
+        except TemplateRefusal:
+            continue
+        if _ids(family, template, talk) != expected:
+            return False
+        compared += 1
+    return compared >= 3
+
+
+def _bridges_agree(family: Family, template: Template, bridge: BridgeChat) -> bool:
+    """Whether its bridge and our frames add the same ids: after a call, after an answer, after a turn cut off."""
+    talk = _talks()[2]
+    body = bridge.encode_text("It is 6.")
+    for turn in (body, [*body, bridge.stop_ids[0]]):
+        for messages in ([talk[2]], [talk[2], talk[2]], [talk[4]]):
+            theirs = _their_bridge(family, template, turn, messages)
+            try:
+                ours = bridge.bridge(turn, messages)
+            except UserError:
+                return False
+            if theirs is not None and theirs != ours:
+                return False
+    return True
+
+
+def _their_bridge(
+    family: Family, template: Template, turn_ids: Sequence[int], messages: Sequence[Message]
+) -> list[int] | None:
+    turn = list(turn_ids)
+    shaped = [{**message, "content": text_of(message["content"])} for message in messages]
+    found = family.renderer.bridge_to_next_turn(
+        list(family.lead), turn, shaped, tools=family.tools(template.tools)
+    )
+    done = [*family.lead, *turn]
+    return list(found.token_ids[len(done) :]) if found is not None and found.token_ids[: len(done)] == done else None
+
+
+class FamilyChat:
+    """A `Chat` (see base) that renders through a family of `renderers`; what its bridge adds comes from our frames
+    where they agree with it, and calls are read by our parser where it reads this template's calls."""
+
+    def __init__(self, bridge: BridgeChat, family: Family) -> None:
+        self._bridge, self._family = bridge, family
+        self.stop_ids = tuple(dict.fromkeys([*bridge.stop_ids, *family.renderer.get_stop_token_ids()]))
+        bridge.stop_at(self.stop_ids)
+        self.rewrites_history = bridge.rewrites_history
+        stretches = "our frames, which agree with its bridge" if family.bridges else "its own bridge"
+        reader = bridge.call_format or "its own parser"
+        self.description = f"family {family.name} of `renderers`, proven on probes; {stretches}; calls by {reader}"
+
+    def render(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> list[int]:
+        """See base."""
+        return self._bridge.render(messages, tools, self._family_ids)
+
+    def _family_ids(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> list[int]:
+        family = self._family
+        shaped = [{**message} for message in messages]
+        return list(family.renderer.render_ids(shaped, tools=family.tools(tools), add_generation_prompt=True))
+
+    def bridge(self, turn_ids: Sequence[int], messages: Sequence[Message]) -> list[int]:
+        """See base."""
+        if not self._family.bridges and not self._bridge.structural_in(messages):
+            theirs = _their_bridge(self._family, self._bridge.template, turn_ids, messages)
+            if theirs is not None:
+                return theirs
+        return self._bridge.bridge(turn_ids, messages)
+
+    def parse(self, turn_ids: Sequence[int]) -> ParsedTurn:
+        """See base."""
+        if self._bridge.call_format is not None:
+            return self._bridge.parse(turn_ids)
+        family = self._family
+        found = family.renderer.parse_response(
+            list(turn_ids), tools=family.tools(self._bridge.template.tools), prompt_ids=list(family.lead)
+        )
+        calls = tuple(_parsed(call) for call in found.tool_calls)
+        return ParsedTurn(found.content.strip(), calls, found.reasoning_content or None)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """See base."""
+        return self._bridge.decode(ids)
+
+    def encode_text(self, text: str) -> list[int]:
+        """See base."""
+        return self._bridge.encode_text(text)
+
+
+def _parsed(call: Any) -> ParsedCall:
+    arguments, status = call.arguments, str(call.status)
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError):
+            status = "invalid_json"
+    if status != "ok" or not isinstance(arguments, dict) or not call.name:
+        why = status.replace("_", " ") if status != "ok" else "it has no name or its arguments are no JSON object"
+        return ParsedCall(call.name or "", {}, call.raw, f"this tool call cannot be read: {why}", call.id)
+    return ParsedCall(call.name, arguments, call.raw, None, call.id)

@@ -1,0 +1,86 @@
+"""Gemma's own way of writing values: `{key:<|"|>text<|"|>,n:3,list:[true,null]}`."""
+
+import re
+from typing import Any
+
+_QUOTE = '<|"|>'
+_MAX_DEPTH = 64
+_NUMBER = re.compile(r"-?\d+(\.\d+)?([eE][+-]?\d+)?")
+_WORDS = {"true": True, "false": False, "null": None}
+
+
+class _Wrong(Exception):
+    pass
+
+
+def read_gemma_arguments(text: str) -> tuple[dict[str, Any], str | None]:
+    """The arguments and None, or {} and what is wrong. Linear; never raises."""
+    try:
+        value, at = _value(text, 0, 0)
+        if text[at:].strip():
+            raise _Wrong(f"nothing may follow the closing brace, but {text[at : at + 20]!r} does")
+    except _Wrong as error:
+        return {}, str(error)
+    return value, None
+
+
+def _value(text: str, at: int, depth: int) -> tuple[Any, int]:
+    if depth > _MAX_DEPTH:
+        raise _Wrong("it is nested too deeply")
+    if text.startswith(_QUOTE, at):
+        return _string(text, at)
+    if text.startswith("{", at):
+        return _pairs(text, at + 1, depth)
+    if text.startswith("[", at):
+        return _items(text, at + 1, depth)
+    for word, value in _WORDS.items():
+        if text.startswith(word, at):
+            return value, at + len(word)
+    if (number := _NUMBER.match(text, at)) and number.end() - at < 400:
+        whole = number.group(1) is None and number.group(2) is None
+        return (int if whole else float)(number.group()), number.end()
+    raise _Wrong(f"no value at {text[at : at + 20]!r}; text stands between {_QUOTE}")
+
+
+def _string(text: str, at: int) -> tuple[str, int]:
+    start = at + len(_QUOTE)
+    end = text.find(_QUOTE, start)
+    if end < 0:
+        raise _Wrong(f"a text is not closed by {_QUOTE}")
+    return text[start:end], end + len(_QUOTE)
+
+
+def _pairs(text: str, at: int, depth: int) -> tuple[dict[str, Any], int]:
+    found: dict[str, Any] = {}
+    if text.startswith("}", at):
+        return found, at + 1
+    while True:
+        if text.startswith(_QUOTE, at):
+            key, at = _string(text, at)
+        else:
+            end = text.find(":", at, at + 200)
+            if end < 0:
+                raise _Wrong(f"no key at {text[at : at + 20]!r}")
+            key, at = text[at:end].strip(), end
+        if not text.startswith(":", at):
+            raise _Wrong(f"no ':' after the key {key[:40]!r}")
+        found[key], at = _value(text, at + 1, depth + 1)
+        if text.startswith("}", at):
+            return found, at + 1
+        if not text.startswith(",", at):
+            raise _Wrong(f"no ',' or '}}' at {text[at : at + 20]!r}")
+        at += 1
+
+
+def _items(text: str, at: int, depth: int) -> tuple[list[Any], int]:
+    found: list[Any] = []
+    if text.startswith("]", at):
+        return found, at + 1
+    while True:
+        value, at = _value(text, at, depth + 1)
+        found.append(value)
+        if text.startswith("]", at):
+            return found, at + 1
+        if not text.startswith(",", at):
+            raise _Wrong(f"no ',' or ']' at {text[at : at + 20]!r}")
+        at += 1

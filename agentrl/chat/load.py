@@ -1,0 +1,86 @@
+"""Which chat serves a model: a `renderers` family that is proven to write what the template writes, else our bridge."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from agentrl.chat.base import Chat
+from agentrl.chat.bridge import BridgeChat
+from agentrl.chat.encode import Encoder
+from agentrl.chat.families import FamilyChat, find_family, known_families
+from agentrl.chat.parse import TurnParser
+from agentrl.chat.probe import check_tools, find_ends, find_rewrites
+from agentrl.chat.template import Template
+from agentrl.errors import UserError, nearest
+
+
+def load_tokenizer(path: str) -> Any:
+    """The tokenizer of a folder or a hub name. Raises UserError where there is none."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        line = str(error).strip().splitlines()[0]
+        raise UserError(f"no tokenizer can be loaded from {path!r}: {line}") from error
+
+
+def load_chat(
+    tokenizer: Any,
+    *,
+    model_path: str,
+    kind: str = "auto",
+    chat_template: str | None = None,
+    tools: Sequence[dict[str, Any]] = (),
+) -> Chat:
+    """The chat of a run. Renders some probe conversations; takes well under a second.
+
+    model_path: where the model's config.json and generation_config.json are looked for. kind: `auto`, `bridge`, or a
+    family of `renderers` that must then prove itself. chat_template: a jinja file, or its text, in place of the
+    tokenizer's own. tools: as in `Tool.schema`, all that a task may offer. Raises UserError where the template cannot
+    carry the job: none there, tools that it does not show, results that it cannot express.
+    """
+    template = Template(tokenizer, _template_text(chat_template), tools)
+    check_tools(template)
+    encoder = Encoder(tokenizer, template.source)
+    folder = Path(model_path)
+    ends = find_ends(template, encoder, _eos_ids(tokenizer, folder))
+    parser = TurnParser(template, encoder.decode, ends.stop_ids, encoder.structural, tools)
+    calls = f"calls as {parser.format.name}" if parser.format else "calls in any tagged format (the template shows none)"
+    bridge = BridgeChat(template, encoder, ends, parser, find_rewrites(template), f"own bridge; {calls}")
+    if kind == "bridge":
+        return bridge
+    if kind != "auto" and kind not in known_families():
+        raise UserError(f"unknown chat {kind!r}{nearest(kind, ['auto', 'bridge', *known_families()])}")
+    family, why = find_family(tokenizer, template, bridge, kind=kind, model_path=model_path, config=_read(folder / "config.json"))
+    if family is None:
+        if kind != "auto":
+            raise UserError(f"the chat family {kind!r} does not write what this model's template writes: {why}; use `auto`")
+        bridge.description += f"; {why}"
+        return bridge
+    return FamilyChat(bridge, family)
+
+
+def _template_text(source: str | None) -> str | None:
+    if source is None or "{{" in source or "{%" in source:
+        return source
+    try:
+        return Path(source).read_text(encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"the chat template {source!r} cannot be read: {error.strerror}") from error
+
+
+def _eos_ids(tokenizer: Any, folder: Path) -> frozenset[int]:
+    """The ids that the tokenizer and the model's generation_config.json declare as ends."""
+    declared = _read(folder / "generation_config.json").get("eos_token_id")
+    ids = declared if isinstance(declared, list) else [declared]
+    return frozenset(i for i in [tokenizer.eos_token_id, *ids] if isinstance(i, int))
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}

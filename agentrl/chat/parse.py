@@ -1,0 +1,107 @@
+"""An assistant's ids taken apart into content, thinking and calls. No text makes it raise; its cost is linear."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from agentrl.chat.base import ParsedTurn
+from agentrl.chat.calls import Schemas
+from agentrl.chat.formats import FORMATS, HERMES, Format
+from agentrl.chat.probe import THINKING, after, generation_prompt, opens_thinking
+from agentrl.chat.template import KEY, USER, Template, TemplateRefusal, call_name, call_value, probe_turn
+from agentrl.plugins.types import Message
+
+_EXTRA: dict[str, Any] = {"zqn": 4, "zqd": {"zqa": [1, "zqb"]}}
+
+
+class TurnParser:
+    """Reads the turns of one template. format: how calls are written; None: unknown, all tagged formats are tried."""
+
+    def __init__(
+        self,
+        template: Template,
+        decode: Callable[[Sequence[int]], str],
+        stop_ids: Sequence[int],
+        structural: dict[str, int],
+        tools: Sequence[dict[str, Any]],
+    ) -> None:
+        self.format = find_format(template)
+        self._formats = (self.format,) if self.format else tuple(f for f in FORMATS if f.name != "bare JSON")
+        self._decode, self.stops, self._schemas = decode, frozenset(stop_ids), Schemas(tools)
+        self._thinks = opens_thinking(template)
+        prompt = generation_prompt(template)
+        known = [pair for pair in THINKING if pair[0] in template.source or pair[0] in prompt]
+        self._thinking = known or list(THINKING[:1])
+        self._thought_ids = [
+            (structural.get(opening.strip()), structural[closing])
+            for opening, closing in self._thinking
+            if closing in structural
+        ]
+
+    def parse(self, turn_ids: Sequence[int]) -> ParsedTurn:
+        """See `Chat.parse`."""
+        closed = len(turn_ids) > 0 and turn_ids[-1] in self.stops
+        text = self._decode(turn_ids[:-1] if closed else turn_ids)
+        return self.parse_text(text, closed=closed)
+
+    def parse_text(self, text: str, *, closed: bool) -> ParsedTurn:
+        """The same from text without its stop token."""
+        reasoning, text = self._split_thought(text)
+        form = self._formats[0]
+        if len(self._formats) > 1:
+            form = next((form for form in self._formats if form.marker in text), HERMES)
+        if form.marker not in text:
+            return ParsedTurn(text.strip(), (), reasoning)
+        reading = form.read(text, closed, self._schemas)
+        if reading.reasoning:
+            reasoning = "\n".join([*([reasoning] if reasoning else []), *reading.reasoning])
+        return ParsedTurn("".join(reading.content).strip(), tuple(reading.calls), reasoning)
+
+    def _split_thought(self, text: str) -> tuple[str | None, str]:
+        """The thought and what follows it. One that is not closed ends where a call begins, or with the text."""
+        for opening, closing in self._thinking:
+            end = text.find(closing)
+            if end >= 0:
+                thought = text[:end].lstrip().removeprefix(opening).strip()
+                return thought or None, text[end + len(closing) :]
+            if self._thinks or text.lstrip().startswith(opening):
+                markers = [at for form in self._formats if (at := text.find(form.marker)) >= 0 and len(form.marker) > 1]
+                end = min(markers, default=len(text))
+                return text[:end].lstrip().removeprefix(opening).strip() or None, text[end:]
+        return None, text
+
+    def open_thought(self, turn_ids: Sequence[int]) -> tuple[int, ...]:
+        """The id that closes the thought in which a turn was cut off; none where it was not, or has no such id."""
+        for opening, closing in self._thought_ids:
+            if closing not in turn_ids and (self._thinks or (opening is not None and opening in turn_ids)):
+                return (closing,)
+        return ()
+
+
+def find_format(template: Template) -> Format | None:
+    """The format that reads back what the template writes of a known call."""
+    turn = probe_turn(1)
+    expected = {KEY: call_value(0), **_EXTRA}
+    turn["tool_calls"][0]["function"]["arguments"] = expected
+    user: Message = {"role": "user", "content": USER}
+    try:
+        opening = template.text([user], template.tools, generate=True)
+        text = template.text([user, turn], template.tools, generate=False)
+    except TemplateRefusal:
+        return None
+    for written in (text[_common(opening, text) :], after(text, USER)):
+        for form in FORMATS:
+            for cut in (written, *_endings(written)):
+                calls = form.read(cut, True, Schemas(())).calls if form.marker in cut else []
+                if [(call.name, call.arguments, call.error) for call in calls] == [(call_name(0), expected, None)]:
+                    return form
+    return None
+
+
+def _common(one: str, other: str) -> int:
+    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+
+
+def _endings(text: str) -> list[str]:
+    """The text without its last token or two: bare calls end where their turn does."""
+    cuts = [text[:at].rstrip() for token in ("<", "[") if (at := text.rfind(token)) > 0]
+    return cuts

@@ -1,0 +1,199 @@
+"""What a template does, found once by rendering conversations of sentinels: what ends a turn, what it rewrites."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from agentrl.chat.encode import Encoder
+from agentrl.chat.template import (
+    ANSWER,
+    CONTENT,
+    USER,
+    Template,
+    TemplateRefusal,
+    call_name,
+    call_value,
+    probe_result,
+    probe_turn,
+)
+from agentrl.errors import UserError
+from agentrl.plugins.types import Message
+
+_USER: Message = {"role": "user", "content": USER}
+_USER_2: Message = {"role": "user", "content": "Zqu001x"}
+_THOUGHT, _THOUGHT_2 = "Zqr000x", "Zqr001x"
+_RESULT = "Zqc000x"
+
+THINKING = (
+    ("<think>", "</think>"),
+    ("[THINK]", "[/THINK]"),
+    ("<seed:think>", "</seed:think>"),
+    ("<|channel>thought\n", "<channel|>"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class TurnEnds:
+    """How an assistant turn ends.
+
+    stop_ids: what the engine stops at. eos: those of them that the model declares. inner: how many structural tokens
+    stand between a call's arguments and what ends its turn. own: ids that end a turn and belong to it; any other that
+    stands there begins the next message (`<|observation|>`).
+    """
+
+    stop_ids: tuple[int, ...]
+    eos: frozenset[int]
+    inner: int
+    own: frozenset[int]
+
+    def close(self, pieces: Sequence[tuple[int | None, str]], *, calls: bool) -> int | None:
+        """The index in `pieces` (text after a turn's last sentinel, up to the next message) of what ends the turn."""
+        tokens = [i for i, (token, _) in enumerate(pieces) if token is not None]
+        for i in tokens:
+            if pieces[i][0] in self.eos:
+                return i
+        skip = self.inner if calls else 0
+        return tokens[skip] if len(tokens) > skip else None
+
+
+def after(text: str, sentinel: str) -> str:
+    """What follows the first occurrence of a sentinel ('' where it is missing)."""
+    return text.partition(sentinel)[2]
+
+
+def before(text: str, *sentinels: str) -> str:
+    """What stands before the first of the sentinels."""
+    for sentinel in sentinels:
+        text = text.partition(sentinel)[0]
+    return text
+
+
+def find_ends(template: Template, encoder: Encoder, eos: frozenset[int]) -> TurnEnds:
+    """What ends a turn, from a last turn, from one before a user's message, and from one before a tool's result."""
+    ends = TurnEnds((), eos, _inner_tokens(template, encoder), frozenset())
+    last = encoder.split(after(_render(template, [_USER, probe_turn(0, CONTENT)]), CONTENT))
+    held = _render(template, [_USER, probe_turn(0, CONTENT), _USER_2], generate=True)
+    gap = encoder.split(before(after(held, CONTENT), _USER_2["content"] or ""))  # type: ignore[arg-type]
+    in_gap, in_last = (_close(ends, pieces, calls=False) for pieces in (gap, last))
+    keeps_close = in_gap is not None and (in_last is None or in_gap in [token for token, _ in last])
+    stops = [in_gap if keeps_close else in_last]
+    for tail in _call_tails(template, encoder):
+        if (i := ends.close(tail, calls=True)) is not None:
+            stops.append(tail[i][0])
+            break
+    found = tuple(dict.fromkeys(i for i in [*stops, *sorted(eos)] if i is not None))
+    if not found:
+        raise UserError("nothing ends an assistant turn: the tokenizer has no eos_token and the template writes none")
+    own = frozenset(i for i in (in_gap, in_last) if i is not None) if in_last is not None else frozenset()
+    return TurnEnds(found, eos, ends.inner, own)
+
+
+def _close(ends: TurnEnds, pieces: Sequence[tuple[int | None, str]], *, calls: bool) -> int | None:
+    i = ends.close(pieces, calls=calls)
+    return None if i is None else pieces[i][0]
+
+
+def _call_tails(template: Template, encoder: Encoder) -> list[list[tuple[int | None, str]]]:
+    last = _render(template, [_USER, probe_turn(1)])
+    held = _render(template, [_USER, probe_turn(1), probe_result(0, _RESULT)], generate=True)
+    tails = [after(last, call_value(0)), before(after(held, call_value(0)), call_name(0), _RESULT)]
+    return [encoder.split(tail) for tail in tails if tail]
+
+
+def _inner_tokens(template: Template, encoder: Encoder) -> int:
+    """Structural tokens that close each call of a turn: those between two calls that also follow the last."""
+    messages = [_USER, probe_turn(2), probe_result(0, _RESULT), probe_result(1, _RESULT)]
+    text = _render(template, messages, generate=True)
+    between = encoder.split(before(after(text, call_value(0)), call_name(1), call_value(1)))
+    gap = encoder.split(before(after(text, call_value(1)), call_name(0), _RESULT))
+    count = 0
+    for one, other in zip(between, gap, strict=False):
+        if one != other:
+            break
+        count += one[0] is not None
+    return count
+
+
+def _render(template: Template, messages: Sequence[Message], *, generate: bool = False) -> str:
+    """'' where the template refuses: it has no such conversations, and the probe learns nothing from them."""
+    try:
+        return template.text(messages, template.tools, generate=generate)
+    except TemplateRefusal:
+        return ""
+
+
+def generation_prompt(template: Template) -> str:
+    """What `add_generation_prompt` adds after a user's message."""
+    return after(_render(template, [_USER], generate=True), USER)
+
+
+def opens_thinking(template: Template) -> bool:
+    """Whether the generation prompt ends inside a thought."""
+    prompt = generation_prompt(template)
+    return any(prompt.rfind(opening) > prompt.rfind(closing) for opening, closing in THINKING)
+
+
+def find_rewrites(template: Template) -> str | None:
+    """What the template rewrites in turns that are already written, for people; None when nothing was found."""
+    calls = 1 if call_value(0) in _render(template, [_USER, probe_turn(1)]) else 0
+    turn, result = probe_turn(calls, CONTENT), probe_result(0, _RESULT)
+    talk: list[Message] = [_USER, turn, *([result] if calls else []), probe_turn(0, ANSWER), _USER_2]
+    found = [*_changes(template, talk), *_lost_thoughts(template, calls)]
+    return "; ".join(dict.fromkeys(found)) or None
+
+
+def _changes(template: Template, talk: list[Message]) -> list[str]:
+    found = []
+    for i in range(1, len(talk)):
+        role, former = talk[i]["role"], talk[i - 1]["role"]
+        written = _render(template, talk[:i], generate=role == "assistant")
+        now = _render(template, talk[: i + 1], generate=role in ("user", "tool"))
+        if not written or not now or now.startswith(written):
+            continue
+        if role == "assistant":
+            found.append("an assistant turn does not begin with the generation prompt")
+        elif role == "tool":
+            found.append("a turn is written otherwise once a tool has answered")
+        elif former == "assistant":
+            found.append("a turn is written otherwise once the user has answered")
+    return found
+
+
+def _lost_thoughts(template: Template, calls: int) -> list[str]:
+    turn, answer = probe_turn(calls, "", _THOUGHT), probe_turn(0, ANSWER, _THOUGHT_2)
+    results = [probe_result(0, _RESULT)] if calls else []
+    if calls and _THOUGHT in _render(template, [_USER, turn]):
+        if _THOUGHT not in _render(template, [_USER, turn, *results], generate=True):
+            return ["thinking is dropped once a tool has answered"]
+        if _THOUGHT not in _render(template, [_USER, turn, *results, answer]):
+            return ["thinking before a tool call is dropped once the answer is written"]
+        if _THOUGHT not in _render(template, [_USER, turn, *results, answer, _USER_2], generate=True):
+            return ["thinking is dropped once the user speaks again"]
+    if _THOUGHT_2 in _render(template, [_USER, answer]) and _THOUGHT_2 not in _render(
+        template, [_USER, answer, _USER_2], generate=True
+    ):
+        return ["thinking is dropped once the user speaks again"]
+    return []
+
+
+def check_tools(template: Template) -> None:
+    """Raises UserError where tools are given and the template shows none, or has no way to write a tool's result."""
+    if not template.tools:
+        return
+    names = [str(tool.get("function", tool).get("name")) for tool in template.tools]
+    opening = _render(template, [_USER], generate=True)
+    if missing := [name for name in names if name not in opening]:
+        raise UserError(
+            f"the chat template does not show the model the tools {', '.join(missing)}: it ignores `tools`; "
+            "give one that renders them (`model.chat_template`), or leave the tools out"
+        )
+    for calls in (1, 0):
+        content = "" if calls else CONTENT
+        try:
+            text = template.text([_USER, probe_turn(calls, content), probe_result(0, _RESULT)], template.tools, generate=True)
+        except TemplateRefusal as error:
+            refusal = str(error)
+            continue
+        if _RESULT in text:
+            return
+        refusal = "it leaves the message out"
+    raise UserError(f"the chat template cannot express a tool's result: {refusal}; give another (`model.chat_template`)")

@@ -1,0 +1,131 @@
+"""A tokenizer's own chat template: how it wants arguments and contents, and what it makes of a conversation."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from agentrl.errors import UserError
+from agentrl.plugins.types import Message
+
+CONTENT, USER, KEY, ANSWER = "Zqa000x", "Zqu000x", "zqk000x", "Zqb000x"
+
+
+def call_name(i: int) -> str:
+    return f"zqn{i:03d}x"
+
+
+def call_id(i: int) -> str:
+    return f"zqID{i:05d}"  # nine letters and digits: what the strictest template asks for
+
+
+def call_value(i: int) -> str:
+    return f"Zqv{i:03d}x"
+
+
+class TemplateRefusal(Exception):
+    """The template raised on a conversation. The text is the template's own."""
+
+
+def probe_turn(calls: int, content: str = "", reasoning: str | None = None) -> Message:
+    """An assistant turn of sentinels with this many calls."""
+    turn: Message = {"role": "assistant", "content": content}
+    if calls:
+        turn["tool_calls"] = [
+            {"type": "function", "id": call_id(i), "function": {"name": call_name(i), "arguments": {KEY: call_value(i)}}}
+            for i in range(calls)
+        ]
+    if reasoning is not None:
+        turn["reasoning_content"] = reasoning
+    return turn
+
+
+def probe_result(i: int, content: str) -> Message:
+    return {"role": "tool", "content": content, "tool_call_id": call_id(i), "name": call_name(i)}
+
+
+class Template:
+    """`text` renders; messages are first put into the form that the template wants.
+
+    arguments: "dict" or "json", how it wants a call's arguments. parts: whether contents must be lists of parts.
+    """
+
+    def __init__(self, tokenizer: Any, source: str | None, tools: Sequence[dict[str, Any]]) -> None:
+        self._tokenizer = tokenizer
+        self.tools = list(tools)
+        self.source = _source(tokenizer, source, self.tools)
+        self.arguments, self.parts = "dict", False
+        user: Message = {"role": "user", "content": USER}
+        if USER not in self._try([user]):
+            self.parts = True
+            if USER not in self._try([user]):
+                raise UserError(
+                    "the chat template does not render a user's message; give another one (`model.chat_template`)"
+                )
+        self.arguments = self._arguments_form(user)
+
+    def _try(self, messages: Sequence[Message]) -> str:
+        try:
+            return self.text(messages, self.tools, generate=True)
+        except TemplateRefusal:
+            return ""
+
+    def _arguments_form(self, user: Message) -> str:
+        for form in ("dict", "json"):
+            self.arguments = form
+            text = self._try([user, probe_turn(1), probe_result(0, CONTENT)])
+            if call_value(0) in text and f"{{'{KEY}'" not in text:
+                return form
+        return "dict"
+
+    def text(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], *, generate: bool) -> str:
+        """The rendered conversation. Raises TemplateRefusal."""
+        from jinja2 import TemplateError
+
+        shaped = [self._shaped(message) for message in messages]
+        try:
+            text: str = self._tokenizer.apply_chat_template(
+                shaped,
+                tools=list(tools) or None,
+                chat_template=self.source,
+                tokenize=False,
+                add_generation_prompt=generate,
+            )
+        except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:  # the template is foreign
+            raise TemplateRefusal(str(error).strip() or type(error).__name__) from error
+        return text
+
+    def _shaped(self, message: Message) -> dict[str, Any]:
+        shaped: dict[str, Any] = dict(message)
+        content = shaped.get("content")
+        if content is None:
+            shaped["content"] = content = ""
+        if self.parts and isinstance(content, str):
+            shaped["content"] = [{"type": "text", "text": content}] if content else []
+        if shaped.get("tool_calls"):
+            shaped["tool_calls"] = [self._shaped_call(call) for call in shaped["tool_calls"]]
+        return shaped
+
+    def _shaped_call(self, call: Mapping[str, Any]) -> dict[str, Any]:
+        function = call["function"]
+        arguments = function["arguments"]
+        if self.arguments == "json" and not isinstance(arguments, str):
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        elif self.arguments == "dict" and isinstance(arguments, str):
+            try:
+                arguments = json.loads(arguments)
+            except ValueError:
+                arguments = {}
+        return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _source(tokenizer: Any, source: str | None, tools: Sequence[dict[str, Any]]) -> str:
+    if source is not None:
+        return source
+    try:
+        found: str = tokenizer.get_chat_template(None, tools=list(tools) or None)
+    except ValueError as error:
+        name = getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__
+        raise UserError(
+            f"the tokenizer {name!r} has no chat template; give one with `model.chat_template` (a path or the text)"
+        ) from error
+    return found

@@ -66,6 +66,52 @@ def test_check_shows_what_would_run(capsys):
     assert re.search(r"^first prompt \(task ", out, re.M)
 
 
+CHATML = """{%- if tools %}<|im_start|>system
+{% for tool in tools %}{{ tool | tojson }}{% endfor %}<|im_end|>
+{% endif %}{%- for m in messages %}<|im_start|>{{ m.role }}
+{{ m.content or '' }}{% for call in m.tool_calls or [] %}<tool_call>{"name": "{{ call.function.name }}", "arguments": \
+{{ call.function.arguments | tojson }}}</tool_call>{% endfor %}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+
+
+@pytest.fixture
+def model_folder(tmp_path):
+    """A folder with a byte-level tokenizer and no weights."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(letters)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", chat_template=CHATML)
+    fast.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
+    return tmp_path
+
+
+def test_check_renders_the_first_prompt_without_a_model(capsys, model_folder):
+    assert main.run(["check", RECIPE, f"model.path={model_folder}"]) == 0
+    prompt = capsys.readouterr().out.partition("first prompt (task train-0)\n")[2]
+    assert prompt.startswith("<|im_start|>system\n{")
+    assert '"name": "calculator"' in prompt
+    assert re.search(r"<\|im_start\|>user\n.+<\|im_end\|>\n<\|im_start\|>assistant\n", prompt)
+    assert re.search(r"^\(\d{3} tokens; rollout.max_tokens is 512", prompt, re.M)
+
+
+def test_check_shows_the_messages_where_there_is_no_tokenizer(capsys):
+    assert main.run(["check", RECIPE, "model.path=agentrl-tests/nowhere"]) == 0
+    prompt = capsys.readouterr().out.partition("first prompt (task train-0)\n")[2]
+    assert prompt.startswith("user: ")
+    assert "not rendered: the tokenizer of" in prompt
+
+
+def test_check_refuses_a_model_folder_that_is_none(capsys):
+    assert "model.path: ./nowhere is no folder" in refused(capsys, "check", RECIPE, "model.path=./nowhere")
+
+
 def test_lists_say_what_is_installed_and_where_from(capsys):
     assert main.run(["tools"]) == 0
     out = capsys.readouterr().out

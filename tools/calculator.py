@@ -20,7 +20,9 @@ MAX_BITS = 512  # of a numerator or denominator, about 154 digits
 PLACES = 6  # decimals of a result that does not end, counted from its first digit where it is below 1
 EXACT_PLACES = 12  # decimals up to which a result that ends is printed whole
 
-_TOKEN = re.compile(r"\s*(?:((?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)?\.[0-9]+|[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)|(\*\*|\S))")
+_NUMBER = r"(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)?\.[0-9]+|[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+"
+_TOKEN = re.compile(rf"\s*(?:({_NUMBER})|(\*\*|\S))")
+_PLAINEST = re.compile(rf"\s*({_NUMBER})\s*([-+*/])\s*({_NUMBER})\s*")  # what nearly every call holds
 _SPELLINGS = str.maketrans({"×": "*", "·": "*", "÷": "/", "−": "-", "–": "-", "[": "(", "]": ")"})
 
 
@@ -57,6 +59,9 @@ def evaluate(expression: str) -> tuple[Number, int]:
     """The exact value and the number of operations (signs are none). Raises CalculatorError."""
     if len(expression) > MAX_LENGTH:
         raise CalculatorError(f"more than {MAX_LENGTH} characters")
+    if match := _PLAINEST.fullmatch(expression):
+        left, sign, right = match.groups()
+        return _apply(sign, _number(left), _number(right)), 1
     parser = _Parser(_TOKEN.findall(expression.translate(_SPELLINGS)))
     return parser.whole(), parser.operations
 
@@ -152,20 +157,7 @@ class _Parser:
 
     def apply(self, sign: str, a: Number, b: Number) -> Number:
         self.operations += 1
-        match sign:
-            case "+":
-                value = a + b
-            case "-":
-                value = a - b
-            case "*":
-                value = a * b
-            case "/":
-                if b == 0:
-                    raise CalculatorError("division by zero")
-                value = _quotient(a, b)
-            case _:
-                value = _power(a, b)
-        return _plain(value)
+        return _apply(sign, a, b)
 
     def unexpected(self) -> CalculatorError:
         number, sign = self.tokens[self.at]
@@ -177,11 +169,28 @@ class _Parser:
 
 
 def _number(text: str) -> Number:
-    text = text.replace(",", "")
-    return _plain(Fraction(text) if "." in text else int(text))
+    whole, point, part = text.replace(",", "").partition(".")
+    return _plain(Fraction(int(whole + part), 10 ** len(part)) if point else int(whole))
+
+
+def _apply(sign: str, a: Number, b: Number) -> Number:
+    match sign:
+        case "+":
+            value = a + b
+        case "-":
+            value = a - b
+        case "*":
+            value = a * b
+        case "/":
+            value = _quotient(a, b)
+        case _:
+            value = _power(a, b)
+    return _plain(value)
 
 
 def _quotient(a: Number, b: Number) -> Number:
+    if b == 0:
+        raise CalculatorError("division by zero")
     if isinstance(a, int) and isinstance(b, int):
         whole, rest = divmod(a, b)
         return Fraction(a, b) if rest else whole

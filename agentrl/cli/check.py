@@ -118,16 +118,26 @@ async def _opening(env: "Environment", task: "Task", seconds: float, seed: int) 
 
 
 def _rendered(recipe: "Recipe", messages: "Sequence[Message]", tools: list[dict[str, Any]]) -> tuple[str, str]:
-    """The prompt as the model reads it and its length, or the messages where no tokenizer can be had."""
-    from agentrl.errors import UserError
+    """The prompt as the model reads it and its length; the messages where the tokenizer is not on this machine."""
+    from agentrl.chat.load import load_chat
+    from agentrl.models.load import resolve
+
+    model = recipe.model
+    place = resolve(model.path)
+    tokenizer = _tokenizer(place, model.trust_remote_code)
+    if tokenizer is None:
+        text = "\n".join(f"{message['role']}: {message['content']}" for message in messages)
+        return text, f"(the messages, not rendered: the tokenizer of {model.path} is not on this machine)"
+    chat = load_chat(tokenizer, model_path=place, kind=model.chat, chat_template=model.chat_template, tools=tools)
+    ids = chat.render(messages, tools)
+    rewrites = f"; the template rewrites its history: {chat.rewrites_history}" if chat.rewrites_history else ""
+    return chat.decode(ids), f"({len(ids)} tokens; rollout.max_tokens is {recipe.rollout.max_tokens}{rewrites})"
+
+
+def _tokenizer(place: str, trust_remote_code: bool) -> Any:
+    from transformers import AutoTokenizer
 
     try:
-        from agentrl.chat.load import load_chat
-
-        chat = load_chat(recipe.model)
-    except UserError as error:
-        text = "\n".join(f"{message['role']}: {message['content']}" for message in messages)
-        return text, f"(the messages only, not rendered: {error})"
-    ids = chat.render(messages, tools)
-    rewrites = f"; this template rewrites its history: {chat.rewrites_history}" if chat.rewrites_history else ""
-    return chat.decode(ids), f"({len(ids)} tokens of rollout.max_tokens = {recipe.rollout.max_tokens}{rewrites})"
+        return AutoTokenizer.from_pretrained(place, local_files_only=True, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError):
+        return None

@@ -1,7 +1,7 @@
 """Evaluation results for people and for programs."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 from rich.console import Console
@@ -11,36 +11,38 @@ from agentrl.errors import UserError
 from agentrl.eval.evaluate import Evaluation
 from agentrl.eval.result import SplitResult
 
-COLUMNS = ("split", "tasks", "accuracy", "95 % interval", "pass@k", "turns", "tool calls", "tool errors", "finish")
-
-
 def show(evaluation: Evaluation, console: Console | None = None) -> None:
-    """A table, a line a split."""
+    """A table, a column a split."""
     console = console or Console()
+    for note in evaluation.notes:
+        console.print(note, highlight=False)
     table = Table(title=f"{evaluation.model} on {evaluation.env}", title_justify="left")
-    for column in COLUMNS:
-        table.add_column(column, justify="left" if column in ("split", "pass@k", "finish") else "right")
+    table.add_column("held-out split")
     for result in evaluation.splits:
-        table.add_row(*_row(result))
+        table.add_column(result.split, justify="right")
+    cells = [dict(_cells(result)) for result in evaluation.splits]
+    for name in dict.fromkeys(name for column in cells for name in column):
+        table.add_row(name, *(column.get(name, "") for column in cells))
     console.print(table)
-    for result in evaluation.splits:
-        if result.failed:
-            console.print(f"{result.split}: {result.failed} samples failed and count in no figure", style="yellow")
 
 
-def _row(r: SplitResult) -> Sequence[str]:
-    tasks = f"{r.tasks}" if r.samples == r.tasks else f"{r.tasks} x {r.samples / max(1, r.tasks):.0f}"
-    return (
-        r.split,
-        tasks,
-        f"{r.accuracy:.1%}",
-        f"{r.low:.1%} to {r.high:.1%}",
-        "  ".join(f"@{k} {value:.1%}" for k, value in r.pass_at.items()),
-        f"{r.turns:.2f}",
-        f"{r.tool_calls:.2f}",
-        f"{r.tool_errors:.1%}",
-        "  ".join(f"{reason} {count}" for reason, count in sorted(r.finish.items(), key=lambda item: -item[1])),
-    )
+def _cells(r: SplitResult) -> Iterator[tuple[str, str]]:
+    yield "accuracy", f"[bold]{r.accuracy:.1%}[/bold]"
+    yield "95 % interval", f"{r.low:.1%} to {r.high:.1%}"
+    for k, value in r.pass_at.items():
+        if k > 1:
+            yield f"pass@{k}", f"{value:.1%}"
+    yield "tasks", f"{r.tasks:,}"
+    yield "samples", f"{r.samples:,}"
+    yield "reward", f"{r.reward:.3f}"
+    yield "turns a sample", f"{r.turns:.2f}"
+    yield "tool calls a sample", f"{r.tool_calls:.2f}"
+    yield "tool errors", f"{r.tool_errors:.1%}"
+    yield "tokens a sample", f"{r.tokens:.1f}"
+    for reason, count in sorted(r.finish.items()):
+        yield f"ended by {reason}", f"{count / r.samples:.1%}"
+    if r.failed:
+        yield "failed, in no figure", f"[yellow]{r.failed:,}[/yellow]"
 
 
 def write_json(evaluation: Evaluation, path: str) -> None:

@@ -16,7 +16,7 @@ from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError
 from agentrl.errors import UserError, nearest
 from agentrl.plugins.environment import Environment
 from agentrl.plugins.tool import Tool
-from agentrl.recipe.schema import EnvSection, ToolSection
+from agentrl.recipe.schema import EngineSection, EnvSection, ToolSection
 
 GROUPS = ("tools", "envs", "rewards", "engines", "advantages", "losses", "trackers")
 
@@ -97,7 +97,7 @@ def make_tool(section: ToolSection) -> Tool:
                 f"tools.{section.name}.args: it is a function and takes none, got {', '.join(section.args)}"
             )
     elif _makes(made, Tool):
-        made = _construct(made, section.args, f"tools.{section.name}.args")
+        made = construct(made, section.args, f"tools.{section.name}.args")
     if not isinstance(made, Tool):
         raise UserError(f"tool {section.name!r} is {_type_of(made)}; wants a Tool class or a @tool function")
     if not isinstance(getattr(made, "name", None), str) or not made.name:
@@ -116,6 +116,12 @@ def make_tools(sections: Sequence[ToolSection]) -> list[Tool]:
     return tools
 
 
+def make_engine(section: EngineSection, model: Any) -> Any:
+    """The engine of a recipe: its class called with the model, `max_batch` and `engine.args`."""
+    made = load("engines", section.name)
+    return construct(made, {"model": model, "max_batch": section.max_batch, **section.args}, "engine.args")
+
+
 def make_environment(section: EnvSection) -> Environment:
     """The environment of a recipe: its class called with `source` and `env.args`."""
     made = load("envs", section.name)
@@ -123,7 +129,7 @@ def make_environment(section: EnvSection) -> Environment:
         raise UserError(f"environment {section.name!r} is {_type_of(made)}; wants an Environment class")
     if "source" in section.args:
         raise UserError("env.args.source: give it as env.source")
-    environment = _construct(made, {"source": section.source, **section.args}, "env.args")
+    environment = construct(made, {"source": section.source, **section.args}, "env.args")
     if not isinstance(environment, Environment):
         raise UserError(f"environment {section.name!r} is {_type_of(environment)}; wants an Environment class")
     return environment
@@ -142,7 +148,7 @@ def _makes(made: Any, wanted: type) -> bool:
     return issubclass(made, wanted) if isinstance(made, type) else inspect.isroutine(made)
 
 
-def _construct(maker: Callable[..., Any], args: Mapping[str, Any], where: str) -> Any:
+def construct(maker: Callable[..., Any], args: Mapping[str, Any], where: str) -> Any:
     """Call a class with arguments that its signature allows, of the types that it annotates."""
     name = getattr(maker, "__name__", str(maker))
     try:

@@ -11,7 +11,7 @@ from agentrl.data.prompts import PromptLengths, measure_prompts
 from agentrl.engine.base import Engine
 from agentrl.models.load import load_model
 from agentrl.plugins.environment import Environment
-from agentrl.plugins.registry import load, make_environment, make_tool
+from agentrl.plugins.registry import make_engine, make_environment, make_tools
 from agentrl.plugins.tool import Tool
 from agentrl.plugins.types import Task
 from agentrl.recipe.schema import Recipe
@@ -37,7 +37,7 @@ class Player:
     async def build(cls, recipe: Recipe, model_path: str | None = None) -> "Player":
         """From what the recipe names; `model_path` replaces `model.path`. Raises UserError: one line."""
         env = make_environment(recipe.env)
-        tools = tuple(make_tool(section) for section in recipe.tools)
+        tools = tuple(make_tools(recipe.tools))
         section = recipe.model if model_path is None else recipe.model.model_copy(update={"path": model_path})
         model, tokenizer = load_model(section)
         chat = load_chat(
@@ -47,7 +47,7 @@ class Player:
             chat_template=section.chat_template,
             tools=[tool.schema for tool in tools],
         )
-        engine = load("agentrl.engines", recipe.engine.name).build(recipe, model)
+        engine: Engine = make_engine(recipe.engine, model)
         await engine.health()
         return cls(recipe, env, tools, model, tokenizer, chat, engine)
 
@@ -84,6 +84,7 @@ class Player:
 
     async def close(self) -> None:
         """Once, when the run ends: tools and environment free what they held, the engine stops."""
-        for plugin in (*self.tools, self.env):
-            await plugin.close()
+        for tool in self.tools:
+            await tool.close()
+        await self.env.close()
         await self.engine.close()

@@ -14,6 +14,7 @@ from rich.text import Text
 
 SPARKS = "▁▂▃▄▅▆▇█"
 WIDTH = 48  # of a curve, in characters
+PIPED_WIDTH = 160  # columns when the output goes to a file or a pipe
 
 
 def sparkline(values: Sequence[float], low: float = 0.0, high: float = 1.0) -> str:
@@ -34,11 +35,16 @@ def clock(seconds: float) -> str:
     return f"{hours}:{m:02d}:{s:02d}" if hours else f"{m}:{s:02d}"
 
 
+def _console() -> Console:
+    console = Console()
+    return console if console.is_terminal else Console(width=PIPED_WIDTH)
+
+
 class Display:
     """Shows step, reward, held-out accuracy, tokens a second and the time left."""
 
     def __init__(self, steps: int, title: str, console: Console | None = None, first_step: int = 0):
-        self.console = console or Console()
+        self.console = console or _console()
         self.steps, self.title, self.first_step = steps, title, first_step
         self.rewards: list[float] = []
         self.accuracies: list[float] = []

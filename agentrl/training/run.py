@@ -10,6 +10,7 @@ from typing import Any
 from agentrl.data.prompts import PromptLengths
 from agentrl.data.sampler import TaskSampler
 from agentrl.errors import UserError
+from agentrl.eval.evaluate import chosen_splits
 from agentrl.eval.held_out import HeldOut
 from agentrl.plugins.registry import load
 from agentrl.plugins.tracker import Tracker
@@ -79,7 +80,7 @@ def _run(recipe: Recipe, name: str, resumed: RunFolder | None, display: Display 
         display = stack.enter_context(display or Display(recipe.train.steps, name, first_step=first))
         display.note(player.describe())
 
-        held_out, notes = interrupts.run(lambda: HeldOut.prepare(player, recipe, held_out_splits(player, recipe)))
+        held_out, notes = interrupts.run(lambda: HeldOut.prepare(player, recipe, chosen_splits(player.env, recipe)))
         tasks = player.env.tasks("train")
         sampler = TaskSampler(len(tasks), recipe.train.seed)
         notes += _leave_out_long(recipe, player, tasks, sampler, interrupts)
@@ -87,6 +88,8 @@ def _run(recipe: Recipe, name: str, resumed: RunFolder | None, display: Display 
             display.note(note)
 
         actor = Actor(player.model, recipe)
+        display.note(f"chat: {player.chat.description}")
+        display.note(f"training forward: {actor.description}")
         folder = resumed or RunFolder.create(recipe.output, name)
         folder.write_recipe(dump_recipe(recipe))
         loop = Loop(
@@ -116,16 +119,6 @@ def prepare_torch(recipe: Recipe) -> None:
     if recipe.train.threads:
         torch.set_num_threads(recipe.train.threads)
     torch.manual_seed(recipe.train.seed)
-
-
-def held_out_splits(player: Player, recipe: Recipe) -> tuple[str, ...]:
-    """Those of the recipe, or all of the environment's. Raises UserError for one that it does not have."""
-    offered = player.env.splits
-    wanted = recipe.eval.splits if recipe.eval.splits is not None else offered
-    for split in wanted:
-        if split not in (*offered, "train"):
-            raise UserError(f"eval.splits: {player.env.name} has no split {split!r}; it has {', '.join(offered)}")
-    return wanted
 
 
 def _leave_out_long(

@@ -1,0 +1,73 @@
+"""`evaluate`: a model on held-out tasks, without training it."""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from agentrl.errors import UserError, nearest
+from agentrl.eval.held_out import HeldOut
+from agentrl.eval.result import SplitResult
+from agentrl.plugins.environment import Environment
+from agentrl.recipe.load import load_recipe
+from agentrl.recipe.schema import Recipe
+from agentrl.rollout.player import Player
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """One result a split, in the order asked for. `notes`: lines about tasks that were left out."""
+
+    model: str
+    env: str
+    splits: tuple[SplitResult, ...]
+    notes: tuple[str, ...] = ()
+
+    def __getitem__(self, split: str) -> SplitResult:
+        return next(r for r in self.splits if r.split == split)
+
+    def json(self) -> dict[str, Any]:
+        return {"model": self.model, "env": self.env, "splits": {r.split: r.json() for r in self.splits}}
+
+
+def evaluate(
+    recipe: Recipe | str,
+    *,
+    overrides: Sequence[str] = (),
+    model: str | None = None,
+    splits: Sequence[str] | None = None,
+    samples: int | None = None,
+) -> Evaluation:
+    """Play `eval.tasks` tasks of each split, `samples` (else `eval.samples`) times each.
+
+    model: a folder or hub name in place of the recipe's. splits: in place of `eval.splits`. Raises UserError.
+    """
+    if isinstance(recipe, str):
+        recipe = load_recipe(recipe, overrides)
+    elif overrides:
+        raise UserError("overrides go with a recipe's path; a Recipe object is complete")
+    changed = {"samples": samples or recipe.eval.samples, "splits": tuple(splits) if splits else recipe.eval.splits}
+    recipe = recipe.model_copy(update={"eval": recipe.eval.model_copy(update=changed)})
+    return asyncio.run(_evaluate(recipe, model))
+
+
+async def _evaluate(recipe: Recipe, model: str | None) -> Evaluation:
+    player = await Player.build(recipe, model_path=model)
+    try:
+        held_out, notes = await HeldOut.prepare(player, recipe, chosen_splits(player.env, recipe))
+        results = [(await held_out.play(split))[0] for split in held_out.splits]
+    finally:
+        await player.close()
+    return Evaluation(
+        model or recipe.model.path, f"{recipe.env.name} ({recipe.env.source})", tuple(results), tuple(notes)
+    )
+
+
+def chosen_splits(env: Environment, recipe: Recipe) -> tuple[str, ...]:
+    """Those of the recipe, or all held-out ones. Raises UserError for one that the environment does not have."""
+    if recipe.eval.splits is None:
+        return tuple(env.splits)
+    for split in recipe.eval.splits:
+        if split not in (*env.splits, "train"):
+            raise UserError(f"eval.splits: environment {env.name!r} has no split {split!r}{nearest(split, env.splits)}")
+    return recipe.eval.splits

@@ -11,6 +11,7 @@ from agentrl.errors import UserError
 from agentrl.eval.evaluate import Evaluation
 from agentrl.eval.result import SplitResult
 
+
 def show(evaluation: Evaluation, console: Console | None = None) -> None:
     """A table, a column a split."""
     console = console or Console()

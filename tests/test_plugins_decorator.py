@@ -9,6 +9,8 @@ from enum import Enum
 from typing import Any, Literal
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from pydantic import BaseModel, Field
 
 from agentrl import ArgumentError, Session, Task, Tool, ToolResponse, UserError, tool
@@ -29,6 +31,13 @@ class Place(BaseModel):
 @dataclass
 class Size:
     width: int
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.just('{"name": "A"}'),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text() | st.just("name"), inner, max_size=3),
+    max_leaves=6,
+)
 
 
 @pytest.fixture
@@ -285,6 +294,28 @@ def test_a_function_that_cannot_be_a_tool_is_one_line(function, words):
     with pytest.raises(UserError, match=f"tool '{function.__name__}'.*{words}") as error:
         tool(function)
     assert "\n" not in str(error.value)
+
+
+def test_a_thread_for_an_async_function_is_refused():
+    with pytest.raises(UserError, match="leave thread=True out"):
+
+        @tool(thread=True)
+        async def wait() -> None:
+            """Wait."""
+
+
+@settings(deadline=None)
+@given(st.dictionaries(st.sampled_from(["place", "unit", "via", "limit", "x\ny" * 500]), json_values, max_size=4))
+def test_whatever_a_model_writes_passes_or_is_told(arguments):
+    told = ""
+    try:
+        typed = distance.check(arguments)
+    except ArgumentError as error:
+        told = str(error)
+    else:
+        assert isinstance(typed["place"], Place)
+    assert "\n" not in told
+    assert len(told) < 400
 
 
 GOOGLE = """Summary.

@@ -1,7 +1,7 @@
 """Arguments that a model wrote, checked against a JSON schema."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentrl import ArgumentError, UserError
@@ -163,6 +163,7 @@ EVERYTHING = schema(
 )
 
 
+@settings(deadline=None)
 @given(st.dictionaries(st.sampled_from("abcdefg"), values))
 def test_whatever_a_model_writes_passes_or_is_told(arguments):
     try:

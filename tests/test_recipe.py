@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentrl import Recipe, UserError
@@ -244,6 +244,7 @@ json_values = st.recursive(
 )
 
 
+@settings(deadline=None)
 @given(json_values)
 def test_what_is_dumped_is_read_back_equal(value):
     read = read_document(dump({"x": value}), "test").value["x"]

@@ -8,7 +8,7 @@ from fractions import Fraction
 
 import pytest
 from agentrl_tools.calculator import MAX_BITS, Calculator, CalculatorError, evaluate, written
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentrl import ArgumentError, Session, Task, ToolResponse
@@ -126,6 +126,7 @@ def test_arguments():
 numbers = st.integers(-(10**6), 10**6) | st.decimals(-1000, 1000, places=2).map(str)
 
 
+@settings(deadline=None)
 @given(numbers, st.sampled_from("+-*/"), numbers)
 def test_one_operation_is_exact(a, sign, b):
     left, right = Fraction(a), Fraction(b)
@@ -145,6 +146,7 @@ trees = st.recursive(
 )
 
 
+@settings(deadline=None)
 @given(trees)
 def test_any_tree_is_exact(expression):
     exact = re.sub(r"(\d+)", r"Fraction(\1)", expression)
@@ -161,6 +163,7 @@ def test_any_tree_is_exact(expression):
     assert operations == sum(expression.count(sign) for sign in "+-*/")
 
 
+@settings(deadline=None)
 @given(st.text(alphabet="0123456789.,+-*/^() x=$", max_size=250) | st.text(max_size=50))
 def test_anything_is_answered_briefly(expression):
     response = ask(Calculator(max_operations=200), expression)
@@ -169,6 +172,7 @@ def test_anything_is_answered_briefly(expression):
     assert "\n" not in text
 
 
+@settings(deadline=None)
 @given(st.fractions(max_denominator=10**9))
 def test_what_is_written_is_near_and_reads_back(value):
     number = value.numerator if value.denominator == 1 else value

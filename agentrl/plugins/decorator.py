@@ -47,7 +47,6 @@ class FunctionTool(Tool):
             )
         self.parameters: Mapping[str, Any] = self._signature.parameters
         self._session = self._signature.session
-        self._thread = thread
         self._threads: ThreadPoolExecutor | None = None
         self._run = self._async_runner(function, thread)
         functools.update_wrapper(self, function)
@@ -72,6 +71,8 @@ class FunctionTool(Tool):
 
     def _async_runner(self, function: Function, thread: bool) -> Callable[[dict[str, Any]], Awaitable[Any]]:
         if inspect.iscoroutinefunction(function):
+            if thread:
+                raise UserError(f"tool {self.name!r}: an async function runs in the event loop; leave thread=True out")
             return lambda arguments: function(**arguments)
         if thread:
             return self._in_thread

@@ -22,9 +22,14 @@ def shown(value: Any) -> str:
     return text if len(text) <= 40 else text[:37] + "..."
 
 
+def named(path: str) -> str:
+    """An argument's name, which the model may have made up, cut short."""
+    return repr(path if len(path) <= 60 else path[:57] + "...")
+
+
 def should(path: str, words: str, value: Any) -> str:
     """The message: which argument, what it should do, what it is."""
-    what = f"argument {path!r}" if path else "the arguments"
+    what = f"argument {named(path)}" if path else "the arguments"
     return f"{what} should {words}, got {shown(value)}"
 
 

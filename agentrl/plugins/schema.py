@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from agentrl.errors import UserError
-from agentrl.plugins.scalars import SCALARS, Check, limits, should
+from agentrl.plugins.scalars import SCALARS, Check, limits, named, should
 from agentrl.plugins.tool import ArgumentError
 
 _compiled: dict[int, tuple[Mapping[str, Any], Check]] = {}
@@ -144,7 +144,7 @@ def _object(schema: Mapping[str, Any], root: Mapping[str, Any], lenient: bool, t
             inside = f"{path}.{name}" if path else str(name)
             rule = properties.get(name, rest)
             if rule is None:
-                raise ArgumentError(f"unknown argument {inside!r}{takes}")
+                raise ArgumentError(f"unknown argument {named(inside)}{takes}")
             if item is None and name in properties and name not in required and lenient and not _allows_null(rule):
                 continue
             result[name] = rule(item, inside)

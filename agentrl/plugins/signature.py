@@ -12,7 +12,7 @@ from typing_extensions import TypedDict  # pydantic refuses typing's own before 
 
 from agentrl.errors import UserError, nearest
 from agentrl.plugins.docstring import read_docstring
-from agentrl.plugins.scalars import shown
+from agentrl.plugins.scalars import named, shown
 from agentrl.plugins.schema import outline
 from agentrl.plugins.tool import ArgumentError
 from agentrl.plugins.types import Session
@@ -147,13 +147,13 @@ def _read_texts(arguments: Mapping[str, Any], error: ValidationError) -> dict[st
 
 
 def _line(error: ErrorDetails, parameters: Mapping[str, Any]) -> str:
-    path = ".".join(str(part) for part in error["loc"])
+    path = named(".".join(str(part) for part in error["loc"]))
     if error["type"] == "missing":
-        return f"argument {path!r} is missing; it takes {outline(parameters)}"
+        return f"argument {path} is missing; it takes {outline(parameters)}"
     if error["type"] == "extra_forbidden":
-        return f"unknown argument {path!r}; it takes {outline(parameters)}"
+        return f"unknown argument {path}; it takes {outline(parameters)}"
     if error["type"] in _CONTAINERS:
         wanted = "a list" if error["type"] in ("list_type", "tuple_type", "set_type") else "an object"
-        return f"argument {path!r} should be {wanted}, got {shown(error['input'])}"
-    text = error["msg"].partition(", unable")[0].removeprefix("Input ").removeprefix("Value error, ")
-    return f"argument {path!r} {text}, got {shown(error['input'])}"
+        return f"argument {path} should be {wanted}, got {shown(error['input'])}"
+    text = " ".join(error["msg"].split()).partition(", unable")[0].removeprefix("Input ").removeprefix("Value error, ")
+    return f"argument {path} {text}, got {shown(error['input'])}"

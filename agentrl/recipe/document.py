@@ -70,7 +70,8 @@ def read_document(text: str, name: str, numbered: bool = True) -> Document:
         return Document(reader.build(node, ()) if node else None, reader.origins)
     except yaml.YAMLError as error:
         line = _line_of(error) if numbered else ""
-        raise UserError(f"{name}{line}: not valid YAML: {_problem_of(error)}") from None
+        hint = "" if numbered else "; text with such characters needs quotes: key='\"a: b\"'"
+        raise UserError(f"{name}{line}: not valid YAML: {_problem_of(error)}{hint}") from None
     except RecursionError:
         raise UserError(f"{name}: not valid YAML: nested too deeply") from None
     finally:

@@ -4,9 +4,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from agentrl.engine.local.block import Rope, Weights, rotate, swiglu, unsupported, weights_of
+from agentrl.engine.local.block import Rope, Weights, rotate, unsupported, weights_of
 from agentrl.training.attention import Plan, attend, plan
-from agentrl.training.kernels import rms_norm, token_logprobs
+from agentrl.training.kernels import rms_norm, swiglu, token_logprobs
 from agentrl.training.packing import Packed
 
 SMALL = 50_000_000  # parameters: up to here joined and folded copies of the weights, made anew each pass, pay

@@ -1,0 +1,94 @@
+"""A model and a tokenizer from nothing: Qwen3 architecture, byte-level BPE, the chat template's tokens."""
+
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from agentrl.errors import UserError
+from agentrl.recipe.schema import NewModel
+
+END_OF_TEXT, END_OF_TURN = "<|endoftext|>", "<|im_end|>"
+SPECIAL = re.compile(r"<\|\w+\|>")  # in the template: control tokens
+TAGS = re.compile(r"</?\w+>")  # in the template: added tokens that people may read, such as <tool_call>
+SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+"""Qwen's pre-tokenization: words with their leading space, every digit alone."""
+ROPE_THETA, INIT = 10_000.0, 0.04  # for contexts of a thousand tokens, and widths of a hundred
+
+
+def read_template(section: NewModel) -> str:
+    """The chat template's text. Raises UserError where there is none, or where it is not ChatML."""
+    try:
+        text = Path(section.chat_template).read_text(encoding="utf-8").strip()
+    except OSError as error:
+        raise UserError(f"sft.new_model.chat_template: {section.chat_template}: {error.strerror}") from error
+    if END_OF_TURN not in text:
+        raise UserError(f"sft.new_model.chat_template: {section.chat_template} ends no turn with {END_OF_TURN}")
+    return text
+
+
+def bare_tokenizer(template: str) -> Any:
+    """A tokenizer of bytes and of the template's tokens: it renders, and can already be loaded as a chat."""
+    return train_tokenizer([], 0, template, context=1 << 30)
+
+
+def train_tokenizer(texts: Iterable[str], vocabulary: int, template: str, context: int) -> Any:
+    """Byte-level BPE (Sennrich et al., arXiv:1508.07909) on rendered conversations, `vocabulary` tokens in all."""
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    special = list(dict.fromkeys([END_OF_TEXT, *SPECIAL.findall(template)]))
+    tags = list(dict.fromkeys(TAGS.findall(template)))
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(SPLIT), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=max(vocabulary - len(tags), len(special) + len(alphabet)), special_tokens=special,
+        initial_alphabet=alphabet, min_frequency=2, show_progress=False,
+    )  # fmt: skip
+    tokenizer.train_from_iterator(_between([*special, *tags], texts), trainer)
+    tokenizer.add_tokens([AddedToken(tag, normalized=False, special=False) for tag in tags])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token=END_OF_TURN, pad_token=END_OF_TEXT, model_max_length=context,
+        clean_up_tokenization_spaces=False, chat_template=template,
+    )  # fmt: skip
+
+
+def _between(tokens: Iterable[str], texts: Iterable[str]) -> Iterator[str]:
+    """What lies between the tokens: merges must not cross or learn them."""
+    cut = re.compile("|".join(map(re.escape, tokens)))
+    for text in texts:
+        yield from (piece for piece in cut.split(text) if piece)
+
+
+def new_model(section: NewModel, tokenizer: Any, seed: int) -> Any:
+    """A Qwen3 causal LM with random float32 weights, its embeddings tied."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        vocab_size=(max(len(tokenizer), section.vocabulary) + 63) // 64 * 64,
+        hidden_size=section.hidden,
+        intermediate_size=section.feed_forward,
+        num_hidden_layers=section.layers,
+        num_attention_heads=section.heads,
+        num_key_value_heads=section.kv_heads,
+        head_dim=section.head_size,
+        max_position_embeddings=section.context,
+        rope_parameters={"rope_type": "default", "rope_theta": ROPE_THETA},
+        initializer_range=INIT,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    return Qwen3ForCausalLM(config).eval()

@@ -1,0 +1,159 @@
+"""The warm start: demonstrations become trajectories, and a model is made from nothing."""
+
+import asyncio
+import io
+from collections.abc import Sequence
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from agentrl.chat.encode import Encoder
+from agentrl.chat.load import load_chat
+from agentrl.chat.template import Template
+from agentrl.errors import UserError
+from agentrl.models.load import load_model
+from agentrl.plugins.registry import make_environment, make_tools
+from agentrl.plugins.types import Message, Task
+from agentrl.recipe.load import load_recipe
+from agentrl.recipe.schema import EnvSection, ModelSection, ToolSection
+from agentrl.rollout.trajectory import Trajectory
+from agentrl.training.examples import Demonstrator
+from agentrl.training.newmodel import train_tokenizer
+from agentrl.training.sft import sft
+
+RECIPES = Path(__file__).parent.parent / "recipes"
+TEMPLATE = (RECIPES / "tiny_template.jinja").read_text()
+
+
+def quiet() -> Console:
+    return Console(file=io.StringIO(), width=200)
+
+
+def make_demonstrator(template: str = TEMPLATE) -> tuple[Demonstrator, Any]:
+    tokenizer = train_tokenizer(["Tom has 12 apples and buys 30 more."] * 3, 400, template, 512)
+    env, tools = make_environment(EnvSection()), make_tools([ToolSection(name="calculator")])
+    schemas = [tool.schema for tool in tools]
+    chat = load_chat(tokenizer, model_path="", kind="bridge", tools=schemas)
+    written = Template(tokenizer, None, schemas)
+    return Demonstrator(env, tools, chat, written, Encoder(tokenizer, written.source)), tokenizer
+
+
+def demonstrated(style: str, count: int = 20) -> list[tuple[Trajectory, list[Message], Any, Demonstrator]]:
+    demonstrator, tokenizer = make_demonstrator()
+    tasks = demonstrator.env.tasks("train")
+
+    async def run() -> list[Any]:
+        found = []
+        for i in range(count):
+            opening, said = await demonstrator.messages(tasks[i], Random(i), style)
+            made = await demonstrator.trajectory(tasks[i], Random(i), style)
+            found.append((made, [*opening, *said], tokenizer, demonstrator))
+        return found
+
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize("style", ["clean", "careless"])
+def test_a_demonstration_is_the_rendered_conversation_and_its_mask_the_assistants_words(style: str) -> None:
+    for trajectory, messages, tokenizer, demonstrator in demonstrated(style):
+        schemas = demonstrator.schemas(trajectory.task)
+        text = tokenizer.apply_chat_template(messages, tools=schemas, tokenize=False)
+        assert tokenizer.decode(trajectory.ids) + "\n" == text
+        assert np.array_equal(np.append(trajectory.ids, tokenizer.encode("\n")), tokenizer.encode(text))
+        learned = [tokenizer.decode(trajectory.ids[turn.start : turn.end]) for turn in trajectory.turns]
+        assert len(learned) == sum(m["role"] == "assistant" for m in messages)
+        assert all(text.count("<|im_end|>") == 1 and text.endswith("<|im_end|>") for text in learned)
+        assert learned[-1] == f"{messages[-1]['content']}<|im_end|>"
+        assert tokenizer.decode(trajectory.ids[trajectory.loss_mask == 1]) == "".join(learned)
+
+
+class Odd:
+    """An environment whose demonstrations are wrong in one way."""
+
+    name = "odd"
+
+    def __init__(self, said: list[Message]) -> None:
+        self.said = said
+
+    async def create(self, session: Any) -> list[Message]:
+        return [{"role": "user", "content": "hello"}]
+
+    async def release(self, session: Any) -> None: ...
+
+    def demonstrate(self, task: Task, rng: Random, style: str) -> Sequence[Message]:
+        return self.said
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        ([], "holds no assistant turn"),
+        ([{"role": "tool", "content": "4"}], "does not alternate"),
+        ([{"role": "assistant", "content": "a"}, {"role": "assistant", "content": "b"}], "does not alternate"),
+    ],
+)
+def test_wrong_demonstrations_are_one_clear_line(said: list[Message], message: str) -> None:
+    demonstrator, _ = make_demonstrator()
+    demonstrator.env = Odd(said)  # type: ignore[assignment]
+    with pytest.raises(UserError, match=message):
+        asyncio.run(demonstrator.trajectory(Task("t", {}), Random(0), "clean"))
+
+
+def test_a_template_whose_history_lacks_its_generation_prompt_cannot_be_taught() -> None:
+    demonstrator, _ = make_demonstrator(TEMPLATE.replace("'<|im_start|>assistant\\n' }}", "'<|im_start|>model\\n' }}"))
+    with pytest.raises(UserError, match="after its own generation prompt"):
+        asyncio.run(demonstrator.trajectory(demonstrator.env.tasks("train")[0], Random(0), "clean"))
+
+
+def test_a_new_tokenizer_keeps_digits_and_control_tokens_apart() -> None:
+    _, tokenizer = make_demonstrator()
+    assert [tokenizer.decode([i]) for i in tokenizer.encode("1234")] == ["1", "2", "3", "4"]
+    assert len(tokenizer.encode("<tool_call></tool_response><|im_end|>")) == 3
+    assert tokenizer.decode(tokenizer.encode("<tool_call>"), skip_special_tokens=True) == "<tool_call>"
+    odd = "Ünïcödé 漢字 🙂 x=3.14;\n\tfoo  bar"
+    assert tokenizer.decode(tokenizer.encode(odd)) == odd
+
+
+SMALL = [
+    "sft.new_model.layers=1", "sft.new_model.hidden=32", "sft.new_model.feed_forward=64", "sft.new_model.heads=2",
+    "sft.new_model.head_size=16", "sft.new_model.vocabulary=320", "sft.warmup_steps=2",
+]  # fmt: skip
+
+
+def test_a_model_is_made_from_nothing_and_can_be_taught_further(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("agentrl.training.sft.TOKENIZER_TEXTS", 100)
+    stages = ["sft.stages=[{style: clean, steps: 12, batch: 4, lr: 1e-2}, {style: careless, steps: 2, batch: 3}]"]
+    recipe = load_recipe(RECIPES / "tiny_warmstart.yaml", [*SMALL, *stages])
+    first = sft(recipe, str(tmp_path / "one"), console=quiet())
+    assert first.steps == 14
+    model, tokenizer = load_model(ModelSection(path=str(first.folder)))
+    assert (model.config.model_type, model.config.vocab_size % 64, len(tokenizer)) == ("qwen3", 0, 320)
+    assert (first.folder / "chat_template.jinja").read_text() == TEMPLATE.strip()
+    again = load_recipe(RECIPES / "tiny_warmstart.yaml", ["sft.new_model=null", f"model.path={first.folder}", *stages])
+    second = sft(again, str(tmp_path / "two"), console=quiet())
+    assert second.loss < first.loss < np.log(320)
+    with pytest.raises(UserError, match="holds a model already"):
+        sft(again, str(tmp_path / "two"), console=quiet())
+
+
+def test_the_same_seed_makes_the_same_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agentrl.training.sft.TOKENIZER_TEXTS", 50)
+    recipe = load_recipe(
+        RECIPES / "tiny_warmstart.yaml", [*SMALL, "sft.stages=[{style: clean, steps: 2, batch: 2, lr: 1e-2}]"]
+    )
+    blobs = []
+    for name in ("a", "b"):
+        folder = sft(recipe, str(tmp_path / name), console=quiet()).folder
+        blobs.append([(folder / file).read_bytes() for file in ("model.safetensors", "tokenizer.json")])
+    assert blobs[0] == blobs[1]
+
+
+def test_a_recipe_without_the_section_says_so() -> None:
+    with pytest.raises(UserError, match="no `sft` section"):
+        sft(load_recipe(RECIPES / "gsm8k_tool.yaml"))

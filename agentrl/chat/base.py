@@ -33,10 +33,12 @@ class Chat(Protocol):
 
     stop_ids: the ids that end an assistant turn (given to the engine, and kept as the last id of a turn).
     rewrites_history: None, or what the template rewrites in earlier turns (said at start-up).
+    description: which way serves, and why, in a line for people.
     """
 
     stop_ids: tuple[int, ...]
     rewrites_history: str | None
+    description: str
 
     def render(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> list[int]:
         """The opening prompt, generation prompt included. `tools` as in `Tool.schema`."""

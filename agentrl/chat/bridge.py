@@ -10,7 +10,7 @@ from agentrl.chat.encode import Encoder
 from agentrl.chat.frame import Frame, FrameMaker, Shape, shape_of, text_of
 from agentrl.chat.parse import TurnParser
 from agentrl.chat.probe import TurnEnds
-from agentrl.chat.template import Template, TemplateRefusal
+from agentrl.chat.template import Template, TemplateRefusalError
 from agentrl.errors import UserError
 from agentrl.plugins.types import Message
 
@@ -78,7 +78,7 @@ class BridgeChat:
         marked = [self._marked(message, table) for message in messages]
         try:
             text = self.template.text(marked, tools, generate=True)
-        except TemplateRefusal as error:
+        except TemplateRefusalError as error:
             roles = ", ".join(message["role"] for message in messages)
             raise UserError(f"the chat template cannot express the opening messages ({roles}): {error}") from error
         return self._encoder.marked(text, table)

@@ -1,4 +1,4 @@
-"""One call out of its text. A reader never raises on what a model may write: what is wrong becomes `ParsedCall.error`."""
+"""One call out of its text. No reader raises on what a model may write: what is wrong becomes `ParsedCall.error`."""
 
 import ast
 import json
@@ -125,7 +125,13 @@ def _types(schema: Any) -> frozenset[str]:
     if not isinstance(schema, dict):
         return frozenset()
     found = schema.get("type")
-    types = {found} if isinstance(found, str) else {t for t in found if isinstance(t, str)} if isinstance(found, list) else set()
+    types = (
+        {found}
+        if isinstance(found, str)
+        else {t for t in found if isinstance(t, str)}
+        if isinstance(found, list)
+        else set()
+    )
     for branch in (*schema.get("anyOf", ()), *schema.get("oneOf", ())):
         types |= _types(branch)
     if not types and all(isinstance(one, str) for one in schema.get("enum", (0,))):

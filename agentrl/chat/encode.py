@@ -7,7 +7,7 @@ from typing import Any
 
 from agentrl.errors import UserError
 
-_SEPARATOR = "\ufdd0|\ufdd1"  # noncharacters: in no honest text, and taken out of any other
+_SEPARATOR = "\ufdd0|\ufdd1"  # noncharacters: in no honest text, and broken in two in any other
 _MARK_BASE = 0x100000
 _MARK = re.compile("[\U00100000-\U0010fffd]")
 _TRIALS = ("a", " a", "\nx y\n", "x  y", " \n", "Ünï 漢字 12", "</", "{\"k\": 'v'}")
@@ -16,9 +16,9 @@ _TRIALS = ("a", " a", "\nx y\n", "x  y", " \n", "Ünï 漢字 12", "</", "{\"k\"
 class Encoder:
     """A fast tokenizer seen twice: whole, and plain, where structural tokens have no meaning.
 
-    Structural: the added tokens that are special, or that the chat template writes. Cutting a text at them and encoding
-    what lies between as plain text gives the ids of the whole text (`exact`; tried once, at construction). Ids of
-    `plain` never hold a structural token.
+    Structural: the added tokens that are special, or that stand in `source` (the chat template). Cutting a text at
+    them and encoding what lies between as plain text gives the ids of the whole text (`exact`; tried once, at
+    construction). Ids of `plain` never hold a structural token.
     """
 
     def __init__(self, tokenizer: Any, source: str) -> None:
@@ -33,7 +33,9 @@ class Encoder:
         spec = json.loads(backend.to_str())
         spec["truncation"] = spec["padding"] = None
         self._full = Tokenizer.from_str(json.dumps(spec))
-        structural = [t for t in spec["added_tokens"] if t["special"] or (t["content"].strip() and t["content"] in source)]
+        structural = [
+            t for t in spec["added_tokens"] if t["special"] or (t["content"].strip() and t["content"] in source)
+        ]
         self.structural: dict[str, int] = {t["content"]: t["id"] for t in structural if t["content"]}
         self.swallows = {t["content"]: (t["lstrip"], t["rstrip"]) for t in structural}
         self._plain, self._renumbered = _without(spec, frozenset(self.structural))
@@ -42,8 +44,18 @@ class Encoder:
         self._unsafe = re.compile("|".join([*map(re.escape, names), _MARK.pattern]))
         self._separated, self._breaks = False, None
         self._breaks = self._self_made(names)
-        self._separated = not self._cuts_exactly()
-        self.exact = not self._separated or self._cuts_exactly()
+        if not self._cuts_exactly():
+            self._separate()
+        self.exact = self._cuts_exactly()
+
+    def _separate(self) -> None:
+        """Encode behind a token of our own, for tokenizers that treat the beginning of a text in another way."""
+        from tokenizers import AddedToken
+
+        self._plain.add_tokens([AddedToken(_SEPARATOR, normalized=False)])
+        self._separated = True
+        broken = [re.escape(_SEPARATOR), *([self._breaks.pattern] if self._breaks else [])]
+        self._breaks = re.compile("|".join(broken))
 
     def _cuts_exactly(self) -> bool:
         """Whether text after a structural token is encoded as `plain` does it."""
@@ -69,11 +81,16 @@ class Encoder:
         """Ids of a text that lies after a structural token and in which nothing is structural."""
         if not text:
             return []
-        if self._breaks is not None and (match := self._breaks.search(text)):
-            cut = match.start() + 1
-            return self.plain(text[:cut]) + self.plain(text[cut:])
-        if "\ufdd0" in text:
-            text = text.replace("\ufdd0", "\ufffd")
+        if self._breaks is None:
+            return self._encoded(text)
+        ids: list[int] = []
+        at = 0
+        for match in self._breaks.finditer(text):
+            ids += self._encoded(text[at : match.start() + 1])
+            at = match.start() + 1
+        return ids + self._encoded(text[at:])
+
+    def _encoded(self, text: str) -> list[int]:
         ids: list[int]
         if self._separated:
             ids = self._plain.encode(_SEPARATOR + text, add_special_tokens=False).ids[1:]
@@ -132,12 +149,12 @@ def unmark(text: str, table: Sequence[str]) -> str:
 
 def _without(spec: dict[str, Any], structural: frozenset[str]) -> tuple[Any, dict[int, int]]:
     """The tokenizer without its structural tokens, and the true ids of those that got another id by that."""
-    from tokenizers import AddedToken, Tokenizer
+    from tokenizers import Tokenizer
 
     kept = [t for t in spec["added_tokens"] if t["content"] not in structural]
     plain = Tokenizer.from_str(json.dumps({**spec, "added_tokens": kept}))
-    plain.add_tokens([AddedToken(_SEPARATOR, normalized=False)])
-    return plain, {i: t["id"] for t in kept if (i := plain.token_to_id(t["content"])) != t["id"]}
+    moved = ((plain.token_to_id(t["content"]), t["id"]) for t in kept)
+    return plain, {now: true for now, true in moved if now is not None and now != true}
 
 
 def _pattern(names: Sequence[str], swallows: dict[str, tuple[bool, bool]]) -> re.Pattern[str]:

@@ -2,13 +2,13 @@
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from agentrl.chat.base import ParsedCall, ParsedTurn
 from agentrl.chat.bridge import BridgeChat
 from agentrl.chat.frame import text_of
-from agentrl.chat.template import Template, TemplateRefusal
+from agentrl.chat.template import Template, TemplateRefusalError
 from agentrl.errors import UserError
 from agentrl.plugins.types import Message
 
@@ -33,14 +33,16 @@ _BY_MODEL_TYPE = {
 class Family:
     """A proven family. bare_tools: it takes functions without their `{"type": "function"}`. lead: a prompt of its own.
 
-    bridges: whether its bridge agrees with our frames on the probes, so that the faster frames serve.
+    after_stop, after_cut: whether its bridge agrees with our frames on probe turns that stopped, and on those that were
+    cut off, so that the faster frames serve.
     """
 
     name: str
     renderer: Any
     bare_tools: bool
-    lead: tuple[int, ...]
-    bridges: bool
+    lead: tuple[int, ...] = ()
+    after_stop: bool = False
+    after_cut: bool = False
 
     def tools(self, tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]] | None:
         return [tool.get("function", tool) if self.bare_tools else tool for tool in tools] or None
@@ -63,16 +65,17 @@ def find_family(
     for name in _candidates(kind, model_path, tokenizer, config):
         for renderer in _renderers(name, tokenizer):
             for bare in (True, False):
-                family = Family(name, renderer, bare, (), bridges=False)
-                if not _proven(family, template, bridge):
-                    continue
-                lead = tuple(_ids(family, template, [{"role": "user", "content": "Hello."}]) or ())
-                agrees = _bridges_agree(Family(name, renderer, bare, lead, bridges=False), template, bridge)
-                return Family(name, renderer, bare, lead, bridges=agrees), "proven"
+                family = Family(name, renderer, bare)
+                if _proven(family, template, bridge):
+                    return _with_bridges(family, template, bridge), "proven"
         tried.append(name)
     if not tried:
         return None, "no `renderers` family is known for this model"
-    which = f"no family of `renderers` ({len(tried)} tried)" if len(tried) > 4 else f"not {' or '.join(tried)} of `renderers`"
+    which = (
+        f"no family of `renderers` ({len(tried)} tried)"
+        if len(tried) > 4
+        else f"not {' or '.join(tried)} of `renderers`"
+    )
     return None, f"{which}, which would write other ids than the template"
 
 
@@ -105,22 +108,24 @@ def _renderers(name: str, tokenizer: Any) -> Iterator[Any]:
 
 
 def _talks() -> list[list[Message]]:
-    """Conversations as far as a job writes them: user, tool call, result, answer, user."""
+    """Conversations as far as a job writes them: user, tool call, result, answer, user; with thoughts, two calls, and
+    arguments of every type."""
 
-    def call(i: int) -> Any:
-        arguments = {"expression": f"{i} * 3"}
-        return {"type": "function", "id": f"call{i:05d}", "function": {"name": "calculator", "arguments": arguments}}
+    def call(i: int, **more: Any) -> Any:
+        function = {"name": "calculator", "arguments": {"expression": f"{i} * 3", **more}}
+        return {"type": "function", "id": f"call{i:05d}", "function": function}
 
     def result(i: int) -> Message:
         return {"role": "tool", "content": f"{3 * i}", "tool_call_id": f"call{i:05d}", "name": "calculator"}
 
     user: Message = {"role": "user", "content": "What is 2 * 3?"}
+    again: Message = {"role": "user", "content": "And 3 * 3?"}
     turn: Message = {"role": "assistant", "content": "", "tool_calls": [call(2)]}
-    talk: list[Message] = [user, turn, result(2), {"role": "assistant", "content": "It is 6."}]
-    talk.append({"role": "user", "content": "And 3 * 3?"})
-    two: Message = {"role": "assistant", "content": "", "tool_calls": [call(2), call(3)]}
+    two: Message = {"role": "assistant", "content": "", "tool_calls": [call(2, n=2, exact=True, of=[1, "b"]), call(3)]}
+    thought: Message = {**turn, "reasoning_content": "Twice three."}
+    talk: list[Message] = [user, turn, result(2), {"role": "assistant", "content": "It is 6."}, again]
     system: Message = {"role": "system", "content": "Be brief."}
-    return [[user], talk[:3], talk, [system, user], [user, two, result(2), result(3)]]
+    return [[user], talk[:3], talk, [system, user], [user, two, result(2), result(3)], [user, thought, result(2)]]
 
 
 def _ids(family: Family, template: Template, messages: Sequence[Message]) -> list[int] | None:
@@ -138,7 +143,7 @@ def _proven(family: Family, template: Template, bridge: BridgeChat) -> bool:
     for talk in _talks():
         try:
             expected = bridge.whole_ids(template.text(talk, template.tools, generate=True))
-        except TemplateRefusal:
+        except TemplateRefusalError:
             continue
         if _ids(family, template, talk) != expected:
             return False
@@ -146,19 +151,24 @@ def _proven(family: Family, template: Template, bridge: BridgeChat) -> bool:
     return compared >= 3
 
 
-def _bridges_agree(family: Family, template: Template, bridge: BridgeChat) -> bool:
-    """Whether its bridge and our frames add the same ids: after a call, after an answer, after a turn cut off."""
-    talk = _talks()[2]
+def _with_bridges(family: Family, template: Template, bridge: BridgeChat) -> Family:
+    family = replace(family, lead=tuple(_ids(family, template, [{"role": "user", "content": "Hello."}]) or ()))
     body = bridge.encode_text("It is 6.")
-    for turn in (body, [*body, bridge.stop_ids[0]]):
-        for messages in ([talk[2]], [talk[2], talk[2]], [talk[4]]):
-            theirs = _their_bridge(family, template, turn, messages)
-            try:
-                ours = bridge.bridge(turn, messages)
-            except UserError:
-                return False
-            if theirs is not None and theirs != ours:
-                return False
+    after_stop = _agrees(family, template, bridge, [*body, bridge.stop_ids[0]])
+    return replace(family, after_stop=after_stop, after_cut=_agrees(family, template, bridge, body))
+
+
+def _agrees(family: Family, template: Template, bridge: BridgeChat, turn: Sequence[int]) -> bool:
+    """Whether, where its bridge adds anything after such a turn, our frames add the same."""
+    talk = _talks()[2]
+    for messages in ([talk[2]], [talk[2], talk[2]], [talk[4]]):
+        theirs = _their_bridge(family, template, turn, messages)
+        try:
+            ours = bridge.bridge(turn, messages)
+        except UserError:
+            return theirs is None
+        if theirs is not None and theirs != ours:
+            return False
     return True
 
 
@@ -167,9 +177,7 @@ def _their_bridge(
 ) -> list[int] | None:
     turn = list(turn_ids)
     shaped = [{**message, "content": text_of(message["content"])} for message in messages]
-    found = family.renderer.bridge_to_next_turn(
-        list(family.lead), turn, shaped, tools=family.tools(template.tools)
-    )
+    found = family.renderer.bridge_to_next_turn(list(family.lead), turn, shaped, tools=family.tools(template.tools))
     done = [*family.lead, *turn]
     return list(found.token_ids[len(done) :]) if found is not None and found.token_ids[: len(done)] == done else None
 
@@ -183,9 +191,12 @@ class FamilyChat:
         self.stop_ids = tuple(dict.fromkeys([*bridge.stop_ids, *family.renderer.get_stop_token_ids()]))
         bridge.stop_at(self.stop_ids)
         self.rewrites_history = bridge.rewrites_history
-        stretches = "our frames, which agree with its bridge" if family.bridges else "its own bridge"
+        own = [what for what, agrees in (("stopped", family.after_stop), ("cut off", family.after_cut)) if not agrees]
+        bridged = (
+            f"its own bridge after turns that were {' or '.join(own)}" if own else "frames that agree with its bridge"
+        )
         reader = bridge.call_format or "its own parser"
-        self.description = f"family {family.name} of `renderers`, proven on probes; {stretches}; calls by {reader}"
+        self.description = f"family {family.name} of `renderers`, proven on probes; {bridged}; calls as {reader}"
 
     def render(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> list[int]:
         """See base."""
@@ -198,7 +209,9 @@ class FamilyChat:
 
     def bridge(self, turn_ids: Sequence[int], messages: Sequence[Message]) -> list[int]:
         """See base."""
-        if not self._family.bridges and not self._bridge.structural_in(messages):
+        stopped = len(turn_ids) > 0 and turn_ids[-1] in self.stop_ids
+        agrees = self._family.after_stop if stopped else self._family.after_cut
+        if not agrees and not self._bridge.structural_in(messages):
             theirs = _their_bridge(self._family, self._bridge.template, turn_ids, messages)
             if theirs is not None:
                 return theirs

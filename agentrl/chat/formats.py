@@ -31,7 +31,7 @@ BodyReader = Callable[[str, str, Schemas], list[ParsedCall]]
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """name: for people. marker: what must occur in a text with calls. read: (text, whether the turn was closed, types)."""
+    """name: for people. marker: what must occur in a text with calls. read: text, whether the turn ended, types."""
 
     name: str
     marker: str

@@ -12,7 +12,7 @@ from agentrl.chat.template import (
     CONTENT,
     USER,
     Template,
-    TemplateRefusal,
+    TemplateRefusalError,
     call_id,
     call_name,
     call_value,
@@ -24,7 +24,7 @@ from agentrl.plugins.types import Message
 Shape = tuple[tuple[str, bool], ...]
 """For each message its role and whether its content is empty: templates look at no more than that."""
 
-_NASTY = ' \n Zq"<b>&amp;\\ \'x\' é漢\u2028\t{{ y }}{% z %}\n '
+_NASTY = " \n Zq\"<b>&amp;\\ 'x' é漢\u2028\t{{ y }}{% z %}\n "
 _TRANSFORMS: dict[str, Callable[[str], str]] = {
     "same": lambda text: text,
     "strip": str.strip,
@@ -119,7 +119,9 @@ class FrameMaker:
         rest = _after_piece(tail, pieces, cut, self._encoder)
         for i, (role, empty) in enumerate(shape):
             if not empty and _content(i) not in rest:
-                raise UserError(f"the chat template leaves out a message of role {role!r} that follows an assistant turn")
+                raise UserError(
+                    f"the chat template leaves out a message of role {role!r} that follows an assistant turn"
+                )
         token = pieces[cut][0] if cut >= 0 else None
         close = () if token is None else (token,)
         frame = Frame(close, token is not None and token not in self._ends.own, cut, None)
@@ -169,7 +171,7 @@ class FrameMaker:
                 text = self._template.text(
                     [{"role": "user", "content": USER}, turn, *messages], self._template.tools, generate=True
                 )
-            except TemplateRefusal as error:
+            except TemplateRefusalError as error:
                 refusal = str(error)
                 continue
             if _anchor(text, turn) >= 0:
@@ -192,7 +194,7 @@ class FrameMaker:
             shown = self._template.text(
                 [{"role": "user", "content": USER}, turn, *nasty], self._template.tools, generate=True
             )
-        except TemplateRefusal:
+        except TemplateRefusalError:
             return None
         for names in product(_TRANSFORMS, repeat=len(roles)):
             chosen = dict(zip(roles, names, strict=True))

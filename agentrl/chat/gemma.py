@@ -9,7 +9,7 @@ _NUMBER = re.compile(r"-?\d+(\.\d+)?([eE][+-]?\d+)?")
 _WORDS = {"true": True, "false": False, "null": None}
 
 
-class _Wrong(Exception):
+class _WrongError(Exception):
     pass
 
 
@@ -18,15 +18,15 @@ def read_gemma_arguments(text: str) -> tuple[dict[str, Any], str | None]:
     try:
         value, at = _value(text, 0, 0)
         if text[at:].strip():
-            raise _Wrong(f"nothing may follow the closing brace, but {text[at : at + 20]!r} does")
-    except _Wrong as error:
+            raise _WrongError(f"nothing may follow the closing brace, but {text[at : at + 20]!r} does")
+    except _WrongError as error:
         return {}, str(error)
     return value, None
 
 
 def _value(text: str, at: int, depth: int) -> tuple[Any, int]:
     if depth > _MAX_DEPTH:
-        raise _Wrong("it is nested too deeply")
+        raise _WrongError("it is nested too deeply")
     if text.startswith(_QUOTE, at):
         return _string(text, at)
     if text.startswith("{", at):
@@ -39,14 +39,14 @@ def _value(text: str, at: int, depth: int) -> tuple[Any, int]:
     if (number := _NUMBER.match(text, at)) and number.end() - at < 400:
         whole = number.group(1) is None and number.group(2) is None
         return (int if whole else float)(number.group()), number.end()
-    raise _Wrong(f"no value at {text[at : at + 20]!r}; text stands between {_QUOTE}")
+    raise _WrongError(f"no value at {text[at : at + 20]!r}; text stands between {_QUOTE}")
 
 
 def _string(text: str, at: int) -> tuple[str, int]:
     start = at + len(_QUOTE)
     end = text.find(_QUOTE, start)
     if end < 0:
-        raise _Wrong(f"a text is not closed by {_QUOTE}")
+        raise _WrongError(f"a text is not closed by {_QUOTE}")
     return text[start:end], end + len(_QUOTE)
 
 
@@ -60,15 +60,15 @@ def _pairs(text: str, at: int, depth: int) -> tuple[dict[str, Any], int]:
         else:
             end = text.find(":", at, at + 200)
             if end < 0:
-                raise _Wrong(f"no key at {text[at : at + 20]!r}")
+                raise _WrongError(f"no key at {text[at : at + 20]!r}")
             key, at = text[at:end].strip(), end
         if not text.startswith(":", at):
-            raise _Wrong(f"no ':' after the key {key[:40]!r}")
+            raise _WrongError(f"no ':' after the key {key[:40]!r}")
         found[key], at = _value(text, at + 1, depth + 1)
         if text.startswith("}", at):
             return found, at + 1
         if not text.startswith(",", at):
-            raise _Wrong(f"no ',' or '}}' at {text[at : at + 20]!r}")
+            raise _WrongError(f"no ',' or '}}' at {text[at : at + 20]!r}")
         at += 1
 
 
@@ -82,5 +82,5 @@ def _items(text: str, at: int, depth: int) -> tuple[list[Any], int]:
         if text.startswith("]", at):
             return found, at + 1
         if not text.startswith(",", at):
-            raise _Wrong(f"no ',' or ']' at {text[at : at + 20]!r}")
+            raise _WrongError(f"no ',' or ']' at {text[at : at + 20]!r}")
         at += 1

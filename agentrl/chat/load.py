@@ -10,7 +10,7 @@ from agentrl.chat.bridge import BridgeChat
 from agentrl.chat.encode import Encoder
 from agentrl.chat.families import FamilyChat, find_family, known_families
 from agentrl.chat.parse import TurnParser
-from agentrl.chat.probe import check_tools, find_ends, find_rewrites
+from agentrl.chat.probe import THINKING, check_tools, find_ends, find_rewrites
 from agentrl.chat.template import Template
 from agentrl.errors import UserError, nearest
 
@@ -43,20 +43,26 @@ def load_chat(
     """
     template = Template(tokenizer, _template_text(chat_template), tools)
     check_tools(template)
-    encoder = Encoder(tokenizer, template.source)
+    encoder = Encoder(tokenizer, template.source + str(THINKING))
     folder = Path(model_path)
     ends = find_ends(template, encoder, _eos_ids(tokenizer, folder))
     parser = TurnParser(template, encoder.decode, ends.stop_ids, encoder.structural, tools)
-    calls = f"calls as {parser.format.name}" if parser.format else "calls in any tagged format (the template shows none)"
+    calls = (
+        f"calls as {parser.format.name}" if parser.format else "calls in any tagged format (the template shows none)"
+    )
     bridge = BridgeChat(template, encoder, ends, parser, find_rewrites(template), f"own bridge; {calls}")
     if kind == "bridge":
         return bridge
     if kind != "auto" and kind not in known_families():
         raise UserError(f"unknown chat {kind!r}{nearest(kind, ['auto', 'bridge', *known_families()])}")
-    family, why = find_family(tokenizer, template, bridge, kind=kind, model_path=model_path, config=_read(folder / "config.json"))
+    family, why = find_family(
+        tokenizer, template, bridge, kind=kind, model_path=model_path, config=_read(folder / "config.json")
+    )
     if family is None:
         if kind != "auto":
-            raise UserError(f"the chat family {kind!r} does not write what this model's template writes: {why}; use `auto`")
+            raise UserError(
+                f"the chat family {kind!r} does not write what this model's template writes: {why}; use `auto`"
+            )
         bridge.description += f"; {why}"
         return bridge
     return FamilyChat(bridge, family)

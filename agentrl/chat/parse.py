@@ -7,7 +7,7 @@ from agentrl.chat.base import ParsedTurn
 from agentrl.chat.calls import Schemas
 from agentrl.chat.formats import FORMATS, HERMES, Format
 from agentrl.chat.probe import THINKING, after, generation_prompt, opens_thinking
-from agentrl.chat.template import KEY, USER, Template, TemplateRefusal, call_name, call_value, probe_turn
+from agentrl.chat.template import KEY, USER, Template, TemplateRefusalError, call_name, call_value, probe_turn
 from agentrl.plugins.types import Message
 
 _EXTRA: dict[str, Any] = {"zqn": 4, "zqd": {"zqa": [1, "zqb"]}}
@@ -86,7 +86,7 @@ def find_format(template: Template) -> Format | None:
     try:
         opening = template.text([user], template.tools, generate=True)
         text = template.text([user, turn], template.tools, generate=False)
-    except TemplateRefusal:
+    except TemplateRefusalError:
         return None
     for written in (text[_common(opening, text) :], after(text, USER)):
         for form in FORMATS:

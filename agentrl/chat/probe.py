@@ -9,7 +9,7 @@ from agentrl.chat.template import (
     CONTENT,
     USER,
     Template,
-    TemplateRefusal,
+    TemplateRefusalError,
     call_name,
     call_value,
     probe_result,
@@ -117,7 +117,7 @@ def _render(template: Template, messages: Sequence[Message], *, generate: bool =
     """'' where the template refuses: it has no such conversations, and the probe learns nothing from them."""
     try:
         return template.text(messages, template.tools, generate=generate)
-    except TemplateRefusal:
+    except TemplateRefusalError:
         return ""
 
 
@@ -189,11 +189,15 @@ def check_tools(template: Template) -> None:
     for calls in (1, 0):
         content = "" if calls else CONTENT
         try:
-            text = template.text([_USER, probe_turn(calls, content), probe_result(0, _RESULT)], template.tools, generate=True)
-        except TemplateRefusal as error:
+            text = template.text(
+                [_USER, probe_turn(calls, content), probe_result(0, _RESULT)], template.tools, generate=True
+            )
+        except TemplateRefusalError as error:
             refusal = str(error)
             continue
         if _RESULT in text:
             return
         refusal = "it leaves the message out"
-    raise UserError(f"the chat template cannot express a tool's result: {refusal}; give another (`model.chat_template`)")
+    raise UserError(
+        f"the chat template cannot express a tool's result: {refusal}; give another (`model.chat_template`)"
+    )

@@ -22,7 +22,7 @@ def call_value(i: int) -> str:
     return f"Zqv{i:03d}x"
 
 
-class TemplateRefusal(Exception):
+class TemplateRefusalError(Exception):
     """The template raised on a conversation. The text is the template's own."""
 
 
@@ -31,7 +31,11 @@ def probe_turn(calls: int, content: str = "", reasoning: str | None = None) -> M
     turn: Message = {"role": "assistant", "content": content}
     if calls:
         turn["tool_calls"] = [
-            {"type": "function", "id": call_id(i), "function": {"name": call_name(i), "arguments": {KEY: call_value(i)}}}
+            {
+                "type": "function",
+                "id": call_id(i),
+                "function": {"name": call_name(i), "arguments": {KEY: call_value(i)}},
+            }
             for i in range(calls)
         ]
     if reasoning is not None:
@@ -66,7 +70,7 @@ class Template:
     def _try(self, messages: Sequence[Message]) -> str:
         try:
             return self.text(messages, self.tools, generate=True)
-        except TemplateRefusal:
+        except TemplateRefusalError:
             return ""
 
     def _arguments_form(self, user: Message) -> str:
@@ -78,7 +82,7 @@ class Template:
         return "dict"
 
     def text(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], *, generate: bool) -> str:
-        """The rendered conversation. Raises TemplateRefusal."""
+        """The rendered conversation. Raises TemplateRefusalError."""
         from jinja2 import TemplateError
 
         shaped = [self._shaped(message) for message in messages]
@@ -91,7 +95,7 @@ class Template:
                 add_generation_prompt=generate,
             )
         except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:  # the template is foreign
-            raise TemplateRefusal(str(error).strip() or type(error).__name__) from error
+            raise TemplateRefusalError(str(error).strip() or type(error).__name__) from error
         return text
 
     def _shaped(self, message: Message) -> dict[str, Any]:

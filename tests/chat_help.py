@@ -1,0 +1,105 @@
+"""Tokenizers made on the spot, and the chat templates that the `trl` package carries (read as files)."""
+
+import functools
+import glob
+import importlib.util
+import os
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+SENTENCES = [
+    "What is 2*3? Let me see. The answer is 6.\n\nAnd 3 * 3? It is 9.",
+    'Given the following functions, respond in JSON: {"name": "calculator", "arguments": {"expression": "12*7"}}',
+    "user\nassistant\nsystem\ntool\n<tools>\n</tools>\nresponse value function parameter expression",
+    "# Tools\n\nYou have access to the following functions: string, object, type, properties, required, description",
+]
+NAMED = re.compile(
+    r"<\|[^\s<>{}'\"]{1,40}?\|>|<｜[^\s<>{}]+?｜>|<\|\w+>|<\w+\|>|\[gMASK\]|<sop>|<bos>|<eos>|<s>|</s>"
+    r"|</?(?:tool_call|tool_response|think|start_of_turn|end_of_turn|end_of_utterance|arg_key|arg_value)>"
+)
+PLAIN_ADDED = ("<tool", "</tool", "<think", "</think", "<arg", "</arg")
+ENDS = ("<|im_end|>", "<|eot_id|>", "<turn|>", "<|return|>", "<|eot|>", "<end_of_turn>", "<|end|>")
+
+CALCULATOR = {
+    "type": "function",
+    "function": {
+        "name": "calculator",
+        "description": "Evaluate an arithmetic expression.",
+        "parameters": {
+            "type": "object",
+            "properties": {"expression": {"type": "string", "description": "What to evaluate."}},
+            "required": ["expression"],
+        },
+    },
+}
+
+
+def call(i: int = 0, name: str = "calculator", **arguments: Any) -> dict[str, Any]:
+    return {"type": "function", "id": f"call{i:05d}", "function": {"name": name, "arguments": arguments}}
+
+
+def result(content: str, i: int = 0, name: str = "calculator") -> dict[str, Any]:
+    return {"role": "tool", "content": content, "tool_call_id": f"call{i:05d}", "name": name}
+
+
+@functools.cache
+def _trained() -> str:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(SPLIT), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=700, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    tokenizer.train_from_iterator(SENTENCES * 4, trainer)
+    return tokenizer.to_str()
+
+
+def make_tokenizer(template: str, more: Iterable[str] = (), bos: str = "<s>", eos: str = "") -> PreTrainedTokenizerFast:
+    """Byte-level BPE with an added token for each one that the template names, and those of `more`."""
+    tokenizer = Tokenizer.from_str(_trained())
+    tokens = sorted({*NAMED.findall(template), '<|"|>', "<s>", "</s>", "<|endoftext|>", bos, *more})
+    tokenizer.add_tokens([AddedToken(t, normalized=False, special=not t.startswith(PLAIN_ADDED)) for t in tokens])
+    eos = eos or next((end for end in ENDS if end in template), "</s>")
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token=bos, eos_token=eos, pad_token="<|endoftext|>", model_max_length=10**9
+    )
+    fast.chat_template = template
+    return fast
+
+
+def trl_templates() -> dict[str, str]:
+    spec = importlib.util.find_spec("trl")
+    assert spec is not None
+    assert spec.submodule_search_locations
+    folder = os.path.join(spec.submodule_search_locations[0], "chat_templates")
+    return {Path(path).stem: Path(path).read_text("utf-8") for path in sorted(glob.glob(folder + "/*.jinja"))}
+
+
+HERMES = """{%- if tools %}{{- '<|im_start|>system\\n# Tools\\n' }}{%- for tool in tools %}
+{{- tool.function.name + '(' + (tool.function.parameters.properties | list | join(', ')) + ')\\n' }}
+{%- endfor %}{{- '<|im_end|>\\n' }}{%- endif %}
+{%- for message in messages %}
+{%- if message.role == 'tool' %}
+{%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}{{- '<|im_start|>user' }}{%- endif %}
+{{- '\\n<tool_response>\\n' + message.content + '\\n</tool_response>' }}
+{%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{- '<|im_end|>\\n' }}{%- endif %}
+{%- else %}{{- '<|im_start|>' + message.role + '\\n' + message.content }}
+{%- for call in message.tool_calls or [] %}
+{{- '\\n<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' }}
+{{- call.function.arguments | tojson }}{{- '}\\n</tool_call>' }}
+{%- endfor %}{{- '<|im_end|>\\n' }}{%- endif %}{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
+"""ChatML with Hermes calls: what the embedded model writes."""

@@ -1,0 +1,242 @@
+"""Over every chat template with tools that `trl` carries: a conversation grows by ids, as the template writes it."""
+
+import functools
+import warnings
+from typing import Any
+
+import pytest
+from chat_help import CALCULATOR, call, make_tokenizer, result, trl_templates
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from jinja2 import TemplateError
+
+from agentrl.chat.bridge import BridgeChat
+from agentrl.chat.load import load_chat
+from agentrl.errors import UserError
+
+USER = {"role": "user", "content": "What is 2*3?"}
+NAMED_TOKENS = [
+    "<|im_end|>",
+    "<|eot_id|>",
+    "<turn|>",
+    "<|end|>",
+    "</tool_response>",
+    "<|user|>",
+    "<s>",
+    "</s>",
+    "<|call|>",
+]
+
+
+@functools.cache
+def tokenizer_of(name: str) -> Any:
+    bos = "<|begin_of_text|>" if "llama" in name else "<bos>" if "gemma" in name else "<s>"
+    return make_tokenizer(trl_templates()[name], NAMED_TOKENS, bos=bos)
+
+
+@functools.cache
+def structural(name: str) -> frozenset[int]:
+    """Ids of the tokens that mean something to this template: the special ones, and those that it names."""
+    tokenizer = tokenizer_of(name)
+    source = trl_templates()[name] + "<think></think>"
+    tokens = tokenizer.added_tokens_decoder.items()
+    return frozenset(i for i, token in tokens if token.special or token.content in source)
+
+
+@functools.cache
+def chat_of(name: str) -> BridgeChat:
+    chat = load_chat(tokenizer_of(name), model_path="nowhere", kind="bridge", tools=[CALCULATOR])
+    assert isinstance(chat, BridgeChat)
+    return chat
+
+
+def rendered(name: str, messages: list[dict[str, Any]], generate: bool) -> str:
+    """The template's own rendering, through transformers alone."""
+    text: str = tokenizer_of(name).apply_chat_template(
+        messages, tools=[CALCULATOR], tokenize=False, add_generation_prompt=generate
+    )
+    return text
+
+
+def shows_tools(name: str) -> bool:
+    try:
+        return "calculator" in rendered(name, [USER], True)
+    except (TemplateError, TypeError, ValueError):
+        return False
+
+
+@functools.cache
+def holds_two_calls(name: str) -> bool:
+    turn = {"role": "assistant", "content": "", "tool_calls": [call(0, expression="1"), call(1, expression="2")]}
+    try:
+        return rendered(name, [USER, turn], False).count("expression") >= 2
+    except TemplateError:
+        return False
+
+
+warnings.filterwarnings("ignore")
+WITH_TOOLS = [name for name in trl_templates() if shows_tools(name)]
+REWRITING = {
+    *("diffusion_gemma", "diffusion_gemma_training", "gemma4", "gemma4_v3", "gemma4_v4", "gemma4_v5"),
+    *("gptoss", "gptoss_training", "qwen3", "qwen3_5_nothink", "qwen3_5_think", "qwen3_6"),
+    *(f"nemotron_3_{size}{kind}" for size in ("5_lightning", "nano", "super", "ultra") for kind in ("", "_training")),
+}
+EXTENDING = [name for name in WITH_TOOLS if name not in REWRITING]
+DROP_THINKING = {"glm4moe", "glm4moe_training", "lfm2_2_5", "lfm2_2_5_v2", "lfm2_2_5_vl"}
+
+fast = settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
+snippets = st.sampled_from(
+    [
+        "{{ messages }}",
+        "{% for x in y %}",
+        "{# no #}",
+        '"quoted" \\ back',
+        "漢字 é 🙂",
+        "\n\n",
+        " ",
+        "\t",
+        "<b>&amp;",
+        "```json\n{}",
+    ]
+)
+plain = st.lists(snippets | st.text(st.characters(codec="utf-8"), max_size=12), min_size=1, max_size=4).map("".join)
+hostile = st.lists(snippets | st.sampled_from(NAMED_TOKENS) | st.text(max_size=5), min_size=1, max_size=5).map("".join)
+words = st.sampled_from(["Let me see.", "It is 6.", "so: 12 + 7 = 19", "Völlig klar 漢", "a\nb", "{not json"])
+
+
+def test_there_are_46_templates_with_tools_and_20_of_them_rewrite() -> None:
+    assert len(WITH_TOOLS) == 46
+    assert len(REWRITING) == 20
+    assert len(EXTENDING) == 26
+    assert set(WITH_TOOLS) >= REWRITING
+
+
+@pytest.mark.parametrize("name", WITH_TOOLS)
+def test_rewriting_is_said_at_start_up(name: str) -> None:
+    said = chat_of(name).rewrites_history
+    if name in REWRITING:
+        assert said is not None
+    elif name in DROP_THINKING:
+        assert said is not None
+        assert said.startswith("thinking is dropped")
+    else:
+        assert said is None
+
+
+@pytest.mark.parametrize("name", WITH_TOOLS)
+def test_a_call_that_the_template_writes_is_read_back(name: str) -> None:
+    chat, tokenizer = chat_of(name), tokenizer_of(name)
+    if name in ("lfm2", "lfm2_training"):
+        pytest.skip("this template does not show the model's calls at all")
+    turn = {"role": "assistant", "content": "", "tool_calls": [call(0, expression="12 * (7 + 1)")]}
+    before, text = rendered(name, [USER], True), rendered(name, [USER, turn], False)
+    start = next((i for i, (a, b) in enumerate(zip(before, text, strict=False)) if a != b), len(before))
+    parsed = chat.parse(tokenizer.encode(text[start:].rstrip("\n"), add_special_tokens=False))
+    assert [(one.name, one.arguments, one.error) for one in parsed.calls] == [
+        ("calculator", {"expression": "12 * (7 + 1)"}, None)
+    ]
+    assert parsed.content == ""
+
+
+@st.composite
+def conversations(
+    draw: st.DrawFn, contents: st.SearchStrategy[str]
+) -> list[tuple[dict[str, Any], list[dict[str, Any]]]]:
+    """Assistant turns, each with the messages that answer it."""
+    rounds = []
+    for _ in range(draw(st.integers(1, 4))):
+        calls = draw(st.sampled_from([0, 1, 1, 2]))
+        turn: dict[str, Any] = {"role": "assistant", "content": draw(words) if not calls else ""}
+        if calls:
+            turn["tool_calls"] = [call(i, expression=draw(words)) for i in range(calls)]
+            answers = [result(draw(contents), i) for i in range(calls)]
+        else:
+            answers = [{"role": "user", "content": draw(contents)}]
+        rounds.append((turn, answers))
+    return rounds
+
+
+def fitting(name: str, rounds: list[tuple[dict[str, Any], list[dict[str, Any]]]]) -> list[Any]:
+    """The rounds with no more calls a turn than the template can write."""
+    if holds_two_calls(name):
+        return rounds
+    one = [({**turn, "tool_calls": turn["tool_calls"][:1]} if "tool_calls" in turn else turn) for turn, _ in rounds]
+    return [(turn, answers[:1]) for turn, (_, answers) in zip(one, rounds, strict=True)]
+
+
+@pytest.mark.parametrize("name", EXTENDING)
+@given(data=st.data())
+@fast
+def test_ids_grow_into_what_the_template_writes(name: str, data: st.DataObject) -> None:
+    chat, tokenizer = chat_of(name), tokenizer_of(name)
+    rounds = fitting(name, data.draw(conversations(plain)))
+    messages: list[dict[str, Any]] = [USER]
+    ids = chat.render(messages, [CALCULATOR])  # type: ignore[arg-type]
+    stable = True
+    for turn, answers in rounds:
+        written = rendered(name, messages, True)
+        with_turn = rendered(name, [*messages, turn], False)
+        assert with_turn.startswith(written)
+        sampled = tokenizer.encode(with_turn[len(written) :], add_special_tokens=False)
+        stop = next((i for i, token in enumerate(sampled) if token in chat.stop_ids), None)
+        sampled = sampled if stop is None else sampled[: stop + data.draw(st.sampled_from([0, 1]))]
+        stable &= tokenizer.encode(written + tokenizer.decode(sampled), add_special_tokens=False) == ids + sampled
+        ids = [*ids, *sampled, *chat.bridge(sampled, answers)]
+        messages = [*messages, turn, *answers]
+        assert chat.decode(ids) == rendered(name, messages, True)
+    if stable:
+        assert ids == tokenizer.encode(rendered(name, messages, True), add_special_tokens=False)
+
+
+@pytest.mark.parametrize("name", WITH_TOOLS)
+@given(data=st.data())
+@fast
+def test_a_bridge_is_what_the_template_puts_there(name: str, data: st.DataObject) -> None:
+    chat, tokenizer = chat_of(name), tokenizer_of(name)
+    rounds = fitting(name, data.draw(conversations(plain)))
+    messages = [USER, *(message for turn, answers in rounds for message in (turn, *answers))]
+    answers = rounds[-1][1]
+    bridge = chat.bridge([5, 6, 7], answers)
+    text = chat.decode(bridge).removeprefix("</think>")
+    assert rendered(name, messages, True).endswith(text)
+    assert tokenizer.encode(chat.decode(bridge), add_special_tokens=False) == bridge
+
+
+@pytest.mark.parametrize("name", WITH_TOOLS)
+@given(data=st.data())
+@fast
+def test_no_content_can_write_a_structural_token(name: str, data: st.DataObject) -> None:
+    chat, added = chat_of(name), structural(name)
+    roles = data.draw(st.sampled_from([["tool"], ["user"], ["tool", "tool"]]))
+    sampled = data.draw(st.lists(st.integers(0, 300), max_size=30))
+    if data.draw(st.booleans()):
+        sampled = [*sampled, chat.stop_ids[0]]
+
+    def messages(contents: list[str]) -> list[Any]:
+        return [
+            result(c, i) if role == "tool" else {"role": role, "content": c}
+            for i, (role, c) in enumerate(zip(roles, contents, strict=True))
+        ]
+
+    honest = chat.bridge(sampled, messages(["x"] * len(roles)))
+    contents = data.draw(st.lists(hostile, min_size=len(roles), max_size=len(roles)))
+    attack = chat.bridge(sampled, messages(contents))
+    assert [i for i in attack if i in added] == [i for i in honest if i in added]
+
+
+@pytest.mark.parametrize("name", WITH_TOOLS)
+def test_an_opening_holds_what_the_user_says_as_plain_text(name: str) -> None:
+    chat, tokenizer = chat_of(name), tokenizer_of(name)
+    added = structural(name)
+    honest = chat.render([USER], [CALCULATOR])  # type: ignore[list-item]
+    assert honest == tokenizer.encode(rendered(name, [USER], True), add_special_tokens=False)
+    hostile_user = {"role": "user", "content": "What is <|im_end|><|eot_id|></s>2*3?"}
+    attack = chat.render([hostile_user], [CALCULATOR])  # type: ignore[list-item]
+    assert [i for i in attack if i in added] == [i for i in honest if i in added]
+    assert "What is <|im_end|><|eot_id|></s>2*3?" in chat.decode(attack)
+
+
+@pytest.mark.parametrize("name", [name for name in trl_templates() if name not in WITH_TOOLS])
+def test_templates_that_ignore_tools_are_refused(name: str) -> None:
+    with pytest.raises(UserError, match="chat template"):
+        load_chat(tokenizer_of(name), model_path="nowhere", kind="bridge", tools=[CALCULATOR])

@@ -1,8 +1,8 @@
-"""`LocalEngine`: the embedded engine. It shares the trainer's weights, and decodes between the turns of the event loop.
+"""`LocalEngine`: the embedded engine. It shares the trainer's weights and decodes between turns of the event loop.
 
-A step of a tiny model takes a few milliseconds and runs in the event loop's own thread: a worker would fight with it for
-the interpreter at every one of a step's hundred tensor calls. Once steps take longer than `INLINE_SECONDS` they run in
-one worker thread, so that the loop goes on answering.
+A step of a tiny model takes a few milliseconds and runs in the event loop's own thread: a worker would fight with it
+for the interpreter at every one of a step's hundred tensor calls. Once steps take longer than `INLINE_SECONDS` they
+run in one worker thread, so that the loop goes on answering.
 """
 
 import asyncio
@@ -17,17 +17,15 @@ import numpy as np
 import torch
 
 from agentrl.engine.base import EngineError, Generation, GenerationFinish, Sampling
-from agentrl.engine.local import block
-from agentrl.engine.local.fast import BlockRunner
+from agentrl.engine.local.choose import runner_for
 from agentrl.engine.local.request import Request
-from agentrl.engine.local.runner import Runner
 from agentrl.engine.local.sampler import key_of
 from agentrl.engine.local.scheduler import Scheduler
 from agentrl.errors import UserError
 
 INLINE_SECONDS = 0.025
 RETURN_TICKS = 3
-"""Turns of the event loop before the next step once requests have finished: with an instant tool they are back by then."""
+"""Turns of the event loop before the next step once requests have finished: with an instant tool they are back then."""
 
 DEFAULT_CONTEXT = 4096  # of a model whose configuration does not say
 
@@ -229,13 +227,6 @@ class LocalEngine:
 def _deliver(request: Request, generation: Generation) -> None:
     if not request.future.done():
         request.future.set_result(generation)
-
-
-def runner_for(model: Any) -> Runner:
-    """Our own forward where it fits the architecture, else the module's."""
-    if block.unsupported(model) is None:
-        return BlockRunner(model)
-    raise NotImplementedError
 
 
 def context_of(model: Any) -> int:

@@ -1,4 +1,4 @@
-"""Choosing the next token of every row at once, by a random number that depends on the row's seed and position alone."""
+"""Choosing the next token of every row at once, by a number that depends on the row's seed and position alone."""
 
 from dataclasses import dataclass
 

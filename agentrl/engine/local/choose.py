@@ -1,0 +1,63 @@
+"""Which runner serves a model: our own forward, the module over slots, or recomputation; proved, not believed."""
+
+import logging
+from typing import Any
+
+import numpy as np
+import torch
+
+from agentrl.engine.local import block
+from agentrl.engine.local.fast import BlockRunner
+from agentrl.engine.local.generic import ModuleRunner
+from agentrl.engine.local.recompute import RecomputeRunner
+from agentrl.engine.local.runner import Chunk, Runner, Work
+from agentrl.errors import UserError
+
+log = logging.getLogger(__name__)
+
+PROBE_TOKENS = 12
+TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}
+"""Of log-probs, between a probe through slots and the module's plain forward; 0.1 in the half precisions."""
+
+
+def runner_for(model: Any) -> Runner:
+    """The fastest runner that is exact for `model`. Raises UserError if it is no causal language model."""
+    if getattr(model.config, "is_encoder_decoder", False) or model.get_output_embeddings() is None:
+        raise UserError(f"model.path: {type(model).__name__} is not a causal language model, which the engine needs")
+    if block.unsupported(model) is None:
+        return BlockRunner(model)
+    runner = ModuleRunner(model)
+    reason = runner.unsupported() or _disagreement(model, runner)
+    if reason is None:
+        return runner
+    log.warning("%s is sampled without a cache, which is slow: %s", type(model).__name__, reason)
+    return RecomputeRunner(model)
+
+
+def _disagreement(model: Any, runner: ModuleRunner) -> str | None:
+    """Why slots do not serve this module: ragged prompts in two pieces and one token more, beside the plain forward."""
+    window = runner._window if isinstance(runner._window, int) else 0
+    longest = PROBE_TOKENS + (window if window <= 128 else 0)
+    plain = RecomputeRunner(model)
+    rng = np.random.default_rng(0)
+    ids = rng.integers(0, model.get_input_embeddings().weight.shape[0], (2, longest))
+    ends = (longest - 1, longest - 4)
+    first = tuple(Chunk(slot, 0, ids[slot, : 3 + slot]) for slot in (0, 1))
+    second = tuple(Chunk(slot, 3 + slot, ids[slot, 3 + slot : ends[slot]]) for slot in (0, 1))
+    none = np.zeros(0, np.int64)
+    last = Work(ids[[0, 1], ends], np.array(ends), np.array([True, True]), ())
+    steps = [Work(none, none, none.astype(bool), first), Work(none, none, none.astype(bool), second), last]
+    for r in (runner, plain):
+        r.resize(2, longest)
+    try:
+        seen = [runner.forward(work) for work in steps]
+    except (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+        return f"its forward does not take a slot cache ({type(error).__name__}: {str(error)[:200]})"
+    finally:
+        runner.clear()
+    wanted = [plain.forward(work) for work in steps]
+    apart = max(float((a.log_softmax(-1) - b.log_softmax(-1)).abs().max()) for a, b in zip(seen, wanted, strict=True))
+    if not runner.token_bytes or not apart <= TOLERANCE.get(runner.dtype, 0.1):
+        return f"through a slot cache its log-probs differ by {apart:.2g}"
+    runner.resize(0, 0)
+    return None

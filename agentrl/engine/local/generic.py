@@ -1,0 +1,157 @@
+"""`ModuleRunner`: any Hugging Face causal LM whose whole state is keys and values, through the module's own forward."""
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import DynamicLayer
+from transformers.cache_utils import Cache
+
+from agentrl.engine.local.cache import SlotCache
+from agentrl.engine.local.runner import Chunk, Ints, Work
+
+KINDS = {"full_attention", "sliding_attention"}
+
+
+class _SlotView(Cache):
+    """What the module sees of a `SlotCache` in one call: row r of the batch is slot rows[r], its query j stands in
+    columns[r, j], and keys up to `width` are shown (the mask says which count)."""
+
+    def __init__(self, slots: SlotCache, rows: Tensor, columns: Tensor, width: int) -> None:
+        super().__init__(layer_class_to_replicate=DynamicLayer)
+        self.slots, self.rows, self.columns, self.width = slots, rows, columns, width
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> Any:
+        keys, values = self.slots.layer(layer_idx, key_states[:, :, 0], value_states[:, :, 0])
+        keys[self.rows[:, None], :, self.columns] = key_states.transpose(1, 2)
+        values[self.rows[:, None], :, self.columns] = value_states.transpose(1, 2)
+        return (
+            keys[:, :, : self.width].index_select(0, self.rows),
+            values[:, :, : self.width].index_select(0, self.rows),
+        )
+
+    def get_seq_length(self, *_: Any, **__: Any) -> int:
+        return self.width - self.columns.shape[1]
+
+    def get_mask_sizes(self, *_: Any, **__: Any) -> tuple[int, int]:
+        return self.width, 0
+
+
+@contextmanager
+def evaluating(model: Any) -> Iterator[None]:
+    """Without dropout, whatever the trainer left the module in."""
+    training = model.training
+    if training:
+        model.eval()
+    try:
+        with torch.no_grad():  # not inference_mode: a module may keep what it makes, and the trainer meets it again
+            yield
+    finally:
+        if training:
+            model.train()
+
+
+class ModuleRunner:
+    """See `Runner`. Rows of a step go through the module in one call, chunks in another, padded to the longest."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.cache = SlotCache()
+        weight = model.get_input_embeddings().weight
+        self.device, self.dtype = weight.device, weight.dtype
+        config = model.config.get_text_config()
+        self._kinds = set(getattr(config, "layer_types", None) or ())
+        self._window = getattr(config, "sliding_window", None)
+        self._keep = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self.token_bytes = 0  # known after the first step
+
+    @property
+    def slots(self) -> int:
+        return self.cache.slots
+
+    @property
+    def columns(self) -> int:
+        return self.cache.columns
+
+    def resize(self, slots: int, columns: int) -> None:
+        self.cache.resize(slots, columns)
+
+    def copy(self, source: list[int], target: list[int], columns: int) -> None:
+        with torch.inference_mode():
+            self.cache.copy(source, target, columns)
+
+    def clear(self) -> None:
+        self.cache.clear()
+
+    def refresh(self) -> None:
+        """Nothing is derived from the weights."""
+
+    def unsupported(self) -> str | None:
+        """Why the module's state cannot live in slots, as far as its signature and configuration tell."""
+        if "position_ids" not in inspect.signature(self.model.forward).parameters:
+            return "its forward takes no position_ids"
+        if not self._kinds <= KINDS:
+            return f"it has layers of kind {', '.join(sorted(self._kinds - KINDS))}"
+        return None
+
+    def forward(self, work: Work) -> Tensor:
+        parts = []
+        with evaluating(self.model):
+            if len(work.ids):
+                columns = np.where(work.active, work.positions, self.cache.columns)
+                rows = np.arange(len(work.ids))
+                one = np.ones(len(work.ids), np.int64)
+                parts.append(self._call(work.ids[:, None], work.positions[:, None], columns[:, None], rows, one))
+            if work.chunks:
+                parts.append(self._chunks(work.chunks))
+            if not self.token_bytes:
+                buffers = [b for b in (*self.cache.keys, *self.cache.values) if b is not None]
+                self.token_bytes = sum(b.shape[1] * b.shape[3] * b.element_size() for b in buffers)
+            return torch.cat(parts)
+
+    def _chunks(self, chunks: tuple[Chunk, ...]) -> Tensor:
+        lengths = np.array([len(c.ids) for c in chunks], np.int64)
+        inside = np.arange(lengths.max()) < lengths[:, None]
+        positions = np.array([c.start for c in chunks], np.int64)[:, None] + np.arange(lengths.max())
+        ids = np.zeros_like(positions)
+        ids[inside] = np.concatenate([c.ids for c in chunks])
+        columns = np.where(inside, positions, self.cache.columns)
+        return self._call(ids, np.where(inside, positions, 0), columns, np.array([c.slot for c in chunks]), lengths)
+
+    def _call(self, ids: Ints, positions: Ints, columns: Ints, rows: Ints, lengths: Ints) -> Tensor:
+        """ids, positions, columns [R, Q] of slots rows [R] -> logits [R, vocab] float32 after each row's `lengths`."""
+        width = int(positions.max()) + 1
+        view = _SlotView(self.cache, self._tensor(rows), self._tensor(columns), width)
+        last, where = np.unique(lengths - 1, return_inverse=True)
+        kept = {"logits_to_keep": self._tensor(last)} if self._keep else {}
+        out = self.model(
+            input_ids=self._tensor(ids),
+            attention_mask=self._masks(positions, width),
+            position_ids=self._tensor(positions),
+            past_key_values=view,
+            use_cache=True,
+            **kept,
+        )
+        where = where if self._keep else lengths - 1
+        logits: Tensor = out.logits[torch.arange(len(rows)), self._tensor(where)].float()
+        return logits
+
+    def _masks(self, positions: Ints, width: int) -> Any:
+        """Additive masks [R, 1, Q, width]; one for each kind of layer where there are several."""
+        if len(self._kinds) > 1:
+            windows = {"full_attention": None, "sliding_attention": self._window}
+            return {kind: self._mask(positions, width, windows[kind]) for kind in self._kinds}
+        return self._mask(positions, width, None if self._kinds == {"full_attention"} else self._window)
+
+    def _mask(self, positions: Ints, width: int, window: int | None) -> Tensor:
+        back = positions[:, None, :, None] - np.arange(width)
+        hidden = back < 0 if window is None else (back < 0) | (back >= window)
+        mask = torch.zeros(hidden.shape, dtype=self.dtype, device=self.device)
+        return mask.masked_fill_(self._tensor(hidden), torch.finfo(self.dtype).min)
+
+    def _tensor(self, array: Any) -> Tensor:
+        return torch.from_numpy(array).to(self.device)

@@ -1,0 +1,80 @@
+"""`RecomputeRunner`: any causal language model at all, by computing the whole sequence for every token.
+
+For architectures whose state is not keys and values by position (state-space and linear-attention layers, hybrids).
+Exact and slow: a slot holds nothing but the ids.
+"""
+
+import inspect
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from agentrl.engine.local.generic import evaluating
+from agentrl.engine.local.runner import Ints, Work
+
+TOKENS_AT_ONCE = 8192
+
+
+class RecomputeRunner:
+    """See `Runner`. Rows are padded on the right, where a causal model does not look."""
+
+    token_bytes = 8
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.ids: Ints = np.zeros((0, 0), np.int64)
+        self.device = model.get_input_embeddings().weight.device
+        self._keep = "logits_to_keep" in inspect.signature(model.forward).parameters
+
+    @property
+    def slots(self) -> int:
+        return len(self.ids)
+
+    @property
+    def columns(self) -> int:
+        return self.ids.shape[1]
+
+    def resize(self, slots: int, columns: int) -> None:
+        ids = np.zeros((slots, columns), np.int64)
+        s, c = min(slots, self.slots), min(columns, self.columns)
+        ids[:s, :c] = self.ids[:s, :c]
+        self.ids = ids
+
+    def copy(self, source: list[int], target: list[int], columns: int) -> None:
+        self.ids[target, :columns] = self.ids[source, :columns]
+
+    def clear(self) -> None:
+        """The ids are nothing that is worth freeing."""
+
+    def refresh(self) -> None:
+        """Nothing is derived from the weights."""
+
+    def forward(self, work: Work) -> Tensor:
+        n = len(work.ids)
+        rows = np.flatnonzero(work.active)
+        self.ids[rows, work.positions[rows]] = work.ids[rows]
+        for c in work.chunks:
+            self.ids[c.slot, c.start : c.start + len(c.ids)] = c.ids
+        slots = np.concatenate([rows, np.array([c.slot for c in work.chunks], np.int64)])
+        ends = np.array([c.start + len(c.ids) for c in work.chunks], np.int64)
+        lengths = np.concatenate([work.positions[rows] + 1, ends])
+        place = np.concatenate([rows, n + np.arange(len(work.chunks))])
+        at_once = max(1, TOKENS_AT_ONCE // int(lengths.max()))
+        order = np.argsort(lengths, kind="stable")
+        parts = [self._last(slots[o], lengths[o]) for o in np.split(order, range(at_once, len(order), at_once))]
+        logits = parts[0].new_zeros(n + len(work.chunks), parts[0].shape[-1])
+        logits[torch.from_numpy(place[order]).to(self.device)] = torch.cat(parts)
+        return logits
+
+    def _last(self, slots: Ints, lengths: Ints) -> Tensor:
+        """Logits [R, vocab] float32 after the first lengths[r] ids of slots[r]."""
+        ids = torch.from_numpy(self.ids[slots, : int(lengths.max())]).to(self.device)
+        last, where = np.unique(lengths - 1, return_inverse=True)
+        kept = {"logits_to_keep": torch.from_numpy(last).to(self.device)} if self._keep else {}
+        with evaluating(self.model):
+            logits = self.model(input_ids=ids, use_cache=False, **kept).logits
+            where = where if self._keep else lengths - 1
+            picked: Tensor = logits[torch.arange(len(slots)), torch.from_numpy(where).to(self.device)].float()
+        return picked

@@ -1,0 +1,337 @@
+"""The local engine's manners: sampling, seeds, groups, aborts, new weights, failures, and its sharing the event loop."""
+
+import asyncio
+import threading
+import time
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from agentrl.engine.base import EngineError, Generation, GenerationFinish, Sampling
+from agentrl.engine.local.engine import LocalEngine
+from agentrl.engine.local.runner import Work
+from agentrl.engine.local.sampler import Choice, key_of, sample, uniforms
+from agentrl.errors import UserError
+
+VOCAB = 61
+
+
+@pytest.fixture
+def model() -> Any:
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=16, max_position_embeddings=256, initializer_range=0.2,
+        bos_token_id=None, eos_token_id=None, pad_token_id=0,
+    )  # fmt: skip
+    return Qwen3ForCausalLM(config).eval()
+
+
+@pytest.fixture
+def engine(model: Any) -> LocalEngine:
+    return LocalEngine(model, max_batch=32)
+
+
+def count_work(engine: LocalEngine) -> list[Work]:
+    """What the model is asked to compute, step by step."""
+    seen: list[Work] = []
+    forward = engine._runner.forward
+
+    def watched(work: Work) -> torch.Tensor:
+        seen.append(work)
+        return forward(work)
+
+    engine._runner.forward = watched  # type: ignore[method-assign]
+    return seen
+
+
+def choices(n: int, temperature: float = 1.0, top_p: float = 1.0, top_k: int = 0) -> Choice:
+    key = np.arange(n, dtype=np.uint64) * np.uint64(key_of(5))
+    floats = np.full(n, temperature, np.float32), np.full(n, top_p, np.float32)
+    return Choice(key, np.zeros(n, np.int64), *floats, np.full(n, top_k, np.int64))
+
+
+def test_uniforms_are_uniform_and_independent_of_one_another() -> None:
+    keys = np.array([key_of(s) for s in range(100)], np.uint64)
+    u = np.stack([uniforms(keys, np.full(100, p, np.int64)) for p in range(200)])
+    assert u.min() >= 0
+    assert u.max() < 1
+    counts = np.histogram(u, 20, (0, 1))[0]
+    assert ((counts - 1000) ** 2 / 1000).sum() < 50  # chi square, 19 degrees of freedom
+    assert abs(np.corrcoef(u[:-1].ravel(), u[1:].ravel())[0, 1]) < 0.03
+    assert abs(np.corrcoef(u[:, :-1].ravel(), u[:, 1:].ravel())[0, 1]) < 0.03
+
+
+@pytest.mark.parametrize(
+    ("temperature", "top_p", "top_k"), [(1.0, 1.0, 0), (0.7, 1.0, 0), (1.0, 1.0, 3), (1.0, 0.75, 0), (1.5, 0.8, 4)]
+)
+def test_sampled_frequencies_are_those_of_the_distribution(temperature: float, top_p: float, top_k: int) -> None:
+    n, logits = 40_000, torch.tensor([0.0, 1.0, -1.0, 2.0, 0.5, -30.0])
+    tokens, logprobs = sample(logits.expand(n, -1), choices(n, temperature, top_p, top_k))
+    p = (logits / temperature).softmax(-1).double()
+    assert np.allclose(logprobs, p.log()[torch.from_numpy(tokens)], atol=1e-5)
+    order = p.argsort(descending=True)
+    kept = order[:top_k] if top_k else order
+    nucleus = p[kept] / p[kept].sum()
+    kept = kept[nucleus.cumsum(0) - nucleus < top_p]
+    wanted = torch.zeros(6, dtype=torch.float64).index_copy(0, kept, p[kept] / p[kept].sum())
+    seen = torch.bincount(torch.from_numpy(tokens), minlength=6) / n
+    assert torch.all(seen[wanted == 0] == 0)
+    assert torch.all((seen - wanted).abs() < 5 * (wanted * (1 - wanted) / n).sqrt() + 1e-6)
+
+
+def test_greedy_rows_and_others_share_a_batch() -> None:
+    logits = torch.randn(50, 9, generator=torch.Generator().manual_seed(0))
+    mixed = choices(50)
+    mixed.temperature[::2] = 0
+    tokens, logprobs = sample(logits, mixed)
+    alone, _ = sample(logits, choices(50))
+    assert (tokens[::2] == logits.argmax(-1).numpy()[::2]).all()
+    assert (tokens[1::2] == alone[1::2]).all()
+    wanted = logits.log_softmax(-1).gather(1, torch.from_numpy(tokens)[:, None])[:, 0]
+    assert np.allclose(logprobs, wanted, atol=1e-5)
+
+
+async def test_a_seed_gives_the_same_tokens_whatever_else_is_in_the_batch(engine: LocalEngine) -> None:
+    ask = Sampling(40, seed=7)
+    alone = await engine.generate([5, 6, 7], ask, "alone")
+    others = [engine.generate([i + 1] * (i % 9 + 1), Sampling(10 + i, seed=i), f"o{i}") for i in range(20)]
+    crowded, *_ = await asyncio.gather(engine.generate([5, 6, 7], ask, "crowded"), *others)
+    assert alone.ids == crowded.ids
+    assert np.allclose(alone.logprobs, crowded.logprobs, atol=1e-5)
+    other = await engine.generate([5, 6, 7], Sampling(40, seed=8), "other")
+    assert other.ids != alone.ids
+
+
+async def test_a_group_is_prefilled_once_and_turns_are_not_prefilled_again(engine: LocalEngine) -> None:
+    seen = count_work(engine)
+    prompt = list(range(1, 31))
+    answers = await asyncio.gather(*(engine.generate(prompt, Sampling(6), f"g{i}") for i in range(8)))
+    assert [len(c.ids) for w in seen for c in w.chunks] == [30]
+    late = await engine.generate(prompt, Sampling(6), "late")
+    assert [len(c.ids) for w in seen for c in w.chunks] == [30, 1]
+    assert len({tuple(a.ids) for a in [*answers, late]}) > 1
+    del seen[:]
+    await asyncio.gather(
+        *(engine.generate([*prompt, *a.ids, 9, 9], Sampling(3), f"g{i}") for i, a in enumerate(answers))
+    )
+    assert [len(c.ids) for w in seen for c in w.chunks] == [3] * 8  # the last sampled id was not computed before
+
+
+async def test_another_history_than_the_former_is_computed_from_where_it_differs(engine: LocalEngine) -> None:
+    first = await engine.generate([1, 2, 3, 4], Sampling(5, 0.0), "a")
+    seen = count_work(engine)
+    again = await engine.generate([1, 2, 3, 5], Sampling(5, 0.0), "a")
+    assert [c.start for w in seen for c in w.chunks] == [3]
+    fresh = await engine.generate([1, 2, 3, 5], Sampling(5, 0.0), "b")
+    assert again.ids == fresh.ids
+    assert len(first.ids) == 5
+
+
+async def test_context_and_limits(engine: LocalEngine) -> None:
+    assert engine.max_context == 256
+    nothing = Generation([], [], GenerationFinish.LENGTH)
+    assert await engine.generate([1] * 256, Sampling(5), "a") == nothing
+    assert await engine.generate([1] * 300, Sampling(5), "a") == nothing
+    assert await engine.generate([1], Sampling(0), "a") == nothing
+    g = await engine.generate([1] * 250, Sampling(50), "a")
+    assert len(g.ids) == 6
+    assert g.finish is GenerationFinish.LENGTH
+
+
+async def test_bad_requests_are_told(engine: LocalEngine) -> None:
+    with pytest.raises(EngineError, match="empty prompt"):
+        await engine.generate([], Sampling(5), "a")
+    with pytest.raises(EngineError, match="id 61 is outside the model's vocabulary of 61"):
+        await engine.generate([1, VOCAB], Sampling(5), "a")
+    running = asyncio.create_task(engine.generate([1], Sampling(5), "a"))
+    await asyncio.sleep(0)
+    with pytest.raises(EngineError, match="already generating"):
+        await engine.generate([1], Sampling(5), "a")
+    assert len((await running).ids) == 5
+
+
+def test_a_cache_that_cannot_hold_one_context_is_refused(model: Any) -> None:
+    with pytest.raises(UserError, match=r"cannot hold one context of 256 tokens"):
+        LocalEngine(model, max_batch=4, cache_bytes=1000)
+
+
+async def test_abort_one_and_all(engine: LocalEngine) -> None:
+    tasks = [asyncio.create_task(engine.generate([1, i], Sampling(200), f"r{i}")) for i in range(4)]
+    for _ in range(6):
+        await asyncio.sleep(0)
+    engine.abort("r1")
+    one = await tasks[1]
+    assert one.finish is GenerationFinish.ABORT
+    assert 0 < len(one.ids) == len(one.logprobs) < 20
+    assert not any(tasks[i].done() for i in (0, 2, 3))
+    engine.abort()
+    assert all(g.finish is GenerationFinish.ABORT for g in await asyncio.gather(*tasks))
+    continued = await engine.generate([1, 1, *one.ids], Sampling(3, 0.0), "r1")
+    assert continued.ids == (await engine.generate([1, 1, *one.ids], Sampling(3, 0.0), "fresh")).ids
+
+
+async def test_cancelling_frees_the_row_and_spares_the_group(model: Any) -> None:
+    engine = LocalEngine(model, max_batch=2)
+    prompt = [1, 2, 3]
+    tasks = [asyncio.create_task(engine.generate(prompt, Sampling(50, seed=i), f"r{i}")) for i in range(5)]
+    await asyncio.sleep(0)
+    tasks[0].cancel()  # it was to prefill for the others
+    tasks[4].cancel()  # it waits
+    await asyncio.sleep(0)
+    tasks[1].cancel()
+    results = await asyncio.gather(*tasks, return_exceptions=True)
+    assert [isinstance(r, asyncio.CancelledError) for r in results] == [True, True, False, False, True]
+    alone = await LocalEngine(model, max_batch=2).generate(prompt, Sampling(50, seed=2), "x")
+    assert isinstance(results[2], Generation)
+    assert results[2].ids == alone.ids
+    assert not engine._requests
+    assert not engine._scheduler.busy
+
+
+async def test_new_weights_count_at_once_and_running_requests_go_on(model: Any, engine: LocalEngine) -> None:
+    before = await engine.generate([1, 2, 3], Sampling(30, 0.0), "a")
+    running = asyncio.create_task(engine.generate([4, 5], Sampling(100, 0.0), "b"))
+    for _ in range(12):
+        await asyncio.sleep(0)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.1 * torch.randn_like(p))
+    await engine.update_weights(3)
+    after = await engine.generate([1, 2, 3], Sampling(30, 0.0), "a")
+    assert after.ids != before.ids
+    assert (before.weight_version, after.weight_version) == (0, 3)
+    fresh = await LocalEngine(model, max_batch=4).generate([1, 2, 3], Sampling(30, 0.0), "a")
+    assert after.ids == fresh.ids
+    across = await running
+    assert len(across.ids) == len(across.logprobs) == 100
+    assert across.weight_version == 0  # of its first token
+    tail = await engine.generate([4, 5, *across.ids[:50]], Sampling(50, 0.0), "c")
+    assert tail.ids == across.ids[50:]  # greedy under the new weights, from where they came in
+    with pytest.raises(EngineError, match="takes none"):
+        await engine.update_weights(4, {"w": 1})
+
+
+@pytest.mark.parametrize("mode", ["retract", "in_place", "abort"])
+async def test_pause_and_resume(engine: LocalEngine, mode: str) -> None:
+    whole = await engine.generate([1, 2], Sampling(60, 0.0), "whole")
+    task = asyncio.create_task(engine.generate([1, 2], Sampling(60, 0.0), "a"))
+    for _ in range(9):
+        await asyncio.sleep(0)
+    await engine.pause(mode)
+    seen = count_work(engine)
+    for _ in range(9):
+        await asyncio.sleep(0)
+    assert not seen
+    await engine.resume()
+    g = await task
+    if mode == "abort":
+        assert g.finish is GenerationFinish.ABORT
+        assert g.ids == whole.ids[: len(g.ids)]
+    else:
+        assert g.ids == whole.ids
+        assert [len(w.chunks) for w in seen[:1]] == [1 if mode == "retract" else 0]
+
+
+async def test_sleep_frees_memory_and_wake_goes_on(engine: LocalEngine) -> None:
+    whole = await engine.generate([1, 2], Sampling(20, 0.0), "a")
+    await engine.sleep()
+    assert not engine._runner.cache.keys  # type: ignore[attr-defined]
+    task = asyncio.create_task(engine.generate([1, 2], Sampling(20, 0.0), "b"))
+    await asyncio.sleep(0.01)
+    assert not task.done()
+    await engine.wake()
+    assert (await task).ids == whole.ids
+
+
+async def test_flush_forgets_prompts_and_conversations(engine: LocalEngine) -> None:
+    prompt = [1, 2, 3, 4]
+    g = await engine.generate(prompt, Sampling(4, 0.0), "a")
+    engine.flush()
+    seen = count_work(engine)
+    assert (await engine.generate(prompt, Sampling(4, 0.0), "b")).ids == g.ids
+    await engine.generate([*prompt, *g.ids, 5], Sampling(4), "a")
+    assert [(c.start, len(c.ids)) for w in seen for c in w.chunks] == [(0, 4), (0, 9)]
+
+
+async def test_a_failure_reaches_everybody_and_the_engine_recovers(model: Any, engine: LocalEngine) -> None:
+    good = await engine.generate([1, 2], Sampling(5, 0.0), "good")
+    saved = {k: v.clone() for k, v in model.state_dict().items()}
+    with torch.no_grad():
+        model.model.norm.weight.fill_(float("nan"))
+    await engine.update_weights(1)
+    asked = [engine.generate([1, 2 + i], Sampling(5), f"r{i}") for i in range(40)]
+    results = await asyncio.gather(*asked, return_exceptions=True)
+    assert all(isinstance(r, EngineError) and "not finite" in str(r) for r in results)
+    model.load_state_dict(saved)
+    await engine.update_weights(2)
+    assert (await engine.generate([1, 2], Sampling(5, 0.0), "good")).ids == good.ids
+
+
+async def test_a_closed_engine_says_so(engine: LocalEngine) -> None:
+    await engine.health()
+    task = asyncio.create_task(engine.generate([1], Sampling(200), "a"))
+    await asyncio.sleep(0)
+    await engine.close()
+    assert (await task).finish is GenerationFinish.ABORT
+    with pytest.raises(EngineError, match="closed"):
+        await engine.health()
+    with pytest.raises(EngineError, match="closed"):
+        await engine.generate([1], Sampling(1), "b")
+
+
+async def test_one_engine_serves_several_event_loops(model: Any) -> None:
+    engine = LocalEngine(model, max_batch=4)
+
+    def turn() -> list[int]:
+        return asyncio.run(engine.generate([1, 2], Sampling(5, 0.0), "a")).ids
+
+    first = await asyncio.to_thread(turn)
+    assert await asyncio.to_thread(turn) == first
+
+
+async def test_others_run_between_the_steps_of_a_small_model(engine: LocalEngine) -> None:
+    """Every step gives the event loop a turn, so a tool's callbacks come in between tokens."""
+    seen = count_work(engine)
+    task = asyncio.create_task(engine.generate([1], Sampling(100), "a"))
+    turns = 0
+    while not task.done():
+        await asyncio.sleep(0)
+        turns += 1
+    assert turns >= len(seen) == 100
+
+
+async def test_slow_steps_leave_the_event_loop_free(engine: LocalEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps that take long run in a thread: the loop turns many times meanwhile, and calls in between are honoured."""
+    forward = engine._runner.forward
+    threads: Counter[str] = Counter()
+
+    def slow(work: Work) -> torch.Tensor:
+        threads[threading.current_thread().name.split("_")[0]] += 1
+        time.sleep(0.03)
+        return forward(work)
+
+    engine._runner.forward = slow  # type: ignore[method-assign]
+    monkeypatch.setattr("agentrl.engine.local.engine.INLINE_SECONDS", 0.005)
+    tasks = [asyncio.create_task(engine.generate([1, i], Sampling(12, 0.0), f"r{i}")) for i in range(4)]
+    await asyncio.sleep(0.1)
+    turns = 0
+    while threads["agentrl-local-engine"] < 5:
+        await asyncio.sleep(0.001)
+        turns += 1
+    assert turns > 20
+    tasks[0].cancel()
+    engine.abort("r1")
+    engine.finish("r2")
+    await engine.update_weights(1)
+    results = await asyncio.gather(*tasks, return_exceptions=True)
+    assert isinstance(results[0], asyncio.CancelledError)
+    assert results[1].finish is GenerationFinish.ABORT
+    engine._runner.forward = forward  # type: ignore[method-assign]
+    for i in (2, 3):
+        assert results[i].ids == (await engine.generate([1, i], Sampling(12, 0.0), f"again{i}")).ids
+    await engine.close()

@@ -3,6 +3,7 @@
 What the model did wrong comes back as a message that it can act on; nothing here raises for it.
 """
 
+import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -101,12 +102,36 @@ class Caller:
         deadline = min(time.monotonic() + self._limits.tool_timeout, turn_deadline)
         answers = [self._prepare(request, call, call_id(turn, i)) for i, call in enumerate(calls)]
         running = [answer for answer in answers if answer.arguments is not None]
-        outcomes = await watch.wait_all([_execute(request, answer) for answer in running], deadline) if running else []
-        for answer, outcome in zip(running, outcomes, strict=True):
-            if outcome is not None:
-                self._failed(answer, outcome)
-                answer.late = isinstance(outcome, DeadlineExceededError) and deadline == turn_deadline
+        if len(running) == 1:
+            await self._execute(request, running[0], deadline, watch)
+        elif running:
+            async with asyncio.TaskGroup() as group:
+                for answer in running:
+                    group.create_task(self._execute_in_task(request, answer, deadline))
+        for answer in running:
+            answer.late = answer.late and deadline == turn_deadline
         return answers
+
+    async def _execute_in_task(self, request: AsyncRolloutRequest, answer: Answer, deadline: float) -> None:
+        watch = Watch()
+        try:
+            await self._execute(request, answer, deadline, watch)
+        finally:
+            watch.close()
+
+    async def _execute(self, request: AsyncRolloutRequest, answer: Answer, deadline: float, watch: Watch) -> None:
+        """Run one call; whatever the tool does, `answer` says it."""
+        tool, arguments, started = answer.tool, answer.arguments, time.monotonic()
+        assert tool is not None
+        assert arguments is not None
+        try:
+            work = tool.execute(request.session_of(tool), **arguments)
+            answer.response = _response(await watch.wait(work, deadline))
+        except Exception as error:  # noqa: BLE001 - boundary: a tool that raises tells the model
+            self._failed(answer, error)
+        answer.seconds = time.monotonic() - started
+        if answer.response.error:
+            answer.error = f"model: {_line(answer.response.text)}"
 
     def _prepare(self, request: AsyncRolloutRequest, call: ParsedCall, name: str) -> Answer:
         """An answer that says what is wrong with the call, or one that is ready to run."""
@@ -126,16 +151,15 @@ class Caller:
         answer.tool, answer.arguments = tool, {**arguments, **hidden} if hidden else arguments
         return answer
 
-    def _failed(self, answer: Answer, error: BaseException) -> None:
+    def _failed(self, answer: Answer, error: Exception) -> None:
         """Turn what a tool raised into what the model reads."""
         if isinstance(error, ArgumentError):
             side, what = "model", str(error)
         elif isinstance(error, DeadlineExceededError):
             side, what = "tool", f"it did not answer within {self._limits.tool_timeout:g} seconds"
-        elif isinstance(error, Exception):
-            side, what = "tool", f"{type(error).__name__}: {error}"
+            answer.late = True
         else:
-            raise error
+            side, what = "tool", f"{type(error).__name__}: {error}"
         answer.response, answer.error = ToolResponse(f"Error: {what}"), f"{side}: {_line(what)}"
 
     def _refuse(
@@ -155,18 +179,6 @@ class Caller:
         if response.reward is not None:
             request.at = Boundary.REWARD, f"{answer.name}.execute"
             request.add_step_reward(finite(response.reward, "step"))
-
-
-async def _execute(request: AsyncRolloutRequest, answer: Answer) -> None:
-    tool, arguments, started = answer.tool, answer.arguments, time.monotonic()
-    assert tool is not None
-    assert arguments is not None
-    try:
-        answer.response = _response(await tool.execute(request.session_of(tool), **arguments))
-    finally:
-        answer.seconds = time.monotonic() - started
-    if answer.response.error:
-        answer.error = f"model: {_line(answer.response.text)}"
 
 
 def _response(result: Any) -> ToolResponse:

@@ -8,6 +8,7 @@ from enum import StrEnum
 
 from agentrl.plugins.types import Task
 from agentrl.rollout.driver import Driver
+from agentrl.rollout.garbage import rare_collections
 from agentrl.rollout.request import Opening
 from agentrl.rollout.seeds import Seed
 from agentrl.rollout.trajectory import FinishReason, Group, Trajectory
@@ -81,9 +82,10 @@ async def roll_out(
             if on_group is not None and group.left == 0:
                 on_group(group.group())
 
-    async with asyncio.TaskGroup() as workers:
-        for _ in range(min(driver.limits.concurrency, len(jobs))):
-            workers.create_task(work())
+    with rare_collections():
+        async with asyncio.TaskGroup() as workers:
+            for _ in range(min(driver.limits.concurrency, len(jobs))):
+                workers.create_task(work())
     return [group.group() for group in growing]
 
 

@@ -12,7 +12,7 @@ from agentrl.engine.base import EngineError, Generation
 from agentrl.plugins.environment import Environment
 from agentrl.plugins.tool import Tool
 from agentrl.plugins.types import Message, Session, Task
-from agentrl.rollout.state import RequestState, check_transition
+from agentrl.rollout.state import RequestState, TransitionError
 from agentrl.rollout.trajectory import Boundary, Failure, FinishReason, ToolUse, Trajectory, Turn
 
 
@@ -79,7 +79,8 @@ class AsyncRolloutRequest:
 
     def move(self, state: RequestState) -> None:
         """Go to `state`. Raises TransitionError when the table does not allow it."""
-        check_transition(self.id, self.state, state)
+        if state not in self.state.nexts:
+            raise TransitionError(f"{self.id}: {self.state} -> {state} is not a transition of a request")
         self.state = state
 
     def end(self, state: RequestState, finish: FinishReason, failure: Failure | None = None) -> None:

@@ -14,25 +14,24 @@ class RequestState(StrEnum):
     FAILED = "failed"  # the machinery did not do its work; `failure` says whose
     ABORTED = "aborted"  # stopped from outside; its tokens are kept
 
+    nexts: tuple["RequestState", ...]  # its row of the table
 
-_ENDS = frozenset({RequestState.COMPLETED, RequestState.FAILED, RequestState.ABORTED})
 
-TRANSITIONS: dict[RequestState, frozenset[RequestState]] = {
-    RequestState.PENDING: _ENDS | {RequestState.RUNNING},
-    RequestState.RUNNING: _ENDS | {RequestState.TOOL_CALLING, RequestState.INTERACTING},
-    RequestState.TOOL_CALLING: _ENDS | {RequestState.RUNNING},
-    RequestState.INTERACTING: _ENDS | {RequestState.RUNNING},
-    RequestState.COMPLETED: frozenset(),
-    RequestState.FAILED: frozenset(),
-    RequestState.ABORTED: frozenset({RequestState.RUNNING}),  # driven on
+_ENDS = (RequestState.COMPLETED, RequestState.FAILED, RequestState.ABORTED)
+
+TRANSITIONS: dict[RequestState, tuple[RequestState, ...]] = {
+    RequestState.PENDING: (RequestState.RUNNING, *_ENDS),
+    RequestState.RUNNING: (RequestState.TOOL_CALLING, RequestState.INTERACTING, *_ENDS),
+    RequestState.TOOL_CALLING: (RequestState.RUNNING, *_ENDS),
+    RequestState.INTERACTING: (RequestState.RUNNING, *_ENDS),
+    RequestState.COMPLETED: (),
+    RequestState.FAILED: (),
+    RequestState.ABORTED: (RequestState.RUNNING,),  # driven on
 }
+
+for _state, _nexts in TRANSITIONS.items():
+    _state.nexts = _nexts  # an enum hashes in Python, so looking it up costs more than a turn's bookkeeping should
 
 
 class TransitionError(RuntimeError):
     """A request was moved in a way that the table does not allow."""
-
-
-def check_transition(request_id: str, old: RequestState, new: RequestState) -> None:
-    """Raises TransitionError unless `old -> new` is in the table."""
-    if new not in TRANSITIONS[old]:
-        raise TransitionError(f"{request_id}: {old} -> {new} is not a transition of a request")

@@ -1,0 +1,226 @@
+"""CPU time that the driver spends a turn: state machine, rendering, parsing, tool dispatch; the engine answers at once.
+
+    python benchmarks/driver.py                 the whole table, a few minutes
+    python benchmarks/driver.py --quick         its corners
+    python benchmarks/driver.py --chat null     without a chat: what the state machine and the dispatch cost alone
+
+All requests are opened first and wait for each other, so that they are truly in flight together; then the clock starts
+(CPU time of the process), every request takes its turns, and the clock stops when all have taken their last. Each
+turn but the last calls a tool that answers at once; the last is text, which the environment ends. What is paid once a
+request (create, rendering the opening prompt; reward, release, the frozen trajectory) is in a column of its own.
+"""
+
+import argparse
+import asyncio
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from agentrl.chat.base import ParsedCall, ParsedTurn
+from agentrl.engine.base import Generation, GenerationFinish, Sampling
+from agentrl.plugins.decorator import tool
+from agentrl.plugins.environment import Environment
+from agentrl.plugins.types import Message, Reply, Session, Task
+from agentrl.recipe.schema import RolloutSection
+from agentrl.rollout.driver import Driver
+from agentrl.rollout.groups import roll_out
+
+SAMPLES = 4  # a task
+
+
+class Gate:
+    """Lets nobody through before all are there; `opened` is the CPU time at that moment."""
+
+    def __init__(self, requests: int) -> None:
+        self._missing = requests
+        self._open = asyncio.Event()
+        self.opened = 0.0
+
+    async def arrive(self) -> None:
+        self._missing -= 1
+        if self._missing == 0:
+            self.opened = time.process_time()
+            self._open.set()
+        await self._open.wait()
+
+
+class InstantEngine:
+    """Answers at once with what was written down before: calls, then a last turn of text."""
+
+    max_context = 1 << 30
+
+    def __init__(self, call: Generation, last: Generation, turns: int, gate: Gate) -> None:
+        self._call, self._last, self._turns, self._gate = call, last, turns, gate
+        self._taken: dict[str, int] = {}
+
+    async def generate(self, ids: Sequence[int], sampling: Sampling, request_id: str) -> Generation:
+        taken = self._taken.get(request_id, 0)
+        if taken == 0:
+            await self._gate.arrive()
+        else:
+            await asyncio.sleep(0)  # the other requests take their turn first
+        self._taken[request_id] = taken + 1
+        return self._call if taken + 1 < self._turns else self._last
+
+    def finish(self, request_id: str) -> None:
+        del self._taken[request_id]
+
+
+@tool
+def multiply(a: int, b: int) -> str:
+    """Multiply two whole numbers.
+
+    Args:
+        a: The first.
+        b: The second.
+    """
+    return str(a * b)
+
+
+class Question(Environment):
+    """One question, with a history of about `history` tokens before it."""
+
+    name = "question"
+
+    def __init__(self, history: str, gate: Gate) -> None:
+        self._opening: list[Message] = [{"role": "user", "content": f"{history}\nWhat is 127 times 38?"}]
+        self._gate = gate
+
+    def tasks(self, split: str) -> Sequence[Task]:
+        raise NotImplementedError
+
+    async def create(self, session: Session, **create_kwargs: Any) -> Sequence[Message]:
+        return self._opening
+
+    async def execute(self, session: Session, message: Message) -> Reply:
+        return Reply(done=True)
+
+    async def calc_reward(self, session: Session, **kwargs: Any) -> float:
+        await self._gate.arrive()
+        return 1.0
+
+
+class NullChat:
+    """Knows its two turns by heart."""
+
+    stop_ids = (1,)
+    rewrites_history = None
+
+    def __init__(self, history: int) -> None:
+        self._history = history
+        call = ParsedCall("multiply", {"a": 127, "b": 38}, "")
+        self._turns = {30: ParsedTurn("", (call,)), 12: ParsedTurn("The answer is 4826.")}
+
+    def render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[int]:
+        return [5] * self._history
+
+    def bridge(self, turn_ids: Sequence[int], messages: Sequence[Message]) -> list[int]:
+        return [6] * 15
+
+    def parse(self, turn_ids: Sequence[int]) -> ParsedTurn:
+        return self._turns[len(turn_ids)]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return ""
+
+    def encode_text(self, text: str) -> list[int]:
+        return [7] * len(text)
+
+
+@dataclass(frozen=True)
+class Setting:
+    requests: int
+    turns: int
+    history: int
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Microseconds of CPU time."""
+
+    turn: float
+    request: float
+
+
+def measure(setting: Setting, chat: Any, call: Generation, last: Generation) -> Cost:
+    """One run in an event loop of its own."""
+    return asyncio.run(_measure(setting, chat, call, last))
+
+
+async def _measure(setting: Setting, chat: Any, call: Generation, last: Generation) -> Cost:
+    opened, ended = Gate(setting.requests), Gate(setting.requests)
+    limits = RolloutSection(
+        max_turns=setting.turns, max_tool_calls=setting.turns, max_tokens=1 << 30, concurrency=setting.requests
+    )
+    driver = Driver(
+        engine=InstantEngine(call, last, setting.turns, opened), chat=chat, limits=limits,  # type: ignore[arg-type]
+        environment=Question(history_text(setting.history), ended), tools=[multiply],
+    )  # fmt: skip
+    tasks = [Task(str(i), {}) for i in range(setting.requests // SAMPLES)]
+    began = time.process_time()
+    groups = await roll_out(driver, tasks, SAMPLES)
+    done = time.process_time()
+    for group in groups:
+        for trajectory in group.trajectories:
+            assert len(trajectory.turns) == setting.turns, trajectory
+            assert trajectory.reward == 1.0
+        assert not group.failed, group.failed[0].failure
+    turns = ended.opened - opened.opened
+    per_turn = turns / (setting.requests * setting.turns)
+    return Cost(per_turn * 1e6, (done - began - turns) / setting.requests * 1e6)
+
+
+def history_text(tokens: int) -> str:
+    """About so many tokens of plain text."""
+    return " ".join("the quick brown fox jumps over the lazy dog and runs away".split()[i % 12] for i in range(tokens))
+
+
+def build_chat(kind: str, history: int) -> tuple[Any, Generation, Generation]:
+    """The chat, a turn that calls the tool and a turn that answers."""
+    if kind == "null":
+        return NullChat(history), _generation([2] * 30), _generation([3] * 12)
+    from qwen3_chat import build_qwen3_chat
+
+    chat = build_qwen3_chat([multiply.schema])
+    arguments = json.dumps({"name": "multiply", "arguments": {"a": 127, "b": 38}})
+    stop = chat.stop_ids[0]
+    call = f"<tool_call>\n{arguments}\n</tool_call>"
+    return chat, *(_generation([*chat.tokenizer(text).ids, stop]) for text in (call, "The answer is 4826."))
+
+
+def _generation(ids: list[int]) -> Generation:
+    return Generation(ids, [-0.5] * len(ids), GenerationFinish.STOP, 0)
+
+
+def settings(quick: bool) -> list[Setting]:
+    requests, turns, history = ((100, 10_000), (3, 30), (200, 20_000)) if quick else (
+        (100, 1_000, 10_000), (3, 10, 30), (200, 20_000)
+    )  # fmt: skip
+    return [Setting(r, t, h) for h in history for t in turns for r in requests]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--chat", choices=["qwen3", "null"], default="qwen3")
+    parser.add_argument("--repeat", type=int, default=3, help="the best of so many runs")
+    parser.add_argument("--json", help="write the figures here")
+    options = parser.parse_args()
+    rows = []
+    print(f"{'in flight':>9} {'turns':>5} {'history':>7} {'us a turn':>10} {'us a request':>13}")
+    for setting in settings(options.quick):
+        chat, call, last = build_chat(options.chat, setting.history)
+        repeat = options.repeat if setting.requests * setting.turns < 100_000 else 1
+        costs = [measure(setting, chat, call, last) for _ in range(repeat)]
+        cost = min(costs, key=lambda c: c.turn)
+        rows.append({**vars(setting), "us_per_turn": cost.turn, "us_per_request": cost.request})
+        print(f"{setting.requests:9} {setting.turns:5} {setting.history:7} {cost.turn:10.1f} {cost.request:13.1f}", flush=True)
+    if options.json:
+        with open(options.json, "w") as file:
+            json.dump(rows, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()

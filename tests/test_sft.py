@@ -154,6 +154,23 @@ def test_the_same_seed_makes_the_same_model(tmp_path: Path, monkeypatch: pytest.
     assert blobs[0] == blobs[1]
 
 
+def test_texts_can_be_made_one_token_each() -> None:
+    glue = ['{"name": "', '", "arguments": {"', '": "', '"}}']
+    tokenizer = train_tokenizer(['{"name": "calculator"} cat'] * 3, 400, TEMPLATE, 512, glue)
+    ids = tokenizer.encode('{"name": "calculator", "arguments": {"expression": "12*3"}}')
+    assert [text for i in ids if (text := tokenizer.decode([i])) in glue] == glue
+    assert len(tokenizer) <= 400
+
+
+def test_muon_trains_the_blocks_and_adamw_the_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agentrl.training.sft.TOKENIZER_TEXTS", 50)
+    stages = ["sft.stages=[{style: clean, steps: 12, batch: 4, lr: 1e-2}]", "sft.optimizer=muon"]
+    result = sft(
+        load_recipe(RECIPES / "tiny_warmstart.yaml", [*SMALL, *stages]), str(tmp_path / "model"), console=quiet()
+    )
+    assert result.loss < 0.8 * np.log(320)
+
+
 def test_a_recipe_without_the_section_says_so() -> None:
     with pytest.raises(UserError, match="no `sft` section"):
         sft(load_recipe(RECIPES / "gsm8k_tool.yaml"))

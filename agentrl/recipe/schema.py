@@ -119,11 +119,14 @@ class NewModel(Section):
     context: Positive = 1024  # tokens
     vocabulary: Positive = 832
     chat_template: str  # a jinja file, relative to the recipe
+    tokens: tuple[str, ...] = ()  # texts that become one token each, such as the frame of a call's JSON
 
 
 class SftSection(Section):
     new_model: NewModel | None = None
     stages: tuple[SftStage, ...] = (SftStage(),)
+    optimizer: Literal["adamw", "muon"] = "adamw"  # muon: for the matrices of the blocks, adamw for the rest
+    muon_lr: Annotated[float, Field(gt=0)] = 0.02  # where a stage's lr is at its peak; it follows the same schedule
     warmup_steps: Annotated[int, Field(ge=0)] = 60
     weight_decay: Annotated[float, Field(ge=0)] = 0.05
 

@@ -1,7 +1,7 @@
 """A model and a tokenizer from nothing: Qwen3 architecture, byte-level BPE, the chat template's tokens."""
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,16 +31,20 @@ def read_template(section: NewModel) -> str:
 
 def bare_tokenizer(template: str) -> Any:
     """A tokenizer of bytes and of the template's tokens: it renders, and can already be loaded as a chat."""
-    return train_tokenizer([], 0, template, context=1 << 30)
+    return train_tokenizer([], 0, template, 1 << 30)
 
 
-def train_tokenizer(texts: Iterable[str], vocabulary: int, template: str, context: int) -> Any:
-    """Byte-level BPE (Sennrich et al., arXiv:1508.07909) on rendered conversations, `vocabulary` tokens in all."""
+def train_tokenizer(
+    texts: Iterable[str], vocabulary: int, template: str, context: int, tokens: Sequence[str] = ()
+) -> Any:
+    """Byte-level BPE (Sennrich et al., arXiv:1508.07909) on rendered conversations, `vocabulary` tokens in all.
+
+    tokens: further texts that are one token each; like the template's tags they are read as plain text."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
     special = list(dict.fromkeys([END_OF_TEXT, *SPECIAL.findall(template)]))
-    tags = list(dict.fromkeys(TAGS.findall(template)))
+    tags = list(dict.fromkeys([*TAGS.findall(template), *tokens]))
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -64,7 +68,7 @@ def train_tokenizer(texts: Iterable[str], vocabulary: int, template: str, contex
 
 def _between(tokens: Iterable[str], texts: Iterable[str]) -> Iterator[str]:
     """What lies between the tokens: merges must not cross or learn them."""
-    cut = re.compile("|".join(map(re.escape, tokens)))
+    cut = re.compile("|".join(map(re.escape, sorted(tokens, key=len, reverse=True))))
     for text in texts:
         yield from (piece for piece in cut.split(text) if piece)
 

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from agentrl.training.muon import Muon
+
 
 def learning_rate(
     step: int, total: int, peak: float, schedule: str = "constant", warmup: int = 0, floor: float = 0.0
@@ -91,3 +93,29 @@ class Optimizer:
             if saved is not None:
                 master.copy_(saved)
         self._publish()
+
+
+class MuonAdamW:
+    """Muon on the matrices of the blocks, which alone decay, at `share` x the rate; AdamW on embeddings and vectors.
+
+    For training from nothing; it keeps no state between runs.
+    """
+
+    def __init__(
+        self, model: nn.Module, share: float, betas: tuple[float, float], weight_decay: float, max_norm: float
+    ) -> None:
+        tables = [m for m in model.modules() if isinstance(m, nn.Embedding)]
+        tables += [head] if (head := model.get_output_embeddings()) else []  # type: ignore[operator]
+        outside = {id(p) for table in tables for p in table.parameters()}
+        matrices = [p for p in model.parameters() if p.dim() == 2 and id(p) not in outside]
+        inside = {id(p) for p in matrices}
+        self.share = share
+        self.muon = Muon(matrices, weight_decay=weight_decay)
+        self.adamw = Optimizer((p for p in model.parameters() if id(p) not in inside), betas, 0.0, max_norm)
+
+    def step(self, rate: float) -> float:
+        """As Optimizer's; the norm is that of AdamW's part (Muon's updates do not depend on it)."""
+        self.muon.step(rate * self.share)
+        for parameter in self.muon.parameters:
+            parameter.grad = None
+        return self.adamw.step(rate)

@@ -32,7 +32,7 @@ from agentrl.training.checkpoint import save_model
 from agentrl.training.examples import Demonstrator
 from agentrl.training.forward import Forward, choose
 from agentrl.training.newmodel import bare_tokenizer, new_model, read_template, train_tokenizer
-from agentrl.training.optimizer import Optimizer, learning_rate
+from agentrl.training.optimizer import MuonAdamW, Optimizer, learning_rate
 from agentrl.training.packing import micro_batches
 from agentrl.training.run_folder import RunFolder
 
@@ -82,7 +82,8 @@ def sft(
 
 
 async def _close(env: Environment, tools: Sequence[Tool]) -> None:
-    for plugin in (*tools, env):
+    plugins: list[Tool | Environment] = [*tools, env]
+    for plugin in plugins:
         await plugin.close()
 
 
@@ -146,7 +147,7 @@ def _new_tokenizer(
                 found.append(demonstrator.template.text([*opening, *said], schemas, generate=False))
         return found
 
-    return train_tokenizer(runner.run(texts()), section.vocabulary, template, section.context)
+    return train_tokenizer(runner.run(texts()), section.vocabulary, template, section.context, section.tokens)
 
 
 class School:
@@ -198,12 +199,19 @@ class School:
 
     def _stage(self, section: SftSection, stage: SftStage, number: int) -> Iterator[float]:
         train = self.recipe.train
-        optimizer = Optimizer(self.model.parameters(), train.betas, section.weight_decay, train.max_grad_norm)
+        optimizer = self._optimizer(section, stage)
         for step in range(stage.steps):
             batch = self._batch(stage, f"{train.seed}/{number}/{step}")
             loss = self._gradient(batch)
             optimizer.step(learning_rate(step, stage.steps, stage.lr, "cosine", section.warmup_steps, FLOOR))
             yield loss
+
+    def _optimizer(self, section: SftSection, stage: SftStage) -> Optimizer | MuonAdamW:
+        train = self.recipe.train
+        if section.optimizer == "adamw":
+            return Optimizer(self.model.parameters(), train.betas, section.weight_decay, train.max_grad_norm)
+        share = section.muon_lr / stage.lr
+        return MuonAdamW(self.model, share, train.betas, section.weight_decay, train.max_grad_norm)
 
     def _batch(self, stage: SftStage, seed: str) -> Batch:
         """The next demonstrations. All count as one group, so what their prompts have in common is computed once."""

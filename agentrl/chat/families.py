@@ -61,22 +61,21 @@ def find_family(
     """The first candidate that is proven, or None, and why."""
     if template.parts:
         return None, "the template takes lists of parts"
-    tried = []
+    tried: list[str] = []
+    unfit: list[str] = []
     for name in _candidates(kind, model_path, tokenizer, config):
-        for renderer in _renderers(name, tokenizer):
+        renderers = list(_renderers(name, tokenizer))
+        for renderer in renderers:
             for bare in (True, False):
                 family = Family(name, renderer, bare)
                 if _proven(family, template, bridge):
                     return _with_bridges(family, template, bridge), "proven"
-        tried.append(name)
+        (tried if renderers else unfit).append(name)
+    if unfit and not tried:
+        return None, f"the tokenizer lacks tokens that {' or '.join(unfit[:4])} of `renderers` need"
     if not tried:
         return None, "no `renderers` family is known for this model"
-    which = (
-        f"no family of `renderers` ({len(tried)} tried)"
-        if len(tried) > 4
-        else f"not {' or '.join(tried)} of `renderers`"
-    )
-    return None, f"{which}, which would write other ids than the template"
+    return None, f"{', '.join(tried[:4])}{', ...' if tried[4:] else ''} of `renderers` would write other ids"
 
 
 def _candidates(kind: str, model_path: str, tokenizer: Any, config: dict[str, Any]) -> list[str]:
@@ -85,8 +84,10 @@ def _candidates(kind: str, model_path: str, tokenizer: Any, config: dict[str, An
     if kind != "auto":
         return [kind]
     named = [MODEL_RENDERER_MAP.get(name) for name in (model_path, getattr(tokenizer, "name_or_path", ""))]
-    by_type = _BY_MODEL_TYPE.get(str(config.get("model_type")))
-    rest = by_type if by_type is not None else () if config else known_families()
+    by_type = _BY_MODEL_TYPE.get(str(config.get("model_type")), ())
+    rest = (
+        by_type if config else [name for name in known_families() if name != "gpt-oss"]
+    )  # it would fetch a vocabulary
     return list(dict.fromkeys([*[name for name in named if name], *rest]))
 
 

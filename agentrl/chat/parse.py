@@ -79,21 +79,30 @@ class TurnParser:
 
 def find_format(template: Template) -> Format | None:
     """The format that reads back what the template writes of a known call."""
-    turn = probe_turn(1)
-    expected = {KEY: call_value(0), **_EXTRA}
-    turn["tool_calls"][0]["function"]["arguments"] = expected
-    user: Message = {"role": "user", "content": USER}
-    try:
-        opening = template.text([user], template.tools, generate=True)
-        text = template.text([user, turn], template.tools, generate=False)
-    except TemplateRefusalError:
-        return None
-    for written in (text[_common(opening, text) :], after(text, USER)):
+    for identity in (None, f"functions.{call_name(0)}:0"):  # some templates write a call's id and not its name
+        turn = probe_turn(1)
+        turn["tool_calls"][0]["function"]["arguments"] = {KEY: call_value(0), **_EXTRA}
+        if identity:
+            turn["tool_calls"][0]["id"] = identity
+        user: Message = {"role": "user", "content": USER}
+        try:
+            opening = template.text([user], template.tools, generate=True)
+            text = template.text([user, turn], template.tools, generate=False)
+        except TemplateRefusalError:
+            return None
+        written = [text[_common(opening, text) :], after(text, USER)]
+        if form := _reader_of([cut for whole in written for cut in (whole, *_endings(whole))]):
+            return form
+    return None
+
+
+def _reader_of(texts: Sequence[str]) -> Format | None:
+    expected = [(call_name(0), {KEY: call_value(0), **_EXTRA}, None)]
+    for text in texts:
         for form in FORMATS:
-            for cut in (written, *_endings(written)):
-                calls = form.read(cut, True, Schemas(())).calls if form.marker in cut else []
-                if [(call.name, call.arguments, call.error) for call in calls] == [(call_name(0), expected, None)]:
-                    return form
+            calls = form.read(text, True, Schemas(())).calls if form.marker in text else []
+            if [(call.name, call.arguments, call.error) for call in calls] == expected:
+                return form
     return None
 
 

@@ -1,7 +1,7 @@
 """What a template does, found once by rendering conversations of sentinels: what ends a turn, what it rewrites."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from agentrl.chat.encode import Encoder
 from agentrl.chat.template import (
@@ -49,7 +49,7 @@ class TurnEnds:
         """The index in `pieces` (text after a turn's last sentinel, up to the next message) of what ends the turn."""
         tokens = [i for i, (token, _) in enumerate(pieces) if token is not None]
         for i in tokens:
-            if pieces[i][0] in self.eos:
+            if pieces[i][0] in self.eos or pieces[i][0] in self.own:
                 return i
         skip = self.inner if calls else 0
         return tokens[skip] if len(tokens) > skip else None
@@ -76,15 +76,13 @@ def find_ends(template: Template, encoder: Encoder, eos: frozenset[int]) -> Turn
     in_gap, in_last = (_close(ends, pieces, calls=False) for pieces in (gap, last))
     keeps_close = in_gap is not None and (in_last is None or in_gap in [token for token, _ in last])
     stops = [in_gap if keeps_close else in_last]
-    for tail in _call_tails(template, encoder):
-        if (i := ends.close(tail, calls=True)) is not None:
-            stops.append(tail[i][0])
-            break
+    own = frozenset(i for i in (in_gap, in_last) if i is not None) if in_last is not None else frozenset()
+    ends = replace(ends, own=own)
+    stops += [_close(ends, tail, calls=True) for tail in _call_tails(template, encoder)][:1]
     found = tuple(dict.fromkeys(i for i in [*stops, *sorted(eos)] if i is not None))
     if not found:
         raise UserError("nothing ends an assistant turn: the tokenizer has no eos_token and the template writes none")
-    own = frozenset(i for i in (in_gap, in_last) if i is not None) if in_last is not None else frozenset()
-    return TurnEnds(found, eos, ends.inner, own)
+    return replace(ends, stop_ids=found)
 
 
 def _close(ends: TurnEnds, pieces: Sequence[tuple[int | None, str]], *, calls: bool) -> int | None:

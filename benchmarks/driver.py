@@ -28,6 +28,7 @@ from agentrl.rollout.driver import Driver
 from agentrl.rollout.groups import roll_out
 
 SAMPLES = 4  # a task
+_WORDS = ("the", "quick", "brown", "fox", "jumps", "over", "the", "lazy", "dog", "and", "runs", "away")
 
 
 class Gate:
@@ -174,7 +175,7 @@ async def _measure(setting: Setting, chat: Any, call: Generation, last: Generati
 
 def history_text(tokens: int) -> str:
     """About so many tokens of plain text."""
-    return " ".join("the quick brown fox jumps over the lazy dog and runs away".split()[i % 12] for i in range(tokens))
+    return " ".join(_WORDS[i % len(_WORDS)] for i in range(tokens))
 
 
 def build_chat(kind: str, history: int) -> tuple[Any, Generation, Generation]:
@@ -216,7 +217,10 @@ def main() -> None:
         costs = [measure(setting, chat, call, last) for _ in range(repeat)]
         cost = min(costs, key=lambda c: c.turn)
         rows.append({**vars(setting), "us_per_turn": cost.turn, "us_per_request": cost.request})
-        print(f"{setting.requests:9} {setting.turns:5} {setting.history:7} {cost.turn:10.1f} {cost.request:13.1f}", flush=True)
+        print(
+            f"{setting.requests:9} {setting.turns:5} {setting.history:7} {cost.turn:10.1f} {cost.request:13.1f}",
+            flush=True,
+        )
     if options.json:
         with open(options.json, "w") as file:
             json.dump(rows, file, indent=1)

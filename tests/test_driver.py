@@ -60,7 +60,9 @@ async def test_a_turn_cut_by_its_limit_ends_it_and_is_rewarded():
 
 async def test_the_limit_of_the_trajectory_is_never_passed():
     for limit in range(10, 120, 7):
-        t = await drive(make_driver([call("echo", text="x" * 20)] * 9, tools=[Echo()], max_tokens=limit, max_turn_tokens=9))
+        t = await drive(
+            make_driver([call("echo", text="x" * 20)] * 9, tools=[Echo()], max_tokens=limit, max_turn_tokens=9)
+        )
         assert len(t.ids) <= limit
 
 
@@ -78,7 +80,9 @@ async def test_no_room_for_what_the_tool_said_ends_it_before_it_is_added():
 
 
 async def test_an_opening_prompt_without_room_fails_with_the_counts():
-    t = await drive(make_driver(["x"], Env(create=[{"role": "user", "content": "x" * 90}]), max_tokens=60, max_turn_tokens=9))
+    t = await drive(
+        make_driver(["x"], Env(create=[{"role": "user", "content": "x" * 90}]), max_tokens=60, max_turn_tokens=9)
+    )
     assert t.failure.boundary is Boundary.ENVIRONMENT
     assert "94 tokens" in t.failure.message
     assert "60" in t.failure.message
@@ -201,7 +205,9 @@ async def test_kwargs_of_the_task_reach_the_four_hooks():
 
         return act
 
-    tool = Echo(create=note("create"), execute=note("execute", "ok"), calc_reward=note("reward"), release=note("release"))
+    tool = Echo(
+        create=note("create"), execute=note("execute", "ok"), calc_reward=note("reward"), release=note("release")
+    )
     env = Env(create=note("env", [USER]))
     kwargs = ToolKwargs({"a": 1}, {"b": 2}, {"c": 3}, {"d": 4})
     task = Task("t", {}, tools=("echo",), tools_kwargs={"echo": kwargs}, create_kwargs={"e": 5})

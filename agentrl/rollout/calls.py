@@ -84,16 +84,17 @@ class Caller:
         turn = len(request.turns) - 1
         answers = await self._run(request, accepted, turn, turn_deadline, watch)
         total = Answers([])
-        if refused := calls[allowed:]:
+        refused = calls[allowed:]
+        if refused:
             total.exhausted = allowed < self._limits.max_tool_calls_per_turn
-            answers.append(self._refuse(request, refused, call_id(turn, allowed), turn, total.exhausted))
-        request.at = Boundary.TOOL, "tool response"
+            answers.append(self._refusal(refused, call_id(turn, allowed), total.exhausted))
         for answer in answers:
             self._record(request, answer, turn)
             text = bound_text(answer.response.text, self._limits.max_tool_tokens, self._chat.encode_text)
             total.messages.append(answer.message(text))
             total.done = total.done or answer.response.done
             total.late = total.late or answer.late
+        request.tool_uses.extend(ToolUse(c.name[:_NAME], turn, 0.0, answers[-1].error) for c in refused[1:])
         return total
 
     async def _run(
@@ -102,6 +103,8 @@ class Caller:
         deadline = min(time.monotonic() + self._limits.tool_timeout, turn_deadline)
         answers = [self._prepare(request, call, call_id(turn, i)) for i, call in enumerate(calls)]
         running = [answer for answer in answers if answer.arguments is not None]
+        if running:
+            request.at = Boundary.TOOL, running[0].name
         if len(running) == 1:
             await self._execute(request, running[0], deadline, watch)
         elif running:
@@ -162,16 +165,12 @@ class Caller:
             side, what = "tool", f"{type(error).__name__}: {error}"
         answer.response, answer.error = ToolResponse(f"Error: {what}"), f"{side}: {_line(what)}"
 
-    def _refuse(
-        self, request: AsyncRolloutRequest, calls: Sequence[ParsedCall], name: str, turn: int, exhausted: bool
-    ) -> Answer:
-        """One message for all that are not run; each is counted (the first by the answer, the others here)."""
+    def _refusal(self, calls: Sequence[ParsedCall], name: str, exhausted: bool) -> Answer:
+        """One message for all the calls that are not run."""
         limits = self._limits
         most = f"{limits.max_tool_calls} in all" if exhausted else f"{limits.max_tool_calls_per_turn} a turn"
         what = "1 call was" if len(calls) == 1 else f"{len(calls)} calls were"
-        answer = _wrong(calls[0], name, f"{what} not run: at most {most}")
-        request.tool_uses.extend(ToolUse(call.name[:_NAME], turn, 0.0, answer.error) for call in calls[1:])
-        return answer
+        return _wrong(calls[0], name, f"{what} not run: at most {most}")
 
     def _record(self, request: AsyncRolloutRequest, answer: Answer, turn: int) -> None:
         response = answer.response

@@ -26,7 +26,7 @@ from agentrl.rollout.request import AsyncRolloutRequest, Opening
 from agentrl.rollout.seeds import Seed, derive, nth
 from agentrl.rollout.state import RequestState, TransitionError
 from agentrl.rollout.trajectory import Boundary, Failure, FinishReason, InvariantError, Trajectory, check_invariants
-from agentrl.rollout.watch import DeadlineExceededError, Watch
+from agentrl.rollout.watch import GRACE, DeadlineExceededError, Watch
 
 _DRIVER = Boundary.INFRASTRUCTURE, "driver"
 _CHAT = Boundary.INFRASTRUCTURE, "chat"
@@ -52,6 +52,12 @@ class Driver:
     @property
     def limits(self) -> RolloutSection:
         return self._limits
+
+    @property
+    def patience(self) -> float:
+        """Seconds after which a request must be over, unless a plugin ignores its cancellation."""
+        hook = self._limits.turn_timeout + hooks.RELEASE_SECONDS + 3 * GRACE
+        return self._limits.timeout + GRACE + hook * (len(self._tools) + 1)
 
     def request(
         self, task: Task, sample: int, *, seed: Seed = 0, attempt: int = 0, opening: Opening | None = None
@@ -99,6 +105,15 @@ class Driver:
     async def discard(self, request: AsyncRolloutRequest) -> None:
         """Give up an aborted request that was kept: release what it holds."""
         await hooks.release_all(request)
+
+    async def abandon(self, request: AsyncRolloutRequest) -> Trajectory:
+        """Close a request whose `drive` does not come back: FAILED, at whose code it hangs."""
+        boundary, where = request.at
+        failure = Failure(boundary, f"{where}: it ignores its cancellation and was left behind")
+        trajectory = replace(request.trajectory(), finish=FinishReason.ERROR, failure=failure, rewards={})
+        self._forget(request)
+        await hooks.release_all(request)
+        return trajectory
 
     async def _run(self, request: AsyncRolloutRequest, watch: Watch) -> None:
         if request.state is RequestState.PENDING:

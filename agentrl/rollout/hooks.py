@@ -16,7 +16,7 @@ from agentrl.plugins.types import Session, ToolKwargs
 from agentrl.rollout.request import AsyncRolloutRequest, Begun
 from agentrl.rollout.seeds import nth
 from agentrl.rollout.trajectory import Boundary
-from agentrl.rollout.watch import DeadlineExceededError, Watch
+from agentrl.rollout.watch import GRACE, DeadlineExceededError, Watch, leave_behind
 
 RELEASE_SECONDS = 10.0
 """How long one plugin's `release` may take before it is cancelled."""
@@ -89,18 +89,22 @@ def finite(value: object, what: str) -> float:
 
 async def release_all(request: AsyncRolloutRequest) -> None:
     """Release what was begun, last first, each plugin exactly once. It goes on when its caller is cancelled, whose
-    cancellation is raised again afterwards. A release that fails is logged and kept in `extra["release_errors"]`."""
+    cancellation is raised again afterwards. A release that fails is logged and kept in `extra["release_errors"]`; one
+    that even ignores its cancellation is left behind."""
     if not request.begun:
         return
     begun, request.begun = request.begun, []
     task = asyncio.create_task(_release(request, begun))
+    end = time.monotonic() + (RELEASE_SECONDS + 2 * GRACE) * len(begun)
     cancelled: asyncio.CancelledError | None = None
-    while not task.done():
+    while not task.done() and (left := end - time.monotonic()) > 0:
         try:
-            await asyncio.wait({task})
+            await asyncio.wait({task}, timeout=left)
         except asyncio.CancelledError as error:
             cancelled = error
-    task.result()
+    if not task.done():
+        leave_behind(task)
+        request.extra.setdefault("release_errors", []).append("a release ignores its cancellation, and was left behind")
     if cancelled is not None:
         raise cancelled
 

@@ -144,12 +144,13 @@ class AsyncRolloutRequest:
         logprobs[sampled] = self.logprobs
         version = np.full(size, -1, np.int32)
         version[sampled] = self._sampled_versions()
+        extra = {key: tuple(value) if isinstance(value, list) else value for key, value in self.extra.items()}
         return Trajectory(
             request_id=self.id, task=self.task, sample=self.sample, ids=np.array(self.ids, np.int32), loss_mask=mask,
             logprobs=logprobs, weight_version=version, prompt_length=self.prompt_length, turns=tuple(turns),
             messages=tuple(self.messages), rewards=dict(self.rewards), finish=self.finish or FinishReason.ERROR,
             tool_uses=tuple(self.tool_uses), failure=self.failure, seconds=dict(self.seconds),
-            tools=tuple(self.tools), extra=dict(self.extra),
+            tools=tuple(self.tools), extra=extra,
         )  # fmt: skip
 
     def _sampled_versions(self) -> Any:

@@ -5,15 +5,18 @@ moves later costs nothing: the timer that is set fires, sees that it came early 
 """
 
 import asyncio
+import logging
 import math
 import time
 from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 GRACE = 2.0
 """Seconds between asking work to end and cancelling it, and between one cancellation and the next."""
 
 T = TypeVar("T")
+_left_behind: set["asyncio.Task[Any]"] = set()
+_log = logging.getLogger("agentrl.rollout")
 
 
 class DeadlineExceededError(Exception):
@@ -108,3 +111,17 @@ class Watch:
             self._task.uncancel()
         self._cancels = 0
         return mine
+
+
+def leave_behind(task: "asyncio.Task[Any]") -> None:
+    """Wait no longer for a task that ignores its cancellation; what it still comes to interests nobody."""
+    _log.warning("%s ignores its cancellation and is left behind", task.get_coro())
+    _left_behind.add(task)
+    task.cancel()
+    task.add_done_callback(_gone)
+
+
+def _gone(task: "asyncio.Task[Any]") -> None:
+    _left_behind.discard(task)
+    if not task.cancelled():
+        task.exception()

@@ -142,11 +142,30 @@ def test_large_vocabularies_recompute_probabilities_in_chunks(monkeypatch: pytes
     weight = torch.ones(int(batch.offsets[-1]))
     wanted = packed(FastForward(model), batch, weight, 0.9, 10_000)
     wanted_gradients = gradients(model)
-    monkeypatch.setattr(kernels, "CHUNK", 5 * VOCABULARY)
+    monkeypatch.setattr(kernels, "CHUNK", 0)
+    monkeypatch.setattr(kernels, "CHUNK_ROWS", 5)
     monkeypatch.setattr(kernels, "KEPT", 0)
     torch.testing.assert_close(packed(FastForward(model), batch, weight, 0.9, 10_000), wanted)
     for got, expected in zip(gradients(model), wanted_gradients, strict=True):
         torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen2"])
+@pytest.mark.parametrize("copies", [True, False])
+@pytest.mark.parametrize("onednn", [True, False])
+def test_every_product_and_layout_of_the_weights_agrees(
+    family: str, copies: bool, onednn: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, batch = make_model(family), make_batch(SHAPES)
+    weight = torch.ones(int(batch.offsets[-1]))
+    wanted = packed(SequenceForward(model), batch, weight, 1.0, 10_000)
+    wanted_gradients = gradients(model)
+    monkeypatch.setattr("agentrl.engine.local.dense.prefers_onednn", lambda: onednn)
+    forward = FastForward(model)
+    forward.copies = copies
+    torch.testing.assert_close(packed(forward, batch, weight, 1.0, 10_000), wanted, atol=1e-5, rtol=1e-5)
+    for got, expected in zip(gradients(model), wanted_gradients, strict=True):
+        torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
 
 
 def test_entropy_and_its_gradient() -> None:

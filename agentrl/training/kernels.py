@@ -11,7 +11,8 @@ from torch import Tensor
 
 from agentrl.engine.local.dense import linear
 
-CHUNK = 1 << 22  # logits held at once, in elements: 16 MiB of float32
+CHUNK = 1 << 22  # logits held at once, in elements: 16 MiB of float32 ...
+CHUNK_ROWS = 512  # ... or as many rows, so that a large head is not read anew for a handful
 KEPT = 1 << 25  # probabilities kept for the backward pass; beyond it they are computed again
 
 
@@ -124,7 +125,7 @@ def token_logprobs(
 
 
 def _chunks(rows: int, columns: int) -> list[slice]:
-    step = max(1, CHUNK // columns)
+    step = max(CHUNK_ROWS, CHUNK // columns)
     return [slice(i, min(i + step, rows)) for i in range(0, rows, step)]
 
 

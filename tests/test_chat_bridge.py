@@ -52,13 +52,63 @@ def test_a_bridge_costs_no_rendering_once_its_shape_is_known(chat: BridgeChat, m
     assert len(chat.bridge([1], [result("7" * 50)])) > len(first)
 
 
-def test_the_prompt_is_rendered_once_for_a_group(chat: BridgeChat, monkeypatch: pytest.MonkeyPatch) -> None:
-    messages: list[Any] = [{"role": "user", "content": "rendered once"}]
-    first = chat.render(messages, [CALCULATOR])
-    kept = list(first)
-    first.append(-1)
-    monkeypatch.setattr(chat.template, "text", None)
-    assert chat.render(messages, [CALCULATOR]) == kept
+def test_an_opening_costs_no_rendering_once_its_shape_is_known(
+    tokenizer: PreTrainedTokenizerFast, chat: BridgeChat, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def talk(question: str, system: str) -> list[Any]:
+        return [{"role": "system", "content": system}, {"role": "user", "content": question}]
+
+    def whole(messages: list[Any]) -> Any:
+        text = tokenizer.apply_chat_template(messages, tools=[CALCULATOR], tokenize=False, add_generation_prompt=True)
+        return tokenizer.encode(text, add_special_tokens=False)
+
+    expected = whole(talk("And 漢?\n", "Be brief."))
+    assert chat.render(talk("x", "Be brief."), [CALCULATOR]) == whole(talk("x", "Be brief."))
+    with monkeypatch.context() as patch:
+        patch.setattr(chat.template, "text", None)
+        first = chat.render(talk("And 漢?\n", "Be brief."), [CALCULATOR])
+        assert first == expected
+        first.append(-1)
+        assert chat.render(talk("And 漢?\n", "Be brief."), [CALCULATOR]) == expected
+    assert chat.render(talk("x", "Be long."), [CALCULATOR]) == whole(talk("x", "Be long."))
+    for i in range(300):  # as many system prompts as one likes
+        assert chat.render(talk("x", f"{i}"), [CALCULATOR]) == whole(talk("x", f"{i}"))
+
+
+def test_what_a_template_looks_for_in_contents_is_left_to_it() -> None:
+    switched = HERMES.replace(
+        "'<|im_start|>assistant\\n' }}{%- endif %}",
+        "'<|im_start|>assistant\\n' + ('' if '/no_think' in messages[-1].content else '<think>') }}{%- endif %}",
+    )
+    assert switched != HERMES
+    chat = load(make_tokenizer(switched, ["<think>", "</think>"]))
+    for question, ending in (("x", "<think>"), ("x /no_think", "assistant\n"), ("y", "<think>")):
+        user: list[Any] = [{"role": "user", "content": question}]
+        assert chat.decode(chat.render(user, [CALCULATOR])).endswith(ending)
+        assert chat.decode(chat.bridge([chat.stop_ids[0]], user)).endswith(ending)
+
+
+def test_a_template_of_plain_text_without_any_token() -> None:
+    bare = "{%- for tool in tools or [] %}{{- tool.function.name + '\\n' }}{%- endfor %}{%- for message in messages %}"
+    bare += "{{- message.role + ': ' + message.content }}{%- for call in message.tool_calls or [] %}"
+    bare += '{{- \'<call>{"name": "\' + call.function.name + \'", "arguments": \' }}'
+    bare += "{{- call.function.arguments | tojson }}{{- '}</call>' }}{%- endfor %}{{- '\\n' }}{%- endfor %}"
+    bare += "{%- if add_generation_prompt %}{{- 'assistant: ' }}{%- endif %}"
+    chat = load(make_tokenizer(bare, eos="</s>"))
+    assert [chat.decode([i]) for i in chat.stop_ids] == ["</s>"]
+    for turn in ([1, 2], [1, chat.stop_ids[0]]):
+        said = chat.decode(chat.bridge(turn, [result("6")])).removeprefix("</s>")
+        assert said == "\ntool: 6\nassistant: "
+        said = chat.decode(chat.bridge(turn, [{"role": "user", "content": "And?"}])).removeprefix("</s>")
+        assert said == "\nuser: And?\nassistant: "
+
+
+def test_half_a_surrogate_pair_breaks_nothing(chat: BridgeChat) -> None:
+    broken, whole = chat.bridge([1], [result("a\ud800b")]), chat.bridge([1], [result("a\ufffdb")])
+    assert broken == whole
+    user: list[Any] = [{"role": "user", "content": "a\ud800b"}]
+    assert "a\ufffdb" in chat.decode(chat.render(user, [CALCULATOR]))
+    assert chat.encode_text("\udfff") == chat.encode_text("\ufffd")
 
 
 def test_what_cannot_be_bridged_is_a_user_error(chat: BridgeChat) -> None:

@@ -1,20 +1,19 @@
 """Our own chat for any template: the opening is rendered, each later stretch is a frame filled in, by ids."""
 
-from array import array
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from agentrl.chat.base import ParsedTurn
 from agentrl.chat.encode import Encoder
-from agentrl.chat.frame import Frame, FrameMaker, Shape, shape_of, text_of
+from agentrl.chat.frame import Frame, Shape, shape_of, text_of
+from agentrl.chat.frame_maker import FrameMaker
 from agentrl.chat.parse import TurnParser
 from agentrl.chat.probe import TurnEnds
 from agentrl.chat.template import Template, TemplateRefusalError
 from agentrl.errors import UserError
 from agentrl.plugins.types import Message
 
-_KEPT_PROMPTS = 512
+_KEPT_OPENINGS = 256
 
 Renderer = Callable[[Sequence[Message], Sequence[dict[str, Any]]], list[int]]
 
@@ -40,7 +39,7 @@ class BridgeChat:
         self.call_format = parser.format.name if parser.format else None
         self._maker = FrameMaker(template, encoder, ends)
         self._frames: dict[Shape, Frame] = {}
-        self._prompts: OrderedDict[str, array[int]] = OrderedDict()
+        self._openings: dict[Any, tuple[Frame | None, list[dict[str, Any]]]] = {}
 
     def stop_at(self, stop_ids: tuple[int, ...]) -> None:
         """Take further ids as ends of a turn."""
@@ -58,20 +57,45 @@ class BridgeChat:
     def render(
         self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], through: Renderer | None = None
     ) -> list[int]:
-        """See base. What the user and tools say is plain text, whatever tokens it spells. `through` renders instead of
-        the template where no content needs that care."""
-        key = repr((messages, tools))
-        if (kept := self._prompts.get(key)) is not None:
-            self._prompts.move_to_end(key)
-            return kept.tolist()
+        """See base. What users and tools say is plain text, whatever tokens it spells. `through` renders instead of the
+        template where no content needs that care."""
+        frame = self._opening(messages, tools, through)
+        if frame is not None and not self._sought(messages):
+            return frame.fill(self._encoder, messages)
         if through is None or self.structural_in([m for m in messages if m["role"] in ("user", "tool")]):
-            ids = self._rendered(messages, tools)
-        else:
-            ids = through(messages, tools)
-        self._prompts[key] = array("i", ids)
-        if len(self._prompts) > _KEPT_PROMPTS:
-            self._prompts.popitem(last=False)
-        return ids
+            return self._rendered(messages, tools)
+        return through(messages, tools)
+
+    def _opening(
+        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], through: Renderer | None
+    ) -> Frame | None:
+        """The frame of openings like this one, made once: same tools, roles and system prompts."""
+        if not all(m["role"] in ("system", "user") and isinstance(m["content"], str) for m in messages):
+            return None
+        said = tuple([(m["role"], m["content"] if m["role"] == "system" else bool(m["content"])) for m in messages])
+        key = (said, tuple(map(id, tools)))
+        if key not in self._openings:
+            if len(self._openings) >= _KEPT_OPENINGS:
+                self._openings.clear()
+            self._openings[key] = self._opening_frame(messages, tools, through), list(tools)
+        return self._openings[key][0]
+
+    def _opening_frame(
+        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], through: Renderer | None
+    ) -> Frame | None:
+        try:
+            frame = self._maker.opening(messages, tools)
+        except TemplateRefusalError:
+            return None
+        if frame is None or through is None:
+            return frame
+        probe: list[Message] = [m if m["role"] == "system" else {**m, "content": "What is 2 * 3?"} for m in messages]
+        return frame if frame.fill(self._encoder, probe) == through(probe, tools) else None
+
+    def _sought(self, messages: Sequence[Message]) -> bool:
+        """Whether the template would look at what a content says, and not only write it."""
+        sought = self.template.looks_for
+        return sought is not None and any(sought.search(text_of(message["content"])) for message in messages)
 
     def _rendered(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> list[int]:
         table: list[str] = []
@@ -101,7 +125,7 @@ class BridgeChat:
             ids = [] if done else list(frame.close)
         else:
             ids = [*self._parser.open_thought(turn_ids), *(frame.close or self.stop_ids[:1])]
-        if frame.parts is None:
+        if frame.parts is None or self._sought(messages):
             return ids + self._maker.render(frame, messages)
         return ids + frame.fill(self._encoder, messages)
 

@@ -74,8 +74,7 @@ class Encoder:
 
     def whole(self, text: str) -> list[int]:
         """Ids of a text whose structural tokens mean what they say."""
-        ids: list[int] = self._full.encode(text, add_special_tokens=False).ids
-        return ids
+        return _ids(self._full, text)
 
     def plain(self, text: str) -> list[int]:
         """Ids of a text that lies after a structural token and in which nothing is structural."""
@@ -91,11 +90,7 @@ class Encoder:
         return ids + self._encoded(text[at:])
 
     def _encoded(self, text: str) -> list[int]:
-        ids: list[int]
-        if self._separated:
-            ids = self._plain.encode(_SEPARATOR + text, add_special_tokens=False).ids[1:]
-        else:
-            ids = self._plain.encode(text, add_special_tokens=False).ids
+        ids = _ids(self._plain, _SEPARATOR + text)[1:] if self._separated else _ids(self._plain, text)
         if self._renumbered:
             ids = [self._renumbered.get(i, i) for i in ids]
         return ids
@@ -141,6 +136,16 @@ class Encoder:
         for token, piece in self.split(text):
             ids += [token] if token is not None else self.plain(unmark(piece, table))
         return ids
+
+
+def _ids(tokenizer: Any, text: str) -> list[int]:
+    """Half a surrogate pair, which no tokenizer takes, becomes U+FFFD."""
+    try:
+        ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
+    except TypeError:
+        sound = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        ids = tokenizer.encode(sound, add_special_tokens=False).ids
+    return ids
 
 
 def unmark(text: str, table: Sequence[str]) -> str:

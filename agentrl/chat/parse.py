@@ -7,7 +7,7 @@ from agentrl.chat.base import ParsedTurn
 from agentrl.chat.calls import Schemas
 from agentrl.chat.formats import FORMATS, HERMES, Format
 from agentrl.chat.probe import THINKING, after, generation_prompt, opens_thinking
-from agentrl.chat.template import KEY, USER, Template, TemplateRefusalError, call_name, call_value, probe_turn
+from agentrl.chat.template import KEY, USER, Template, TemplateRefusalError, call_name, call_value, probe_turn, shared
 from agentrl.plugins.types import Message
 
 _EXTRA: dict[str, Any] = {"zqn": 4, "zqd": {"zqa": [1, "zqb"]}}
@@ -90,7 +90,7 @@ def find_format(template: Template) -> Format | None:
             text = template.text([user, turn], template.tools, generate=False)
         except TemplateRefusalError:
             return None
-        written = [text[_common(opening, text) :], after(text, USER)]
+        written = [text[shared(opening, text) :], after(text, USER)]
         if form := _reader_of([cut for whole in written for cut in (whole, *_endings(whole))]):
             return form
     return None
@@ -104,10 +104,6 @@ def _reader_of(texts: Sequence[str]) -> Format | None:
             if [(call.name, call.arguments, call.error) for call in calls] == expected:
                 return form
     return None
-
-
-def _common(one: str, other: str) -> int:
-    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
 def _endings(text: str) -> list[str]:

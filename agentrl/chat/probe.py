@@ -135,7 +135,7 @@ def find_rewrites(template: Template) -> str | None:
     calls = 1 if call_value(0) in _render(template, [_USER, probe_turn(1)]) else 0
     turn, result = probe_turn(calls, CONTENT), probe_result(0, _RESULT)
     talk: list[Message] = [_USER, turn, *([result] if calls else []), probe_turn(0, ANSWER), _USER_2]
-    found = [*_changes(template, talk), *_lost_thoughts(template, calls)]
+    found = [*_changes(template, talk), *_lost_thoughts(template, calls), *_drifts(template, calls)]
     return "; ".join(dict.fromkeys(found)) or None
 
 
@@ -154,6 +154,18 @@ def _changes(template: Template, talk: list[Message]) -> list[str]:
         elif former == "assistant":
             found.append("a turn is written otherwise once the user has answered")
     return found
+
+
+def _drifts(template: Template, calls: int) -> list[str]:
+    """Whether a later result stands between other tokens than the first one did."""
+    if not calls:
+        return []
+    talk: list[Message] = [_USER, probe_turn(1), probe_result(0, _RESULT)]
+    again: list[Message] = [*talk, probe_turn(0, ANSWER), _USER_2, *talk[1:]]
+    first, second = (_render(template, messages, generate=True) for messages in (talk, again))
+    if first and second and first.rpartition(call_value(0))[2] != second.rpartition(call_value(0))[2]:
+        return ["a later tool result is written otherwise than the first, whose form is kept"]
+    return []
 
 
 def _lost_thoughts(template: Template, calls: int) -> list[str]:

@@ -1,6 +1,7 @@
 """A tokenizer's own chat template: how it wants arguments and contents, and what it makes of a conversation."""
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -24,6 +25,11 @@ def call_value(i: int) -> str:
 
 class TemplateRefusalError(Exception):
     """The template raised on a conversation. The text is the template's own."""
+
+
+def shared(one: str, other: str) -> int:
+    """How many characters two texts begin with in common."""
+    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
 def probe_turn(calls: int, content: str = "", reasoning: str | None = None) -> Message:
@@ -51,6 +57,7 @@ class Template:
     """`text` renders; messages are first put into the form that the template wants.
 
     arguments: "dict" or "json", how it wants a call's arguments. parts: whether contents must be lists of parts.
+    looks_for: finds in a content what the template looks for in contents; None where it looks for nothing.
     """
 
     def __init__(self, tokenizer: Any, source: str | None, tools: Sequence[dict[str, Any]]) -> None:
@@ -58,20 +65,25 @@ class Template:
         self.tools = list(tools)
         self.source = _source(tokenizer, source, self.tools)
         self.arguments, self.parts = "dict", False
+        self.looks_for = _looks_for(self.source)
         user: Message = {"role": "user", "content": USER}
         if USER not in self._try([user]):
             self.parts = True
             if USER not in self._try([user]):
                 raise UserError(
-                    "the chat template does not render a user's message; give another one (`model.chat_template`)"
+                    f"the chat template does not render a user's message{self._refusal}; "
+                    "give another one (`model.chat_template`)"
                 )
         self.arguments = self._arguments_form(user)
 
     def _try(self, messages: Sequence[Message]) -> str:
         try:
             return self.text(messages, self.tools, generate=True)
-        except TemplateRefusalError:
+        except TemplateRefusalError as error:
+            self._refusal = f" ({error})"
             return ""
+
+    _refusal = ""
 
     def _arguments_form(self, user: Message) -> str:
         for form in ("dict", "json"):
@@ -120,6 +132,20 @@ class Template:
             except ValueError:
                 arguments = {}
         return {**call, "function": {**function, "arguments": arguments}}
+
+
+_SOUGHT = re.compile(
+    r"""(?P<q>['"])(?P<in>[^'"]+)(?P=q)\s+(?:not\s+)?in\s+[\w.\[\]'"()-]*(?:content|text|body|query|prompt)"""
+    r"""|\.(?:startswith|endswith|split|replace|find|count)\(\s*(?P<p>['"])(?P<of>[^'"]+)(?P=p)"""
+    r"""|\|\s*replace\(\s*(?P<r>['"])(?P<by>[^'"]+)(?P=r)"""
+)
+
+
+def _looks_for(source: str) -> re.Pattern[str] | None:
+    """What the template tests contents for (`'/no_think' in message.content`): such contents change what it writes."""
+    found = {match["in"] or match["of"] or match["by"] for match in _SOUGHT.finditer(source)}
+    literals = sorted({text for text in found if len(text.strip()) > 1 and text.strip() != "\\n"})
+    return re.compile("|".join(map(re.escape, literals)), re.IGNORECASE) if literals else None
 
 
 def _source(tokenizer: Any, source: str | None, tools: Sequence[dict[str, Any]]) -> str:

@@ -33,9 +33,12 @@ class Player:
     engine: Engine
 
     @classmethod
-    async def build(cls, recipe: Recipe, model_path: str | None = None) -> "Player":
-        """From what the recipe names; `model_path` replaces `model.path`. Raises UserError: one line."""
-        env = make_environment(recipe.env)
+    async def build(cls, recipe: Recipe, model_path: str | None = None, env: Environment | None = None) -> "Player":
+        """From what the recipe names; `model_path` replaces `model.path`. Raises UserError: one line.
+
+        env: made already by whoever had something to ask of it before a model is loaded.
+        """
+        env = env or make_environment(recipe.env)
         tools = tuple(make_tools(recipe.tools))
         section = recipe.model if model_path is None else recipe.model.model_copy(update={"path": model_path})
         model, tokenizer = load_model(section)

@@ -8,6 +8,7 @@ from typing import Any
 
 from rich.console import Console, Group
 from rich.live import Live
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
@@ -48,7 +49,7 @@ class Display:
         self.steps, self.title, self.first_step = steps, title, first_step
         self.rewards: list[float] = []
         self.accuracies: list[float] = []
-        self.began = monotonic()
+        self._began = monotonic()
         self.latest: dict[str, float] = {}
         self._phase = ""
         self._progress = Progress(
@@ -73,11 +74,15 @@ class Display:
 
     def note(self, text: str) -> None:
         """A line that stays."""
-        self.console.print(text, highlight=False)
+        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def phase(self, name: str) -> None:
-        """What goes on right now (sampling, training, evaluating)."""
+        """What goes on right now (loading, sampling, training, evaluating)."""
         self._phase = name
+
+    def begin(self) -> None:
+        """The first step begins now: the time left is counted from here."""
+        self._began = monotonic()
 
     def step(self, step: int, metrics: Mapping[str, Any]) -> None:
         self.latest = dict(metrics)
@@ -94,7 +99,7 @@ class Display:
     def time_left(self, step: int) -> float | None:
         """Seconds, from the mean of the steps so far; None before the first."""
         done = step - self.first_step
-        return (monotonic() - self.began) / done * (self.steps - step) if done > 0 else None
+        return (monotonic() - self._began) / done * (self.steps - step) if done > 0 else None
 
     def _line(self, step: int, metrics: Mapping[str, Any]) -> str:
         left = self.time_left(step)
@@ -122,12 +127,12 @@ class Display:
 
     def final(self, rows: Sequence[tuple[str, float, float]], folder: str, seconds: float) -> None:
         """The table at the end: (split, accuracy before, accuracy after), and where the run lies."""
-        table = Table(title=self.title, title_justify="left")
+        table = Table(title=escape(self.title), title_justify="left")
         for column in ("held-out split", "before", "after"):
             table.add_column(column, justify="left" if column == "held-out split" else "right")
         for split, before, after in rows:
-            table.add_row(split, f"{before:.1%}", f"[bold]{after:.1%}[/bold]")
+            table.add_row(escape(split), f"{before:.1%}", f"[bold]{after:.1%}[/bold]")
         self.console.print(table)
         if self.rewards:
             self.console.print(f"reward {sparkline(self.rewards)}  {self.rewards[0]:.2f} → {self.rewards[-1]:.2f}")
-        self.console.print(f"{clock(seconds)} in all. The run lies in [bold]{folder}[/bold]", highlight=False)
+        self.console.print(f"{clock(seconds)} in all. The run lies in [bold]{escape(folder)}[/bold]", highlight=False)

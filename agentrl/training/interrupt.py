@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
-class Interrupted(Exception):
+class Interrupted(Exception):  # noqa: N818 - it is no error
     """The run was asked to stop: what is under way is dropped, what is complete is saved."""
 
 
@@ -64,6 +64,7 @@ class Interrupts:
         async def body() -> T:
             self._task = asyncio.current_task()
             try:
+                self.check()  # for a signal that came before there was a task to cancel
                 return await work()
             finally:
                 self._task = None

@@ -4,6 +4,7 @@ Each step: draw tasks, roll out groups, turn them into a batch with advantages, 
 A step is written down whole or not at all: what an interrupt cuts short leaves no trace.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
@@ -55,6 +56,7 @@ class Loop:
             if self.step == 0:
                 self.before = self._evaluate(self.held_out.splits)
                 self._write_down({"step": 0, **_accuracy_keys(self.before)})
+            self.display.begin()
             while self.step < self.recipe.train.steps:
                 self._one_step()
         except Interrupted:
@@ -69,6 +71,7 @@ class Loop:
         tasks = [self.tasks[i] for i in self.sampler.draw(self.recipe.rollout.tasks)]
         groups, metrics = self._roll_out(step, tasks)
         self.interrupts.check()
+        self._say_failures(f"step {step}", groups)
 
         self.display.phase("training")
         metrics |= self._update(step, groups)
@@ -120,11 +123,23 @@ class Loop:
         for split in splits:
             result, groups = self.interrupts.run(lambda split=split: self.held_out.play(split))  # type: ignore[misc]
             results.append(result)
+            self._say_failures(f"evaluation of {split} after step {self.step}", groups)
             self._keep_trajectories(f"eval_{split}_{self.step}", groups)
         accuracies = {r.split: r.accuracy for r in results}
         if accuracies:
             self.display.evaluation(self.step, accuracies)
         return accuracies
+
+    def _say_failures(self, what: str, groups: Sequence[Group]) -> None:
+        """A line when the machinery lost samples: how many, and what went wrong most often."""
+        failed = [t.failure for g in groups for t in g.failed if t.failure is not None]
+        if not failed:
+            return
+        (boundary, message), count = Counter((f.boundary, f.message) for f in failed).most_common(1)[0]
+        total = sum(len(g.trajectories) + len(g.failed) for g in groups)
+        self.display.note(
+            f"{what}: {len(failed)} of {total} samples failed and are left out ({count} by {boundary}: {message})"
+        )
 
     def _keep_trajectories(self, name: str, groups: Sequence[Group]) -> None:
         if self.recipe.track.trajectories:

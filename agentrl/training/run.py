@@ -1,27 +1,30 @@
 """`train`: put the parts of a run together, go through the loop, say where it lies."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import monotonic
 from typing import Any
 
+from agentrl.algo import advantages, losses
 from agentrl.data.prompts import PromptLengths
 from agentrl.data.sampler import TaskSampler
 from agentrl.errors import UserError
 from agentrl.eval.evaluate import chosen_splits
 from agentrl.eval.held_out import HeldOut
-from agentrl.plugins.registry import load
+from agentrl.plugins.environment import Environment
+from agentrl.plugins.registry import find, load, make_environment
 from agentrl.plugins.tracker import Tracker
 from agentrl.plugins.types import Task
 from agentrl.recipe.load import dump_recipe, load_recipe, recipe_name
 from agentrl.recipe.schema import Recipe
+from agentrl.report.page import write_report
 from agentrl.rollout.player import Player
 from agentrl.training.actor import Actor
 from agentrl.training.checkpoint import Checkpoints, Saved
 from agentrl.training.display import Display
-from agentrl.training.interrupt import Interrupts
+from agentrl.training.interrupt import Interrupted, Interrupts
 from agentrl.training.loop import Loop
 from agentrl.training.run_folder import RECIPE, RunFolder
 
@@ -46,7 +49,8 @@ def train(
 ) -> TrainResult:
     """Train from the beginning, in a new run folder. `recipe`: a path, or a Recipe (then `name` names the folder).
 
-    Raises UserError: one line, before anything is sampled, for what can be known by then.
+    Raises UserError: one line, before anything is sampled, for what can be known by then; KeyboardInterrupt when it is
+    stopped before the first evaluation has begun, with nothing to be saved.
     """
     if isinstance(recipe, str):
         name, recipe = name or recipe_name(recipe), load_recipe(recipe, overrides)
@@ -66,50 +70,102 @@ def resume_run(
 
 def _run(recipe: Recipe, name: str, resumed: RunFolder | None, display: Display | None) -> TrainResult:
     began = monotonic()
-    saved = Checkpoints(resumed.checkpoints, recipe.train.keep).latest() if resumed else None
-    if resumed and saved is None:
-        raise UserError(f"--resume {resumed.path}: no checkpoint was saved there; start it anew")
-    if saved and saved.step >= recipe.train.steps:
-        raise UserError(f"--resume: step {saved.step} of {recipe.train.steps} is done; set train.steps higher to go on")
+    saved = _last_checkpoint(recipe, resumed) if resumed else None
+    checked = _check(recipe, resumed)
     prepare_torch(recipe)
     with ExitStack() as stack:
         interrupts = stack.enter_context(Interrupts())
-        player = interrupts.run(lambda: Player.build(recipe, model_path=str(saved.path) if saved else None))
-        stack.callback(lambda: interrupts.complete(player.close))
-        first = saved.step if saved else 0
-        display = stack.enter_context(display or Display(recipe.train.steps, name, first_step=first))
-        display.note(player.describe())
-
-        held_out, notes = interrupts.run(lambda: HeldOut.prepare(player, recipe, chosen_splits(player.env, recipe)))
-        tasks = player.env.tasks("train")
-        sampler = TaskSampler(len(tasks), recipe.train.seed)
-        notes += _leave_out_long(recipe, player, tasks, sampler, interrupts)
-        for note in notes:
-            display.note(note)
-
-        actor = Actor(player.model, recipe)
-        display.note(f"chat: {player.chat.description}")
-        display.note(f"training forward: {actor.description}")
-        folder = resumed or RunFolder.create(recipe.output, name)
-        folder.write_recipe(dump_recipe(recipe))
-        loop = Loop(
-            recipe=recipe,
-            player=player,
-            actor=actor,
-            tasks=tasks,
-            sampler=sampler,
-            held_out=held_out,
-            folder=folder,
-            checkpoints=Checkpoints(folder.checkpoints, recipe.train.keep, player.tokenizer),
-            display=display,
-            interrupts=interrupts,
-            trackers=_start_trackers(recipe, folder, stack),
-        )
-        if saved:
-            _restore(loop, saved)
-        display.note(f"run folder: {folder.path}")
+        display = display or Display(recipe.train.steps, name, first_step=saved.step if saved else 0)
+        stack.enter_context(display)
+        try:
+            loop = _set_up(recipe, name, resumed, saved, checked, display, interrupts, stack)
+        except Interrupted:
+            raise KeyboardInterrupt("interrupted before the first step: there is nothing to save") from None
         interrupted = loop.run()
     return _finish(loop, interrupted, monotonic() - began)
+
+
+@dataclass(frozen=True, slots=True)
+class _Checked:
+    """What could be looked at before a model is loaded, so that a mistake costs no waiting."""
+
+    env: Environment
+    splits: tuple[str, ...]
+    tasks: Sequence[Task]
+    trackers: tuple[Callable[[], Tracker], ...]
+
+
+def _check(recipe: Recipe, resumed: RunFolder | None) -> _Checked:
+    """Raises UserError: one line."""
+    if resumed is None:
+        RunFolder.check_free(recipe.output)
+    trackers = tuple(load("agentrl.trackers", name) for name in recipe.track.trackers)
+    advantages.get(recipe.algorithm.advantage)
+    losses.get(recipe.algorithm.loss)
+    find("engines", recipe.engine.name)
+    env = make_environment(recipe.env)
+    splits = chosen_splits(env, recipe)
+    tasks = env.tasks("train")
+    if empty := [split for split in ("train", *splits) if not len(env.tasks(split))]:
+        raise UserError(f"environment {env.name!r} (source {recipe.env.source}) has no task in {', '.join(empty)}")
+    return _Checked(env, splits, tasks, trackers)
+
+
+def _last_checkpoint(recipe: Recipe, resumed: RunFolder) -> Saved:
+    saved = Checkpoints(resumed.checkpoints, recipe.train.keep).latest()
+    if saved is None:
+        raise UserError(f"--resume {resumed.path}: no checkpoint was saved there; start it anew")
+    if saved.step >= recipe.train.steps:
+        raise UserError(f"--resume: step {saved.step} of {recipe.train.steps} is done; set train.steps higher to go on")
+    return saved
+
+
+def _set_up(
+    recipe: Recipe,
+    name: str,
+    resumed: RunFolder | None,
+    saved: Saved | None,
+    checked: _Checked,
+    display: Display,
+    interrupts: Interrupts,
+    stack: ExitStack,
+) -> Loop:
+    """The parts of the run; `stack` gets what must be closed at its end."""
+    display.phase("loading")
+    path = str(saved.path) if saved else None
+    player = interrupts.run(lambda: Player.build(recipe, model_path=path, env=checked.env))
+    stack.callback(lambda: interrupts.complete(player.close))
+    display.note(player.describe())
+
+    held_out, notes = interrupts.run(lambda: HeldOut.prepare(player, recipe, checked.splits))
+    sampler = TaskSampler(len(checked.tasks), recipe.train.seed)
+    notes += _leave_out_long(recipe, player, checked.tasks, sampler, interrupts)
+    for note in notes:
+        display.note(note)
+
+    actor = Actor(player.model, recipe)
+    display.note(f"chat: {player.chat.description}")
+    display.note(f"training forward: {actor.description}")
+    interrupts.check()
+    folder = resumed or RunFolder.create(recipe.output, name)
+    folder.write_recipe(dump_recipe(recipe))
+    loop = Loop(
+        recipe=recipe,
+        player=player,
+        actor=actor,
+        tasks=checked.tasks,
+        sampler=sampler,
+        held_out=held_out,
+        folder=folder,
+        checkpoints=Checkpoints(folder.checkpoints, recipe.train.keep, player.tokenizer),
+        display=display,
+        interrupts=interrupts,
+        trackers=_start_trackers(checked.trackers, recipe, folder, stack),
+    )
+    if saved:
+        _restore(loop, saved)
+    display.note(f"run folder: {folder.path}")
+    return loop
 
 
 def prepare_torch(recipe: Recipe) -> None:
@@ -138,10 +194,12 @@ def _leave_out_long(
     return [line] if line else []
 
 
-def _start_trackers(recipe: Recipe, folder: RunFolder, stack: ExitStack) -> list[Tracker]:
+def _start_trackers(
+    makers: Sequence[Callable[[], Tracker]], recipe: Recipe, folder: RunFolder, stack: ExitStack
+) -> list[Tracker]:
     trackers: list[Tracker] = []
-    for name in recipe.track.trackers:
-        tracker = load("agentrl.trackers", name)()
+    for make in makers:
+        tracker = make()
         tracker.start(folder.path, recipe.model_dump(mode="json"))
         stack.callback(tracker.finish)
         trackers.append(tracker)
@@ -153,7 +211,7 @@ def _restore(loop: Loop, saved: Saved) -> None:
     loop.step = saved.step
     loop.before = state["before"]
     loop.sampler.restore(state["sampler"])
-    loop.folder.rewind(saved.step)
+    loop.folder.rewind(saved.step or -1)  # before the first step is done, step 0 is evaluated anew
     loop.display.note(f"resumed after step {saved.step}")
 
 
@@ -161,10 +219,11 @@ def _finish(loop: Loop, interrupted: bool, seconds: float) -> TrainResult:
     folder, display = loop.folder.path, loop.display
     last = Checkpoints(loop.folder.checkpoints, loop.recipe.train.keep).latest()
     assert last is not None  # the loop saves before it returns
+    write_report(folder, folder.name)
     if interrupted:
-        display.note(
-            f"Interrupted. The checkpoint of step {loop.step} is saved; go on with: agentrl train --resume {folder}"
-        )
+        done = loop.step >= loop.recipe.train.steps
+        then = "every step is done" if done else f"go on with: agentrl train --resume {folder}"
+        display.note(f"Interrupted. The checkpoint of step {loop.step} is saved in {last.path}; {then}")
     else:
         rows = [(split, before, loop.after[split]) for split, before in loop.before.items() if split in loop.after]
         display.final(rows, str(folder), seconds)

@@ -20,15 +20,23 @@ class RunFolder:
     @classmethod
     def create(cls, output: str | None, name: str, root: Path = Path("runs")) -> "RunFolder":
         """`output` as it is, or runs/<name>-<number> with the next free number. Raises UserError for one in use."""
+        cls.check_free(output)
         if output is None:
             return cls(_next_numbered(root, name))
+        path = Path(output)
+        _make(path)
+        return cls(path)
+
+    @staticmethod
+    def check_free(output: str | None) -> None:
+        """Raises UserError when `output` cannot take a new run. Makes nothing: to be asked before costly work."""
+        if output is None:
+            return
         path = Path(output)
         if (path / RECIPE).exists() or (path / METRICS).exists():
             raise UserError(f"output: {path} already holds a run; name another folder, or go on with --resume {path}")
         if path.exists() and not path.is_dir():
             raise UserError(f"output: {path} is a file; a run needs a folder")
-        _make(path)
-        return cls(path)
 
     @classmethod
     def existing(cls, path: str) -> "RunFolder":

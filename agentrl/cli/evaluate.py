@@ -21,10 +21,16 @@ def eval_command(
     ] = None,
 ) -> None:
     """Evaluate a model on held-out tasks."""
-    from agentrl.eval.evaluate import evaluate
-    from agentrl.eval.show import show, write_json
+    from agentrl.recipe.load import load_recipe
 
-    result = evaluate(recipe, overrides=overrides or [], model=model, splits=split, samples=samples)
+    checked = load_recipe(recipe, overrides or [])  # before anything heavy is imported
+    from agentrl.eval.show import check_writable, show, write_json
+
+    if json_file is not None:
+        check_writable(json_file)
+    from agentrl.eval.evaluate import evaluate
+
+    result = evaluate(checked, model=model, splits=split, samples=samples)
     show(result)
     if json_file is not None:
         write_json(result, json_file)

@@ -7,8 +7,10 @@ from typing import Any
 
 from agentrl.errors import UserError, nearest
 from agentrl.eval.held_out import HeldOut
+from agentrl.eval.progress import Progress
 from agentrl.eval.result import SplitResult
 from agentrl.plugins.environment import Environment
+from agentrl.plugins.registry import make_environment
 from agentrl.recipe.load import load_recipe
 from agentrl.recipe.schema import Recipe
 from agentrl.rollout.player import Player
@@ -37,10 +39,12 @@ def evaluate(
     model: str | None = None,
     splits: Sequence[str] | None = None,
     samples: int | None = None,
+    progress: Progress | None = None,
 ) -> Evaluation:
     """Play `eval.tasks` tasks of each split, `samples` (else `eval.samples`) times each.
 
-    model: a folder or hub name in place of the recipe's. splits: in place of `eval.splits`. Raises UserError.
+    model: a folder or hub name in place of the recipe's. splits: in place of `eval.splits`. Raises UserError; what can
+    be known without a model is said before one is loaded.
     """
     if isinstance(recipe, str):
         recipe = load_recipe(recipe, overrides)
@@ -48,14 +52,22 @@ def evaluate(
         raise UserError("overrides go with a recipe's path; a Recipe object is complete")
     changed = {"samples": samples or recipe.eval.samples, "splits": tuple(splits) if splits else recipe.eval.splits}
     recipe = recipe.model_copy(update={"eval": recipe.eval.model_copy(update=changed)})
-    return asyncio.run(_evaluate(recipe, model))
+    with progress or Progress() as shown:
+        return asyncio.run(_evaluate(recipe, model, shown))
 
 
-async def _evaluate(recipe: Recipe, model: str | None) -> Evaluation:
-    player = await Player.build(recipe, model_path=model)
+async def _evaluate(recipe: Recipe, model: str | None, progress: Progress) -> Evaluation:
+    env = make_environment(recipe.env)
+    chosen = chosen_splits(env, recipe)
+    if empty := [split for split in chosen if not len(env.tasks(split))]:
+        raise UserError(f"environment {env.name!r} (source {recipe.env.source}) has no task in {', '.join(empty)}")
+    player = await Player.build(recipe, model_path=model, env=env)
     try:
-        held_out, notes = await HeldOut.prepare(player, recipe, chosen_splits(player.env, recipe))
-        results = [(await held_out.play(split))[0] for split in held_out.splits]
+        held_out, notes = await HeldOut.prepare(player, recipe, chosen)
+        results = []
+        for split in held_out.splits:
+            on_group = progress.follow(split, len(held_out.tasks[split]))
+            results.append((await held_out.play(split, on_group))[0])
     finally:
         await player.close()
     return Evaluation(

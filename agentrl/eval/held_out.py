@@ -1,6 +1,6 @@
 """The held-out tasks of a run: the same tasks and the same seeds at every evaluation."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from agentrl.eval.result import SplitResult, summarize
@@ -39,8 +39,10 @@ class HeldOut:
     def splits(self) -> tuple[str, ...]:
         return tuple(self.tasks)
 
-    async def play(self, split: str) -> tuple[SplitResult, list[Group]]:
+    async def play(
+        self, split: str, on_group: Callable[[Group], None] | None = None
+    ) -> tuple[SplitResult, list[Group]]:
         groups = await self.player.play(
-            self.tasks[split], self.samples, seed=(EVAL_SEED, 0), temperature=self.temperature
+            self.tasks[split], self.samples, seed=(EVAL_SEED, 0), temperature=self.temperature, on_group=on_group
         )
         return summarize(split, groups, lambda t: self.player.env.solved(t.rewards)), groups

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from agentrl.errors import UserError
@@ -16,11 +17,11 @@ def show(evaluation: Evaluation, console: Console | None = None) -> None:
     """A table, a column a split."""
     console = console or Console()
     for note in evaluation.notes:
-        console.print(note, highlight=False)
-    table = Table(title=f"{evaluation.model} on {evaluation.env}", title_justify="left")
+        console.print(note, highlight=False, markup=False)
+    table = Table(title=escape(f"{evaluation.model} on {evaluation.env}"), title_justify="left")
     table.add_column("held-out split")
     for result in evaluation.splits:
-        table.add_column(result.split, justify="right")
+        table.add_column(escape(result.split), justify="right")
     cells = [dict(_cells(result)) for result in evaluation.splits]
     for name in dict.fromkeys(name for column in cells for name in column):
         table.add_row(name, *(column.get(name, "") for column in cells))
@@ -44,6 +45,14 @@ def _cells(r: SplitResult) -> Iterator[tuple[str, str]]:
         yield f"ended by {reason}", f"{count / r.samples:.1%}"
     if r.failed:
         yield "failed, in no figure", f"[yellow]{r.failed:,}[/yellow]"
+
+
+def check_writable(path: str) -> None:
+    """Raises UserError when `write_json` could not write there: to be asked before the work is done."""
+    file = Path(path)
+    if file.is_dir() or not file.parent.is_dir():
+        what = "it is a folder" if file.is_dir() else f"there is no folder {file.parent}"
+        raise UserError(f"--json {path}: cannot be written: {what}")
 
 
 def write_json(evaluation: Evaluation, path: str) -> None:

@@ -1,0 +1,35 @@
+"""How far an evaluation is, on a terminal only: a bar a split, by tasks whose samples have all ended."""
+
+from collections.abc import Callable
+from types import TracebackType
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import Progress as Bars
+
+from agentrl.rollout.trajectory import Group
+
+
+class Progress:
+    """Bars that vanish when the evaluation ends; nothing is shown where stderr is no terminal."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        console = console or Console(stderr=True)
+        columns = (TextColumn("[bold]{task.description}"), BarColumn(bar_width=40), MofNCompleteColumn())
+        self._bars = Bars(
+            *columns, TimeElapsedColumn(), TimeRemainingColumn(),
+            console=console, transient=True, disable=not console.is_terminal,
+        )  # fmt: skip
+
+    def __enter__(self) -> "Progress":
+        self._bars.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self._bars.stop()
+
+    def follow(self, split: str, tasks: int) -> Callable[[Group], None]:
+        """What is to be called as each of the split's `tasks` groups ends."""
+        bar = self._bars.add_task(escape(split), total=tasks)
+        return lambda group: self._bars.advance(bar)

@@ -16,15 +16,23 @@ def train_command(
 ) -> None:
     """Train a model by reinforcement learning, as a recipe says."""
     from agentrl.errors import UserError
-    from agentrl.training.run import resume_run, train
+    from agentrl.recipe.load import load_recipe, recipe_name
 
     given = list(arguments or [])
-    recipe = given.pop(0) if given and "=" not in given[0].split("/")[-1] else None
+    path = given.pop(0) if given and "=" not in given[0].split("/")[-1] else None
     if resume is not None:
-        result = resume_run(resume, recipe=recipe, overrides=given)
-    elif recipe is None:
+        from agentrl.training.run_folder import RunFolder
+
+        RunFolder.existing(resume)
+        from agentrl.training.run import resume_run
+
+        result = resume_run(resume, recipe=path, overrides=given)
+    elif path is None:
         raise UserError("train needs a recipe, such as recipes/gsm8k_tool.yaml, or --resume RUN")
     else:
-        result = train(recipe, overrides=given)
+        recipe = load_recipe(path, given)  # before anything heavy is imported
+        from agentrl.training.run import train
+
+        result = train(recipe, name=recipe_name(path))
     if result.interrupted:
         raise typer.Exit(130)

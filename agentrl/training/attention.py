@@ -15,6 +15,7 @@ from torch import Tensor
 from agentrl.training.packing import Segment
 
 SHORT = 512  # keys: up to here a bucket keeps its probabilities for the backward pass
+STEP = 1024  # queries that a long bucket with prefixes runs at once, so that its mask stays small
 FILL = 0.8  # least share of a bucket's longest segment that a member must have
 
 
@@ -22,15 +23,21 @@ FILL = 0.8  # least share of a bucket's longest segment that a member must have
 class Bucket:
     """B segments of at most A tokens behind prefixes of at most R tokens, K = R + A.
 
-    own: int64 [B, A] and keys: int64 [B, K], packed indices (where padded, some token of the segment). mask: float
-    [B or 1, A, K], 0 or -inf. padding: bool [B, A], None when every segment has A tokens. prefixed: whether R > 0.
+    own: int64 [B, A] and keys: int64 [B, K], packed indices (where padded, some token of the segment). seen: bool
+    [B or 1, R], which prefix keys are real. padding: bool [B, A], None when every segment has A tokens.
     """
 
     own: Tensor
     keys: Tensor
-    mask: Tensor
+    seen: Tensor
     padding: Tensor | None
-    prefixed: bool
+
+    def mask(self, start: int, end: int) -> Tensor:
+        """Of the queries start .. end - 1 over the keys R + end: float [B or 1, end - start, R + end], 0 or -inf."""
+        steps = torch.arange(end, device=self.own.device)
+        causal = (steps[start:, None] >= steps).expand(len(self.seen), -1, -1)
+        allowed = torch.cat([self.seen[:, None].expand(-1, end - start, -1), causal], -1)
+        return torch.zeros(allowed.shape, device=allowed.device).masked_fill_(~allowed, float("-inf"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +47,14 @@ class Plan:
     buckets: tuple[Bucket, ...]
     back: Tensor
     _by_heads: dict[int, list[tuple[Tensor, Tensor]]] = field(default_factory=dict)
+    _masks: list[Tensor] = field(default_factory=list)
+
+    @property
+    def masks(self) -> list[Tensor]:
+        """The whole mask of every bucket, [B or 1, A, K]: for short ones, made once for all layers."""
+        if not self._masks:
+            self._masks.extend(b.mask(0, b.own.shape[1]) for b in self.buckets)
+        return self._masks
 
     @property
     def longest(self) -> int:
@@ -86,19 +101,27 @@ def attend(query: Tensor, key: Tensor, value: Tensor, plan: Plan, scale: float) 
 
 
 def _long(query: Tensor, key: Tensor, value: Tensor, plan: Plan, scale: float) -> Tensor:
-    outputs = []
+    outputs: list[Tensor] = []
+    parts: list[Tensor] = []
     for bucket in plan.buckets:
-        mask = bucket.mask[:, None].to(query.dtype) if bucket.prefixed else None
-        attended = F.scaled_dot_product_attention(
-            query[bucket.own].transpose(1, 2),
-            key[bucket.keys].transpose(1, 2),
-            value[bucket.keys].transpose(1, 2),
-            attn_mask=mask,
-            is_causal=mask is None,
-            scale=scale,
-            enable_gqa=query.shape[1] != key.shape[1],
-        )
-        outputs.append(attended.transpose(1, 2).flatten(2).flatten(0, 1))
+        q, k, v = query[bucket.own], key[bucket.keys], value[bucket.keys]
+        reach, width = bucket.seen.shape[1], bucket.own.shape[1]
+        step = STEP if reach else width
+        for start in range(0, width, step):
+            end = min(start + step, width)
+            mask = bucket.mask(start, end)[:, None].to(query.dtype) if reach else None
+            attended = F.scaled_dot_product_attention(
+                q[:, start:end].transpose(1, 2),
+                k[:, : reach + end].transpose(1, 2),
+                v[:, : reach + end].transpose(1, 2),
+                attn_mask=mask,
+                is_causal=mask is None,
+                scale=scale,
+                enable_gqa=query.shape[1] != key.shape[1],
+            )
+            parts.append(attended.transpose(1, 2).flatten(2))
+        outputs.append(torch.cat(parts, 1).flatten(0, 1))
+        parts.clear()
     return torch.cat(outputs).index_select(0, plan.back)
 
 
@@ -108,11 +131,11 @@ class _Short(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, plan: Plan, groups: int, scale: float) -> Tensor:
         outputs, kept = [], []
-        for bucket, (own, keys) in zip(plan.buckets, plan.by_heads(groups), strict=True):
+        for bucket, mask, (own, keys) in zip(plan.buckets, plan.masks, plan.by_heads(groups), strict=True):
             rows, length = bucket.own.shape
             q, k, v = _gather(query, key, value, own, keys, rows * groups)
             scores = torch.bmm(q.mul_(scale), k.transpose(1, 2))
-            scores.view(rows, groups, length, -1, k.shape[1]).add_(bucket.mask[:, None, :, None])
+            scores.view(rows, groups, length, -1, k.shape[1]).add_(mask[:, None, :, None])
             weights = scores.softmax(-1)
             attended = torch.bmm(weights, v).view(rows, groups, length, -1)
             outputs.append(attended.transpose(1, 2).reshape(rows * length, -1))
@@ -191,13 +214,9 @@ def _bucket(members: Sequence[Segment], width: int, device: torch.device | str) 
     reach = int(prefix.max())
     behind = torch.arange(reach)
     keys = torch.cat([prefix_start + torch.minimum(behind, (prefix - 1).clamp(min=0)), own], 1)
-    causal = steps[:, None] >= steps
     seen = (behind < prefix) if int(prefix.min()) < reach else torch.ones(1, reach, dtype=torch.bool)
-    allowed = torch.cat([seen[:, None].expand(-1, width, -1), causal.expand(len(seen), -1, -1)], -1)
-    mask = torch.zeros(allowed.shape).masked_fill_(~allowed, float("-inf"))
-    padding = steps >= length if int(length.min()) < width else None
-    move = [t.to(device) if t is not None else None for t in (own, keys, mask, padding)]
-    return Bucket(move[0], move[1], move[2], move[3], reach > 0)  # type: ignore[arg-type]
+    padding = (steps >= length).to(device) if int(length.min()) < width else None
+    return Bucket(own.to(device), keys.to(device), seen.to(device), padding)
 
 
 def _column(values: Sequence[int]) -> Tensor:

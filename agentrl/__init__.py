@@ -11,14 +11,14 @@ if TYPE_CHECKING:
     from agentrl.eval.evaluate import evaluate
     from agentrl.plugins.decorator import tool
     from agentrl.plugins.environment import Environment
-    from agentrl.plugins.tool import ArgumentError, Tool
-    from agentrl.plugins.types import Message, Reply, Session, Task, ToolKwargs, ToolResponse
+    from agentrl.plugins.tool import Tool
+    from agentrl.plugins.types import ArgumentError, Message, Reply, Session, Task, ToolKwargs, ToolResponse
     from agentrl.recipe.schema import Recipe
     from agentrl.training.run import train
     from agentrl.training.sft import sft
 
 _HOMES = {
-    "ArgumentError": "agentrl.plugins.tool",
+    "ArgumentError": "agentrl.plugins.types",
     "Environment": "agentrl.plugins.environment",
     "Message": "agentrl.plugins.types",
     "Recipe": "agentrl.recipe.schema",

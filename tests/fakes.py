@@ -11,8 +11,8 @@ from typing import Any
 from agentrl.chat.base import ParsedCall, ParsedTurn
 from agentrl.engine.base import Generation, GenerationFinish, Sampling
 from agentrl.plugins.environment import Environment
-from agentrl.plugins.tool import ArgumentError, Tool
-from agentrl.plugins.types import Message, Reply, Session, Task, ToolResponse
+from agentrl.plugins.tool import Tool
+from agentrl.plugins.types import ArgumentError, Message, Reply, Session, Task, ToolResponse
 from agentrl.recipe.schema import RolloutSection
 from agentrl.rollout.driver import Driver
 

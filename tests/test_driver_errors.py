@@ -8,8 +8,7 @@ from fakes import TASK, CharChat, Echo, Env, Hooks, ScriptedEngine, call, make_d
 
 from agentrl.engine.base import EngineError, Generation, GenerationFinish
 from agentrl.errors import UserError
-from agentrl.plugins.tool import ArgumentError
-from agentrl.plugins.types import Reply, ToolResponse
+from agentrl.plugins.types import ArgumentError, Reply, ToolResponse
 from agentrl.rollout.state import RequestState
 from agentrl.rollout.trajectory import Boundary, FinishReason, check_invariants
 

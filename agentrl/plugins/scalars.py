@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from agentrl.plugins.tool import ArgumentError
+from agentrl.plugins.types import ArgumentError
 
 Check = Callable[[Any, str], Any]
 _INTEGER = re.compile(r"[-+]?[0-9]{1,4000}")

@@ -14,7 +14,7 @@ from typing import Any
 
 from agentrl.errors import UserError
 from agentrl.plugins.scalars import SCALARS, Check, limits, named, should
-from agentrl.plugins.tool import ArgumentError
+from agentrl.plugins.types import ArgumentError
 
 _compiled: dict[int, tuple[Mapping[str, Any], Check]] = {}
 

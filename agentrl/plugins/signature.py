@@ -14,8 +14,7 @@ from agentrl.errors import UserError, nearest
 from agentrl.plugins.docstring import read_docstring
 from agentrl.plugins.scalars import named, shown
 from agentrl.plugins.schema import outline
-from agentrl.plugins.tool import ArgumentError
-from agentrl.plugins.types import Session
+from agentrl.plugins.types import ArgumentError, Session
 
 _typed_dict: Any = TypedDict
 _CONFIG = ConfigDict(extra="forbid", coerce_numbers_to_str=True)

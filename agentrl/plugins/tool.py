@@ -4,11 +4,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
+from agentrl.plugins.schema import check_arguments
 from agentrl.plugins.types import Session, ToolResponse
-
-
-class ArgumentError(Exception):
-    """The model's arguments are wrong. The text goes back to the model, which may try again; it is counted."""
 
 
 class Tool(ABC):
@@ -37,8 +34,6 @@ class Tool(ABC):
 
     def check(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """The arguments as `execute` wants them. Raises ArgumentError with a line that the model can act on."""
-        from agentrl.plugins.schema import check_arguments
-
         return check_arguments(self.parameters, arguments)
 
     async def close(self) -> None:  # noqa: B027 - a hook with a default

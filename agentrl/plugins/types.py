@@ -6,6 +6,10 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NotRequired, Required, TypedDict
 
 
+class ArgumentError(Exception):
+    """The model's arguments are wrong. The text goes back to the model, which may try again; it is counted."""
+
+
 class FunctionCall(TypedDict):
     name: str
     arguments: dict[str, Any] | str

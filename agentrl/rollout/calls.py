@@ -11,8 +11,8 @@ from typing import Any
 
 from agentrl.chat.base import Chat, ParsedCall
 from agentrl.errors import nearest
-from agentrl.plugins.tool import ArgumentError, Tool
-from agentrl.plugins.types import Message, ToolKwargs, ToolResponse
+from agentrl.plugins.tool import Tool
+from agentrl.plugins.types import ArgumentError, Message, ToolKwargs, ToolResponse
 from agentrl.recipe.schema import RolloutSection
 from agentrl.rollout.hooks import finite
 from agentrl.rollout.request import AsyncRolloutRequest

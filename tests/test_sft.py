@@ -2,6 +2,7 @@
 
 import asyncio
 import io
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from random import Random
@@ -169,6 +170,29 @@ def test_muon_trains_the_blocks_and_adamw_the_rest(tmp_path: Path, monkeypatch: 
         load_recipe(RECIPES / "tiny_warmstart.yaml", [*SMALL, *stages]), str(tmp_path / "model"), console=quiet()
     )
     assert result.loss < 0.8 * np.log(320)
+
+
+def test_without_a_named_folder_a_run_folder_keeps_recipe_and_metrics(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("agentrl.training.sft.TOKENIZER_TEXTS", 50)
+    recipe = load_recipe(
+        RECIPES / "tiny_warmstart.yaml", [*SMALL, "sft.stages=[{style: clean, steps: 3, batch: 2, lr: 1e-2}]"]
+    )
+    monkeypatch.chdir(tmp_path)
+    result = sft(recipe, console=quiet())
+    assert result.folder.resolve() == tmp_path / "runs/sft-001/model"
+    assert load_recipe(tmp_path / "runs/sft-001/recipe.yaml") == recipe
+    lines = [json.loads(line) for line in (tmp_path / "runs/sft-001/metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    assert lines[-1]["train/tokens"] == result.tokens
+
+
+def test_a_demonstration_longer_than_the_context_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agentrl.training.sft.TOKENIZER_TEXTS", 50)
+    recipe = load_recipe(RECIPES / "tiny_warmstart.yaml", [*SMALL, "sft.new_model.context=64"])
+    with pytest.raises(UserError, match=r"has \d+ tokens, but the model's context only 64"):
+        sft(recipe, str(tmp_path / "model"), console=quiet())
 
 
 def test_a_recipe_without_the_section_says_so() -> None:

@@ -135,12 +135,15 @@ class OwnTemplate:
 
 
 ENDS = {
+    **dict.fromkeys(("glm-4.5", "glm-5", "glm-5.1", "glm-5.3"), "<|endoftext|>"),
     "deepseek-r1": "<｜end▁of▁sentence｜>",
     "deepseek-v3": "<｜end▁of▁sentence｜>",
     "deepseek-v4": "<｜end▁of▁sentence｜>",
     "gemma4": "<turn|>",
     "hy3": "<｜hy_eos:opensource｜>",
     "inkling": "<|content_model_end_sampling|>",
+    "laguna-s-2.1": "〈|EOS|〉",
+    "laguna-xs-2.1": "〈|EOS|〉",
     "llama-3": "<|eot_id|>",
     "minimax-m2": "[e~[",
 }
@@ -182,7 +185,7 @@ def check_against_renderers(tokenizer: Any, chat: FamilyChat, data: st.DataObjec
     ids = list(family.lead)
     for i in range(data.draw(st.integers(1, 3))):
         words = data.draw(st.sampled_from(["It is 6.", "So 2 * 3", "Völlig klar"]))
-        sampled = chat.encode_text(words) + data.draw(st.sampled_from([[], [chat.stop_ids[0]]]))
+        sampled = chat.encode_text(words) + data.draw(st.sampled_from([[], *([stop] for stop in chat.stop_ids)]))
         messages: list[Any] = data.draw(answers)
         added = chat.bridge(sampled, messages)
         theirs = family.renderer.bridge_to_next_turn(ids, sampled, messages, tools=family.tools([CALCULATOR]))

@@ -41,10 +41,11 @@ class BridgeChat:
         self._frames: dict[Shape, Frame] = {}
         self._openings: dict[Any, tuple[Frame | None, list[dict[str, Any]]]] = {}
 
-    def stop_at(self, stop_ids: tuple[int, ...]) -> None:
+    def stop_at(self, further: Sequence[int]) -> None:
         """Take further ids as ends of a turn."""
-        self.stop_ids, self._stops = stop_ids, frozenset(stop_ids)
-        self._parser.stops = self._stops
+        self._terminal |= frozenset(further) - self._stops
+        self.stop_ids = tuple(dict.fromkeys([*self.stop_ids, *further]))
+        self._stops = self._parser.stops = frozenset(self.stop_ids)
 
     def whole_ids(self, text: str) -> list[int]:
         """Ids of a rendered text."""

@@ -154,8 +154,9 @@ def _proven(family: Family, template: Template, bridge: BridgeChat) -> bool:
 
 def _with_bridges(family: Family, template: Template, bridge: BridgeChat) -> Family:
     family = replace(family, lead=tuple(_ids(family, template, [{"role": "user", "content": "Hello."}]) or ()))
+    bridge.stop_at(family.renderer.get_stop_token_ids())
     body = bridge.encode_text("It is 6.")
-    after_stop = _agrees(family, template, bridge, [*body, bridge.stop_ids[0]])
+    after_stop = all(_agrees(family, template, bridge, [*body, stop]) for stop in bridge.stop_ids)
     return replace(family, after_stop=after_stop, after_cut=_agrees(family, template, bridge, body))
 
 
@@ -189,8 +190,7 @@ class FamilyChat:
 
     def __init__(self, bridge: BridgeChat, family: Family) -> None:
         self._bridge, self._family = bridge, family
-        self.stop_ids = tuple(dict.fromkeys([*bridge.stop_ids, *family.renderer.get_stop_token_ids()]))
-        bridge.stop_at(self.stop_ids)
+        self.stop_ids = bridge.stop_ids
         self.rewrites_history = bridge.rewrites_history
         own = [what for what, agrees in (("stopped", family.after_stop), ("cut off", family.after_cut)) if not agrees]
         bridged = (

@@ -28,7 +28,7 @@ class Draw:
 
     def medium(self) -> int:
         """A stock, a sum or an amount a day."""
-        return self.between(130, 400) if self._large else self.between(10, 120)
+        return self.between(130, 300) if self._large else self.between(10, 120)
 
     def spare(self) -> int:
         """What is left over after something else: keeps a derived number from being exactly used up."""

@@ -1,5 +1,6 @@
 """The bridge on templates and tokenizers that are made to be difficult."""
 
+import functools
 import json
 from collections.abc import Callable
 from typing import Any
@@ -122,6 +123,16 @@ def test_what_cannot_be_bridged_is_a_user_error(chat: BridgeChat) -> None:
         [1], [{"role": "user", "content": [{"type": "text", "text": "And 3"}, {"type": "text", "text": "?"}]}]
     )
     assert parts == chat.bridge([1], [{"role": "user", "content": "And 3?"}])
+
+
+def test_a_message_without_a_role_or_content(chat: BridgeChat) -> None:
+    with pytest.raises(UserError, match="has no role"):
+        chat.bridge([1], [{"content": "x"}])  # type: ignore[typeddict-item]
+    with pytest.raises(UserError, match="has no role"):
+        chat.render([{"content": "x"}], [])  # type: ignore[typeddict-item]
+    bare: Any = {"role": "user"}
+    assert chat.bridge([1], [bare]) == chat.bridge([1], [{"role": "user", "content": ""}])
+    assert chat.bridge([1], [bare]) == chat.bridge([1], [{"role": "user", "content": None}])
 
 
 def test_empty_contents_and_absent_names(chat: BridgeChat) -> None:
@@ -311,11 +322,15 @@ def test_difficult_tokenizers_give_the_ids_of_the_whole_text(make: Callable[[], 
     assert max(attack) < len(tokenizer)
 
 
+@functools.cache
+def hermes_encoder() -> Encoder:
+    return Encoder(make_tokenizer(HERMES), HERMES)
+
+
 @given(text=st.text(max_size=40))
 @settings(max_examples=200, deadline=None)
 def test_plain_text_is_what_it_was(text: str) -> None:
-    tokenizer = make_tokenizer(HERMES)
-    encoder = Encoder(tokenizer, HERMES)
+    encoder = hermes_encoder()
     assert encoder.exact
     assert encoder.decode(encoder.plain(text)) == text
     table: list[str] = []

@@ -1,6 +1,8 @@
 """Reading an assistant's turn: every format, everything that can be wrong with it, and no text that raises."""
 
+import functools
 import json
+import sys
 from typing import Any
 
 import pytest
@@ -307,20 +309,19 @@ def test_no_text_makes_a_reader_raise(text: str, closed: bool) -> None:
 @given(text=ANYTHING, ids=st.lists(st.integers(0, 10**6), max_size=20))
 @settings(max_examples=200, deadline=None)
 def test_no_ids_make_a_chat_raise(text: str, ids: list[int]) -> None:
+    tokenizer, chat = hermes()
+    chat.parse(ids)
+    chat.parse(tokenizer.encode(text, add_special_tokens=False))
+
+
+@functools.cache
+def hermes() -> tuple[Any, Any]:
     tokenizer = make_tokenizer(HERMES)
-    global _chat  # one for all examples
-    _chat = _chat or load_chat(tokenizer, model_path="nowhere", kind="bridge", tools=[CALCULATOR])
-    _chat.parse(ids)
-    _chat.parse(tokenizer.encode(text, add_special_tokens=False))
-
-
-_chat: Any = None
+    return tokenizer, load_chat(tokenizer, model_path="nowhere", kind="bridge", tools=[CALCULATOR])
 
 
 def operations(form: Format, text: str) -> int:
     """How many lines of Python a reader runs: a measure of work that no other process disturbs."""
-    import sys
-
     count = 0
 
     def tick(frame: Any, event: str, arg: Any) -> Any:
@@ -369,12 +370,11 @@ def test_ten_megabytes_are_read(tokenizer_chat: Any) -> None:
 
 @pytest.fixture(scope="module")
 def tokenizer_chat() -> Any:
-    return load_chat(make_tokenizer(HERMES), model_path="nowhere", kind="bridge", tools=[CALCULATOR])
+    return hermes()[1]
 
 
-def test_a_turn_of_the_embedded_kind(tokenizer_chat: Any) -> None:
-    chat = tokenizer_chat
-    tokenizer = make_tokenizer(HERMES)
+def test_a_turn_of_the_embedded_kind() -> None:
+    tokenizer, chat = hermes()
     text = '12 a day.\n<tool_call>\n{"name": "calculator", "arguments": {"expression": "12*7"}}\n</tool_call><|im_end|>'
     ids = tokenizer.encode(text, add_special_tokens=False)
     assert ids[-1] in chat.stop_ids

@@ -82,6 +82,7 @@ REWRITING = {
     *(f"nemotron_3_{size}{kind}" for size in ("5_lightning", "nano", "super", "ultra") for kind in ("", "_training")),
 }
 EXTENDING = [name for name in WITH_TOOLS if name not in REWRITING]
+THINKING = {"qwen3_5_think_training", "qwen3_6_training", "qwen3_8", "qwen3_8_training"}  # with a thought begun
 NO_CALLS = {"lfm2", "lfm2_training"}  # these show the tools and never the model's calls
 DROP_THINKING = {"glm4moe", "glm4moe_training", "lfm2_2_5", "lfm2_2_5_v2", "lfm2_2_5_vl"}
 
@@ -167,28 +168,49 @@ def fitting(name: str, rounds: list[tuple[dict[str, Any], list[dict[str, Any]]]]
     return [(turn, answers[:1]) for turn, (_, answers) in zip(one, rounds, strict=True)]
 
 
-@pytest.mark.parametrize("name", EXTENDING)
-@given(data=st.data())
-@fast
-def test_ids_grow_into_what_the_template_writes(name: str, data: st.DataObject) -> None:
+def grown(name: str, rounds: list[Any], kept_stops: list[int]) -> tuple[list[int], str, bool]:
+    """The ids of a conversation that grew turn by turn, what the template writes of it, and whether tokenizing that
+    anew would cut it where the turns were sampled."""
     chat, tokenizer = chat_of(name), tokenizer_of(name)
-    rounds = fitting(name, data.draw(conversations(plain)))
     messages: list[dict[str, Any]] = [USER]
     ids = chat.render(messages, [CALCULATOR])  # type: ignore[arg-type]
     stable = True
-    for turn, answers in rounds:
+    for (turn, answers), kept in zip(rounds, kept_stops, strict=False):
         written = rendered(name, messages, True)
         with_turn = rendered(name, [*messages, turn], False)
         assert with_turn.startswith(written)
         sampled = tokenizer.encode(with_turn[len(written) :], add_special_tokens=False)
         stop = next((i for i, token in enumerate(sampled) if token in chat.stop_ids), None)
-        sampled = sampled if stop is None else sampled[: stop + data.draw(st.sampled_from([0, 1]))]
+        sampled = sampled if stop is None else sampled[: stop + kept]
         stable &= tokenizer.encode(written + tokenizer.decode(sampled), add_special_tokens=False) == ids + sampled
         ids = [*ids, *sampled, *chat.bridge(sampled, answers)]
         messages = [*messages, turn, *answers]
         assert chat.decode(ids) == rendered(name, messages, True)
+    return ids, rendered(name, messages, True), stable
+
+
+@pytest.mark.parametrize("name", EXTENDING)
+@given(data=st.data())
+@fast
+def test_ids_grow_into_what_the_template_writes(name: str, data: st.DataObject) -> None:
+    rounds = fitting(name, data.draw(conversations(plain)))
+    kept_stops = data.draw(st.lists(st.integers(0, 1), min_size=len(rounds), max_size=len(rounds)))
+    ids, text, stable = grown(name, rounds, kept_stops)
     if stable:
-        assert ids == tokenizer.encode(rendered(name, messages, True), add_special_tokens=False)
+        assert ids == tokenizer_of(name).encode(text, add_special_tokens=False)
+
+
+@pytest.mark.parametrize("name", EXTENDING)
+def test_ids_are_those_of_the_whole_text(name: str) -> None:
+    turn = {"role": "assistant", "content": "", "tool_calls": [call(0, expression="2*3")]}
+    answer = {"role": "assistant", "content": "It is 6."}
+    if name in THINKING:
+        turn["reasoning_content"] = answer["reasoning_content"] = "Twice three."
+    rounds = [(turn, [result("6\n")]), (answer, [{"role": "user", "content": "And 3*3? é"}]), (turn, [result(" 9")])]
+    for kept_stops in ([1, 1, 1], [0, 0, 0]):
+        ids, text, stable = grown(name, rounds, kept_stops)
+        assert stable
+        assert ids == tokenizer_of(name).encode(text, add_special_tokens=False)
 
 
 @pytest.mark.parametrize("name", WITH_TOOLS)

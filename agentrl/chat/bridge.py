@@ -53,7 +53,7 @@ class BridgeChat:
 
     def structural_in(self, messages: Sequence[Message]) -> bool:
         """Whether a content spells a token that has a meaning of its own."""
-        return any(self._encoder.structural_in(text_of(message["content"])) for message in messages)
+        return any(self._encoder.structural_in(text_of(message.get("content"))) for message in messages)
 
     def render(
         self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], through: Renderer | None = None
@@ -71,7 +71,8 @@ class BridgeChat:
         self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], through: Renderer | None
     ) -> Frame | None:
         """The frame of openings like this one, made once: same tools, roles and system prompts."""
-        if not all(m["role"] in ("system", "user") and isinstance(m["content"], str) for m in messages):
+        shape_of(messages)
+        if not all(m["role"] in ("system", "user") and isinstance(m.get("content"), str) for m in messages):
             return None
         said = tuple([(m["role"], m["content"] if m["role"] == "system" else bool(m["content"])) for m in messages])
         key = (said, tuple(map(id, tools)))
@@ -96,7 +97,7 @@ class BridgeChat:
     def _sought(self, messages: Sequence[Message]) -> bool:
         """Whether the template would look at what a content says, and not only write it."""
         sought = self.template.looks_for
-        return sought is not None and any(sought.search(text_of(message["content"])) for message in messages)
+        return sought is not None and any(sought.search(text_of(message.get("content"))) for message in messages)
 
     def _rendered(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> list[int]:
         table: list[str] = []

@@ -178,7 +178,7 @@ def _their_bridge(
     family: Family, template: Template, turn_ids: Sequence[int], messages: Sequence[Message]
 ) -> list[int] | None:
     turn = list(turn_ids)
-    shaped = [{**message, "content": text_of(message["content"])} for message in messages]
+    shaped = [{**message, "content": text_of(message.get("content"))} for message in messages]
     found = family.renderer.bridge_to_next_turn(list(family.lead), turn, shaped, tools=family.tools(template.tools))
     done = [*family.lead, *turn]
     return list(found.token_ids[len(done) :]) if found is not None and found.token_ids[: len(done)] == done else None

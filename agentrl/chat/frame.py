@@ -79,4 +79,7 @@ def text_of(content: object) -> str:
 
 
 def shape_of(messages: Sequence[Message]) -> Shape:
-    return tuple([(message["role"], not message["content"]) for message in messages])
+    try:
+        return tuple([(message["role"], not message.get("content")) for message in messages])
+    except KeyError as error:
+        raise UserError("a message has no role: it must be one of system, user, assistant, tool") from error

@@ -94,7 +94,7 @@ class FrameMaker:
     def render(self, frame: Frame, messages: Sequence[Message]) -> list[int]:
         """The ids after `close`, by rendering the messages themselves: for what no frame can describe."""
         table: list[str] = []
-        probes = _probes(shape_of(messages), [self._marked(message["content"], table) for message in messages])
+        probes = _probes(shape_of(messages), [self._marked(message.get("content"), table) for message in messages])
         turn, text = self._after_turn(probes)
         tail = self._tail(text, turn)
         pieces = self._encoder.split(tail)

@@ -15,17 +15,6 @@ from agentrl.chat.template import Template
 from agentrl.errors import UserError, nearest
 
 
-def load_tokenizer(path: str) -> Any:
-    """The tokenizer of a folder or a hub name. Raises UserError where there is none."""
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError) as error:
-        line = str(error).strip().splitlines()[0]
-        raise UserError(f"no tokenizer can be loaded from {path!r}: {line}") from error
-
-
 def load_chat(
     tokenizer: Any,
     *,

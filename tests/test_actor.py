@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from agentrl.algo.terms import LossTerms, Tokens
 from agentrl.errors import UserError
 from agentrl.plugins.types import Task
 from agentrl.recipe.schema import AlgorithmSection, ModelSection, Recipe, RolloutSection, TrainSection
@@ -200,6 +201,20 @@ def save_tokenizer(folder: Path) -> None:
     vocabulary = {chr(65 + i): i for i in range(VOCABULARY)}
     raw = Tokenizer(models.WordLevel(vocabulary, unk_token="A"))
     PreTrainedTokenizerFast(tokenizer_object=raw, unk_token="A").save_pretrained(folder)
+
+
+def reinforce(tokens: Tokens, config: AlgorithmSection) -> LossTerms:
+    """A user's loss, which says nothing about what it does without an advantage."""
+    return LossTerms(-tokens.advantages * tokens.logprobs, {"surprise": -tokens.logprobs.detach()})
+
+
+def test_a_users_loss_sees_every_sample_and_its_metrics_are_kept() -> None:
+    groups = make_groups([REWARDS[0], [1, 1, 1, 1]])
+    _, metrics = learned(make_recipe({"loss": f"{__name__}:reinforce"}), groups)
+    assert metrics["train/samples"] == 8
+    assert metrics["train/surprise"] > 0
+    _, clipped = learned(make_recipe(), groups)
+    assert metrics["train/grad_norm"] == pytest.approx(clipped["train/grad_norm"], rel=1e-4)
 
 
 def test_learning_moves_probability_to_what_was_rewarded() -> None:

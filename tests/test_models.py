@@ -2,12 +2,21 @@
 
 import json
 from pathlib import Path
+from typing import Literal
 
 import pytest
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from agentrl.errors import UserError
 from agentrl.models.load import load_model, resolve
 from agentrl.recipe.schema import ModelSection
+from agentrl.training.newmodel import train_tokenizer
+
+TINY = Qwen3Config(
+    vocab_size=320, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=1,
+    num_key_value_heads=1, head_dim=16,
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("path", ["./nowhere", "/no/such/folder", "a/b/c"])
@@ -43,3 +52,23 @@ def test_a_hub_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
         UserError, match=r"somebody/model: its configuration cannot be loaded \(a hub name needs the net"
     ):
         load_model(ModelSection(path="somebody/model"))
+
+
+def test_a_chat_template_that_cannot_be_read(tmp_path: Path) -> None:
+    Qwen3ForCausalLM(TINY).save_pretrained(tmp_path)
+    train_tokenizer([], 0, "<|im_end|>", 64).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=r"model\.chat_template: nowhere\.jinja cannot be read"):
+        load_model(ModelSection(path=str(tmp_path), chat_template="nowhere.jinja"))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_dtype_and_template_are_those_of_the_recipe(tmp_path: Path, dtype: Literal["float32", "bfloat16"]) -> None:
+    Qwen3ForCausalLM(TINY).save_pretrained(tmp_path)
+    train_tokenizer([], 0, "<|im_end|>", 64).save_pretrained(tmp_path)
+    (tmp_path / "own.jinja").write_text("<|im_end|> own")
+    model, tokenizer = load_model(
+        ModelSection(path=str(tmp_path), dtype=dtype, chat_template=str(tmp_path / "own.jinja"))
+    )
+    assert next(model.parameters()).dtype == getattr(torch, dtype)
+    assert not model.training
+    assert tokenizer.chat_template == "<|im_end|> own"

@@ -28,6 +28,8 @@ def load_model(section: ModelSection) -> tuple[Any, Any]:
         lambda: AutoModelForCausalLM.from_pretrained(place, config=config, dtype=dtype, **options),
     )
     tokenizer = _load(section.path, "its tokenizer", lambda: AutoTokenizer.from_pretrained(place, **options))
+    if section.chat_template is not None:  # on the tokenizer itself, so that checkpoints carry it
+        tokenizer.chat_template = _read(section.chat_template)
     return model.eval(), tokenizer
 
 
@@ -55,6 +57,13 @@ def _causal_config(place: str, section: ModelSection) -> Any:
     if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not remote:
         raise UserError(f"model.path: {section.path} is a {config.model_type!r}, which is not a causal language model")
     return config
+
+
+def _read(template: str) -> str:
+    try:
+        return Path(template).read_text(encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"model.chat_template: {template} cannot be read: {error.strerror}") from error
 
 
 def _load(path: str, what: str, load: Any) -> Any:

@@ -1,6 +1,6 @@
 """`Batch`: a step's samples as flat arrays with offsets, never padded to a rectangle; it pickles in microseconds."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -106,10 +106,6 @@ class Batch:
     def repeat(self, times: int) -> "Batch":
         """Every sample `times` times, the copies next to each other."""
         return self.select(np.repeat(np.arange(len(self)), times))
-
-    def __iter__(self) -> "Iterator[Batch]":
-        """Its samples, one batch each."""
-        return (self.select([i]) for i in range(len(self)))
 
     @staticmethod
     def concat(batches: "Sequence[Batch]") -> "Batch":

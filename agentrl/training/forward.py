@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
+from agentrl.algo.loss import entropy
 from agentrl.training.attention import Plan, attend, plan
 from agentrl.training.batch import Batch
 from agentrl.training.fast import FastForward
@@ -74,7 +75,7 @@ class SequenceForward:
             log_p = (self._logits(packed, segment, packed.predict[own]) / temperature).log_softmax(-1)
             target = torch.from_numpy(packed.target[own]).to(log_p.device)
             logprobs.append(log_p.gather(1, target[:, None])[:, 0])
-            entropies.append(-(log_p.exp() * log_p).sum(-1))
+            entropies.append(entropy(log_p))
             first += segment.predictions
         return torch.cat(logprobs), torch.cat(entropies)
 

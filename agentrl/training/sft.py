@@ -64,7 +64,7 @@ def sft(
         stack.callback(lambda: runner.run(_close(env, tools)))
         model, tokenizer, chat = _start(recipe, recipe.sft, env, tools, runner)
         folder, journal = _places(output, recipe, name)
-        demonstrator = _demonstrator(env, tools, chat, tokenizer, recipe)
+        demonstrator = _demonstrator(env, tools, chat, tokenizer)
         school = School(recipe, demonstrator, model, runner, console, journal)
         parameters = sum(p.numel() for p in model.parameters()) / 1e6
         console.print(f"model of {parameters:.2f} M parameters · training forward: {school.way}", highlight=False)
@@ -113,15 +113,12 @@ def _chat(recipe: Recipe, tokenizer: Any, tools: Sequence[Tool]) -> Chat:
         tokenizer,
         model_path=section.path if recipe.sft is None or recipe.sft.new_model is None else "",
         kind=section.chat,
-        chat_template=section.chat_template,
         tools=[tool.schema for tool in tools],
     )
 
 
-def _demonstrator(env: Environment, tools: Sequence[Tool], chat: Chat, tokenizer: Any, recipe: Recipe) -> Demonstrator:
-    source = recipe.model.chat_template
-    text = Path(source).read_text(encoding="utf-8") if source and Path(source).is_file() else source
-    template = Template(tokenizer, text, [tool.schema for tool in tools])
+def _demonstrator(env: Environment, tools: Sequence[Tool], chat: Chat, tokenizer: Any) -> Demonstrator:
+    template = Template(tokenizer, None, [tool.schema for tool in tools])
     return Demonstrator(env, tools, chat, template, Encoder(tokenizer, template.source))
 
 
@@ -131,7 +128,7 @@ def _new_tokenizer(
     """From rendered demonstrations of every stage's style over all splits."""
     template = read_template(section)
     bare = bare_tokenizer(template)
-    demonstrator = _demonstrator(env, tools, _chat(recipe, bare, tools), bare, recipe)
+    demonstrator = _demonstrator(env, tools, _chat(recipe, bare, tools), bare)
     styles = list(dict.fromkeys(stage.style for stage in (recipe.sft or SftSection()).stages))
 
     async def texts() -> list[str]:

@@ -37,13 +37,13 @@ class Style:
 STYLES = {
     "clean": Style(),
     "careless": Style(
-        good=0.43,
-        no_tool=0.22,
-        wrong_expression=0.15,
-        all_at_once=0.05,
+        good=0.42,
+        no_tool=0.28,
+        wrong_expression=0.13,
+        all_at_once=0.03,
         broken_syntax=0.05,
         wrong_copy=0.04,
-        no_mark=0.06,
+        no_mark=0.05,
         misread=0.8,
     ),
 }

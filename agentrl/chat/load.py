@@ -25,16 +25,17 @@ def load_chat(
 ) -> Chat:
     """The chat of a run. Renders some probe conversations; takes well under a second.
 
-    model_path: where the model's config.json and generation_config.json are looked for. kind: `auto`, `bridge`, or a
+    model_path: where the model's config.json and generation_config.json are looked for, before where the tokenizer
+    came from. kind: `auto`, `bridge`, or a
     family of `renderers` that must then prove itself. chat_template: a jinja file, or its text, in place of the
     tokenizer's own. tools: as in `Tool.schema`, all that a task may offer. Raises UserError where the template cannot
     carry the job: none there, tools that it does not show, results that it cannot express.
     """
     template = Template(tokenizer, _template_text(chat_template), tools)
     check_tools(template)
+    places = (model_path, str(getattr(tokenizer, "name_or_path", "")))
     encoder = Encoder(tokenizer, template.source + str(THINKING))
-    folder = Path(model_path)
-    ends = find_ends(template, encoder, _eos_ids(tokenizer, folder))
+    ends = find_ends(template, encoder, _eos_ids(tokenizer, places))
     parser = TurnParser(template, encoder.decode, ends.stop_ids, encoder.structural, tools)
     calls = (
         f"calls as {parser.format.name}" if parser.format else "calls in any tagged format (the template shows none)"
@@ -45,7 +46,7 @@ def load_chat(
     if kind != "auto" and kind not in known_families():
         raise UserError(f"unknown chat {kind!r}{nearest(kind, ['auto', 'bridge', *known_families()])}")
     family, why = find_family(
-        tokenizer, template, bridge, kind=kind, model_path=model_path, config=_read(folder / "config.json")
+        tokenizer, template, bridge, kind=kind, model_path=model_path, config=_read(places, "config.json")
     )
     if family is None:
         if kind != "auto":
@@ -66,16 +67,23 @@ def _template_text(source: str | None) -> str | None:
         raise UserError(f"the chat template {source!r} cannot be read: {error.strerror}") from error
 
 
-def _eos_ids(tokenizer: Any, folder: Path) -> frozenset[int]:
+def _eos_ids(tokenizer: Any, places: Sequence[str]) -> frozenset[int]:
     """The ids that the tokenizer and the model's generation_config.json declare as ends."""
-    declared = _read(folder / "generation_config.json").get("eos_token_id")
+    declared = _read(places, "generation_config.json").get("eos_token_id")
     ids = declared if isinstance(declared, list) else [declared]
     return frozenset(i for i in [tokenizer.eos_token_id, *ids] if isinstance(i, int))
 
 
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
+def _read(places: Sequence[str], name: str) -> dict[str, Any]:
+    """A JSON file of the first folder that has it, or of the hub's copy that is here already; {} where none has."""
+    from transformers.utils.hub import cached_file
+
+    for place in filter(None, places):
+        try:
+            path = Path(place, name) if Path(place).is_dir() else cached_file(place, name, local_files_only=True)
+            found = json.loads(Path(str(path)).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            continue
+        if isinstance(found, dict):
+            return found
+    return {}

@@ -165,7 +165,7 @@ def test_texts_can_be_made_one_token_each() -> None:
 
 def test_muon_trains_the_blocks_and_adamw_the_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("agentrl.training.sft.TOKENIZER_TEXTS", 50)
-    stages = ["sft.stages=[{style: clean, steps: 12, batch: 4, lr: 1e-2}]", "sft.optimizer=muon"]
+    stages = ["sft.stages=[{style: clean, steps: 12, batch: 4, lr: 1e-2, optimizer: muon}]"]
     result = sft(
         load_recipe(RECIPES / "tiny_warmstart.yaml", [*SMALL, *stages]), str(tmp_path / "model"), console=quiet()
     )

@@ -105,6 +105,8 @@ class SftStage(Section):
     steps: Positive = 1000
     lr: Annotated[float, Field(gt=0)] = 1e-3
     batch: Positive = 32  # demonstrations a step
+    muon_lr: Annotated[float, Field(gt=0)] | None = None  # of Muon for the blocks' matrices, AdamW for the rest
+    optimizer: Literal["adamw", "muon"] = "adamw"  # muon: for the matrices of the blocks, adamw for the rest
 
 
 class NewModel(Section):
@@ -125,7 +127,6 @@ class NewModel(Section):
 class SftSection(Section):
     new_model: NewModel | None = None
     stages: tuple[SftStage, ...] = (SftStage(),)
-    optimizer: Literal["adamw", "muon"] = "adamw"  # muon: for the matrices of the blocks, adamw for the rest
     muon_lr: Annotated[float, Field(gt=0)] = 0.02  # where a stage's lr is at its peak; it follows the same schedule
     warmup_steps: Annotated[int, Field(ge=0)] = 60
     weight_decay: Annotated[float, Field(ge=0)] = 0.05

@@ -89,7 +89,7 @@ class School:
 
     def _optimizer(self, section: SftSection, stage: SftStage) -> Optimizer | MuonAdamW:
         train = self.recipe.train
-        if section.optimizer == "adamw":
+        if stage.optimizer == "adamw":
             return Optimizer(self.model.parameters(), train.betas, section.weight_decay, train.max_grad_norm)
         share = section.muon_lr / stage.lr
         return MuonAdamW(self.model, share, train.betas, section.weight_decay, train.max_grad_norm)

@@ -105,7 +105,6 @@ class SftStage(Section):
     steps: Positive = 1000
     lr: Annotated[float, Field(gt=0)] = 1e-3
     batch: Positive = 32  # demonstrations a step
-    muon_lr: Annotated[float, Field(gt=0)] | None = None  # of Muon for the blocks' matrices, AdamW for the rest
     optimizer: Literal["adamw", "muon"] = "adamw"  # muon: for the matrices of the blocks, adamw for the rest
 
 

@@ -3,6 +3,7 @@
 Nothing heavy is imported here: the commands' modules import typer alone, and the rest when they run.
 """
 
+import os
 import sys
 from collections.abc import Sequence
 from typing import Annotated
@@ -71,7 +72,12 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def main() -> None:
-    sys.exit(run(sys.argv[1:]))
+    code = run(sys.argv[1:])
+    if code == INTERRUPTED:  # everything is closed by now but a tool's thread that hangs, and exit() would wait for it
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 def _say(message: str) -> int:

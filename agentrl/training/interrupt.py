@@ -1,13 +1,19 @@
 """Ctrl-C during a run: the first ends it in good order, the second at once."""
 
 import asyncio
+import os
 import signal
+import sys
 import threading
 from collections.abc import Awaitable, Callable
 from types import FrameType, TracebackType
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+
+LAST_RESORT_SECONDS = 3.0
+"""What the second signal leaves to plugins to let go; a tool that holds the event loop is not waited for longer."""
+EXIT_CODE = 130
 
 
 class Interrupted(Exception):  # noqa: N818 - it is no error
@@ -25,6 +31,7 @@ class Interrupts:
         self._runner = asyncio.Runner()
         self._task: asyncio.Task[Any] | None = None
         self._former: dict[int, Any] = {}
+        self._last_resort: threading.Timer | None = None
 
     def __enter__(self) -> "Interrupts":
         if threading.current_thread() is threading.main_thread():
@@ -36,9 +43,15 @@ class Interrupts:
         for number, handler in self._former.items():
             signal.signal(number, handler)
         self._runner.close()
+        if self._last_resort is not None:
+            self._last_resort.cancel()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self.requested:
+            if self._last_resort is None:
+                self._last_resort = threading.Timer(LAST_RESORT_SECONDS, _leave)
+                self._last_resort.daemon = True
+                self._last_resort.start()
             raise KeyboardInterrupt
         self.requested = True
         if self._task is not None:
@@ -75,3 +88,10 @@ class Interrupts:
             if self.requested:
                 raise Interrupted from None
             raise
+
+
+def _leave() -> None:
+    """End the process as it is."""
+    if sys.stdout.isatty():
+        os.write(sys.stdout.fileno(), b"\x1b[?25h\n")  # a live display had hidden the cursor
+    os._exit(EXIT_CODE)

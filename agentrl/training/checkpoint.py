@@ -5,6 +5,7 @@ A folder is a Hugging Face model (weights, tokenizer, chat template) with the tr
 
 import json
 import os
+import pickle
 import re
 import shutil
 from collections.abc import Mapping
@@ -36,8 +37,9 @@ class Saved:
             state = torch.load(folder / "actor.pt", map_location="cpu", weights_only=True)
             extra: dict[str, Any] = json.loads((folder / "state.json").read_text(encoding="utf-8"))
             actor.load_state_dict(state)
-        except (OSError, ValueError, KeyError, RuntimeError) as error:
-            raise UserError(f"{self.path}: the trainer's state cannot be restored: {error}") from error
+        except (OSError, ValueError, KeyError, RuntimeError, pickle.UnpicklingError) as error:
+            line = str(error).strip().partition("\n")[0]
+            raise UserError(f"{self.path}: the trainer's state cannot be restored: {line}") from error
         return extra
 
 

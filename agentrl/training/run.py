@@ -137,6 +137,7 @@ def _set_up(
     stack.callback(lambda: interrupts.complete(player.close))
     display.note(player.describe())
 
+    display.phase("measuring the prompts")
     held_out, notes = interrupts.run(lambda: HeldOut.prepare(player, recipe, checked.splits))
     sampler = TaskSampler(len(checked.tasks), recipe.train.seed)
     notes += _leave_out_long(recipe, player, checked.tasks, sampler, interrupts)

@@ -1,0 +1,100 @@
+"""Ctrl-C in a process of its own: once ends the run in good order, twice ends it at once."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from train_help import metrics, small
+
+import agentrl
+from agentrl.cli import main
+from agentrl.recipe.load import dump_recipe
+from agentrl.training.display import Display
+
+HERE = Path(__file__).parent
+PATIENCE = 120.0  # seconds until a test gives up; no test asserts a time
+
+
+def start(folder: Path, **changes: object) -> "subprocess.Popen[str]":
+    """`agentrl train` on a run of 500 steps in `folder`/run."""
+    recipe = folder / "job.yaml"
+    recipe.write_text(dump_recipe(small(folder / "run", train__steps=500, eval__splits=[], **changes)))
+    path = os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return subprocess.Popen(
+        [sys.executable, "-m", "agentrl.cli.main", "train", str(recipe)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "AGENTRL_TEST_MARK": str(folder / "mark")},
+    )
+
+
+def wait_for(process: "subprocess.Popen[str]", what: Callable[[], bool]) -> None:
+    until = time.monotonic() + PATIENCE
+    while not what():
+        if process.poll() is not None:
+            raise AssertionError(f"it ended by itself: {process.communicate()[0]}")
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+def test_ctrl_c_in_mid_run_saves_the_last_whole_step_and_says_how_to_go_on(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    process = start(tmp_path)
+    try:
+        wait_for(process, lambda: (folder / "metrics.jsonl").exists() and len(metrics(folder)) > 2)
+        process.send_signal(signal.SIGINT)
+        said, _ = process.communicate(timeout=PATIENCE)
+    finally:
+        process.kill()
+    assert process.returncode == 130, said
+    done = metrics(folder)[-1]["step"]
+    line = f"Interrupted. The checkpoint of step {done} is saved in {folder}/checkpoints/step_{done}; go on with: "
+    assert said.rstrip().splitlines()[-1] == f"{line}agentrl train --resume {folder}"
+    assert "Traceback" not in said
+
+    assert main.run(["train", "--resume", str(folder), f"train.steps={done + 1}"]) == 0
+    assert [row["step"] for row in metrics(folder)] == list(range(done + 2))
+
+
+def test_ctrl_c_twice_ends_at_once_even_when_a_tool_holds_the_event_loop(tmp_path: Path) -> None:
+    process = start(tmp_path, tools=["train_plugins:Blocking"])
+    try:
+        wait_for(process, (tmp_path / "mark").exists)
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.2)
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=PATIENCE)  # the tool sleeps for much longer
+    finally:
+        process.kill()
+    assert process.returncode == 130
+
+
+class Hasty(Display):
+    """Presses Ctrl-C while the model is being loaded."""
+
+    def phase(self, name: str) -> None:
+        super().phase(name)
+        if name == "loading":
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_ctrl_c_before_the_first_step_leaves_nothing_behind(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        agentrl.train(small(tmp_path / "run"), display=Hasty(3, "job"))
+    assert not (tmp_path / "run").exists()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_outside_the_main_thread_a_run_needs_no_signals(tmp_path: Path) -> None:
+    """A notebook's server and a test runner's worker have no main thread to give."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    with ThreadPoolExecutor(1) as thread:
+        result = thread.submit(agentrl.train, small(tmp_path / "run", train__steps=1, eval__splits=[])).result()
+    assert result.steps == 1

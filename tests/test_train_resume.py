@@ -1,0 +1,133 @@
+"""A run that is stopped and resumed is the run that was never stopped."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from train_help import lines, metrics, small
+
+import agentrl
+from agentrl.errors import UserError
+from agentrl.recipe.schema import Recipe
+from agentrl.training.run import TrainResult, resume_run
+
+STEPS = 6
+
+
+def job(output: Path, **changes: Any) -> Recipe:
+    """What a resumed run could get wrong is all in it: warm-up, decay, several updates a step, a reference."""
+    return small(
+        output,
+        **{
+            "train": {
+                "steps": STEPS, "lr": 1e-3, "schedule": "cosine", "warmup_steps": 2, "mini_batches": 2, "epochs": 2,
+                "weight_decay": 0.01, "save_every": 0, "threads": 1, "seed": 7,
+            },
+            "algorithm": {"kl_coef": 0.01},
+            "eval__every": 3,
+            **changes,
+        },
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> TrainResult:
+    return agentrl.train(job(tmp_path_factory.mktemp("resume") / "whole"))
+
+
+def same(a: TrainResult, b: TrainResult) -> None:
+    """Equal but for the clock. The log-probs of a batch differ in their last bits with who was in it, which hangs on
+    the clock too: hence the tolerance."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    assert a.steps == b.steps
+    for ours, theirs in zip(metrics(a.folder), metrics(b.folder), strict=True):
+        assert timeless(ours) == pytest.approx(timeless(theirs), rel=1e-3, abs=2e-5)
+    for step in range(1, a.steps + 1):
+        ours, theirs = (lines(r.folder / "trajectories" / f"step_{step}.jsonl") for r in (a, b))
+        assert [t["messages"] for t in ours] == [t["messages"] for t in theirs]
+    first, second = (AutoModelForCausalLM.from_pretrained(r.checkpoint).state_dict() for r in (a, b))
+    for name, value in first.items():
+        torch.testing.assert_close(value, second[name], rtol=1e-3, atol=1e-4)
+
+
+def timeless(row: dict[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in row.items() if not k.startswith("time/") and not k.endswith(("_per_s", "/seconds"))}
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory) -> TrainResult:
+    """The same job, whose tracker presses Ctrl-C at step 3."""
+    folder = tmp_path_factory.mktemp("resume") / "stopped"
+    return agentrl.train(job(folder, track__trackers=["train_plugins:StopsAfterThree"]))
+
+
+def copied(result: TrainResult, to: Path) -> Path:
+    shutil.copytree(result.folder, to)
+    return to
+
+
+def test_ctrl_c_saves_the_last_whole_step(stopped: TrainResult) -> None:
+    assert stopped.interrupted
+    assert stopped.steps == 3
+    assert stopped.checkpoint == stopped.folder / "checkpoints" / "step_3"
+    assert [row["step"] for row in metrics(stopped.folder)] == [0, 1, 2, 3]
+    assert [entry["what"] for entry in lines(stopped.folder / "book.jsonl")][-1] == "finish"
+
+
+def test_resumed_it_is_the_same_run(whole: TrainResult, stopped: TrainResult, tmp_path: Path) -> None:
+    resumed = resume_run(str(copied(stopped, tmp_path / "run")))
+    assert not resumed.interrupted
+    assert resumed.before == whole.before
+    assert resumed.after == whole.after
+    same(whole, resumed)
+
+
+def test_steps_after_the_checkpoint_are_written_anew(stopped: TrainResult, tmp_path: Path) -> None:
+    """As after a kill: the metrics are ahead of the last checkpoint, and their last line is cut."""
+    folder = copied(stopped, tmp_path / "run")
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "reward/mean": 9}\n{"step": 5, "rew')
+    resumed = resume_run(str(folder), overrides=["train.steps=4", "eval.every=0", "eval.splits=[]"])
+    rows = metrics(resumed.folder)
+    assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
+    assert rows[4]["reward/mean"] < 3
+
+
+def test_a_run_that_was_done_goes_on_when_it_is_given_more_steps(tmp_path: Path) -> None:
+    first = agentrl.train(small(tmp_path / "run", train__steps=1, eval__splits=[]))
+    more = resume_run(str(first.folder), overrides=["train.steps=2"])
+    assert [row["step"] for row in metrics(more.folder)] == [0, 1, 2]
+    assert Recipe.load(str(more.folder / "recipe.yaml")).train.steps == 2
+
+
+def test_weights_of_less_precision_go_on_from_their_float32_masters(tmp_path: Path) -> None:
+    bfloat16 = {"model": {"dtype": "bfloat16"}, "train__lr": 2e-5, "eval__splits": []}
+    whole = agentrl.train(small(tmp_path / "whole", train__steps=2, **bfloat16))
+    first = agentrl.train(small(tmp_path / "run", train__steps=1, **bfloat16))
+    same(whole, resume_run(str(first.folder), overrides=["train.steps=2"]))
+
+
+def test_stopped_before_its_first_step_it_begins_with_the_evaluation(tmp_path: Path) -> None:
+    stopped = agentrl.train(small(tmp_path / "run", train__steps=1, track__trackers=["train_plugins:StopsAtOnce"]))
+    assert stopped.interrupted
+    assert stopped.steps == 0
+    resumed = resume_run(str(stopped.folder), overrides=["track.trackers=[]"])
+    assert [row["step"] for row in metrics(resumed.folder)] == [0, 1]
+    assert resumed.before == stopped.before
+
+
+def test_a_folder_without_a_checkpoint_is_not_resumed(whole: TrainResult, tmp_path: Path) -> None:
+    folder = copied(whole, tmp_path / "run")
+    shutil.rmtree(folder / "checkpoints")
+    with pytest.raises(UserError, match="no checkpoint was saved there"):
+        resume_run(str(folder))
+
+
+def test_a_checkpoint_of_another_model_is_refused_with_one_line(stopped: TrainResult, tmp_path: Path) -> None:
+    folder = copied(stopped, tmp_path / "run")
+    (folder / "checkpoints" / "step_3" / "trainer" / "actor.pt").write_bytes(b"not a checkpoint")
+    with pytest.raises(UserError, match="the trainer's state cannot be restored"):
+        resume_run(str(folder))

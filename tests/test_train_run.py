@@ -1,0 +1,218 @@
+"""Whole runs with real parts: what `train` leaves behind, and what it refuses before it loads a model."""
+
+import importlib
+import os
+from pathlib import Path
+
+import pytest
+from train_help import lines, metrics, small
+
+import agentrl
+from agentrl.cli import main
+from agentrl.errors import UserError
+from agentrl.recipe.schema import Recipe
+from agentrl.training.run import TrainResult
+
+ROOT = Path(__file__).parent.parent
+RECIPE = str(ROOT / "recipes" / "gsm8k_tool.yaml")
+
+EVERY_STEP = {
+    "step", "reward/mean", "reward/answer", "reward/noise", "rollout/tokens", "rollout/turns_mean",
+    "tool/calculator/calls", "tool/calculator/errors", "tool/calculator/seconds",
+    "stop/stop", "stop/length", "stop/max_turns", "stop/max_tool_calls", "stop/timeout", "stop/env_done",
+    "stop/aborted", "stop/error",
+    "train/loss", "train/grad_norm", "train/kl", "train/entropy", "mismatch/logprob_mean", "mismatch/logprob_max",
+    "time/step_s", "time/rollout_s", "time/train_s", "time/sync_s", "rollout/tokens_per_s", "train/tokens_per_s",
+}  # fmt: skip
+"""The keys that DESIGN and README name, for this environment and this tool."""
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> Recipe:
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    return small(folder, algorithm={"kl_coef": 0.01}, track__trackers=["train_plugins:Book"])
+
+
+@pytest.fixture(scope="module")
+def result(recipe: Recipe) -> TrainResult:
+    return agentrl.train(recipe)
+
+
+def test_the_recipe_in_the_folder_loads_to_an_equal_one(recipe: Recipe, result: TrainResult) -> None:
+    assert Recipe.load(str(result.folder / "recipe.yaml")) == recipe
+
+
+def test_metrics_hold_the_named_keys_and_one_row_a_step(result: TrainResult) -> None:
+    rows = metrics(result.folder)
+    assert [row["step"] for row in rows] == [0, 1, 2, 3]
+    assert set(rows[0]) == {"step", "eval/test/accuracy"}
+    for row in rows[1:]:
+        assert set(row) >= EVERY_STEP
+    assert rows[0]["eval/test/accuracy"] == result.before["test"]
+    assert rows[3]["eval/test/accuracy"] == result.after["test"]
+    assert "eval/test/accuracy" not in rows[1]
+
+
+def test_metrics_agree_with_each_other_and_with_the_trajectories(result: TrainResult) -> None:
+    for row in metrics(result.folder)[1:]:
+        played = lines(result.folder / "trajectories" / f"step_{row['step']}.jsonl")
+        assert len(played) == 8
+        assert sum(row[f"stop/{t}"] for t in ("stop", "length", "max_turns", "max_tool_calls")) == 8
+        assert row["reward/mean"] == pytest.approx(sum(t["reward"] for t in played) / 8)
+        assert row["rollout/tokens"] == sum(t["tokens"]["sampled"] for t in played)
+        assert row["groups/trained"] == 2
+        calls = [u for t in played for u in t["tool_uses"] if u["name"] == "calculator"]
+        assert row["tool/calculator/calls"] == len(calls) > 0
+        assert row["mismatch/logprob_max"] < 1e-3  # the trainer and the engine are one model
+        assert row["train/kl"] >= 0
+        assert 0 < row["train/grad_norm"] < 100
+
+
+def test_the_reference_stays_while_the_policy_moves(result: TrainResult) -> None:
+    rows = metrics(result.folder)
+    assert rows[1]["train/kl"] == pytest.approx(0, abs=1e-5)
+    assert rows[3]["train/kl"] > 10 * abs(rows[1]["train/kl"])
+
+
+def test_evaluations_are_kept_too(result: TrainResult) -> None:
+    names = {path.name for path in (result.folder / "trajectories").iterdir()}
+    assert names == {"step_1.jsonl", "step_2.jsonl", "step_3.jsonl", "eval_test_0.jsonl", "eval_test_3.jsonl"}
+
+
+def test_the_page_shows_the_run(result: TrainResult) -> None:
+    page = (result.folder / "report.html").read_text()
+    assert "Held-out accuracy" in page
+    assert "after step 3" in page
+
+
+def test_transformers_loads_the_checkpoint(result: TrainResult) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from agentrl.models import embedded_path
+
+    assert result.checkpoint == result.folder / "checkpoints" / "step_3"
+    trained = AutoModelForCausalLM.from_pretrained(result.checkpoint, dtype=torch.float32)
+    start = AutoModelForCausalLM.from_pretrained(embedded_path(), dtype=torch.float32).state_dict()
+    assert any(not torch.equal(value, start[name]) for name, value in trained.state_dict().items())
+    tokenizer = AutoTokenizer.from_pretrained(result.checkpoint)
+    assert tokenizer.chat_template
+    ids = tokenizer("What is 2 plus 3?", return_tensors="pt")["input_ids"]
+    assert torch.isfinite(trained(ids).logits).all()
+
+
+def test_evaluating_the_checkpoint_gives_the_accuracy_that_the_run_ended_with(
+    recipe: Recipe, result: TrainResult
+) -> None:
+    again = agentrl.evaluate(recipe, model=str(result.checkpoint))
+    assert again["test"].accuracy == result.after["test"]
+
+
+def test_a_tracker_is_told_everything_in_order(result: TrainResult) -> None:
+    book = lines(result.folder / "book.jsonl")
+    assert [entry["what"] for entry in book] == ["start", "log", "log", "log", "log", "finish"]
+    assert book[0]["steps"] == 3
+    assert [entry["step"] for entry in book[1:5]] == [0, 1, 2, 3]
+    assert [entry["keys"] for entry in book[1:5]] == [sorted(row) for row in metrics(result.folder)]
+
+
+def test_a_tracker_is_finished_after_an_error_too(tmp_path: Path) -> None:
+    with pytest.raises(ConnectionError, match="nobody listens"):
+        agentrl.train(small(tmp_path / "run", track__trackers=["train_plugins:Refusing"], eval__splits=[]))
+    assert [entry["what"] for entry in lines(tmp_path / "run" / "book.jsonl")] == [
+        "start",
+        "log",
+        "log",
+        "log",
+        "finish",
+    ]
+    assert [row["step"] for row in metrics(tmp_path / "run")] == [0, 1, 2]
+
+
+def test_a_run_with_no_step_evaluates_and_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    recipe = small(train__steps=0)
+    folders = [agentrl.train(recipe, name="job").folder for _ in range(2)]
+    assert folders == [Path("runs/job-001"), Path("runs/job-002")]
+    assert [row["step"] for row in metrics(folders[0])] == [0]
+    assert metrics(folders[0]) == metrics(folders[1])
+    assert (folders[0] / "checkpoints" / "step_0" / "model.safetensors").is_file()
+
+
+MISTAKES = [
+    (["track.trackers=[train_plugins:Bok]"], r"tracker 'train_plugins:Bok': .*did you mean 'Book'"),
+    (["eval.splits=[tset]"], r"eval.splits: environment 'gsm8k' has no split 'tset'; did you mean 'test'\?"),
+    (["algorithm.advantage=grop"], r"no advantage 'grop'; did you mean 'grpo'\?"),
+    (["algorithm.loss=ppo"], r"no loss 'ppo'"),
+    (["engine.name=locl"], r"no engine 'locl' is installed; did you mean 'local'\?"),
+    (["env.name=train_plugins:Empty"], r"environment 'gsm8k' \(source generated\) has no task in train"),
+    (["tools=[calculater]"], r"no tool 'calculater' is installed; did you mean 'calculator'\?"),
+]
+
+
+@pytest.fixture
+def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(section: object) -> None:
+        raise AssertionError("a model is loaded before the cheap checks are done")
+
+    player = importlib.import_module("agentrl.rollout.player")
+    monkeypatch.setattr(player, "load_model", load)
+
+
+@pytest.mark.parametrize(("changes", "words"), MISTAKES, ids=[m[0][0] for m in MISTAKES])
+@pytest.mark.usefixtures("no_model")
+def test_a_mistake_is_refused_before_the_model_is_loaded(
+    changes: list[str], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=words):
+        agentrl.train(RECIPE, overrides=changes)
+    assert not os.listdir(tmp_path)  # no empty run folder is left
+
+
+@pytest.mark.usefixtures("no_model")
+def test_a_folder_that_holds_a_run_is_refused_with_one_line(
+    result: TrainResult, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = (result.folder / "metrics.jsonl").read_bytes()
+    assert main.run(["train", RECIPE, f"output={result.folder}"]) == 2
+    line = capsys.readouterr().err
+    assert line.count("\n") == 1
+    assert f"{result.folder} already holds a run" in line
+    assert (result.folder / "metrics.jsonl").read_bytes() == before
+
+
+@pytest.mark.usefixtures("no_model")
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--resume", "nowhere"], "--resume nowhere: no run there"),
+        ([], "train needs a recipe"),
+        (["train.steps=3"], "train needs a recipe"),
+    ],
+)
+def test_a_train_command_without_something_to_train_is_refused(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main.run(["train", *arguments]) == 2
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("no_model")
+def test_a_finished_run_is_not_resumed(result: TrainResult, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.run(["train", "--resume", str(result.folder)]) == 2
+    assert "step 3 of 3 is done; set train.steps higher" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [["train"], ["train", "nowhere.yaml"], ["train", "--resume", "nowhere"],
+                                       ["train", RECIPE, "train.stps=3"], ["eval", RECIPE, "train.stps=3"]])  # fmt: skip
+def test_a_wrong_command_is_refused_without_torch(arguments: list[str]) -> None:
+    import subprocess
+    import sys
+
+    code = (
+        "import sys; from agentrl.cli import main; code = main.run(sys.argv[1:]); "
+        "print('torch' in sys.modules, 'transformers' in sys.modules); sys.exit(code)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "False False\n"), done.stderr

@@ -1,0 +1,38 @@
+"""Small whole runs: the embedded model, its engine, real problems and the real calculator."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from agentrl.recipe.schema import Recipe
+
+NOISY = "train_plugins:Noisy"
+
+
+def small(output: Path | str | None = None, **changes: Any) -> Recipe:
+    """Three steps of two tasks, four samples each; `changes` are keys with `__` for the dot: `train__steps=6`."""
+    recipe: dict[str, Any] = {
+        "env": {"name": NOISY},
+        "tools": ["calculator"],
+        "rollout": {
+            "tasks": 2, "n": 4, "max_turns": 5, "max_turn_tokens": 48, "max_tool_tokens": 24, "max_tokens": 256,
+        },
+        "train": {"steps": 3, "lr": 1e-3, "save_every": 0, "threads": 1},
+        "eval": {"every": 0, "tasks": 4, "splits": ["test"]},
+        "output": None if output is None else str(output),
+    }  # fmt: skip
+    for key, value in changes.items():
+        place = recipe
+        *sections, last = key.split("__")
+        for section in sections:
+            place = place.setdefault(section, {})
+        place[last] = value
+    return Recipe.model_validate(recipe)
+
+
+def metrics(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]

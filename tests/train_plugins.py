@@ -1,0 +1,166 @@
+"""Plugins for the tests of whole runs, named in recipes by import path: `train_plugins:Noisy`."""
+
+import asyncio
+import json
+import os
+import signal
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from agentrl_envs.gsm8k.environment import Gsm8k
+
+from agentrl.plugins.tool import Tool
+from agentrl.plugins.tracker import Tracker
+from agentrl.plugins.types import Message, Session, Task
+
+
+class Noisy(Gsm8k):
+    """gsm8k with a seeded random part in the reward, so that a group's rewards differ however good the model is."""
+
+    async def calc_reward(self, session: Session, **kwargs: Any) -> dict[str, float]:
+        return {**await super().calc_reward(session, **kwargs), "noise": session.rng.random()}
+
+
+class Flat(Gsm8k):
+    """Every sample gets the same reward."""
+
+    async def calc_reward(self, session: Session, **kwargs: Any) -> dict[str, float]:
+        return {"answer": 0.5}
+
+
+class Lonely(Noisy):
+    """The machinery loses all samples of a task but the first, whose id ends in #0."""
+
+    async def calc_reward(self, session: Session, **kwargs: Any) -> dict[str, float]:
+        if "#0." not in session.id:
+            raise RuntimeError("the judge is away")
+        return await super().calc_reward(session, **kwargs)
+
+
+class Broken(Noisy):
+    """The reward raises for the tasks with an even number, in `create` for those that end in 1."""
+
+    async def create(self, session: Session, **create_kwargs: Any) -> list[Message]:
+        if session.task.id.endswith("1") and not session.id.startswith("measure/"):
+            raise ValueError("no [bold]room[/nothing] here")
+        return await super().create(session, **create_kwargs)
+
+    async def calc_reward(self, session: Session, **kwargs: Any) -> dict[str, float]:
+        if int(session.task.id.rpartition("-")[2]) % 2 == 0:
+            raise ZeroDivisionError("no judge for even numbers")
+        return await super().calc_reward(session, **kwargs)
+
+
+class LongPrompts(Noisy):
+    """The prompts of every third task are far longer than any limit."""
+
+    async def create(self, session: Session, **create_kwargs: Any) -> list[Message]:
+        messages = await super().create(session, **create_kwargs)
+        if int(session.task.id.rpartition("-")[2]) % 3 == 0:
+            messages[-1] = {"role": "user", "content": "a long story " * 500}
+        return messages
+
+
+class TooLong(Noisy):
+    """No prompt fits."""
+
+    async def create(self, session: Session, **create_kwargs: Any) -> list[Message]:
+        return [{"role": "user", "content": "a long story " * 500}]
+
+
+class Empty(Noisy):
+    """Nothing to train on."""
+
+    def tasks(self, split: str) -> Sequence[Task]:
+        return [] if split == "train" else super().tasks(split)
+
+
+class _Calculator(Tool):
+    """Called like the shipped calculator, which the model knows how to call."""
+
+    name = "calculator"
+    description = "Works out one operation."
+    parameters = {  # noqa: RUF012
+        "type": "object",
+        "properties": {"expression": {"type": "string"}},
+        "required": ["expression"],
+        "additionalProperties": False,
+    }
+
+
+class Raising(_Calculator):
+    async def execute(self, session: Session, **arguments: Any) -> str:
+        raise RuntimeError("out of paper")
+
+
+class Hanging(_Calculator):
+    """Never answers, and does not mind being cancelled once."""
+
+    async def execute(self, session: Session, **arguments: Any) -> str:
+        try:
+            await asyncio.sleep(3600)
+        except asyncio.CancelledError:
+            await asyncio.sleep(3600)
+        return "late"
+
+
+class Flooding(_Calculator):
+    """Ten megabytes."""
+
+    text = "12 plus 30 is 42. " * 600_000
+
+    async def execute(self, session: Session, **arguments: Any) -> str:
+        return self.text
+
+
+class Blocking(_Calculator):
+    """Holds the whole event loop: says so in a file, then sleeps as no coroutine should."""
+
+    async def execute(self, session: Session, **arguments: Any) -> str:
+        Path(os.environ["AGENTRL_TEST_MARK"]).write_text("blocked")
+        time.sleep(600)
+        return "late"
+
+
+class Book(Tracker):
+    """Writes down what it is told, where the run lies."""
+
+    def start(self, folder: Path, recipe: Mapping[str, Any]) -> None:
+        self.file = folder / "book.jsonl"
+        self._note("start", steps=recipe["train"]["steps"])
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        self._note("log", step=step, keys=sorted(metrics))
+
+    def finish(self) -> None:
+        self._note("finish")
+
+    def _note(self, what: str, **more: Any) -> None:
+        with self.file.open("a") as file:
+            file.write(json.dumps({"what": what, **more}) + "\n")
+
+
+class Refusing(Book):
+    """Does not like step 2."""
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        super().log(step, metrics)
+        if step == 2:
+            raise ConnectionError("nobody listens")
+
+
+class StopsAfterThree(Book):
+    """Presses Ctrl-C when step 3 is written down."""
+
+    last = 3
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        super().log(step, metrics)
+        if step == self.last:
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+class StopsAtOnce(StopsAfterThree):
+    last = 0

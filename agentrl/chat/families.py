@@ -49,10 +49,9 @@ class Family:
 
 
 def known_families() -> list[str]:
-    from renderers.base import RENDERER_REGISTRY, _populate_registry
+    from renderers.base import MODEL_RENDERER_MAP
 
-    _populate_registry()
-    return sorted(name for name in RENDERER_REGISTRY if name != "default")
+    return sorted(set(MODEL_RENDERER_MAP.values()))
 
 
 def find_family(
@@ -94,9 +93,9 @@ def _candidates(kind: str, model_path: str, tokenizer: Any, config: dict[str, An
 def _renderers(name: str, tokenizer: Any) -> Iterator[Any]:
     """The family's renderers: with its defaults, and with thinking switched off or on."""
     from renderers.base import create_renderer
-    from renderers.configs import _config_class_for
+    from renderers.configs import config_from_name
 
-    config_class = _config_class_for(name)
+    config_class: Any = type(config_from_name(name))
     variants: list[dict[str, Any]] = [{}]
     if "enable_thinking" in config_class.model_fields:
         variants += [{"enable_thinking": True}, {"enable_thinking": False}]

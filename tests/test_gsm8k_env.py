@@ -85,6 +85,7 @@ def test_a_test_file_is_all_test(tmp_path: Path) -> None:
         env.tasks("train")
     _write(tmp_path / "train.jsonl", 4)
     assert len(Gsm8k(str(tmp_path / "test.jsonl")).tasks("train")) == 4
+    assert len(Gsm8k(str(_write(tmp_path / "latest.jsonl", 100))).tasks("train")) > 50
 
 
 def test_a_lone_file_holds_a_seeded_tenth_out_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

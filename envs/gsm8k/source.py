@@ -2,6 +2,7 @@
 
 import hashlib
 import logging
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -21,6 +22,7 @@ HELD_OUT_SIZE = 1_000
 """Of the generator: problems of `train`, and of each held-out split."""
 
 _HELD_OUT_SHARE = 0.1  # of a file that has no test file beside it
+_WORD = r"(?<![a-zA-Z]){}(?![a-zA-Z])"  # `test` in `gsm8k_test-2`, not in `latest`
 
 
 class Source(Protocol):
@@ -82,7 +84,7 @@ class FileSource:
 
     def _load(self) -> dict[str, list[Row]]:
         sibling = self._sibling()
-        if "test" in self.path.stem:
+        if self._is_test:
             return {"test": read_file(self.path)} | ({"train": read_file(sibling)} if sibling else {})
         rows = read_file(self.path)
         if sibling:
@@ -102,11 +104,14 @@ class FileSource:
 
     def _sibling(self) -> Path | None:
         """`train.jsonl` for `test.jsonl` and the other way round, where that file exists."""
-        ours, theirs = ("test", "train") if "test" in self.path.stem else ("train", "test")
-        if ours not in self.path.stem:
-            return None
-        other = self.path.with_name(self.path.stem.replace(ours, theirs) + self.path.suffix)
-        return other if other.is_file() else None
+        ours, theirs = ("test", "train") if self._is_test else ("train", "test")
+        stem, found = re.subn(_WORD.format(ours), theirs, self.path.stem)
+        other = self.path.with_name(stem + self.path.suffix)
+        return other if found and other.is_file() else None
+
+    @property
+    def _is_test(self) -> bool:
+        return re.search(_WORD.format("test"), self.path.stem) is not None
 
     def _is_held_out(self, row: Row) -> bool:
         """By what is asked, so that the same question never stands on both sides."""

@@ -32,23 +32,27 @@ class FastForward:
         weights = weights_of(self.model, copy=self.copies, interleave=self.copies)
         device = weights.embed.device
         turn = self.rope(torch.from_numpy(packed.positions).to(device))
-        states = _hidden(weights, torch.from_numpy(packed.ids).to(device), turn, plan(packed.segments, device))
-        chosen = states.index_select(0, torch.from_numpy(packed.predict).to(device))
-        target = torch.from_numpy(packed.target).to(device)
-        return token_logprobs(chosen, _head(weights), None, target, temperature)
+        ids, predict, target = (
+            torch.from_numpy(indices).to(device) for indices in (packed.ids, packed.predict, packed.target)
+        )
+        states = _hidden(weights, ids, turn, plan(packed.segments, device), predict)
+        return token_logprobs(states, _head(weights), None, target, temperature)
 
 
-def _hidden(weights: Weights, ids: Tensor, turn: Tensor, layout: Plan) -> Tensor:
-    """ids [P] to hidden states [P, D] after the final norm."""
+def _hidden(weights: Weights, ids: Tensor, turn: Tensor, layout: Plan, predict: Tensor) -> Tensor:
+    """ids [P] to hidden states [N, D] after the final norm, of the tokens `predict` [N] alone: after the last
+    attention the others have no more work to do."""
     s = weights.shape
     x = F.embedding(ids, weights.embed)
-    for layer in weights.layers:
+    for i, layer in enumerate(weights.layers):
         y = layer.qkv(rms_norm(x, layer.attention_gain, s.eps)).view(-1, s.heads + 2 * s.kv_heads, s.head_dim)
         qk, v = y[:, : s.heads + s.kv_heads], y[:, s.heads + s.kv_heads :]
         if layer.qk_gain is not None:
             qk = rms_norm(qk, layer.qk_gain, s.eps)
         qk = rotate(qk, turn, weights.interleaved)
         mixed = attend(qk[:, : s.heads], qk[:, s.heads :], v, layout, s.head_dim**-0.5)
+        if i == s.layers - 1:
+            x, mixed = x.index_select(0, predict), mixed.index_select(0, predict)
         x = layer.out.plus(x, mixed)
         x = layer.down.plus(x, swiglu(layer.gate_up(rms_norm(x, layer.mlp_gain, s.eps))))
     return rms_norm(x, weights.final_gain, s.eps)

@@ -2,6 +2,7 @@
 
     python benchmarks/driver.py                 the whole table, a few minutes
     python benchmarks/driver.py --quick         its corners
+    python benchmarks/driver.py --chat bridge   with our own bridge on Qwen3's template (default: `renderers`' qwen3)
     python benchmarks/driver.py --chat null     without a chat: what the state machine and the dispatch cost alone
 
 All requests are opened first and wait for each other, so that they are truly in flight together; then the clock starts
@@ -12,13 +13,19 @@ request (create, rendering the opening prompt; reward, release, the frozen traje
 
 import argparse
 import asyncio
+import importlib.util
 import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
 from agentrl.chat.base import ParsedCall, ParsedTurn
+from agentrl.chat.load import load_chat
 from agentrl.engine.base import Generation, GenerationFinish, Sampling
 from agentrl.plugins.decorator import tool
 from agentrl.plugins.environment import Environment
@@ -27,7 +34,10 @@ from agentrl.recipe.schema import RolloutSection
 from agentrl.rollout.driver import Driver
 from agentrl.rollout.groups import roll_out
 
-SAMPLES = 4  # a task
+TASKS = 20  # the requests are their samples, which share the rendered prompt
+_SPLIT = (  # Qwen's
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 _WORDS = ("the", "quick", "brown", "fox", "jumps", "over", "the", "lazy", "dog", "and", "runs", "away")
 
 
@@ -159,9 +169,9 @@ async def _measure(setting: Setting, chat: Any, call: Generation, last: Generati
         engine=InstantEngine(call, last, setting.turns, opened), chat=chat, limits=limits,  # type: ignore[arg-type]
         environment=Question(history_text(setting.history), ended), tools=[multiply],
     )  # fmt: skip
-    tasks = [Task(str(i), {}) for i in range(setting.requests // SAMPLES)]
+    tasks = [Task(str(i), {}) for i in range(TASKS)]
     began = time.process_time()
-    groups = await roll_out(driver, tasks, SAMPLES)
+    groups = await roll_out(driver, tasks, setting.requests // TASKS)
     done = time.process_time()
     for group in groups:
         for trajectory in group.trajectories:
@@ -182,13 +192,35 @@ def build_chat(kind: str, history: int) -> tuple[Any, Generation, Generation]:
     """The chat, a turn that calls the tool and a turn that answers."""
     if kind == "null":
         return NullChat(history), _generation([2] * 30), _generation([3] * 12)
-    from qwen3_chat import build_qwen3_chat
-
-    chat = build_qwen3_chat([multiply.schema])
+    tokenizer = qwen3_tokenizer()
+    chat = load_chat(tokenizer, model_path="", kind="bridge" if kind == "bridge" else "qwen3", tools=[multiply.schema])
     arguments = json.dumps({"name": "multiply", "arguments": {"a": 127, "b": 38}})
-    stop = chat.stop_ids[0]
-    call = f"<tool_call>\n{arguments}\n</tool_call>"
-    return chat, *(_generation([*chat.tokenizer(text).ids, stop]) for text in (call, "The answer is 4826."))
+    texts = f"<tool_call>\n{arguments}\n</tool_call><|im_end|>", "The answer is 4826.<|im_end|>"
+    return chat, *(_generation(tokenizer.encode(text, add_special_tokens=False)) for text in texts)  # type: ignore[return-value]
+
+
+def qwen3_tokenizer() -> PreTrainedTokenizerFast:
+    """Byte-level BPE as Qwen3 has it, trained here on a few lines, with its template (a file of the `trl` package)."""
+    spec = importlib.util.find_spec("trl")
+    if spec is None or not spec.submodule_search_locations:
+        raise SystemExit("install the test extra: the template comes from the package `trl`")
+    template = Path(spec.submodule_search_locations[0], "chat_templates", "qwen3.jinja").read_text()
+    tokenizer = Tokenizer(models.BPE())
+    split = pre_tokenizers.Split(Regex(_SPLIT), "isolated")
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=2000, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator([history_text(200), template, json.dumps(multiply.schema)] * 4, trainer)
+    plain = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")
+    tokenizer.add_tokens([AddedToken(t, normalized=False, special=False) for t in plain])
+    tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>", "<|endoftext|>"])
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>", model_max_length=10**9
+    )
+    fast.chat_template = template
+    return fast
 
 
 def _generation(ids: list[int]) -> Generation:
@@ -205,7 +237,7 @@ def settings(quick: bool) -> list[Setting]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--chat", choices=["qwen3", "null"], default="qwen3")
+    parser.add_argument("--chat", choices=["qwen3", "bridge", "null"], default="qwen3")
     parser.add_argument("--repeat", type=int, default=3, help="the best of so many runs")
     parser.add_argument("--json", help="write the figures here")
     options = parser.parse_args()

@@ -125,7 +125,7 @@ class NewModel(Section):
 
 class SftSection(Section):
     new_model: NewModel | None = None
-    stages: tuple[SftStage, ...] = (SftStage(),)
+    stages: Annotated[tuple[SftStage, ...], Field(min_length=1)] = (SftStage(),)
     muon_lr: Annotated[float, Field(gt=0)] = 0.02  # where a stage's lr is at its peak; it follows the same schedule
     warmup_steps: Annotated[int, Field(ge=0)] = 60
     weight_decay: Annotated[float, Field(ge=0)] = 0.05

@@ -109,8 +109,8 @@ class TokenLogprobs(torch.autograd.Function):
             p = ctx.kept[i] if ctx.kept else _log_softmax(hidden[rows], head, bias, ctx.temperature).exp_()
             d_logits = _d_logits(p, target[rows], entropy[rows], d_logprobs[rows], d_entropy[rows])
             d_logits = d_logits.mul_(1 / ctx.temperature).to(hidden.dtype)
-            torch.mm(d_logits, head, out=d_hidden[rows])
-            d_head.addmm_(d_logits.t(), hidden[rows])
+            d_hidden[rows] = linear(d_logits, head.t())
+            d_head += linear(d_logits.t(), hidden[rows].t())
             if d_bias is not None:
                 d_bias += d_logits.sum(0)
         return d_hidden, d_head, d_bias, None, None

@@ -153,27 +153,23 @@ def rms_norm(x: Tensor, gain: Tensor | None, eps: float) -> Tensor:
     """x / rms(x) over the last dimension, in float32, times gain."""
     if torch.is_grad_enabled() or x.dtype != torch.float32:
         return F.rms_norm(x, (x.shape[-1],), gain, eps)
-    y = x * _inverse_rms(x, eps)
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)  # one pass; F.rms_norm makes four on a CPU
+    y = x * norm.square_().mul_(1 / x.shape[-1]).add_(eps).rsqrt_()
     return y if gain is None else y.mul_(gain)
-
-
-def _inverse_rms(x: Tensor, eps: float) -> Tensor:
-    """1 / rms(x) [..., 1] in three passes' stead of F.rms_norm's many."""
-    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-    return torch.addcmul(norm.new_full((1,), eps), norm, norm, value=1 / x.shape[-1]).rsqrt_()
 
 
 class Rope:
     """Rotary positions of a model, from its own rotary module (so every static scaling is exact)."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, factor: float = 1.0) -> None:
         rotary: Any = model.model.rotary_emb
         self._frequencies = rotary.inv_freq.detach().float()
-        self._scaling = float(getattr(rotary, "attention_scaling", 1.0))
+        self._scaling = factor * float(getattr(rotary, "attention_scaling", 1.0))
         self._table = torch.empty(0, len(self._frequencies), dtype=torch.complex64)
 
     def __call__(self, positions: Tensor) -> Tensor:
-        """positions [N] -> complex64 [N, 1, D / 2]: e^(i position frequency), times the attention scaling."""
+        """positions [N] -> complex64 [N, 1, D / 2]: e^(i position frequency), times the attention scaling
+        and `factor`."""
         angles = torch.outer(positions.float(), self._frequencies.to(positions.device))
         return torch.polar(torch.full_like(angles, self._scaling), angles)[:, None]
 
@@ -206,10 +202,6 @@ def hidden(weights: Weights, ids: Tensor, turn: Tensor, attend: Attend) -> Tenso
     `weights.head` of them (the final gain is folded into it where the weights are copied)."""
     s = weights.shape
     x = F.embedding(ids, weights.embed)
-    if not torch.is_grad_enabled() and x.dtype == torch.float32 and not torch.is_autocast_enabled(x.device.type):
-        for i, layer in enumerate(weights.layers):
-            _block_in_place(x, i, layer, weights, turn, attend)
-        return rms_norm(x, weights.final_gain, s.eps)
     for i, layer in enumerate(weights.layers):
         y = layer.qkv(rms_norm(x, layer.attention_gain, s.eps)).view(-1, s.heads + 2 * s.kv_heads, s.head_dim)
         qk, v = y[:, : s.heads + s.kv_heads], y[:, s.heads + s.kv_heads :]
@@ -219,16 +211,3 @@ def hidden(weights: Weights, ids: Tensor, turn: Tensor, attend: Attend) -> Tenso
         x = layer.out.plus(x, attend(i, qk[:, : s.heads], qk[:, s.heads :], v))
         x = layer.down.plus(x, swiglu(layer.gate_up(rms_norm(x, layer.mlp_gain, s.eps))))
     return rms_norm(x, weights.final_gain, s.eps)
-
-
-def _block_in_place(x: Tensor, i: int, layer: Layer, weights: Weights, turn: Tensor, attend: Attend) -> None:
-    """The same block without gradients: x is overwritten, and nothing is allocated that need not be."""
-    s = weights.shape
-    y = layer.qkv(rms_norm(x, layer.attention_gain, s.eps)).view(-1, s.heads + 2 * s.kv_heads, s.head_dim)
-    qk, v = y[:, : s.heads + s.kv_heads], y[:, s.heads + s.kv_heads :]
-    if layer.qk_gain is not None:
-        qk.mul_(_inverse_rms(qk, s.eps)).mul_(layer.qk_gain)
-    qk = rotate(qk, turn, weights.interleaved)
-    layer.out.add_to(x, attend(i, qk[:, : s.heads], qk[:, s.heads :], v))
-    gate, up = layer.gate_up.halves(rms_norm(x, layer.mlp_gain, s.eps))
-    layer.down.add_to(x, F.silu(gate, inplace=True).mul_(up))

@@ -71,7 +71,7 @@ class Dense:
     copy one weight is held by reference, several are applied one by one.
     """
 
-    __slots__ = ("bias", "halved", "turned", "weights")
+    __slots__ = ("bias", "turned", "weights")
 
     def __init__(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None] = (), copy: bool = True) -> None:
         given = [b for b in biases if b is not None]
@@ -79,7 +79,6 @@ class Dense:
         self.turned = copy and not (weights[0].dtype == torch.float32 and prefers_onednn())
         joined = [torch.cat(list(weights)) if len(weights) > 1 else weights[0]] if copy else list(weights)
         self.weights = [w.t().contiguous() for w in joined] if self.turned else joined
-        self.halved = self.weights[0].chunk(2, 1) if self.turned and self.bias is None else None
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [N, in] -> [N, sum of out_i]."""
@@ -97,16 +96,13 @@ class Dense:
             return torch.addmm(residual, x, self.weights[0])
         return residual + self(x)
 
-    def add_to(self, residual: Tensor, x: Tensor) -> None:
-        """residual [N, out] += self(x), in place; without gradients."""
-        if self.turned and self.bias is None:
-            residual.addmm_(x, self.weights[0])
-        else:
-            residual.add_(self(x))
+    def halves(self) -> tuple[Tensor, Tensor]:
+        """The weight of the first and of the second half of the outputs, as views."""
+        first, second = self.weights[0].chunk(2, 1 if self.turned else 0)
+        return first, second
 
-    def halves(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """self(x) as its two halves [N, out / 2]; each of them contiguous where that is free."""
-        if self.halved is not None:
-            return torch.mm(x, self.halved[0]), torch.mm(x, self.halved[1])
-        first, second = self(x).chunk(2, -1)
+    def bias_halves(self) -> tuple[Tensor | None, Tensor | None]:
+        if self.bias is None:
+            return None, None
+        first, second = self.bias.chunk(2)
         return first, second

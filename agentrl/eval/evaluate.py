@@ -8,7 +8,7 @@ from typing import Any
 from agentrl.errors import UserError, nearest
 from agentrl.eval.held_out import HeldOut
 from agentrl.eval.progress import Progress
-from agentrl.eval.result import SplitResult
+from agentrl.eval.result import SplitResult, failures
 from agentrl.plugins.environment import Environment
 from agentrl.plugins.registry import make_environment
 from agentrl.recipe.load import load_recipe
@@ -18,7 +18,7 @@ from agentrl.rollout.player import Player
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """One result a split, in the order asked for. `notes`: lines about tasks that were left out."""
+    """One result a split, in the order asked for. `notes`: lines about tasks or samples that were left out."""
 
     model: str
     env: str
@@ -67,7 +67,10 @@ async def _evaluate(recipe: Recipe, model: str | None, progress: Progress) -> Ev
         results = []
         for split in held_out.splits:
             on_group = progress.follow(split, len(held_out.tasks[split]))
-            results.append((await held_out.play(split, on_group))[0])
+            result, groups = await held_out.play(split, on_group)
+            results.append(result)
+            if line := failures(f"evaluation of {split}", groups):
+                notes.append(line)
     finally:
         await player.close()
     return Evaluation(

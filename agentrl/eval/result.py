@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from agentrl.errors import UserError
 from agentrl.eval.statistics import accuracy_interval, pass_at_k
 from agentrl.rollout.trajectory import Group, Trajectory
 
@@ -59,6 +60,22 @@ def summarize(split: str, groups: Sequence[Group], solved: Callable[[Trajectory]
         finish=dict(Counter(str(t.finish) for t in played)),
         failed=sum(len(group.failed) for group in groups),
     )
+
+
+def failures(what: str, groups: Sequence[Group]) -> str | None:
+    """A line when the machinery lost samples: how many, and what went wrong most often. None when it lost none.
+
+    Raises UserError when it lost all: then there is nothing to learn or to tell from `what`.
+    """
+    lost = [t.failure for group in groups for t in group.failed if t.failure is not None]
+    if not lost:
+        return None
+    (boundary, message), count = Counter((f.boundary, f.message) for f in lost).most_common(1)[0]
+    total = sum(len(group.trajectories) + len(group.failed) for group in groups)
+    line = f"{what}: {len(lost)} of {total} samples failed ({count} by {boundary}: {message})"
+    if len(lost) == total:
+        raise UserError(line)
+    return line
 
 
 def _pass_at(correct: Sequence[int], samples: Sequence[int]) -> dict[int, float]:

@@ -4,15 +4,15 @@ Each step: draw tasks, roll out groups, turn them into a batch with advantages, 
 A step is written down whole or not at all: what an interrupt cuts short leaves no trace.
 """
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
 
 from agentrl.data.sampler import TaskSampler
+from agentrl.errors import UserError
 from agentrl.eval.held_out import HeldOut
-from agentrl.eval.result import SplitResult
+from agentrl.eval.result import SplitResult, failures
 from agentrl.plugins.tracker import Tracker
 from agentrl.plugins.types import Task
 from agentrl.recipe.schema import Recipe
@@ -49,7 +49,10 @@ class Loop:
     _saved: int = -1
 
     def run(self) -> bool:
-        """From `step` to `train.steps`. Returns whether it was interrupted; the last whole step is saved either way."""
+        """From `step` to `train.steps`. Returns whether it was interrupted; the last whole step is saved either way.
+
+        Raises UserError when a step or an evaluation loses every sample: the last whole step is saved then too.
+        """
         self._sampler_state = self.sampler.state()
         self._saved = self.step if self.step else -1
         try:
@@ -62,6 +65,9 @@ class Loop:
         except Interrupted:
             self.save()
             return True
+        except UserError as error:
+            self.save()
+            raise UserError(f"{error}; step {self.step} is saved, go on with --resume {self.folder.path}") from error
         self.save()
         return False
 
@@ -131,15 +137,8 @@ class Loop:
         return accuracies
 
     def _say_failures(self, what: str, groups: Sequence[Group]) -> None:
-        """A line when the machinery lost samples: how many, and what went wrong most often."""
-        failed = [t.failure for g in groups for t in g.failed if t.failure is not None]
-        if not failed:
-            return
-        (boundary, message), count = Counter((f.boundary, f.message) for f in failed).most_common(1)[0]
-        total = sum(len(g.trajectories) + len(g.failed) for g in groups)
-        self.display.note(
-            f"{what}: {len(failed)} of {total} samples failed and are left out ({count} by {boundary}: {message})"
-        )
+        if line := failures(what, groups):
+            self.display.note(line)
 
     def _keep_trajectories(self, name: str, groups: Sequence[Group]) -> None:
         if self.recipe.track.trajectories:

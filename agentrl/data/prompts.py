@@ -1,6 +1,7 @@
 """Which tasks' opening prompts fit. A prompt that does not fit is left out before training, and said; never cut."""
 
 import asyncio
+import logging
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,8 +11,9 @@ from agentrl.chat.base import Chat
 from agentrl.errors import UserError
 from agentrl.plugins.environment import Environment
 from agentrl.plugins.tool import Tool
-from agentrl.plugins.types import Session, Task
+from agentrl.plugins.types import Message, Session, Task
 
+_log = logging.getLogger("agentrl.data")
 OPENING_SECONDS = 60.0  # the deadline that an environment's `create` sees while prompts are measured
 
 
@@ -43,16 +45,27 @@ class PromptLengths:
 async def measure_prompts(
     env: Environment, tools: Sequence[Tool], chat: Chat, tasks: Sequence[Task], limit: int
 ) -> PromptLengths:
-    """Render every task's opening, by the environment's own `create` and `release`."""
+    """Render every task's opening, by the environment's own `create` and `release`.
+
+    A task whose `create` fails counts as 0 tokens long: its requests will fail too, where that is counted and said.
+    """
     lengths = []
     for task in tasks:
-        session = Session(f"measure/{task.id}", task, random.Random(0), monotonic() + OPENING_SECONDS)
-        try:
-            messages = await env.create(session, **task.create_kwargs)
-        finally:
-            await env.release(session)
+        messages = await _opening(env, task)
         offered = [t.schema for t in tools if task.tools is None or t.name in task.tools]
-        lengths.append(len(chat.render(messages, offered)))
+        lengths.append(len(chat.render(messages, offered)) if messages else 0)
         if len(lengths) % 64 == 0:
             await asyncio.sleep(0)
     return PromptLengths(tuple(lengths), limit)
+
+
+async def _opening(env: Environment, task: Task) -> Sequence[Message]:
+    session = Session(f"measure/{task.id}", task, random.Random(0), monotonic() + OPENING_SECONDS)
+    try:
+        async with asyncio.timeout(OPENING_SECONDS):
+            return await env.create(session, **task.create_kwargs)
+    except Exception as error:  # noqa: BLE001 - the boundary of `environment`, as in a request
+        _log.debug("%s: %s.create: %s", task.id, env.name, error, exc_info=error)
+        return ()
+    finally:
+        await env.release(session)

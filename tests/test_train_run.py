@@ -2,6 +2,8 @@
 
 import importlib
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -204,12 +206,19 @@ def test_a_finished_run_is_not_resumed(result: TrainResult, capsys: pytest.Captu
     assert "step 3 of 3 is done; set train.steps higher" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("arguments", [["train"], ["train", "nowhere.yaml"], ["train", "--resume", "nowhere"],
-                                       ["train", RECIPE, "train.stps=3"], ["eval", RECIPE, "train.stps=3"]])  # fmt: skip
-def test_a_wrong_command_is_refused_without_torch(arguments: list[str]) -> None:
-    import subprocess
-    import sys
+WRONG_COMMANDS = [
+    ["train"],
+    ["train", "nowhere.yaml"],
+    ["train", "--resume", "nowhere"],
+    ["train", RECIPE, "train.stps=3"],
+    ["eval", RECIPE, "train.stps=3"],
+]
 
+
+@pytest.mark.parametrize(
+    "arguments", WRONG_COMMANDS, ids=[" ".join(a[:2]).replace(RECIPE, "R") for a in WRONG_COMMANDS]
+)
+def test_a_wrong_command_is_refused_without_torch(arguments: list[str]) -> None:
     code = (
         "import sys; from agentrl.cli import main; code = main.run(sys.argv[1:]); "
         "print('torch' in sys.modules, 'transformers' in sys.modules); sys.exit(code)"

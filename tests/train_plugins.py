@@ -39,11 +39,18 @@ class Lonely(Noisy):
         return await super().calc_reward(session, **kwargs)
 
 
+class Hopeless(Gsm8k):
+    """Every reward raises."""
+
+    async def calc_reward(self, session: Session, **kwargs: Any) -> dict[str, float]:
+        raise NotImplementedError("no reward yet")
+
+
 class Broken(Noisy):
-    """The reward raises for the tasks with an even number, in `create` for those that end in 1."""
+    """The reward raises for the tasks with an even number, `create` for those whose number ends in 1."""
 
     async def create(self, session: Session, **create_kwargs: Any) -> list[Message]:
-        if session.task.id.endswith("1") and not session.id.startswith("measure/"):
+        if session.task.id.endswith("1"):
             raise ValueError("no [bold]room[/nothing] here")
         return await super().create(session, **create_kwargs)
 
@@ -64,7 +71,10 @@ class LongPrompts(Noisy):
 
 
 class TooLong(Noisy):
-    """No prompt fits."""
+    """No prompt of its twenty tasks fits."""
+
+    def tasks(self, split: str) -> Sequence[Task]:
+        return super().tasks(split)[:20]
 
     async def create(self, session: Session, **create_kwargs: Any) -> list[Message]:
         return [{"role": "user", "content": "a long story " * 500}]

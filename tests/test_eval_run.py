@@ -1,0 +1,156 @@
+"""Whole evaluations with real parts: what they say, that they say it twice, and what they refuse."""
+
+import importlib
+import io
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from train_help import small
+
+import agentrl
+from agentrl.cli import main
+from agentrl.errors import UserError
+from agentrl.eval.evaluate import Evaluation
+from agentrl.eval.held_out import HeldOut
+from agentrl.eval.progress import Progress
+from agentrl.eval.show import show
+from agentrl.rollout.player import Player
+
+RECIPE = str(Path(__file__).parent.parent / "recipes" / "gsm8k_tool.yaml")
+SMALL = ["eval.tasks=3", "rollout.max_turns=4"]
+
+
+@pytest.fixture(scope="module")
+def evaluation() -> Evaluation:
+    return agentrl.evaluate(small(), samples=3, splits=["test", "phrasing"])
+
+
+def test_a_result_holds_what_happened(evaluation: Evaluation) -> None:
+    assert [r.split for r in evaluation.splits] == ["test", "phrasing"]
+    result = evaluation["test"]
+    assert (result.tasks, result.samples, result.failed) == (4, 12, 0)
+    assert 0 <= result.low <= result.accuracy <= result.high <= 1
+    assert 0 < result.high - result.low < 1
+    assert list(result.pass_at) == [1, 2, 3]
+    assert result.pass_at[1] == pytest.approx(result.accuracy)
+    assert result.pass_at[1] <= result.pass_at[2] <= result.pass_at[3]
+    assert sum(result.finish.values()) == 12
+    assert 1 <= result.turns <= 5
+    assert result.tool_calls > 0
+    assert 0 <= result.tool_errors <= 1
+    assert result.tokens > 5
+
+
+def test_the_same_seed_gives_the_same_numbers(evaluation: Evaluation) -> None:
+    assert agentrl.evaluate(small(), samples=3, splits=["test", "phrasing"]) == evaluation
+
+
+def test_greedy_samples_of_a_task_are_one_and_the_same(evaluation: Evaluation) -> None:
+    async def conversations(temperature: float) -> list[set[str]]:
+        recipe = small(eval__temperature=temperature, eval__samples=2)
+        player = await Player.build(recipe)
+        try:
+            held_out, _ = await HeldOut.prepare(player, recipe, ("large",))
+            _, groups = await held_out.play("large")
+        finally:
+            await player.close()
+        return [{json.dumps(t.messages) for t in group.trajectories} for group in groups]
+
+    import asyncio
+
+    assert {len(different) for different in asyncio.run(conversations(0.0))} == {1}
+    assert max(len(different) for different in asyncio.run(conversations(2.0))) == 2
+
+
+def test_the_table_shows_every_split_and_figure(evaluation: Evaluation) -> None:
+    console = Console(file=io.StringIO(), width=120)
+    show(evaluation, console)
+    said = console.file.getvalue()  # type: ignore[attr-defined]
+    for words in ("test", "phrasing", "accuracy", "95 % interval", "pass@2", "pass@3", "tool errors", "ended by stop"):
+        assert words in said
+    assert "pass@1" not in said  # that is the accuracy
+
+
+def test_the_command_writes_what_it_shows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "found.json"
+    arguments = ["eval", RECIPE, *SMALL, "--split", "large", "--samples", "2", "--json", str(file)]
+    assert main.run(arguments) == 0
+    said = capsys.readouterr().out
+    found = json.loads(file.read_text())
+    assert (found["model"], found["env"], list(found["splits"])) == ("tiny", "gsm8k (generated)", ["large"])
+    result = found["splits"]["large"]
+    assert (result["tasks"], result["samples"]) == (3, 6)
+    assert list(result["pass_at"]) == ["1", "2"]
+    assert f"{result['accuracy']:.1%}" in said
+    assert f"{result['pass_at']['2']:.1%}" in said
+
+
+def test_a_recipe_and_its_file_evaluate_alike() -> None:
+    from agentrl.recipe.schema import Recipe
+
+    by_path = agentrl.evaluate(RECIPE, overrides=SMALL, splits=["test"])
+    assert by_path == agentrl.evaluate(Recipe.load(RECIPE, SMALL), splits=["test"])
+
+
+def test_samples_that_the_machinery_lost_are_counted_and_in_no_figure() -> None:
+    found = agentrl.evaluate(small(env__name="train_plugins:Broken", eval__tasks=6))
+    result = found["test"]
+    assert (result.tasks, result.samples, result.failed) == (6, 2, 4)  # 0, 2, 4 have no judge, 1 has no room
+    assert found.notes == (f"evaluation of test: 4 of 6 samples failed (3 by reward: {message(found)})",)
+    assert result.tokens > 5
+
+
+def message(found: Evaluation) -> str:
+    return found.notes[0].partition("by reward: ")[2].removesuffix(")")
+
+
+@pytest.fixture
+def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(section: object) -> None:
+        raise AssertionError("a model is loaded before the cheap checks are done")
+
+    monkeypatch.setattr(importlib.import_module("agentrl.rollout.player"), "load_model", load)
+
+
+@pytest.mark.usefixtures("no_model")
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--split", "tset"], "eval.splits: environment 'gsm8k' has no split 'tset'; did you mean 'test'?"),
+        (["--json", "nowhere/found.json"], "--json nowhere/found.json: cannot be written: there is no folder nowhere"),
+        (["--json", "."], "--json .: cannot be written: it is a folder"),
+        (["eval.tasks=0"], "eval.tasks"),
+        (["env.source=nowhere.jsonl"], "env.source: there is no file nowhere.jsonl"),
+    ],
+)
+def test_a_mistake_is_one_line_before_the_model_is_loaded(
+    arguments: list[str],
+    words: str,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main.run(["eval", RECIPE, *arguments]) == 2
+    said = capsys.readouterr().err
+    assert words in said
+    assert said.count("\n") == 1
+
+
+def test_a_model_that_is_not_there_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"nothing is no folder"):
+        agentrl.evaluate(small(), model=str(tmp_path / "nothing"))
+
+
+def test_a_terminal_sees_how_far_it_is_and_a_pipe_sees_nothing() -> None:
+    terminal = Console(file=io.StringIO(), force_terminal=True, width=100)
+    agentrl.evaluate(small(), progress=Progress(terminal))
+    said = terminal.file.getvalue()  # type: ignore[attr-defined]
+    assert "test" in said
+    assert "4/4" in said
+
+    pipe = Console(file=io.StringIO())
+    agentrl.evaluate(small(), progress=Progress(pipe))
+    assert pipe.file.getvalue() == ""  # type: ignore[attr-defined]

@@ -9,8 +9,9 @@ from fakes import TASK, CharChat, Echo, Env, Hooks, ScriptedEngine, call, make_d
 from agentrl.engine.base import EngineError, Generation, GenerationFinish
 from agentrl.errors import UserError
 from agentrl.plugins.types import ArgumentError, Reply, ToolResponse
+from agentrl.rollout.metrics import rollout_metrics
 from agentrl.rollout.state import RequestState
-from agentrl.rollout.trajectory import Boundary, FinishReason, check_invariants
+from agentrl.rollout.trajectory import Boundary, FinishReason, Group, check_invariants
 
 
 async def drive(driver, task=TASK):
@@ -130,6 +131,8 @@ async def test_ten_megabytes_are_cut_and_say_so():
     t = await drive(driver)
     assert len(tool_texts(t)[0]) <= 256
     assert "characters left out" in tool_texts(t)[0]
+    assert t.tool_uses[0].cut
+    assert rollout_metrics([Group(TASK, (t,))])["tool/echo/cut"] == 1
     assert sum(encoded) < 50_000, "ten megabytes cost what ten kilobytes cost"
 
 

@@ -84,6 +84,22 @@ async def test_a_release_goes_on_when_its_request_is_cancelled_twice():
     hooks.check()
 
 
+async def test_cancelled_in_its_release_it_is_aborted():
+    hooks = Hooks()
+    released = asyncio.Event()
+
+    async def slowly(session, **_):
+        await asyncio.sleep(0.03)
+        released.set()
+
+    driver = make_driver(["4"], Env(hooks, release=slowly))
+    request = driver.request(TASK, 0)
+    await cancel_after(driver, request, 0.015)
+    assert released.is_set()
+    assert request.state is RequestState.ABORTED
+    hooks.check()
+
+
 async def test_a_release_that_raises_or_hangs_is_said_and_the_others_follow(monkeypatch):
     monkeypatch.setattr(hooks_module, "RELEASE_SECONDS", 0.02)
     hooks = Hooks()

@@ -224,9 +224,9 @@ async def test_the_numbers_of_a_step():
         "groups/trained": 3, "groups/dropped_few": 0, "groups/dropped_equal": 0,
         "stop/stop": 6, "stop/length": 0, "stop/max_turns": 0, "stop/max_tool_calls": 0, "stop/timeout": 0,
         "stop/env_done": 0, "stop/aborted": 0, "stop/error": 0,
-        "tool/echo/hits": 3.0, "tool/echo/calls": 12, "tool/echo/errors": 6,
-        "tool/idle/calls": 0, "tool/idle/errors": 0, "tool/idle/seconds": 0.0,
-        "tool/unknown/calls": 6, "tool/unknown/errors": 6, "tool/unknown/seconds": 0.0,
+        "tool/echo/hits": 3.0, "tool/echo/calls": 12, "tool/echo/errors": 6, "tool/echo/cut": 0,
+        "tool/idle/calls": 0, "tool/idle/errors": 0, "tool/idle/cut": 0, "tool/idle/seconds": 0.0,
+        "tool/unknown/calls": 6, "tool/unknown/errors": 6, "tool/unknown/cut": 0, "tool/unknown/seconds": 0.0,
     }  # fmt: skip
 
 

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentrl.plugins.types import Reply, ToolResponse
+from agentrl.rollout.state import RequestState
 from agentrl.rollout.trajectory import FinishReason, check_invariants
 
 TEXT = st.text(st.characters(codec="utf-8", exclude_categories=["Cs"]), max_size=30)
@@ -105,6 +106,7 @@ def test_hooks_are_closed_and_tokens_kept_when_it_is_stopped_at_any_moment(turns
 
     result = asyncio.run(main())
     assert not isinstance(result, Exception), result
+    assert not request.state.nexts or request.state is RequestState.ABORTED
     check_invariants(request.trajectory())
     hooks.check()
     assert engine.finished[request.id] == 1

@@ -89,8 +89,8 @@ class Caller:
             total.exhausted = allowed < self._limits.max_tool_calls_per_turn
             answers.append(self._refusal(refused, call_id(turn, allowed), total.exhausted))
         for answer in answers:
-            self._record(request, answer, turn)
             text = bound_text(answer.response.text, self._limits.max_tool_tokens, self._chat.encode_text)
+            self._record(request, answer, turn, cut=text is not answer.response.text)
             total.messages.append(answer.message(text))
             total.done = total.done or answer.response.done
             total.late = total.late or answer.late
@@ -172,9 +172,9 @@ class Caller:
         what = "1 call was" if len(calls) == 1 else f"{len(calls)} calls were"
         return _wrong(calls[0], name, f"{what} not run: at most {most}")
 
-    def _record(self, request: AsyncRolloutRequest, answer: Answer, turn: int) -> None:
+    def _record(self, request: AsyncRolloutRequest, answer: Answer, turn: int, cut: bool) -> None:
         response = answer.response
-        request.tool_uses.append(ToolUse(answer.name, turn, answer.seconds, answer.error, response.metrics))
+        request.tool_uses.append(ToolUse(answer.name, turn, answer.seconds, answer.error, response.metrics, cut))
         if response.reward is not None:
             request.at = Boundary.REWARD, f"{answer.name}.execute"
             request.add_step_reward(finite(response.reward, "step"))

@@ -31,6 +31,7 @@ from agentrl.rollout.watch import GRACE, DeadlineExceededError, Watch
 _DRIVER = Boundary.INFRASTRUCTURE, "driver"
 _CHAT = Boundary.INFRASTRUCTURE, "chat"
 _ENGINE = Boundary.ENGINE, "engine"
+_ENDS = RequestState.FAILED, RequestState.ABORTED
 _log = logging.getLogger("agentrl.rollout")
 
 
@@ -93,7 +94,7 @@ class Driver:
             watch.close()
             self._forget(request)
             if not (resumable and request.state is RequestState.ABORTED):
-                await hooks.release_all(request)
+                await self._release(request)
             request.seconds["total"] += time.monotonic() - started
         return self._freeze(request)
 
@@ -101,6 +102,14 @@ class Driver:
         if request.state is RequestState.PENDING or (request.state is RequestState.ABORTED and request.begun):
             return
         raise TransitionError(f"{request.id} is {request.state}, and its sessions are released: it cannot be driven")
+
+    async def _release(self, request: AsyncRolloutRequest) -> None:
+        try:
+            await hooks.release_all(request)
+        except asyncio.CancelledError:
+            if request.state not in _ENDS:
+                request.end(RequestState.ABORTED, FinishReason.ABORTED)
+            raise
 
     async def discard(self, request: AsyncRolloutRequest) -> None:
         """Give up an aborted request that was kept: release what it holds."""
@@ -276,7 +285,7 @@ class Driver:
     def _freeze(self, request: AsyncRolloutRequest) -> Trajectory:
         """The trajectory, whose invariants hold: one whose do not is FAILED, and nobody trains on it."""
         trajectory = request.trajectory()
-        ended = request.state in (RequestState.FAILED, RequestState.ABORTED)
+        ended = request.state in _ENDS
         try:
             check_invariants(trajectory)
         except InvariantError as error:

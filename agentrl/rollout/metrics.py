@@ -15,7 +15,8 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
 
     `rollout/tokens` sampled, `rollout/turns_mean`, `rollout/prompt_tokens_mean` a valid trajectory; `rollout/failed`
     and `rollout/failed/<boundary>` samples left out, `rollout/retried` attempts; `groups/...` counts of groups;
-    `stop/<reason>` counts; `tool/<name>/calls` and `/errors` counts, `/seconds` and a tool's own metrics means a call;
+    `stop/<reason>` counts; `tool/<name>/calls`, `/errors` and `/cut` (answers that were too long) counts, `/seconds` a
+    mean a call, a tool's own metrics means over the calls that have them;
     `reward/<part>` means over the valid trajectories (0 where a part is missing, so that they add up to `reward/mean`).
     """
     valid = [t for g in groups for t in g.trajectories]
@@ -83,5 +84,6 @@ def _tools(valid: Sequence[Trajectory]) -> dict[str, float]:
         metrics |= {f"tool/{name}/{key}": _mean(values) for key, values in sorted(own.items())}
         metrics[f"tool/{name}/calls"] = len(calls)
         metrics[f"tool/{name}/errors"] = sum(use.error is not None for use in calls)
+        metrics[f"tool/{name}/cut"] = sum(use.cut for use in calls)
         metrics[f"tool/{name}/seconds"] = _mean(use.seconds for use in calls)
     return metrics

@@ -54,13 +54,14 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """One call, for the metrics. `error` is None, or `model` / `tool` with a line."""
+    """One call, for the metrics. `error` is None, or `model` / `tool` with a line. cut: it said more than it may."""
 
     name: str
     turn: int
     seconds: float
     error: str | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
+    cut: bool = False
 
 
 @dataclass(frozen=True, slots=True)

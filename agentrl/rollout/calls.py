@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from agentrl.chat.base import Chat, ParsedCall
+from agentrl.chat.base import Chat, ParsedCall, ParsedTurn
 from agentrl.errors import nearest
 from agentrl.plugins.tool import Tool
 from agentrl.plugins.types import ArgumentError, Message, ToolKwargs, ToolResponse
@@ -62,6 +62,23 @@ class Answers:
 def call_id(turn: int, index: int) -> str:
     """The id of a call, as it stands in the assistant's message and in the tool's."""
     return f"call_{turn}_{index}"
+
+
+def assistant_message(parsed: ParsedTurn, turn: int) -> Message:
+    """What the model said in its `turn`-th turn. Arguments that cannot be read stand there as they were written."""
+    message: Message = {"role": "assistant", "content": parsed.content}
+    if parsed.reasoning is not None:
+        message["reasoning_content"] = parsed.reasoning
+    if parsed.calls:
+        message["tool_calls"] = [
+            {
+                "type": "function",
+                "id": call_id(turn, i),
+                "function": {"name": c.name, "arguments": c.raw if c.error is not None else c.arguments},
+            }
+            for i, c in enumerate(parsed.calls)
+        ]
+    return message
 
 
 class Caller:

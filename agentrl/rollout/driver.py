@@ -8,10 +8,8 @@ how many tokens came before it: the request's own growing ids go to the engine a
 import asyncio
 import logging
 import time
-import traceback
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from agentrl.chat.base import Chat, ParsedTurn
 from agentrl.engine.base import Engine, EngineError, Generation, GenerationFinish, Sampling
@@ -21,7 +19,8 @@ from agentrl.plugins.tool import Tool
 from agentrl.plugins.types import Message, Task
 from agentrl.recipe.schema import RolloutSection
 from agentrl.rollout import hooks
-from agentrl.rollout.calls import Caller, call_id
+from agentrl.rollout.calls import Caller, assistant_message
+from agentrl.rollout.failures import describe
 from agentrl.rollout.request import AsyncRolloutRequest, Opening
 from agentrl.rollout.seeds import Seed, derive, nth
 from agentrl.rollout.state import RequestState, TransitionError
@@ -183,7 +182,7 @@ class Driver:
         turn_ids = request.close_turn()
         request.at = _CHAT
         parsed = self._chat.parse(turn_ids)
-        request.messages.append(_assistant(parsed, len(request.turns) - 1))
+        request.messages.append(assistant_message(parsed, len(request.turns) - 1))
         room = self._most() - len(request.ids)
         if generation.finish is GenerationFinish.LENGTH and (room <= 0 or not parsed.calls):
             return FinishReason.LENGTH
@@ -229,7 +228,7 @@ class Driver:
         if request.open_turn is not None:
             request.at = _CHAT
             parsed = self._chat.parse(request.close_turn())
-            request.messages.append(_assistant(parsed, len(request.turns) - 1))
+            request.messages.append(assistant_message(parsed, len(request.turns) - 1))
         return FinishReason.TIMEOUT
 
     async def _tool_turn(
@@ -271,7 +270,7 @@ class Driver:
 
     def _fail(self, request: AsyncRolloutRequest, error: BaseException) -> None:
         boundary, where = request.at
-        line = f"{where}: {_describe(error)}"
+        line = f"{where}: {describe(error)}"
         _log.debug("%s failed at %s", request.id, line, exc_info=error)
         request.end(RequestState.FAILED, FinishReason.ERROR, Failure(boundary, line))
 
@@ -280,7 +279,7 @@ class Driver:
             self._engine.finish(request.id)
         except Exception as error:  # noqa: BLE001 - boundary: its tokens are whole, so it is kept, and said
             _log.warning("%s: engine.finish: %s", request.id, error)
-            request.extra["engine_finish"] = _describe(error)
+            request.extra["engine_finish"] = describe(error)
 
     def _freeze(self, request: AsyncRolloutRequest) -> Trajectory:
         """The trajectory, whose invariants hold: one whose do not is FAILED, and nobody trains on it."""
@@ -296,30 +295,3 @@ class Driver:
         if not ended:
             request.move(RequestState.COMPLETED)
         return trajectory
-
-
-def _assistant(parsed: ParsedTurn, turn: int) -> Message:
-    message: Message = {"role": "assistant", "content": parsed.content}
-    if parsed.reasoning is not None:
-        message["reasoning_content"] = parsed.reasoning
-    if parsed.calls:
-        message["tool_calls"] = [
-            {
-                "type": "function",
-                "id": call_id(turn, i),
-                "function": {"name": c.name, "arguments": c.raw if c.error is not None else c.arguments},
-            }
-            for i, c in enumerate(parsed.calls)
-        ]
-    return message
-
-
-def _describe(error: BaseException) -> str:
-    """One line: what was raised, and where."""
-    if isinstance(error, DeadlineExceededError):
-        return "took too long (rollout.turn_timeout, rollout.timeout)"
-    if isinstance(error, UserError | hooks.PluginError | EngineError):
-        return " ".join(str(error).split())
-    frames = traceback.extract_tb(error.__traceback__)
-    place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
-    return " ".join(f"{type(error).__name__}: {error}".split())[:500] + place

@@ -28,6 +28,7 @@ def record(trajectory: Trajectory, *, tokens: bool = False) -> dict[str, Any]:
                 "turn": u.turn,
                 "seconds": round(u.seconds, 6),
                 "error": u.error,
+                "cut": u.cut,
                 "metrics": dict(u.metrics),
             }
             for u in t.tool_uses

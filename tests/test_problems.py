@@ -45,11 +45,11 @@ def test_train_and_held_out_share_no_numbers(split: str, index: int) -> None:
 
 def test_large_numbers_are_larger_than_any_of_training() -> None:
     largest: dict[tuple[str, str], int] = {}
-    for index in range(20_000):
+    for index in range(6_000):
         made = problem("train", index)
         for name, number in made.numbers:
             largest[made.kind, name] = max(largest.get((made.kind, name), 0), number)
-    for index in range(2_000):
+    for index in range(600):
         made = problem("large", index)
         assert any(number > largest[made.kind, name] for name, number in made.numbers), made
 

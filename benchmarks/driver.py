@@ -6,9 +6,9 @@
     python benchmarks/driver.py --chat null     without a chat: what the state machine and the dispatch cost alone
 
 All requests are opened first and wait for each other, so that they are truly in flight together; then the clock starts
-(CPU time of the process), every request takes its turns, and the clock stops when all have taken their last. Each
-turn but the last calls a tool that answers at once; the last is text, which the environment ends. What is paid once a
-request (create, rendering the opening prompt; reward, release, the frozen trajectory) is in a column of its own.
+(CPU time of the process), every request takes its turns one after the other's, and the clock stops when all are about
+to answer. Each counted turn calls a tool that answers at once, so all cost the same kind of work. What is paid once a
+request (create, the opening prompt; the answer, reward, release, the frozen trajectory) is in a column of its own.
 """
 
 import argparse
@@ -58,22 +58,25 @@ class Gate:
 
 
 class InstantEngine:
-    """Answers at once with what was written down before: calls, then a last turn of text."""
+    """Answers at once with what was written down before: calls, then a turn of text."""
 
     max_context = 1 << 30
 
-    def __init__(self, call: Generation, last: Generation, turns: int, gate: Gate) -> None:
-        self._call, self._last, self._turns, self._gate = call, last, turns, gate
+    def __init__(self, call: Generation, last: Generation, turns: int, first_gate: Gate, last_gate: Gate) -> None:
+        self._call, self._last, self._turns = call, last, turns
+        self._first_gate, self._last_gate = first_gate, last_gate
         self._taken: dict[str, int] = {}
 
     async def generate(self, ids: Sequence[int], sampling: Sampling, request_id: str) -> Generation:
         taken = self._taken.get(request_id, 0)
-        if taken == 0:
-            await self._gate.arrive()
-        else:
-            await asyncio.sleep(0)  # the other requests take their turn first
         self._taken[request_id] = taken + 1
-        return self._call if taken + 1 < self._turns else self._last
+        if taken == 0:
+            await self._first_gate.arrive()
+        elif taken == self._turns:
+            await self._last_gate.arrive()
+            return self._last
+        await asyncio.sleep(0)  # the other requests take their turn first
+        return self._call
 
     def finish(self, request_id: str) -> None:
         del self._taken[request_id]
@@ -95,9 +98,8 @@ class Question(Environment):
 
     name = "question"
 
-    def __init__(self, history: str, gate: Gate) -> None:
+    def __init__(self, history: str) -> None:
         self._opening: list[Message] = [{"role": "user", "content": f"{history}\nWhat is 127 times 38?"}]
-        self._gate = gate
 
     def tasks(self, split: str) -> Sequence[Task]:
         raise NotImplementedError
@@ -109,7 +111,6 @@ class Question(Environment):
         return Reply(done=True)
 
     async def calc_reward(self, session: Session, **kwargs: Any) -> float:
-        await self._gate.arrive()
         return 1.0
 
 
@@ -163,11 +164,11 @@ def measure(setting: Setting, chat: Any, call: Generation, last: Generation) -> 
 async def _measure(setting: Setting, chat: Any, call: Generation, last: Generation) -> Cost:
     opened, ended = Gate(setting.requests), Gate(setting.requests)
     limits = RolloutSection(
-        max_turns=setting.turns, max_tool_calls=setting.turns, max_tokens=1 << 30, concurrency=setting.requests
+        max_turns=setting.turns + 1, max_tool_calls=setting.turns, max_tokens=1 << 30, concurrency=setting.requests
     )
     driver = Driver(
-        engine=InstantEngine(call, last, setting.turns, opened), chat=chat, limits=limits,  # type: ignore[arg-type]
-        environment=Question(history_text(setting.history), ended), tools=[multiply],
+        engine=InstantEngine(call, last, setting.turns, opened, ended), chat=chat, limits=limits,  # type: ignore[arg-type]
+        environment=Question(history_text(setting.history)), tools=[multiply],
     )  # fmt: skip
     tasks = [Task(str(i), {}) for i in range(TASKS)]
     began = time.process_time()
@@ -175,7 +176,7 @@ async def _measure(setting: Setting, chat: Any, call: Generation, last: Generati
     done = time.process_time()
     for group in groups:
         for trajectory in group.trajectories:
-            assert len(trajectory.turns) == setting.turns, trajectory
+            assert len(trajectory.turns) == setting.turns + 1, trajectory
             assert trajectory.reward == 1.0
         assert not group.failed, group.failed[0].failure
     turns = ended.opened - opened.opened

@@ -245,6 +245,18 @@ class Echo(Tool):
         await _act(self.actions["release"], session, **kwargs)
 
 
+async def until(reached: Callable[[], bool]) -> None:
+    """Let everybody else run until then."""
+    while not reached():
+        await asyncio.sleep(0.001)
+
+
+async def abort_when_waiting(engine: ScriptedEngine, requests: int) -> None:
+    """Abort all, once so many requests wait for their tokens."""
+    await until(lambda: len(engine.stopping) == requests)
+    engine.abort()
+
+
 TASK = Task("t", {"question": "2+2?"})
 
 

@@ -4,7 +4,20 @@ import asyncio
 
 import numpy as np
 import pytest
-from fakes import END, TASK, CharChat, Echo, Env, Hooks, ScriptedEngine, call, logprob, make_driver
+from fakes import (
+    END,
+    TASK,
+    CharChat,
+    Echo,
+    Env,
+    Hooks,
+    ScriptedEngine,
+    abort_when_waiting,
+    call,
+    logprob,
+    make_driver,
+    until,
+)
 
 from agentrl.plugins.types import Reply, Task, ToolKwargs, ToolResponse
 from agentrl.rollout.state import TRANSITIONS, RequestState, TransitionError
@@ -127,12 +140,11 @@ async def test_the_deadline_of_the_request_counts_all_turns():
 
 async def test_an_aborted_request_keeps_its_tokens_and_is_driven_on():
     hooks = Hooks()
-    engine = ScriptedEngine([call("echo", text="x"), "abcdef", "ghij"], seconds=0.05)
+    engine = ScriptedEngine([call("echo", text="x"), "abcdef", "ghij"], seconds=0.2)
     driver = make_driver(engine, Env(hooks), [Echo(hooks)])
     request = driver.request(TASK, 0)
     driving = asyncio.create_task(driver.drive(request, resumable=True))
-    while engine.turns[request.id] < 2:
-        await asyncio.sleep(0.001)
+    await until(lambda: engine.turns[request.id] == 2)
     engine.abort()
     first = await driving
     check_invariants(first)
@@ -151,11 +163,10 @@ async def test_an_aborted_request_keeps_its_tokens_and_is_driven_on():
 
 async def test_an_aborted_request_is_released_unless_it_is_to_be_driven_on():
     hooks = Hooks()
-    engine = ScriptedEngine(["abcdef"], seconds=1)
+    engine = ScriptedEngine(["abcdef"], seconds=60)
     driver = make_driver(engine, Env(hooks))
     request = driver.request(TASK, 0)
-    asyncio.get_running_loop().call_later(0.02, engine.abort)
-    t = await driver.drive(request)
+    t, _ = await asyncio.gather(driver.drive(request), abort_when_waiting(engine, 1))
     assert (t.finish, t.sampled_tokens) == (FinishReason.ABORTED, 3)
     hooks.check()
     with pytest.raises(TransitionError, match="released"):
@@ -164,11 +175,10 @@ async def test_an_aborted_request_is_released_unless_it_is_to_be_driven_on():
 
 async def test_a_kept_request_that_is_discarded_is_released():
     hooks = Hooks()
-    engine = ScriptedEngine(["abcdef"], seconds=1)
+    engine = ScriptedEngine(["abcdef"], seconds=60)
     driver = make_driver(engine, Env(hooks))
     request = driver.request(TASK, 0)
-    asyncio.get_running_loop().call_later(0.02, engine.abort)
-    await driver.drive(request, resumable=True)
+    await asyncio.gather(driver.drive(request, resumable=True), abort_when_waiting(engine, 1))
     await driver.discard(request)
     hooks.check()
 

@@ -3,7 +3,7 @@
 import asyncio
 
 import pytest
-from fakes import TASK, Echo, Env, Hooks, ScriptedEngine, call, make_driver
+from fakes import TASK, Echo, Env, Hooks, ScriptedEngine, call, make_driver, until
 
 from agentrl.rollout import hooks as hooks_module
 from agentrl.rollout import watch
@@ -14,9 +14,9 @@ async def hang(*_, **__):
     await asyncio.Event().wait()
 
 
-async def cancel_after(driver, request, seconds):
+async def cancel_when(driver, request, reached):
     driving = asyncio.create_task(driver.drive(request))
-    await asyncio.sleep(seconds)
+    await until(reached)
     driving.cancel()
     with pytest.raises(asyncio.CancelledError):
         await driving
@@ -44,7 +44,7 @@ async def test_cancelled_anywhere_it_releases_what_was_begun(where):
     engine = ScriptedEngine([call("a"), "4"], seconds=60 if where == "generate" else 0)
     driver = make_driver(engine, env, [tool])
     request = driver.request(TASK, 0)
-    await cancel_after(driver, request, 0.02)
+    await cancel_when(driver, request, lambda: hooks.total(plugin, hook) or engine.stopping)
     hooks.check()
     assert hooks.total("a", "create") == (0 if where == "env.create" else 1)
     assert (request.state, engine.finished[request.id]) == (RequestState.ABORTED, 1)
@@ -61,7 +61,7 @@ async def test_cancelled_while_two_tools_run_it_ends_both():
 
     hooks = Hooks()
     driver = make_driver([call("a") * 2], Env(hooks), [Echo(hooks, name="a", execute=wait)])
-    await cancel_after(driver, driver.request(TASK, 0), 0.02)
+    await cancel_when(driver, driver.request(TASK, 0), lambda: hooks.total("a", "execute") == 2)
     assert ended == [1, 1]
     hooks.check()
 
@@ -86,16 +86,22 @@ async def test_a_release_goes_on_when_its_request_is_cancelled_twice():
 
 async def test_cancelled_in_its_release_it_is_aborted():
     hooks = Hooks()
-    released = asyncio.Event()
+    over, released = asyncio.Event(), []
 
     async def slowly(session, **_):
-        await asyncio.sleep(0.03)
-        released.set()
+        await over.wait()
+        released.append(1)
 
     driver = make_driver(["4"], Env(hooks, release=slowly))
     request = driver.request(TASK, 0)
-    await cancel_after(driver, request, 0.015)
-    assert released.is_set()
+    driving = asyncio.create_task(driver.drive(request))
+    await until(lambda: hooks.total("env", "release"))
+    driving.cancel()
+    await asyncio.sleep(0)
+    over.set()
+    with pytest.raises(asyncio.CancelledError):
+        await driving
+    assert released == [1]
     assert request.state is RequestState.ABORTED
     hooks.check()
 

@@ -7,10 +7,11 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from fakes import Echo, Env, Hooks, ScriptedEngine, call, make_driver
+from fakes import Echo, Env, Hooks, ScriptedEngine, abort_when_waiting, call, make_driver, until
 
 from agentrl.plugins.types import Task, ToolResponse
 from agentrl.rollout import watch
+from agentrl.rollout.driver import Driver
 from agentrl.rollout.garbage import rare_collections
 from agentrl.rollout.groups import Dropped, dropped, roll_out, trainable
 from agentrl.rollout.metrics import rollout_metrics
@@ -80,27 +81,40 @@ async def test_what_keeps_failing_is_left_out_and_its_group_goes_on(retries):
     hooks.check()
 
 
-async def test_no_more_requests_are_in_flight_than_allowed_and_a_slow_one_delays_nobody():
-    flying, most, ended = 0, 0, []
+def two_turns(_, turn):
+    return call("echo") if turn == 0 else "4"
+
+
+async def test_no_more_requests_are_in_flight_than_allowed():
+    flying = most = 0
 
     async def execute(session, **_):
         nonlocal flying, most
         flying += 1
         most = max(most, flying)
-        await asyncio.sleep(0.1 if session.task.id == "t0" else 0.001)
+        await asyncio.sleep(0.001)
         flying -= 1
         return "ok"
 
-    def script(_, turn):
-        return call("echo") if turn == 0 else "4"
-
-    driver = make_driver(script, tools=[Echo(execute=execute)], concurrency=4)
-    await roll_out(driver, TASKS, 4, on_trajectory=lambda t: ended.append(t.task.id))
+    await roll_out(make_driver(two_turns, tools=[Echo(execute=execute)], concurrency=4), TASKS, 4)
     assert most == 4
-    ended.clear()
-    driver = make_driver(script, tools=[Echo(execute=execute)])
-    await roll_out(driver, TASKS, 4, on_trajectory=lambda t: ended.append(t.task.id))
-    assert ended[-4:] == ["t0"] * 4
+
+
+async def test_a_slow_tool_delays_its_own_request_alone():
+    ended, others = [], asyncio.Event()
+
+    async def execute(session, **_):
+        if session.task.id == "t0":
+            await others.wait()
+        return "ok"
+
+    def note(trajectory):
+        ended.append(trajectory.task.id)
+        if len(ended) == 8:
+            others.set()
+
+    await roll_out(make_driver(two_turns, tools=[Echo(execute=execute)]), TASKS, 4, on_trajectory=note)
+    assert ended[8:] == ["t0"] * 4
 
 
 async def test_groups_are_told_as_they_end():
@@ -135,7 +149,7 @@ async def test_a_cancelled_roll_out_releases_every_request():
     hooks = Hooks()
     engine = ScriptedEngine(lambda *_: "4", seconds=60)
     task = asyncio.create_task(roll_out(make_driver(engine, Env(hooks), concurrency=5), TASKS, 4))
-    await asyncio.sleep(0.05)
+    await until(lambda: len(engine.stopping) == 5)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
@@ -146,15 +160,14 @@ async def test_a_cancelled_roll_out_releases_every_request():
 
 async def test_aborted_requests_are_not_tried_again():
     engine = ScriptedEngine(lambda *_: "abcd", seconds=60)
-    asyncio.get_running_loop().call_later(0.05, engine.abort)
-    groups = await roll_out(make_driver(engine), TASKS[:1], 3)
+    groups, _ = await asyncio.gather(roll_out(make_driver(engine), TASKS[:1], 3), abort_when_waiting(engine, 3))
     assert [t.finish for t in groups[0].failed] == [FinishReason.ABORTED] * 3
     assert rollout_metrics(groups)["stop/aborted"] == 3
 
 
 async def test_a_tool_that_ignores_every_cancellation_costs_its_own_request_alone(monkeypatch):
     monkeypatch.setattr(watch, "GRACE", 0.01)
-    monkeypatch.setattr(type(make_driver([])), "patience", 0.2)
+    monkeypatch.setattr(Driver, "patience", 1.0)
     over, hooks = asyncio.Event(), Hooks()
 
     async def stubborn(session, **_):
@@ -165,18 +178,15 @@ async def test_a_tool_that_ignores_every_cancellation_costs_its_own_request_alon
                 continue
         return "ok"
 
-    def script(_, turn):
-        return call("echo") if turn == 0 else "4"
-
     tools = [Echo(hooks, execute=stubborn)]
-    driver = make_driver(script, Env(hooks), tools, tool_timeout=0.02, retries=0)
+    driver = make_driver(two_turns, Env(hooks), tools, tool_timeout=0.02, retries=0)
     groups = await roll_out(driver, TASKS, 2)
     assert [len(g.trajectories) for g in groups] == [1, 2, 2]
     (lost,) = groups[0].failed
     assert (lost.finish, lost.failure.boundary) == (FinishReason.ERROR, Boundary.TOOL)
     assert "left behind" in lost.failure.message
     over.set()
-    await asyncio.sleep(0.05)
+    await until(lambda: not watch._left_behind)
     hooks.check()
 
 

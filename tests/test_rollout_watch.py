@@ -18,9 +18,9 @@ async def test_it_returns_and_raises_what_the_work_does():
         raise KeyError("k")
 
     watch = Watch()
-    assert await watch.wait(asyncio.sleep(0, "x"), soon()) == "x"
+    assert await watch.wait(asyncio.sleep(0, "x"), soon(60)) == "x"
     with pytest.raises(KeyError):
-        await watch.wait(fails(), soon())
+        await watch.wait(fails(), soon(60))
     watch.close()
 
 

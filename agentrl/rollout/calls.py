@@ -24,6 +24,7 @@ _NAME = 64  # characters of a tool's name, as a model may write it, that are kep
 _LINE = 300  # characters of an error line that are kept for the metrics
 _NO_KWARGS = ToolKwargs()
 _EMPTY = ToolResponse()
+_NONE: Mapping[str, float] = {}  # one for all: thousands of requests keep theirs
 
 
 @dataclass(slots=True)
@@ -98,7 +99,7 @@ class Caller:
         allowed = min(self._limits.max_tool_calls_per_turn, self._limits.max_tool_calls - request.tool_calls)
         accepted = calls[:allowed]
         request.tool_calls += len(accepted)
-        turn = len(request.turns) - 1
+        turn = request.turn_count - 1
         answers = await self._run(request, accepted, turn, turn_deadline, watch)
         total = Answers([])
         refused = calls[allowed:]
@@ -191,7 +192,9 @@ class Caller:
 
     def _record(self, request: AsyncRolloutRequest, answer: Answer, turn: int, cut: bool) -> None:
         response = answer.response
-        request.tool_uses.append(ToolUse(answer.name, turn, answer.seconds, answer.error, response.metrics, cut))
+        request.tool_uses.append(
+            ToolUse(answer.name, turn, answer.seconds, answer.error, response.metrics or _NONE, cut)
+        )
         if response.reward is not None:
             request.at = Boundary.REWARD, f"{answer.name}.execute"
             request.add_step_reward(finite(response.reward, "step"))

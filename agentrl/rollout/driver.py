@@ -139,7 +139,7 @@ class Driver:
         if finish is FinishReason.ABORTED:
             request.end(RequestState.ABORTED, finish)
             return
-        if not request.turns:
+        if request.turn_count == 0:
             request.at = _ENGINE
             raise EngineError(f"no token came within {self._limits.turn_timeout:g} seconds (rollout.turn_timeout)")
         started = time.monotonic()
@@ -182,7 +182,7 @@ class Driver:
         turn_ids = request.close_turn()
         request.at = _CHAT
         parsed = self._chat.parse(turn_ids)
-        request.messages.append(assistant_message(parsed, len(request.turns) - 1))
+        request.messages.append(assistant_message(parsed, request.turn_count - 1))
         room = self._most() - len(request.ids)
         if generation.finish is GenerationFinish.LENGTH and (room <= 0 or not parsed.calls):
             return FinishReason.LENGTH
@@ -190,7 +190,7 @@ class Driver:
         request.messages.extend(replies)
         if finish is not None:
             return finish
-        if len(request.turns) >= limits.max_turns:
+        if request.turn_count >= limits.max_turns:
             return FinishReason.MAX_TURNS
         request.at = _CHAT
         added = self._chat.bridge(turn_ids, replies)
@@ -228,7 +228,7 @@ class Driver:
         if request.open_turn is not None:
             request.at = _CHAT
             parsed = self._chat.parse(request.close_turn())
-            request.messages.append(assistant_message(parsed, len(request.turns) - 1))
+            request.messages.append(assistant_message(parsed, request.turn_count - 1))
         return FinishReason.TIMEOUT
 
     async def _tool_turn(

@@ -71,7 +71,7 @@ async def calc_rewards(request: AsyncRolloutRequest, watch: Watch, seconds: floa
             continue
         for part, number in value.items() if isinstance(value, Mapping) else ((name, value),):
             rewards[part] = rewards.get(part, 0.0) + finite(number, part)
-    if step := sum(turn.reward for turn in request.turns):
+    if step := sum(request.step_rewards):
         rewards["step"] = rewards.get("step", 0.0) + step
     return rewards
 

@@ -2,7 +2,7 @@
 
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -46,8 +46,9 @@ class AsyncRolloutRequest:
     """A request as the driver sees it. `ids` grows in place and is handed to the engine as it is.
 
     id: unique among the requests in flight. seed: of this sample and attempt. logprobs, versions: of the sampled ids
-    alone, in order, versions as (count, version). open_turn: where a turn begins that is not whole yet. deadline:
-    seconds of time.monotonic(). at: whose code runs now, and which, so that an error finds its boundary.
+    alone, in order, versions as counts of ids in a row with one version. turn_starts, turn_ends, step_rewards: one
+    entry a turn. open_turn: where a turn begins that is not whole yet. deadline: seconds of time.monotonic(). at: whose
+    code runs now, and which, so that an error finds its boundary.
     """
 
     id: str
@@ -59,10 +60,13 @@ class AsyncRolloutRequest:
     at: tuple[Boundary, str] = (Boundary.INFRASTRUCTURE, "driver")
     ids: "array[int]" = field(default_factory=lambda: array("i"))
     logprobs: "array[float]" = field(default_factory=lambda: array("f"))
-    versions: list[tuple[int, int]] = field(default_factory=list)
+    versions: "array[int]" = field(default_factory=lambda: array("i"))
+    version_counts: "array[int]" = field(default_factory=lambda: array("i"))
     prompt_length: int = 0
     open_turn: int | None = None
-    turns: list[Turn] = field(default_factory=list)
+    turn_starts: "array[int]" = field(default_factory=lambda: array("i"))
+    turn_ends: "array[int]" = field(default_factory=lambda: array("i"))
+    step_rewards: "array[float]" = field(default_factory=lambda: array("d"))
     messages: list[Message] = field(default_factory=list)
     tools: dict[str, Tool] = field(default_factory=dict)
     begun: list[Begun] = field(default_factory=list)
@@ -90,7 +94,20 @@ class AsyncRolloutRequest:
 
     def session_of(self, plugin: Environment | Tool) -> Session:
         """The session of a plugin that was created."""
-        return next(b.session for b in self.begun if b.plugin is plugin)
+        for begun in self.begun:
+            if begun.plugin is plugin:
+                return begun.session
+        raise KeyError(plugin.name)
+
+    @property
+    def turn_count(self) -> int:
+        """Whole turns so far."""
+        return len(self.turn_ends)
+
+    @property
+    def turns(self) -> list[Turn]:
+        """The whole turns so far, made on demand."""
+        return list(map(Turn, self.turn_starts, self.turn_ends, self.step_rewards))
 
     @property
     def turn_tokens(self) -> int:
@@ -112,7 +129,8 @@ class AsyncRolloutRequest:
         start, logprobs = len(self.ids), array("f", generation.logprobs)
         self.ids.fromlist(generation.ids)
         self.logprobs.extend(logprobs)
-        self.versions.append((count, generation.weight_version))
+        self.versions.append(generation.weight_version)
+        self.version_counts.append(count)
         if self.open_turn is None:
             self.open_turn = start
 
@@ -120,7 +138,9 @@ class AsyncRolloutRequest:
         """The turn is whole: its ids."""
         assert self.open_turn is not None, "close_turn follows add_sampled"
         start, self.open_turn = self.open_turn, None
-        self.turns.append(Turn(start, len(self.ids)))
+        self.turn_starts.append(start)
+        self.turn_ends.append(len(self.ids))
+        self.step_rewards.append(0.0)
         return self.ids[start:].tolist()
 
     def add_bridge(self, ids: list[int]) -> None:
@@ -129,12 +149,13 @@ class AsyncRolloutRequest:
 
     def add_step_reward(self, reward: float) -> None:
         """Credit a step reward to the last turn."""
-        last = self.turns[-1]
-        self.turns[-1] = replace(last, reward=last.reward + reward)
+        self.step_rewards[-1] += reward
 
     def trajectory(self) -> Trajectory:
         """What it leaves behind, as arrays of its own: the request may be driven on afterwards."""
-        turns = self.turns if self.open_turn is None else [*self.turns, Turn(self.open_turn, len(self.ids))]
+        turns = self.turns
+        if self.open_turn is not None:
+            turns.append(Turn(self.open_turn, len(self.ids)))
         size = len(self.ids)
         mask = np.zeros(size, np.uint8)
         for turn in turns:
@@ -143,7 +164,7 @@ class AsyncRolloutRequest:
         logprobs = np.zeros(size, np.float32)
         logprobs[sampled] = self.logprobs
         version = np.full(size, -1, np.int32)
-        version[sampled] = self._sampled_versions()
+        version[sampled] = np.repeat(np.array(self.versions, np.int32), self.version_counts)
         extra = {key: tuple(value) if isinstance(value, list) else value for key, value in self.extra.items()}
         return Trajectory(
             request_id=self.id, task=self.task, sample=self.sample, ids=np.array(self.ids, np.int32), loss_mask=mask,
@@ -152,9 +173,3 @@ class AsyncRolloutRequest:
             tool_uses=tuple(self.tool_uses), failure=self.failure, seconds=dict(self.seconds),
             tools=tuple(self.tools), extra=extra,
         )  # fmt: skip
-
-    def _sampled_versions(self) -> Any:
-        if not self.versions:
-            return np.zeros(0, np.int32)
-        counts, versions = zip(*self.versions, strict=True)
-        return np.repeat(np.array(versions, np.int32), counts)

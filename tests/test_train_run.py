@@ -225,3 +225,21 @@ def test_a_wrong_command_is_refused_without_torch(arguments: list[str]) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (2, "False False\n"), done.stderr
+
+
+@pytest.mark.usefixtures("no_model")
+@pytest.mark.parametrize("output", [None, "runs", "runs/mine"])
+def test_a_file_where_the_runs_should_lie_is_said_at_once(
+    output: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("runs").write_text("")
+    with pytest.raises(UserError, match="output: runs is a file"):
+        agentrl.train(small(output))
+
+
+def test_a_run_may_keep_no_trajectories(tmp_path: Path) -> None:
+    result = agentrl.train(small(tmp_path / "run", train__steps=1, eval__splits=[], track__trajectories=False))
+    assert {path.name for path in result.folder.iterdir()} == {
+        "recipe.yaml", "metrics.jsonl", "report.html", "checkpoints",
+    }  # fmt: skip

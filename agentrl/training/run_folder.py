@@ -20,7 +20,7 @@ class RunFolder:
     @classmethod
     def create(cls, output: str | None, name: str, root: Path = Path("runs")) -> "RunFolder":
         """`output` as it is, or runs/<name>-<number> with the next free number. Raises UserError for one in use."""
-        cls.check_free(output)
+        cls.check_free(output, root)
         if output is None:
             return cls(_next_numbered(root, name))
         path = Path(output)
@@ -28,15 +28,14 @@ class RunFolder:
         return cls(path)
 
     @staticmethod
-    def check_free(output: str | None) -> None:
+    def check_free(output: str | None, root: Path = Path("runs")) -> None:
         """Raises UserError when `output` cannot take a new run. Makes nothing: to be asked before costly work."""
-        if output is None:
-            return
-        path = Path(output)
+        path = root if output is None else Path(output)
         if (path / RECIPE).exists() or (path / METRICS).exists():
             raise UserError(f"output: {path} already holds a run; name another folder, or go on with --resume {path}")
-        if path.exists() and not path.is_dir():
-            raise UserError(f"output: {path} is a file; a run needs a folder")
+        there = next(p for p in (path, *path.parents) if p.exists())
+        if not there.is_dir():
+            raise UserError(f"output: {there} is a file; a run needs a folder")
 
     @classmethod
     def existing(cls, path: str) -> "RunFolder":
@@ -101,3 +100,5 @@ def _next_numbered(root: Path, name: str) -> Path:
             return path
         except FileExistsError:
             number += 1
+        except OSError as error:
+            raise UserError(f"output: cannot make the folder {path}: {error.strerror}") from error

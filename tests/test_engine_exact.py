@@ -20,13 +20,18 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
 )
 
 from agentrl.engine.base import Generation, GenerationFinish, Sampling
+from agentrl.engine.local import block
 from agentrl.engine.local.engine import LocalEngine
 from agentrl.engine.local.fast import BlockRunner
 from agentrl.engine.local.generic import ModuleRunner
 from agentrl.engine.local.recompute import RecomputeRunner
+from agentrl.engine.local.step import _step, fused_step
+from agentrl.errors import UserError
 
 VOCAB = 97
 LLAMA3 = {
@@ -187,3 +192,66 @@ async def test_without_copies_of_the_weights(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("agentrl.engine.local.fast.COPY_BELOW", 0)
     for name in ("qwen3", "qwen2"):
         await crowd(MODELS[name][0](), True, max_batch=16)
+
+
+def test_a_step_is_compiled() -> None:
+    assert isinstance(fused_step(), torch.jit.ScriptFunction)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen2", "llama"])
+async def test_products_of_other_cpus_and_steps_that_cannot_be_compiled(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("agentrl.engine.local.dense.prefers_onednn", lambda: True)
+    await crowd(MODELS[name][0](), True, max_batch=16)
+    monkeypatch.setattr("agentrl.engine.local.fast.fused_step", lambda: _step)
+    await crowd(MODELS[name][0](), True, max_batch=16)
+    monkeypatch.setattr("agentrl.engine.local.dense.prefers_onednn", lambda: False)
+    await crowd(MODELS[name][0](), True, max_batch=16)
+
+
+@pytest.mark.parametrize("copy", [True, False])
+@pytest.mark.parametrize("onednn", [True, False])
+def test_the_shared_block_is_exact_and_differentiable(
+    copy: bool, onednn: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Logits and gradients of the packed-training forward against the module's own, for one sequence."""
+    monkeypatch.setattr("agentrl.engine.local.dense.prefers_onednn", lambda: onednn)
+    for name in ("qwen3", "qwen2", "llama"):
+        model = MODELS[name][0]()
+        ids = torch.from_numpy(np.random.default_rng(0).integers(0, VOCAB, 20))
+        beyond = torch.full((20, 20), -torch.inf).triu(1)
+
+        def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor = beyond) -> Any:
+            q, k, v = (t.transpose(0, 1).repeat_interleave(4 // t.shape[1], 0) for t in (q, k, v))
+            return ((q @ k.transpose(1, 2) / q.shape[-1] ** 0.5 + mask).softmax(-1) @ v).transpose(0, 1).flatten(1)
+
+        weights = block.weights_of(model, copy=copy, interleave=copy)
+        logits = weights.head(block.hidden(weights, ids, block.Rope(model)(torch.arange(20)), attend))
+        wanted = model(input_ids=ids[None]).logits[0]
+        assert torch.allclose(logits.log_softmax(-1), wanted.log_softmax(-1), atol=1e-4)
+        parameters = list(model.parameters())
+        grads, wanted_grads = (
+            torch.autograd.grad(x.log_softmax(-1)[:, 5].mean(), parameters) for x in (logits, wanted)
+        )
+        for g, w in zip(grads, wanted_grads, strict=True):
+            assert torch.allclose(g, w, atol=1e-4 * max(1.0, float(w.abs().max())))
+
+
+@pytest.mark.parametrize(
+    ("more", "reason"),
+    [
+        ({"hidden_act": "gelu"}, "hidden_act"),
+        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "depend on the length"),
+    ],
+)
+def test_variants_that_the_block_does_not_know_are_left_to_the_module(more: dict[str, Any], reason: str) -> None:
+    model = small(LlamaConfig, LlamaForCausalLM, **more)
+    assert reason in str(block.unsupported(model))
+    assert not isinstance(LocalEngine(model, max_batch=2)._runner, BlockRunner)
+
+
+def test_an_encoder_decoder_is_refused() -> None:
+    sizes = {"d_model": 16, "d_ff": 16, "num_layers": 1, "num_heads": 2, "d_kv": 8, "vocab_size": 20}
+    with pytest.raises(UserError, match="not a causal language model"):
+        LocalEngine(T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0)), max_batch=2)

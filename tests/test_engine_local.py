@@ -1,4 +1,4 @@
-"""The local engine's manners: sampling, seeds, groups, aborts, new weights, failures, and its sharing the event loop."""
+"""The local engine's manners: sampling, seeds, groups, aborts, new weights, failures, sharing the event loop."""
 
 import asyncio
 import threading

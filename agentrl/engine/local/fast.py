@@ -119,7 +119,7 @@ class BlockRunner:
 
     def _bias(self, positions: Ints, active: Bools, width: int) -> Tensor | None:
         """What tells rows of different lengths apart: [n, 1, width], 0 where a row has a token, else -inf."""
-        if not len(positions) or int(positions[active].min()) + 1 == width:
+        if int(positions[active].min(initial=width - 1)) + 1 == width:
             return None
         beyond = np.arange(width) > positions[:, None]
         return self._tensor(np.where(beyond, np.float32(-np.inf), np.float32(0))[:, None])

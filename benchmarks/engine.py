@@ -1,0 +1,218 @@
+"""Tokens per second of the local engine beside transformers' `generate` and its continuous batching, same model.
+
+    python benchmarks/engine.py [--rounds 3] [--threads 1] [--rows 64]
+
+(a) equal: prompts of 50 tokens, 64 new ones each, all at once.
+(b) job: groups of 8 samples on one prompt, two to four turns a conversation, answers of 8 to 60 tokens, tool results of
+15 to 25 tokens between them, temperature 1. Lengths are forced, so that every side does the same work: `generate` takes
+turns in lockstep with the finished rows dropped between turns (as a trainer drives it), the others as they come.
+
+The model is a Qwen3 of the embedded one's shape with random weights. Sides alternate; the best round of each counts,
+because other work on a machine only ever slows a round down; where there is much of it, trust the cpu time. Tokens are
+sampled ones; prompts come on top.
+"""
+
+import argparse
+import asyncio
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM, StoppingCriteria, StoppingCriteriaList
+from transformers.utils import logging
+
+from agentrl.engine.base import Sampling
+from agentrl.engine.local.engine import LocalEngine
+
+VOCAB = 832
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """What is fixed beforehand: the prompt, how long each answer is, and what a tool says after it."""
+
+    prompt: list[int]
+    answers: tuple[int, ...]
+    results: tuple[list[int], ...]
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.answers)
+
+
+def make_model() -> Any:
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=VOCAB, hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=64, max_position_embeddings=1024, initializer_range=0.04,
+        tie_word_embeddings=True, bos_token_id=None, eos_token_id=None, pad_token_id=0,
+    )  # fmt: skip
+    return Qwen3ForCausalLM(config).eval()
+
+
+def equal_work(rows: int) -> list[Conversation]:
+    rng = np.random.default_rng(0)
+    return [Conversation(rng.integers(1, VOCAB, 50).tolist(), (64,), ()) for _ in range(rows)]
+
+
+def job_work(groups: int, samples: int = 8) -> list[Conversation]:
+    rng = np.random.default_rng(1)
+    work = []
+    for _ in range(groups):
+        prompt = rng.integers(1, VOCAB, int(rng.integers(40, 61))).tolist()
+        for _ in range(samples):
+            turns = int(rng.integers(2, 5))
+            answers = tuple(int(n) for n in rng.integers(8, 61, turns))
+            results = tuple(rng.integers(1, VOCAB, int(rng.integers(15, 26))).tolist() for _ in range(turns - 1))
+            work.append(Conversation(prompt, answers, results))
+    return work
+
+
+class Local:
+    """One engine for all rounds, as a training run has it; new weights are announced before each round."""
+
+    def __init__(self, model: Any, rows: int) -> None:
+        self.engine = LocalEngine(model, max_batch=rows)
+        self.round = 0
+
+    def __call__(self, work: list[Conversation]) -> None:
+        self.round += 1
+        asyncio.run(self._all(work))
+
+    async def _all(self, work: list[Conversation]) -> None:
+        await self.engine.update_weights(self.round)
+        await asyncio.gather(*(self._one(c, f"{self.round}/{i}") for i, c in enumerate(work)))
+
+    async def _one(self, c: Conversation, request_id: str) -> None:
+        ids = list(c.prompt)
+        for turn, length in enumerate(c.answers):
+            generation = await self.engine.generate(ids, Sampling(max_tokens=length), request_id)
+            assert len(generation.ids) == length
+            ids = ids + generation.ids + (c.results[turn] if turn < len(c.results) else [])
+        self.engine.finish(request_id)
+
+
+class _Lengths(StoppingCriteria):
+    """Row i is done after lengths[i] new tokens."""
+
+    def __init__(self, prompt: int, lengths: torch.Tensor) -> None:
+        self.prompt, self.lengths = prompt, lengths
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **_: Any) -> torch.Tensor:
+        return input_ids.shape[1] - self.prompt >= self.lengths
+
+
+class Generate:
+    """`model.generate`: a turn of all live conversations at a time, left-padded."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    def __call__(self, work: list[Conversation]) -> None:
+        histories = [list(c.prompt) for c in work]
+        for turn in range(max(len(c.answers) for c in work)):
+            live = [i for i, c in enumerate(work) if turn < len(c.answers)]
+            width = max(len(histories[i]) for i in live)
+            ids = torch.zeros(len(live), width, dtype=torch.long)
+            mask = torch.zeros_like(ids)
+            for row, i in enumerate(live):
+                ids[row, width - len(histories[i]) :] = torch.tensor(histories[i])
+                mask[row, width - len(histories[i]) :] = 1
+            lengths = torch.tensor([work[i].answers[turn] for i in live])
+            out = self.model.generate(
+                ids, attention_mask=mask, max_new_tokens=int(lengths.max()), do_sample=True, top_k=0,
+                stopping_criteria=StoppingCriteriaList([_Lengths(width, lengths)]),
+            )  # fmt: skip
+            for row, i in enumerate(live):
+                result = work[i].results[turn] if turn < len(work[i].results) else []
+                histories[i] += out[row, width : width + int(lengths[row])].tolist() + result
+
+
+class Continuous:
+    """transformers' continuous batching, its manager started once. A conversation's next turn is a new request, which
+    shares the blocks of its earlier turns where the manager's prefix cache finds them."""
+
+    def __init__(self, model: Any) -> None:
+        config = GenerationConfig(do_sample=True, top_k=0, eos_token_id=-1, pad_token_id=0, max_new_tokens=64)
+        self.manager = model.init_continuous_batching(generation_config=config)
+        self.manager.start()
+
+    def __call__(self, work: list[Conversation]) -> None:
+        turn = [0] * len(work)
+        history = [list(c.prompt) for c in work]
+        names: dict[str, int] = {}
+
+        def ask(i: int) -> None:
+            names[self.manager.add_request(history[i], max_new_tokens=work[i].answers[turn[i]])] = i
+
+        for i in range(len(work)):
+            ask(i)
+        while names:
+            result = self.manager.get_result(timeout=60)
+            if result is None or result.error:
+                raise RuntimeError(f"continuous batching failed: {result and result.error}")
+            if not result.is_finished():
+                continue
+            i = names.pop(result.request_id)
+            assert len(result.generated_tokens) == work[i].answers[turn[i]]
+            history[i] += result.generated_tokens
+            turn[i] += 1
+            if turn[i] < len(work[i].answers):
+                history[i] += work[i].results[turn[i] - 1]
+                ask(i)
+
+    def close(self) -> None:
+        self.manager.stop(block=True)
+
+
+def measure(sides: dict[str, Callable[[list[Conversation]], None]], work: list[Conversation], rounds: int) -> None:
+    """Print tokens/s of every side, and how many times slower than `local` it is."""
+    wall: dict[str, float] = {}
+    cpu: dict[str, float] = {}
+    for turn in range(rounds + 1):
+        for name, side in sides.items():
+            began, began_cpu = time.perf_counter(), time.process_time()
+            side(work)
+            if turn:  # the first round warms up
+                wall[name] = min(wall.get(name, 1e9), time.perf_counter() - began)
+                cpu[name] = min(cpu.get(name, 1e9), time.process_time() - began_cpu)
+    tokens = sum(c.tokens for c in work)
+    print(f"  {'':<14}{'tokens/s':>12}{'ratio':>8}{'tokens/cpu-s':>16}{'ratio':>8}")
+    for name in sides:
+        ratios = wall[name] / wall["local"], cpu[name] / cpu["local"]
+        print(f"  {name:<14}{tokens / wall[name]:>12.0f}{ratios[0]:>8.2f}{tokens / cpu[name]:>16.0f}{ratios[1]:>8.2f}")
+    others = [n for n in sides if n != "local"]
+    least = [min(clock[n] for n in others) / clock["local"] for clock in (wall, cpu)]
+    print(f"  local against the better of the others: {least[0]:.2f} times by the clock, {least[1]:.2f} by cpu time")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--rows", type=int, default=64, help="rows of (a); (b) has twice as many conversations")
+    parser.add_argument("--only", choices=["local", "generate", "continuous"], help="measure one side")
+    options = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    logging.set_verbosity_error()
+    torch.set_num_threads(options.threads)
+    for title, work in (("(a) equal lengths", equal_work(options.rows)), ("(b) the job", job_work(options.rows // 4))):
+        print(f"{title}: {len(work)} conversations, {sum(c.tokens for c in work)} tokens, {options.threads} thread(s)")
+        sides: dict[str, Callable[[list[Conversation]], None]] = {
+            "local": Local(make_model(), len(work)),
+            "generate": Generate(make_model()),
+            "continuous": Continuous(make_model()),
+        }
+        continuous = sides["continuous"]
+        if options.only:
+            sides = {"local": sides["local"], options.only: sides[options.only]}
+        measure(sides, work, options.rounds)
+        continuous.close()  # type: ignore[attr-defined]
+
+
+if __name__ == "__main__":
+    main()

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers.utils import logging as progress
 
 from agentrl.errors import UserError
 
@@ -91,6 +92,7 @@ class Checkpoints:
 
 def save_model(model: Any, tokenizer: Any, folder: Path) -> None:
     """A folder that `from_pretrained` loads: config.json, model.safetensors in the model's dtype, the tokenizer."""
+    progress.disable_progress_bar()
     model.save_pretrained(folder)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)

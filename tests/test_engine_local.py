@@ -155,9 +155,14 @@ async def test_bad_requests_are_told(engine: LocalEngine) -> None:
     assert len((await running).ids) == 5
 
 
-def test_a_cache_that_cannot_hold_one_context_is_refused(model: Any) -> None:
-    with pytest.raises(UserError, match=r"cannot hold one context of 256 tokens"):
-        LocalEngine(model, max_batch=4, cache_bytes=1000)
+async def test_a_cache_that_cannot_hold_one_context_is_refused_or_sets_it(model: Any) -> None:
+    with pytest.raises(UserError, match=r"hold 78 tokens, fewer than one context of 200"):
+        LocalEngine(model, max_batch=4, max_context=200, cache_bytes=256 * 79 + 9)
+    engine = LocalEngine(model, max_batch=4, cache_bytes=256 * 79 + 9)
+    assert engine.max_context == 78
+    assert len((await engine.generate([1, 2], Sampling(100), "a")).ids) == 76
+    with pytest.raises(UserError, match="max_batch"):
+        LocalEngine(model, max_batch=0)
 
 
 async def test_abort_one_and_all(engine: LocalEngine) -> None:

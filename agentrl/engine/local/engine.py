@@ -24,8 +24,9 @@ from agentrl.engine.local.scheduler import Scheduler
 from agentrl.errors import UserError
 
 INLINE_SECONDS = 0.025
-RETURN_TICKS = 3
-"""Turns of the event loop before the next step once requests have finished: with an instant tool they are back then."""
+RETURN_TICKS = 4
+"""Turns of the event loop before the next step, at most, once requests have finished: with an instant tool they are
+back by then, and need not miss a step."""
 
 DEFAULT_CONTEXT = 4096  # of a model whose configuration does not say
 
@@ -33,8 +34,9 @@ DEFAULT_CONTEXT = 4096  # of a model whose configuration does not say
 class LocalEngine:
     """`model`: a transformers causal language model, its weights read in place. max_batch: rows decoded at once.
 
-    max_context: tokens of prompt and answer together (None: what the model's configuration says). cache_bytes: bound on
-    the memory of keys and values (None: a quarter of the machine's, or of what is free on an accelerator).
+    max_context: tokens of prompt and answer together (None: what the configuration says and the cache can hold).
+    cache_bytes: bound on the memory of keys and values (None: a quarter of the machine's, or half of what is free on an
+    accelerator).
     """
 
     def __init__(
@@ -42,15 +44,14 @@ class LocalEngine:
     ) -> None:
         if max_batch < 1:
             raise UserError(f"engine.max_batch is {max_batch}; it must be at least 1")
-        limit = context_of(model)
-        self._context = min(max_context, limit) if max_context else limit
         self._runner = runner_for(model)
-        room = cache_bytes or _quarter_of_memory(self._runner_device(model))
-        need = self._runner.token_bytes * (self._context + 1)
-        if room < need:
+        room = cache_bytes or _quarter_of_memory(model.get_input_embeddings().weight.device)
+        fits = room // self._runner.token_bytes - 1
+        self._context = min(context_of(model), max_context or max(1, fits))
+        if fits < self._context:
             raise UserError(
-                f"engine: {room >> 20} MiB of cache cannot hold one context of {self._context} tokens, which takes "
-                f"{need >> 20} MiB: raise engine.args.cache_bytes or lower engine.args.max_context"
+                f"engine: {room >> 20} MiB of cache hold {max(0, fits)} tokens, fewer than one context of "
+                f"{self._context}: raise engine.args.cache_bytes or lower engine.args.max_context"
             )
         self._vocab = model.get_input_embeddings().weight.shape[0]
         self._scheduler = Scheduler(self._runner, max_batch, self._context, room)
@@ -176,25 +177,26 @@ class LocalEngine:
     async def _run(self) -> None:
         """Step until nothing is left to do. The boundary of `engine` errors: whatever goes wrong in a step ends the
         requests that were there, and the next ones begin with an empty cache."""
-        ticks = 1  # everybody who asks in this turn of the loop is in the first step
+        over = 0  # requests that finished in the last step
         while self._scheduler.busy and not self._paused:
-            for _ in range(ticks):
+            expected = len(self._scheduler.waiting) + over
+            for _ in range(RETURN_TICKS if over else 1):
                 await asyncio.sleep(0)
-                if self._scheduler.waiting:
+                if over and len(self._scheduler.waiting) >= expected:
                     break
             try:
-                ticks = await self._step()
+                over = await self._step()
             except Exception as error:  # noqa: BLE001
                 self._fail(error)
 
     async def _step(self) -> int:
-        """One step; returns how many turns of the event loop to wait at most before the next."""
+        """One step; returns how many requests finished in it."""
         scheduler = self._scheduler
         if self._paused or not scheduler.busy:
-            return 1
+            return 0
         plan = scheduler.plan()
         if plan is None:
-            return 1
+            return 0
         began = time.perf_counter()
         if self._step_seconds < INLINE_SECONDS:
             result = scheduler.compute(plan)
@@ -209,7 +211,7 @@ class LocalEngine:
         over = scheduler.commit(plan, *result)
         for request, generation in over:
             _deliver(request, generation)
-        return RETURN_TICKS if over else 1
+        return len(over)
 
     def _fail(self, error: Exception) -> None:
         for request in self._scheduler.reset():
@@ -217,11 +219,6 @@ class LocalEngine:
                 failure = EngineError(f"the local engine failed: {type(error).__name__}: {error}")
                 failure.__cause__ = error
                 request.future.set_exception(failure)
-
-    @staticmethod
-    def _runner_device(model: Any) -> torch.device:
-        device: torch.device = model.get_input_embeddings().weight.device
-        return device
 
 
 def _deliver(request: Request, generation: Generation) -> None:

@@ -31,11 +31,13 @@ _NONE: Mapping[str, float] = {}  # one for all: thousands of requests keep their
 class Answer:
     """One call, from its name and arguments (None: it is not to be run) to what it came to.
 
-    late: the turn or the request ran out of time, not the tool out of its own.
+    text: what the model reads; the rest of `response` is what the tool said besides. late: the turn or the request ran
+    out of time, not the tool out of its own.
     """
 
     call_id: str
     name: str
+    text: str = ""
     response: ToolResponse = _EMPTY
     error: str | None = None
     tool: Tool | None = None
@@ -101,14 +103,15 @@ class Caller:
         request.tool_calls += len(accepted)
         turn = request.turn_count - 1
         answers = await self._run(request, accepted, turn, turn_deadline, watch)
+        request.at = Boundary.INFRASTRUCTURE, "chat"
         total = Answers([])
         refused = calls[allowed:]
         if refused:
             total.exhausted = allowed < self._limits.max_tool_calls_per_turn
             answers.append(self._refusal(refused, call_id(turn, allowed), total.exhausted))
         for answer in answers:
-            text = bound_text(answer.response.text, self._limits.max_tool_tokens, self._chat.encode_text)
-            self._record(request, answer, turn, cut=text is not answer.response.text)
+            text = bound_text(answer.text, self._limits.max_tool_tokens, self._chat.encode_text)
+            self._record(request, answer, turn, cut=text is not answer.text)
             total.messages.append(answer.message(text))
             total.done = total.done or answer.response.done
             total.late = total.late or answer.late
@@ -146,13 +149,10 @@ class Caller:
         assert tool is not None
         assert arguments is not None
         try:
-            work = tool.execute(request.session_of(tool), **arguments)
-            answer.response = _response(await watch.wait(work, deadline))
+            _take(answer, await watch.wait(tool.execute(request.session_of(tool), **arguments), deadline))
         except Exception as error:  # noqa: BLE001 - boundary: a tool that raises tells the model
             self._failed(answer, error)
         answer.seconds = time.monotonic() - started
-        if answer.response.error:
-            answer.error = f"model: {_line(answer.response.text)}"
 
     def _prepare(self, request: AsyncRolloutRequest, call: ParsedCall, name: str) -> Answer:
         """An answer that says what is wrong with the call, or one that is ready to run."""
@@ -181,7 +181,7 @@ class Caller:
             answer.late = True
         else:
             side, what = "tool", f"{type(error).__name__}: {error}"
-        answer.response, answer.error = ToolResponse(f"Error: {what}"), f"{side}: {_line(what)}"
+        answer.text, answer.response, answer.error = f"Error: {what}", _EMPTY, f"{side}: {_line(what)}"
 
     def _refusal(self, calls: Sequence[ParsedCall], name: str, exhausted: bool) -> Answer:
         """One message for all the calls that are not run."""
@@ -200,15 +200,18 @@ class Caller:
             request.add_step_reward(finite(response.reward, "step"))
 
 
-def _response(result: Any) -> ToolResponse:
+def _take(answer: Answer, result: Any) -> None:
+    """What the tool returned. Raises TypeError where its contract does not allow it."""
     if isinstance(result, str):
-        return ToolResponse(result)
+        answer.text = result
+        return
     if not isinstance(result, ToolResponse) or not isinstance(result.text, str):
         kind = type(result.text if isinstance(result, ToolResponse) else result).__name__
         raise TypeError(f"the tool returned {kind}, not text")
-    if result.metrics:
-        _check_metrics(result.metrics)
-    return result
+    _check_metrics(result.metrics)
+    answer.text, answer.response = result.text, result
+    if result.error:
+        answer.error = f"model: {_line(result.text)}"
 
 
 def _check_metrics(metrics: Mapping[str, float]) -> None:
@@ -222,4 +225,4 @@ def _line(text: str) -> str:
 
 
 def _wrong(call: ParsedCall, name: str, what: str) -> Answer:
-    return Answer(name, call.name[:_NAME], ToolResponse(f"Error: {what}"), error=f"model: {_line(what)}")
+    return Answer(name, call.name[:_NAME], f"Error: {what}", error=f"model: {_line(what)}")

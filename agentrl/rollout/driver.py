@@ -72,7 +72,8 @@ class Driver:
         return AsyncRolloutRequest(name, task, sample, own, opening=opening if opening is not None else Opening())
 
     async def drive(self, request: AsyncRolloutRequest, *, resumable: bool = False) -> Trajectory:
-        """Drive a PENDING request, or an ABORTED one further, to its end. Raises nothing but CancelledError.
+        """Drive a PENDING request, or a kept ABORTED one further, to its end. Whatever goes wrong is in the trajectory:
+        it raises CancelledError when it is cancelled, and TransitionError for a request in any other state.
 
         resumable: a request that the engine aborts keeps its sessions, so that it can be driven on; whoever does not
         drive it on must `discard` it.

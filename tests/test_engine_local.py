@@ -198,6 +198,18 @@ async def test_cancelling_frees_the_row_and_spares_the_group(model: Any) -> None
     assert not engine._scheduler.busy
 
 
+async def test_cancelling_in_the_moment_of_finishing(engine: LocalEngine) -> None:
+    """The step that ends the request runs between the cancellation and the coroutine's noticing it."""
+    task = asyncio.create_task(engine.generate([1, 2], Sampling(1), "a"))
+    await asyncio.sleep(0)
+    engine._requests["a"].future.cancel()
+    while engine._scheduler.busy:
+        await engine._step()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert len((await engine.generate([1, 2], Sampling(1), "a")).ids) == 1
+
+
 async def test_new_weights_count_at_once_and_running_requests_go_on(model: Any, engine: LocalEngine) -> None:
     before = await engine.generate([1, 2, 3], Sampling(30, 0.0), "a")
     running = asyncio.create_task(engine.generate([4, 5], Sampling(100, 0.0), "b"))

@@ -92,7 +92,7 @@ class LocalEngine:
         finally:
             del self._requests[request_id]
             if future.cancelled():
-                self._scheduler.stop(request)
+                self._scheduler.cancel(request)
 
     def finish(self, request_id: str) -> None:
         self._scheduler.finish(request_id)

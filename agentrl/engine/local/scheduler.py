@@ -66,6 +66,11 @@ class Scheduler:
         self.waiting.remove(request)
         return Generation(request.done_ids, request.done_logprobs, GenerationFinish.ABORT, self._version(request))
 
+    def cancel(self, request: Request) -> None:
+        """Nobody awaits it any more; a step may have ended it just before."""
+        if request in self._running or request in self.waiting:
+            self.stop(request)
+
     def finish(self, request_id: str) -> None:
         """No further turn comes: the slot is freed, now or when the running turn ends."""
         c = self.slots.by_id.get(request_id)

@@ -98,3 +98,12 @@ def test_outside_the_main_thread_a_run_needs_no_signals(tmp_path: Path) -> None:
     with ThreadPoolExecutor(1) as thread:
         result = thread.submit(agentrl.train, small(tmp_path / "run", train__steps=1, eval__splits=[])).result()
     assert result.steps == 1
+
+
+async def test_ctrl_c_reaches_a_run_that_a_notebook_started(tmp_path: Path) -> None:
+    """There the run has a thread of its own, and the signal comes to the one that waits for it."""
+    recipe = small(tmp_path / "run", train__steps=9, eval__splits=[], track__trackers=["train_plugins:StopsAfterThree"])
+    result = agentrl.train(recipe)
+    assert result.interrupted
+    assert 3 <= result.steps < 9
+    assert result.checkpoint.name == f"step_{result.steps}"

@@ -243,3 +243,10 @@ def test_a_run_may_keep_no_trajectories(tmp_path: Path) -> None:
     assert {path.name for path in result.folder.iterdir()} == {
         "recipe.yaml", "metrics.jsonl", "report.html", "checkpoints",
     }  # fmt: skip
+
+
+async def test_inside_a_running_loop_as_in_a_notebook(tmp_path: Path) -> None:
+    recipe = small(tmp_path / "run", train__steps=1)
+    result = agentrl.train(recipe)
+    assert result.steps == 1
+    assert agentrl.evaluate(recipe, model=str(result.checkpoint))["test"].accuracy == result.after["test"]

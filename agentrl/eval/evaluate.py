@@ -13,6 +13,7 @@ from agentrl.plugins.environment import Environment
 from agentrl.plugins.registry import make_environment
 from agentrl.recipe.load import load_recipe
 from agentrl.recipe.schema import Recipe
+from agentrl.rollout.blocking import blocking
 from agentrl.rollout.player import Player
 
 
@@ -53,7 +54,7 @@ def evaluate(
     changed = {"samples": samples or recipe.eval.samples, "splits": tuple(splits) if splits else recipe.eval.splits}
     recipe = recipe.model_copy(update={"eval": recipe.eval.model_copy(update=changed)})
     with progress or Progress() as shown:
-        return asyncio.run(_evaluate(recipe, model, shown))
+        return blocking(lambda: asyncio.run(_evaluate(recipe, model, shown)))
 
 
 async def _evaluate(recipe: Recipe, model: str | None, progress: Progress) -> Evaluation:

@@ -23,7 +23,8 @@ class Interrupted(Exception):  # noqa: N818 - it is no error
 class Interrupts:
     """While entered, SIGINT and SIGTERM set `requested` and cancel what `run` awaits, so that no update is cut in two.
 
-    Outside the main thread, where Python takes no signals, it only offers `run`.
+    Entered outside the main thread, where Python takes no signals, it only offers `run`. The work may be done in
+    another thread than the one that entered; it ends with `close`, in its own thread.
     """
 
     def __init__(self) -> None:
@@ -42,9 +43,12 @@ class Interrupts:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         for number, handler in self._former.items():
             signal.signal(number, handler)
-        self._runner.close()
         if self._last_resort is not None:
             self._last_resort.cancel()
+
+    def close(self) -> None:
+        """Close the event loop, after what still runs in it is cancelled."""
+        self._runner.close()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self.requested:
@@ -54,8 +58,8 @@ class Interrupts:
                 self._last_resort.start()
             raise KeyboardInterrupt
         self.requested = True
-        if self._task is not None:
-            self._runner.get_loop().call_soon_threadsafe(self._task.cancel)
+        if (task := self._task) is not None:
+            self._runner.get_loop().call_soon_threadsafe(task.cancel)
 
     def check(self) -> None:
         """Raises Interrupted when a stop was asked for. Called between the parts of a step."""

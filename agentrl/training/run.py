@@ -20,6 +20,7 @@ from agentrl.plugins.types import Task
 from agentrl.recipe.load import dump_recipe, load_recipe, recipe_name
 from agentrl.recipe.schema import Recipe
 from agentrl.report.page import write_report
+from agentrl.rollout.blocking import blocking
 from agentrl.rollout.player import Player
 from agentrl.training.actor import Actor
 from agentrl.training.checkpoint import Checkpoints, Saved
@@ -56,7 +57,7 @@ def train(
         name, recipe = name or recipe_name(recipe), load_recipe(recipe, overrides)
     elif overrides:
         raise UserError("overrides go with a recipe's path; a Recipe object is complete")
-    return _run(recipe, name or "run", resumed=None, display=display)
+    return _start(recipe, name or "run", None, display)
 
 
 def resume_run(
@@ -65,16 +66,23 @@ def resume_run(
     """Go on with a run from its last checkpoint, by its own recipe, or by `recipe`; `overrides` change either."""
     folder = RunFolder.existing(run)
     found = load_recipe(recipe or str(folder.path / RECIPE), overrides)
-    return _run(found, folder.path.name, resumed=folder, display=display)
+    return _start(found, folder.path.name, folder, display)
 
 
-def _run(recipe: Recipe, name: str, resumed: RunFolder | None, display: Display | None) -> TrainResult:
+def _start(recipe: Recipe, name: str, resumed: RunFolder | None, display: Display | None) -> TrainResult:
+    with Interrupts() as interrupts:
+        return blocking(lambda: _run(recipe, name, resumed, display, interrupts))
+
+
+def _run(
+    recipe: Recipe, name: str, resumed: RunFolder | None, display: Display | None, interrupts: Interrupts
+) -> TrainResult:
     began = monotonic()
     saved = _last_checkpoint(recipe, resumed) if resumed else None
     checked = _check(recipe, resumed)
     prepare_torch(recipe)
     with ExitStack() as stack:
-        interrupts = stack.enter_context(Interrupts())
+        stack.callback(interrupts.close)
         display = display or Display(recipe.train.steps, name, first_step=saved.step if saved else 0)
         stack.enter_context(display)
         try:

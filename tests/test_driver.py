@@ -122,6 +122,11 @@ async def test_the_deadline_of_a_turn_keeps_what_was_sampled():
     assert t.messages[-1] == {"role": "assistant", "content": "x" * 25}
 
 
+async def test_the_deadline_of_the_request_ends_a_turn_too():
+    t = await drive(make_driver(ScriptedEngine(["x" * 50], seconds=60), timeout=0.02))
+    assert (t.finish, t.sampled_tokens) == (FinishReason.TIMEOUT, 25)
+
+
 async def test_the_deadline_of_the_request_ends_a_slow_tool():
     async def slow(session, **_):
         await asyncio.sleep(60)
@@ -171,6 +176,28 @@ async def test_an_aborted_request_is_released_unless_it_is_to_be_driven_on():
     hooks.check()
     with pytest.raises(TransitionError, match="released"):
         await driver.drive(request)
+
+
+async def test_a_turn_that_is_driven_on_keeps_its_limit():
+    engine = ScriptedEngine(["x" * 50, "y" * 50], seconds=0.2)
+    driver = make_driver(engine, max_turn_tokens=20)
+    request = driver.request(TASK, 0)
+    await asyncio.gather(driver.drive(request, resumable=True), abort_when_waiting(engine, 1))
+    t = await driver.drive(request)
+    assert (t.finish, len(t.turns), t.sampled_tokens) == (FinishReason.LENGTH, 1, 20)
+    assert t.messages[-1]["content"] == "x" * 10 + "y" * 10
+
+
+async def test_a_request_to_be_driven_on_is_released_when_it_is_cancelled():
+    hooks = Hooks()
+    engine = ScriptedEngine(["abcdef"], seconds=60)
+    driver = make_driver(engine, Env(hooks))
+    driving = asyncio.create_task(driver.drive(driver.request(TASK, 0), resumable=True))
+    await until(lambda: engine.stopping)
+    driving.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await driving
+    hooks.check()
 
 
 async def test_a_kept_request_that_is_discarded_is_released():

@@ -76,6 +76,7 @@ async def test_what_keeps_failing_is_left_out_and_its_group_goes_on(retries):
     assert hooks.total("env", "create") == 3 * (2 + 1 + retries)
     metrics = rollout_metrics(groups)
     assert metrics["rollout/failed"] == metrics["rollout/failed/environment"] == 3
+    assert metrics["rollout/retried"] == 3 * retries
     assert metrics["stop/error"] == 3
     assert metrics["groups/dropped_equal"] == 3
     hooks.check()

@@ -62,9 +62,9 @@ class Answers:
     late: bool = False
 
 
-def call_id(turn: int, index: int) -> str:
-    """The id of a call, as it stands in the assistant's message and in the tool's."""
-    return f"call_{turn}_{index}"
+def call_id(call: ParsedCall, turn: int, index: int) -> str:
+    """The id of a call, as it stands in the assistant's message and in the tool's: the model's own where it wrote one."""
+    return call.id or f"call_{turn}_{index}"
 
 
 def assistant_message(parsed: ParsedTurn, turn: int) -> Message:
@@ -76,7 +76,7 @@ def assistant_message(parsed: ParsedTurn, turn: int) -> Message:
         message["tool_calls"] = [
             {
                 "type": "function",
-                "id": call_id(turn, i),
+                "id": call_id(c, turn, i),
                 "function": {"name": c.name, "arguments": c.raw if c.error is not None else c.arguments},
             }
             for i, c in enumerate(parsed.calls)
@@ -108,7 +108,7 @@ class Caller:
         refused = calls[allowed:]
         if refused:
             total.exhausted = allowed < self._limits.max_tool_calls_per_turn
-            answers.append(self._refusal(refused, call_id(turn, allowed), total.exhausted))
+            answers.append(self._refusal(refused, call_id(refused[0], turn, allowed), total.exhausted))
         for answer in answers:
             text = bound_text(answer.text, self._limits.max_tool_tokens, self._chat.encode_text)
             self._record(request, answer, turn, cut=text is not answer.text)
@@ -122,7 +122,7 @@ class Caller:
         self, request: AsyncRolloutRequest, calls: Sequence[ParsedCall], turn: int, turn_deadline: float, watch: Watch
     ) -> list[Answer]:
         deadline = min(time.monotonic() + self._limits.tool_timeout, turn_deadline)
-        answers = [self._prepare(request, call, call_id(turn, i)) for i, call in enumerate(calls)]
+        answers = [self._prepare(request, call, call_id(call, turn, i)) for i, call in enumerate(calls)]
         running = [answer for answer in answers if answer.arguments is not None]
         if running:
             request.at = Boundary.TOOL, running[0].name

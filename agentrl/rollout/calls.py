@@ -63,7 +63,7 @@ class Answers:
 
 
 def call_id(call: ParsedCall, turn: int, index: int) -> str:
-    """The id of a call, as it stands in the assistant's message and in the tool's: the model's own where it wrote one."""
+    """The id of a call, in the assistant's message and in the tool's: the model's own where it wrote one."""
     return call.id or f"call_{turn}_{index}"
 
 

@@ -36,8 +36,10 @@ class Player:
     async def build(cls, recipe: Recipe, model_path: str | None = None, env: Environment | None = None) -> "Player":
         """From what the recipe names; `model_path` replaces `model.path`. Raises UserError: one line.
 
-        env: made already by whoever had something to ask of it before a model is loaded.
+        env: made already by whoever had something to ask of it before a model is loaded. Sets torch's seed and, where
+        the recipe says so, its threads.
         """
+        prepare_torch(recipe)
         env = env or make_environment(recipe.env)
         tools = tuple(make_tools(recipe.tools))
         section = recipe.model if model_path is None else recipe.model.model_copy(update={"path": model_path})
@@ -90,3 +92,12 @@ class Player:
             await tool.close()
         await self.env.close()
         await self.engine.close()
+
+
+def prepare_torch(recipe: Recipe) -> None:
+    """Seed and threads. Two runs on one machine should share its cores by `train.threads`."""
+    import torch
+
+    torch.manual_seed(recipe.train.seed)
+    if recipe.train.threads:
+        torch.set_num_threads(recipe.train.threads)

@@ -80,7 +80,6 @@ def _run(
     began = monotonic()
     saved = _last_checkpoint(recipe, resumed) if resumed else None
     checked = _check(recipe, resumed)
-    prepare_torch(recipe)
     with ExitStack() as stack:
         stack.callback(interrupts.close)
         display = display or Display(recipe.train.steps, name, first_step=saved.step if saved else 0)
@@ -175,15 +174,6 @@ def _set_up(
         _restore(loop, saved)
     display.note(f"run folder: {folder.path}")
     return loop
-
-
-def prepare_torch(recipe: Recipe) -> None:
-    """Threads and seed. Two runs on one machine should share its cores by `train.threads`."""
-    import torch
-
-    if recipe.train.threads:
-        torch.set_num_threads(recipe.train.threads)
-    torch.manual_seed(recipe.train.seed)
 
 
 def _leave_out_long(

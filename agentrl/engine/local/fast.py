@@ -9,7 +9,7 @@ from torch import Tensor
 
 from agentrl.engine.local import block
 from agentrl.engine.local.attention import Bucket, attend
-from agentrl.engine.local.cache import SlotCache
+from agentrl.engine.local.cached import CachedRunner
 from agentrl.engine.local.runner import Bools, Chunk, Ints, Work
 from agentrl.engine.local.step import Fused, fuse, fused_step
 
@@ -21,15 +21,15 @@ SCORES_AT_ONCE = 1 << 22
 """Attention scores of chunks that are held at once; a longer chunk of its own goes through the fused kernel."""
 
 
-class BlockRunner:
+class BlockRunner(CachedRunner):
     """See `Runner`. The cache belongs to one step at a time: not reentrant."""
 
     def __init__(self, model: Any) -> None:
+        super().__init__()
         self.model = model
         self.shape = block.shape_of(model)
         # q and k are both turned, so this factor makes their product the scaled score
         self.rope = block.Rope(model, factor=self.shape.head_dim**-0.25)
-        self.cache = SlotCache()
         self.device = model.model.embed_tokens.weight.device
         dtype = model.model.embed_tokens.weight.dtype
         self.token_bytes = 2 * self.shape.layers * self.shape.kv_heads * self.shape.head_dim * dtype.itemsize
@@ -37,23 +37,8 @@ class BlockRunner:
         self._weights: block.Weights | None = None
         self._fused: Fused | None = None
 
-    @property
-    def slots(self) -> int:
-        return self.cache.slots
-
-    @property
-    def columns(self) -> int:
-        return self.cache.columns
-
-    def resize(self, slots: int, columns: int) -> None:
-        self.cache.resize(slots, columns)
-
-    def copy(self, source: list[int], target: list[int], columns: int) -> None:
-        with torch.inference_mode():
-            self.cache.copy(source, target, columns)
-
     def clear(self) -> None:
-        self.cache.clear()
+        super().clear()
         self._weights = None
 
     def refresh(self) -> None:

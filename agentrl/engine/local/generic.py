@@ -12,6 +12,7 @@ from transformers import DynamicLayer
 from transformers.cache_utils import Cache
 
 from agentrl.engine.local.cache import SlotCache
+from agentrl.engine.local.cached import CachedRunner
 from agentrl.engine.local.runner import Chunk, Ints, Work
 
 KINDS = {"full_attention", "sliding_attention"}
@@ -55,12 +56,12 @@ def evaluating(model: Any) -> Iterator[None]:
             model.train()
 
 
-class ModuleRunner:
+class ModuleRunner(CachedRunner):
     """See `Runner`. Rows of a step go through the module in one call, chunks in another, padded to the longest."""
 
     def __init__(self, model: Any) -> None:
+        super().__init__()
         self.model = model
-        self.cache = SlotCache()
         weight = model.get_input_embeddings().weight
         self.device, self.dtype = weight.device, weight.dtype
         config = model.config.get_text_config()
@@ -68,24 +69,6 @@ class ModuleRunner:
         self._window = getattr(config, "sliding_window", None)
         self._keep = "logits_to_keep" in inspect.signature(model.forward).parameters
         self.token_bytes = 0  # known after the first step
-
-    @property
-    def slots(self) -> int:
-        return self.cache.slots
-
-    @property
-    def columns(self) -> int:
-        return self.cache.columns
-
-    def resize(self, slots: int, columns: int) -> None:
-        self.cache.resize(slots, columns)
-
-    def copy(self, source: list[int], target: list[int], columns: int) -> None:
-        with torch.inference_mode():
-            self.cache.copy(source, target, columns)
-
-    def clear(self) -> None:
-        self.cache.clear()
 
     def refresh(self) -> None:
         """Nothing is derived from the weights."""

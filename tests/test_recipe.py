@@ -285,3 +285,8 @@ def test_a_dump_does_not_depend_on_the_environment(write, monkeypatch):
     recipe = load_recipe(write("env: {args: {x: '$${PATH}'}}"))
     assert recipe.env.args == {"x": "${PATH}"} != {"x": os.environ["PATH"]}
     assert load_recipe(write(dump_recipe(recipe), "dumped.yaml")) == recipe
+
+
+def test_more_than_one_worker_is_refused_in_plain_words() -> None:
+    with pytest.raises(UserError, match=r"cluster\.workers is 2, but this version trains in one process"):
+        load_recipe(str(SHIPPED / "gsm8k_tool.yaml"), ["cluster.workers=2"])

@@ -132,7 +132,7 @@ class SftSection(Section):
 
 
 class ClusterSection(Section):
-    workers: Literal[1] = 1  # this version trains in one process
+    workers: Positive = 1  # processes; this version knows one
 
 
 class TrackSection(Section):
@@ -168,6 +168,8 @@ class Recipe(Section):
         names = [t.name for t in self.tools]
         if twice := {n for n in names if names.count(n) > 1}:
             raise ValueError(f"tools: {', '.join(sorted(twice))} is listed twice")
+        if self.cluster.workers != 1:
+            raise ValueError(f"cluster.workers is {self.cluster.workers}, but this version trains in one process")
         if self.rollout.max_turn_tokens > self.rollout.max_tokens:
             raise ValueError("rollout.max_turn_tokens is larger than rollout.max_tokens, so it can never be reached")
         if self.train.mini_batches > self.rollout.n * self.rollout.tasks:

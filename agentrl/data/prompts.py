@@ -60,12 +60,22 @@ async def measure_prompts(
 
 
 async def _opening(env: Environment, task: Task) -> Sequence[Message]:
+    """What `create` returns, released again; nothing where it raises or takes too long."""
     session = Session(f"measure/{task.id}", task, random.Random(0), monotonic() + OPENING_SECONDS)
+    messages: Sequence[Message] = ()
     try:
         async with asyncio.timeout(OPENING_SECONDS):
-            return await env.create(session, **task.create_kwargs)
-    except Exception as error:  # noqa: BLE001 - the boundary of `environment`, as in a request
+            messages = await env.create(session, **task.create_kwargs)
+    except Exception as error:  # noqa: BLE001 - said and counted when its requests fail alike
         _log.debug("%s: %s.create: %s", task.id, env.name, error, exc_info=error)
-        return ()
     finally:
-        await env.release(session)
+        await _release(env, session)
+    return messages
+
+
+async def _release(env: Environment, session: Session) -> None:
+    try:
+        async with asyncio.timeout(OPENING_SECONDS):
+            await env.release(session)
+    except Exception as error:  # noqa: BLE001 - one environment's release must not end the run
+        _log.warning("%s: %s.release: %s: %s", session.id, env.name, type(error).__name__, error)

@@ -154,3 +154,15 @@ def test_a_terminal_sees_how_far_it_is_and_a_pipe_sees_nothing() -> None:
     pipe = Console(file=io.StringIO())
     agentrl.evaluate(small(), progress=Progress(pipe))
     assert pipe.file.getvalue() == ""  # type: ignore[attr-defined]
+
+
+def test_an_evaluation_obeys_the_threads_of_its_recipe() -> None:
+    import torch
+
+    before = torch.get_num_threads()
+    wanted = 2 if before == 1 else 1
+    try:
+        agentrl.evaluate(small(train__threads=wanted, eval__tasks=1), splits=["test"])
+        assert torch.get_num_threads() == wanted
+    finally:
+        torch.set_num_threads(before)

@@ -13,7 +13,7 @@ from agentrl.plugins.types import Task, ToolResponse
 from agentrl.rollout import watch
 from agentrl.rollout.driver import Driver
 from agentrl.rollout.garbage import rare_collections
-from agentrl.rollout.groups import Dropped, dropped, roll_out, trainable
+from agentrl.rollout.groups import Dropped, dropped, roll_out
 from agentrl.rollout.metrics import rollout_metrics
 from agentrl.rollout.record import record
 from agentrl.rollout.trajectory import Boundary, FinishReason, Group, Trajectory
@@ -37,7 +37,7 @@ async def test_groups_come_in_the_order_of_tasks_and_samples_with_rewards_of_the
     for group in groups:
         assert [t.sample for t in group.trajectories] == [0, 1, 2, 3]
         assert [t.reward for t in group.trajectories] == [0, 1, 2, 3]
-        assert trainable(group)
+        assert dropped(group) is None
 
 
 async def test_a_failed_sample_is_tried_again_with_another_seed_and_says_so():
@@ -199,7 +199,7 @@ def test_which_groups_train():
     assert dropped(group(1, 1, 1)) is Dropped.EQUAL
     assert dropped(group(1, failed=3)) is Dropped.FEW
     assert dropped(group()) is Dropped.FEW
-    assert not trainable(group(0.5, 0.5))
+    assert dropped(group(0.5, 0.5)) is not None
 
 
 def test_the_collector_is_held_back_and_let_go():

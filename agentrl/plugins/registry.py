@@ -18,8 +18,6 @@ from agentrl.plugins.environment import Environment
 from agentrl.plugins.tool import Tool
 from agentrl.recipe.schema import EngineSection, EnvSection, ToolSection
 
-GROUPS = ("tools", "envs", "rewards", "engines", "advantages", "losses", "trackers")
-
 
 @dataclass(frozen=True, slots=True)
 class Plugin:

@@ -30,11 +30,6 @@ def dropped(group: Group) -> Dropped | None:
     return Dropped.EQUAL if max(rewards) - min(rewards) < 1e-9 else None
 
 
-def trainable(group: Group) -> bool:
-    """Whether its rewards differ, and so say anything about which sample was better."""
-    return dropped(group) is None
-
-
 @dataclass(slots=True)
 class _Growing:
     """A group while its samples run. `first`: the seed index of its first sample, 0 unless its task comes twice."""

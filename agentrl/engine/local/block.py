@@ -1,4 +1,4 @@
-"""The Qwen2/Qwen3/Llama block on flat tokens: one forward, used by the engine and by the packed training step.
+"""The Qwen2/Qwen3/Llama block on flat tokens: its parts serve the engine and the packed training step alike.
 
 Invariant: `hidden(weights_of(model), ...)` equals the module's own forward up to rounding, and is differentiable down
 to the module's parameters. Attention is the caller's: it alone knows which token may see which.

@@ -186,7 +186,7 @@ class LocalEngine:
                     break
             try:
                 over = await self._step()
-            except Exception as error:  # noqa: BLE001
+            except Exception as error:  # noqa: BLE001 - the boundary of `engine`, see above
                 self._fail(error)
 
     async def _step(self) -> int:

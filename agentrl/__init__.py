@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from agentrl.eval.evaluate import evaluate
     from agentrl.plugins.decorator import tool
     from agentrl.plugins.environment import Environment
+    from agentrl.plugins.reward import GroupReward, Reward, Sample
+    from agentrl.plugins.source import ToolSource
     from agentrl.plugins.tool import Tool
     from agentrl.plugins.types import ArgumentError, Message, Reply, Session, Task, ToolKwargs, ToolResponse
     from agentrl.recipe.schema import Recipe
@@ -20,14 +22,18 @@ if TYPE_CHECKING:
 _HOMES = {
     "ArgumentError": "agentrl.plugins.types",
     "Environment": "agentrl.plugins.environment",
+    "GroupReward": "agentrl.plugins.reward",
     "Message": "agentrl.plugins.types",
     "Recipe": "agentrl.recipe.schema",
     "Reply": "agentrl.plugins.types",
+    "Reward": "agentrl.plugins.reward",
+    "Sample": "agentrl.plugins.reward",
     "Session": "agentrl.plugins.types",
     "Task": "agentrl.plugins.types",
     "Tool": "agentrl.plugins.tool",
     "ToolKwargs": "agentrl.plugins.types",
     "ToolResponse": "agentrl.plugins.types",
+    "ToolSource": "agentrl.plugins.source",
     "UserError": "agentrl.errors",
     "evaluate": "agentrl.eval.evaluate",
     "sft": "agentrl.training.sft",
@@ -39,14 +45,18 @@ __version__ = "0.1.0"
 __all__ = [
     "ArgumentError",
     "Environment",
+    "GroupReward",
     "Message",
     "Recipe",
     "Reply",
+    "Reward",
+    "Sample",
     "Session",
     "Task",
     "Tool",
     "ToolKwargs",
     "ToolResponse",
+    "ToolSource",
     "UserError",
     "evaluate",
     "sft",

@@ -58,8 +58,8 @@ async def test_what_is_asked_and_paid() -> None:
     wrong = await env.calc_reward(_session(task, f"#### {task.data['answer']}", "#### 1000001"))
     assert (right, wrong) == ({"answer": 1.0}, {"answer": 0.0})
     assert await env.calc_reward(_session(task)) == {"answer": 0.0}
-    assert env.solved({"answer": 1.0, "tool": -0.5})
-    assert not env.solved({"answer": 0.0, "tool": 1.0})
+    assert env.solved({"answer": 1.0, "tool": -0.5}, env.tasks("train")[0])
+    assert not env.solved({"answer": 0.0, "tool": 1.0}, env.tasks("train")[0])
     assert (await env.execute(_session(task), {"role": "assistant", "content": "#### 1"})).done
 
 

@@ -45,4 +45,4 @@ class HeldOut:
         groups = await self.player.play(
             self.tasks[split], self.samples, seed=(EVAL_SEED, 0), temperature=self.temperature, on_group=on_group
         )
-        return summarize(split, groups, lambda t: self.player.env.solved(t.rewards)), groups
+        return summarize(split, groups, lambda t: self.player.env.solved(t.rewards, t.task)), groups

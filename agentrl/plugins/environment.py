@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from random import Random
 from typing import Any
 
+from agentrl.plugins.tool import Tool
 from agentrl.plugins.types import Message, Reply, Session, Task
 
 
@@ -39,8 +40,18 @@ class Environment(ABC):
     async def release(self, session: Session, **kwargs: Any) -> None:  # noqa: B027 - a hook with a default
         """Free what `create` took. Called exactly once for each `create`, whatever happened."""
 
-    def solved(self, rewards: Mapping[str, float]) -> bool:
-        """Whether a finished trajectory counts as correct in evaluation. By default: the parts sum to 1 or more."""
+    def tools(self) -> Sequence[Tool]:
+        """Tools that the environment brings itself, besides those of the recipe: the same objects at every call. Their
+        `session.environment.state` is this environment's state of the request."""
+        return ()
+
+    def tools_for(self, task: Task) -> Sequence[Tool]:
+        """Those of `tools()` that one task offers. By default all."""
+        return self.tools()
+
+    def solved(self, rewards: Mapping[str, float], task: Task) -> bool:
+        """Whether a finished trajectory counts as correct in evaluation, by its reward parts before they are weighted.
+        By default: they sum to 1 or more."""
         return sum(rewards.values()) >= 1.0 - 1e-6
 
     def demonstrate(self, task: Task, rng: Random, style: str) -> Sequence[Message]:

@@ -65,7 +65,8 @@ class Session:
 
     `messages` is the conversation so far, shared by the sessions of a request: read it, never write it.
     `deadline` is on the clock of `time.monotonic()`, in seconds. `rng` is seeded from the run's seed, the task and the
-    sample, and is the plugin's own.
+    sample, and is the plugin's own. `environment` is the environment's session of the same request, through which an
+    environment's own tools reach its state (None in that session itself).
     """
 
     id: str
@@ -74,6 +75,7 @@ class Session:
     deadline: float
     messages: Sequence[Message] = ()
     state: Any = None
+    environment: "Session | None" = None
 
 
 @dataclass(frozen=True, slots=True)

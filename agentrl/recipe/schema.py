@@ -23,10 +23,21 @@ class ModelSection(Section):
     trust_remote_code: bool = False
 
 
+class EnvPart(Section):
+    """One environment of several that a recipe mixes."""
+
+    name: str
+    source: str = "generated"
+    args: dict[str, Any] = Field(default_factory=dict)
+    weight: Annotated[float, Field(gt=0)] = 1.0  # its share of the training tasks
+    tools: tuple[str, ...] | None = None  # those of the recipe's tools that its tasks offer; None: all
+
+
 class EnvSection(Section):
     name: str = "gsm8k"
     source: str = "generated"  # what the environment says: a generator, a file, a hub name
     args: dict[str, Any] = Field(default_factory=dict)  # further arguments of the environment's class
+    mix: tuple[EnvPart, ...] = ()  # several environments at once, instead of `name`, `source` and `args`
 
 
 class ToolSection(Section):
@@ -55,6 +66,17 @@ class RolloutSection(Section):
     timeout: Seconds = 900.0  # seconds a request
     retries: Annotated[int, Field(ge=0)] = 1  # of a request that FAILED
     concurrency: Positive = 1024  # requests in flight
+
+
+class RewardSection(Section):
+    name: str
+    part: str | None = None  # the reward part that it fills; None: its own name
+    args: dict[str, Any] = Field(default_factory=dict)  # arguments of its class or function
+
+
+class RewardsSection(Section):
+    weights: dict[str, float] = Field(default_factory=dict)  # of named parts; a part that is not named counts 1
+    functions: tuple[Annotated[RewardSection, BeforeValidator(_named)], ...] = ()  # besides environment and tools
 
 
 class EngineSection(Section):
@@ -146,6 +168,7 @@ class Recipe(Section):
     model: ModelSection = ModelSection()
     env: EnvSection = EnvSection()
     tools: tuple[Annotated[ToolSection, BeforeValidator(_named)], ...] = ()
+    rewards: RewardsSection = RewardsSection()
     rollout: RolloutSection = RolloutSection()
     engine: EngineSection = EngineSection()
     algorithm: AlgorithmSection = AlgorithmSection()
@@ -165,8 +188,7 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _combinations(self) -> "Recipe":
-        names = [t.name for t in self.tools]
-        if twice := {n for n in names if names.count(n) > 1}:
+        if twice := {t.name for t in self.tools if self.tools.count(t) > 1}:
             raise ValueError(f"tools: {', '.join(sorted(twice))} is listed twice")
         if self.cluster.workers != 1:
             raise ValueError(f"cluster.workers is {self.cluster.workers}, but this version trains in one process")

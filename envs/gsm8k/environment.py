@@ -58,7 +58,7 @@ class Gsm8k(Environment):
         right = isinstance(said, str) and grade(said, session.task.data["answer"])
         return {"answer": 1.0 if right else 0.0}
 
-    def solved(self, rewards: Mapping[str, float]) -> bool:
+    def solved(self, rewards: Mapping[str, float], task: Task) -> bool:
         """By the answer alone: what tools add or take away does not count."""
         return rewards.get("answer", 0.0) >= 1.0
 

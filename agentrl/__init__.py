@@ -14,7 +14,16 @@ if TYPE_CHECKING:
     from agentrl.plugins.reward import GroupReward, Reward, Sample
     from agentrl.plugins.source import ToolSource
     from agentrl.plugins.tool import Tool
-    from agentrl.plugins.types import ArgumentError, Message, Reply, Session, Task, ToolKwargs, ToolResponse
+    from agentrl.plugins.types import (
+        ArgumentError,
+        InfrastructureError,
+        Message,
+        Reply,
+        Session,
+        Task,
+        ToolKwargs,
+        ToolResponse,
+    )
     from agentrl.recipe.schema import Recipe
     from agentrl.training.run import train
     from agentrl.training.sft import sft
@@ -23,6 +32,7 @@ _HOMES = {
     "ArgumentError": "agentrl.plugins.types",
     "Environment": "agentrl.plugins.environment",
     "GroupReward": "agentrl.plugins.reward",
+    "InfrastructureError": "agentrl.plugins.types",
     "Message": "agentrl.plugins.types",
     "Recipe": "agentrl.recipe.schema",
     "Reply": "agentrl.plugins.types",
@@ -46,6 +56,7 @@ __all__ = [
     "ArgumentError",
     "Environment",
     "GroupReward",
+    "InfrastructureError",
     "Message",
     "Recipe",
     "Reply",

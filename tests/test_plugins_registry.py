@@ -6,7 +6,7 @@ import textwrap
 import pytest
 
 from agentrl import Environment, Tool, UserError
-from agentrl.plugins.registry import find, installed, load, make_environment, make_tool, make_tools
+from agentrl.plugins.registry import find, installed, load, make_environment, make_tool
 from agentrl.recipe.schema import EnvSection, ToolSection
 
 MODULE = """
@@ -140,12 +140,6 @@ def test_a_mistake_is_one_line(plugins, name, args, words):
     with pytest.raises(UserError, match=words) as error:
         make_tool(ToolSection(name=name, args=args))
     assert "\n" not in str(error.value)
-
-
-def test_two_tools_of_one_name(plugins):
-    with pytest.raises(UserError, match=r"'open' and 'demo_plugins:Open' are both called 'open'"):
-        make_tools([ToolSection(name="open"), ToolSection(name="demo_plugins:Open")])
-    assert [t.name for t in make_tools([ToolSection(name="open"), ToolSection(name="double")])] == ["open", "double"]
 
 
 def test_environments(plugins):

@@ -17,7 +17,7 @@ from agentrl.chat.load import load_chat
 from agentrl.chat.template import Template
 from agentrl.errors import UserError
 from agentrl.models.load import load_model
-from agentrl.plugins.registry import make_environment, make_tools
+from agentrl.plugins.registry import make_environment, make_tool
 from agentrl.plugins.types import Message, Task
 from agentrl.recipe.load import load_recipe
 from agentrl.recipe.schema import EnvSection, ModelSection, ToolSection
@@ -36,7 +36,7 @@ def quiet() -> Console:
 
 def make_demonstrator(template: str = TEMPLATE) -> tuple[Demonstrator, Any]:
     tokenizer = train_tokenizer(["Tom has 12 apples and buys 30 more."] * 3, 400, template, 512)
-    env, tools = make_environment(EnvSection()), make_tools([ToolSection(name="calculator")])
+    env, tools = make_environment(EnvSection()), [make_tool(ToolSection(name="calculator"))]
     schemas = [tool.schema for tool in tools]
     chat = load_chat(tokenizer, model_path="", kind="bridge", tools=schemas)
     written = Template(tokenizer, None, schemas)
@@ -84,6 +84,9 @@ class Odd:
         return [{"role": "user", "content": "hello"}]
 
     async def release(self, session: Any) -> None: ...
+
+    def tools_for(self, task: Task) -> Sequence[Any]:
+        return ()
 
     def demonstrate(self, task: Task, rng: Random, style: str) -> Sequence[Message]:
         return self.said

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from agentrl.plugins.environment import Environment
-    from agentrl.plugins.tool import Tool
+    from agentrl.plugins.toolbox import Toolbox
     from agentrl.plugins.types import Message, Task
     from agentrl.recipe.schema import Recipe
 
@@ -22,36 +22,54 @@ def check_command(
     overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Keys to change.")] = None,
 ) -> None:
     """Print the resolved recipe, its tasks, its tools and the first prompt, without a model."""
+    import asyncio
+
     from agentrl.cli.common import console
-    from agentrl.plugins.registry import find, make_environment, make_tools
+    from agentrl.plugins.registry import find, make_environment
+    from agentrl.plugins.rewards import make_rewards
+    from agentrl.plugins.toolbox import Toolbox
     from agentrl.recipe.load import dump_recipe, load_recipe
 
     checked = load_recipe(recipe, overrides or [])
-    env, tools = make_environment(checked.env), make_tools(checked.tools)
+    env = make_environment(checked.env)
+    make_rewards(checked.rewards)
     find("engines", checked.engine.name)
     for tracker in checked.track.trackers:
         find("trackers", tracker)
     out = console()
     _title(out, f"recipe {recipe}")
     out.print(dump_recipe(checked).rstrip(), markup=False, soft_wrap=True)
-    first = _show_tasks(out, checked, env, tools)
-    _show_tools(out, checked, tools)
-    if first is not None:
-        _show_prompt(out, checked, env, tools, first)
+    with asyncio.Runner() as runner:
+        toolbox = runner.run(Toolbox.open(checked.tools, env))
+        try:
+            first = _show_tasks(out, checked, env, toolbox)
+            _show_tools(out, env, toolbox)
+            if first is not None:
+                opening = runner.run(_opening(env, first, checked.rollout.timeout, checked.train.seed))
+                _show_prompt(out, checked, opening, env, toolbox, first)
+        finally:
+            runner.run(_close(toolbox, env))
 
 
 def _title(out: "Console", text: str) -> None:
     out.print(f"\n[bold]{text}[/bold]")
 
 
-def _show_tasks(out: "Console", recipe: "Recipe", env: "Environment", tools: "Sequence[Tool]") -> "Task | None":
+async def _close(toolbox: "Toolbox", env: "Environment") -> None:
+    await toolbox.close()
+    await env.close()
+
+
+def _show_tasks(out: "Console", recipe: "Recipe", env: "Environment", toolbox: "Toolbox") -> "Task | None":
     """Prints every split's size and first tasks. Returns the first one to train on."""
     from rich.markup import escape
 
     from agentrl.cli.common import shortened
     from agentrl.errors import UserError, nearest
+    from agentrl.plugins.toolbox import offered
 
-    _title(out, f"tasks of environment {recipe.env.name}, source {escape(recipe.env.source)}")
+    source = "" if recipe.env.mix else f", source {escape(recipe.env.source)}"
+    _title(out, f"tasks of environment {env.name}{source}")
     for split in recipe.eval.splits or ():
         if split not in env.splits:
             raise UserError(
@@ -62,43 +80,39 @@ def _show_tasks(out: "Console", recipe: "Recipe", env: "Environment", tools: "Se
         tasks = env.tasks(split)
         out.print(f"{split}: {len(tasks)} tasks")
         for i in range(min(FIRST_TASKS, len(tasks))):
-            _check_task(tasks[i], tools)
+            offered(tasks[i], toolbox.tools, env)
             first = first or tasks[i]
             out.print(f"  {tasks[i].id}  {shortened(str(dict(tasks[i].data)))}", markup=False, soft_wrap=True)
     return first
 
 
-def _check_task(task: "Task", tools: "Sequence[Tool]") -> None:
-    from agentrl.errors import UserError, nearest
-
-    names = {tool.name for tool in tools}
-    for name in task.tools or ():
-        if name not in names:
-            raise UserError(
-                f"task {task.id} names the tool {name!r}, which the recipe does not list{nearest(name, names)}"
-            )
-
-
-def _show_tools(out: "Console", recipe: "Recipe", tools: "Sequence[Tool]") -> None:
+def _show_tools(out: "Console", env: "Environment", toolbox: "Toolbox") -> None:
     import json
 
-    from agentrl.plugins.registry import find
     from agentrl.plugins.schema import outline
 
+    own = [(tool, f"environment {env.name}") for tool in env.tools()]
+    tools = [*zip(toolbox.tools, toolbox.origins, strict=True), *own]
     _title(out, "tools" if tools else "tools: none")
-    for section, tool in zip(recipe.tools, tools, strict=True):
-        out.print(f"{tool.name} {outline(tool.parameters)} from {find('tools', section.name).origin}", markup=False)
+    for tool, origin in tools:
+        out.print(f"{tool.name} {outline(tool.parameters)} from {origin}", markup=False)
         out.print(f"  {tool.description}", markup=False, soft_wrap=True)
         out.print(f"  {json.dumps(dict(tool.parameters), ensure_ascii=False)}", markup=False, soft_wrap=True)
 
 
-def _show_prompt(out: "Console", recipe: "Recipe", env: "Environment", tools: "Sequence[Tool]", task: "Task") -> None:
-    import asyncio
+def _show_prompt(
+    out: "Console",
+    recipe: "Recipe",
+    messages: "Sequence[Message]",
+    env: "Environment",
+    toolbox: "Toolbox",
+    task: "Task",
+) -> None:
+    from agentrl.plugins.toolbox import offered
 
-    messages = asyncio.run(_opening(env, task, recipe.rollout.timeout, recipe.train.seed))
-    offered = [tool.schema for tool in tools if task.tools is None or tool.name in task.tools]
+    schemas = [tool.schema for tool in offered(task, toolbox.tools, env).values()]
     _title(out, f"first prompt (task {task.id})")
-    text, note = _rendered(recipe, messages, offered)
+    text, note = _rendered(recipe, messages, schemas)
     out.print(text, markup=False, soft_wrap=True)
     out.print(note, style="dim", markup=False, soft_wrap=True)
 
@@ -114,7 +128,6 @@ async def _opening(env: "Environment", task: "Task", seconds: float, seed: int) 
         return await env.create(session, **task.create_kwargs)
     finally:
         await env.release(session)
-        await env.close()
 
 
 def _rendered(recipe: "Recipe", messages: "Sequence[Message]", tools: list[dict[str, Any]]) -> tuple[str, str]:

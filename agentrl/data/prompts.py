@@ -11,6 +11,7 @@ from agentrl.chat.base import Chat
 from agentrl.errors import UserError
 from agentrl.plugins.environment import Environment
 from agentrl.plugins.tool import Tool
+from agentrl.plugins.toolbox import offered
 from agentrl.plugins.types import Message, Session, Task
 
 _log = logging.getLogger("agentrl.data")
@@ -52,8 +53,8 @@ async def measure_prompts(
     lengths = []
     for task in tasks:
         messages = await _opening(env, task)
-        offered = [t.schema for t in tools if task.tools is None or t.name in task.tools]
-        lengths.append(len(chat.render(messages, offered)) if messages else 0)
+        schemas = [tool.schema for tool in offered(task, tools, env).values()]
+        lengths.append(len(chat.render(messages, schemas)) if messages else 0)
         if len(lengths) % 64 == 0:
             await asyncio.sleep(0)
     return PromptLengths(tuple(lengths), limit)

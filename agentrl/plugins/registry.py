@@ -5,7 +5,7 @@ Wherever a name is wanted, an import path `package.module:attribute` will do.
 """
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import entry_points
@@ -15,8 +15,10 @@ from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError
 
 from agentrl.errors import UserError, nearest
 from agentrl.plugins.environment import Environment
+from agentrl.plugins.mixture import Mixture
+from agentrl.plugins.source import ToolSource
 from agentrl.plugins.tool import Tool
-from agentrl.recipe.schema import EngineSection, EnvSection, ToolSection
+from agentrl.recipe.schema import EngineSection, EnvPart, EnvSection, ToolSection
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,32 +88,24 @@ def load_path(path: str, what: str) -> Any:
     return value
 
 
-def make_tool(section: ToolSection) -> Tool:
-    """A tool as a recipe names it: a `@tool` object as it is, a class (or factory) called with `args`."""
+def make_tool(section: ToolSection) -> Tool | ToolSource:
+    """A tool, or a source of tools, as a recipe names it: a `@tool` object as it is, a class (or factory) called with
+    `args`."""
     made = load("tools", section.name)
     if isinstance(made, Tool):
         if section.args:
             raise UserError(
                 f"tools.{section.name}.args: it is a function and takes none, got {', '.join(section.args)}"
             )
-    elif _makes(made, Tool):
+    elif _makes(made, (Tool, ToolSource)):
         made = construct(made, section.args, f"tools.{section.name}.args")
+    if isinstance(made, ToolSource):
+        return made
     if not isinstance(made, Tool):
         raise UserError(f"tool {section.name!r} is {_type_of(made)}; wants a Tool class or a @tool function")
     if not isinstance(getattr(made, "name", None), str) or not made.name:
         raise UserError(f"tool {section.name!r}: its class sets no `name`")
     return made
-
-
-def make_tools(sections: Sequence[ToolSection]) -> list[Tool]:
-    """The tools of a recipe. Raises UserError when two would have one name for the model."""
-    tools = [make_tool(section) for section in sections]
-    by_name: dict[str, str] = {}
-    for section, made in zip(sections, tools, strict=True):
-        if other := by_name.get(made.name):
-            raise UserError(f"tools: {other!r} and {section.name!r} are both called {made.name!r} by the model")
-        by_name[made.name] = section.name
-    return tools
 
 
 def make_engine(section: EngineSection, model: Any) -> Any:
@@ -121,13 +115,19 @@ def make_engine(section: EngineSection, model: Any) -> Any:
 
 
 def make_environment(section: EnvSection) -> Environment:
-    """The environment of a recipe: its class called with `source` and `env.args`."""
+    """The environment of a recipe, or the mixture of several: a class called with `source` and `env.args`."""
+    if section.mix:
+        return Mixture([(part, _make_environment(part, f"env.mix.{i}.")) for i, part in enumerate(section.mix)])
+    return _make_environment(section, "env.")
+
+
+def _make_environment(section: EnvSection | EnvPart, where: str) -> Environment:
     made = load("envs", section.name)
     if not _makes(made, Environment):
         raise UserError(f"environment {section.name!r} is {_type_of(made)}; wants an Environment class")
     if "source" in section.args:
-        raise UserError("env.args.source: give it as env.source")
-    environment = construct(made, {"source": section.source, **section.args}, "env.args")
+        raise UserError(f"{where}args.source: give it as {where}source")
+    environment = construct(made, {"source": section.source, **section.args}, f"{where}args")
     if not isinstance(environment, Environment):
         raise UserError(f"environment {section.name!r} is {_type_of(environment)}; wants an Environment class")
     return environment
@@ -141,7 +141,7 @@ def reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
-def _makes(made: Any, wanted: type) -> bool:
+def _makes(made: Any, wanted: type | tuple[type, ...]) -> bool:
     """Whether it is a class of that kind, or a function that may return one."""
     return issubclass(made, wanted) if isinstance(made, type) else inspect.isroutine(made)
 
@@ -186,7 +186,9 @@ def _typed(maker: Callable[..., Any], key: str, value: Any, where: str) -> Any:
 
 
 def _key(where: str, key: str) -> str:
-    return "env.source" if (where, key) == ("env.args", "source") else f"{where}.{key}"
+    if key == "source" and where.startswith("env."):
+        return f"{where.removesuffix('args')}source"
+    return f"{where}.{key}"
 
 
 def _full(group: str) -> str:

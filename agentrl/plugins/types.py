@@ -10,6 +10,11 @@ class ArgumentError(Exception):
     """The model's arguments are wrong. The text goes back to the model, which may try again; it is counted."""
 
 
+class InfrastructureError(Exception):
+    """A plugin cannot do its work for reasons that are not the model's: a server is down, a sandbox is lost. The
+    request becomes FAILED, and is tried again; the model is told nothing."""
+
+
 class FunctionCall(TypedDict):
     name: str
     arguments: dict[str, Any] | str

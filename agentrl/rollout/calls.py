@@ -12,7 +12,7 @@ from typing import Any
 from agentrl.chat.base import Chat, ParsedCall, ParsedTurn
 from agentrl.errors import nearest
 from agentrl.plugins.tool import Tool
-from agentrl.plugins.types import ArgumentError, Message, ToolKwargs, ToolResponse
+from agentrl.plugins.types import ArgumentError, InfrastructureError, Message, ToolKwargs, ToolResponse
 from agentrl.recipe.schema import RolloutSection
 from agentrl.rollout.hooks import finite
 from agentrl.rollout.request import AsyncRolloutRequest
@@ -32,7 +32,7 @@ class Answer:
     """One call, from its name and arguments (None: it is not to be run) to what it came to.
 
     text: what the model reads; the rest of `response` is what the tool said besides. late: the turn or the request ran
-    out of time, not the tool out of its own.
+    out of time, not the tool out of its own. broken: why the tool could not do its work at all.
     """
 
     call_id: str
@@ -44,6 +44,7 @@ class Answer:
     arguments: dict[str, Any] | None = None
     seconds: float = 0.0
     late: bool = False
+    broken: InfrastructureError | None = None
 
     def message(self, text: str) -> Message:
         """The tool's message, with `text` bounded already."""
@@ -84,6 +85,22 @@ def assistant_message(parsed: ParsedTurn, turn: int) -> Message:
     return message
 
 
+def as_text(messages: Sequence[Message]) -> Sequence[Message]:
+    """The messages as a model that reads text only gets them: a tool's images are named, not shown."""
+    if not any(m["role"] == "tool" and isinstance(m["content"], list) for m in messages):
+        return messages
+    return [_named_images(m) if m["role"] == "tool" and isinstance(m["content"], list) else m for m in messages]
+
+
+def _named_images(message: Message) -> Message:
+    parts = message["content"]
+    assert isinstance(parts, list)
+    text = "".join(part["text"] for part in parts if part["type"] == "text")
+    count = sum(part["type"] == "image" for part in parts)
+    note = f"[{count} {'image' if count == 1 else 'images'}, which you cannot see]"
+    return {**message, "content": f"{text}\n{note}" if text else note}
+
+
 class Caller:
     """Runs the calls of one request's turns, within the limits of the recipe."""
 
@@ -97,7 +114,7 @@ class Caller:
         self, request: AsyncRolloutRequest, calls: Sequence[ParsedCall], turn_deadline: float, watch: Watch
     ) -> Answers:
         """Run the calls and record them in the request: tool uses, step rewards. `turn_deadline` as time.monotonic().
-        Only what a tool returns can raise, where its step reward is no number."""
+        Raises where a tool's step reward is no number, and the InfrastructureError of a tool."""
         allowed = min(self._limits.max_tool_calls_per_turn, self._limits.max_tool_calls - request.tool_calls)
         accepted = calls[:allowed]
         request.tool_calls += len(accepted)
@@ -133,6 +150,9 @@ class Caller:
                 for answer in running:
                     group.create_task(self._execute_in_task(request, answer, deadline))
         for answer in running:
+            if answer.broken is not None:
+                request.at = Boundary.TOOL, f"{answer.name}.execute"
+                raise answer.broken
             answer.late = answer.late and deadline == turn_deadline
         return answers
 
@@ -150,6 +170,8 @@ class Caller:
         assert arguments is not None
         try:
             _take(answer, await watch.wait(tool.execute(request.session_of(tool), **arguments), deadline))
+        except InfrastructureError as error:
+            answer.broken = error
         except Exception as error:  # noqa: BLE001 - boundary: a tool that raises tells the model
             self._failed(answer, error)
         answer.seconds = time.monotonic() - started

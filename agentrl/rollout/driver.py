@@ -13,15 +13,17 @@ from dataclasses import replace
 
 from agentrl.chat.base import Chat, ParsedTurn
 from agentrl.engine.base import Engine, EngineError, Generation, GenerationFinish, Sampling
-from agentrl.errors import UserError, nearest
+from agentrl.errors import UserError
 from agentrl.plugins.environment import Environment
 from agentrl.plugins.tool import Tool
+from agentrl.plugins.toolbox import offered
 from agentrl.plugins.types import Message, Task
 from agentrl.recipe.schema import RolloutSection
 from agentrl.rollout import hooks
-from agentrl.rollout.calls import Caller, assistant_message
+from agentrl.rollout.calls import Caller, as_text, assistant_message
 from agentrl.rollout.failures import describe
 from agentrl.rollout.request import AsyncRolloutRequest, Opening
+from agentrl.rollout.scorer import Scorer
 from agentrl.rollout.seeds import Seed, derive, nth
 from agentrl.rollout.state import RequestState, TransitionError
 from agentrl.rollout.trajectory import Boundary, Failure, FinishReason, InvariantError, Trajectory, check_invariants
@@ -38,13 +40,24 @@ class Driver:
     """Serves a whole run and thousands of requests at once; what is per request lives in the request."""
 
     def __init__(
-        self, *, engine: Engine, chat: Chat, environment: Environment, tools: Sequence[Tool], limits: RolloutSection
+        self,
+        *,
+        engine: Engine,
+        chat: Chat,
+        environment: Environment,
+        tools: Sequence[Tool],
+        limits: RolloutSection,
+        scorer: Scorer | None = None,
     ) -> None:
+        """tools: those of the recipe; the environment's own come with it. scorer: the recipe's reward functions."""
         self._engine = engine
         self._chat = chat
         self._environment = environment
-        self._tools = {tool.name: tool for tool in tools}
-        self._schemas = {tool.name: tool.schema for tool in tools}
+        self._tools = tuple(tools)
+        self._own = environment.tools()
+        self._schemas = {tool.name: tool.schema for tool in (*self._tools, *self._own)}
+        self.scorer = scorer or Scorer()
+        self._weights = self.scorer.weights
         self._limits = limits
         self._caller = Caller(chat, limits)
         self._count = 0
@@ -57,7 +70,7 @@ class Driver:
     def patience(self) -> float:
         """Seconds after which a request must be over, unless a plugin ignores its cancellation."""
         hook = self._limits.turn_timeout + hooks.RELEASE_SECONDS + 3 * GRACE
-        return self._limits.timeout + GRACE + hook * (len(self._tools) + 1)
+        return self._limits.timeout + GRACE + hook * (len(self._tools) + len(self._own) + self.scorer.functions + 1)
 
     def request(
         self, task: Task, sample: int, *, seed: Seed = 0, attempt: int = 0, opening: Opening | None = None
@@ -126,7 +139,7 @@ class Driver:
 
     async def _run(self, request: AsyncRolloutRequest, watch: Watch) -> None:
         if request.state is RequestState.PENDING:
-            request.tools = self._offered(request.task)
+            request.tools = offered(request.task, self._tools, self._environment)
             started = time.monotonic()
             await hooks.create_all(request, self._environment, watch)
             request.seconds["hooks"] += time.monotonic() - started
@@ -145,15 +158,9 @@ class Driver:
             raise EngineError(f"no token came within {self._limits.turn_timeout:g} seconds (rollout.turn_timeout)")
         started = time.monotonic()
         request.rewards = await hooks.calc_rewards(request, watch, self._limits.turn_timeout)
+        await self.scorer.score(request, finish, watch)
         request.seconds["hooks"] += time.monotonic() - started
         request.finish = finish
-
-    def _offered(self, task: Task) -> dict[str, Tool]:
-        if task.tools is None:
-            return self._tools
-        if unknown := next((name for name in task.tools if name not in self._tools), None):
-            raise UserError(f"task {task.id} wants the tool {unknown!r}, not in `tools`{nearest(unknown, self._tools)}")
-        return {name: self._tools[name] for name in task.tools}
 
     def _open(self, request: AsyncRolloutRequest) -> None:
         request.at = _CHAT
@@ -194,7 +201,7 @@ class Driver:
         if request.turn_count >= limits.max_turns:
             return FinishReason.MAX_TURNS
         request.at = _CHAT
-        added = self._chat.bridge(turn_ids, replies)
+        added = self._chat.bridge(turn_ids, as_text(replies))
         if len(added) >= room:
             return FinishReason.LENGTH
         request.add_bridge(added)
@@ -284,7 +291,7 @@ class Driver:
 
     def _freeze(self, request: AsyncRolloutRequest) -> Trajectory:
         """The trajectory, whose invariants hold: one whose do not is FAILED, and nobody trains on it."""
-        trajectory = request.trajectory()
+        trajectory = request.trajectory(self._weights)
         ended = request.state in _ENDS
         try:
             check_invariants(trajectory)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from agentrl.engine.base import EngineError
 from agentrl.errors import UserError
+from agentrl.plugins.types import InfrastructureError
 from agentrl.rollout.hooks import PluginError
 from agentrl.rollout.watch import DeadlineExceededError
 
@@ -15,7 +16,7 @@ def describe(error: BaseException) -> str:
     """One line: what was raised, and where."""
     if isinstance(error, DeadlineExceededError):
         return "took too long (rollout.turn_timeout, rollout.timeout)"
-    if isinstance(error, UserError | PluginError | EngineError):
+    if isinstance(error, UserError | PluginError | EngineError | InfrastructureError):
         return " ".join(str(error).split())
     frames = traceback.extract_tb(error.__traceback__)
     place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""

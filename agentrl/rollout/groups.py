@@ -39,6 +39,7 @@ class _Growing:
     opening: Opening = field(default_factory=Opening)
     samples: list[Trajectory | None] = field(default_factory=list)
     left: int = 0
+    whole: Group | None = None  # once all are finished and scored together
 
     def group(self) -> Group:
         samples = [t for t in self.samples if t is not None]
@@ -72,17 +73,19 @@ async def roll_out(
             group, index = jobs.popleft()
             trajectory = await _sample(driver, group, index, seed)
             group.samples[index] = trajectory
-            group.left -= 1
             if on_trajectory is not None:
                 on_trajectory(trajectory)
-            if on_group is not None and group.left == 0:
-                on_group(group.group())
+            group.left -= 1
+            if group.left == 0:
+                group.whole = await driver.scorer.score_group(group.group())
+                if on_group is not None:
+                    on_group(group.whole)
 
     with rare_collections():
         async with asyncio.TaskGroup() as workers:
             for _ in range(min(driver.limits.concurrency, len(jobs))):
                 workers.create_task(work())
-    return [group.group() for group in growing]
+    return [group.whole or group.group() for group in growing]
 
 
 async def _sample(driver: Driver, group: _Growing, index: int, seed: Seed) -> Trajectory:

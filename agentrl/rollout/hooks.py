@@ -53,7 +53,8 @@ def _begin(
     release: Mapping[str, object],
 ) -> Session:
     rng = random.Random(nth(request.seed, _PLUGIN_SEEDS + len(request.begun)))
-    session = Session(request.id, request.task, rng, request.deadline, request.messages)
+    environment = request.begun[0].session if request.begun else None
+    session = Session(request.id, request.task, rng, request.deadline, request.messages, environment=environment)
     request.begun.append(Begun(plugin, session, reward, release))
     return session
 

@@ -17,7 +17,8 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
     and `rollout/failed/<boundary>` samples left out, `rollout/retried` attempts; `groups/...` counts of groups;
     `stop/<reason>` counts; `tool/<name>/calls`, `/errors` and `/cut` (answers that were too long) counts, `/seconds` a
     mean a call, a tool's own metrics means over the calls that have them;
-    `reward/<part>` means over the valid trajectories (0 where a part is missing, so that they add up to `reward/mean`).
+    `reward/<part>` means over the valid trajectories (0 where a part is missing), before `rewards.weights`;
+    `reward/mean` is their weighted sum.
     """
     valid = [t for g in groups for t in g.trajectories]
     failed = [t for g in groups for t in g.failed]

@@ -1,6 +1,7 @@
 """`Player`: the parts that play tasks, put together from a recipe: environment, tools, model, chat, engine, driver."""
 
 from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,12 +11,14 @@ from agentrl.data.prompts import PromptLengths, measure_prompts
 from agentrl.engine.base import Engine
 from agentrl.models.load import load_model
 from agentrl.plugins.environment import Environment
-from agentrl.plugins.registry import make_engine, make_environment, make_tools
-from agentrl.plugins.tool import Tool
+from agentrl.plugins.registry import make_engine, make_environment
+from agentrl.plugins.rewards import Rewards, make_rewards
+from agentrl.plugins.toolbox import Toolbox
 from agentrl.plugins.types import Task
 from agentrl.recipe.schema import Recipe
 from agentrl.rollout.driver import Driver
 from agentrl.rollout.groups import roll_out
+from agentrl.rollout.scorer import Scorer
 from agentrl.rollout.seeds import Seed
 from agentrl.rollout.trajectory import Group
 
@@ -26,7 +29,8 @@ class Player:
 
     recipe: Recipe
     env: Environment
-    tools: tuple[Tool, ...]
+    toolbox: Toolbox
+    rewards: Rewards
     model: Any  # a transformers causal LM, which the trainer updates in place
     tokenizer: Any
     chat: Chat
@@ -41,7 +45,8 @@ class Player:
         """
         prepare_torch(recipe)
         env = env or make_environment(recipe.env)
-        tools = tuple(make_tools(recipe.tools))
+        rewards = make_rewards(recipe.rewards)
+        toolbox = await Toolbox.open(recipe.tools, env)
         section = recipe.model if model_path is None else recipe.model.model_copy(update={"path": model_path})
         model, tokenizer = load_model(section)
         chat = load_chat(
@@ -49,11 +54,11 @@ class Player:
             model_path=section.path,
             kind=section.chat,
             chat_template=section.chat_template,
-            tools=[tool.schema for tool in tools],
+            tools=[tool.schema for tool in (*toolbox.tools, *env.tools())],
         )
         engine: Engine = make_engine(recipe.engine, model)
         await engine.health()
-        return cls(recipe, env, tools, model, tokenizer, chat, engine)
+        return cls(recipe, env, toolbox, rewards, model, tokenizer, chat, engine)
 
     @property
     def prompt_limit(self) -> int:
@@ -61,7 +66,7 @@ class Player:
         return min(self.recipe.rollout.max_tokens, self.engine.max_context) - 1
 
     async def measure(self, tasks: Sequence[Task]) -> PromptLengths:
-        return await measure_prompts(self.env, self.tools, self.chat, tasks, self.prompt_limit)
+        return await measure_prompts(self.env, self.toolbox.tools, self.chat, tasks, self.prompt_limit)
 
     async def play(
         self,
@@ -76,22 +81,28 @@ class Player:
         limits = self.recipe.rollout
         if temperature is not None:
             limits = limits.model_copy(update={"temperature": temperature})
-        driver = Driver(engine=self.engine, chat=self.chat, environment=self.env, tools=self.tools, limits=limits)
+        driver = Driver(
+            engine=self.engine,
+            chat=self.chat,
+            environment=self.env,
+            tools=self.toolbox.tools,
+            limits=limits,
+            scorer=Scorer(self.rewards, limits.turn_timeout),
+        )
         return await roll_out(driver, tasks, n, seed=seed, on_group=on_group)
 
     def describe(self) -> str:
         """One line for the start of a run."""
         parameters = sum(p.numel() for p in self.model.parameters())
         size = f"{parameters / 1e6:.2f} M" if parameters < 1e9 else f"{parameters / 1e9:.2f} B"
-        names = ", ".join(tool.name for tool in self.tools) or "none"
+        names = ", ".join(tool.name for tool in (*self.toolbox.tools, *self.env.tools())) or "none"
         return f"model {self.recipe.model.path} ({size} parameters) · environment {self.env.name} · tools {names}"
 
     async def close(self) -> None:
         """Once, when the run ends: tools and environment free what they held, the engine stops."""
-        for tool in self.tools:
-            await tool.close()
-        await self.env.close()
-        await self.engine.close()
+        async with AsyncExitStack() as stack:  # each is closed, whatever another one raises
+            for one in (self.engine, self.env, self.rewards, self.toolbox):
+                stack.push_async_callback(one.close)
 
 
 def prepare_torch(recipe: Recipe) -> None:

@@ -16,6 +16,7 @@ def record(trajectory: Trajectory, *, tokens: bool = False) -> dict[str, Any]:
         "sample": t.sample,
         "reward": t.reward,
         "rewards": dict(t.rewards),
+        "weights": dict(t.weights),
         "finish": str(t.finish),
         "failure": None if t.failure is None else {"boundary": str(t.failure.boundary), "message": t.failure.message},
         "turns": [{"start": turn.start, "end": turn.end, "reward": turn.reward} for turn in t.turns],

@@ -15,6 +15,8 @@ from agentrl.plugins.types import Message, Session, Task
 from agentrl.rollout.state import RequestState, TransitionError
 from agentrl.rollout.trajectory import Boundary, Failure, FinishReason, ToolUse, Trajectory, Turn
 
+_UNWEIGHTED: Mapping[str, float] = {}
+
 
 @dataclass(slots=True)
 class Opening:
@@ -151,8 +153,9 @@ class AsyncRolloutRequest:
         """Credit a step reward to the last turn."""
         self.step_rewards[-1] += reward
 
-    def trajectory(self) -> Trajectory:
-        """What it leaves behind, as arrays of its own: the request may be driven on afterwards."""
+    def trajectory(self, weights: Mapping[str, float] = _UNWEIGHTED) -> Trajectory:
+        """What it leaves behind, as arrays of its own: the request may be driven on afterwards. weights: of reward
+        parts."""
         turns = self.turns
         if self.open_turn is not None:
             turns.append(Turn(self.open_turn, len(self.ids)))
@@ -170,6 +173,6 @@ class AsyncRolloutRequest:
             request_id=self.id, task=self.task, sample=self.sample, ids=np.array(self.ids, np.int32), loss_mask=mask,
             logprobs=logprobs, weight_version=version, prompt_length=self.prompt_length, turns=tuple(turns),
             messages=tuple(self.messages), rewards=dict(self.rewards), finish=self.finish or FinishReason.ERROR,
-            tool_uses=tuple(self.tool_uses), failure=self.failure, seconds=dict(self.seconds),
+            weights=weights, tool_uses=tuple(self.tool_uses), failure=self.failure, seconds=dict(self.seconds),
             tools=tuple(self.tools), extra=extra,
         )  # fmt: skip

@@ -68,8 +68,9 @@ class ToolUse:
 class Trajectory:
     """ids int32 [T], loss_mask uint8 [T], logprobs float32 [T], weight_version int32 [T] (-1 where not sampled).
 
-    prompt_length: the opening prompt is ids[:prompt_length]. rewards: by name, calc_reward parts and `step` (the sum
-    of the turns' step rewards); `reward` is their sum. seconds: `total`, and in `engine`, `tools`, `environment` (its
+    prompt_length: the opening prompt is ids[:prompt_length]. rewards: by name, calc_reward parts, those of the recipe's
+    functions, and `step` (the sum of the turns' step rewards), as they were given; `reward` is their sum by `weights`
+    (1 where a part has none). seconds: `total`, and in `engine`, `tools`, `environment` (its
     replies) and `hooks` (create and calc_reward). extra: `retried` and `release_errors`, tuples of lines, where any.
     """
 
@@ -85,6 +86,7 @@ class Trajectory:
     messages: tuple[Message, ...]
     rewards: Mapping[str, float]
     finish: FinishReason
+    weights: Mapping[str, float] = field(default_factory=dict)
     tool_uses: tuple[ToolUse, ...] = ()
     failure: Failure | None = None
     seconds: Mapping[str, float] = field(default_factory=dict)
@@ -93,7 +95,7 @@ class Trajectory:
 
     @property
     def reward(self) -> float:
-        return sum(self.rewards.values())
+        return sum(value * self.weights.get(part, 1.0) for part, value in self.rewards.items())
 
     @property
     def valid(self) -> bool:

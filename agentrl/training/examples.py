@@ -18,6 +18,7 @@ from agentrl.engine.base import Generation, GenerationFinish
 from agentrl.errors import UserError
 from agentrl.plugins.environment import Environment
 from agentrl.plugins.tool import Tool
+from agentrl.plugins.toolbox import offered
 from agentrl.plugins.types import Message, Session, Task
 from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.rollout.trajectory import FinishReason, Trajectory, check_invariants
@@ -31,9 +32,8 @@ class Demonstrator:
     def __init__(
         self, env: Environment, tools: Sequence[Tool], chat: Chat, template: Template, encoder: Encoder
     ) -> None:
-        self.env, self.tools, self.chat = env, {tool.name: tool for tool in tools}, chat
+        self.env, self.tools, self.chat = env, tools, chat
         self.template, self.encoder = template, encoder
-        self._schemas = {tool.name: tool.schema for tool in tools}
         self._contexts: dict[str, tuple[list[Message], str]] = {}
 
     async def messages(self, task: Task, rng: Random, style: str) -> tuple[list[Message], list[Message]]:
@@ -69,7 +69,7 @@ class Demonstrator:
 
     def schemas(self, task: Task) -> list[dict[str, Any]]:
         """Of the tools that the task offers."""
-        return [schema for name, schema in self._schemas.items() if task.tools is None or name in task.tools]
+        return [tool.schema for tool in offered(task, self.tools, self.env).values()]
 
     def _say(self, request: AsyncRolloutRequest, message: Message, schemas: list[dict[str, Any]]) -> None:
         ids = self._turn_ids(request.messages, message, schemas)

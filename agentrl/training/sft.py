@@ -19,8 +19,9 @@ from agentrl.chat.template import Template
 from agentrl.errors import UserError
 from agentrl.models.load import load_model
 from agentrl.plugins.environment import Environment
-from agentrl.plugins.registry import make_environment, make_tools
+from agentrl.plugins.registry import make_environment
 from agentrl.plugins.tool import Tool
+from agentrl.plugins.toolbox import Toolbox
 from agentrl.recipe.load import dump_recipe, load_recipe
 from agentrl.recipe.schema import NewModel, Recipe, SftSection
 from agentrl.training.checkpoint import save_model
@@ -58,10 +59,13 @@ def sft(
     console = console or Console()
     if recipe.train.threads:
         torch.set_num_threads(recipe.train.threads)
-    env, tools = make_environment(recipe.env), make_tools(recipe.tools)
+    env = make_environment(recipe.env)
     with ExitStack() as stack:
         runner = stack.enter_context(asyncio.Runner())
-        stack.callback(lambda: runner.run(_close(env, tools)))
+        stack.callback(lambda: runner.run(env.close()))
+        toolbox = runner.run(Toolbox.open(recipe.tools, env))
+        stack.callback(lambda: runner.run(toolbox.close()))
+        tools = toolbox.tools
         model, tokenizer, chat = _start(recipe, recipe.sft, env, tools, runner)
         folder, journal = _places(output, recipe, name)
         demonstrator = _demonstrator(env, tools, chat, tokenizer)
@@ -74,12 +78,6 @@ def sft(
     console.print(f"model: {folder}", highlight=False)
     last = losses[-max(1, len(losses) // 10) :]
     return SftResult(folder, sum(last) / len(last), school.steps, school.tokens, monotonic() - school.began)
-
-
-async def _close(env: Environment, tools: Sequence[Tool]) -> None:
-    plugins: list[Tool | Environment] = [*tools, env]
-    for plugin in plugins:
-        await plugin.close()
 
 
 def _places(output: str | None, recipe: Recipe, name: str) -> tuple[Path, Callable[[dict[str, float]], None]]:
@@ -104,21 +102,21 @@ def _start(
     else:
         tokenizer = _new_tokenizer(recipe, section.new_model, env, tools, runner)
         model = new_model(section.new_model, tokenizer, recipe.train.seed)
-    return model, tokenizer, _chat(recipe, tokenizer, tools)
+    return model, tokenizer, _chat(recipe, tokenizer, env, tools)
 
 
-def _chat(recipe: Recipe, tokenizer: Any, tools: Sequence[Tool]) -> Chat:
+def _chat(recipe: Recipe, tokenizer: Any, env: Environment, tools: Sequence[Tool]) -> Chat:
     section = recipe.model
     return load_chat(
         tokenizer,
         model_path=section.path if recipe.sft is None or recipe.sft.new_model is None else "",
         kind=section.chat,
-        tools=[tool.schema for tool in tools],
+        tools=[tool.schema for tool in (*tools, *env.tools())],
     )
 
 
 def _demonstrator(env: Environment, tools: Sequence[Tool], chat: Chat, tokenizer: Any) -> Demonstrator:
-    template = Template(tokenizer, None, [tool.schema for tool in tools])
+    template = Template(tokenizer, None, [tool.schema for tool in (*tools, *env.tools())])
     return Demonstrator(env, tools, chat, template, Encoder(tokenizer, template.source))
 
 
@@ -128,7 +126,7 @@ def _new_tokenizer(
     """From rendered demonstrations of every stage's style over all splits."""
     template = read_template(section)
     bare = bare_tokenizer(template)
-    demonstrator = _demonstrator(env, tools, _chat(recipe, bare, tools), bare)
+    demonstrator = _demonstrator(env, tools, _chat(recipe, bare, env, tools), bare)
     styles = list(dict.fromkeys(stage.style for stage in (recipe.sft or SftSection()).stages))
 
     async def texts() -> list[str]:

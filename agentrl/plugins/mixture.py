@@ -1,0 +1,133 @@
+"""`Mixture`: several environments as one. A task belongs to exactly one of them, which alone serves its requests."""
+
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import accumulate
+from random import Random
+from typing import Any, overload
+
+from agentrl.errors import UserError
+from agentrl.plugins.environment import Environment
+from agentrl.plugins.tool import Tool
+from agentrl.plugins.types import Message, Reply, Session, Task
+from agentrl.recipe.schema import EnvPart
+
+
+class Mixture(Environment):
+    """Task ids and splits are prefixed by the environment's name: `gsm8k/train-7`, split `gsm8k.test`."""
+
+    def __init__(self, parts: Sequence[tuple[EnvPart, Environment]]) -> None:
+        seen: Counter[str] = Counter()
+        self._parts: dict[str, tuple[EnvPart, Environment]] = {}
+        for part, env in parts:
+            seen[env.name] += 1
+            label = env.name if seen[env.name] == 1 else f"{env.name}-{seen[env.name]}"
+            self._parts[label] = part, env
+        self.name = " + ".join(self._parts)
+        self.splits = tuple(f"{label}.{split}" for label, (_, env) in self._parts.items() for split in env.splits)
+        self._tools = self._own_tools()
+
+    def _own_tools(self) -> tuple[Tool, ...]:
+        """By name: two environments may bring the same tool, each serving its own tasks, but not two unlike ones."""
+        tools: dict[str, Tool] = {}
+        for label, (_, env) in self._parts.items():
+            for tool in env.tools():
+                if tools.setdefault(tool.name, tool).schema != tool.schema:
+                    raise UserError(f"env.mix: {label} and another bring unlike tools called {tool.name!r}")
+        return tuple(tools.values())
+
+    def tasks(self, split: str) -> Sequence[Task]:
+        """`train` mixes all by weight; a held-out split belongs to one environment."""
+        if split != "train":
+            label, _, own = split.partition(".")
+            part, env = self._parts[label]
+            return _Labelled(label, part, env.tasks(own))
+        mixed = [_Labelled(label, part, env.tasks("train")) for label, (part, env) in self._parts.items()]
+        if empty := next((tasks.label for tasks in mixed if not len(tasks)), None):
+            raise UserError(f"env.mix: environment {empty} has no training task")
+        return _Mixed(mixed, [part.weight for part, _ in self._parts.values()])
+
+    def tools(self) -> Sequence[Tool]:
+        return self._tools
+
+    def tools_for(self, task: Task) -> Sequence[Tool]:
+        return self._of(task).tools_for(task)
+
+    def _of(self, task: Task) -> Environment:
+        return self._parts[task.id.partition("/")[0]][1]
+
+    async def create(self, session: Session, **create_kwargs: Any) -> Sequence[Message]:
+        return await self._of(session.task).create(session, **create_kwargs)
+
+    async def execute(self, session: Session, message: Message) -> Reply:
+        return await self._of(session.task).execute(session, message)
+
+    async def calc_reward(self, session: Session, **kwargs: Any) -> Mapping[str, float]:
+        env = self._of(session.task)
+        reward = await env.calc_reward(session, **kwargs)
+        return reward if isinstance(reward, Mapping) else {env.name: reward}
+
+    async def release(self, session: Session, **kwargs: Any) -> None:
+        await self._of(session.task).release(session, **kwargs)
+
+    def solved(self, rewards: Mapping[str, float], task: Task) -> bool:
+        return self._of(task).solved(rewards, task)
+
+    def demonstrate(self, task: Task, rng: Random, style: str) -> Sequence[Message]:
+        return self._of(task).demonstrate(task, rng, style)
+
+    async def close(self) -> None:
+        for _, env in self._parts.values():
+            await env.close()
+
+
+class _Labelled(Sequence[Task]):
+    """The tasks of one environment, with its label in their ids and with the tools that the recipe gives it."""
+
+    def __init__(self, label: str, part: EnvPart, tasks: Sequence[Task]) -> None:
+        self.label, self._part, self._tasks = label, part, tasks
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    @overload
+    def __getitem__(self, index: int) -> Task: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Task]: ...
+    def __getitem__(self, index: int | slice) -> Task | Sequence[Task]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        task = self._tasks[index]
+        return replace(task, id=f"{self.label}/{task.id}", tools=self._part.tools if task.tools is None else task.tools)
+
+
+class _Mixed(Sequence[Task]):
+    """Every task of every part at least once, smaller parts as often as their weight asks for."""
+
+    def __init__(self, parts: Sequence[_Labelled], weights: Sequence[float]) -> None:
+        scale = max(len(part) / weight for part, weight in zip(parts, weights, strict=True))
+        self._parts = parts
+        self._ends = list(accumulate(max(len(p), round(w * scale)) for p, w in zip(parts, weights, strict=True)))
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    @overload
+    def __getitem__(self, index: int) -> Task: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Task]: ...
+    def __getitem__(self, index: int | slice) -> Task | Sequence[Task]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        if not -len(self) <= index < len(self):
+            raise IndexError(index)
+        index %= len(self)
+        which = bisect_right(self._ends, index)
+        start = self._ends[which - 1] if which else 0
+        part = self._parts[which]
+        return part[(index - start) % len(part)]
+
+    def __iter__(self) -> Iterator[Task]:
+        return (self[i] for i in range(len(self)))

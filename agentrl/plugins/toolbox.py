@@ -1,0 +1,63 @@
+"""`Toolbox`: the tools of a recipe, opened; which of them a task offers; closed once, when the run ends."""
+
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from typing import Self
+
+from agentrl.errors import UserError, nearest
+from agentrl.plugins.environment import Environment
+from agentrl.plugins.registry import find, make_tool
+from agentrl.plugins.source import ToolSource
+from agentrl.plugins.tool import Tool
+from agentrl.plugins.types import Task
+from agentrl.recipe.schema import ToolSection
+
+
+@dataclass(frozen=True, slots=True)
+class Toolbox:
+    """tools: those of the recipe, in its order, a source's in the source's. origins: where each comes from."""
+
+    tools: tuple[Tool, ...]
+    origins: tuple[str, ...]
+    closing: AsyncExitStack
+
+    @classmethod
+    async def open(cls, sections: Sequence[ToolSection], env: Environment) -> Self:
+        """Raises UserError when one cannot be had, or two would have one name for the model; nothing stays open."""
+        async with AsyncExitStack() as stack:
+            tools: list[Tool] = []
+            origins: list[str] = []
+            for section, made in [(section, make_tool(section)) for section in sections]:
+                stack.push_async_callback(made.close)
+                opened = await made.open() if isinstance(made, ToolSource) else (made,)
+                tools += opened
+                origins += [find("tools", section.name).origin] * len(opened)
+            _check_names(tools, origins, env)
+            return cls(tuple(tools), tuple(origins), stack.pop_all())
+        raise AssertionError("the stack swallows nothing")
+
+    async def close(self) -> None:
+        """Every tool and source, last first; an error of one is raised after all were closed."""
+        await self.closing.aclose()
+
+
+def _check_names(tools: Sequence[Tool], origins: Sequence[str], env: Environment) -> None:
+    by_name: dict[str, str] = {}
+    own = [(tool, f"environment {env.name}") for tool in env.tools()]
+    for tool, origin in [*zip(tools, origins, strict=True), *own]:
+        if other := by_name.get(tool.name):
+            raise UserError(f"tools: {other} and {origin} both offer {tool.name!r} to the model")
+        by_name[tool.name] = origin
+
+
+def offered(task: Task, tools: Sequence[Tool], env: Environment) -> dict[str, Tool]:
+    """The tools of a task by name: those of the recipe that it names (all, where it names none), then the environment's
+    own. Raises UserError for a name that nobody has."""
+    own = {tool.name: tool for tool in env.tools_for(task)}
+    every = {tool.name: tool for tool in tools}
+    if task.tools is None:
+        return every | own
+    if unknown := next((name for name in task.tools if name not in every and name not in own), None):
+        raise UserError(f"task {task.id} wants the tool {unknown!r}, not in `tools`{nearest(unknown, [*every, *own])}")
+    return {name: every[name] for name in task.tools if name in every} | own

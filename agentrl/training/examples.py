@@ -34,7 +34,7 @@ class Demonstrator:
     ) -> None:
         self.env, self.tools, self.chat = env, tools, chat
         self.template, self.encoder = template, encoder
-        self._contexts: dict[str, tuple[list[Message], str]] = {}
+        self._contexts: dict[tuple[str, ...], tuple[list[Message], str]] = {}
 
     async def messages(self, task: Task, rng: Random, style: str) -> tuple[list[Message], list[Message]]:
         """The opening messages and the demonstration after them."""
@@ -93,14 +93,15 @@ class Demonstrator:
         return ids[: stop + 1]
 
     def _context(self, before: Sequence[Message], schemas: list[dict[str, Any]]) -> tuple[list[Message], str]:
-        """A conversation after which a turn is written as after `before`, and its rendering: the first one seen whose
-        last message has the same role, from its last user's message on. Rendering whole histories costs far more."""
-        role = before[-1]["role"]
-        if role not in self._contexts:
+        """A conversation after which a turn is written as after `before`, and its rendering: the first one seen with
+        the same tools and role of the last message, from its last user's message on. Rendering whole histories costs
+        far more."""
+        key = before[-1]["role"], *(schema["function"]["name"] for schema in schemas)
+        if key not in self._contexts:
             first = max((i for i, m in enumerate(before) if m["role"] == "user"), default=0)
             context = list(before[first:])
-            self._contexts[role] = context, self.template.text(context, schemas, generate=True)
-        return self._contexts[role]
+            self._contexts[key] = context, self.template.text(context, schemas, generate=True)
+        return self._contexts[key]
 
     def _checked(self, request: AsyncRolloutRequest) -> Trajectory:
         if not request.turns:

@@ -8,7 +8,6 @@ from pathlib import Path
 from random import Random
 
 import pytest
-from agentrl_envs.gsm8k import rows
 from agentrl_envs.gsm8k.environment import SYSTEM_PROMPT, Gsm8k
 
 from agentrl.errors import UserError
@@ -168,7 +167,7 @@ def test_a_hub_name(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match="cannot be loaded from the hub: no network"):
         env.tasks("train")
     assert asked == [("openai/gsm8k", "main", "test"), ("openai/gsm8k", "main", "train")]
-    assert not rows.is_file("somebody/else")
+    assert Gsm8k("somebody/else").splits == ("test",)
 
 
 def test_splits_and_styles_that_do_not_exist(tmp_path: Path) -> None:

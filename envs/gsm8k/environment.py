@@ -1,15 +1,13 @@
 """The environment `gsm8k`: a question, tools to work it with, and 1.0 for the right number behind `####`."""
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from random import Random
 from typing import Any
 
 from agentrl_envs.gsm8k.demonstrations import STYLES, demonstrate
 from agentrl_envs.gsm8k.grade import grade
 from agentrl_envs.gsm8k.problems import problem
-from agentrl_envs.gsm8k.rows import is_file
-from agentrl_envs.gsm8k.source import FileSource, Generator, HubSource, Source
+from agentrl_envs.gsm8k.source import Data, Generator, Source
 
 from agentrl.errors import UserError, nearest
 from agentrl.plugins.environment import Environment
@@ -25,8 +23,9 @@ SYSTEM_PROMPT = (
 class Gsm8k(Environment):
     """Grade-school word problems.
 
-    source: `generated`, a .jsonl or .parquet file with the fields `question` and `answer` (which ends in `#### x`), or
-    a hub name such as `openai/gsm8k`. system_prompt: None takes the source's own (none at all for `generated`).
+    source: `generated`, or anything that `agentrl.data.source` reads (a .jsonl or .parquet file, a hub name such as
+    `openai/gsm8k`) with the fields `question` and `answer`, which ends in `#### x`.
+    system_prompt: None takes the source's own (none at all for `generated`).
     seed: of the generated training problems, and of what is held out of a file. config: of a hub dataset.
     """
 
@@ -75,6 +74,4 @@ class Gsm8k(Environment):
 def _open(source: str, seed: int, config: str | None) -> Source:
     if source == "generated":
         return Generator(seed)
-    if is_file(source):
-        return FileSource(Path(source), seed)
-    return HubSource(source, "main" if config is None and source == "openai/gsm8k" else config)
+    return Data.open(source, seed, "main" if config is None and source == "openai/gsm8k" else config)

@@ -1,0 +1,104 @@
+"""Rows of data, by number: parsed when they are looked at, and each knows where it stands for whoever must mend it."""
+
+from abc import abstractmethod
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from typing import Any, overload
+
+from agentrl.errors import UserError
+
+Row = dict[str, Any]
+
+
+class Rows(Sequence[Row]):
+    """A sequence of rows with random access. `row` raises UserError with the place of a row that cannot be read."""
+
+    @abstractmethod
+    def row(self, index: int) -> Row:
+        """0 <= index < len."""
+
+    @abstractmethod
+    def where(self, index: int) -> str:
+        """The place of a row for people: `data/train.jsonl, line 7`."""
+
+    def number(self, index: int) -> int:
+        """Its number in what it was read from, from 0: stable whatever was left out around it."""
+        return index
+
+    @overload
+    def __getitem__(self, index: int) -> Row: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Row]: ...
+    def __getitem__(self, index: int | slice) -> Row | list[Row]:
+        size = len(self)
+        if isinstance(index, slice):
+            return [self.row(i) for i in range(*index.indices(size))]
+        if not -size <= index < size:
+            raise IndexError(f"there are {size} rows, asked for {index}")
+        return self.row(index % size)
+
+
+def checked(value: Any, where: str) -> Row:
+    """A row as a dict of its fields. Raises UserError for anything that is not an object."""
+    if not isinstance(value, Mapping):
+        raise UserError(f"{where}: is not an object with named fields, but {value!r:.60}")
+    return dict(value)
+
+
+class Listed(Rows):
+    """Rows from a sequence that somebody else made: a function, a JSON array, a dataset of the hub."""
+
+    def __init__(self, rows: Sequence[Any], what: str, first: int = 0) -> None:
+        self.content, self.what, self._first = rows, what, first
+
+    def __len__(self) -> int:
+        return len(self.content)
+
+    def row(self, index: int) -> Row:
+        return checked(self.content[index], self.where(index))
+
+    def where(self, index: int) -> str:
+        return f"{self.what}, row {index + self._first}"
+
+
+class Joined(Rows):
+    """Several in a row."""
+
+    def __init__(self, parts: Sequence[Rows]) -> None:
+        self._parts = parts
+        self._ends = list(accumulate(map(len, parts)))
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    def _find(self, index: int) -> tuple[Rows, int]:
+        which = bisect_right(self._ends, index)
+        return self._parts[which], index - (self._ends[which - 1] if which else 0)
+
+    def row(self, index: int) -> Row:
+        part, at = self._find(index)
+        return part.row(at)
+
+    def where(self, index: int) -> str:
+        part, at = self._find(index)
+        return part.where(at)
+
+
+class Chosen(Rows):
+    """Some of others, by their numbers there."""
+
+    def __init__(self, rows: Rows, chosen: Sequence[int]) -> None:
+        self._rows, self._chosen = rows, chosen
+
+    def __len__(self) -> int:
+        return len(self._chosen)
+
+    def row(self, index: int) -> Row:
+        return self._rows.row(self._chosen[index])
+
+    def where(self, index: int) -> str:
+        return self._rows.where(self._chosen[index])
+
+    def number(self, index: int) -> int:
+        return self._rows.number(self._chosen[index])

@@ -10,7 +10,7 @@ PACKAGE = Path(__file__).parent.parent / "agentrl"
 
 LAYERS = (
     ("cli",),
-    ("training",),
+    ("training", "testing"),
     ("report",),
     ("eval",),
     ("rollout",),

@@ -1,0 +1,141 @@
+"""An agent that is no model: its turns are texts, written beforehand or typed, and the real driver plays them.
+
+A turn is text. A line `/name {"argument": 1}` of it calls a tool (`/name` alone: without arguments; `//` at the start
+of a line stands for a slash), the other lines are what the agent says. Ids are code points: nothing is tokenized.
+"""
+
+import json
+import re
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+from agentrl.chat.base import ParsedCall, ParsedTurn
+from agentrl.engine.base import EngineError, Generation, GenerationFinish, Sampling
+from agentrl.plugins.types import Message
+from agentrl.recipe.schema import RolloutSection
+
+Turn = Callable[[int], Awaitable[str | None]]
+"""From a turn's number, counted from 0, to its text. None: the agent leaves, and the request is ABORTED."""
+
+END = 0x110000  # the first id that is no code point
+_NO_LIMIT = 1 << 30
+_CALL = re.compile(r"/([A-Za-z_][\w.-]*)(?:\s+(.*))?$")
+
+
+def call(name: str, /, **arguments: Any) -> str:
+    """The line that calls a tool."""
+    return f"/{name} {json.dumps(arguments, ensure_ascii=False)}"
+
+
+def said(text: str) -> str:
+    """`text` as lines that call nothing."""
+    return "\n".join(f"/{line}" if line.startswith("/") else line for line in text.split("\n"))
+
+
+def without_token_limits(limits: RolloutSection, **changes: Any) -> RolloutSection:
+    """Turns, calls and seconds as they are: only what is counted in tokens has no meaning for code points."""
+    endless = {"max_tokens": _NO_LIMIT, "max_turn_tokens": _NO_LIMIT, "max_tool_tokens": _NO_LIMIT}
+    return limits.model_copy(update={**endless, **changes})
+
+
+class TextChat:
+    """Messages as code points."""
+
+    stop_ids: tuple[int, ...] = (END,)
+    rewrites_history: str | None = None
+    description = "text, as it is typed"
+
+    def render(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> list[int]:
+        return self._messages(messages)
+
+    def bridge(self, turn_ids: Sequence[int], messages: Sequence[Message]) -> list[int]:
+        return self._messages(messages)
+
+    def parse(self, turn_ids: Sequence[int]) -> ParsedTurn:
+        words: list[str] = []
+        calls: list[ParsedCall] = []
+        for line in self.decode(turn_ids).split("\n"):
+            if line.startswith("//"):
+                words.append(line[1:])
+            elif match := _CALL.fullmatch(line.strip()):
+                calls.append(_parsed(match.group(1), match.group(2) or "{}", line))
+            else:
+                words.append(line)
+        return ParsedTurn("\n".join(words).strip("\n"), tuple(calls))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return "".join(chr(i) for i in ids if i < END)
+
+    def encode_text(self, text: str) -> list[int]:
+        return [ord(character) for character in text]
+
+    def _messages(self, messages: Sequence[Message]) -> list[int]:
+        return [i for m in messages for i in (*self.encode_text(f"{m['role']}: {m['content']}"), END)]
+
+
+def _parsed(name: str, body: str, line: str) -> ParsedCall:
+    try:
+        arguments = json.loads(body)
+    except ValueError as error:
+        return ParsedCall(name, {}, line, f"the arguments are not valid JSON: {error}")
+    if not isinstance(arguments, dict):
+        return ParsedCall(name, {}, line, "the arguments should be an object")
+    return ParsedCall(name, arguments, line)
+
+
+class TextEngine:
+    """Says what the agent of each request says. `seat` comes before the request is driven."""
+
+    max_context = _NO_LIMIT
+
+    def __init__(self) -> None:
+        self._agents: dict[str, Turn] = {}
+        self._turns: Counter[str] = Counter()
+
+    def seat(self, request_id: str, agent: Turn) -> None:
+        self._agents[request_id] = agent
+
+    async def generate(self, ids: Sequence[int], sampling: Sampling, request_id: str) -> Generation:
+        number = self._turns[request_id]
+        self._turns[request_id] += 1
+        text = await self._agents[request_id](number)
+        if text is None:
+            return Generation([], [], GenerationFinish.ABORT)
+        answer = [*map(ord, text), END]
+        return Generation(answer, [0.0] * len(answer), GenerationFinish.STOP)
+
+    def finish(self, request_id: str) -> None:
+        self._agents.pop(request_id, None)
+        self._turns.pop(request_id, None)
+
+    def abort(self, request_id: str | None = None) -> None:
+        """There is nothing to stop: the driver cancels what waits for an agent."""
+
+    async def update_weights(self, version: int, weights: Any = None) -> None: ...
+
+    async def pause(self, mode: str = "retract") -> None: ...
+
+    async def resume(self) -> None: ...
+
+    def flush(self) -> None: ...
+
+    async def sleep(self) -> None: ...
+
+    async def wake(self) -> None: ...
+
+    async def health(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+def scripted(turns: Sequence[str]) -> Turn:
+    """The agent that says these turns, one after the other; wanted more often, it fails with a clear line."""
+
+    async def turn(number: int) -> str:
+        if number >= len(turns):
+            count = "1 reply" if len(turns) == 1 else f"{len(turns)} replies"
+            raise EngineError(f"the script has {count}, and the conversation wants another one")
+        return turns[number]
+
+    return turn

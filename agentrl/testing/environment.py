@@ -1,0 +1,261 @@
+"""`check_environment`: what training and evaluation rely on in an environment, tried by playing its tasks."""
+
+import asyncio
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from agentrl.plugins.environment import Environment
+from agentrl.plugins.registry import make_environment, make_tool
+from agentrl.plugins.tool import Tool
+from agentrl.plugins.types import Task
+from agentrl.recipe.schema import EnvSection, RolloutSection, ToolSection
+from agentrl.rollout.blocking import blocking
+from agentrl.rollout.trajectory import FinishReason, Trajectory
+from agentrl.testing.hooks import hook, number, require, require_hooks, require_no_growth, require_schema, session
+from agentrl.testing.play import Agent, Stage
+
+LOOK = 64
+"""Tasks of a split that are looked at, at most."""
+
+_ROLES = ("system", "user", "assistant", "tool")
+
+
+def check_environment(
+    env: Environment | type[Environment] | str,
+    gold: Agent,
+    wrong: Agent,
+    *,
+    tools: Sequence[Tool | str] = (),
+    tasks: int = 4,
+    disjoint: bool = True,
+    limits: Mapping[str, Any] | None = None,
+    sessions: int = 16,
+) -> None:
+    """Raises AssertionError, one line, for the first promise that an environment does not keep.
+
+    env: an object, a class that needs no argument, or an installed name. gold, wrong: how to play a task well and
+    badly: a function from the task to the turns (texts; `call(...)` makes a tool call), or from the task and the
+    messages so far to the next turn. tools: what a recipe would list besides the environment's own. tasks: how many of
+    each split are played. disjoint: held-out tasks must not stand in `train`. limits: keys of a recipe's `rollout`.
+
+    Checked: async hooks; tasks with unique ids, data that JSON can hold, the same at a second look and from a second
+    object, held-out ones apart from `train`; openings that a chat can render, equal for the samples of a task; gold is
+    solved with a higher reward than wrong, which is not; rewards are finite and the same at every play, also when
+    many requests run at once; `release` after a failed and a cancelled request; nothing is kept of those released.
+    """
+    blocking(lambda: asyncio.run(_check(env, gold, wrong, tools, tasks, disjoint, dict(limits or {}), sessions)))
+
+
+async def _check(
+    env: Environment | type[Environment] | str,
+    gold: Agent,
+    wrong: Agent,
+    tools: Sequence[Tool | str],
+    tasks: int,
+    disjoint: bool,
+    limits: dict[str, Any],
+    sessions: int,
+) -> None:
+    made, second = _made(env), None if isinstance(env, Environment) else _made(env)
+    own = [_tool(one) for one in tools]
+    try:
+        contract = _Contract(made, Stage(made, own, RolloutSection(**limits)), tasks)
+        require_hooks(made, contract.what)
+        contract.check_tasks(second)
+        contract.check_tools()
+        await contract.check_openings(disjoint)
+        await contract.check_plays(gold, wrong, sessions)
+        await contract.check_failures(gold)
+    finally:
+        for tool in own:
+            await tool.close()
+        for one in (made, second):
+            if one is not None:
+                await one.close()
+
+
+def _made(env: Environment | type[Environment] | str) -> Environment:
+    if isinstance(env, str):
+        return make_environment(EnvSection(name=env))
+    made: Any = env() if isinstance(env, type) else env
+    require(isinstance(made, Environment), f"{env!r} is no environment: derive it from agentrl.Environment")
+    return made
+
+
+def _tool(one: Tool | str) -> Tool:
+    made = make_tool(ToolSection(name=one)) if isinstance(one, str) else one
+    require(isinstance(made, Tool), f"{one!r} is no tool, and cannot be offered here")
+    assert isinstance(made, Tool)
+    return made
+
+
+class _Contract:
+    """An environment on its stage, and the tasks to play: some of each split."""
+
+    def __init__(self, env: Environment, stage: Stage, count: int) -> None:
+        self.env = env
+        self.stage = stage
+        self.what = f"environment {getattr(env, 'name', type(env).__name__)!r}"
+        name = getattr(env, "name", None)
+        require(isinstance(name, str) and name, f"{self.what}: its class sets no `name`")
+        require(
+            not isinstance(env.splits, str) and "train" not in env.splits,
+            f"{self.what}: `splits` must be a tuple of the held-out splits, without 'train', got {env.splits!r}",
+        )
+        self.looked = {split: self.look(env, split) for split in ("train", *env.splits)}
+        self.played = [task for tasks in self.looked.values() for task in tasks[:count]]
+
+    def look(self, env: Environment, split: str) -> list[Task]:
+        tasks = env.tasks(split)
+        require(len(tasks) > 0, f"{self.what}: its split {split!r} has no task")
+        return [tasks[i] for i in range(min(LOOK, len(tasks)))]
+
+    def check_tasks(self, second: Environment | None) -> None:
+        """Well-formed, and the same whenever and by whomever they are asked for."""
+        for split, tasks in self.looked.items():
+            plain = [self.plain(task, split) for task in tasks]
+            ids = [task.id for task in tasks]
+            if len(set(ids)) < len(ids):
+                twice = next(i for i in ids if ids.count(i) > 1)
+                raise AssertionError(f"{self.what}: two tasks of {split!r} have the id {twice!r}")
+            for other, how in ((self.env, "asked for twice"), (second, "made anew")):
+                if other is not None and [self.plain(task, split) for task in self.look(other, split)] != plain:
+                    raise AssertionError(
+                        f"{self.what}: the tasks of {split!r} are not the same when {how}: draw them from a fixed seed"
+                    )
+
+    def plain(self, task: Any, split: str) -> tuple[str, str]:
+        require(isinstance(task, Task), f"{self.what}: `tasks({split!r})` must hold agentrl.Task objects, got {task!r}")
+        require(
+            isinstance(task.id, str) and task.id, f"{self.what}: a task of {split!r} has the id {task.id!r}, not text"
+        )
+        try:
+            return task.id, json.dumps(dict(task.data), allow_nan=False, sort_keys=True)
+        except (TypeError, ValueError) as error:
+            raise AssertionError(f"{self.what}: task {task.id}: its data cannot be written as JSON: {error}") from None
+
+    def check_tools(self) -> None:
+        own = list(self.env.tools())
+        again = list(self.env.tools())
+        require(
+            len(own) == len(again) and all(a is b for a, b in zip(own, again, strict=True)),
+            f"{self.what}: `tools()` must return the same objects at every call: make them in __init__",
+        )
+        for tool in own:
+            require(isinstance(tool, Tool), f"{self.what}: `tools()` must hold agentrl.Tool objects, got {tool!r}")
+            require_hooks(tool, f"{self.what}, tool {getattr(tool, 'name', '?')!r}")
+            require_schema(tool)
+
+    async def check_openings(self, disjoint: bool) -> None:
+        """Openings are messages, equal for the samples of a task; those of held-out tasks are not trained on."""
+        train: dict[str, str] = {}
+        for split, tasks in self.looked.items():
+            for task in tasks:
+                seen = await self.opening(task)
+                if split == "train":
+                    train.setdefault(seen, task.id)
+                elif disjoint and len(train) > 1 and seen in train:
+                    raise AssertionError(
+                        f"{self.what}: task {task.id} of {split!r} opens like {train[seen]} of 'train': hold it out"
+                    )
+        for task in self.played:
+            require(
+                await self.opening(task) == await self.opening(task),
+                f"{self.what}: task {task.id} opens otherwise the second time: draw from session.rng or from the task",
+            )
+
+    async def opening(self, task: Task) -> str:
+        begun = session(task, 0)
+        messages = await hook(self.env.create(begun, **task.create_kwargs), f"{self.what}: `create` of task {task.id}")
+        await hook(self.env.release(begun), f"{self.what}: `release` of task {task.id} before its first token")
+        good = isinstance(messages, Sequence) and len(messages) > 0 and all(_is_message(m) for m in messages)
+        require(
+            good,
+            f"{self.what}: `create` of task {task.id} must return messages with role and content, got {messages!r}",
+        )
+        return json.dumps([[m["role"], m["content"]] for m in messages], default=str)
+
+    async def check_plays(self, gold: Agent, wrong: Agent, sessions: int) -> None:
+        best = [await self.play(task, gold, "gold") for task in self.played]
+        worst = [await self.play(task, wrong, "wrong") for task in self.played]
+        for good, bad in zip(best, worst, strict=True):
+            task, how = good.task, f"its rewards were {dict(good.rewards)}"
+            require(self.env.solved(good.rewards, task), f"{self.what}: task {task.id}: gold is not `solved`; {how}")
+            require(
+                not self.env.solved(bad.rewards, task),
+                f"{self.what}: task {task.id}: wrong counts as `solved`; its rewards were {dict(bad.rewards)}",
+            )
+            require(
+                good.reward > bad.reward,
+                f"{self.what}: task {task.id}: gold gets {good.reward:g}, no more than {bad.reward:g} of wrong",
+            )
+        await self.check_together(gold, wrong, best, worst, sessions)
+
+    async def check_together(
+        self, gold: Agent, wrong: Agent, best: list[Trajectory], worst: list[Trajectory], sessions: int
+    ) -> None:
+        """Many at once get what each got alone."""
+        count = len(self.played)
+
+        async def one(i: int) -> None:
+            task, alone, agent = self.played[i % count], (best, worst)[i % 2][i % count], (gold, wrong)[i % 2]
+            together = await self.play(task, agent, ("gold", "wrong")[i % 2])
+            require(
+                dict(together.rewards) == dict(alone.rewards),
+                f"{self.what}: task {task.id}: the rewards were {dict(alone.rewards)} alone and "
+                f"{dict(together.rewards)} among others: keep what is per request in session.state",
+            )
+
+        async def many() -> None:
+            await asyncio.gather(*(one(i) for i in range(max(sessions, count))))
+
+        await require_no_growth(self.env, self.what, many)
+
+    async def play(self, task: Task, agent: Agent, who: str) -> Trajectory:
+        played = await self.stage.play(task, agent)
+        failure = played.failure
+        require(failure is None, f"{self.what}: task {task.id}, played by {who}: {failure.message if failure else ''}")
+        released = played.extra.get("release_errors", ())
+        require(not released, f"{self.what}: task {task.id}, played by {who}: {'; '.join(released)}")
+        require(
+            played.finish is not FinishReason.ABORTED and played.turns,
+            f"{self.what}: task {task.id}, played by {who}: it said nothing",
+        )
+        for part, value in played.rewards.items():
+            number(value, f"{self.what}: task {task.id}: the reward {part!r}")
+        return played
+
+    async def check_failures(self, gold: Agent) -> None:
+        """A request that fails in its first turn, and one that is cancelled there, are released all the same."""
+        task = self.played[0]
+
+        async def fails(number: int) -> str:
+            raise RuntimeError("the engine is gone")
+
+        request = self.stage.request(task, fails)
+        failed = await self.stage.driver.drive(request)
+        released = failed.extra.get("release_errors", ())
+        require(not released, f"{self.what}: after a request that failed: {'; '.join(released)}")
+        waiting = asyncio.Event()
+
+        async def waits(number: int) -> str:
+            waiting.set()
+            await asyncio.Event().wait()
+            return ""
+
+        request = self.stage.request(task, waits)
+        driven = asyncio.create_task(self.stage.driver.drive(request))
+        await waiting.wait()
+        driven.cancel()
+        await asyncio.wait({driven})
+        released = request.extra.get("release_errors", ())
+        require(not released, f"{self.what}: after a request that was cancelled: {'; '.join(released)}")
+
+
+def _is_message(message: Any) -> bool:
+    return (
+        isinstance(message, Mapping)
+        and message.get("role") in _ROLES
+        and isinstance(message.get("content"), str | list)
+    )

@@ -87,7 +87,7 @@ def test_what_ships_is_found_like_a_strangers():
     found = {p.name: p for p in installed("tools")}
     assert {"calculator", "calc_gsm8k_reward"} <= found.keys()
     assert found["calculator"].distribution == "agentrl"
-    assert [p.name for p in installed("agentrl.envs")] == ["gsm8k"]
+    assert "gsm8k" in [p.name for p in installed("agentrl.envs")]
 
 
 def test_listing_imports_nothing(plugins):

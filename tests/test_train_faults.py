@@ -129,3 +129,35 @@ def test_an_evaluation_that_loses_every_sample_is_no_accuracy_of_zero(tmp_path: 
         agentrl.train(small(tmp_path / "run", env__name="train_plugins:Hopeless"))
     with pytest.raises(UserError, match=r"^evaluation of test: 4 of 4 samples failed \(4 by reward"):
         agentrl.evaluate(small(env__name="train_plugins:Hopeless"))
+
+
+def by_answer_length(sample: Any) -> float:
+    return len(sample.answer) / 100
+
+
+def test_reward_functions_and_weights_of_a_recipe_reach_the_update(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    functions = ({"name": "test_train_faults:by_answer_length", "part": "size"},)
+    weights = {"answer": 0.0, "size": 2.0, "anser": 1.0}
+    recipe = small(tmp_path / "run", rewards__functions=functions, rewards__weights=weights)
+    result = agentrl.train(recipe)
+    said = " ".join(capsys.readouterr().out.split())
+    assert said.count("rewards.weights: no anser in this step; did you mean 'answer' or 'noise'?") == 1
+    for row in metrics(result.folder)[1:]:
+        assert row["reward/mean"] == pytest.approx(2 * row["reward/size"] + row["reward/noise"])
+        assert row["groups/trained"] > 0
+    for t in played(result, 1):
+        assert t["reward"] == pytest.approx(2 * t["rewards"]["size"] + t["rewards"]["noise"])
+    assert moved(result)
+
+
+def test_two_environments_train_together(tmp_path: Path) -> None:
+    mix = ({"name": "gsm8k", "weight": 1.0, "tools": ("calculator",)}, {"name": "train_plugins:Broken", "tools": ()})
+    result = agentrl.train(
+        small(tmp_path / "run", env__mix=mix, rollout__tasks=8, train__steps=2, eval__splits=("gsm8k.test",))
+    )
+    labels = {t["task"].partition("/")[0] for step in (1, 2) for t in played(result, step)}
+    assert len(labels) == 2
+    assert all("." in key for row in metrics(result.folder) for key in row if key.startswith("eval/"))
+    assert {tuple(t["tools"]) for t in played(result, 1)} == {("calculator",), ()}

@@ -124,10 +124,10 @@ def _evaluations(folder: Path) -> dict[str, list[dict[str, Any]]]:
     """The first and the last evaluation of the leading split, as headings and records."""
     found = {}
     for path in (folder / "trajectories").glob("eval_*.jsonl*"):
-        split, _, step = path.name.split(".")[0].removeprefix("eval_").rpartition("_")
+        name = path.name.removesuffix(".zst").removesuffix(".jsonl").removeprefix("eval_")
+        split, _, step = name.rpartition("_")
         found[split, int(step)] = path
-    leading = [key for key in sorted(found, key=lambda k: k[1]) if key[0] == "test"] or sorted(
-        found, key=lambda k: k[1]
-    )
+    splits = sorted({split for split, _ in found}, key=lambda split: (split.split(".")[-1] != "test", split))
+    leading = sorted((key for key in found if key[0] == splits[0]), key=lambda key: key[1])
     chosen = list(dict.fromkeys([leading[0], leading[-1]])) if leading else []
     return {f"{split}, after step {step}": read_journal(found[split, step]) for split, step in chosen}

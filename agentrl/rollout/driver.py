@@ -157,8 +157,8 @@ class Driver:
             request.at = _ENGINE
             raise EngineError(f"no token came within {self._limits.turn_timeout:g} seconds (rollout.turn_timeout)")
         started = time.monotonic()
-        request.rewards = await hooks.calc_rewards(request, watch, self._limits.turn_timeout)
-        await self.scorer.score(request, finish, watch)
+        rewards = await hooks.calc_rewards(request, watch, self._limits.turn_timeout)
+        request.rewards = await self.scorer.score(request, rewards, finish, watch)
         request.seconds["hooks"] += time.monotonic() - started
         request.finish = finish
 

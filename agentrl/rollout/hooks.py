@@ -21,6 +21,9 @@ from agentrl.rollout.watch import GRACE, DeadlineExceededError, Watch, leave_beh
 RELEASE_SECONDS = 10.0
 """How long one plugin's `release` may take before it is cancelled."""
 
+STEP = "step"
+"""The reward part that holds the sum of the turns' step rewards."""
+
 _PLUGIN_SEEDS = 1 << 32  # apart from the seeds of turns, which count from 0
 _NO_KWARGS = ToolKwargs()
 _log = logging.getLogger("agentrl.rollout")
@@ -73,7 +76,7 @@ async def calc_rewards(request: AsyncRolloutRequest, watch: Watch, seconds: floa
         for part, number in value.items() if isinstance(value, Mapping) else ((name, value),):
             rewards[part] = rewards.get(part, 0.0) + finite(number, part)
     if step := sum(request.step_rewards):
-        rewards["step"] = rewards.get("step", 0.0) + step
+        rewards[STEP] = rewards.get(STEP, 0.0) + step
     return rewards
 
 

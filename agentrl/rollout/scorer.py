@@ -30,18 +30,19 @@ class Scorer:
         """How many may be called for one sample."""
         return len(self._rewards.samples)
 
-    async def score(self, request: AsyncRolloutRequest, finish: FinishReason, watch: Watch) -> None:
-        """Add every sample function's part to `request.rewards`. Raises what a function raises."""
+    async def score(
+        self, request: AsyncRolloutRequest, rewards: dict[str, float], finish: FinishReason, watch: Watch
+    ) -> dict[str, float]:
+        """`rewards` of the plugins, and every sample function's part. Raises what a function raises."""
         if not self._rewards.samples:
-            return
-        sample = Sample(
-            request.task, tuple(request.messages), dict(request.rewards), str(finish), request.turn_count,
-            len(request.logprobs),
-        )  # fmt: skip
+            return rewards
+        task, messages, tokens = request.task, tuple(request.messages), len(request.logprobs)
+        sample = Sample(task, messages, dict(rewards), str(finish), request.turn_count, tokens)
         for part, reward in self._rewards.samples.items():
             request.at = Boundary.REWARD, part
             value = await watch.wait(reward.score(sample), time.monotonic() + self._seconds)
-            request.rewards[part] = request.rewards.get(part, 0.0) + finite(value, part)
+            rewards[part] = rewards.get(part, 0.0) + finite(value, part)
+        return rewards
 
     async def score_group(self, group: Group) -> Group:
         """The group with every group function's part. Where one raises, all of its samples are FAILED."""

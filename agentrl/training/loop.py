@@ -10,12 +10,13 @@ from time import perf_counter
 from typing import Any
 
 from agentrl.data.sampler import TaskSampler
-from agentrl.errors import UserError
+from agentrl.errors import UserError, nearest
 from agentrl.eval.held_out import HeldOut
 from agentrl.eval.result import SplitResult, failures
 from agentrl.plugins.tracker import Tracker
 from agentrl.plugins.types import Task
 from agentrl.recipe.schema import Recipe
+from agentrl.rollout.hooks import STEP
 from agentrl.rollout.journal import write_journal
 from agentrl.rollout.metrics import rollout_metrics
 from agentrl.rollout.player import Player
@@ -47,6 +48,7 @@ class Loop:
     after: dict[str, float] = field(default_factory=dict)
     _sampler_state: dict[str, Any] = field(default_factory=dict)
     _saved: int = -1
+    _weights_said: bool = False
 
     def run(self) -> bool:
         """From `step` to `train.steps`. Returns whether it was interrupted; the last whole step is saved either way.
@@ -78,6 +80,7 @@ class Loop:
         groups, metrics = self._roll_out(step, tasks)
         self.interrupts.check()
         self._say_failures(f"step {step}", groups)
+        self._say_idle_weights(groups)
 
         self.display.phase("training")
         metrics |= self._update(step, groups)
@@ -139,6 +142,14 @@ class Loop:
     def _say_failures(self, what: str, groups: Sequence[Group]) -> None:
         if line := failures(what, groups):
             self.display.note(line)
+
+    def _say_idle_weights(self, groups: Sequence[Group]) -> None:
+        """Once a run: names in `rewards.weights` that no trajectory of its first step has as a part."""
+        parts = {part for group in groups for t in group.trajectories for part in t.rewards}
+        idle = [part for part in self.recipe.rewards.weights if part not in parts and part != STEP]
+        if idle and parts and not self._weights_said:
+            self.display.note(f"rewards.weights: no {', '.join(idle)} in this step{nearest(idle[0], parts)}")
+        self._weights_said = True
 
     def _keep_trajectories(self, name: str, groups: Sequence[Group]) -> None:
         if self.recipe.track.trajectories:

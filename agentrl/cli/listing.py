@@ -1,4 +1,4 @@
-"""`agentrl tools` and `agentrl envs`: what is installed and where from. A broken plugin is listed with the reason."""
+"""`agentrl tools`, `agentrl envs`, `agentrl rewards`: what is installed and where from. A broken plugin is listed with the reason."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,15 +6,21 @@ from typing import Any
 
 def tools_command() -> None:
     """List the tools that are installed, and where from."""
-    _show("tools", lambda made: getattr(made, "description", None) or made.__doc__)
+    show_group("tools", lambda made: getattr(made, "description", None) or made.__doc__)
 
 
 def envs_command() -> None:
     """List the environments that are installed, and where from."""
-    _show("envs", lambda made: made.__doc__)
+    show_group("envs", lambda made: made.__doc__)
 
 
-def _show(group: str, describe: Callable[[Any], str | None]) -> None:
+def rewards_command() -> None:
+    """List the reward functions that are installed, and where from."""
+    show_group("rewards", lambda made: made.__doc__)
+
+
+def show_group(group: str, describe: Callable[[Any], str | None]) -> None:
+    """A table of the plugins of an entry-point group; `describe` finds an imported one's own words."""
     from rich.markup import escape
     from rich.table import Table
 

@@ -12,8 +12,9 @@ import typer
 
 from agentrl import __version__
 from agentrl.cli.check import check_command
+from agentrl.cli.data import data_command
 from agentrl.cli.evaluate import eval_command
-from agentrl.cli.listing import envs_command, tools_command
+from agentrl.cli.listing import envs_command, rewards_command, tools_command
 from agentrl.cli.sft import sft_command
 from agentrl.cli.train import train_command
 from agentrl.errors import UserError
@@ -55,6 +56,8 @@ app.command("sft")(sft_command)
 app.command("check")(check_command)
 app.command("tools")(tools_command)
 app.command("envs")(envs_command)
+app.command("rewards")(rewards_command)
+app.command("data")(data_command)
 app.command("version")(version_command)
 
 

@@ -1,0 +1,92 @@
+"""`agentrl data NAME --out DIR`: a dataset as parquet files, one a split.
+
+NAME is an entry point of the group `agentrl.data`: a function called with `source` and the further arguments, which
+returns the rows of every split: a mapping of sequences of mappings, or a generator of such.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+def data_command(
+    name: Annotated[
+        str | None, typer.Argument(help="What to prepare, such as gsm8k; without it they are listed.")
+    ] = None,
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Further arguments of what is prepared.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option("--out", help="The folder to write to.")] = None,
+    source: Annotated[str | None, typer.Option("--source", help="A file, a hub name, or what it knows.")] = None,
+    limit: Annotated[int | None, typer.Option("--limit", min=1, help="At most this many rows of a split.")] = None,
+) -> None:
+    """Write a dataset as parquet files, one a split, to train from with env.name=dataset."""
+    from agentrl.cli.common import console
+    from agentrl.cli.listing import show_group
+    from agentrl.errors import UserError
+
+    if name is None:
+        show_group("data", lambda made: made.__doc__)
+        return
+    if out is None:
+        raise UserError(f"say where to write it: agentrl data {name} --out DIR")
+    if out.exists() and not out.is_dir():
+        raise UserError(f"--out: {out} is a file; wants a folder")
+    splits = _prepare(name, {**_values(arguments or []), **({} if source is None else {"source": source})})
+    shown = console()
+    for split, rows in splits.items():
+        path = out / f"{split}.parquet"
+        count = _write(path, rows[:limit] if limit else rows, split, shown)
+        shown.print(f"{path}: {count} rows", markup=False, soft_wrap=True)
+    shown.print(
+        f"to train from it: agentrl train RECIPE env.name=dataset env.source={out}", markup=False, soft_wrap=True
+    )
+
+
+def _prepare(name: str, values: Mapping[str, Any]) -> Mapping[str, Sequence[Mapping[str, Any]]]:
+    from agentrl.errors import UserError
+    from agentrl.plugins.registry import construct, load
+
+    made = construct(load("data", name), values, f"data {name}")
+    if not isinstance(made, Mapping) or not made:
+        raise UserError(f"data {name!r} returned {made!r:.60}; wants the rows of each split by its name")
+    return made
+
+
+def _values(arguments: Sequence[str]) -> dict[str, Any]:
+    """`key=value`, the value as YAML reads it."""
+    import yaml
+
+    from agentrl.errors import UserError
+
+    values = {}
+    for argument in arguments:
+        key, equals, text = argument.partition("=")
+        if not equals or not key.isidentifier():
+            raise UserError(f"{argument!r} is no KEY=VALUE")
+        try:
+            values[key] = yaml.safe_load(text) if text else ""
+        except yaml.YAMLError:
+            values[key] = text
+    return values
+
+
+def _write(path: Path, rows: Sequence[Mapping[str, Any]], split: str, shown: "Console") -> int:
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+    from agentrl.data.write import write_parquet
+    from agentrl.errors import UserError
+
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
+    with Progress(*columns, console=shown, transient=True, disable=not shown.is_terminal) as progress:
+        task = progress.add_task(split, total=len(rows))
+        try:
+            write_parquet(path, rows, lambda count: progress.advance(task, count))
+        except OSError as error:
+            raise UserError(f"{path}: cannot be written: {error.strerror or error}") from error
+    return len(rows)

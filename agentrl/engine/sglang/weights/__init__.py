@@ -1,0 +1,26 @@
+"""How the trainer's weights reach SGLang servers.
+
+    channel = await open_channel(urls, session, folder=run_folder / "weights", say=print)
+    done = await channel.publish(step, ModelWeights(model))     # pauses, loads, checks, sets the version, resumes
+    done.good, done.failed                                      # URLs; URL -> what went wrong
+    channel.versions[url]                                       # the step a server holds, None: not to be sampled from
+    await channel.close()
+
+The invariant: a server's version is set when the whole update has landed, and only then may it generate again. Whatever
+fails on the way leaves it paused and without a version, until a later update succeeds as a whole.
+"""
+
+from agentrl.engine.sglang.weights.channel import Published, WeightChannel
+from agentrl.engine.sglang.weights.choose import open_channel
+from agentrl.engine.sglang.weights.server import PauseMode, WeightServer, WeightUpdateError
+from agentrl.engine.sglang.weights.source import ModelWeights
+
+__all__ = [
+    "ModelWeights",
+    "PauseMode",
+    "Published",
+    "WeightChannel",
+    "WeightServer",
+    "WeightUpdateError",
+    "open_channel",
+]

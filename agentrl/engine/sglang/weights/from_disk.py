@@ -1,0 +1,63 @@
+"""Weights through a folder that trainer and servers both see. It needs nothing else of them."""
+
+import asyncio
+import json
+import shutil
+import tempfile
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from safetensors.torch import save_file
+
+from agentrl.engine.sglang.weights.server import WeightServer
+from agentrl.engine.sglang.weights.source import NamedTensor, buckets
+from agentrl.engine.sglang.weights.way import Failures, each
+
+SHARD_BYTES = 2 << 30
+
+
+class FromDisk:
+    """Each version in a folder of its own, written aside and renamed; the last `keep` stay."""
+
+    name = "from_disk"
+
+    def __init__(self, folder: Path, keep: int = 2, shard_bytes: int = SHARD_BYTES) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._folder = Path(tempfile.mkdtemp(prefix="channel_", dir=folder.resolve()))  # channels do not meet
+        self._folder.chmod(0o755)  # servers may run as somebody else
+        self._keep, self._shard_bytes = keep, shard_bytes
+
+    async def send(self, version: int, servers: Sequence[WeightServer], weights: Iterable[NamedTensor]) -> Failures:
+        failures: Failures = {}
+        folder = await asyncio.to_thread(self._write, version, weights)
+        await each(servers, lambda server: server.load_folder(str(folder)), failures)
+        await asyncio.to_thread(self._forget, version)
+        return failures
+
+    async def close(self) -> None:
+        await asyncio.to_thread(shutil.rmtree, self._folder, True)
+
+    def _write(self, version: int, weights: Iterable[NamedTensor]) -> Path:
+        """In shards, so that only one stands in memory."""
+        final = self._folder / f"version_{version}"
+        aside = self._folder / f".writing_{version}"
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir(parents=True)
+        index: dict[str, str] = {}
+        size = 0
+        for number, batch in enumerate(buckets(weights, self._shard_bytes)):
+            shard = f"model-{number:05d}.safetensors"
+            save_file({name: tensor.contiguous().cpu() for name, tensor in batch}, aside / shard)
+            index |= dict.fromkeys((name for name, _ in batch), shard)
+            size += sum(tensor.nbytes for _, tensor in batch)
+        content = {"metadata": {"total_size": size}, "weight_map": index}
+        (aside / "model.safetensors.index.json").write_text(json.dumps(content), encoding="utf-8")
+        shutil.rmtree(final, ignore_errors=True)
+        aside.rename(final)
+        return final
+
+    def _forget(self, version: int) -> None:
+        """Remove all but the last `keep` versions up to this one."""
+        found = sorted(self._folder.glob("version_*"), key=lambda f: int(f.name.removeprefix("version_")))
+        for folder in found[: -self._keep]:
+            shutil.rmtree(folder, ignore_errors=True)

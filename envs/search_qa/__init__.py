@@ -1,0 +1,1 @@
+"""Questions answered by searching: the environment `search_qa`."""

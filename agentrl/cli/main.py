@@ -17,6 +17,7 @@ from agentrl.cli.evaluate import eval_command
 from agentrl.cli.listing import envs_command, rewards_command, tools_command
 from agentrl.cli.sft import sft_command
 from agentrl.cli.train import train_command
+from agentrl.cli.try_ import try_command
 from agentrl.errors import UserError
 
 BAD_USAGE = 2
@@ -58,6 +59,7 @@ app.command("tools")(tools_command)
 app.command("envs")(envs_command)
 app.command("rewards")(rewards_command)
 app.command("data")(data_command)
+app.command("try")(try_command)
 app.command("version")(version_command)
 
 

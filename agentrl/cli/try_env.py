@@ -1,0 +1,192 @@
+"""`agentrl try ENV`: one task, played by the driver from the first hook to the last."""
+
+import asyncio
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from agentrl.cli.try_agents import HINT, HINT_CALL, Person, read_replies
+from agentrl.cli.try_show import Images, Narrator, rewards_line
+from agentrl.errors import UserError, nearest
+
+if TYPE_CHECKING:
+    from agentrl.plugins.environment import Environment
+    from agentrl.plugins.tool import Tool
+    from agentrl.plugins.types import Task
+    from agentrl.recipe.schema import Recipe
+    from agentrl.rollout.request import AsyncRolloutRequest
+    from agentrl.rollout.trajectory import Trajectory
+
+FAILED = 1
+INTERRUPTED = 130
+PATIENCE = 1e6
+"""Seconds that a person has, instead of `rollout.timeout` and `rollout.turn_timeout`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Which task, and who plays: replies is a file, model a path; a person where both are None."""
+
+    split: str
+    task: str
+    replies: str | None
+    model: str | None
+    seed: int
+    images: str | None
+
+
+def try_env(recipe: "Recipe", choice: Choice) -> int:
+    """The exit code: 1 where the task was not played to its end."""
+    from agentrl.plugins.registry import make_environment
+
+    turns = None if choice.replies is None else read_replies(choice.replies)
+    env = make_environment(recipe.env)
+    person = turns is None and choice.model is None
+    narrator = Narrator(Images(choice.images), mine=person)
+    try:
+        return asyncio.run(_try(recipe, env, choice, turns, narrator))
+    except KeyboardInterrupt:
+        narrator.say("\ninterrupted: the environment and its tools were released", style="red")
+        return INTERRUPTED
+
+
+async def _try(
+    recipe: "Recipe", env: "Environment", choice: Choice, turns: Sequence[str] | None, narrator: Narrator
+) -> int:
+    if choice.model is not None:
+        return await _by_model(recipe, env, choice, narrator)
+    from agentrl.plugins.rewards import make_rewards
+    from agentrl.plugins.toolbox import Toolbox, offered
+    from agentrl.rollout.scorer import Scorer
+    from agentrl.testing.agent import scripted
+    from agentrl.testing.play import Stage
+
+    rewards = make_rewards(recipe.rewards)
+    try:
+        toolbox = await Toolbox.open(recipe.tools, env)
+        try:
+            task = _task(env, choice.split, choice.task)
+            tools = offered(task, toolbox.tools, env)
+            _introduce(task, list(tools.values()), narrator)
+            changes = {"timeout": PATIENCE, "turn_timeout": PATIENCE} if turns is None else {}
+            scorer = Scorer(rewards, recipe.rollout.turn_timeout)
+            stage = Stage(env, toolbox.tools, recipe.rollout, scorer, changes)
+            told = Person(_hint(tools), narrator.say).turn if turns is None else scripted(turns)
+
+            async def turn(number: int) -> str | None:
+                narrator.follow(request)
+                return await told(number)
+
+            request = stage.request(task, turn, seed=choice.seed)
+            if turns is None:
+                narrator.say(_hint(tools), style="dim")
+            played = await stage.driver.drive(request)
+            return _conclude(narrator, request, played, env)
+        finally:
+            await toolbox.close()
+    finally:
+        await rewards.close()
+        await env.close()
+
+
+async def _by_model(recipe: "Recipe", env: "Environment", choice: Choice, narrator: Narrator) -> int:
+    from agentrl.plugins.toolbox import offered
+    from agentrl.rollout.driver import Driver
+    from agentrl.rollout.player import Player
+    from agentrl.rollout.scorer import Scorer
+
+    try:
+        task = _task(env, choice.split, choice.task)  # before a model is loaded
+    except UserError:
+        await env.close()
+        raise
+    player = await Player.build(recipe, model_path=choice.model, env=env)
+    try:
+        _introduce(task, list(offered(task, player.toolbox.tools, env).values()), narrator)
+        engine: Any = _Watched(player.engine)
+        driver = Driver(
+            engine=engine,
+            chat=player.chat,
+            environment=env,
+            tools=player.toolbox.tools,
+            limits=recipe.rollout,
+            scorer=Scorer(player.rewards, recipe.rollout.turn_timeout),
+        )
+        request = driver.request(task, 0, seed=choice.seed)
+        engine.before = lambda: narrator.follow(request)
+        return _conclude(narrator, request, await driver.drive(request), env)
+    finally:
+        await player.close()
+
+
+class _Watched:
+    """An engine that calls `before` when it is asked to go on."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self.before: Callable[[], None] = lambda: None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    async def generate(self, *args: Any, **kwargs: Any) -> Any:
+        self.before()
+        return await self._engine.generate(*args, **kwargs)
+
+
+def _task(env: "Environment", split: str, which: str) -> "Task":
+    """By its number in the split or by its id. Raises UserError."""
+    splits = ("train", *env.splits)
+    if split not in splits:
+        raise UserError(f"--split {split}: environment {env.name!r} has no such split{nearest(split, splits)}")
+    tasks = env.tasks(split)
+    count = len(tasks)
+    if which.lstrip("-").isdecimal():
+        if not 0 <= int(which) < count:
+            most = f"wants 0 to {count - 1}" if count else "it has none"
+            raise UserError(f"--task {which}: {split} of {env.name!r} has {count} tasks: {most}")
+        return tasks[int(which)]
+    found = next((tasks[i] for i in range(count) if tasks[i].id == which), None)
+    if found is None:
+        raise UserError(f"--task {which}: {split} of {env.name!r} has no task with that id; a number will do")
+    return found
+
+
+def _introduce(task: "Task", tools: "Sequence[Tool]", narrator: Narrator) -> None:
+    from agentrl.plugins.schema import outline
+
+    narrator.say(f"task {task.id}", style="bold")
+    for tool in tools:
+        narrator.say(f"tool {tool.name} {outline(tool.parameters)}", style="dim")
+
+
+def _hint(tools: "dict[str, Tool]") -> str:
+    if not tools:
+        return HINT
+    tool = next(iter(tools.values()))
+    keys = tool.parameters.get("required") or list(tool.parameters.get("properties", {}))
+    return HINT + HINT_CALL.format(tool=tool.name, example=json.dumps(dict.fromkeys(keys, "...")))
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
+def _conclude(narrator: Narrator, request: "AsyncRolloutRequest", played: "Trajectory", env: "Environment") -> int:
+    from agentrl.rollout.trajectory import FinishReason
+
+    narrator.follow(request)
+    for line in played.extra.get("release_errors", ()):
+        narrator.say(f"release failed: {line}", style="red")
+    if played.failure is not None:
+        narrator.say(f"failed ({played.failure.boundary}): {played.failure.message}", style="red")
+        return FAILED
+    turns, calls = _count(len(played.turns), "turn"), _count(len(played.tool_uses), "tool call")
+    if played.finish is FinishReason.ABORTED:
+        narrator.say(f"\nleft after {turns}: released, without a reward", style="red")
+        return FAILED
+    narrator.say(f"ended by {played.finish} after {turns} and {calls}", style="bold")
+    narrator.say(rewards_line(played), style="bold")
+    narrator.say(f"solved: {'yes' if env.solved(played.rewards, played.task) else 'no'}", style="bold")
+    return 0

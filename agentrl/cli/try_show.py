@@ -1,0 +1,120 @@
+"""What `agentrl try` prints: messages as they come, then how it ended and the reward's parts."""
+
+import json
+import shutil
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from agentrl.cli.common import console
+from agentrl.errors import UserError
+
+if TYPE_CHECKING:
+    from agentrl.plugins.types import Message
+    from agentrl.rollout.request import AsyncRolloutRequest
+    from agentrl.rollout.trajectory import Trajectory
+
+
+class Images:
+    """Writes images to files of a folder, made when the first one comes."""
+
+    def __init__(self, folder: str | None) -> None:
+        self._folder = None if folder is None else Path(folder)
+        self._count = 0
+
+    def write(self, image: Any) -> Path:
+        """Its file. `image`: a path, bytes, or an object that can `save` itself, such as PIL's."""
+        if self._folder is None:
+            self._folder = Path(tempfile.mkdtemp(prefix="agentrl-try-"))
+        self._count += 1
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            return _write(image, self._folder / f"image-{self._count}")
+        except OSError as error:
+            raise UserError(f"an image cannot be written to {self._folder}: {error.strerror or error}") from error
+
+
+def _write(image: Any, stem: Path) -> Path:
+    if isinstance(image, bytes | bytearray):
+        file = stem.with_suffix(_ending(bytes(image[:12])))
+        file.write_bytes(image)
+    elif isinstance(image, str | Path):
+        file = stem.with_suffix(Path(image).suffix)
+        shutil.copyfile(image, file)
+    elif hasattr(image, "save"):
+        file = stem.with_suffix(".png")
+        image.save(file)
+    else:
+        raise UserError(f"an image is {type(image).__name__}: wants a path, bytes or a PIL image")
+    return file
+
+
+def _ending(head: bytes) -> str:
+    known = {b"\x89PNG": ".png", b"\xff\xd8\xff": ".jpg", b"GIF8": ".gif", b"RIFF": ".webp", b"<svg": ".svg"}
+    return next((ending for magic, ending in known.items() if head.startswith(magic)), ".bin")
+
+
+class Narrator:
+    """Prints what is new in a request since it was last asked to.
+
+    mine: the reader wrote the assistant's turns, and needs no echo. calls_only: there is nothing to see but calls.
+    """
+
+    def __init__(self, images: Images, mine: bool = False, calls_only: bool = False) -> None:
+        self._out = console()
+        self._images = images
+        self._mine = mine
+        self._calls_only = calls_only
+        self._shown = 0
+        self._uses = 0
+
+    def say(self, text: str, style: str | None = None) -> None:
+        self._out.print(text, markup=False, soft_wrap=True, style=style)
+
+    def follow(self, request: "AsyncRolloutRequest") -> None:
+        new = request.messages[self._shown :]
+        self._shown += len(new)
+        for message in new:
+            if self._calls_only and message["role"] != "tool" and not message.get("tool_calls"):
+                continue
+            if message["role"] != "assistant" or not self._mine:
+                self._message(message)
+        self._results(request)
+
+    def _message(self, message: "Message") -> None:
+        name = f" {message['name']}" if message.get("name") else ""
+        self.say(f"[{message['role']}{name}]", style="bold")
+        if reasoning := message.get("reasoning_content"):
+            self.say(reasoning, style="dim")
+        content = message["content"]
+        for part in content if isinstance(content, list) else [{"type": "text", "text": content or ""}]:
+            if part.get("type") == "image":
+                self.say(f"(image: {self._images.write(part['image'])})")
+            elif part.get("text") or not message.get("tool_calls"):
+                self.say(str(part.get("text", part)))
+        for call in message.get("tool_calls", ()):
+            arguments = call["function"]["arguments"]
+            text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+            self.say(text if isinstance(arguments, str) else f"/{call['function']['name']} {text}")
+
+    def _results(self, request: "AsyncRolloutRequest") -> None:
+        """Time and metrics of the calls since, and the last turn's step reward."""
+        uses = request.tool_uses[self._uses :]
+        self._uses += len(uses)
+        for use in uses:
+            measured = "".join(f", {key} {value:g}" for key, value in use.metrics.items())
+            wrong = f", error of the {use.error.partition(':')[0]}" if use.error else ""
+            self.say(f"({use.name}: {use.seconds * 1000:.1f} ms{measured}{wrong}{', cut' if use.cut else ''})", "dim")
+        if uses or self._shown == len(request.messages):
+            rewards = list(request.step_rewards)
+            if rewards and rewards[-1]:
+                self.say(f"(step reward {rewards[-1]:g})", style="dim")
+
+
+def rewards_line(trajectory: "Trajectory") -> str:
+    """`reward 1.05: answer 1, step 0.1 x 0.5`."""
+    parts = []
+    for name, value in trajectory.rewards.items():
+        weight = trajectory.weights.get(name, 1.0)
+        parts.append(f"{name} {value:g}" + (f" x {weight:g}" if weight != 1.0 else ""))
+    return f"reward {trajectory.reward:g}" + (f": {', '.join(parts)}" if parts else "")

@@ -33,12 +33,12 @@ class Sampling:
 class Generation:
     """What was sampled. logprobs: natural log, of the distribution sampled from at `temperature` (before top-p/top-k
     renormalisation; at temperature 0 that of temperature 1), one for each id. weight_version: of the weights, the
-    trainer's step, one number for each id or one for all."""
+    trainer's step, one number for each id (where new weights came in its midst) or one for all."""
 
     ids: list[int]
     logprobs: list[float]
     finish: GenerationFinish
-    weight_version: int = 0
+    weight_version: int | Sequence[int] = 0
 
 
 class EngineError(Exception):

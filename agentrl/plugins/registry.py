@@ -108,10 +108,14 @@ def make_tool(section: ToolSection) -> Tool | ToolSource:
     return made
 
 
-def make_engine(section: EngineSection, model: Any) -> Any:
-    """The engine of a recipe: its class called with the model, `max_batch` and `engine.args`."""
+def make_engine(section: EngineSection, model: Any, **context: Any) -> Any:
+    """The engine of a recipe: its class called with the model, `max_batch` and `engine.args`.
+
+    context: what else a run knows, given to a class that names it: `model_path`, `tokenizer`, `say` and `phase`.
+    """
     made = load("engines", section.name)
-    return construct(made, {"model": model, "max_batch": section.max_batch, **section.args}, "engine.args")
+    known = {key: value for key, value in context.items() if key in inspect.signature(made).parameters}
+    return construct(made, {**known, "model": model, "max_batch": section.max_batch, **section.args}, "engine.args")
 
 
 def make_environment(section: EnvSection) -> Environment:

@@ -9,7 +9,7 @@ from agentrl.chat.base import Chat
 from agentrl.chat.load import load_chat
 from agentrl.data.prompts import PromptLengths, measure_prompts
 from agentrl.engine.base import Engine
-from agentrl.models.load import load_model
+from agentrl.models.load import load_model, resolve
 from agentrl.plugins.environment import Environment
 from agentrl.plugins.registry import make_engine, make_environment
 from agentrl.plugins.rewards import Rewards, make_rewards
@@ -37,11 +37,19 @@ class Player:
     engine: Engine
 
     @classmethod
-    async def build(cls, recipe: Recipe, model_path: str | None = None, env: Environment | None = None) -> "Player":
+    async def build(
+        cls,
+        recipe: Recipe,
+        model_path: str | None = None,
+        env: Environment | None = None,
+        say: Callable[[str], None] | None = None,
+        phase: Callable[[str], None] | None = None,
+    ) -> "Player":
         """From what the recipe names; `model_path` replaces `model.path`. Raises UserError: one line.
 
-        env: made already by whoever had something to ask of it before a model is loaded. Sets torch's seed and, where
-        the recipe says so, its threads.
+        env: made already by whoever had something to ask of it before a model is loaded. say, phase: told what an
+        engine has to say as it starts, in lines that stay, and what it does right now. Sets torch's seed and, where the
+        recipe says so, its threads.
         """
         prepare_torch(recipe)
         env = env or make_environment(recipe.env)
@@ -56,7 +64,8 @@ class Player:
             chat_template=section.chat_template,
             tools=[tool.schema for tool in (*toolbox.tools, *env.tools())],
         )
-        engine: Engine = make_engine(recipe.engine, model)
+        place = resolve(section.path)
+        engine: Engine = make_engine(recipe.engine, model, model_path=place, tokenizer=tokenizer, say=say, phase=phase)
         await engine.health()
         return cls(recipe, env, toolbox, rewards, model, tokenizer, chat, engine)
 

@@ -3,6 +3,7 @@
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -122,19 +123,30 @@ class AsyncRolloutRequest:
         self.prompt_length = len(ids)
 
     def add_sampled(self, generation: Generation) -> None:
-        """Append what the engine returned. Raises EngineError when ids and logprobs do not belong together."""
+        """Append what the engine returned. Raises EngineError when its parts do not belong together."""
         count = len(generation.ids)
         if count != len(generation.logprobs):
             raise EngineError(f"{count} ids came with {len(generation.logprobs)} logprobs")
         if count == 0:
             return
-        start, logprobs = len(self.ids), array("f", generation.logprobs)
+        start, logprobs, version = len(self.ids), array("f", generation.logprobs), generation.weight_version
+        if isinstance(version, int):
+            self.versions.append(version)
+            self.version_counts.append(count)
+        else:
+            self._add_versions(version, count)
         self.ids.fromlist(generation.ids)
         self.logprobs.extend(logprobs)
-        self.versions.append(generation.weight_version)
-        self.version_counts.append(count)
         if self.open_turn is None:
             self.open_turn = start
+
+    def _add_versions(self, versions: Sequence[int], count: int) -> None:
+        """Those of `count` ids, one each, as counts of ids in a row."""
+        if count != len(versions):
+            raise EngineError(f"{count} ids came with {len(versions)} weight versions")
+        for version, run in groupby(versions):
+            self.versions.append(version)
+            self.version_counts.append(len(list(run)))
 
     def close_turn(self) -> list[int]:
         """The turn is whole: its ids."""

@@ -140,7 +140,7 @@ def _set_up(
     """The parts of the run; `stack` gets what must be closed at its end."""
     display.phase("loading")
     path = str(saved.path) if saved else None
-    player = interrupts.run(lambda: Player.build(recipe, model_path=path, env=checked.env))
+    player = interrupts.run(lambda: Player.build(recipe, path, checked.env, display.note, display.phase))
     stack.callback(lambda: interrupts.complete(player.close))
     display.note(player.describe())
 

@@ -1,0 +1,142 @@
+"""`Client`: what is said to one server over HTTP. Whatever goes wrong is a ServerError: one line that names the server.
+
+Connections are pooled in one aiohttp session an event loop, because a run may use several loops one after another.
+"""
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Mapping
+from typing import Any
+
+import aiohttp
+
+from agentrl.engine.base import EngineError
+
+KEEP_ALIVE_SECONDS = 3.0
+"""Less than the server keeps an idle connection (5 s): a connection that it is about to close is not used again."""
+CONNECT_SECONDS = 10.0
+_RETRYABLE = (408, 425, 429)
+_BUSY_OR_BROKEN = 500
+
+
+class ServerError(EngineError):
+    """A server did not do its work, which another one, or a second try, may."""
+
+
+class RefusedError(ServerError):
+    """A server refused what was asked of it (4xx): asking again would not help."""
+
+
+class Sessions:
+    """One session a loop. `close` ends that of the running loop."""
+
+    def __init__(self, headers: Mapping[str, str] | None = None) -> None:
+        self._headers = dict(headers or {})
+        self._open: dict[asyncio.AbstractEventLoop, aiohttp.ClientSession] = {}
+
+    def get(self) -> aiohttp.ClientSession:
+        loop = asyncio.get_running_loop()
+        session = self._open.get(loop)
+        if session is None or session.closed:
+            self._forget_closed_loops()
+            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_SECONDS)
+            timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS)
+            session = aiohttp.ClientSession(connector=connector, timeout=timeout, headers=self._headers)
+            self._open[loop] = session
+        return session
+
+    async def close(self) -> None:
+        session = self._open.pop(asyncio.get_running_loop(), None)
+        if session is not None:
+            await session.close()
+
+    def _forget_closed_loops(self) -> None:
+        for loop in [loop for loop in self._open if loop.is_closed()]:
+            self._open.pop(loop).detach()
+
+
+class Client:
+    """url: where the server answers, without a slash at its end."""
+
+    def __init__(self, url: str, sessions: Sessions) -> None:
+        self.url = url.rstrip("/")
+        self._sessions = sessions
+
+    def __repr__(self) -> str:
+        return self.url
+
+    async def get(self, path: str, *, timeout: float = 30.0) -> Any:
+        """The JSON that it answers (None: an empty body). Raises ServerError within `timeout` seconds."""
+        return await self._call("GET", path, None, timeout)
+
+    async def post(self, path: str, body: Mapping[str, Any], *, timeout: float = 60.0) -> Any:
+        return await self._call("POST", path, body, timeout)
+
+    async def stream(self, path: str, body: Mapping[str, Any]) -> AsyncGenerator[bytes]:
+        """The payloads of the server-sent events that it answers with, as they come, without the closing `[DONE]`.
+
+        Ends only after `[DONE]`: an answer that is cut short raises ServerError. It has no deadline of its own.
+        """
+        session = self._sessions.get()
+        try:
+            async with session.post(self.url + path, json=body) as response:
+                if response.status != 200:
+                    raise self._refusal(path, response.status, await response.read())
+                buffer, done = b"", False
+                async for part in response.content.iter_any():
+                    *events, buffer = (buffer + part).split(b"\n\n")
+                    for event in events:
+                        payload = event.removeprefix(b"data:").strip()
+                        if payload == b"[DONE]":
+                            done = True  # read on to the end, so that the connection can be used again
+                        elif not done:
+                            yield payload
+        except (aiohttp.ClientError, OSError) as error:
+            raise self._fault(path, error) from error
+        if not done:
+            raise ServerError(f"{self.url}{path}: the answer ended early")
+
+    async def _call(self, method: str, path: str, body: Mapping[str, Any] | None, timeout: float) -> Any:
+        session = self._sessions.get()
+        try:
+            async with asyncio.timeout(timeout), session.request(method, self.url + path, json=body) as response:
+                data = await response.read()
+        except TimeoutError as error:
+            raise ServerError(f"{self.url}{path}: no answer within {timeout:g} seconds") from error
+        except (aiohttp.ClientError, OSError) as error:
+            raise self._fault(path, error) from error
+        if response.status != 200:
+            raise self._refusal(path, response.status, data)
+        if not data.strip():
+            return None
+        try:
+            return json.loads(data)
+        except ValueError as error:
+            raise ServerError(f"{self.url}{path}: the answer is no JSON: {_shortened(data)}") from error
+
+    def _fault(self, path: str, error: BaseException) -> ServerError:
+        if isinstance(error, aiohttp.InvalidURL):
+            return RefusedError(f"{self.url}: it is no URL; write http://HOST:PORT")
+        line = " ".join(str(error).split()) or type(error).__name__
+        return ServerError(f"{self.url}{path}: {line}")
+
+    def _refusal(self, path: str, status: int, data: bytes) -> ServerError:
+        kind = ServerError if status >= _BUSY_OR_BROKEN or status in _RETRYABLE else RefusedError
+        return kind(f"{self.url}{path}: it answers {status}: {message_of(data)}")
+
+
+def message_of(data: bytes) -> str:
+    """What an error's body says, in one line."""
+    try:
+        found: Any = json.loads(data)
+    except ValueError:
+        return _shortened(data)
+    for key in ("error", "message", "detail"):
+        if isinstance(found, dict) and key in found:
+            found = found[key]
+    return _shortened(str(found).encode())
+
+
+def _shortened(data: bytes, length: int = 300) -> str:
+    text = " ".join(data.decode(errors="replace").split())
+    return text if len(text) <= length else text[: length - 3] + "..."

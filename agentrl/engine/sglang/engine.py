@@ -1,0 +1,346 @@
+"""`SglangEngine`: the engine over SGLang servers. A request keeps its tokens whatever becomes of the server it is on.
+
+Pieces of an answer come as a stream; when a server fails, the request goes on elsewhere after the tokens that came, so
+none is lost and none is counted twice.
+"""
+
+import asyncio
+import atexit
+import time
+import uuid
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import aclosing
+from typing import Any
+
+import torch
+
+from agentrl.engine.base import EngineError, Generation, GenerationFinish, Sampling
+from agentrl.engine.sglang.client import RefusedError, ServerError
+from agentrl.engine.sglang.command import Flag, LaunchPlan, launch_command, sizes_of
+from agentrl.engine.sglang.fleet import Fleet
+from agentrl.engine.sglang.pool import Flight, Member
+from agentrl.engine.sglang.settings import Settings
+from agentrl.engine.sglang.wire import Answer, PieceEnd, Reader, request_body
+from agentrl.errors import UserError
+
+ABORT_SECONDS = 1.0
+"""What a server has to answer an abort with all that it sampled; then the tokens that came are taken."""
+ATTEMPTS = 8
+"""Failures of one request, on whichever servers, before it is given up."""
+BACK_OFF_SECONDS = 0.1
+PAUSE_MODES = ("retract", "in_place", "abort")
+
+
+class SglangEngine:
+    """`model`: the trainer's, whose weights the servers are given. max_batch: requests in flight a server, at most, and
+    what a launched server decodes at once. model_path: what launched servers load. tokenizer: what theirs is compared
+    with. say, phase: told lines that stay, and what goes on right now. The rest is described in `Settings`.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        max_batch: int,
+        model_path: str | None = None,
+        tokenizer: Any = None,
+        say: Callable[[str], None] | None = None,
+        phase: Callable[[str], None] | None = None,
+        urls: tuple[str, ...] = (),
+        servers: int = 1,
+        venv: str | None = None,
+        command: str | None = None,
+        flags: Mapping[str, Flag] | None = None,
+        env: Mapping[str, str] | None = None,
+        start_timeout: float = 900.0,
+        stall: float = 120.0,
+        patience: float = 120.0,
+        restarts: int = 3,
+        weights: str = "auto",
+        log_dir: str | None = None,
+    ) -> None:
+        settings = Settings(
+            urls=tuple(url.rstrip("/") for url in urls), servers=servers, venv=venv, command=command,
+            flags=flags or {}, env=env or {}, start_timeout=start_timeout, stall=stall, patience=patience,
+            restarts=restarts, weights=weights, log_dir=log_dir,
+        )  # fmt: skip
+        token_bytes, self._own_context = sizes_of(model)
+        self._vocabulary = model.get_input_embeddings().weight.shape[0]
+        plan = None if settings.urls else _plan(model, model_path, settings, max_batch, token_bytes, self._own_context)
+        quiet: Callable[[str], None] = lambda line: None  # noqa: E731
+        self._fleet = Fleet(model, tokenizer, settings, plan, max_batch, say or quiet, phase or quiet)
+        self._calls: dict[str, _Call] = {}
+        self._errands: set[asyncio.Task[None]] = set()
+        self._starting: asyncio.Task[None] | None = None
+        self._started = self._closed = False
+
+    @property
+    def max_context(self) -> int:
+        """Known once `health` was awaited."""
+        return min(self._own_context, self._fleet.max_context or self._own_context)
+
+    @property
+    def weight_version(self) -> int:
+        return self._fleet.version
+
+    async def health(self) -> None:
+        """Starts what is to be started, the first time. Raises UserError when that fails, EngineError when no server is
+        left."""
+        await self._ready()
+        if not self._fleet.pool.up:
+            raise EngineError(f"no SGLang server is left: {self._fleet.reasons()}")
+
+    async def generate(self, ids: Sequence[int], sampling: Sampling, request_id: str) -> Generation:
+        """See `Engine.generate`. A prompt that leaves no room for an answer gives no ids and finish `length`. Raises
+        EngineError on a prompt that no server may be given, and when servers failed too often.
+
+        `sampling.seed` counts only where the servers run deterministic inference (no CPU does).
+        """
+        await self._ready()
+        prompt = self._checked(ids, request_id)
+        room = min(sampling.max_tokens, self.max_context - len(prompt))
+        if room <= 0:
+            return Generation([], [], GenerationFinish.LENGTH, self.weight_version)
+        call = self._calls[request_id] = _Call()
+        answer = Answer()
+        try:
+            finish = await self._answer(call, prompt, answer, sampling, room, request_id)
+        finally:
+            del self._calls[request_id]
+        return answer.generation(finish, self.weight_version)
+
+    def finish(self, request_id: str) -> None:
+        self._fleet.pool.forget(request_id)
+
+    def abort(self, request_id: str | None = None) -> None:
+        for name, call in self._calls.items():
+            if request_id in (None, name):
+                call.abort(self._errand)
+
+    async def update_weights(self, version: int, weights: Any = None) -> None:
+        """Send the model's weights to every server. Requests under way wait meanwhile, and go on with the new weights.
+        Raises UserError when no server took them."""
+        if weights is not None:
+            raise EngineError("the engine sglang sends its model's weights: update_weights takes none")
+        await self._ready()
+        await self._fleet.update(version, "retract")
+
+    async def pause(self, mode: str = "retract") -> None:
+        if mode not in PAUSE_MODES:
+            raise EngineError(f"pause mode {mode!r} is unknown; known: {', '.join(PAUSE_MODES)}")
+        self._fleet.quiet = True
+        await self._tell_all("/pause_generation", {"mode": mode})
+
+    async def resume(self) -> None:
+        await self._tell_all("/continue_generation", {})
+        self._fleet.quiet = False
+
+    def flush(self) -> None:
+        for member in self._fleet.pool.up:
+            self._errand(_post(member, "/flush_cache"))
+
+    async def sleep(self) -> None:
+        """Pause, and give back the memory of keys and values; requests wait until `wake`."""
+        await self.pause("retract")
+        await self._tell_all("/release_memory_occupation", {"tags": ["kv_cache"]})
+
+    async def wake(self) -> None:
+        await self._tell_all("/resume_memory_occupation", {"tags": ["kv_cache"]})
+        await self.resume()
+
+    async def close(self) -> None:
+        """Running requests end with finish `abort`; launched servers end."""
+        self._closed = True
+        if self._starting is not None and not self._starting.done():
+            self._starting.cancel()
+            await asyncio.wait([self._starting])
+        for call in self._calls.values():
+            call.abort(None)
+        await self._fleet.close()
+        atexit.unregister(self._fleet.kill)
+
+    async def _ready(self) -> None:
+        if self._started:
+            return
+        if self._closed:
+            raise EngineError("the engine is closed")
+        if self._starting is None:
+            atexit.register(self._fleet.kill)
+            self._starting = asyncio.create_task(self._fleet.start())
+        try:
+            await self._starting
+        except asyncio.CancelledError:
+            await self._fleet.close()
+            raise
+        self._started = True
+
+    async def _answer(
+        self, call: "_Call", prompt: list[int], answer: Answer, sampling: Sampling, room: int, request_id: str
+    ) -> GenerationFinish:
+        """Sample into `answer`, on one server after another where they fail."""
+        pool, failed, failures = self._fleet.pool, None, 0
+        self._fleet.watch()
+        while True:
+            try:
+                async with call:
+                    member = await pool.take(request_id, failed)
+            except TimeoutError:
+                return GenerationFinish.ABORT
+            try:
+                end = await self._ask(call, member, prompt, answer, sampling, room)
+            except RefusedError:
+                raise
+            except ServerError as error:
+                failed, failures = member, failures + 1
+                await self._fleet.suspect(member, error)
+                if failures >= ATTEMPTS:
+                    raise
+                if member.out is None:
+                    await asyncio.sleep(BACK_OFF_SECONDS * 2**failures)
+                continue
+            finally:
+                pool.give(member)
+            member.faults = 0
+            if (finish := _finish(end, answer, sampling, room)) is not None:
+                return finish
+
+    async def _ask(
+        self, call: "_Call", member: Member, prompt: list[int], answer: Answer, sampling: Sampling, room: int
+    ) -> PieceEnd:
+        """Let one server go on with the answer; why it stopped. Whatever it gave is in `answer` also when it fails."""
+        rid = uuid.uuid4().hex  # of one length: a server aborts every id that begins as the given one
+        have = len(answer.ids)
+        body = request_body(prompt + answer.ids, sampling, room - have, rid, member.features)
+        reader = Reader(answer, member.url)
+        end: PieceEnd | None = None
+        flight = Flight(call.cut)
+        call.at(member, rid)
+        member.flights.add(flight)
+        try:
+            async with call, aclosing(member.client.stream("/generate", body)) as payloads:
+                async for payload in payloads:
+                    member.moved = time.monotonic()
+                    end = reader.add(payload)
+        except TimeoutError:
+            if call.aborted:
+                return PieceEnd.ABORT
+            raise call.lost() from None
+        finally:
+            member.flights.discard(flight)
+            call.at(None, "")
+        if end is None:
+            raise ServerError(f"{member.url}/generate: the answer has no end")
+        return end
+
+    def _checked(self, ids: Sequence[int], request_id: str) -> list[int]:
+        """An id outside the vocabulary would end the server, so none leaves."""
+        if self._closed:
+            raise EngineError("the engine is closed")
+        if request_id in self._calls:
+            raise EngineError(f"request {request_id!r} is already generating: one turn at a time")
+        prompt = ids.tolist() if isinstance(ids, array) else list(ids)
+        if not prompt:
+            raise EngineError(f"request {request_id!r} has an empty prompt")
+        low, high = min(prompt), max(prompt)
+        if low < 0 or high >= self._vocabulary:
+            wrong = low if low < 0 else high
+            raise EngineError(
+                f"request {request_id!r}: id {wrong} is outside the model's vocabulary of {self._vocabulary}"
+            )
+        return prompt
+
+    async def _tell_all(self, path: str, body: Mapping[str, Any]) -> None:
+        """Raises EngineError when a server that is up does not do it."""
+        await self._ready()
+        await asyncio.gather(*(m.client.post(path, body) for m in self._fleet.pool.up))
+
+    def _errand(self, work: Any) -> None:
+        """Something that nobody waits for."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._errands.add(task)
+        task.add_done_callback(self._errands.discard)
+
+
+class _Call:
+    """One `generate`: what it waits for can be cut from outside. A context manager around each wait."""
+
+    def __init__(self) -> None:
+        self.aborted = False
+        self._error: ServerError | None = None
+        self._timeout: asyncio.Timeout | None = None
+        self._member: Member | None = None
+        self._rid = ""
+
+    def at(self, member: Member | None, rid: str) -> None:
+        self._member, self._rid = member, rid
+
+    async def __aenter__(self) -> None:
+        now = asyncio.get_running_loop().time()
+        self._timeout = asyncio.timeout_at(now if self.aborted else None)
+        await self._timeout.__aenter__()
+
+    async def __aexit__(self, *error: Any) -> None:
+        timeout, self._timeout = self._timeout, None
+        assert timeout is not None
+        await timeout.__aexit__(*error)
+
+    def abort(self, errand: Callable[[Any], None] | None) -> None:
+        """End it with what it has. With `errand`, the server is asked for what it sampled and has not sent yet."""
+        if self.aborted:
+            return
+        self.aborted = True
+        if self._member is not None and errand is not None:
+            errand(_post(self._member, "/abort_request", {"rid": self._rid}))
+            self._end_in(ABORT_SECONDS)
+        else:
+            self._end_in(0.0)
+
+    def cut(self, error: ServerError) -> None:
+        """Its server is taken out."""
+        self._error = error
+        self._end_in(0.0)
+
+    def lost(self) -> ServerError:
+        error, self._error = self._error, None
+        return error or ServerError("the request was cut")
+
+    def _end_in(self, seconds: float) -> None:
+        if self._timeout is not None:
+            self._timeout.reschedule(asyncio.get_running_loop().time() + seconds)
+
+
+def _finish(end: PieceEnd, answer: Answer, sampling: Sampling, room: int) -> GenerationFinish | None:
+    """What a server's end means to us; None where it has to go on: it stopped at an id that is no stop id of ours."""
+    if end is PieceEnd.ABORT:
+        return GenerationFinish.ABORT
+    if answer.ids and answer.ids[-1] in sampling.stop_ids:
+        return GenerationFinish.STOP
+    return GenerationFinish.LENGTH if len(answer.ids) >= room or end is PieceEnd.LENGTH else None
+
+
+async def _post(member: Member, path: str, body: Mapping[str, Any] | None = None) -> None:
+    """For errands: a server that does not do it is found out by those who wait for it."""
+    try:
+        await member.client.post(path, body or {})
+    except ServerError:
+        return
+
+
+def _plan(
+    model: Any, model_path: str | None, settings: Settings, max_batch: int, token_bytes: int, context: int
+) -> LaunchPlan:
+    command = launch_command(settings.command, settings.venv)
+    if model_path is None:
+        raise UserError("engine sglang: a server is launched with model_path, and none was given")
+    return LaunchPlan(
+        command=command,
+        model_path=model_path,
+        dtype=str(next(model.parameters()).dtype).removeprefix("torch."),
+        flags=settings.flags,
+        max_batch=max_batch,
+        token_bytes=token_bytes,
+        context=context,
+        cpu=not torch.cuda.is_available(),
+        env=settings.env,
+    )

@@ -1,0 +1,235 @@
+"""`Fleet`: the servers of a run. It launches and admits them, watches those that have requests, takes out who fails,
+and lets it in again once it is healthy and holds the weights of the trainer's current step.
+"""
+
+import asyncio
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from agentrl.engine.sglang.admission import Admission
+from agentrl.engine.sglang.client import Client, ServerError, Sessions
+from agentrl.engine.sglang.command import LaunchPlan
+from agentrl.engine.sglang.identity import ServerFacts
+from agentrl.engine.sglang.pool import Member, Pool
+from agentrl.engine.sglang.server import Server
+from agentrl.engine.sglang.settings import Settings
+from agentrl.engine.sglang.sync import Sync
+from agentrl.errors import UserError
+
+FAULTS = 3
+"""Failed requests in a row that take a server out although it answers."""
+ALIVE_SECONDS = 5.0
+FIRST_RETRY_SECONDS, LAST_RETRY_SECONDS = 1.0, 30.0
+
+
+class Fleet:
+    """plan: how to launch servers; None where `settings.urls` names them. say: lines that stay; phase: what goes on."""
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        settings: Settings,
+        plan: LaunchPlan | None,
+        limit: int,
+        say: Callable[[str], None],
+        phase: Callable[[str], None],
+    ) -> None:
+        self._settings, self._plan, self._say, self._phase = settings, plan, say, phase
+        self._sessions = Sessions()
+        self._folder: Path | None = None
+        self._launched: list[Server] = []
+        self._servers: dict[Member, Server] = {}
+        self._restarts: dict[Member, int] = {}
+        self._tending: dict[Member, asyncio.Task[None]] = {}
+        self._nurse: asyncio.Task[None] | None = None
+        self._alone_since: float | None = None
+        self.pool = Pool((Member(Client(url, self._sessions)) for url in settings.urls), limit)
+        self.sync = Sync(model, self._sessions, self._scratch, settings.weights, say)
+        self._admission = Admission(model, tokenizer, self.sync.send_to, say)
+        self.version = 0
+        self.max_context = 0
+        self.quiet = False  # paused: no sign of life is expected
+
+    async def start(self) -> None:
+        """All servers up. Raises UserError: one line; then nothing that was launched is left."""
+        try:
+            if self._plan is not None:
+                await self._launch(self._plan)
+            facts = await asyncio.gather(*(self._admit_first(member) for member in self.pool.members))
+        except ServerError as error:
+            await self.close()
+            raise UserError(f"engine: {error}") from error
+        except BaseException:
+            await self.close()
+            raise
+        self.max_context = min(f.max_context for f in facts)
+        places = "launched" if self._plan is not None else "at " + ", ".join(m.url for m in self.pool.members)
+        seeds = "" if all(f.features.seeds for f in facts) else ", without seeds (no deterministic inference)"
+        self._say(f"engine: {len(facts)} SGLang {facts[0].version} server(s) {places}{seeds}")
+
+    async def _launch(self, plan: LaunchPlan) -> None:
+        folder = self._scratch()
+        logs = Path(self._settings.log_dir) if self._settings.log_dir else folder
+        servers = [Server(plan, i, logs / f"sglang_{i}.log", self._sessions) for i in range(self._settings.servers)]
+        self._say(f"engine: starting {len(servers)} SGLang server(s), output in {logs}")
+        self._launched = servers
+        await _all(*(s.start(self._settings.start_timeout, self._teller(i)) for i, s in enumerate(servers)))
+        for server in servers:
+            member = Member(Client(server.url, self._sessions))
+            self._servers[member] = server
+            self.pool.members.append(member)
+
+    def _teller(self, index: int) -> Callable[[str], None]:
+        return lambda line: self._phase(f"starting sglang server {index}: {line}")
+
+    async def _admit_first(self, member: Member) -> ServerFacts:
+        facts = await self._admission.first(member.client, self.version)
+        member.features = facts.features
+        self.pool.let_in(member)
+        return facts
+
+    def _scratch(self) -> Path:
+        """A temporary folder of this run's own."""
+        if self._folder is None:
+            self._folder = Path(tempfile.mkdtemp(prefix="agentrl_sglang_"))
+        return self._folder
+
+    def watch(self) -> None:
+        """See that the running loop has a nurse."""
+        nurse = self._nurse
+        if nurse is None or nurse.done() or nurse.get_loop() is not asyncio.get_running_loop():
+            self._tending.clear()
+            self._nurse = asyncio.create_task(self._tend(), name="agentrl-sglang-nurse")
+
+    async def suspect(self, member: Member, error: ServerError) -> None:
+        """A request failed on a server: take it out if it is gone, or failed too often."""
+        if member.out is not None:
+            return
+        member.faults += 1
+        server = self._servers.get(member)
+        if server is not None and not server.running:
+            self._take_out(member, f"it ended: {server.reason()}")
+        elif member.faults >= FAULTS:
+            self._take_out(member, str(error))
+        else:
+            try:
+                await member.client.get("/model_info", timeout=ALIVE_SECONDS)
+            except ServerError:
+                self._take_out(member, str(error))
+
+    async def update(self, version: int, mode: str) -> None:
+        """Our weights to every server that is up; who does not take them whole is out. Raises UserError when none is
+        left."""
+        members = self.pool.up
+        self.quiet = True
+        try:
+            failed = await self.sync.send([m.client for m in members], version, mode)
+        finally:
+            self.quiet = False
+        self.version = version
+        now = time.monotonic()
+        for member in members:
+            member.moved = now
+            if why := failed.get(member.url):
+                self._take_out(member, f"the weights of step {version} did not arrive whole: {why}")
+        if not self.pool.up:
+            raise UserError(f"engine: no server has the weights of step {version}: {self.reasons()}")
+
+    def reasons(self) -> str:
+        return "; ".join(f"{m.url}: {m.out}" for m in self.pool.members if m.out is not None)
+
+    async def close(self) -> None:
+        for task in (self._nurse, *self._tending.values()):
+            if task is not None and not task.get_loop().is_closed():
+                task.cancel()
+        await self.sync.close()
+        await asyncio.gather(*(server.stop() for server in self._launched))
+        await self._sessions.close()
+
+    def kill(self) -> None:
+        """End what was launched, at once and without a loop."""
+        for server in self._launched:
+            server.kill()
+
+    def _take_out(self, member: Member, why: str) -> None:
+        if member.out is None:
+            self._say(f"engine: {member.url} is taken out: {why}")
+            self.pool.take_out(member, why)
+
+    async def _tend(self) -> None:
+        """While somebody is served or out: look for stalls, and let servers in again."""
+        tick = min(1.0, self._settings.stall / 4)
+        while self.pool.flying or self.pool.waiting or len(self.pool.up) < len(self.pool.members):
+            self._take_out_stalled()
+            for member in self.pool.members:
+                tending = self._tending.get(member)
+                if member.out is not None and (tending is None or tending.done()) and self._hopeful(member):
+                    self._tending[member] = asyncio.create_task(self._bring_back(member))
+            self._give_up_waiting()
+            await asyncio.sleep(tick)
+
+    def _take_out_stalled(self) -> None:
+        now = time.monotonic()
+        for member in self.pool.up:
+            if self.quiet or not member.flights:
+                continue
+            silent = now - max(member.moved, max(f.began for f in member.flights))
+            if silent > self._settings.stall:
+                self._take_out(member, f"no sign of life for {silent:.0f} seconds, with {len(member.flights)} requests")
+
+    def _hopeful(self, member: Member) -> bool:
+        """Whether a server that is out may come back: one that is not ours may, always."""
+        server = self._servers.get(member)
+        return server is None or server.running or self._restarts.get(member, 0) < self._settings.restarts
+
+    def _give_up_waiting(self) -> None:
+        if self.pool.up or self.quiet:
+            self._alone_since = None
+            return
+        now = time.monotonic()
+        self._alone_since = self._alone_since or now
+        hopeless = not any(map(self._hopeful, self.pool.members))
+        starting = any(m in self._servers and not t.done() for m, t in self._tending.items())
+        if hopeless or (now - self._alone_since > self._settings.patience and not starting):
+            self.pool.fail_waiting(ServerError(f"no SGLang server is left: {self.reasons()}"))
+
+    async def _bring_back(self, member: Member) -> None:
+        """Try until it is in again, at growing distances."""
+        delay = FIRST_RETRY_SECONDS
+        while member.out is not None and self._hopeful(member):
+            await asyncio.sleep(delay)
+            delay = min(LAST_RETRY_SECONDS, 2 * delay)
+            try:
+                await self._restart_if_ended(member)
+                version = self.version
+                facts = await self._admission.again(member.client, version)
+            except (ServerError, UserError) as error:
+                member.out = str(error)
+                continue
+            if version == self.version and facts.max_context >= self.max_context:
+                member.features = facts.features
+                self.pool.let_in(member)
+                self._say(f"engine: {member.url} is back, with the weights of step {version}")
+
+    async def _restart_if_ended(self, member: Member) -> None:
+        server = self._servers.get(member)
+        if server is None or server.running:
+            return
+        self._restarts[member] = self._restarts.get(member, 0) + 1
+        await server.stop()
+        await server.start(self._settings.start_timeout, self._teller(self._launched.index(server)))
+        member.client = Client(server.url, self._sessions)
+
+
+async def _all(*work: Any) -> None:
+    """All of it, or the first error once the rest was cancelled."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            for one in work:
+                group.create_task(one)
+    except* (UserError, ServerError) as errors:
+        raise errors.exceptions[0] from None

@@ -1,0 +1,152 @@
+"""Whether a server samples from our model: its kind, vocabulary and tokenizer, and the log-probs of a short prompt."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from agentrl.engine.sglang.client import Client, RefusedError
+from agentrl.engine.sglang.wire import Features
+from agentrl.errors import UserError
+
+PROBE_TOKENS = 24
+PROBE_TEXT = 'Hello, Wörld! 3 + 4.5 = 7.5\n\t{"name": [1, 2]} 漢字 '
+TOLERANCE = {"float32": 1e-3}
+"""Of the mean difference between log-probs, in nats; other dtypes round more."""
+LOOSE_TOLERANCE = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class ServerFacts:
+    """What a server says of itself. max_context: tokens of prompt and answer together that it surely takes."""
+
+    version: str
+    features: Features
+    max_context: int
+    weight_version: str
+    has_tokenizer: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """Prompt ids, and what our model gives them: the log-probs of ids[1:]."""
+
+    ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    tolerance: float
+
+
+async def facts_of(client: Client) -> ServerFacts:
+    """Raises ServerError where it does not answer, UserError where it is no SGLang server."""
+    try:
+        model, server = await client.get("/model_info"), await client.get("/server_info")
+    except RefusedError as error:
+        raise UserError(f"engine: {client.url} does not speak SGLang's API: {error}") from error
+    if not isinstance(model, dict) or not isinstance(server, dict) or "max_req_input_len" not in server:
+        raise UserError(f"engine: {client.url} answers, but not as an SGLang server does (no max_req_input_len)")
+    if not model.get("is_generation", True):
+        raise UserError(f"engine: {client.url} serves {model.get('model_path')}, which generates nothing")
+    return ServerFacts(
+        version=str(server.get("version", "?")),
+        features=Features(
+            seeds=bool(server.get("enable_deterministic_inference")),
+            incremental=bool(server.get("incremental_streaming_output")),
+        ),
+        max_context=int(server["max_req_input_len"]),
+        weight_version=str(model.get("weight_version")),
+        has_tokenizer=not server.get("skip_tokenizer_init"),
+    )
+
+
+async def check_kind(client: Client, config: Any) -> None:
+    """Raises UserError where its architecture is not that of `config`, a transformers configuration."""
+    info = await client.get("/model_info")
+    theirs = info.get("architectures") or []
+    ours = getattr(config, "architectures", None) or []
+    if theirs and ours and set(theirs).isdisjoint(ours):
+        raise UserError(_other(client, info, f"a {theirs[0]}", f"a {ours[0]}"))
+
+
+async def check_vocabulary(client: Client, size: int) -> None:
+    """Raises UserError where it does not know exactly the ids 0 to `size` - 1.
+
+    Asked by log-probs of given ids, which it checks: an id out of range in a prompt would kill it.
+    """
+    info = await client.get("/model_info")
+    if not await _knows(client, size - 1):
+        raise UserError(_other(client, info, "a smaller vocabulary", f"{size} ids"))
+    if await _knows(client, size):
+        raise UserError(_other(client, info, "a larger vocabulary", f"{size} ids"))
+
+
+async def check_tokenizer(client: Client, tokenizer: Any) -> None:
+    """Raises UserError where it makes other ids of a text than ours does."""
+    ours = list(tokenizer.encode(PROBE_TEXT, add_special_tokens=False))
+    try:
+        found = await client.post("/v1/tokenize", {"prompt": PROBE_TEXT, "add_special_tokens": False})
+    except RefusedError:
+        return  # an older server has no such endpoint; the log-probs are compared in any case
+    if isinstance(found, dict) and found.get("tokens") not in (None, ours):
+        raise UserError(
+            f"engine: the tokenizer of {client.url} is not that of model.path: of the same text it makes "
+            f"{len(found['tokens'])} ids that begin {found['tokens'][:6]}, ours makes {len(ours)}, {ours[:6]}"
+        )
+
+
+async def difference(client: Client, probe: Probe) -> float:
+    """The mean absolute difference between its log-probs of the probe's ids and ours, in nats."""
+    parameters = {"max_new_tokens": 1, "temperature": 0.0}
+    answer = await client.post(
+        "/generate",
+        {"input_ids": list(probe.ids), "sampling_params": parameters, "return_logprob": True, "logprob_start_len": 0},
+    )
+    try:
+        theirs = [pair[0] for pair in answer["meta_info"]["input_token_logprobs"]][1:]
+        gaps = [abs(a - b) for a, b in zip(theirs, probe.logprobs, strict=True)]
+    except (TypeError, KeyError, ValueError, IndexError) as error:
+        raise UserError(f"engine: {client.url} gives no log-probs of a prompt: {answer!r:.200}") from error
+    return sum(gaps) / len(gaps) if all(map(math.isfinite, gaps)) else math.inf
+
+
+def probe_of(model: Any) -> Probe:
+    """A prompt spread over the vocabulary, and what `model` (a transformers causal LM) gives it."""
+    import torch
+
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    ids = [(7 + 104_729 * i) % vocabulary for i in range(PROBE_TOKENS)]
+    device = model.get_input_embeddings().weight.device
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([ids], device=device), use_cache=False).logits[0].float()
+    chosen = torch.log_softmax(logits[:-1], -1).gather(1, torch.tensor(ids[1:], device=device)[:, None])[:, 0]
+    dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
+    return Probe(tuple(ids), tuple(chosen.tolist()), TOLERANCE.get(dtype, LOOSE_TOLERANCE))
+
+
+def other_weights(client: Client, gap: float, probe: Probe) -> str:
+    """The line for a server whose log-probs are not ours."""
+    return (
+        f"{client.url} samples from other weights than model.path: the log-probs of {len(probe.ids)} tokens differ by "
+        f"{gap:.3g} nats in the mean, and {probe.tolerance:g} is allowed"
+    )
+
+
+def _other(client: Client, info: dict[str, Any], theirs: str, ours: str) -> str:
+    served = info.get("served_model_name") or info.get("model_path")
+    return f"engine: {client.url} serves another model: {served} has {theirs}, model.path has {ours}"
+
+
+async def _knows(client: Client, token: int) -> bool:
+    body = {
+        "input_ids": [0], "sampling_params": {"max_new_tokens": 1, "temperature": 0.0}, "return_logprob": True,
+        "token_ids_logprob": [token],
+    }  # fmt: skip
+    try:
+        await client.post("/generate", body)
+    except RefusedError:
+        return False
+    return True
+
+
+def common_context(facts: Sequence[ServerFacts], own: int) -> int:
+    """What every server and our model take."""
+    return min(own, *(f.max_context for f in facts))

@@ -1,0 +1,45 @@
+"""What a recipe may say in `engine.args` of the engine `sglang`."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from agentrl.engine.sglang.command import Flag
+from agentrl.errors import UserError
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """urls: servers that run already; then nothing is launched. servers: how many are launched else, by `command` (up
+    to its flags, such as a container's) or by the virtual environment `venv`. flags: of its launch, over ours.
+    start_timeout: seconds a server may take to serve. stall: seconds without a sign of life from a server that has
+    requests. patience: seconds to wait for any server while all are out. restarts: of a launched server that ended.
+    weights: how they travel, see `weights/`. log_dir: of launched servers' output (None: a temporary folder).
+    """
+
+    urls: tuple[str, ...] = ()
+    servers: int = 1
+    venv: str | None = None
+    command: str | None = None
+    flags: Mapping[str, Flag] = field(default_factory=dict)
+    env: Mapping[str, str] = field(default_factory=dict)
+    start_timeout: float = 900.0
+    stall: float = 120.0
+    patience: float = 120.0
+    restarts: int = 3
+    weights: str = "auto"
+    log_dir: str | None = None
+
+    def __post_init__(self) -> None:
+        """Raises UserError for what contradicts itself."""
+        if self.urls and (self.venv or self.command or self.flags or self.servers != 1):
+            raise UserError("engine.args: `urls` are servers that run already; leave servers, venv, command, flags out")
+        if self.servers < 1:
+            raise UserError(f"engine.args.servers is {self.servers}; it must be at least 1")
+        if len(set(self.urls)) != len(self.urls):
+            raise UserError("engine.args.urls: a server is listed twice")
+        for url in self.urls:
+            if not url.startswith(("http://", "https://")):
+                raise UserError(f"engine.args.urls: {url!r} is no URL; write http://HOST:PORT")
+        for name in ("start_timeout", "stall", "patience"):
+            if getattr(self, name) <= 0:
+                raise UserError(f"engine.args.{name} must be more than 0 seconds")

@@ -1,0 +1,61 @@
+"""`Sync`: our weights to servers, through `weights/`. It knows which channel serves which servers in which loop."""
+
+import asyncio
+import uuid
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from agentrl.engine.sglang.client import Client, ServerError, Sessions
+
+
+class Sync:
+    """scratch: makes the folder that `from_disk` may write to. way: of `engine.args.weights`."""
+
+    def __init__(
+        self, model: Any, sessions: Sessions, scratch: Callable[[], Path], way: str, say: Callable[[str], None]
+    ) -> None:
+        self._model, self._sessions, self._scratch, self._way, self._say = model, sessions, scratch, way, say
+        self._channel: Any = None
+        self._key: object = None
+
+    async def send(self, clients: Sequence[Client], version: int, mode: str) -> dict[str, str]:
+        """To all of them at once; URL -> why, for those that did not take all of it."""
+        from agentrl.engine.sglang.weights import ModelWeights, WeightUpdateError
+
+        key = (asyncio.get_running_loop(), tuple(c.url for c in clients))
+        try:
+            if key != self._key:
+                await self.close()
+                self._channel, self._key = await self._open(clients, self._say), key
+            done = await self._channel.publish(version, ModelWeights(self._model), mode)
+        except WeightUpdateError as error:
+            self._key = None
+            return {c.url: str(error) for c in clients}
+        return dict(done.failed)
+
+    async def send_to(self, client: Client, version: int) -> None:
+        """To one server alone. Raises ServerError when it did not take all of it."""
+        from agentrl.engine.sglang.weights import ModelWeights, WeightUpdateError
+
+        try:
+            channel = await self._open([client], lambda line: None)
+            try:
+                done = await channel.publish(version, ModelWeights(self._model))
+            finally:
+                await channel.close()
+        except WeightUpdateError as error:
+            raise ServerError(f"{client.url}: {error}") from error
+        if why := done.failed.get(client.url):
+            raise ServerError(f"{client.url}: {why}")
+
+    async def close(self) -> None:
+        channel, self._channel, self._key = self._channel, None, None
+        if channel is not None:
+            await channel.close()
+
+    async def _open(self, clients: Sequence[Client], say: Callable[[str], None]) -> Any:
+        from agentrl.engine.sglang.weights import open_channel
+
+        folder = self._scratch() / f"weights_{uuid.uuid4().hex[:8]}"  # its own: a channel removes it when it closes
+        return await open_channel([c.url for c in clients], self._sessions.get(), folder=folder, way=self._way, say=say)

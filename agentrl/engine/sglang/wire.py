@@ -1,0 +1,173 @@
+"""What is asked of `/generate`, and how its answer is read: every id with its log-prob and version, each once.
+
+An answer may come in several pieces, from several servers; `Answer` holds the tokens so far. Nothing is added to it
+that was not checked whole: one log-prob for each id, of that very id, and as many as the server says it sampled.
+"""
+
+import json
+import math
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from agentrl.engine.base import Generation, GenerationFinish, Sampling
+from agentrl.engine.sglang.client import RefusedError, ServerError
+
+INTERVAL = 16
+"""Tokens between two pieces of an answer: what a dying server can take with it."""
+PIECES = 8
+"""Of an answer at most where each piece holds all that came before it (a server without incremental streaming)."""
+
+
+class PieceEnd(StrEnum):
+    """Why a server ended its part of an answer."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+
+
+@dataclass(frozen=True, slots=True)
+class Features:
+    """What differs between servers: seeded sampling (deterministic inference), and pieces with what is new alone."""
+
+    seeds: bool = False
+    incremental: bool = False
+
+
+def request_body(ids: Sequence[int], sampling: Sampling, room: int, rid: str, features: Features) -> dict[str, Any]:
+    """The body for `room` more tokens after `ids`. Every parameter is given, so that no default of the server's or of
+    the model's generation config applies. At temperature 0 it reports log-probs at temperature 1, as the contract says.
+    """
+    parameters: dict[str, Any] = {
+        "max_new_tokens": room,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k or -1,
+        "min_p": 0.0,
+        "frequency_penalty": 0.0,
+        "presence_penalty": 0.0,
+        "repetition_penalty": 1.0,
+        "stop_token_ids": list(sampling.stop_ids),
+        "ignore_eos": not sampling.stop_ids,  # it switches `stop_token_ids` off too, so only where there are none
+        "skip_special_tokens": False,
+        "no_stop_trim": True,
+        "stream_interval": INTERVAL if features.incremental else max(INTERVAL, -(-room // PIECES)),
+    }
+    if features.seeds and sampling.seed is not None:
+        parameters["sampling_seed"] = sampling.seed
+    return {
+        "input_ids": list(ids), "sampling_params": parameters, "return_logprob": True, "stream": True, "rid": rid,
+    }  # fmt: skip
+
+
+@dataclass(slots=True)
+class Answer:
+    """The tokens so far. versions: runs of (weight version, how many ids)."""
+
+    ids: list[int] = field(default_factory=list)
+    logprobs: "array[float]" = field(default_factory=lambda: array("d"))
+    versions: list[tuple[int, int]] = field(default_factory=list)
+
+    def generation(self, finish: GenerationFinish, version: int) -> Generation:
+        """version: where no id came."""
+        runs = self.versions
+        if len({v for v, _ in runs}) <= 1:
+            return Generation(self.ids, self.logprobs.tolist(), finish, runs[0][0] if runs else version)
+        each = [v for v, count in runs for _ in range(count)]
+        return Generation(self.ids, self.logprobs.tolist(), finish, each)
+
+
+class Reader:
+    """Reads one server's pieces of an answer into it. `url` names the server in errors."""
+
+    def __init__(self, answer: Answer, url: str) -> None:
+        self._answer, self._url = answer, url
+        self._start = len(answer.ids)
+        self._runs = len(answer.versions)
+
+    def add(self, payload: bytes) -> PieceEnd | None:
+        """Add what is new in a piece; why the server is done, or None. Raises ServerError where it is malformed, or
+        tells of an error; then nothing of the piece was added."""
+        try:
+            piece = json.loads(payload)
+        except ValueError as error:
+            raise self._malformed("no JSON") from error
+        if not isinstance(piece, dict):
+            raise self._malformed("no JSON object")
+        if "error" in piece:
+            raise self._error(piece["error"])
+        meta, ids = piece.get("meta_info"), piece.get("output_ids")
+        if not isinstance(meta, dict) or not isinstance(ids, list):
+            raise self._malformed("it has no meta_info or output_ids")
+        end = self._end(meta.get("finish_reason"))
+        new, logprobs = self._new(ids, meta)
+        self._answer.ids.extend(new)
+        self._answer.logprobs.extend(logprobs)
+        self._add_versions(len(new), meta)
+        return end
+
+    def _new(self, ids: list[int], meta: Mapping[str, Any]) -> tuple[list[int], list[float]]:
+        """The ids of a piece that are not there yet, and their log-probs."""
+        have = len(self._answer.ids) - self._start
+        new = meta.get("completion_tokens", have + len(ids)) - have
+        if new == 0:
+            return [], []  # the end alone, or after an abort the last id once more
+        if not 0 < new <= len(ids):
+            raise self._malformed(f"of {have + new} sampled tokens {have} and {len(ids)} came")
+        pairs = meta.get("output_token_logprobs")
+        if not isinstance(pairs, list) or len(pairs) != len(ids):
+            count = len(pairs) if isinstance(pairs, list) else "no"
+            raise self._malformed(f"{len(ids)} ids came with {count} log-probs")
+        ids, pairs = ids[-new:], pairs[-new:]  # some servers repeat what came before
+        logprobs = []
+        for token, pair in zip(ids, pairs, strict=True):
+            value = pair[0] if isinstance(pair, list) and len(pair) > 1 and pair[1] == token else None
+            if type(token) is not int or not isinstance(value, float | int) or not math.isfinite(value):
+                raise self._malformed(f"id {token} came with the log-prob {pair}")
+            logprobs.append(value)
+        return ids, logprobs
+
+    def _add_versions(self, new: int, meta: Mapping[str, Any]) -> None:
+        """By the spans of the last piece for all of this server's tokens; until then, by the version that each piece
+        names."""
+        runs = self._answer.versions
+        if not (spans := meta.get("weight_versions")):
+            if new:
+                runs.append((self._version(meta.get("weight_version")), new))
+            return
+        total, at, exact = len(self._answer.ids) - self._start, 0, []
+        for span in spans:
+            end = min(span["end"], total)
+            if end > at:
+                exact.append((self._version(span["version"]), end - at))
+                at = end
+        if at != total:
+            raise self._malformed(f"its weight versions cover {at} of {total} ids")
+        runs[self._runs :] = exact
+
+    def _version(self, name: Any) -> int:
+        if not str(name).isdecimal():
+            raise ServerError(f"{self._url}: it samples from weights {name!r}, which are of no step of this run")
+        return int(name)
+
+    def _end(self, reason: Any) -> PieceEnd | None:
+        if reason is None:
+            return None
+        kind = reason.get("type") if isinstance(reason, dict) else None
+        if kind not in list(PieceEnd):
+            raise self._malformed(f"finish_reason {reason!r} is unknown")
+        if kind == PieceEnd.ABORT and reason.get("status_code"):
+            raise self._error({"message": reason.get("message"), "code": reason["status_code"]})
+        return PieceEnd(kind)
+
+    def _error(self, error: Any) -> ServerError:
+        code = error.get("code") if isinstance(error, dict) else None
+        text = error.get("message") if isinstance(error, dict) else error
+        kind = RefusedError if isinstance(code, int) and 400 <= code < 500 and code not in (408, 429) else ServerError
+        return kind(f"{self._url}/generate: {' '.join(str(text).split())}")
+
+    def _malformed(self, what: str) -> ServerError:
+        return ServerError(f"{self._url}/generate: the answer is malformed: {what}")

@@ -29,10 +29,12 @@ def data_command(
     from agentrl.cli.common import console
     from agentrl.cli.listing import show_group
     from agentrl.errors import UserError
+    from agentrl.plugins.registry import find
 
     if name is None:
         show_group("data", lambda made: made.__doc__)
         return
+    find("data", name)
     if out is None:
         raise UserError(f"say where to write it: agentrl data {name} --out DIR")
     if out.exists() and not out.is_dir():

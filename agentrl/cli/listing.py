@@ -1,4 +1,4 @@
-"""`agentrl tools`, `agentrl envs`, `agentrl rewards`: what is installed and where from. A broken plugin is listed with the reason."""
+"""`agentrl tools`, `envs` and `rewards`: what is installed, and where from. A broken plugin is listed with the reason."""
 
 from collections.abc import Callable
 from typing import Any

@@ -20,12 +20,12 @@ class Dataset(Environment):
     """Tasks from any data: a prompt, and where there is one an answer.
 
     source: anything that `agentrl.data.source` reads (.jsonl, .json, .parquet, a folder, a hub name, module:function).
-    prompt: the column with the prompt, text or a list of chat messages. system: put before those without a system message.
+    prompt: the column with the prompt, text or a list of chat messages. system: put before a prompt that has none.
     answer: the column with what is right (by default `reward_model.ground_truth`, `ground_truth` or `answer`).
     reward: `match` (the same text or number), `numeric` (the same number), `none` (`rewards.functions` and tools pay).
     map, filter: import paths of functions over rows, in `workers` processes.
-    splits: for each split its files, or the source's own name of it. config: of a hub dataset. seed: of what is held out
-    of a lone file.
+    splits: for each split its files, or the source's own name of it. config: of a hub dataset.
+    seed: of what is held out of a lone file.
     images, videos: columns whose contents stand where the prompt says `<image>` or `<video>`.
     tools: `recipe` (every task offers the recipe's tools) or `row` (those that its row names, or gives kwargs).
     """

@@ -12,7 +12,7 @@ from agentrl.plugins.types import Task
 def multi_turn(
     source: str = "openai/gsm8k", system_prompt: str = SYSTEM_PROMPT, seed: int = 0, config: str | None = None
 ) -> Mapping[str, Sequence[Mapping[str, Any]]]:
-    """The rows of every split, made as they are looked at.
+    """Grade-school problems with a tool that grades, as multi-turn rows.
 
     source, seed, config: as of the environment gsm8k. system_prompt: empty for none.
     """

@@ -5,14 +5,18 @@ it worked; otherwise it stays paused and has no version.
 """
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
+from typing import Any
 
 from agentrl.engine.sglang.weights.server import PauseMode, WeightServer
 from agentrl.engine.sglang.weights.source import NamedTensor
+from agentrl.engine.sglang.weights.verify import Fingerprint, check
 from agentrl.engine.sglang.weights.way import Failures, Way, each
 
+CHECK_EVERY = 50
+"""Updates from one comparison of what servers hold with what was sent to the next; the first is compared."""
 PARTIAL = "partial-"
 """How the version begins of a server that holds a part of an update."""
 
@@ -33,8 +37,9 @@ class WeightChannel:
     """versions: URL -> the step whose weights a server holds. None: unknown, or a part of an update; it is not sampled
     from. `servers` may be changed between updates."""
 
-    def __init__(self, servers: Sequence[WeightServer], way: Way, say: Callable[[str], None]) -> None:
-        self.servers, self.way, self._say = list(servers), way, say
+    def __init__(self, servers: Sequence[WeightServer], way: Way, check_every: int = CHECK_EVERY) -> None:
+        self.servers, self.way, self._check_every = list(servers), way, check_every
+        self._updates = 0
         self.versions: dict[str, int | None] = {server.url: None for server in servers}
         self._busy = asyncio.Lock()
 
@@ -50,15 +55,20 @@ class WeightChannel:
         async with self._busy:
             began = perf_counter()
             self.versions = dict.fromkeys((s.url for s in self.servers), None)
-            counted = _Counted(weights)
+            checking = self._check_every > 0 and self._updates % self._check_every == 0
+            self._updates += 1
             failures: Failures = {}
             ready = await each(self.servers, lambda server: _open(server, mode, version), failures)
-            failures |= await self.way.send(version, ready, counted)
+            sent = Fingerprint(weights, checking, [(await server.facts()).dtype for server in ready])
+            failures |= await self.way.send(version, ready, sent)
             ready = [server for server in ready if server.url not in failures]
+            if checking:
+                others: dict[tuple[Any, ...], str] = {}
+                ready = await each(ready, lambda server: check(server, sent, others), failures)
             ready = await each(ready, lambda server: _commit(server, version, mode), failures)
             self.versions |= dict.fromkeys((s.url for s in ready), version)
             good = tuple(server.url for server in ready)
-            return Published(version, self.way.name, good, failures, counted.bytes, perf_counter() - began)
+            return Published(version, self.way.name, good, failures, sent.bytes, perf_counter() - began)
 
     async def pause(self, mode: PauseMode | str = PauseMode.RETRACT) -> Failures:
         """Stop generating everywhere, as `PauseMode` says. What failed, by URL."""
@@ -79,6 +89,7 @@ class WeightChannel:
 
 async def _open(server: WeightServer, mode: PauseMode, version: int) -> None:
     """From now on what it holds is a part of an update, and it says so itself, also to a later run."""
+    await server.facts()
     await server.pause(mode)
     await server.set_version(f"{PARTIAL}{version}")
 
@@ -88,16 +99,3 @@ async def _commit(server: WeightServer, version: int, mode: PauseMode) -> None:
     if mode is not PauseMode.IN_PLACE:
         await server.flush()
     await server.resume()
-
-
-class _Counted:
-    """Passes weights on and counts their bytes."""
-
-    def __init__(self, weights: Iterable[NamedTensor]) -> None:
-        self._weights, self.bytes = weights, 0
-
-    def __iter__(self):  # type: ignore[no-untyped-def]
-        self.bytes = 0
-        for name, tensor in self._weights:
-            self.bytes += tensor.nbytes
-            yield name, tensor

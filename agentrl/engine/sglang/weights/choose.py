@@ -3,19 +3,19 @@
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 import aiohttp
 
-from agentrl.engine.sglang.weights.channel import WeightChannel
+from agentrl.engine.sglang.weights.channel import CHECK_EVERY, WeightChannel
 from agentrl.engine.sglang.weights.from_disk import FromDisk
+from agentrl.engine.sglang.weights.from_distributed import FromDistributed
 from agentrl.engine.sglang.weights.from_tensor import FromTensor
 from agentrl.engine.sglang.weights.server import WeightServer
 from agentrl.engine.sglang.weights.way import Way
 from agentrl.errors import UserError, nearest
 
-WAYS = ("auto", "from_tensor", "from_disk")
+WAYS = ("auto", "from_tensor", "from_distributed", "from_disk")
 
 
 async def open_channel(
@@ -26,32 +26,37 @@ async def open_channel(
     way: str = "auto",
     headers: Mapping[str, str] | None = None,
     timeout: float = 600.0,
+    check_every: int = CHECK_EVERY,
     say: Callable[[str], None] = print,
 ) -> WeightChannel:
     """A channel to the servers at `urls`, which answer already.
 
     way: `auto`, or one of WAYS. folder: where `from_disk` writes; servers on other machines must see it by the same
-    path. timeout: seconds a call of an update may take. say: is told in a line which way was chosen and why.
+    path. timeout: seconds a call of an update may take. check_every: after the first update, and then after every so
+    many, what servers hold is compared with what was sent (0: never). say: is told in a line which way, and why.
     Raises UserError for an unknown way, WeightUpdateError for a server that does not answer.
     """
     if way not in WAYS:
         raise UserError(f"engine.weights: no way {way!r}{nearest(way, WAYS)}")
     servers = [WeightServer(url, session, timeout, headers) for url in urls]
-    infos = {server.url: await server.info() for server in servers}
-    chosen, why = _choose(way, infos, folder)
+    for server in servers:
+        await server.facts()
+    chosen, why = _choose(way, servers, folder)
     say(f"weights: {chosen.name} ({why})")
-    return WeightChannel(servers, chosen, say)
+    return WeightChannel(servers, chosen, check_every)
 
 
-def _choose(way: str, infos: Mapping[str, Mapping[str, Any]], folder: Path) -> tuple[Way, str]:
-    far = [url for url in infos if not on_this_machine(url)]
+def _choose(way: str, servers: Sequence[WeightServer], folder: Path) -> tuple[Way, str]:
+    far = [server.url for server in servers if not on_this_machine(server.url)]
     why = "as the recipe says"
     if way == "auto":
-        way = "from_disk" if far else "from_tensor"
+        way = "from_distributed" if far else "from_tensor"
         why = f"{far[0]} is another machine" if far else "servers are on this machine"
     if way == "from_disk":
         return FromDisk(folder), why
-    return FromTensor({url: int(info.get("tp_size", 1)) for url, info in infos.items()}), why
+    if way == "from_distributed":
+        return FromDistributed(), f"gloo, {why}"
+    return FromTensor(), f"shared memory, {why}"
 
 
 def on_this_machine(url: str) -> bool:

@@ -1,7 +1,7 @@
 """Weights through memory that trainer and servers of one machine share: only names and places travel by HTTP."""
 
 import asyncio
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -14,17 +14,12 @@ BUCKET_BYTES = 256 << 20
 
 
 class FromTensor:
-    """ranks: URL -> the server's tensor-parallel size (1 where it is not named), each rank opens the bucket itself.
-
-    One bucket is in flight; its memory is kept from update to update, `bucket_bytes` or the largest tensor.
-    """
+    """One bucket is in flight; its memory is kept from update to update, `bucket_bytes` or the largest tensor."""
 
     name = "from_tensor"
 
-    def __init__(
-        self, ranks: Mapping[str, int], device: torch.device | None = None, bucket_bytes: int = BUCKET_BYTES
-    ) -> None:
-        self._ranks, self._limit = dict(ranks), bucket_bytes
+    def __init__(self, device: torch.device | None = None, bucket_bytes: int = BUCKET_BYTES) -> None:
+        self._limit = bucket_bytes
         self._bucket = SharedBucket(device)
 
     async def send(self, version: int, servers: Sequence[WeightServer], weights: Iterable[NamedTensor]) -> Failures:
@@ -36,7 +31,8 @@ class FromTensor:
             payload = await asyncio.to_thread(self._bucket.fill, batch)
 
             async def load(server: WeightServer) -> None:
-                await server.load_tensors([payload() for _ in range(self._ranks.get(server.url, 1))])  # noqa: B023
+                ranks = (await server.facts()).ranks  # each opens the bucket itself
+                await server.load_tensors([payload() for _ in range(ranks)])  # noqa: B023 - called at once
 
             taking = await each(taking, load, failures)
         await each(opened, WeightServer.end, failures)

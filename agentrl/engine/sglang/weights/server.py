@@ -1,6 +1,7 @@
 """One SGLang server's calls about weights. Each raises WeightUpdateError with one line, or has worked."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
@@ -19,6 +20,29 @@ class PauseMode(StrEnum):
     ABORT = "abort"  # they end now, and answer with what they have
 
 
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """ranks: processes that share the model (tensor x pipeline parallelism). dtype: of its weights, or `auto`."""
+
+    device: str
+    dtype: str
+    ranks: int
+    quantized: bool
+    version: str
+    lora: bool
+    memory_saver: bool
+
+    @property
+    def hashes_whole(self) -> bool:
+        """Whether its checksums are those of whole tensors, computed as we can."""
+        return self.device == "cpu" and self.ranks == 1 and not self.quantized
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """Servers of one kind that hold the same weights have the same checksums."""
+        return self.device, self.dtype, self.ranks, self.quantized, self.version
+
+
 class WeightServer:
     """`url` without a slash at its end. `timeout`: seconds that one call may take."""
 
@@ -27,11 +51,23 @@ class WeightServer:
     ) -> None:
         self.url = url.rstrip("/")
         self._session, self._headers = session, dict(headers or {})
+        self._facts: Facts | None = None
         self._timeout = aiohttp.ClientTimeout(total=timeout)
 
-    async def info(self) -> dict[str, Any]:
-        """Its arguments and state: `device`, `dtype`, `tp_size`, `weight_version`, `version`, ..."""
-        return await self._call("GET", "/server_info", None)
+    async def facts(self) -> Facts:
+        """What it says of itself, asked once."""
+        if self._facts is None:
+            info = await self._call("GET", "/server_info", None)
+            self._facts = Facts(
+                device=str(info.get("device")),
+                dtype=str(info.get("dtype")),
+                ranks=int(info.get("tp_size", 1)) * int(info.get("pp_size", 1)),
+                quantized=info.get("quantization") is not None,
+                version=str(info.get("version")),
+                lora=bool(info.get("enable_lora")),
+                memory_saver=bool(info.get("enable_memory_saver")),
+            )
+        return self._facts
 
     async def pause(self, mode: PauseMode) -> None:
         """Requests under way are treated as `mode` says; new ones wait until `resume`."""
@@ -61,6 +97,22 @@ class WeightServer:
     async def load_folder(self, folder: str) -> None:
         """folder: a path that the server can read, with *.safetensors of the whole model."""
         await self._post("/update_weights_from_disk", {"model_path": folder, "flush_cache": False})
+
+    async def join_group(self, host: str, port: int, first_rank: int, world: int, name: str, backend: str) -> None:
+        """Join a process group whose rank 0 is at `host`, with ranks from `first_rank` on. Answers once all of `world`
+        have joined."""
+        place = {"master_address": host, "master_port": port, "rank_offset": first_rank, "world_size": world}
+        await self._post("/init_weights_update_group", {**place, "group_name": name, "backend": backend})
+
+    async def leave_group(self, name: str) -> None:
+        await self._post("/destroy_weights_update_group", {"group_name": name})
+
+    async def load_broadcast(self, layout: Sequence[tuple[str, Any, tuple[int, ...]]], group: str) -> None:
+        """layout: name, torch dtype and shape of tensors that rank 0 of `group` broadcasts in this order."""
+        names, dtypes, shapes = zip(*layout, strict=True)
+        kinds = [str(dtype).removeprefix("torch.") for dtype in dtypes]
+        body = {"names": names, "dtypes": kinds, "shapes": shapes, "group_name": group, "flush_cache": False}
+        await self._post("/update_weights_from_distributed", body)
 
     async def set_version(self, version: str) -> None:
         await self._post("/update_weight_version", {"new_version": version, "abort_all_requests": False})

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor
 
 NamedTensor = tuple[str, Tensor]
@@ -13,23 +14,49 @@ class ModelWeights:
 
     Sharded parameters (FSDP2) are gathered one by one, so the whole model never stands twice: every rank must iterate,
     to the end and in step with the others (rank 0 publishes, the rest call `follow`).
+
+    repeatable: whether one rank alone may iterate again. Names are those of checkpoints: transformers keeps the experts
+    of a layer as one tensor, and servers load them one by one.
     """
 
     def __init__(self, model: Any) -> None:
         self._model = model
+        self.repeatable = not any(hasattr(p, "full_tensor") for p in model.parameters())
+        self._renamed = _needs_conversion(model)
 
     def __iter__(self) -> Iterator[NamedTensor]:
-        seen: set[int] = set()
-        for name, tensor in self._model.state_dict(keep_vars=True).items():
-            if id(tensor) in seen:
-                continue
-            seen.add(id(tensor))
-            yield name, whole(tensor)
+        for name, tensor in _untied(self._model):
+            full = whole(tensor)
+            if self._renamed:
+                yield from as_saved(self._model, {name: full}).items()
+            else:
+                yield name, full
 
     def follow(self) -> None:
         """What ranks other than 0 do while rank 0 publishes."""
         for _ in self:
             pass
+
+
+def _untied(model: Any) -> Iterator[NamedTensor]:
+    seen: set[int] = set()
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            yield name, tensor
+
+
+def _needs_conversion(model: Any) -> bool:
+    """Whether any weight is called otherwise in checkpoints."""
+    names = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in _untied(model)}
+    return any(list(as_saved(model, {name: tensor})) != [name] for name, tensor in names.items())
+
+
+def as_saved(model: Any, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A part of a transformers module's state dict, as `save_pretrained` would write it."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    return revert_weight_conversion(model, state) if hasattr(model, "config") else state
 
 
 def whole(tensor: Tensor) -> Tensor:

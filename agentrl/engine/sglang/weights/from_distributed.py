@@ -1,0 +1,100 @@
+"""Weights through a process group of the trainer and the servers, across machines: nccl between GPUs, gloo otherwise.
+
+Tensor by tensor: a server holds one bucket besides its model, the trainer one whole tensor besides its shards. A member
+that fails breaks the group for all; then those that did not fail get the weights again in a new one.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Iterable, Sequence
+
+from agentrl.engine.sglang.weights.group import Group, open_group
+from agentrl.engine.sglang.weights.server import WeightServer, WeightUpdateError
+from agentrl.engine.sglang.weights.source import NamedTensor, buckets
+from agentrl.engine.sglang.weights.way import Failures, each
+
+BUCKET_BYTES = 256 << 20
+BROKEN = "the process group broke"
+GRACE_SECONDS = 5.0
+"""Between one server's refusal and giving up the broadcast to the others."""
+
+
+class FromDistributed:
+    """timeout: seconds for the group to form, and for each broadcast."""
+
+    name = "from_distributed"
+
+    def __init__(self, backend: str = "gloo", timeout: float = 120.0, bucket_bytes: int = BUCKET_BYTES) -> None:
+        self._backend, self._timeout, self._limit = backend, timeout, bucket_bytes
+        self._group: Group | None = None
+
+    async def send(self, version: int, servers: Sequence[WeightServer], weights: Iterable[NamedTensor]) -> Failures:
+        failures: Failures = {}
+        opened = await each(servers, WeightServer.begin, failures)
+        innocent = await self._attempt(opened, weights, failures)
+        if innocent and getattr(weights, "repeatable", False):
+            failures |= dict.fromkeys((s.url for s in await self._attempt(innocent, weights, failures)), BROKEN)
+        else:
+            failures |= dict.fromkeys((s.url for s in innocent), BROKEN)
+        await each([s for s in opened if s.url not in failures], WeightServer.end, failures)
+        return failures
+
+    async def close(self) -> None:
+        group, self._group = self._group, None
+        if group is not None:
+            await each(group.servers, lambda server: server.leave_group(group.name), {})
+            await asyncio.to_thread(group.abort)
+
+    async def _attempt(
+        self, servers: Sequence[WeightServer], weights: Iterable[NamedTensor], failures: Failures
+    ) -> list[WeightServer]:
+        """The servers that did not fail, but did not get everything either, because another one failed."""
+        try:
+            group = await self._joined(servers, failures) if servers else None
+        except WeightUpdateError as error:
+            group = None
+            if not failures:  # nobody in particular
+                failures |= dict.fromkeys((s.url for s in servers), str(error))
+        batches = buckets(weights, self._limit)
+        while (batch := await asyncio.to_thread(next, batches, None)) is not None:
+            if group is not None and not await self._send_bucket(group, batch, failures):
+                group = self._group = None  # the rest is read on: other ranks gather in step
+        return [] if group is not None else [s for s in servers if s.url not in failures]
+
+    async def _joined(self, servers: Sequence[WeightServer], failures: Failures) -> Group:
+        group = self._group
+        if group is None or {s.url for s in group.servers} != {s.url for s in servers}:
+            await self.close()
+            self._group = await open_group(servers, self._backend, self._timeout, failures)
+        assert self._group is not None
+        return self._group
+
+    async def _send_bucket(self, group: Group, batch: Sequence[NamedTensor], failures: Failures) -> bool:
+        """Whether every server took it. If not, the group is ended."""
+
+        async def load(server: WeightServer) -> None:
+            await server.load_broadcast([(n, t.dtype, tuple(t.shape)) for n, t in batch], group.name)
+
+        before = len(failures)
+        loading = asyncio.create_task(each(group.servers, load, failures))
+        sending = asyncio.create_task(asyncio.to_thread(_broadcast, group, batch))
+        await asyncio.wait((loading, sending), return_when=asyncio.FIRST_COMPLETED)
+        if loading.done() and len(failures) > before:
+            await asyncio.wait((sending,), timeout=GRACE_SECONDS)
+        elif sending.done() and sending.exception() is not None:
+            await asyncio.wait((loading,), timeout=GRACE_SECONDS)
+        else:
+            await asyncio.wait((loading, sending))
+        if len(failures) == before and loading.done() and sending.exception() is None:
+            return True
+        await asyncio.to_thread(group.abort)
+        loading.cancel()
+        with contextlib.suppress(RuntimeError):
+            await sending
+        await asyncio.gather(loading, return_exceptions=True)
+        return False
+
+
+def _broadcast(group: Group, batch: Sequence[NamedTensor]) -> None:
+    for _, tensor in batch:
+        group.broadcast(tensor.contiguous())

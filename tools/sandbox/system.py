@@ -1,0 +1,105 @@
+"""What a sandboxed interpreter sees of this machine, read-only: itself, its library, the system's libraries."""
+
+import os
+import shutil
+import sys
+import sysconfig
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from agentrl_tools.sandbox.base import Limits
+from agentrl_tools.sandbox.seccomp import filter_program
+
+from agentrl.errors import UserError
+
+SANDBOX_USER = 1000  # inside
+ORDINARY_USER = 65534  # outside, in place of root
+_OUTPUT_BYTES = 16 << 20
+_SHARED_BYTES = 16 << 20
+_RUNTIME = "/runtime"
+_HOME = "/tmp"
+_LIBRARIES = ("/usr/lib", "/usr/lib64", "/usr/lib32")
+_ROOT_LINKS = ("/lib", "/lib64")
+_ENVIRONMENT = {
+    "PATH": "/python/bin", "HOME": _HOME, "TMPDIR": _HOME, "USER": "user", "LOGNAME": "user", "LANG": "C.UTF-8",
+    "TZ": "UTC", "MPLBACKEND": "Agg", "MPLCONFIGDIR": _HOME, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1", "LD_LIBRARY_PATH": "/python/lib",
+}  # fmt: skip
+
+
+def find_bwrap() -> str:
+    """The path of bubblewrap. Raises UserError when it is not installed."""
+    path = shutil.which("bwrap")
+    if path is None:
+        raise UserError(
+            "sandbox backend 'bwrap': bubblewrap is not installed; install the package `bubblewrap` of your "
+            "distribution (apt-get install bubblewrap), or set E2B_API_KEY and use the backend 'e2b'"
+        )
+    return path
+
+
+def launch_config(bwrap: str, limits: Limits, packages: Sequence[str], *, ordinary: bool) -> dict[str, Any]:
+    """What the launcher needs to know. ordinary: run as an ordinary user although we are root."""
+    places = [f"/packages/{n}" for n in range(len(packages))]
+    binds = [*_interpreter(), (str(Path(__file__).parent / "inside"), _RUNTIME)]
+    binds += [(_folder(source), place) for source, place in zip(packages, places, strict=True)]
+    path = [_RUNTIME, *places]
+    start = f"import sys; sys.path[:0] = {path[:1]!r}; sys.path += {path[1:]!r}; import supervisor; supervisor.main()"
+    config = asdict(limits) | {"count_processes": ordinary or os.getuid() != 0}
+    return {
+        "bwrap": bwrap, "uid": ORDINARY_USER if ordinary else None, "binds": [list(bind) for bind in binds],
+        "before": _namespaces(limits), "filter": filter_program().hex(),
+        "passwd": f"user:x:{SANDBOX_USER}:{SANDBOX_USER}::{_HOME}:/bin/false\n", "group": f"user:x:{SANDBOX_USER}:\n",
+        "after": [*_afterwards(), "/python/bin/python3", "-I", "-S", "-B", "-c", start, _json(config)],
+    }  # fmt: skip
+
+
+def _namespaces(limits: Limits) -> list[str]:
+    arguments = ["--unshare-user", "--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts"]
+    arguments += ["--unshare-cgroup-try", "--die-with-parent", "--new-session", "--as-pid-1"]
+    arguments += ["--uid", str(SANDBOX_USER), "--gid", str(SANDBOX_USER), "--hostname", "sandbox"]
+    arguments += ["--cap-drop", "ALL", "--clearenv"]
+    for name, value in _ENVIRONMENT.items():
+        arguments += ["--setenv", name, value]
+    arguments += ["--proc", "/proc", "--dev", "/dev"]
+    for size, place in ((_SHARED_BYTES, "/dev/shm"), (limits.disk, "/tmp"), (_OUTPUT_BYTES, "/run")):
+        arguments += ["--size", str(size), "--tmpfs", place]
+    return arguments
+
+
+def _afterwards() -> list[str]:
+    """The two file systems that bubblewrap made and that could still be written."""
+    return ["--remount-ro", "/dev", "--remount-ro", "/", "--chdir", _HOME, "--"]
+
+
+def _interpreter() -> list[tuple[str, str]]:
+    """(place here, place there) of the interpreter, its libraries and the system's."""
+    executable = os.path.realpath(getattr(sys, "_base_executable", None) or sys.executable)
+    binds = [(folder, folder) for folder in _LIBRARIES if os.path.isdir(folder)]
+    binds += [(os.path.realpath(link), link) for link in _ROOT_LINKS if os.path.isdir(link)]
+    binds.append((executable, "/python/bin/python3"))
+    for folder in dict.fromkeys((f"{sys.base_prefix}/lib", f"{sys.base_prefix}/{sys.platlibdir}")):
+        if os.path.isdir(folder):
+            binds.append((folder, f"/python/{os.path.basename(folder)}"))
+    if os.path.exists("/etc/ld.so.cache"):
+        binds.append(("/etc/ld.so.cache", "/etc/ld.so.cache"))
+    return binds
+
+
+def _folder(path: str) -> str:
+    if not os.path.isdir(path):
+        raise UserError(f"sandbox: there is no folder {path!r} of packages; name folders that hold importable packages")
+    return os.path.realpath(path)
+
+
+def site_packages() -> str:
+    """Where this interpreter's installed packages lie."""
+    return sysconfig.get_path("purelib")
+
+
+def _json(value: Any) -> str:
+    import json
+
+    return json.dumps(value)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
 
-from agentrl.engine.sglang.weights.server import PauseMode, WeightServer
+from agentrl.engine.sglang.weights.server import PauseMode, WeightServer, WeightUpdateError
 from agentrl.engine.sglang.weights.source import NamedTensor
 from agentrl.engine.sglang.weights.verify import Fingerprint, check
 from agentrl.engine.sglang.weights.way import Failures, Way, each
@@ -19,6 +19,9 @@ CHECK_EVERY = 50
 """Updates from one comparison of what servers hold with what was sent to the next; the first is compared."""
 PARTIAL = "partial-"
 """How the version begins of a server that holds a part of an update."""
+
+MEMORY = ("weights", "kv_cache")
+"""What a server started with `--enable-memory-saver` can give back, and take again apart. A CPU frees nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,15 +44,21 @@ class WeightChannel:
         self.servers, self.way, self._check_every = list(servers), way, check_every
         self._updates = 0
         self.versions: dict[str, int | None] = {server.url: None for server in servers}
+        self._released: dict[str, tuple[str, ...]] = {}
         self._busy = asyncio.Lock()
 
     async def publish(
-        self, version: int, weights: Iterable[NamedTensor], mode: PauseMode | str = PauseMode.RETRACT
+        self,
+        version: int,
+        weights: Iterable[NamedTensor],
+        mode: PauseMode | str = PauseMode.RETRACT,
+        resume: bool = True,
     ) -> Published:
         """Give every server `weights`, of the trainer's step `version`. Updates follow each other, never overlap.
 
-        mode: what becomes of requests under way; under `in_place` the caches are kept. Servers that failed before are
-        tried again. Raises nothing about a server: see `Published.failed`.
+        mode: what becomes of requests under way; under `in_place` the caches are kept. resume: whether servers generate
+        again at the end. Servers that sleep are woken; those that failed before are tried again. Raises nothing about a
+        server: see `Published.failed`.
         """
         mode = PauseMode(mode)
         async with self._busy:
@@ -58,14 +67,14 @@ class WeightChannel:
             checking = self._check_every > 0 and self._updates % self._check_every == 0
             self._updates += 1
             failures: Failures = {}
-            ready = await each(self.servers, lambda server: _open(server, mode, version), failures)
+            ready = await each(self.servers, lambda server: self._open(server, version, mode), failures)
             sent = Fingerprint(weights, checking, [(await server.facts()).dtype for server in ready])
             failures |= await self.way.send(version, ready, sent)
             ready = [server for server in ready if server.url not in failures]
             if checking:
                 others: dict[tuple[Any, ...], str] = {}
                 ready = await each(ready, lambda server: check(server, sent, others), failures)
-            ready = await each(ready, lambda server: _commit(server, version, mode), failures)
+            ready = await each(ready, lambda server: self._commit(server, version, mode, resume), failures)
             self.versions |= dict.fromkeys((s.url for s in ready), version)
             good = tuple(server.url for server in ready)
             return Published(version, self.way.name, good, failures, sent.bytes, perf_counter() - began)
@@ -79,23 +88,60 @@ class WeightChannel:
     async def resume(self) -> Failures:
         """Go on, on the servers whose weights are whole. What failed, by URL."""
         failures: Failures = {}
-        whole = [server for server in self.servers if self.versions.get(server.url) is not None]
-        await each(whole, WeightServer.resume, failures)
+        await each([s for s in self.servers if self.versions.get(s.url) is not None], WeightServer.resume, failures)
         return failures
+
+    async def sleep(self, tags: Sequence[str] = MEMORY) -> Failures:
+        """Pause, and give memory back to the trainer until `publish`, or `wake`. What failed, by URL.
+
+        tags: of MEMORY. With `weights` what servers held is lost: then only `publish` lets them generate again.
+        """
+        failures: Failures = {}
+        async with self._busy:
+            await each(self.servers, lambda server: self._release(server, tuple(tags)), failures)
+        return failures
+
+    async def wake(self) -> Failures:
+        """Take back what `sleep` gave, and go on where the weights are whole. What failed, by URL."""
+        failures: Failures = {}
+        async with self._busy:
+            await each(self.servers, lambda server: self._take(server, MEMORY), failures)
+            return failures | await self.resume()
 
     async def close(self) -> None:
         await self.way.close()
 
+    async def _open(self, server: WeightServer, version: int, mode: PauseMode) -> None:
+        """From now on what it holds is a part of an update, and it says so itself, also to a later run."""
+        await server.facts()
+        await server.pause(mode if server.url not in self._released else PauseMode.RETRACT)
+        await server.set_version(f"{PARTIAL}{version}")
+        await self._take(server, ("weights",))
 
-async def _open(server: WeightServer, mode: PauseMode, version: int) -> None:
-    """From now on what it holds is a part of an update, and it says so itself, also to a later run."""
-    await server.facts()
-    await server.pause(mode)
-    await server.set_version(f"{PARTIAL}{version}")
+    async def _commit(self, server: WeightServer, version: int, mode: PauseMode, resume: bool) -> None:
+        await server.set_version(str(version))
+        if "kv_cache" in self._released.get(server.url, ()):
+            await self._take(server, MEMORY)  # comes back empty
+        elif mode is not PauseMode.IN_PLACE:
+            await server.flush()
+        if resume:
+            await server.resume()
 
+    async def _release(self, server: WeightServer, tags: tuple[str, ...]) -> None:
+        if server.url in self._released:
+            raise WeightUpdateError(f"{server.url} sleeps already")
+        await server.pause(PauseMode.RETRACT)
+        if "weights" in tags:
+            self.versions[server.url] = None
+            await server.set_version(f"{PARTIAL}sleeping")
+        await server.release_memory(tags)
+        self._released[server.url] = tags
 
-async def _commit(server: WeightServer, version: int, mode: PauseMode) -> None:
-    await server.set_version(str(version))
-    if mode is not PauseMode.IN_PLACE:
-        await server.flush()
-    await server.resume()
+    async def _take(self, server: WeightServer, tags: Sequence[str]) -> None:
+        """Take back those of `tags` that were released, each once."""
+        asleep = self._released.get(server.url, ())
+        if due := [tag for tag in asleep if tag in tags]:
+            await server.take_memory(due)
+            del self._released[server.url]
+            if left := tuple(tag for tag in asleep if tag not in tags):
+                self._released[server.url] = left

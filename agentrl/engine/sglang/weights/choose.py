@@ -1,9 +1,7 @@
 """Which way the weights go, and why."""
 
-import socket
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import aiohttp
 
@@ -11,6 +9,7 @@ from agentrl.engine.sglang.weights.channel import CHECK_EVERY, WeightChannel
 from agentrl.engine.sglang.weights.from_disk import FromDisk
 from agentrl.engine.sglang.weights.from_distributed import FromDistributed
 from agentrl.engine.sglang.weights.from_tensor import FromTensor
+from agentrl.engine.sglang.weights.place import shares_memory
 from agentrl.engine.sglang.weights.server import WeightServer
 from agentrl.engine.sglang.weights.way import Way
 from agentrl.errors import UserError, nearest
@@ -47,24 +46,11 @@ async def open_channel(
 
 
 def _choose(way: str, servers: Sequence[WeightServer], folder: Path) -> tuple[Way, str]:
-    far = [server.url for server in servers if not on_this_machine(server.url)]
     why = "as the recipe says"
     if way == "auto":
-        way = "from_distributed" if far else "from_tensor"
-        why = f"{far[0]} is another machine" if far else "servers are on this machine"
+        apart = [server.url for server in servers if not shares_memory(server.url)]
+        way = "from_distributed" if apart else "from_tensor"
+        why = f"{apart[0]} does not share this machine's memory" if apart else "servers share this machine's memory"
     if way == "from_disk":
         return FromDisk(folder), why
-    if way == "from_distributed":
-        return FromDistributed(), f"gloo, {why}"
-    return FromTensor(), f"shared memory, {why}"
-
-
-def on_this_machine(url: str) -> bool:
-    """Whether the host of `url` is a name or address of this machine."""
-    host = urlsplit(url).hostname or ""
-    try:
-        found = {info[4][0] for info in socket.getaddrinfo(host, None)}
-        own = {info[4][0] for info in socket.getaddrinfo(socket.gethostname(), None)}
-    except OSError:
-        return False
-    return all(str(address).startswith("127.") or address == "::1" or address in own for address in found)
+    return FromDistributed() if way == "from_distributed" else FromTensor(), why

@@ -14,29 +14,40 @@ BUCKET_BYTES = 256 << 20
 
 
 class FromTensor:
-    """One bucket is in flight; its memory is kept from update to update, `bucket_bytes` or the largest tensor."""
+    """One bucket is in flight; its memory is kept from update to update: `bucket_bytes`, or the largest tensor.
+
+    Between GPUs the bucket stays on the trainer's (CUDA IPC), which servers must see (CUDA_VISIBLE_DEVICES).
+    """
 
     name = "from_tensor"
 
-    def __init__(self, device: torch.device | None = None, bucket_bytes: int = BUCKET_BYTES) -> None:
+    def __init__(self, bucket_bytes: int = BUCKET_BYTES) -> None:
         self._limit = bucket_bytes
-        self._bucket = SharedBucket(device)
+        self._bucket = SharedBucket()
 
     async def send(self, version: int, servers: Sequence[WeightServer], weights: Iterable[NamedTensor]) -> Failures:
         failures: Failures = {}
-        opened = await each(servers, WeightServer.begin, failures)
-        taking = opened
+        taking = opened = await each(servers, WeightServer.begin, failures)
+        gpus = all([(await server.facts()).device == "cuda" for server in opened])
         batches = buckets(weights, self._limit)
         while (batch := await asyncio.to_thread(next, batches, None)) is not None:
-            payload = await asyncio.to_thread(self._bucket.fill, batch)
-
-            async def load(server: WeightServer) -> None:
-                ranks = (await server.facts()).ranks  # each opens the bucket itself
-                await server.load_tensors([payload() for _ in range(ranks)])  # noqa: B023 - called at once
-
-            taking = await each(taking, load, failures)
+            if taking:
+                taking = await self._send_bucket(batch, gpus, taking, failures)
         await each(opened, WeightServer.end, failures)
         return failures
 
     async def close(self) -> None:
         self._bucket = SharedBucket()
+
+    async def _send_bucket(
+        self, batch: Sequence[NamedTensor], gpus: bool, servers: Sequence[WeightServer], failures: Failures
+    ) -> list[WeightServer]:
+        """The servers that took it."""
+        device = batch[0][1].device if gpus else torch.device("cpu")
+        payload = await asyncio.to_thread(self._bucket.fill, batch, device)
+
+        async def load(server: WeightServer) -> None:
+            ranks = (await server.facts()).ranks  # each opens the bucket itself
+            await server.load_tensors([payload() for _ in range(ranks)])
+
+        return await each(servers, load, failures)

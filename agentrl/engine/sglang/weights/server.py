@@ -117,6 +117,14 @@ class WeightServer:
     async def set_version(self, version: str) -> None:
         await self._post("/update_weight_version", {"new_version": version, "abort_all_requests": False})
 
+    async def release_memory(self, tags: Sequence[str]) -> None:
+        """Give back the memory of `tags`; what it held is lost. A server that is not paused ends itself over this."""
+        await self._post("/release_memory_occupation", {"tags": list(tags)})
+
+    async def take_memory(self, tags: Sequence[str]) -> None:
+        """Only for tags that were released: over another one it ends itself."""
+        await self._post("/resume_memory_occupation", {"tags": list(tags)})
+
     async def flush(self) -> None:
         """Drop every cached prefix: it was computed with the old weights."""
         await self._post("/flush_cache", {})

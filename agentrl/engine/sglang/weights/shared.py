@@ -27,23 +27,22 @@ class SharedBucket:
     It lives in the system's shared memory under a name, freed when the last process that opened it lets go.
     """
 
-    def __init__(self, device: torch.device | None = None) -> None:
-        self._device = device or torch.device("cpu")
+    def __init__(self) -> None:
         self._bytes = torch.empty(0, dtype=torch.uint8)
 
-    def fill(self, batch: Sequence[NamedTensor]) -> Callable[[], str]:
-        """Copy `batch` in. The result makes a payload (base64); one is needed for each process that will open it."""
+    def fill(self, batch: Sequence[NamedTensor], device: torch.device) -> Callable[[], str]:
+        """Copy `batch` to shared memory of `device`. The result makes a payload (base64): one for each that opens it."""
         places, size = [], 0
         for name, tensor in batch:
             places.append(_place(name, tensor, size))
             size += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
-        if size > self._bytes.numel():
-            self._bytes = _allocate(size, self._device)
+        if size > self._bytes.numel() or device != self._bytes.device:
+            self._bytes = _allocate(size, device)
         for place, (_, tensor) in zip(places, batch, strict=True):
             target = self._bytes[place.start_idx : place.end_idx].view(tensor.dtype).view(tensor.shape)
             target.copy_(tensor)
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
         content = {"flattened_tensor": self._bytes[:size], "metadata": places}
         return lambda: base64.b64encode(_dump(content)).decode()
 

@@ -20,7 +20,7 @@ _NEW_MOUNTS = 0x00020000
 _MS_NOSUID, _MS_NODEV, _MS_BIND, _MS_REC, _MS_PRIVATE = 2, 4, 4096, 16384, 1 << 18
 _PR_SET_CHILD_SUBREAPER = 36
 _STAGE = "/tmp"  # hidden by a private tmpfs, where the binds for an ordinary user lie
-_SESSION, _FILTER, _PASSWD, _GROUP = 3, 4, 5, 6  # descriptors of bubblewrap
+_FILTER, _PASSWD, _GROUP = 4, 5, 6  # descriptors of bubblewrap; 3 is the session's socket
 _PARENT_SECONDS = 2.0
 _END_SECONDS = 5.0
 
@@ -62,7 +62,7 @@ def command(config: dict[str, Any], binds: list[list[str]]) -> list[str]:
     shown = [part for source, place in binds for part in ("--ro-bind", source, place)]
     files = ["--seccomp", str(_FILTER), "--ro-bind-data", str(_PASSWD), "/etc/passwd"]
     files += ["--ro-bind-data", str(_GROUP), "/etc/group"]
-    return [config["bwrap"], *config["before"], *shown, *files, *config["after"], str(_SESSION)]
+    return [config["bwrap"], *config["before"], *shown, *files, *config["after"]]
 
 
 def start(config: dict[str, Any], arguments: list[str], session: int) -> int:

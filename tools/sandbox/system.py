@@ -1,6 +1,9 @@
 """What a sandboxed interpreter sees of this machine, read-only: itself, its library, the system's libraries."""
 
+import contextlib
+import importlib.util
 import os
+import py_compile
 import shutil
 import sys
 import sysconfig
@@ -16,6 +19,7 @@ from agentrl.errors import UserError
 
 SANDBOX_USER = 1000  # inside
 ORDINARY_USER = 65534  # outside, in place of root
+_SESSION = 3  # the descriptor of the host's socket
 _OUTPUT_BYTES = 16 << 20
 _SHARED_BYTES = 16 << 20
 _RUNTIME = "/runtime"
@@ -46,13 +50,15 @@ def launch_config(bwrap: str, limits: Limits, packages: Sequence[str], *, ordina
     binds = [*_interpreter(), (str(Path(__file__).parent / "inside"), _RUNTIME)]
     binds += [(_folder(source), place) for source, place in zip(packages, places, strict=True)]
     path = [_RUNTIME, *places]
-    start = f"import sys; sys.path[:0] = {path[:1]!r}; sys.path += {path[1:]!r}; import supervisor; supervisor.main()"
-    config = asdict(limits) | {"count_processes": ordinary or os.getuid() != 0}
+    known = asdict(limits) | {"count_processes": ordinary or os.getuid() != 0}
+    start = f"import sys; sys.path[:0] = {path[:1]!r}; sys.path += {path[1:]!r}; import supervisor; "
+    start += f"supervisor.main({_SESSION}, {known!r})"
+    _compile_runtime()
     return {
         "bwrap": bwrap, "uid": ORDINARY_USER if ordinary else None, "binds": [list(bind) for bind in binds],
         "before": _namespaces(limits), "filter": filter_program().hex(),
         "passwd": f"user:x:{SANDBOX_USER}:{SANDBOX_USER}::{_HOME}:/bin/false\n", "group": f"user:x:{SANDBOX_USER}:\n",
-        "after": [*_afterwards(), "/python/bin/python3", "-I", "-S", "-B", "-c", start, _json(config)],
+        "after": [*_afterwards(), "/python/bin/python3", "-I", "-S", "-B", "-c", start],
     }  # fmt: skip
 
 
@@ -99,7 +105,12 @@ def site_packages() -> str:
     return sysconfig.get_path("purelib")
 
 
-def _json(value: Any) -> str:
-    import json
-
-    return json.dumps(value)
+def _compile_runtime() -> None:
+    """Spare every sandbox the compilation, where this package's folder can be written."""
+    for path in (Path(__file__).parent / "inside").glob("*.py"):
+        with contextlib.suppress(OSError):
+            if os.path.getmtime(importlib.util.cache_from_source(str(path))) < path.stat().st_mtime:
+                raise FileNotFoundError
+            continue
+        with contextlib.suppress(OSError, py_compile.PyCompileError):
+            py_compile.compile(str(path))

@@ -7,13 +7,13 @@ stopped, and all that it started is killed. When the host's socket closes it exi
 host -> here: size, seconds, code. Here -> host: size, fields. Fields are those of the worker, then its own.
 """
 
+import _socket
 import ctypes
 import fcntl
 import os
 import resource
 import select
 import signal
-import socket
 import struct
 import sys
 import time
@@ -257,7 +257,7 @@ def _output(name: str) -> int:
 
 
 def _socketpair() -> tuple[int, int]:
-    ours, theirs = socket.socketpair()
+    ours, theirs = _socket.socketpair()  # without `socket`, whose import costs more than all else here
     return ours.detach(), theirs.detach()
 
 
@@ -295,17 +295,10 @@ def _limit(which: int, value: int) -> None:
     resource.setrlimit(which, (value, value))
 
 
-def main() -> None:
-    import json
-
-    host, limits = int(sys.argv[2]), json.loads(sys.argv[1])
+def main(host: int, limits: dict[str, int]) -> None:
     _libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # which process 1 does not hear
     _confine(limits)
     supervisor = Supervisor(host, limits)
     _write(host, READY)
     supervisor.serve()
-
-
-if __name__ == "__main__":
-    main()

@@ -1,4 +1,4 @@
-"""`agentrl tools`, `envs` and `rewards`: what is installed, and where from. A broken plugin is listed with the reason."""
+"""`agentrl tools`, `envs`, `rewards`: what is installed and where from. A broken plugin is listed with the reason."""
 
 from collections.abc import Callable
 from typing import Any

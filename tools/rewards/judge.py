@@ -20,7 +20,7 @@ _AGAIN = "I find no score in the form that was asked for. Reply again, and end w
 
 
 class Judge(Reward):
-    """The score of a reply, from 0 to 1.
+    """A language model grades the answer, from 0 to 1.
 
     model, base_url, api_key_env: the endpoint and the environment variable that holds its key. template: a text, or a
     file, with {question}, {answer}, {ground_truth}, {conversation}. system: a system message for the judge.

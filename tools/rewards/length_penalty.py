@@ -4,7 +4,9 @@ from agentrl.plugins.reward import Reward, Sample
 
 
 class LengthPenalty(Reward):
-    """DAPO's soft overlong punishment (Yu et al. 2025, arXiv:2503.14476, equation 13): 0 up to `limit - buffer` sampled
+    """0 for short answers, falling to -1 towards a limit of tokens.
+
+    DAPO's soft overlong punishment (Yu et al. 2025, arXiv:2503.14476, equation 13): 0 up to `limit - buffer` sampled
     tokens, then falling linearly to -1 at `limit`, and -1 beyond. Give it a weight to make it weaker.
 
     limit: in sampled tokens of the whole conversation; below `rollout.max_tokens`, or nothing ever reaches it.

@@ -16,7 +16,9 @@ _ARTICLE = re.compile(r"\b(?:a|an|the)\b")
 
 
 class Match(Reward):
-    """Compares what the answer marks (`#### x`, `\\boxed{x}`, `<answer>x</answer>`; the last mark counts) with the
+    """1.0 where the marked answer is the truth, else 0.0.
+
+    It compares what the answer marks (`#### x`, `\\boxed{x}`, `<answer>x</answer>`; the last mark counts) with the
     truth; an answer without a mark counts as a whole.
 
     mode: `exact` (the same text, whatever its case, white space and surrounding punctuation, or the same number where

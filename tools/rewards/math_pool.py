@@ -1,11 +1,13 @@
 """`MathPool`: processes that compare expressions, a thread each to talk with it. It belongs to no event loop."""
 
 import json
+import os
 import queue
 import select
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -31,8 +33,16 @@ class MathPool:
     def compare(self, gold: str, answer: str) -> bool:
         """Whether the answer equals the truth; an answer that takes too long does not. Blocks: call it in `threads`.
 
-        Raises ValueError for a truth that cannot be read, InfrastructureError when the process dies for other reasons.
+        Raises ValueError for a truth that cannot be read, InfrastructureError when processes die of something else.
         """
+        try:
+            return self._compare(gold, answer)
+        except InfrastructureError:
+            if self._closed.is_set():
+                raise
+        return self._compare(gold, answer)
+
+    def _compare(self, gold: str, answer: str) -> bool:
         worker = self._idle.get()
         try:
             if worker is None or worker.over:
@@ -63,8 +73,9 @@ class MathPool:
 
 class _Worker:
     def __init__(self, command: list[str]) -> None:
+        self._said = tempfile.TemporaryFile()  # noqa: SIM115 - as long as the process
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, bufsize=0
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._said, bufsize=0
         )
         self._unread = b""
 
@@ -99,14 +110,21 @@ class _Worker:
             if piece:
                 self._unread += piece
                 continue
+            last = self._last_words()
             self.stop()
             if ready and self._process.returncode == -signal.SIGXCPU:
                 return {"late": True}
-            why = f"ended with {self._process.returncode}" if ready else f"says nothing for {WALL:g} s"
+            why = f"ended with {self._process.returncode}: {last}" if ready else f"says nothing for {WALL:g} s"
             raise InfrastructureError(f"the process of math_verify {why}")
         line, _, self._unread = self._unread.partition(b"\n")
         reply: dict[str, Any] = json.loads(line)
+        if "error" in reply:
+            raise InfrastructureError(f"math_verify raised {reply['error']}")
         return reply
+
+    def _last_words(self) -> str:
+        self._said.seek(max(0, self._said.seek(0, os.SEEK_END) - 500))
+        return self._said.read().decode(errors="replace").strip().rpartition("\n")[2]
 
     def kill(self) -> None:
         """Whoever waits for its reply is told; that thread does the rest."""
@@ -119,6 +137,6 @@ class _Worker:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-        for stream in (self._process.stdin, self._process.stdout):
+        for stream in (self._process.stdin, self._process.stdout, self._said):
             if stream is not None:
                 stream.close()

@@ -10,7 +10,9 @@ from agentrl.plugins.reward import Reward, Sample
 
 
 class MathVerify(Reward):
-    """Free-form maths (fractions, roots, sets, intervals, equations): `1/2`, `0.5` and `\\frac{1}{2}` are equal.
+    """1.0 where the answer equals the truth as mathematics, else 0.0.
+
+    Free-form maths (fractions, roots, sets, intervals, equations): `1/2`, `0.5` and `\\frac{1}{2}` are equal.
 
     truth: the field of the task's data that holds it. seconds: of CPU for one answer; one that needs more is not right.
     workers: processes (0: one a core, at most 4). memory_mb: of each. A truth that cannot be read raises.

@@ -57,6 +57,9 @@ def _serve(request: dict[str, str], seconds: float, out: Any) -> None:
     except (_OutOfTime, RecursionError, MemoryError):
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
         say(late=True)
+    except Exception as error:  # noqa: BLE001 - the boundary of the process: foreign code on a model's text
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        say(error=f"{type(error).__name__}: {error}"[:500])
     finally:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
 

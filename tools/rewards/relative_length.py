@@ -6,7 +6,9 @@ from agentrl.plugins.reward import GroupReward, Sample
 
 
 class RelativeLength(GroupReward):
-    """Kimi k1.5's length reward (Kimi Team 2025, arXiv:2501.12599, section 2.3.3): with the shortest and longest answer
+    """From 0.5 for the shortest right answer of a group to -0.5 for the longest.
+
+    Kimi k1.5's length reward (Kimi Team 2025, arXiv:2501.12599, section 2.3.3): with the shortest and longest answer
     of the group, lambda = 0.5 - (tokens - shortest) / (longest - shortest); a right answer gets lambda, a wrong one
     min(0, lambda): shortness alone never pays. All are 0 where all are equally long.
 

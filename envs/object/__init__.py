@@ -1,0 +1,1 @@
+"""Any Python object as an environment, TRL's too."""

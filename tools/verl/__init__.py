@@ -1,0 +1,1 @@
+"""Tools written against verl's `BaseTool`, unchanged."""

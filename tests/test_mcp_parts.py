@@ -1,0 +1,118 @@
+"""What of the tool source `mcp` needs no running server, and what runs in event loops of its own."""
+
+import asyncio
+from typing import Any
+
+import pytest
+from agentrl_tools.mcp import McpSource
+from agentrl_tools.mcp.tool import McpTool, parameters_of
+from mcp_help import STDIO, ask, gone, offers
+
+from agentrl import ArgumentError, InfrastructureError, Tool
+from agentrl.errors import UserError
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {},
+        {"type": "object"},
+        {"$ref": "#/$defs/A", "$defs": {"A": {"type": "object", "properties": {"a": {"type": "integer"}}}}},
+        {"type": "object", "patternProperties": {"^a": {"type": "integer"}}},
+        {"properties": {"a": {"$ref": "#/$defs/none"}}},
+        {"properties": {"a": {"$ref": "https://example.org/schema.json"}}},
+        {"properties": {"a": {"type": "array", "items": [{"type": "integer"}]}, "b": {"type": "integer"}}},
+        {"properties": {"a": {"type": "file"}}},
+        {"properties": {"a": {"type": "string", "pattern": "^\\p{L}+$"}}},
+        {"properties": {"a": {"not": {"type": "string"}}}},
+        {"properties": {"a": {"type": ["integer", "null"], "default": None}}},
+        {"properties": None, "required": ["a"]},
+        {"properties": {"a": True}},
+        {"properties": {"a": {"if": {}, "then": False}}, "anyOf": [{"required": ["a"]}, {"required": ["b"]}]},
+    ],
+)
+def test_schemas_that_are_no_business_of_ours_are_left_to_the_server(schema):
+    tool = McpTool(None, "t", "", "", schema)
+    assert tool.parameters["type"] == "object"
+    assert isinstance(tool.parameters["properties"], dict)
+    value = "x" if "pattern" in str(schema) and "Properties" not in str(schema) else 5
+    assert tool.check({"a": value}) == {"a": value}
+
+
+def test_a_slip_of_the_model_is_told_where_the_schema_lists_what_there_is():
+    closed = parameters_of({"properties": {"a": {"type": "integer"}}})
+    assert "additionalProperties" not in closed
+    assert parameters_of({"properties": {"a": {}}, "additionalProperties": False})["additionalProperties"] is False
+    with pytest.raises(ArgumentError, match="unknown argument 'b'"):
+        McpTool(None, "t", "", "", closed).check({"b": 1})
+
+
+def test_include_exclude_and_prefix():
+    def chosen(*names: str, **arguments: Any) -> list[str]:
+        return [tool.name for tool in McpSource(command="x", **arguments).chosen(offers(*names))]
+
+    assert chosen("add", "pid", "picture", include=["add", "p*"], exclude=["picture"], prefix="my_") == [
+        "my_add",
+        "my_pid",
+    ]
+    assert chosen("read.file/x", "a" * 80) == ["read_file_x", "a" * 64]
+    for names, arguments, what in (
+        (["add"], {"include": ["ad"]}, "offers no tool 'ad'; did you mean 'add'"),
+        (["add"], {"exclude": ["x*y"]}, "offers no tool 'x[*]y'"),
+        (["add"], {"include": ["add"], "exclude": ["add"]}, "no tool that is included"),
+        ([], {}, "it offers no tool"),
+        (["a.b", "a_b"], {}, "two of its tools would be called 'a_b'"),
+    ):
+        with pytest.raises(UserError, match=what):
+            chosen(*names, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "what"),
+    [
+        ({}, "one of the arguments"),
+        ({"command": "x", "url": "http://x"}, "one of the arguments"),
+        ({"url": "http://x", "args": ["a"]}, "belong to `command`"),
+        ({"command": "x", "headers": {"a": "b"}}, "belong to `url`"),
+    ],
+)
+def test_arguments_of_the_recipe(arguments, what):
+    with pytest.raises(UserError, match=what):
+        McpSource(**arguments)
+    with pytest.raises(ValueError, match="retries 0 or more"):
+        McpSource(command="x", retries=-1)
+
+
+def test_several_event_loops_one_after_another():
+    made = McpSource(**STDIO, include=["add", "pid"])
+
+    async def first() -> tuple[dict[str, Tool], int]:
+        tools = {tool.name: tool for tool in await made.open()}
+        return tools, int((await ask(tools["pid"])).text)
+
+    async def last() -> int:
+        said = int((await ask(tools["pid"])).text)
+        await made.close()
+        return said
+
+    tools, one = asyncio.run(first())
+    assert gone(one)
+    two = asyncio.run(last())
+    assert one != two
+    assert gone(two)
+
+
+async def test_an_image_that_is_none():
+    from agentrl_tools.mcp.results import response_of
+    from mcp_types import AudioContent, CallToolResult, ImageContent, ResourceLink
+
+    with pytest.raises(InfrastructureError, match="not base64"):
+        response_of(CallToolResult(content=[ImageContent(type="image", data="%%%", mime_type="image/png")]))
+    other = [
+        AudioContent(type="audio", data="", mime_type="audio/wav"),
+        ResourceLink(type="resource_link", name="log", uri="file:///log"),
+    ]
+    text = response_of(CallToolResult(content=other)).text
+    assert text == "[audio, audio/wav, which you cannot hear]\n[resource log: file:///log]"
+    assert response_of(CallToolResult(content=[], structured_content={"a": 1})).text == '{"a": 1}'
+    assert response_of(CallToolResult(content=[], is_error=True)).error

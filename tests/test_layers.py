@@ -16,7 +16,7 @@ LAYERS = (
     ("rollout",),
     ("data", "engine", "models"),
     ("plugins", "chat", "algo"),
-    ("recipe",),
+    ("recipe", "scaffold"),
     ("errors",),
 )
 """From the top; a package imports itself, its neighbours in a layer, and what lies below."""

@@ -15,6 +15,7 @@ from agentrl.cli.check import check_command
 from agentrl.cli.data import data_command
 from agentrl.cli.evaluate import eval_command
 from agentrl.cli.listing import envs_command, rewards_command, tools_command
+from agentrl.cli.new import new_app
 from agentrl.cli.sft import sft_command
 from agentrl.cli.train import train_command
 from agentrl.cli.try_ import try_command
@@ -59,6 +60,7 @@ app.command("tools")(tools_command)
 app.command("envs")(envs_command)
 app.command("rewards")(rewards_command)
 app.command("data")(data_command)
+app.add_typer(new_app, name="new")
 app.command("try")(try_command)
 app.command("version")(version_command)
 

@@ -1,0 +1,90 @@
+"""`agentrl new`: a small installable package with a tool or an environment, ready to be changed."""
+
+import importlib.util
+import keyword
+import re
+import sys
+from pathlib import Path
+from string import Template
+from typing import Annotated, Literal
+
+import typer
+
+from agentrl.errors import UserError
+
+FILES = {
+    "pyproject.toml": "pyproject.toml",
+    "README.md": "README.md",
+    "source.py": "src/{name}.py",
+    "test.py": "tests/test_{name}.py",
+    "recipe.yaml": "recipes/{name}.yaml",
+}
+"""Template (with `.tmpl` behind it) -> file."""
+
+_NAME = re.compile(r"[a-z][a-z0-9_]*")
+
+new_app = typer.Typer(help="Write a small package with a tool or an environment of your own.")
+Name = Annotated[str, typer.Argument(metavar="NAME", help="Its name, as a Python module: letters, digits, _.")]
+Into = Annotated[str, typer.Option("--into", metavar="DIR", help="Where the folder NAME is made.")]
+
+
+@new_app.command("tool")
+def new_tool_command(name: Name, into: Into = ".") -> None:
+    """Write the package of a new tool."""
+    _new("tool", name, into)
+
+
+@new_app.command("env")
+def new_env_command(name: Name, into: Into = ".") -> None:
+    """Write the package of a new environment."""
+    _new("env", name, into)
+
+
+def _new(kind: Literal["tool", "env"], name: str, into: str) -> None:
+    _check_name(kind, name)
+    folder = Path(into) / name
+    write_package(kind, name, folder)
+    call = '\'{"expression": "2*3"}\'' if kind == "tool" else "--task 0 --tools calculator"
+    typer.echo(f"wrote {folder}: change src/{name}.py")
+    typer.echo(f"next: cd {folder} && pip install -e . && pytest")
+    typer.echo(f"then: agentrl try {name} {call}; agentrl train recipes/{name}.yaml")
+
+
+def write_package(kind: str, name: str, folder: Path) -> None:
+    """Raises UserError when the folder is there already, or cannot be written."""
+    from importlib.resources import files
+
+    words = {"name": name, "class_name": _class_name(name), "distribution": f"agentrl-{name.replace('_', '-')}"}
+    templates = files("agentrl.scaffold") / kind
+    texts = {
+        target.format(name=name): Template((templates / f"{source}.tmpl").read_text(encoding="utf-8"))
+        for source, target in FILES.items()
+    }
+    if folder.exists():
+        raise UserError(f"{folder} is there already: take another name, or another place by --into")
+    try:
+        for target, template in texts.items():
+            file = folder / target
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(template.substitute(words), encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{folder} cannot be written: {error.strerror or error}") from error
+
+
+def _class_name(name: str) -> str:
+    return "".join(part[:1].upper() + part[1:] for part in name.split("_"))
+
+
+def _check_name(kind: str, name: str) -> None:
+    """It becomes a module, an entry point and part of a distribution's name. Raises UserError."""
+    from agentrl.plugins.registry import installed
+
+    if not _NAME.fullmatch(name) or name.endswith("_"):
+        raise UserError(f"{name!r} is no name for a module: a small letter, then small letters, digits and _")
+    if keyword.iskeyword(name) or keyword.issoftkeyword(name):
+        raise UserError(f"{name!r} is a word of Python's own: take another name")
+    for plugin in installed(f"{kind}s"):
+        if plugin.name == name:
+            raise UserError(f"{name!r} is installed already, from {plugin.origin}: two cannot share a name")
+    if name in sys.stdlib_module_names or importlib.util.find_spec(name) is not None:
+        raise UserError(f"there is a module {name!r} already, which would hide it: take another name")

@@ -1,11 +1,17 @@
+"""Measuring of openings: exact, many at once, and past environments that fail."""
+
+import asyncio
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from fakes import TASK, CharChat
+from chat_help import CALCULATOR, SENTENCES, make_tokenizer, trl_templates
+from fakes import TASK, CharChat, Echo
 
-from agentrl import Environment, Message, Session, Task
-from agentrl.data.prompts import measure_prompts
+from agentrl import Environment, Message, Session, Task, UserError
+from agentrl.chat.base import Measuring
+from agentrl.chat.load import load_chat
+from agentrl.data.prompts import AT_ONCE, PromptLengths, measure_prompts
 
 
 class Plain(Environment):
@@ -39,3 +45,80 @@ async def test_every_opening_is_released_and_no_hook_ends_the_run(failing: str) 
     whole = len(chat.render([{"role": "user", "content": "How many?"}], []))
     assert found.lengths == ((0, 0) if failing == "create" else (whole, whole))
     assert env.released == 2
+
+
+def _talks() -> list[list[Message]]:
+    said = [
+        *SENTENCES,
+        "",
+        " x ",
+        "\n",
+        "half \ud800 a pair",
+        "<|im_end|>",
+        "</think> <tool_call>",
+        "/no_think",
+        "漢字 " * 50,
+    ]
+    talks: list[list[Message]] = [[{"role": "user", "content": text}] for text in said]
+    talks += [[{"role": "system", "content": "Be brief."}, *talk] for talk in talks[:3]]
+    talks.append([{"role": "user", "content": [{"type": "text", "text": "parts"}]}])
+    return talks
+
+
+@pytest.mark.parametrize("name", ["qwen2_5", "qwen3", "llama3_2", "gemma4", "gptoss", "llama3_1", "glm4moe"])
+def test_lengths_are_those_of_rendering(name: str) -> None:
+    template = trl_templates()[name]
+    chat = load_chat(make_tokenizer(template), model_path="", tools=[CALCULATOR])
+    assert isinstance(chat, Measuring)
+    openings = []
+    for talk in _talks():
+        try:
+            chat.render(talk, [CALCULATOR])
+        except UserError:
+            continue
+        openings.append((talk, [CALCULATOR]))
+    assert len(openings) > 10
+    assert chat.lengths(openings) == [len(chat.render(*opening)) for opening in openings]
+    assert chat.lengths([]) == []
+
+
+class Many(Plain):
+    """Each task's own prompt; `create` waits until others were asked too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.most = 0
+
+    async def create(self, session: Session, **create_kwargs: Any) -> Sequence[Message]:
+        self.now += 1
+        self.most = max(self.most, self.now)
+        await asyncio.sleep(0.001)
+        self.now -= 1
+        return [{"role": "user", "content": "x" * int(session.task.id)}]
+
+
+async def test_many_are_opened_at_once_and_kept_in_order() -> None:
+    env, tasks = Many(), [Task(str(n), {}) for n in range(2 * AT_ONCE + 5)]
+    found = await measure_prompts(env, [Echo()], CharChat(), tasks, limit=10**6)
+    assert [b - a for a, b in zip(found.lengths, found.lengths[1:], strict=False)] == [1] * (len(tasks) - 1)
+    assert env.released == len(tasks)
+    assert env.most == AT_ONCE
+
+
+async def test_the_chat_is_given_one_schema_a_tool() -> None:
+    class Watching(CharChat):
+        def render(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> list[int]:
+            seen.append(tools)
+            return super().render(messages, tools)
+
+    seen: list[Sequence[dict[str, Any]]] = []
+    await measure_prompts(Plain(), [Echo()], Watching(), [TASK] * 3, limit=100)
+    assert len({id(tools[0]) for tools in seen}) == 1  # or each opening would be worked out anew
+
+
+def test_counts_are_said() -> None:
+    assert PromptLengths((1, 2), 2).report("training") is None
+    line = PromptLengths((1, 5, 9), 4).report("training")
+    assert line == "2 of 3 training prompts are longer than the 4 tokens that fit (longest: 9): left out"
+    with pytest.raises(UserError, match="none is left"):
+        PromptLengths((5, 9), 4).report("training")

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from agentrl.plugins.types import Message
 
@@ -63,4 +63,17 @@ class Chat(Protocol):
 
     def encode_text(self, text: str) -> list[int]:
         """Ids of plain text (special tokens in it are not interpreted), to bound what tools return, in tokens."""
+        ...
+
+
+Opening = tuple[Sequence[Message], Sequence[dict[str, Any]]]
+"""What `Chat.render` takes: the messages, and the schemas of the tools."""
+
+
+@runtime_checkable
+class Measuring(Protocol):
+    """A chat that counts the tokens of many openings faster than by rendering each."""
+
+    def lengths(self, openings: Sequence[Opening]) -> list[int]:
+        """For each, exactly `len(render(*opening))`."""
         ...

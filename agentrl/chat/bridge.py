@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from agentrl.chat.base import ParsedTurn
+from agentrl.chat.base import Opening, ParsedTurn
 from agentrl.chat.encode import Encoder
 from agentrl.chat.frame import Frame, Shape, shape_of, text_of
 from agentrl.chat.frame_maker import FrameMaker
@@ -66,6 +66,21 @@ class BridgeChat:
         if through is None or self.structural_in([m for m in messages if m["role"] in ("user", "tool")]):
             return self._rendered(messages, tools)
         return through(messages, tools)
+
+    def lengths(self, openings: Sequence[Opening], through: Renderer | None = None) -> list[int]:
+        """See base."""
+        found: dict[int, int] = {}
+        gaps: list[tuple[int, str]] = []
+        for i, (messages, tools) in enumerate(openings):
+            frame = self._opening(messages, tools, through)
+            if frame is None or self._sought(messages):
+                found[i] = len(self.render(messages, tools, through))
+            else:
+                found[i] = frame.fixed
+                gaps += [(i, text) for text in frame.texts(messages)]
+        for (i, _), length in zip(gaps, self._encoder.plain_lengths([text for _, text in gaps]), strict=True):
+            found[i] += length
+        return [found[i] for i in range(len(openings))]
 
     def _opening(
         self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], through: Renderer | None

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from agentrl.chat.base import ParsedCall, ParsedTurn
+from agentrl.chat.base import Opening, ParsedCall, ParsedTurn
 from agentrl.chat.bridge import BridgeChat
 from agentrl.chat.frame import text_of
 from agentrl.chat.template import Template, TemplateRefusalError
@@ -201,6 +201,10 @@ class FamilyChat:
     def render(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> list[int]:
         """See base."""
         return self._bridge.render(messages, tools, self._family_ids)
+
+    def lengths(self, openings: Sequence[Opening]) -> list[int]:
+        """See base."""
+        return self._bridge.lengths(openings, self._family_ids)
 
     def _family_ids(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> list[int]:
         family = self._family

@@ -50,6 +50,15 @@ class Frame:
             ids += encoder.plain(_filled(part, messages)) if isinstance(part, Gap) else part
         return ids
 
+    def texts(self, messages: Sequence[Message]) -> list[str]:
+        """The texts that `fill` encodes."""
+        return [_filled(part, messages) for part in self.parts or () if isinstance(part, Gap)]
+
+    @property
+    def fixed(self) -> int:
+        """How many ids `fill` always puts."""
+        return sum(len(part) for part in self.parts or () if not isinstance(part, Gap))
+
 
 def _filled(gap: Gap, messages: Sequence[Message]) -> str:
     text = "".join([piece if isinstance(piece, str) else _value(piece, messages[piece.index]) for piece in gap.pieces])

@@ -5,9 +5,10 @@ import logging
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from time import monotonic
 
-from agentrl.chat.base import Chat
+from agentrl.chat.base import Chat, Measuring, Opening
 from agentrl.errors import UserError
 from agentrl.plugins.environment import Environment
 from agentrl.plugins.tool import Tool
@@ -15,6 +16,7 @@ from agentrl.plugins.toolbox import offered
 from agentrl.plugins.types import Message, Session, Task
 
 _log = logging.getLogger("agentrl.data")
+AT_ONCE = 64  # openings made together, and measured in one batch
 OPENING_SECONDS = 60.0  # the deadline that an environment's `create` sees while prompts are measured
 
 
@@ -46,18 +48,25 @@ class PromptLengths:
 async def measure_prompts(
     env: Environment, tools: Sequence[Tool], chat: Chat, tasks: Sequence[Task], limit: int
 ) -> PromptLengths:
-    """Render every task's opening, by the environment's own `create` and `release`.
+    """Render every task's opening, by the environment's own `create` and `release`, `AT_ONCE` of them together.
 
     A task whose `create` fails counts as 0 tokens long: its requests will fail too, where that is counted and said.
     """
-    lengths = []
-    for task in tasks:
-        messages = await _opening(env, task)
-        schemas = [tool.schema for tool in offered(task, tools, env).values()]
-        lengths.append(len(chat.render(messages, schemas)) if messages else 0)
-        if len(lengths) % 64 == 0:
-            await asyncio.sleep(0)
+    schema = cache(lambda tool: tool.schema)  # one object a tool, by which the chat knows openings of one form
+    lengths: list[int] = []
+    for start in range(0, len(tasks), AT_ONCE):
+        some = tasks[start : start + AT_ONCE]
+        openings = await asyncio.gather(*(_opening(env, task) for task in some))
+        shown = [[schema(tool) for tool in offered(task, tools, env).values()] for task in some]
+        lengths += _lengths(chat, list(zip(openings, shown, strict=True)))
     return PromptLengths(tuple(lengths), limit)
+
+
+def _lengths(chat: Chat, openings: Sequence[Opening]) -> list[int]:
+    """Tokens of each; 0 where there is no message."""
+    real = [opening for opening in openings if opening[0]]
+    counted = iter(chat.lengths(real) if isinstance(chat, Measuring) else [len(chat.render(*one)) for one in real])
+    return [next(counted) if messages else 0 for messages, _ in openings]
 
 
 async def _opening(env: Environment, task: Task) -> Sequence[Message]:

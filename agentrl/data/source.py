@@ -203,6 +203,8 @@ def _some(rows: Listed) -> Rows:
 def _open(source: Names | None, config: str | None) -> _Origin:
     if source is None:
         return _Files("", {})
+    if not source:
+        raise UserError(f"env.source: is empty; wants {WANTED}, a folder, a hub name, module:function")
     if not isinstance(source, str):
         return _grouped(", ".join(source), [path for one in source for path in _paths(one)])
     path = Path(source)

@@ -1,0 +1,214 @@
+"""The environment `dataset`: people's rows become tasks, a matching answer is paid, and a bad row is named."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+from agentrl_envs.dataset.environment import Dataset
+from fakes import CharChat, ScriptedEngine, call
+
+from agentrl import Message, Session, Task, ToolKwargs, UserError
+from agentrl.data.write import write_parquet
+from agentrl.recipe.schema import RolloutSection
+from agentrl.rollout.driver import Driver
+from agentrl.rollout.groups import roll_out
+
+VERL = {
+    "data_source": "openai/gsm8k",
+    "prompt": [{"role": "system", "content": "Use the tool."}, {"role": "user", "content": "6 times 12?"}],
+    "ability": "math",
+    "reward_model": {"style": "rule", "ground_truth": "72"},
+    "extra_info": {
+        "split": "train",
+        "index": 3,
+        "need_tools_kwargs": True,
+        "tools_kwargs": {
+            "calc_gsm8k_reward": {"create_kwargs": {"ground_truth": "72"}, "release_kwargs": {"hard": True}}
+        },
+    },
+}
+
+
+def file(folder: Path, rows: Sequence[dict[str, Any]], name: str = "train.jsonl") -> str:
+    path = folder / name
+    if path.suffix == ".parquet":
+        write_parquet(path, rows, lambda count: None)
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def one(folder: Path, row: dict[str, Any], name: str = "train.jsonl", **args: Any) -> tuple[Dataset, Task]:
+    env = Dataset(splits={"train": file(folder, [row], name)}, **args)
+    return env, env.tasks("train")[0]
+
+
+async def opening(env: Dataset, task: Task) -> Sequence[Message]:
+    return await env.create(Session("s", task, Random(0), 1e9))
+
+
+async def paid(env: Dataset, task: Task, said: str) -> dict[str, float]:
+    messages: list[Message] = [{"role": "user", "content": "?"}, {"role": "assistant", "content": said}]
+    return await env.calc_reward(Session("s", task, Random(0), 1e9, messages))
+
+
+async def test_a_prompt_that_is_text(tmp_path: Path) -> None:
+    row = {"question": "6 times 12?", "answer": "6*12=72 #### 72", "level": 4}
+    env, task = one(tmp_path, row, prompt="question", system="Be brief.")
+    assert await opening(env, task) == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "6 times 12?"},
+    ]
+    assert task.id == "train-0"
+    assert task.tools is None
+    assert task.data["question"] == "6 times 12?"
+    assert task.data["level"] == 4
+    assert await paid(env, task, "It is #### 72") == {"answer": 1.0}
+    assert await paid(env, task, "It is #### 7") == {"answer": 0.0}
+    assert env.solved({"answer": 1.0, "tool": -3.0}, task)
+    assert not env.solved({"answer": 0.0, "tool": 3.0}, task)
+
+
+@pytest.mark.parametrize("name", ["train.jsonl", "train.parquet"])
+async def test_the_form_of_verl_is_read_as_it_is(tmp_path: Path, name: str) -> None:
+    env, task = one(tmp_path, VERL, name, system="not taken: the prompt has one")
+    assert await opening(env, task) == VERL["prompt"]
+    assert task.data["ground_truth"] == "72"
+    assert task.data["question"] == "6 times 12?"
+    assert task.data["data_source"] == "openai/gsm8k"
+    assert task.data["extra_info"]["index"] == 3
+    kwargs = ToolKwargs(create_kwargs={"ground_truth": "72"}, release_kwargs={"hard": True})
+    assert task.tools_kwargs == {"calc_gsm8k_reward": kwargs}
+    assert await paid(env, task, "#### 72") == {"answer": 1.0}
+
+
+def test_what_a_table_fills_with_nulls_counts_as_absent(tmp_path: Path) -> None:
+    other = {**VERL, "extra_info": {**VERL["extra_info"], "tools_kwargs": {"search": {"create_kwargs": {"k": 3}}}}}
+    rows = [VERL, other, {**VERL, "extra_info": {"index": 1, "need_tools_kwargs": False, "tools_kwargs": {}}}]
+    tasks = Dataset(splits={"train": file(tmp_path, rows, "train.parquet")}).tasks("train")
+    assert set(tasks[0].tools_kwargs) == {"calc_gsm8k_reward"}
+    assert tasks[1].tools_kwargs == {"search": ToolKwargs(create_kwargs={"k": 3})}
+    assert tasks[2].tools_kwargs == {}
+
+
+def test_a_task_may_offer_what_its_row_names(tmp_path: Path) -> None:
+    assert one(tmp_path, VERL, tools="row")[1].tools == ("calc_gsm8k_reward",)
+    assert one(tmp_path, {**VERL, "tools": ["a", "b"]}, tools="row")[1].tools == ("a", "b")
+    assert one(tmp_path, {**VERL, "tools": ["a", "b"]})[1].tools is None
+
+
+async def test_kwargs_reach_the_hooks_of_the_tool(tmp_path: Path) -> None:
+    from agentrl_tools.calc_gsm8k_reward import CalcGsm8kReward
+
+    env, task = one(tmp_path, VERL)
+    engine = ScriptedEngine([call("calc_gsm8k_reward", answer="72"), "#### 72"])
+    limits = RolloutSection(max_turn_tokens=1000, max_tokens=10_000)
+    driver = Driver(engine=engine, chat=CharChat(), environment=env, tools=[CalcGsm8kReward()], limits=limits)
+    groups = await roll_out(driver, [task], 1, seed=0)
+    assert groups[0].trajectories[0].rewards == {"answer": 1.0, "calc_gsm8k_reward": 1.0}
+
+
+async def test_images_stand_where_the_prompt_says(tmp_path: Path) -> None:
+    row = {"prompt": "<image>Which of <image> and this? <video>", "images": ["a.png", {"bytes": None, "path": "b.png"}]}
+    env, task = one(tmp_path, row, reward="none")
+    assert (await opening(env, task))[0]["content"] == [
+        {"type": "image", "image": "a.png"},
+        {"type": "text", "text": "Which of "},
+        {"type": "image", "image": "b.png"},
+        {"type": "text", "text": " and this? <video>"},
+    ]
+    assert task.data["question"] == "Which of  and this? <video>"
+    env, task = one(tmp_path, {"prompt": "write an <image> tag"}, reward="none")
+    assert (await opening(env, task))[0]["content"] == "write an <image> tag"
+    with pytest.raises(UserError, match="line 1: has 2 images, and the prompt has 1 <image> tags"):
+        one(tmp_path, {**row, "prompt": "one <image>"}, reward="none")
+    with pytest.raises(UserError, match="has 2 images, and the prompt has 3 <image> tags"):
+        one(tmp_path, {**row, "prompt": "<image><image><image>"}, reward="none")
+
+
+@pytest.mark.parametrize(
+    ("row", "args", "message"),
+    [
+        ({"question": "?"}, {}, "line 1: field 'prompt' (env.args.prompt) is not there; the row has 'question'"),
+        ({"prompt": None}, {}, "field 'prompt' (env.args.prompt) is empty"),
+        ({"prompt": ""}, {}, "field 'prompt' holds no text"),
+        ({"prompt": []}, {}, "holds no text"),
+        ({"prompt": 5}, {}, "a message's content is 5"),
+        ({"prompt": ["hi"]}, {}, "holds 'hi'; wants text, or a list of messages"),
+        ({"prompt": [{"role": "usr", "content": "hi"}]}, {}, "a message of role 'usr'; did you mean 'user'"),
+        ({"prompt": [{"role": "user"}]}, {}, "a message's content is None"),
+        ({"prompt": [{"role": "assistant", "content": "hi"}]}, {}, "ends with an assistant's turn"),
+        ({"prompt": "hi"}, {}, "has no answer in any of reward_model.ground_truth, ground_truth, answer"),
+        ({"prompt": "hi", "answer": "x"}, {"answer": "gold"}, "has no answer in field 'gold'"),
+        (
+            {"prompt": "hi", "answer": "many"},
+            {"reward": "numeric"},
+            "no single number (env.args.reward is numeric)",
+        ),
+        ({"prompt": "hi", "answer": {"a": 1}}, {}, "neither text nor a number"),
+        (
+            {"prompt": "hi", "answer": "1", "need_tools_kwargs": True},
+            {},
+            "need_tools_kwargs is true, but there is",
+        ),
+        ({"prompt": "hi", "answer": "1", "tools_kwargs": [1]}, {}, "wants an object by tool"),
+        (
+            {"prompt": "hi", "answer": "1", "tools_kwargs": {"t": 1}},
+            {},
+            "'tools_kwargs.t': wants an object with",
+        ),
+        (
+            {"prompt": "hi", "answer": "1", "tools_kwargs": {"t": {"create": {}}}},
+            {},
+            "has no hook 'create'; did",
+        ),
+        (
+            {"prompt": "hi", "answer": "1", "tools_kwargs": {"t": {"create_kwargs": 1}}},
+            {},
+            "wants an object of arguments",
+        ),
+        ({"prompt": "hi", "answer": "1", "tools": "calc"}, {"tools": "row"}, "wants a list of names of tools"),
+    ],
+)
+def test_a_row_that_cannot_be_used_is_named(
+    tmp_path: Path, row: dict[str, Any], args: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UserError) as caught:
+        one(tmp_path, row, **args)
+    assert str(caught.value).startswith(f"{tmp_path / 'train.jsonl'}, line 1")
+    assert message in str(caught.value)
+
+
+async def test_no_reward_of_its_own(tmp_path: Path) -> None:
+    env, task = one(tmp_path, {"prompt": "Write a poem."}, reward="none")
+    assert await paid(env, task, "A poem") == {}
+    assert env.solved({"judge": 1.0}, task)
+    assert not env.solved({"judge": 0.5}, task)
+
+
+def test_no_data_is_refused() -> None:
+    with pytest.raises(UserError, match=r"env\.source: the environment dataset needs data"):
+        Dataset()
+
+
+def test_splits_map_and_filter_pass_through(tmp_path: Path) -> None:
+    rows = [{"prompt": f"q {n}", "answer": str(n)} for n in range(60)]
+    path = file(tmp_path, rows, "mine.jsonl")
+    env = Dataset(path, map="data_functions:shout", filter="data_functions:even")
+    assert env.splits == ("test",)
+    train, test = env.tasks("train"), env.tasks("test")
+    assert len(train) + len(test) == 30
+    assert {t.data["question"] for t in [*train, *test]} == {f"Q {n}" for n in range(0, 60, 2)}
+    assert {int(t.id.removeprefix("train-")) for t in train} == {int(t.data["answer"]) for t in train}
+    with pytest.raises(UserError, match=r"no split 'tests'; did you mean 'test'"):
+        env.tasks("tests")
+
+
+def test_it_imports_no_torch_and_no_datasets() -> None:
+    program = "import sys, agentrl_envs.dataset.environment\nassert not {'torch', 'datasets'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", program], check=True)

@@ -1,6 +1,6 @@
 """How a function is written, as chat messages: tried with the tool `python` first, or carelessly.
 
-A tool result in a demonstration is what the tool answers to that call: the trial prints one result.
+A tool result in a demonstration is what the tool answers to that call: the value of its last line.
 """
 
 import re
@@ -40,13 +40,12 @@ def demonstrate(problem: Problem, rng: Random, style: str) -> list[Message]:
 
 
 def _tried(problem: Problem, rng: Random) -> list[Message]:
-    """One call of the tool with the function and a print of what it gives, then the answer."""
-    arguments, result = min(problem.tests, key=lambda test: (not str(test[1]).strip(), len(repr(test))))
-    call = f"{problem.entry_point}({', '.join(map(repr, arguments))})"
-    code = f"{problem.reference}\nprint({call})"
+    """One call of the tool with the function and a call of it, then the answer."""
+    arguments, result = min(problem.tests, key=lambda test: len(repr(test)))
+    code = f"{problem.reference}\n{problem.entry_point}({', '.join(map(repr, arguments))})"
     function: FunctionCall = {"name": "python", "arguments": {"code": code}}
     trial: Message = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}
-    return [trial, {"role": "tool", "content": str(result)}, *_untried(problem, rng)]
+    return [trial, {"role": "tool", "content": repr(result)}, *_untried(problem, rng)]
 
 
 def _untried(problem: Problem, rng: Random) -> list[Message]:

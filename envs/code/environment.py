@@ -28,8 +28,9 @@ class Code(Environment):
 
     source: `generated`, or files, a hub name or a function with rows as in MBPP or HumanEval. system_prompt: "" for
     none. backend: of the sandbox that judges (auto, bwrap, e2b); pool: interpreters that it starts ahead.
-    seconds: for one call of a solution; total_seconds: for all its calls; memory: in MiB. concurrency: solutions judged
-    at once. seed: of the generated training tasks, and of what is held out of a file. splits, config: of real data.
+    seconds: for one call of a solution; total_seconds: for all its calls; memory_mb: of one solution. concurrency:
+    solutions judged at once. seed: of the generated training tasks, and of what is held out of a file. splits, config:
+    of real data.
     """
 
     name = "code"
@@ -42,19 +43,19 @@ class Code(Environment):
         pool: int = 4,
         seconds: float = 5.0,
         total_seconds: float = 20.0,
-        memory: int = 256,
+        memory_mb: int = 256,
         concurrency: int = 8,
         seed: int = 0,
         splits: dict[str, str | list[str]] | None = None,
         config: str | None = None,
     ) -> None:
-        if min(seconds, total_seconds, memory, concurrency) <= 0:
-            raise ValueError("seconds, total_seconds, memory and concurrency must be above 0")
+        if min(seconds, total_seconds, memory_mb, concurrency) <= 0:
+            raise ValueError("seconds, total_seconds, memory_mb and concurrency must be above 0")
         self._system_prompt = system_prompt
         self._generated = source == "generated"
         self._source: TaskSource = Generated(seed) if self._generated else FromRows(source, splits, config, seed)
         self.splits = self._source.splits
-        limits = Limits(wall_seconds=max(seconds, 10.0), memory=memory * MIB, output=_OUTPUT)
+        limits = Limits(wall_seconds=max(seconds, 10.0), memory=memory_mb * MIB, output=_OUTPUT)
         self._sandbox = make_sandbox(backend, limits=limits, pool=pool)
         self._judge = Judge(self._sandbox, seconds, total_seconds, concurrency)
 

@@ -31,7 +31,7 @@ MBPP = [
 HUMAN_EVAL = {
     "task_id": "HumanEval/0", "entry_point": "above",
     "prompt": "from typing import List\n\n\ndef low() -> int:\n    return 1\n\n\n"
-              'def above(xs: List[int]) -> List[int]:\n    """Those above low().\n    >>> above([2])\n    [2]\n    """\n',
+              'def above(xs: List[int]) -> List[int]:\n    """Above low().\n    >>> above([2])\n    [2]\n    """\n',
     "test": "METADATA = {}\n\n\ndef check(candidate):\n    assert candidate([1, 2]) == [2]\n"
             "    assert candidate([low()]) == []\n",
 }  # fmt: skip

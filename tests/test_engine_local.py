@@ -210,6 +210,23 @@ async def test_cancelling_in_the_moment_of_finishing(engine: LocalEngine) -> Non
     assert len((await engine.generate([1, 2], Sampling(1), "a")).ids) == 1
 
 
+async def test_an_engine_of_its_own_weights_changes_only_when_it_is_told(model: Any) -> None:
+    engine = LocalEngine(model, max_batch=4, overlap=True)
+    before = await engine.generate([1, 2, 3], Sampling(20, 0.0), "a")
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.1 * torch.randn_like(p))
+    engine.flush()
+    same = await engine.generate([1, 2, 3], Sampling(20, 0.0), "b")
+    assert (same.ids, same.logprobs) == (before.ids, before.logprobs)
+    await engine.update_weights(1)
+    after = await engine.generate([1, 2, 3], Sampling(20, 0.0), "c")
+    fresh = await LocalEngine(model, max_batch=4).generate([1, 2, 3], Sampling(20, 0.0), "c")
+    assert after.ids != before.ids
+    assert (after.ids, after.weight_version) == (fresh.ids, 1)
+    assert all(p.requires_grad for p in model.parameters())
+
+
 async def test_new_weights_count_at_once_and_running_requests_go_on(model: Any, engine: LocalEngine) -> None:
     before = await engine.generate([1, 2, 3], Sampling(30, 0.0), "a")
     running = asyncio.create_task(engine.generate([4, 5], Sampling(100, 0.0), "b"))
@@ -226,7 +243,9 @@ async def test_new_weights_count_at_once_and_running_requests_go_on(model: Any, 
     assert after.ids == fresh.ids
     across = await running
     assert len(across.ids) == len(across.logprobs) == 100
-    assert across.weight_version == 0  # of its first token
+    old = across.weight_version.count(0)
+    assert across.weight_version == [0] * old + [3] * (100 - old)
+    assert 0 < old < 50
     tail = await engine.generate([4, 5, *across.ids[:50]], Sampling(50, 0.0), "c")
     assert tail.ids == across.ids[50:]  # greedy under the new weights, from where they came in
     with pytest.raises(EngineError, match="takes none"):

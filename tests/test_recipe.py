@@ -131,7 +131,7 @@ env:
 
 
 MISTAKES = {
-    "rollout: {m: 3}": r"r.yaml:1: rollout.m: unknown key; known: concurrency, max_t",
+    "rollout: {m: 3}": r"r.yaml:1: rollout.m: unknown key; known: concurrency, max_", 
     "rolout: {n: 3}": r"rolout: unknown key; did you mean 'rollout'\?",
     "lr: 1": r"lr: unknown key; did you mean 'train.lr'\?",
     "rollout:\n  lr: 1": r"r.yaml:2: rollout.lr: unknown key; did you mean 'train.lr'\?",

@@ -66,6 +66,10 @@ class RolloutSection(Section):
     timeout: Seconds = 900.0  # seconds a request
     retries: Annotated[int, Field(ge=0)] = 1  # of a request that FAILED
     concurrency: Positive = 1024  # requests in flight
+    # none: a step samples, then trains. one_step: the next step's samples are drawn while this one trains. async:
+    # sampling never stops, and new weights land in the middle of requests.
+    overlap: Literal["none", "one_step", "async"] = "none"
+    max_staleness: Annotated[int, Field(ge=1)] = 2  # updates between a sample's first token and its training (async)
 
 
 class RewardSection(Section):
@@ -95,6 +99,10 @@ class AlgorithmSection(Section):
     kl_coef: Annotated[float, Field(ge=0)] = 0.0  # of the k3 loss against the reference; 0: no reference is kept
     entropy_coef: Annotated[float, Field(ge=0)] = 0.0
     aggregation: Literal["token_mean", "sequence_mean"] = "token_mean"
+    # The weight of a token that the engine sampled with another probability than the trainer's. auto: token_tis where
+    # engine and trainer are apart (another engine than `local`, or rollout.overlap), else none.
+    off_policy: Literal["auto", "none", "token_tis", "sequence_tis", "token_mask"] = "auto"
+    off_policy_cap: Annotated[float, Field(ge=1)] = 2.0  # of that weight
 
 
 class TrainSection(Section):

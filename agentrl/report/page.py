@@ -40,7 +40,11 @@ FIGURES: tuple[tuple[str, tuple[tuple[str, str], ...], tuple[float, float] | Non
     ("Turns a sample", (("turns", "rollout/turns_mean"),), None),
     ("Entropy of the sampled tokens (nats)", (("entropy", "train/entropy"),), None),
     ("Gradient norm", (("before clipping", "train/grad_norm"),), None),
-    ("Trainer against engine, |log-prob difference|", (("max", "mismatch/logprob_max"),), None),
+    (
+        "Trainer against engine, |log-prob difference|",
+        (("max", "mismatch/logprob_max"), ("mean", "mismatch/logprob_mean")),
+        None,
+    ),
     ("Seconds a step", (("all", "time/step_s"), ("sampling", "time/rollout_s"), ("training", "time/train_s")), None),
 )
 

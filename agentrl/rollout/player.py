@@ -65,7 +65,15 @@ class Player:
             tools=[tool.schema for tool in (*toolbox.tools, *env.tools())],
         )
         place = resolve(section.path)
-        engine: Engine = make_engine(recipe.engine, model, model_path=place, tokenizer=tokenizer, say=say, phase=phase)
+        engine: Engine = make_engine(
+            recipe.engine,
+            model,
+            model_path=place,
+            tokenizer=tokenizer,
+            say=say,
+            phase=phase,
+            overlap=recipe.rollout.overlap != "none",
+        )
         await engine.health()
         return cls(recipe, env, toolbox, rewards, model, tokenizer, chat, engine)
 
@@ -87,10 +95,14 @@ class Player:
         on_group: Callable[[Group], None] | None = None,
     ) -> list[Group]:
         """`n` samples of every task, groups in the order of `tasks`. `temperature` replaces that of the recipe."""
+        return await roll_out(self.driver(temperature), tasks, n, seed=seed, on_group=on_group)
+
+    def driver(self, temperature: float | None = None) -> Driver:
+        """What drives requests; `temperature` replaces that of the recipe."""
         limits = self.recipe.rollout
         if temperature is not None:
             limits = limits.model_copy(update={"temperature": temperature})
-        driver = Driver(
+        return Driver(
             engine=self.engine,
             chat=self.chat,
             environment=self.env,
@@ -98,7 +110,6 @@ class Player:
             limits=limits,
             scorer=Scorer(self.rewards, limits.turn_timeout),
         )
-        return await roll_out(driver, tasks, n, seed=seed, on_group=on_group)
 
     def describe(self) -> str:
         """One line for the start of a run."""
@@ -121,3 +132,5 @@ def prepare_torch(recipe: Recipe) -> None:
     torch.manual_seed(recipe.train.seed)
     if recipe.train.threads:
         torch.set_num_threads(recipe.train.threads)
+    elif recipe.rollout.overlap != "none" and recipe.engine.name == "local":
+        torch.set_num_threads(max(1, torch.get_num_threads() // 2))  # the engine and the trainer work at once

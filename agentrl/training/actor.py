@@ -16,6 +16,7 @@ from torch import Tensor
 from agentrl.algo import advantages, losses
 from agentrl.algo.aggregation import token_weights
 from agentrl.algo.loss import k3
+from agentrl.algo.off_policy import OffPolicy, importance_weights
 from agentrl.algo.terms import Samples, Tokens
 from agentrl.models.load import load_model
 from agentrl.recipe.schema import Recipe
@@ -40,6 +41,7 @@ class Actor:
         train = recipe.train
         self.optimizer = Optimizer(model.parameters(), train.betas, train.weight_decay, train.max_grad_norm)
         self.temperature = recipe.rollout.temperature or 1.0
+        self.off_policy = off_policy_of(recipe)
         self.steps = 0  # updates of the loop so far
         self._reference = self._load_reference() if recipe.algorithm.kl_coef > 0 else None
 
@@ -73,11 +75,11 @@ class Actor:
 
         With one update the old log-probs are those of the pass that is differentiated: they cost no pass of their own.
         Metrics, under train/: loss, grad_norm, lr, entropy, clip fractions and what else the loss measures, kl (with a
-        reference), tokens and samples (computed); mismatch/logprob_mean and logprob_max, absolute, against the engine.
+        reference), tokens and samples (computed); mismatch/..., against the engine's log-probs (see `Meter`).
         """
         train = self.recipe.train
         rate = learning_rate(self.steps, train.steps, train.lr, train.schedule, train.warmup_steps)
-        meter = Meter()
+        meter = Meter(corrected=self.off_policy != OffPolicy.NONE)
         useful = self._useful(batch)
         if train.mini_batches * train.epochs > 1 and useful.any():
             batch = batch.with_tokens(old_logprobs=self._scatter(batch, useful, self.logprobs))
@@ -159,7 +161,10 @@ class Actor:
 
         old = column("old_logprobs") if "old_logprobs" in batch.tokens else logprobs.detach()
         terms = self.loss(Tokens(logprobs, old, column("advantages")), algorithm)
-        each, measured = terms.loss, {**terms.metrics, "entropy": entropy.detach()}
+        engine = column("logprobs")
+        sample = torch.from_numpy(np.searchsorted(batch.offsets, packed.source, side="right")).to(logprobs.device)
+        factor = importance_weights(old, engine, sample, self.off_policy, self.recipe.algorithm.off_policy_cap)
+        each, measured = terms.loss * factor, {**terms.metrics, "entropy": entropy.detach()}
         if "reference_logprobs" in batch.tokens:
             kl = k3(logprobs, column("reference_logprobs"))
             each = each + algorithm.kl_coef * kl
@@ -167,5 +172,14 @@ class Actor:
         if algorithm.entropy_coef:
             each = each - algorithm.entropy_coef * entropy
         loss = (column("weight") * each).sum()
-        meter.micro_batch(len(packed.ids), loss, measured, (old - column("logprobs")).abs())
+        meter.micro_batch(len(packed.ids), loss, measured, old - engine, factor)
         return loss
+
+
+def off_policy_of(recipe: Recipe) -> str:
+    """How the recipe weighs tokens that others sampled, `auto` resolved."""
+    chosen = recipe.algorithm.off_policy
+    if chosen != "auto":
+        return chosen
+    apart = recipe.engine.name != "local" or recipe.rollout.overlap != "none"
+    return OffPolicy.TOKEN_TIS if apart else OffPolicy.NONE

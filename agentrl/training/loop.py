@@ -9,22 +9,21 @@ from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
 
-from agentrl.data.sampler import TaskSampler
 from agentrl.errors import UserError, nearest
 from agentrl.eval.held_out import HeldOut
 from agentrl.eval.result import SplitResult, failures
 from agentrl.plugins.tracker import Tracker
-from agentrl.plugins.types import Task
 from agentrl.recipe.schema import Recipe
 from agentrl.rollout.hooks import STEP
 from agentrl.rollout.journal import write_journal
-from agentrl.rollout.metrics import rollout_metrics
 from agentrl.rollout.player import Player
 from agentrl.rollout.trajectory import Group
 from agentrl.training.actor import Actor
 from agentrl.training.checkpoint import Checkpoints
 from agentrl.training.display import Display
 from agentrl.training.interrupt import Interrupted, Interrupts
+from agentrl.training.mismatch import MismatchWatch
+from agentrl.training.rollouts import Rollouts
 from agentrl.training.run_folder import RunFolder
 
 
@@ -35,18 +34,18 @@ class Loop:
     recipe: Recipe
     player: Player
     actor: Actor
-    tasks: Sequence[Task]
-    sampler: TaskSampler
+    rollouts: Rollouts
     held_out: HeldOut
     folder: RunFolder
     checkpoints: Checkpoints
     display: Display
     interrupts: Interrupts
+    mismatch: MismatchWatch
     trackers: Sequence[Tracker] = ()
     step: int = 0
     before: dict[str, float] = field(default_factory=dict)
     after: dict[str, float] = field(default_factory=dict)
-    _sampler_state: dict[str, Any] = field(default_factory=dict)
+    _drawn: dict[str, Any] = field(default_factory=dict)
     _saved: int = -1
     _weights_said: bool = False
 
@@ -55,7 +54,7 @@ class Loop:
 
         Raises UserError when a step or an evaluation loses every sample: the last whole step is saved then too.
         """
-        self._sampler_state = self.sampler.state()
+        self._drawn = self.rollouts.state()
         self._saved = self.step if self.step else -1
         try:
             if self.step == 0:
@@ -76,15 +75,17 @@ class Loop:
     def _one_step(self) -> None:
         began = perf_counter()
         step = self.step + 1
-        tasks = [self.tasks[i] for i in self.sampler.draw(self.recipe.rollout.tasks)]
-        groups, metrics = self._roll_out(step, tasks)
+        self.display.phase("sampling")
+        groups, metrics = self.rollouts.next(step)
         self.interrupts.check()
         self._say_failures(f"step {step}", groups)
         self._say_idle_weights(groups)
 
         self.display.phase("training")
         metrics |= self._update(step, groups)
-        self.step, self._sampler_state = step, self.sampler.state()
+        if line := self.mismatch.warning(step, metrics):
+            self.display.note(line)
+        self.step, self._drawn = step, self.rollouts.state()
         metrics["time/step_s"] = perf_counter() - began
 
         self.display.step(step, metrics)
@@ -97,21 +98,11 @@ class Loop:
         if every and step % every == 0:
             self.save()
 
-    def _roll_out(self, step: int, tasks: Sequence[Task]) -> tuple[list[Group], dict[str, Any]]:
-        self.display.phase("sampling")
-        began = perf_counter()
-        recipe = self.recipe.rollout
-        groups = self.interrupts.run(lambda: self.player.play(tasks, recipe.n, seed=(self.recipe.train.seed, step)))
-        seconds = perf_counter() - began
-        metrics: dict[str, Any] = rollout_metrics(groups)
-        sampled = sum(t.sampled_tokens for g in groups for t in (*g.trajectories, *g.failed))
-        return groups, metrics | {"time/rollout_s": seconds, "rollout/tokens_per_s": sampled / seconds}
-
     def _update(self, step: int, groups: Sequence[Group]) -> dict[str, Any]:
         began = perf_counter()
-        metrics = dict(self.actor.learn(groups))
+        metrics = dict(self.rollouts.learn(lambda: self.actor.learn(groups)))
         trained = perf_counter()
-        self.interrupts.complete(lambda: self.player.engine.update_weights(step))
+        self.rollouts.publish(step)
         metrics["time/train_s"] = trained - began
         metrics["time/sync_s"] = perf_counter() - trained
         metrics["train/tokens_per_s"] = metrics.get("train/tokens", 0) / metrics["time/train_s"]
@@ -128,6 +119,7 @@ class Loop:
 
     def _evaluate(self, splits: Sequence[str]) -> dict[str, float]:
         self.display.phase("evaluating")
+        self.rollouts.current()
         results: list[SplitResult] = []
         for split in splits:
             result, groups = self.interrupts.run(lambda split=split: self.held_out.play(split))  # type: ignore[misc]
@@ -165,7 +157,7 @@ class Loop:
         if self._saved == self.step:
             return
         self.display.phase("saving")
-        self.checkpoints.save(self.step, self.actor, {"sampler": self._sampler_state, "before": self.before})
+        self.checkpoints.save(self.step, self.actor, {"sampler": self._drawn, "before": self.before})
         self._saved = self.step
 
 

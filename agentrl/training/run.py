@@ -27,6 +27,8 @@ from agentrl.training.checkpoint import Checkpoints, Saved
 from agentrl.training.display import Display
 from agentrl.training.interrupt import Interrupted, Interrupts
 from agentrl.training.loop import Loop
+from agentrl.training.mismatch import MismatchWatch
+from agentrl.training.rollouts import make_rollouts
 from agentrl.training.run_folder import RECIPE, RunFolder
 
 
@@ -154,6 +156,8 @@ def _set_up(
     actor = Actor(player.model, recipe)
     display.note(f"chat: {player.chat.description}")
     display.note(f"training forward: {actor.description}")
+    rollouts = make_rollouts(recipe, player, checked.tasks, sampler, interrupts)
+    stack.callback(lambda: interrupts.complete(rollouts.close))
     interrupts.check()
     folder = resumed or RunFolder.create(recipe.output, name)
     folder.write_recipe(dump_recipe(recipe))
@@ -161,13 +165,13 @@ def _set_up(
         recipe=recipe,
         player=player,
         actor=actor,
-        tasks=checked.tasks,
-        sampler=sampler,
+        rollouts=rollouts,
         held_out=held_out,
         folder=folder,
         checkpoints=Checkpoints(folder.checkpoints, recipe.train.keep, player.tokenizer),
         display=display,
         interrupts=interrupts,
+        mismatch=MismatchWatch(recipe),
         trackers=_start_trackers(checked.trackers, recipe, folder, stack),
     )
     if saved:
@@ -209,7 +213,7 @@ def _restore(loop: Loop, saved: Saved) -> None:
     state: dict[str, Any] = saved.load_into(loop.actor)
     loop.step = saved.step
     loop.before = state["before"]
-    loop.sampler.restore(state["sampler"])
+    loop.rollouts.restore(saved.step, state["sampler"])
     loop.folder.rewind(saved.step or -1)  # before the first step is done, step 0 is evaluated anew
     loop.display.note(f"resumed after step {saved.step}")
 

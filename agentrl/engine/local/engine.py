@@ -6,6 +6,7 @@ run in one worker thread, so that the loop goes on answering.
 """
 
 import asyncio
+import copy
 import os
 import secrets
 import time
@@ -36,14 +37,24 @@ class LocalEngine:
 
     max_context: tokens of prompt and answer together (None: what the configuration says and the cache can hold).
     cache_bytes: bound on the memory of keys and values (None: a quarter of the machine's, or half of what is free on an
-    accelerator).
+    accelerator). overlap: whether it samples while the trainer changes `model` (`rollout.overlap`): it then keeps a
+    copy of the weights, which `update_weights` brings up to date.
     """
 
     def __init__(
-        self, model: Any, *, max_batch: int, max_context: int | None = None, cache_bytes: int | None = None
+        self,
+        model: Any,
+        *,
+        max_batch: int,
+        max_context: int | None = None,
+        cache_bytes: int | None = None,
+        overlap: bool = False,
     ) -> None:
         if max_batch < 1:
             raise UserError(f"engine.max_batch is {max_batch}; it must be at least 1")
+        self._followed = model if overlap else None
+        model = copy.deepcopy(model).requires_grad_(False) if overlap else model
+        self._model = model
         self._runner = runner_for(model)
         room = cache_bytes or _quarter_of_memory(model.get_input_embeddings().weight.device)
         fits = room // self._runner.token_bytes - 1
@@ -103,12 +114,14 @@ class LocalEngine:
                 _deliver(request, self._scheduler.stop(request))
 
     async def update_weights(self, version: int, weights: Any = None) -> None:
-        """The shared weights have changed in place. Running requests go on with them from where they are; what they,
-        and conversations between turns, had computed is computed again."""
+        """The shared weights have changed in place, or are copied now. Running requests go on with them from where they
+        are; what they, and conversations between turns, had computed is computed again."""
         if weights is not None:
             raise EngineError("the local engine shares its weights with the trainer: update_weights takes none")
         await self._between_steps()
         self._scheduler.retract()
+        if self._followed is not None:
+            self._model.load_state_dict(self._followed.state_dict())
         self._runner.refresh()
         self._scheduler.version = version
 

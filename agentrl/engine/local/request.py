@@ -15,7 +15,7 @@ class Request:
     repeat.
 
     slot: where it runs (None: it waits). fed: how many of `ids` the slot has computed while its prompt is being fed.
-    version: of the weights that sampled its first token. last: its conversation ends with this turn.
+    done_versions: of the weights that sampled each of `done_ids`. last: its conversation ends with this turn.
     """
 
     request_id: str
@@ -26,7 +26,7 @@ class Request:
     future: asyncio.Future[Generation]
     slot: int | None = None
     fed: int = 0
-    version: int | None = None
     last: bool = False
     done_ids: list[int] = field(default_factory=list)
     done_logprobs: list[float] = field(default_factory=list)
+    done_versions: list[int] = field(default_factory=list)

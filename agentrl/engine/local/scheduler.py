@@ -64,7 +64,7 @@ class Scheduler:
         if request in self._running:
             return self._leave(request, GenerationFinish.ABORT)
         self.waiting.remove(request)
-        return Generation(request.done_ids, request.done_logprobs, GenerationFinish.ABORT, self._version(request))
+        return Generation(request.done_ids, request.done_logprobs, GenerationFinish.ABORT, self._versions(request, 0))
 
     def cancel(self, request: Request) -> None:
         """Nobody awaits it any more; a step may have ended it just before."""
@@ -150,7 +150,6 @@ class Scheduler:
         for j, request in enumerate(plan.openers):
             if request in self._running:
                 here[n + j] = rows.active[plan.slots[n + j]] = True
-                request.version = self.version if request.version is None else request.version
         if not np.isfinite(logprobs[here]).all():
             raise FloatingPointError("the model's logits are not finite: its weights may have diverged")
         over = rows.append(plan.slots[here], tokens[here], logprobs[here])
@@ -230,6 +229,7 @@ class Scheduler:
             ids, logprobs = self.slots.rows.sampled(c.slot)
             request.ids = np.concatenate([request.ids, np.array(ids, np.int64)])
             request.done_ids, request.done_logprobs = request.done_ids + ids, request.done_logprobs + logprobs
+            request.done_versions = request.done_versions + [self.version] * len(ids)
             request.room, request.slot, request.fed = request.room - len(ids), None, 0
             self.waiting.appendleft(request)
             self.slots.free(c)
@@ -284,8 +284,8 @@ class Scheduler:
         c.ids = np.concatenate([request.ids, np.array(ids, np.int64)])
         if request.last or not self.slots.rows.length[c.slot]:
             self.slots.free(c)
-        version = self._version(request)
-        return Generation(request.done_ids + ids, request.done_logprobs + logprobs, finish, version)
+        versions = self._versions(request, len(ids))
+        return Generation(request.done_ids + ids, request.done_logprobs + logprobs, finish, versions)
 
     def _detach(self, request: Request) -> Conversation:
         """Take a request off its slot; those that waited for its prompt wait in the queue again."""
@@ -300,5 +300,9 @@ class Scheduler:
         self._retract(twins)
         return c
 
-    def _version(self, request: Request) -> int:
-        return self.version if request.version is None else request.version
+    def _versions(self, request: Request, new: int) -> int | list[int]:
+        """Of every id of a turn whose last `new` ids were sampled since the weights changed; one number where it can
+        be."""
+        if not request.done_versions:
+            return self.version
+        return request.done_versions + [self.version] * new

@@ -1,0 +1,132 @@
+"""`Stream`: groups rolled out without a stop, while somebody else trains on those that are finished.
+
+A group belongs to the version of the weights that its first request began with. In any order, a batch takes what is
+finished, and first of all what has reached the bound on staleness: no group is trained on more than `staleness` updates
+after it began, because no more begin than the coming batches will take (AReaL, arXiv:2505.24298, equation 3). In order,
+the next batch is sampled while one trains, and new weights wait until nothing is in flight.
+"""
+
+import asyncio
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from agentrl.plugins.types import Task
+from agentrl.rollout.driver import Driver
+from agentrl.rollout.groups import roll_out
+from agentrl.rollout.trajectory import Group
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Flight:
+    """One group on its way. index: of its task. number: groups that began before it. version: of the weights then."""
+
+    index: int
+    number: int
+    version: int
+    work: "asyncio.Task[list[Group]]"
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a stream keeps to. n: samples a group. batch: groups a step. steps: of the whole run. seed: of the run; a
+    group's tokens depend on it and on the group's number. staleness: updates; None: in order, see above."""
+
+    n: int
+    batch: int
+    steps: int
+    seed: int
+    staleness: int | None
+
+
+class Stream:
+    """driver: plays the groups. tasks: what indices stand for. draw: gives the index of the next task.
+
+    version: of the engine's weights at the beginning, which is the number of steps that are done. first: indices of
+    tasks that come before those that `draw` gives. Everything but the constructor is called in one event loop.
+    """
+
+    def __init__(
+        self,
+        driver: Driver,
+        tasks: Sequence[Task],
+        draw: Callable[[], int],
+        plan: Plan,
+        *,
+        version: int = 0,
+        first: Sequence[int] = (),
+    ) -> None:
+        self._driver, self._tasks, self._draw, self._plan = driver, tasks, draw, plan
+        self.version = version
+        self._waiting = list(first)
+        self._flights: list[Flight] = []
+        self._begun = self._taken = version * plan.batch
+        self._closed = False
+
+    @property
+    def outstanding(self) -> list[int]:
+        """Indices of tasks that were drawn and not taken: a resumed run begins with them."""
+        return [*(flight.index for flight in self._flights), *self._waiting]
+
+    @property
+    def in_flight(self) -> int:
+        """Groups that have begun and are not finished."""
+        return len(_unfinished(self._flights))
+
+    async def take(self) -> list[Flight]:
+        """The next batch, whole, the oldest first. What it does not take stays in flight."""
+        self._fill()
+        while (chosen := self._chosen()) is None:
+            await asyncio.wait(_unfinished(self._flights), return_when=asyncio.FIRST_COMPLETED)
+        self._flights = [flight for flight in self._flights if flight not in chosen]
+        self._taken += len(chosen)
+        return chosen
+
+    def advance(self, version: int) -> None:
+        """The engine samples from `version` from now on: more may begin."""
+        self.version = version
+        self._fill()
+
+    async def settle(self) -> None:
+        """Wait until nothing is in flight; what is finished stays for the next batch."""
+        while unfinished := _unfinished(self._flights):
+            await asyncio.wait(unfinished)
+
+    async def close(self) -> None:
+        """Cancel what is in flight; every request is released."""
+        self._closed = True
+        if unfinished := _unfinished(self._flights):
+            for work in unfinished:
+                work.cancel()
+            await asyncio.wait(unfinished)
+
+    def _fill(self) -> None:
+        while self._may_begin():
+            index = self._waiting.pop(0) if self._waiting else self._draw()
+            play = roll_out(self._driver, [self._tasks[index]], self._plan.n, seed=(self._plan.seed, self._begun))
+            work = asyncio.get_running_loop().create_task(play)
+            work.add_done_callback(lambda _: self._fill())
+            self._flights.append(Flight(index, self._begun, self.version, work))
+            self._begun += 1
+
+    def _may_begin(self) -> bool:
+        plan = self._plan
+        ahead = self._taken // plan.batch if plan.staleness is None else self.version + plan.staleness
+        bound = min(ahead + 1, plan.steps) * plan.batch
+        flying = self.in_flight
+        room = flying == 0 or (flying + 1) * plan.n <= self._driver.limits.concurrency
+        return not self._closed and room and self._begun < bound
+
+    def _chosen(self) -> list[Flight] | None:
+        """The next batch; None while it is not whole."""
+        oldest = sorted(self._flights, key=lambda flight: flight.number)
+        if self._plan.staleness is not None:
+            due = self.version - self._plan.staleness
+            oldest.sort(key=lambda flight: (flight.version > due, not flight.work.done()))
+        chosen = oldest[: self._plan.batch]
+        if len(chosen) < self._plan.batch or _unfinished(chosen):
+            return None
+        return sorted(chosen, key=lambda flight: flight.number)
+
+
+def _unfinished(flights: Iterable[Flight]) -> "list[asyncio.Task[list[Group]]]":
+    return [flight.work for flight in flights if not flight.work.done()]

@@ -1,6 +1,6 @@
 """`WeightChannel`: one update of all servers, as a transaction on each.
 
-pause -> load everything -> check -> set the version -> drop the caches -> resume. A server is resumed only when all of
+pause -> drop the caches and load everything -> check -> set the version -> resume. A server is resumed only when all of
 it worked; otherwise it stays paused and has no version.
 """
 
@@ -69,12 +69,13 @@ class WeightChannel:
             failures: Failures = {}
             ready = await each(self.servers, lambda server: self._open(server, version, mode), failures)
             sent = Fingerprint(weights, checking, [(await server.facts()).dtype for server in ready])
-            failures |= await self.way.send(version, ready, sent)
+            flush = mode is not PauseMode.IN_PLACE or bool(self._released)
+            failures |= await self.way.send(version, ready, sent, flush)
             ready = [server for server in ready if server.url not in failures]
             if checking:
                 others: dict[tuple[Any, ...], str] = {}
                 ready = await each(ready, lambda server: check(server, sent, others), failures)
-            ready = await each(ready, lambda server: self._commit(server, version, mode, resume), failures)
+            ready = await each(ready, lambda server: self._commit(server, version, resume), failures)
             self.versions |= dict.fromkeys((s.url for s in ready), version)
             good = tuple(server.url for server in ready)
             return Published(version, self.way.name, good, failures, sent.bytes, perf_counter() - began)
@@ -118,12 +119,9 @@ class WeightChannel:
         await server.set_version(f"{PARTIAL}{version}")
         await self._take(server, ("weights",))
 
-    async def _commit(self, server: WeightServer, version: int, mode: PauseMode, resume: bool) -> None:
+    async def _commit(self, server: WeightServer, version: int, resume: bool) -> None:
         await server.set_version(str(version))
-        if "kv_cache" in self._released.get(server.url, ()):
-            await self._take(server, MEMORY)  # comes back empty
-        elif mode is not PauseMode.IN_PLACE:
-            await server.flush()
+        await self._take(server, MEMORY)
         if resume:
             await server.resume()
 

@@ -27,10 +27,12 @@ class FromDisk:
         self._folder.chmod(0o755)  # servers may run as somebody else
         self._keep, self._shard_bytes = keep, shard_bytes
 
-    async def send(self, version: int, servers: Sequence[WeightServer], weights: Iterable[NamedTensor]) -> Failures:
+    async def send(
+        self, version: int, servers: Sequence[WeightServer], weights: Iterable[NamedTensor], flush: bool
+    ) -> Failures:
         failures: Failures = {}
         folder = await asyncio.to_thread(self._write, version, weights)
-        await each(servers, lambda server: server.load_folder(str(folder)), failures)
+        await each(servers, lambda server: server.load_folder(str(folder), flush), failures)
         await asyncio.to_thread(self._forget, version)
         return failures
 

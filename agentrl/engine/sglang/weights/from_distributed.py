@@ -28,12 +28,14 @@ class FromDistributed:
         self._backend, self._timeout, self._limit = backend, timeout, bucket_bytes
         self._group: Group | None = None
 
-    async def send(self, version: int, servers: Sequence[WeightServer], weights: Iterable[NamedTensor]) -> Failures:
+    async def send(
+        self, version: int, servers: Sequence[WeightServer], weights: Iterable[NamedTensor], flush: bool
+    ) -> Failures:
         failures: Failures = {}
         opened = await each(servers, WeightServer.begin, failures)
-        innocent = await self._attempt(opened, weights, failures)
+        innocent = await self._attempt(opened, weights, failures, flush)
         if innocent and getattr(weights, "repeatable", False):
-            failures |= dict.fromkeys((s.url for s in await self._attempt(innocent, weights, failures)), BROKEN)
+            failures |= dict.fromkeys((s.url for s in await self._attempt(innocent, weights, failures, flush)), BROKEN)
         else:
             failures |= dict.fromkeys((s.url for s in innocent), BROKEN)
         await each([s for s in opened if s.url not in failures], WeightServer.end, failures)
@@ -46,7 +48,7 @@ class FromDistributed:
             await asyncio.to_thread(group.abort)
 
     async def _attempt(
-        self, servers: Sequence[WeightServer], weights: Iterable[NamedTensor], failures: Failures
+        self, servers: Sequence[WeightServer], weights: Iterable[NamedTensor], failures: Failures, flush: bool
     ) -> list[WeightServer]:
         """The servers that did not fail, but did not get everything either, because another one failed."""
         try:
@@ -57,8 +59,9 @@ class FromDistributed:
                 failures |= dict.fromkeys((s.url for s in servers), str(error))
         batches = buckets(weights, self._limit)
         while (batch := await asyncio.to_thread(next, batches, None)) is not None:
-            if group is not None and not await self._send_bucket(group, batch, failures):
+            if group is not None and not await self._send_bucket(group, batch, failures, flush):
                 group = self._group = None  # the rest is read on: other ranks gather in step
+            flush = False
         return [] if group is not None else [s for s in servers if s.url not in failures]
 
     async def _joined(self, servers: Sequence[WeightServer], failures: Failures) -> Group:
@@ -69,11 +72,11 @@ class FromDistributed:
         assert self._group is not None
         return self._group
 
-    async def _send_bucket(self, group: Group, batch: Sequence[NamedTensor], failures: Failures) -> bool:
+    async def _send_bucket(self, group: Group, batch: Sequence[NamedTensor], failures: Failures, flush: bool) -> bool:
         """Whether every server took it. If not, the group is ended."""
 
         async def load(server: WeightServer) -> None:
-            await server.load_broadcast([(n, t.dtype, tuple(t.shape)) for n, t in batch], group.name)
+            await server.load_broadcast([(n, t.dtype, tuple(t.shape)) for n, t in batch], group.name, flush)
 
         before = len(failures)
         loading = asyncio.create_task(each(group.servers, load, failures))

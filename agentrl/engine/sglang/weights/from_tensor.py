@@ -25,14 +25,17 @@ class FromTensor:
         self._limit = bucket_bytes
         self._bucket = SharedBucket()
 
-    async def send(self, version: int, servers: Sequence[WeightServer], weights: Iterable[NamedTensor]) -> Failures:
+    async def send(
+        self, version: int, servers: Sequence[WeightServer], weights: Iterable[NamedTensor], flush: bool
+    ) -> Failures:
         failures: Failures = {}
         taking = opened = await each(servers, WeightServer.begin, failures)
         gpus = all([(await server.facts()).device == "cuda" for server in opened])
         batches = buckets(weights, self._limit)
         while (batch := await asyncio.to_thread(next, batches, None)) is not None:
             if taking:
-                taking = await self._send_bucket(batch, gpus, taking, failures)
+                taking = await self._send_bucket(batch, gpus, taking, failures, flush)
+                flush = False
         await each(opened, WeightServer.end, failures)
         return failures
 
@@ -40,7 +43,7 @@ class FromTensor:
         self._bucket = SharedBucket()
 
     async def _send_bucket(
-        self, batch: Sequence[NamedTensor], gpus: bool, servers: Sequence[WeightServer], failures: Failures
+        self, batch: Sequence[NamedTensor], gpus: bool, servers: Sequence[WeightServer], failures: Failures, flush: bool
     ) -> list[WeightServer]:
         """The servers that took it."""
         device = batch[0][1].device if gpus else torch.device("cpu")
@@ -48,6 +51,6 @@ class FromTensor:
 
         async def load(server: WeightServer) -> None:
             ranks = (await server.facts()).ranks  # each opens the bucket itself
-            await server.load_tensors([payload() for _ in range(ranks)])
+            await server.load_tensors([payload() for _ in range(ranks)], flush)
 
         return await each(servers, load, failures)

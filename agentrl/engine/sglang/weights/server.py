@@ -1,8 +1,10 @@
 """One SGLang server's calls about weights. Each raises WeightUpdateError with one line, or has worked."""
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from http import HTTPStatus
 from typing import Any
 
 import aiohttp
@@ -89,14 +91,14 @@ class WeightServer:
     async def end(self) -> None:
         await self._post("/end_weight_update", {})
 
-    async def load_tensors(self, payloads: Sequence[str]) -> None:
+    async def load_tensors(self, payloads: Sequence[str], flush: bool) -> None:
         """payloads: base64, a pickled flattened bucket for each rank of tensor parallelism."""
-        body = {"serialized_named_tensors": list(payloads), "load_format": "flattened_bucket", "flush_cache": False}
+        body = {"serialized_named_tensors": list(payloads), "load_format": "flattened_bucket", "flush_cache": flush}
         await self._post("/update_weights_from_tensor", body)
 
-    async def load_folder(self, folder: str) -> None:
+    async def load_folder(self, folder: str, flush: bool) -> None:
         """folder: a path that the server can read, with *.safetensors of the whole model."""
-        await self._post("/update_weights_from_disk", {"model_path": folder, "flush_cache": False})
+        await self._post("/update_weights_from_disk", {"model_path": folder, "flush_cache": flush})
 
     async def join_group(self, host: str, port: int, first_rank: int, world: int, name: str, backend: str) -> None:
         """Join a process group whose rank 0 is at `host`, with ranks from `first_rank` on. Answers once all of `world`
@@ -107,11 +109,11 @@ class WeightServer:
     async def leave_group(self, name: str) -> None:
         await self._post("/destroy_weights_update_group", {"group_name": name})
 
-    async def load_broadcast(self, layout: Sequence[tuple[str, Any, tuple[int, ...]]], group: str) -> None:
+    async def load_broadcast(self, layout: Sequence[tuple[str, Any, tuple[int, ...]]], group: str, flush: bool) -> None:
         """layout: name, torch dtype and shape of tensors that rank 0 of `group` broadcasts in this order."""
         names, dtypes, shapes = zip(*layout, strict=True)
         kinds = [str(dtype).removeprefix("torch.") for dtype in dtypes]
-        body = {"names": names, "dtypes": kinds, "shapes": shapes, "group_name": group, "flush_cache": False}
+        body = {"names": names, "dtypes": kinds, "shapes": shapes, "group_name": group, "flush_cache": flush}
         await self._post("/update_weights_from_distributed", body)
 
     async def set_version(self, version: str) -> None:
@@ -125,10 +127,6 @@ class WeightServer:
         """Only for tags that were released: over another one it ends itself."""
         await self._post("/resume_memory_occupation", {"tags": list(tags)})
 
-    async def flush(self) -> None:
-        """Drop every cached prefix: it was computed with the old weights."""
-        await self._post("/flush_cache", {})
-
     async def checksums(self) -> list[dict[str, str]]:
         """For each rank: parameter name -> hash of its bytes."""
         found = await self._post("/weights_checker", {"action": "checksum"})
@@ -140,16 +138,23 @@ class WeightServer:
     async def _call(self, method: str, path: str, body: Mapping[str, Any] | None) -> dict[str, Any]:
         """The answer's JSON ({} when it has none)."""
         try:
-            async with self._session.request(
-                method, self.url + path, json=body, timeout=self._timeout, headers=self._headers
-            ) as answer:
-                text = await answer.text()
-                status = answer.status
-                found = await answer.json(content_type=None) if text[:1] == "{" else {}
+            try:
+                status, text = await self._once(method, path, body)
+            except aiohttp.ClientConnectorError:
+                raise
+            except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError):
+                status, text = await self._once(method, path, body)  # a pooled connection that the server had closed
+            found = json.loads(text) if text[:1] == "{" else {}
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:
             reason = str(error) or type(error).__name__
             raise WeightUpdateError(f"{self.url}{path} did not answer: {reason}") from error
-        if status != 200 or found.get("success") is False:
+        if status != HTTPStatus.OK or found.get("success") is False:
             said = " ".join(str(found.get("message") or found.get("error") or text).split())
             raise WeightUpdateError(f"{self.url}{path} answered {status}: {said[:300]}")
         return found
+
+    async def _once(self, method: str, path: str, body: Mapping[str, Any] | None) -> tuple[int, str]:
+        async with self._session.request(
+            method, self.url + path, json=body, timeout=self._timeout, headers=self._headers
+        ) as answer:
+            return answer.status, await answer.text()

@@ -31,7 +31,8 @@ class SharedBucket:
         self._bytes = torch.empty(0, dtype=torch.uint8)
 
     def fill(self, batch: Sequence[NamedTensor], device: torch.device) -> Callable[[], str]:
-        """Copy `batch` to shared memory of `device`. The result makes a payload (base64): one for each that opens it."""
+        """Copy `batch` to memory of `device`. The result makes a payload (base64): each process that opens it needs one
+        of its own."""
         places, size = [], 0
         for name, tensor in batch:
             places.append(_place(name, tensor, size))

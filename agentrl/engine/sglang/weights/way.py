@@ -15,8 +15,14 @@ class Way(Protocol):
 
     name: str
 
-    async def send(self, version: int, servers: Sequence[WeightServer], weights: Iterable[NamedTensor]) -> Failures:
-        """Load `weights` into the servers, which are paused; those left out of the result hold all of them."""
+    async def send(
+        self, version: int, servers: Sequence[WeightServer], weights: Iterable[NamedTensor], flush: bool
+    ) -> Failures:
+        """Load `weights` into the servers, which are paused; those left out of the result hold all of them.
+
+        flush: whether the first load drops the caches, so that it is done once. (The call `/flush_cache` also collects
+        a server's garbage, which took a CPU up to two seconds.)
+        """
         ...
 
     async def close(self) -> None: ...

@@ -67,12 +67,20 @@ class Bm25Index:
             return_ids=False,
             show_progress=False,
         )
-        k = min(k, len(self.documents))
-        found = self._engine.retrieve(words, k=k, show_progress=False, backend_selection="numpy")
-        return [
-            [Hit(self.documents[int(i)], float(s)) for i, s in zip(ids, scores, strict=True) if s > 0]
-            for ids, scores in zip(found.documents, found.scores, strict=True)
-        ]
+        return [self._best([w for w in said if w], k) for said in words]
+
+    def _best(self, words: list[str], k: int) -> list[Hit]:
+        """Among those that share a word with the query: most documents do not."""
+        import numpy
+
+        if not words:
+            return []
+        scores = self._engine.get_scores(words)
+        found = numpy.flatnonzero(scores > 0)
+        if len(found) > k:
+            found = numpy.sort(found[numpy.argpartition(-scores[found], k - 1)[:k]])
+        ranked = found[numpy.argsort(-scores[found], kind="stable")]
+        return [Hit(self.documents[int(i)], float(scores[i])) for i in ranked]
 
     def save(self, folder: Path) -> None:
         """Write it into an empty folder, its manifest last."""

@@ -98,6 +98,23 @@ def spawn() -> str:
 
 
 @server.tool()
+async def calculator(expression: str) -> str:
+    """Works out an expression, and ends the server at every FATAL-th call."""
+    global count
+    count += 1
+    if count == int(os.environ.get("FATAL", "0")):
+        with open(os.environ["DEATHS"], "a") as file:
+            file.write("x")
+        os._exit(9)
+    from agentrl_tools.calculator import CalculatorError, evaluate, written
+
+    try:
+        return written(evaluate(expression)[0])
+    except CalculatorError as error:
+        raise ToolError(str(error)) from error
+
+
+@server.tool()
 async def note(ctx: Context) -> str:
     """Something that the server says by itself, and junk on its output."""
     print("this is no JSON-RPC", flush=True)

@@ -7,6 +7,7 @@ import pytest
 from agentrl_tools.mcp import McpSource
 from agentrl_tools.mcp.tool import McpTool, parameters_of
 from mcp_help import STDIO, ask, gone, offers
+from train_help import metrics, small
 
 from agentrl import ArgumentError, InfrastructureError, Tool
 from agentrl.errors import UserError
@@ -81,6 +82,21 @@ def test_arguments_of_the_recipe(arguments, what):
         McpSource(**arguments)
     with pytest.raises(ValueError, match="retries 0 or more"):
         McpSource(command="x", retries=-1)
+
+
+def test_a_server_that_dies_again_and_again_does_not_stop_a_run(tmp_path):
+    """The embedded model's own calculator, served over MCP by a process that ends at every fifteenth call."""
+    from agentrl import train
+
+    deaths, output = tmp_path / "deaths", tmp_path / "run"
+    env = {"FATAL": "15", "DEATHS": str(deaths)}
+    source = {"name": "mcp", "args": {**STDIO, "include": ["calculator"], "env": env, "retries": 4}}
+    train(small(output, tools=[source], train__steps=1, eval__tasks=1))
+    assert deaths.read_text()
+    written = metrics(output)
+    assert [line["step"] for line in written] == [0, 1]
+    assert written[1]["tool/calculator/calls"] > 0
+    assert not any(line.get("stop/error") for line in written)
 
 
 def test_several_event_loops_one_after_another():

@@ -13,10 +13,12 @@ class Environment(ABC):
     """Built once a run as `cls(source=..., **env.args)`; serves all requests at once.
 
     `splits` are the held-out splits, the first being the one that the progress display follows. `train` always exists.
+    `pays` is False where `calc_reward` has nothing to give, and only tools and `rewards.functions` do.
     """
 
     name: str
     splits: tuple[str, ...] = ("test",)
+    pays: bool = True
 
     @abstractmethod
     def tasks(self, split: str) -> Sequence[Task]:

@@ -113,6 +113,8 @@ def _check(recipe: Recipe, resumed: RunFolder | None) -> _Checked:
     losses.get(recipe.algorithm.loss)
     find("engines", recipe.engine.name)
     env = make_environment(recipe.env)
+    if not (env.pays or recipe.tools or env.tools() or recipe.rewards.functions):
+        raise UserError(f"environment {env.name!r} pays nothing, and no tool can: name a reward in rewards.functions")
     splits = chosen_splits(env, recipe)
     tasks = env.tasks("train")
     if empty := [split for split in ("train", *splits) if not len(env.tasks(split))]:

@@ -63,6 +63,7 @@ class Dataset(Environment):
             change=Change(map, filter, workers),
         )
         self._match = None if reward == "none" else Match("numeric" if reward == "numeric" else "exact")
+        self.pays = self._match is not None
         self._reward, self._made = reward, dict[str, DatasetTasks]()
         self.splits = self._source.splits
 

@@ -14,7 +14,7 @@ from agentrl.plugins.types import Message, Task, ToolKwargs
 ANSWERS = ("reward_model.ground_truth", "ground_truth", "answer")
 """Where the answer is looked for when nobody says."""
 
-CHECKED = 200_000
+CHECKED = 50_000
 """Rows of a split that are looked at before a run starts; those after them when they are drawn."""
 
 _ROLES = ("system", "user", "assistant", "tool")

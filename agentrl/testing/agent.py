@@ -43,6 +43,7 @@ class TextChat:
     """Messages as code points."""
 
     stop_ids: tuple[int, ...] = (END,)
+    images = False
     rewrites_history: str | None = None
     description = "text, as it is typed"
 

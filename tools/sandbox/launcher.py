@@ -69,6 +69,7 @@ def start(config: dict[str, Any], arguments: list[str], session: int) -> int:
     """Fork and execute bubblewrap on the descriptor `session`. Returns its process id."""
     pid = os.fork()
     if pid:
+        os.setpgid(pid, pid)
         return pid
     try:
         _become(config, session)
@@ -80,6 +81,7 @@ def start(config: dict[str, Any], arguments: list[str], session: int) -> int:
 
 
 def _become(config: dict[str, Any], session: int) -> None:
+    os.setpgid(0, 0)  # while it sets up, bubblewrap's child does not yet end with it
     _be_first_to_go()
     null = os.open("/dev/null", os.O_RDWR)
     filled = [_pipe_with(bytes.fromhex(config["filter"])), _pipe_with(config["passwd"].encode())]
@@ -158,14 +160,14 @@ def obey(config: dict[str, Any], arguments: list[str], control: socket.socket, r
         running[name] = start(config, arguments, fds[0])
         os.close(fds[0])
     elif name in running:
-        os.kill(running[name], signal.SIGKILL)
+        os.killpg(running[name], signal.SIGKILL)
     return True
 
 
 def end(running: dict[str, int]) -> None:
     """Kill what runs, and wait until it is gone: what bubblewrap leaves comes to us, its subreaper."""
     for pid in running.values():
-        os.kill(pid, signal.SIGKILL)
+        os.killpg(pid, signal.SIGKILL)
     last = time.monotonic() + _END_SECONDS
     while time.monotonic() < last:
         try:

@@ -43,3 +43,12 @@ def files() -> int:
 def pids() -> list[int]:
     """All but process 1."""
     return [int(name) for name in os.listdir("/proc") if name.isdigit() and name != "1"]
+
+
+def alive(pid: int) -> bool:
+    """False for one that is gone, or dead and not yet reaped by its parent."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb", 0) as file:
+            return file.read(1024).rpartition(b")")[2].split()[0] not in (b"Z", b"X")
+    except OSError:
+        return False

@@ -18,7 +18,7 @@ import struct
 import sys
 import time
 
-from measure import files, pids, proportional_memory, usage
+from measure import alive, files, pids, proportional_memory, usage
 from worker import NONCE, Worker, field
 
 STOP, LOST, LOST_BEFORE, SPOILT, OUT, ERR, CUT = b"S", b"L", b"B", b"X", b"o", b"e", b"C"
@@ -26,7 +26,7 @@ READY = b"ready\n"
 _FIRST_LOOK, _LOOK = 0.01, 0.05  # seconds after which, and between which, the use of resources is measured
 _GRACE = 0.5  # seconds from the interrupt to the kill
 _OUTPUTS = "/run"
-_LOUD = 8 << 20  # bytes printed in one call that stop it
+_LOUD = 8 << 20  # bytes printed in one call that stop it, at most
 _HIGH = 240  # descriptors of ours in the worker are from here on
 _DESCRIPTORS = 256
 _PR_SET_DUMPABLE = 4
@@ -109,12 +109,13 @@ class Supervisor:
         self.start_worker()
 
     def kill_others(self) -> None:
-        """All is stopped: kill what is not the worker, and reap."""
+        """All is stopped: kill what is not the worker, which reaps its own children when it goes on."""
         others = [pid for pid in pids() if pid != self.pid]
         for pid in others:
             os.kill(pid, signal.SIGKILL)
-        while any(os.path.exists(f"/proc/{pid}") for pid in others):
-            _reap(0.001)
+        while any(map(alive, others)):
+            time.sleep(0.001)
+        _reap()
 
     def printed(self, which: int) -> bytes:
         """The output kept: its beginning and its end, and in between how much was left out."""
@@ -144,6 +145,7 @@ class Call:
         self.nonce = os.urandom(NONCE)
         self.sending = struct.pack(f"<I{NONCE}s", len(code), self.nonce) + code
         self.received = bytearray()
+        self.most = min(_LOUD, self.limits["file_size"] // 2)
         self.longest = 4 * self.limits["output"] + self.limits["image_bytes"] * 2 + 65536
         self.began = time.monotonic()
         self.end = self.began + seconds
@@ -179,7 +181,7 @@ class Call:
     def judged(self) -> str | None:
         """Why it was stopped, where only the kernel stopped it."""
         self.loud = self.loud or self.printed() >= self.limits["output"]
-        return self.stop or ("output" if self.printed() >= _LOUD else None)
+        return self.stop or ("output" if self.printed() >= self.most else None)
 
     def printed(self) -> int:
         return max(os.fstat(fd).st_size for fd in self.supervisor.outputs)
@@ -213,7 +215,7 @@ class Call:
 
     def over(self) -> str | None:
         """A limit that leaves nothing but to kill; an interrupt where that may do."""
-        _reap(0)
+        _reap()
         used, memory, tasks = usage()
         if tasks > self.limits["processes"] + 1:
             return "processes"
@@ -224,15 +226,13 @@ class Call:
             return "files"
         if self.stop is None and used - self.used_before > self.limits["cpu_seconds"]:
             self.interrupt("cpu")
-        if self.stop is None and self.printed() >= _LOUD:
+        if self.stop is None and self.printed() >= self.most:
             self.interrupt("output")
         return None
 
 
-def _reap(seconds: float) -> None:
-    """Take leave of what has ended, after `seconds` of patience."""
-    if seconds:
-        time.sleep(seconds)
+def _reap() -> None:
+    """Take leave of what has ended."""
     try:
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass

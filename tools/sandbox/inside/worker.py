@@ -30,7 +30,7 @@ _PNG = b"\x89PNG\r\n\x1a\n"
 
 
 class Worker:
-    """channel: the supervisor's socket. outputs: where stdout and stderr go, each with its place (1 and 2)."""
+    """channel: the supervisor's socket. outputs: (descriptor, its place) of stdout and stderr."""
 
     def __init__(self, channel: int, outputs: tuple[tuple[int, int], ...], output: int, image_bytes: int) -> None:
         self.channel = channel
@@ -88,12 +88,18 @@ class Worker:
         return self.fields(value, error)
 
     def connect(self) -> None:
-        """Streams and the handler of an interrupt as they should be, whatever the last cell did to them."""
-        for place, fd in self.outputs:
+        """Streams and the handler of an interrupt as they should be, whatever the last cell did to them; its processes
+        are dead by now, and are reaped."""
+        try:
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        except ChildProcessError:
+            pass
+        for fd, place in self.outputs:
             os.dup2(fd, place)
         sys.stdout, sys.stderr = (
             TextIOWrapper(FileIO(place, "w", closefd=False), "utf-8", "backslashreplace", line_buffering=True)
-            for place, _ in self.outputs
+            for _, place in self.outputs
         )
         sys.__dict__.update(__stdout__=sys.stdout, __stderr__=sys.stderr)
         signal.signal(signal.SIGINT, self.interrupted)

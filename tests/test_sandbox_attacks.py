@@ -1,0 +1,402 @@
+"""Code that means harm, run for real: stopped within its limits, told; the next call works, and nothing is left."""
+
+import asyncio
+import os
+import shutil
+import socket
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from agentrl_tools.sandbox import Execution, Limits, SandboxSession, Stop, make_sandbox
+from agentrl_tools.sandbox.base import MIB
+from agentrl_tools.sandbox.bwrap import BwrapSandbox
+
+pytestmark = pytest.mark.skipif(shutil.which("bwrap") is None, reason="needs bubblewrap (apt-get install bubblewrap)")
+
+LIMITS = Limits(
+    wall_seconds=8.0, cpu_seconds=0.6, memory=192 * MIB, processes=12, file_size=4 * MIB, disk=8 * MIB, files=300,
+    output=2000,
+)  # fmt: skip
+
+
+def descendants() -> list[str]:
+    """The commands of all processes that this one started, at whatever depth."""
+    parents: dict[int, list[tuple[int, str]]] = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            fields = (folder / "stat").read_text().rpartition(")")[2].split()
+            command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except OSError:
+            continue
+        if fields[0] != "Z":
+            parents.setdefault(int(fields[1]), []).append((int(folder.name), command))
+    found, queue = [], [os.getpid()]
+    while queue:
+        for pid, command in parents.get(queue.pop(), []):
+            found.append(command)
+            queue.append(pid)
+    return found
+
+
+@pytest.fixture
+async def session() -> AsyncIterator[SandboxSession]:
+    """A session; after the test nothing of it is left."""
+    before = len(descendants())
+    sandbox = make_sandbox("bwrap", limits=LIMITS, pool=0)
+    async with sandbox.session() as session:
+        yield session
+    await sandbox.close()
+    assert len(descendants()) == before
+
+
+async def survives(session: SandboxSession) -> None:
+    """The next call works, and nothing but the interpreter runs."""
+    execution = await session.run("import os\n[pid for pid in os.listdir('/proc') if pid.isdigit()].__len__()")
+    assert execution.ok, execution
+    assert execution.value == "2"
+
+
+async def attack(session: SandboxSession, code: str) -> Execution:
+    execution = await session.run(code)
+    await survives(session)
+    return execution
+
+
+async def test_forks_without_end(session: SandboxSession) -> None:
+    execution = await attack(session, "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass")
+    assert execution.stop in (Stop.CPU, Stop.WALL, Stop.PROCESSES)
+
+
+async def test_forks_and_returns(session: SandboxSession) -> None:
+    """The bomb goes on in the background of a call that ends at once."""
+    code = (
+        "import os\nif os.fork() == 0:\n    while True:\n        try: os.fork()\n        except OSError: pass\n'done'"
+    )
+    execution = await attack(session, code)
+    assert execution.value == "'done'"
+
+
+async def test_forks_in_both_branches_answer_once(session: SandboxSession) -> None:
+    execution = await session.run("import os\nx = os.fork()\n'one'")
+    assert execution.value == "'one'"
+    assert (await session.run("x > 0")).value == "True"
+
+
+async def test_starts_threads_without_end(session: SandboxSession) -> None:
+    code = "import threading, time\nwhile True: threading.Thread(target=time.sleep, args=(60,), daemon=True).start()"
+    execution = await attack_threads(session, code)
+    assert "can't start new thread" in (execution.error or "") or execution.stop
+
+
+async def attack_threads(session: SandboxSession, code: str) -> Execution:
+    execution = await session.run(code)
+    assert (await session.run("1 + 1")).value == "2"
+    return execution
+
+
+async def test_allocates_without_end(session: SandboxSession) -> None:
+    execution = await attack(session, "kept = 'safe'\nx = []\nwhile True: x.append(bytearray(1 << 20))")
+    assert "MemoryError" in (execution.error or "")
+
+
+async def test_one_process_that_runs_out_of_memory_keeps_its_variables(session: SandboxSession) -> None:
+    await session.run("kept = 'safe'")
+    execution = await session.run("bytearray(1 << 30)")
+    assert "MemoryError" in (execution.error or "")
+    assert (await session.run("kept")).value == "'safe'"
+
+
+async def test_allocates_spread_over_many(session: SandboxSession) -> None:
+    code = (
+        "import os, time\nfor n in range(8):\n    if os.fork() == 0:\n"
+        "        x = bytearray(100 << 20)\n        time.sleep(60)\ntime.sleep(60)"
+    )
+    execution = await attack(session, code)
+    assert execution.stop is Stop.MEMORY
+    assert execution.lost
+
+
+async def test_allocates_shared_memory(session: SandboxSession) -> None:
+    """Which no limit of one process counts."""
+    code = "import mmap\nx = []\nwhile True:\n    x.append(mmap.mmap(-1, 1 << 20))\n    x[-1].write(b'x' * (1 << 20))"
+    execution = await attack(session, code)
+    assert execution.stop is Stop.MEMORY
+
+
+async def test_anonymous_files_are_refused(session: SandboxSession) -> None:
+    execution = await attack(session, "import os\nos.memfd_create('x')")
+    assert "PermissionError" in (execution.error or "")
+
+
+@pytest.mark.parametrize("folder", ["/tmp", "/dev/shm", "/run"])
+async def test_fills_the_disk(session: SandboxSession, folder: str) -> None:
+    code = (
+        f"n = 0\nwhile True:\n    with open(f'{folder}/{{n}}', 'wb') as f:\n"
+        "        f.write(b'x' * (1 << 20))\n    n += 1"
+    )
+    execution = await attack(session, code)
+    assert "No space left" in (execution.error or "")
+
+
+async def test_writes_one_large_file(session: SandboxSession) -> None:
+    execution = await attack(session, "f = open('/tmp/x', 'wb')\nwhile True: f.write(b'x' * (1 << 16))")
+    assert "File too large" in (execution.error or "")
+
+
+async def test_makes_files_without_end(session: SandboxSession) -> None:
+    execution = await session.run("n = 0\nwhile True:\n    open(f'/tmp/{n}', 'w').close()\n    n += 1")
+    assert execution.stop is Stop.FILES
+    assert execution.lost
+    assert (await session.run("import os\nos.listdir('/tmp')")).value == "[]"
+
+
+@pytest.mark.parametrize("place", ["/", "/etc", "/usr/lib", "/python", "/runtime", "/dev", "/proc/sys/kernel"])
+async def test_nothing_else_can_be_written(session: SandboxSession, place: str) -> None:
+    execution = await attack(session, f"open('{place}/x', 'w')")
+    assert "Error" in (execution.error or "")
+
+
+async def test_opens_sockets(session: SandboxSession) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        code = f"import socket\nsocket.create_connection(('127.0.0.1', {port}), timeout=1)"
+        assert "Connection refused" in ((await attack(session, code)).error or "")
+    code = "import socket\nsocket.create_connection(('192.0.2.1', 80), timeout=1)"
+    assert "unreachable" in ((await attack(session, code)).error or "")
+    code = "import socket\nsocket.socket(type=socket.SOCK_DGRAM).sendto(b'x', ('192.0.2.1', 53))"
+    assert "unreachable" in ((await attack(session, code)).error or "")
+
+
+async def test_opens_sockets_that_no_namespace_bounds(session: SandboxSession) -> None:
+    for family in ("AF_VSOCK", "AF_NETLINK", "AF_ALG", "AF_PACKET"):
+        execution = await attack(session, f"import socket\nsocket.socket(socket.{family}, socket.SOCK_DGRAM)")
+        assert "Error" in (execution.error or ""), family
+
+
+async def test_connects_to_an_abstract_socket_of_the_host(session: SandboxSession) -> None:
+    name = f"\0agentrl-test-{os.getpid()}"
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(name)
+        server.listen()
+        execution = await attack(session, f"import socket\nsocket.socket(socket.AF_UNIX).connect({name!r})")
+    assert "Connection refused" in (execution.error or "")
+
+
+async def test_reads_the_host(session: SandboxSession, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("SECRET_TOKEN", "hunter2")
+    (tmp_path / "secret").write_text("hunter2")
+    passwd = await attack(session, "print(open('/etc/passwd').read())")
+    assert passwd.stdout.startswith("user:x:1000:")
+    assert passwd.stdout.count("\n") <= 2
+    for place in (str(tmp_path), os.path.expanduser("~"), "/home", "/root", "/work", "/etc/shadow", "/sys", "/var"):
+        execution = await attack(session, f"import os\nos.stat({place!r})")
+        assert "FileNotFoundError" in (execution.error or ""), place
+    everything = await attack(
+        session, "import os, subprocess\nprint(dict(os.environ), open('/proc/self/mounts').read())"
+    )
+    assert "hunter2" not in everything.stdout
+    assert "SECRET_TOKEN" not in everything.stdout
+
+
+async def test_environment_of_process_1_holds_nothing(session: SandboxSession, monkeypatch: pytest.MonkeyPatch) -> None:
+    for file in ("environ", "mem", "fd", "root", "cwd", "maps"):
+        how = "os.listdir" if file in ("fd", "root", "cwd") else "open"
+        execution = await attack(session, f"import os\n{how}('/proc/1/{file}')")
+        assert "PermissionError" in (execution.error or ""), file
+    assert (await session.run("import os\nsorted(p for p in os.listdir('/proc') if p.isdigit())")).value == "['1', '2']"
+
+
+async def test_other_sessions_files_are_out_of_sight(session: SandboxSession) -> None:
+    sandbox = make_sandbox("bwrap", limits=LIMITS, pool=1)
+    try:
+        async with sandbox.session() as other:
+            await other.run("open('/tmp/mine', 'w').write('x')\nopen('/dev/shm/mine', 'w').write('x')\nname = 1")
+            look = "import os\n[os.listdir(p) for p in ('/tmp', '/dev/shm', '/run')], 'name' in globals()"
+            assert (await session.run(look)).value == "([[], [], []], False)"
+        async with sandbox.session() as later:
+            assert (await later.run(look)).value == "([[], [], []], False)"
+    finally:
+        await sandbox.close()
+
+
+async def test_kills_its_parent_and_everything(session: SandboxSession) -> None:
+    await session.run("x = 1")
+    for target in ("os.getppid()", "1"):
+        for number in ("SIGKILL", "SIGSTOP", "SIGTERM", "SIGINT"):
+            execution = await attack(session, f"import os, signal\nos.kill({target}, signal.{number})\nx")
+            assert execution.value == "1"
+    execution = await attack(session, "import os\nos.kill(-1, 9)")
+    if execution.stop:  # all but process 1 and the caller itself
+        assert execution.stop is Stop.ENDED
+    execution = await session.run("import os\nos.kill(os.getpid(), 9)")
+    assert execution.stop is Stop.ENDED
+    assert execution.lost
+    await survives(session)
+
+
+async def test_stops_itself(session: SandboxSession) -> None:
+    execution = await session.run("import os, signal\nos.kill(os.getpid(), signal.SIGSTOP)", seconds=0.2)
+    assert execution.stop is Stop.WALL
+    await survives(session)
+
+
+async def test_reaches_for_the_supervisors_limits(session: SandboxSession) -> None:
+    for code in ("resource.prlimit(1, resource.RLIMIT_NOFILE, (0, 0))", "os.sched_setaffinity(1, {0})",
+                 "os.setpriority(os.PRIO_PROCESS, 1, 19)", "os.setpriority(os.PRIO_USER, 0, 19)",
+                 "resource.setrlimit(resource.RLIMIT_DATA, (1 << 40, 1 << 40))", "os.setuid(0)",
+                 "os.chroot('/')"):  # fmt: skip
+        execution = await attack(session, f"import os, resource\n{code}")
+        assert execution.error is not None, code
+
+
+async def test_prints_a_gigabyte(session: SandboxSession) -> None:
+    execution = await attack(session, "line = 'x' * (1 << 20)\nfor _ in range(1024): print(line)")
+    assert execution.stop is Stop.OUTPUT
+    assert execution.cut
+    assert len(execution.stdout) < 3 * LIMITS.output
+
+
+async def test_prints_a_gigabyte_from_another_process_to_both(session: SandboxSession) -> None:
+    code = (
+        "import os, time\nif os.fork() == 0:\n"
+        "    while True: os.write(1, b'x' * 65536), os.write(2, b'y' * 65536)\ntime.sleep(60)"
+    )
+    execution = await attack(session, code)
+    assert execution.stop is Stop.OUTPUT
+    assert "x" in execution.stdout
+    assert "y" in execution.stderr
+
+
+async def test_returns_and_raises_more_than_is_kept(session: SandboxSession) -> None:
+    execution = await attack(session, "'x' * 10_000_000")
+    assert execution.cut
+    assert len(execution.value or "") < 2 * LIMITS.output
+    execution = await attack(session, "raise ValueError('x' * 10_000_000)")
+    assert execution.cut
+    assert len(execution.error or "") < 2 * LIMITS.output
+
+
+async def test_never_returns(session: SandboxSession) -> None:
+    await session.run("kept = 1")
+    execution = await session.run("while True: pass")
+    assert execution.stop is Stop.CPU
+    assert not execution.lost
+    execution = await session.run("import time\ntime.sleep(60)", seconds=0.2)
+    assert execution.stop is Stop.WALL
+    assert "KeyboardInterrupt" in (execution.error or "")
+    assert (await session.run("kept")).value == "1"
+
+
+@pytest.mark.parametrize(
+    "stubborn",
+    [
+        "import signal\nfor s in (signal.SIGTERM, signal.SIGINT): signal.signal(s, signal.SIG_IGN)\nwhile True: pass",
+        "import time\nwhile True:\n    try: time.sleep(60)\n    except BaseException: pass",
+        "import itertools\nsum(itertools.repeat(1))",
+    ],
+)
+async def test_swallows_every_signal(session: SandboxSession, stubborn: str) -> None:
+    execution = await session.run(f"print('before')\n{stubborn}", seconds=0.2)
+    assert execution.stop is Stop.WALL
+    assert execution.lost
+    assert execution.stdout == "before\n"
+    await survives(session)
+
+
+async def test_swallows_the_interrupt_and_ends(session: SandboxSession) -> None:
+    code = "import time\ntry: time.sleep(60)\nexcept KeyboardInterrupt: x = 'caught'"
+    execution = await session.run(code, seconds=0.2)
+    assert execution.stop is Stop.WALL
+    assert not execution.lost
+    assert (await session.run("x")).value == "'caught'"
+
+
+async def test_a_repr_that_never_returns(session: SandboxSession) -> None:
+    execution = await session.run("class A:\n    def __repr__(self):\n        while True: pass\nA()", seconds=0.2)
+    assert execution.stop is Stop.WALL
+    await survives(session)
+
+
+async def test_daemonizes(session: SandboxSession) -> None:
+    code = (
+        "import os, time\nif os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0:\n        os.closerange(0, 256)\n"
+        "        while True: time.sleep(0.01)\n    os._exit(0)\n'away'"
+    )
+    assert (await attack(session, code)).value == "'away'"
+
+
+async def test_writes_on_every_descriptor(session: SandboxSession) -> None:
+    code = "import os\nfor fd in range(256):\n    try: os.write(fd, b'\\xff' * 64)\n    except OSError: pass\n'over'"
+    execution = await attack(session, code)
+    assert execution.stop is Stop.ENDED
+    assert execution.lost
+
+
+async def test_closes_every_descriptor(session: SandboxSession) -> None:
+    execution = await attack(session, "import os\nos.closerange(0, 256)\nwhile True: pass")
+    assert execution.stop is Stop.ENDED
+
+
+async def test_closes_its_streams(session: SandboxSession) -> None:
+    await session.run("import os, sys\nsys.stdout.close()\nos.close(1)\nos.close(2)\nsys.stderr = None")
+    execution = await attack(session, "print('back')\nimport sys\nprint('too', file=sys.stderr)")
+    assert (execution.stdout, execution.stderr) == ("back\n", "too\n")
+
+
+async def test_reads_what_is_meant_for_the_worker(session: SandboxSession) -> None:
+    """It eats the next call: only its own session suffers."""
+    code = (
+        "import os, threading\ndef eat():\n    for fd in range(240, 256):\n        try: os.read(fd, 1 << 16)\n"
+        "        except OSError: pass\nfor _ in range(3): threading.Thread(target=eat, daemon=True).start()"
+    )
+    await session.run(code)
+    execution = await session.run("1 + 1", seconds=0.3)
+    assert execution.value == "2" or execution.stop
+    assert (await session.run("1 + 1", seconds=0.5)).value == "2"
+
+
+async def test_breaks_what_the_worker_uses(session: SandboxSession) -> None:
+    code = (
+        "import builtins, sys, os\nfor name in ('compile', 'eval', 'len', 'print', 'repr', 'sum'):\n"
+        "    setattr(builtins, name, None)\nos.write = os.read = None\nsys.modules.clear()"
+    )
+    execution = await session.run(code)
+    assert execution.stop is Stop.ENDED or execution.error or execution.ok
+    again = await session.run("1 + 1")
+    assert again.value == "2" or again.lost or again.error
+    assert (await session.run("1 + 1")).ok or (await session.run("1 + 1")).ok
+
+
+async def test_the_supervisor_is_killed_from_outside(session: SandboxSession) -> None:
+    """By the kernel, for instance, when memory is short: told as the interpreter's end, and the next call works."""
+    running = asyncio.create_task(session.run("import time\ntime.sleep(60)"))
+    await asyncio.sleep(0.2)
+    session._process._spawner.kill(session._process._name)  # type: ignore[attr-defined]
+    execution = await running
+    assert execution.stop is Stop.ENDED
+    assert (await session.run("1 + 1")).value == "2"
+
+
+async def test_limits_hold_for_root_too() -> None:
+    """Processes are counted even where the kernel's own limit does not bind."""
+    sandbox = BwrapSandbox(LIMITS, pool=0)
+    sandbox._config["after"][-1] = sandbox._config["after"][-1].replace(
+        "'count_processes': True", "'count_processes': False"
+    )
+    async with sandbox.session() as session:
+        execution = await session.run(
+            "import os, time\nfor _ in range(40):\n    if os.fork() == 0: time.sleep(60)\ntime.sleep(60)"
+        )
+        assert execution.stop is Stop.PROCESSES
+        await survives(session)
+    await sandbox.close()
+
+
+async def test_background_work_stands_still_between_calls(session: SandboxSession) -> None:
+    spin = "import threading, time\ndef spin():\n    while True: pass\n"
+    await session.run(f"{spin}threading.Thread(target=spin, daemon=True).start()")
+    await session.run("before = time.process_time()")
+    await asyncio.sleep(0.5)
+    used = (await session.run("time.process_time() - before")).value
+    assert float(used or "") < 0.3

@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from agentrl.engine.sglang.weights.server import WeightServer
 from agentrl.engine.sglang.weights.source import NamedTensor, buckets
 from agentrl.engine.sglang.weights.way import Failures, each
+from agentrl.errors import UserError
 
 SHARD_BYTES = 2 << 30
 
@@ -22,8 +23,11 @@ class FromDisk:
     name = "from_disk"
 
     def __init__(self, folder: Path, keep: int = 2, shard_bytes: int = SHARD_BYTES) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        self._folder = Path(tempfile.mkdtemp(prefix="channel_", dir=folder.resolve()))  # channels do not meet
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._folder = Path(tempfile.mkdtemp(prefix="channel_", dir=folder.resolve()))  # channels do not meet
+        except OSError as error:
+            raise UserError(f"weights: the folder {folder} cannot be written: {error.strerror}") from error
         self._folder.chmod(0o755)  # servers may run as somebody else
         self._keep, self._shard_bytes = keep, shard_bytes
 

@@ -2,6 +2,7 @@
 
 import os
 import shlex
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -82,7 +83,10 @@ def _flags(flags: Mapping[str, Flag]) -> list[str]:
 def launch_command(command: str | None, venv: str | None) -> tuple[str, ...]:
     """What starts a server, up to its flags. Raises UserError where nothing says what does, or it is not there."""
     if command is not None:
-        return tuple(shlex.split(command))
+        words = shlex.split(command)
+        if not words or shutil.which(words[0]) is None:
+            raise UserError(f"engine.args.command: there is no program {' '.join(words[:1])!r}")
+        return tuple(words)
     place = venv or os.environ.get(VENV_VARIABLE)
     if not place:
         raise UserError(

@@ -28,7 +28,8 @@ ABORT_SECONDS = 1.0
 """What a server has to answer an abort with all that it sampled; then the tokens that came are taken."""
 ATTEMPTS = 8
 """Failures of one request, on whichever servers, before it is given up."""
-BACK_OFF_SECONDS = 0.1
+BACK_OFF_SECONDS = 0.1, 2.0
+"""Before a second try on a server that answers: from, to."""
 PAUSE_MODES = ("retract", "in_place", "abort")
 
 
@@ -197,7 +198,7 @@ class SglangEngine:
                 if failures >= ATTEMPTS:
                     raise
                 if member.out is None:
-                    await asyncio.sleep(BACK_OFF_SECONDS * 2**failures)
+                    await asyncio.sleep(min(BACK_OFF_SECONDS[0] * 2**failures, BACK_OFF_SECONDS[1]))
                 continue
             finally:
                 pool.give(member)
@@ -212,7 +213,7 @@ class SglangEngine:
         rid = uuid.uuid4().hex  # of one length: a server aborts every id that begins as the given one
         have = len(answer.ids)
         body = request_body(prompt + answer.ids, sampling, room - have, rid, member.features)
-        reader = Reader(answer, member.url)
+        reader = Reader(answer, member.url, self._fleet.version)
         end: PieceEnd | None = None
         flight = Flight(call.cut)
         call.at(member, rid)

@@ -81,10 +81,11 @@ class Answer:
 
 
 class Reader:
-    """Reads one server's pieces of an answer into it. `url` names the server in errors."""
+    """Reads one server's pieces of an answer into it. `url` names the server in errors. version: that of the weights as
+    the request begins."""
 
-    def __init__(self, answer: Answer, url: str) -> None:
-        self._answer, self._url = answer, url
+    def __init__(self, answer: Answer, url: str, version: int) -> None:
+        self._answer, self._url, self._latest = answer, url, version
         self._start = len(answer.ids)
         self._runs = len(answer.versions)
 
@@ -131,12 +132,14 @@ class Reader:
         return ids, logprobs
 
     def _add_versions(self, new: int, meta: Mapping[str, Any]) -> None:
-        """By the spans of the last piece for all of this server's tokens; until then, by the version that each piece
-        names."""
+        """By the spans of the last piece for all of this server's tokens; until then, by what each piece names."""
         runs = self._answer.versions
         if not (spans := meta.get("weight_versions")):
+            name = str(meta.get("weight_version"))
+            if name.isdecimal():  # else an update is under way, and these were sampled before it
+                self._latest = int(name)
             if new:
-                runs.append((self._version(meta.get("weight_version")), new))
+                runs.append((self._latest, new))
             return
         total, at, exact = len(self._answer.ids) - self._start, 0, []
         for span in spans:

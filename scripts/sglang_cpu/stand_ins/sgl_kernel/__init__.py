@@ -1,0 +1,48 @@
+"""Stand-ins, in plain torch, for the compiled functions that SGLang's scheduler calls on a CPU.
+
+`sgl_kernel` has no build for this case. Names that are only imported, never called, are served by `__getattr__`.
+"""
+
+import ctypes
+from collections.abc import Callable
+
+import torch
+
+__version__ = "0.0.0+agentrl.cpu"
+
+
+def assign_req_to_token_pool_cpu(
+    rows: torch.Tensor,
+    table: torch.Tensor,
+    starts: torch.Tensor,
+    ends: torch.Tensor,
+    places: torch.Tensor,
+    width: int,
+) -> None:
+    """table[rows[i], starts[i]:ends[i]] = the next ends[i] - starts[i] of `places`."""
+    taken = 0
+    for row, start, end in zip(rows.tolist(), starts.tolist(), ends.tolist(), strict=False):
+        count = end - start
+        table[row, start:end] = places[taken : taken + count].to(table.dtype)
+        taken += count
+
+
+def copy_all_layer_kv_cache_cpu(
+    pointers: torch.Tensor, strides: torch.Tensor, targets: torch.Tensor, sources: torch.Tensor
+) -> None:
+    """In each layer's buffer (its address, and the bytes of a row) copy rows `sources` to rows `targets`."""
+    moves = list(zip(targets.tolist(), sources.tolist(), strict=True))
+    for pointer, size in zip(pointers.tolist(), strides.tolist(), strict=False):
+        kept = [ctypes.string_at(pointer + source * size, size) for _, source in moves]  # before any is written over
+        for (target, _), row in zip(moves, kept, strict=True):
+            ctypes.memmove(pointer + target * size, row, size)
+
+
+def __getattr__(name: str) -> Callable[..., None]:
+    if not name.endswith("_cpu"):
+        raise AttributeError(name)
+
+    def missing(*args: object, **kwargs: object) -> None:
+        raise NotImplementedError(f"sgl_kernel.{name} has no stand-in for a CPU")
+
+    return missing

@@ -1,0 +1,28 @@
+"""Fixtures that several test files share: one real SGLang server for the whole session."""
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+VENV = "AGENTRL_SGLANG_VENV"
+
+
+@pytest.fixture(scope="session")
+def sglang_venv() -> str:
+    """The virtual environment of the real server; skips where there is none."""
+    if not (venv := os.environ.get(VENV)):
+        pytest.skip(f"no SGLang: make one with scripts/sglang_cpu/install VENV and set {VENV}=VENV")
+    return venv
+
+
+@pytest.fixture(scope="session")
+def sglang_url(sglang_venv: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A real server with the embedded model, on loopback. AGENTRL_SGLANG_URL names one that runs already."""
+    if url := os.environ.get("AGENTRL_SGLANG_URL"):
+        yield url
+        return
+    from sglang_help import real_server
+
+    with real_server(tmp_path_factory.mktemp("sglang")) as url:
+        yield url

@@ -1,0 +1,234 @@
+"""Servers for the tests of the engine `sglang`: the real one, and one over the local engine that fails on demand."""
+
+import asyncio
+import json
+from collections import Counter, deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from aiohttp import web
+
+from agentrl.engine.base import Sampling
+from agentrl.engine.local.engine import LocalEngine
+from agentrl.engine.sglang.client import Sessions
+from agentrl.engine.sglang.command import LaunchPlan, launch_command
+from agentrl.engine.sglang.server import Server
+from agentrl.models import embedded_path
+from agentrl.models.load import load_model
+from agentrl.recipe.schema import ModelSection
+
+PIECE = 4
+
+
+def tiny() -> tuple[Any, Any]:
+    """The embedded model and its tokenizer."""
+    return load_model(ModelSection())
+
+
+def real_plan(flags: dict[str, Any] | None = None) -> LaunchPlan:
+    """The embedded model on the real server of AGENTRL_SGLANG_VENV."""
+    return LaunchPlan(
+        command=launch_command(None, None), model_path=str(embedded_path()), dtype="float32",
+        flags={"max-total-tokens": 16384, **(flags or {})}, max_batch=64, token_bytes=2048, context=1024, cpu=True,
+    )  # fmt: skip
+
+
+@contextmanager
+def real_server(folder: Path) -> Iterator[str]:
+    """One real server, its URL, while the block runs."""
+    sessions = Sessions()
+    server = Server(real_plan(), 0, folder / "sglang.log", sessions)
+
+    async def start() -> None:
+        try:
+            await server.start(600.0, lambda line: None)
+        finally:
+            await sessions.close()
+
+    asyncio.run(start())
+    try:
+        yield server.url
+    finally:
+        server.kill()
+
+
+@dataclass(eq=False)
+class StandIn:
+    """Speaks SGLang's API over a local engine, and fails as `faults` says: an entry a request to /generate that streams.
+
+    A fault is `(kind, n)`: what goes wrong after n pieces of PIECE tokens. asked: prompts in the order they came.
+    """
+
+    model: Any
+    tokenizer: Any = None
+    faults: "deque[tuple[str, int] | None]" = field(default_factory=deque)
+    incremental: bool = True
+    version: str = "default"
+    vocabulary: int = 1024
+    architecture: str = "Qwen3ForCausalLM"
+    shift: float = 0.0  # added to the log-probs of a prompt, until weights are sent
+    dead: bool = False  # every request is refused
+    calls: "Counter[str]" = field(default_factory=Counter)
+    asked: list[list[int]] = field(default_factory=list)
+    running: int = 0
+    most: int = 0
+    url: str = ""
+
+    async def __aenter__(self) -> "StandIn":
+        self._engine = LocalEngine(self.model, max_batch=32)
+        self._held = asyncio.Event()
+        app = web.Application(middlewares=[self._count])
+        app.router.add_get("/health", self._ok)
+        app.router.add_get("/model_info", self._model_info)
+        app.router.add_get("/server_info", self._server_info)
+        app.router.add_post("/v1/tokenize", self._tokenize)
+        app.router.add_post("/generate", self._generate)
+        app.router.add_post("/abort_request", self._abort)
+        app.router.add_post("/update_weight_version", self._set_version)
+        self._runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", 0)
+        await site.start()
+        self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        self._held.set()
+        await self._engine.close()
+        await self._runner.cleanup()
+
+    @web.middleware
+    async def _count(self, request: web.Request, handler: Any) -> web.StreamResponse:
+        self.calls[request.path] += 1
+        if self.dead:
+            request.transport.abort()
+            raise web.HTTPServiceUnavailable
+        return await handler(request)
+
+    async def _ok(self, request: web.Request) -> web.Response:
+        return web.Response()
+
+    async def _model_info(self, request: web.Request) -> web.Response:
+        info = {
+            "model_path": "stand-in", "served_model_name": "stand-in", "is_generation": True,
+            "weight_version": self.version, "architectures": [self.architecture],
+        }  # fmt: skip
+        return web.json_response(info)
+
+    async def _server_info(self, request: web.Request) -> web.Response:
+        info = {"version": "stand-in", "max_req_input_len": 1018, "incremental_streaming_output": self.incremental}
+        return web.json_response({**info, "tp_size": 1})
+
+    async def _tokenize(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        tokens = self.tokenizer.encode(body["prompt"], add_special_tokens=False) if self.tokenizer else None
+        return web.json_response({"tokens": tokens})
+
+    async def _set_version(self, request: web.Request) -> web.Response:
+        self.version = (await request.json())["new_version"]
+        return web.json_response({"success": True})
+
+    async def _abort(self, request: web.Request) -> web.Response:
+        self._engine.abort((await request.json())["rid"])
+        return web.Response()
+
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        ids = body["input_ids"]
+        if any(not 0 <= i < self.vocabulary for i in ids):
+            raise AssertionError("an id outside the vocabulary would have killed the real server")
+        if any(i >= self.vocabulary for i in body.get("token_ids_logprob") or []):
+            return web.json_response({"error": {"message": "out-of-vocabulary token id"}}, status=400)
+        if not body.get("stream"):
+            return web.json_response(self._probe(ids, body))
+        self.asked.append(ids)
+        self.running += 1
+        self.most = max(self.most, self.running)
+        try:
+            return await self._stream(request, body, self.faults.popleft() if self.faults else None)
+        finally:
+            self.running -= 1
+
+    def _probe(self, ids: list[int], body: dict[str, Any]) -> dict[str, Any]:
+        meta: dict[str, Any] = {"finish_reason": {"type": "length"}, "weight_version": self.version}
+        if body.get("logprob_start_len") == 0:
+            with torch.no_grad():
+                logits = self.model(input_ids=torch.tensor([ids]), use_cache=False).logits[0].float()
+            found = torch.log_softmax(logits, -1)[:-1].gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+            meta["input_token_logprobs"] = [[None, ids[0], None]]
+            meta["input_token_logprobs"] += [
+                [lp + self.shift, i, None] for lp, i in zip(found.tolist(), ids[1:], strict=True)
+            ]
+        return {"output_ids": [0], "meta_info": meta}
+
+    async def _stream(
+        self, request: web.Request, body: dict[str, Any], fault: tuple[str, int] | None
+    ) -> web.StreamResponse:
+        kind, after = fault or ("", 0)
+        if kind == "status":
+            return web.json_response({"error": {"message": "told to fail"}}, status=after)
+        response = web.StreamResponse(headers={"content-type": "text/event-stream"})
+        await response.prepare(request)
+        pieces = await self._pieces(body)
+        for number, piece in enumerate(pieces):
+            if kind and number == after:
+                if kind == "hang":
+                    await self._held.wait()
+                    return response
+                if kind == "cut":
+                    request.transport.abort()
+                    return response
+                if kind == "die":
+                    self.dead = True
+                    request.transport.abort()
+                    return response
+                piece = _spoilt(piece, kind)
+            await response.write(b"data: " + piece + b"\n\n")
+        await response.write(b"data: [DONE]\n\n")
+        await response.write_eof()
+        return response
+
+    async def _pieces(self, body: dict[str, Any]) -> list[bytes]:
+        given = body["sampling_params"]
+        sampling = Sampling(
+            given["max_new_tokens"], temperature=given["temperature"], top_p=given["top_p"],
+            top_k=max(0, given["top_k"]), stop_ids=tuple(given["stop_token_ids"]), seed=1,
+        )  # fmt: skip
+        made = await self._engine.generate(body["input_ids"], sampling, body["rid"])
+        pairs = [[lp, i, None] for lp, i in zip(made.logprobs, made.ids, strict=True)]
+        pieces = []
+        for start in range(0, max(1, len(made.ids)), PIECE):
+            end = min(start + PIECE, len(made.ids))
+            last, shown = end == len(made.ids), start if self.incremental else 0
+            meta: dict[str, Any] = {
+                "finish_reason": {"type": made.finish.value} if last else None, "weight_version": self.version,
+                "completion_tokens": end, "output_token_logprobs": pairs[shown:end],
+            }  # fmt: skip
+            if last:
+                meta["weight_versions"] = [{"version": self.version, "start": 0, "end": end}]
+            pieces.append(json.dumps({"output_ids": made.ids[shown:end], "meta_info": meta}).encode())
+        return pieces
+
+
+def _spoilt(piece: bytes, kind: str) -> bytes:
+    if kind == "no_json":
+        return piece[: len(piece) // 2]
+    found = json.loads(piece)
+    meta = found["meta_info"]
+    if kind == "few_logprobs":
+        meta["output_token_logprobs"].pop()
+    elif kind == "other_ids":
+        meta["output_token_logprobs"][-1][1] += 1
+    elif kind == "lost_piece":
+        meta["completion_tokens"] += PIECE
+    elif kind == "null_logprob":
+        meta["output_token_logprobs"][-1][0] = None
+    elif kind == "error":
+        found = {"error": {"message": "told to fail", "code": 500}}
+    else:
+        raise AssertionError(f"no fault {kind!r}")
+    return json.dumps(found).encode()

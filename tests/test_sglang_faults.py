@@ -1,0 +1,283 @@
+"""Servers that fail in every way: each ends in a retry, another server or one clear line; the numbers stay right."""
+
+import asyncio
+from array import array
+from collections import deque
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+import pytest
+import torch
+from sglang_help import StandIn, tiny
+
+from agentrl.engine.base import EngineError, Generation, GenerationFinish, Sampling
+from agentrl.engine.local.engine import LocalEngine
+from agentrl.engine.sglang.engine import SglangEngine
+from agentrl.errors import UserError
+
+GREEDY = Sampling(24, temperature=0.0)
+PROMPT = [40, 41, 42, 43, 44]
+
+
+@pytest.fixture(scope="module")
+def parts() -> tuple[Any, Any]:
+    torch.set_num_threads(1)
+    return tiny()
+
+
+@pytest.fixture(scope="module")
+def expected(parts: tuple[Any, Any]) -> Generation:
+    async def once() -> Generation:
+        engine = LocalEngine(parts[0], max_batch=4)
+        made = await engine.generate(PROMPT, GREEDY, "x")
+        await engine.close()
+        return made
+
+    return asyncio.run(once())
+
+
+@asynccontextmanager
+async def served(parts: Any, *faults: Any, count: int = 1, incremental: bool = True, **args: Any) -> Any:
+    """An engine over `count` stand-ins, the first of which has `faults`; (engine, stand-ins, lines said)."""
+    model, tokenizer = parts
+    said: list[str] = []
+    async with AsyncExitStack() as stack:
+        servers = [StandIn(model, tokenizer, incremental=incremental) for _ in range(count)]
+        for server in servers:
+            await stack.enter_async_context(server)
+        servers[0].faults = deque(faults)
+        engine = SglangEngine(model, max_batch=args.pop("max_batch", 16), tokenizer=tokenizer, say=said.append,
+                              urls=tuple(s.url for s in servers), **args)  # fmt: skip
+        stack.push_async_callback(engine.close)
+        await engine.health()
+        yield engine, servers, said
+
+
+def same(made: Generation, expected: Generation) -> None:
+    assert made.ids == expected.ids
+    assert made.finish is expected.finish
+    assert made.logprobs == pytest.approx(expected.logprobs, abs=1e-5)
+    assert made.weight_version == 0
+
+
+@pytest.mark.parametrize("incremental", [True, False])
+async def test_a_healthy_server(parts: Any, expected: Generation, incremental: bool) -> None:
+    async with served(parts, incremental=incremental) as (engine, _, _):
+        same(await engine.generate(array("i", PROMPT), GREEDY, "x"), expected)
+
+
+@pytest.mark.parametrize("incremental", [True, False])
+@pytest.mark.parametrize("kind", ["cut", "no_json", "few_logprobs", "other_ids", "null_logprob", "lost_piece", "error"])
+@pytest.mark.parametrize("after", [0, 2])
+async def test_a_piece_goes_wrong(parts: Any, expected: Generation, kind: str, after: int, incremental: bool) -> None:
+    """The request goes on after the tokens that came whole, which are sampled and counted once."""
+    async with served(parts, (kind, after), incremental=incremental) as (engine, (server,), _):
+        same(await engine.generate(PROMPT, GREEDY, "x"), expected)
+    assert server.asked == [PROMPT, PROMPT + expected.ids[: 4 * after]]
+
+
+@pytest.mark.parametrize("status", [500, 502, 503, 429])
+async def test_a_server_error_is_tried_again(parts: Any, expected: Generation, status: int) -> None:
+    async with served(parts, ("status", status)) as (engine, (server,), _):
+        same(await engine.generate(PROMPT, GREEDY, "x"), expected)
+    assert len(server.asked) == 2
+
+
+async def test_a_refusal_is_final_and_says_why(parts: Any) -> None:
+    async with served(parts, ("status", 400)) as (engine, (server,), _):
+        with pytest.raises(EngineError, match=r"http://127.0.0.1:\d+/generate: it answers 400: told to fail"):
+            await engine.generate(PROMPT, GREEDY, "x")
+        assert len(server.asked) == 1
+        await engine.generate(PROMPT, GREEDY, "x")
+
+
+async def test_a_server_that_always_fails_is_given_up_in_one_line(parts: Any) -> None:
+    faults = [("few_logprobs", 0)] * 100
+    async with served(parts, *faults, patience=1.0) as (engine, (server,), said):
+        with pytest.raises(EngineError, match="4 ids came with 3 log-probs") as caught:
+            await engine.generate(PROMPT, GREEDY, "x")
+        assert "\n" not in str(caught.value)
+        assert server.url in str(caught.value)
+    assert any("is taken out" in line for line in said)
+
+
+async def test_a_dead_server_leaves_its_requests_to_another(parts: Any, expected: Generation) -> None:
+    async with served(parts, ("die", 2), count=2) as (engine, (first, second), said):
+        made = await asyncio.gather(*(engine.generate(PROMPT, GREEDY, f"{i}") for i in range(8)))
+        for one in made:
+            same(one, expected)
+        assert PROMPT + expected.ids[:8] in second.asked  # on from its tokens so far
+        before = len(first.asked)
+        await asyncio.gather(*(engine.generate(PROMPT, GREEDY, f"more{i}") for i in range(8)))
+        assert len(first.asked) == before
+    assert [first.url in line for line in said if "taken out" in line] == [True]
+
+
+async def test_a_server_comes_back(parts: Any, expected: Generation) -> None:
+    async with served(parts, ("die", 1), count=2) as (engine, (first, _), said):
+        same(await engine.generate(PROMPT, GREEDY, "a"), expected)
+        waiting = asyncio.create_task(_until(lambda: any("is back" in line for line in said)))
+        await asyncio.sleep(0.2)
+        first.dead = False
+        await waiting
+        before = len(first.asked)
+        await asyncio.gather(*(engine.generate(PROMPT, GREEDY, f"b{i}") for i in range(4)))
+        assert len(first.asked) > before
+
+
+async def test_a_server_with_other_weights_stays_out(parts: Any) -> None:
+    """It was restarted: its weights have no version of this run, and it takes none."""
+    async with served(parts, ("die", 1), count=2) as (engine, (first, _), said):
+        await engine.generate(PROMPT, GREEDY, "a")
+        first.dead, first.version = False, "default"
+        asked = len(first.asked)
+        await _until(lambda: first.calls["/pause_generation"] > 0)
+        await asyncio.gather(*(engine.generate(PROMPT, GREEDY, f"b{i}") for i in range(6)))
+        assert len(first.asked) == asked
+    assert not any("is back" in line for line in said)
+
+
+@pytest.mark.parametrize("after", [0, 3])
+async def test_a_server_that_never_answers_is_left(parts: Any, expected: Generation, after: int) -> None:
+    async with served(parts, ("hang", after), count=2, stall=0.6) as (engine, (first, second), said):
+        same(await engine.generate(PROMPT, GREEDY, "x"), expected)
+        assert second.asked == [PROMPT + expected.ids[: 4 * after]]
+    assert any("no sign of life" in line and first.url in line for line in said)
+
+
+async def test_no_server_is_left(parts: Any) -> None:
+    async with served(parts, ("die", 1), patience=0.5) as (engine, (server,), _):
+        with pytest.raises(EngineError, match="no SGLang server is left: " + server.url):
+            await engine.generate(PROMPT, GREEDY, "x")
+        with pytest.raises(EngineError, match="no SGLang server is left"):
+            await engine.health()
+
+
+async def test_a_conversation_stays_where_its_prefix_is(parts: Any) -> None:
+    async with served(parts, count=3) as (engine, servers, _):
+        for turn in range(3):
+            prompts = [[100 + i, *PROMPT[: turn + 1]] for i in range(9)]
+            await asyncio.gather(*(engine.generate(p, Sampling(3), f"r{i}") for i, p in enumerate(prompts)))
+        for server in servers:
+            assert len(server.asked) == 9  # three conversations of three turns: evenly, and each in one place
+            assert len({ids[0] for ids in server.asked}) == 3
+
+
+async def test_bound_of_requests_in_flight(parts: Any) -> None:
+    async with served(parts, count=2, max_batch=3) as (engine, servers, _):
+        made = await asyncio.gather(*(engine.generate(PROMPT, Sampling(12), f"{i}") for i in range(40)))
+        assert [len(m.ids) for m in made] == [12] * 40
+        assert [s.most for s in servers] == [3, 3]
+
+
+async def test_abort_while_waiting_for_room(parts: Any) -> None:
+    async with served(parts, ("hang", 0), max_batch=1) as (engine, _, _):
+        first = asyncio.create_task(engine.generate(PROMPT, GREEDY, "a"))
+        await asyncio.sleep(0.2)
+        second = asyncio.create_task(engine.generate(PROMPT, GREEDY, "b"))
+        await asyncio.sleep(0.1)
+        engine.abort("b")
+        made = await second
+        assert (made.ids, made.finish) == ([], GenerationFinish.ABORT)
+        engine.abort("a")  # a server that never answers an abort is not waited for
+        assert (await asyncio.wait_for(first, 5)).finish is GenerationFinish.ABORT
+
+
+async def test_versions_of_each_id(parts: Any) -> None:
+    """The server takes new weights while a request is under way, and another one goes on with it."""
+    async with served(parts, ("die", 2), count=2) as (engine, (_, second), _):
+        second.version = "7"
+        made = await engine.generate(PROMPT, GREEDY, "x")
+        assert made.weight_version == [0] * 8 + [7] * 16
+
+
+async def _until(done: Any) -> None:
+    async with asyncio.timeout(20):
+        while not done():
+            await asyncio.sleep(0.02)
+
+
+async def start(parts: Any, **args: Any) -> None:
+    engine = SglangEngine(parts[0], max_batch=4, tokenizer=parts[1], **args)
+    try:
+        await engine.health()
+    finally:
+        await engine.close()
+
+
+@pytest.mark.parametrize(
+    ("args", "line"),
+    [
+        ({"urls": ("http://127.0.0.1:1",)}, "engine: http://127.0.0.1:1/model_info: Cannot connect"),
+        ({"urls": ("127.0.0.1:30000",)}, "engine.args.urls: '127.0.0.1:30000' is no URL; write http://HOST:PORT"),
+        ({"urls": ("http://a b",)}, "http://a b"),
+        ({"urls": ("http://x", "http://x/")}, "a server is listed twice"),
+        ({"urls": ("http://x",), "servers": 2}, "`urls` are servers that run already"),
+        ({"servers": 0}, "engine.args.servers is 0"),
+        ({"stall": 0.0, "urls": ("http://x",)}, "engine.args.stall"),
+        ({"venv": "/nowhere"}, "engine.args.venv: /nowhere is no virtual environment"),
+        (
+            {"command": "no-such-program --x", "model_path": "m"},
+            "engine.args.command: there is no program 'no-such-program'",
+        ),
+        ({"command": "false", "model_path": "m"}, "the server ended as it started"),
+    ],
+)
+async def test_mistakes_in_the_recipe(parts: Any, args: Any, line: str, tmp_path: Any) -> None:
+    with pytest.raises(UserError, match=line) as caught:
+        await start(parts, log_dir=None if "urls" in args else str(tmp_path), **args)
+    assert "\n" not in str(caught.value)
+
+
+async def test_nothing_says_where_servers_are(parts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("AGENTRL_SGLANG_VENV", raising=False)
+    with pytest.raises(UserError, match=r"engine\.args\.urls.*engine\.args\.venv or AGENTRL_SGLANG_VENV"):
+        await start(parts)
+
+
+@pytest.mark.parametrize(
+    ("how", "line"),
+    [
+        (
+            {"architecture": "Qwen2ForCausalLM"},
+            "serves another model: stand-in has a Qwen2ForCausalLM, model.path has a",
+        ),
+        ({"vocabulary": 1000}, "stand-in has a smaller vocabulary, model.path has 1024 ids"),
+        ({"vocabulary": 2000}, "stand-in has a larger vocabulary, model.path has 1024 ids"),
+        ({"tokenizer": "other"}, "the tokenizer of http.* is not that of model.path"),
+    ],
+)
+async def test_another_model(parts: Any, how: dict[str, Any], line: str) -> None:
+    model, tokenizer = parts
+    if how.get("tokenizer"):
+        how = {"tokenizer": _Bytes()}
+    async with StandIn(model, **{"tokenizer": tokenizer, **how}) as server:
+        with pytest.raises(UserError, match=line):
+            await start(parts, urls=(server.url,))
+        assert not server.asked
+
+
+async def test_other_weights_that_cannot_be_replaced(parts: Any) -> None:
+    async with StandIn(parts[0], parts[1], shift=-0.5) as server:
+        with pytest.raises(UserError, match=f"engine: {server.url}"):
+            await start(parts, urls=(server.url,))
+        assert server.calls["/pause_generation"] > 0  # ours were offered
+
+
+async def test_a_server_of_another_kind(parts: Any) -> None:
+    from aiohttp import web
+
+    runner = web.AppRunner(web.Application())
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    try:
+        with pytest.raises(UserError, match="does not speak SGLang's API"):
+            await start(parts, urls=(f"http://127.0.0.1:{runner.addresses[0][1]}",))
+    finally:
+        await runner.cleanup()
+
+
+class _Bytes:
+    def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
+        return list(text.encode())

@@ -30,6 +30,7 @@ class CharChat:
     """Ids are code points; END ends a turn and a newline follows it, as in many templates."""
 
     stop_ids = (END,)
+    images = False
     rewrites_history = None
 
     def render(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> list[int]:

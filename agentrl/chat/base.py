@@ -33,12 +33,13 @@ class Chat(Protocol):
 
     stop_ids: the ids that end an assistant turn (given to the engine, and kept as the last id of a turn).
     rewrites_history: None, or what the template rewrites in earlier turns (said at start-up).
-    description: which way serves, and why, in a line for people.
+    description: which way serves, and why, in a line for people. images: whether contents may hold images.
     """
 
     stop_ids: tuple[int, ...]
     rewrites_history: str | None
     description: str
+    images: bool
 
     def render(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> list[int]:
         """The opening prompt, generation prompt included. `tools` as in `Tool.schema`."""

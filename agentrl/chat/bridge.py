@@ -21,6 +21,8 @@ Renderer = Callable[[Sequence[Message], Sequence[dict[str, Any]]], list[int]]
 class BridgeChat:
     """A `Chat` (see base). description: which chat this is and why, for people."""
 
+    images = False
+
     def __init__(
         self,
         template: Template,

@@ -187,6 +187,8 @@ class FamilyChat:
     """A `Chat` (see base) that renders through a family of `renderers`; what its bridge adds comes from our frames
     where they agree with it, and calls are read by our parser where it reads this template's calls."""
 
+    images = False
+
     def __init__(self, bridge: BridgeChat, family: Family) -> None:
         self._bridge, self._family = bridge, family
         self.stop_ids = bridge.stop_ids

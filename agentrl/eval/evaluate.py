@@ -74,9 +74,9 @@ async def _evaluate(recipe: Recipe, model: str | None, progress: Progress) -> Ev
                 notes.append(line)
     finally:
         await player.close()
-    return Evaluation(
-        model or recipe.model.path, f"{recipe.env.name} ({recipe.env.source})", tuple(results), tuple(notes)
-    )
+    played = player.chat.description if player.model is None else model or recipe.model.path
+    source = "" if recipe.env.mix else f" ({recipe.env.source})"
+    return Evaluation(played, f"{env.name}{source}", tuple(results), tuple(notes))
 
 
 def chosen_splits(env: Environment, recipe: Recipe) -> tuple[str, ...]:

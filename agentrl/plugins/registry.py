@@ -119,6 +119,11 @@ def make_engine(section: EngineSection, model: Any, **context: Any) -> Any:
     return construct(made, {**known, "model": model, "max_batch": section.max_batch, **section.args}, "engine.args")
 
 
+def make_message_engine(section: EngineSection) -> Any:
+    """Likewise an engine that takes messages and brings its own chat: it is given no model."""
+    return construct(load("engines", section.name), {"max_batch": section.max_batch, **section.args}, "engine.args")
+
+
 def make_environment(section: EnvSection) -> Environment:
     """The environment of a recipe, or the mixture of several: a class called with `source` and `env.args`."""
     if section.mix:

@@ -201,7 +201,7 @@ class Driver:
         if request.turn_count >= limits.max_turns:
             return FinishReason.MAX_TURNS
         request.at = _CHAT
-        added = self._chat.bridge(turn_ids, as_text(replies))
+        added = self._chat.bridge(turn_ids, replies if self._chat.images else as_text(replies))
         if len(added) >= room:
             return FinishReason.LENGTH
         request.add_bridge(added)

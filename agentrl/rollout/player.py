@@ -11,7 +11,7 @@ from agentrl.data.prompts import PromptLengths, measure_prompts
 from agentrl.engine.base import Engine
 from agentrl.models.load import load_model, resolve
 from agentrl.plugins.environment import Environment
-from agentrl.plugins.registry import make_engine, make_environment
+from agentrl.plugins.registry import load, make_engine, make_environment, make_message_engine
 from agentrl.plugins.rewards import Rewards, make_rewards
 from agentrl.plugins.toolbox import Toolbox
 from agentrl.plugins.types import Task
@@ -31,7 +31,7 @@ class Player:
     env: Environment
     toolbox: Toolbox
     rewards: Rewards
-    model: Any  # a transformers causal LM, which the trainer updates in place
+    model: Any  # a transformers causal LM, which the trainer updates in place; None behind an endpoint
     tokenizer: Any
     chat: Chat
     engine: Engine
@@ -54,7 +54,28 @@ class Player:
         prepare_torch(recipe)
         env = env or make_environment(recipe.env)
         rewards = make_rewards(recipe.rewards)
-        toolbox = await Toolbox.open(recipe.tools, env)
+        async with AsyncExitStack() as stack:  # what was opened is closed where a later part cannot be had
+            toolbox = await Toolbox.open(recipe.tools, env)
+            stack.push_async_callback(toolbox.close)
+            player = await cls._build(recipe, model_path, env, toolbox, rewards, say, phase)
+            stack.pop_all()
+        return player
+
+    @classmethod
+    async def _build(
+        cls,
+        recipe: Recipe,
+        model_path: str | None,
+        env: Environment,
+        toolbox: Toolbox,
+        rewards: Rewards,
+        say: Callable[[str], None] | None,
+        phase: Callable[[str], None] | None,
+    ) -> "Player":
+        if getattr(load("engines", recipe.engine.name), "brings_chat", False):
+            engine = make_message_engine(recipe.engine)
+            await engine.health()
+            return cls(recipe, env, toolbox, rewards, None, None, engine.chat, engine)
         section = recipe.model if model_path is None else recipe.model.model_copy(update={"path": model_path})
         model, tokenizer = load_model(section)
         chat = load_chat(
@@ -65,7 +86,7 @@ class Player:
             tools=[tool.schema for tool in (*toolbox.tools, *env.tools())],
         )
         place = resolve(section.path)
-        engine: Engine = make_engine(
+        engine = make_engine(
             recipe.engine,
             model,
             model_path=place,
@@ -113,10 +134,13 @@ class Player:
 
     def describe(self) -> str:
         """One line for the start of a run."""
+        names = ", ".join(tool.name for tool in (*self.toolbox.tools, *self.env.tools())) or "none"
+        rest = f"environment {self.env.name} · tools {names}"
+        if self.model is None:
+            return f"{self.chat.description} · {rest}"
         parameters = sum(p.numel() for p in self.model.parameters())
         size = f"{parameters / 1e6:.2f} M" if parameters < 1e9 else f"{parameters / 1e9:.2f} B"
-        names = ", ".join(tool.name for tool in (*self.toolbox.tools, *self.env.tools())) or "none"
-        return f"model {self.recipe.model.path} ({size} parameters) · environment {self.env.name} · tools {names}"
+        return f"model {self.recipe.model.path} ({size} parameters) · {rest}"
 
     async def close(self) -> None:
         """Once, when the run ends: tools and environment free what they held, the engine stops."""

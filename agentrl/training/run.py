@@ -14,7 +14,7 @@ from agentrl.errors import UserError
 from agentrl.eval.evaluate import chosen_splits
 from agentrl.eval.held_out import HeldOut
 from agentrl.plugins.environment import Environment
-from agentrl.plugins.registry import find, load, make_environment
+from agentrl.plugins.registry import load, make_environment
 from agentrl.plugins.tracker import Tracker
 from agentrl.plugins.types import Task
 from agentrl.recipe.load import dump_recipe, load_recipe, recipe_name
@@ -111,7 +111,8 @@ def _check(recipe: Recipe, resumed: RunFolder | None) -> _Checked:
     trackers = tuple(load("agentrl.trackers", name) for name in recipe.track.trackers)
     advantages.get(recipe.algorithm.advantage)
     losses.get(recipe.algorithm.loss)
-    find("engines", recipe.engine.name)
+    if getattr(load("engines", recipe.engine.name), "brings_chat", False):
+        raise UserError(f"engine.name {recipe.engine.name!r} plays a model that cannot be trained: use `agentrl eval`")
     env = make_environment(recipe.env)
     if not (env.pays or recipe.tools or env.tools() or recipe.rewards.functions):
         raise UserError(f"environment {env.name!r} pays nothing, and no tool can: name a reward in rewards.functions")

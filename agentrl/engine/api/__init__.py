@@ -1,0 +1,1 @@
+"""The engine `openai`: a model behind an OpenAI-compatible endpoint, for evaluation."""

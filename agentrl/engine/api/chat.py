@@ -1,0 +1,106 @@
+"""`ApiChat`: conversations as the messages of the OpenAI API. The endpoint writes prompts and parses calls itself."""
+
+import base64
+import io
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from agentrl.chat.base import ParsedCall, ParsedTurn
+from agentrl.engine.api.ledger import Ledger
+from agentrl.plugins.types import Message
+
+CHARACTERS_A_TOKEN = 4  # of English text, to bound what tools return
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """What a conversation begins with."""
+
+    messages: tuple[dict[str, Any], ...]
+    tools: tuple[dict[str, Any], ...]
+
+
+class ApiChat:
+    """The chat of an `OpenAIEngine`, which reads the same ledger."""
+
+    stop_ids: tuple[int, ...] = ()
+    rewrites_history: str | None = None
+    images = True
+
+    def __init__(self, ledger: Ledger, description: str) -> None:
+        self._ledger, self.description = ledger, description
+
+    def render(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> list[int]:
+        opening = Opening(tuple(map(outgoing, messages)), tuple(tools))
+        return self._ledger.opening(json.dumps([opening.messages, opening.tools], sort_keys=True), opening)
+
+    def bridge(self, turn_ids: Sequence[int], messages: Sequence[Message]) -> list[int]:
+        return self._ledger.add(tuple(map(outgoing, messages)))
+
+    def parse(self, turn_ids: Sequence[int]) -> ParsedTurn:
+        (said,) = self._ledger.find(turn_ids)
+        (message,) = said
+        calls = tuple(_call(call) for call in message.get("tool_calls") or ())
+        return ParsedTurn(message.get("content") or "", calls)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return "\n".join(json.dumps(_plain(piece), ensure_ascii=False) for piece in self._ledger.find(ids))
+
+    def encode_text(self, text: str) -> list[int]:
+        return [0] * -(-len(text) // CHARACTERS_A_TOKEN)
+
+
+def _call(call: dict[str, Any]) -> ParsedCall:
+    name, raw = call["function"]["name"], call["function"].get("arguments") or "{}"
+    try:
+        arguments = json.loads(raw)
+    except ValueError as error:
+        return ParsedCall(name, {}, raw, f"the arguments are no JSON: {error}", call.get("id"))
+    if not isinstance(arguments, dict):
+        return ParsedCall(name, {}, raw, "the arguments are no JSON object", call.get("id"))
+    return ParsedCall(name, arguments, raw, id=call.get("id"))
+
+
+def outgoing(message: Message) -> dict[str, Any]:
+    """A message as the API takes it: arguments as text, images as data URLs. Where a tool returned images, they follow
+    in its text's place as parts."""
+    sent: dict[str, Any] = {key: value for key, value in message.items() if key not in ("reasoning_content", "name")}
+    content = message.get("content")
+    if isinstance(content, list):
+        sent["content"] = [_part(part) for part in content]
+    if calls := message.get("tool_calls"):
+        sent["tool_calls"] = [{**call, "function": _function(call["function"])} for call in calls]
+    return sent
+
+
+def _function(function: Any) -> dict[str, Any]:
+    arguments = function["arguments"]
+    return {**function, "arguments": arguments if isinstance(arguments, str) else json.dumps(arguments)}
+
+
+def _part(part: dict[str, Any]) -> dict[str, Any]:
+    if part.get("type") != "image":
+        return part
+    image = part["image"]
+    if isinstance(image, str) and image.startswith(("http://", "https://", "data:")):
+        return {"type": "image_url", "image_url": {"url": image}}
+    data = base64.b64encode(_bytes(image)).decode()
+    return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}
+
+
+def _bytes(image: Any) -> bytes:
+    """Of a path, bytes or a PIL image."""
+    if isinstance(image, bytes):
+        return image
+    if isinstance(image, str | Path):
+        return Path(image).read_bytes()
+    buffer = io.BytesIO()
+    image.save(buffer, format="PNG")
+    return buffer.getvalue()
+
+
+def _plain(piece: Any) -> Any:
+    return [*piece.messages] if isinstance(piece, Opening) else list(piece)

@@ -1,0 +1,177 @@
+"""`OpenAIEngine`: a model behind an OpenAI-compatible endpoint plays the tasks. Without log-probs, it cannot train."""
+
+import asyncio
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from agentrl.chat.base import Chat
+from agentrl.engine.api.chat import ApiChat, Opening
+from agentrl.engine.api.ledger import Ledger
+from agentrl.engine.base import EngineError, Generation, GenerationFinish, Sampling
+from agentrl.errors import UserError, nearest
+
+FOREVER = 1 << 30  # ids: the endpoint bounds its context itself
+LINE = 300  # characters of an endpoint's error that are kept
+
+
+class OpenAIEngine:
+    """Chat completions with the endpoint's own tool calls.
+
+    model: its name there. base_url: None is OpenAI's. api_key_env: the environment variable that holds the key; an
+    endpoint with a `base_url` may need none. timeout: seconds a completion. retries: of 429, 5xx and lost connections,
+    with growing pauses. max_tokens_key: what the endpoint calls the bound on a completion (None: `max_tokens`, and
+    `max_completion_tokens` at OpenAI's own). extra: further keys of the request's body.
+    """
+
+    brings_chat = True  # so no model and no tokenizer are loaded
+
+    def __init__(
+        self,
+        *,
+        model: str,
+        max_batch: int = 64,
+        base_url: str | None = None,
+        api_key_env: str = "OPENAI_API_KEY",
+        timeout: float = 300.0,
+        retries: int = 5,
+        max_tokens_key: str | None = None,
+        extra: dict[str, Any] | None = None,
+    ) -> None:
+        key = os.environ.get(api_key_env, "")
+        if not key and base_url is None:
+            raise UserError(f"engine openai: {api_key_env} is not set in the environment (engine.args.api_key_env)")
+        self.name, self.base_url, self._key = model, base_url, key or "none"
+        self._timeout, self._retries, self._extra = timeout, retries, extra or {}
+        self._most = max_tokens_key or ("max_tokens" if base_url else "max_completion_tokens")
+        self._places = asyncio.Semaphore(max_batch)
+        self._ledger = Ledger()
+        self._known: dict[str, list[int]] = {}
+        self._calls: dict[str, asyncio.Task[Any]] = {}
+        self._client: Any = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self.chat: Chat = ApiChat(self._ledger, f"messages of {model} at {base_url or 'OpenAI'}")
+
+    @property
+    def max_context(self) -> int:
+        return FOREVER
+
+    async def generate(self, ids: Sequence[int], sampling: Sampling, request_id: str) -> Generation:
+        """One completion. Raises EngineError when the endpoint refuses, or does not answer after its retries."""
+        body = self._body(list(ids), sampling)
+        async with self._places:
+            work = asyncio.ensure_future(self._connected().chat.completions.create(**body))
+            self._calls[request_id] = work
+            try:
+                answer = await work
+            except asyncio.CancelledError:
+                if work.cancelled() and self._calls.get(request_id) is None:
+                    return Generation([], [], GenerationFinish.ABORT)
+                work.cancel()
+                raise
+            except Exception as error:  # the boundary `engine`: whatever the client raises fails the request
+                raise EngineError(f"{self.name}: {type(error).__name__}: {_line(error)}") from error
+            finally:
+                self._calls.pop(request_id, None)
+        return self._taken(answer, request_id)
+
+    def _body(self, ids: list[int], sampling: Sampling) -> dict[str, Any]:
+        opening, *pieces = self._ledger.find(ids)
+        assert isinstance(opening, Opening)
+        messages = [*opening.messages, *(message for piece in pieces for message in piece)]
+        body = {"model": self.name, "messages": messages, "temperature": sampling.temperature, "top_p": sampling.top_p}
+        if opening.tools:
+            body["tools"] = list(opening.tools)
+        if sampling.seed is not None:
+            body["seed"] = sampling.seed % (1 << 31)
+        if self._extra:
+            body["extra_body"] = dict(self._extra)
+        return {**body, self._most: sampling.max_tokens}
+
+    def _taken(self, answer: Any, request_id: str) -> Generation:
+        if not getattr(answer, "choices", None):
+            raise EngineError(f"{self.name}: the endpoint's answer holds no choice")
+        choice = answer.choices[0]
+        message = choice.message.model_dump(exclude_none=True)
+        said = {key: message[key] for key in ("role", "content", "tool_calls") if key in message}
+        said.setdefault("content", None)
+        tokens = max(1, answer.usage.completion_tokens if answer.usage else 1)
+        ids = self._ledger.add((said,), tokens)
+        self._known.setdefault(request_id, []).append(ids[0])
+        finish = GenerationFinish.LENGTH if choice.finish_reason == "length" else GenerationFinish.STOP
+        return Generation(ids, [0.0] * len(ids), finish)
+
+    def _connected(self) -> Any:
+        """The client of the running event loop."""
+        from openai import AsyncOpenAI
+
+        loop = asyncio.get_running_loop()
+        if self._client is None or self._loop is not loop:
+            self._loop = loop
+            self._client = AsyncOpenAI(
+                api_key=self._key, base_url=self.base_url, timeout=self._timeout, max_retries=self._retries
+            )
+        return self._client
+
+    def finish(self, request_id: str) -> None:
+        self._ledger.forget(self._known.pop(request_id, ()))
+
+    def abort(self, request_id: str | None = None) -> None:
+        for name in [request_id] if request_id is not None else list(self._calls):
+            if (work := self._calls.pop(name, None)) is not None:
+                work.cancel()
+
+    async def update_weights(self, version: int, weights: Any = None) -> None:
+        raise EngineError("the weights behind an endpoint cannot be trained: engine openai is for evaluation")
+
+    async def pause(self, mode: str = "retract") -> None:
+        raise EngineError("engine openai cannot pause")
+
+    async def resume(self) -> None:
+        raise EngineError("engine openai cannot pause")
+
+    def flush(self) -> None:
+        """The endpoint's cache is its own."""
+
+    async def sleep(self) -> None:
+        """It holds no memory here."""
+
+    async def wake(self) -> None:
+        """See `sleep`."""
+
+    async def health(self) -> None:
+        """Whether the endpoint knows the model. An endpoint without a list of models is believed."""
+        import openai
+
+        try:
+            await self._connected().models.retrieve(self.name)
+        except openai.NotFoundError as error:
+            await self._not_found(error)
+        except (openai.AuthenticationError, openai.PermissionDeniedError) as error:
+            raise UserError(f"engine openai: {self.base_url or 'OpenAI'} refuses the key: {_line(error)}") from error
+        except openai.APIConnectionError as error:
+            raise UserError(f"engine openai: {self.base_url or 'OpenAI'} cannot be reached: {_line(error)}") from error
+        except openai.APIStatusError:
+            return
+
+    async def _not_found(self, error: Exception) -> None:
+        """The model is unknown, or the endpoint has no such route: its list of models tells."""
+        import openai
+
+        try:
+            known = sorted([model.id async for model in self._connected().models.list()])
+        except openai.APIError:
+            return
+        if known and self.name not in known:
+            raise UserError(
+                f"engine openai: {self.base_url or 'OpenAI'} has no model {self.name!r}{nearest(self.name, known)}"
+            ) from error
+
+    async def close(self) -> None:
+        self.abort()
+        if self._client is not None and self._loop is asyncio.get_running_loop():
+            await self._client.close()
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())[:LINE]

@@ -92,7 +92,7 @@ def _parts(text: str) -> list[str]:
     if len(turns) > 1 and not any(line.strip() for line in turns[-1]):
         turns.pop()
     joined = ["\n".join(lines).strip("\n") for lines in turns]
-    return joined if any(joined) else []
+    return joined if any(text.strip() for text in joined) else []
 
 
 def _turn(line: str, where: str) -> str:

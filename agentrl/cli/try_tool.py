@@ -123,6 +123,6 @@ async def _play(
         narrator.say(f"failed ({played.failure.boundary}): {played.failure.message}", style="red")
         return FAILED
     narrator.say(rewards_line(played) if played.rewards else "reward: none of its own", style="bold")
-    if len(played.tool_uses) < len(calls):
-        narrator.say(f"it ended the episode: {len(calls) - len(played.tool_uses)} calls were not made")
+    if left := len(calls) - len(played.tool_uses):
+        narrator.say(f"it ended the episode: {left} {'call was' if left == 1 else 'calls were'} not made")
     return FAILED if any(use.error for use in played.tool_uses) or played.extra.get("release_errors") else 0

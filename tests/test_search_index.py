@@ -11,6 +11,7 @@ import pytest
 from agentrl_tools.search import Document, Search
 from agentrl_tools.search import index as index_module
 from agentrl_tools.search.index import Settings, open_index
+from agentrl_tools.search.store import StoredDocuments
 from search_help import session
 
 from agentrl import ArgumentError
@@ -202,6 +203,14 @@ def test_an_index_in_use_outlives_its_cache(tmp_path, cache):
     with pytest.raises(IndexError):
         index.documents[3]
     assert [d.title for d in index.documents[:2]] == ["Paris", "Rome"]
+
+
+def test_documents_and_their_places_must_fit(tmp_path):
+    StoredDocuments.write(tmp_path, [Document("a", "b")])
+    with (tmp_path / "documents.jsonl").open("ab") as file:
+        file.write(b"more")
+    with pytest.raises(ValueError, match="do not fit"):
+        StoredDocuments.open(tmp_path)
 
 
 def test_searching_runs_in_a_thread_and_together(monkeypatch):

@@ -201,7 +201,8 @@ async def test_rows_in_the_shape_of_search_r1(tmp_path, suffix):
 
 
 def test_a_file_alone_is_split_by_its_questions(tmp_path):
-    env = SearchQa(_write(tmp_path / "all.jsonl", _simple(0, 100) * 2))
+    rows = [{**row, "id": i} for i, row in enumerate(_simple(0, 100) * 2)]
+    env = SearchQa(_write(tmp_path / "all.jsonl", rows))
     train, test = ({t.data["question"] for t in env.tasks(split)} for split in ("train", "test"))
     assert test
     assert not train & test

@@ -2,11 +2,13 @@
 
 import asyncio
 import email.utils
+import gc
 import time
 
 import pytest
 from agentrl_tools.search import Search
 from agentrl_tools.search import limits as limits_module
+from agentrl_tools.search.batching import Batcher
 from agentrl_tools.search.retriever import retry_after
 from aiohttp import web
 from fakes import Env, Hooks, call, make_driver
@@ -88,7 +90,7 @@ async def test_the_deadline_ends_it_whatever_is_left_to_try():
             await ask(tool)
         patient = Search(url=server.url, timeout=20, deadline=20)
         with pytest.raises(InfrastructureError, match="no answer"):
-            await ask(patient, seconds=0.1)  # the request's own deadline
+            await asyncio.wait_for(ask(patient, seconds=0.1), 10)  # the request's own deadline
         assert len(server.asked) == 2
         await tool.close()
         await patient.close()
@@ -187,6 +189,22 @@ async def test_questions_that_wait_are_asked_together():
         await tool.close()
 
 
+async def test_a_batcher_has_so_many_workers_and_no_more():
+    busy, most = 0, 0
+
+    async def answer(questions):
+        nonlocal busy, most
+        busy += 1
+        most = max(most, busy)
+        await asyncio.sleep(0.001)
+        busy -= 1
+        return [2 * q for q in questions]
+
+    batcher = Batcher(answer, 3, 2)
+    assert await asyncio.gather(*(batcher.ask(i) for i in range(40))) == [2 * i for i in range(40)]
+    assert most == 2
+
+
 async def test_a_cancelled_question_takes_nobody_with_it():
     async with retriever() as server:
         server.seconds = 0.05
@@ -194,9 +212,10 @@ async def test_a_cancelled_question_takes_nobody_with_it():
         tasks = [asyncio.create_task(ask(tool, f"q{i}")) for i in range(6)]
         await asyncio.sleep(0.02)
         tasks[0].cancel()
-        tasks[3].cancel()
+        tasks[4].cancel()
         outcomes = await asyncio.gather(*tasks, return_exceptions=True)
-        assert [isinstance(o, asyncio.CancelledError) for o in outcomes] == [True, False, False, True, False, False]
+        assert [isinstance(o, asyncio.CancelledError) for o in outcomes] == [True, False, False, False, True, False]
+        assert [body["queries"] for body in server.asked] == [["q0", "q1", "q2", "q3"], ["q5"]]
         await tool.close()
 
 
@@ -231,6 +250,7 @@ def test_several_event_loops_one_after_another(recwarn):
     finally:
         stop.set()
         thread.join()
+    gc.collect()
     assert not [w for w in recwarn if "Unclosed" in str(w.message)]
 
 

@@ -79,6 +79,14 @@ class Execution:
         return self.error is None and self.stop is None
 
 
+def shortened(text: str, most: int) -> str:
+    """`text`, or its beginning and its end where it is longer than `most` characters."""
+    if len(text) <= most:
+        return text
+    half = most // 2
+    return f"{text[:half]}\n... {len(text) - 2 * half} characters left out ...\n{text[-half:]}"
+
+
 class SandboxSession(ABC):
     """One interpreter. Calls run one after another; a second call waits for the first."""
 

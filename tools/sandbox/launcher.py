@@ -6,6 +6,7 @@ is gone. Where it runs as root it works in a mount namespace of its own, binds t
 starts them as an ordinary user: the kernel binds root to few limits.
 """
 
+import contextlib
 import ctypes
 import json
 import os
@@ -69,7 +70,8 @@ def start(config: dict[str, Any], arguments: list[str], session: int) -> int:
     """Fork and execute bubblewrap on the descriptor `session`. Returns its process id."""
     pid = os.fork()
     if pid:
-        os.setpgid(pid, pid)
+        with contextlib.suppress(PermissionError, ProcessLookupError):  # it was faster: it did so itself, and went on
+            os.setpgid(pid, pid)
         return pid
     try:
         _become(config, session)

@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 
 from agentrl_tools.sandbox.base import Limits, Sandbox
+from agentrl_tools.sandbox.bwrap import BwrapSandbox
+from agentrl_tools.sandbox.e2b import E2bSandbox, usable
 
 from agentrl.errors import UserError, nearest
 
@@ -22,6 +24,12 @@ def make_sandbox(
     """
     if backend not in BACKENDS:
         raise UserError(f"sandbox backend {backend!r}{nearest(backend, BACKENDS)}")
-    from agentrl_tools.sandbox.bwrap import BwrapSandbox
-
-    return BwrapSandbox(limits or Limits(), pool=pool, packages=packages)
+    limits = limits or Limits()
+    if backend == "e2b":
+        return E2bSandbox(limits)
+    try:
+        return BwrapSandbox(limits, pool=pool, packages=packages)
+    except UserError:
+        if backend == "bwrap" or not usable():
+            raise
+    return E2bSandbox(limits)

@@ -10,9 +10,17 @@ from agentrl.plugins.registry import make_environment, make_tool
 from agentrl.plugins.tool import Tool
 from agentrl.plugins.types import Task
 from agentrl.recipe.schema import EnvSection, RolloutSection, ToolSection
-from agentrl.rollout.blocking import blocking
 from agentrl.rollout.trajectory import FinishReason, Trajectory
-from agentrl.testing.hooks import hook, number, require, require_hooks, require_no_growth, require_schema, session
+from agentrl.testing.hooks import (
+    hook,
+    number,
+    require,
+    require_hooks,
+    require_no_growth,
+    require_schema,
+    run_checks,
+    session,
+)
 from agentrl.testing.play import Agent, Stage
 
 LOOK = 64
@@ -44,7 +52,8 @@ def check_environment(
     solved with a higher reward than wrong, which is not; rewards are finite and the same at every play, also when
     many requests run at once; `release` after a failed and a cancelled request; nothing is kept of those released.
     """
-    blocking(lambda: asyncio.run(_check(env, gold, wrong, tools, tasks, disjoint, dict(limits or {}), sessions)))
+    __tracebackhide__ = True
+    run_checks(lambda: _check(env, gold, wrong, tools, tasks, disjoint, dict(limits or {}), sessions))
 
 
 async def _check(

@@ -7,12 +7,13 @@ import math
 import random
 import re
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
 from agentrl.plugins.environment import Environment
 from agentrl.plugins.tool import Tool
 from agentrl.plugins.types import ArgumentError, Session, Task
+from agentrl.rollout.blocking import blocking
 
 T = TypeVar("T")
 HOOK_SECONDS = 30.0
@@ -26,6 +27,19 @@ def require(holds: object, line: str) -> None:
     """Raises AssertionError with `line` unless it holds."""
     if not holds:
         raise AssertionError(line)
+
+
+def run_checks(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    """Run them to their end, inside a running event loop as well. What is broken is raised anew, so that a test shows
+    its line and what caused it, and nothing of how it was found."""
+    __tracebackhide__ = True
+    try:
+        blocking(lambda: asyncio.run(work()))
+    except AssertionError as error:
+        broken = error
+    else:
+        return
+    raise AssertionError(str(broken)) from broken.__cause__
 
 
 def require_hooks(plugin: Tool | Environment, what: str) -> None:

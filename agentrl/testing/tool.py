@@ -9,7 +9,6 @@ from agentrl.plugins.source import ToolSource
 from agentrl.plugins.tool import Tool
 from agentrl.plugins.types import ArgumentError, Session, Task, ToolKwargs, ToolResponse
 from agentrl.recipe.schema import ToolSection
-from agentrl.rollout.blocking import blocking
 from agentrl.testing.agent import call as call_line
 from agentrl.testing.hooks import (
     first_difference,
@@ -19,6 +18,7 @@ from agentrl.testing.hooks import (
     require_hooks,
     require_no_growth,
     require_schema,
+    run_checks,
     session,
 )
 from agentrl.testing.play import Alone, Stage
@@ -48,11 +48,13 @@ def check_tool(
     `release` works after no call, after refused calls, after a cancelled call; sessions do not share state, one after
     the other or at once; nothing is kept of those that were released; the driver itself can play it.
     """
-    blocking(
-        lambda: asyncio.run(
-            _check(_Contract(_made(tool), calls, wrong, create_kwargs, execute_kwargs), deterministic, sessions)
-        )
-    )
+    __tracebackhide__ = True
+
+    async def work() -> None:
+        contract = _Contract(_made(tool), calls, wrong, create_kwargs, execute_kwargs)
+        await _check(contract, deterministic, sessions)
+
+    run_checks(work)
 
 
 def _made(tool: Tool | type[Tool] | str) -> Tool:

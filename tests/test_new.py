@@ -1,0 +1,164 @@
+"""`agentrl new`: what it writes is installed for real, tested, listed, tried, trained with and evaluated with."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+import venv
+from pathlib import Path
+
+import pytest
+
+from agentrl.cli import main
+
+QUICK = ("train.steps=1", "rollout.tasks=2", "rollout.n=4", "eval.tasks=4", "train.threads=1")
+
+
+class House:
+    """A Python with this one's packages and its own installed besides; nothing comes from an index."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        venv.create(folder / "venv", with_pip=False)
+        self.python = folder / "venv" / "bin" / "python"
+        own = Path(sysconfig.get_path("purelib", vars={"base": str(folder / "venv")}))
+        self.packages = own
+        parent = f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n"  # what is editable there as well
+        (own / "parent.pth").write_text(parent)
+
+    def add_broken(self, group: str, name: str) -> None:
+        """Install a plugin whose module cannot be imported, as pip would."""
+        (self.packages / f"{name}.py").write_text("import no_such_module_anywhere\n")
+        info = self.packages / f"{name}-0.1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: agentrl-{name}\nVersion: 0.1.0\n")
+        (info / "entry_points.txt").write_text(f"[agentrl.{group}]\n{name} = {name}:Plugin\n")
+
+    def run(self, *arguments: str, cwd: Path | None = None, fails: bool = False) -> str:
+        env = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "PYTEST", "VIRTUAL"))}
+        done = subprocess.run(
+            [str(self.python), *arguments],
+            cwd=cwd or self.folder,
+            env={**env, "COLUMNS": "200"},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert (done.returncode != 0) is fails, done.stdout + done.stderr
+        return done.stdout + done.stderr
+
+    def agentrl(self, *arguments: str, cwd: Path | None = None, fails: bool = False) -> str:
+        return self.run("-m", "agentrl.cli.main", *arguments, cwd=cwd, fails=fails)
+
+
+@pytest.fixture(scope="module")
+def house(tmp_path_factory):
+    """With a new tool, a new environment, and a tool and an environment that fail to import."""
+    made = House(tmp_path_factory.mktemp("house"))
+    assert "next: cd doubler && pip install -e . && pytest" in made.agentrl("new", "tool", "doubler")
+    made.agentrl("new", "env", "apples")
+    packages = [part for name in ("doubler", "apples") for part in ("-e", str(made.folder / name))]
+    pip = [sys.executable, "-m", "pip", "--python", str(made.python), "install", "-q", "--disable-pip-version-check"]
+    subprocess.run([*pip, "--no-index", "--no-build-isolation", *packages], check=True)
+    for group, name in (("tools", "sick_tool"), ("envs", "sick_env")):
+        made.add_broken(group, name)
+    return made
+
+
+@pytest.mark.parametrize("name", ["doubler", "apples"])
+def test_its_own_test_passes_and_would_notice(house, name):
+    folder = house.folder / name
+    assert re.search(r"\d+ passed", house.run("-m", "pytest", "-q", "-p", "no:cacheprovider", cwd=folder))
+    source = folder / "src" / f"{name}.py"
+    whole = source.read_text()
+    broken = {
+        "doubler": ("        session.state = None", "        session.state.pop('connection')"),
+        "apples": ('data["a"] + session.task.data["b"]', 'data["a"]'),
+    }
+    old, new = broken[name]
+    assert old in whole
+    source.write_text(whole.replace(old, new))
+    try:
+        assert "failed" in house.run("-m", "pytest", "-q", "-p", "no:cacheprovider", cwd=folder, fails=True)
+    finally:
+        source.write_text(whole)
+
+
+def test_it_is_listed_beside_those_that_cannot_be_imported(house):
+    tools, envs = house.agentrl("tools"), house.agentrl("envs")
+    assert re.search(r"^doubler +agentrl-doubler 0.1.0 +doubler:Doubler +Works out one operation", tools, re.M)
+    assert re.search(r"^apples +agentrl-apples 0.1.0 +apples:Apples +Sums in a sentence", envs, re.M)
+    for name, out in (("sick_tool", tools), ("sick_env", envs)):
+        assert re.search(rf"^{name} +agentrl-{name} 0.1.0 +{name}:Plugin +broken: ", out, re.M)
+    assert re.search(r"^calculator ", tools, re.M)
+
+
+@pytest.mark.parametrize("name", ["sick_tool", "sick_env"])
+def test_a_broken_plugin_breaks_who_names_it(house, name):
+    line = house.agentrl("try", name, fails=True)
+    assert re.fullmatch(rf"error: .*{name!r} of agentrl-{name} 0.1.0 cannot be imported.*\n", line)
+
+
+def test_it_can_be_tried(house):
+    out = house.agentrl("try", "doubler", '{"expression": "2*3"}')
+    assert "\n6\n" in out
+    assert "reward 0: doubler 0" in out
+    replies = house.folder / "replies.txt"
+    replies.write_text('/calculator {"expression": "1+1"}\n---\nhm\n---\n#### 2\n')
+    out = house.agentrl("try", "apples", "--tools", "calculator", "--replies", str(replies))
+    assert "End with a line like" in out
+    assert re.search(r"^ended by stop after 3 turns and 1 tool call$", out, re.M)
+    assert re.search(r"^solved: no$", out, re.M)
+
+
+@pytest.mark.parametrize("name", ["doubler", "apples"])
+def test_it_trains_the_embedded_model(house, name):
+    folder = house.folder / name
+    assert re.search(r"step +1/1 +reward", house.agentrl("train", f"recipes/{name}.yaml", *QUICK, cwd=folder))
+    run = folder / "runs" / f"{name}-001"
+    assert (run / "checkpoints" / "step_1").is_dir()
+    metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert metrics[-1]["step"] == 1
+    assert metrics[-1]["tool/calculator/calls"] > 0, "the new tool goes by the name that the embedded model knows"
+
+
+def test_it_evaluates(house):
+    out = house.agentrl("eval", "doubler/recipes/doubler.yaml", "eval.tasks=4", "train.threads=1")
+    assert "accuracy" in out
+
+
+def refused(capsys, *arguments: str) -> str:
+    assert main.run(arguments) == 2
+    err = capsys.readouterr().err
+    assert re.fullmatch(r"error: [^\n]+\n", err)
+    return err
+
+
+MISTAKES = [
+    ("json", "there is a module 'json' already"),
+    ("yaml", "there is a module 'yaml' already"),
+    ("class", "a word of Python's own"),
+    ("match", "a word of Python's own"),
+    ("Doubler", "no name for a module"),
+    ("a-b", "no name for a module"),
+    ("../x", "no name for a module"),
+    ("calculator", "'calculator' is installed already, from agentrl"),
+    ("old", "old is there already"),
+]
+
+
+@pytest.mark.parametrize(("name", "words"), MISTAKES)
+def test_a_name_that_will_not_do_is_refused(capsys, tmp_path, name, words):
+    (tmp_path / "old").mkdir()
+    assert words in refused(capsys, "new", "tool", name, "--into", str(tmp_path))
+    assert [p.name for p in tmp_path.rglob("*")] == ["old"]
+
+
+def test_more_mistakes(capsys, tmp_path):
+    assert "'gsm8k' is installed already" in refused(capsys, "new", "env", "gsm8k", "--into", str(tmp_path))
+    (tmp_path / "file").write_text("")
+    assert "cannot be written" in refused(capsys, "new", "env", "fresh", "--into", str(tmp_path / "file"))
+    assert "Missing command" in refused(capsys, "new")
+    assert "Missing argument 'NAME'" in refused(capsys, "new", "tool")

@@ -130,20 +130,20 @@ class AsyncRolloutRequest:
         if count == 0:
             return
         start, logprobs, version = len(self.ids), array("f", generation.logprobs), generation.weight_version
+        if not isinstance(version, int) and count != len(version):
+            raise EngineError(f"{count} ids came with {len(version)} weight versions")
+        self.ids.fromlist(generation.ids)  # raises before anything is changed where an id is none
+        self.logprobs.extend(logprobs)
         if isinstance(version, int):
             self.versions.append(version)
             self.version_counts.append(count)
         else:
-            self._add_versions(version, count)
-        self.ids.fromlist(generation.ids)
-        self.logprobs.extend(logprobs)
+            self._add_versions(version)
         if self.open_turn is None:
             self.open_turn = start
 
-    def _add_versions(self, versions: Sequence[int], count: int) -> None:
-        """Those of `count` ids, one each, as counts of ids in a row."""
-        if count != len(versions):
-            raise EngineError(f"{count} ids came with {len(versions)} weight versions")
+    def _add_versions(self, versions: Sequence[int]) -> None:
+        """One an id, as counts of ids in a row."""
         for version, run in groupby(versions):
             self.versions.append(version)
             self.version_counts.append(len(list(run)))

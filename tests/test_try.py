@@ -259,7 +259,9 @@ def test_a_person_plays(capsys, monkeypatch):
 
 def test_a_person_may_leave(capsys, monkeypatch):
     typed(monkeypatch, "hm\n")
-    assert "left after 1 turn: released, without a reward" in said(capsys, "test_try:Talk", code=1)
+    out = said(capsys, "test_try:Talk", code=1)
+    assert "left after 1 turn: released, without a reward" in out
+    assert out.count("(step reward 0.25)") == 1
     assert EVENTS == ["create", "release", "close"]
 
 

@@ -67,6 +67,7 @@ class Narrator:
         self._calls_only = calls_only
         self._shown = 0
         self._uses = 0
+        self._paid = 0
 
     def say(self, text: str, style: str | None = None) -> None:
         self._out.print(text, markup=False, soft_wrap=True, style=style)
@@ -98,17 +99,18 @@ class Narrator:
             self.say(text if isinstance(arguments, str) else f"/{call['function']['name']} {text}")
 
     def _results(self, request: "AsyncRolloutRequest") -> None:
-        """Time and metrics of the calls since, and the last turn's step reward."""
+        """Time and metrics of the calls since, and the step rewards of the turns since."""
         uses = request.tool_uses[self._uses :]
         self._uses += len(uses)
         for use in uses:
             measured = "".join(f", {key} {value:g}" for key, value in use.metrics.items())
             wrong = f", error of the {use.error.partition(':')[0]}" if use.error else ""
             self.say(f"({use.name}: {use.seconds * 1000:.1f} ms{measured}{wrong}{', cut' if use.cut else ''})", "dim")
-        if uses or self._shown == len(request.messages):
-            rewards = list(request.step_rewards)
-            if rewards and rewards[-1]:
-                self.say(f"(step reward {rewards[-1]:g})", style="dim")
+        paid = list(request.step_rewards)[self._paid :]
+        self._paid += len(paid)
+        for reward in paid:
+            if reward:
+                self.say(f"(step reward {reward:g})", style="dim")
 
 
 def rewards_line(trajectory: "Trajectory") -> str:

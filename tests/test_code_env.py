@@ -20,6 +20,7 @@ from agentrl.plugins.registry import make_environment
 from agentrl.plugins.types import InfrastructureError, Session, Task
 from agentrl.recipe.schema import EnvSection
 from agentrl.rollout.trajectory import Boundary, FinishReason, Trajectory
+from agentrl.testing import check_environment
 
 MBPP = [
     {"text": "Write a function to double a number.", "test_list": ["assert twice(2) == 4", "assert twice(0) == 0"]},
@@ -96,6 +97,16 @@ def test_held_out_parameters_and_kinds_are_never_trained_on() -> None:
         sides = Counter(is_held_out(kind.name, kind.draw(Random(i))) for i in range(200))
         assert sides[True] > 0, kind.name
         assert sides[False] > 50, kind.name
+
+
+def test_it_keeps_what_training_relies_on(made: Code) -> None:
+    def gold(task: Task) -> list[str]:
+        return [_block(problem(task.data["split"], task.data["index"], task.data["seed"]).reference)]
+
+    def wrong(task: Task) -> list[str]:
+        return [_block(f"def {task.data['entry_point']}(*arguments):\n    return None")]
+
+    check_environment(Code, gold, wrong, tasks=2, sessions=6)
 
 
 def test_tasks_are_lazy_and_the_held_out_ones_do_not_depend_on_the_seed(made: Code) -> None:

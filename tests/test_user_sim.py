@@ -2,6 +2,7 @@
 
 import random
 from collections import Counter
+from collections.abc import Sequence
 from random import Random
 
 import pytest
@@ -14,9 +15,11 @@ from fakes import ScriptedEngine, call, make_driver
 
 from agentrl.errors import UserError
 from agentrl.plugins.registry import make_environment
-from agentrl.plugins.types import Task
+from agentrl.plugins.types import Message, Task
 from agentrl.recipe.schema import EnvSection
 from agentrl.rollout.trajectory import FinishReason, Trajectory
+from agentrl.testing import call as agent_call
+from agentrl.testing import check_environment
 
 SPLIT_FACTS = {fact.name for fact in FACTS if fact.splits}
 
@@ -223,6 +226,22 @@ async def test_its_own_tool_finds_what_the_customer_cannot_say(split: str) -> No
     wrong = await _play(env, task, call("lookup", number="1"), "#### 0")
     assert wrong.messages[-2]["content"] == "error: no record of 1"
     assert wrong.tool_uses[0].error is not None
+
+
+def _gold(task: Task, messages: Sequence[Message]) -> str:
+    """Asks for what is missing, looks up what has a record, and answers."""
+    made = scenario(task.data["split"], task.data["index"], task.data["seed"])
+    said = sum(m["role"] == "assistant" for m in messages)
+    if said < len(made.missing):
+        return next(f.questions[0] for f in FACTS if f.name == made.missing[said])
+    if task.data["looks_up"] and said == len(made.missing):
+        return agent_call("lookup", number=next(iter(made.facts.values())))
+    return f"#### {made.answer}"
+
+
+def test_it_keeps_what_training_relies_on() -> None:
+    """Openings may be alike on both sides: what is held out is what the customer says when he is asked."""
+    check_environment(UserSim, _gold, lambda task: ["#### nothing"], disjoint=False)
 
 
 async def test_the_tool_is_offered_where_it_is_needed_only() -> None:

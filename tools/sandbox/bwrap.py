@@ -16,6 +16,7 @@ from agentrl.errors import UserError
 from agentrl.plugins.types import InfrastructureError
 
 _READY_SECONDS = 60.0  # for a sandbox to start, on a machine that is busy with hundreds
+_WORDS_SECONDS = 1.0  # for it to say why it does not
 _LATE_SECONDS = 10.0  # over the time allowed, after which the supervisor is not believed in any more
 _ATTEMPTS = 3
 
@@ -124,7 +125,11 @@ class BwrapSession(SandboxSession):
 
     async def close(self) -> None:
         self._closed = True
-        if self._process is not None:
+        if self._process is None:
+            return
+        if self._turn.locked():
+            self._process.end()  # the call that runs hears it, and gives up
+        else:
             self._give_up(self._process)
 
 
@@ -133,7 +138,11 @@ async def _first_words(process: Process) -> str:
     try:
         while heard != READY and READY.startswith(heard) and (data := await loop.sock_recv(process.socket, 4096)):
             heard += data
-    except OSError as error:
+        if heard and heard != READY:
+            async with asyncio.timeout(_WORDS_SECONDS):
+                while len(heard) < 4096 and (data := await loop.sock_recv(process.socket, 4096)):
+                    heard += data
+    except (OSError, TimeoutError) as error:
         heard += str(error).encode()
     return heard.decode(errors="replace")
 

@@ -26,11 +26,17 @@ class Process:
         self._spawner = spawner
         self._name = name
 
+    def end(self) -> None:
+        """Kill everything in it; who waits at its socket hears the end. May be called twice."""
+        with contextlib.suppress(OSError):  # it has ended, or is closed
+            self.socket.shutdown(socket.SHUT_RDWR)
+        self._spawner.kill(self._name)
+
     def kill(self) -> None:
-        """End everything in it. May be called twice."""
+        """`end` it when nobody waits at its socket. May be called twice."""
         if self.socket.fileno() >= 0:
+            self.end()
             self.socket.close()
-            self._spawner.kill(self._name)
 
 
 class Spawner:

@@ -1,0 +1,337 @@
+"""The sandbox in ordinary use: state, values, images, notices; loops that come and go; cancellation; nothing left."""
+
+import asyncio
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from agentrl_tools.sandbox import Limits, Sandbox, SandboxSession, make_sandbox, seccomp
+from agentrl_tools.sandbox.base import MIB
+from agentrl_tools.sandbox.bwrap import BwrapSandbox, runs_as_ordinary
+from agentrl_tools.sandbox.reply import BrokenReplyError, read_reply
+
+from agentrl import InfrastructureError, UserError
+
+pytestmark = pytest.mark.skipif(shutil.which("bwrap") is None, reason="needs bubblewrap (apt-get install bubblewrap)")
+
+LIMITS = Limits(wall_seconds=10, memory=256 * MIB)
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+@pytest.fixture
+async def sandbox() -> AsyncIterator[Sandbox]:
+    sandbox = make_sandbox("bwrap", limits=LIMITS, pool=1)
+    yield sandbox
+    await sandbox.close()
+
+
+@pytest.fixture
+async def session(sandbox: Sandbox) -> AsyncIterator[SandboxSession]:
+    async with sandbox.session() as session:
+        yield session
+
+
+def left() -> tuple[int, int, int]:
+    """Processes below this one, open descriptors, entries of the temporary folder that are ours."""
+    listed = subprocess.run(["ps", "-eo", "pid=,ppid=,stat="], capture_output=True, text=True, check=True).stdout
+    parents: dict[str, list[str]] = {}
+    for pid, parent, state in (line.split()[:3] for line in listed.splitlines()):
+        if not state.startswith("Z"):
+            parents.setdefault(parent, []).append(pid)
+    queue, count = [str(os.getpid())], 0
+    while queue:
+        children = parents.get(queue.pop(), [])
+        count += len(children)
+        queue += children
+    return count - 1, len(os.listdir("/proc/self/fd")), len(list(Path("/tmp").glob("agentrl*")))  # without ps
+
+
+async def test_state_value_and_outputs(session: SandboxSession) -> None:
+    assert (await session.run("x = 1")).value is None
+    execution = await session.run("import sys\nprint('a')\nprint('b', file=sys.stderr)\nx + 1")
+    assert (execution.stdout, execution.stderr, execution.value) == ("a\n", "b\n", "2")
+    assert execution.ok
+    assert (execution.cut, execution.lost, execution.lost_before) == (False, False, False)
+
+
+@pytest.mark.parametrize(
+    ("code", "value"),
+    [
+        ("", None), ("# nothing", None), ("None", None), ("'ü€😀'", "'ü€😀'"), ("x = 3", None), ("1;2", "2"),
+        ("'\\ud800'", "'\\ud800'"), ("await __import__('asyncio').sleep(0, 'late')", "'late'"),
+        ("import dataclasses, pickle\n@dataclasses.dataclass\nclass P:\n    a: int\npickle.loads(pickle.dumps(P(1)))",
+         "P(a=1)"),
+        ("import subprocess, sys\nsubprocess.run([sys.executable, '-c', 'print(1)']).returncode", "0"),
+        ("from multiprocessing import Pool\nwith Pool(2) as p: r = p.map(abs, [-1, 2])\nr", "[1, 2]"),
+    ],
+)  # fmt: skip
+async def test_values(session: SandboxSession, code: str, value: str | None) -> None:
+    execution = await session.run(code)
+    assert execution.error is None
+    assert execution.value == value
+
+
+async def test_a_traceback_holds_the_cells_frames_only(session: SandboxSession) -> None:
+    await session.run("import json\ndef f():\n    return json.loads('{')")
+    error = (await session.run("f()")).error
+    assert error is not None
+    assert [line for line in error.splitlines() if line.strip(" ^~")] == [
+        "Traceback (most recent call last):", '  File "<cell 2>", line 1, in <module>', "    f()",
+        '  File "<cell 1>", line 3, in f', "    return json.loads('{')",
+        "json.decoder.JSONDecodeError: Expecting property name enclosed in double quotes: line 1 column 2 (char 1)",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("code", "end"),
+    [
+        ("def f(:", "SyntaxError: invalid syntax"),
+        ("raise SystemExit(3)", "SystemExit: 3"),
+        ("exit()", "SystemExit"),
+        ("x = '\0'", "SyntaxError: source code string cannot contain null bytes"),
+        ("input()", "EOFError: EOF when reading a line"),
+        ("try: 1/0\nexcept ZeroDivisionError: [][0]", "IndexError: list index out of range"),
+        ("def f(): f()\nf()", "RecursionError: maximum recursion depth exceeded"),
+        ("(" * 5000 + ")" * 5000, "too many nested parentheses"),
+    ],
+)
+async def test_errors(session: SandboxSession, code: str, end: str) -> None:
+    execution = await session.run(code)
+    assert end in (execution.error or "")
+    assert "runtime" not in (execution.error or "")
+    assert (await session.run("1 + 1")).value == "2"
+
+
+async def test_images(session: SandboxSession) -> None:
+    classes = (
+        "class Drawn:\n    def _repr_png_(self): return b'\\x89PNG\\r\\n\\x1a\\nA'\n"
+        "class Saved:\n    def save(self, file, format): file.write(b'\\x89PNG\\r\\n\\x1a\\nB')\n"
+        "Saved.__module__ = 'PIL.Image'"
+    )
+    await session.run(classes)
+    execution = await session.run("display(Drawn(), 3)\nSaved()")
+    assert execution.images == (PNG + b"A", PNG + b"B")
+    assert execution.value is None
+    assert execution.stdout == "3\n"
+    execution = await session.run("display(b'\\x89PNG\\r\\n\\x1a\\n' + bytes(5_000_000))")
+    assert execution.images == ()
+    assert execution.cut
+
+
+async def test_packages_and_figures(tmp_path: Path) -> None:
+    """matplotlib's open figures come back and are closed; here a small stand-in with the functions that matter."""
+    package = tmp_path / "packages" / "matplotlib"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("")
+    (package / "pyplot.py").write_text(
+        "open_ = {}\n"
+        "class Figure:\n    def savefig(self, file, format): file.write(b'\\x89PNG\\r\\n\\x1a\\nF')\n"
+        "def plot(): open_[1] = Figure()\ndef get_fignums(): return list(open_)\n"
+        "def figure(n): return open_[n]\ndef close(which): open_.clear()\n"
+    )
+    sandbox = make_sandbox("bwrap", limits=LIMITS, pool=0, packages=[str(tmp_path / "packages")])
+    async with sandbox.session() as session:
+        execution = await session.run("import matplotlib.pyplot as plt\nplt.plot()")
+        assert execution.images == (PNG + b"F",)
+        assert (await session.run("1")).images == ()
+        assert "Read-only" in ((await session.run("open(plt.__file__, 'w')")).error or "")
+    await sandbox.close()
+    with pytest.raises(UserError, match="no folder"):
+        make_sandbox("bwrap", packages=[str(tmp_path / "absent")])
+
+
+async def test_loops_that_come_and_go() -> None:
+    """As phases of a trainer: each in a loop of its own, and one sandbox for all."""
+    sandbox = make_sandbox("bwrap", limits=LIMITS, pool=1)
+
+    async def phase() -> str | None:
+        async with sandbox.session() as session:
+            return (await session.run("40 + 2")).value
+
+    def phases() -> list[str | None]:
+        return [asyncio.run(phase()) for _ in range(3)]
+
+    assert await asyncio.to_thread(phases) == ["42"] * 3
+    assert await asyncio.to_thread(phases) == ["42"] * 3  # another thread, when the former has ended
+    await sandbox.close()
+    assert await phase() == "42"  # and after a close
+    await sandbox.close()
+
+
+async def test_a_cancelled_call_leaves_nothing(sandbox: Sandbox, session: SandboxSession) -> None:
+    await session.run("x = 1")
+    call = asyncio.create_task(session.run("import os, time\nos.fork()\ntime.sleep(60)"))
+    await asyncio.sleep(0.3)
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    execution = await session.run("'x' in globals()")
+    assert execution.value == "False"
+    assert execution.lost_before
+    assert not (await session.run("1")).lost_before
+
+
+async def test_close_during_a_call(session: SandboxSession) -> None:
+    call = asyncio.create_task(session.run("import time\ntime.sleep(60)"))
+    await asyncio.sleep(0.2)
+    await session.close()
+    await session.close()
+    assert (await call).lost
+    with pytest.raises(RuntimeError, match="closed"):
+        await session.run("1")
+
+
+async def test_calls_at_once_wait_for_each_other(session: SandboxSession) -> None:
+    await session.run("n = 0")
+    executions = await asyncio.gather(*(session.run("n += 1\nn") for _ in range(10)))
+    assert sorted(int(e.value or 0) for e in executions) == list(range(1, 11))
+
+
+async def test_the_launchers_death_is_not_the_models_fault(sandbox: Sandbox, session: SandboxSession) -> None:
+    assert isinstance(sandbox, BwrapSandbox)
+    assert sandbox._spawner is not None
+    call = asyncio.create_task(session.run("import time\ntime.sleep(60)"))
+    await asyncio.sleep(0.2)
+    os.kill(sandbox._spawner._process.pid, signal.SIGKILL)
+    with pytest.raises(InfrastructureError, match="launcher"):
+        await call
+    assert (await session.run("1 + 1")).value == "2"
+
+
+async def test_a_sandbox_that_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    sandbox = BwrapSandbox(LIMITS, pool=0)
+    sandbox._config["before"] = ["--no-such-option"]
+    before = left()
+    with pytest.raises(InfrastructureError, match="no-such-option"):
+        await sandbox.open()
+    await sandbox.close()
+    assert left() == before
+
+
+def test_a_bubblewrap_that_does_not_work_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = tmp_path / "bwrap"
+    fake.write_text("#!/bin/sh\necho 'bwrap: No permissions to create new namespace' >&2\nexit 1\n")
+    fake.chmod(0o755)
+    tmp_path.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    with pytest.raises(UserError, match=r"does not work here .*No permissions.*max_user_namespaces") as caught:
+        make_sandbox("bwrap")
+    assert "\n" not in str(caught.value)
+    with pytest.raises(UserError, match="did you mean 'bwrap'"):
+        make_sandbox("bwarp")
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root, to be compared with an ordinary user")
+async def test_root_runs_it_as_an_ordinary_user(session: SandboxSession) -> None:
+    if not runs_as_ordinary(shutil.which("bwrap") or ""):
+        pytest.skip("this kernel gives ordinary users no namespaces")
+    (await session.run("1"))
+    listed = subprocess.run(["ps", "-eo", "uid=,args="], capture_output=True, text=True, check=True).stdout
+    owners = {line.split()[0] for line in listed.splitlines() if "/python/bin/python3" in line and "runtime" in line}
+    assert owners == {"65534"}
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root, to become an ordinary user")
+def test_an_ordinary_user_can_run_it() -> None:
+    pythons = [p for p in ("/usr/local/bin/python3", "/usr/bin/python3") if _is_recent(p)]
+    if not pythons:
+        pytest.skip("needs an interpreter (3.11 or later) where ordinary users can read it")
+    code = (
+        "import asyncio\nfrom agentrl_tools.sandbox import make_sandbox\n"
+        "async def main():\n    async with make_sandbox('bwrap').session() as s:\n"
+        "        print((await s.run('6 * 7')).value)\n"
+        "        e = await s.run('import os, time\\nfor _ in range(99): os.fork() or time.sleep(9)')\n"
+        "        print('BlockingIOError' in (e.error or '') or e.stop)\nasyncio.run(main())"
+    )
+    root = Path(__file__).parent.parent
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        for source, name in (("agentrl", "agentrl"), ("tools", "agentrl_tools")):
+            shutil.copytree(root / source, f"{folder}/{name}", ignore=shutil.ignore_patterns("__pycache__"))
+        os.chmod(folder, 0o755)
+        environment = {"PATH": os.environ["PATH"], "PYTHONPATH": folder}
+        command = [pythons[0], "-c", code]
+        done = subprocess.run(
+            command, capture_output=True, text=True, user=12345, group=12345, extra_groups=[], cwd="/", env=environment
+        )
+    assert done.stdout == "42\nTrue\n", done.stderr
+
+
+def _is_recent(python: str) -> bool:
+    if not os.path.exists(python):
+        return False
+    said = subprocess.run([python, "-c", "import sys; print(sys.version_info >= (3, 11))"], capture_output=True)
+    return said.stdout == b"True\n"
+
+
+def test_the_filter_knows_its_machines() -> None:
+    for machine in ("x86_64", "aarch64"):
+        program = seccomp.filter_program(machine)
+        assert len(program) % 8 == 0
+        assert len(program) // 8 < 4096
+    with pytest.raises(UserError, match="riscv64"):
+        seccomp.filter_program("riscv64")
+
+
+@pytest.mark.parametrize("data", [b"V", b"V\xff\xff\xff\xff", b"V\x05\0\0\0abc", b"S\x01\0\0\0?"])
+def test_replies_that_are_none(data: bytes) -> None:
+    with pytest.raises(BrokenReplyError):
+        read_reply(data, LIMITS, False, 0.0)
+
+
+def test_a_reply_is_bounded_whatever_it_says() -> None:
+    long = b"o" + (10_000_000).to_bytes(4, "little") + b"x" * 10_000_000
+    execution, _ = read_reply(long + b"I\x02\0\0\0ab", LIMITS, False, 0.0)
+    assert len(execution.stdout) == 2 * LIMITS.output
+    assert execution.images == ()
+
+
+async def test_soak() -> None:
+    """2,000 calls over 100 sessions, some of which misbehave; then nothing is left."""
+    sandbox = make_sandbox("bwrap", limits=LIMITS, pool=4)
+    async with sandbox.session() as session:
+        await session.run("1")
+    await sandbox.close()
+    before = left()
+
+    async def one(n: int) -> None:
+        async with sandbox.session() as session:
+            await session.run(f"total = {n}")
+            for i in range(18):
+                await session.run(f"total += {i}\nopen('/tmp/f{i}', 'w').write('x')")
+            if n % 10 == 0:
+                await session.run("import os\nif os.fork() == 0:\n    while True: pass\nos._exit(0)")
+            else:
+                assert (await session.run("total")).value == str(n + 153)
+
+    slots = asyncio.Semaphore(8)
+
+    async def limited(n: int) -> None:
+        async with slots:
+            await one(n)
+
+    await asyncio.gather(*(limited(n) for n in range(100)))
+    await sandbox.close()
+    assert left() == before
+
+
+async def test_dropping_it_without_a_close_leaves_nothing() -> None:
+    """A program that ends as it stands, in the middle of a call."""
+    code = (
+        "import asyncio, os\nfrom agentrl_tools.sandbox import make_sandbox\n"
+        "async def main():\n    s = await make_sandbox('bwrap', pool=2).open()\n"
+        "    asyncio.create_task(s.run('import time; time.sleep(60)'))\n    await asyncio.sleep(0.2)\n"
+        "    print(s._sandbox._spawner._process.pid, flush=True)\n    os._exit(0)\nasyncio.run(main())"
+    )
+    done = await asyncio.to_thread(subprocess.run, [sys.executable, "-c", code], capture_output=True, text=True)
+    launcher = int(done.stdout)
+    for _ in range(200):
+        if not Path(f"/proc/{launcher}").exists():
+            return
+        await asyncio.sleep(0.05)
+    raise AssertionError("the launcher outlived its program")

@@ -1,6 +1,8 @@
 """For the tests of weight transfer: models to send, what they would say, and a server that fails on demand."""
 
 import asyncio
+import base64
+import pickle
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -8,6 +10,7 @@ from typing import Any
 import aiohttp
 import torch
 from aiohttp import web
+from safetensors.torch import load_file
 
 from agentrl.engine.sglang.weights.source import NamedTensor
 from agentrl.models.load import load_model
@@ -56,6 +59,13 @@ def spans_of(answer: Any) -> list[tuple[str, int, int]]:
     return [(s["version"], s["start"], s["end"]) for s in answer["meta_info"]["weight_versions"]]
 
 
+def opened(payload: str) -> dict[str, torch.Tensor]:
+    """The tensors that a payload of shared memory names."""
+    content = pickle.loads(base64.b64decode(payload))
+    flat = content["flattened_tensor"]
+    return {p.name: flat[p.start_idx : p.end_idx].view(p.dtype).reshape(p.shape) for p in content["metadata"]}
+
+
 class Weights:
     """A list of tensors; `before(i)` is called ahead of tensor `i`."""
 
@@ -77,6 +87,8 @@ class FaultyServer:
     def __init__(self, faults: dict[str, tuple[int, int | None]] | None = None) -> None:
         self.faults = dict(faults or {})
         self.calls: list[str] = []
+        self.adapters: dict[str, Any] = {}
+        self.takes_adapters = True
         self.version = "default"
         self.paused = False
         self.open = False
@@ -108,7 +120,14 @@ class FaultyServer:
 
     def _do(self, path: str, body: Any) -> web.Response:
         if path == "/server_info":
-            return web.json_response({"device": "cpu", "dtype": "float32", "tp_size": 2, "version": "0"})
+            info = {
+                "device": "cpu",
+                "dtype": "float32",
+                "tp_size": 2,
+                "version": "0",
+                "enable_lora": self.takes_adapters,
+            }
+            return web.json_response(info)
         if path == "/begin_weight_update" and self.open:
             return web.json_response({"success": False, "message": "a session is already open"}, status=400)
         if path in ("/begin_weight_update", "/end_weight_update"):
@@ -117,6 +136,12 @@ class FaultyServer:
             self.paused = path.startswith("/pause")
         elif path == "/update_weight_version":
             self.version = body["new_version"]
+        elif path == "/load_lora_adapter":
+            self.adapters[body["lora_name"]] = load_file(body["lora_path"] + "/adapter_model.safetensors")
+        elif path == "/load_lora_adapter_from_tensors":
+            self.adapters[body["lora_name"]] = [opened(p) for p in body["serialized_named_tensors"]]
+        elif path == "/unload_lora_adapter":
+            del self.adapters[body["lora_name"]]
         elif path == "/weights_checker":
             return web.json_response({"success": True, "ranks": [{"checksums": {"a": "1"}}, {"checksums": {}}]})
         return web.json_response({"success": True, "message": "done"})

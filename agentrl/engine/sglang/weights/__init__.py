@@ -4,7 +4,10 @@
     done = await channel.publish(step, ModelWeights(model))     # pauses, loads, checks, sets the version, resumes
     done.good, done.failed                                      # URLs; URL -> what went wrong
     channel.versions[url]                                       # the step a server holds, None: not to be sampled from
+    await channel.sleep(("weights", "kv_cache"))                # memory for the trainer; `publish` wakes the servers
     await channel.close()
+
+Where only an adapter is trained: `LoraChannel`, see `lora.py`.
 
 The invariant: a server's version is set when the whole update has landed, and only then may it generate again. Whatever
 fails on the way leaves it paused and without a version, until a later update succeeds as a whole.
@@ -12,10 +15,12 @@ fails on the way leaves it paused and without a version, until a later update su
 
 from agentrl.engine.sglang.weights.channel import Published, WeightChannel
 from agentrl.engine.sglang.weights.choose import open_channel
+from agentrl.engine.sglang.weights.lora import LoraChannel
 from agentrl.engine.sglang.weights.server import PauseMode, WeightServer, WeightUpdateError
 from agentrl.engine.sglang.weights.source import ModelWeights
 
 __all__ = [
+    "LoraChannel",
     "ModelWeights",
     "PauseMode",
     "Published",

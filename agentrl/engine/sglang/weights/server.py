@@ -116,6 +116,19 @@ class WeightServer:
         body = {"names": names, "dtypes": kinds, "shapes": shapes, "group_name": group, "flush_cache": flush}
         await self._post("/update_weights_from_distributed", body)
 
+    async def load_adapter(self, name: str, folder: str) -> None:
+        """folder: as PEFT saves an adapter, at a path that the server can read."""
+        await self._post("/load_lora_adapter", {"lora_name": name, "lora_path": folder})
+
+    async def load_adapter_tensors(self, name: str, config: Mapping[str, Any], payloads: Sequence[str]) -> None:
+        """config: PEFT's adapter_config.json. payloads: as for `load_tensors`; they are kept open with the adapter."""
+        body = {"lora_name": name, "config_dict": dict(config), "serialized_named_tensors": list(payloads)}
+        await self._post("/load_lora_adapter_from_tensors", {**body, "load_format": "flattened_bucket"})
+
+    async def drop_adapter(self, name: str) -> None:
+        """Answers once the requests that sample from it have ended."""
+        await self._post("/unload_lora_adapter", {"lora_name": name})
+
     async def set_version(self, version: str) -> None:
         await self._post("/update_weight_version", {"new_version": version, "abort_all_requests": False})
 
@@ -149,7 +162,9 @@ class WeightServer:
             reason = str(error) or type(error).__name__
             raise WeightUpdateError(f"{self.url}{path} did not answer: {reason}") from error
         if status != HTTPStatus.OK or found.get("success") is False:
-            said = " ".join(str(found.get("message") or found.get("error") or text).split())
+            said = " ".join(
+                str(found.get("message") or found.get("error_message") or found.get("error") or text).split()
+            )
             raise WeightUpdateError(f"{self.url}{path} answered {status}: {said[:300]}")
         return found
 

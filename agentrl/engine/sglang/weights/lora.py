@@ -1,0 +1,118 @@
+"""`LoraChannel`: only an adapter travels. Each step's adapter has a name of its own, so nothing has to pause.
+
+A request names the adapter that it samples from (`lora_path` in /generate) and keeps it to its end: its tokens are of
+the step in that name, whatever `weight_versions` says, which is the server's. Servers are started with `--enable-lora`,
+`--max-lora-rank`, `--lora-target-modules` and room for two adapters (`--max-loaded-loras 2` or more).
+"""
+
+import asyncio
+import json
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from agentrl.engine.sglang.weights.channel import Published
+from agentrl.engine.sglang.weights.place import shares_memory
+from agentrl.engine.sglang.weights.server import WeightServer, WeightUpdateError
+from agentrl.engine.sglang.weights.shared import SharedBucket
+from agentrl.engine.sglang.weights.source import NamedTensor
+from agentrl.engine.sglang.weights.way import Failures, each
+
+KEPT = 2
+"""Adapters that a server holds: the newest, and the one that requests under way still sample from."""
+
+
+class LoraChannel:
+    """folder: where adapters are written for servers that do not share this machine's memory; they must see it by the
+    same path. `names`: URL -> the newest adapter that a server holds whole; it is asked for none else."""
+
+    def __init__(self, servers: Sequence[WeightServer], folder: Path, prefix: str = "step-") -> None:
+        self.servers, self._folder, self._prefix = list(servers), folder, prefix
+        self.names: dict[str, str] = {}
+        self._held: dict[str, list[str]] = {}
+        self._busy = asyncio.Lock()
+
+    async def publish(self, version: int, config: Mapping[str, Any], tensors: Iterable[NamedTensor]) -> Published:
+        """Give every server the adapter of the trainer's step `version`, and drop older ones.
+
+        config: PEFT's adapter_config.json. tensors: by PEFT's names (`base_model.model...lora_A.weight`), read once.
+        Raises nothing about a server: see `Published.failed`; one that failed goes on with its former adapter.
+        """
+        async with self._busy:
+            began = perf_counter()
+            batch = [(name, tensor.detach()) for name, tensor in tensors]
+            failures: Failures = {}
+            near = [server for server in self.servers if shares_memory(server.url)]
+            name = f"{self._prefix}{version}"
+            loaded = await self._by_memory(near, name, config, batch, failures)
+            loaded += await self._by_folder([s for s in self.servers if s not in near], name, config, batch, failures)
+            await each(loaded, lambda server: self._renew(server, name), {})
+            size = sum(tensor.nbytes for _, tensor in batch)
+            good = tuple(server.url for server in loaded)
+            return Published(version, "lora", good, failures, size, perf_counter() - began)
+
+    async def _by_memory(
+        self,
+        servers: Sequence[WeightServer],
+        name: str,
+        config: Mapping[str, Any],
+        batch: Sequence[NamedTensor],
+        failures: Failures,
+    ) -> list[WeightServer]:
+        if not servers:
+            return []
+        bucket = SharedBucket()  # not used again: servers keep what they opened until the adapter is dropped
+        payload = await asyncio.to_thread(bucket.fill, batch, torch.device("cpu"))
+
+        async def load(server: WeightServer) -> None:
+            payloads = [payload() for _ in range((await server.facts()).ranks)]
+            await server.load_adapter_tensors(name, config, payloads)
+
+        return await self._load(servers, load, failures)
+
+    async def _by_folder(
+        self,
+        servers: Sequence[WeightServer],
+        name: str,
+        config: Mapping[str, Any],
+        batch: Sequence[NamedTensor],
+        failures: Failures,
+    ) -> list[WeightServer]:
+        if not servers:
+            return []
+        self._folder.mkdir(parents=True, exist_ok=True)
+        folder = Path(tempfile.mkdtemp(prefix=f"{name}_", dir=self._folder.resolve()))
+        folder.chmod(0o755)
+        content = {key: tensor.contiguous().cpu() for key, tensor in batch}
+        await asyncio.to_thread(save_file, content, folder / "adapter_model.safetensors")
+        (folder / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
+        try:
+            return await self._load(servers, lambda server: server.load_adapter(name, str(folder)), failures)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    async def _load(
+        self, servers: Sequence[WeightServer], load: Callable[[WeightServer], Any], failures: Failures
+    ) -> list[WeightServer]:
+        async def checked(server: WeightServer) -> None:
+            if not (await server.facts()).lora:
+                raise WeightUpdateError(
+                    f"{server.url} takes no adapters: start it with --enable-lora --max-lora-rank --lora-target-modules"
+                )
+            await load(server)
+
+        return await each(servers, checked, failures)
+
+    async def _renew(self, server: WeightServer, name: str) -> None:
+        """`name` is the newest from now on; what is too old is dropped, once its requests have ended."""
+        held = self._held.setdefault(server.url, [])
+        held.append(name)
+        self.names[server.url] = name
+        while len(held) > KEPT:
+            await server.drop_adapter(held.pop(0))

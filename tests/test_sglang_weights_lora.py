@@ -1,0 +1,61 @@
+"""Adapters to servers, by protocol: the real server keeps them in pinned memory, which needs a GPU."""
+
+from collections.abc import AsyncIterator
+
+import aiohttp
+import pytest
+import torch
+from sglang_weights_help import FaultyServer
+
+from agentrl.engine.sglang.weights import LoraChannel, WeightServer
+
+CONFIG = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]}
+NAME = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+
+
+@pytest.fixture
+async def session() -> AsyncIterator[aiohttp.ClientSession]:
+    async with aiohttp.ClientSession() as found:
+        yield found
+
+
+def adapter(step: int) -> list[tuple[str, torch.Tensor]]:
+    return [(NAME, torch.full((2, 8), float(step))), (NAME.replace("_A", "_B"), torch.full((8, 2), -float(step)))]
+
+
+@pytest.mark.parametrize("near", [True, False])
+async def test_each_step_has_an_adapter_of_its_own(near: bool, session, tmp_path, monkeypatch):
+    monkeypatch.setattr("agentrl.engine.sglang.weights.lora.shares_memory", lambda url: near)
+    async with FaultyServer() as server:
+        channel = LoraChannel([WeightServer(server.url, session)], tmp_path)
+        for step in (1, 2, 3):
+            done = await channel.publish(step, CONFIG, adapter(step))
+            assert (done.failed, done.good, done.bytes) == ({}, (server.url,), 128)
+            assert channel.names == {server.url: f"step-{step}"}
+        assert list(server.adapters) == ["step-2", "step-3"]  # requests under way still sample from the former
+        for step in (2, 3):  # earlier ones are not written over
+            held = server.adapters[f"step-{step}"]
+            ranks = held if near else [held]
+            assert len(ranks) == (2 if near else 1)
+            for tensors in ranks:
+                assert all(torch.equal(tensors[name], tensor) for name, tensor in adapter(step))
+        assert "/pause_generation" not in server.calls
+        assert list(tmp_path.iterdir()) == []
+
+
+async def test_a_server_that_refuses_an_adapter_goes_on_with_its_former_one(session, tmp_path):
+    async with FaultyServer({"/load_lora_adapter_from_tensors": (1, 400)}) as bad, FaultyServer() as good:
+        channel = LoraChannel([WeightServer(s.url, session) for s in (bad, good)], tmp_path)
+        await channel.publish(1, CONFIG, adapter(1))
+        done = await channel.publish(2, CONFIG, adapter(2))
+        assert (done.good, list(done.failed)) == ((good.url,), [bad.url])
+        assert channel.names == {bad.url: "step-1", good.url: "step-2"}
+        assert not (await channel.publish(3, CONFIG, adapter(3))).failed
+        assert channel.names[bad.url] == "step-3"
+
+
+async def test_a_server_without_lora_is_told_what_to_start_with(session, tmp_path):
+    async with FaultyServer() as server:
+        server.takes_adapters = False
+        done = await LoraChannel([WeightServer(server.url, session)], tmp_path).publish(1, CONFIG, adapter(1))
+        assert "--enable-lora" in done.failed[server.url]

@@ -9,7 +9,7 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from agentrl.errors import UserError
-from agentrl.models.load import load_model, resolve
+from agentrl.models.load import find_device, load_model, resolve
 from agentrl.recipe.schema import ModelSection
 from agentrl.training.newmodel import train_tokenizer
 
@@ -72,3 +72,15 @@ def test_dtype_and_template_are_those_of_the_recipe(tmp_path: Path, dtype: Liter
     assert next(model.parameters()).dtype == getattr(torch, dtype)
     assert not model.training
     assert tokenizer.chat_template == "<|im_end|> own"
+
+
+@pytest.mark.parametrize(("name", "words"), [("gpu9", "gpu9"), ("cuda:7", "cuda:7")])
+def test_a_device_that_is_not_there_is_one_line(name: str, words: str) -> None:
+    with pytest.raises(UserError, match=rf"^model\.device: {words} cannot be used here: [^\n]+$"):
+        find_device(name)
+
+
+def test_the_model_goes_to_its_device() -> None:
+    model, _ = load_model(ModelSection(device="cpu"))
+    assert {p.device.type for p in model.parameters()} == {"cpu"}
+    assert find_device("auto").type == ("cuda" if torch.cuda.is_available() else "cpu")

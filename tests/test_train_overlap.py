@@ -59,3 +59,17 @@ def test_a_stopped_run_goes_on_with_the_tasks_that_were_in_flight(tmp_path: Path
     assert len(tasks(result)) == 2 * STEPS
     whole = agentrl.train(job(tmp_path / "whole", overlap))
     assert tasks(result) == tasks(whole)
+
+
+def test_an_engine_that_sleeps_while_the_trainer_works_gives_the_same_run(tmp_path: Path) -> None:
+    asleep, awake = (
+        agentrl.train(small(tmp_path / str(sleep), engine={"sleep": sleep}, eval__splits=[])) for sleep in (True, False)
+    )
+    for ours, theirs in zip(metrics(asleep.folder)[1:], metrics(awake.folder)[1:], strict=True):
+        assert ours["reward/mean"] == pytest.approx(theirs["reward/mean"], rel=1e-3)
+        assert ours["train/loss"] == pytest.approx(theirs["train/loss"], rel=1e-3, abs=1e-5)
+
+
+def test_sleep_and_overlap_contradict_each_other() -> None:
+    with pytest.raises(ValueError, match=r"engine\.sleep stops sampling"):
+        small(None, engine={"sleep": True}, rollout__overlap="async")

@@ -9,16 +9,17 @@ from agentrl.recipe.schema import ModelSection
 
 
 def load_model(section: ModelSection) -> tuple[Any, Any]:
-    """The causal LM, with weights of `model.dtype`, in evaluation mode (no dropout), and its tokenizer.
+    """The causal LM on `model.device`, weights of `model.dtype`, in evaluation mode (no dropout), and its tokenizer.
 
-    Raises UserError: no such folder, no model in it, not a causal language model, a hub that does not answer.
+    Raises UserError: a device that is not there, no such folder, no model in it, not a causal language model, a hub that
+    does not answer.
     """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging as progress
 
     progress.disable_progress_bar()
-    place = resolve(section.path)
+    place, device = resolve(section.path), find_device(section.device)
     options = {"trust_remote_code": section.trust_remote_code}
     config = _load(section.path, "its configuration", lambda: _causal_config(place, section))
     dtype = getattr(torch, section.dtype)
@@ -30,7 +31,22 @@ def load_model(section: ModelSection) -> tuple[Any, Any]:
     tokenizer = _load(section.path, "its tokenizer", lambda: AutoTokenizer.from_pretrained(place, **options))
     if section.chat_template is not None:  # on the tokenizer itself, so that checkpoints carry it
         tokenizer.chat_template = _read(section.chat_template)
-    return model.eval(), tokenizer
+    return model.to(device).eval(), tokenizer
+
+
+def find_device(name: str) -> Any:
+    """The torch device that `model.device` names. Raises UserError when it is not there."""
+    import torch
+
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        line = str(error).strip().partition("\n")[0]
+        raise UserError(f"model.device: {name} cannot be used here: {line}") from error
+    return device
 
 
 def resolve(path: str) -> str:

@@ -18,6 +18,7 @@ class Section(BaseModel):
 class ModelSection(Section):
     path: str = "tiny"  # `tiny` (ships with the package), a Hugging Face folder, or a hub name
     dtype: Literal["float32", "bfloat16"] = "float32"
+    device: str = "auto"  # of the trainer and the engine `local`: auto (a GPU where there is one), cpu, cuda, cuda:1
     chat: str = "auto"  # auto | bridge | a family of `renderers`, such as qwen3
     chat_template: str | None = None  # a jinja file that replaces the tokenizer's own
     trust_remote_code: bool = False
@@ -86,6 +87,7 @@ class RewardsSection(Section):
 class EngineSection(Section):
     name: str = "local"
     max_batch: Positive = 128  # rows decoded at once
+    sleep: bool = False  # give the engine's memory back while the trainer works: for one device that both share
     args: dict[str, Any] = Field(default_factory=dict)  # further arguments of the engine's class
 
 
@@ -200,6 +202,8 @@ class Recipe(Section):
             raise ValueError(f"tools: {', '.join(sorted(twice))} is listed twice")
         if self.cluster.workers != 1:
             raise ValueError(f"cluster.workers is {self.cluster.workers}, but this version trains in one process")
+        if self.engine.sleep and self.rollout.overlap != "none":
+            raise ValueError("engine.sleep stops sampling while the trainer works, rollout.overlap goes on: choose one")
         if self.rollout.max_turn_tokens > self.rollout.max_tokens:
             raise ValueError("rollout.max_turn_tokens is larger than rollout.max_tokens, so it can never be reached")
         if self.train.mini_batches > self.rollout.n * self.rollout.tasks:

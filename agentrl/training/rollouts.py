@@ -67,10 +67,17 @@ class Serial:
         return groups, _measured(groups, waited=seconds, since=seconds)
 
     def learn(self, work: Callable[[], T]) -> T:
+        if self._recipe.engine.sleep:
+            self._interrupts.complete(self._player.engine.sleep)
         return work()
 
     def publish(self, step: int) -> None:
-        self._interrupts.complete(lambda: self._player.engine.update_weights(step))
+        self._interrupts.complete(lambda: self._publish(step))
+
+    async def _publish(self, step: int) -> None:
+        await self._player.engine.update_weights(step)
+        if self._recipe.engine.sleep:
+            await self._player.engine.wake()
 
     def current(self) -> None:
         """It is."""

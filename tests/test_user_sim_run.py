@@ -1,11 +1,10 @@
-"""The recipe of `user_sim`, short: a model made from nothing, then two steps of training on what it made."""
+"""The recipe of `user_sim`, short: a warm start of the embedded model, then two steps of training on what it made."""
 
 import asyncio
 import io
 from pathlib import Path
 from random import Random
 
-import pytest
 from agentrl_envs.user_sim.environment import UserSim
 from rich.console import Console
 from train_help import lines, metrics
@@ -27,8 +26,7 @@ SHORT = [
 ]  # fmt: skip
 
 
-def test_the_recipe_warm_starts_trains_and_evaluates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agentrl.training.sft.TOKENIZER_TEXTS", 300)
+def test_the_recipe_warm_starts_trains_and_evaluates(tmp_path: Path) -> None:
     recipe = load_recipe(RECIPE, SHORT)
     made = sft(recipe, str(tmp_path / "clerk"), console=Console(file=io.StringIO()))
     assert made.steps == 3

@@ -29,6 +29,10 @@ def even(row: dict[str, Any]) -> bool:
     return int(row["answer"]) % 2 == 0
 
 
+def long(row: dict[str, Any]) -> bool:
+    return row["length"] > 10
+
+
 def never(row: dict[str, Any]) -> bool:
     return False
 

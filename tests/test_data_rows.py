@@ -131,7 +131,9 @@ def test_a_tenth_is_held_out_by_its_key(tmp_path: Path, caplog: pytest.LogCaptur
     assert not {row["prompt"] for row in test} & {row["prompt"] for row in train}
     assert f"{len(test)} of its 400 rows are held out (seed 0)" in caplog.text
     assert test.where(0) == f"{path}, line {test.number(0) + 1}"
-    assert list(open_source(path, seed=1).rows("test")) != list(test)
+    again, other = (open_source(path, seed=seed, key=lambda row, where: row["prompt"]).rows("test") for seed in (0, 1))
+    assert list(again) == list(test)
+    assert list(other) != list(test)
     with pytest.raises(UserError, match="1 rows are too few to hold some out"):
         load_rows(str(write(tmp_path / "one.jsonl", ROWS[:1])), "train")
 
@@ -228,6 +230,8 @@ def test_map_and_filter(tmp_path: Path, caplog: pytest.LogCaptureFixture, name: 
     assert rows[3] == {**ROWS[6], "prompt": "QUESTION 6", "length": 10}
     assert rows.where(3).endswith(("line 7", "row 7"))
     assert rows.number(3) == 6
+    longer = open_source(None, splits={"train": str(path)}, change=Change(SHOUT, "data_functions:long", workers))
+    assert [row["answer"] for row in longer.rows("train")] == [str(n) for n in range(10, 40)]  # it sees what map made
 
 
 @pytest.mark.parametrize("workers", [1, 2])

@@ -34,4 +34,4 @@ class MathVerify(Reward):
         return 1.0 if right else 0.0
 
     async def close(self) -> None:
-        self._pool.close()
+        await asyncio.to_thread(self._pool.close)

@@ -209,6 +209,6 @@ def test_splits_map_and_filter_pass_through(tmp_path: Path) -> None:
         env.tasks("tests")
 
 
-def test_it_imports_no_torch_and_no_datasets() -> None:
-    program = "import sys, agentrl_envs.dataset.environment\nassert not {'torch', 'datasets'} & set(sys.modules)"
+def test_it_imports_nothing_heavy() -> None:
+    program = "import sys, agentrl_envs.dataset.environment\nassert not {'numpy', 'torch', 'datasets'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", program], check=True)

@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from agentrl.data.rows import Joined, Listed, Row, Rows, checked
 from agentrl.errors import UserError
 
@@ -74,6 +72,8 @@ class JsonLines(Rows):
     """One JSON object a line; blank lines do not count."""
 
     def __init__(self, path: Path, content: bytes | mmap.mmap) -> None:
+        import numpy as np
+
         self._path, self._content = path, content
         ends = np.flatnonzero(np.frombuffer(content, np.uint8) == ord("\n")) if len(content) else np.empty(0, np.int64)
         self._starts = np.concatenate([[0], ends + 1])

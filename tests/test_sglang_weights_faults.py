@@ -81,6 +81,32 @@ async def test_nothing_more_is_sent_to_a_server_that_failed(session):
         assert bad.version == "partial-1"
 
 
+async def test_weights_that_change_while_they_are_sent_are_never_sampled_from(session):
+    """An optimizer in another thread: what arrived is of no step. (Fused AdamW does not count torch's versions up.)"""
+    model = torch.nn.Sequential(*(torch.nn.Linear(4, 4, bias=False) for _ in range(4)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+
+    class Trained(ModelWeights):
+        def __iter__(self):
+            for i, item in enumerate(super().__iter__()):
+                if i == 2:
+                    model(torch.ones(4)).sum().backward()
+                    optimizer.step()
+                yield item
+
+    async with FaultyServer() as server:
+        channel = channel_to([server], session, FromTensor(BUCKET))
+        weights = Trained(model)
+        done = await channel.publish(1, weights)
+        assert done.failed == {server.url: "the trainer changed its weights while they were sent"}
+        assert (server.version, server.paused) == ("partial-1", True)
+        calls = len(server.calls)
+        with pytest.raises(WeightUpdateError, match="no longer those of step 1"):
+            await channel.publish(1, ModelWeights(model, stamp=weights.stamp))
+        assert len(server.calls) == calls
+        assert not (await channel.publish(2, ModelWeights(model))).failed
+
+
 async def test_one_that_never_answers_is_given_up(session):
     async with FaultyServer({"/update_weights_from_tensor": (0, None)}) as stuck, FaultyServer() as good:
         done = await channel_to([stuck, good], session, FromTensor(BUCKET), timeout=0.5).publish(1, TENSORS)

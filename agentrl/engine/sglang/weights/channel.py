@@ -23,6 +23,8 @@ PARTIAL = "partial-"
 MEMORY = ("weights", "kv_cache")
 """What a server started with `--enable-memory-saver` can give back, and take again apart. A CPU frees nothing."""
 
+CHANGED = "the trainer changed its weights while they were sent"
+
 
 @dataclass(frozen=True, slots=True)
 class Published:
@@ -58,9 +60,14 @@ class WeightChannel:
 
         mode: what becomes of requests under way; under `in_place` the caches are kept. resume: whether servers generate
         again at the end. Servers that sleep are woken; those that failed before are tried again. Raises nothing about a
-        server: see `Published.failed`.
+        server: see `Published.failed`. Raises WeightUpdateError, with every server as it was, when the weights are not
+        those of their stamp (see ModelWeights).
         """
         mode = PauseMode(mode)
+        if not _intact(weights):
+            raise WeightUpdateError(
+                f"the trainer's weights are no longer those of step {version}; the next update comes"
+            )
         async with self._busy:
             began = perf_counter()
             self.versions = dict.fromkeys((s.url for s in self.servers), None)
@@ -71,6 +78,8 @@ class WeightChannel:
             sent = Fingerprint(weights, checking, [(await server.facts()).dtype for server in ready])
             flush = mode is not PauseMode.IN_PLACE or bool(self._released)
             failures |= await self.way.send(version, ready, sent, flush)
+            if not _intact(weights):
+                failures |= {server.url: CHANGED for server in ready if server.url not in failures}
             ready = [server for server in ready if server.url not in failures]
             if checking:
                 others: dict[tuple[Any, ...], str] = {}
@@ -143,3 +152,7 @@ class WeightChannel:
             del self._released[server.url]
             if left := tuple(tag for tag in asleep if tag not in tags):
                 self._released[server.url] = left
+
+
+def _intact(weights: Iterable[NamedTensor]) -> bool:
+    return getattr(weights, "intact", lambda: True)()

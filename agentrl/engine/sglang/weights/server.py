@@ -98,7 +98,8 @@ class WeightServer:
 
     async def load_folder(self, folder: str, flush: bool) -> None:
         """folder: a path that the server can read, with *.safetensors of the whole model."""
-        await self._post("/update_weights_from_disk", {"model_path": folder, "flush_cache": flush})
+        body = {"model_path": folder, "load_format": "auto", "flush_cache": flush}  # also where it began with dummies
+        await self._post("/update_weights_from_disk", body)
 
     async def join_group(self, host: str, port: int, first_rank: int, world: int, name: str, backend: str) -> None:
         """Join a process group whose rank 0 is at `host`, with ranks from `first_rank` on. Answers once all of `world`

@@ -1,5 +1,6 @@
 """What is sent: a model's weights, one whole tensor at a time, by the names that servers load."""
 
+import hashlib
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -7,6 +8,8 @@ import torch
 from torch import Tensor
 
 NamedTensor = tuple[str, Tensor]
+STAMPED = 32
+"""Values of each parameter that its stamp is made of."""
 
 
 class ModelWeights:
@@ -15,12 +18,16 @@ class ModelWeights:
     Sharded parameters (FSDP2) are gathered one by one, so the whole model never stands twice: every rank must iterate,
     to the end and in step with the others (rank 0 publishes, the rest call `follow`).
 
+    stamp: what the weights are known by, taken when this is made: by it an update in another thread is found out,
+    before or while they are sent. Given, they must still be those that it was taken of.
+
     repeatable: whether one rank alone may iterate again. Names are those of checkpoints: transformers keeps the experts
     of a layer as one tensor, and servers load them one by one.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, stamp: str | None = None) -> None:
         self._model = model
+        self.stamp = stamp or _stamp(model)
         self.repeatable = not any(hasattr(p, "full_tensor") for p in model.parameters())
         self._renamed = _needs_conversion(model)
 
@@ -32,10 +39,20 @@ class ModelWeights:
             else:
                 yield name, full
 
+    def intact(self) -> bool:
+        """Whether the weights are those of `stamp`."""
+        return _stamp(self._model) == self.stamp
+
     def follow(self) -> None:
         """What ranks other than 0 do while rank 0 publishes."""
         for _ in self:
             pass
+
+
+def _stamp(model: Any) -> str:
+    """A hash of a few values of every parameter (of this rank's part of it): every optimizer step changes it."""
+    heads = [getattr(p, "_local_tensor", p).detach().reshape(-1)[:STAMPED].float() for p in model.parameters()]
+    return hashlib.sha256(torch.cat(heads).cpu().numpy().tobytes()).hexdigest()
 
 
 def _untied(model: Any) -> Iterator[NamedTensor]:

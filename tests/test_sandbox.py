@@ -15,6 +15,7 @@ from agentrl_tools.sandbox import Limits, Sandbox, SandboxSession, make_sandbox,
 from agentrl_tools.sandbox.base import MIB
 from agentrl_tools.sandbox.bwrap import BwrapSandbox, runs_as_ordinary
 from agentrl_tools.sandbox.reply import BrokenReplyError, read_reply
+from sandbox_help import descendants, left
 
 from agentrl import InfrastructureError, UserError
 
@@ -35,21 +36,6 @@ async def sandbox() -> AsyncIterator[Sandbox]:
 async def session(sandbox: Sandbox) -> AsyncIterator[SandboxSession]:
     async with sandbox.session() as session:
         yield session
-
-
-def left() -> tuple[int, int, int]:
-    """Processes below this one, open descriptors, entries of the temporary folder that are ours."""
-    listed = subprocess.run(["ps", "-eo", "pid=,ppid=,stat="], capture_output=True, text=True, check=True).stdout
-    parents: dict[str, list[str]] = {}
-    for pid, parent, state in (line.split()[:3] for line in listed.splitlines()):
-        if not state.startswith("Z"):
-            parents.setdefault(parent, []).append(pid)
-    queue, count = [str(os.getpid())], 0
-    while queue:
-        children = parents.get(queue.pop(), [])
-        count += len(children)
-        queue += children
-    return count - 1, len(os.listdir("/proc/self/fd")), len(list(Path("/tmp").glob("agentrl*")))  # without ps
 
 
 async def test_state_value_and_outputs(session: SandboxSession) -> None:
@@ -137,7 +123,7 @@ async def test_packages_and_figures(tmp_path: Path) -> None:
     )
     sandbox = make_sandbox("bwrap", limits=LIMITS, pool=0, packages=[str(tmp_path / "packages")])
     async with sandbox.session() as session:
-        execution = await session.run("import matplotlib.pyplot as plt\nplt.plot()")
+        execution = await session.run("import matplotlib.pyplot as plt\nplt.plot()\nplt.figure(1)")
         assert execution.images == (PNG + b"F",)
         assert (await session.run("1")).images == ()
         assert "Read-only" in ((await session.run("open(plt.__file__, 'w')")).error or "")
@@ -204,7 +190,8 @@ async def test_the_launchers_death_is_not_the_models_fault(sandbox: Sandbox, ses
     assert (await session.run("1 + 1")).value == "2"
 
 
-async def test_a_sandbox_that_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_sandbox_that_does_not_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     sandbox = BwrapSandbox(LIMITS, pool=0)
     sandbox._config["before"] = ["--no-such-option"]
     before = left()
@@ -232,9 +219,8 @@ async def test_root_runs_it_as_an_ordinary_user(session: SandboxSession) -> None
     if not runs_as_ordinary(shutil.which("bwrap") or ""):
         pytest.skip("this kernel gives ordinary users no namespaces")
     (await session.run("1"))
-    listed = subprocess.run(["ps", "-eo", "uid=,args="], capture_output=True, text=True, check=True).stdout
-    owners = {line.split()[0] for line in listed.splitlines() if "/python/bin/python3" in line and "runtime" in line}
-    assert owners == {"65534"}
+    owners = {process.owner for process in descendants() if process.command.startswith("/usr/bin/bwrap")}
+    assert owners == {65534}
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="needs root, to become an ordinary user")
@@ -291,8 +277,9 @@ def test_a_reply_is_bounded_whatever_it_says() -> None:
     assert execution.images == ()
 
 
-async def test_soak() -> None:
+async def test_soak(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """2,000 calls over 100 sessions, some of which misbehave; then nothing is left."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # others use the machine's
     sandbox = make_sandbox("bwrap", limits=LIMITS, pool=4)
     async with sandbox.session() as session:
         await session.run("1")

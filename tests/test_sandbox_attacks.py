@@ -11,6 +11,7 @@ import pytest
 from agentrl_tools.sandbox import Execution, Limits, SandboxSession, Stop, make_sandbox
 from agentrl_tools.sandbox.base import MIB
 from agentrl_tools.sandbox.bwrap import BwrapSandbox
+from sandbox_help import descendants
 
 pytestmark = pytest.mark.skipif(shutil.which("bwrap") is None, reason="needs bubblewrap (apt-get install bubblewrap)")
 
@@ -18,25 +19,6 @@ LIMITS = Limits(
     wall_seconds=8.0, cpu_seconds=0.6, memory=192 * MIB, processes=12, file_size=4 * MIB, disk=8 * MIB, files=300,
     output=2000,
 )  # fmt: skip
-
-
-def descendants() -> list[str]:
-    """The commands of all processes that this one started, at whatever depth."""
-    parents: dict[int, list[tuple[int, str]]] = {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            fields = (folder / "stat").read_text().rpartition(")")[2].split()
-            command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-        except OSError:
-            continue
-        if fields[0] != "Z":
-            parents.setdefault(int(fields[1]), []).append((int(folder.name), command))
-    found, queue = [], [os.getpid()]
-    while queue:
-        for pid, command in parents.get(queue.pop(), []):
-            found.append(command)
-            queue.append(pid)
-    return found
 
 
 @pytest.fixture

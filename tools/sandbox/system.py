@@ -26,6 +26,7 @@ _RUNTIME = "/runtime"
 _HOME = "/tmp"
 _LIBRARIES = ("/usr/lib", "/usr/lib64", "/usr/lib32")
 _ROOT_LINKS = ("/lib", "/lib64")
+_ETC = ("/etc/ld.so.cache", "/etc/alternatives")  # where libraries are, and links to some of Debian's
 _ENVIRONMENT = {
     "PATH": "/python/bin", "HOME": _HOME, "TMPDIR": _HOME, "USER": "user", "LOGNAME": "user", "LANG": "C.UTF-8",
     "TZ": "UTC", "MPLBACKEND": "Agg", "MPLCONFIGDIR": _HOME, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1",
@@ -89,8 +90,7 @@ def _interpreter() -> list[tuple[str, str]]:
     for folder in dict.fromkeys((f"{sys.base_prefix}/lib", f"{sys.base_prefix}/{sys.platlibdir}")):
         if os.path.isdir(folder):
             binds.append((folder, f"/python/{os.path.basename(folder)}"))
-    if os.path.exists("/etc/ld.so.cache"):
-        binds.append(("/etc/ld.so.cache", "/etc/ld.so.cache"))
+    binds += [(place, place) for place in _ETC if os.path.exists(place)]
     return binds
 
 

@@ -3,7 +3,7 @@
 import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Generic, TypeVar
+from typing import Generic, TypeVar, cast
 
 Q = TypeVar("Q")
 A = TypeVar("A")
@@ -27,17 +27,22 @@ class Batcher(Generic[Q, A]):
         if len(self._workers) < self._concurrency:
             worker = asyncio.create_task(self._work())
             self._workers.add(worker)
-            worker.add_done_callback(self._workers.discard)
         return await future
 
     async def close(self) -> None:
         """Stop what is under way."""
-        for worker in self._workers:
+        for worker in set(self._workers):
             worker.cancel()
-        if self._workers:
-            await asyncio.wait(self._workers)
+        if workers := set(self._workers):
+            await asyncio.wait(workers)
 
     async def _work(self) -> None:
+        try:
+            await self._work_off()
+        finally:  # at once, so that whoever asks next does not count on a worker that goes home
+            self._workers.discard(cast("asyncio.Task[None]", asyncio.current_task()))
+
+    async def _work_off(self) -> None:
         while batch := self._take():
             futures = [future for _, future in batch]
             try:

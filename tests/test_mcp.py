@@ -207,6 +207,13 @@ async def test_a_server_that_cannot_be_had(arguments, what):
     await until(lambda: children() == before)
 
 
+async def test_what_ignores_every_request_to_end_is_killed():
+    made = McpSource(**_shell("trap '' TERM; sleep 300 & echo $! >&2; while :; do sleep 1; done", start_timeout=1.0))
+    with pytest.raises(UserError, match=r"last words: \d+$") as error:
+        await made.open()
+    await until(lambda: gone(int(str(error.value).rpartition(" ")[2])))
+
+
 async def test_an_http_server_that_refuses_us():
     from aiohttp import web
 

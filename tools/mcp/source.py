@@ -29,7 +29,9 @@ class _Lease:
 
 
 class McpSource(ToolSource):
-    """command, args, env, cwd: of a server that is started here and spoken to over its standard input and output.
+    """Every tool of an MCP server.
+
+    command, args, env, cwd: of a server that is started here and spoken to over its standard input and output.
     url, headers: of one that is reached over streamable HTTP instead.
 
     include, exclude: names of tools, or patterns such as `read_*`. prefix: stands before each name for the model.

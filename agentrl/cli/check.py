@@ -44,6 +44,7 @@ def check_command(
         try:
             first = _show_tasks(out, checked, env, toolbox)
             _show_tools(out, env, toolbox)
+            _show_memory(out, checked)
             if first is not None:
                 opening = runner.run(_opening(env, first, checked.rollout.timeout, checked.train.seed))
                 _show_prompt(out, checked, opening, env, toolbox, first)
@@ -98,6 +99,48 @@ def _show_tools(out: "Console", env: "Environment", toolbox: "Toolbox") -> None:
         out.print(f"{tool.name} {outline(tool.parameters)} from {origin}", markup=False)
         out.print(f"  {tool.description}", markup=False, soft_wrap=True)
         out.print(f"  {json.dumps(dict(tool.parameters), ensure_ascii=False)}", markup=False, soft_wrap=True)
+
+
+def _show_memory(out: "Console", recipe: "Recipe") -> None:
+    from agentrl.models.memory import plan_memory
+
+    _title(out, f"memory of the trainer ({recipe.model.path}, {recipe.model.dtype})")
+    plan = plan_memory(recipe)
+    if plan is None:
+        out.print("(unknown: the model's configuration is not on this machine)", style="dim")
+    else:
+        out.print(f"{plan.parameters / 1e6:,.1f} M parameters; {_size(plan.trainer)} in all:")
+        for name in ("weights", "gradients", "optimizer", "reference", "activations"):
+            if size := getattr(plan, name):
+                more = f" (of {recipe.train.micro_batch_tokens:,} packed tokens)" if name == "activations" else ""
+                out.print(f"  {name:<12}{_size(size):>10}{more}")
+        out.print(f"the engine's cache takes {_size(plan.cache_token)} a token", highlight=False)
+    for line in _missing(recipe):
+        out.print(f"missing: {line}", style="yellow", markup=False, soft_wrap=True)
+
+
+def _missing(recipe: "Recipe") -> list[str]:
+    """What this machine lacks to run the recipe."""
+    from agentrl.errors import UserError
+    from agentrl.models.load import find_device
+    from agentrl.plugins.registry import load
+
+    lines = []
+    try:
+        find_device(recipe.model.device)
+    except UserError as error:
+        lines.append(str(error))
+    missing = getattr(load("engines", recipe.engine.name), "missing", None)
+    return lines + (missing(recipe.engine.args) if missing else [])
+
+
+def _size(count: float) -> str:
+    """Bytes for people."""
+    for unit in ("B", "KB", "MB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}"
+        count /= 1000
+    return f"{count:.1f} GB"
 
 
 def _show_prompt(

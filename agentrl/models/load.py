@@ -11,8 +11,8 @@ from agentrl.recipe.schema import ModelSection
 def load_model(section: ModelSection) -> tuple[Any, Any]:
     """The causal LM on `model.device`, weights of `model.dtype`, in evaluation mode (no dropout), and its tokenizer.
 
-    Raises UserError: a device that is not there, no such folder, no model in it, not a causal language model, a hub that
-    does not answer.
+    Raises UserError: a device that is not there, no such folder, no model in it, not a causal language model, a hub
+    that does not answer.
     """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -11,11 +11,13 @@ import uuid
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import aclosing
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from agentrl.engine.base import EngineError, Generation, GenerationFinish, Sampling
+from agentrl.engine.sglang.call import Call, post
 from agentrl.engine.sglang.client import RefusedError, ServerError
 from agentrl.engine.sglang.command import Flag, LaunchPlan, launch_command, sizes_of
 from agentrl.engine.sglang.fleet import Fleet
@@ -24,8 +26,6 @@ from agentrl.engine.sglang.settings import Settings
 from agentrl.engine.sglang.wire import Answer, PieceEnd, Reader, request_body
 from agentrl.errors import UserError
 
-ABORT_SECONDS = 1.0
-"""What a server has to answer an abort with all that it sampled; then the tokens that came are taken."""
 ATTEMPTS = 8
 """Failures of one request, on whichever servers, before it is given up."""
 BACK_OFF_SECONDS = 0.1, 2.0
@@ -71,10 +71,21 @@ class SglangEngine:
         plan = None if settings.urls else _plan(model, model_path, settings, max_batch, token_bytes, self._own_context)
         quiet: Callable[[str], None] = lambda line: None  # noqa: E731
         self._fleet = Fleet(model, tokenizer, settings, plan, max_batch, say or quiet, phase or quiet)
-        self._calls: dict[str, _Call] = {}
+        self._calls: dict[str, Call] = {}
         self._errands: set[asyncio.Task[None]] = set()
         self._starting: asyncio.Task[None] | None = None
         self._started = self._closed = False
+
+    @staticmethod
+    def missing(args: Mapping[str, Any]) -> list[str]:
+        """What this machine lacks to launch servers by these `engine.args`, in lines."""
+        if args.get("urls"):
+            return []
+        try:
+            launch_command(args.get("command"), args.get("venv"))
+        except UserError as error:
+            return [str(error)]
+        return []
 
     @property
     def max_context(self) -> int:
@@ -84,6 +95,10 @@ class SglangEngine:
     @property
     def weight_version(self) -> int:
         return self._fleet.version
+
+    def keep_logs(self, folder: Path) -> None:
+        """The run has its folder now: the output of launched servers is to lie there."""
+        self._fleet.keep_logs(folder)
 
     async def health(self) -> None:
         """Starts what is to be started, the first time. Raises UserError when that fails, EngineError when no server is
@@ -103,7 +118,7 @@ class SglangEngine:
         room = min(sampling.max_tokens, self.max_context - len(prompt))
         if room <= 0:
             return Generation([], [], GenerationFinish.LENGTH, self.weight_version)
-        call = self._calls[request_id] = _Call()
+        call = self._calls[request_id] = Call()
         answer = Answer()
         try:
             finish = await self._answer(call, prompt, answer, sampling, room, request_id)
@@ -139,7 +154,7 @@ class SglangEngine:
 
     def flush(self) -> None:
         for member in self._fleet.pool.up:
-            self._errand(_post(member, "/flush_cache"))
+            self._errand(post(member, "/flush_cache"))
 
     async def sleep(self) -> None:
         """Pause, and give back the memory of keys and values; requests wait until `wake`."""
@@ -177,12 +192,12 @@ class SglangEngine:
         self._started = True
 
     async def _answer(
-        self, call: "_Call", prompt: list[int], answer: Answer, sampling: Sampling, room: int, request_id: str
+        self, call: Call, prompt: list[int], answer: Answer, sampling: Sampling, room: int, request_id: str
     ) -> GenerationFinish:
         """Sample into `answer`, on one server after another where they fail."""
         pool, failed, failures = self._fleet.pool, None, 0
-        self._fleet.watch()
         while True:
+            self._fleet.watch()
             try:
                 async with call:
                     member = await pool.take(request_id, failed)
@@ -207,7 +222,7 @@ class SglangEngine:
                 return finish
 
     async def _ask(
-        self, call: "_Call", member: Member, prompt: list[int], answer: Answer, sampling: Sampling, room: int
+        self, call: Call, member: Member, prompt: list[int], answer: Answer, sampling: Sampling, room: int
     ) -> PieceEnd:
         """Let one server go on with the answer; why it stopped. Whatever it gave is in `answer` also when it fails."""
         rid = uuid.uuid4().hex  # of one length: a server aborts every id that begins as the given one
@@ -263,54 +278,6 @@ class SglangEngine:
         task.add_done_callback(self._errands.discard)
 
 
-class _Call:
-    """One `generate`: what it waits for can be cut from outside. A context manager around each wait."""
-
-    def __init__(self) -> None:
-        self.aborted = False
-        self._error: ServerError | None = None
-        self._timeout: asyncio.Timeout | None = None
-        self._member: Member | None = None
-        self._rid = ""
-
-    def at(self, member: Member | None, rid: str) -> None:
-        self._member, self._rid = member, rid
-
-    async def __aenter__(self) -> None:
-        now = asyncio.get_running_loop().time()
-        self._timeout = asyncio.timeout_at(now if self.aborted else None)
-        await self._timeout.__aenter__()
-
-    async def __aexit__(self, *error: Any) -> None:
-        timeout, self._timeout = self._timeout, None
-        assert timeout is not None
-        await timeout.__aexit__(*error)
-
-    def abort(self, errand: Callable[[Any], None] | None) -> None:
-        """End it with what it has. With `errand`, the server is asked for what it sampled and has not sent yet."""
-        if self.aborted:
-            return
-        self.aborted = True
-        if self._member is not None and errand is not None:
-            errand(_post(self._member, "/abort_request", {"rid": self._rid}))
-            self._end_in(ABORT_SECONDS)
-        else:
-            self._end_in(0.0)
-
-    def cut(self, error: ServerError) -> None:
-        """Its server is taken out."""
-        self._error = error
-        self._end_in(0.0)
-
-    def lost(self) -> ServerError:
-        error, self._error = self._error, None
-        return error or ServerError("the request was cut")
-
-    def _end_in(self, seconds: float) -> None:
-        if self._timeout is not None:
-            self._timeout.reschedule(asyncio.get_running_loop().time() + seconds)
-
-
 def _finish(end: PieceEnd, answer: Answer, sampling: Sampling, room: int) -> GenerationFinish | None:
     """What a server's end means to us; None where it has to go on: it stopped at an id that is no stop id of ours."""
     if end is PieceEnd.ABORT:
@@ -318,14 +285,6 @@ def _finish(end: PieceEnd, answer: Answer, sampling: Sampling, room: int) -> Gen
     if answer.ids and answer.ids[-1] in sampling.stop_ids:
         return GenerationFinish.STOP
     return GenerationFinish.LENGTH if len(answer.ids) >= room or end is PieceEnd.LENGTH else None
-
-
-async def _post(member: Member, path: str, body: Mapping[str, Any] | None = None) -> None:
-    """For errands: a server that does not do it is found out by those who wait for it."""
-    try:
-        await member.client.post(path, body or {})
-    except ServerError:
-        return
 
 
 def _plan(

@@ -112,6 +112,7 @@ MISTAKES = [
     (lambda _: make_tool(ToolSection(name="verl")), r"give args.tool .* or args.file"),
     (lambda _: made("adapter_plugins:Bare"), r"adapter_plugins:Bare is no class with verl's hooks"),
     (lambda _: made("adapter_plugins:SCHEMA"), r"is no class with verl's hooks"),
+    (lambda _: made("Tool"), r"tool verl: 'Tool' is no import path; wants package.module:Class"),
     (lambda _: made("no_such_package.Tool"), r"tool verl cannot be imported from 'no_such_package'"),
     (lambda _: made("verl_too_much:score"), r"verl.utils.reward_score.*without verl there is only its BaseTool"),
     (lambda _: old(schema={"type": "function"}), r"its schema is wrong at function: Field required"),

@@ -120,6 +120,8 @@ class VerlFile(ToolSource):
 
 
 def _construct(path: str, config: dict[str, Any], schema: Mapping[str, Any] | None, where: str) -> Any:
+    if ":" not in path and "." not in path:
+        raise UserError(f"{where}: {path!r} is no import path; wants package.module:Class")
     if ":" not in path:
         path = ":".join(path.rpartition(".")[::2])
     cls = _load(path, where)

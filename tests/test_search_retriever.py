@@ -203,10 +203,18 @@ async def test_a_batcher_has_so_many_workers_and_no_more():
     batcher = Batcher(answer, 3, 2)
     assert await asyncio.gather(*(batcher.ask(i) for i in range(40))) == [2 * i for i in range(40)]
     assert most == 2
-    alone = Batcher(answer, 3, 1)
-    for i in range(5):  # whoever asks in the very moment in which the worker ends is heard too
-        assert await asyncio.wait_for(asyncio.ensure_future(alone.ask(i)), 5) == 2 * i
-    assert [await alone.ask(i) for i in range(5)] == [0, 2, 4, 6, 8]
+
+
+async def test_who_asks_in_the_moment_in_which_the_worker_ends_is_heard():
+    async def answer(questions):
+        return questions
+
+    batcher = Batcher(answer, 3, 1)
+
+    async def one_by_one():
+        return [await batcher.ask(i) for i in range(5)]
+
+    assert await asyncio.wait_for(one_by_one(), 5) == [0, 1, 2, 3, 4]
 
 
 async def test_a_cancelled_question_takes_nobody_with_it():

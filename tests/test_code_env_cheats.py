@@ -130,6 +130,11 @@ async def test_an_honest_solution_passes(judge: Judge) -> None:
     assert await _both(judge, honest + "\nraise ValueError('after it is defined')") == (Verdict(3, 3), Verdict(2, 2))
 
 
+async def test_what_is_missing_is_said(judge: Judge) -> None:
+    verdict = await judge.by_results("def g(x):\n    return 1", "f", TESTS)
+    assert verdict == Verdict(0, 3, "f(1): NameError: there is no f")
+
+
 async def test_each_test_counts_by_itself(judge: Judge) -> None:
     by_results, by_script = await _both(judge, "def f(x):\n    return 11 if x == 1 else 1 / 0")
     assert (by_results.passed, by_results.total, by_script.passed, by_script.total) == (1, 3, 1, 2)

@@ -42,11 +42,17 @@ class WeightChannel:
     """versions: URL -> the step whose weights a server holds. None: unknown, or a part of an update; it is not sampled
     from. `servers` may be changed between updates."""
 
-    def __init__(self, servers: Sequence[WeightServer], way: Way, check_every: int = CHECK_EVERY) -> None:
+    def __init__(
+        self,
+        servers: Sequence[WeightServer],
+        way: Way,
+        check_every: int = CHECK_EVERY,
+        former: "WeightChannel | None" = None,
+    ) -> None:
         self.servers, self.way, self._check_every = list(servers), way, check_every
         self._updates = 0
         self.versions: dict[str, int | None] = {server.url: None for server in servers}
-        self._released: dict[str, tuple[str, ...]] = {}
+        self._released: dict[str, tuple[str, ...]] = {} if former is None else former._released
         self._busy = asyncio.Lock()
 
     async def publish(

@@ -26,6 +26,7 @@ async def open_channel(
     headers: Mapping[str, str] | None = None,
     timeout: float = 600.0,
     check_every: int = CHECK_EVERY,
+    former: WeightChannel | None = None,
     say: Callable[[str], None] = print,
 ) -> WeightChannel:
     """A channel to the servers at `urls`, which answer already.
@@ -33,6 +34,7 @@ async def open_channel(
     way: `auto`, or one of WAYS. folder: where `from_disk` writes; servers on other machines must see it by the same
     path. timeout: seconds a call of an update may take. check_every: after the first update, and then after every so
     many, what servers hold is compared with what was sent (0: never). say: is told in a line which way, and why.
+    former: the channel before this one: servers that it sent to sleep are woken by this one.
     Raises UserError for an unknown way, WeightUpdateError for a server that does not answer.
     """
     if way not in WAYS:
@@ -42,7 +44,7 @@ async def open_channel(
         await server.facts()
     chosen, why = _choose(way, servers, folder)
     say(f"weights: {chosen.name} ({why})")
-    return WeightChannel(servers, chosen, check_every)
+    return WeightChannel(servers, chosen, check_every, former)
 
 
 def _choose(way: str, servers: Sequence[WeightServer], folder: Path) -> tuple[Way, str]:

@@ -8,6 +8,8 @@ import asyncio
 import contextlib
 from collections.abc import Iterable, Sequence
 
+import torch
+
 from agentrl.engine.sglang.weights.group import Group, open_group
 from agentrl.engine.sglang.weights.server import WeightServer, WeightUpdateError
 from agentrl.engine.sglang.weights.source import NamedTensor, buckets
@@ -24,8 +26,8 @@ class FromDistributed:
 
     name = "from_distributed"
 
-    def __init__(self, backend: str = "gloo", timeout: float = 120.0, bucket_bytes: int = BUCKET_BYTES) -> None:
-        self._backend, self._timeout, self._limit = backend, timeout, bucket_bytes
+    def __init__(self, timeout: float = 120.0, bucket_bytes: int = BUCKET_BYTES) -> None:
+        self._timeout, self._limit = timeout, bucket_bytes
         self._group: Group | None = None
 
     async def send(
@@ -51,25 +53,27 @@ class FromDistributed:
         self, servers: Sequence[WeightServer], weights: Iterable[NamedTensor], failures: Failures, flush: bool
     ) -> list[WeightServer]:
         """The servers that did not fail, but did not get everything either, because another one failed."""
-        try:
-            group = await self._joined(servers, failures) if servers else None
-        except WeightUpdateError as error:
-            group = None
-            if not failures:  # nobody in particular
-                failures |= dict.fromkeys((s.url for s in servers), str(error))
         batches = buckets(weights, self._limit)
-        while (batch := await asyncio.to_thread(next, batches, None)) is not None:
+        batch = await asyncio.to_thread(next, batches, None)
+        group = await self._joined(servers, batch[0][1].device, failures) if servers and batch else None
+        while batch is not None:
             if group is not None and not await self._send_bucket(group, batch, failures, flush):
                 group = self._group = None  # the rest is read on: other ranks gather in step
             flush = False
+            batch = await asyncio.to_thread(next, batches, None)
         return [] if group is not None else [s for s in servers if s.url not in failures]
 
-    async def _joined(self, servers: Sequence[WeightServer], failures: Failures) -> Group:
-        group = self._group
-        if group is None or {s.url for s in group.servers} != {s.url for s in servers}:
-            await self.close()
-            self._group = await open_group(servers, self._backend, self._timeout, failures)
-        assert self._group is not None
+    async def _joined(self, servers: Sequence[WeightServer], device: torch.device, failures: Failures) -> Group | None:
+        """The group of exactly these servers, as it stands or a new one."""
+        if self._group is not None and {s.url for s in self._group.servers} == {s.url for s in servers}:
+            return self._group
+        await self.close()
+        gpus = device.type == "cuda" and all([(await server.facts()).device == "cuda" for server in servers])
+        try:
+            self._group = await open_group(servers, "nccl" if gpus else "gloo", self._timeout, failures)
+        except WeightUpdateError as error:
+            if not any(server.url in failures for server in servers):  # nobody in particular
+                failures |= dict.fromkeys((s.url for s in servers), str(error))
         return self._group
 
     async def _send_bucket(self, group: Group, batch: Sequence[NamedTensor], failures: Failures, flush: bool) -> bool:
@@ -100,4 +104,7 @@ class FromDistributed:
 
 def _broadcast(group: Group, batch: Sequence[NamedTensor]) -> None:
     for _, tensor in batch:
-        group.broadcast(tensor.contiguous())
+        with torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext():
+            group.broadcast(tensor.contiguous())
+    if batch[-1][1].is_cuda:
+        torch.cuda.synchronize(batch[-1][1].device)  # a bucket in flight, not more

@@ -10,7 +10,6 @@ from itertools import accumulate
 from typing import Any
 from urllib.parse import urlsplit
 
-import torch
 from torch import Tensor
 from torch import distributed as dist
 from torch.distributed import distributed_c10d as c10d
@@ -97,8 +96,3 @@ def _free_port() -> int:
     with socket.socket() as found:
         found.bind(("", 0))
         return int(found.getsockname()[1])
-
-
-def backend_for(device: torch.device, server_device: str) -> str:
-    """nccl where both sides hold the weights on GPUs, else gloo."""
-    return "nccl" if device.type == "cuda" and server_device == "cuda" else "gloo"

@@ -79,14 +79,12 @@ class WeightServer:
         await self._post("/continue_generation", {})
 
     async def begin(self) -> None:
-        """Open an update. One that an earlier failure left open is closed first: what it held is overwritten."""
+        """Open an update. One that an earlier failure left open serves as well: all that it holds is overwritten."""
         try:
             await self._post("/begin_weight_update", {})
         except WeightUpdateError as error:
             if "already open" not in str(error):
                 raise
-            await self.end()
-            await self._post("/begin_weight_update", {})
 
     async def end(self) -> None:
         await self._post("/end_weight_update", {})

@@ -60,8 +60,8 @@ async def test_forks_and_returns(session: SandboxSession) -> None:
 
 
 async def test_forks_in_both_branches_answer_once(session: SandboxSession) -> None:
-    execution = await session.run("import os\nx = os.fork()\n'one'")
-    assert execution.value == "'one'"
+    execution = await session.run("import os, time\nx = os.fork()\nif x: time.sleep(0.3)\nx > 0")
+    assert execution.value == "True"
     assert (await session.run("x > 0")).value == "True"
 
 
@@ -313,6 +313,16 @@ async def test_writes_on_every_descriptor(session: SandboxSession) -> None:
     execution = await attack(session, code)
     assert execution.stop is Stop.ENDED
     assert execution.lost
+
+
+async def test_forges_a_reply(session: SandboxSession) -> None:
+    code = (
+        "import os, struct\nforged = struct.pack('<I16s', 9, b'') + b'V' + struct.pack('<I', 4) + b'1000'\n"
+        "for fd in range(3, 256):\n    try: os.write(fd, forged)\n    except OSError: pass\nimport time\ntime.sleep(0.3)"
+    )
+    execution = await attack(session, code)
+    assert execution.value is None
+    assert execution.stop is Stop.ENDED
 
 
 async def test_closes_every_descriptor(session: SandboxSession) -> None:

@@ -318,7 +318,8 @@ async def test_writes_on_every_descriptor(session: SandboxSession) -> None:
 async def test_forges_a_reply(session: SandboxSession) -> None:
     code = (
         "import os, struct\nforged = struct.pack('<I16s', 9, b'') + b'V' + struct.pack('<I', 4) + b'1000'\n"
-        "for fd in range(3, 256):\n    try: os.write(fd, forged)\n    except OSError: pass\nimport time\ntime.sleep(0.3)"
+        "for fd in range(3, 256):\n    try: os.write(fd, forged)\n    except OSError: pass\n"
+        "import time\ntime.sleep(0.3)"
     )
     execution = await attack(session, code)
     assert execution.value is None

@@ -58,7 +58,7 @@ def real_server(folder: Path) -> Iterator[str]:
 
 @dataclass(eq=False)
 class StandIn:
-    """Speaks SGLang's API over a local engine, and fails as `faults` says: an entry a request to /generate that streams.
+    """Speaks SGLang's API over a local engine, and fails as `faults` says: an entry for each /generate that streams.
 
     A fault is `(kind, n)`: what goes wrong after n pieces of PIECE tokens. asked: prompts in the order they came.
     """

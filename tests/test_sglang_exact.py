@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from sglang_help import tiny
+from sglang_help import StandIn, tiny
 
 from agentrl.engine.base import EngineError, GenerationFinish, Sampling
 from agentrl.engine.local.engine import LocalEngine
 from agentrl.engine.sglang.engine import SglangEngine
+from agentrl.errors import UserError
 
 STOP = (2,)
 TEXT = "A baker has 3 trays with 4 buns each and sells 5. How many buns are left?"
@@ -207,3 +208,48 @@ async def test_one_engine_in_several_loops(parts: Any, sglang_url: str) -> None:
 
     made = await asyncio.to_thread(in_loops)
     assert made[0].ids == made[1].ids == made[2].ids
+
+
+async def test_a_failed_update_is_never_sampled_from(parts: Any, sglang_url: str) -> None:
+    """One of two servers does not take the weights: it is out, and its requests go to the other."""
+    model, tokenizer = parts
+    said: list[str] = []
+    async with StandIn(model, tokenizer) as failing:
+        remote = SglangEngine(model, max_batch=8, urls=(failing.url, sglang_url), say=said.append)
+        try:
+            await all_of(remote, [[5, 6, 7]] * 4, Sampling(2))
+            before = len(failing.asked)
+            assert before == 2
+            await remote.update_weights(1)
+            made = await all_of(remote, [[5, 6, 7]] * 4, Sampling(2))
+            assert [m.weight_version for m in made] == [1] * 4
+            assert len(failing.asked) == before
+            assert any(failing.url in line and "weights of step 1 did not arrive whole" in line for line in said)
+        finally:
+            await remote.update_weights(0)
+            await remote.close()
+
+
+async def test_an_update_that_reaches_nobody_is_one_line(parts: Any) -> None:
+    model, tokenizer = parts
+    async with StandIn(model, tokenizer) as failing:
+        remote = SglangEngine(model, max_batch=8, urls=(failing.url,))
+        await remote.health()
+        with pytest.raises(UserError, match="no server has the weights of step 1: " + failing.url) as caught:
+            await remote.update_weights(1)
+        assert "\n" not in str(caught.value)
+        await remote.close()
+
+
+async def test_a_server_that_died_between_steps_costs_the_others_nothing(parts: Any, sglang_url: str) -> None:
+    model, tokenizer = parts
+    async with StandIn(model, tokenizer) as failing:
+        remote = SglangEngine(model, max_batch=8, urls=(failing.url, sglang_url))
+        try:
+            await remote.health()
+            failing.dead = True
+            await remote.update_weights(1)
+            assert (await remote.generate([5, 6, 7], Sampling(2), "x")).weight_version == 1
+        finally:
+            await remote.update_weights(0)
+            await remote.close()

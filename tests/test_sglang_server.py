@@ -167,7 +167,7 @@ def real_like(**sizes: int) -> LaunchPlan:
     return LaunchPlan(command=("x",), model_path="m", dtype="float32", flags={}, max_batch=4, cpu=True, **sizes)
 
 
-async def test_one_of_two_real_servers_is_killed_in_mid_run(sglang_venv: str, sglang_url: str, tmp_path: Path) -> None:
+async def test_one_of_two_real_servers_is_killed_in_mid_run(sglang_venv: str, tmp_path: Path) -> None:
     """Each of 48 conversations ends with as many tokens, greedy ones with the local engine's; the server comes back."""
     torch.set_num_threads(1)
     model, tokenizer = tiny()

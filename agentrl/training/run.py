@@ -164,6 +164,8 @@ def _set_up(
     interrupts.check()
     folder = resumed or RunFolder.create(recipe.output, name)
     folder.write_recipe(dump_recipe(recipe))
+    if hasattr(player.engine, "keep_logs"):
+        player.engine.keep_logs(folder.path)
     loop = Loop(
         recipe=recipe,
         player=player,

@@ -49,8 +49,10 @@ class Admission:
         return facts
 
     async def again(self, client: Client, version: int) -> ServerFacts:
-        """After it was out: it must sample a token, and hold the weights of `version`, or take them."""
+        """After it was out: it must still be of our model, hold the weights of `version` or take them, and sample."""
         facts = await facts_of(client)
+        await check_kind(client, self._model.config)
+        await check_vocabulary(client, self._model.get_input_embeddings().weight.shape[0])
         if facts.weight_version != str(version):
             await self._send(client, version)
         await sample_one(client)

@@ -50,6 +50,7 @@ class LaunchPlan:
                 "sampling-backend": "pytorch",
                 "grammar-backend": "none",
                 "max-total-tokens": self._cpu_tokens(),
+                "sleep-on-idle": True,  # its polling takes a core from the trainer
             }
         given = {key.replace("_", "-").removeprefix("--"): value for key, value in self.flags.items()}
         if not self.cpu and index and "base-gpu-id" not in given:

@@ -6,6 +6,7 @@ import asyncio
 import tempfile
 import time
 from collections.abc import Callable
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from agentrl.errors import UserError
 FAULTS = 3
 """Failed requests in a row that take a server out although it answers."""
 ALIVE_SECONDS = 5.0
+LATE_SECONDS = 1.0
 FIRST_RETRY_SECONDS, LAST_RETRY_SECONDS = 1.0, 30.0
 
 
@@ -51,6 +53,7 @@ class Fleet:
         self.sync = Sync(model, self._sessions, self._scratch, settings.weights, say)
         self._admission = Admission(model, tokenizer, self.sync.send_to, say)
         self.version = 0
+        self._epoch = 0  # counts updates: what was sent to a server before one began does not let it in after
         self.max_context = 0
         self.quiet = False  # paused: no sign of life is expected
 
@@ -116,18 +119,23 @@ class Fleet:
         elif member.faults >= FAULTS:
             self._take_out(member, str(error))
         else:
-            try:
-                await member.client.get("/model_info", timeout=ALIVE_SECONDS)
-            except ServerError:
-                self._take_out(member, str(error))
+            await self._check_alive(member, error)
+
+    async def _check_alive(self, member: Member, why: ServerError | None = None) -> None:
+        try:
+            await member.client.get("/model_info", timeout=ALIVE_SECONDS)
+        except ServerError as error:
+            self._take_out(member, str(why or error))
 
     async def update(self, version: int, mode: str) -> None:
         """Our weights to every server that is up; who does not take them whole is out. Raises UserError when none is
         left."""
+        self._epoch += 1
+        await asyncio.gather(*(self._check_alive(member) for member in self.pool.up))
         members = self.pool.up
         self.quiet = True
         try:
-            failed = await self.sync.send([m.client for m in members], version, mode)
+            failed = await self.sync.send([m.client for m in members], version, mode) if members else {}
         finally:
             self.quiet = False
         self.version = version
@@ -139,6 +147,12 @@ class Fleet:
         if not self.pool.up:
             raise UserError(f"engine: no server has the weights of step {version}: {self.reasons()}")
 
+    def keep_logs(self, folder: Path) -> None:
+        """Move the output of launched servers, which goes on, to `folder`, unless the recipe says where it goes."""
+        if self._settings.log_dir is None:
+            for server in self._launched:
+                server.move_log(_free(folder, server.log.stem))
+
     def reasons(self) -> str:
         return "; ".join(f"{m.url}: {m.out}" for m in self.pool.members if m.out is not None)
 
@@ -149,6 +163,8 @@ class Fleet:
         await self.sync.close()
         await asyncio.gather(*(server.stop() for server in self._launched))
         await self._sessions.close()
+        if self._folder is not None and self._folder.is_dir() and not any(self._folder.iterdir()):
+            self._folder.rmdir()
 
     def kill(self) -> None:
         """End what was launched, at once and without a loop."""
@@ -162,9 +178,14 @@ class Fleet:
 
     async def _tend(self) -> None:
         """While somebody is served or out: look for stalls, and let servers in again."""
-        tick = min(1.0, self._settings.stall / 4)
+        tick, last = min(1.0, self._settings.stall / 4), time.monotonic()
         while self.pool.flying or self.pool.waiting or len(self.pool.up) < len(self.pool.members):
-            self._take_out_stalled()
+            now = time.monotonic()
+            if now - last > tick + LATE_SECONDS:  # it was the loop that stood still, not the servers
+                for member in self.pool.members:
+                    member.moved = now
+            last = now
+            self._take_out_stalled(now)
             for member in self.pool.members:
                 tending = self._tending.get(member)
                 if member.out is not None and (tending is None or tending.done()) and self._hopeful(member):
@@ -172,8 +193,7 @@ class Fleet:
             self._give_up_waiting()
             await asyncio.sleep(tick)
 
-    def _take_out_stalled(self) -> None:
-        now = time.monotonic()
+    def _take_out_stalled(self, now: float) -> None:
         for member in self.pool.up:
             if self.quiet or not member.flights:
                 continue
@@ -205,12 +225,14 @@ class Fleet:
             delay = min(LAST_RETRY_SECONDS, 2 * delay)
             try:
                 await self._restart_if_ended(member)
-                version = self.version
+                epoch, version = self._epoch, self.version
                 facts = await self._admission.again(member.client, version)
+                if facts.max_context < self.max_context:
+                    raise ServerError(f"{member.url} came back with a context of {facts.max_context} tokens only")
             except (ServerError, UserError) as error:
                 member.out = str(error)
                 continue
-            if version == self.version and facts.max_context >= self.max_context:
+            if epoch == self._epoch:
                 member.features = facts.features
                 self.pool.let_in(member)
                 self._say(f"engine: {member.url} is back, with the weights of step {version}")
@@ -223,6 +245,12 @@ class Fleet:
         await server.stop()
         await server.start(self._settings.start_timeout, self._teller(self._launched.index(server)))
         member.client = Client(server.url, self._sessions)
+
+
+def _free(folder: Path, name: str) -> Path:
+    """A run that was resumed keeps the logs of before."""
+    names = chain([name], (f"{name}_{i}" for i in count(2)))
+    return next(place for place in (folder / f"{n}.log" for n in names) if not place.exists())
 
 
 async def _all(*work: Any) -> None:

@@ -117,6 +117,14 @@ class Server:
             self._file.close()
             self._file = None
 
+    def move_log(self, place: Path) -> None:
+        """Let the log be at `place`; what runs goes on writing to it. A link, where that is another file system."""
+        try:
+            self.log.rename(place)
+        except OSError:
+            place.symlink_to(self.log.resolve())
+        self.log = place
+
     def reason(self) -> str:
         """The line of its log that says best why it ended."""
         lines = [line.strip() for line in self._said().splitlines() if line.strip()]

@@ -105,9 +105,10 @@ class Reader:
             raise self._malformed("it has no meta_info or output_ids")
         end = self._end(meta.get("finish_reason"))
         new, logprobs = self._new(ids, meta)
+        runs = self._runs_with(len(new), meta)
         self._answer.ids.extend(new)
         self._answer.logprobs.extend(logprobs)
-        self._add_versions(len(new), meta)
+        self._answer.versions[self._runs :] = runs
         return end
 
     def _new(self, ids: list[int], meta: Mapping[str, Any]) -> tuple[list[int], list[float]]:
@@ -116,13 +117,13 @@ class Reader:
         new = meta.get("completion_tokens", have + len(ids)) - have
         if new == 0:
             return [], []  # the end alone, or after an abort the last id once more
-        if not 0 < new <= len(ids):
+        if new < 0 or len(ids) not in (new, have + new):  # what is new, or all from the beginning
             raise self._malformed(f"of {have + new} sampled tokens {have} and {len(ids)} came")
         pairs = meta.get("output_token_logprobs")
         if not isinstance(pairs, list) or len(pairs) != len(ids):
             count = len(pairs) if isinstance(pairs, list) else "no"
             raise self._malformed(f"{len(ids)} ids came with {count} log-probs")
-        ids, pairs = ids[-new:], pairs[-new:]  # some servers repeat what came before
+        ids, pairs = ids[-new:], pairs[-new:]
         logprobs = []
         for token, pair in zip(ids, pairs, strict=True):
             value = pair[0] if isinstance(pair, list) and len(pair) > 1 and pair[1] == token else None
@@ -131,25 +132,23 @@ class Reader:
             logprobs.append(value)
         return ids, logprobs
 
-    def _add_versions(self, new: int, meta: Mapping[str, Any]) -> None:
-        """By the spans of the last piece for all of this server's tokens; until then, by what each piece names."""
-        runs = self._answer.versions
+    def _runs_with(self, new: int, meta: Mapping[str, Any]) -> list[tuple[int, int]]:
+        """The versions of all of this server's ids, with `new` more: by the last piece's spans, until then by what each
+        piece names."""
         if not (spans := meta.get("weight_versions")):
             name = str(meta.get("weight_version"))
             if name.isdecimal():  # else an update is under way, and these were sampled before it
                 self._latest = int(name)
-            if new:
-                runs.append((self._latest, new))
-            return
-        total, at, exact = len(self._answer.ids) - self._start, 0, []
+            return [*self._answer.versions[self._runs :], *([(self._latest, new)] if new else [])]
+        total, at, runs = len(self._answer.ids) - self._start + new, 0, []
         for span in spans:
             end = min(span["end"], total)
             if end > at:
-                exact.append((self._version(span["version"]), end - at))
+                runs.append((self._version(span["version"]), end - at))
                 at = end
         if at != total:
             raise self._malformed(f"its weight versions cover {at} of {total} ids")
-        runs[self._runs :] = exact
+        return runs
 
     def _version(self, name: Any) -> int:
         if not str(name).isdecimal():

@@ -1,12 +1,13 @@
 """Measuring of openings: exact, many at once, and past environments that fail."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
-from chat_help import CALCULATOR, SENTENCES, make_tokenizer, trl_templates
+from chat_help import CALCULATOR, HERMES, SENTENCES, make_tokenizer, trl_templates
 from fakes import TASK, CharChat, Echo
+from test_chat_bridge import DIFFICULT
 
 from agentrl import Environment, Message, Session, Task, UserError
 from agentrl.chat.base import Measuring
@@ -80,6 +81,23 @@ def test_lengths_are_those_of_rendering(name: str) -> None:
     assert len(openings) > 10
     assert chat.lengths(openings) == [len(chat.render(*opening)) for opening in openings]
     assert chat.lengths([]) == []
+
+
+def _switched() -> Any:
+    """Its template looks for a word in what is asked."""
+    ending = "'<|im_start|>assistant\\n' }}{%- endif %}"
+    assert ending in HERMES
+    looks = "'<|im_start|>assistant\\n' + ('' if '/no_think' in messages[-1].content else '<think>') }}{%- endif %}"
+    return make_tokenizer(HERMES.replace(ending, looks), ["<think>", "</think>"])
+
+
+@pytest.mark.parametrize("make", [*DIFFICULT, _switched])
+def test_lengths_hold_for_difficult_tokenizers(make: Callable[[], Any]) -> None:
+    chat = load_chat(make(), model_path="", tools=[CALCULATOR])
+    assert isinstance(chat, Measuring)
+    said = ["6", "  two  words ", "\n\nx<table>\n\n", "</tool_response><|im_end|> \ufdd0|\ufdd1 ", "x /no_think", "y"]
+    openings = [([{"role": "user", "content": text}], [CALCULATOR]) for text in said]
+    assert chat.lengths(openings) == [len(chat.render(*opening)) for opening in openings]
 
 
 class Many(Plain):

@@ -9,6 +9,7 @@ should cost about the 0.2 s. Reported: wall time of the step with either tool, a
 
 import argparse
 import asyncio
+import dataclasses
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -92,7 +93,8 @@ async def of_recipe(path: str, seconds: float) -> tuple[float, list[Group]]:
     from agentrl.rollout.player import Player
 
     player = await Player.build(Recipe.load(path, [f"rollout.max_turns={TURNS + 1}"]))
-    player.tools = tuple(Slow(tool, seconds) for tool in player.tools)
+    slow = tuple(Slow(tool, seconds) for tool in player.toolbox.tools)
+    player.toolbox = dataclasses.replace(player.toolbox, tools=slow)
     train = player.env.tasks("train")
     await player.play([train[0]], 1, seed=0)  # warm up
     began = time.perf_counter()

@@ -1,0 +1,98 @@
+"""Sampling and training in turn, one step off, and without a stop, with a tool of random latency (mean 0.5 s).
+
+    python benchmarks/overlap.py                              the embedded engine, 30 steps
+    python benchmarks/overlap.py --engine sglang              servers launched by AGENTRL_SGLANG_VENV
+    python benchmarks/overlap.py --latency 2 --steps 60 train.seed=1
+
+The same recipe, seed and number of steps for every way, one after another. Reported: steps a minute without the
+evaluations, held-out accuracy before and after, how old the samples were, and what that did to their probabilities.
+"""
+
+import argparse
+import asyncio
+import json
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from agentrl_tools.calculator import Calculator
+from rich.console import Console
+from rich.table import Table
+
+import agentrl
+from agentrl.plugins.types import Session, ToolResponse
+from agentrl.recipe.schema import Recipe
+
+WAYS = ("none", "one_step", "async")
+
+
+class SlowCalculator(Calculator):
+    """The calculator, each call after a time drawn from an exponential distribution of mean `mean` seconds."""
+
+    def __init__(self, mean: float) -> None:
+        super().__init__()
+        self.mean = mean
+
+    async def execute(self, session: Session, **arguments: Any) -> ToolResponse | str:
+        await asyncio.sleep(session.rng.expovariate(1 / self.mean))
+        return await super().execute(session, **arguments)
+
+
+def measure(way: str, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """One run; its steps a minute, accuracies and means of the metrics."""
+    tools = json.dumps([{"name": "overlap:SlowCalculator", "args": {"mean": options.latency}}])
+    overrides = [
+        f"tools={tools}", f"rollout.overlap={way}", f"engine.name={options.engine}", f"train.steps={options.steps}",
+        "train.threads=1", "train.save_every=0", "eval.every=0", "eval.splits=[test]", f"eval.tasks={options.tasks}",
+        f"output={folder / way}", "rollout.tool_timeout=60", *options.overrides,
+    ]  # fmt: skip
+    result = agentrl.train(Recipe.load("recipes/gsm8k_tool.yaml", overrides))
+    rows = [json.loads(line) for line in (result.folder / "metrics.jsonl").read_text().splitlines()][1:]
+
+    def mean(key: str) -> float:
+        return sum(row.get(key, 0.0) for row in rows) / len(rows)
+
+    return {
+        "steps a minute": 60 / mean("time/step_s"),
+        "before": result.before["test"],
+        "after": result.after["test"],
+        "waited": mean("time/rollout_s"),
+        "staleness": mean("rollout/staleness_mean"),
+        "ess": mean("mismatch/ess"),
+    }
+
+
+def show(rows: dict[str, dict[str, Any]]) -> None:
+    base = rows[WAYS[0]]["steps a minute"]
+    table = Table(
+        "rollout.overlap", "steps/min", "ratio", "test before", "test after", "waited a step", "staleness", "ESS"
+    )
+    for way, row in rows.items():
+        table.add_row(
+            way,
+            f"{row['steps a minute']:.1f}",
+            f"{row['steps a minute'] / base:.2f}x",
+            f"{row['before']:.1%}",
+            f"{row['after']:.1%}",
+            f"{row['waited']:.2f} s",
+            f"{row['staleness']:.2f}",
+            f"{row['ess']:.3f}",
+        )
+    Console(width=120).print(table)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--engine", default="local")
+    parser.add_argument("--latency", type=float, default=0.5, help="mean seconds a call")
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--tasks", type=int, default=128, help="held-out tasks")
+    parser.add_argument("overrides", nargs="*", help="KEY=VALUE of the recipe")
+    options = parser.parse_args(arguments)
+    with tempfile.TemporaryDirectory() as folder:
+        show({way: measure(way, options, Path(folder)) for way in WAYS})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,7 +1,7 @@
 """Weights through memory that trainer and servers of one machine share: only names and places travel by HTTP."""
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
@@ -10,47 +10,60 @@ from agentrl.engine.sglang.weights.shared import SharedBucket
 from agentrl.engine.sglang.weights.source import NamedTensor, buckets
 from agentrl.engine.sglang.weights.way import Failures, each
 
-BUCKET_BYTES = 256 << 20
+BUCKET_BYTES = 128 << 20
 
 
 class FromTensor:
-    """One bucket is in flight; its memory is kept from update to update: `bucket_bytes`, or the largest tensor.
+    """One bucket is filled while servers load from the other; their memory is kept from update to update: twice
+    `bucket_bytes`, or the largest tensor.
 
-    Between GPUs the bucket stays on the trainer's (CUDA IPC), which servers must see (CUDA_VISIBLE_DEVICES).
+    Between GPUs buckets stay on the trainer's (CUDA IPC), which servers must see (CUDA_VISIBLE_DEVICES).
     """
 
     name = "from_tensor"
 
     def __init__(self, bucket_bytes: int = BUCKET_BYTES) -> None:
         self._limit = bucket_bytes
-        self._bucket = SharedBucket()
+        self._buckets = (SharedBucket(), SharedBucket())
 
     async def send(
         self, version: int, servers: Sequence[WeightServer], weights: Iterable[NamedTensor], flush: bool
     ) -> Failures:
         failures: Failures = {}
-        taking = opened = await each(servers, WeightServer.begin, failures)
-        gpus = all([(await server.facts()).device == "cuda" for server in opened])
-        batches = buckets(weights, self._limit)
-        while (batch := await asyncio.to_thread(next, batches, None)) is not None:
-            if taking:
-                taking = await self._send_bucket(batch, gpus, taking, failures, flush)
-                flush = False
+        opened = await each(servers, WeightServer.begin, failures)
+        await self._send_buckets(opened, buckets(weights, self._limit), failures, flush)
         await each(opened, WeightServer.end, failures)
         return failures
 
     async def close(self) -> None:
-        self._bucket = SharedBucket()
+        self._buckets = (SharedBucket(), SharedBucket())
 
-    async def _send_bucket(
-        self, batch: Sequence[NamedTensor], gpus: bool, servers: Sequence[WeightServer], failures: Failures, flush: bool
-    ) -> list[WeightServer]:
-        """The servers that took it."""
-        device = batch[0][1].device if gpus else torch.device("cpu")
-        payload = await asyncio.to_thread(self._bucket.fill, batch, device)
+    async def _send_buckets(
+        self, servers: list[WeightServer], batches: Iterator[list[NamedTensor]], failures: Failures, flush: bool
+    ) -> None:
+        gpus = all([(await server.facts()).device == "cuda" for server in servers])
+        taking, loading, turn = servers, None, 0
+        try:
+            while (batch := await asyncio.to_thread(next, batches, None)) is not None:
+                device = batch[0][1].device if gpus else torch.device("cpu")
+                payload = await asyncio.to_thread(self._buckets[turn % 2].fill, batch, device)
+                taking = taking if loading is None else await loading
+                loading = asyncio.create_task(_load(payload, taking, failures, flush and turn == 0))
+                turn += 1
+            if loading is not None:
+                await loading
+        finally:
+            if loading is not None:
+                loading.cancel()
 
-        async def load(server: WeightServer) -> None:
-            ranks = (await server.facts()).ranks  # each opens the bucket itself
-            await server.load_tensors([payload() for _ in range(ranks)], flush)
 
-        return await each(servers, load, failures)
+async def _load(
+    payload: Callable[[], str], servers: list[WeightServer], failures: Failures, flush: bool
+) -> list[WeightServer]:
+    """The servers that took a bucket."""
+
+    async def load(server: WeightServer) -> None:
+        ranks = (await server.facts()).ranks  # each opens the bucket itself
+        await server.load_tensors([payload() for _ in range(ranks)], flush)
+
+    return await each(servers, load, failures)

@@ -1,5 +1,6 @@
 """Tools of a recipe, of a source and of an environment: who offers what, and that all is closed once."""
 
+import asyncio
 from typing import ClassVar
 
 import pytest
@@ -126,6 +127,18 @@ async def test_an_environments_own_tool_moves_its_state_and_its_rewards_come_at_
     assert t.finish is FinishReason.ENV_DONE
     assert t.rewards == {"env": 3, "step": 3}
     assert t.tools == ("echo", "step")
+
+
+async def test_a_tool_that_is_cut_off_while_its_machinery_is_down_fails_the_request():
+    async def hang(session, **_):
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            raise InfrastructureError("still reconnecting") from None
+
+    driver = make_driver([call("echo"), "4"], tools=[Echo(execute=hang)], tool_timeout=0.05)
+    t = await driver.drive(driver.request(TASK, 0))
+    assert (t.failure.boundary, t.failure.message) == (Boundary.TOOL, "echo.execute: still reconnecting")
 
 
 @pytest.mark.parametrize("calls", [call("echo"), call("echo") + call("fine")])

@@ -172,6 +172,11 @@ class Caller:
             _take(answer, await watch.wait(tool.execute(request.session_of(tool), **arguments), deadline))
         except InfrastructureError as error:
             answer.broken = error
+        except DeadlineExceededError as error:  # it may have said on its way out what held it up
+            if isinstance(error.__cause__, InfrastructureError):
+                answer.broken = error.__cause__
+            else:
+                self._failed(answer, error)
         except Exception as error:  # noqa: BLE001 - boundary: a tool that raises tells the model
             self._failed(answer, error)
         answer.seconds = time.monotonic() - started

@@ -15,13 +15,13 @@ from agentrl_tools.sandbox import Limits, Sandbox, SandboxSession, make_sandbox,
 from agentrl_tools.sandbox.base import MIB
 from agentrl_tools.sandbox.bwrap import BwrapSandbox, runs_as_ordinary
 from agentrl_tools.sandbox.reply import BrokenReplyError, read_reply
-from sandbox_help import descendants, left
+from sandbox_help import MARK, descendants, left
 
 from agentrl import InfrastructureError, UserError
 
 pytestmark = pytest.mark.skipif(shutil.which("bwrap") is None, reason="needs bubblewrap (apt-get install bubblewrap)")
 
-LIMITS = Limits(wall_seconds=10, memory=256 * MIB)
+LIMITS = Limits(wall_seconds=10, memory=256 * MIB, image_bytes=MARK)
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
@@ -305,6 +305,19 @@ async def test_soak(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     await asyncio.gather(*(limited(n) for n in range(100)))
     await sandbox.close()
     assert left() == before
+
+
+async def test_a_kill_while_it_starts_leaves_nothing() -> None:
+    """bubblewrap's child waits for its parent then, for ever if need be."""
+    before = len(descendants())
+    for n in range(12):
+        sandbox = make_sandbox("bwrap", limits=LIMITS, pool=3)
+        opening = asyncio.create_task(sandbox.open())
+        await asyncio.sleep(0.01 * n)
+        opening.cancel()
+        await asyncio.gather(opening, return_exceptions=True)
+        await sandbox.close()
+    assert len(descendants()) == before
 
 
 async def test_dropping_it_without_a_close_leaves_nothing() -> None:

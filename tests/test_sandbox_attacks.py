@@ -11,13 +11,13 @@ import pytest
 from agentrl_tools.sandbox import Execution, Limits, SandboxSession, Stop, make_sandbox
 from agentrl_tools.sandbox.base import MIB
 from agentrl_tools.sandbox.bwrap import BwrapSandbox
-from sandbox_help import descendants
+from sandbox_help import MARK, descendants
 
 pytestmark = pytest.mark.skipif(shutil.which("bwrap") is None, reason="needs bubblewrap (apt-get install bubblewrap)")
 
 LIMITS = Limits(
     wall_seconds=8.0, cpu_seconds=0.6, memory=192 * MIB, processes=12, file_size=4 * MIB, disk=8 * MIB, files=300,
-    output=2000,
+    output=2000, image_bytes=MARK,
 )  # fmt: skip
 
 

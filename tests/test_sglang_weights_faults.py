@@ -3,6 +3,8 @@
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,14 @@ from sglang_weights_help import FaultyServer, Weights, altered, ask, check_answe
 
 from agentrl.engine.sglang.client import Sessions
 from agentrl.engine.sglang.server import Server, free_port
-from agentrl.engine.sglang.weights import ModelWeights, WeightChannel, WeightServer, WeightUpdateError, open_channel
+from agentrl.engine.sglang.weights import (
+    ModelWeights,
+    WeightChannel,
+    WeightServer,
+    WeightUpdateError,
+    open_channel,
+    place,
+)
 from agentrl.engine.sglang.weights.from_disk import FromDisk
 from agentrl.engine.sglang.weights.from_distributed import FromDistributed
 from agentrl.engine.sglang.weights.from_tensor import FromTensor
@@ -228,6 +237,24 @@ async def test_memory_is_shared_with_processes_of_this_machine_alone():
     assert not shares_memory("http://192.0.2.1:30000")
     assert on_this_machine("localhost")
     assert not on_this_machine("no such host")
+
+
+def test_memory_is_not_shared_with_a_container(monkeypatch):
+    """A process that listens on this machine, but has mounts of its own."""
+    port = free_port()
+    listen = (
+        f"import socket, time; s = socket.create_server(('127.0.0.1', {port})); print(1, flush=True); time.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", listen], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        assert shares_memory(f"http://127.0.0.1:{port}")
+        ours = place._namespaces
+        monkeypatch.setattr(
+            place, "_namespaces", lambda pid: ours(pid) if pid != process.pid else ("mnt:[1]", "ipc:[1]")
+        )
+        assert not shares_memory(f"http://127.0.0.1:{port}")
+        process.kill()
 
 
 def test_buckets_are_bounded():

@@ -16,13 +16,15 @@ import agentrl
 from agentrl.plugins.types import Task
 from agentrl.recipe.load import load_recipe
 from agentrl.rollout.trajectory import Boundary, FinishReason, check_invariants
+from agentrl.testing import call as line
+from agentrl.testing import check_environment
 from agentrl.training.sft import sft
 
 RECIPE = str(Path(__file__).parent.parent / "recipes" / "text_game.yaml")
 MAP = Task("map", {"map": "#######\n#.K#..#\n#@.D.G#\n#######", "shortest": 6})
 
 
-def gold(env, task):
+def gold(env, task, call=call):
     """The calls of a shortest way, from the distances alone."""
     game, moves = env.game(task), []
     while not game.over:
@@ -106,6 +108,20 @@ async def test_many_games_at_once_do_not_touch_each_other():
     tasks = env.tasks("test")[:30]
     played = await asyncio.gather(*(play(env, task, gold(env, task)) for task in tasks))
     assert [len(t.turns) for t in played] == [task.data["shortest"] for task in tasks]
+
+
+@pytest.mark.parametrize("view", ["map", "compass"])
+def test_it_keeps_the_contract_of_environments(view):
+    """Different maps may look alike from their start, as far as the compass tells."""
+    check_environment(
+        TextGame(view=view), lambda task: gold(TextGame(), task, line), lambda task, seen: line("move", to="north"),
+        tasks=2, disjoint=view == "map", limits={"max_turns": 40, "max_tool_calls": 40}, sessions=4,
+    )  # fmt: skip
+
+
+def test_progress_alone_is_not_solved():
+    assert TextGame().solved({"goal": 1.0, "short": 0.1, "step": -0.5}, MAP)
+    assert not TextGame().solved({"goal": 0.0, "short": 0.0, "step": 1.0}, MAP)
 
 
 async def test_a_task_without_a_map_fails_with_its_boundary():

@@ -136,7 +136,8 @@ async def test_a_busy_endpoint_is_asked_again_and_a_broken_one_fails_the_request
 
     async with Endpoint(busy) as endpoint:
         assert (await drive(endpoint, retries=3)).reward == 1.0
-    for answer, words in ((500, "InternalServerError"), ("{oops", "no choice"), ({"id": "x", "choices": []}, "no choice")):
+    empty = {"id": "x", "choices": []}
+    for answer, words in ((500, "InternalServerError"), ("{oops", "no choice"), (empty, "no choice")):
         async with Endpoint(lambda body, answer=answer: answer) as endpoint:
             t = await drive(endpoint)
         assert t.failure.boundary is Boundary.ENGINE

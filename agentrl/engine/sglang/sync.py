@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.engine.sglang.client import Client, ServerError, Sessions
+from agentrl.models.lora import layers
 
 
 class Sync:
@@ -16,8 +17,11 @@ class Sync:
         self, model: Any, sessions: Sessions, scratch: Callable[[], Path], way: str, say: Callable[[str], None]
     ) -> None:
         self._model, self._sessions, self._scratch, self._way, self._say = model, sessions, scratch, way, say
+        if layers(model):
+            say("engine: the adapter is merged, and whole weights are sent")
         self._channel: Any = None
         self._key: object = None
+        self._stamp: str | None = None  # of the weights that were sent last: the trainer may be changing them since
 
     async def send(self, clients: Sequence[Client], version: int, mode: str) -> dict[str, str]:
         """To all of them at once; URL -> why, for those that did not take all of it."""
@@ -28,20 +32,23 @@ class Sync:
             if key != self._key:
                 await self.close()
                 self._channel, self._key = await self._open(clients, self._say), key
-            done = await self._channel.publish(version, ModelWeights(self._model), mode)
+            weights = ModelWeights(self._model)
+            self._stamp = weights.stamp
+            done = await self._channel.publish(version, weights, mode)
         except WeightUpdateError as error:
             self._key = None
             return {c.url: str(error) for c in clients}
         return dict(done.failed)
 
     async def send_to(self, client: Client, version: int) -> None:
-        """To one server alone. Raises ServerError when it did not take all of it."""
+        """To one server alone. Raises ServerError when it did not take all of it, or the trainer has gone on meanwhile: the
+        weights are those of no step then, until the next update."""
         from agentrl.engine.sglang.weights import ModelWeights, WeightUpdateError
 
         try:
             channel = await self._open([client], lambda line: None)
             try:
-                done = await channel.publish(version, ModelWeights(self._model))
+                done = await channel.publish(version, ModelWeights(self._model, stamp=self._stamp))
             finally:
                 await channel.close()
         except WeightUpdateError as error:

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from agentrl.eval.evaluate import evaluate
     from agentrl.plugins.decorator import tool
     from agentrl.plugins.environment import Environment
+    from agentrl.plugins.lazy import LazyTasks
     from agentrl.plugins.reward import GroupReward, Reward, Sample
     from agentrl.plugins.source import ToolSource
     from agentrl.plugins.tool import Tool
@@ -33,6 +34,7 @@ _HOMES = {
     "Environment": "agentrl.plugins.environment",
     "GroupReward": "agentrl.plugins.reward",
     "InfrastructureError": "agentrl.plugins.types",
+    "LazyTasks": "agentrl.plugins.lazy",
     "Message": "agentrl.plugins.types",
     "Recipe": "agentrl.recipe.schema",
     "Reply": "agentrl.plugins.types",
@@ -57,6 +59,7 @@ __all__ = [
     "Environment",
     "GroupReward",
     "InfrastructureError",
+    "LazyTasks",
     "Message",
     "Recipe",
     "Reply",

@@ -135,7 +135,7 @@ def test_tasks_are_lazy_seeded_and_stable():
     assert train[7] == TextGame().tasks("train")[7]
     assert train[-1].id == "train-999999"
     assert [t.id for t in train[3:5]] == ["train-3", "train-4"]
-    with pytest.raises(IndexError, match="1000000 maps"):
+    with pytest.raises(IndexError, match="1000000 tasks"):
         train[len(train)]
     assert TextGame(seed=1).tasks("train")[0] != train[0]
     assert TextGame(seed=1).tasks("test")[0] == env.tasks("test")[0]

@@ -2,14 +2,15 @@
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from random import Random
-from typing import Any, overload
+from typing import Any
 
 from agentrl.errors import UserError
 from agentrl.plugins.environment import Environment
+from agentrl.plugins.lazy import LazyTasks
 from agentrl.plugins.tool import Tool
 from agentrl.plugins.types import Message, Reply, Session, Task
 from agentrl.recipe.schema import EnvPart
@@ -83,51 +84,29 @@ class Mixture(Environment):
             await env.close()
 
 
-class _Labelled(Sequence[Task]):
+class _Labelled(LazyTasks):
     """The tasks of one environment, with its label in their ids and with the tools that the recipe gives it."""
 
     def __init__(self, label: str, part: EnvPart, tasks: Sequence[Task]) -> None:
+        super().__init__(len(tasks), self._task)
         self.label, self._part, self._tasks = label, part, tasks
 
-    def __len__(self) -> int:
-        return len(self._tasks)
-
-    @overload
-    def __getitem__(self, index: int) -> Task: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Task]: ...
-    def __getitem__(self, index: int | slice) -> Task | Sequence[Task]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
+    def _task(self, index: int) -> Task:
         task = self._tasks[index]
         return replace(task, id=f"{self.label}/{task.id}", tools=self._part.tools if task.tools is None else task.tools)
 
 
-class _Mixed(Sequence[Task]):
+class _Mixed(LazyTasks):
     """Every task of every part at least once, smaller parts as often as their weight asks for."""
 
     def __init__(self, parts: Sequence[_Labelled], weights: Sequence[float]) -> None:
         scale = max(len(part) / weight for part, weight in zip(parts, weights, strict=True))
         self._parts = parts
         self._ends = list(accumulate(max(len(p), round(w * scale)) for p, w in zip(parts, weights, strict=True)))
+        super().__init__(self._ends[-1], self._task)
 
-    def __len__(self) -> int:
-        return self._ends[-1]
-
-    @overload
-    def __getitem__(self, index: int) -> Task: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Task]: ...
-    def __getitem__(self, index: int | slice) -> Task | Sequence[Task]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        if not -len(self) <= index < len(self):
-            raise IndexError(index)
-        index %= len(self)
+    def _task(self, index: int) -> Task:
         which = bisect_right(self._ends, index)
         start = self._ends[which - 1] if which else 0
         part = self._parts[which]
         return part[(index - start) % len(part)]
-
-    def __iter__(self) -> Iterator[Task]:
-        return (self[i] for i in range(len(self)))

@@ -5,10 +5,10 @@ from typing import Any, Protocol
 
 from agentrl_envs.code import generate
 from agentrl_envs.code.rows import read_row
-from agentrl_envs.lazy import LazyTasks
 
 from agentrl.data.source import Names, open_source
 from agentrl.errors import UserError, nearest
+from agentrl.plugins.lazy import LazyTasks
 from agentrl.plugins.types import Task
 
 TRAIN_SIZE = 50_000

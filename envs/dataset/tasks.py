@@ -2,13 +2,14 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, overload
+from typing import Any
 
 from agentrl_envs.dataset.images import with_media
 from agentrl_tools.rewards.truth import field_of
 
 from agentrl.data.rows import Row, Rows
 from agentrl.errors import UserError, nearest
+from agentrl.plugins.lazy import LazyTasks
 from agentrl.plugins.types import Message, Task, ToolKwargs
 
 ANSWERS = ("reward_model.ground_truth", "ground_truth", "answer")
@@ -58,24 +59,15 @@ class Columns:
         return with_media(said, {"image": row.get(self.images), "video": row.get(self.videos)}, where)
 
 
-class DatasetTasks(Sequence[Task]):
+class DatasetTasks(LazyTasks):
     """The tasks of a split, each made from its row when it is looked at."""
 
     def __init__(self, split: str, rows: Rows, columns: Columns) -> None:
+        super().__init__(len(rows), self._task)
         self._split, self._rows, self._columns = split, rows, columns
 
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    @overload
-    def __getitem__(self, index: int) -> Task: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Task]: ...
-    def __getitem__(self, index: int | slice) -> Task | list[Task]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        row = self._rows[index]
-        at = index % len(self._rows)
+    def _task(self, at: int) -> Task:
+        row = self._rows[at]
         where = self._rows.where(at)
         messages = self._columns.messages(row, where)
         kwargs = _tools_kwargs(row, where)

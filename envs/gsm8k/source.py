@@ -3,13 +3,14 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import Protocol, overload
+from typing import Protocol
 
 from agentrl_envs.gsm8k.problems import problem
 from agentrl_envs.gsm8k.rows import Row, question_of, read_rows
 
 from agentrl.data.source import Source as DataSource
 from agentrl.data.source import open_source
+from agentrl.plugins.lazy import LazyTasks
 from agentrl.plugins.types import Task, ToolKwargs
 
 TRAIN_SIZE = 50_000
@@ -23,28 +24,15 @@ class Source(Protocol):
     def tasks(self, split: str) -> Sequence[Task]: ...
 
 
-class Generated(Sequence[Task]):
-    """A split of the generator, made as it is looked at."""
+def generated(split: str, size: int, seed: int) -> LazyTasks:
+    """A split of the generator."""
+    return LazyTasks(size, lambda index: _generated(split, index, seed))
 
-    def __init__(self, split: str, size: int, seed: int) -> None:
-        self._split, self._size, self._seed = split, size, seed
 
-    def __len__(self) -> int:
-        return self._size
-
-    @overload
-    def __getitem__(self, index: int) -> Task: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Task]: ...
-    def __getitem__(self, index: int | slice) -> Task | list[Task]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(self._size))]
-        at = index + self._size if index < 0 else index
-        if not 0 <= at < self._size:
-            raise IndexError(f"{self._split} has {self._size} problems, asked for {index}")
-        made = problem(self._split, at, self._seed)
-        origin = {"split": self._split, "index": at, "seed": self._seed, "kind": made.kind}
-        return _task(f"{self._split}-{at}", made.question, Fraction(made.answer), origin)
+def _generated(split: str, index: int, seed: int) -> Task:
+    made = problem(split, index, seed)
+    origin = {"split": split, "index": index, "seed": seed, "kind": made.kind}
+    return _task(f"{split}-{index}", made.question, Fraction(made.answer), origin)
 
 
 @dataclass(frozen=True)
@@ -55,7 +43,7 @@ class Generator:
     splits: tuple[str, ...] = ("test", "phrasing", "large")
 
     def tasks(self, split: str) -> Sequence[Task]:
-        return Generated("train", TRAIN_SIZE, self.seed) if split == "train" else Generated(split, HELD_OUT_SIZE, 0)
+        return generated("train", TRAIN_SIZE, self.seed) if split == "train" else generated(split, HELD_OUT_SIZE, 0)
 
 
 @dataclass

@@ -10,7 +10,6 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from agentrl_envs.lazy import LazyTasks
 from agentrl_envs.object.lane import Lane
 from agentrl_envs.object.methods import Live, Method, closes, tool_methods
 from agentrl_envs.object.scoring import call_function, load_functions
@@ -18,6 +17,7 @@ from agentrl_envs.object.scoring import call_function, load_functions
 from agentrl.data.source import open_source
 from agentrl.errors import UserError
 from agentrl.plugins.environment import Environment
+from agentrl.plugins.lazy import LazyTasks
 from agentrl.plugins.registry import load_path
 from agentrl.plugins.tool import Tool
 from agentrl.plugins.types import Message, Session, Task

@@ -7,7 +7,7 @@ from typing import Any
 from agentrl_envs.text_game.demonstrations import STYLES, demonstrate
 from agentrl_envs.text_game.game import VIEWS, Game, Outcome
 from agentrl_envs.text_game.maps import SPLITS
-from agentrl_envs.text_game.source import Maps
+from agentrl_envs.text_game.source import maps
 from agentrl_envs.text_game.world import Direction, World
 
 from agentrl.errors import UserError, nearest
@@ -68,7 +68,7 @@ class TextGame(Environment):
     def tasks(self, split: str) -> Sequence[Task]:
         if split not in SPLITS:
             raise UserError(f"text_game has no split {split!r}{nearest(split, SPLITS)}")
-        return Maps(split, self._seed)
+        return maps(split, self._seed)
 
     def tools(self) -> Sequence[Tool]:
         return self._tools

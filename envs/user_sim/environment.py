@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from random import Random
 from typing import Any
 
-from agentrl_envs.lazy import LazyTasks
 from agentrl_envs.user_sim.demonstrations import STYLES, demonstrate
 from agentrl_envs.user_sim.dialogue import Dialogue, Heard
 from agentrl_envs.user_sim.generate import SPLITS, Scenario, scenario
@@ -12,6 +11,7 @@ from agentrl_envs.user_sim.lookup import Lookup
 
 from agentrl.errors import UserError, nearest
 from agentrl.plugins.environment import Environment
+from agentrl.plugins.lazy import LazyTasks
 from agentrl.plugins.tool import Tool
 from agentrl.plugins.types import Message, Reply, Session, Task
 

@@ -1,4 +1,4 @@
-"""A split of a generator, whose tasks are made as they are looked at."""
+"""`LazyTasks`: a split whose tasks are made as they are looked at, so that it may be long."""
 
 from collections.abc import Callable, Sequence
 from typing import overload
@@ -7,7 +7,7 @@ from agentrl.plugins.types import Task
 
 
 class LazyTasks(Sequence[Task]):
-    """`size` tasks; `make(index)` makes one, always the same for an index."""
+    """`size` tasks; `make(index)` makes one, always the same for an index in 0 .. size - 1."""
 
     def __init__(self, size: int, make: Callable[[int], Task]) -> None:
         self._size, self._make = size, make

@@ -109,7 +109,8 @@ def _show_memory(out: "Console", recipe: "Recipe") -> None:
     if plan is None:
         out.print("(unknown: the model's configuration is not on this machine)", style="dim")
     else:
-        out.print(f"{plan.parameters / 1e6:,.1f} M parameters; {_size(plan.trainer)} in all:")
+        trained = "" if plan.trained is None else f", of which {plan.trained / 1e6:,.2f} M train (LoRA)"
+        out.print(f"{plan.parameters / 1e6:,.1f} M parameters{trained}; {_size(plan.trainer)} in all:")
         for name in ("weights", "gradients", "optimizer", "reference", "activations"):
             if size := getattr(plan, name):
                 more = f" (of {recipe.train.micro_batch_tokens:,} packed tokens)" if name == "activations" else ""

@@ -1,11 +1,14 @@
 """From a recipe's `model` section to a module and its tokenizer. What is wrong is said in one line."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 from agentrl.errors import UserError
 from agentrl.models import EMBEDDED, embedded_path
 from agentrl.recipe.schema import ModelSection
+
+ADAPTER_CONFIG = "adapter_config.json"  # peft's
 
 
 def load_model(section: ModelSection) -> tuple[Any, Any]:
@@ -31,7 +34,12 @@ def load_model(section: ModelSection) -> tuple[Any, Any]:
     tokenizer = _load(section.path, "its tokenizer", lambda: AutoTokenizer.from_pretrained(place, **options))
     if section.chat_template is not None:  # on the tokenizer itself, so that checkpoints carry it
         tokenizer.chat_template = _read(section.chat_template)
-    return model.to(device).eval(), tokenizer
+    model = model.to(device).eval()
+    if section.lora is not None:
+        from agentrl.models.lora import add_adapter
+
+        add_adapter(model, section.lora, place)
+    return model, tokenizer
 
 
 def find_device(name: str) -> Any:
@@ -55,6 +63,11 @@ def resolve(path: str) -> str:
         return str(embedded_path())
     folder = Path(path).expanduser()
     if folder.is_dir():
+        if (folder / ADAPTER_CONFIG).is_file() and not (folder / "config.json").is_file():
+            raise UserError(
+                f"model.path: {path} is an adapter: name its base model there{_base_of(folder)}, and the adapter in "
+                f"model.lora.start={path}"
+            )
         if not (folder / "config.json").is_file():
             raise UserError(f"model.path: {path} holds no config.json; give a folder that `save_pretrained` wrote")
         return str(folder)
@@ -62,6 +75,15 @@ def resolve(path: str) -> str:
     if looks_local or folder.exists():
         raise UserError(f"model.path: {path} is no folder; give an existing one, a hub name, or {EMBEDDED!r}")
     return path
+
+
+def _base_of(adapter: Path) -> str:
+    """Which base an adapter's folder names, as an aside."""
+    try:
+        base = json.loads((adapter / ADAPTER_CONFIG).read_text(encoding="utf-8")).get("base_model_name_or_path")
+    except (OSError, ValueError, AttributeError):
+        return ""
+    return f" ({base})" if base else ""
 
 
 def _causal_config(place: str, section: ModelSection) -> Any:

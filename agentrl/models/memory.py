@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from agentrl.models.load import resolve
-from agentrl.recipe.schema import Recipe
+from agentrl.recipe.schema import ModelSection, Recipe
 
 BYTES = {"float32": 4, "bfloat16": 2}
 ADAM_BYTES = 8  # two float32 moments a parameter
@@ -17,9 +17,13 @@ feed-forward's, counted by its ratio to the hidden size below."""
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
     """Bytes of the trainer: weights, gradients, optimizer (moments and masters), reference, activations (of one
-    micro-batch, the widest moment). cache_token: bytes of keys and values a token in the engine."""
+    micro-batch, the widest moment). cache_token: bytes of keys and values a token in the engine.
+
+    parameters, trained: how many there are, and how many of them an adapter has, which then are float32 and the only
+    ones with gradients (None: every one is trained). It needs no reference of its own."""
 
     parameters: int
+    trained: int | None
     weights: int
     gradients: int
     optimizer: int
@@ -37,14 +41,16 @@ def plan_memory(recipe: Recipe) -> MemoryPlan | None:
     config = _config(recipe)
     if config is None:
         return None
-    parameters, size = _count(config, recipe.model.trust_remote_code), BYTES[recipe.model.dtype]
+    (base, adapter), size = _count(config, recipe.model), BYTES[recipe.model.dtype]
     text = config.get_text_config()
+    whole = recipe.model.lora is None
     return MemoryPlan(
-        parameters=parameters,
-        weights=parameters * size,
-        gradients=parameters * size,
-        optimizer=parameters * (ADAM_BYTES + (MASTER_BYTES if size < 4 else 0)),
-        reference=parameters * size if recipe.algorithm.kl_coef > 0 else 0,
+        parameters=base + adapter,
+        trained=None if whole else adapter,
+        weights=base * size + adapter * 4,
+        gradients=base * size if whole else adapter * 4,
+        optimizer=base * (ADAM_BYTES + (MASTER_BYTES if size < 4 else 0)) if whole else adapter * ADAM_BYTES,
+        reference=base * size if whole and recipe.algorithm.kl_coef > 0 else 0,
         activations=_activations(text, recipe.train.micro_batch_tokens, size),
         cache_token=_cache_token(text, size),
     )
@@ -62,13 +68,19 @@ def _config(recipe: Recipe) -> Any:
         return None
 
 
-def _count(config: Any, trust_remote_code: bool) -> int:
+def _count(config: Any, section: ModelSection) -> tuple[int, int]:
+    """Parameters of the model, and of its adapter."""
     import torch
     from transformers import AutoModelForCausalLM
 
+    from agentrl.models.lora import add_adapter
+
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
-    return sum(p.numel() for p in model.parameters())
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=section.trust_remote_code)
+        base = sum(p.numel() for p in model.parameters())
+        if section.lora is not None:
+            add_adapter(model, section.lora.model_copy(update={"start": None}), section.path)
+    return base, sum(p.numel() for p in model.parameters()) - base
 
 
 def _activations(text: Any, tokens: int, size: int) -> int:

@@ -15,6 +15,16 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
+class LoraSection(Section):
+    """An adapter that is trained in place of the model's own weights."""
+
+    rank: Positive = 16
+    alpha: Positive = 32  # its share is scaled by alpha / rank
+    targets: Literal["all-linear"] | Annotated[tuple[str, ...], Field(min_length=1)] = "all-linear"  # [q_proj, v_proj]
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0  # of the adapter's input, while it is trained
+    start: str | None = None  # a folder of peft's format to go on from; None: a new adapter
+
+
 class ModelSection(Section):
     path: str = "tiny"  # `tiny` (ships with the package), a Hugging Face folder, or a hub name
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -22,6 +32,7 @@ class ModelSection(Section):
     chat: str = "auto"  # auto | bridge | a family of `renderers`, such as qwen3
     chat_template: str | None = None  # a jinja file that replaces the tokenizer's own
     trust_remote_code: bool = False
+    lora: LoraSection | None = None  # None: every weight is trained
 
 
 class EnvPart(Section):

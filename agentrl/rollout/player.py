@@ -45,7 +45,7 @@ class Player:
         say: Callable[[str], None] | None = None,
         phase: Callable[[str], None] | None = None,
     ) -> "Player":
-        """From what the recipe names; `model_path` replaces `model.path`. Raises UserError: one line.
+        """From what the recipe names; `model_path` replaces `model.path`, adapter and all. Raises UserError: one line.
 
         env: made already by whoever had something to ask of it before a model is loaded. say, phase: told what an
         engine has to say as it starts, in lines that stay, and what it does right now. Sets torch's seed and, where the
@@ -76,7 +76,9 @@ class Player:
             engine = make_message_engine(recipe.engine)
             await engine.health()
             return cls(recipe, env, toolbox, rewards, None, None, engine.chat, engine)
-        section = recipe.model if model_path is None else recipe.model.model_copy(update={"path": model_path})
+        section = recipe.model
+        if model_path is not None:
+            section = section.model_copy(update={"path": model_path, "lora": None})
         model, tokenizer = load_model(section)
         chat = load_chat(
             tokenizer,

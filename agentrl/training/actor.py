@@ -18,6 +18,7 @@ from agentrl.algo.aggregation import token_weights
 from agentrl.algo.loss import k3
 from agentrl.algo.off_policy import OffPolicy, importance_weights
 from agentrl.algo.terms import Samples, Tokens
+from agentrl.models import lora
 from agentrl.models.load import load_model
 from agentrl.recipe.schema import Recipe
 from agentrl.rollout.trajectory import Group
@@ -88,7 +89,7 @@ class Actor:
         for part in self._mini_batches(batch):
             self._one_update(part, rate, meter)
         self.steps += 1
-        return meter.result(rate)
+        return {**meter.result(rate), "train/parameters": sum(p.numel() for p in self.optimizer.parameters)}
 
     def state_dict(self) -> dict[str, Any]:
         """What a run needs to go on, besides the model's weights."""
@@ -101,9 +102,16 @@ class Actor:
         torch.set_rng_state(state["rng"])
 
     def _load_reference(self) -> Any:
-        """The model that the recipe names, as it was before any training (also when a run is resumed)."""
+        """The model that the recipe names, as it was before any training (also when a run is resumed); where an adapter
+        is trained it is the same model without it."""
+        if lora.layers(self.model):
+            return self._without_adapter
         reference = load_model(self.recipe.model)[0].requires_grad_(False)
         return choose(reference)[0]
+
+    def _without_adapter(self, packed: Packed, temperature: float) -> tuple[Tensor, Tensor]:
+        with lora.switched_off(self.model):
+            return self.forward(packed, temperature)
 
     def _logprobs(self, forward: Any, batch: Batch) -> Floats:
         found = np.zeros(int(batch.offsets[-1]), np.float32)
@@ -147,7 +155,8 @@ class Actor:
         if not len(weighed):
             return
         for packed in micro_batches(weighed, self.recipe.train.micro_batch_tokens):
-            loss = self._loss(packed, weighed, meter)
+            with lora.dropping_out(self.model):
+                loss = self._loss(packed, weighed, meter)
             loss.backward()
         meter.updated(self.optimizer.step(rate))
 

@@ -17,7 +17,9 @@ import torch
 from transformers.utils import logging as progress
 
 from agentrl.errors import UserError
+from agentrl.models import lora
 
+ADAPTER = "adapter"
 _NAME = re.compile(r"step_(\d+)")
 
 
@@ -91,9 +93,16 @@ class Checkpoints:
 
 
 def save_model(model: Any, tokenizer: Any, folder: Path) -> None:
-    """A folder that `from_pretrained` loads: config.json, model.safetensors in the model's dtype, the tokenizer."""
+    """A folder that `from_pretrained` loads: config.json, model.safetensors in the model's dtype, the tokenizer.
+
+    An adapter is merged into the weights; by itself it lies in `adapter/`, in peft's format.
+    """
     progress.disable_progress_bar()
-    model.save_pretrained(folder)
+    if lora.layers(model):
+        model.save_pretrained(folder, state_dict=lora.merged_state(model))
+        lora.save_adapter(model, folder / ADAPTER)
+    else:
+        model.save_pretrained(folder)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
 

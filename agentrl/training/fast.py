@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from agentrl.engine.local.block import Rope, Weights, rotate, unsupported, weights_of
+from agentrl.models.lora import has_dropout, layers
 from agentrl.training.attention import Plan, attend, plan
 from agentrl.training.kernels import rms_norm, swiglu, token_logprobs
 from agentrl.training.packing import Packed
@@ -25,6 +26,11 @@ class FastForward:
         """Why it cannot run this model, or None."""
         if next(model.parameters()).dtype != torch.float32:
             return "its weights are not float32"
+        if adapted := layers(model):
+            if has_dropout(model):
+                return "its adapter has dropout"
+            if sum(p.numel() for p in model.parameters()) > SMALL:
+                return f"it would merge the adapters of {len(adapted)} layers in each pass"
         return unsupported(model)
 
     def __call__(self, packed: Packed, temperature: float) -> tuple[Tensor, Tensor]:

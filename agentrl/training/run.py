@@ -13,6 +13,7 @@ from agentrl.data.sampler import TaskSampler
 from agentrl.errors import UserError
 from agentrl.eval.evaluate import chosen_splits
 from agentrl.eval.held_out import HeldOut
+from agentrl.models import lora
 from agentrl.plugins.environment import Environment
 from agentrl.plugins.registry import load, make_environment
 from agentrl.plugins.tracker import Tracker
@@ -23,7 +24,7 @@ from agentrl.report.page import write_report
 from agentrl.rollout.blocking import blocking
 from agentrl.rollout.player import Player
 from agentrl.training.actor import Actor
-from agentrl.training.checkpoint import Checkpoints, Saved
+from agentrl.training.checkpoint import ADAPTER, Checkpoints, Saved
 from agentrl.training.display import Display
 from agentrl.training.interrupt import Interrupted, Interrupts
 from agentrl.training.loop import Loop
@@ -144,8 +145,8 @@ def _set_up(
 ) -> Loop:
     """The parts of the run; `stack` gets what must be closed at its end."""
     display.phase("loading")
-    path = str(saved.path) if saved else None
-    player = interrupts.run(lambda: Player.build(recipe, path, checked.env, display.note, display.phase))
+    begins, path = _beginning(recipe, saved)
+    player = interrupts.run(lambda: Player.build(begins, path, checked.env, display.note, display.phase))
     stack.callback(lambda: interrupts.complete(player.close))
     display.note(player.describe())
 
@@ -159,6 +160,8 @@ def _set_up(
     actor = Actor(player.model, recipe)
     display.note(f"chat: {player.chat.description}")
     display.note(f"training forward: {actor.description}")
+    if recipe.model.lora is not None:
+        display.note(f"trained: {lora.describe(player.model)}")
     rollouts = make_rollouts(recipe, player, checked.tasks, sampler, interrupts)
     stack.callback(lambda: interrupts.complete(rollouts.close))
     interrupts.check()
@@ -183,6 +186,15 @@ def _set_up(
         _restore(loop, saved)
     display.note(f"run folder: {folder.path}")
     return loop
+
+
+def _beginning(recipe: Recipe, saved: Saved | None) -> tuple[Recipe, str | None]:
+    """The recipe to build the player from, and the folder that replaces its model: what is saved, where a run goes on.
+    An adapter goes back into the base that it was trained on, which the merged weights no longer show."""
+    if saved is None or recipe.model.lora is None:
+        return recipe, str(saved.path) if saved else None
+    adapter = recipe.model.lora.model_copy(update={"start": str(saved.path / ADAPTER)})
+    return recipe.model_copy(update={"model": recipe.model.model_copy(update={"lora": adapter})}), None
 
 
 def _leave_out_long(

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from agentrl.engine.local.dense import Dense
+from agentrl.models.lora import is_adapted, weight_of
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """(layer, q [N, heads, D], k [N, kv_heads, D], v [N, kv_heads, D]) -> [N, heads * D]; scores times D ** -0.5."""
@@ -75,8 +76,10 @@ def unsupported(model: Any) -> str | None:
     if getattr(config, "rope_parameters", {}).get("rope_type", "default") in ("dynamic", "longrope"):
         return "its RoPE frequencies depend on the length"
     linears = [m for name, m in model.named_modules() if name.endswith("_proj") or name == "lm_head"]
-    if any(type(m) is not nn.Linear for m in linears):
-        return "a projection is not a plain nn.Linear (an adapter, or quantized)"
+    if any(type(getattr(m, "base_layer", m) if is_adapted(m) else m) is not nn.Linear for m in linears):
+        return "a projection is not a plain nn.Linear (quantized, or a foreign adapter)"
+    if any(map(is_adapted, linears)) and model.model.embed_tokens.weight.dtype != torch.float32:
+        return "in half precision a merged adapter is rounded"
     return None
 
 
@@ -115,8 +118,8 @@ def _layer(block: Any, s: Shape, copy: bool, interleave: bool) -> Layer:
     qkv = [attention.q_proj, attention.k_proj, attention.v_proj]
     gate_up = [mlp.gate_proj, mlp.up_proj]
     gains = [block.input_layernorm.weight, block.post_attention_layernorm.weight]
-    qkv_weights, qkv_biases = [m.weight for m in qkv], [m.bias for m in qkv]
-    gate_up_weights = [m.weight for m in gate_up]
+    qkv_weights, qkv_biases = [weight_of(m) for m in qkv], [m.bias for m in qkv]
+    gate_up_weights = [weight_of(m) for m in gate_up]
     if copy:
         qkv_weights = [w * gains[0] for w in qkv_weights]
         gate_up_weights = [w * gains[1] for w in gate_up_weights]
@@ -125,9 +128,9 @@ def _layer(block: Any, s: Shape, copy: bool, interleave: bool) -> Layer:
         qkv_biases[:2] = [b if b is None else _interleave(b, s.head_dim) for b in qkv_biases[:2]]
     return Layer(
         Dense(qkv_weights, qkv_biases, copy),
-        Dense([attention.o_proj.weight], [attention.o_proj.bias], copy),
+        Dense([weight_of(attention.o_proj)], [attention.o_proj.bias], copy),
         Dense(gate_up_weights, [m.bias for m in gate_up], copy),
-        Dense([mlp.down_proj.weight], [mlp.down_proj.bias], copy),
+        Dense([weight_of(mlp.down_proj)], [mlp.down_proj.bias], copy),
         None if copy else gains[0],
         None if copy else gains[1],
         _qk_gain(attention, s, interleave),

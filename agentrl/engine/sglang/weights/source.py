@@ -7,13 +7,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from agentrl.models.lora import merged, plain_tensors
+
 NamedTensor = tuple[str, Tensor]
 STAMPED = 32
 """Values of each parameter that its stamp is made of."""
 
 
 class ModelWeights:
-    """The weights of a transformers module, read anew by each iteration; what is tied is given once.
+    """The weights of a transformers module, read anew by each iteration; what is tied is given once, and an adapter is
+    merged into the weights that it is of.
 
     Sharded parameters (FSDP2) are gathered one by one, so the whole model never stands twice: every rank must iterate,
     to the end and in step with the others (rank 0 publishes, the rest call `follow`).
@@ -32,8 +35,8 @@ class ModelWeights:
         self._renamed = _needs_conversion(model)
 
     def __iter__(self) -> Iterator[NamedTensor]:
-        for name, tensor in _untied(self._model):
-            full = whole(tensor)
+        for name, tensor, adapted in _untied(self._model):
+            full = whole(tensor) if adapted is None else merged(adapted, whole)
             if self._renamed:
                 yield from as_saved(self._model, {name: full}).items()
             else:
@@ -55,17 +58,18 @@ def _stamp(model: Any) -> str:
     return hashlib.sha256(torch.cat(heads).cpu().numpy().tobytes()).hexdigest()
 
 
-def _untied(model: Any) -> Iterator[NamedTensor]:
+def _untied(model: Any) -> Iterator[tuple[str, Tensor, Any]]:
+    """Name, tensor, and the layer whose adapter is to be merged into it (None: there is none)."""
     seen: set[int] = set()
-    for name, tensor in model.state_dict(keep_vars=True).items():
+    for name, tensor, adapted in plain_tensors(model):
         if id(tensor) not in seen:
             seen.add(id(tensor))
-            yield name, tensor
+            yield name, tensor, adapted
 
 
 def _needs_conversion(model: Any) -> bool:
     """Whether any weight is called otherwise in checkpoints."""
-    names = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in _untied(model)}
+    names = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor, _ in _untied(model)}
     return any(list(as_saved(model, {name: tensor})) != [name] for name, tensor in names.items())
 
 

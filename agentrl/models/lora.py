@@ -1,0 +1,217 @@
+"""LoRA (arXiv:2106.09685) by peft: an adapter in the linear layers of a model, which alone is trained.
+
+The invariant: the base's weights never change, and nobody outside sees how the adapter is kept. A layer computes with
+`weight_of`; the merged model has the names of the base (`merged_tensors`); on disk an adapter has peft's own format.
+"""
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from agentrl.errors import UserError, nearest
+from agentrl.recipe.schema import LoraSection
+
+ADAPTER = "default"
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+PREFIX = "base_model.model."
+"""Of every tensor's name in peft's files."""
+
+FOREIGN = {"use_dora": False, "use_rslora": False, "bias": "none", "rank_pattern": {}, "alpha_pattern": {}}
+"""What peft can do besides, and its value where an adapter does without."""
+
+
+def add_adapter(model: Any, section: LoraSection, base: str) -> None:
+    """Put an adapter into `model`, in place: new, which changes nothing yet, or the one in `section.start`.
+
+    Only its parameters, float32, want gradients from then on. base: what adapter files are to name as their base model.
+    Raises UserError: targets that the model has not, a start that does not fit.
+    """
+    from peft import LoraConfig, inject_adapter_in_model
+
+    config = LoraConfig(
+        r=section.rank,
+        lora_alpha=section.alpha,
+        lora_dropout=section.dropout,
+        target_modules=_targets(model, section.targets),
+        base_model_name_or_path=base,
+        task_type="CAUSAL_LM",
+    )
+    inject_adapter_in_model(config, model, ADAPTER)
+    for parameter in adapter_parameters(model):
+        parameter.data = parameter.data.float()
+    if section.start is not None:
+        _load(model, section, Path(section.start).expanduser())
+
+
+def _targets(model: Any, targets: str | tuple[str, ...]) -> list[str]:
+    """Full names of the layers that get an adapter: those whose name, or the end of it, is among `targets`."""
+    head = model.get_output_embeddings()
+    linear = [name for name, module in model.named_modules() if type(module) is nn.Linear and module is not head]
+    if targets == "all-linear":
+        if not linear:
+            raise UserError(f"model.lora: {type(model).__name__} has no plain nn.Linear layer")
+        return linear
+    found = {target: [name for name in linear if f".{name}".endswith(f".{target}")] for target in targets}
+    if missing := next((target for target, names in found.items() if not names), None):
+        known = sorted({name.rpartition(".")[2] for name in linear})
+        raise UserError(
+            f"model.lora.targets: {type(model).__name__} has no linear layer {missing!r} that can take an adapter"
+            f"{nearest(missing, known)}; it has {', '.join(known)}"
+        )
+    return sorted({name for names in found.values() for name in names})
+
+
+def is_adapted(module: Any) -> bool:
+    """Whether this one layer has an adapter."""
+    return hasattr(module, "base_layer") and ADAPTER in getattr(module, "lora_A", ())
+
+
+def layers(model: nn.Module) -> dict[str, Any]:
+    """Name -> each layer that has an adapter; empty: the model has none."""
+    return {name: module for name, module in model.named_modules() if is_adapted(module)}
+
+
+def adapter_parameters(model: nn.Module) -> list[nn.Parameter]:
+    return [matrix.weight for layer in layers(model).values() for matrix in _matrices(layer)]
+
+
+def weight_of(layer: Any) -> Tensor:
+    """What a linear layer multiplies with, [out, in]: with the adapter's share where one is on, differentiable down to
+    the adapter (its dropout is left out)."""
+    weight: Tensor = layer.weight
+    return merged(layer) if is_adapted(layer) and not layer.disable_adapters else weight
+
+
+def merged(layer: Any, whole: Callable[[Tensor], Tensor] = lambda t: t) -> Tensor:
+    """weight + scaling x B A of a layer with an adapter, whether that is on or not; the sum is made in float32.
+
+    whole: what is done to each tensor first, such as gathering its shards.
+    """
+    a, b = (whole(matrix.weight) for matrix in _matrices(layer))
+    weight = whole(layer.base_layer.weight)
+    return torch.add(weight.float(), b.float() @ a.float(), alpha=layer.scaling[ADAPTER]).to(weight.dtype)
+
+
+def has_dropout(model: nn.Module) -> bool:
+    return any(not isinstance(layer.lora_dropout[ADAPTER], nn.Identity) for layer in layers(model).values())
+
+
+@contextmanager
+def dropping_out(model: nn.Module) -> Iterator[None]:
+    """The adapter's dropout works inside the block."""
+    drops = [layer.lora_dropout[ADAPTER] for layer in layers(model).values()]
+    for drop in drops:
+        drop.train()
+    try:
+        yield
+    finally:
+        for drop in drops:
+            drop.eval()
+
+
+@contextmanager
+def switched_off(model: nn.Module) -> Iterator[None]:
+    """Inside the block `model` is its base."""
+    found = layers(model).values()
+    for layer in found:
+        layer.enable_adapters(False)
+    try:
+        yield
+    finally:
+        for layer in found:
+            layer.enable_adapters(True)
+
+
+def plain_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor, Any]]:
+    """Of the model as it would be without an adapter: name, parameter or buffer, and the layer whose adapter it is to
+    be `merged` with (None: it stands for itself)."""
+    found = layers(model)
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        owner, inside, leaf = name.rpartition(".base_layer.")
+        if inside and owner in found:
+            yield f"{owner}.{leaf}", tensor, found[owner] if leaf == "weight" else None
+        elif name.partition(".lora_")[0] not in found:
+            yield name, tensor, None
+
+
+@torch.no_grad()
+def merged_state(model: nn.Module) -> dict[str, Tensor]:
+    """The state dict of the base with the adapter merged into it."""
+    return {name: tensor.detach() if layer is None else merged(layer) for name, tensor, layer in plain_tensors(model)}
+
+
+def adapter_state(model: nn.Module) -> dict[str, Tensor]:
+    """The adapter's tensors by the names of peft's files."""
+    return {
+        f"{PREFIX}{name}.lora_{letter}.weight": matrix.weight.detach()
+        for name, layer in layers(model).items()
+        for letter, matrix in zip("AB", _matrices(layer), strict=True)
+    }
+
+
+def adapter_config(model: Any) -> dict[str, Any]:
+    """What peft's adapter_config.json says."""
+    found = {**model.peft_config[ADAPTER].to_dict(), "inference_mode": True}
+    return dict(json.loads(json.dumps(found, default=lambda value: sorted(value))))
+
+
+def save_adapter(model: Any, folder: Path) -> None:
+    """A folder that `PeftModel.from_pretrained` loads over the base."""
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True)
+    state = {name: tensor.contiguous().cpu() for name, tensor in adapter_state(model).items()}
+    save_file(state, folder / WEIGHTS, metadata={"format": "pt"})
+    (folder / CONFIG).write_text(json.dumps(adapter_config(model), indent=2, sort_keys=True), encoding="utf-8")
+
+
+def describe(model: nn.Module) -> str:
+    """One line for people."""
+    found = layers(model)
+    own = sum(p.numel() for p in adapter_parameters(model))
+    rank = next(iter(found.values())).r[ADAPTER]
+    total = sum(p.numel() for p in model.parameters())
+    return f"LoRA of rank {rank} on {len(found)} layers: {own:,} parameters train, {total - own:,} stay as they are"
+
+
+def _matrices(layer: Any) -> tuple[Any, Any]:
+    return layer.lora_A[ADAPTER], layer.lora_B[ADAPTER]
+
+
+@torch.no_grad()
+def _load(model: Any, section: LoraSection, folder: Path) -> None:
+    config, state = _read(folder)
+    where = f"model.lora.start: {folder}"
+    if config.get("peft_type") != "LORA":
+        raise UserError(f"{where} is a {config.get('peft_type')} adapter, not LoRA")
+    if other := [key for key, plain in FOREIGN.items() if config.get(key, plain) not in (plain, None)]:
+        raise UserError(f"{where} has {other[0]}: {config[other[0]]!r}, which is not supported")
+    for ours, theirs in (("rank", "r"), ("alpha", "lora_alpha")):
+        if config.get(theirs) != getattr(section, ours):
+            wanted = f"{where} has {ours} {config.get(theirs)}, model.lora.{ours} is {getattr(section, ours)}"
+            raise UserError(f"{wanted}: make them equal")
+    own = adapter_state(model)
+    if odd := sorted(own.keys() ^ state.keys()):
+        lacks = "lacks" if odd[0] in own else "has"
+        raise UserError(f"{where} does not fit model.lora.targets: it {lacks} {odd[0]} (and {len(odd) - 1} more)")
+    for name, tensor in own.items():
+        if tensor.shape != state[name].shape:
+            shapes = f"{list(state[name].shape)}, the model wants {list(tensor.shape)}"
+            raise UserError(f"{where} is of another model: {name} is {shapes}")
+        tensor.copy_(state[name])
+
+
+def _read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        return config, load_file(folder / WEIGHTS)
+    except (OSError, ValueError, SafetensorError) as error:
+        raise UserError(f"model.lora.start: {folder} is no folder of peft's format: {error}") from error

@@ -1,6 +1,7 @@
 """Servers that fail in every way: each ends in a retry, another server or one clear line; the numbers stay right."""
 
 import asyncio
+import random
 from array import array
 from collections import deque
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -156,8 +157,10 @@ async def test_no_server_is_left(parts: Any) -> None:
 async def test_a_conversation_stays_where_its_prefix_is(parts: Any) -> None:
     async with served(parts, count=3) as (engine, servers, _):
         for turn in range(3):
-            prompts = [[100 + i, *PROMPT[: turn + 1]] for i in range(9)]
-            await asyncio.gather(*(engine.generate(p, Sampling(3), f"r{i}") for i, p in enumerate(prompts)))
+            order = random.Random(turn).sample(range(9), 9)  # in which they come to their next turn
+            await asyncio.gather(
+                *(engine.generate([100 + i, *PROMPT[: turn + 1]], Sampling(3), f"r{i}") for i in order)
+            )
         for server in servers:
             assert len(server.asked) == 9  # three conversations of three turns: evenly, and each in one place
             assert len({ids[0] for ids in server.asked}) == 3
@@ -208,7 +211,8 @@ async def start(parts: Any, **args: Any) -> None:
 @pytest.mark.parametrize(
     ("args", "line"),
     [
-        ({"urls": ("http://127.0.0.1:1",)}, "engine: http://127.0.0.1:1/model_info: Cannot connect"),
+        ({"urls": ("http://127.0.0.1:1",)}, "engine: http://127.0.0.1:1/model_info: cannot connect"),
+        ({"urls": "http://127.0.0.1:1/"}, "engine: http://127.0.0.1:1/model_info: cannot connect"),
         ({"urls": ("127.0.0.1:30000",)}, "engine.args.urls: '127.0.0.1:30000' is no URL; write http://HOST:PORT"),
         ({"urls": ("http://a b",)}, "http://a b"),
         ({"urls": ("http://x", "http://x/")}, "a server is listed twice"),

@@ -87,6 +87,23 @@ async def test_stop_ends_the_whole_group(tmp_path: Path) -> None:
     assert "it serves" in (tmp_path / "log").read_text()
 
 
+async def test_its_log_moves_to_the_run_folder_while_it_writes(tmp_path: Path) -> None:
+    program = tmp_path / "talks.py"
+    program.write_text(FAKE.replace('print("it serves"', 'import threading, time\ndef talk():\n    while True:\n'
+                       '        print("more", flush=True); time.sleep(0.1)\n'
+                       'threading.Thread(target=talk, daemon=True).start()\nprint("it serves"'))  # fmt: skip
+    server = await started(plan(sys.executable, str(program), str(tmp_path / "ids")), tmp_path / "a" / "log")
+    try:
+        (tmp_path / "run").mkdir()
+        server.move_log(tmp_path / "run" / "sglang_0.log")
+        size = server.log.stat().st_size
+        until(lambda: server.log.stat().st_size > size)
+        assert "it serves" in (tmp_path / "run" / "sglang_0.log").read_text()
+        assert not (tmp_path / "a" / "log").exists()
+    finally:
+        await server.stop()
+
+
 async def test_a_server_that_ends_says_why(tmp_path: Path) -> None:
     program = tmp_path / "bad.py"
     program.write_text("import sys; print('ValueError: no such model'); sys.exit(3)")

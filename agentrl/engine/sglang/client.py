@@ -5,6 +5,7 @@ Connections are pooled in one aiohttp session an event loop, because a run may u
 
 import asyncio
 import json
+import os
 from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
@@ -117,6 +118,9 @@ class Client:
     def _fault(self, path: str, error: BaseException) -> ServerError:
         if isinstance(error, aiohttp.InvalidURL):
             return RefusedError(f"{self.url}: it is no URL; write http://HOST:PORT")
+        if isinstance(error, aiohttp.ClientConnectorError):
+            why = os.strerror(error.os_error.errno) if error.os_error.errno else str(error.os_error)
+            return ServerError(f"{self.url}{path}: cannot connect ({why})")
         line = " ".join(str(error).split()) or type(error).__name__
         return ServerError(f"{self.url}{path}: {line}")
 

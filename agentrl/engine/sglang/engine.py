@@ -48,7 +48,7 @@ class SglangEngine:
         tokenizer: Any = None,
         say: Callable[[str], None] | None = None,
         phase: Callable[[str], None] | None = None,
-        urls: tuple[str, ...] = (),
+        urls: tuple[str, ...] | str = (),
         servers: int = 1,
         venv: str | None = None,
         command: str | None = None,
@@ -61,8 +61,9 @@ class SglangEngine:
         weights: str = "auto",
         log_dir: str | None = None,
     ) -> None:
+        places = (urls,) if isinstance(urls, str) else urls
         settings = Settings(
-            urls=tuple(url.rstrip("/") for url in urls), servers=servers, venv=venv, command=command,
+            urls=tuple(url.rstrip("/") for url in places), servers=servers, venv=venv, command=command,
             flags=flags or {}, env=env or {}, start_timeout=start_timeout, stall=stall, patience=patience,
             restarts=restarts, weights=weights, log_dir=log_dir,
         )  # fmt: skip
@@ -74,7 +75,7 @@ class SglangEngine:
         self._calls: dict[str, Call] = {}
         self._errands: set[asyncio.Task[None]] = set()
         self._starting: asyncio.Task[None] | None = None
-        self._started = self._closed = False
+        self._started = self._closed = self._asleep = False
 
     @staticmethod
     def missing(args: Mapping[str, Any]) -> list[str]:
@@ -157,11 +158,18 @@ class SglangEngine:
             self._errand(post(member, "/flush_cache"))
 
     async def sleep(self) -> None:
-        """Pause, and give back the memory of keys and values; requests wait until `wake`."""
+        """Pause, and give back the memory of keys and values; requests wait until `wake`. Twice is once: a server ends
+        when it is told to release what it has released."""
+        if self._asleep:
+            return
+        self._asleep = True
         await self.pause("retract")
         await self._tell_all("/release_memory_occupation", {"tags": ["kv_cache"]})
 
     async def wake(self) -> None:
+        if not self._asleep:
+            return
+        self._asleep = False
         await self._tell_all("/resume_memory_occupation", {"tags": ["kv_cache"]})
         await self.resume()
 

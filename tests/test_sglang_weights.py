@@ -16,7 +16,7 @@ from agentrl.engine.sglang.weights.from_distributed import FromDistributed
 from agentrl.engine.sglang.weights.from_tensor import FromTensor
 
 WAYS = ("from_tensor", "from_distributed", "from_disk")
-LONG = 100
+LONG = 300  # tokens: long enough to be in the middle of it
 
 
 @pytest.fixture

@@ -41,7 +41,7 @@ class Sync:
         return dict(done.failed)
 
     async def send_to(self, client: Client, version: int) -> None:
-        """To one server alone. Raises ServerError when it did not take all of it, or when the trainer has gone on since:
+        """To one server alone. Raises ServerError when it did not take all of it, or the trainer has gone on since:
         until the next update its weights are those of no step."""
         from agentrl.engine.sglang.weights import ModelWeights, WeightUpdateError
 

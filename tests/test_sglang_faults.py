@@ -13,7 +13,7 @@ from sglang_help import StandIn, tiny
 
 from agentrl.engine.base import EngineError, Generation, GenerationFinish, Sampling
 from agentrl.engine.local.engine import LocalEngine
-from agentrl.engine.sglang.engine import SglangEngine
+from agentrl.engine.sglang.engine import ATTEMPTS, SglangEngine
 from agentrl.errors import UserError
 
 GREEDY = Sampling(24, temperature=0.0)
@@ -94,11 +94,12 @@ async def test_a_refusal_is_final_and_says_why(parts: Any) -> None:
 
 async def test_a_server_that_always_fails_is_given_up_in_one_line(parts: Any) -> None:
     faults = [("few_logprobs", 0)] * 100
-    async with served(parts, *faults, patience=1.0) as (engine, (server,), said):
-        with pytest.raises(EngineError, match="4 ids came with 3 log-probs") as caught:
+    async with served(parts, *faults) as (engine, (server,), said):
+        with pytest.raises(EngineError, match=r"^http.* 4 ids came with 3 log-probs") as caught:
             await engine.generate(PROMPT, GREEDY, "x")
         assert "\n" not in str(caught.value)
         assert server.url in str(caught.value)
+        assert len(server.asked) == ATTEMPTS
     assert any("is taken out" in line for line in said)
 
 

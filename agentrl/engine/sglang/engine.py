@@ -14,12 +14,10 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from agentrl.engine.base import EngineError, Generation, GenerationFinish, Sampling
 from agentrl.engine.sglang.call import Call, post
 from agentrl.engine.sglang.client import RefusedError, ServerError
-from agentrl.engine.sglang.command import Flag, LaunchPlan, launch_command, sizes_of
+from agentrl.engine.sglang.command import Flag, launch_command, sizes_of
 from agentrl.engine.sglang.fleet import Fleet
 from agentrl.engine.sglang.pool import Flight, Member
 from agentrl.engine.sglang.settings import Settings
@@ -67,9 +65,9 @@ class SglangEngine:
             flags=flags or {}, env=env or {}, start_timeout=start_timeout, stall=stall, patience=patience,
             restarts=restarts, weights=weights, log_dir=log_dir,
         )  # fmt: skip
-        token_bytes, self._own_context = sizes_of(model)
+        _, self._own_context = sizes_of(model)
         self._vocabulary = model.get_input_embeddings().weight.shape[0]
-        plan = None if settings.urls else _plan(model, model_path, settings, max_batch, token_bytes, self._own_context)
+        plan = settings.plan(model, model_path, max_batch)
         quiet: Callable[[str], None] = lambda line: None  # noqa: E731
         self._fleet = Fleet(model, tokenizer, settings, plan, max_batch, say or quiet, phase or quiet)
         self._calls: dict[str, Call] = {}
@@ -293,22 +291,3 @@ def _finish(end: PieceEnd, answer: Answer, sampling: Sampling, room: int) -> Gen
     if answer.ids and answer.ids[-1] in sampling.stop_ids:
         return GenerationFinish.STOP
     return GenerationFinish.LENGTH if len(answer.ids) >= room or end is PieceEnd.LENGTH else None
-
-
-def _plan(
-    model: Any, model_path: str | None, settings: Settings, max_batch: int, token_bytes: int, context: int
-) -> LaunchPlan:
-    command = launch_command(settings.command, settings.venv)
-    if model_path is None:
-        raise UserError("engine sglang: a server is launched with model_path, and none was given")
-    return LaunchPlan(
-        command=command,
-        model_path=model_path,
-        dtype=str(next(model.parameters()).dtype).removeprefix("torch."),
-        flags=settings.flags,
-        max_batch=max_batch,
-        token_bytes=token_bytes,
-        context=context,
-        cpu=not torch.cuda.is_available(),
-        env=settings.env,
-    )

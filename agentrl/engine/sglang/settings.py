@@ -2,8 +2,11 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
-from agentrl.engine.sglang.command import Flag
+import torch
+
+from agentrl.engine.sglang.command import Flag, LaunchPlan, launch_command, sizes_of
 from agentrl.errors import UserError
 
 
@@ -43,3 +46,24 @@ class Settings:
         for name in ("start_timeout", "stall", "patience"):
             if getattr(self, name) <= 0:
                 raise UserError(f"engine.args.{name} must be more than 0 seconds")
+
+    def plan(self, model: Any, model_path: str | None, max_batch: int) -> LaunchPlan | None:
+        """How to launch servers for `model`, a transformers module at `model_path`; None where they run already. Raises
+        UserError where nothing says what launches one."""
+        if self.urls:
+            return None
+        command = launch_command(self.command, self.venv)
+        if model_path is None:
+            raise UserError("engine sglang: a server is launched with model_path, and none was given")
+        token_bytes, context = sizes_of(model)
+        return LaunchPlan(
+            command=command,
+            model_path=model_path,
+            dtype=str(next(model.parameters()).dtype).removeprefix("torch."),
+            flags=self.flags,
+            max_batch=max_batch,
+            token_bytes=token_bytes,
+            context=context,
+            cpu=not torch.cuda.is_available(),
+            env=self.env,
+        )

@@ -17,6 +17,7 @@ from agentrl.errors import UserError, nearest
 from agentrl.recipe.schema import LoraSection
 
 ADAPTER = "default"
+ALL = "all-linear"
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
 """Of every tensor's name in peft's files."""
@@ -48,11 +49,11 @@ def add_adapter(model: Any, section: LoraSection, base: str) -> None:
         _load(model, section, Path(section.start).expanduser())
 
 
-def _targets(model: Any, targets: str | tuple[str, ...]) -> list[str]:
+def _targets(model: Any, targets: tuple[str, ...]) -> list[str]:
     """Full names of the layers that get an adapter: those whose name, or the end of it, is among `targets`."""
     head = model.get_output_embeddings()
     linear = [name for name, module in model.named_modules() if type(module) is nn.Linear and module is not head]
-    if targets == "all-linear":
+    if ALL in targets:
         if not linear:
             raise UserError(f"model.lora: {type(model).__name__} has no plain nn.Linear layer")
         return linear

@@ -15,12 +15,17 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
+def _listed(value: Any) -> Any:
+    return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
+
+
 class LoraSection(Section):
     """An adapter that is trained in place of the model's own weights."""
 
     rank: Positive = 16
     alpha: Positive = 32  # its share is scaled by alpha / rank
-    targets: Literal["all-linear"] | Annotated[tuple[str, ...], Field(min_length=1)] = "all-linear"  # [q_proj, v_proj]
+    # Layers, by the end of their names, such as [q_proj, v_proj]; all-linear: all but the output layer.
+    targets: Annotated[tuple[str, ...], Field(min_length=1), BeforeValidator(_listed)] = ("all-linear",)
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0  # of the adapter's input, while it is trained
     start: str | None = None  # a folder of peft's format to go on from; None: a new adapter
 

@@ -99,6 +99,8 @@ def _start(
     """The model, its tokenizer and its chat; all new where the recipe says so."""
     if section.new_model is None:
         model, tokenizer = load_model(recipe.model)
+    elif recipe.model.lora is not None:
+        raise UserError("model.lora adapts a model that exists, sft.new_model makes one: choose one")
     else:
         tokenizer = _new_tokenizer(recipe, section.new_model, env, tools, runner)
         model = new_model(section.new_model, tokenizer, recipe.train.seed)

@@ -179,6 +179,26 @@ async def test_new_weights_are_sampled_from_and_named(parts: Any, sglang_url: st
     assert again.ids == before.ids
 
 
+async def test_servers_sleep_until_new_weights_come(parts: Any, sglang_url: str) -> None:
+    """By protocol: a CPU frees nothing. A request that comes meanwhile waits, and is answered by the new weights."""
+    model, tokenizer = parts
+    remote = SglangEngine(model, max_batch=8, urls=(sglang_url,))
+    await remote.health()
+    await remote.sleep()
+    await remote.sleep()
+    waiting = asyncio.create_task(remote.generate(prompts(tokenizer, 1)[0], Sampling(8, temperature=0.0), "w"))
+    await asyncio.sleep(0.3)
+    assert not waiting.done()
+    await remote.update_weights(21)
+    await remote.wake()
+    answer = await waiting
+    assert len(answer.ids) == 8
+    assert answer.weight_version in (21, [21] * 8)
+    local = await LocalEngine(model, max_batch=8).generate(prompts(tokenizer, 1)[0], Sampling(8, temperature=0.0), "l")
+    assert answer.ids == local.ids
+    await remote.close()
+
+
 async def test_a_server_with_weights_of_another_run_is_given_ours(parts: Any, sglang_url: str) -> None:
     model, tokenizer = parts
     prompt, sampling = prompts(tokenizer, 1)[0], Sampling(16, temperature=0.0, stop_ids=STOP)

@@ -140,6 +140,7 @@ class SglangEngine:
             raise EngineError("the engine sglang sends its model's weights: update_weights takes none")
         await self._ready()
         await self._fleet.update(version, "retract")
+        self._asleep = False  # what took the weights is awake again
 
     async def pause(self, mode: str = "retract") -> None:
         if mode not in PAUSE_MODES:
@@ -156,20 +157,19 @@ class SglangEngine:
             self._errand(post(member, "/flush_cache"))
 
     async def sleep(self) -> None:
-        """Pause, and give back the memory of keys and values; requests wait until `wake`. Twice is once: a server ends
-        when it is told to release what it has released."""
+        """Pause, and give back the memory of weights, keys and values; requests wait until new weights come. Twice is
+        once: a server ends when it is told to release what it has released."""
         if self._asleep:
             return
+        await self._ready()
         self._asleep = True
-        await self.pause("retract")
-        await self._tell_all("/release_memory_occupation", {"tags": ["kv_cache"]})
+        await self._fleet.sleep()
 
     async def wake(self) -> None:
-        if not self._asleep:
-            return
-        self._asleep = False
-        await self._tell_all("/resume_memory_occupation", {"tags": ["kv_cache"]})
-        await self.resume()
+        """After `sleep`, where no weights were sent since: servers that lost theirs stay out until an update."""
+        if self._asleep:
+            self._asleep = False
+            await self._fleet.wake()
 
     async def close(self) -> None:
         """Running requests end with finish `abort`; launched servers end."""

@@ -5,7 +5,7 @@ and lets it in again once it is healthy and holds the weights of the trainer's c
 import asyncio
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain, count
 from pathlib import Path
 from typing import Any
@@ -142,10 +142,24 @@ class Fleet:
         now = time.monotonic()
         for member in members:
             member.moved = now
-            if why := failed.get(member.url):
-                self._take_out(member, f"the weights of step {version} did not arrive whole: {why}")
+        self._out_of(members, failed, f"the weights of step {version} did not arrive whole")
         if not self.pool.up:
             raise UserError(f"engine: no server has the weights of step {version}: {self.reasons()}")
+
+    async def sleep(self) -> None:
+        """Every server pauses and gives its memory back; who does not is out."""
+        self.quiet = True
+        self._out_of(self.pool.up, await self.sync.sleep([m.client for m in self.pool.up]), "it did not go to sleep")
+
+    async def wake(self) -> None:
+        """Every server takes its memory back; who cannot serve is out until the next update."""
+        self._out_of(self.pool.up, await self.sync.wake(), "it did not wake")
+        self.quiet = False
+
+    def _out_of(self, members: Sequence[Member], failed: Mapping[str, str], what: str) -> None:
+        for member in members:
+            if why := failed.get(member.url):
+                self._take_out(member, f"{what}: {why}")
 
     def keep_logs(self, folder: Path) -> None:
         """Move the output of launched servers, which goes on, to `folder`, unless the recipe says where it goes."""

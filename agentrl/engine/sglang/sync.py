@@ -27,18 +27,37 @@ class Sync:
         """To all of them at once; URL -> why, for those that did not take all of it."""
         from agentrl.engine.sglang.weights import ModelWeights, WeightUpdateError
 
-        key = (asyncio.get_running_loop(), tuple(c.url for c in clients))
         try:
-            if key != self._key:
-                await self.close()
-                self._channel, self._key = await self._open(clients, self._say), key
+            channel = await self._to(clients)
             weights = ModelWeights(self._model)
             self._stamp = weights.stamp
-            done = await self._channel.publish(version, weights, mode)
+            done = await channel.publish(version, weights, mode)
         except WeightUpdateError as error:
             self._key = None
             return {c.url: str(error) for c in clients}
         return dict(done.failed)
+
+    async def sleep(self, clients: Sequence[Client]) -> dict[str, str]:
+        """Pause the servers, which give their memory back until `send` (weights too). What failed, by URL."""
+        from agentrl.engine.sglang.weights import WeightUpdateError
+
+        try:
+            return dict(await (await self._to(clients)).sleep())
+        except WeightUpdateError as error:
+            return {c.url: str(error) for c in clients}
+
+    async def wake(self) -> dict[str, str]:
+        """Servers that sleep and were sent nothing go on where their weights are whole. What failed, by URL."""
+        return dict(await self._channel.wake()) if self._channel is not None else {}
+
+    async def _to(self, clients: Sequence[Client]) -> Any:
+        """The channel to these servers in this event loop."""
+        key = (asyncio.get_running_loop(), tuple(c.url for c in clients))
+        if key != self._key:
+            former = self._channel
+            await self.close()
+            self._channel, self._key = await self._open(clients, self._say, former), key
+        return self._channel
 
     async def send_to(self, client: Client, version: int) -> None:
         """To one server alone. Raises ServerError when it did not take all of it, or the trainer has gone on since:
@@ -61,8 +80,9 @@ class Sync:
         if channel is not None:
             await channel.close()
 
-    async def _open(self, clients: Sequence[Client], say: Callable[[str], None]) -> Any:
+    async def _open(self, clients: Sequence[Client], say: Callable[[str], None], former: Any = None) -> Any:
         from agentrl.engine.sglang.weights import open_channel
 
         folder = self._scratch() / f"weights_{uuid.uuid4().hex[:8]}"  # its own: a channel removes it when it closes
-        return await open_channel([c.url for c in clients], self._sessions.get(), folder=folder, way=self._way, say=say)
+        urls, session = [c.url for c in clients], self._sessions.get()
+        return await open_channel(urls, session, folder=folder, way=self._way, say=say, former=former)

@@ -166,3 +166,23 @@ def test_an_evaluation_obeys_the_threads_of_its_recipe() -> None:
         assert torch.get_num_threads() == wanted
     finally:
         torch.set_num_threads(before)
+
+
+def test_progress_shows_what_an_engine_does_as_it_starts():
+    import io
+
+    from rich.console import Console
+
+    from agentrl.eval.progress import Progress
+
+    out = io.StringIO()
+    with Progress(Console(file=out, force_terminal=True, width=80)) as shown:
+        shown.phase("the server starts")
+        shown.phase("the server loads [weights]")
+        shown.say("server at http://127.0.0.1:1 is ready")
+        advance = shown.follow("test", 2)
+        advance(None)
+    said = out.getvalue()
+    assert "the server loads [weights]" in said
+    assert "server at http://127.0.0.1:1 is ready" in said
+    assert "1/2" in said

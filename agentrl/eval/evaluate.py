@@ -62,7 +62,7 @@ async def _evaluate(recipe: Recipe, model: str | None, progress: Progress) -> Ev
     chosen = chosen_splits(env, recipe)
     if empty := [split for split in chosen if not len(env.tasks(split))]:
         raise UserError(f"environment {env.name!r} (source {recipe.env.source}) has no task in {', '.join(empty)}")
-    player = await Player.build(recipe, model_path=model, env=env)
+    player = await Player.build(recipe, model_path=model, env=env, say=progress.say, phase=progress.phase)
     try:
         held_out, notes = await HeldOut.prepare(player, recipe, chosen)
         results = []

@@ -5,7 +5,7 @@ from types import TracebackType
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as Bars
 
 from agentrl.rollout.trajectory import Group
@@ -15,7 +15,8 @@ class Progress:
     """Bars that vanish when the evaluation ends; nothing is shown where stderr is no terminal."""
 
     def __init__(self, console: Console | None = None) -> None:
-        console = console or Console(stderr=True)
+        self._console = console = console or Console(stderr=True)
+        self._phase: TaskID | None = None
         columns = (TextColumn("[bold]{task.description}"), BarColumn(bar_width=40), MofNCompleteColumn())
         self._bars = Bars(
             *columns, TimeElapsedColumn(), TimeRemainingColumn(),
@@ -29,7 +30,20 @@ class Progress:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self._bars.stop()
 
+    def say(self, line: str) -> None:
+        """A line that stays, such as what an engine says as it starts."""
+        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    def phase(self, text: str) -> None:
+        """What goes on right now, until a split is followed."""
+        if self._phase is None:
+            self._phase = self._bars.add_task(escape(text), total=None)
+        self._bars.update(self._phase, description=escape(text))
+
     def follow(self, split: str, tasks: int) -> Callable[[Group], None]:
         """What is to be called as each of the split's `tasks` groups ends."""
+        if self._phase is not None:
+            self._bars.remove_task(self._phase)
+            self._phase = None
         bar = self._bars.add_task(escape(split), total=tasks)
         return lambda group: self._bars.advance(bar)

@@ -177,7 +177,6 @@ def test_progress_shows_what_an_engine_does_as_it_starts():
 
     out = io.StringIO()
     with Progress(Console(file=out, force_terminal=True, width=80)) as shown:
-        shown.phase("the server starts")
         shown.phase("the server loads [weights]")
         shown.say("server at http://127.0.0.1:1 is ready")
         advance = shown.follow("test", 2)

@@ -7,7 +7,7 @@ from agentrl.eval.result import SplitResult, summarize
 from agentrl.plugins.types import Task
 from agentrl.recipe.schema import Recipe
 from agentrl.rollout.player import Player
-from agentrl.rollout.trajectory import Group
+from agentrl.rollout.trajectory import Group, Trajectory
 
 EVAL_SEED = 20_000_003  # apart from those of training steps
 
@@ -45,4 +45,8 @@ class HeldOut:
         groups = await self.player.play(
             self.tasks[split], self.samples, seed=(EVAL_SEED, 0), temperature=self.temperature, on_group=on_group
         )
-        return summarize(split, groups, lambda t: self.player.env.solved(t.rewards, t.task)), groups
+        return summarize(split, groups, self.solved), groups
+
+    def solved(self, trajectory: Trajectory) -> bool:
+        """The environment's word on a finished trajectory."""
+        return self.player.env.solved(trajectory.rewards, trajectory.task)

@@ -45,6 +45,27 @@ def test_the_page_shows_what_the_run_wrote_and_escapes_what_the_model_said(tmp_p
     assert page.index("test, after step 0") < page.index("test, after step 10")
 
 
+def test_a_mark_is_the_word_of_the_environment_not_the_sign_of_the_reward(tmp_path: Path) -> None:
+    for solved, marks in ((True, (1, 0)), (False, (0, 1)), (None, (0, 0))):
+        folder = tmp_path / str(solved)
+        folder.mkdir()
+        for path in (run_folder(folder) / "trajectories").iterdir():
+            path.write_text(json.dumps(RECORD | {"solved": solved}) + "\n")
+        page = write_report(folder, "job-001").read_text()
+        assert (page.count("✓"), page.count("✗")) == (2 * marks[0], 2 * marks[1])
+
+
+def test_every_environment_of_a_mixture_shows_its_leading_split(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path)
+    for split in ("test", "gsm8k.large", "gsm8k.test", "text_game.test"):
+        (folder / "trajectories" / f"eval_{split}_0.jsonl").write_text(json.dumps(RECORD) + "\n")
+    (folder / "trajectories" / "eval_gsm8k.test_20.jsonl").write_text(json.dumps(RECORD) + "\n")
+    page = write_report(folder, "job-001").read_text()
+    for heading in ("gsm8k.test, after step 0", "gsm8k.test, after step 20", "text_game.test, after step 0"):
+        assert f"<h2>{heading}</h2>" in page
+    assert "gsm8k.large, after" not in page
+
+
 def test_reasons_that_never_occurred_are_not_drawn(tmp_path: Path) -> None:
     page = write_report(run_folder(tmp_path), "job-001").read_text()
     assert "</i>stop <b>8</b>" in page

@@ -10,6 +10,8 @@ from agentrl.report.chart import Points, line_chart
 from agentrl.rollout.journal import read_journal
 
 SHOWN = 6  # conversations of each evaluation
+# By what the environment said of the conversation; None: it was not asked.
+MARKS = {True: '<b class="good">✓</b>', False: '<b class="bad">✗</b>', None: ""}
 
 STYLE = """
 :root { color-scheme: light dark; --ink:#1c2430; --soft:#667085; --line:#d8dde6; --card:#fff; --page:#f5f7fa;
@@ -108,7 +110,7 @@ def _family(rows: Sequence[Mapping[str, Any]], prefix: str, suffix: str) -> dict
 def _talk(record: Mapping[str, Any]) -> str:
     reward = record["reward"]
     question = next((m["content"] for m in record["messages"] if m["role"] == "user"), record["task"])
-    mark = '<b class="good">✓</b>' if reward > 0 else '<b class="bad">✗</b>'
+    mark = MARKS[record.get("solved")]
     bubbles = "".join(
         f'<div class="{escape(m["role"])}" data-role="{escape(m["role"])}">{escape(_text(m))}</div>'
         for m in record["messages"]
@@ -125,13 +127,16 @@ def _text(message: Mapping[str, Any]) -> str:
 
 
 def _evaluations(folder: Path) -> dict[str, list[dict[str, Any]]]:
-    """The first and the last evaluation of the leading split, as headings and records."""
+    """The first and the last evaluation of the leading split of each environment, as headings and records."""
     found = {}
     for path in (folder / "trajectories").glob("eval_*.jsonl*"):
         name = path.name.removesuffix(".zst").removesuffix(".jsonl").removeprefix("eval_")
         split, _, step = name.rpartition("_")
         found[split, int(step)] = path
     splits = sorted({split for split, _ in found}, key=lambda split: (split.split(".")[-1] != "test", split))
-    leading = sorted((key for key in found if key[0] == splits[0]), key=lambda key: key[1])
-    chosen = list(dict.fromkeys([leading[0], leading[-1]])) if leading else []
+    leading = {split.rpartition(".")[0]: split for split in reversed(splits)}  # environment of a mixture -> split
+    chosen = []
+    for split in reversed(leading.values()):
+        steps = [step for name, step in found if name == split]
+        chosen += [(split, step) for step in sorted({min(steps), max(steps)})]
     return {f"{split}, after step {step}": read_journal(found[split, step]) for split, step in chosen}

@@ -6,8 +6,9 @@ from typing import Any
 from agentrl.rollout.trajectory import Trajectory
 
 
-def record(trajectory: Trajectory, *, tokens: bool = False) -> dict[str, Any]:
-    """The object; every value can be written as JSON. tokens: with ids, mask, logprobs and versions a token."""
+def record(trajectory: Trajectory, *, tokens: bool = False, solved: bool | None = None) -> dict[str, Any]:
+    """The object; every value can be written as JSON. tokens: with ids, mask, logprobs and versions a token.
+    solved: the environment's word, None where it was not asked for."""
     t = trajectory
     line: dict[str, Any] = {
         "request": t.request_id,
@@ -17,6 +18,7 @@ def record(trajectory: Trajectory, *, tokens: bool = False) -> dict[str, Any]:
         "reward": t.reward,
         "rewards": dict(t.rewards),
         "weights": dict(t.weights),
+        "solved": solved,
         "finish": str(t.finish),
         "failure": None if t.failure is None else {"boundary": str(t.failure.boundary), "message": t.failure.message},
         "turns": [{"start": turn.start, "end": turn.end, "reward": turn.reward} for turn in t.turns],

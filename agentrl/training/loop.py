@@ -4,7 +4,7 @@ Each step: draw tasks, roll out groups, turn them into a batch with advantages, 
 A step is written down whole or not at all: what an interrupt cuts short leaves no trace.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
@@ -17,7 +17,7 @@ from agentrl.recipe.schema import Recipe
 from agentrl.rollout.hooks import STEP
 from agentrl.rollout.journal import write_journal
 from agentrl.rollout.player import Player
-from agentrl.rollout.trajectory import Group
+from agentrl.rollout.trajectory import Group, Trajectory
 from agentrl.training.actor import Actor
 from agentrl.training.checkpoint import Checkpoints
 from agentrl.training.display import Display
@@ -125,7 +125,7 @@ class Loop:
             result, groups = self.interrupts.run(lambda split=split: self.held_out.play(split))  # type: ignore[misc]
             results.append(result)
             self._say_failures(f"evaluation of {split} after step {self.step}", groups)
-            self._keep_trajectories(f"eval_{split}_{self.step}", groups)
+            self._keep_trajectories(f"eval_{split}_{self.step}", groups, self.held_out.solved)
         accuracies = {r.split: r.accuracy for r in results}
         if accuracies:
             self.display.evaluation(self.step, accuracies)
@@ -143,9 +143,11 @@ class Loop:
             self.display.note(f"rewards.weights: no {', '.join(idle)} in this step{nearest(idle[0], parts)}")
         self._weights_said = True
 
-    def _keep_trajectories(self, name: str, groups: Sequence[Group]) -> None:
+    def _keep_trajectories(
+        self, name: str, groups: Sequence[Group], solved: Callable[[Trajectory], bool] | None = None
+    ) -> None:
         if self.recipe.track.trajectories:
-            write_journal(self.folder.trajectories, name, groups)
+            write_journal(self.folder.trajectories, name, groups, solved)
 
     def _write_down(self, metrics: Mapping[str, Any]) -> None:
         self.folder.append_metrics(metrics)

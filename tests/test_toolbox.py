@@ -152,3 +152,15 @@ async def test_a_tool_whose_machinery_is_down_fails_the_request_and_says_nothing
     assert t.rewards == {}
     assert not any(m["role"] == "tool" for m in t.messages)
     echo.hooks.check()
+
+
+@pytest.mark.parametrize("parameters", [{"type": "objct"}, {}, {"type": "object", "properties": ["line"]}])
+async def test_parameters_that_no_model_could_be_shown_are_named(parameters, monkeypatch):
+    monkeypatch.setattr(Closing, "parameters", parameters)
+    with pytest.raises(UserError, match=r"^tool 'closing' \(test_toolbox:Closing\): its `parameters` want type object"):
+        await Toolbox.open([ToolSection(name="test_toolbox:Closing")], Env())
+
+
+def test_a_schema_always_has_properties(monkeypatch):
+    monkeypatch.setattr(Closing, "parameters", {"type": "object"})
+    assert Closing().schema["function"]["parameters"] == {"type": "object", "properties": {}}

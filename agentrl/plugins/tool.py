@@ -42,5 +42,6 @@ class Tool(ABC):
     @property
     def schema(self) -> dict[str, Any]:
         """The tool in the shape of the OpenAI API: `{"type": "function", "function": {...}}`."""
-        function = {"name": self.name, "description": self.description, "parameters": dict(self.parameters)}
+        parameters = {"properties": {}, **self.parameters}  # which chat templates rely on
+        function = {"name": self.name, "description": self.description, "parameters": parameters}
         return {"type": "function", "function": function}

@@ -1,6 +1,6 @@
 """`Toolbox`: the tools of a recipe, opened; which of them a task offers; closed once, when the run ends."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Self
@@ -24,7 +24,8 @@ class Toolbox:
 
     @classmethod
     async def open(cls, sections: Sequence[ToolSection], env: Environment) -> Self:
-        """Raises UserError when one cannot be had, or two would have one name for the model; nothing stays open."""
+        """Raises UserError when one cannot be had, no model could call it, or two would have one name for the model;
+        nothing stays open."""
         async with AsyncExitStack() as stack:
             tools: list[Tool] = []
             origins: list[str] = []
@@ -33,7 +34,7 @@ class Toolbox:
                 opened = await made.open() if isinstance(made, ToolSource) else (made,)
                 tools += opened
                 origins += [find("tools", section.name).origin] * len(opened)
-            _check_names(tools, origins, env)
+            _check(tools, origins, env)
             return cls(tuple(tools), tuple(origins), stack.pop_all())
         raise AssertionError("the stack swallows nothing")
 
@@ -42,13 +43,16 @@ class Toolbox:
         await self.closing.aclose()
 
 
-def _check_names(tools: Sequence[Tool], origins: Sequence[str], env: Environment) -> None:
+def _check(tools: Sequence[Tool], origins: Sequence[str], env: Environment) -> None:
     by_name: dict[str, str] = {}
     own = [(tool, f"environment {env.name}") for tool in env.tools()]
     for tool, origin in [*zip(tools, origins, strict=True), *own]:
         if other := by_name.get(tool.name):
             raise UserError(f"tools: {other} and {origin} both offer {tool.name!r} to the model")
         by_name[tool.name] = origin
+        kind, properties = tool.parameters.get("type"), tool.parameters.get("properties", {})
+        if kind != "object" or not isinstance(properties, Mapping):
+            raise UserError(f"tool {tool.name!r} ({origin}): its `parameters` want type object and a map of properties")
 
 
 def offered(task: Task, tools: Sequence[Tool], env: Environment) -> dict[str, Tool]:

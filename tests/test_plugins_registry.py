@@ -6,6 +6,7 @@ import textwrap
 import pytest
 
 from agentrl import Environment, Tool, UserError
+from agentrl.cli.main import run
 from agentrl.plugins.registry import find, installed, load, make_environment, make_tool
 from agentrl.recipe.schema import EnvSection, ToolSection
 
@@ -192,3 +193,31 @@ def test_a_plugin_that_fails_to_import_breaks_only_who_names_it(plugins, distrib
         make_tool(ToolSection(name="thing"))
     assert "tool 'thing' of broken_plugins 1.2" in str(error.value)
     assert "\n" not in str(error.value)
+
+
+class Failing(Environment):
+    def __init__(self, source: str = "generated", name: str | None = None) -> None:
+        if name is not None:
+            self.name = name
+
+    def tasks(self, split):
+        raise OSError("the disk\nis gone")
+
+    async def create(self, session, **create_kwargs):
+        return ()
+
+    async def calc_reward(self, session, **kwargs):
+        return 0.0
+
+
+def test_an_environment_without_a_name_is_one_line():
+    with pytest.raises(UserError, match=r"^environment 'test_plugins_registry:Failing': its class sets no `name`$"):
+        make_environment(EnvSection(name="test_plugins_registry:Failing"))
+
+
+@pytest.mark.parametrize("command", ["check", "train", "eval", "try"])
+def test_an_environment_that_fails_to_give_tasks_is_one_line(command, tmp_path, capsys):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("env: {name: 'test_plugins_registry:Failing', args: {name: failing}}\n")
+    assert run([command, str(recipe)]) == 2
+    assert capsys.readouterr().err.count("failed: OSError: the disk is gone") == 1

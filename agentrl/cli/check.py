@@ -67,6 +67,7 @@ def _show_tasks(out: "Console", recipe: "Recipe", env: "Environment", toolbox: "
 
     from agentrl.cli.common import shortened
     from agentrl.errors import UserError, nearest
+    from agentrl.plugins.registry import tasks_of
     from agentrl.plugins.toolbox import offered
 
     source = "" if recipe.env.mix else f", source {escape(recipe.env.source)}"
@@ -78,7 +79,7 @@ def _show_tasks(out: "Console", recipe: "Recipe", env: "Environment", toolbox: "
             )
     first: Task | None = None
     for split in ("train", *env.splits):
-        tasks = env.tasks(split)
+        tasks = tasks_of(env, split)
         out.print(f"{split}: {len(tasks)} tasks")
         for i in range(min(FIRST_TASKS, len(tasks))):
             offered(tasks[i], toolbox.tools, env)

@@ -137,10 +137,12 @@ class _Watched:
 
 def _task(env: "Environment", split: str, which: str) -> "Task":
     """By its number in the split or by its id. Raises UserError."""
+    from agentrl.plugins.registry import tasks_of
+
     splits = ("train", *env.splits)
     if split not in splits:
         raise UserError(f"--split {split}: environment {env.name!r} has no such split{nearest(split, splits)}")
-    tasks = env.tasks(split)
+    tasks = tasks_of(env, split)
     count = len(tasks)
     if which.lstrip("-").isdecimal():
         if not 0 <= int(which) < count:

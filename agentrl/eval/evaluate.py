@@ -10,7 +10,7 @@ from agentrl.eval.held_out import HeldOut
 from agentrl.eval.progress import Progress
 from agentrl.eval.result import SplitResult, failures
 from agentrl.plugins.environment import Environment
-from agentrl.plugins.registry import make_environment
+from agentrl.plugins.registry import make_environment, tasks_of
 from agentrl.recipe.load import load_recipe
 from agentrl.recipe.schema import Recipe
 from agentrl.rollout.blocking import blocking
@@ -60,7 +60,7 @@ def evaluate(
 async def _evaluate(recipe: Recipe, model: str | None, progress: Progress) -> Evaluation:
     env = make_environment(recipe.env)
     chosen = chosen_splits(env, recipe)
-    if empty := [split for split in chosen if not len(env.tasks(split))]:
+    if empty := [split for split in chosen if not len(tasks_of(env, split))]:
         raise UserError(f"environment {env.name!r} (source {recipe.env.source}) has no task in {', '.join(empty)}")
     player = await Player.build(recipe, model_path=model, env=env, say=progress.say, phase=progress.phase)
     try:

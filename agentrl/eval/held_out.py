@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from agentrl.eval.result import SplitResult, summarize
+from agentrl.plugins.registry import tasks_of
 from agentrl.plugins.types import Task
 from agentrl.recipe.schema import Recipe
 from agentrl.rollout.player import Player
@@ -27,7 +28,7 @@ class HeldOut:
         chosen: dict[str, Sequence[Task]] = {}
         notes = []
         for split in splits:
-            every = player.env.tasks(split)
+            every = tasks_of(player.env, split)
             wanted = [every[i] for i in range(min(recipe.eval.tasks, len(every)))]
             lengths = await player.measure(wanted)
             if line := lengths.report(split):

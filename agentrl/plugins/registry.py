@@ -5,7 +5,7 @@ Wherever a name is wanted, an import path `package.module:attribute` will do.
 """
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import entry_points
@@ -18,6 +18,7 @@ from agentrl.plugins.environment import Environment
 from agentrl.plugins.mixture import Mixture
 from agentrl.plugins.source import ToolSource
 from agentrl.plugins.tool import Tool
+from agentrl.plugins.types import Task
 from agentrl.recipe.schema import EngineSection, EnvPart, EnvSection, ToolSection
 
 
@@ -140,7 +141,19 @@ def _make_environment(section: EnvSection | EnvPart, where: str) -> Environment:
     environment = construct(made, {"source": section.source, **section.args}, f"{where}args")
     if not isinstance(environment, Environment):
         raise UserError(f"environment {section.name!r} is {_type_of(environment)}; wants an Environment class")
+    if not isinstance(getattr(environment, "name", None), str) or not environment.name:
+        raise UserError(f"environment {section.name!r}: its class sets no `name`")
     return environment
+
+
+def tasks_of(env: Environment, split: str) -> Sequence[Task]:
+    """`env.tasks(split)`. Raises UserError, whatever the environment raises: nothing can be done without its tasks."""
+    try:
+        return env.tasks(split)
+    except UserError:
+        raise
+    except Exception as error:  # the boundary: an environment may raise anything
+        raise UserError(f"environment {env.name!r}: tasks({split!r}) failed: {reason(error)}") from error
 
 
 def reason(error: BaseException) -> str:

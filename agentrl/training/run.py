@@ -15,7 +15,7 @@ from agentrl.eval.evaluate import chosen_splits
 from agentrl.eval.held_out import HeldOut
 from agentrl.models import lora
 from agentrl.plugins.environment import Environment
-from agentrl.plugins.registry import load, make_environment
+from agentrl.plugins.registry import load, make_environment, tasks_of
 from agentrl.plugins.tracker import Tracker
 from agentrl.plugins.types import Task
 from agentrl.recipe.load import dump_recipe, load_recipe, recipe_name
@@ -118,8 +118,8 @@ def _check(recipe: Recipe, resumed: RunFolder | None) -> _Checked:
     if not (env.pays or recipe.tools or env.tools() or recipe.rewards.functions):
         raise UserError(f"environment {env.name!r} pays nothing, and no tool can: name a reward in rewards.functions")
     splits = chosen_splits(env, recipe)
-    tasks = env.tasks("train")
-    if empty := [split for split in ("train", *splits) if not len(env.tasks(split))]:
+    tasks = tasks_of(env, "train")
+    if empty := [split for split in ("train", *splits) if not len(tasks_of(env, split))]:
         raise UserError(f"environment {env.name!r} (source {recipe.env.source}) has no task in {', '.join(empty)}")
     return _Checked(env, splits, tasks, trackers)
 

@@ -12,6 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from agentrl.data.sampler import TaskSampler
 from agentrl.errors import UserError
+from agentrl.plugins.registry import tasks_of
 from agentrl.plugins.types import Task
 from agentrl.recipe.schema import Recipe, SftSection, SftStage
 from agentrl.rollout.trajectory import Trajectory
@@ -38,7 +39,7 @@ class School:
     ) -> None:  # fmt: skip
         self.recipe, self.model, self.console, self.journal = recipe, model, console, journal
         self.demonstrator, self.runner = demonstrator, runner
-        self.tasks: Sequence[Task] = demonstrator.env.tasks("train")
+        self.tasks: Sequence[Task] = tasks_of(demonstrator.env, "train")
         self.sampler = TaskSampler(len(self.tasks), recipe.train.seed)
         self.forward, self.way = choose(model)
         self.steps = self.tokens = 0

@@ -19,7 +19,7 @@ from agentrl.chat.template import Template
 from agentrl.errors import UserError
 from agentrl.models.load import load_model
 from agentrl.plugins.environment import Environment
-from agentrl.plugins.registry import make_environment
+from agentrl.plugins.registry import make_environment, tasks_of
 from agentrl.plugins.tool import Tool
 from agentrl.plugins.toolbox import Toolbox
 from agentrl.recipe.load import dump_recipe, load_recipe
@@ -29,8 +29,6 @@ from agentrl.training.examples import Demonstrator
 from agentrl.training.newmodel import bare_tokenizer, new_model, read_template, train_tokenizer
 from agentrl.training.run_folder import RunFolder
 from agentrl.training.school import School
-
-TOKENIZER_TEXTS = 16_000  # demonstrations, over all splits, that a new tokenizer learns from
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +64,8 @@ def sft(
         toolbox = runner.run(Toolbox.open(recipe.tools, env))
         stack.callback(lambda: runner.run(toolbox.close()))
         tools = toolbox.tools
+        if recipe.sft.new_model:
+            console.print(f"making a tokenizer from {recipe.sft.new_model.texts:,} demonstrations", highlight=False)
         model, tokenizer, chat = _start(recipe, recipe.sft, env, tools, runner)
         folder, journal = _places(output, recipe, name)
         demonstrator = _demonstrator(env, tools, chat, tokenizer)
@@ -134,8 +134,8 @@ def _new_tokenizer(
     async def texts() -> list[str]:
         found = []
         for split in ("train", *env.splits):
-            tasks = env.tasks(split)
-            for i in range(min(len(tasks), TOKENIZER_TEXTS // (1 + len(env.splits)))):
+            tasks = tasks_of(env, split)
+            for i in range(min(len(tasks), section.texts // (1 + len(env.splits)))):
                 rng = Random(f"tokenizer/{recipe.train.seed}/{split}/{i}")
                 opening, said = await demonstrator.messages(tasks[i], rng, styles[i % len(styles)])
                 schemas = demonstrator.schemas(tasks[i])

@@ -124,14 +124,11 @@ def test_a_new_tokenizer_keeps_digits_and_control_tokens_apart() -> None:
 
 SMALL = [
     "sft.new_model.layers=1", "sft.new_model.hidden=32", "sft.new_model.feed_forward=64", "sft.new_model.heads=2",
-    "sft.new_model.head_size=16", "sft.new_model.vocabulary=320", "sft.warmup_steps=2",
+    "sft.new_model.head_size=16", "sft.new_model.vocabulary=320", "sft.new_model.texts=60", "sft.warmup_steps=2",
 ]  # fmt: skip
 
 
-def test_a_model_is_made_from_nothing_and_can_be_taught_further(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("agentrl.training.sft.TOKENIZER_TEXTS", 100)
+def test_a_model_is_made_from_nothing_and_can_be_taught_further(tmp_path: Path) -> None:
     stages = ["sft.stages=[{style: clean, steps: 12, batch: 4, lr: 1e-2}, {style: careless, steps: 2, batch: 3}]"]
     recipe = load_recipe(RECIPES / "tiny_warmstart.yaml", [*SMALL, *stages])
     first = sft(recipe, str(tmp_path / "one"), console=quiet())
@@ -146,8 +143,7 @@ def test_a_model_is_made_from_nothing_and_can_be_taught_further(
         sft(again, str(tmp_path / "two"), console=quiet())
 
 
-def test_the_same_seed_makes_the_same_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agentrl.training.sft.TOKENIZER_TEXTS", 50)
+def test_the_same_seed_makes_the_same_model(tmp_path: Path) -> None:
     recipe = load_recipe(
         RECIPES / "tiny_warmstart.yaml", [*SMALL, "sft.stages=[{style: clean, steps: 2, batch: 2, lr: 1e-2}]"]
     )
@@ -166,8 +162,7 @@ def test_texts_can_be_made_one_token_each() -> None:
     assert len(tokenizer) <= 400
 
 
-def test_muon_trains_the_blocks_and_adamw_the_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agentrl.training.sft.TOKENIZER_TEXTS", 50)
+def test_muon_trains_the_blocks_and_adamw_the_rest(tmp_path: Path) -> None:
     stages = ["sft.stages=[{style: clean, steps: 12, batch: 4, lr: 1e-2, optimizer: muon}]"]
     result = sft(
         load_recipe(RECIPES / "tiny_warmstart.yaml", [*SMALL, *stages]), str(tmp_path / "model"), console=quiet()
@@ -178,7 +173,6 @@ def test_muon_trains_the_blocks_and_adamw_the_rest(tmp_path: Path, monkeypatch: 
 def test_without_a_named_folder_a_run_folder_keeps_recipe_and_metrics(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("agentrl.training.sft.TOKENIZER_TEXTS", 50)
     recipe = load_recipe(
         RECIPES / "tiny_warmstart.yaml", [*SMALL, "sft.stages=[{style: clean, steps: 3, batch: 2, lr: 1e-2}]"]
     )
@@ -191,8 +185,7 @@ def test_without_a_named_folder_a_run_folder_keeps_recipe_and_metrics(
     assert lines[-1]["train/tokens"] == result.tokens
 
 
-def test_a_demonstration_longer_than_the_context_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agentrl.training.sft.TOKENIZER_TEXTS", 50)
+def test_a_demonstration_longer_than_the_context_is_said(tmp_path: Path) -> None:
     recipe = load_recipe(RECIPES / "tiny_warmstart.yaml", [*SMALL, "sft.new_model.context=64"])
     with pytest.raises(UserError, match=r"has \d+ tokens, but the model's context only 64"):
         sft(recipe, str(tmp_path / "model"), console=quiet())

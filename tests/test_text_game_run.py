@@ -134,14 +134,13 @@ def quiet():
 
 
 SMALL = [
-    "sft.new_model.layers=1", "sft.warmup_steps=2",
+    "sft.new_model.layers=1", "sft.new_model.texts=60", "sft.warmup_steps=2",
     "sft.stages=[{style: clean, steps: 40, batch: 4, lr: 4e-3, optimizer: muon}]",
     "rollout.tasks=2", "rollout.n=4", "train.steps=2", "train.threads=1", "eval.every=0", "eval.tasks=4",
 ]  # fmt: skip
 
 
-def test_the_recipe_runs_from_its_warm_start_to_its_last_step(tmp_path, monkeypatch):
-    monkeypatch.setattr("agentrl.training.sft.TOKENIZER_TEXTS", 60)
+def test_the_recipe_runs_from_its_warm_start_to_its_last_step(tmp_path):
     start = sft(load_recipe(RECIPE, SMALL), str(tmp_path / "start"), console=quiet())
     recipe = load_recipe(RECIPE, [*SMALL, f"model.path={start.folder}", f"output={tmp_path / 'run'}"])
     result = agentrl.train(recipe)

@@ -167,6 +167,7 @@ class NewModel(Section):
     head_size: Positive = 64
     context: Positive = 1024  # tokens
     vocabulary: Positive = 832
+    texts: Positive = 16_000  # demonstrations, over all splits, that the tokenizer learns from
     chat_template: str  # a jinja file, relative to the recipe
     tokens: tuple[str, ...] = ()  # texts that become one token each, such as the frame of a call's JSON
 
@@ -216,6 +217,12 @@ class Recipe(Section):
     def _combinations(self) -> "Recipe":
         if twice := {t.name for t in self.tools if self.tools.count(t) > 1}:
             raise ValueError(f"tools: {', '.join(sorted(twice))} is listed twice")
+        if self.env.mix:
+            for key in ("name", "source", "args"):
+                if getattr(self.env, key) != EnvSection.model_fields[key].get_default(call_default_factory=True):
+                    raise ValueError(
+                        f"env.{key} is set beside env.mix, which takes its place: say it in a part of the mix"
+                    )
         if self.cluster.workers != 1:
             raise ValueError(f"cluster.workers is {self.cluster.workers}, but this version trains in one process")
         if self.engine.sleep and self.rollout.overlap != "none":

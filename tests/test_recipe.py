@@ -131,7 +131,7 @@ env:
 
 
 MISTAKES = {
-    "rollout: {m: 3}": r"r.yaml:1: rollout.m: unknown key; known: concurrency, max_", 
+    "rollout: {m: 3}": r"r.yaml:1: rollout.m: unknown key; known: concurrency, max_",
     "rolout: {n: 3}": r"rolout: unknown key; did you mean 'rollout'\?",
     "lr: 1": r"lr: unknown key; did you mean 'train.lr'\?",
     "rollout:\n  lr: 1": r"r.yaml:2: rollout.lr: unknown key; did you mean 'train.lr'\?",
@@ -153,6 +153,8 @@ MISTAKES = {
     "train: {schedule: cosin}": r"train.schedule: wants one of .*; did you mean 'cosine'\?",
     "rollout: {n: 1}": r"rollout.n is 1, but grpo",
     "tools: [a, a]": r"tools: a is listed twice",
+    "env: {name: code, mix: [{name: gsm8k}]}": r"env.name does nothing beside env.mix",
+    "env: {args: {size: 1}, mix: [{name: gsm8k}]}": r"env.args does nothing beside env.mix",
     "- a\n- b": r"r.yaml: wants `key: value` lines at the top, got a list",
     "rollout: {n: 8": r"r.yaml:1: not valid YAML",
     "a: b: c": r"r.yaml:1: not valid YAML",

@@ -155,7 +155,14 @@ def test_reward_functions_and_weights_of_a_recipe_reach_the_update(
 def test_two_environments_train_together(tmp_path: Path) -> None:
     mix = ({"name": "gsm8k", "weight": 1.0, "tools": ("calculator",)}, {"name": "train_plugins:Broken", "tools": ()})
     result = agentrl.train(
-        small(tmp_path / "run", env__mix=mix, rollout__tasks=8, train__steps=2, eval__splits=("gsm8k.test",))
+        small(
+            tmp_path / "run",
+            env__name="gsm8k",
+            env__mix=mix,
+            rollout__tasks=8,
+            train__steps=2,
+            eval__splits=("gsm8k.test",),
+        )
     )
     labels = {t["task"].partition("/")[0] for step in (1, 2) for t in played(result, step)}
     assert len(labels) == 2

@@ -217,12 +217,12 @@ class Recipe(Section):
     def _combinations(self) -> "Recipe":
         if twice := {t.name for t in self.tools if self.tools.count(t) > 1}:
             raise ValueError(f"tools: {', '.join(sorted(twice))} is listed twice")
-        if self.env.mix:
-            for key in ("name", "source", "args"):
-                if getattr(self.env, key) != EnvSection.model_fields[key].get_default(call_default_factory=True):
-                    raise ValueError(
-                        f"env.{key} is set beside env.mix, which takes its place: say it in a part of the mix"
-                    )
+        for key in ("name", "source", "args") if self.env.mix else ():
+            default = EnvSection.model_fields[key].get_default(call_default_factory=True)
+            if getattr(self.env, key) != default:
+                raise ValueError(
+                    f"env.{key} does nothing beside env.mix: say it in a part; here leave it at {default!r}"
+                )
         if self.cluster.workers != 1:
             raise ValueError(f"cluster.workers is {self.cluster.workers}, but this version trains in one process")
         if self.engine.sleep and self.rollout.overlap != "none":

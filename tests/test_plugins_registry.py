@@ -201,6 +201,8 @@ class Failing(Environment):
             self.name = name
 
     def tasks(self, split):
+        if self.name == "empty":
+            return []
         raise OSError("the disk\nis gone")
 
     async def create(self, session, **create_kwargs):
@@ -221,3 +223,11 @@ def test_an_environment_that_fails_to_give_tasks_is_one_line(command, tmp_path, 
     recipe.write_text("env: {name: 'test_plugins_registry:Failing', args: {name: failing}}\n")
     assert run([command, str(recipe)]) == 2
     assert capsys.readouterr().err.count("failed: OSError: the disk is gone") == 1
+
+
+@pytest.mark.parametrize("command", ["check", "train", "eval"])
+def test_an_environment_without_tasks_is_one_line(command, tmp_path, capsys):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("env: {name: 'test_plugins_registry:Failing', args: {name: empty}}\n")
+    assert run([command, str(recipe)]) == 2
+    assert capsys.readouterr().err.startswith("error: environment 'empty' (source generated) has no task")

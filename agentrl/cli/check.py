@@ -25,6 +25,7 @@ def check_command(
     import asyncio
 
     from agentrl.cli.common import console
+    from agentrl.errors import UserError
     from agentrl.plugins.registry import find, make_environment
     from agentrl.plugins.rewards import make_rewards
     from agentrl.plugins.toolbox import Toolbox
@@ -45,9 +46,10 @@ def check_command(
             first = _show_tasks(out, checked, env, toolbox)
             _show_tools(out, env, toolbox)
             _show_memory(out, checked)
-            if first is not None:
-                opening = runner.run(_opening(env, first, checked.rollout.timeout, checked.train.seed))
-                _show_prompt(out, checked, opening, env, toolbox, first)
+            if first is None:
+                raise UserError(f"environment {env.name!r} (source {checked.env.source}) has no task")
+            opening = runner.run(_opening(env, first, checked.rollout.timeout, checked.train.seed))
+            _show_prompt(out, checked, opening, env, toolbox, first)
         finally:
             runner.run(_close(toolbox, env))
 

@@ -6,7 +6,6 @@ import os
 import py_compile
 import shutil
 import sys
-import sysconfig
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -98,11 +97,6 @@ def _folder(path: str) -> str:
     if not os.path.isdir(path):
         raise UserError(f"sandbox: there is no folder {path!r} of packages; name folders that hold importable packages")
     return os.path.realpath(path)
-
-
-def site_packages() -> str:
-    """Where this interpreter's installed packages lie."""
-    return sysconfig.get_path("purelib")
 
 
 def _compile_runtime() -> None:

@@ -55,6 +55,20 @@ def test_a_mark_is_the_word_of_the_environment_not_the_sign_of_the_reward(tmp_pa
         assert (page.count("✓"), page.count("✗")) == (2 * marks[0], 2 * marks[1])
 
 
+def test_images_reward_parts_and_step_rewards_can_be_read(tmp_path: Path) -> None:
+    parts = [{"type": "text", "text": "Look:"}, {"type": "image", "image": "<70 bytes>"}]
+    changed = RECORD | {
+        "messages": [{"role": "user", "content": parts}, *RECORD["messages"][1:]],
+        "rewards": {"answer": 1.0, "brevity": -0.25},
+        "turns": [{"reward": 0.0}, {"reward": 0.5}],
+    }
+    (run_folder(tmp_path) / "trajectories" / "eval_test_10.jsonl").write_text(json.dumps(changed) + "\n")
+    page = write_report(tmp_path, "job-001").read_text()
+    assert "Look:\n[image] <span>(reward 1" in page
+    assert '<div class="user" data-role="user">Look:\n[image]</div>' in page
+    assert "<p>answer 1 · brevity -0.25 · turn 2 +0.5</p>" in page
+
+
 def test_every_environment_of_a_mixture_shows_its_leading_split(tmp_path: Path) -> None:
     folder = run_folder(tmp_path)
     for split in ("test", "gsm8k.large", "gsm8k.test", "text_game.test"):

@@ -109,21 +109,37 @@ def _family(rows: Sequence[Mapping[str, Any]], prefix: str, suffix: str) -> dict
 
 def _talk(record: Mapping[str, Any]) -> str:
     reward = record["reward"]
-    question = next((m["content"] for m in record["messages"] if m["role"] == "user"), record["task"])
+    question = next((_content(m) for m in record["messages"] if m["role"] == "user"), record["task"])
     mark = MARKS[record.get("solved")]
     bubbles = "".join(
         f'<div class="{escape(m["role"])}" data-role="{escape(m["role"])}">{escape(_text(m))}</div>'
         for m in record["messages"]
     )
     summary = f"{mark} {escape(str(question))} <span>(reward {reward:g}, {escape(record['finish'])})</span>"
-    return f'<details><summary>{summary}</summary><div class="talk">{bubbles}</div></details>'
+    return f'<details><summary>{summary}</summary><div class="talk">{bubbles}</div>{_parts(record)}</details>'
+
+
+def _parts(record: Mapping[str, Any]) -> str:
+    """The reward's named parts, before they are weighted, and the turns that were given a step reward."""
+    given = [f"{name} {value:g}" for name, value in record.get("rewards", {}).items()]
+    steps = [(i, turn["reward"]) for i, turn in enumerate(record.get("turns", ()), 1) if turn["reward"]]
+    given += [f"turn {i} {value:+g}" for i, value in steps]
+    return f"<p>{escape(' · '.join(given))}</p>" if given else ""
 
 
 def _text(message: Mapping[str, Any]) -> str:
-    content = message.get("content") or ""
+    content = _content(message)
     calls = [c["function"] for c in message.get("tool_calls") or ()]
     called = [f"→ {c['name']}({json.dumps(c['arguments'], ensure_ascii=False)})" for c in calls]
-    return "\n".join([*([str(content)] if content else []), *called])
+    return "\n".join([*([content] if content else []), *called])
+
+
+def _content(message: Mapping[str, Any]) -> str:
+    """As text: a part that is none, such as an image, by its kind."""
+    content = message.get("content") or ""
+    if isinstance(content, str):
+        return content
+    return "\n".join(part["text"] if part["type"] == "text" else f"[{part['type']}]" for part in content)
 
 
 def _evaluations(folder: Path) -> dict[str, list[dict[str, Any]]]:

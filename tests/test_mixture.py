@@ -49,6 +49,13 @@ def test_training_tasks_are_mixed_by_weight_and_none_is_left_out(sizes, weights,
         mixed[len(mixed)]
 
 
+def test_it_pays_where_every_environment_does():
+    mute = Named("b")
+    mute.pays = False
+    assert mixture(Named("a"), Named("b")).pays
+    assert not mixture(Named("a"), mute).pays
+
+
 def test_held_out_splits_stay_apart():
     mixed = mixture(Named("a"), Named("b", 3), Named("a", 2))
     assert mixed.splits == ("a.test", "b.test", "a-2.test")

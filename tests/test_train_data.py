@@ -78,14 +78,14 @@ def test_a_bad_row_is_one_line_before_the_model_is_loaded(
 
     monkeypatch.setattr(importlib.import_module("agentrl.rollout.player"), "load_model", load)
     monkeypatch.chdir(tmp_path)
-    source = write(tmp_path / "train.jsonl", ROWS)
-    good = source.read_text(encoding="utf-8").splitlines()
-    source.write_text("\n".join([*good[:2], row, *good[2:]]) + "\n", encoding="utf-8")
-    write(tmp_path / "test.jsonl", ROWS)
+    source, held_out = write(tmp_path / "train.jsonl", ROWS), write(tmp_path / "test.jsonl", ROWS)
+    read = source if command == "train" else held_out  # an evaluation has no use for the rows to train on
+    good = read.read_text(encoding="utf-8").splitlines()
+    read.write_text("\n".join([*good[:2], row, *good[2:]]) + "\n", encoding="utf-8")
     assert main.run([command, RECIPE, f"env.source={source}", *SMALL]) == 2
     said = capsys.readouterr().err
     assert said.count("\n") == 1
-    assert f"{source}, {words}" in said
+    assert f"{read}, {words}" in said
     assert not (tmp_path / "runs").exists()
 
 

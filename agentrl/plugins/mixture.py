@@ -29,6 +29,7 @@ class Mixture(Environment):
         self.name = " + ".join(self._parts)
         self.splits = tuple(f"{label}.{split}" for label, (_, env) in self._parts.items() for split in env.splits)
         self._tools = self._own_tools()
+        self.pays = all(env.pays for _, env in self._parts.values())
 
     def _own_tools(self) -> tuple[Tool, ...]:
         """By name: two environments may bring the same tool, each serving its own tasks, but not two unlike ones."""

@@ -1,9 +1,9 @@
 """`Stream`: groups rolled out without a stop, while somebody else trains on those that are finished.
 
 A group belongs to the version of the weights that its first request began with. In any order, a batch takes what is
-finished, and first of all what has reached the bound on staleness: no group is trained on more than `staleness` updates
-after it began, because no more begin than the coming batches will take (AReaL, arXiv:2505.24298, equation 3). In order,
-the next batch is sampled while one trains, and new weights wait until nothing is in flight.
+finished, and first of all as many of the old as must go now: no group is trained on more than `staleness` updates after
+it began. That can be kept because no more begin than the coming batches take (AReaL, arXiv:2505.24298, equation 3). In
+order, the next batch is sampled while one trains, and new weights wait until nothing is in flight.
 """
 
 import asyncio
@@ -118,14 +118,26 @@ class Stream:
 
     def _chosen(self) -> list[Flight] | None:
         """The next batch; None while it is not whole."""
-        oldest = sorted(self._flights, key=lambda flight: flight.number)
+        waiting = sorted(self._flights, key=lambda flight: flight.number)
         if self._plan.staleness is not None:
-            due = self.version - self._plan.staleness
-            oldest.sort(key=lambda flight: (flight.version > due, not flight.work.done()))
-        chosen = oldest[: self._plan.batch]
+            waiting.sort(key=lambda flight: not flight.work.done())
+            due = self._due(waiting, self._plan.staleness)
+            waiting = [*due, *(flight for flight in waiting if flight not in due)]
+        chosen = waiting[: self._plan.batch]
         if len(chosen) < self._plan.batch or _unfinished(chosen):
             return None
         return sorted(chosen, key=lambda flight: flight.number)
+
+    def _due(self, waiting: Sequence[Flight], staleness: int) -> list[Flight]:
+        """Those of `waiting` that this batch must take: of the flights of a version and before, no more may be left
+        than the batches take that may still train on them. Finished ones first, as `waiting` is ordered."""
+        due: list[Flight] = []
+        for version in sorted({flight.version for flight in waiting}):
+            old = [flight for flight in waiting if flight.version <= version]
+            later = max(0, version + staleness - self.version) * self._plan.batch
+            missing = len(old) - later - sum(flight.version <= version for flight in due)
+            due += [flight for flight in old if flight not in due][: max(0, missing)]
+        return due
 
 
 def _unfinished(flights: Iterable[Flight]) -> "list[asyncio.Task[list[Group]]]":

@@ -1,9 +1,13 @@
 """Fixtures that several test files share: one real SGLang server for the whole session."""
 
 import os
+import signal
 from collections.abc import Iterator
 
 import pytest
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background job, which tests of Ctrl-C would inherit
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 VENV = "AGENTRL_SGLANG_VENV"
 

@@ -344,9 +344,12 @@ async def test_reads_what_is_meant_for_the_worker(session: SandboxSession) -> No
         "        except OSError: pass\nfor _ in range(3): threading.Thread(target=eat, daemon=True).start()"
     )
     await session.run(code)
-    execution = await session.run("1 + 1", seconds=0.3)
-    assert execution.value == "2" or execution.stop
-    assert (await session.run("1 + 1", seconds=0.5)).value == "2"
+    for _ in range(4):  # each thread may eat a call, and the worker may come first
+        execution = await session.run("1 + 1", seconds=0.3)
+        assert execution.value == "2" or execution.stop
+        if execution.lost:
+            break
+    assert (await session.run("1 + 1")).value == "2"
 
 
 async def test_breaks_what_the_worker_uses(session: SandboxSession) -> None:

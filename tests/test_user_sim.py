@@ -10,7 +10,7 @@ from agentrl_envs.user_sim.dialogue import Dialogue, Heard, plain
 from agentrl_envs.user_sim.environment import UserSim
 from agentrl_envs.user_sim.facts import FACTS, is_held_out
 from agentrl_envs.user_sim.generate import FEWEST, SPLITS, Scenario, scenario
-from agentrl_envs.user_sim.kinds import BY_NAME, KINDS
+from agentrl_envs.user_sim.kinds import KINDS
 from fakes import ScriptedEngine, call, make_driver
 
 from agentrl.errors import UserError
@@ -25,7 +25,7 @@ SPLIT_FACTS = {fact.name for fact in FACTS if fact.splits}
 
 
 def _made(kind: str, told: tuple[str, ...] = (), found: str | None = None, **facts: str) -> Scenario:
-    return Scenario(BY_NAME[kind], facts, told, found, "Hello.", other_words=False)
+    return Scenario(next(k for k in KINDS if k.name == kind), facts, told, found, "Hello.", other_words=False)
 
 
 def _table(**more: tuple[str, ...]) -> Dialogue:

@@ -108,5 +108,3 @@ KINDS = (
         ("Did I collect enough points for a gift?", "I wonder what my loyalty brought me."),
     ),
 )  # fmt: skip
-
-BY_NAME = {kind.name: kind for kind in KINDS}

@@ -1,7 +1,6 @@
 """Whether a server samples from our model: its kind, vocabulary and tokenizer, and the log-probs of a short prompt."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -145,8 +144,3 @@ async def _knows(client: Client, token: int) -> bool:
     except RefusedError:
         return False
     return True
-
-
-def common_context(facts: Sequence[ServerFacts], own: int) -> int:
-    """What every server and our model take."""
-    return min(own, *(f.max_context for f in facts))

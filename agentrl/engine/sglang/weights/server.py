@@ -32,7 +32,6 @@ class Facts:
     quantized: bool
     version: str
     lora: bool
-    memory_saver: bool
 
     @property
     def hashes_whole(self) -> bool:
@@ -67,7 +66,6 @@ class WeightServer:
                 quantized=info.get("quantization") is not None,
                 version=str(info.get("version")),
                 lora=bool(info.get("enable_lora")),
-                memory_saver=bool(info.get("enable_memory_saver")),
             )
         return self._facts
 

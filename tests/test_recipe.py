@@ -133,8 +133,8 @@ env:
 MISTAKES = {
     "rollout: {m: 3}": r"r.yaml:1: rollout.m: unknown key; known: concurrency, max_",
     "rolout: {n: 3}": r"rolout: unknown key; did you mean 'rollout'\?",
-    "lr: 1": r"lr: unknown key; did you mean 'train.lr'\?",
-    "rollout:\n  lr: 1": r"r.yaml:2: rollout.lr: unknown key; did you mean 'train.lr'\?",
+    "lr: 1": r"lr: unknown key; did you mean 'train.lr' or 'critic.lr'\?",
+    "rollout:\n  lr: 1": r"r.yaml:2: rollout.lr: unknown key; did you mean 'train.lr' or 'critic.lr'\?",
     "tools: [{name: a, arg: {}}]": r"tools.0.arg: unknown key; did you mean 'tools.0.args'\?",
     "sft: {stages: [{stile: clean}]}": r"sft.stages.0.stile: unknown key; did you mean 'sft.stages.0.style'",
     "train: {lr: fast}": r"train.lr: wants a number, got the text 'fast'",
@@ -281,7 +281,7 @@ def test_the_name_of_a_recipe():
 def test_there_are_fewer_than_a_hundred_keys():
     """Those that hold a value; a section is where they are found."""
     keys = known_keys()
-    assert {"train.lr", "sft.new_model.layers", "rollout.n", "model.lora.rank"} <= set(keys)
+    assert {"train.lr", "sft.new_model.config", "rollout.n", "model.lora.rank"} <= set(keys)
     assert len([key for key in keys if not any(other.startswith(f"{key}.") for other in keys)]) < 100
 
 
@@ -291,6 +291,23 @@ def test_a_dump_does_not_depend_on_the_environment(write, monkeypatch):
     assert load_recipe(write(dump_recipe(recipe), "dumped.yaml")) == recipe
 
 
-def test_more_than_one_worker_is_refused_in_plain_words() -> None:
-    with pytest.raises(UserError, match=r"cluster\.workers is 2, but this version trains in one process"):
-        load_recipe(str(SHIPPED / "gsm8k_tool.yaml"), ["cluster.workers=2"])
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["cluster.workers=3", "cluster.shard=2"], r"cluster\.shard is 2, which does not divide the 3 workers"),
+        (["cluster.workers=3", "cluster.sequence_parallel=2"], r"cluster\.sequence_parallel is 2, which does not"),
+        (["cluster.nodes=2", "cluster.gpus=8", "cluster.workers=3"], r"nodes x gpus is 16: leave workers out"),
+        (["cluster.nodes=2"], r"cluster\.nodes is 2, but there are only 1 workers"),
+        (["cluster.restarts=1"], r"cluster\.restarts is for workers on a cluster"),
+        (["cluster.pools=[{roles: [critic]}]"], r"this recipe has no critic that could be placed apart"),
+    ],
+)
+def test_a_cluster_that_does_not_add_up(overrides, said):
+    with pytest.raises(UserError, match=said):
+        load_recipe(str(SHIPPED / "gsm8k_tool.yaml"), overrides)
+
+
+def test_the_size_of_a_cluster():
+    assert load_recipe(str(SHIPPED / "gsm8k_tool.yaml"), []).cluster.used is False
+    found = load_recipe(str(SHIPPED / "gsm8k_tool.yaml"), ["cluster.nodes=2", "cluster.gpus=4"]).cluster
+    assert (found.size, found.used) == (8, True)

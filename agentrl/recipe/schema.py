@@ -2,7 +2,9 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from agentrl.errors import nearest
 
 Positive = Annotated[int, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
@@ -38,6 +40,9 @@ class ModelSection(Section):
     chat_template: str | None = None  # a jinja file that replaces the tokenizer's own
     trust_remote_code: bool = False
     lora: LoraSection | None = None  # None: every weight is trained
+    # What the trainer computes in. same: as dtype says. bfloat16: mixed precision, the weights stay what they are.
+    compute: Literal["same", "bfloat16"] = "same"
+    checkpointing: bool = False  # compute activations again in the backward pass, instead of keeping them
 
 
 class EnvPart(Section):
@@ -98,6 +103,7 @@ class RewardSection(Section):
 class RewardsSection(Section):
     weights: dict[str, float] = Field(default_factory=dict)  # of named parts; a part that is not named counts 1
     functions: tuple[Annotated[RewardSection, BeforeValidator(_named)], ...] = ()  # besides environment and tools
+    model: str | None = None  # a sequence classifier, whose score of a finished trajectory is the part `model`
 
 
 class EngineSection(Section):
@@ -110,6 +116,8 @@ class EngineSection(Section):
 class AlgorithmSection(Section):
     advantage: str = "grpo"
     normalize_std: bool = True  # divide by the group's standard deviation (False: Dr. GRPO)
+    gamma: Fraction = 1.0  # discount a sampled token (gae)
+    lam: Fraction = 1.0  # of gae: 1 takes returns as they come, 0 trusts the critic
     loss: str = "ppo_clip"
     clip_low: Fraction = 0.2
     clip_high: Annotated[float, Field(ge=0)] = 0.2
@@ -154,18 +162,29 @@ class SftStage(Section):
     lr: Annotated[float, Field(gt=0)] = 1e-3
     batch: Positive = 32  # demonstrations a step
     optimizer: Literal["adamw", "muon"] = "adamw"  # muon: for the matrices of the blocks, adamw for the rest
+    muon_lr: Annotated[float, Field(gt=0)] = 0.02  # where lr is at its peak; it follows the same schedule
+    warmup_steps: Annotated[int, Field(ge=0)] = 60
+    weight_decay: Annotated[float, Field(ge=0)] = 0.05
+
+
+QWEN3 = {
+    "num_hidden_layers": 4, "hidden_size": 128, "intermediate_size": 384, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "head_dim": 64, "max_position_embeddings": 1024,
+}  # fmt: skip
+"""What may be said of a new model's shape, by the names of Hugging Face's Qwen3Config, and what holds unless said."""
+
+
+def _qwen3(config: dict[str, int]) -> dict[str, int]:
+    for name in config:
+        if name not in QWEN3:
+            raise ValueError(f"{name!r} is no name of the model's shape{nearest(name, QWEN3)}")
+    return QWEN3 | config
 
 
 class NewModel(Section):
     """A model and tokenizer made from nothing (Qwen3 architecture), instead of starting from `model.path`."""
 
-    layers: Positive = 4
-    hidden: Positive = 128
-    feed_forward: Positive = 384
-    heads: Positive = 2
-    kv_heads: Positive = 1
-    head_size: Positive = 64
-    context: Positive = 1024  # tokens
+    config: Annotated[dict[str, Positive], AfterValidator(_qwen3)] = Field(QWEN3, validate_default=True)
     vocabulary: Positive = 832
     texts: Positive = 16_000  # demonstrations, over all splits, that the tokenizer learns from
     chat_template: str  # a jinja file, relative to the recipe
@@ -175,13 +194,49 @@ class NewModel(Section):
 class SftSection(Section):
     new_model: NewModel | None = None
     stages: Annotated[tuple[SftStage, ...], Field(min_length=1)] = (SftStage(),)
-    muon_lr: Annotated[float, Field(gt=0)] = 0.02  # where a stage's lr is at its peak; it follows the same schedule
-    warmup_steps: Annotated[int, Field(ge=0)] = 60
-    weight_decay: Annotated[float, Field(ge=0)] = 0.05
+
+
+class CriticSection(Section):
+    """A value model, trained beside the policy, for advantages that want one (gae)."""
+
+    path: str | None = None  # the model whose backbone it begins with; None: model.path
+    lr: Annotated[float, Field(gt=0)] = 1e-5
+    warmup_steps: Annotated[int, Field(ge=0)] = 0  # steps at the start in which it alone learns
+    clip: Annotated[float, Field(gt=0)] = 0.2  # how far a value may move in one step's updates
+
+
+class PoolSection(Section):
+    """Workers of their own for some roles, apart from the actor's."""
+
+    roles: Annotated[tuple[Literal["reference", "critic", "reward_model"], ...], Field(min_length=1)]
+    workers: Positive = 1
 
 
 class ClusterSection(Section):
-    workers: Positive = 1  # processes; this version knows one
+    workers: Positive = 1  # processes that train together; 1: this one, without Ray
+    nodes: Positive = 1  # machines that they are spread over
+    gpus: Annotated[int, Field(ge=0)] = 0  # of each machine, one a worker: workers = nodes x gpus; 0: on CPUs
+    address: str | None = None  # of a Ray cluster that runs already (`auto`: the one here); None: one is started
+    restarts: Annotated[int, Field(ge=0)] = 0  # times that the run goes on from its last checkpoint by itself
+    timeout: Seconds = 600.0  # seconds without an answer after which a worker is lost
+    pools: tuple[PoolSection, ...] = ()  # roles that do not share the actor's workers
+    shard: Annotated[int, Field(ge=0)] = 0  # workers that hold one copy of the weights; 0: all of them. Fewer: HSDP
+    offload: bool = False  # parameters and optimizer stay in the memory of the CPU
+    sequence_parallel: Positive = 1  # workers that share each sequence
+
+    @property
+    def size(self) -> int:
+        """Workers of the actor."""
+        return self.nodes * self.gpus if self.gpus else self.workers
+
+    @property
+    def used(self) -> bool:
+        """Whether the tensor work is done by other processes."""
+        return self.size > 1 or self.address is not None or bool(self.pools) or self.gpus > 0
+
+
+class ProfileSection(Section):
+    steps: Annotated[tuple[int, ...], BeforeValidator(_listed)] = ()  # steps of which a trace is written
 
 
 class TrackSection(Section):
@@ -202,8 +257,10 @@ class Recipe(Section):
     train: TrainSection = TrainSection()
     eval: EvalSection = EvalSection()
     sft: SftSection | None = None
+    critic: CriticSection | None = None
     cluster: ClusterSection = ClusterSection()
     track: TrackSection = TrackSection()
+    profile: ProfileSection = ProfileSection()
     output: str | None = None  # the run folder; None: runs/<recipe>-<number>
 
     @classmethod
@@ -223,8 +280,7 @@ class Recipe(Section):
                 raise ValueError(
                     f"env.{key} does nothing beside env.mix: say it in a part; here leave it at {default!r}"
                 )
-        if self.cluster.workers != 1:
-            raise ValueError(f"cluster.workers is {self.cluster.workers}, but this version trains in one process")
+        self._check_cluster()
         if self.engine.sleep and self.rollout.overlap != "none":
             raise ValueError("engine.sleep stops sampling while the trainer works, rollout.overlap goes on: choose one")
         if self.rollout.max_turn_tokens > self.rollout.max_tokens:
@@ -234,3 +290,25 @@ class Recipe(Section):
         if self.rollout.n < 2 and self.algorithm.advantage == "grpo" and self.train.steps > 0:
             raise ValueError("rollout.n is 1, but grpo compares the samples of a task: use 2 or more")
         return self
+
+    def _check_cluster(self) -> None:
+        cluster = self.cluster
+        if cluster.gpus and cluster.workers not in (1, cluster.size):
+            raise ValueError(
+                f"cluster.workers is {cluster.workers}, but nodes x gpus is {cluster.size}: leave workers out"
+            )
+        for key, value in (("shard", cluster.shard), ("sequence_parallel", cluster.sequence_parallel)):
+            if value and cluster.size % value:
+                raise ValueError(f"cluster.{key} is {value}, which does not divide the {cluster.size} workers")
+        if cluster.nodes > cluster.size:
+            raise ValueError(f"cluster.nodes is {cluster.nodes}, but there are only {cluster.size} workers")
+        if cluster.restarts and not cluster.used:
+            raise ValueError("cluster.restarts is for workers on a cluster: set cluster.workers, or leave it at 0")
+        roles = [role for pool in cluster.pools for role in pool.roles]
+        for role in roles:
+            if roles.count(role) > 1:
+                raise ValueError(f"cluster.pools: {role} stands in two of them")
+        absent = {"critic": self.critic is None, "reward_model": self.rewards.model is None}
+        absent["reference"] = self.algorithm.kl_coef == 0 or self.model.lora is not None
+        if idle := [role for role in roles if absent[role]]:
+            raise ValueError(f"cluster.pools: this recipe has no {idle[0]} that could be placed apart")

@@ -67,8 +67,8 @@ class Engine(Protocol):
         ...
 
     async def update_weights(self, version: int, weights: Any = None) -> None:
-        """Sample from new weights from now on. `local` shares them with the trainer, so it takes none; what was
-        computed with the old weights is dropped."""
+        """Sample from new weights from now on; what was computed with the old ones is dropped. `weights`: for `local`,
+        where the trainer is in other processes (name and whole tensor); None where it shares them, and for servers."""
         ...
 
     async def pause(self, mode: str = "retract") -> None: ...

@@ -19,6 +19,7 @@ import torch
 
 from agentrl.engine.base import EngineError, Generation, GenerationFinish, Sampling
 from agentrl.engine.local.choose import runner_for
+from agentrl.engine.local.receive import copy_into
 from agentrl.engine.local.request import Request
 from agentrl.engine.local.sampler import key_of
 from agentrl.engine.local.scheduler import Scheduler
@@ -71,11 +72,16 @@ class LocalEngine:
         self._stepping: asyncio.Future[Any] | None = None
         self._thread: ThreadPoolExecutor | None = None
         self._step_seconds = 0.0
-        self._paused = self._closed = False
+        self._paused = self._closed = self._updating = False
+        self._partial: str | None = None  # why the weights are those of no step
 
     @property
     def max_context(self) -> int:
         return self._context
+
+    @property
+    def _still(self) -> bool:
+        return self._paused or self._updating
 
     @property
     def weight_version(self) -> int:
@@ -115,15 +121,36 @@ class LocalEngine:
 
     async def update_weights(self, version: int, weights: Any = None) -> None:
         """The shared weights have changed in place, or are copied now. Running requests go on with them from where they
-        are; what they, and conversations between turns, had computed is computed again."""
-        if weights is not None:
-            raise EngineError("the local engine shares its weights with the trainer: update_weights takes none")
-        await self._between_steps()
-        self._scheduler.retract()
-        if self._followed is not None:
-            self._model.load_state_dict(self._followed.state_dict())
-        self._runner.refresh()
-        self._scheduler.version = version
+        are; what they, and conversations between turns, had computed is computed again.
+
+        weights: of a trainer in other processes: name and whole tensor, by the names of the model's state dict, what is
+        tied once. They are read in a thread, in which they may wait; requests wait meanwhile. Raises EngineError where
+        they do not fit, or reading them does: nobody samples until an update came whole.
+        """
+        self._updating = True
+        try:
+            await self._between_steps()
+            if weights is not None:
+                await self._receive(version, weights)
+            elif self._followed is not None:
+                self._model.load_state_dict(self._followed.state_dict())
+            self._partial = None
+            self._scheduler.retract()
+            self._runner.refresh()
+            self._scheduler.version = version
+        finally:
+            self._updating = False
+            if self._scheduler.busy:
+                self._wake()
+
+    async def _receive(self, version: int, weights: Any) -> None:
+        """Copy them; what goes wrong fails the requests under way too, whose tokens would be of no step."""
+        self._partial = f"the weights of step {version} came only in part"
+        try:
+            await asyncio.to_thread(copy_into, self._model, weights)
+        except BaseException as error:
+            self._fail(error)
+            raise
 
     async def pause(self, mode: str = "retract") -> None:
         """Stop decoding. `retract`: running requests give up what they computed; `in_place`: they keep it; `abort`:
@@ -168,6 +195,8 @@ class LocalEngine:
     def _checked(self, ids: Sequence[int], request_id: str) -> Any:
         if self._closed:
             raise EngineError("the engine is closed")
+        if self._partial is not None and not self._updating:
+            raise EngineError(f"the local engine cannot sample: {self._partial}")
         if request_id in self._requests:
             raise EngineError(f"request {request_id!r} is already generating: one turn at a time")
         prompt = np.array(ids, np.int64)
@@ -180,7 +209,7 @@ class LocalEngine:
         return prompt
 
     def _wake(self) -> None:
-        if not self._paused and (self._loop is None or self._loop.done()):
+        if not self._still and (self._loop is None or self._loop.done()):
             self._loop = asyncio.get_running_loop().create_task(self._run(), name="agentrl-local-engine")
 
     async def _between_steps(self) -> None:
@@ -191,7 +220,7 @@ class LocalEngine:
         """Step until nothing is left to do. The boundary of `engine` errors: whatever goes wrong in a step ends the
         requests that were there, and the next ones begin with an empty cache."""
         over = 0  # requests that finished in the last step
-        while self._scheduler.busy and not self._paused:
+        while self._scheduler.busy and not self._still:
             expected = len(self._scheduler.waiting) + over
             for _ in range(RETURN_TICKS if over else 1):
                 await asyncio.sleep(0)
@@ -205,7 +234,7 @@ class LocalEngine:
     async def _step(self) -> int:
         """One step; returns how many requests finished in it."""
         scheduler = self._scheduler
-        if self._paused or not scheduler.busy:
+        if self._still or not scheduler.busy:
             return 0
         plan = scheduler.plan()
         if plan is None:
@@ -226,7 +255,7 @@ class LocalEngine:
             _deliver(request, generation)
         return len(over)
 
-    def _fail(self, error: Exception) -> None:
+    def _fail(self, error: BaseException) -> None:
         for request in self._scheduler.reset():
             if not request.future.done():
                 failure = EngineError(f"the local engine failed: {type(error).__name__}: {error}")

@@ -3,12 +3,15 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from agentrl.rollout.trajectory import Group, Trajectory
+
+if TYPE_CHECKING:
+    from agentrl.training.balance import Deal
 
 Array = npt.NDArray[Any]
 
@@ -89,14 +92,27 @@ class Batch:
     def select(self, indices: Sequence[int] | npt.NDArray[np.int64]) -> "Batch":
         """The samples at `indices`, in that order; an index may occur twice."""
         chosen = np.asarray(indices, np.int64)
-        lengths = self.lengths[chosen]
-        offsets = _offsets(lengths)
-        positions = np.arange(offsets[-1]) + np.repeat(self.offsets[:-1][chosen] - offsets[:-1], lengths)
+        positions = self.positions(chosen)
         return Batch(
-            offsets,
+            _offsets(self.lengths[chosen]),
             {name: column[positions] for name, column in self.tokens.items()},
             {name: column[chosen] for name, column in self.samples.items()},
         )
+
+    def positions(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Where the tokens of these samples, one after the other, lie in the token columns."""
+        lengths = self.lengths[indices]
+        offsets = _offsets(lengths)
+        where: npt.NDArray[np.int64] = np.arange(offsets[-1]) + np.repeat(
+            self.offsets[:-1][indices] - offsets[:-1], lengths
+        )
+        return where
+
+    def deal(self, parts: int) -> "Deal":
+        """The samples dealt over `parts` workers, balanced by packed tokens; see `agentrl.training.balance`."""
+        from agentrl.training.balance import deal
+
+        return deal(self, parts)
 
     def split(self, parts: int) -> "list[Batch]":
         """`parts` runs of consecutive samples whose sizes differ by at most one; some may be empty."""

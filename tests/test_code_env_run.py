@@ -15,7 +15,7 @@ from agentrl.training.sft import sft
 
 RECIPE = Path(__file__).parent.parent / "recipes" / "code_tool.yaml"
 SHORT = [
-    "sft.stages=[{style: clean, steps: 2, batch: 2}, {style: careless, steps: 1, batch: 2}]", "sft.warmup_steps=0",
+    "sft.stages=[{style: clean, steps: 2, batch: 2, warmup_steps: 0}, {style: careless, steps: 1, batch: 2}]",
     "train.steps=2", "train.threads=1", "eval.tasks=2", "eval.splits=[test]", "rollout.tasks=2", "rollout.n=2",
 ]  # fmt: skip
 

@@ -16,14 +16,14 @@ from agentrl.chat.encode import Encoder
 from agentrl.chat.load import load_chat
 from agentrl.chat.template import Template
 from agentrl.errors import UserError
-from agentrl.models.load import load_model
+from agentrl.models.load import load_model, resolve
 from agentrl.plugins.registry import make_environment, make_tool
 from agentrl.plugins.types import Message, Task
 from agentrl.recipe.load import load_recipe
 from agentrl.recipe.schema import EnvSection, ModelSection, ToolSection
 from agentrl.rollout.trajectory import Trajectory
 from agentrl.training.examples import Demonstrator
-from agentrl.training.newmodel import train_tokenizer
+from agentrl.training.newmodel import bare_tokenizer, new_model, train_tokenizer
 from agentrl.training.sft import sft
 
 RECIPES = Path(__file__).parent.parent / "recipes"
@@ -123,13 +123,14 @@ def test_a_new_tokenizer_keeps_digits_and_control_tokens_apart() -> None:
 
 
 SMALL = [
-    "sft.new_model.layers=1", "sft.new_model.hidden=32", "sft.new_model.feed_forward=64", "sft.new_model.heads=2",
-    "sft.new_model.head_size=16", "sft.new_model.vocabulary=320", "sft.new_model.texts=60", "sft.warmup_steps=2",
+    "sft.new_model.config={num_hidden_layers: 1, hidden_size: 32, intermediate_size: 64, head_dim: 16}",
+    "sft.new_model.vocabulary=320", "sft.new_model.texts=60",
 ]  # fmt: skip
 
 
 def test_a_model_is_made_from_nothing_and_can_be_taught_further(tmp_path: Path) -> None:
-    stages = ["sft.stages=[{style: clean, steps: 12, batch: 4, lr: 1e-2}, {style: careless, steps: 2, batch: 3}]"]
+    clean = "{style: clean, steps: 12, batch: 4, lr: 1e-2, warmup_steps: 2}"
+    stages = [f"sft.stages=[{clean}, {{style: careless, steps: 2, batch: 3}}]"]
     recipe = load_recipe(RECIPES / "tiny_warmstart.yaml", [*SMALL, *stages])
     first = sft(recipe, str(tmp_path / "one"), console=quiet())
     assert first.steps == 14
@@ -163,7 +164,7 @@ def test_texts_can_be_made_one_token_each() -> None:
 
 
 def test_muon_trains_the_blocks_and_adamw_the_rest(tmp_path: Path) -> None:
-    stages = ["sft.stages=[{style: clean, steps: 12, batch: 4, lr: 1e-2, optimizer: muon}]"]
+    stages = ["sft.stages=[{style: clean, steps: 12, batch: 4, lr: 1e-2, optimizer: muon, warmup_steps: 2}]"]
     result = sft(
         load_recipe(RECIPES / "tiny_warmstart.yaml", [*SMALL, *stages]), str(tmp_path / "model"), console=quiet()
     )
@@ -186,9 +187,35 @@ def test_without_a_named_folder_a_run_folder_keeps_recipe_and_metrics(
 
 
 def test_a_demonstration_longer_than_the_context_is_said(tmp_path: Path) -> None:
-    recipe = load_recipe(RECIPES / "tiny_warmstart.yaml", [*SMALL, "sft.new_model.context=64"])
+    recipe = load_recipe(RECIPES / "tiny_warmstart.yaml", [*SMALL, "sft.new_model.config.max_position_embeddings=64"])
     with pytest.raises(UserError, match=r"has \d+ tokens, but the model's context only 64"):
         sft(recipe, str(tmp_path / "model"), console=quiet())
+
+
+def test_the_recipe_makes_the_configuration_that_the_package_ships() -> None:
+    shipped = json.loads((Path(resolve("tiny")) / "config.json").read_text())
+    section = load_recipe(RECIPES / "tiny_warmstart.yaml").sft
+    assert section is not None
+    assert section.new_model is not None
+    made = new_model(section.new_model, bare_tokenizer(TEMPLATE), 0).config.to_dict()
+    saved = {"architectures", "dtype", "transformers_version"}  # what saving adds
+    assert {key: made[key] for key in shipped if key not in saved} == {
+        key: value for key, value in shipped.items() if key not in saved
+    }
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("hidden=32", "config: 'hidden' is no name of the model's shape; did you mean 'hidden_size'"),
+        ("hidden_size=wide", "sft.new_model.config.hidden_size: wants a whole number, got the text 'wide'"),
+        ("num_hidden_layers=0", "config.num_hidden_layers: wants more than 0, got 0"),
+        ("head_dim=2.5", "config.head_dim: wants a whole number, got the number 2.5"),
+    ],
+)
+def test_what_is_wrong_with_a_shape_is_one_line(override: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        load_recipe(RECIPES / "tiny_warmstart.yaml", [f"sft.new_model.config.{override}"])
 
 
 def test_a_recipe_without_the_section_says_so() -> None:

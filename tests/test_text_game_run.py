@@ -134,8 +134,8 @@ def quiet():
 
 
 SMALL = [
-    "sft.new_model.layers=1", "sft.new_model.texts=60", "sft.warmup_steps=2",
-    "sft.stages=[{style: clean, steps: 40, batch: 4, lr: 4e-3, optimizer: muon}]",
+    "sft.new_model.config.num_hidden_layers=1", "sft.new_model.texts=60",
+    "sft.stages=[{style: clean, steps: 40, batch: 4, lr: 4e-3, optimizer: muon, warmup_steps: 2}]",
     "rollout.tasks=2", "rollout.n=4", "train.steps=2", "train.threads=1", "eval.every=0", "eval.tasks=4",
 ]  # fmt: skip
 

@@ -21,7 +21,7 @@ from agentrl.training.sft import sft
 
 RECIPE = Path(__file__).parent.parent / "recipes" / "user_sim.yaml"
 SHORT = [
-    "sft.stages=[{style: clean, steps: 2, batch: 4}, {style: careless, steps: 1, batch: 4}]", "sft.warmup_steps=0",
+    "sft.stages=[{style: clean, steps: 2, batch: 4, warmup_steps: 0}, {style: careless, steps: 1, batch: 4}]",
     "train.steps=2", "train.threads=1", "eval.tasks=4", "rollout.tasks=2", "rollout.n=4",
 ]  # fmt: skip
 

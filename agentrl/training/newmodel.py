@@ -79,15 +79,10 @@ def new_model(section: NewModel, tokenizer: Any, seed: int) -> Any:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(seed)
+    shape: dict[str, Any] = section.config
     config = Qwen3Config(
         vocab_size=(max(len(tokenizer), section.vocabulary) + 63) // 64 * 64,
-        hidden_size=section.hidden,
-        intermediate_size=section.feed_forward,
-        num_hidden_layers=section.layers,
-        num_attention_heads=section.heads,
-        num_key_value_heads=section.kv_heads,
-        head_dim=section.head_size,
-        max_position_embeddings=section.context,
+        **shape,
         rope_parameters={"rope_type": "default", "rope_theta": ROPE_THETA},
         initializer_range=INIT,
         tie_word_embeddings=True,

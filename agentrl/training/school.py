@@ -53,7 +53,7 @@ class School:
             for number, stage in enumerate(section.stages):
                 bar = progress.add_task(stage.style, total=stage.steps, said="")
                 losses = []
-                for loss, rate in self._stage(section, stage, number):
+                for loss, rate in self._stage(stage, number):
                     losses.append(loss)
                     self._report(stage, losses, rate)
                     progress.update(bar, advance=1, said=self._said(losses))
@@ -78,22 +78,22 @@ class School:
         if done == stage.steps or (done % LINE_EVERY == 0 and not self.console.is_terminal):
             self.console.print(f"{stage.style} {done}/{stage.steps}  {self._said(losses)}", highlight=False)
 
-    def _stage(self, section: SftSection, stage: SftStage, number: int) -> Iterator[tuple[float, float]]:
+    def _stage(self, stage: SftStage, number: int) -> Iterator[tuple[float, float]]:
         train = self.recipe.train
-        optimizer = self._optimizer(section, stage)
+        optimizer = self._optimizer(stage)
         for step in range(stage.steps):
             batch = self._batch(stage, f"{train.seed}/{number}/{step}")
             loss = self._gradient(batch)
-            rate = learning_rate(step, stage.steps, stage.lr, "cosine", section.warmup_steps, FLOOR)
+            rate = learning_rate(step, stage.steps, stage.lr, "cosine", stage.warmup_steps, FLOOR)
             optimizer.step(rate)
             yield loss, rate
 
-    def _optimizer(self, section: SftSection, stage: SftStage) -> Optimizer | MuonAdamW:
+    def _optimizer(self, stage: SftStage) -> Optimizer | MuonAdamW:
         train = self.recipe.train
         if stage.optimizer == "adamw":
-            return Optimizer(self.model.parameters(), train.betas, section.weight_decay, train.max_grad_norm)
-        share = section.muon_lr / stage.lr
-        return MuonAdamW(self.model, share, train.betas, section.weight_decay, train.max_grad_norm)
+            return Optimizer(self.model.parameters(), train.betas, stage.weight_decay, train.max_grad_norm)
+        share = stage.muon_lr / stage.lr
+        return MuonAdamW(self.model, share, train.betas, stage.weight_decay, train.max_grad_norm)
 
     def _batch(self, stage: SftStage, seed: str) -> Batch:
         """The next demonstrations. All count as one group, so what their prompts have in common is computed once."""

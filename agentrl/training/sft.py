@@ -142,4 +142,5 @@ def _new_tokenizer(
                 found.append(demonstrator.template.text([*opening, *said], schemas, generate=False))
         return found
 
-    return train_tokenizer(runner.run(texts()), section.vocabulary, template, section.context, section.tokens)
+    context = section.config["max_position_embeddings"]
+    return train_tokenizer(runner.run(texts()), section.vocabulary, template, context, section.tokens)

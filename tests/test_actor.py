@@ -1,4 +1,4 @@
-"""The actor: exact under every splitting, single pass and many, and whole after a resume."""
+"""The learner: exact under every splitting, single pass and many, and whole after a resume."""
 
 import math
 from pathlib import Path
@@ -14,8 +14,8 @@ from agentrl.errors import UserError
 from agentrl.plugins.types import Task
 from agentrl.recipe.schema import AlgorithmSection, ModelSection, Recipe, RolloutSection, TrainSection
 from agentrl.rollout.trajectory import FinishReason, Group, Trajectory, Turn, check_invariants
-from agentrl.training.actor import Actor
 from agentrl.training.checkpoint import Checkpoints
+from agentrl.training.learner import Learner
 from agentrl.training.optimizer import Optimizer, learning_rate
 
 VOCABULARY = 64
@@ -83,10 +83,10 @@ def weights(model: Any) -> torch.Tensor:
 
 
 def learned(recipe: Recipe, groups: list[Group], steps: int = 1) -> tuple[torch.Tensor, dict[str, float]]:
-    actor = Actor(make_model(), recipe)
+    learner = Learner.alone(make_model(), recipe)
     for _ in range(steps):
-        metrics = actor.learn(groups)
-    return weights(actor.model), metrics
+        metrics = learner.learn(groups)
+    return weights(learner.model), metrics
 
 
 def plain_loss(model: Any, groups: list[Group], aggregation: str) -> torch.Tensor:
@@ -133,10 +133,10 @@ def test_micro_batches_change_nothing(algorithm: dict[str, Any]) -> None:
 def test_recomputed_old_logprobs_equal_those_of_the_single_pass() -> None:
     groups = make_groups(REWARDS)
     single, metrics = learned(make_recipe(), groups)
-    actor = Actor(make_model(), make_recipe())
-    batch = actor.with_advantages(actor_batch(groups))
-    again = actor.update(batch.with_tokens(old_logprobs=actor.logprobs(batch)))
-    torch.testing.assert_close(weights(actor.model), single, atol=1e-6, rtol=1e-6)
+    learner = Learner.alone(make_model(), make_recipe())
+    batch = learner.with_advantages(actor_batch(groups))
+    again = learner.update(batch.with_tokens(old_logprobs=learner.actor.logprobs(batch)))
+    torch.testing.assert_close(weights(learner.model), single, atol=1e-6, rtol=1e-6)
     assert again["mismatch/logprob_mean"] == pytest.approx(metrics["mismatch/logprob_mean"], rel=1e-4)
 
 
@@ -148,10 +148,10 @@ def actor_batch(groups: list[Group]) -> Any:
 
 def test_mismatch_is_measured_against_the_engine() -> None:
     groups = make_groups([[1, 0]])
-    actor = Actor(make_model(), make_recipe())
+    learner = Learner.alone(make_model(), make_recipe())
     batch = actor_batch(groups)
-    off = np.abs(actor.logprobs(batch) - batch.tokens["logprobs"])[batch.tokens["loss_mask"] == 1]
-    metrics = actor.learn(groups)
+    off = np.abs(learner.actor.logprobs(batch) - batch.tokens["logprobs"])[batch.tokens["loss_mask"] == 1]
+    metrics = learner.learn(groups)
     assert metrics["mismatch/logprob_mean"] == pytest.approx(float(off.mean()), rel=1e-4)
     assert metrics["mismatch/logprob_max"] == pytest.approx(float(off.max()), rel=1e-4)
 
@@ -185,13 +185,13 @@ def test_the_reference_pulls_back(tmp_path: Path) -> None:
     save_tokenizer(tmp_path)
     groups = make_groups(REWARDS)
     recipe = make_recipe({"kl_coef": 0.5}, path=str(tmp_path), lr=5e-3)
-    actor = Actor(make_model(), recipe)
-    first, second = actor.learn(groups), actor.learn(groups)
+    learner = Learner.alone(make_model(), recipe)
+    first, second = learner.learn(groups), learner.learn(groups)
     assert first["train/kl"] == pytest.approx(0, abs=1e-6)
     assert second["train/kl"] > 1e-4
     assert first["train/samples"] == 16  # the reference pulls on samples without an advantage, too
     with pytest.raises(RuntimeError, match="kl_coef is 0"):
-        Actor(make_model(), make_recipe()).reference_logprobs(actor_batch(groups))
+        Learner.alone(make_model(), make_recipe()).actor.reference_logprobs(actor_batch(groups))
 
 
 def save_tokenizer(folder: Path) -> None:
@@ -219,12 +219,12 @@ def test_a_users_loss_sees_every_sample_and_its_metrics_are_kept() -> None:
 
 def test_learning_moves_probability_to_what_was_rewarded() -> None:
     groups = make_groups([[1, 0, 0, 0]])
-    actor = Actor(make_model(), make_recipe(lr=1e-2))
+    learner = Learner.alone(make_model(), make_recipe(lr=1e-2))
     batch = actor_batch(groups)
-    before = actor.logprobs(batch)
+    before = learner.actor.logprobs(batch)
     for _ in range(5):
-        actor.learn(groups)
-    gain = [float((actor.logprobs(batch) - before)[batch.span(i)].sum()) for i in range(4)]
+        learner.learn(groups)
+    gain = [float((learner.actor.logprobs(batch) - before)[batch.span(i)].sum()) for i in range(4)]
     assert gain[0] > 0 > max(gain[1:])
 
 
@@ -259,8 +259,8 @@ def test_learning_rates() -> None:
 def test_a_resumed_run_goes_on_as_if_it_had_never_stopped(tmp_path: Path, dtype: torch.dtype) -> None:
     groups = [make_groups(REWARDS, seed) for seed in range(4)]
     recipe = make_recipe(mini_batches=2, schedule="cosine", warmup_steps=2)
-    straight = Actor(make_model(dtype), recipe)
-    stopped = Actor(make_model(dtype), recipe)
+    straight = Learner.alone(make_model(dtype), recipe)
+    stopped = Learner.alone(make_model(dtype), recipe)
     for group in groups:
         straight.learn(group)
     for group in groups[:2]:
@@ -269,7 +269,7 @@ def test_a_resumed_run_goes_on_as_if_it_had_never_stopped(tmp_path: Path, dtype:
     checkpoints.save(2, stopped, {"sampler": [1, 2]})
     saved = checkpoints.latest()
     assert saved is not None
-    resumed = Actor(Qwen3ForCausalLM.from_pretrained(saved.path, dtype=dtype), recipe)
+    resumed = Learner.alone(Qwen3ForCausalLM.from_pretrained(saved.path, dtype=dtype), recipe)
     assert saved.load_into(resumed) == {"sampler": [1, 2]}
     for group in groups[2:]:
         resumed.learn(group)
@@ -277,11 +277,11 @@ def test_a_resumed_run_goes_on_as_if_it_had_never_stopped(tmp_path: Path, dtype:
 
 
 def test_the_last_checkpoints_are_kept_and_half_written_ones_are_not_seen(tmp_path: Path) -> None:
-    actor = Actor(make_model(), make_recipe())
+    learner = Learner.alone(make_model(), make_recipe())
     checkpoints = Checkpoints(tmp_path, 2)
     assert checkpoints.latest() is None
     for step in (1, 2, 10):
-        checkpoints.save(step, actor, {})
+        checkpoints.save(step, learner, {})
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step_10", "step_2"]
     (tmp_path / ".step_11.part").mkdir()
     (tmp_path / "step_10").rename(tmp_path / ".step_10.old")  # killed between the two renames of a second save
@@ -295,9 +295,9 @@ def test_the_last_checkpoints_are_kept_and_half_written_ones_are_not_seen(tmp_pa
 def test_a_save_that_dies_leaves_the_former_checkpoint(
     tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    actor = Actor(make_model(), make_recipe())
+    learner = Learner.alone(make_model(), make_recipe())
     checkpoints = Checkpoints(tmp_path, 1)
-    checkpoints.save(1, actor, {"step": 1})
+    checkpoints.save(1, learner, {"step": 1})
 
     def die(*args: Any, **kwargs: Any) -> None:
         raise KeyboardInterrupt
@@ -310,17 +310,17 @@ def test_a_save_that_dies_leaves_the_former_checkpoint(
     with monkeypatch.context() as patch:
         patch.setattr(target[place], die)
         with pytest.raises(KeyboardInterrupt):
-            checkpoints.save(2, actor, {"step": 2})
+            checkpoints.save(2, learner, {"step": 2})
     saved = checkpoints.latest()
     assert saved is not None
     assert saved.step == 1
-    assert saved.load_into(actor) == {"step": 1}
-    assert checkpoints.save(2, actor, {}).path.name == "step_2"
+    assert saved.load_into(learner) == {"step": 1}
+    assert checkpoints.save(2, learner, {}).path.name == "step_2"
 
 
 def test_a_damaged_state_is_one_clear_line(tmp_path: Path) -> None:
-    actor = Actor(make_model(), make_recipe())
-    saved = Checkpoints(tmp_path, 1).save(1, actor, {})
+    learner = Learner.alone(make_model(), make_recipe())
+    saved = Checkpoints(tmp_path, 1).save(1, learner, {})
     (saved.path / "trainer" / "actor.pt").unlink()
     with pytest.raises(UserError, match="trainer's state cannot be restored"):
-        saved.load_into(actor)
+        saved.load_into(learner)

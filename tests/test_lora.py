@@ -27,10 +27,10 @@ from agentrl.models.memory import plan_memory
 from agentrl.recipe.load import load_recipe
 from agentrl.recipe.schema import LoraSection, ModelSection, Recipe
 from agentrl.rollout.player import Player
-from agentrl.training.actor import Actor
 from agentrl.training.batch import Batch
 from agentrl.training.fast import FastForward
 from agentrl.training.forward import ModuleForward, SequenceForward, _probe, choose
+from agentrl.training.learner import Learner
 from agentrl.training.run import resume_run
 
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -122,47 +122,47 @@ def test_the_fast_ways_serve_an_adapter_and_say_when_they_do_not(model: Any) -> 
 def test_only_the_adapter_changes_in_a_step() -> None:
     model = tiny()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    actor = Actor(model, recipe())
-    said = [actor.update(batch()) for _ in range(3)]
+    learner = Learner.alone(model, recipe())
+    said = [learner.update(batch()) for _ in range(3)]
     after = model.state_dict()
     changed = {name for name, tensor in before.items() if not torch.equal(tensor, after[name])}
     assert changed == {name for name in before if ".lora_" in name}
     trained = sum(p.numel() for p in lora.adapter_parameters(model))
     assert {row["train/parameters"] for row in said} == {trained}
-    assert sum(p.numel() for p in actor.optimizer.masters) == trained
+    assert sum(p.numel() for p in learner.actor.optimizer.masters) == trained
     base = {name: tensor for name, tensor, layer in lora.plain_tensors(model)}
     for name, tensor in plain().state_dict().items():
         assert torch.equal(base[name], tensor)
 
 
 def test_the_reference_is_the_model_with_its_adapter_off() -> None:
-    actor = Actor(stirred(tiny()), recipe(algorithm={"kl_coef": 0.1}))
-    found = actor.reference_logprobs(batch())
-    np.testing.assert_allclose(found, Actor(plain(), Recipe()).logprobs(batch()), atol=1e-5)
-    assert np.abs(found - actor.logprobs(batch())).max() > 0.01
-    assert actor.update(batch())["train/kl"] > 0.001
-    assert all(p.requires_grad for p in lora.adapter_parameters(actor.model))
+    learner = Learner.alone(stirred(tiny()), recipe(algorithm={"kl_coef": 0.1}))
+    found = learner.actor.reference_logprobs(batch())
+    np.testing.assert_allclose(found, Learner.alone(plain(), Recipe()).actor.logprobs(batch()), atol=1e-5)
+    assert np.abs(found - learner.actor.logprobs(batch())).max() > 0.01
+    assert learner.update(batch())["train/kl"] > 0.001
+    assert all(p.requires_grad for p in lora.adapter_parameters(learner.model))
 
 
 def test_dropout_works_in_the_update_alone() -> None:
-    actor = Actor(stirred(tiny(dropout=0.5)), recipe())
-    before = actor.logprobs(batch())
-    np.testing.assert_array_equal(before, actor.logprobs(batch()))
+    learner = Learner.alone(stirred(tiny(dropout=0.5)), recipe())
+    before = learner.actor.logprobs(batch())
+    np.testing.assert_array_equal(before, learner.actor.logprobs(batch()))
     weighed = batch().with_tokens(logprobs=before)
-    assert actor.update(weighed)["mismatch/logprob_max"] > 0.01
-    np.testing.assert_array_equal(actor.logprobs(batch()), actor.logprobs(batch()))
+    assert learner.update(weighed)["mismatch/logprob_max"] > 0.01
+    np.testing.assert_array_equal(learner.actor.logprobs(batch()), learner.actor.logprobs(batch()))
 
 
 @pytest.mark.parametrize("overlap", [False, True])
 async def test_the_engine_samples_from_what_is_trained(overlap: bool) -> None:
     model = tiny()
     engine = LocalEngine(model, max_batch=4, max_context=64, overlap=overlap)
-    actor = Actor(model, recipe())
+    learner = Learner.alone(model, recipe())
     sampling = Sampling(temperature=1.0, max_tokens=12, seed=5)
     answers = []
     for version in range(3):
         if version:
-            actor.update(batch())
+            learner.update(batch())
             await engine.update_weights(version)
         answer = await engine.generate([5, 6, 7, 8], sampling, str(version))
         answers.append(answer)
@@ -251,14 +251,14 @@ def test_a_resumed_run_is_the_run(whole: Any, tmp_path: Path) -> None:
 
 
 def test_what_is_saved_of_a_step_is_restored_to_the_bit(whole: Any) -> None:
-    first = Actor(tiny(), recipe())
+    first = Learner.alone(tiny(), recipe())
     first.update(batch())
     folder = whole.folder.parent / "bits"
     lora.save_adapter(first.model, folder)
-    second = Actor(tiny(start=str(folder)), recipe())
+    second = Learner.alone(tiny(start=str(folder)), recipe())
     second.load_state_dict(copy.deepcopy(first.state_dict()))
-    for actor in (first, second):
-        actor.update(batch())
+    for learner in (first, second):
+        learner.update(batch())
     for a, b in zip(lora.adapter_parameters(first.model), lora.adapter_parameters(second.model), strict=True):
         assert torch.equal(a, b)
 

@@ -10,8 +10,9 @@ from test_actor import REWARDS, make_groups, make_model, make_recipe
 from agentrl.algo.off_policy import importance_weights
 from agentrl.recipe.schema import Recipe
 from agentrl.rollout.trajectory import Group
-from agentrl.training.actor import Actor, off_policy_of
+from agentrl.training.actor import off_policy_of
 from agentrl.training.batch import Batch
+from agentrl.training.learner import Learner
 from agentrl.training.mismatch import SILENT_STEPS, MismatchWatch
 
 OLD = torch.tensor([-1.0, -2.0, -1.0, -3.0, -0.5])
@@ -56,9 +57,9 @@ def learned(kind, shift, micro=10_000, cap=2.0):
     """The gradient norm and metrics of one update on what an engine `shift` nats away sampled."""
     model, groups = make_model(), make_groups(REWARDS)
     recipe = make_recipe({"off_policy": kind, "off_policy_cap": cap}, micro_batch_tokens=micro)
-    actor = Actor(model, recipe)
-    found = actor.logprobs(Batch.from_groups(groups))
-    return actor.learn(with_engine_logprobs(groups, found, shift))
+    learner = Learner.alone(model, recipe)
+    found = learner.actor.logprobs(Batch.from_groups(groups))
+    return learner.learn(with_engine_logprobs(groups, found, shift))
 
 
 @pytest.mark.parametrize("kind", ["token_tis", "token_mask"])

@@ -18,10 +18,10 @@ from agentrl.rollout.hooks import STEP
 from agentrl.rollout.journal import write_journal
 from agentrl.rollout.player import Player
 from agentrl.rollout.trajectory import Group, Trajectory
-from agentrl.training.actor import Actor
 from agentrl.training.checkpoint import Checkpoints
 from agentrl.training.display import Display
 from agentrl.training.interrupt import Interrupted, Interrupts
+from agentrl.training.learner import Learner
 from agentrl.training.mismatch import MismatchWatch
 from agentrl.training.rollouts import Rollouts
 from agentrl.training.run_folder import RunFolder
@@ -33,7 +33,7 @@ class Loop:
 
     recipe: Recipe
     player: Player
-    actor: Actor
+    learner: Learner
     rollouts: Rollouts
     held_out: HeldOut
     folder: RunFolder
@@ -100,7 +100,7 @@ class Loop:
 
     def _update(self, step: int, groups: Sequence[Group]) -> dict[str, Any]:
         began = perf_counter()
-        metrics = dict(self.rollouts.learn(lambda: self.actor.learn(groups)))
+        metrics = dict(self.rollouts.learn(lambda: self.learner.learn(groups)))
         trained = perf_counter()
         self.rollouts.publish(step)
         metrics["time/train_s"] = trained - began
@@ -159,7 +159,7 @@ class Loop:
         if self._saved == self.step:
             return
         self.display.phase("saving")
-        self.checkpoints.save(self.step, self.actor, {"sampler": self._drawn, "before": self.before})
+        self.checkpoints.save(self.step, self.learner, {"sampler": self._drawn, "before": self.before})
         self._saved = self.step
 
 

@@ -8,7 +8,7 @@ mismatch/weight_cut, the share of tokens whose factor is not exp(d), because it 
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -50,6 +50,27 @@ class Meter:
     def updated(self, norm: float) -> None:
         """One optimizer update was made, or thrown away when `norm` is not finite."""
         self.norms.append(norm)
+
+    def merge(self, others: Sequence["Meter"]) -> "Meter":
+        """What all ranks measured in one update, each in its share; the norm is that of the whole on every one."""
+        for other in others:
+            self._sum(other)
+        return self
+
+    def add(self, other: "Meter", samples: int) -> None:
+        """Another update of the same step, by so many samples."""
+        self._sum(other)
+        self.norms += other.norms
+        self.samples += samples
+
+    def _sum(self, other: "Meter") -> None:
+        self.tokens += other.tokens
+        self.predictions += other.predictions
+        self.loss += other.loss
+        for name, value in other.sums.items():
+            self.sums[name] = self.sums.get(name, 0.0) + value
+        self.mismatch += other.mismatch
+        self.mismatch_max = max(self.mismatch_max, other.mismatch_max)
 
     def result(self, rate: float) -> dict[str, float]:
         """The step's metrics, by the names of metrics.jsonl. Without an update there are no means and no mismatch."""

@@ -23,10 +23,10 @@ from agentrl.recipe.schema import Recipe
 from agentrl.report.page import write_report
 from agentrl.rollout.blocking import blocking
 from agentrl.rollout.player import Player
-from agentrl.training.actor import Actor
 from agentrl.training.checkpoint import ADAPTER, Checkpoints, Saved
 from agentrl.training.display import Display
 from agentrl.training.interrupt import Interrupted, Interrupts
+from agentrl.training.learner import Learner
 from agentrl.training.loop import Loop
 from agentrl.training.mismatch import MismatchWatch
 from agentrl.training.rollouts import make_rollouts
@@ -157,9 +157,9 @@ def _set_up(
     for note in notes:
         display.note(note)
 
-    actor = Actor(player.model, recipe)
+    learner = Learner.alone(player.model, recipe)
     display.note(f"chat: {player.chat.description}")
-    display.note(f"training forward: {actor.description}")
+    display.note(f"training forward: {learner.actor.description}")
     if recipe.model.lora is not None:
         display.note(f"trained: {lora.describe(player.model)}")
     rollouts = make_rollouts(recipe, player, checked.tasks, sampler, interrupts)
@@ -172,7 +172,7 @@ def _set_up(
     loop = Loop(
         recipe=recipe,
         player=player,
-        actor=actor,
+        learner=learner,
         rollouts=rollouts,
         held_out=held_out,
         folder=folder,
@@ -227,7 +227,7 @@ def _start_trackers(
 
 
 def _restore(loop: Loop, saved: Saved) -> None:
-    state: dict[str, Any] = saved.load_into(loop.actor)
+    state: dict[str, Any] = saved.load_into(loop.learner)
     loop.step = saved.step
     loop.before = state["before"]
     loop.rollouts.restore(saved.step, state["sampler"])

@@ -1,0 +1,146 @@
+"""`Learner`: one step of learning, from groups to metrics, as one sequential program over the roles that do the tensor
+work.
+
+The roles (`Actor`, `Critic`) are called in this process, or on a cluster through objects with the same methods; which,
+the learner does not know. What depends on the whole step (advantages, each token's weight in the loss, the order of
+mini-batches) is fixed here, before anything is split. Samples whose advantage is 0 count in those weights; where they
+carry no gradient they are not computed.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from agentrl.algo import advantages, losses
+from agentrl.algo.aggregation import token_weights
+from agentrl.algo.off_policy import OffPolicy
+from agentrl.algo.terms import Samples
+from agentrl.recipe.schema import Recipe
+from agentrl.rollout.trajectory import Group
+from agentrl.training.actor import Actor, off_policy_of
+from agentrl.training.batch import Batch
+from agentrl.training.meter import Meter
+from agentrl.training.optimizer import learning_rate
+
+Floats = npt.NDArray[np.float32]
+Bools = npt.NDArray[np.bool_]
+
+
+class Policy(Protocol):
+    """What the learner asks of the actor, wherever it is; see `Actor`."""
+
+    @property
+    def description(self) -> str: ...
+
+    @property
+    def trained(self) -> int: ...
+
+    def logprobs(self, batch: Batch) -> Floats: ...
+
+    def reference_logprobs(self, batch: Batch) -> Floats: ...
+
+    def update(self, batch: Batch, rate: float) -> Meter: ...
+
+
+class Learner:
+    """Learns by `recipe`. `steps`: updates of the loop so far."""
+
+    def __init__(self, recipe: Recipe, actor: Policy) -> None:
+        self.recipe, self.actor = recipe, actor
+        self.advantage = advantages.get(recipe.algorithm.advantage)
+        self._vanishes = getattr(losses.get(recipe.algorithm.loss), "vanishes_with_advantage", False)
+        self.steps = 0
+
+    @classmethod
+    def alone(cls, model: Any, recipe: Recipe) -> "Learner":
+        """All of it in this process, on `model`, in place."""
+        return cls(recipe, Actor(model, recipe))
+
+    @property
+    def model(self) -> Any:
+        """What is trained, where it is in this process."""
+        return self.actor.model  # type: ignore[attr-defined]
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a run needs to go on, besides the model's weights."""
+        optimizer = self.actor.optimizer  # type: ignore[attr-defined]
+        return {"optimizer": optimizer.state_dict(), "steps": self.steps, "rng": torch.get_rng_state()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The inverse of `state_dict`; the model's weights are loaded already."""
+        self.actor.optimizer.load_state_dict(state["optimizer"])  # type: ignore[attr-defined]
+        self.steps = state["steps"]
+        torch.set_rng_state(state["rng"])
+
+    def learn(self, groups: Sequence[Group]) -> dict[str, float]:
+        """One step: advantages, old log-probs, reference, update. Returns the metrics of `update`."""
+        return self.update(self.with_advantages(Batch.from_groups(groups)))
+
+    def with_advantages(self, batch: Batch) -> Batch:
+        """With the token column `advantages`."""
+        columns = batch.samples
+        samples = Samples(
+            torch.from_numpy(columns["reward"]), torch.from_numpy(columns["group"]), torch.from_numpy(batch.sampled)
+        )
+        found: Floats = (
+            self.advantage(samples, self.recipe.algorithm).float().numpy() if len(batch) else np.zeros(0, np.float32)
+        )
+        return batch.with_tokens(advantages=batch.spread(found))
+
+    def update(self, batch: Batch) -> dict[str, float]:
+        """One step of the loop: mini-batches x epochs of optimizer updates on `batch`, which has `advantages`.
+
+        With one update the old log-probs are those of the pass that is differentiated: they cost no pass of their own.
+        Metrics, under train/: loss, grad_norm, lr, entropy, clip fractions and what else the loss measures, kl (with a
+        reference), tokens and samples (computed); mismatch/..., against the engine's log-probs (see `Meter`).
+        """
+        train = self.recipe.train
+        rate = learning_rate(self.steps, train.steps, train.lr, train.schedule, train.warmup_steps)
+        meter = Meter(corrected=off_policy_of(self.recipe) != OffPolicy.NONE)
+        useful = self._useful(batch)
+        if train.mini_batches * train.epochs > 1 and useful.any():
+            batch = batch.with_tokens(old_logprobs=_scatter(batch, useful, self.actor.logprobs))
+        if self.recipe.algorithm.kl_coef > 0:
+            batch = batch.with_tokens(reference_logprobs=_scatter(batch, useful, self.actor.reference_logprobs))
+        for part in self._mini_batches(batch):
+            self._one_update(part, rate, meter)
+        self.steps += 1
+        return {**meter.result(rate), "train/parameters": self.actor.trained}
+
+    def _one_update(self, batch: Batch, rate: float, meter: Meter) -> None:
+        """Fix the weights by the whole update, leave out what carries no gradient, let the actor do the rest."""
+        weights = token_weights(batch.sampled, self.recipe.algorithm.aggregation)
+        weighed = batch.with_tokens(weight=batch.spread(weights)).select(np.flatnonzero(self._useful(batch)))
+        if len(weighed):
+            meter.add(self.actor.update(weighed, rate), len(weighed))
+
+    def _useful(self, batch: Batch) -> Bools:
+        """Which samples can carry a gradient, bool [S]."""
+        algorithm = self.recipe.algorithm
+        if algorithm.kl_coef > 0 or algorithm.entropy_coef > 0 or not self._vanishes:
+            return batch.sampled > 0
+        moving = np.concatenate([[0], np.cumsum(batch.tokens["advantages"] != 0)])
+        useful: Bools = (moving[batch.offsets[1:]] > moving[batch.offsets[:-1]]) & (batch.sampled > 0)
+        return useful
+
+    def _mini_batches(self, batch: Batch) -> Iterator[Batch]:
+        """Every epoch in a new order of groups, seeded by the step."""
+        train = self.recipe.train
+        if train.mini_batches == 1:
+            yield from (batch for _ in range(train.epochs))
+            return
+        rng = np.random.default_rng((train.seed, self.steps))
+        for _ in range(train.epochs):
+            place = rng.permutation(int(batch.samples["group"].max(initial=-1)) + 1)
+            order = np.argsort(place[batch.samples["group"]], kind="stable")
+            yield from (part for part in batch.select(order).split(train.mini_batches) if len(part))
+
+
+def _scatter(batch: Batch, useful: Bools, compute: Callable[[Batch], Floats]) -> Floats:
+    """compute(the useful samples) as a token column of the whole batch, 0 for the others."""
+    found = np.zeros(int(batch.offsets[-1]), np.float32)
+    found[np.repeat(useful, batch.lengths)] = compute(batch.select(np.flatnonzero(useful)))
+    return found

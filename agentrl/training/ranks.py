@@ -1,0 +1,46 @@
+"""`Ranks`: what an SPMD computation knows of its peers. Alone, every question has a trivial answer."""
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+
+class Ranks(Protocol):
+    """size: ranks whose gradients are averaged, so that each scales its share of a loss by it."""
+
+    @property
+    def size(self) -> int: ...
+
+    def most(self, count: int) -> int:
+        """The maximum of `count` over the ranks, all of which call this: so many passes does every one of them make."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Alone:
+    """One process."""
+
+    size: int = 1
+
+    def most(self, count: int) -> int:
+        return count
+
+
+ALONE = Alone()
+
+
+class Peers:
+    """The ranks of a torch process group (None: the default one); a collective over tensors on `device`."""
+
+    def __init__(self, group: Any = None, device: Any = "cpu") -> None:
+        import torch.distributed as dist
+
+        self._group, self._device = group, device
+        self.size: int = dist.get_world_size(group)
+
+    def most(self, count: int) -> int:
+        import torch
+        import torch.distributed as dist
+
+        found = torch.tensor([count], device=self._device)
+        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self._group)
+        return int(found)

@@ -1,6 +1,7 @@
 """Packed losses and gradients equal those of separate sequences, for every shape and way."""
 
 import pickle
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,7 @@ from transformers import (
 from agentrl.training import attention
 from agentrl.training.batch import Batch
 from agentrl.training.fast import FastForward
-from agentrl.training.forward import Forward, ModuleForward, SequenceForward, choose
+from agentrl.training.forward import Forward, ModuleForward, SequenceForward, choose, recomputing
 from agentrl.training.packing import forest, micro_batches, pack
 
 VOCABULARY = 96
@@ -206,6 +207,19 @@ def test_the_module_attends_as_before_afterwards() -> None:
     before = model.config._attn_implementation
     ModuleForward(model)(pack(make_batch(SHAPES), forest(make_batch(SHAPES))), 1.0)
     assert model.config._attn_implementation == before
+
+
+def test_layers_computed_again_in_the_backward_pass_attend_alike() -> None:
+    model, batch = make_model("qwen3"), make_batch(SHAPES)
+    weight = torch.ones(int(batch.offsets[-1]))
+    wanted = packed(ModuleForward(model), batch, weight, 1.0, 10_000)
+    wanted_gradients = gradients(model)
+    again = {"use_reentrant": False, "context_fn": partial(recomputing, model)}
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=again)
+    model.train()
+    assert torch.equal(packed(ModuleForward(model), batch, weight, 1.0, 10_000), wanted)
+    for got, expected in zip(gradients(model), wanted_gradients, strict=True):
+        torch.testing.assert_close(got, expected)
 
 
 shapes = st.lists(

@@ -4,9 +4,10 @@ Three ways: our own forward (fast.py), the Hugging Face module with its attentio
 sequence after another. `choose` tries them on a small forest at start-up and takes the first that agrees with the last.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from agentrl.algo.loss import entropy
-from agentrl.training.attention import Plan, attend, plan
+from agentrl.training.attention import attend, plan
 from agentrl.training.batch import Batch
 from agentrl.training.fast import FastForward
 from agentrl.training.kernels import token_logprobs
@@ -48,7 +49,8 @@ class ModuleForward:
 
     def __call__(self, packed: Packed, temperature: float) -> tuple[Tensor, Tensor]:
         device = self.head.weight.device
-        with _forest_attention(self.model, plan(packed.segments, device)):
+        layout = plan(packed.segments, device)
+        with attending(self.model, partial(attend, plan=layout)):
             states = self.base(
                 input_ids=torch.from_numpy(packed.ids).to(device)[None],
                 position_ids=torch.from_numpy(packed.positions).to(device)[None],
@@ -147,7 +149,10 @@ def _probe(vocabulary: int) -> Packed:
     return pack(batch, forest(batch))
 
 
-_PLAN: ContextVar[Plan] = ContextVar("plan")
+Mix = Callable[..., Tensor]
+"""(query [P, H, D], key [P, G, D], value [P, G, D], scale=) -> [P, H * D]: attention over one row of P tokens."""
+
+_MIX: ContextVar[Mix] = ContextVar("mix")
 _NAME = "agentrl_forest"
 
 
@@ -162,7 +167,7 @@ def _attention(
         raise Unsupported("its attention brings a mask of its own")
     scale = options.get("scaling") or query.shape[-1] ** -0.5
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    mixed = attend(q, k, v, _PLAN.get(), scale)
+    mixed = _MIX.get()(q, k, v, scale=scale)
     return mixed.view(1, *q.shape[:2], v.shape[-1]), None
 
 
@@ -170,13 +175,20 @@ AttentionInterface.register(_NAME, _attention)
 
 
 @contextmanager
-def _forest_attention(model: PreTrainedModel, layout: Plan) -> Iterator[None]:
-    """The module attends over the forest inside the block, and as before after it: the engine shares it."""
+def attending(model: Any, mix: Mix) -> Iterator[None]:
+    """The module attends by `mix` inside the block, and as before after it: the engine shares it."""
     before = model.config._attn_implementation
-    token = _PLAN.set(layout)
+    token = _MIX.set(mix)
     model.set_attn_implementation(_NAME)
     try:
         yield
     finally:
         model.set_attn_implementation(before)
-        _PLAN.reset(token)
+        _MIX.reset(token)
+
+
+def recomputing(model: Any) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """The `context_fn` of activation checkpointing: a layer that the backward pass computes again attends as it did the
+    first time, although that `attending` block is left by then."""
+    mix = _MIX.get(None)
+    return nullcontext(), nullcontext() if mix is None else attending(model, mix)

@@ -6,8 +6,13 @@ A reward that raises is never a 0: its sample is FAILED with boundary `reward`, 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from agentrl.plugins.types import Message, Task
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,7 +20,7 @@ class Sample:
     """A finished conversation as a reward sees it.
 
     rewards: the parts so far, by name, before they are weighted. finish: the `FinishReason` as text. turns: assistant
-    turns; tokens: sampled ones.
+    turns; tokens: sampled ones. ids: all token ids of the conversation, those of tools and environment included.
     """
 
     task: Task
@@ -24,6 +29,7 @@ class Sample:
     finish: str = "stop"
     turns: int = 1
     tokens: int = 0
+    ids: "Sequence[int] | npt.NDArray[np.int32]" = ()
 
     @property
     def answer(self) -> str:

@@ -37,7 +37,7 @@ class Scorer:
         if not self._rewards.samples:
             return rewards
         task, messages, tokens = request.task, tuple(request.messages), len(request.logprobs)
-        sample = Sample(task, messages, dict(rewards), str(finish), request.turn_count, tokens)
+        sample = Sample(task, messages, dict(rewards), str(finish), request.turn_count, tokens, request.ids)
         for part, reward in self._rewards.samples.items():
             request.at = Boundary.REWARD, part
             value = await watch.wait(reward.score(sample), time.monotonic() + self._seconds)
@@ -66,7 +66,7 @@ class Scorer:
 
 
 def _sample(t: Trajectory) -> Sample:
-    return Sample(t.task, t.messages, dict(t.rewards), str(t.finish), len(t.turns), t.sampled_tokens)
+    return Sample(t.task, t.messages, dict(t.rewards), str(t.finish), len(t.turns), t.sampled_tokens, t.ids)
 
 
 def _with_part(t: Trajectory, part: str, value: float) -> Trajectory:

@@ -18,28 +18,57 @@ def load_model(section: ModelSection) -> tuple[Any, Any]:
     that does not answer.
     """
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM
     from transformers.utils import logging as progress
 
     progress.disable_progress_bar()
     place, device = resolve(section.path), find_device(section.device)
-    options = {"trust_remote_code": section.trust_remote_code}
     config = _load(section.path, "its configuration", lambda: _causal_config(place, section))
     dtype = getattr(torch, section.dtype)
     model = _load(
         section.path,
         "its weights",
-        lambda: AutoModelForCausalLM.from_pretrained(place, config=config, dtype=dtype, **options),
+        lambda: AutoModelForCausalLM.from_pretrained(
+            place, config=config, dtype=dtype, trust_remote_code=section.trust_remote_code
+        ),
     )
-    tokenizer = _load(section.path, "its tokenizer", lambda: AutoTokenizer.from_pretrained(place, **options))
-    if section.chat_template is not None:  # on the tokenizer itself, so that checkpoints carry it
-        tokenizer.chat_template = _read(section.chat_template)
+    tokenizer = load_tokenizer(section)
     model = model.to(device).eval()
     if section.lora is not None:
         from agentrl.models.lora import add_adapter
 
         add_adapter(model, section.lora, place)
     return model, tokenizer
+
+
+def load_shape(section: ModelSection) -> tuple[Any, Any]:
+    """The model without its weights (on the meta device, without an adapter), and its tokenizer: for a process in which
+    nobody computes with it. Raises UserError likewise."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    place = resolve(section.path)
+    config = _load(section.path, "its configuration", lambda: _causal_config(place, section))
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=getattr(torch, section.dtype), trust_remote_code=section.trust_remote_code
+        )
+    return model.eval(), load_tokenizer(section)
+
+
+def load_tokenizer(section: ModelSection) -> Any:
+    """With the recipe's chat template. Raises UserError likewise."""
+    from transformers import AutoTokenizer
+
+    place = resolve(section.path)
+    tokenizer = _load(
+        section.path,
+        "its tokenizer",
+        lambda: AutoTokenizer.from_pretrained(place, trust_remote_code=section.trust_remote_code),
+    )
+    if section.chat_template is not None:  # on the tokenizer itself, so that checkpoints carry it
+        tokenizer.chat_template = _read(section.chat_template)
+    return tokenizer
 
 
 def find_device(name: str) -> Any:

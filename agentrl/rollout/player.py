@@ -9,7 +9,7 @@ from agentrl.chat.base import Chat
 from agentrl.chat.load import load_chat
 from agentrl.data.prompts import PromptLengths, measure_prompts
 from agentrl.engine.base import Engine
-from agentrl.models.load import load_model, resolve
+from agentrl.models.load import load_model, load_shape, resolve
 from agentrl.plugins.environment import Environment
 from agentrl.plugins.registry import load, make_engine, make_environment, make_message_engine
 from agentrl.plugins.rewards import Rewards, make_rewards
@@ -44,12 +44,14 @@ class Player:
         env: Environment | None = None,
         say: Callable[[str], None] | None = None,
         phase: Callable[[str], None] | None = None,
+        apart: bool = False,
     ) -> "Player":
         """From what the recipe names; `model_path` replaces `model.path`, adapter and all. Raises UserError: one line.
 
         env: made already by whoever had something to ask of it before a model is loaded. say, phase: told what an
-        engine has to say as it starts, in lines that stay, and what it does right now. Sets torch's seed and, where the
-        recipe says so, its threads.
+        engine has to say as it starts, in lines that stay, and what it does right now. apart: the model is trained in
+        other processes, which give the engine its weights: here it has no adapter, and weights only where the engine
+        computes with them. Sets torch's seed and, where the recipe says so, its threads.
         """
         prepare_torch(recipe)
         env = env or make_environment(recipe.env)
@@ -57,7 +59,7 @@ class Player:
         async with AsyncExitStack() as stack:  # what was opened is closed where a later part cannot be had
             toolbox = await Toolbox.open(recipe.tools, env)
             stack.push_async_callback(toolbox.close)
-            player = await cls._build(recipe, model_path, env, toolbox, rewards, say, phase)
+            player = await cls._build(recipe, model_path, env, toolbox, rewards, say, phase, apart)
             stack.pop_all()
         return player
 
@@ -71,6 +73,7 @@ class Player:
         rewards: Rewards,
         say: Callable[[str], None] | None,
         phase: Callable[[str], None] | None,
+        apart: bool,
     ) -> "Player":
         if getattr(load("engines", recipe.engine.name), "brings_chat", False):
             engine = make_message_engine(recipe.engine)
@@ -79,7 +82,10 @@ class Player:
         section = recipe.model
         if model_path is not None:
             section = section.model_copy(update={"path": model_path, "lora": None})
-        model, tokenizer = load_model(section)
+        if apart:
+            section = section.model_copy(update={"lora": None})
+        shape_only = apart and recipe.engine.name != "local"
+        model, tokenizer = load_shape(section) if shape_only else load_model(section)
         chat = load_chat(
             tokenizer,
             model_path=section.path,
@@ -95,7 +101,7 @@ class Player:
             tokenizer=tokenizer,
             say=say,
             phase=phase,
-            overlap=recipe.rollout.overlap != "none",
+            overlap=recipe.rollout.overlap != "none" and not apart,
         )
         await engine.health()
         return cls(recipe, env, toolbox, rewards, model, tokenizer, chat, engine)

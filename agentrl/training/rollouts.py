@@ -15,6 +15,8 @@ from agentrl.rollout.trajectory import Group
 from agentrl.training.interrupt import Interrupts
 
 T = TypeVar("T")
+Weights = Callable[[], Any]
+"""What the engine is given for a new version: None where it knows the trainer's weights."""
 
 
 class Rollouts(Protocol):
@@ -53,10 +55,16 @@ class Serial:
     """One after the other: every token comes from the weights that are trained."""
 
     def __init__(
-        self, recipe: Recipe, player: Player, tasks: Sequence[Task], sampler: TaskSampler, interrupts: Interrupts
+        self,
+        recipe: Recipe,
+        player: Player,
+        tasks: Sequence[Task],
+        sampler: TaskSampler,
+        interrupts: Interrupts,
+        weights: Weights,
     ) -> None:
         self._recipe, self._player, self._tasks = recipe, player, tasks
-        self._sampler, self._interrupts = sampler, interrupts
+        self._sampler, self._interrupts, self._weights = sampler, interrupts, weights
 
     def next(self, step: int) -> tuple[list[Group], dict[str, Any]]:
         began = perf_counter()
@@ -75,7 +83,7 @@ class Serial:
         self._interrupts.complete(lambda: self._publish(step))
 
     async def _publish(self, step: int) -> None:
-        await self._player.engine.update_weights(step)
+        await self._player.engine.update_weights(step, self._weights())
         if self._recipe.engine.sleep:
             await self._player.engine.wake()
 
@@ -100,10 +108,16 @@ class Overlapped:
     """
 
     def __init__(
-        self, recipe: Recipe, player: Player, tasks: Sequence[Task], sampler: TaskSampler, interrupts: Interrupts
+        self,
+        recipe: Recipe,
+        player: Player,
+        tasks: Sequence[Task],
+        sampler: TaskSampler,
+        interrupts: Interrupts,
+        weights: Weights,
     ) -> None:
         self._recipe, self._player, self._tasks = recipe, player, tasks
-        self._sampler, self._interrupts = sampler, interrupts
+        self._sampler, self._interrupts, self._weights = sampler, interrupts, weights
         self._in_order = recipe.rollout.overlap == "one_step"
         self._published = self._trained = 0
         self._taken = perf_counter()
@@ -144,7 +158,7 @@ class Overlapped:
 
     async def _update_engine(self) -> None:
         if self._published != self._trained:
-            await self._player.engine.update_weights(self._trained)
+            await self._player.engine.update_weights(self._trained, self._weights())
             self._published = self._trained
         self._stream.advance(self._published)
 
@@ -170,11 +184,16 @@ class Overlapped:
 
 
 def make_rollouts(
-    recipe: Recipe, player: Player, tasks: Sequence[Task], sampler: TaskSampler, interrupts: Interrupts
+    recipe: Recipe,
+    player: Player,
+    tasks: Sequence[Task],
+    sampler: TaskSampler,
+    interrupts: Interrupts,
+    weights: Weights = lambda: None,
 ) -> Rollouts:
     """As `rollout.overlap` says."""
     kind = Serial if recipe.rollout.overlap == "none" else Overlapped
-    return kind(recipe, player, tasks, sampler, interrupts)
+    return kind(recipe, player, tasks, sampler, interrupts, weights)
 
 
 def _measured(groups: Sequence[Group], waited: float, since: float) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Advantage estimators: how much better a sample is than what was to be expected of its task."""
+"""Advantage estimators that compare the samples of a task: one number a sample, for all of its tokens."""
 
 import torch
 from torch import Tensor
@@ -7,7 +7,7 @@ from agentrl.algo.registry import advantages
 from agentrl.algo.terms import Samples
 from agentrl.recipe.schema import AlgorithmSection
 
-EPSILON = 1e-6  # added to a group's standard deviation
+EPSILON = 1e-6  # added to a standard deviation; one that is not larger than this is rounding
 
 
 @advantages.register("grpo")
@@ -18,18 +18,84 @@ def grpo(samples: Samples, config: AlgorithmSection) -> Tensor:
     standard deviation being that of the sample (n - 1). With `normalize_std` off it is Dr. GRPO (arXiv:2503.20783),
     equation 4: A_i = r_i - mean(r). A group of one, or of equal rewards, has nothing to compare: 0.
     """
+    groups = Groups(samples.groups)
     rewards = samples.rewards.double()
-    _, group = torch.unique(samples.groups, return_inverse=True)
-    count = torch.bincount(group).double()
-    mean = _sum_by_group(rewards, group) / count
-    centred = rewards - mean[group]
-    variance = _sum_by_group(centred**2, group) / (count - 1).clamp(min=1)
-    deviation = variance.sqrt()[group]
-    comparable = (count[group] > 1) & (deviation > EPSILON)
+    deviation = groups.deviation(rewards)
     scale = deviation + EPSILON if config.normalize_std else torch.ones_like(deviation)
-    return torch.where(comparable, centred / scale, torch.zeros_like(centred)).float()
+    centred = rewards - groups.mean(rewards)
+    return torch.where(deviation > EPSILON, centred / scale, torch.zeros_like(centred)).float()
 
 
-def _sum_by_group(values: Tensor, group: Tensor) -> Tensor:
-    """[S] and indices [S] to sums [G]."""
-    return torch.zeros(int(group.max()) + 1, dtype=values.dtype).index_add_(0, group, values)
+@advantages.register("rloo")
+def rloo(samples: Samples, config: AlgorithmSection) -> Tensor:
+    """REINFORCE leave-one-out, one a sample: float32 [S]. Reads nothing of the recipe.
+
+    "Back to Basics" (arXiv:2402.14740), section 3.2: A_i = r_i - mean of the k - 1 other samples of the task. A group
+    of one has no others: 0.
+    """
+    groups = Groups(samples.groups)
+    rewards = samples.rewards.double()
+    others = (groups.total(rewards) - rewards) / (groups.count - 1).clamp(min=1)
+    return torch.where(groups.count > 1, rewards - others, torch.zeros_like(rewards)).float()
+
+
+@advantages.register("opo")
+def opo(samples: Samples, config: AlgorithmSection) -> Tensor:
+    """Advantage over the baseline of least variance, one a sample: float32 [S]. Reads nothing of the recipe.
+
+    OPO (arXiv:2505.23585), section 3: b = sum(l_i r_i) / sum(l_i) over the samples of a task, l_i being their sampled
+    tokens (a long sample's gradient is larger, so its reward counts more); A_i = r_i - b. The paper makes one update a
+    step. A group of one: 0.
+    """
+    groups = Groups(samples.groups)
+    rewards, lengths = samples.rewards.double(), samples.lengths.double()
+    baseline = groups.total(rewards * lengths) / groups.total(lengths).clamp(min=1)
+    return torch.where(groups.count > 1, rewards - baseline, torch.zeros_like(rewards)).float()
+
+
+@advantages.register("grpo_passk")
+def grpo_passk(samples: Samples, config: AlgorithmSection) -> Tensor:
+    """Advantage for the best of a task's k samples, one a sample: float32 [S].
+
+    "Optimizing language models for inference time objectives" (arXiv:2503.19595), section 3, with max as the objective
+    of k samples: what the maximum loses when a sample is left out, so r_max - r_second for the best and 0 for all
+    others; where two are best, 0. Divided by the group's standard deviation unless `normalize_std` is off.
+    """
+    groups = Groups(samples.groups)
+    rewards = samples.rewards.double()
+    ahead = rewards - groups.best_of_others(rewards)
+    scale = groups.deviation(rewards) + EPSILON if config.normalize_std else torch.ones_like(rewards)
+    return torch.where((groups.count > 1) & (ahead > EPSILON), ahead / scale, torch.zeros_like(rewards)).float()
+
+
+class Groups:
+    """Sums over the samples of a task, said to each of them: every method takes and gives float64 [S].
+
+    count: float64 [S], how many samples a sample's task has.
+    """
+
+    def __init__(self, groups: Tensor) -> None:
+        self._of = torch.unique(groups, return_inverse=True)[1]
+        self.count = self.total(torch.ones(len(groups), dtype=torch.float64))
+
+    def total(self, values: Tensor) -> Tensor:
+        sums = torch.zeros(len(self._of), dtype=torch.float64).index_add_(0, self._of, values)
+        return sums[self._of]
+
+    def mean(self, values: Tensor) -> Tensor:
+        return self.total(values) / self.count
+
+    def deviation(self, values: Tensor) -> Tensor:
+        """The standard deviation of the sample (n - 1); of a group of one 0."""
+        squares = self.total((values - self.mean(values)) ** 2)
+        return (squares / (self.count - 1).clamp(min=1)).sqrt()
+
+    def best_of_others(self, values: Tensor) -> Tensor:
+        """The maximum over the other samples of the task; -inf where there are none."""
+        nothing = torch.full((len(self._of),), -torch.inf, dtype=torch.float64)
+        best = nothing.scatter_reduce(0, self._of, values, "amax")[self._of]
+        is_best = values == best
+        alone = self.total(is_best.double()) == 1
+        below = torch.where(is_best, -torch.inf, values)
+        second = nothing.scatter_reduce(0, self._of, below, "amax")[self._of]
+        return torch.where(is_best & alone, second, best)

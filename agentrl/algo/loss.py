@@ -21,29 +21,78 @@ def ppo_clip(tokens: Tokens, config: AlgorithmSection) -> LossTerms:
     metrics: clip_fraction_high and clip_fraction_low (tokens whose gradient the clip stopped, by side), clip_fraction
     (both), clip_fraction_dual, ratio_mean, approx_kl (k3 against the old policy).
     """
-    log_ratio = (tokens.logprobs - tokens.old).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    ratio, advantages = log_ratio.exp(), tokens.advantages
-    free = -advantages * ratio
-    clipped = -advantages * ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
-    loss = torch.maximum(free, clipped)
-    stopped = clipped > free
-    metrics = {
-        "clip_fraction": stopped,
-        "clip_fraction_high": stopped & (advantages > 0),
-        "clip_fraction_low": stopped & (advantages < 0),
-    }
-    if config.clip_dual is not None:
-        ceiling = -config.clip_dual * advantages
-        over = (advantages < 0) & (loss > ceiling)
-        loss = torch.where(over, ceiling, loss)
-        metrics["clip_fraction_dual"] = over
-    measured = {name: value.float() for name, value in metrics.items()}
-    measured["ratio_mean"] = ratio.detach()
-    measured["approx_kl"] = k3(tokens.logprobs.detach(), tokens.old)
-    return LossTerms(loss, measured)
+    ratio = (tokens.logprobs - tokens.old).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+    terms = _clipped(ratio, tokens, config)
+    if config.clip_dual is None:
+        return terms
+    ceiling = -config.clip_dual * tokens.advantages
+    over = (tokens.advantages < 0) & (terms.loss > ceiling)
+    metrics = {**terms.metrics, "clip_fraction_dual": over.float()}
+    return LossTerms(torch.where(over, ceiling, terms.loss), metrics)
 
 
 ppo_clip.vanishes_with_advantage = True  # type: ignore[attr-defined]
+
+
+@losses.register("gspo")
+def gspo(tokens: Tokens, config: AlgorithmSection) -> LossTerms:
+    """The clipped surrogate with one ratio a sample, float32 [N].
+
+    GSPO (arXiv:2507.18071), equations 5 and 7: s = (pi(y) / pi_old(y))^(1 / |y|), the geometric mean of the ratios of
+    a sample's tokens, and -min(s A, clip(s, 1 - clip_low, 1 + clip_high) A). Written as its GSPO-token, equations 13
+    and 14: each token carries the value of s and the gradient of its own log-prob, which with equal advantages is the
+    gradient of s. The paper weighs samples alike (`aggregation: sequence_mean`) and clips at 3e-4 and 4e-4.
+
+    metrics: as ppo_clip's, without clip_fraction_dual; a clipped sample counts by its tokens.
+    """
+    log_ratio = tokens.logprobs - tokens.old
+    sequence = _mean_by_sample(log_ratio.detach(), tokens.sample).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    ratio = sequence.exp() * (tokens.logprobs - tokens.logprobs.detach()).exp()
+    return _clipped(ratio, tokens, config)
+
+
+gspo.vanishes_with_advantage = True  # type: ignore[attr-defined]
+
+
+@losses.register("cispo")
+def cispo(tokens: Tokens, config: AlgorithmSection) -> LossTerms:
+    """Policy gradient weighed by a clipped ratio, so that no token loses its gradient: float32 [N].
+
+    MiniMax-M1 (arXiv:2506.13585), equations 4 and 5: -sg(clip(rho, 1 - clip_low, 1 + clip_high)) A log pi. The paper
+    has no lower bound (`clip_low: 1`) and a wide upper one.
+
+    metrics: clip_fraction (tokens whose weight is not the ratio), ratio_mean, approx_kl.
+    """
+    ratio = (tokens.logprobs.detach() - tokens.old).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+    weight = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
+    metrics = {"clip_fraction": (weight != ratio).float(), **_against_old(ratio, tokens)}
+    return LossTerms(-weight * tokens.advantages * tokens.logprobs, metrics)
+
+
+cispo.vanishes_with_advantage = True  # type: ignore[attr-defined]
+
+
+@losses.register("reinforce")
+def reinforce(tokens: Tokens, config: AlgorithmSection) -> LossTerms:
+    """The plain policy gradient, float32 [N]: -A log pi (Williams 1992, Machine Learning 8, 229-256). Right for one
+    update a step; nothing is clipped and nothing corrected. metrics: ratio_mean, approx_kl."""
+    ratio = (tokens.logprobs.detach() - tokens.old).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+    return LossTerms(-tokens.advantages * tokens.logprobs, _against_old(ratio, tokens))
+
+
+reinforce.vanishes_with_advantage = True  # type: ignore[attr-defined]
+
+
+def value_loss(values: Tensor, old: Tensor, returns: Tensor, clip: float) -> LossTerms:
+    """The critic's loss, float32 [N]: values are held within `clip` of what they were when the step began.
+
+    The reference implementation of PPO (Baselines' ppo2; described in arXiv:2005.12729, section 3): max((V - R)^2,
+    (V_clipped - R)^2) / 2 with V_clipped = old + clip(V - old, -clip, clip). metrics: clip_fraction, the tokens whose
+    gradient the clip stopped.
+    """
+    held = old + (values - old).clamp(-clip, clip)
+    free, clipped = (values - returns) ** 2, (held - returns) ** 2
+    return LossTerms(0.5 * torch.maximum(free, clipped), {"clip_fraction": (clipped > free).float()})
 
 
 def k3(logprobs: Tensor, reference: Tensor) -> Tensor:
@@ -60,3 +109,31 @@ def entropy(logits: Tensor) -> Tensor:
     """H = -sum p log p of a categorical distribution, in nats: [..., V] to [...]."""
     logprobs = logits.log_softmax(-1)
     return -(logprobs.exp() * logprobs).sum(-1)
+
+
+def _clipped(ratio: Tensor, tokens: Tokens, config: AlgorithmSection) -> LossTerms:
+    """max(-rho A, -clip(rho) A), and what the clip stopped."""
+    advantages = tokens.advantages
+    free = -advantages * ratio
+    clipped = -advantages * ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
+    stopped = clipped > free
+    metrics = {
+        "clip_fraction": stopped.float(),
+        "clip_fraction_high": (stopped & (advantages > 0)).float(),
+        "clip_fraction_low": (stopped & (advantages < 0)).float(),
+        **_against_old(ratio.detach(), tokens),
+    }
+    return LossTerms(torch.maximum(free, clipped), metrics)
+
+
+def _against_old(ratio: Tensor, tokens: Tokens) -> dict[str, Tensor]:
+    return {"ratio_mean": ratio, "approx_kl": k3(tokens.logprobs.detach(), tokens.old)}
+
+
+def _mean_by_sample(values: Tensor, sample: Tensor | None) -> Tensor:
+    """[N] to the mean over the tokens of each token's sample, [N]."""
+    if sample is None:
+        raise ValueError("a loss with one ratio a sample wants to know each token's sample")
+    _, which, count = torch.unique(sample, return_inverse=True, return_counts=True)
+    total = torch.zeros(len(count), dtype=values.dtype, device=values.device).index_add(0, which, values)
+    return (total / count)[which]

@@ -5,16 +5,17 @@ from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
 
-from agentrl.algo.terms import LossTerms, Samples, Tokens
+from agentrl.algo.terms import LossTerms, Samples, TokenAdvantages, Tokens
 from agentrl.errors import UserError, nearest
 from agentrl.plugins.registry import installed, load
 from agentrl.recipe.schema import AlgorithmSection
 
 
 class Advantage(Protocol):
-    """Samples in, one advantage for each out: float32 [S]."""
+    """Samples in, one advantage for each out, float32 [S]; or one for each sampled token, as TokenAdvantages. A
+    function that needs a critic's values says so with `wants_values = True`, and gives `returns` back."""
 
-    def __call__(self, samples: Samples, config: AlgorithmSection) -> Tensor: ...
+    def __call__(self, samples: Samples, config: AlgorithmSection) -> Tensor | TokenAdvantages: ...
 
 
 class Loss(Protocol):

@@ -1,0 +1,101 @@
+"""Advantage estimators that tell the tokens of a sample apart, over its sampled tokens alone.
+
+What a tool wrote between two turns is no step of time: the last token of one turn and the first of the next are
+neighbours, for discounts and for values.
+"""
+
+import torch
+from torch import Tensor
+
+from agentrl.algo.advantage import EPSILON, Groups
+from agentrl.algo.registry import advantages
+from agentrl.algo.terms import Samples, TokenAdvantages
+from agentrl.recipe.schema import AlgorithmSection
+
+
+@advantages.register("gae")
+def gae(samples: Samples, config: AlgorithmSection) -> TokenAdvantages:
+    """Generalized advantage estimation against a critic's values, one a token, whitened over the step.
+
+    arXiv:1506.02438, equations 11, 12 and 16: d_t = r_t + gamma V_t+1 - V_t, A_t = sum over l of (gamma lam)^l d_t+l,
+    where V after the last token is 0. Returns are A_t + V_t, before whitening. Then A is centred over all tokens of the
+    step, and divided by its standard deviation unless `normalize_std` is off.
+    """
+    rewards, values = _token_rewards(samples), samples.values
+    if values is None:
+        raise ValueError("gae wants the critic's values")
+    values = values.double()
+    errors = rewards + config.gamma * _following(values, samples.lengths) - values
+    found = discounted(errors, samples.lengths, config.gamma * config.lam)
+    return TokenAdvantages(whitened(found, config.normalize_std).float(), (found + values).float())
+
+
+gae.wants_values = True  # type: ignore[attr-defined]
+
+
+@advantages.register("reinforce_plus_plus")
+def reinforce_plus_plus(samples: Samples, config: AlgorithmSection) -> TokenAdvantages:
+    """What is still to come, one a token, whitened over the step: no critic, and no comparison within a task.
+
+    REINFORCE++ (arXiv:2501.03262), its global advantage normalization: A_t = sum over l of gamma^l r_t+l, centred over
+    all tokens of the step and divided by their standard deviation (unless `normalize_std` is off). A KL to the
+    reference is part of the loss here (`kl_coef`), not of the reward.
+    """
+    found = discounted(_token_rewards(samples), samples.lengths, config.gamma)
+    return TokenAdvantages(whitened(found, config.normalize_std).float())
+
+
+@advantages.register("reinforce_plus_plus_baseline")
+def reinforce_plus_plus_baseline(samples: Samples, config: AlgorithmSection) -> TokenAdvantages:
+    """The reward above the mean of its task, whitened over the step.
+
+    REINFORCE++ with baseline (arXiv:2501.03262): A_i = r_i - mean(r) over the samples of a task, as in Dr. GRPO; then
+    centred over all tokens of the step and divided by their standard deviation (unless `normalize_std` is off).
+    """
+    rewards = samples.rewards.double()
+    centred = rewards - Groups(samples.groups).mean(rewards)
+    spread = torch.repeat_interleave(centred, samples.lengths)
+    return TokenAdvantages(whitened(spread, config.normalize_std).float())
+
+
+def discounted(values: Tensor, lengths: Tensor, factor: float) -> Tensor:
+    """y_t = x_t + factor * y_t+1 within each sample: float64 [N] to [N], samples of `lengths` [S] tokens."""
+    order = torch.argsort(lengths, descending=True, stable=True)
+    lasts = (torch.cumsum(lengths, 0) - 1)[order]
+    longest = int(lengths.max()) if len(lengths) else 0
+    longer = torch.searchsorted(lengths.sort().values, torch.arange(longest), right=True)
+    alive = (len(lengths) - longer).tolist()  # samples that have more than k tokens, which come first in `order`
+    found = torch.empty_like(values)
+    carry = torch.zeros(len(lengths), dtype=values.dtype)
+    for back, count in enumerate(alive):
+        at = lasts[:count] - back
+        carry = values[at] + factor * carry[:count]
+        found[at] = carry
+    return found
+
+
+def whitened(values: Tensor, scaled: bool) -> Tensor:
+    """values [N] with mean 0 and, when `scaled`, standard deviation 1; where all are equal, 0."""
+    centred = values - values.mean() if len(values) else values
+    deviation = (centred.square().sum() / max(1, len(values) - 1)).sqrt()
+    if deviation <= EPSILON:
+        return torch.zeros_like(values)
+    return centred / (deviation + EPSILON) if scaled else centred
+
+
+def _following(values: Tensor, lengths: Tensor) -> Tensor:
+    """V_t+1 at t, 0 at the last token of a sample."""
+    following = torch.zeros_like(values)
+    following[:-1] = values[1:]
+    following[(torch.cumsum(lengths, 0) - 1)[lengths > 0]] = 0.0
+    return following
+
+
+def _token_rewards(samples: Samples) -> Tensor:
+    """float64 [N]; where the caller does not say when rewards came, all of it with the last token."""
+    if samples.token_rewards is not None:
+        return samples.token_rewards.double()
+    found = torch.zeros(int(samples.lengths.sum()), dtype=torch.float64)
+    some = samples.lengths > 0
+    found[(torch.cumsum(samples.lengths, 0) - 1)[some]] = samples.rewards.double()[some]
+    return found

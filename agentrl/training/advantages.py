@@ -1,0 +1,111 @@
+"""Advantages of a step, from its rewards and values: over the whole batch at once, before anything is dealt out."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from agentrl.algo.terms import Samples, TokenAdvantages
+from agentrl.errors import UserError
+from agentrl.recipe.schema import AlgorithmSection
+from agentrl.rollout.hooks import STEP
+from agentrl.rollout.trajectory import Trajectory
+from agentrl.training.batch import Batch
+
+Floats = npt.NDArray[np.float32]
+
+
+def with_advantages(batch: Batch, estimator: Any, config: AlgorithmSection) -> Batch:
+    """`batch` with the token column `advantages`, and `returns` where the estimator gives them, float32 [T], 0 where
+    nothing was sampled; and with the sample column `advantage`, the mean over a sample's tokens.
+
+    It reads the sample columns `reward` and `group`, and the token columns `step_rewards` and `values` where they are.
+    estimator: as algo's registry `advantages` gives it; config: the recipe's `algorithm`. Raises UserError when the
+    estimator gives something of another shape, or not finite.
+    """
+    sampled = batch.tokens["loss_mask"].astype(bool)
+    lengths = batch.sampled
+    if not lengths.any():
+        return _with_columns(batch, np.zeros(int(batch.offsets[-1]), np.float32), {})
+    values = batch.tokens.get("values")
+    samples = Samples(
+        rewards=torch.from_numpy(batch.samples["reward"]),
+        groups=torch.from_numpy(batch.samples["group"]),
+        lengths=torch.from_numpy(lengths),
+        token_rewards=torch.from_numpy(token_rewards(batch)[sampled]),
+        values=None if values is None else torch.from_numpy(values[sampled]),
+    )
+    found = estimator(samples, config)
+    each = found if isinstance(found, TokenAdvantages) else _spread(found, samples.lengths, config)
+    columns = {"advantages": each.advantages} | ({} if each.returns is None else {"returns": each.returns})
+    tokens = {name: _column(name, column, sampled, config) for name, column in columns.items()}
+    return _with_columns(batch, tokens.pop("advantages"), tokens)
+
+
+def carries_gradient(batch: Batch) -> npt.NDArray[np.bool_]:
+    """Which samples have a token whose advantage is not 0, bool [S]."""
+    total = np.concatenate([[0], np.cumsum(batch.tokens["advantages"] != 0)])
+    some: npt.NDArray[np.bool_] = total[batch.offsets[1:]] > total[batch.offsets[:-1]]
+    return some
+
+
+def token_rewards(batch: Batch) -> Floats:
+    """Every sample's reward at its tokens, float32 [T]: what `step_rewards` says at its place, and all else at the last
+    sampled token. A sample without a sampled token earns nothing."""
+    found = batch.tokens.get("step_rewards", np.zeros(int(batch.offsets[-1]), np.float32)).copy()
+    at = np.flatnonzero(batch.tokens["loss_mask"])
+    filled = batch.sampled > 0
+    last = at[np.cumsum(batch.sampled)[filled] - 1]
+    before = np.concatenate([[0.0], np.cumsum(found, dtype=np.float64)])
+    paid = before[batch.offsets[1:]] - before[batch.offsets[:-1]]
+    found[last] += (batch.samples["reward"] - paid)[filled].astype(np.float32)
+    return found
+
+
+def step_rewards(trajectories: Sequence[Trajectory]) -> Floats:
+    """The weighed step rewards of the turns, each at the last sampled token of its turn: float32 [T] over all of them.
+
+    A turn that sampled nothing pays at the last token sampled before it; before the first, its reward is left to the
+    end of the sample.
+    """
+    columns = [np.zeros(0, np.float32)]
+    for t in trajectories:
+        column, last = np.zeros(len(t.ids), np.float32), -1
+        for turn in t.turns:
+            last = turn.end - 1 if turn.end > turn.start else last
+            if last >= 0:
+                column[last] += turn.reward * t.weights.get(STEP, 1.0)
+        columns.append(column)
+    return np.concatenate(columns)
+
+
+def _spread(found: Any, lengths: Tensor, config: AlgorithmSection) -> TokenAdvantages:
+    if not isinstance(found, Tensor) or found.shape != lengths.shape:
+        got = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
+        raise UserError(
+            f"algorithm.advantage {config.advantage!r} gave {got}, not a tensor [{len(lengths)}] or TokenAdvantages"
+        )
+    return TokenAdvantages(torch.repeat_interleave(found, lengths))
+
+
+def _column(name: str, found: Tensor, sampled: npt.NDArray[np.bool_], config: AlgorithmSection) -> Floats:
+    tokens = int(sampled.sum())
+    if found.shape != (tokens,):
+        raise UserError(
+            f"algorithm.advantage {config.advantage!r} gave {name} of shape {list(found.shape)}, not [{tokens}], "
+            "one for every sampled token"
+        )
+    if not bool(torch.isfinite(found).all()):
+        raise UserError(f"algorithm.advantage {config.advantage!r} gave {name} that are not finite")
+    column = np.zeros(len(sampled), np.float32)
+    column[sampled] = found.float().numpy()
+    return column
+
+
+def _with_columns(batch: Batch, advantages: Floats, others: dict[str, Floats]) -> Batch:
+    total = np.concatenate([[0.0], np.cumsum(advantages, dtype=np.float64)])
+    mean = (total[batch.offsets[1:]] - total[batch.offsets[:-1]]) / np.maximum(batch.sampled, 1)
+    return batch.with_tokens(advantages=advantages, **others).with_samples(advantage=mean.astype(np.float32))

@@ -1,0 +1,111 @@
+"""One packed row computed by several ranks, each with a slice of its tokens (Ulysses, arXiv:2309.14509).
+
+Embeddings, norms and MLPs see P / s tokens a rank. Around attention the ranks exchange tokens for heads, so that each
+attends over the whole row with H / s of the heads, by the same plan as one process would. What one process would
+compute is what the ranks compute: log-probs are equal, and the parameters' gradients add up over the ranks.
+"""
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from agentrl.errors import UserError
+from agentrl.training.attention import Plan, attend, plan
+from agentrl.training.forward import ModuleForward, attending
+from agentrl.training.kernels import token_logprobs
+from agentrl.training.packing import Packed
+
+
+class SequenceParallelForward(ModuleForward):
+    """A `Forward` that the ranks of `group` call with equal arguments.
+
+    Every rank gets all log-probs and entropies [N], with a gradient for those alone that its own tokens predict. So a
+    loss of them is the same on every rank, and its gradients must be added up over the ranks of the group.
+
+    Raises UserError when the model's attention heads cannot be dealt out evenly.
+    """
+
+    def __init__(self, model: PreTrainedModel, group: dist.ProcessGroup) -> None:
+        super().__init__(model)
+        self.group, self.ranks, self.rank = group, dist.get_world_size(group), dist.get_rank(group)
+        heads: int = model.config.get_text_config().num_attention_heads
+        if heads % self.ranks:
+            raise UserError(
+                f"cluster.sequence_parallel: {self.ranks} workers cannot share {heads} attention heads evenly;"
+                f" choose one of {', '.join(str(n) for n in range(1, heads + 1) if heads % n == 0)}"
+            )
+
+    def __call__(self, packed: Packed, temperature: float) -> tuple[Tensor, Tensor]:
+        device = self.head.weight.device
+        width = -(-len(packed.ids) // self.ranks)
+        start, end = self.rank * width, (self.rank + 1) * width
+        layout = plan(packed.segments, device)
+        with attending(self.model, lambda q, k, v, scale: self._attend(q, k, v, layout, scale)):
+            states = self.base(
+                input_ids=_slice(packed.ids, start, width).to(device)[None],
+                position_ids=_slice(packed.positions, start, width).to(device)[None],
+                use_cache=False,
+            ).last_hidden_state[0]
+        own = np.flatnonzero((packed.predict >= start) & (packed.predict < end))
+        chosen = states.index_select(0, torch.from_numpy(packed.predict[own] - start).to(device))
+        target = torch.from_numpy(packed.target[own]).to(device)
+        found = torch.stack(token_logprobs(chosen, self.head.weight, self.head.bias, target, temperature))
+        logprobs, entropies = self._gathered(found, torch.from_numpy(own).to(device), len(packed.predict))
+        return logprobs, entropies
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, layout: Plan, scale: float) -> Tensor:
+        """query [W, H, D], key and value [W, G, D] of this rank's slice to [W, H * D]: attention over the whole row."""
+        copies = math.lcm(key.shape[1], self.ranks) // key.shape[1]  # so that every rank gets the keys of its queries
+        keys_values = [x.repeat_interleave(copies, 1) if copies > 1 else x for x in (key, value)]
+        by_rank = [x.unflatten(1, (self.ranks, -1)) for x in (query, *keys_values)]
+        sizes = [x.shape[2] for x in by_rank]
+        row = self._exchange(torch.cat(by_rank, 2).transpose(0, 1)).flatten(0, 1)
+        tokens = len(layout.back)
+        mixed = attend(*row[:tokens].split(sizes, 1), layout, scale)
+        padded = F.pad(mixed, (0, 0, 0, len(row) - tokens))
+        heads = self._exchange(padded.unflatten(0, (self.ranks, -1)))
+        return heads.transpose(0, 1).flatten(1)
+
+    def _exchange(self, parts: Tensor) -> Tensor:
+        """parts [s, ...]: part i goes to rank i; back come the parts that the ranks have for this one, in their
+        order."""
+        exchanged: Tensor = _AllToAll.apply(parts, self.group)
+        return exchanged
+
+    def _gathered(self, found: Tensor, own: Tensor, predictions: int) -> Tensor:
+        """This rank's columns [2, own] among those of all ranks [2, N], which have no gradient."""
+        everyone = torch.zeros(len(found), predictions, dtype=found.dtype, device=found.device)
+        everyone.index_copy_(1, own, found.detach())
+        dist.all_reduce(everyone, group=self.group)
+        return everyone.index_copy(1, own, found)
+
+
+class _AllToAll(torch.autograd.Function):
+    """[s, ...] to [s, ...]; its transpose, which carries the gradient back, is the same exchange."""
+
+    @staticmethod
+    def forward(ctx: Any, parts: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _all_to_all(parts, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return _all_to_all(gradients[0], ctx.group), None
+
+
+def _all_to_all(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
+    received = torch.empty(parts.shape, dtype=parts.dtype, device=parts.device)
+    dist.all_to_all_single(received, parts.contiguous(), group=group)
+    return received
+
+
+def _slice(column: np.ndarray, start: int, width: int) -> Tensor:
+    """width entries from `start` on, zeros behind the end."""
+    part = column[start : start + width]
+    return torch.from_numpy(np.pad(part, (0, width - len(part))))

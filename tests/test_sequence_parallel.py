@@ -21,8 +21,10 @@ from agentrl.training.forward import Forward, ModuleForward
 from agentrl.training.packing import Packed, forest, pack
 from agentrl.training.sequence_parallel import SequenceParallelForward
 
-ONE_KV_HEAD = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 16,
-               "num_attention_heads": 4, "num_key_value_heads": 1, "initializer_range": 0.2}  # fmt: skip
+ONE_KV_HEAD: dict[str, Any] = {
+    "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 16,
+    "num_attention_heads": 4, "num_key_value_heads": 1, "initializer_range": 0.2,
+}  # fmt: skip
 ROWS = {"even": SHAPES, "uneven": [(9, [12, 5, 1, 7]), (4, [3])], "short": [(1, [1])], "first half": [(20, [1])]}
 MODELS = ("qwen3", "qwen2", "gpt2", "one kv head")
 
@@ -100,6 +102,11 @@ class Root(torch.nn.Module):
         return self.run(row, temperature)
 
 
+def _whole(gradient: Any) -> Tensor:
+    whole: Tensor = gradient.full_tensor()
+    return whole
+
+
 def sharded(group: dist.ProcessGroup, row: Packed) -> list[dict[str, Any]]:
     """Two passes under FSDP2, the loss times the ranks, as it averages."""
     model = make_model("qwen3")
@@ -111,7 +118,7 @@ def sharded(group: dist.ProcessGroup, row: Packed) -> list[dict[str, Any]]:
     for _ in range(2):
         logprobs, _ = root(row, 0.8)
         (2 * logprobs.sum()).backward()
-        gradients = {n: p.grad.full_tensor() for n, p in model.named_parameters() if p.grad is not None}
+        gradients: Any = {n: _whole(p.grad) for n, p in model.named_parameters() if p.grad is not None}
         found.append({"logprobs": logprobs.detach(), "gradients": gradients})
         model.zero_grad()
     return found
@@ -165,7 +172,7 @@ def added(first: dict[str, Tensor], second: dict[str, Tensor]) -> dict[str, Tens
 def same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
     assert found.keys() == wanted.keys()
     for name, gradient in wanted.items():
-        torch.testing.assert_close(found[name], gradient, atol=1e-5, rtol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(found[name], gradient, atol=1e-5, rtol=1e-5, msg=f"{name} differs")
 
 
 @pytest.mark.parametrize("row", ROWS)

@@ -67,7 +67,8 @@ class SequenceParallelForward(ModuleForward):
         sizes = [x.shape[2] for x in by_rank]
         row = self._exchange(torch.cat(by_rank, 2).transpose(0, 1)).flatten(0, 1)
         tokens = len(layout.back)
-        mixed = attend(*row[:tokens].split(sizes, 1), layout, scale)
+        q, k, v = row[:tokens].split(sizes, 1)
+        mixed = attend(q, k, v, layout, scale)
         padded = F.pad(mixed, (0, 0, 0, len(row) - tokens))
         heads = self._exchange(padded.unflatten(0, (self.ranks, -1)))
         return heads.transpose(0, 1).flatten(1)

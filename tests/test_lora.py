@@ -137,7 +137,7 @@ def test_only_the_adapter_changes_in_a_step() -> None:
 
 def test_the_reference_is_the_model_with_its_adapter_off() -> None:
     learner = Learner.alone(stirred(tiny()), recipe(algorithm={"kl_coef": 0.1}))
-    found = learner.actor.reference_logprobs(batch())
+    found = learner.reference.logprobs(batch())
     np.testing.assert_allclose(found, Learner.alone(plain(), Recipe()).actor.logprobs(batch()), atol=1e-5)
     assert np.abs(found - learner.actor.logprobs(batch())).max() > 0.01
     assert learner.update(batch())["train/kl"] > 0.001

@@ -144,7 +144,7 @@ def test_a_run_with_no_step_evaluates_and_saves(tmp_path: Path, monkeypatch: pyt
 MISTAKES = [
     (["track.trackers=[train_plugins:Bok]"], r"tracker 'train_plugins:Bok': .*did you mean 'Book'"),
     (["eval.splits=[tset]"], r"eval.splits: environment 'gsm8k' has no split 'tset'; did you mean 'test'\?"),
-    (["algorithm.advantage=grop"], r"no advantage 'grop'; did you mean 'grpo'\?"),
+    (["algorithm.advantage=grop"], r"no advantage 'grop'; did you mean 'grpo'"),
     (["algorithm.loss=ppo"], r"no loss 'ppo'"),
     (["engine.name=locl"], r"no engine 'locl' is installed; did you mean 'local'\?"),
     (["env.name=train_plugins:Empty"], r"environment 'gsm8k' \(source generated\) has no task in train"),

@@ -17,13 +17,14 @@ import torch
 from agentrl.algo import advantages, losses
 from agentrl.algo.aggregation import token_weights
 from agentrl.algo.off_policy import OffPolicy
-from agentrl.algo.terms import Samples
 from agentrl.recipe.schema import Recipe
 from agentrl.rollout.trajectory import Group
 from agentrl.training.actor import Actor, off_policy_of
+from agentrl.training.advantages import carries_gradient, step_rewards, with_advantages
 from agentrl.training.batch import Batch
 from agentrl.training.meter import Meter
 from agentrl.training.optimizer import learning_rate
+from agentrl.training.reference import Reference
 
 Floats = npt.NDArray[np.float32]
 Bools = npt.NDArray[np.bool_]
@@ -40,16 +41,31 @@ class Policy(Protocol):
 
     def logprobs(self, batch: Batch) -> Floats: ...
 
-    def reference_logprobs(self, batch: Batch) -> Floats: ...
-
     def update(self, batch: Batch, rate: float) -> Meter: ...
 
 
-class Learner:
-    """Learns by `recipe`. `steps`: updates of the loop so far."""
+class Frozen(Protocol):
+    """Likewise of the reference."""
 
-    def __init__(self, recipe: Recipe, actor: Policy) -> None:
-        self.recipe, self.actor = recipe, actor
+    def logprobs(self, batch: Batch) -> Floats: ...
+
+
+class Values(Protocol):
+    """Likewise of the critic; see `Critic`."""
+
+    def values(self, batch: Batch) -> Floats: ...
+
+    def update(self, batch: Batch, rate: float) -> Any: ...
+
+
+class Learner:
+    """Learns by `recipe`. `steps`: updates of the loop so far. reference: where `kl_coef` wants one; critic: where the
+    recipe has one."""
+
+    def __init__(
+        self, recipe: Recipe, actor: Policy, reference: Frozen | None = None, critic: Values | None = None
+    ) -> None:
+        self.recipe, self.actor, self.reference, self.critic = recipe, actor, reference, critic
         self.advantage = advantages.get(recipe.algorithm.advantage)
         self._vanishes = getattr(losses.get(recipe.algorithm.loss), "vanishes_with_advantage", False)
         self.steps = 0
@@ -57,7 +73,9 @@ class Learner:
     @classmethod
     def alone(cls, model: Any, recipe: Recipe) -> "Learner":
         """All of it in this process, on `model`, in place."""
-        return cls(recipe, Actor(model, recipe))
+        actor = Actor(model, recipe)
+        reference = Reference.alone(recipe, model, actor.forward) if recipe.algorithm.kl_coef > 0 else None
+        return cls(recipe, actor, reference, _critic(recipe) if recipe.critic else None)
 
     @property
     def model(self) -> Any:
@@ -76,55 +94,70 @@ class Learner:
         torch.set_rng_state(state["rng"])
 
     def learn(self, groups: Sequence[Group]) -> dict[str, float]:
-        """One step: advantages, old log-probs, reference, update. Returns the metrics of `update`."""
-        return self.update(self.with_advantages(Batch.from_groups(groups)))
+        """One step: values, advantages, old log-probs, reference, updates. Returns the metrics of `update`."""
+        batch = Batch.from_groups(groups)
+        trajectories = [t for group in groups for t in group.trajectories]
+        return self.update(self.with_advantages(batch.with_tokens(step_rewards=step_rewards(trajectories))))
 
     def with_advantages(self, batch: Batch) -> Batch:
-        """With the token column `advantages`."""
-        columns = batch.samples
-        samples = Samples(
-            torch.from_numpy(columns["reward"]), torch.from_numpy(columns["group"]), torch.from_numpy(batch.sampled)
-        )
-        found: Floats = (
-            self.advantage(samples, self.recipe.algorithm).float().numpy() if len(batch) else np.zeros(0, np.float32)
-        )
-        return batch.with_tokens(advantages=batch.spread(found))
+        """With the token column `advantages`; with `values` and `returns` where there is a critic."""
+        if self.critic is not None:
+            batch = batch.with_tokens(values=self.critic.values(batch))
+        return with_advantages(batch, self.advantage, self.recipe.algorithm)
 
     def update(self, batch: Batch) -> dict[str, float]:
         """One step of the loop: mini-batches x epochs of optimizer updates on `batch`, which has `advantages`.
 
         With one update the old log-probs are those of the pass that is differentiated: they cost no pass of their own.
         Metrics, under train/: loss, grad_norm, lr, entropy, clip fractions and what else the loss measures, kl (with a
-        reference), tokens and samples (computed); mismatch/..., against the engine's log-probs (see `Meter`).
+        reference), tokens and samples (computed); mismatch/... (see `Meter`); critic/..., where there is one.
+        In the critic's warm-up it alone is updated.
         """
-        train = self.recipe.train
+        train, critic = self.recipe.train, self.recipe.critic
         rate = learning_rate(self.steps, train.steps, train.lr, train.schedule, train.warmup_steps)
         meter = Meter(corrected=off_policy_of(self.recipe) != OffPolicy.NONE)
-        useful = self._useful(batch)
+        waits = critic is not None and self.steps < critic.warmup_steps
+        if not waits:
+            batch = self._with_old(batch)
+        learned: list[Any] = []
+        for part in self._mini_batches(batch):
+            if self.critic is not None:
+                learned.append(self._update_critic(part))
+            if not waits:
+                self._update_actor(part, rate, meter)
+        self.steps += 1
+        return {**meter.result(rate), **_of_critic(learned), "train/parameters": self.actor.trained}
+
+    def _with_old(self, batch: Batch) -> Batch:
+        """With the log-probs that the loss compares with, of the samples that carry a gradient."""
+        train, useful = self.recipe.train, self._useful(batch)
         if train.mini_batches * train.epochs > 1 and useful.any():
             batch = batch.with_tokens(old_logprobs=_scatter(batch, useful, self.actor.logprobs))
-        if self.recipe.algorithm.kl_coef > 0:
-            batch = batch.with_tokens(reference_logprobs=_scatter(batch, useful, self.actor.reference_logprobs))
-        for part in self._mini_batches(batch):
-            self._one_update(part, rate, meter)
-        self.steps += 1
-        return {**meter.result(rate), "train/parameters": self.actor.trained}
+        if self.reference is not None:
+            batch = batch.with_tokens(reference_logprobs=_scatter(batch, useful, self.reference.logprobs))
+        return batch
 
-    def _one_update(self, batch: Batch, rate: float, meter: Meter) -> None:
+    def _update_actor(self, batch: Batch, rate: float, meter: Meter) -> None:
         """Fix the weights by the whole update, leave out what carries no gradient, let the actor do the rest."""
-        weights = token_weights(batch.sampled, self.recipe.algorithm.aggregation)
-        weighed = batch.with_tokens(weight=batch.spread(weights)).select(np.flatnonzero(self._useful(batch)))
+        weighed = self._weighed(batch).select(np.flatnonzero(self._useful(batch)))
         if len(weighed):
             meter.add(self.actor.update(weighed, rate), len(weighed))
+
+    def _update_critic(self, batch: Batch) -> Any:
+        assert self.critic is not None
+        assert self.recipe.critic is not None
+        return self.critic.update(self._weighed(batch), self.recipe.critic.lr)
+
+    def _weighed(self, batch: Batch) -> Batch:
+        weights = token_weights(batch.sampled, self.recipe.algorithm.aggregation)
+        return batch.with_tokens(weight=batch.spread(weights))
 
     def _useful(self, batch: Batch) -> Bools:
         """Which samples can carry a gradient, bool [S]."""
         algorithm = self.recipe.algorithm
         if algorithm.kl_coef > 0 or algorithm.entropy_coef > 0 or not self._vanishes:
             return batch.sampled > 0
-        moving = np.concatenate([[0], np.cumsum(batch.tokens["advantages"] != 0)])
-        useful: Bools = (moving[batch.offsets[1:]] > moving[batch.offsets[:-1]]) & (batch.sampled > 0)
-        return useful
+        return carries_gradient(batch) & (batch.sampled > 0)
 
     def _mini_batches(self, batch: Batch) -> Iterator[Batch]:
         """Every epoch in a new order of groups, seeded by the step."""
@@ -144,3 +177,17 @@ def _scatter(batch: Batch, useful: Bools, compute: Callable[[Batch], Floats]) ->
     found = np.zeros(int(batch.offsets[-1]), np.float32)
     found[np.repeat(useful, batch.lengths)] = compute(batch.select(np.flatnonzero(useful)))
     return found
+
+
+def _critic(recipe: Recipe) -> Values:
+    from agentrl.training.critic import Critic
+
+    return Critic(recipe)
+
+
+def _of_critic(learned: Sequence[Any]) -> dict[str, float]:
+    """The metrics of the critic's updates: means over them."""
+    if not learned:
+        return {}
+    found = [each.result() for each in learned]
+    return {name: sum(one[name] for one in found) / len(found) for name in found[0]}

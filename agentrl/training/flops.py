@@ -1,0 +1,156 @@
+"""How much arithmetic a model's passes are, and how much its device could do: model FLOPs utilisation.
+
+Counted as in appendix B of PaLM (Chowdhery et al., arXiv:2204.02311): two operations a parameter and token forwards,
+four backwards, and those of attention; nothing for what is computed again in the backward pass, for norms or for
+softmax. Stricter than there: only tokens and predictions of the packed row count, and only pairs of tokens that attend.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from agentrl.engine.local.dense import linear
+from agentrl.training.packing import Packed, Segment
+
+TERA = 1e12
+PEAKS = {  # teraFLOP/s without sparsity: (bfloat16 with tensor cores, float32), by a part of the device's name
+    "GB200": (2500.0, 80.0), "B200": (2250.0, 75.0), "GH200": (989.4, 67.0), "H200": (989.4, 67.0),
+    "H100 PCIe": (756.0, 51.0), "H100 NVL": (835.0, 60.0), "H100": (989.4, 67.0), "H800": (989.4, 67.0),
+    "H20": (148.0, 44.0), "A100": (312.0, 19.5), "A800": (312.0, 19.5), "L40S": (362.0, 91.6), "L40": (181.0, 90.5),
+    "L4": (121.0, 30.3), "RTX 6000 Ada": (364.0, 91.1), "RTX A6000": (154.8, 38.7), "RTX 5090": (209.5, 104.8),
+    "RTX 4090": (165.2, 82.6), "RTX 3090": (71.0, 35.6), "A10": (125.0, 31.2), "MI325X": (1307.4, 163.4),
+    "MI300X": (1307.4, 163.4), "MI250X": (383.0, 47.9),
+}  # fmt: skip
+"""From the makers' data sheets. Where a name contains several, the first counts."""
+PROBE_SECONDS = 0.1  # that the measuring of a CPU may take, about
+PROBE_WIDTH = 1024  # of the largest matrix that it multiplies
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Of a causal model. body, head: parameters in matrices that every token passes, and of the output layer, which
+    only predictions pass. trained_body, trained_head: those with gradients. pair: forward operations of a token that
+    attends to another, over all layers (4 x layers x heads x head size)."""
+
+    body: int
+    head: int
+    trained_body: int
+    trained_head: int
+    pair: int
+
+    @classmethod
+    def of(cls, model: Any) -> "Cost":
+        """From its parameters' whole shapes, sharded or not. Of experts, as many count as a token passes."""
+        text = model.config.get_text_config()
+        output, embedding = model.get_output_embeddings(), model.get_input_embeddings().weight
+        head: Any = None if output is None else output.weight
+        body = trained = 0
+        for name, parameter in model.named_parameters():
+            if parameter.dim() > 1 and parameter is not head and parameter is not embedding:
+                count = int(parameter.numel() * (_active(text) if ".experts." in name else 1))
+                body += count
+                trained += count if parameter.requires_grad else 0
+        size = 0 if head is None else head.numel()
+        heads = text.num_attention_heads
+        head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
+        pair = 4 * text.num_hidden_layers * heads * head_dim
+        return cls(body, size, trained, size if size and head.requires_grad else 0, pair)
+
+    def forward(self, tokens: int, predictions: int, pairs: int) -> float:
+        """FLOPs of a forward pass."""
+        return 2.0 * (self.body * tokens + self.head * predictions) + float(self.pair * pairs)
+
+    def update(self, tokens: int, predictions: int, pairs: int) -> float:
+        """FLOPs of a forward and backward pass; a frozen matrix needs no gradient of its own."""
+        own = 2.0 * (self.trained_body * tokens + self.trained_head * predictions)
+        return 2 * self.forward(tokens, predictions, pairs) + own + float(self.pair * pairs)
+
+
+def _active(text: Any) -> float:
+    experts = getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None)
+    return text.num_experts_per_tok / experts if experts else 1.0
+
+
+def attended(segments: Sequence[Segment]) -> int:
+    """Pairs of tokens in a packed row of which one attends to the other, or to itself."""
+    total = 0
+    for s in segments:
+        length = s.end - s.start
+        total += length * (s.prefix_end - s.prefix_start) + length * (length + 1) // 2
+    return total
+
+
+class Work:
+    """Counts the FLOPs of one process's passes. peak: what its device can do, FLOP/s; None where nobody knows."""
+
+    def __init__(self, cost: Cost, peak: float | None) -> None:
+        self.cost, self.peak = cost, peak
+        self._flops = 0.0
+
+    @classmethod
+    def of(cls, model: Any, compute: torch.dtype | None = None) -> "Work":
+        """compute: what it computes in, where that is not its weights' own type."""
+        weight = next(model.parameters())
+        return cls(Cost.of(model), peak_flops(weight.device, compute or weight.dtype))
+
+    def forward(self, packed: Packed) -> None:
+        self._flops += self.cost.forward(len(packed.ids), len(packed.predict), attended(packed.segments))
+
+    def update(self, packed: Packed) -> None:
+        self._flops += self.cost.update(len(packed.ids), len(packed.predict), attended(packed.segments))
+
+    def take(self) -> float:
+        """FLOPs since the last call."""
+        found, self._flops = self._flops, 0.0
+        return found
+
+
+class Counted:
+    """A forward whose calls are counted: as updates where gradients are recorded, else as forward passes."""
+
+    def __init__(self, forward: Any, work: Work) -> None:
+        self._forward, self._work = forward, work
+
+    def __call__(self, packed: Packed, *arguments: Any) -> Any:
+        (self._work.update if torch.is_grad_enabled() else self._work.forward)(packed)
+        return self._forward(packed, *arguments)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._forward, name)
+
+
+def utilisation(flops: float, seconds: float, peak: float | None) -> dict[str, float]:
+    """The metrics train/tflops (a second, of all devices) and train/mfu, their share of what those could do."""
+    found = {"train/tflops": flops / seconds / TERA}
+    return {**found, "train/mfu": flops / seconds / peak} if peak else found
+
+
+def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
+    """FLOP/s of matrix products: from the data sheet of a known GPU (None: not known), measured on a CPU."""
+    if device.type == "cuda":
+        return known_peak(torch.cuda.get_device_name(device), dtype)
+    return _measured_peak(dtype) if device.type == "cpu" else None
+
+
+def known_peak(name: str, dtype: torch.dtype) -> float | None:
+    """By the name that the driver gives the device."""
+    found = next((peaks for part, peaks in PEAKS.items() if part in name), None)
+    return None if found is None else TERA * found[dtype == torch.float32]
+
+
+def _measured_peak(dtype: torch.dtype) -> float:
+    """The best of a few products, larger ones while there is time."""
+    best, spent, width = 0.0, 0.0, 128
+    while spent < PROBE_SECONDS:
+        a, b = torch.ones(width, width, dtype=dtype), torch.ones(width, width, dtype=dtype)
+        began = perf_counter()
+        with torch.no_grad():
+            linear(a, b)
+        took = perf_counter() - began
+        best, spent = max(best, 2 * width**3 / took), spent + took
+        if took < PROBE_SECONDS / 16:
+            width = min(2 * width, PROBE_WIDTH)
+    return best

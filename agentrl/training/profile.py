@@ -1,0 +1,117 @@
+"""Traces of chosen steps, one file a role and rank: `<run>/profile/step_N_<role>_<rank>.json.gz`, for a browser's
+chrome://tracing or ui.perfetto.dev, and beside it the operations that took longest, as text.
+
+torch records one trace a process at a time. Where two roles of a process work at once (rollout.overlap), the one that
+began first is recorded, its threads and the other's, and the other's file says how often it was not.
+"""
+
+import gzip
+import json
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from threading import Lock
+from typing import Any
+
+import torch
+
+TOP = 25  # operations in the table
+_RECORDING = Lock()  # of this process: two recordings at once crash torch
+
+
+@dataclass(slots=True)
+class _Sums:
+    """What one step's recordings of a role add up to. by_name: calls, CPU and device microseconds of its own."""
+
+    trace: dict[str, Any] | None = None
+    by_name: dict[str, tuple[int, float, float]] = field(default_factory=dict)
+    parts: int = 0
+    missed: int = 0
+
+
+class Profiler:
+    """Records the steps `steps` of one role in one process. `with profiler.step(n): ...` may be entered any number of
+    times for a step: its files then hold all of them. Other steps cost nothing."""
+
+    def __init__(self, folder: Path, role: str, rank: int = 0, steps: Collection[int] = ()) -> None:
+        self.folder, self.role, self.rank, self.steps = folder, role, rank, frozenset(steps)
+        self._step: int | None = None
+        self._sums = _Sums()
+
+    @contextmanager
+    def step(self, number: int) -> Iterator[None]:
+        if number not in self.steps:
+            yield
+            return
+        if number != self._step:
+            self._step, self._sums = number, _Sums()
+        if not _RECORDING.acquire(blocking=False):
+            self._sums.missed += 1
+            self._write_table()
+            yield
+            return
+        try:
+            recording = _recording()
+            with recording:
+                yield
+            self._add(recording)
+        finally:
+            _RECORDING.release()
+
+    def path(self, ending: str) -> Path:
+        """Of the current step's files."""
+        return self.folder / f"step_{self._step}_{self.role}_{self.rank}.{ending}"
+
+    def _add(self, recording: Any) -> None:
+        """Write the step's files anew, with this recording besides those before."""
+        sums = self._sums
+        sums.parts += 1
+        for entry in recording.key_averages():
+            calls, cpu, device = sums.by_name.get(entry.key, (0, 0.0, 0.0))
+            sums.by_name[entry.key] = (
+                calls + entry.count, cpu + entry.self_cpu_time_total, device + entry.self_device_time_total
+            )  # fmt: skip
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(dir=self.folder) as aside:
+            recording.export_chrome_trace(f"{aside}/trace.json")
+            trace = json.loads(Path(aside, "trace.json").read_text(encoding="utf-8"))
+            if sums.trace is None:
+                sums.trace = trace
+            else:
+                sums.trace["traceEvents"] += trace["traceEvents"]
+            whole = Path(aside, "whole.gz")
+            whole.write_bytes(gzip.compress(json.dumps(sums.trace).encode(), 4))
+            whole.replace(self.path("json.gz"))
+        self._write_table()
+
+    def _write_table(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.path("txt").write_text(self._table(), encoding="utf-8")
+
+    def _table(self) -> str:
+        """The TOP operations by their own time, on the device where it has any."""
+        sums = self._sums
+        rows = sorted(sums.by_name.items(), key=lambda row: max(row[1][1:]), reverse=True)
+        on_cpu = sum(cpu for _, (_, cpu, _) in rows)
+        on_device = sum(device for _, (_, _, device) in rows)
+        lines = [f"step {self._step}, {self.role} {self.rank}: {sums.parts} recordings"]
+        if sums.missed:
+            lines.append(f"{sums.missed} calls were not recorded: another role of this process was")
+        lines += [f"own time: CPU {on_cpu / 1e3:.1f} ms, device {on_device / 1e3:.1f} ms", ""]
+        lines.append(f"{'calls':>8} {'CPU ms':>10} {'device ms':>10}  operation")
+        for name, (calls, cpu, device) in rows[:TOP]:
+            lines.append(f"{calls:>8} {cpu / 1e3:>10.2f} {device / 1e3:>10.2f}  {name}")
+        return "\n".join(lines) + "\n"
+
+
+def _recording() -> Any:
+    from torch.profiler import ProfilerActivity, profile
+
+    activities = [ProfilerActivity.CPU]
+    if torch.cuda.is_available():
+        activities.append(ProfilerActivity.CUDA)
+    # Every thread of the process: an engine computes in one of its own, and so do backward passes.
+    config = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+    return profile(activities=activities, experimental_config=config)

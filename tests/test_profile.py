@@ -1,0 +1,218 @@
+"""What a run measures of itself: arithmetic, memory by phase, traces of chosen steps."""
+
+import gzip
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from agentrl.models import lora
+from agentrl.recipe.schema import LoraSection
+from agentrl.training import flops
+from agentrl.training.flops import Cost, Counted, Work, attended, known_peak, peak_flops, utilisation
+from agentrl.training.packing import Packed, Segment
+from agentrl.training.peaks import Peaks
+from agentrl.training.profile import Profiler
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 16,
+    "num_attention_heads": 4, "num_key_value_heads": 2,
+}  # fmt: skip
+
+
+def make_model(tied: bool = True) -> Any:
+    config = Qwen3Config(**SHAPE, tie_word_embeddings=tied)
+    config._attn_implementation = "eager"
+    return Qwen3ForCausalLM(config)
+
+
+def counted(model: Any, tokens: int, backward: bool) -> int:
+    """FLOPs of matrix products as torch counts them, every token attending to every one and predicting."""
+    with FlopCounterMode(display=False) as counter:
+        logits = model(input_ids=torch.zeros(1, tokens, dtype=torch.long), use_cache=False).logits
+        if backward:
+            logits.sum().backward()
+    return int(counter.get_total_flops())
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_operations_are_those_that_torch_counts(tied: bool) -> None:
+    model, tokens = make_model(tied), 40
+    cost = Cost.of(model)
+    assert cost.forward(tokens, tokens, tokens**2) == counted(model, tokens, backward=False)
+    assert cost.update(tokens, tokens, tokens**2) == counted(model, tokens, backward=True)
+
+
+def test_frozen_matrices_need_no_gradient_of_their_own() -> None:
+    model = make_model()
+    whole = Cost.of(model)
+    lora.add_adapter(model, LoraSection(rank=2, targets=("q_proj",)), "x")
+    adapted = Cost.of(model)
+    rank_two = 2 * 2 * (32 + 64)  # two layers, in and out
+    assert adapted.trained_body == rank_two
+    assert adapted.body == whole.body + rank_two
+    assert adapted.trained_head == 0
+    assert adapted.update(10, 10, 0) == 4.0 * (adapted.body + adapted.head) * 10 + 2 * rank_two * 10
+
+
+def test_of_experts_as_many_count_as_a_token_passes() -> None:
+    shape = SHAPE | {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "decoder_sparse_step": 1}
+    cost = Cost.of(Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape)))
+    attention = 32 * 16 * (4 + 2 + 2 + 4)
+    assert cost.body == 2 * (attention + 8 * 32 + 2 * 3 * 32 * 24)
+
+
+def test_pairs_are_those_that_attend() -> None:
+    segments = (Segment(0, 5), Segment(5, 8, 0, 5), Segment(8, 12, 0, 5), Segment(12, 14))
+    mask = np.zeros((14, 14), bool)
+    for s in segments:
+        for i in range(s.start, s.end):
+            mask[i, s.prefix_start : s.prefix_end] = mask[i, s.start : i + 1] = True
+    assert attended(segments) == mask.sum()
+
+
+def row(tokens: int = 12, predictions: int = 4) -> Packed:
+    places = np.arange(predictions)
+    return Packed(np.zeros(tokens, np.int64), np.arange(tokens), (Segment(0, tokens),), places, places, places)
+
+
+def test_a_counted_forward_tells_updates_from_forward_passes() -> None:
+    cost = Cost(body=10, head=3, trained_body=10, trained_head=3, pair=8)
+    work = Work(cost, None)
+    forward = Counted(lambda packed, temperature: (len(packed.ids), temperature), work)
+    assert forward(row(), 0.5) == (12, 0.5)
+    assert work.take() == 3 * (2 * (10 * 12 + 3 * 4) + 8 * 78)
+    with torch.no_grad():
+        forward(row(), 0.5)
+    assert work.take() == 2 * (10 * 12 + 3 * 4) + 8 * 78
+    assert work.take() == 0
+
+
+def test_utilisation_is_the_share_of_the_peak() -> None:
+    assert utilisation(6e12, 2.0, 12e12) == {"train/tflops": 3.0, "train/mfu": 0.25}
+    assert utilisation(6e12, 2.0, None) == {"train/tflops": 3.0}
+
+
+@pytest.mark.parametrize(
+    ("name", "tera"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989.4), ("NVIDIA H100 PCIe", 756), ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA L40S", 362), ("NVIDIA L4", 121), ("NVIDIA A10", 125), ("NVIDIA B200", 2250), ("NVIDIA GB200", 2500),
+        ("NVIDIA GeForce RTX 4090", 165.2), ("NVIDIA H200", 989.4), ("NVIDIA H20", 148),
+    ],
+)  # fmt: skip
+def test_known_gpus_are_found_by_their_names(name: str, tera: float) -> None:
+    assert known_peak(name, torch.bfloat16) == pytest.approx(tera * 1e12)
+    assert known_peak("Imagination 9000", torch.bfloat16) is None
+
+
+def test_a_cpu_is_measured() -> None:
+    found = peak_flops(torch.device("cpu"), torch.float32)
+    assert found is not None
+    assert 1e8 < found < 1e14
+    assert peak_flops(torch.device("meta"), torch.float32) is None
+
+
+def test_the_peak_of_a_phase_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    peaks = Peaks()
+    with peaks.phase("before"):
+        pass
+    with peaks.phase("large"):
+        torch.ones(60_000_000).sum()  # 240 MB
+    with peaks.phase("after"):
+        pass
+    found = peaks.take()
+    assert found["memory/large_gb"] > found["memory/before_gb"] + 0.2
+    assert found["memory/after_gb"] < found["memory/large_gb"] - 0.2
+    assert peaks.take() == {}
+    assert peaks.most == found
+    assert peaks.describe().startswith("most memory: before ")
+
+
+def test_a_peak_counts_for_every_phase_under_way() -> None:
+    peaks = Peaks()
+    inside, go_on = threading.Event(), threading.Event()
+
+    def other() -> None:
+        with peaks.phase("other"):
+            inside.set()
+            go_on.wait()
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    inside.wait()
+    with peaks.phase("large"):
+        torch.ones(60_000_000).sum()
+    go_on.set()
+    thread.join()
+    found = peaks.take()
+    assert found["memory/other_gb"] >= found["memory/large_gb"]
+
+
+def test_where_the_high_water_mark_cannot_be_read_it_is_the_whole_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agentrl.training.peaks._RESET", Path("/proc/self/nothing"))
+    peaks = Peaks()
+    with peaks.phase("train"):
+        pass
+    assert peaks.take()["memory/train_gb"] > 0.1
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    events: list[dict[str, Any]] = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+    return events
+
+
+def test_a_trace_holds_what_its_steps_computed_and_nothing_else(tmp_path: Path) -> None:
+    profiler = Profiler(tmp_path / "profile", "actor", 1, steps=[2])
+    for step in (1, 2, 3):
+        for function in (torch.sin, torch.cos):  # two calls of one step make one file
+            with profiler.step(step):
+                function(torch.ones(8) * step)
+    assert sorted(p.name for p in (tmp_path / "profile").iterdir()) == ["step_2_actor_1.json.gz", "step_2_actor_1.txt"]
+    names = [event["name"] for event in read(tmp_path / "profile" / "step_2_actor_1.json.gz") if event["ph"] == "X"]
+    assert (names.count("aten::sin"), names.count("aten::cos"), names.count("aten::mul")) == (1, 1, 2)
+    table = (tmp_path / "profile" / "step_2_actor_1.txt").read_text()
+    assert table.startswith("step 2, actor 1: 2 recordings\n")
+    assert any(line.split()[0] == "2" and line.endswith("aten::mul") for line in table.splitlines()[4:])
+
+
+def test_what_another_thread_computes_is_recorded_too(tmp_path: Path) -> None:
+    profiler = Profiler(tmp_path, "engine", steps=[1])
+    begin = threading.Event()
+    thread = threading.Thread(target=lambda: (begin.wait(), torch.sin(torch.ones(4))))
+    thread.start()
+    with profiler.step(1):
+        begin.set()
+        thread.join()
+    assert "aten::sin" in {event["name"] for event in read(tmp_path / "step_1_engine_0.json.gz")}
+
+
+def test_two_roles_at_once_are_not_recorded_twice(tmp_path: Path) -> None:
+    """torch ends the process when it is asked to."""
+    first, second = (Profiler(tmp_path, role, steps=[1]) for role in ("engine", "actor"))
+    with first.step(1), second.step(1):
+        torch.sin(torch.ones(4))
+    assert "1 calls were not recorded" in (tmp_path / "step_1_actor_0.txt").read_text()
+    assert not (tmp_path / "step_1_actor_0.json.gz").exists()
+    assert "aten::sin" in {event["name"] for event in read(tmp_path / "step_1_engine_0.json.gz")}
+
+
+def test_an_error_in_a_recorded_step_is_the_callers_and_frees_the_recorder(tmp_path: Path) -> None:
+    profiler = Profiler(tmp_path, "actor", steps=[1])
+    with pytest.raises(ZeroDivisionError), profiler.step(1):
+        1 / 0  # noqa: B018
+    with profiler.step(1):
+        torch.sin(torch.ones(4))
+    assert (tmp_path / "step_1_actor_0.json.gz").exists()
+
+
+def test_measuring_a_cpu_takes_a_moment_however_slow_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter(range(100))
+    monkeypatch.setattr(flops, "perf_counter", lambda: float(next(clock)))  # every product takes a second
+    assert peak_flops(torch.device("cpu"), torch.float32) == 2 * 128**3

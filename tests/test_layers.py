@@ -14,7 +14,7 @@ LAYERS = (
     ("report",),
     ("eval",),
     ("rollout",),
-    ("data", "engine", "models"),
+    ("data", "engine", "models", "cluster"),
     ("plugins", "chat", "algo"),
     ("recipe", "scaffold"),
     ("errors",),

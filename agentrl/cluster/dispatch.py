@@ -1,0 +1,132 @@
+"""`Dispatch`: how the arguments of one call reach many workers, and how their outputs become one result."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar, runtime_checkable
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+"""Positional and named ones of a single call."""
+MARK = "__agentrl_registered__"
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a dispatch knows of its group. Ranks r // sequence_parallel work on the same part of the data."""
+
+    workers: int
+    sequence_parallel: int = 1
+
+    @property
+    def parts(self) -> int:
+        """Into how many parts data are dealt."""
+        return self.workers // self.sequence_parallel
+
+
+Scatter = Callable[[Shape, tuple[Any, ...], dict[str, Any]], tuple[list[Arguments | None], Any]]
+"""The arguments of each rank (None: not called), and whatever `Gather` needs to know of how they were dealt. Where
+several ranks are given the very same object, it travels once."""
+Gather = Callable[[Shape, list[Any], Any], Any]
+"""The result, from one output a rank (None of those not called) and what `Scatter` kept."""
+
+
+@dataclass(frozen=True)
+class Dispatch:
+    """A mode of calling a group. `ONE_TO_ALL`, `ALL_TO_ALL`, `RANK_ZERO` and `SPLIT` ship; a user's own is made alike.
+
+    Raises what its functions raise, before anything is sent.
+    """
+
+    name: str
+    scatter: Scatter
+    gather: Gather
+
+
+@runtime_checkable
+class Dealable(Protocol):
+    """Data that can be dealt: `deal(parts)` gives an object with `parts` (a list, one entry a part, any of them may be
+    empty) and `join(outputs)`, which puts the outputs of the parts together."""
+
+    def deal(self, parts: int) -> Any: ...
+
+
+def register(dispatch: "Dispatch | None" = None, *, blocking: bool = True) -> Callable[[F], F]:
+    """Marks a method of a `Worker` as callable through its group. dispatch: ONE_TO_ALL if not given.
+    blocking: False gives a `Future` at once, as `group.method.future(...)` always does."""
+    if dispatch is not None and not isinstance(dispatch, Dispatch):
+        raise TypeError(f"register() takes a Dispatch, as in @register(dispatch=SPLIT), not {dispatch!r}")
+
+    def mark(method: F) -> F:
+        setattr(method, MARK, (dispatch or ONE_TO_ALL, blocking))
+        return method
+
+    return mark
+
+
+def registered(worker_class: type) -> dict[str, tuple[Dispatch, bool]]:
+    """The marked methods of a class and its bases: name -> (dispatch, blocking). A method that is overridden without
+    a mark keeps that of its base."""
+    found: dict[str, tuple[Dispatch, bool]] = {}
+    for base in reversed(worker_class.__mro__):
+        for name, member in vars(base).items():
+            if mark := getattr(member, MARK, None):
+                found[name] = mark
+    return found
+
+
+def _named(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[int | str, Any]]:
+    return [*enumerate(args), *kwargs.items()]
+
+
+def _outputs(shape: Shape, outputs: list[Any], kept: Any) -> list[Any]:
+    return outputs
+
+
+def _to_all(shape: Shape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Arguments | None], None]:
+    same = (args, kwargs)
+    return [same] * shape.workers, None
+
+
+def _one_each(shape: Shape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Arguments | None], None]:
+    for name, value in _named(args, kwargs):
+        if not isinstance(value, list | tuple) or len(value) != shape.workers:
+            raise TypeError(f"argument {name} must be a list of {shape.workers} entries, one a worker, not {value!r}")
+    return [
+        (tuple(value[rank] for value in args), {name: value[rank] for name, value in kwargs.items()})
+        for rank in range(shape.workers)
+    ], None
+
+
+def _to_first(shape: Shape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Arguments | None], None]:
+    return [(args, kwargs), *[None] * (shape.workers - 1)], None
+
+
+def _dealt(shape: Shape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Arguments | None], Any]:
+    deals: dict[int | str, Any] = {
+        key: value.deal(shape.parts) for key, value in _named(args, kwargs) if isinstance(value, Dealable)
+    }
+    if not deals:
+        raise TypeError("one argument of a split call must have `deal(parts)`, such as a Batch")
+    for deal in deals.values():
+        if len(deal.parts) != shape.parts:
+            raise ValueError(f"deal({shape.parts}) gave {len(deal.parts)} parts")
+    calls: list[Arguments] = [
+        (
+            tuple(deals[at].parts[part] if at in deals else value for at, value in enumerate(args)),
+            {name: deals[name].parts[part] if name in deals else value for name, value in kwargs.items()},
+        )
+        for part in range(shape.parts)
+    ]
+    return [calls[rank // shape.sequence_parallel] for rank in range(shape.workers)], next(iter(deals.values()))
+
+
+ONE_TO_ALL = Dispatch("one_to_all", _to_all, _outputs)
+"""The same arguments to every worker; the list of their outputs by rank."""
+ALL_TO_ALL = Dispatch("all_to_all", _one_each, _outputs)
+"""Each argument a list with one entry a worker; the list of their outputs by rank."""
+RANK_ZERO = Dispatch("rank_zero", _to_first, lambda shape, outputs, kept: outputs[0])
+"""Only worker 0 is called; its output."""
+SPLIT = Dispatch("split", _dealt, lambda shape, outputs, deal: deal.join(outputs[:: shape.sequence_parallel]))
+"""Arguments with `deal` are dealt over the data-parallel parts, others go to all; the result is what the first one's
+deal joins. No size has to divide the number of workers: that is up to `deal`."""

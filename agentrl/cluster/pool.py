@@ -1,0 +1,135 @@
+"""`ResourcePool`: the CPUs or GPUs of n workers over one or several nodes, held until `release`."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from agentrl.cluster.errors import ClusterError
+
+if TYPE_CHECKING:
+    from ray.util.placement_group import PlacementGroup
+
+Resources = dict[str, float]
+POLL_SECONDS = 0.2
+
+
+@dataclass(frozen=True)
+class Node:
+    """A machine of the cluster, with what it has and what of it is free."""
+
+    address: str
+    total: Resources
+    free: Resources
+
+
+class ResourcePool:
+    """`workers` places, spread evenly over `nodes` machines (the first ones hold one more where they do not divide).
+
+    gpu: each worker gets a GPU of its own, beside its CPU. patience: seconds that resources in use by others are waited
+    for; what no machine has is refused at once. Raises ClusterError that says what is needed and what is there.
+    """
+
+    def __init__(self, workers: int, nodes: int = 1, *, gpu: bool = False, patience: float = 10.0) -> None:
+        if workers < 1 or not 1 <= nodes <= workers:
+            raise ClusterError(f"a pool of {workers} workers cannot lie on {nodes} nodes; each takes at least one")
+        self.workers, self.gpu = workers, gpu
+        self.by_node = [workers // nodes + (node < workers % nodes) for node in range(nodes)]
+        self._held: PlacementGroup | None = None
+        needs = [self.needs(count) for count in self.by_node]
+        _check(needs, lambda node: node.total, "there")
+        until = time.monotonic() + patience
+        while not _fits(needs, [node.free for node in cluster_nodes()]):
+            if time.monotonic() > until:
+                _check(needs, lambda node: node.free, "free")
+            time.sleep(POLL_SECONDS)
+        self._hold(needs, max(patience, 1.0))
+
+    def __enter__(self) -> "ResourcePool":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.release()
+
+    def needs(self, workers: int = 1) -> Resources:
+        """What so many workers take of one node."""
+        return {"CPU": float(workers), **({"GPU": float(workers)} if self.gpu else {})}
+
+    def release(self) -> None:
+        """Give the resources back. Groups in the pool are to be closed before."""
+        import ray
+
+        if self._held is not None and ray.is_initialized():
+            ray.util.remove_placement_group(self._held)
+        self._held = None
+
+    def place(self, node: int) -> dict[str, Any]:
+        """Options of Ray for an actor on the pool's node `node`."""
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        if self._held is None:
+            raise ClusterError("the pool was released; make another one")
+        needs = self.needs()
+        return {
+            "num_cpus": needs["CPU"],
+            "num_gpus": needs.get("GPU", 0),
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(self._held, placement_group_bundle_index=node),
+        }
+
+    def _hold(self, needs: list[Resources], timeout: float) -> None:
+        """One bundle a node, all of them or none."""
+        import ray
+
+        self._held = ray.util.placement_group(needs, strategy="STRICT_SPREAD" if len(needs) > 1 else "PACK")
+        if not self._held.wait(timeout):
+            self.release()
+            there = "; ".join(f"node {node.address} has {_amounts(node.free)} free" for node in cluster_nodes())
+            raise ClusterError(f"the cluster did not give {_text(needs)} within {timeout:.0f} seconds; {there}")
+
+
+def cluster_nodes() -> list[Node]:
+    """The machines that are alive."""
+    import ray
+    from ray._private.state import available_resources_per_node
+
+    free = available_resources_per_node()
+    return [
+        Node(node["NodeManagerAddress"], dict(node["Resources"]), dict(free.get(node["NodeID"], {})))
+        for node in ray.nodes()
+        if node["Alive"]
+    ]
+
+
+def _fits(needs: list[Resources], has: list[Resources]) -> bool:
+    """Whether each need finds a node of its own. Both are ordered alike, so the largest take the largest."""
+    if len(needs) > len(has):
+        return False
+    kind = "GPU" if "GPU" in needs[0] else "CPU"
+    having = sorted(has, key=lambda node: (node.get(kind, 0.0), node.get("CPU", 0.0)), reverse=True)
+    return all(
+        node.get(name, 0.0) >= amount
+        for need, node in zip(sorted(needs, key=lambda need: -need[kind]), having, strict=False)
+        for name, amount in need.items()
+    )
+
+
+def _check(needs: list[Resources], has: Callable[[Node], Resources], word: str) -> None:
+    nodes = cluster_nodes()
+    if not _fits(needs, [has(node) for node in nodes]):
+        raise ClusterError(
+            f"needed: {_text(needs)}; {word}: "
+            + "; ".join(f"node {node.address} with {_amounts(has(node))}" for node in nodes)
+            + ". Lower cluster.workers (or cluster.nodes, cluster.gpus), or add machines to the cluster"
+        )
+
+
+def _text(needs: list[Resources]) -> str:
+    parts = [f"{_amounts(need)}" for need in needs]
+    return parts[0] + " on one node" if len(parts) == 1 else f"{len(parts)} nodes with " + ", ".join(parts)
+
+
+def _amounts(resources: Resources) -> str:
+    return ", ".join(
+        f"{resources.get(name, 0.0):g} {name}s" for name in ("CPU", "GPU") if name in resources or name == "CPU"
+    )

@@ -1,0 +1,193 @@
+"""`Session`: Ray on this machine, started for this run and ended with it, or an existing cluster, left as it was."""
+
+import logging
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import IO
+
+from agentrl.cluster.errors import ClusterError
+from agentrl.cluster.tail import tail
+
+MEGABYTE = 1 << 20
+OBJECT_STORE_SHARE = 0.3
+"""Of what is free in /dev/shm. Batches and weights pass through, nothing is kept."""
+OBJECT_STORE_MOST = 8 << 30
+OBJECT_STORE_LEAST = 80 * MEGABYTE
+"""Ray takes no less than 75 MiB."""
+CONNECT_SECONDS = 30.0
+_HEAD = Path(__file__).with_name("head.py")
+_LONGEST_TEMP = 30  # the paths of Ray's sockets, about 70 characters more, may have 107
+
+
+class Session:
+    """A connection to Ray, one at a time in a process. Leave it by `close` or as a context.
+
+    address: of an existing cluster, as `ray.init` takes it (`auto`: the one on this machine, or RAY_ADDRESS); None
+    starts Ray on this machine, where it ends with this process however that ends. cpus, gpus: how many to count on, for
+    a Ray that is started (None: those there are). object_store: bytes of shared memory, likewise.
+
+    Raises ClusterError when Ray cannot be started or reached within `timeout` seconds.
+    """
+
+    def __init__(
+        self,
+        address: str | None = None,
+        *,
+        cpus: int | None = None,
+        gpus: int | None = None,
+        object_store: int | None = None,
+        timeout: float = 60.0,
+    ) -> None:
+        self._head: subprocess.Popen[bytes] | None = None
+        self._folder: Path | None = None
+        self.owned = address is None
+        self.address = address or ""
+        _be_quiet()
+        try:
+            if address is None:
+                _protect()
+                self.address = self._start(cpus, gpus, object_store or object_store_bytes(), timeout)
+            _connect(self.address, timeout if self.owned else CONNECT_SECONDS)
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> "Session":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End our workers, and Ray where we started it. Nothing of it is left afterwards: no process, port, file."""
+        if (ray := sys.modules.get("ray")) is not None and ray.is_initialized():
+            with _our_signals():
+                ray.shutdown()
+        if self._head is not None:
+            assert self._head.stdin is not None
+            self._head.stdin.close()
+            self._head.wait()
+            self._head = None
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _start(self, cpus: int | None, gpus: int | None, object_store: int, timeout: float) -> str:
+        """Start Ray's node. Returns its address."""
+        self._folder = folder = _new_folder()
+        output = folder / "start.log"
+        with output.open("wb") as file:
+            self._head = _launch(folder, _command(folder, cpus, gpus, object_store), file)
+        said = folder / "ray_current_cluster"  # written by `ray start` once it is up
+        until = time.monotonic() + timeout
+        while not (said.is_file() and (address := said.read_text().strip())):
+            if self._head.poll() is not None or not folder.is_dir():
+                raise ClusterError(f"Ray did not start on this machine: {_reason(tail(output))}")
+            if time.monotonic() > until:
+                raise ClusterError(
+                    f"Ray did not start on this machine within {timeout:.0f} seconds: {_reason(tail(output))}"
+                )
+            time.sleep(0.05)
+        return address
+
+
+def object_store_bytes() -> int:
+    """What the object store may have of this machine's shared memory, in bytes."""
+    shared = Path("/dev/shm")
+    free = shutil.disk_usage(shared if shared.is_dir() else tempfile.gettempdir()).free
+    if free < OBJECT_STORE_LEAST:
+        raise ClusterError(
+            f"Ray needs {OBJECT_STORE_LEAST // MEGABYTE} MiB of shared memory and {shared} has {free // MEGABYTE} MiB "
+            f"free; free some, or give a container more, as with docker run --shm-size=2g"
+        )
+    return max(OBJECT_STORE_LEAST, min(OBJECT_STORE_MOST, int(free * OBJECT_STORE_SHARE)))
+
+
+def _be_quiet() -> None:
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # else a notice about a change to come
+
+
+def _protect() -> None:
+    """Ray listens on every interface, and whoever reaches it may run code: so it gets a token that only our processes
+    know. Kept in the environment, and for the whole process, since Ray reads it once; a user's own choice stands."""
+    if "RAY_AUTH_MODE" not in os.environ:
+        os.environ["RAY_AUTH_MODE"] = "token"
+        os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+
+
+def _new_folder() -> Path:
+    parent = tempfile.gettempdir()
+    return Path(tempfile.mkdtemp(prefix="agentrl-ray-", dir=parent if len(parent) <= _LONGEST_TEMP else "/tmp"))
+
+
+def _command(folder: Path, cpus: int | None, gpus: int | None, object_store: int) -> list[str]:
+    command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--port=0"]
+    command += ["--include-dashboard=false", "--disable-usage-stats", f"--temp-dir={folder}"]
+    command += [f"--object-store-memory={object_store}"]
+    command += [f"--num-cpus={cpus}"] if cpus is not None else []
+    command += [f"--num-gpus={gpus}"] if gpus is not None else []
+    return command
+
+
+def _launch(folder: Path, command: list[str], output: IO[bytes]) -> "subprocess.Popen[bytes]":
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    return subprocess.Popen(
+        [sys.executable, str(_HEAD), str(folder), *command],
+        stdin=subprocess.PIPE,
+        stdout=output,
+        stderr=output,
+        env=environment,
+        start_new_session=True,
+    )
+
+
+def _connect(address: str, timeout: float) -> None:
+    """Raises ClusterError, with what Ray says of it."""
+    try:
+        import ray
+    except ImportError as error:
+        raise ClusterError(
+            f"a cluster needs Ray, which cannot be imported ({error}); pip install 'ray>=2.50'"
+        ) from None
+    if ray.is_initialized():
+        raise ClusterError("this process is connected to Ray already; call ray.shutdown() before a run with workers")
+    until = time.monotonic() + timeout
+    while True:
+        try:
+            with _our_signals():
+                ray.init(address=address, log_to_driver=False, configure_logging=False, logging_level=logging.ERROR)
+            return
+        except (ConnectionError, RuntimeError, ValueError, TimeoutError, ray.exceptions.RayError) as error:
+            if time.monotonic() > until or isinstance(error, ValueError):
+                raise ClusterError(f"no Ray cluster at {address!r}: {_reason(str(error).splitlines())}") from None
+            time.sleep(0.5)
+
+
+@contextmanager
+def _our_signals() -> Iterator[None]:
+    """Ray takes SIGTERM for itself; the handlers of the run stay."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def _reason(lines: list[str]) -> str:
+    """The last line that says something."""
+    return next((line.strip() for line in reversed(lines) if line.strip()), "it said nothing")

@@ -1,0 +1,91 @@
+"""`Worker`: the base of what runs in each process of a group. It knows its place before `__init__` begins."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, ClassVar
+
+if TYPE_CHECKING:
+    import torch
+
+NODE = "AGENTRL_NODE"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a worker stands among its peers. Read from the variables that torchrun sets too."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    node: str
+
+    @classmethod
+    def of(cls, environment: Mapping[str, str]) -> "Place":
+        """Alone, where nothing is said."""
+        return cls(
+            rank=int(environment.get("RANK", "0")),
+            world_size=int(environment.get("WORLD_SIZE", "1")),
+            local_rank=int(environment.get("LOCAL_RANK", "0")),
+            local_world_size=int(environment.get("LOCAL_WORLD_SIZE", "1")),
+            node=environment.get(NODE, "localhost"),
+        )
+
+
+class Worker:
+    """Subclasses take whatever `WorkerGroup` is given for them, and mark methods with `@register`. Several roles in one
+    process are several objects of one worker; roles with processes of their own are groups in pools of their own."""
+
+    memory_advice: ClassVar[str] = "give it less at once, or use more workers"
+    """What a person may lower when a call runs out of memory."""
+    place: Place
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> "Worker":
+        worker = super().__new__(cls)
+        worker.place = Place.of(os.environ)
+        return worker
+
+    @property
+    def rank(self) -> int:
+        return self.place.rank
+
+    @property
+    def world_size(self) -> int:
+        return self.place.world_size
+
+    @property
+    def local_rank(self) -> int:
+        """Its number among the workers on its node."""
+        return self.place.local_rank
+
+    @property
+    def node(self) -> str:
+        """The address of the machine it runs on."""
+        return self.place.node
+
+    @property
+    def device(self) -> "torch.device":
+        """Its GPU, where Ray gave it one; else the CPU. Ray shows a worker its own GPU only, so that is number 0."""
+        import torch
+
+        return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+
+    def connect(self, timeout: float) -> None:
+        """Start torch's process group over all workers of the group: gloo on CPUs, NCCL (and gloo for what lies on the
+        CPU) on GPUs. timeout: seconds that a collective may take before gloo gives up. Call it once, on every rank."""
+        import torch
+        import torch.distributed as dist
+
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, rank=self.rank, world_size=self.world_size, timeout=timedelta(seconds=timeout))
+
+    def close(self) -> None:
+        """Let go of what the worker holds. Called on every rank when a healthy group ends."""
+        import sys
+
+        if (torch := sys.modules.get("torch")) is not None and torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()

@@ -35,14 +35,17 @@ class FastForward:
 
     def __call__(self, packed: Packed, temperature: float) -> tuple[Tensor, Tensor]:
         """Log-probs and entropies of the packed row's predictions, float32 [N] each."""
+        states, head = self.states(packed)
+        return token_logprobs(states, head, None, torch.from_numpy(packed.target).to(head.device), temperature)
+
+    def states(self, packed: Packed) -> tuple[Tensor, Tensor]:
+        """Hidden states [N, D] of the tokens that predict, and the output layer's matrix [V, D] that goes with them:
+        the final norm's gain may be in the one or in the other."""
         weights = weights_of(self.model, copy=self.copies, interleave=self.copies)
         device = weights.embed.device
         turn = self.rope(torch.from_numpy(packed.positions).to(device))
-        ids, predict, target = (
-            torch.from_numpy(indices).to(device) for indices in (packed.ids, packed.predict, packed.target)
-        )
-        states = _hidden(weights, ids, turn, plan(packed.segments, device), predict)
-        return token_logprobs(states, _head(weights), None, target, temperature)
+        ids, predict = (torch.from_numpy(indices).to(device) for indices in (packed.ids, packed.predict))
+        return _hidden(weights, ids, turn, plan(packed.segments, device), predict), _head(weights)
 
 
 def _hidden(weights: Weights, ids: Tensor, turn: Tensor, layout: Plan, predict: Tensor) -> Tensor:

@@ -4,23 +4,25 @@ Three ways: our own forward (fast.py), the Hugging Face module with its attentio
 sequence after another. `choose` tries them on a small forest at start-up and takes the first that agrees with the last.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from contextvars import ContextVar
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import PreTrainedModel
 
 from agentrl.algo.loss import entropy
 from agentrl.training.attention import attend, plan
 from agentrl.training.batch import Batch
 from agentrl.training.fast import FastForward
 from agentrl.training.kernels import token_logprobs
+from agentrl.training.module_attention import Unsupported, attending
+from agentrl.training.module_attention import recomputing as recomputing
 from agentrl.training.packing import Packed, Segment, forest, pack
+from agentrl.training.recompute import recompute
 
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.05}  # nats; wrong attention is off by more
 
@@ -33,53 +35,76 @@ class Forward(Protocol):
         ...
 
 
-class Unsupported(Exception):  # noqa: N818 - a reason, not a failure: the next way is tried
-    """Why a way does not fit a model."""
-
-
 class ModuleForward:
-    """The Hugging Face module with its attention replaced by that over the forest."""
+    """The Hugging Face module with its attention replaced by that over the forest.
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    compute: the type that matrix products are made in (None: that of the weights), while the weights, their gradients
+    and what is returned stay float32.
+    """
+
+    def __init__(self, model: PreTrainedModel, compute: torch.dtype | None = None) -> None:
         head = model.get_output_embeddings()
         if type(head) is not nn.Linear:
             raise Unsupported("its output layer is not a plain nn.Linear")
-        self.model, self.head = model, head
+        self.model, self.head, self.compute = model, head, compute
         self.base: Any = getattr(model, model.base_model_prefix)
 
     def __call__(self, packed: Packed, temperature: float) -> tuple[Tensor, Tensor]:
-        device = self.head.weight.device
-        layout = plan(packed.segments, device)
-        with attending(self.model, partial(attend, plan=layout)):
-            states = self.base(
-                input_ids=torch.from_numpy(packed.ids).to(device)[None],
-                position_ids=torch.from_numpy(packed.positions).to(device)[None],
-                use_cache=False,
-            ).last_hidden_state[0]
-        chosen = states.index_select(0, torch.from_numpy(packed.predict).to(device))
+        device, kind = self.head.weight.device, self.compute or self.head.weight.dtype
+        states = hidden_states(self.model, self.base, packed, device, self.compute)
+        chosen = states.index_select(0, torch.from_numpy(packed.predict).to(device)).to(kind)
         target = torch.from_numpy(packed.target).to(device)
-        return token_logprobs(chosen, self.head.weight, self.head.bias, target, temperature)
+        bias = None if self.head.bias is None else self.head.bias.to(kind)
+        return token_logprobs(chosen, self.head.weight.to(kind), bias, target, temperature)
+
+
+def hidden_states(
+    model: PreTrainedModel, base: Any, packed: Packed, device: torch.device, compute: torch.dtype | None = None
+) -> Tensor:
+    """What `base`, the part of `model` before its output layer, makes of the packed tokens: [P, D]."""
+    with attending(model, partial(attend, plan=plan(packed.segments, device))), _computing(device, compute):
+        states: Tensor = base(
+            input_ids=torch.from_numpy(packed.ids).to(device)[None],
+            position_ids=torch.from_numpy(packed.positions).to(device)[None],
+            use_cache=False,
+        ).last_hidden_state[0]
+    return states
 
 
 class SequenceForward:
-    """The module as it is, on one unpadded sequence after another: right for every causal model, and slow."""
+    """The module as it is, on one unpadded sequence after another: right for every causal model, and slow.
 
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
+    most: the maximum over the ranks that share the model's shards. All run the module as often as the one with the most
+    sequences, or the collectives inside would not meet; what a rank runs too much is multiplied with 0.
+    """
+
+    def __init__(
+        self, model: nn.Module, compute: torch.dtype | None = None, most: Callable[[int], int] | None = None
+    ) -> None:
+        self.model, self.compute, self.most = model, compute, most
 
     def __call__(self, packed: Packed, temperature: float) -> tuple[Tensor, Tensor]:
-        logprobs, entropies = [], []
+        device = next(self.model.parameters()).device
+        logprobs, entropies = [torch.zeros(0, device=device)], [torch.zeros(0, device=device)]
         first = 0
-        for segment in packed.segments:
-            if not segment.predictions:
-                continue
+        segments = [segment for segment in packed.segments if segment.predictions]
+        for segment in segments:
             own = slice(first, first + segment.predictions)
             log_p = (self._logits(packed, segment, packed.predict[own]) / temperature).log_softmax(-1)
-            target = torch.from_numpy(packed.target[own]).to(log_p.device)
+            target = torch.from_numpy(packed.target[own]).to(device)
             logprobs.append(log_p.gather(1, target[:, None])[:, 0])
             entropies.append(entropy(log_p))
             first += segment.predictions
-        return torch.cat(logprobs), torch.cat(entropies)
+        nothing = self._idle(packed, len(segments), device)
+        return torch.cat(logprobs) + nothing, torch.cat(entropies) + nothing
+
+    def _idle(self, packed: Packed, passes: int, device: torch.device) -> Tensor:
+        """0, with a gradient of 0 to everything, from as many passes as others have more."""
+        nothing = torch.zeros((), device=device)
+        if self.most is not None:
+            for _ in range(max(1, self.most(passes)) - passes):
+                nothing = nothing + 0.0 * self._module(packed.ids[:1], device).float().sum()
+        return nothing
 
     def _logits(self, packed: Packed, segment: Segment, predict: np.ndarray) -> Tensor:
         prefix = segment.prefix_end - segment.prefix_start
@@ -87,21 +112,59 @@ class SequenceForward:
             [packed.ids[segment.prefix_start : segment.prefix_end], packed.ids[segment.start : segment.end]]
         )
         device = next(self.model.parameters()).device
-        logits: Tensor = self.model(input_ids=torch.from_numpy(path).to(device)[None], use_cache=False).logits[0]
+        logits = self._module(path, device)
         at = np.where(predict >= segment.start, predict - segment.start + prefix, prefix - 1)
         return logits.index_select(0, torch.from_numpy(at).to(device)).float()
 
+    def _module(self, ids: np.ndarray, device: torch.device) -> Tensor:
+        with _computing(device, self.compute):
+            logits: Tensor = self.model(input_ids=torch.from_numpy(ids).to(device)[None], use_cache=False).logits[0]
+        return logits
 
-def choose(model: PreTrainedModel) -> tuple[Forward, str]:
-    """The fastest exact way for `model`, and a line for people that says which and why not a faster one."""
+
+def choose(
+    model: PreTrainedModel, compute: torch.dtype | None = None, checkpointing: bool = False, own: bool = True
+) -> tuple[Forward, str]:
+    """The fastest exact way for `model`, and a line for people that says which and why not a faster one.
+
+    compute: see ModuleForward. checkpointing: the activations of a layer are computed again in the backward pass, from
+    then on, whoever calls the module. own: whether our own forward may be chosen.
+    """
     reasons: list[str] = []
     sequences = SequenceForward(model)
-    for kind, name in ((FastForward, "own forward"), (ModuleForward, "module with shared-prefix attention")):
-        reason = _try(kind, model, sequences)
+    chosen: tuple[Any, str] = SequenceForward, "one sequence at a time"
+    for kind, name in WAYS:
+        reason = _declines(kind, compute, checkpointing, own) or _try(kind, model, sequences)
         if reason is None:
-            return kind(model), name + (f" ({'; '.join(reasons)})" if reasons else "")
+            chosen = kind, name
+            break
         reasons.append(f"no {name}: {reason}")
-    return sequences, f"one sequence at a time ({'; '.join(reasons)})"
+    kind, name = chosen
+    if checkpointing:
+        recompute(model)
+    forward = kind(model) if kind is FastForward else kind(model, compute)
+    return forward, name + (f" ({'; '.join(reasons)})" if reasons else "")
+
+
+WAYS: tuple[tuple[Any, str], ...] = (
+    (FastForward, "own forward"),
+    (ModuleForward, "module with shared-prefix attention"),
+)
+
+
+def _declines(kind: Any, compute: torch.dtype | None, checkpointing: bool, own: bool) -> str | None:
+    """What speaks against our own forward, whatever the model."""
+    if kind is not FastForward:
+        return None
+    if not own:
+        return "the weights are sharded"
+    if compute is not None:
+        return "model.compute is not that of the weights"
+    return "model.checkpointing is on" if checkpointing else None
+
+
+def _computing(device: torch.device, compute: torch.dtype | None) -> AbstractContextManager[Any]:
+    return nullcontext() if compute is None else torch.autocast(device.type, compute)
 
 
 def _try(kind: Any, model: Any, sequences: SequenceForward) -> str | None:
@@ -147,48 +210,3 @@ def _probe(vocabulary: int) -> Packed:
         {"prompt_length": np.array(prompts, np.int32), "group": np.array(groups, np.int64)},
     )
     return pack(batch, forest(batch))
-
-
-Mix = Callable[..., Tensor]
-"""(query [P, H, D], key [P, G, D], value [P, G, D], scale=) -> [P, H * D]: attention over one row of P tokens."""
-
-_MIX: ContextVar[Mix] = ContextVar("mix")
-_NAME = "agentrl_forest"
-
-
-def _attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, **options: Any
-) -> tuple[Tensor, None]:
-    """In the shape that AttentionInterface wants: query [1, H, P, D] to [1, P, H, D]."""
-    for name in ("softcap", "s_aux", "sliding_window", "position_bias"):
-        if options.get(name) is not None:
-            raise Unsupported(f"its attention uses {name}")
-    if attention_mask is not None or query.shape[0] != 1:
-        raise Unsupported("its attention brings a mask of its own")
-    scale = options.get("scaling") or query.shape[-1] ** -0.5
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    mixed = _MIX.get()(q, k, v, scale=scale)
-    return mixed.view(1, *q.shape[:2], v.shape[-1]), None
-
-
-AttentionInterface.register(_NAME, _attention)
-
-
-@contextmanager
-def attending(model: Any, mix: Mix) -> Iterator[None]:
-    """The module attends by `mix` inside the block, and as before after it: the engine shares it."""
-    before = model.config._attn_implementation
-    token = _MIX.set(mix)
-    model.set_attn_implementation(_NAME)
-    try:
-        yield
-    finally:
-        model.set_attn_implementation(before)
-        _MIX.reset(token)
-
-
-def recomputing(model: Any) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """The `context_fn` of activation checkpointing: a layer that the backward pass computes again attends as it did the
-    first time, although that `attending` block is left by then."""
-    mix = _MIX.get(None)
-    return nullcontext(), nullcontext() if mix is None else attending(model, mix)

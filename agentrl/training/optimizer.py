@@ -1,13 +1,17 @@
 """AdamW with gradient clipping and a learning rate that is a function of the step, so that nothing drifts on resume."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from agentrl.training.muon import Muon
+
+MOMENTS = ("exp_avg", "exp_avg_sq", "step")
+"""What AdamW keeps of each parameter, by torch's names."""
 
 
 def learning_rate(
@@ -34,13 +38,22 @@ def learning_rate(
 class Optimizer:
     """AdamW (arXiv:1711.05101) on the parameters that want gradients; only matrices decay.
 
-    Parameters of less precision than float32 get a float32 master, or small updates would be rounded away.
+    Parameters of less precision than float32 get a float32 master, or small updates would be rounded away. Sharded
+    parameters (DTensors) have sharded masters and moments; every rank calls every method in step with the others.
+
+    parameters: with their names, as `named_parameters` gives them, or without (then they are called by number).
     """
 
     def __init__(
-        self, parameters: Iterable[nn.Parameter], betas: tuple[float, float], weight_decay: float, max_norm: float
+        self,
+        parameters: Iterable[nn.Parameter] | Iterable[tuple[str, nn.Parameter]],
+        betas: tuple[float, float],
+        weight_decay: float,
+        max_norm: float,
     ) -> None:
-        self.parameters = [p for p in parameters if p.requires_grad]
+        named = [p if isinstance(p, tuple) else (str(number), p) for number, p in enumerate(parameters)]
+        self.names = [name for name, p in named if p.requires_grad]
+        self.parameters = [p for _, p in named if p.requires_grad]
         self.max_norm = max_norm
         self.masters = [p if p.dtype == torch.float32 else p.detach().float().clone() for p in self.parameters]
         groups = [
@@ -72,13 +85,40 @@ class Optimizer:
         for parameter, master in zip(self.parameters, self.masters, strict=True):
             if master is not parameter and parameter.grad is not None:
                 master.grad = parameter.grad.float()
-        return float(nn.utils.clip_grad_norm_(self.masters, self.max_norm))
+        norm = nn.utils.clip_grad_norm_(self.masters, self.max_norm)
+        return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
     @torch.no_grad()
     def _publish(self) -> None:
         for parameter, master in zip(self.parameters, self.masters, strict=True):
             if master is not parameter:
                 parameter.copy_(master)
+
+    def named_state(self) -> dict[str, Tensor]:
+        """The tensors that it keeps, themselves: `exp_avg.<parameter>`, `exp_avg_sq.<parameter>`, `step.<parameter>`,
+        and `master.<parameter>` where there is one. What AdamW has not made yet is made now, as 0.
+
+        Written to in place (through `load_named_state`) they are what the next step goes on from.
+        """
+        found: dict[str, Tensor] = {}
+        for name, parameter, master in zip(self.names, self.parameters, self.masters, strict=True):
+            state = self.adam.state[master]
+            if not state:
+                state["step"] = torch.zeros((), dtype=torch.float32, device=master.device)
+                state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(master), torch.zeros_like(master)
+            found.update({f"{kind}.{name}": state[kind] for kind in MOMENTS})
+            if master is not parameter:
+                found[f"master.{name}"] = master
+        return found
+
+    @torch.no_grad()
+    def load_named_state(self, state: Mapping[str, Tensor]) -> None:
+        """The inverse of `named_state`: the weights without a master are loaded already. Raises KeyError for a tensor
+        that is not there."""
+        for name, tensor in self.named_state().items():
+            if state[name] is not tensor:
+                tensor.copy_(state[name])
+        self._publish()
 
     def state_dict(self) -> dict[str, Any]:
         masters: list[Tensor | None] = [

@@ -63,7 +63,7 @@ class Critic:
             with lora.dropping_out(self.model):
                 loss = self._loss(packed, batch, meter)
             (loss * self.ranks.size).backward()
-        meter.updated(self.optimizer.step(rate))
+        meter.updated(self.optimizer.step(rate), rate)
         return meter
 
     def _loss(self, packed: Packed, batch: Batch, meter: "CriticMeter") -> Tensor:
@@ -82,11 +82,12 @@ class CriticMeter:
     """What updates of the critic measured, summed over tokens so that it does not depend on how they were split.
 
     critic/value_mean and clip_fraction are of the updates' own values; explained_variance, 1 - Var(R - V) / Var(R) over
-    the tokens, is of those when the step began: 1 foresees everything, 0 no more than their mean does.
+    the tokens, is of those when the step began: 1 foresees everything, 0 no more than the mean return does, which is
+    all there is where the returns are equal.
     """
 
     def __init__(self) -> None:
-        self.loss = 0.0
+        self.loss = self.rate = 0.0
         self.norms: list[float] = []
         self.sums = np.zeros(7)  # tokens, values, clipped, returns, their squares, errors, their squares
 
@@ -97,9 +98,10 @@ class CriticMeter:
         columns = (torch.ones_like(r), values.detach().double(), clipped.double(), r, r**2, error, error**2)
         self.sums += torch.stack([c.sum() for c in columns]).cpu().numpy()
 
-    def updated(self, norm: float) -> None:
-        """One optimizer update was made, or thrown away when `norm` is not finite."""
+    def updated(self, norm: float, rate: float) -> None:
+        """One optimizer update was made at learning rate `rate`, or thrown away when `norm` is not finite."""
         self.norms.append(norm)
+        self.rate = rate
 
     def merge(self, others: Sequence["CriticMeter"]) -> "CriticMeter":
         """What all ranks measured in one update, each in its share; the norm is that of the whole on every one."""
@@ -111,28 +113,26 @@ class CriticMeter:
         """Another update of the same step."""
         self._sum(other)
         self.norms += other.norms
+        self.rate = other.rate
 
     def _sum(self, other: "CriticMeter") -> None:
         self.loss += other.loss
         self.sums = self.sums + other.sums
 
-    def result(self, rate: float) -> dict[str, float]:
+    def result(self) -> dict[str, float]:
         """The step's metrics by the names of metrics.jsonl; means over its tokens and updates."""
         finite = [n for n in self.norms if math.isfinite(n)]
-        found = {
+        value, clipped, mean, square, error, error_square = (self.sums[1:] / max(1.0, self.sums[0])).tolist()
+        variance = square - mean**2
+        return {
             "critic/loss": self.loss / max(1, len(self.norms)),
             "critic/grad_norm": sum(finite) / max(1, len(finite)),
-            "critic/lr": rate,
+            "critic/lr": self.rate,
+            "critic/value_mean": value,
+            "critic/return_mean": mean,
+            "critic/clip_fraction": clipped,
+            "critic/explained_variance": 1 - (error_square - error**2) / variance if variance > 1e-12 else 0.0,
         }
-        count = self.sums[0]
-        if not count:
-            return found
-        value, clipped, mean, square, error, error_square = (self.sums[1:] / count).tolist()
-        variance = square - mean**2
-        unforeseen = (error_square - error**2) / variance if variance > 1e-12 else math.nan
-        means = {"critic/value_mean": value, "critic/return_mean": mean, "critic/clip_fraction": clipped}
-        explained = {} if math.isnan(unforeseen) else {"critic/explained_variance": 1 - unforeseen}
-        return {**found, **means, **explained}
 
 
 def critic_model(recipe: Recipe) -> ModelSection:

@@ -15,8 +15,9 @@ from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3Moe
 from agentrl.models import lora
 from agentrl.recipe.schema import LoraSection
 from agentrl.training import flops
-from agentrl.training.flops import Cost, Counted, Work, attended, known_peak, peak_flops, utilisation
-from agentrl.training.packing import Packed, Segment
+from agentrl.training.batch import Batch
+from agentrl.training.flops import Cost, Need, known_peak, peak_flops, utilisation
+from agentrl.training.packing import micro_batches
 from agentrl.training.peaks import Peaks
 from agentrl.training.profile import Profiler
 
@@ -45,8 +46,8 @@ def counted(model: Any, tokens: int, backward: bool) -> int:
 def test_operations_are_those_that_torch_counts(tied: bool) -> None:
     model, tokens = make_model(tied), 40
     cost = Cost.of(model)
-    assert cost.forward(tokens, tokens, tokens**2) == counted(model, tokens, backward=False)
-    assert cost.update(tokens, tokens, tokens**2) == counted(model, tokens, backward=True)
+    assert cost.forward(Need(tokens, tokens, tokens**2)) == counted(model, tokens, backward=False)
+    assert cost.update(Need(tokens, tokens, tokens**2)) == counted(model, tokens, backward=True)
 
 
 def test_frozen_matrices_need_no_gradient_of_their_own() -> None:
@@ -58,7 +59,7 @@ def test_frozen_matrices_need_no_gradient_of_their_own() -> None:
     assert adapted.trained_body == rank_two
     assert adapted.body == whole.body + rank_two
     assert adapted.trained_head == 0
-    assert adapted.update(10, 10, 0) == 4.0 * (adapted.body + adapted.head) * 10 + 2 * rank_two * 10
+    assert adapted.update(Need(10, 10, 0)) == 4.0 * (adapted.body + adapted.head) * 10 + 2 * rank_two * 10
 
 
 def test_of_experts_as_many_count_as_a_token_passes() -> None:
@@ -68,30 +69,24 @@ def test_of_experts_as_many_count_as_a_token_passes() -> None:
     assert cost.body == 2 * (attention + 8 * 32 + 2 * 3 * 32 * 24)
 
 
-def test_pairs_are_those_that_attend() -> None:
-    segments = (Segment(0, 5), Segment(5, 8, 0, 5), Segment(8, 12, 0, 5), Segment(12, 14))
-    mask = np.zeros((14, 14), bool)
-    for s in segments:
+def test_a_batch_needs_what_its_packed_row_computes() -> None:
+    """Against the row itself: its tokens, its predictions, and the pairs that its segments let attend."""
+    lengths, prompts = [9, 12, 7, 5, 8, 8], [5, 5, 5, 3, 4, 4]
+    rows = [np.concatenate([np.full(p, p), 10 + np.arange(n - p)]) for n, p in zip(lengths, prompts, strict=True)]
+    masks = [np.arange(n) >= p for n, p in zip(lengths, prompts, strict=True)]
+    masks[4] &= False  # it predicts nothing, and is left out
+    batch = Batch(
+        np.cumsum([0, *lengths]),
+        {"ids": np.concatenate(rows).astype(np.int32), "loss_mask": np.concatenate(masks).astype(np.uint8)},
+        {"prompt_length": np.array(prompts, np.int32), "group": np.array([0, 0, 0, 1, 2, 2], np.int64)},
+    )
+    (packed,) = micro_batches(batch, 10_000)
+    mask = np.zeros((len(packed.ids), len(packed.ids)), bool)
+    for s in packed.segments:
         for i in range(s.start, s.end):
             mask[i, s.prefix_start : s.prefix_end] = mask[i, s.start : i + 1] = True
-    assert attended(segments) == mask.sum()
-
-
-def row(tokens: int = 12, predictions: int = 4) -> Packed:
-    places = np.arange(predictions)
-    return Packed(np.zeros(tokens, np.int64), np.arange(tokens), (Segment(0, tokens),), places, places, places)
-
-
-def test_a_counted_forward_tells_updates_from_forward_passes() -> None:
-    cost = Cost(body=10, head=3, trained_body=10, trained_head=3, pair=8)
-    work = Work(cost, None)
-    forward = Counted(lambda packed, temperature: (len(packed.ids), temperature), work)
-    assert forward(row(), 0.5) == (12, 0.5)
-    assert work.take() == 3 * (2 * (10 * 12 + 3 * 4) + 8 * 78)
-    with torch.no_grad():
-        forward(row(), 0.5)
-    assert work.take() == 2 * (10 * 12 + 3 * 4) + 8 * 78
-    assert work.take() == 0
+    assert Need.of(batch) == Need(len(packed.ids), len(packed.predict), int(mask.sum()))
+    assert Need.of(batch.select(np.array([4]))) == Need(0, 0, 0)
 
 
 def test_utilisation_is_the_share_of_the_peak() -> None:

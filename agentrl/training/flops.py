@@ -1,19 +1,21 @@
 """How much arithmetic a model's passes are, and how much its device could do: model FLOPs utilisation.
 
 Counted as in appendix B of PaLM (Chowdhery et al., arXiv:2204.02311): two operations a parameter and token forwards,
-four backwards, and those of attention; nothing for what is computed again in the backward pass, for norms or for
-softmax. Stricter than there: only tokens and predictions of the packed row count, and only pairs of tokens that attend.
+four backwards, and those of attention; nothing for norms, softmax, or what is computed a second time (activations,
+prompts that a split of the batch repeats). Stricter than there: a prompt that samples share counts once, the output
+layer only where a token is predicted, and attention only for pairs of tokens that attend.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
+import numpy as np
 import torch
 
 from agentrl.engine.local.dense import linear
-from agentrl.training.packing import Packed, Segment
+from agentrl.training.batch import Batch
+from agentrl.training.packing import forest
 
 TERA = 1e12
 PEAKS = {  # teraFLOP/s without sparsity: (bfloat16 with tensor cores, float32), by a part of the device's name
@@ -59,14 +61,14 @@ class Cost:
         pair = 4 * text.num_hidden_layers * heads * head_dim
         return cls(body, size, trained, size if size and head.requires_grad else 0, pair)
 
-    def forward(self, tokens: int, predictions: int, pairs: int) -> float:
+    def forward(self, need: "Need") -> float:
         """FLOPs of a forward pass."""
-        return 2.0 * (self.body * tokens + self.head * predictions) + float(self.pair * pairs)
+        return 2.0 * (self.body * need.tokens + self.head * need.predictions) + float(self.pair * need.pairs)
 
-    def update(self, tokens: int, predictions: int, pairs: int) -> float:
+    def update(self, need: "Need") -> float:
         """FLOPs of a forward and backward pass; a frozen matrix needs no gradient of its own."""
-        own = 2.0 * (self.trained_body * tokens + self.trained_head * predictions)
-        return 2 * self.forward(tokens, predictions, pairs) + own + float(self.pair * pairs)
+        own = 2.0 * (self.trained_body * need.tokens + self.trained_head * need.predictions)
+        return 2 * self.forward(need) + own + float(self.pair * need.pairs)
 
 
 def _active(text: Any) -> float:
@@ -74,52 +76,26 @@ def _active(text: Any) -> float:
     return text.num_experts_per_tok / experts if experts else 1.0
 
 
-def attended(segments: Sequence[Segment]) -> int:
-    """Pairs of tokens in a packed row of which one attends to the other, or to itself."""
-    total = 0
-    for s in segments:
-        length = s.end - s.start
-        total += length * (s.prefix_end - s.prefix_start) + length * (length + 1) // 2
-    return total
+@dataclass(frozen=True, slots=True)
+class Need:
+    """What a batch asks of a model when every shared prompt is computed once: packed tokens, predictions, and pairs of
+    tokens of which one attends to the other or to itself."""
 
-
-class Work:
-    """Counts the FLOPs of one process's passes. peak: what its device can do, FLOP/s; None where nobody knows."""
-
-    def __init__(self, cost: Cost, peak: float | None) -> None:
-        self.cost, self.peak = cost, peak
-        self._flops = 0.0
+    tokens: int
+    predictions: int
+    pairs: int
 
     @classmethod
-    def of(cls, model: Any, compute: torch.dtype | None = None) -> "Work":
-        """compute: what it computes in, where that is not its weights' own type."""
-        weight = next(model.parameters())
-        return cls(Cost.of(model), peak_flops(weight.device, compute or weight.dtype))
-
-    def forward(self, packed: Packed) -> None:
-        self._flops += self.cost.forward(len(packed.ids), len(packed.predict), attended(packed.segments))
-
-    def update(self, packed: Packed) -> None:
-        self._flops += self.cost.update(len(packed.ids), len(packed.predict), attended(packed.segments))
-
-    def take(self) -> float:
-        """FLOPs since the last call."""
-        found, self._flops = self._flops, 0.0
-        return found
-
-
-class Counted:
-    """A forward whose calls are counted: as updates where gradients are recorded, else as forward passes."""
-
-    def __init__(self, forward: Any, work: Work) -> None:
-        self._forward, self._work = forward, work
-
-    def __call__(self, packed: Packed, *arguments: Any) -> Any:
-        (self._work.update if torch.is_grad_enabled() else self._work.forward)(packed)
-        return self._forward(packed, *arguments)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._forward, name)
+    def of(cls, batch: Batch) -> "Need":
+        """Samples without a sampled token are left out, as they are by the passes."""
+        kept = batch.select(np.flatnonzero(batch.sampled > 0))
+        lengths = kept.lengths.astype(np.int64)
+        tokens = pairs = 0
+        for tree in forest(kept):
+            shared, own = tree.shared, lengths[list(tree.samples)] - tree.shared
+            tokens += shared + int(own.sum())
+            pairs += shared * (shared + 1) // 2 + int((own * shared + own * (own + 1) // 2).sum())
+        return cls(tokens, int(kept.sampled.sum()), pairs)
 
 
 def utilisation(flops: float, seconds: float, peak: float | None) -> dict[str, float]:

@@ -1,0 +1,178 @@
+"""Training tokens per second of the packed forest beside a padded batch and packing without a shared prompt.
+
+    python benchmarks/packing.py [--rounds 3] [--budget 4096] [--groups 4]
+
+Forward and backward pass on one core, prompt:answer 1:1, 4:1 and 16:1, groups of 8 and 16 answers; answers of equal
+length (so that the padded batch has no padding) and of varied ones (log-normal, sigma 0.6, cut at 4 times the mean;
+prompts of a quarter more or less). Every side computes the same loss, a weighted sum of the log-probs of the answers'
+tokens, on the same model, in micro-batches of at most `budget` computed tokens, and maps only hidden states that
+predict an answer's token to the vocabulary.
+
+padded     the Hugging Face module as it is (sdpa), rows padded on the right to the longest of their micro-batch, with
+           an attention mask where they differ; rows in the order of the batch, as they come.
+unshared   our forward on the same rows packed one after another, each with its prompt.
+fast       our forward on the forest (FastForward);   module   the Hugging Face module on the forest (ModuleForward).
+
+Tokens are the useful ones, samples x (prompt + answer), the same for every side. Times are CPU seconds of the process,
+the least of the rounds, sides taking turns: on one thread that is what a core of its own would take, whatever else runs
+on the machine. Log-probs of all sides are compared with each other before anything is timed.
+"""
+
+import argparse
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from agentrl.training.batch import Batch
+from agentrl.training.fast import FastForward
+from agentrl.training.forward import Forward, ModuleForward
+from agentrl.training.packing import micro_batches
+
+VOCABULARY = 832
+LENGTHS = ((48, 48), (200, 50), (400, 25))
+GROUPS = (8, 16)
+
+
+def make_model() -> Any:
+    """The shape of the embedded model."""
+    torch.manual_seed(0)
+    return Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=VOCABULARY, hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_attention_heads=2,
+            num_key_value_heads=1, head_dim=64, max_position_embeddings=4096, tie_word_embeddings=True,
+        )
+    ).eval()  # fmt: skip
+
+
+def make_batch(prompt: int, answer: int, samples: int, groups: int, varied: bool) -> Batch:
+    rng = np.random.default_rng(0)
+    rows, prompts = [], []
+    for _ in range(groups):
+        length = int(rng.integers(prompt * 3 // 4, prompt * 5 // 4)) if varied else prompt
+        opening = rng.integers(1, VOCABULARY, length)
+        for _ in range(samples):
+            drawn = rng.lognormal(-0.18, 0.6) if varied else 1.0
+            rows.append(np.concatenate([opening, rng.integers(1, VOCABULARY, max(1, round(answer * min(drawn, 4))))]))
+            prompts.append(length)
+    mask = [np.arange(len(row)) >= length for row, length in zip(rows, prompts, strict=True)]
+    offsets = np.cumsum([0, *(len(row) for row in rows)])
+    return Batch(
+        offsets,
+        {
+            "ids": np.concatenate(rows).astype(np.int32),
+            "loss_mask": np.concatenate(mask).astype(np.uint8),
+            "weight": rng.normal(size=int(offsets[-1])).astype(np.float32),
+        },
+        {"prompt_length": np.array(prompts, np.int32), "group": np.repeat(np.arange(groups), samples)},
+    )
+
+
+def packed(forward: Forward, batch: Batch, budget: int) -> np.ndarray:
+    """Log-probs [T] of the batch; the gradient of their weighted sum is added to the parameters'."""
+    found = np.zeros(int(batch.offsets[-1]), np.float32)
+    for row in micro_batches(batch, budget):
+        logprobs, _ = forward(row, 1.0)
+        (logprobs * torch.from_numpy(batch.tokens["weight"][row.source])).sum().backward()
+        found[row.source] = logprobs.detach()
+    return found
+
+
+def padded(model: Any, batch: Batch, budget: int) -> np.ndarray:
+    """Likewise, by the module on rectangles."""
+    found = np.zeros(int(batch.offsets[-1]), np.float32)
+    for samples in rectangles(batch.lengths, budget):
+        part = batch.select(samples)
+        longest = int(part.lengths.max())
+        ids = torch.zeros(len(part), longest, dtype=torch.long)
+        real = torch.arange(longest) < torch.from_numpy(part.lengths)[:, None]
+        ids[real] = torch.from_numpy(part.tokens["ids"].astype(np.int64))
+        wanted, weight = torch.zeros_like(real), torch.zeros(ids.shape)
+        wanted[real] = torch.from_numpy(part.tokens["loss_mask"].astype(bool))
+        weight[real] = torch.from_numpy(part.tokens["weight"])
+        states = model.model(
+            input_ids=ids, attention_mask=None if bool(real.all()) else real.long(), use_cache=False
+        ).last_hidden_state
+        logits = model.lm_head(states[:, :-1][wanted[:, 1:]])
+        target = ids[wanted]
+        logprobs = logits.gather(1, target[:, None])[:, 0] - logits.logsumexp(-1)
+        (logprobs * weight[wanted]).sum().backward()
+        where = batch.positions(samples)
+        found[where[part.tokens["loss_mask"].astype(bool)]] = logprobs.detach()
+    return found
+
+
+def rectangles(lengths: np.ndarray, budget: int) -> Iterator[np.ndarray]:
+    """Runs of samples that fill at most `budget` tokens once padded."""
+    run: list[int] = []
+    for sample, length in enumerate(lengths.tolist()):
+        if run and max(length, *(int(lengths[s]) for s in run)) * (len(run) + 1) > budget:
+            yield np.array(run)
+            run = []
+        run.append(sample)
+    yield np.array(run)
+
+
+def apart(batch: Batch) -> Batch:
+    """Every sample a group of its own: nothing is shared."""
+    return batch.with_samples(group=np.arange(len(batch)))
+
+
+def seconds(work: Callable[[], Any], model: Any) -> float:
+    model.zero_grad()
+    start = time.process_time()
+    work()
+    return time.process_time() - start
+
+
+def measure(model: Any, batch: Batch, budget: int, rounds: int) -> dict[str, float]:
+    """Useful tokens per second of every side."""
+    fast, module = FastForward(model), ModuleForward(model)
+    sides: dict[str, Callable[[], np.ndarray]] = {
+        "padded": lambda: padded(model, batch, budget),
+        "unshared": lambda: packed(fast, apart(batch), budget),
+        "fast": lambda: packed(fast, batch, budget),
+        "module": lambda: packed(module, batch, budget),
+    }
+    found = {name: work() for name, work in sides.items()}  # also warms up
+    for name, logprobs in found.items():
+        if (off := float(np.abs(logprobs - found["padded"]).max())) > 1e-4:
+            raise SystemExit(f"log-probs of {name} are off by {off:.2g}: nothing to compare")
+    best = dict.fromkeys(sides, np.inf)
+    for _ in range(rounds):
+        for name, work in sides.items():
+            best[name] = min(best[name], seconds(work, model))
+    return {name: int(batch.offsets[-1]) / time for name, time in best.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--budget", type=int, default=4096, help="computed tokens of a micro-batch")
+    parser.add_argument("--groups", type=int, default=4)
+    options = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    model = make_model()
+    print("tokens/s, forward and backward, one core              times padded          times unshared")
+    print("prompt:answer  group  lengths    padded  unshared  |  fast  module  |  fast  module")
+    for prompt, answer in LENGTHS:
+        for samples in GROUPS:
+            for varied in (False, True):
+                batch = make_batch(prompt, answer, samples, options.groups, varied)
+                speed = measure(model, batch, options.budget, options.rounds)
+                ratios = [speed[side] / speed[base] for base in ("padded", "unshared") for side in ("fast", "module")]
+                print(
+                    f"{prompt:5d}:{answer:<7d} {samples:5d}  {'varied' if varied else 'equal':7s}"
+                    f" {speed['padded']:9.0f} {speed['unshared']:9.0f}  |"
+                    f" {ratios[0]:5.2f} {ratios[1]:7.2f}  | {ratios[2]:5.2f} {ratios[3]:7.2f}",
+                    flush=True,
+                )
+
+
+if __name__ == "__main__":
+    main()

@@ -17,8 +17,14 @@ from agentrl.rollout.trajectory import FinishReason, Group, Trajectory, Turn, ch
 from agentrl.training.checkpoint import Checkpoints
 from agentrl.training.learner import Learner
 from agentrl.training.optimizer import Optimizer, learning_rate
+from agentrl.training.workplace import Here
 
 VOCABULARY = 64
+
+
+def alone(model: Any, recipe: Recipe) -> Learner:
+    """All of it in this process, on `model`, in place."""
+    return Learner(recipe, Here(recipe, model))
 
 
 def make_model(dtype: torch.dtype = torch.float32) -> Any:
@@ -83,7 +89,7 @@ def weights(model: Any) -> torch.Tensor:
 
 
 def learned(recipe: Recipe, groups: list[Group], steps: int = 1) -> tuple[torch.Tensor, dict[str, float]]:
-    learner = Learner.alone(make_model(), recipe)
+    learner = alone(make_model(), recipe)
     for _ in range(steps):
         metrics = learner.learn(groups)
     return weights(learner.model), metrics
@@ -133,7 +139,7 @@ def test_micro_batches_change_nothing(algorithm: dict[str, Any]) -> None:
 def test_recomputed_old_logprobs_equal_those_of_the_single_pass() -> None:
     groups = make_groups(REWARDS)
     single, metrics = learned(make_recipe(), groups)
-    learner = Learner.alone(make_model(), make_recipe())
+    learner = alone(make_model(), make_recipe())
     batch = learner.with_advantages(actor_batch(groups))
     again = learner.update(batch.with_tokens(old_logprobs=learner.actor.logprobs(batch)))
     torch.testing.assert_close(weights(learner.model), single, atol=1e-6, rtol=1e-6)
@@ -148,7 +154,7 @@ def actor_batch(groups: list[Group]) -> Any:
 
 def test_mismatch_is_measured_against_the_engine() -> None:
     groups = make_groups([[1, 0]])
-    learner = Learner.alone(make_model(), make_recipe())
+    learner = alone(make_model(), make_recipe())
     batch = actor_batch(groups)
     off = np.abs(learner.actor.logprobs(batch) - batch.tokens["logprobs"])[batch.tokens["loss_mask"] == 1]
     metrics = learner.learn(groups)
@@ -185,12 +191,12 @@ def test_the_reference_pulls_back(tmp_path: Path) -> None:
     save_tokenizer(tmp_path)
     groups = make_groups(REWARDS)
     recipe = make_recipe({"kl_coef": 0.5}, path=str(tmp_path), lr=5e-3)
-    learner = Learner.alone(make_model(), recipe)
+    learner = alone(make_model(), recipe)
     first, second = learner.learn(groups), learner.learn(groups)
     assert first["train/kl"] == pytest.approx(0, abs=1e-6)
     assert second["train/kl"] > 1e-4
     assert first["train/samples"] == 16  # the reference pulls on samples without an advantage, too
-    assert Learner.alone(make_model(), make_recipe()).reference is None
+    assert alone(make_model(), make_recipe()).reference is None
 
 
 def save_tokenizer(folder: Path) -> None:
@@ -218,7 +224,7 @@ def test_a_users_loss_sees_every_sample_and_its_metrics_are_kept() -> None:
 
 def test_learning_moves_probability_to_what_was_rewarded() -> None:
     groups = make_groups([[1, 0, 0, 0]])
-    learner = Learner.alone(make_model(), make_recipe(lr=1e-2))
+    learner = alone(make_model(), make_recipe(lr=1e-2))
     batch = actor_batch(groups)
     before = learner.actor.logprobs(batch)
     for _ in range(5):
@@ -258,8 +264,8 @@ def test_learning_rates() -> None:
 def test_a_resumed_run_goes_on_as_if_it_had_never_stopped(tmp_path: Path, dtype: torch.dtype) -> None:
     groups = [make_groups(REWARDS, seed) for seed in range(4)]
     recipe = make_recipe(mini_batches=2, schedule="cosine", warmup_steps=2)
-    straight = Learner.alone(make_model(dtype), recipe)
-    stopped = Learner.alone(make_model(dtype), recipe)
+    straight = alone(make_model(dtype), recipe)
+    stopped = alone(make_model(dtype), recipe)
     for group in groups:
         straight.learn(group)
     for group in groups[:2]:
@@ -268,7 +274,7 @@ def test_a_resumed_run_goes_on_as_if_it_had_never_stopped(tmp_path: Path, dtype:
     checkpoints.save(2, stopped, {"sampler": [1, 2]})
     saved = checkpoints.latest()
     assert saved is not None
-    resumed = Learner.alone(Qwen3ForCausalLM.from_pretrained(saved.path, dtype=dtype), recipe)
+    resumed = alone(Qwen3ForCausalLM.from_pretrained(saved.path, dtype=dtype), recipe)
     assert saved.load_into(resumed) == {"sampler": [1, 2]}
     for group in groups[2:]:
         resumed.learn(group)
@@ -276,7 +282,7 @@ def test_a_resumed_run_goes_on_as_if_it_had_never_stopped(tmp_path: Path, dtype:
 
 
 def test_the_last_checkpoints_are_kept_and_half_written_ones_are_not_seen(tmp_path: Path) -> None:
-    learner = Learner.alone(make_model(), make_recipe())
+    learner = alone(make_model(), make_recipe())
     checkpoints = Checkpoints(tmp_path, 2)
     assert checkpoints.latest() is None
     for step in (1, 2, 10):
@@ -294,7 +300,7 @@ def test_the_last_checkpoints_are_kept_and_half_written_ones_are_not_seen(tmp_pa
 def test_a_save_that_dies_leaves_the_former_checkpoint(
     tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    learner = Learner.alone(make_model(), make_recipe())
+    learner = alone(make_model(), make_recipe())
     checkpoints = Checkpoints(tmp_path, 1)
     checkpoints.save(1, learner, {"step": 1})
 
@@ -318,7 +324,7 @@ def test_a_save_that_dies_leaves_the_former_checkpoint(
 
 
 def test_a_damaged_state_is_one_clear_line(tmp_path: Path) -> None:
-    learner = Learner.alone(make_model(), make_recipe())
+    learner = alone(make_model(), make_recipe())
     saved = Checkpoints(tmp_path, 1).save(1, learner, {})
     (saved.path / "trainer" / "actor.pt").unlink()
     with pytest.raises(UserError, match="trainer's state cannot be restored"):

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from test_actor import alone
 from train_help import lines, metrics, small
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
@@ -30,7 +31,6 @@ from agentrl.rollout.player import Player
 from agentrl.training.batch import Batch
 from agentrl.training.fast import FastForward
 from agentrl.training.forward import ModuleForward, SequenceForward, _probe, choose
-from agentrl.training.learner import Learner
 from agentrl.training.run import resume_run
 
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -122,7 +122,7 @@ def test_the_fast_ways_serve_an_adapter_and_say_when_they_do_not(model: Any) -> 
 def test_only_the_adapter_changes_in_a_step() -> None:
     model = tiny()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    learner = Learner.alone(model, recipe())
+    learner = alone(model, recipe())
     said = [learner.update(batch()) for _ in range(3)]
     after = model.state_dict()
     changed = {name for name, tensor in before.items() if not torch.equal(tensor, after[name])}
@@ -136,16 +136,16 @@ def test_only_the_adapter_changes_in_a_step() -> None:
 
 
 def test_the_reference_is_the_model_with_its_adapter_off() -> None:
-    learner = Learner.alone(stirred(tiny()), recipe(algorithm={"kl_coef": 0.1}))
+    learner = alone(stirred(tiny()), recipe(algorithm={"kl_coef": 0.1}))
     found = learner.reference.logprobs(batch())
-    np.testing.assert_allclose(found, Learner.alone(plain(), Recipe()).actor.logprobs(batch()), atol=1e-5)
+    np.testing.assert_allclose(found, alone(plain(), Recipe()).actor.logprobs(batch()), atol=1e-5)
     assert np.abs(found - learner.actor.logprobs(batch())).max() > 0.01
     assert learner.update(batch())["train/kl"] > 0.001
     assert all(p.requires_grad for p in lora.adapter_parameters(learner.model))
 
 
 def test_dropout_works_in_the_update_alone() -> None:
-    learner = Learner.alone(stirred(tiny(dropout=0.5)), recipe())
+    learner = alone(stirred(tiny(dropout=0.5)), recipe())
     before = learner.actor.logprobs(batch())
     np.testing.assert_array_equal(before, learner.actor.logprobs(batch()))
     weighed = batch().with_tokens(logprobs=before)
@@ -157,7 +157,7 @@ def test_dropout_works_in_the_update_alone() -> None:
 async def test_the_engine_samples_from_what_is_trained(overlap: bool) -> None:
     model = tiny()
     engine = LocalEngine(model, max_batch=4, max_context=64, overlap=overlap)
-    learner = Learner.alone(model, recipe())
+    learner = alone(model, recipe())
     sampling = Sampling(temperature=1.0, max_tokens=12, seed=5)
     answers = []
     for version in range(3):
@@ -251,11 +251,11 @@ def test_a_resumed_run_is_the_run(whole: Any, tmp_path: Path) -> None:
 
 
 def test_what_is_saved_of_a_step_is_restored_to_the_bit(whole: Any) -> None:
-    first = Learner.alone(tiny(), recipe())
+    first = alone(tiny(), recipe())
     first.update(batch())
     folder = whole.folder.parent / "bits"
     lora.save_adapter(first.model, folder)
-    second = Learner.alone(tiny(start=str(folder)), recipe())
+    second = alone(tiny(start=str(folder)), recipe())
     second.load_state_dict(copy.deepcopy(first.state_dict()))
     for learner in (first, second):
         learner.update(batch())

@@ -5,14 +5,13 @@ import math
 import numpy as np
 import pytest
 import torch
-from test_actor import REWARDS, make_groups, make_model, make_recipe
+from test_actor import REWARDS, alone, make_groups, make_model, make_recipe
 
 from agentrl.algo.off_policy import importance_weights
 from agentrl.recipe.schema import Recipe
 from agentrl.rollout.trajectory import Group
 from agentrl.training.actor import off_policy_of
 from agentrl.training.batch import Batch
-from agentrl.training.learner import Learner
 from agentrl.training.mismatch import SILENT_STEPS, MismatchWatch
 
 OLD = torch.tensor([-1.0, -2.0, -1.0, -3.0, -0.5])
@@ -57,7 +56,7 @@ def learned(kind, shift, micro=10_000, cap=2.0):
     """The gradient norm and metrics of one update on what an engine `shift` nats away sampled."""
     model, groups = make_model(), make_groups(REWARDS)
     recipe = make_recipe({"off_policy": kind, "off_policy_cap": cap}, micro_batch_tokens=micro)
-    learner = Learner.alone(model, recipe)
+    learner = alone(model, recipe)
     found = learner.actor.logprobs(Batch.from_groups(groups))
     return learner.learn(with_engine_logprobs(groups, found, shift))
 

@@ -38,7 +38,7 @@ class Actor:
         self.forward, self.description = (forward, description) if forward is not None else choose(model)
         self.loss = losses.get(recipe.algorithm.loss)
         train = recipe.train
-        self.optimizer = Optimizer(model.parameters(), train.betas, train.weight_decay, train.max_grad_norm)
+        self.optimizer = Optimizer(model.named_parameters(), train.betas, train.weight_decay, train.max_grad_norm)
         self.temperature = recipe.rollout.temperature or 1.0
         self.off_policy = off_policy_of(recipe)
 

@@ -8,90 +8,36 @@ carry no gradient they are not computed.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from agentrl.algo import advantages, losses
 from agentrl.algo.aggregation import token_weights
 from agentrl.algo.off_policy import OffPolicy
 from agentrl.recipe.schema import Recipe
 from agentrl.rollout.trajectory import Group
-from agentrl.training.actor import Actor, off_policy_of
+from agentrl.training.actor import off_policy_of
 from agentrl.training.advantages import carries_gradient, step_rewards, with_advantages
 from agentrl.training.batch import Batch
 from agentrl.training.meter import Meter
 from agentrl.training.optimizer import learning_rate
-from agentrl.training.reference import Reference
+from agentrl.training.workplace import Workplace
 
 Floats = npt.NDArray[np.float32]
 Bools = npt.NDArray[np.bool_]
 
 
-class Policy(Protocol):
-    """What the learner asks of the actor, wherever it is; see `Actor`."""
-
-    @property
-    def description(self) -> str: ...
-
-    @property
-    def trained(self) -> int: ...
-
-    def logprobs(self, batch: Batch) -> Floats: ...
-
-    def update(self, batch: Batch, rate: float) -> Meter: ...
-
-
-class Frozen(Protocol):
-    """Likewise of the reference."""
-
-    def logprobs(self, batch: Batch) -> Floats: ...
-
-
-class Values(Protocol):
-    """Likewise of the critic; see `Critic`."""
-
-    def values(self, batch: Batch) -> Floats: ...
-
-    def update(self, batch: Batch, rate: float) -> Any: ...
-
-
 class Learner:
-    """Learns by `recipe`. `steps`: updates of the loop so far. reference: where `kl_coef` wants one; critic: where the
-    recipe has one."""
+    """Learns by `recipe`. `steps`: updates of the loop so far."""
 
-    def __init__(
-        self, recipe: Recipe, actor: Policy, reference: Frozen | None = None, critic: Values | None = None
-    ) -> None:
-        self.recipe, self.actor, self.reference, self.critic = recipe, actor, reference, critic
+    def __init__(self, recipe: Recipe, workplace: Workplace) -> None:
+        self.recipe, self.actor = recipe, workplace.actor
+        self.reference, self.critic = workplace.reference, workplace.critic
         self.advantage = advantages.get(recipe.algorithm.advantage)
         self._vanishes = getattr(losses.get(recipe.algorithm.loss), "vanishes_with_advantage", False)
         self.steps = 0
-
-    @classmethod
-    def alone(cls, model: Any, recipe: Recipe) -> "Learner":
-        """All of it in this process, on `model`, in place."""
-        actor = Actor(model, recipe)
-        reference = Reference.alone(recipe, model, actor.forward) if recipe.algorithm.kl_coef > 0 else None
-        return cls(recipe, actor, reference, _critic(recipe) if recipe.critic else None)
-
-    @property
-    def model(self) -> Any:
-        """What is trained, where it is in this process."""
-        return self.actor.model  # type: ignore[attr-defined]
-
-    def state_dict(self) -> dict[str, Any]:
-        """What a run needs to go on, besides the model's weights."""
-        optimizer = self.actor.optimizer  # type: ignore[attr-defined]
-        return {"optimizer": optimizer.state_dict(), "steps": self.steps, "rng": torch.get_rng_state()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The inverse of `state_dict`; the model's weights are loaded already."""
-        self.actor.optimizer.load_state_dict(state["optimizer"])  # type: ignore[attr-defined]
-        self.steps = state["steps"]
-        torch.set_rng_state(state["rng"])
 
     def learn(self, groups: Sequence[Group]) -> dict[str, float]:
         """One step: values, advantages, old log-probs, reference, updates. Returns the metrics of `update`."""
@@ -177,12 +123,6 @@ def _scatter(batch: Batch, useful: Bools, compute: Callable[[Batch], Floats]) ->
     found = np.zeros(int(batch.offsets[-1]), np.float32)
     found[np.repeat(useful, batch.lengths)] = compute(batch.select(np.flatnonzero(useful)))
     return found
-
-
-def _critic(recipe: Recipe) -> Values:
-    from agentrl.training.critic import Critic
-
-    return Critic(recipe)
 
 
 def _of_critic(learned: Sequence[Any]) -> dict[str, float]:

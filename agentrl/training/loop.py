@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
 
+from agentrl.cluster.errors import WorkerLost
 from agentrl.errors import UserError, nearest
 from agentrl.eval.held_out import HeldOut
 from agentrl.eval.result import SplitResult, failures
@@ -25,6 +26,7 @@ from agentrl.training.learner import Learner
 from agentrl.training.mismatch import MismatchWatch
 from agentrl.training.rollouts import Rollouts
 from agentrl.training.run_folder import RunFolder
+from agentrl.training.workplace import Workplace
 
 
 @dataclass(slots=True)
@@ -34,6 +36,7 @@ class Loop:
     recipe: Recipe
     player: Player
     learner: Learner
+    workplace: Workplace
     rollouts: Rollouts
     held_out: HeldOut
     folder: RunFolder
@@ -47,12 +50,14 @@ class Loop:
     after: dict[str, float] = field(default_factory=dict)
     _drawn: dict[str, Any] = field(default_factory=dict)
     _saved: int = -1
+    _accuracy: float | None = None  # on the first held-out split, of the last whole step where it was evaluated
     _weights_said: bool = False
 
     def run(self) -> bool:
         """From `step` to `train.steps`. Returns whether it was interrupted; the last whole step is saved either way.
 
-        Raises UserError when a step or an evaluation loses every sample: the last whole step is saved then too.
+        Raises UserError when a step or an evaluation loses every sample: the last whole step is saved then too; and
+        WorkerLost, with nobody left who could save anything.
         """
         self._drawn = self.rollouts.state()
         self._saved = self.step if self.step else -1
@@ -64,12 +69,14 @@ class Loop:
             while self.step < self.recipe.train.steps:
                 self._one_step()
         except Interrupted:
-            self.save()
+            self._save_at_last()
             return True
+        except WorkerLost:
+            raise
         except UserError as error:
-            self.save()
+            self._save_at_last()
             raise UserError(f"{error}; step {self.step} is saved, go on with --resume {self.folder.path}") from error
-        self.save()
+        self._save_at_last()
         return False
 
     def _one_step(self) -> None:
@@ -97,6 +104,7 @@ class Loop:
         every = self.recipe.train.save_every
         if every and step % every == 0:
             self.save()
+        self.checkpoints.check()
 
     def _update(self, step: int, groups: Sequence[Group]) -> dict[str, Any]:
         began = perf_counter()
@@ -109,6 +117,7 @@ class Loop:
         return metrics
 
     def _evaluate_when_due(self, step: int) -> dict[str, Any]:
+        self._accuracy = None
         if step == self.recipe.train.steps:
             self.after = self._evaluate(self.held_out.splits)
             return _accuracy_keys(self.after)
@@ -128,6 +137,7 @@ class Loop:
             self._keep_trajectories(f"eval_{split}_{self.step}", groups, self.held_out.solved)
         accuracies = {r.split: r.accuracy for r in results}
         if accuracies:
+            self._accuracy = next(iter(accuracies.values()))
             self.display.evaluation(self.step, accuracies)
         return accuracies
 
@@ -155,12 +165,17 @@ class Loop:
             tracker.log(metrics["step"], metrics)
 
     def save(self) -> None:
-        """A checkpoint of the last whole step, unless it is saved already."""
+        """A checkpoint of the last whole step, unless it is saved already; the run goes on while it is written."""
         if self._saved == self.step:
             return
         self.display.phase("saving")
-        self.checkpoints.save(self.step, self.learner, {"sampler": self._drawn, "before": self.before})
+        extra = {"sampler": self._drawn, "before": self.before}
+        self.checkpoints.begin(self.step, self.workplace.save, extra, self._accuracy)
         self._saved = self.step
+
+    def _save_at_last(self) -> None:
+        self.save()
+        self.checkpoints.finish()
 
 
 def _accuracy_keys(accuracies: Mapping[str, float]) -> dict[str, float]:

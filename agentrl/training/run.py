@@ -8,12 +8,12 @@ from time import monotonic
 from typing import Any
 
 from agentrl.algo import advantages, losses
+from agentrl.cluster.errors import WorkerLost
 from agentrl.data.prompts import PromptLengths
 from agentrl.data.sampler import TaskSampler
 from agentrl.errors import UserError
 from agentrl.eval.evaluate import chosen_splits
 from agentrl.eval.held_out import HeldOut
-from agentrl.models import lora
 from agentrl.plugins.environment import Environment
 from agentrl.plugins.registry import load, make_environment, tasks_of
 from agentrl.plugins.tracker import Tracker
@@ -31,6 +31,7 @@ from agentrl.training.loop import Loop
 from agentrl.training.mismatch import MismatchWatch
 from agentrl.training.rollouts import make_rollouts
 from agentrl.training.run_folder import RECIPE, RunFolder
+from agentrl.training.workplace import Here, Workplace
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,21 +75,52 @@ def resume_run(
 
 def _start(recipe: Recipe, name: str, resumed: RunFolder | None, display: Display | None) -> TrainResult:
     with Interrupts() as interrupts:
-        return blocking(lambda: _run(recipe, name, resumed, display, interrupts))
+        return blocking(lambda: _run_on(recipe, name, resumed, display, interrupts))
+
+
+def _run_on(
+    recipe: Recipe, name: str, resumed: RunFolder | None, display: Display | None, interrupts: Interrupts
+) -> TrainResult:
+    """The run, taken up again from its last checkpoint as often as `cluster.restarts` says when a worker is lost."""
+    folder = resumed
+    for left in range(recipe.cluster.restarts, -1, -1):
+        started: list[RunFolder] = []
+        try:
+            return _run(recipe, name, folder, display, interrupts, started, again=left < recipe.cluster.restarts)
+        except WorkerLost as lost:
+            folder = started[0] if started else folder
+            if not left or interrupts.requested:
+                raise UserError(f"{lost}{_remedy(folder)}") from lost
+            Display(recipe.train.steps, name).note(f"{lost}; going on by itself, {left} restarts are left")
+    raise AssertionError("a range that ends with 0 returns or raises")
+
+
+def _remedy(folder: RunFolder | None) -> str:
+    if folder is None or (saved := Checkpoints(folder.checkpoints, 1).latest()) is None:
+        return "; no checkpoint was saved yet"
+    return f"; step {saved.step} is saved, go on with --resume {folder.path}, or set cluster.restarts"
 
 
 def _run(
-    recipe: Recipe, name: str, resumed: RunFolder | None, display: Display | None, interrupts: Interrupts
+    recipe: Recipe,
+    name: str,
+    resumed: RunFolder | None,
+    display: Display | None,
+    interrupts: Interrupts,
+    started: list[RunFolder],
+    again: bool,
 ) -> TrainResult:
+    """started: gets the run's folder as soon as there is one. again: not by a person's wish, so that a folder without a
+    checkpoint is begun anew."""
     began = monotonic()
-    saved = _last_checkpoint(recipe, resumed) if resumed else None
+    saved = _last_checkpoint(recipe, resumed, again) if resumed else None
     checked = _check(recipe, resumed)
     with ExitStack() as stack:
         stack.callback(interrupts.close)
         display = display or Display(recipe.train.steps, name, first_step=saved.step if saved else 0)
         stack.enter_context(display)
         try:
-            loop = _set_up(recipe, name, resumed, saved, checked, display, interrupts, stack)
+            loop = _set_up(recipe, name, resumed, saved, checked, display, interrupts, stack, started)
         except Interrupted:
             raise KeyboardInterrupt("interrupted before the first step: there is nothing to save") from None
         interrupted = loop.run()
@@ -124,8 +156,10 @@ def _check(recipe: Recipe, resumed: RunFolder | None) -> _Checked:
     return _Checked(env, splits, tasks, trackers)
 
 
-def _last_checkpoint(recipe: Recipe, resumed: RunFolder) -> Saved:
+def _last_checkpoint(recipe: Recipe, resumed: RunFolder, again: bool) -> Saved | None:
     saved = Checkpoints(resumed.checkpoints, recipe.train.keep).latest()
+    if saved is None and again:
+        return None
     if saved is None:
         raise UserError(f"--resume {resumed.path}: no checkpoint was saved there; start it anew")
     if saved.step >= recipe.train.steps:
@@ -142,11 +176,13 @@ def _set_up(
     display: Display,
     interrupts: Interrupts,
     stack: ExitStack,
+    started: list[RunFolder],
 ) -> Loop:
     """The parts of the run; `stack` gets what must be closed at its end."""
     display.phase("loading")
-    begins, path = _beginning(recipe, saved)
-    player = interrupts.run(lambda: Player.build(begins, path, checked.env, display.note, display.phase))
+    begins, apart = _beginning(recipe, saved), recipe.cluster.used
+    named, path = (recipe, begins.model.path) if saved and recipe.model.lora is None else (begins, None)
+    player = interrupts.run(lambda: Player.build(named, path, checked.env, display.note, display.phase, apart))
     stack.callback(lambda: interrupts.complete(player.close))
     display.note(player.describe())
 
@@ -157,22 +193,27 @@ def _set_up(
     for note in notes:
         display.note(note)
 
-    learner = Learner.alone(player.model, recipe)
     display.note(f"chat: {player.chat.description}")
-    display.note(f"training forward: {learner.actor.description}")
-    if recipe.model.lora is not None:
-        display.note(f"trained: {lora.describe(player.model)}")
-    rollouts = make_rollouts(recipe, player, checked.tasks, sampler, interrupts)
+    folder = resumed
+    if apart:  # the workers' output lies in it, whatever becomes of them
+        folder = folder or RunFolder.create(recipe.output, name)
+        started.append(folder)
+    workplace = _workplace(recipe, begins, player, folder, display)
+    stack.callback(workplace.close)
+    for line in workplace.describe():
+        display.note(line)
+    rollouts = make_rollouts(recipe, player, checked.tasks, sampler, interrupts, workplace.weights)
     stack.callback(lambda: interrupts.complete(rollouts.close))
     interrupts.check()
-    folder = resumed or RunFolder.create(recipe.output, name)
+    folder = folder or RunFolder.create(recipe.output, name)
     folder.write_recipe(dump_recipe(recipe))
     if hasattr(player.engine, "keep_logs"):
         player.engine.keep_logs(folder.path)
     loop = Loop(
         recipe=recipe,
         player=player,
-        learner=learner,
+        learner=Learner(recipe, workplace),
+        workplace=workplace,
         rollouts=rollouts,
         held_out=held_out,
         folder=folder,
@@ -184,17 +225,35 @@ def _set_up(
     )
     if saved:
         _restore(loop, saved)
+    elif resumed:
+        folder.rewind(-1)
+    if apart:  # its model is what the recipe names; that of the workers may be further
+        interrupts.complete(lambda: player.engine.update_weights(loop.step, workplace.weights()))
     display.note(f"run folder: {folder.path}")
     return loop
 
 
-def _beginning(recipe: Recipe, saved: Saved | None) -> tuple[Recipe, str | None]:
-    """The recipe to build the player from, and the folder that replaces its model: what is saved, where a run goes on.
-    An adapter goes back into the base that it was trained on, which the merged weights no longer show."""
-    if saved is None or recipe.model.lora is None:
-        return recipe, str(saved.path) if saved else None
-    adapter = recipe.model.lora.model_copy(update={"start": str(saved.path / ADAPTER)})
-    return recipe.model_copy(update={"model": recipe.model.model_copy(update={"lora": adapter})}), None
+def _beginning(recipe: Recipe, saved: Saved | None) -> Recipe:
+    """The recipe with the model that the policy begins as: what is saved, where a run goes on. An adapter goes back
+    into the base that it was trained on, which the merged weights no longer show."""
+    if saved is None:
+        return recipe
+    section = recipe.model
+    if section.lora is None:
+        update: dict[str, Any] = {"path": str(saved.path)}
+    else:
+        update = {"lora": section.lora.model_copy(update={"start": str(saved.path / ADAPTER)})}
+    return recipe.model_copy(update={"model": section.model_copy(update=update)})
+
+
+def _workplace(recipe: Recipe, begins: Recipe, player: Player, folder: RunFolder | None, display: Display) -> Workplace:
+    """Where the roles are: here, or on a cluster."""
+    if not recipe.cluster.used:
+        return Here(recipe, player.model)
+    from agentrl.training.remote import OnCluster
+
+    assert folder is not None
+    return OnCluster(recipe, begins, folder.path / "logs", display.note, display.phase)
 
 
 def _leave_out_long(
@@ -227,8 +286,9 @@ def _start_trackers(
 
 
 def _restore(loop: Loop, saved: Saved) -> None:
-    state: dict[str, Any] = saved.load_into(loop.learner)
-    loop.step = saved.step
+    loop.workplace.load(saved.path)
+    state: dict[str, Any] = saved.extra
+    loop.step = loop.learner.steps = saved.step
     loop.before = state["before"]
     loop.rollouts.restore(saved.step, state["sampler"])
     loop.folder.rewind(saved.step or -1)  # before the first step is done, step 0 is evaluated anew

@@ -1,0 +1,192 @@
+"""`OnCluster`: a workplace of Ray workers. Roles are objects here that call the groups which hold them."""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from time import sleep
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from agentrl.cluster.group import Future, WorkerGroup
+from agentrl.cluster.pool import ResourcePool
+from agentrl.cluster.session import Session
+from agentrl.recipe.schema import Recipe
+from agentrl.training.batch import Batch
+from agentrl.training.meter import Meter
+
+Floats = npt.NDArray[np.float32]
+
+
+POLL_SECONDS = 0.1
+
+
+class RemoteActor:
+    """See `Actor`. description, trained: as rank 0 says."""
+
+    def __init__(self, group: WorkerGroup) -> None:
+        self._group = group
+        said = group.describe()
+        self.description: str = said["description"]
+        self.trained: int = said["trained"]
+        self.adapter: str = said["adapter"]
+
+    def logprobs(self, batch: Batch) -> Floats:
+        found: Floats = self._group.logprobs(batch)
+        return found
+
+    def update(self, batch: Batch, rate: float) -> Meter:
+        found: Meter = self._group.update(batch, rate)
+        return found
+
+
+class RemoteReference:
+    """See `Reference`."""
+
+    def __init__(self, group: WorkerGroup) -> None:
+        self._group = group
+
+    def logprobs(self, batch: Batch) -> Floats:
+        found: Floats = self._group.reference_logprobs(batch)
+        return found
+
+
+class RemoteCritic:
+    """See `Critic`."""
+
+    def __init__(self, group: WorkerGroup) -> None:
+        self._group = group
+
+    def values(self, batch: Batch) -> Floats:
+        found: Floats = self._group.values(batch)
+        return found
+
+    def update(self, batch: Batch, rate: float) -> Any:
+        return self._group.update_critic(batch, rate)
+
+
+class RemoteWeights:
+    """Name and whole tensor of the policy, by the names of the plain model, a bucket at a time: the next
+    one is gathered while this one is read. Read once."""
+
+    def __init__(self, group: WorkerGroup) -> None:
+        self._group = group
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        self._group.begin_weights()
+        ahead: Future = self._group.next_weights.future()
+        while (bucket := ahead.result()[0]) is not None:
+            ahead = self._group.next_weights.future()
+            yield from bucket
+
+
+class RemoteSave:
+    """A save that the workers of every group are at."""
+
+    def __init__(self, groups: list[WorkerGroup], folder: Path) -> None:
+        self._groups = groups
+        for group in groups:
+            group.begin_save(str(folder))
+
+    def done(self) -> bool:
+        return all(all(group.saved()) for group in self._groups)
+
+    def result(self) -> None:
+        """Raises UserError: the disk refused. Workers are asked rather than made to wait: they have steps to do."""
+        while not self.done():
+            sleep(POLL_SECONDS)
+        for future in [group.finish_save.future() for group in self._groups]:
+            future.result()
+
+
+class OnCluster:
+    """The roles of `recipe` on Ray workers, in the actor's group or in pools of their own, as `cluster` says.
+
+    model: what the policy begins as, where that is not what the recipe names (a checkpoint). logs: folder for the
+    workers' output, by the same path on every machine. say, phase: told lines that stay, and what goes on.
+
+    Raises ClusterError (Ray, resources, a worker), and UserError of the workers: a model that does not load.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        begins: Recipe,
+        logs: Path,
+        say: Callable[[str], None] = lambda line: None,
+        phase: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        cluster = recipe.cluster
+        self._stack, self._recipe, self._begins, self._logs = ExitStack(), recipe, begins, logs
+        self._groups: dict[str, WorkerGroup] = {}
+        try:
+            phase("starting Ray")
+            session = self._stack.enter_context(Session(cluster.address, gpus=None if cluster.gpus else 0))
+            roles = roles_of(recipe)
+            for pool in cluster.pools:
+                self._start(pool.workers, 1, list(pool.roles), phase)
+                roles = [role for role in roles if role not in pool.roles]
+            self._start(cluster.size, cluster.nodes, roles, phase)
+            where = session.address if cluster.address else "this machine"
+            say(f"cluster: {sum(len(g) for g in set(self._groups.values()))} workers on {where}, logs in {logs}")
+            self.actor = RemoteActor(self._groups["actor"])
+        except BaseException:
+            self.close()
+            raise
+        self.reference = RemoteReference(self._groups["reference"]) if "reference" in self._groups else None
+        self.critic = RemoteCritic(self._groups["critic"]) if "critic" in self._groups else None
+
+    def _start(self, workers: int, nodes: int, roles: list[str], phase: Callable[[str], None]) -> None:
+        from agentrl.training.worker import TrainWorker
+
+        recipe, actor = self._recipe, "actor" in roles
+        phase(f"starting {workers} workers ({', '.join(roles)})")
+        pool = self._stack.enter_context(ResourcePool(workers, nodes, gpu=recipe.cluster.gpus > 0))
+        group = WorkerGroup(
+            pool,
+            TrainWorker,
+            self._begins.model_dump(mode="json"),
+            recipe.model.model_dump(mode="json"),
+            roles,
+            name="trainer" if actor else "_".join(roles),
+            logs=self._logs,
+            timeout=recipe.cluster.timeout,
+            sequence_parallel=recipe.cluster.sequence_parallel if actor else 1,
+        )
+        self._stack.callback(group.close)
+        self._groups |= dict.fromkeys(roles, group)
+
+    def describe(self) -> list[str]:
+        lines = [f"training forward: {self.actor.description}"]
+        return lines + ([f"trained: {self.actor.adapter}"] if self.actor.adapter else [])
+
+    def weights(self) -> RemoteWeights:
+        return RemoteWeights(self._groups["actor"])
+
+    def save(self, folder: Path) -> RemoteSave:
+        return RemoteSave(self._trained(), folder)
+
+    def load(self, folder: Path) -> None:
+        for future in [group.load.future(str(folder)) for group in self._trained()]:
+            future.result()
+
+    def close(self) -> None:
+        self._stack.close()
+
+    def _trained(self) -> list[WorkerGroup]:
+        """The groups with something to save."""
+        groups = [self._groups[role] for role in ("actor", "critic") if role in self._groups]
+        return list(dict.fromkeys(groups))
+
+
+def roles_of(recipe: Recipe) -> list[str]:
+    """Which the recipe needs."""
+    wanted = {
+        "actor": True,
+        "reference": recipe.algorithm.kl_coef > 0,
+        "critic": recipe.critic is not None,
+        "reward_model": recipe.rewards.model is not None,
+    }
+    return [role for role, needed in wanted.items() if needed]

@@ -1,0 +1,112 @@
+"""`Workplace`: where a run's roles are. The loop and the learner ask it, and do not know which kind it is."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from agentrl.models import lora
+from agentrl.recipe.schema import Recipe
+from agentrl.training.actor import Actor
+from agentrl.training.batch import Batch
+from agentrl.training.critic import Critic
+from agentrl.training.meter import Meter
+from agentrl.training.reference import Reference
+from agentrl.training.saving.pending import Pending, PendingLike
+from agentrl.training.saving.roles import RoleState, load_roles, save_roles
+
+Floats = npt.NDArray[np.float32]
+
+
+class Policy(Protocol):
+    """What the learner asks of the actor, wherever it is; see `Actor`."""
+
+    @property
+    def description(self) -> str: ...
+
+    @property
+    def trained(self) -> int: ...
+
+    def logprobs(self, batch: Batch) -> Floats: ...
+
+    def update(self, batch: Batch, rate: float) -> Meter: ...
+
+
+class Frozen(Protocol):
+    """Likewise of the reference."""
+
+    def logprobs(self, batch: Batch) -> Floats: ...
+
+
+class Values(Protocol):
+    """Likewise of the critic; see `Critic`."""
+
+    def values(self, batch: Batch) -> Floats: ...
+
+    def update(self, batch: Batch, rate: float) -> Any: ...
+
+
+class Workplace(Protocol):
+    """The roles, ready to work. reference, critic: None where the recipe has none."""
+
+    @property
+    def actor(self) -> Policy: ...
+
+    @property
+    def reference(self) -> Frozen | None: ...
+
+    @property
+    def critic(self) -> Values | None: ...
+
+    def describe(self) -> list[str]:
+        """Lines for the start of a run."""
+        ...
+
+    def weights(self) -> Any:
+        """What the engine is given once the policy has changed; None where it knows the policy's weights."""
+        ...
+
+    def save(self, folder: Path) -> PendingLike:
+        """Write what is trained into `folder`, as `save_roles` does; the roles may go on learning at once."""
+        ...
+
+    def load(self, folder: Path) -> None:
+        """The inverse. Raises UserError."""
+        ...
+
+    def close(self) -> None:
+        """Let go of all of it."""
+        ...
+
+
+class Here:
+    """In this process, on `model`, in place."""
+
+    def __init__(self, recipe: Recipe, model: Any, tokenizer: Any = None) -> None:
+        self.model, self._tokenizer = model, tokenizer
+        self.actor = Actor(model, recipe)
+        self.reference = Reference.alone(recipe, model, self.actor.forward) if recipe.algorithm.kl_coef > 0 else None
+        self.critic = Critic(recipe) if recipe.critic is not None else None
+
+    @property
+    def roles(self) -> Mapping[str, RoleState]:
+        return {"actor": self.actor} | ({"critic": self.critic} if self.critic is not None else {})
+
+    def describe(self) -> list[str]:
+        lines = [f"training forward: {self.actor.description}"]
+        lines += [f"trained: {lora.describe(self.model)}"] if lora.layers(self.model) else []
+        return lines + ([f"critic: {self.critic.description}"] if self.critic is not None else [])
+
+    def weights(self) -> None:
+        return None
+
+    def save(self, folder: Path) -> Pending:
+        return save_roles(self.roles, folder, tokenizer=self._tokenizer)
+
+    def load(self, folder: Path) -> None:
+        load_roles(self.roles, folder)
+
+    def close(self) -> None:
+        """Nothing is held."""

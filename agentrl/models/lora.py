@@ -38,7 +38,7 @@ def add_adapter(model: Any, section: LoraSection, base: str) -> None:
         r=section.rank,
         lora_alpha=section.alpha,
         lora_dropout=section.dropout,
-        target_modules=_targets(model, section.targets),
+        target_modules=target_names(model, section.targets),
         base_model_name_or_path=base,
         task_type="CAUSAL_LM",
     )
@@ -49,7 +49,7 @@ def add_adapter(model: Any, section: LoraSection, base: str) -> None:
         _load(model, section, Path(section.start).expanduser())
 
 
-def _targets(model: Any, targets: tuple[str, ...]) -> list[str]:
+def target_names(model: Any, targets: tuple[str, ...]) -> list[str]:
     """Full names of the layers that get an adapter: those whose name, or the end of it, is among `targets`."""
     head = model.get_output_embeddings()
     linear = [name for name, module in model.named_modules() if type(module) is nn.Linear and module is not head]
@@ -117,15 +117,19 @@ def dropping_out(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def switched_off(model: nn.Module) -> Iterator[None]:
-    """Inside the block `model` is its base."""
+    """Inside the block `model` is its base.
+
+    peft's `enable_adapters` would also take the adapter's wish for gradients away for a while, and what FSDP2 learns
+    about its parameters in the first pass it never learns again.
+    """
     found = layers(model).values()
     for layer in found:
-        layer.enable_adapters(False)
+        layer._disable_adapters = True
     try:
         yield
     finally:
         for layer in found:
-            layer.enable_adapters(True)
+            layer._disable_adapters = False
 
 
 def plain_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor, Any]]:

@@ -1,6 +1,5 @@
 """`Place`: where this process stands among the ranks of a torch process group that is initialised already."""
 
-import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,13 +35,8 @@ class Place:
         return rank % self.shards
 
 
-def backend(cuda: bool) -> str:
-    """For `init_process_group`. Offloaded tensors are reduced where they are, so the CPU has one too."""
-    return "cpu:gloo,cuda:nccl" if cuda else "gloo"
-
-
-def find_place(cluster: ClusterSection, cuda: bool = False) -> Place:
-    """Of this rank of the default process group. A collective. cuda: compute on the GPU of LOCAL_RANK.
+def find_place(cluster: ClusterSection, device: torch.device) -> Place:
+    """Of this rank of the default process group, which computes on `device`. A collective.
 
     Raises UserError: a `cluster.shard` or `cluster.sequence_parallel` that does not divide the number of ranks.
     """
@@ -51,10 +45,7 @@ def find_place(cluster: ClusterSection, cuda: bool = False) -> Place:
     for key, value in (("shard", shard), ("sequence_parallel", cluster.sequence_parallel)):
         if size % value:
             raise UserError(f"cluster.{key} is {value}, which does not divide the {size} workers")
-    kind = "cuda" if cuda else "cpu"
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(device)
+    kind = device.type
     if shard == size:
         mesh = init_device_mesh(kind, (size,), mesh_dim_names=("shard",))
     else:

@@ -1,0 +1,95 @@
+"""A model over the ranks, none of which ever holds it whole but rank 0, on its CPU, while it reads the file.
+
+The others build the same modules on the meta device, where nothing is allocated, and receive their shards. What depends
+on the weights being whole (which way of computing is exact) is found out on rank 0 and told to the others, so that all
+ranks run the same collectives.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from agentrl.errors import UserError
+from agentrl.recipe.schema import Recipe
+from agentrl.training.recompute import blocks_of, recompute
+from agentrl.training.sharded.mesh import Place
+from agentrl.training.sharded.scatter import fill, share
+from agentrl.training.sharded.shard import Options, Root, shard
+
+
+@dataclass(frozen=True, slots=True)
+class Role:
+    """How a model is made, and what is computed with it.
+
+    skeleton: called by every rank, on the meta device. load: called by rank 0: the same module with its weights, on the
+    CPU, and whatever else the ranks are to know, small and picklable; it may raise UserError. way: from the skeleton
+    and what they know to the computation, which runs inside the forward of the root: there, weights are whole in the
+    layer that runs, and outside of the layers.
+    """
+
+    skeleton: Callable[[], nn.Module]
+    load: Callable[[], tuple[nn.Module, Any]]
+    way: Callable[[Any, Any], Callable[..., Any]]
+
+
+def build(role: Role, recipe: Recipe, place: Place, trained: bool = True) -> tuple[Any, Root, Any]:
+    """The sharded model, the root that is called, and what the ranks were told. trained: False freezes it.
+
+    Raises UserError on every rank when rank 0 could not load it.
+    """
+    source, told = _read(role, place)
+    with torch.device("meta"):
+        model = role.skeleton()
+    _match(model, told, place)
+    transformer = next(module for module in model.modules() if isinstance(module, PreTrainedModel))
+    if not trained:
+        model.requires_grad_(False)
+    elif recipe.model.checkpointing:
+        recompute(transformer)
+    root = Root(model.eval(), role.way(model, told.known))
+    options = Options.of(recipe)
+    shard(root, blocks_of(transformer), place, options)
+    model.to_empty(device="cpu" if options.offload else place.device)
+    fill(model, source, place)
+    return model, root, told.known
+
+
+@dataclass(frozen=True, slots=True)
+class _Told:
+    """What rank 0 tells the others. kinds: each parameter's shape and type by name."""
+
+    kinds: dict[str, tuple[tuple[int, ...], torch.dtype]]
+    known: Any
+
+
+def _read(role: Role, place: Place) -> tuple[nn.Module | None, _Told]:
+    """On rank 0 the model, elsewhere None."""
+    source: nn.Module | None = None
+    told: _Told | UserError | None = None
+    if place.rank == 0:
+        try:
+            source, known = role.load()
+            told = _Told({name: (tuple(p.shape), p.dtype) for name, p in source.named_parameters()}, known)
+        except UserError as error:
+            told = error
+    told = share(told, place)
+    if isinstance(told, UserError):
+        raise told
+    assert told is not None
+    return source, told
+
+
+def _match(model: nn.Module, told: _Told, place: Place) -> None:
+    """Give the parameters the types that rank 0 found: some layers may be kept in another precision.
+
+    Raises RuntimeError when this rank's skeleton is of another model."""
+    own = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    if own != (theirs := {name: shape for name, (shape, _) in told.kinds.items()}):
+        odd = min(name for name, _ in own.items() ^ theirs.items())
+        raise RuntimeError(f"rank {place.rank} built another model than rank 0: {odd} differs")
+    for name, parameter in model.named_parameters():
+        parameter.data = parameter.data.to(told.kinds[name][1])

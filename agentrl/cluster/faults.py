@@ -1,26 +1,18 @@
 """What is said of workers that died, do not answer, or raised: one line with the worker, its call and its log's end."""
 
-import os
 import pickle
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 from agentrl.cluster.errors import ClusterError, WorkerLost
-from agentrl.cluster.host import STACKS, Failure, Hello
-from agentrl.cluster.tail import tail
+from agentrl.cluster.host import Failure, Hello
+from agentrl.cluster.scene import Scene, Suspect, visit
 from agentrl.errors import UserError
 
-T = TypeVar("T")
-QUOTED = 6
-"""Lines of a log in a message."""
-FRAMES = 4
-STACK_SECONDS = 0.5
-"""What a worker is given to write its stacks."""
-REMOTE_SECONDS = 10.0
-"""What a node is given to tell of a worker; a node that is gone tells nothing."""
+KILLED = "it was killed (SIGKILL) or crashed"
+STACKS_SHOWN = 2
+_WAITING = "/torch/distributed/"
+"""Where a rank stands that only waits for another."""
 
 
 @dataclass
@@ -37,38 +29,34 @@ class Witness:
     def __str__(self) -> str:
         return f"worker {self.rank} of {self.group!r} (pid {self.hello.pid}, node {self.hello.node})"
 
-    def last_lines(self) -> list[str]:
-        """Of its log, read on its own node."""
-        log, since = self.log, self.since
-        return _on_node(self.hello.node_id, lambda: tail(log, QUOTED, since)) or []
-
-    def stack(self) -> list[str]:
-        """Where it stands, innermost call first. Empty when it cannot be asked."""
-        log, since, pid = self.log, self.since, self.hello.pid
-
-        def ask() -> list[str]:
-            try:
-                os.kill(pid, STACKS)
-            except ProcessLookupError:
-                return []
-            time.sleep(STACK_SECONDS)
-            return tail(log, 200, since)
-
-        return main_stack(_on_node(self.hello.node_id, ask) or [])
+    @property
+    def suspect(self) -> Suspect:
+        return Suspect(self.hello.node_id, self.hello.pid, self.log, self.since)
 
 
 def died(witness: Witness, method: str, cause: str) -> WorkerLost:
     """A process that ended in the middle of a call, or before it."""
-    return WorkerLost(f"{witness} died in {method!r}: {cause}{_quoted(witness)}")
+    scene = visit([witness.suspect])[0]
+    if scene is None:
+        return WorkerLost(f"{witness} died in {method!r}: {cause}, and its machine does not answer")
+    if cause == KILLED and scene.oom_kills > witness.hello.oom_kills:
+        cause = "the kernel killed a process of its machine since, for memory ran out"
+    quoted = (
+        f"the end of {witness.log}: " + " | ".join(scene.lines) if scene.lines else f"its log {witness.log} is empty"
+    )
+    return WorkerLost(f"{witness} died in {method!r}: {cause}; {quoted}")
 
 
 def hung(witnesses: list[Witness], method: str, seconds: float) -> WorkerLost:
-    """Ranks that gave no answer in time, and where the first of them stands."""
+    """Ranks that gave no answer in time, and where some of them stand: first those that wait for nobody."""
+    scenes = zip(witnesses, visit([witness.suspect for witness in witnesses], ask=True), strict=True)
+    stood = sorted(((witness, scene) for witness, scene in scenes if scene and scene.stack), key=_waits)
     ranks = ", ".join(str(witness.rank) for witness in witnesses)
-    stood = [f"{witness} stands at {' < '.join(stack)}" for witness in witnesses[:2] if (stack := witness.stack())]
+    said = [f"{witness} stands at {scene.where}" for witness, scene in stood[:STACKS_SHOWN]]
+    first = stood[0][0] if stood else witnesses[0]
     return WorkerLost(
-        f"no answer to {method!r} from rank {ranks} of {witnesses[0].group!r} within {seconds:g} seconds "
-        f"(cluster.timeout){'; ' + '; '.join(stood) if stood else ''}; see {witnesses[0].log}"
+        f"no answer to {method!r} from rank {ranks} of {first.group!r} within {seconds:g} seconds (cluster.timeout); "
+        + "; ".join([*said, f"all stacks are in the logs, such as {first.log}"])
     )
 
 
@@ -86,30 +74,17 @@ def raised(witness: Witness, method: str, failure: Failure, advice: str) -> Exce
     return error
 
 
-def main_stack(lines: list[str]) -> list[str]:
-    """The innermost calls of the main thread, which comes last in a dump of faulthandler, from the log's last dump."""
-    starts = [at for at, line in enumerate(lines) if "(most recent call first):" in line]
-    if not starts:
-        return []
-    frames = [line.strip().removeprefix("File ") for line in lines[starts[-1] + 1 :] if line.startswith("  File ")]
-    return frames[:FRAMES]
+def cause(error: Exception) -> str:
+    """What Ray says of a process that is gone, in a line."""
+    said = str(error)
+    if "running low on memory" in said or type(error).__name__ == "OutOfMemoryError":
+        return "Ray ended it, because its machine ran low on memory"
+    if type(error).__name__ == "NodeDiedError" or "node is dead" in said or "node died" in said:
+        return "its machine left the cluster"
+    if "connection error code 2" in said or "SYSTEM_ERROR" in said:
+        return KILLED
+    return next((line.strip() for line in said.splitlines() if line.strip()), type(error).__name__)
 
 
-def _quoted(witness: Witness) -> str:
-    lines = witness.last_lines()
-    return f"; the end of {witness.log}: " + " | ".join(lines) if lines else f"; its log {witness.log} is empty"
-
-
-def _on_node(node_id: str, work: Callable[[], T]) -> T | None:
-    """Run something on a node, also this one; None when the node does not answer."""
-    import ray
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-    if node_id == ray.get_runtime_context().get_node_id():
-        return work()
-    there = NodeAffinitySchedulingStrategy(node_id, soft=False)
-    task = ray.remote(work).options(num_cpus=0, max_retries=0, scheduling_strategy=there)
-    try:
-        return ray.get(task.remote(), timeout=REMOTE_SECONDS)
-    except (ray.exceptions.RayError, TimeoutError):
-        return None
+def _waits(found: tuple[Witness, Scene]) -> bool:
+    return any(_WAITING in frame for frame in found[1].stack)

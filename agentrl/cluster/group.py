@@ -1,6 +1,7 @@
 """`WorkerGroup`: many workers that are called like one object. Once a worker is lost, the group is over."""
 
-import pickle
+import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -12,13 +13,13 @@ from agentrl.cluster.errors import ClusterError, WorkerLost
 from agentrl.cluster.faults import Witness
 from agentrl.cluster.host import Answer, Failure, Hello
 from agentrl.cluster.pool import ResourcePool
-from agentrl.cluster.spawn import environments, spawn, starts
+from agentrl.cluster.spawn import greet, pickled, spawn, starts
 
-SPAWN_SECONDS = 180.0
-"""Until the processes run; what their workers load comes after it."""
 GRACE_SECONDS = 2.0
 """What the other ranks are given once one has raised: they may say more, or wait for it for ever."""
 CLOSE_SECONDS = 5.0
+_WORST = {"memory": 0, "user": 1, "error": 2}
+"""Which of several failures is told of: that of which the others may be consequences."""
 
 
 class Future:
@@ -30,10 +31,10 @@ class Future:
         self._group, self._method, self._refs, self._gather = group, method, refs, gather
 
     def result(self) -> Any:
-        """Wait for it, at most the group's timeout from now or from the last answer on. May be called once.
+        """Wait for it. May be called once, from any thread.
 
         Raises what the workers raised: UserError as it was, ClusterError for memory, other exceptions with the
-        worker's traceback as a note; WorkerLost when one died or gave no answer.
+        worker's traceback as a note; WorkerLost when one died, or when none answered anything for the group's timeout.
         """
         return self._gather(self._group.collect(self._method, self._refs))
 
@@ -59,7 +60,8 @@ class Method:
 
 
 class WorkerGroup:
-    """SPMD workers of one class in a pool, one a place. The class's registered methods are methods of the group.
+    """SPMD workers of one class in a pool, one a place. The class's registered methods are methods of the group. Every
+    worker sees the calls in the same order, from however many threads they come.
 
     sequence_parallel: how many ranks share a part of the data. timeout: seconds without an answer after which workers
     count as hung, the making of them included. logs: folder on each worker's machine for `<name>_<rank>.log`.
@@ -80,18 +82,20 @@ class WorkerGroup:
     ) -> None:
         if pool.workers % sequence_parallel:
             raise ClusterError(
-                f"{pool.workers} workers cannot be grouped by cluster.sequence_parallel={sequence_parallel}; "
-                f"it has to divide them"
+                f"cluster.sequence_parallel={sequence_parallel} has to divide the {pool.workers} workers of {name!r}"
             )
         self.name, self.timeout = name, timeout
         self.shape = Shape(pool.workers, sequence_parallel)
         self._advice = getattr(worker_class, "memory_advice", "give it less at once")
+        self._sending = threading.Lock()
+        self._answered = 0.0
         self._lost: WorkerLost | None = None
         self._witnesses: list[Witness] = []
         self._bind(worker_class)
-        self._actors = spawn(pool)
+        worker = pickled(worker_class, args, kwargs)
+        self._pool, self._actors = pool.take(name), spawn(pool)
         try:
-            self._start(pool, _pickled(worker_class, args, kwargs), logs)
+            self._start(worker, logs)
         except BaseException:
             self.kill()
             raise
@@ -120,34 +124,32 @@ class WorkerGroup:
 
     def send(self, method: str, calls: Sequence[Arguments | None]) -> dict[Any, int]:
         """Start a call on every rank that has arguments; object reference -> rank."""
-        if self._lost is not None:
-            raise self._lost
-        if not self._actors:
-            raise ClusterError(f"the group {self.name!r} was closed")
-        payloads = self._payloads(calls)
-        return {
-            actor.call.remote(method, payload): rank
-            for rank, (actor, payload) in enumerate(zip(self._actors, payloads, strict=True))
-            if payload is not None
-        }
+        if self._lost is None and self._actors:
+            payloads = self._payloads(calls)
+            with self._sending:
+                return {
+                    actor.call.remote(method, payload): rank
+                    for rank, (actor, payload) in enumerate(zip(self._actors, payloads, strict=False))
+                    if payload is not None
+                }
+        raise self._lost or ClusterError(f"the group {self.name!r} was closed")
 
     def collect(self, method: str, refs: dict[Any, int]) -> list[Any]:
         """The outputs by rank, None of those not called. See `Future.result` for what it raises."""
         outputs: list[Any] = [None] * self.shape.workers
         failures: dict[int, Failure] = {}
-        waiting = dict(refs)
+        waiting, began = dict(refs), time.monotonic()
         while waiting:
-            answers = self._next(method, waiting, GRACE_SECONDS if failures else self.timeout)
-            if not answers:
-                if not failures:
-                    raise self._end(
-                        faults.hung([self._witnesses[rank] for rank in waiting.values()], method, self.timeout)
-                    )
-                break
-            for rank, answer in answers.items():
+            until = max(began, self._answered) + (GRACE_SECONDS if failures else self.timeout)
+            if (answered := self._next(method, waiting, until - time.monotonic())) is not None:
+                rank, answer = answered
                 outputs[rank] = answer.value
                 if answer.failure is not None:
                     failures[rank] = answer.failure
+            elif failures:
+                break
+            elif time.monotonic() > max(began, self._answered) + self.timeout:  # no call of another thread either
+                raise self._end(faults.hung([self._witnesses[rank] for rank in waiting.values()], method, self.timeout))
         if failures:
             raise self._raised(method, failures, complete=not waiting)
         return outputs
@@ -157,16 +159,18 @@ class WorkerGroup:
         import ray
 
         if self._actors and self._lost is None and ray.is_initialized():
-            ray.wait(
-                [actor.close.remote() for actor in self._actors], num_returns=len(self._actors), timeout=CLOSE_SECONDS
-            )
+            closed = [actor.close.remote() for actor in self._actors]
+            ray.wait(closed, num_returns=len(closed), timeout=CLOSE_SECONDS)
         self.kill()
 
     def kill(self) -> None:
         """End the workers as they are."""
         import ray
 
-        actors, self._actors = self._actors, []
+        with self._sending:
+            actors, self._actors = self._actors, []
+        if actors:
+            self._pool.give()
         if ray.is_initialized():
             for actor in actors:
                 ray.kill(actor)
@@ -178,33 +182,14 @@ class WorkerGroup:
         for name, (dispatch, blocking) in methods.items():
             setattr(self, name, Method(self, name, dispatch, blocking))
 
-    def _start(self, pool: ResourcePool, worker: bytes, logs: Path) -> None:
-        hellos = self._hellos()
-        told = starts(environments(hellos, pool.by_node), worker, logs, self.name)
-        self._witnesses = [
-            Witness(self.name, rank, hello, Path(start.log))
-            for rank, (hello, start) in enumerate(zip(hellos, told, strict=True))
-        ]
-        refs = {
-            actor.start.remote(start): rank for rank, (actor, start) in enumerate(zip(self._actors, told, strict=True))
-        }
+    def _start(self, worker: bytes, logs: Path) -> None:
+        hellos = greet(self._actors, self.name)
+        told = starts(hellos, self._pool.by_node, worker, logs, self.name)
+        for rank, (hello, start) in enumerate(zip(hellos, told, strict=True)):
+            self._witnesses.append(Witness(self.name, rank, hello, Path(start.log)))
+        refs = {actor.start.remote(told[rank]): rank for rank, actor in enumerate(self._actors)}
         for witness, since in zip(self._witnesses, self.collect("__init__", refs), strict=True):
             witness.since = since
-
-    def _hellos(self) -> list[Hello]:
-        import ray
-
-        refs = [actor.hello.remote() for actor in self._actors]
-        ready, waiting = ray.wait(refs, num_returns=len(refs), timeout=SPAWN_SECONDS)
-        if waiting:
-            raise ClusterError(
-                f"{len(waiting)} of the {len(refs)} processes of {self.name!r} did not start within "
-                f"{SPAWN_SECONDS:.0f} seconds; see `ray status`, and whether every machine has agentrl"
-            )
-        try:
-            return ray.get(ready)
-        except ray.exceptions.RayError as error:
-            raise ClusterError(f"a process of {self.name!r} did not start: {_cause(error)}") from None
 
     def _payloads(self, calls: Sequence[Arguments | None]) -> list[Any]:
         """What several ranks are given alike is put into the object store once."""
@@ -212,61 +197,36 @@ class WorkerGroup:
 
         ids = [id(call) for call in calls]
         shared = {
-            id(call): ray.put(call)
-            for call in calls
-            if call is not None and call != ((), {}) and ids.count(id(call)) > 1
+            id(call): ray.put(call) for call in calls if call is not None and any(call) and ids.count(id(call)) > 1
         }
         return [shared.get(id(call), call) for call in calls]
 
-    def _next(self, method: str, waiting: dict[Any, int], seconds: float) -> dict[int, Answer]:
-        """The next answers, taken from `waiting`; none when nothing came in time. Raises WorkerLost."""
+    def _next(self, method: str, waiting: dict[Any, int], seconds: float) -> tuple[int, Answer] | None:
+        """The next answer, taken from `waiting`, and its rank; None when none came in time. Raises WorkerLost."""
         import ray
 
-        ready, _ = ray.wait(list(waiting), num_returns=1, timeout=seconds)
-        answers = {}
-        for ref in ready:
-            rank = waiting.pop(ref)
-            try:
-                answers[rank] = ray.get(ref)
-            except ray.exceptions.RayError as error:
-                raise self._end(faults.died(self._witnesses[rank], method, _cause(error))) from None
-        return answers
+        ready, _ = ray.wait(list(waiting), num_returns=1, timeout=max(seconds, 0.0))
+        if not ready:
+            return None
+        rank = waiting.pop(ready[0])
+        try:
+            answer = ray.get(ready[0])
+        except ray.exceptions.RayError as error:
+            if self._lost is not None:  # ended by another thread, with all that was under way
+                raise self._lost from None
+            raise self._end(faults.died(self._witnesses[rank], method, faults.cause(error))) from None
+        self._answered = time.monotonic()
+        return rank, answer
 
     def _raised(self, method: str, failures: dict[int, Failure], complete: bool) -> Exception:
-        """The one that says most: of the first to answer, memory before anything else."""
-        order = {"memory": 0, "user": 1, "error": 2}
-        rank = min(failures, key=lambda rank: order[failures[rank].kind])
-        error = faults.raised(self._witnesses[rank], method, failures[rank], self._advice)
+        """What a failure of some ranks is to the caller. Where others gave no answer, the group is over."""
+        rank = min(failures, key=lambda rank: _WORST[failures[rank].kind])  # the first of equals
+        witness, failure = self._witnesses[rank], failures[rank]
         if not complete:
-            self._end(
-                WorkerLost(f"the group {self.name!r} ended when {self._witnesses[rank]} failed: {failures[rank].line}")
-            )
-        return error
+            self._end(WorkerLost(f"the group {self.name!r} ended when {witness} failed: {failure.line}"))
+        return faults.raised(witness, method, failure, self._advice)
 
     def _end(self, lost: WorkerLost) -> WorkerLost:
         self._lost = lost
         self.kill()
         return lost
-
-
-def _pickled(worker_class: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
-    from ray import cloudpickle
-
-    try:
-        return cloudpickle.dumps((worker_class, args, kwargs))
-    except (TypeError, AttributeError, pickle.PicklingError) as error:
-        raise TypeError(
-            f"what {worker_class.__name__} is made of cannot be sent to another process: {error}"
-        ) from error
-
-
-def _cause(error: Exception) -> str:
-    """What Ray says of a process that is gone, in a line."""
-    said = str(error)
-    if "running low on memory" in said or type(error).__name__ == "OutOfMemoryError":
-        return "Ray ended it, because the machine ran low on memory"
-    if "node" in said and ("died" in said or "dead" in said) and type(error).__name__ == "NodeDiedError":
-        return "its machine left the cluster"
-    if "connection error code 2" in said or "SYSTEM_ERROR" in said:
-        return "it was killed (SIGKILL, as the kernel does when memory runs out) or crashed"
-    return next((line.strip() for line in said.splitlines() if line.strip()), type(error).__name__)

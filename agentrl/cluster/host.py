@@ -31,6 +31,8 @@ class Hello:
     port: int
     """Free a moment ago, for rank 0's rendezvous."""
     cores: int
+    oom_kills: int
+    """Of its machine so far, see `oom_kills`."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,7 @@ class Host:
             free.bind(("", 0))
             port = free.getsockname()[1]
         context = ray.get_runtime_context()
-        return Hello(os.getpid(), ray.util.get_node_ip_address(), context.get_node_id(), port, _cores())
+        return Hello(os.getpid(), ray.util.get_node_ip_address(), context.get_node_id(), port, _cores(), oom_kills())
 
     def start(self, start: Start) -> Answer:
         """Make the worker. The value is the byte of its log from which on the log is its own."""
@@ -139,6 +141,18 @@ def _write_to(log: Path) -> int:
     faulthandler.enable(file=2, all_threads=True)
     faulthandler.register(STACKS, file=2, all_threads=True, chain=False)
     return since
+
+
+def oom_kills() -> int:
+    """How many processes the kernel has killed for want of memory, in this container, or else on this machine."""
+    for counters in (Path("/sys/fs/cgroup/memory.events"), Path("/proc/vmstat")):
+        try:
+            said = dict(line.split() for line in counters.read_text().splitlines())
+        except OSError:
+            continue
+        if "oom_kill" in said:
+            return int(said["oom_kill"])
+    return 0
 
 
 def _cores() -> int:

@@ -37,6 +37,7 @@ class ResourcePool:
         self.workers, self.gpu = workers, gpu
         self.by_node = [workers // nodes + (node < workers % nodes) for node in range(nodes)]
         self._held: PlacementGroup | None = None
+        self._group: str | None = None
         needs = [self.needs(count) for count in self.by_node]
         _check(needs, lambda node: node.total, "there")
         until = time.monotonic() + patience
@@ -63,6 +64,17 @@ class ResourcePool:
         if self._held is not None and ray.is_initialized():
             ray.util.remove_placement_group(self._held)
         self._held = None
+
+    def take(self, group: str) -> "ResourcePool":
+        """Claim the places for a group, one at a time. Roles that share processes are objects of one worker."""
+        if self._group is not None:
+            raise ClusterError(f"the pool holds the group {self._group!r}; make another pool for {group!r}")
+        self._group = group
+        return self
+
+    def give(self) -> None:
+        """The group has ended; another may come."""
+        self._group = None
 
     def place(self, node: int) -> dict[str, Any]:
         """Options of Ray for an actor on the pool's node `node`."""

@@ -116,14 +116,20 @@ def object_store_bytes() -> int:
 def _be_quiet() -> None:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # else a notice about a change to come
+    logging.getLogger("ray").setLevel(logging.ERROR)
 
 
 def _protect() -> None:
     """Ray listens on every interface, and whoever reaches it may run code: so it gets a token that only our processes
-    know. Kept in the environment, and for the whole process, since Ray reads it once; a user's own choice stands."""
-    if "RAY_AUTH_MODE" not in os.environ:
-        os.environ["RAY_AUTH_MODE"] = "token"
-        os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+    know. It stays in the environment, since Ray reads it once a process; a user's own choice stands."""
+    if "RAY_AUTH_MODE" in os.environ:
+        return
+    os.environ["RAY_AUTH_MODE"] = "token"
+    os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+    if "ray" in sys.modules:  # it has read its settings already: let it read them again, as its own `ray.init` does
+        import ray
+
+        ray._raylet.Config.initialize("")  # type: ignore[attr-defined]
 
 
 def _new_folder() -> Path:
@@ -162,6 +168,7 @@ def _connect(address: str, timeout: float) -> None:
         ) from None
     if ray.is_initialized():
         raise ClusterError("this process is connected to Ray already; call ray.shutdown() before a run with workers")
+    ray._private.worker._worker_logs_enabled = False  # else the deaths of workers are printed besides, in long lines
     until = time.monotonic() + timeout
     while True:
         try:

@@ -1,14 +1,20 @@
-"""Starting the processes of a group: what each is told before its worker is made."""
+"""Starting the processes of a group, and what each is told before its worker is made."""
 
 import os
+import pickle
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from agentrl.cluster import faults
+from agentrl.cluster.errors import ClusterError
 from agentrl.cluster.host import Hello, Host, Start
 from agentrl.cluster.pool import ResourcePool
 from agentrl.cluster.worker import NODE
 
+SPAWN_SECONDS = 180.0
+"""Until the processes run; what their workers load comes after it."""
 FORWARDED = ("NCCL_", "GLOO_", "TORCH", "PYTORCH_", "HF_", "TRANSFORMERS_", "TOKENIZERS_", "OMP_", "MKL_", "AGENTRL_")
 """Variables of the controller that workers get too, on whatever machine they run."""
 
@@ -25,11 +31,47 @@ def spawn(pool: ResourcePool) -> list[Any]:
     ]
 
 
+def greet(actors: list[Any], group: str, seconds: float = SPAWN_SECONDS) -> list[Hello]:
+    """Wait until the processes run; who they are. Raises ClusterError when some do not start in time, or at all."""
+    import ray
+
+    refs = [actor.hello.remote() for actor in actors]
+    ready, waiting = ray.wait(refs, num_returns=len(refs), timeout=seconds)
+    if waiting:
+        raise ClusterError(
+            f"{len(waiting)} of the {len(refs)} processes of {group!r} did not start within {seconds:.0f} seconds; "
+            f"see `ray status`, and whether every machine has agentrl"
+        )
+    try:
+        return ray.get(ready)
+    except ray.exceptions.RayError as error:
+        raise ClusterError(f"a process of {group!r} did not start: {faults.cause(error)}") from None
+
+
+def pickled(worker_class: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
+    """A worker before it is made. Raises TypeError for arguments that cannot leave this process."""
+    from ray import cloudpickle
+
+    try:
+        return cloudpickle.dumps((worker_class, args, kwargs))
+    except (TypeError, AttributeError, pickle.PicklingError) as error:
+        raise TypeError(f"an argument of {worker_class.__name__} cannot go to another process: {error}") from error
+
+
+def starts(hellos: list[Hello], by_node: list[int], worker: bytes, logs: Path, group: str) -> list[Start]:
+    """What each rank's process is told."""
+    folder = os.getcwd()
+    return [
+        Start(environment, folder, str(logs.absolute() / f"{group}_{rank}.log"), worker)
+        for rank, environment in enumerate(environments(hellos, by_node))
+    ]
+
+
 def environments(hellos: list[Hello], by_node: list[int]) -> list[dict[str, str]]:
-    """The variables of each rank."""
+    """The variables of each rank. Those that torchrun sets are ours; of the others a person's own choice stands."""
     forwarded = {name: value for name, value in os.environ.items() if name.startswith(FORWARDED)}
-    if len(by_node) == 1:
-        forwarded.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    if len(by_node) == 1:  # else gloo looks for the interface of the machine's name, which may be anything
+        forwarded.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     local = [(rank, count) for count in by_node for rank in range(count)]
     return [
         _environment(forwarded, hello, hellos[0], rank, len(hellos), *local[rank]) for rank, hello in enumerate(hellos)
@@ -50,12 +92,3 @@ def _environment(
         "MASTER_PORT": str(first.port),
         NODE: hello.node,
     }
-
-
-def starts(environments: list[dict[str, str]], worker: bytes, logs: Path, name: str) -> list[Start]:
-    """What each rank's process is told."""
-    folder = os.getcwd()
-    return [
-        Start(environment, folder, str(logs.absolute() / f"{name}_{rank}.log"), worker)
-        for rank, environment in enumerate(environments)
-    ]

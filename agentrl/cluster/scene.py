@@ -1,0 +1,97 @@
+"""What can be seen of a worker from its own machine: the end of its log, and the stack it stands at."""
+
+import os
+import re
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from agentrl.cluster.host import STACKS, oom_kills
+from agentrl.cluster.tail import tail
+
+QUOTED = 6
+"""Lines of a log in a message."""
+FRAMES = 4
+STACK_SECONDS = 0.5
+"""What workers are given to write their stacks."""
+NODE_SECONDS = 15.0
+"""What the other machines are given, together; one that is gone tells nothing."""
+_FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.*)$')
+_OURS = "/agentrl/cluster/host.py"
+
+
+@dataclass(frozen=True)
+class Suspect:
+    """A worker to be looked at."""
+
+    node_id: str
+    pid: int
+    log: Path
+    since: int
+
+
+@dataclass(frozen=True)
+class Scene:
+    lines: list[str]
+    stack: list[str]
+    """Frames of the main thread as `file:line name`, innermost first; empty where it was not asked or said nothing."""
+    oom_kills: int
+
+    @property
+    def where(self) -> str:
+        """The innermost frames, in a line."""
+        shown = [f"{name} ({Path(place).name})" for place, _, name in (frame.rpartition(" ") for frame in self.stack)]
+        return " < ".join(shown[:FRAMES])
+
+
+def visit(suspects: list[Suspect], ask: bool = False) -> list[Scene | None]:
+    """Look at workers, each on its machine, all machines at once. ask: for their stacks. None for those on a machine
+    that does not answer."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    here = ray.get_runtime_context().get_node_id()
+    by_node: dict[str, list[Suspect]] = {}
+    for suspect in suspects:
+        by_node.setdefault(suspect.node_id, []).append(suspect)
+    tasks: dict[str, Any] = {
+        node_id: ray.remote(look)
+        .options(num_cpus=0, max_retries=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False))
+        .remote(there, ask)
+        for node_id, there in by_node.items()
+        if node_id != here
+    }
+    found = dict(zip(by_node.get(here, []), look(by_node[here], ask), strict=True)) if here in by_node else {}
+    ray.wait(list(tasks.values()), num_returns=len(tasks), timeout=NODE_SECONDS) if tasks else None
+    for node_id, task in tasks.items():
+        try:
+            found.update(zip(by_node[node_id], ray.get(task, timeout=0.1), strict=True))
+        except (ray.exceptions.RayError, TimeoutError):
+            continue
+    return [found.get(suspect) for suspect in suspects]
+
+
+def look(suspects: list[Suspect], ask: bool) -> list[Scene]:
+    """At workers of this machine."""
+    lines = [tail(suspect.log, QUOTED, suspect.since) for suspect in suspects]
+    stacks: list[list[str]] = [[] for _ in suspects]
+    if ask:
+        for suspect in suspects:
+            try:
+                os.kill(suspect.pid, STACKS)
+            except ProcessLookupError:
+                continue
+        time.sleep(STACK_SECONDS)
+        stacks = [main_stack(tail(suspect.log, 400, suspect.since)) for suspect in suspects]
+    kills = oom_kills()
+    return [Scene(said, stack, kills) for said, stack in zip(lines, stacks, strict=True)]
+
+
+def main_stack(lines: list[str]) -> list[str]:
+    """The frames of the main thread, which comes last in a dump of faulthandler, from the last dump in a log."""
+    begins = [at for at, line in enumerate(lines) if line.endswith("(most recent call first):")]
+    if not begins:
+        return []
+    frames = filter(None, map(_FRAME.match, lines[begins[-1] + 1 :]))
+    return [f"{frame['file']}:{frame['line']} {frame['name']}" for frame in frames if _OURS not in frame["file"]]

@@ -101,6 +101,7 @@ class Player:
             tokenizer=tokenizer,
             say=say,
             phase=phase,
+            lora=recipe.model.lora,
             overlap=recipe.rollout.overlap != "none" and not apart,
         )
         await engine.health()

@@ -35,7 +35,10 @@ class Actor:
         self, model: Any, recipe: Recipe, forward: Forward | None = None, ranks: Ranks = ALONE, description: str = ""
     ) -> None:
         self.recipe, self.model, self.ranks = recipe, model.eval(), ranks
-        self.forward, self.description = (forward, description) if forward is not None else choose(model)
+        if forward is None:
+            compute = torch.bfloat16 if recipe.model.compute == "bfloat16" else None
+            forward, description = choose(model, compute, recipe.model.checkpointing)
+        self.forward, self.description = forward, description
         self.loss = losses.get(recipe.algorithm.loss)
         train = recipe.train
         self.optimizer = Optimizer(model.named_parameters(), train.betas, train.weight_decay, train.max_grad_norm)

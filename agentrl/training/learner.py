@@ -8,7 +8,6 @@ carry no gradient they are not computed.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +20,7 @@ from agentrl.rollout.trajectory import Group
 from agentrl.training.actor import off_policy_of
 from agentrl.training.advantages import carries_gradient, step_rewards, with_advantages
 from agentrl.training.batch import Batch
+from agentrl.training.critic import CriticMeter
 from agentrl.training.meter import Meter
 from agentrl.training.optimizer import learning_rate
 from agentrl.training.workplace import Workplace
@@ -65,14 +65,15 @@ class Learner:
         waits = critic is not None and self.steps < critic.warmup_steps
         if not waits:
             batch = self._with_old(batch)
-        learned: list[Any] = []
+        values = CriticMeter()
         for part in self._mini_batches(batch):
             if self.critic is not None:
-                learned.append(self._update_critic(part))
+                values.add(self.critic.update(self._weighed(part), self._critic_rate()))
             if not waits:
                 self._update_actor(part, rate, meter)
         self.steps += 1
-        return {**meter.result(rate), **_of_critic(learned), "train/parameters": self.actor.trained}
+        learned = values.result() if self.critic is not None else {}
+        return {**meter.result(rate), **learned, "train/parameters": self.actor.trained}
 
     def _with_old(self, batch: Batch) -> Batch:
         """With the log-probs that the loss compares with, of the samples that carry a gradient."""
@@ -89,10 +90,10 @@ class Learner:
         if len(weighed):
             meter.add(self.actor.update(weighed, rate), len(weighed))
 
-    def _update_critic(self, batch: Batch) -> Any:
-        assert self.critic is not None
-        assert self.recipe.critic is not None
-        return self.critic.update(self._weighed(batch), self.recipe.critic.lr)
+    def _critic_rate(self) -> float:
+        train, critic = self.recipe.train, self.recipe.critic
+        assert critic is not None
+        return learning_rate(self.steps, train.steps, critic.lr, train.schedule, train.warmup_steps)
 
     def _weighed(self, batch: Batch) -> Batch:
         weights = token_weights(batch.sampled, self.recipe.algorithm.aggregation)
@@ -123,11 +124,3 @@ def _scatter(batch: Batch, useful: Bools, compute: Callable[[Batch], Floats]) ->
     found = np.zeros(int(batch.offsets[-1]), np.float32)
     found[np.repeat(useful, batch.lengths)] = compute(batch.select(np.flatnonzero(useful)))
     return found
-
-
-def _of_critic(learned: Sequence[Any]) -> dict[str, float]:
-    """The metrics of the critic's updates: means over them."""
-    if not learned:
-        return {}
-    found = [each.result() for each in learned]
-    return {name: sum(one[name] for one in found) / len(found) for name in found[0]}

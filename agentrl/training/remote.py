@@ -1,10 +1,9 @@
 """`OnCluster`: a workplace of Ray workers. Roles are objects here that call the groups which hold them."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from time import sleep
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -13,8 +12,10 @@ from torch import Tensor
 from agentrl.cluster.group import Future, WorkerGroup
 from agentrl.cluster.pool import ResourcePool
 from agentrl.cluster.session import Session
+from agentrl.engine.sglang.weights.order import Order, Sent
 from agentrl.recipe.schema import Recipe
 from agentrl.training.batch import Batch
+from agentrl.training.critic import CriticMeter
 from agentrl.training.meter import Meter
 
 Floats = npt.NDArray[np.float32]
@@ -63,8 +64,9 @@ class RemoteCritic:
         found: Floats = self._group.values(batch)
         return found
 
-    def update(self, batch: Batch, rate: float) -> Any:
-        return self._group.update_critic(batch, rate)
+    def update(self, batch: Batch, rate: float) -> CriticMeter:
+        found: CriticMeter = self._group.update_critic(batch, rate)
+        return found
 
 
 class RemoteWeights:
@@ -80,6 +82,31 @@ class RemoteWeights:
         while (bucket := ahead.result()[0]) is not None:
             ahead = self._group.next_weights.future()
             yield from bucket
+
+
+class RemotePublisher:
+    """See `Publisher`: carried out by all ranks, answered by rank 0."""
+
+    def __init__(self, group: WorkerGroup) -> None:
+        self._group = group
+
+    def open(self, folder: str | None = None, way: str = "auto") -> None:
+        self._group.publish("open", folder, way)
+
+    def publish(self, order: Order) -> Sent:
+        sent: Sent = self._group.publish("publish", order)[0]
+        return sent
+
+    def sleep(self, urls: Sequence[str]) -> dict[str, str]:
+        failed: dict[str, str] = self._group.publish("sleep", urls)[0]
+        return failed
+
+    def wake(self) -> dict[str, str]:
+        failed: dict[str, str] = self._group.publish("wake")[0]
+        return failed
+
+    def close(self) -> None:
+        self._group.publish("close")
 
 
 class RemoteSave:
@@ -135,6 +162,7 @@ class OnCluster:
         except BaseException:
             self.close()
             raise
+        self._publisher = RemotePublisher(self._groups["actor"]) if recipe.engine.name == "sglang" else None
         self.reference = RemoteReference(self._groups["reference"]) if "reference" in self._groups else None
         self.critic = RemoteCritic(self._groups["critic"]) if "critic" in self._groups else None
 
@@ -162,8 +190,9 @@ class OnCluster:
         lines = [f"training forward: {self.actor.description}"]
         return lines + ([f"trained: {self.actor.adapter}"] if self.actor.adapter else [])
 
-    def weights(self) -> RemoteWeights:
-        return RemoteWeights(self._groups["actor"])
+    def weights(self) -> RemoteWeights | RemotePublisher:
+        """An engine in this process copies tensors; servers are sent them by the workers that hold them."""
+        return self._publisher or RemoteWeights(self._groups["actor"])
 
     def save(self, folder: Path) -> RemoteSave:
         return RemoteSave(self._trained(), folder)

@@ -12,17 +12,19 @@ from torch import Tensor
 
 from agentrl.cluster.dispatch import ONE_TO_ALL, RANK_ZERO, SPLIT, register
 from agentrl.cluster.worker import Worker
+from agentrl.engine.sglang.weights.publisher import Publisher
 from agentrl.engine.sglang.weights.source import ModelWeights, buckets
 from agentrl.models import lora
 from agentrl.recipe.schema import Recipe
 from agentrl.training.actor import Actor
 from agentrl.training.batch import Batch
+from agentrl.training.critic import Critic, CriticMeter
 from agentrl.training.meter import Meter
 from agentrl.training.ranks import Peers
 from agentrl.training.reference import Reference, WithoutAdapter
 from agentrl.training.saving.pending import Pending
 from agentrl.training.saving.roles import RoleState, load_roles, save_roles
-from agentrl.training.sharded.build import build_policy, build_reference
+from agentrl.training.sharded.build import build_critic, build_policy, build_reference
 from agentrl.training.sharded.mesh import find_place
 
 Floats = npt.NDArray[np.float32]
@@ -54,11 +56,15 @@ class TrainWorker(Worker):
         if "actor" in roles:
             made = build_policy(self.recipe, place)
             self.actor = Actor(made.model, self.recipe, made.forward, ranks, made.description)
+            self._publisher = Publisher(made.model, self.rank)
         if "reference" in roles:
             if self.recipe.model.lora is not None:  # then no pool of its own holds it
                 self.reference = Reference(self.recipe, WithoutAdapter(self.actor.model, self.actor.forward), ranks)
             else:
                 self.reference = Reference(original, build_reference(original, place).forward, ranks)
+        if "critic" in roles:
+            valued = build_critic(original, place)
+            self.critic = Critic(original, valued.forward, ranks, valued.description)
 
     @property
     def roles(self) -> dict[str, RoleState]:
@@ -96,6 +102,19 @@ class TrainWorker(Worker):
         if bucket is None or self.rank:
             return None
         return [(name, tensor.cpu()) for name, tensor in bucket]
+
+    @register(ONE_TO_ALL)
+    def publish(self, method: str, *arguments: Any) -> Any:
+        """A method of `Publisher` (`open`, `publish`, `sleep`, `wake`, `close`), which sends weights to servers."""
+        return getattr(self._publisher, method)(*arguments)
+
+    @register(SPLIT)
+    def values(self, batch: Batch) -> Floats:
+        return self.critic.values(batch)
+
+    @register(SPLIT)
+    def update_critic(self, batch: Batch, rate: float) -> CriticMeter:
+        return self.critic.update(batch, rate)
 
     @register(ONE_TO_ALL)
     def begin_save(self, folder: str) -> None:

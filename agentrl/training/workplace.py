@@ -11,7 +11,7 @@ from agentrl.models import lora
 from agentrl.recipe.schema import Recipe
 from agentrl.training.actor import Actor
 from agentrl.training.batch import Batch
-from agentrl.training.critic import Critic
+from agentrl.training.critic import Critic, CriticMeter
 from agentrl.training.meter import Meter
 from agentrl.training.reference import Reference
 from agentrl.training.saving.pending import Pending, PendingLike
@@ -45,7 +45,7 @@ class Values(Protocol):
 
     def values(self, batch: Batch) -> Floats: ...
 
-    def update(self, batch: Batch, rate: float) -> Any: ...
+    def update(self, batch: Batch, rate: float) -> CriticMeter: ...
 
 
 class Workplace(Protocol):

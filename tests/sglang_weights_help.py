@@ -89,6 +89,7 @@ class FaultyServer:
         self.calls: list[str] = []
         self.adapters: dict[str, Any] = {}
         self.takes_adapters = True
+        self.room: int | None = None
         self.version = "default"
         self.paused = False
         self.open = False
@@ -126,6 +127,7 @@ class FaultyServer:
                 "tp_size": 2,
                 "version": "0",
                 "enable_lora": self.takes_adapters,
+                "max_loaded_loras": self.room,
             }
             return web.json_response(info)
         if path == "/begin_weight_update" and self.open:
@@ -137,8 +139,10 @@ class FaultyServer:
         elif path == "/update_weight_version":
             self.version = body["new_version"]
         elif path == "/load_lora_adapter":
+            assert body["lora_name"] not in self.adapters
             self.adapters[body["lora_name"]] = load_file(body["lora_path"] + "/adapter_model.safetensors")
         elif path == "/load_lora_adapter_from_tensors":
+            assert body["lora_name"] not in self.adapters
             self.adapters[body["lora_name"]] = [opened(p) for p in body["serialized_named_tensors"]]
         elif path == "/unload_lora_adapter":
             del self.adapters[body["lora_name"]]

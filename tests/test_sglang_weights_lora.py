@@ -1,6 +1,6 @@
-"""Adapters to servers, by protocol: the real server keeps them in pinned memory, which needs a GPU."""
+"""Adapters to servers, by protocol. With the real server: test_sglang_lora.py."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 
 import aiohttp
 import pytest
@@ -23,6 +23,11 @@ def adapter(step: int) -> list[tuple[str, torch.Tensor]]:
     return [(NAME, torch.full((2, 8), float(step))), (NAME.replace("_A", "_B"), torch.full((8, 2), -float(step)))]
 
 
+def steps(names: Iterable[str]) -> list[int]:
+    """Of names such as step-3-5f2a."""
+    return [int(name.split("-")[1]) for name in names]
+
+
 @pytest.mark.parametrize("near", [True, False])
 async def test_each_step_has_an_adapter_of_its_own(near: bool, session, tmp_path, monkeypatch):
     monkeypatch.setattr("agentrl.engine.sglang.weights.lora.shares_memory", lambda url: near)
@@ -31,10 +36,10 @@ async def test_each_step_has_an_adapter_of_its_own(near: bool, session, tmp_path
         for step in (1, 2, 3):
             done = await channel.publish(step, CONFIG, adapter(step))
             assert (done.failed, done.good, done.bytes) == ({}, (server.url,), 128)
-            assert channel.names == {server.url: f"step-{step}"}
-        assert list(server.adapters) == ["step-2", "step-3"]  # requests under way still sample from the former
-        for step in (2, 3):  # earlier ones are not written over
-            held = server.adapters[f"step-{step}"]
+            assert channel.names == {server.url: list(server.adapters)[-1]}
+            assert steps(channel.names.values()) == [step]
+        assert steps(server.adapters) == [2, 3]  # a request may just have named the former
+        for step, held in zip((2, 3), server.adapters.values(), strict=True):  # earlier ones are not written over
             ranks = held if near else [held]
             assert len(ranks) == (2 if near else 1)
             for tensors in ranks:
@@ -43,15 +48,39 @@ async def test_each_step_has_an_adapter_of_its_own(near: bool, session, tmp_path
         assert list(tmp_path.iterdir()) == []
 
 
+async def test_what_requests_sample_from_stays_while_there_is_room(session, tmp_path):
+    async with FaultyServer() as server:
+        server.room = 4
+        channel = LoraChannel([WeightServer(server.url, session)], tmp_path)
+        await channel.publish(1, CONFIG, adapter(1))
+        keep = {server.url: frozenset(channel.names.values())}
+        for step in (2, 3):
+            await channel.publish(step, CONFIG, adapter(step), keep)
+        assert steps(server.adapters) == [1, 2, 3]
+        await channel.publish(4, CONFIG, adapter(4), keep)
+        assert steps(server.adapters) == [3, 4]  # dropping the first waited for its requests
+        again = LoraChannel([WeightServer(server.url, session)], tmp_path, former=channel)
+        await again.publish(5, CONFIG, adapter(5))
+        assert steps(server.adapters) == [4, 5]
+
+
+async def test_an_adapter_that_came_although_the_call_failed_is_not_in_the_way(session, tmp_path):
+    async with FaultyServer() as server:
+        channel = LoraChannel([WeightServer(server.url, session)], tmp_path)
+        await channel.publish(1, CONFIG, adapter(1))
+        assert not (await channel.publish(1, CONFIG, adapter(1))).failed
+        assert len(server.adapters) == 2
+
+
 async def test_a_server_that_refuses_an_adapter_goes_on_with_its_former_one(session, tmp_path):
     async with FaultyServer({"/load_lora_adapter_from_tensors": (1, 400)}) as bad, FaultyServer() as good:
         channel = LoraChannel([WeightServer(s.url, session) for s in (bad, good)], tmp_path)
         await channel.publish(1, CONFIG, adapter(1))
         done = await channel.publish(2, CONFIG, adapter(2))
         assert (done.good, list(done.failed)) == ((good.url,), [bad.url])
-        assert channel.names == {bad.url: "step-1", good.url: "step-2"}
+        assert steps(channel.names[s.url] for s in (bad, good)) == [1, 2]
         assert not (await channel.publish(3, CONFIG, adapter(3))).failed
-        assert channel.names[bad.url] == "step-3"
+        assert steps([channel.names[bad.url]]) == [3]
 
 
 async def test_a_server_without_lora_is_told_what_to_start_with(session, tmp_path):

@@ -1,6 +1,6 @@
 """`Admission`: what a server must show before it gets a request: that it samples from our model, and which weights."""
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Any
 
 from agentrl.engine.sglang.client import Client, ServerError
@@ -15,53 +15,100 @@ from agentrl.engine.sglang.identity import (
     other_weights,
     probe_of,
 )
+from agentrl.engine.sglang.sizes import check_sizes
+from agentrl.engine.sglang.sync import Sync
 from agentrl.errors import UserError
+from agentrl.models.lora import switched_off
 
 SAMPLE_SECONDS = 60.0
+BASE_VERSION = "0"
+"""What a server calls the weights that adapters are of."""
 
 
 class Admission:
-    """send: gives one server our weights under a version. say: is told in a line when that was needed."""
+    """sync: gives one server our weights under a version. say: is told in a line when that was needed."""
 
-    def __init__(
-        self, model: Any, tokenizer: Any, send: Callable[[Client, int], Awaitable[None]], say: Callable[[str], None]
-    ) -> None:
-        self._model, self._tokenizer, self._send, self._say = model, tokenizer, send, say
-        self._probe: Probe | None = None
+    def __init__(self, model: Any, tokenizer: Any, sync: Sync, say: Callable[[str], None]) -> None:
+        self._model, self._tokenizer, self._sync, self._say = model, tokenizer, sync, say
+        self._probe: Probe | None = None  # of the weights that servers hold themselves
 
-    async def first(self, client: Client, version: int) -> ServerFacts:
-        """At the start of a run, with our weights at `version`. Raises UserError or ServerError: one line."""
+    async def know(self, client: Client) -> ServerFacts:
+        """Raises UserError where it serves another model, ServerError where it does not answer: one line."""
         facts = await facts_of(client)
         await check_kind(client, self._model.config)
         await check_vocabulary(client, self._model.get_input_embeddings().weight.shape[0])
+        await check_sizes(client, self._model.config)
+        return facts
+
+    async def first(self, client: Client, facts: ServerFacts, version: int) -> None:
+        """At the start of a run, with our weights at `version`. Raises UserError or ServerError: one line.
+
+        Where the weights are elsewhere nothing is compared: servers wait for them anyway.
+        """
         if facts.has_tokenizer and self._tokenizer is not None:
             await check_tokenizer(client, self._tokenizer)
-        self._probe = self._probe or probe_of(self._model)
-        gap = await difference(client, self._probe)
-        if gap > self._probe.tolerance:
-            self._say(f"{other_weights(client, gap, self._probe)}: it is given ours")
-            await self._send(client, version)
-            gap = await difference(client, self._probe)
-            if gap > self._probe.tolerance:
-                raise UserError(f"engine: {other_weights(client, gap, self._probe)}, also after it was given ours")
-        elif facts.weight_version != str(version):
+        if not self._sync.ready:
+            return
+        adapted = self._sync.adapted
+        if self._probe is None:
+            self._probe = self._of_the_base() if adapted else probe_of(self._model)
+        sent = await self._same(client, self._probe, version)
+        if adapted:
+            await self._sync.send_to(client, version)
+            await self._check_adapter(client)
+        elif not sent and facts.weight_version != str(version):
             await client.post("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
-        return facts
 
     async def again(self, client: Client, version: int) -> ServerFacts:
         """After it was out: it must still be of our model, hold the weights of `version` or take them, and sample."""
-        facts = await facts_of(client)
-        await check_kind(client, self._model.config)
-        await check_vocabulary(client, self._model.get_input_embeddings().weight.shape[0])
-        if facts.weight_version != str(version):
-            await self._send(client, version)
-        await sample_one(client)
+        facts = await self.know(client)
+        if self._sync.adapted:
+            await self._base_again(client, facts)
+            await self._sync.send_to(client, version)
+        elif facts.weight_version != str(version):
+            await self._sync.send_to(client, version)
+        await sample_one(client, self._adapter_at(client))
         return facts
 
+    async def _same(self, client: Client, probe: Probe, version: int) -> bool:
+        """See that it holds the weights of the probe, sending them where it does not; whether that was needed."""
+        gap = await difference(client, probe)
+        if gap <= probe.tolerance:
+            return False
+        self._say(f"{other_weights(client, gap, probe)}: it is given ours")
+        await (self._sync.send_base(client) if self._sync.adapted else self._sync.send_to(client, version))
+        gap = await difference(client, probe)
+        if gap > probe.tolerance:
+            raise UserError(f"engine: {other_weights(client, gap, probe)}, also after it was given ours")
+        return True
 
-async def sample_one(client: Client) -> None:
+    async def _base_again(self, client: Client, facts: ServerFacts) -> None:
+        """One that was started anew elsewhere may hold anything; those that we launch load model.path."""
+        if self._probe is not None:
+            await self._same(client, self._probe, 0)
+        elif facts.weight_version != BASE_VERSION:
+            await self._sync.send_base(client)
+
+    async def _check_adapter(self, client: Client) -> None:
+        probe = probe_of(self._model)
+        gap = await difference(client, probe, self._adapter_at(client))
+        if gap > probe.tolerance:
+            raise UserError(f"engine: with the adapter {other_weights(client, gap, probe)}")
+
+    def _adapter_at(self, client: Client) -> str | None:
+        found = self._sync.adapter_of(client.url)
+        return found[0] if found is not None else None
+
+    def _of_the_base(self) -> Probe:
+        with switched_off(self._model):
+            return probe_of(self._model)
+
+
+async def sample_one(client: Client, adapter: str | None = None) -> None:
     """Raises ServerError unless it samples a token."""
-    body = {"input_ids": [0], "sampling_params": {"max_new_tokens": 1, "temperature": 0.0}}
+    body: dict[str, Any] = {"input_ids": [0], "sampling_params": {"max_new_tokens": 1, "temperature": 0.0}}
+    if adapter is not None:
+        body["lora_path"] = adapter
     answer = await client.post("/generate", body, timeout=SAMPLE_SECONDS)
     if not isinstance(answer, dict) or not answer.get("output_ids"):
         raise ServerError(f"{client.url}: asked for one token, it gave none")

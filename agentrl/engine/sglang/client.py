@@ -28,6 +28,10 @@ class RefusedError(ServerError):
     """A server refused what was asked of it (4xx): asking again would not help."""
 
 
+class LostAdapterError(ServerError):
+    """A server does not know the adapter that it was given: it is not the one that it was."""
+
+
 class Sessions:
     """One session a loop. `close` ends that of the running loop."""
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from agentrl.engine.sglang.adapters import AdapterNeeds
 from agentrl.errors import UserError
 
 VENV_VARIABLE = "AGENTRL_SGLANG_VENV"
@@ -15,11 +16,14 @@ CACHE_BYTES = 1 << 30
 """What the keys and values of a server on a CPU may take, unless the flag `max-total-tokens` says otherwise: left alone
 it takes a large part of the machine's memory, and a minute to do so."""
 Flag = str | int | float | bool | None
+Flags = Mapping[str, Flag | list[str]]
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchPlan:
-    """How to launch servers. command: up to the flags. flags: the recipe's, over ours. cpu: there is no accelerator."""
+    """How to launch servers. command: up to the flags. flags: the recipe's, over ours. cpu: there is no accelerator.
+    adapter: what they are to take adapters for; on a CPU only where the flags have `enable-lora`: SGLang keeps adapters
+    in page-locked memory, which a CPU alone has not (the servers of scripts/sglang_cpu do without)."""
 
     command: tuple[str, ...]
     model_path: str
@@ -30,10 +34,17 @@ class LaunchPlan:
     context: int
     cpu: bool
     env: Mapping[str, str] = field(default_factory=dict)
+    adapter: AdapterNeeds | None = None
+
+    @property
+    def adapted(self) -> bool:
+        """Whether the servers take the run's adapter."""
+        wanted = self._given().get("enable-lora", not self.cpu)
+        return self.adapter is not None and self.adapter.unknown is None and wanted is True
 
     def arguments(self, port: int, index: int) -> list[str]:
         """The whole command of server `index` (0, 1, ...) on `port`."""
-        flags: dict[str, Flag] = {
+        flags: dict[str, Flag | list[str]] = {
             "model-path": self.model_path,
             "host": "127.0.0.1",
             "port": port,
@@ -52,7 +63,9 @@ class LaunchPlan:
                 "max-total-tokens": self._cpu_tokens(),
                 "sleep-on-idle": True,  # its polling takes a core from the trainer
             }
-        given = {key.replace("_", "-").removeprefix("--"): value for key, value in self.flags.items()}
+        if self.adapter is not None and self.adapted:
+            flags |= self.adapter.flags(self.cpu)
+        given = self._given()
         if not self.cpu and index and "base-gpu-id" not in given:
             flags["base-gpu-id"] = index * int(given.get("tp-size") or given.get("tp") or 1)
         return [*self.command, *_flags(flags | given)]
@@ -66,16 +79,21 @@ class LaunchPlan:
             ours["HF_HUB_OFFLINE"] = "1"
         return {**os.environ, **ours, **self.env}
 
+    def _given(self) -> dict[str, Flag]:
+        return {key.replace("_", "-").removeprefix("--"): value for key, value in self.flags.items()}
+
     def _cpu_tokens(self) -> int:
         return max(self.context, min(self.max_batch * self.context, CACHE_BYTES // max(1, self.token_bytes)))
 
 
-def _flags(flags: Mapping[str, Flag]) -> list[str]:
+def _flags(flags: Flags) -> list[str]:
     """`true` is a flag without a value; `false` and `null` leave one out."""
     words = []
     for key, value in flags.items():
         if value is True:
             words.append(f"--{key}")
+        elif isinstance(value, list):
+            words += [f"--{key}", *value]
         elif value is not None and value is not False:
             words += [f"--{key}", str(value)]
     return words

@@ -15,14 +15,16 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.engine.base import EngineError, Generation, GenerationFinish, Sampling
+from agentrl.engine.sglang.adapters import needs_of
 from agentrl.engine.sglang.call import Call, post
-from agentrl.engine.sglang.client import RefusedError, ServerError
+from agentrl.engine.sglang.client import LostAdapterError, RefusedError, ServerError
 from agentrl.engine.sglang.command import Flag, launch_command, sizes_of
 from agentrl.engine.sglang.fleet import Fleet
 from agentrl.engine.sglang.pool import Flight, Member
 from agentrl.engine.sglang.settings import Settings
-from agentrl.engine.sglang.wire import Answer, PieceEnd, Reader, request_body
+from agentrl.engine.sglang.wire import Answer, PieceEnd, Reader, finish_of, request_body
 from agentrl.errors import UserError
+from agentrl.recipe.schema import LoraSection
 
 ATTEMPTS = 8
 """Failures of one request, on whichever servers, before it is given up."""
@@ -34,7 +36,8 @@ PAUSE_MODES = ("retract", "in_place", "abort")
 class SglangEngine:
     """`model`: the trainer's, whose weights the servers are given. max_batch: requests in flight a server, at most, and
     what a launched server decodes at once. model_path: what launched servers load. tokenizer: what theirs is compared
-    with. say, phase: told lines that stay, and what goes on right now. The rest is described in `Settings`.
+    with. say, phase: told lines that stay, and what goes on right now. lora: of the adapter that is trained, where
+    `model` is the shape of one that is trained elsewhere. The rest is described in `Settings`.
     """
 
     def __init__(
@@ -46,6 +49,7 @@ class SglangEngine:
         tokenizer: Any = None,
         say: Callable[[str], None] | None = None,
         phase: Callable[[str], None] | None = None,
+        lora: LoraSection | None = None,
         urls: tuple[str, ...] | str = (),
         servers: int = 1,
         venv: str | None = None,
@@ -67,9 +71,10 @@ class SglangEngine:
         )  # fmt: skip
         _, self._own_context = sizes_of(model)
         self._vocabulary = model.get_input_embeddings().weight.shape[0]
-        plan = settings.plan(model, model_path, max_batch)
+        needs = needs_of(model, lora)
+        plan = settings.plan(model, model_path, max_batch, needs)
         quiet: Callable[[str], None] = lambda line: None  # noqa: E731
-        self._fleet = Fleet(model, tokenizer, settings, plan, max_batch, say or quiet, phase or quiet)
+        self._fleet = Fleet(model, tokenizer, settings, plan, needs, max_batch, say or quiet, phase or quiet)
         self._calls: dict[str, Call] = {}
         self._errands: set[asyncio.Task[None]] = set()
         self._starting: asyncio.Task[None] | None = None
@@ -85,6 +90,15 @@ class SglangEngine:
         except UserError as error:
             return [str(error)]
         return []
+
+    @staticmethod
+    def gpus(args: Mapping[str, Any]) -> int:
+        """How many GPUs of this machine servers launched by these `engine.args` take."""
+        if args.get("urls"):
+            return 0
+        flags = {key.replace("_", "-").removeprefix("--"): value for key, value in (args.get("flags") or {}).items()}
+        a_server = int(flags.get("tp-size") or flags.get("tp") or 1) * int(flags.get("dp-size") or flags.get("dp") or 1)
+        return int(args.get("servers", 1)) * a_server
 
     @property
     def max_context(self) -> int:
@@ -134,10 +148,10 @@ class SglangEngine:
                 call.abort(self._errand)
 
     async def update_weights(self, version: int, weights: Any = None) -> None:
-        """Send the model's weights to every server. Requests under way wait meanwhile, and go on with the new weights.
-        Raises UserError when no server took them."""
-        if weights is not None:
-            raise EngineError("the engine sglang sends its model's weights: update_weights takes none")
+        """Send the model's weights to every server. Requests under way wait meanwhile, and go on with the new weights;
+        where only an adapter is sent they keep the old one to their end. weights: who sends, a `Publisher` (sync.py),
+        where `model` is only a shape. Raises UserError when no server took them."""
+        await self._fleet.sync.take(weights)
         await self._ready()
         await self._fleet.update(version, "retract")
         self._asleep = False  # what took the weights is awake again
@@ -224,7 +238,7 @@ class SglangEngine:
             finally:
                 pool.give(member)
             member.faults = 0
-            if (finish := _finish(end, answer, sampling, room)) is not None:
+            if (finish := finish_of(end, answer, sampling, room)) is not None:
                 return finish
 
     async def _ask(
@@ -233,10 +247,11 @@ class SglangEngine:
         """Let one server go on with the answer; why it stopped. Whatever it gave is in `answer` also when it fails."""
         rid = uuid.uuid4().hex  # of one length: a server aborts every id that begins as the given one
         have = len(answer.ids)
-        body = request_body(prompt + answer.ids, sampling, room - have, rid, member.features)
-        reader = Reader(answer, member.url, self._fleet.version)
+        adapter, version = self._fleet.sync.adapter_of(member.url) or (None, self._fleet.version)
+        body = request_body(prompt + answer.ids, sampling, room - have, rid, member.features, adapter)
+        reader = Reader(answer, member.url, version, fixed=adapter is not None)
         end: PieceEnd | None = None
-        flight = Flight(call.cut)
+        flight = Flight(call.cut, adapter)
         call.at(member, rid)
         member.flights.add(flight)
         try:
@@ -248,6 +263,10 @@ class SglangEngine:
             if call.aborted:
                 return PieceEnd.ABORT
             raise call.lost() from None
+        except RefusedError as error:
+            if adapter is not None and adapter in str(error):
+                raise LostAdapterError(str(error)) from error
+            raise
         finally:
             member.flights.discard(flight)
             call.at(None, "")
@@ -259,6 +278,8 @@ class SglangEngine:
         """An id outside the vocabulary would end the server, so none leaves."""
         if self._closed:
             raise EngineError("the engine is closed")
+        if not self._fleet.sync.ready:
+            raise EngineError("the trainer, which is elsewhere, has sent no weights yet")
         if request_id in self._calls:
             raise EngineError(f"request {request_id!r} is already generating: one turn at a time")
         prompt = ids.tolist() if isinstance(ids, array) else list(ids)
@@ -282,12 +303,3 @@ class SglangEngine:
         task = asyncio.get_running_loop().create_task(work)
         self._errands.add(task)
         task.add_done_callback(self._errands.discard)
-
-
-def _finish(end: PieceEnd, answer: Answer, sampling: Sampling, room: int) -> GenerationFinish | None:
-    """What a server's end means to us; None where it has to go on: it stopped at an id that is no stop id of ours."""
-    if end is PieceEnd.ABORT:
-        return GenerationFinish.ABORT
-    if answer.ids and answer.ids[-1] in sampling.stop_ids:
-        return GenerationFinish.STOP
-    return GenerationFinish.LENGTH if len(answer.ids) >= room or end is PieceEnd.LENGTH else None

@@ -10,8 +10,9 @@ from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
+from agentrl.engine.sglang.adapters import AdapterNeeds, why_merged
 from agentrl.engine.sglang.admission import Admission
-from agentrl.engine.sglang.client import Client, ServerError, Sessions
+from agentrl.engine.sglang.client import Client, LostAdapterError, ServerError, Sessions
 from agentrl.engine.sglang.command import LaunchPlan
 from agentrl.engine.sglang.identity import ServerFacts
 from agentrl.engine.sglang.pool import Member, Pool
@@ -28,7 +29,8 @@ FIRST_RETRY_SECONDS, LAST_RETRY_SECONDS = 1.0, 30.0
 
 
 class Fleet:
-    """plan: how to launch servers; None where `settings.urls` names them. say: lines that stay; phase: what goes on."""
+    """plan: how to launch servers; None where `settings.urls` names them. adapter: what the run's needs of them. say:
+    lines that stay; phase: what goes on."""
 
     def __init__(
         self,
@@ -36,11 +38,13 @@ class Fleet:
         tokenizer: Any,
         settings: Settings,
         plan: LaunchPlan | None,
+        adapter: AdapterNeeds | None,
         limit: int,
         say: Callable[[str], None],
         phase: Callable[[str], None],
     ) -> None:
         self._settings, self._plan, self._say, self._phase = settings, plan, say, phase
+        self._adapter = adapter
         self._sessions = Sessions()
         self._folder: Path | None = None
         self._launched: list[Server] = []
@@ -51,7 +55,7 @@ class Fleet:
         self._alone_since: float | None = None
         self.pool = Pool((Member(Client(url, self._sessions)) for url in settings.urls), limit)
         self.sync = Sync(model, self._sessions, self._scratch, settings.weights, say)
-        self._admission = Admission(model, tokenizer, self.sync.send_to, say)
+        self._admission = Admission(model, tokenizer, self.sync, say)
         self.version = 0
         self._epoch = 0  # counts updates: what was sent to a server before one began does not let it in after
         self.max_context = 0
@@ -62,7 +66,10 @@ class Fleet:
         try:
             if self._plan is not None:
                 await self._launch(self._plan)
-            facts = await asyncio.gather(*(self._admit_first(member) for member in self.pool.members))
+            members = self.pool.members
+            facts = await asyncio.gather(*(self._admission.know(member.client) for member in members))
+            self._choose_what_travels(facts)
+            await asyncio.gather(*map(self._admit_first, members, facts))
         except ServerError as error:
             await self.close()
             raise UserError(f"engine: {error}") from error
@@ -89,11 +96,20 @@ class Fleet:
     def _teller(self, index: int) -> Callable[[str], None]:
         return lambda line: self._phase(f"starting sglang server {index}: {line}")
 
-    async def _admit_first(self, member: Member) -> ServerFacts:
-        facts = await self._admission.first(member.client, self.version)
+    def _choose_what_travels(self, facts: Sequence[ServerFacts]) -> None:
+        if self._adapter is None:
+            return
+        rooms = [(m.url, f.adapters) for m, f in zip(self.pool.members, facts, strict=True)]
+        reason = why_merged(self._adapter, rooms)
+        if reason is None:
+            self.sync.adapt([url for url, _ in rooms] if self._plan is None else [])
+        else:
+            self._say(f"engine: the adapter is merged, and whole weights are sent: {reason}")
+
+    async def _admit_first(self, member: Member, facts: ServerFacts) -> None:
+        await self._admission.first(member.client, facts, self.version)
         member.features = facts.features
         self.pool.let_in(member)
-        return facts
 
     def _scratch(self) -> Path:
         """A temporary folder of this run's own."""
@@ -116,7 +132,7 @@ class Fleet:
         server = self._servers.get(member)
         if server is not None and not server.running:
             self._take_out(member, f"it ended: {server.reason()}")
-        elif member.faults >= FAULTS:
+        elif member.faults >= FAULTS or isinstance(error, LostAdapterError):
             self._take_out(member, str(error))
         else:
             await self._check_alive(member, error)
@@ -135,7 +151,8 @@ class Fleet:
         members = self.pool.up
         self.quiet = True
         try:
-            failed = await self.sync.send([m.client for m in members], version, mode) if members else {}
+            keep = {m.url: frozenset(f.adapter for f in m.flights if f.adapter) for m in members}
+            failed = await self.sync.send([m.client for m in members], version, mode, keep) if members else {}
         finally:
             self.quiet = False
         self.version = version

@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from agentrl.engine.sglang.adapters import AdapterRoom
 from agentrl.engine.sglang.client import Client, RefusedError
 from agentrl.engine.sglang.wire import Features
 from agentrl.errors import UserError
@@ -24,6 +25,7 @@ class ServerFacts:
     max_context: int
     weight_version: str
     has_tokenizer: bool
+    adapters: AdapterRoom
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +56,7 @@ async def facts_of(client: Client) -> ServerFacts:
         max_context=int(server["max_req_input_len"]),
         weight_version=str(model.get("weight_version")),
         has_tokenizer=not server.get("skip_tokenizer_init"),
+        adapters=AdapterRoom.of(server),
     )
 
 
@@ -92,13 +95,13 @@ async def check_tokenizer(client: Client, tokenizer: Any) -> None:
         )
 
 
-async def difference(client: Client, probe: Probe) -> float:
-    """The mean absolute difference between its log-probs of the probe's ids and ours, in nats."""
-    parameters = {"max_new_tokens": 1, "temperature": 0.0}
-    answer = await client.post(
-        "/generate",
-        {"input_ids": list(probe.ids), "sampling_params": parameters, "return_logprob": True, "logprob_start_len": 0},
-    )
+async def difference(client: Client, probe: Probe, adapter: str | None = None) -> float:
+    """The mean absolute difference between its log-probs of the probe's ids, with an adapter of it, and ours: nats."""
+    body = {
+        "input_ids": list(probe.ids), "sampling_params": {"max_new_tokens": 1, "temperature": 0.0},
+        "return_logprob": True, "logprob_start_len": 0,
+    }  # fmt: skip
+    answer = await client.post("/generate", body if adapter is None else {**body, "lora_path": adapter})
     try:
         theirs = [pair[0] for pair in answer["meta_info"]["input_token_logprobs"]][1:]
         gaps = [abs(a - b) for a, b in zip(theirs, probe.logprobs, strict=True)]

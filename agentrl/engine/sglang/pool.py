@@ -32,12 +32,13 @@ class Member:
 
 
 class Flight:
-    """A request in flight. `cut(error)` ends its wait for the server. began: seconds of time.monotonic()."""
+    """A request in flight. `cut(error)` ends its wait for the server. adapter: that it samples from. began: seconds of
+    time.monotonic()."""
 
-    __slots__ = ("began", "cut")
+    __slots__ = ("adapter", "began", "cut")
 
-    def __init__(self, cut: Callable[[ServerError], None]) -> None:
-        self.cut = cut
+    def __init__(self, cut: Callable[[ServerError], None], adapter: str | None = None) -> None:
+        self.cut, self.adapter = cut, adapter
         self.began = time.monotonic()
 
 

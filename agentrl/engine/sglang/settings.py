@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from agentrl.engine.sglang.adapters import AdapterNeeds
 from agentrl.engine.sglang.command import Flag, LaunchPlan, launch_command, sizes_of
 from agentrl.errors import UserError
 
@@ -47,7 +48,9 @@ class Settings:
             if getattr(self, name) <= 0:
                 raise UserError(f"engine.args.{name} must be more than 0 seconds")
 
-    def plan(self, model: Any, model_path: str | None, max_batch: int) -> LaunchPlan | None:
+    def plan(
+        self, model: Any, model_path: str | None, max_batch: int, adapter: AdapterNeeds | None
+    ) -> LaunchPlan | None:
         """How to launch servers for `model`, a transformers module at `model_path`; None where they run already. Raises
         UserError where nothing says what launches one."""
         if self.urls:
@@ -66,4 +69,5 @@ class Settings:
             context=context,
             cpu=not torch.cuda.is_available(),
             env=self.env,
+            adapter=adapter,
         )

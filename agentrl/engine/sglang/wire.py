@@ -37,9 +37,12 @@ class Features:
     incremental: bool = False
 
 
-def request_body(ids: Sequence[int], sampling: Sampling, room: int, rid: str, features: Features) -> dict[str, Any]:
-    """The body for `room` more tokens after `ids`. Every parameter is given, so that no default of the server's or of
-    the model's generation config applies. At temperature 0 it reports log-probs at temperature 1, as the contract says.
+def request_body(
+    ids: Sequence[int], sampling: Sampling, room: int, rid: str, features: Features, adapter: str | None = None
+) -> dict[str, Any]:
+    """The body for `room` more tokens after `ids`, by an adapter of the server. Every parameter is given, so that no
+    default of the server's or of the model's generation config applies. At temperature 0 it reports log-probs at
+    temperature 1, as the contract says.
     """
     parameters: dict[str, Any] = {
         "max_new_tokens": room,
@@ -58,9 +61,10 @@ def request_body(ids: Sequence[int], sampling: Sampling, room: int, rid: str, fe
     }
     if features.seeds and sampling.seed is not None:
         parameters["sampling_seed"] = sampling.seed
-    return {
+    body = {
         "input_ids": list(ids), "sampling_params": parameters, "return_logprob": True, "stream": True, "rid": rid,
     }  # fmt: skip
+    return body if adapter is None else {**body, "lora_path": adapter}
 
 
 @dataclass(slots=True)
@@ -82,10 +86,10 @@ class Answer:
 
 class Reader:
     """Reads one server's pieces of an answer into it. `url` names the server in errors. version: that of the weights as
-    the request begins."""
+    the request begins. fixed: it is that of an adapter, which stays to the end, whatever the server says of its own."""
 
-    def __init__(self, answer: Answer, url: str, version: int) -> None:
-        self._answer, self._url, self._latest = answer, url, version
+    def __init__(self, answer: Answer, url: str, version: int, fixed: bool = False) -> None:
+        self._answer, self._url, self._latest, self._fixed = answer, url, version, fixed
         self._start = len(answer.ids)
         self._runs = len(answer.versions)
 
@@ -135,9 +139,9 @@ class Reader:
     def _runs_with(self, new: int, meta: Mapping[str, Any]) -> list[tuple[int, int]]:
         """The versions of all of this server's ids, with `new` more: by the last piece's spans, until then by what each
         piece names."""
-        if not (spans := meta.get("weight_versions")):
+        if self._fixed or not (spans := meta.get("weight_versions")):
             name = str(meta.get("weight_version"))
-            if name.isdecimal():  # else an update is under way, and these were sampled before it
+            if name.isdecimal() and not self._fixed:  # else an update is under way, and these were sampled before it
                 self._latest = int(name)
             return [*self._answer.versions[self._runs :], *([(self._latest, new)] if new else [])]
         total, at, runs = len(self._answer.ids) - self._start + new, 0, []
@@ -173,3 +177,12 @@ class Reader:
 
     def _malformed(self, what: str) -> ServerError:
         return ServerError(f"{self._url}/generate: the answer is malformed: {what}")
+
+
+def finish_of(end: PieceEnd, answer: Answer, sampling: Sampling, room: int) -> GenerationFinish | None:
+    """What a server's end means to us; None where it has to go on: it stopped at an id that is no stop id of ours."""
+    if end is PieceEnd.ABORT:
+        return GenerationFinish.ABORT
+    if answer.ids and answer.ids[-1] in sampling.stop_ids:
+        return GenerationFinish.STOP
+    return GenerationFinish.LENGTH if len(answer.ids) >= room or end is PieceEnd.LENGTH else None

@@ -7,7 +7,8 @@
     await channel.sleep(("weights", "kv_cache"))                # memory for the trainer; `publish` wakes the servers
     await channel.close()
 
-Where only an adapter is trained: `LoraChannel`, see `lora.py`.
+Where only an adapter is trained: `LoraChannel`, see `lora.py`. `Sender` opens whichever an `Order` needs; a trainer of
+many processes has a `Publisher` in each.
 
 The invariant: a server's version is set when the whole update has landed, and only then may it generate again. Whatever
 fails on the way leaves it paused and without a version, until a later update succeeds as a whole.
@@ -16,16 +17,24 @@ fails on the way leaves it paused and without a version, until a later update su
 from agentrl.engine.sglang.weights.channel import Published, WeightChannel
 from agentrl.engine.sglang.weights.choose import open_channel
 from agentrl.engine.sglang.weights.lora import LoraChannel
+from agentrl.engine.sglang.weights.order import Order, Sent, What
+from agentrl.engine.sglang.weights.publisher import Publisher
+from agentrl.engine.sglang.weights.sender import Sender
 from agentrl.engine.sglang.weights.server import PauseMode, WeightServer, WeightUpdateError
 from agentrl.engine.sglang.weights.source import ModelWeights
 
 __all__ = [
     "LoraChannel",
     "ModelWeights",
+    "Order",
     "PauseMode",
     "Published",
+    "Publisher",
+    "Sender",
+    "Sent",
     "WeightChannel",
     "WeightServer",
     "WeightUpdateError",
+    "What",
     "open_channel",
 ]

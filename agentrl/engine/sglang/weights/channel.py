@@ -20,7 +20,8 @@ CHECK_EVERY = 50
 PARTIAL = "partial-"
 """How the version begins of a server that holds a part of an update."""
 
-MEMORY = ("weights", "kv_cache")
+KEYS_AND_VALUES = ("kv_cache",)
+MEMORY = ("weights", *KEYS_AND_VALUES)
 """What a server started with `--enable-memory-saver` can give back, and take again apart. A CPU frees nothing."""
 
 CHANGED = "the trainer changed its weights while they were sent"

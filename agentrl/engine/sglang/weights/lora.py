@@ -1,15 +1,16 @@
 """`LoraChannel`: only an adapter travels. Each step's adapter has a name of its own, so nothing has to pause.
 
 A request names the adapter that it samples from (`lora_path` in /generate) and keeps it to its end: its tokens are of
-the step in that name, whatever `weight_versions` says, which is the server's. Servers are started with `--enable-lora`,
-`--max-lora-rank`, `--lora-target-modules` and room for two adapters (`--max-loaded-loras 2` or more).
+the step of that adapter, whatever `weight_versions` says, which is the server's. Servers are started with
+`--enable-lora`, `--max-lora-rank`, `--lora-target-modules` and room for two adapters (`--max-loaded-loras 2` or more).
 """
 
 import asyncio
 import json
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import uuid
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -25,34 +26,42 @@ from agentrl.engine.sglang.weights.source import NamedTensor
 from agentrl.engine.sglang.weights.way import Failures, each
 
 KEPT = 2
-"""Adapters that a server holds: the newest, and the one that requests under way still sample from."""
+"""Adapters that a server holds at least: the newest, and the one that a request may have named a moment ago."""
 
 
 class LoraChannel:
     """folder: where adapters are written for servers that do not share this machine's memory; they must see it by the
-    same path. `names`: URL -> the newest adapter that a server holds whole; it is asked for none else."""
+    same path. `names`: URL -> the newest adapter that a server holds whole; it is asked for none else. former: the
+    channel before this one, whose books it goes on with, also for servers that it has not."""
 
-    def __init__(self, servers: Sequence[WeightServer], folder: Path, prefix: str = "step-") -> None:
-        self.servers, self._folder, self._prefix = list(servers), folder, prefix
-        self.names: dict[str, str] = {}
-        self._held: dict[str, list[str]] = {}
+    def __init__(self, servers: Sequence[WeightServer], folder: Path, former: "LoraChannel | None" = None) -> None:
+        self.servers, self._folder = list(servers), folder
+        self.names: dict[str, str] = {} if former is None else former.names
+        self._held: dict[str, list[str]] = {} if former is None else former._held
         self._busy = asyncio.Lock()
 
-    async def publish(self, version: int, config: Mapping[str, Any], tensors: Iterable[NamedTensor]) -> Published:
-        """Give every server the adapter of the trainer's step `version`, and drop older ones.
+    async def publish(
+        self,
+        version: int,
+        config: Mapping[str, Any],
+        tensors: Iterable[NamedTensor],
+        keep: Mapping[str, Collection[str]] | None = None,
+    ) -> Published:
+        """Give every server the adapter of the trainer's step `version`, under a new name, and drop older ones.
 
         config: PEFT's adapter_config.json. tensors: by PEFT's names (`base_model.model...lora_A.weight`), read once.
-        Raises nothing about a server: see `Published.failed`; one that failed goes on with its former adapter.
+        keep: URL -> adapters that requests under way sample from: dropping one would wait for them. Raises nothing
+        about a server: see `Published.failed`; one that failed goes on with its former adapter.
         """
         async with self._busy:
             began = perf_counter()
             batch = [(name, tensor.detach()) for name, tensor in tensors]
             failures: Failures = {}
             near = [server for server in self.servers if shares_memory(server.url)]
-            name = f"{self._prefix}{version}"
+            name = f"step-{version}-{uuid.uuid4().hex[:8]}"  # no server knows it, whatever failed before
             loaded = await self._by_memory(near, name, config, batch, failures)
             loaded += await self._by_folder([s for s in self.servers if s not in near], name, config, batch, failures)
-            await each(loaded, lambda server: self._renew(server, name), {})
+            await each(loaded, lambda server: self._renew(server, name, (keep or {}).get(server.url, ())), {})
             size = sum(tensor.nbytes for _, tensor in batch)
             good = tuple(server.url for server in loaded)
             return Published(version, "lora", good, failures, size, perf_counter() - began)
@@ -109,10 +118,13 @@ class LoraChannel:
 
         return await each(servers, checked, failures)
 
-    async def _renew(self, server: WeightServer, name: str) -> None:
-        """`name` is the newest from now on; what is too old is dropped, once its requests have ended."""
+    async def _renew(self, server: WeightServer, name: str, keep: Collection[str]) -> None:
+        """`name` is the newest from now on; what is too old is dropped, unless it is in use and there is room."""
         held = self._held.setdefault(server.url, [])
         held.append(name)
         self.names[server.url] = name
-        while len(held) > KEPT:
-            await server.drop_adapter(held.pop(0))
+        room = (await server.facts()).adapters
+        for old in held[:-KEPT]:
+            if old not in keep or (room is not None and len(held) >= room):
+                held.remove(old)
+                await server.drop_adapter(old)

@@ -24,7 +24,8 @@ class PauseMode(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """ranks: processes that share the model (tensor x pipeline parallelism). dtype: of its weights, or `auto`."""
+    """ranks: processes that share the model (tensor x pipeline parallelism). dtype: of its weights, or `auto`.
+    adapters: the most that it holds (None: any number)."""
 
     device: str
     dtype: str
@@ -32,6 +33,7 @@ class Facts:
     quantized: bool
     version: str
     lora: bool
+    adapters: int | None = None
 
     @property
     def hashes_whole(self) -> bool:
@@ -66,6 +68,7 @@ class WeightServer:
                 quantized=info.get("quantization") is not None,
                 version=str(info.get("version")),
                 lora=bool(info.get("enable_lora")),
+                adapters=info.get("max_loaded_loras"),
             )
         return self._facts
 

@@ -1,14 +1,35 @@
 """Stand-ins, in plain torch, for the compiled functions that SGLang's scheduler calls on a CPU.
 
 `sgl_kernel` has no build for this case. Names that are only imported, never called, are served by `__getattr__`.
+
+Page-locked memory, which SGLang keeps LoRA adapters in, is there only with an accelerator: without one, whoever asks
+torch for it in this process is given ordinary memory.
 """
 
 import ctypes
+import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
 __version__ = "0.0.0+agentrl.cpu"
+
+_ALLOCATING = ("arange", "empty", "empty_like", "full", "ones", "tensor", "zeros", "zeros_like")
+
+
+def _unpinned(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def allocate(*args: Any, pin_memory: bool = False, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    return allocate
+
+
+if not torch.accelerator.is_available():
+    for _name in _ALLOCATING:
+        setattr(torch, _name, _unpinned(getattr(torch, _name)))
+    torch.Tensor.pin_memory = lambda tensor, *device: tensor
 
 
 def assign_req_to_token_pool_cpu(

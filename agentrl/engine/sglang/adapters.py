@@ -1,0 +1,92 @@
+"""Whether an adapter can travel alone: what it needs of a server, and what servers offer."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from agentrl.models.lora import ADAPTER, layers, target_names
+from agentrl.recipe.schema import LoraSection
+
+KNOWN = frozenset(("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"))
+"""Layers that servers of every architecture take adapters for."""
+FUSED = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj",
+         "gate_proj": "gate_up_proj", "up_proj": "gate_up_proj"}  # fmt: skip
+"""What servers compute as one layer."""
+LOADED, IN_A_BATCH = 8, 4
+"""Adapters that a launched server has room for, in memory and at once: requests in flight are of the last few steps."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterNeeds:
+    """rank: of its matrices. targets: the last parts of its layers' names."""
+
+    rank: int
+    targets: frozenset[str]
+
+    @property
+    def unknown(self) -> str | None:
+        """Why servers cannot take it, in one line; None: they can."""
+        if others := sorted(self.targets - KNOWN):
+            return f"SGLang has no adapters for {', '.join(others)}"
+        return None
+
+    def flags(self, cpu: bool) -> dict[str, Any]:
+        """What a server is launched with to take it."""
+        found = {
+            "enable-lora": True,
+            "max-lora-rank": self.rank,
+            "lora-target-modules": sorted(self.targets),
+            "max-loaded-loras": LOADED,
+            "max-loras-per-batch": IN_A_BATCH,
+        }
+        return found | ({"lora-backend": "torch_native"} if cpu else {})
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterRoom:
+    """What a server says of itself. rank: the largest. targets: names of layers, `all`, or nothing said."""
+
+    enabled: bool = False
+    rank: int | None = None
+    targets: frozenset[str] = frozenset()
+
+    @classmethod
+    def of(cls, info: Mapping[str, Any]) -> "AdapterRoom":
+        """info: the answer of /server_info."""
+        return cls(
+            bool(info.get("enable_lora")), info.get("max_lora_rank"), frozenset(info.get("lora_target_modules") or ())
+        )
+
+    def lacks(self, needs: AdapterNeeds) -> str | None:
+        """Why it does not take an adapter; None: it does."""
+        if not self.enabled:
+            return "takes no adapters (--enable-lora)"
+        if self.rank is not None and self.rank < needs.rank:
+            return f"takes adapters up to rank {self.rank} (--max-lora-rank), this one has {needs.rank}"
+        offered = _fused(self.targets)
+        if offered and "all" not in offered and (missing := sorted(_fused(needs.targets) - offered)):
+            return f"takes no adapters for {', '.join(missing)} (--lora-target-modules)"
+        return None
+
+
+def needs_of(model: Any, section: LoraSection | None) -> AdapterNeeds | None:
+    """Of the adapter in `model`, or of the one that `section` would put into a model of this shape; None: of none."""
+    if found := layers(model):
+        rank = max(layer.r[ADAPTER] for layer in found.values())
+        return AdapterNeeds(rank, _leaves(found))
+    return AdapterNeeds(section.rank, _leaves(target_names(model, section.targets))) if section is not None else None
+
+
+def why_merged(needs: AdapterNeeds, servers: Sequence[tuple[str, AdapterRoom]]) -> str | None:
+    """Why whole weights are sent to these (URL, room); None: the adapter alone is."""
+    if needs.unknown is not None:
+        return needs.unknown
+    return next((f"{url} {why}" for url, room in servers if (why := room.lacks(needs)) is not None), None)
+
+
+def _leaves(names: Iterable[str]) -> frozenset[str]:
+    return frozenset(name.rpartition(".")[2] for name in names)
+
+
+def _fused(targets: Iterable[str]) -> set[str]:
+    return {FUSED.get(name, name) for name in targets}

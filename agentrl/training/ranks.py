@@ -29,18 +29,19 @@ ALONE = Alone()
 
 
 class Peers:
-    """The ranks of a torch process group (None: the default one); a collective over tensors on `device`."""
+    """The ranks of torch's default process group; a collective over tensors on `device`. copies: how many ranks compute
+    the same, so that an average over all of them counts it once."""
 
-    def __init__(self, group: Any = None, device: Any = "cpu") -> None:
+    def __init__(self, device: Any = "cpu", copies: int = 1) -> None:
         import torch.distributed as dist
 
-        self._group, self._device = group, device
-        self.size: int = dist.get_world_size(group)
+        self._device = device
+        self.size: int = dist.get_world_size() // copies
 
     def most(self, count: int) -> int:
         import torch
         import torch.distributed as dist
 
         found = torch.tensor([count], device=self._device)
-        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self._group)
+        dist.all_reduce(found, op=dist.ReduceOp.MAX)
         return int(found)

@@ -64,7 +64,8 @@ class TrainWorker(Worker):
                 self.reference = Reference(original, build_reference(original, place).forward, ranks)
         if "critic" in roles:
             valued = build_critic(original, place)
-            self.critic = Critic(original, valued.forward, ranks, valued.description)
+            alike = Peers(self.device, copies=cluster.sequence_parallel)  # its ranks do not share sequences
+            self.critic = Critic(original, valued.forward, alike, valued.description)
 
     @property
     def roles(self) -> dict[str, RoleState]:

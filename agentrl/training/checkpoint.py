@@ -1,25 +1,28 @@
 """Checkpoints: `step_N/` is written aside, flushed, then renamed, so what bears its name is whole.
 
-A folder is a Hugging Face model (weights, tokenizer, chat template) with the trainer's state in `trainer/`.
+A folder is a Hugging Face model (weights, tokenizer, chat template) with the trainer's state in `trainer/`: that of
+each role (see `saving/roles.py`), and `state.json`. It is written while the run goes on; one at a time.
 """
 
 import json
-import os
-import pickle
 import re
 import shutil
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers.utils import logging as progress
-
 from agentrl.errors import UserError
-from agentrl.models import lora
+from agentrl.training.saving import disk, sharded
+from agentrl.training.saving.huggingface import ADAPTER, save_model
+from agentrl.training.saving.pending import Pending, PendingLike
+from agentrl.training.saving.roles import TRAINER
 
-ADAPTER = "adapter"
+__all__ = ["ADAPTER", "Checkpoints", "Saved", "save_model"]
+
+BEST = "best.json"
+STATE = "state.json"
 _NAME = re.compile(r"step_(\d+)")
 
 
@@ -30,51 +33,132 @@ class Saved:
     step: int
     path: Path
 
-    def load_into(self, actor: Any) -> dict[str, Any]:
-        """Restore the optimizer and the random state of `actor`, whose model was loaded from `path`. Returns `extra`.
+    @property
+    def extra(self) -> dict[str, Any]:
+        """What was given to `begin`. Raises UserError."""
+        return dict(self._state()["extra"])
 
-        Raises UserError when the trainer's state is missing or of another model.
-        """
-        folder = self.path / "trainer"
+    def _state(self) -> dict[str, Any]:
         try:
-            state = torch.load(folder / "actor.pt", map_location="cpu", weights_only=True)
-            extra: dict[str, Any] = json.loads((folder / "state.json").read_text(encoding="utf-8"))
-            actor.load_state_dict(state)
-        except (OSError, ValueError, KeyError, RuntimeError, pickle.UnpicklingError) as error:
-            line = str(error).strip().partition("\n")[0]
-            raise UserError(f"{self.path}: the trainer's state cannot be restored: {line}") from error
-        return extra
+            state: dict[str, Any] = json.loads((self.path / TRAINER / STATE).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise UserError(f"{self.path}: the trainer's state cannot be restored: {sharded.line(error)}") from error
+        return state
+
+    @property
+    def accuracy(self) -> float | None:
+        """On the first held-out split, where it was evaluated at this step."""
+        try:
+            return self._state()["accuracy"]
+        except (UserError, KeyError):
+            return None
 
 
 class Checkpoints:
-    """Those of one run, in `folder`; the last `keep` are kept. `tokenizer` is saved with each."""
+    """Those of one run, in `folder`. The last `keep` are kept, and the best by its accuracy. `tokenizer` is saved with
+    each. The process of the loop alone uses this; workers write parts (see `save_roles`).
+    """
 
     def __init__(self, folder: str | Path, keep: int, tokenizer: Any = None) -> None:
         self.folder, self.keep, self.tokenizer = Path(folder), keep, tokenizer
+        self._open: Pending | None = None
+        self._names = threading.Lock()
 
     def latest(self) -> Saved | None:
-        self._sweep()
-        return max(self._all(), key=lambda saved: saved.step, default=None)
+        with self._names:
+            self._put_back()
+            return max(self._all(), key=lambda saved: saved.step, default=None)
 
-    def save(self, step: int, actor: Any, extra: Mapping[str, Any]) -> Saved:
-        """Write `step_<step>` with the actor's model and state, and `extra` (JSON), then drop the oldest."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self._sweep()
-        aside, final = self.folder / f".step_{step}.part", self.folder / f"step_{step}"
-        save_model(actor.model, self.tokenizer, aside)
-        trainer = aside / "trainer"
-        trainer.mkdir()
-        torch.save(actor.state_dict(), trainer / "actor.pt")
-        (trainer / "state.json").write_text(json.dumps(extra), encoding="utf-8")
-        _flush(aside)
+    def best(self) -> Saved | None:
+        """That of the highest accuracy, the last of equal ones; None: none was evaluated."""
+        rated = [(accuracy, s.step, s) for s in self._all() if (accuracy := s.accuracy) is not None]
+        return max(rated, default=(0.0, 0, None))[2]
+
+    def save(self, step: int, save: Callable[[Path], PendingLike], extra: Mapping[str, Any]) -> Saved:
+        """`begin`, then `finish`."""
+        self.begin(step, save, extra)
+        self.finish()
+        return Saved(step, self.folder / f"step_{step}")
+
+    def begin(
+        self,
+        step: int,
+        save: Callable[[Path], PendingLike],
+        extra: Mapping[str, Any],
+        accuracy: float | None = None,
+    ) -> None:
+        """Begin `step_<step>`, once the one before is finished. `save` writes the roles into a folder that is there: it
+        returns as soon as they may go on learning. extra: JSON. accuracy: on the first held-out split at this step.
+
+        Raises UserError: the save before, or the beginning of this one, failed.
+        """
+        self.finish()
+        aside = self.folder / f".step_{step}.part"
+        state = {"step": step, "extra": dict(extra), "accuracy": accuracy}
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._sweep()
+            aside.mkdir()
+            if self.tokenizer is not None:
+                self.tokenizer.save_pretrained(aside)
+            pending = save(aside)
+        except BaseException as error:
+            self._failed(step, aside, error)
+            raise
+        self._open = Pending(lambda: self._complete(step, aside, pending, state))
+
+    def check(self) -> None:
+        """Raises UserError if the save that was begun last has failed. Waits for nothing."""
+        if self._open is not None and self._open.done():
+            self.finish()
+
+    def finish(self) -> None:
+        """Wait until the save that was begun is whole under its name. Raises UserError when it failed; the checkpoint
+        before it stands."""
+        if self._open is not None:
+            pending, self._open = self._open, None
+            pending.result()
+
+    def _complete(self, step: int, aside: Path, pending: PendingLike, state: Mapping[str, Any]) -> None:
+        try:
+            pending.result()
+            (aside / TRAINER).mkdir(exist_ok=True)
+            (aside / TRAINER / STATE).write_text(json.dumps(state), encoding="utf-8")
+            disk.flush(aside)
+            with self._names:
+                self._name(step, aside)
+            self._thin_out()
+        except BaseException as error:
+            self._failed(step, aside, error)
+            raise
+
+    def _name(self, step: int, aside: Path) -> None:
+        final = self.folder / f"step_{step}"
         if final.exists():
             final.rename(self.folder / f".step_{step}.old")
         aside.rename(final)
-        _flush_folder(self.folder)
+        disk.flush_folder(self.folder)
+
+    def _thin_out(self) -> None:
+        """Say which is the best, and remove all but that one and the last."""
+        best = self.best()
+        if best is not None:
+            record = {"step": best.step, "accuracy": best.accuracy, "path": best.path.name}
+            disk.write_whole(self.folder / BEST, json.dumps(record) + "\n")
         self._sweep()
         for saved in sorted(self._all(), key=lambda s: s.step)[: -self.keep]:
-            _remove(saved.path)
-        return Saved(step, final)
+            if best is None or saved.step != best.step:
+                disk.remove(saved.path)
+
+    def _failed(self, step: int, aside: Path, error: BaseException) -> None:
+        """Nothing of it stays. Raises UserError, one line, for what a disk or a worker said of itself; a worker that
+        is lost is left to who can start another."""
+        line = str(error) if type(error) is UserError else disk.refused(aside, error)
+        shutil.rmtree(aside, ignore_errors=True)
+        if line is not None:
+            last = self.latest()
+            stands = f"that of step {last.step} stands" if last else "there was none before"
+            raise UserError(f"{line}; the checkpoint of step {step} is lost, {stands}") from error
 
     def _all(self) -> list[Saved]:
         if not self.folder.is_dir():
@@ -82,48 +166,16 @@ class Checkpoints:
         found = [(_NAME.fullmatch(entry.name), entry) for entry in self.folder.iterdir() if entry.is_dir()]
         return [Saved(int(match[1]), entry) for match, entry in found if match]
 
-    def _sweep(self) -> None:
-        """Remove what a killed run left half done. A folder set aside whose successor never came is put back."""
-        for entry in self.folder.glob(".step_*"):
+    def _put_back(self) -> None:
+        """A folder that was set aside, and whose successor never came, gets its name back."""
+        for entry in self.folder.glob(".step_*.old"):
             whole = self.folder / entry.name[1:].removesuffix(".old")
-            if entry.suffix == ".old" and not whole.exists():
+            if not whole.exists():
                 entry.rename(whole)
-            else:
+
+    def _sweep(self) -> None:
+        """Remove what a killed run left half done."""
+        with self._names:
+            self._put_back()
+            for entry in self.folder.glob(".step_*"):
                 shutil.rmtree(entry)
-
-
-def save_model(model: Any, tokenizer: Any, folder: Path) -> None:
-    """A folder that `from_pretrained` loads: config.json, model.safetensors in the model's dtype, the tokenizer.
-
-    An adapter is merged into the weights; by itself it lies in `adapter/`, in peft's format.
-    """
-    progress.disable_progress_bar()
-    if lora.layers(model):
-        model.save_pretrained(folder, state_dict=lora.merged_state(model))
-        lora.save_adapter(model, folder / ADAPTER)
-    else:
-        model.save_pretrained(folder)
-    if tokenizer is not None:
-        tokenizer.save_pretrained(folder)
-
-
-def _remove(folder: Path) -> None:
-    """Take the name away first: a kill while files go must not leave a folder that looks whole."""
-    gone = folder.with_name(f".{folder.name}.part")
-    folder.rename(gone)
-    shutil.rmtree(gone)
-
-
-def _flush(folder: Path) -> None:
-    for path in folder.rglob("*"):
-        if path.is_file():
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
-
-
-def _flush_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -1,0 +1,85 @@
+"""Files that are there after a power cut, and one line for what a disk refuses."""
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+
+def flush(folder: Path) -> None:
+    """Every file and folder below `folder`, and itself, reach the disk."""
+    for path in folder.rglob("*"):
+        _flush_one(path)
+    flush_folder(folder)
+
+
+def flush_folder(folder: Path) -> None:
+    """The names in `folder` reach the disk."""
+    _flush_one(folder)
+
+
+def _flush_one(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write or replace a small file: whoever reads it sees the former text or the new one."""
+    beside = path.with_name(f".{path.name}.new")
+    beside.write_text(text, encoding="utf-8")
+    _flush_one(beside)
+    beside.replace(path)
+    flush_folder(path.parent)
+
+
+def remove(folder: Path) -> None:
+    """Take the name away first: a kill while files go must not leave a folder that looks whole."""
+    gone = folder.with_name(f".{folder.name}.part")
+    folder.rename(gone)
+    shutil.rmtree(gone)
+
+
+def _refusal(error: BaseException) -> str | None:
+    """Why the operating system refused, from anywhere in what `error` came from: "No space left on device". None: it
+    is about something else."""
+    found = next((e for e in _chain(error) if isinstance(e, OSError) and e.strerror), None)
+    if found is not None:
+        return found.strerror
+    written = any("file write failed" in str(e) for e in _chain(error))  # of torch's own writer, which keeps no errno
+    return "a file could not be written whole" if written else None
+
+
+def _chain(error: BaseException, depth: int = 8) -> Iterator[BaseException]:
+    """The error, what caused it, and what several ranks reported."""
+    if not depth:
+        return
+    yield error
+    for other in (error.__cause__, error.__context__, *_reported(error)):
+        if other is not None:
+            yield from _chain(other, depth - 1)
+
+
+def _reported(error: BaseException) -> list[BaseException]:
+    """Of torch's CheckpointException: rank -> (what it raised, its traceback)."""
+    failures = getattr(error, "failures", None)
+    return [each[0] for each in failures.values()] if isinstance(failures, dict) else []
+
+
+def refused(folder: Path, error: BaseException) -> str | None:
+    """One line for people when the file system refused to take `folder`; None: `error` is about something else."""
+    reason = _refusal(error)
+    return (
+        reason and f"{folder.parent}: a checkpoint could not be written: {reason} ({_free(folder.parent)} free there)"
+    )
+
+
+def _free(folder: Path) -> str:
+    """The free space of the disk that `folder` is on, for people."""
+    size = float(shutil.disk_usage(next(p for p in (folder, *folder.parents) if p.exists())).free)
+    units = ["bytes", "KB", "MB", "GB", "TB"]
+    while size >= 1000 and len(units) > 1:
+        size, units = size / 1000, units[1:]
+    return f"{size:.3g} {units[0]}"

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
+    from agentrl.models.memory import MemoryPlan
     from agentrl.plugins.environment import Environment
     from agentrl.plugins.toolbox import Toolbox
     from agentrl.plugins.types import Message, Task
@@ -105,7 +106,7 @@ def _show_tools(out: "Console", env: "Environment", toolbox: "Toolbox") -> None:
 
 
 def _show_memory(out: "Console", recipe: "Recipe") -> None:
-    from agentrl.models.memory import plan_memory
+    from agentrl.models.memory import plan_memory, plan_pools
 
     _title(out, f"memory of the trainer ({recipe.model.path}, {recipe.model.dtype})")
     plan = plan_memory(recipe)
@@ -113,17 +114,44 @@ def _show_memory(out: "Console", recipe: "Recipe") -> None:
         out.print("(unknown: the model's configuration is not on this machine)", style="dim")
     else:
         trained = "" if plan.trained is None else f", of which {plan.trained / 1e6:,.2f} M train (LoRA)"
-        out.print(f"{plan.parameters / 1e6:,.1f} M parameters{trained}; {_size(plan.trainer)} in all:")
-        for name in ("weights", "gradients", "optimizer", "reference", "activations"):
-            if size := getattr(plan, name):
-                more = f" (of {recipe.train.micro_batch_tokens:,} packed tokens)" if name == "activations" else ""
-                out.print(f"  {name:<12}{_size(size):>10}{more}")
+        out.print(f"{plan.parameters / 1e6:,.1f} M parameters{trained}")
+        _show_plan(out, recipe, plan, "of the actor" if recipe.cluster.pools else "", recipe.cluster.size)
+        for pool, own in plan_pools(recipe):
+            _show_plan(out, recipe, own, f"of the pool ({', '.join(pool.roles)})", pool.workers)
         out.print(f"the engine's cache takes {_size(plan.cache_token)} a token", highlight=False)
-    for line in _missing(recipe):
+    for line in _missing(recipe, plan):
         out.print(f"missing: {line}", style="yellow", markup=False, soft_wrap=True)
 
 
-def _missing(recipe: "Recipe") -> list[str]:
+PARTS = (
+    "weights", "gradients", "optimizer", "reference", "critic", "reward_model", "gathered", "activations", "logits",
+    "step",
+)  # fmt: skip
+
+
+def _show_plan(out: "Console", recipe: "Recipe", plan: "MemoryPlan", whose: str, workers: int) -> None:
+    """A worker's memory, part by part."""
+    if recipe.cluster.used:
+        place = "a GPU each" if recipe.cluster.gpus else "on CPUs"
+        names = " ".join(word for word in (f"{workers} worker{'s' if workers > 1 else ''}", whose) if word)
+        out.print(f"{names}, {place}; {_size(plan.device)} on each:", highlight=False)
+    else:
+        out.print(f"{_size(plan.device)} in all:", highlight=False)
+    notes = {
+        "activations": f"of {recipe.train.micro_batch_tokens:,} packed tokens"
+        + (", layers computed again" if recipe.model.checkpointing else ""),
+        "gathered": "whole layers, while they run",
+        "step": "an optimizer step's own, after activations are freed",
+    }
+    for name in PARTS:
+        if size := getattr(plan, name):
+            note = f" ({notes[name]})" if name in notes else ""
+            out.print(f"  {name:<12}{_size(size):>10}{note}", highlight=False)
+    if plan.host:
+        out.print(f"and {_size(plan.host)} of each worker on the CPU (cluster.offload)", highlight=False)
+
+
+def _missing(recipe: "Recipe", plan: "MemoryPlan | None") -> list[str]:
     """What this machine lacks to run the recipe."""
     from agentrl.errors import UserError
     from agentrl.models.load import find_device
@@ -134,8 +162,30 @@ def _missing(recipe: "Recipe") -> list[str]:
         find_device(recipe.model.device)
     except UserError as error:
         lines.append(str(error))
-    missing = getattr(load("engines", recipe.engine.name), "missing", None)
-    return lines + (missing(recipe.engine.args) if missing else [])
+    engine = load("engines", recipe.engine.name)
+    missing = getattr(engine, "missing", None)
+    return lines + _missing_gpus(recipe, engine, plan) + (missing(recipe.engine.args) if missing else [])
+
+
+def _missing_gpus(recipe: "Recipe", engine: Any, plan: "MemoryPlan | None") -> list[str]:
+    """On this machine, for its share of the workers, and for the servers that are launched here."""
+    import torch
+
+    cluster = recipe.cluster
+    if not cluster.gpus:
+        return []
+    apart = sum(pool.workers for pool in cluster.pools)
+    served = engine.gpus(recipe.engine.args) if hasattr(engine, "gpus") else 0
+    trains = cluster.gpus + apart
+    needed = max(trains, served) if recipe.engine.sleep else trains + served
+    here = torch.cuda.device_count()
+    share = "which share them" if recipe.engine.sleep else "each has its own"
+    parts = f"{trains} of the trainer, {served} of the engine, {share}" if served else "all of the trainer"
+    lines = [f"needs {needed} GPUs on this machine ({parts}), {here} here"] if here < needed else []
+    room = min((torch.cuda.get_device_properties(i).total_memory for i in range(here)), default=0)
+    if plan is not None and 0 < room < plan.device:
+        lines.append(f"each worker needs {_size(plan.device)}, the smallest GPU here has {_size(room)}")
+    return lines
 
 
 def _size(count: float) -> str:

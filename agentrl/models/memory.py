@@ -1,26 +1,62 @@
-"""What a model needs in memory, from its configuration: shapes are counted on the meta device, nothing is loaded."""
+"""What training needs in memory, a worker, before anything is loaded: from the model's shape and the recipe."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any
 
-from agentrl.models.load import resolve
-from agentrl.recipe.schema import ModelSection, Recipe
+from agentrl.models.shape import Shape, read_shape
+from agentrl.recipe.schema import PoolSection, Recipe
 
 BYTES = {"float32": 4, "bfloat16": 2}
-ADAM_BYTES = 8  # two float32 moments a parameter
+MOMENT_BYTES = 8  # two float32 moments a parameter
 MASTER_BYTES = 4  # a float32 copy of each parameter of less precision
-LAYER_TENSORS = 16
-"""Hidden-sized activations a layer that the backward pass keeps for a token: projections, norms, residuals, and the
-feed-forward's, counted by its ratio to the hidden size below."""
+REDUCE_BYTES = 4  # gradients are averaged in float32
+LAYER_TENSORS, WIDE_TENSORS = 16, 4
+"""Activations of a layer that its backward pass wants for a token: so many of the hidden size (projections, norms,
+residuals) and of the feed-forward's."""
+LOGIT_ROWS, LOGIT_ELEMENTS = 512, 1 << 22  # predictions whose logits exist at once: at least, and by their number
+LOGIT_COPIES = 4  # logits, their log-softmax, its exponential and the gradient, float32
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """How a model is spread and computed. size, compute: bytes of a weight as it is kept, and as it is computed with.
+    shard: workers that hold one copy. sequence: workers that share a sequence. tokens: packed ones of a micro-batch.
+    """
+
+    size: int = 4
+    compute: int = 4
+    shard: int = 1
+    sequence: int = 1
+    tokens: int = 16384
+    offload: bool = False
+    checkpointing: bool = False
+
+    @classmethod
+    def of(cls, recipe: Recipe, workers: int, *, actor: bool = True) -> "Setting":
+        """Of a group of so many workers; those of pools apart are sharded over all of them."""
+        size, cluster = BYTES[recipe.model.dtype], recipe.cluster
+        return cls(
+            size=size,
+            compute=2 if recipe.model.compute == "bfloat16" else size,
+            shard=(cluster.shard if actor else 0) or workers,
+            sequence=cluster.sequence_parallel if actor else 1,
+            tokens=recipe.train.micro_batch_tokens,
+            offload=cluster.offload,
+            checkpointing=recipe.model.checkpointing,
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Bytes of the trainer: weights, gradients, optimizer (moments and masters), reference, activations (of one
-    micro-batch, the widest moment). cache_token: bytes of keys and values a token in the engine.
+    """Bytes of one worker. weights, gradients, optimizer: of the policy. reference, critic (with its gradients and
+    optimizer), reward_model: likewise. gathered: layers that FSDP2 makes whole while they run, their gradients, and
+    what lies outside of layers. activations: of one micro-batch, at the widest moment. logits: of one chunk of
+    predictions. step: what an optimizer step takes for itself, when activations are gone.
 
-    parameters, trained: how many there are, and how many of them an adapter has, which then are float32 and the only
-    ones with gradients (None: every one is trained). It needs no reference of its own."""
+    parameters: of the policy and its adapter; trained: those of the adapter, which then are float32 and the only ones
+    with gradients (None: every one is trained). cache_token: bytes of keys and values a token in the engine, over all
+    of its GPUs.
+    """
 
     parameters: int
     trained: int | None
@@ -28,69 +64,136 @@ class MemoryPlan:
     gradients: int
     optimizer: int
     reference: int
+    critic: int
+    reward_model: int
+    gathered: int
     activations: int
+    logits: int
+    step: int
     cache_token: int
+    offload: bool
 
     @property
-    def trainer(self) -> int:
-        return self.weights + self.gradients + self.optimizer + self.reference + self.activations
+    def kept(self) -> int:
+        """What stays between steps: on the CPU, where it is offloaded."""
+        return self.weights + self.gradients + self.optimizer + self.reference + self.critic + self.reward_model
+
+    @property
+    def device(self) -> int:
+        """The most that the worker's device holds."""
+        passing = self.gathered + self.activations + self.logits
+        return passing if self.offload else self.kept + max(passing, self.step)
+
+    @property
+    def host(self) -> int:
+        """Of the CPU's memory, where the device is another."""
+        return self.kept + self.step if self.offload else 0
 
 
 def plan_memory(recipe: Recipe) -> MemoryPlan | None:
-    """None where the model's configuration is not on this machine. Raises UserError for a path that is no model."""
-    config = _config(recipe)
-    if config is None:
-        return None
-    (base, adapter), size = _count(config, recipe.model), BYTES[recipe.model.dtype]
-    text = config.get_text_config()
-    whole = recipe.model.lora is None
+    """Of each worker that trains the policy, with the roles that share it; in one process, of that. None where a
+    configuration is not on this machine. Raises UserError for a path that is no model."""
+    apart = {role for pool in recipe.cluster.pools for role in pool.roles}
+    roles = [role for role in _roles(recipe) if role not in apart]
+    return _plan_roles(recipe, roles, Setting.of(recipe, recipe.cluster.size))
+
+
+def plan_pools(recipe: Recipe) -> list[tuple[PoolSection, MemoryPlan]]:
+    """Likewise of each worker in the pools of their own."""
+    plans = [
+        (pool, _plan_roles(recipe, pool.roles, Setting.of(recipe, pool.workers, actor=False)))
+        for pool in recipe.cluster.pools
+    ]
+    return [(pool, plan) for pool, plan in plans if plan is not None]
+
+
+def plan(
+    shape: Shape,
+    how: Setting,
+    roles: Collection[str] = ("actor",),
+    critic: Shape | None = None,
+    reward_model: Shape | None = None,
+) -> MemoryPlan:
+    """Of a worker with these roles. critic, reward_model: their shapes where they are not the policy's."""
+    actor = "actor" in roles
+    trains = actor or "critic" in roles
+    weights, gradients, optimizer = _trained(shape, how) if actor else (0, 0, 0)
+    value = sum(_trained(critic or shape, how)) if "critic" in roles else 0
+    reward = (reward_model or shape).parameters * how.size // how.shard if "reward_model" in roles else 0
     return MemoryPlan(
-        parameters=base + adapter,
-        trained=None if whole else adapter,
-        weights=base * size + adapter * 4,
-        gradients=base * size if whole else adapter * 4,
-        optimizer=base * (ADAM_BYTES + (MASTER_BYTES if size < 4 else 0)) if whole else adapter * ADAM_BYTES,
-        reference=base * size if whole and recipe.algorithm.kl_coef > 0 else 0,
-        activations=_activations(text, recipe.train.micro_batch_tokens, size),
-        cache_token=_cache_token(text, size),
+        parameters=shape.parameters + shape.adapter,
+        trained=shape.adapter or None,
+        weights=weights,
+        gradients=gradients,
+        optimizer=optimizer,
+        reference=shape.parameters * how.size // how.shard if "reference" in roles and not shape.adapter else 0,
+        critic=value,
+        reward_model=reward,
+        gathered=_gathered(shape, how, trains),
+        activations=_activations(shape, how, trains),
+        logits=_logits(shape, how) if actor else 0,
+        step=0 if shape.adapter or not trains or how.size == 4 else MASTER_BYTES * shape.parameters // how.shard,
+        cache_token=shape.kv * how.size,
+        offload=how.offload,
     )
 
 
-def _config(recipe: Recipe) -> Any:
-    from transformers import AutoConfig
+def _roles(recipe: Recipe) -> list[str]:
+    there = {
+        "actor": True,
+        "reference": recipe.algorithm.kl_coef > 0,
+        "critic": recipe.critic is not None,
+        "reward_model": recipe.rewards.model is not None,
+    }
+    return [role for role, wanted in there.items() if wanted]
 
-    section = recipe.model
-    try:
-        return AutoConfig.from_pretrained(
-            resolve(section.path), local_files_only=True, trust_remote_code=section.trust_remote_code
-        )
-    except (OSError, ValueError):
+
+def _plan_roles(recipe: Recipe, roles: Collection[str], how: Setting) -> MemoryPlan | None:
+    shape = read_shape(recipe.model)
+    if shape is None:
         return None
+    own = {"critic": recipe.critic.path if recipe.critic else None, "reward_model": recipe.rewards.model}
+    shapes: dict[str, Shape | None] = {}
+    for role, path in own.items():
+        section = recipe.model.model_copy(update={"path": path})
+        shapes[role] = read_shape(section) if path is not None and role in roles else None
+    return plan(shape, how, roles, shapes["critic"], shapes["reward_model"])
 
 
-def _count(config: Any, section: ModelSection) -> tuple[int, int]:
-    """Parameters of the model, and of its adapter."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    from agentrl.models.lora import add_adapter
-
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=section.trust_remote_code)
-        base = sum(p.numel() for p in model.parameters())
-        if section.lora is not None:
-            add_adapter(model, section.lora.model_copy(update={"start": None}), section.path)
-    return base, sum(p.numel() for p in model.parameters()) - base
+def _trained(shape: Shape, how: Setting) -> tuple[int, int, int]:
+    """Weights, gradients and optimizer; those of an adapter are float32."""
+    weights = shape.parameters * how.size + shape.adapter * 4
+    if shape.adapter:
+        return weights // how.shard, shape.adapter * 4 // how.shard, shape.adapter * MOMENT_BYTES // how.shard
+    state = MOMENT_BYTES + (MASTER_BYTES if how.size < 4 else 0)
+    return weights // how.shard, shape.parameters * how.size // how.shard, shape.parameters * state // how.shard
 
 
-def _activations(text: Any, tokens: int, size: int) -> int:
-    """Of a forward and backward pass over `tokens` packed tokens, log-probs from hidden states in chunks."""
-    wide = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
-    kept = LAYER_TENSORS * text.hidden_size + 4 * wide
-    return tokens * size * kept * text.num_hidden_layers
+def _gathered(shape: Shape, how: Setting, trains: bool) -> int:
+    """The root, the layer that runs and the next one; backwards also a layer's gradients, whole, on their way to be
+    averaged, and those of the root, which are averaged last."""
+    if how.shard == 1 and not how.offload:
+        return 0
+    whole = (shape.root + 2 * shape.layer) * how.compute
+    if shape.adapter or not trains:
+        return whole
+    in_layers = whole + shape.root * how.compute + shape.layer * (how.compute + REDUCE_BYTES)
+    at_the_end = shape.root * (2 * how.compute + REDUCE_BYTES)
+    return max(in_layers, at_the_end)
 
 
-def _cache_token(text: Any, size: int) -> int:
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    return int(2 * text.num_hidden_layers * heads * head * size)
+def _activations(shape: Shape, how: Setting, trains: bool) -> int:
+    """Of a forward and backward pass over a micro-batch; a layer's input alone where it is computed again."""
+    layer = LAYER_TENSORS * shape.hidden + WIDE_TENSORS * shape.wide
+    if not trains:
+        numbers = layer
+    elif how.checkpointing:
+        numbers = layer + shape.hidden * shape.layers
+    else:
+        numbers = layer * shape.layers
+    return -(-how.tokens // how.sequence) * how.compute * numbers
+
+
+def _logits(shape: Shape, how: Setting) -> int:
+    rows = min(how.tokens, max(LOGIT_ROWS, LOGIT_ELEMENTS // shape.vocabulary))
+    return rows * shape.vocabulary * 4 * LOGIT_COPIES

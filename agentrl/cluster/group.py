@@ -195,10 +195,9 @@ class WorkerGroup:
         """What several ranks are given alike is put into the object store once."""
         import ray
 
+        given = {id(call): call for call in calls if call is not None and any(call)}
         ids = [id(call) for call in calls]
-        shared = {
-            id(call): ray.put(call) for call in calls if call is not None and any(call) and ids.count(id(call)) > 1
-        }
+        shared = {key: ray.put(call) for key, call in given.items() if ids.count(key) > 1}
         return [shared.get(id(call), call) for call in calls]
 
     def _next(self, method: str, waiting: dict[Any, int], seconds: float) -> tuple[int, Answer] | None:

@@ -58,6 +58,8 @@ class Start:
 
     environment: dict[str, str]
     folder: str
+    path: list[str]
+    """Where the controller finds modules, for classes that are no part of an installed package."""
     log: str
     worker: bytes
     """Pickled (class, args, kwargs): opened only once the environment stands, since libraries read it on import."""
@@ -84,6 +86,7 @@ class Host:
         os.environ.update(start.environment)
         if os.path.isdir(start.folder):
             os.chdir(start.folder)
+        sys.path += [place for place in start.path if place not in sys.path]
 
         def make() -> int:
             worker_class, args, kwargs = pickle.loads(start.worker)

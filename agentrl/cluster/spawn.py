@@ -62,7 +62,7 @@ def starts(hellos: list[Hello], by_node: list[int], worker: bytes, logs: Path, g
     """What each rank's process is told."""
     folder = os.getcwd()
     return [
-        Start(environment, folder, str(logs.absolute() / f"{group}_{rank}.log"), worker)
+        Start(environment, folder, list(sys.path), str(logs.absolute() / f"{group}_{rank}.log"), worker)
         for rank, environment in enumerate(environments(hellos, by_node))
     ]
 

@@ -26,6 +26,7 @@ from agentrl.training.learner import Learner
 from agentrl.training.mismatch import MismatchWatch
 from agentrl.training.rollouts import Rollouts
 from agentrl.training.run_folder import RunFolder
+from agentrl.training.watch import ROLLOUT, SYNC, TRAIN, Watch
 from agentrl.training.workplace import Workplace
 
 
@@ -36,6 +37,7 @@ class Loop:
     recipe: Recipe
     player: Player
     learner: Learner
+    watch: Watch
     workplace: Workplace
     rollouts: Rollouts
     held_out: HeldOut
@@ -46,6 +48,7 @@ class Loop:
     mismatch: MismatchWatch
     trackers: Sequence[Tracker] = ()
     step: int = 0
+    best: float = -1.0  # accuracy of the best checkpoint
     before: dict[str, float] = field(default_factory=dict)
     after: dict[str, float] = field(default_factory=dict)
     _drawn: dict[str, Any] = field(default_factory=dict)
@@ -83,7 +86,8 @@ class Loop:
         began = perf_counter()
         step = self.step + 1
         self.display.phase("sampling")
-        groups, metrics = self.rollouts.next(step)
+        with self.watch.phase(ROLLOUT, step):
+            groups, metrics = self.rollouts.next(step)
         self.interrupts.check()
         self._say_failures(f"step {step}", groups)
         self._say_idle_weights(groups)
@@ -102,19 +106,21 @@ class Loop:
         finally:  # an evaluation that is cut short takes no step with it
             self._write_down({"step": step, **metrics})
         every = self.recipe.train.save_every
-        if every and step % every == 0:
+        if (every and step % every == 0) or self._is_best():
             self.save()
         self.checkpoints.check()
 
     def _update(self, step: int, groups: Sequence[Group]) -> dict[str, Any]:
         began = perf_counter()
-        metrics = dict(self.rollouts.learn(lambda: self.learner.learn(groups)))
+        with self.watch.phase(TRAIN, step):
+            metrics = dict(self.rollouts.learn(lambda: self.learner.learn(groups)))
         trained = perf_counter()
-        self.rollouts.publish(step)
+        with self.watch.phase(SYNC, step):
+            self.rollouts.publish(step)
         metrics["time/train_s"] = trained - began
         metrics["time/sync_s"] = perf_counter() - trained
         metrics["train/tokens_per_s"] = metrics.get("train/tokens", 0) / metrics["time/train_s"]
-        return metrics
+        return metrics | self.watch.take(metrics["time/train_s"])
 
     def _evaluate_when_due(self, step: int) -> dict[str, Any]:
         self._accuracy = None
@@ -172,6 +178,13 @@ class Loop:
         extra = {"sampler": self._drawn, "before": self.before}
         self.checkpoints.begin(self.step, self.workplace.save, extra, self._accuracy)
         self._saved = self.step
+
+    def _is_best(self) -> bool:
+        """Whether the step was evaluated, and higher than any before it."""
+        if self._accuracy is None or self._accuracy <= self.best:
+            return False
+        self.best = self._accuracy
+        return True
 
     def _save_at_last(self) -> None:
         self.save()

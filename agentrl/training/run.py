@@ -31,6 +31,7 @@ from agentrl.training.loop import Loop
 from agentrl.training.mismatch import MismatchWatch
 from agentrl.training.rollouts import make_rollouts
 from agentrl.training.run_folder import RECIPE, RunFolder
+from agentrl.training.watch import PROFILE, Watch
 from agentrl.training.workplace import Here, Workplace
 
 
@@ -209,10 +210,14 @@ def _set_up(
     folder.write_recipe(dump_recipe(recipe))
     if hasattr(player.engine, "keep_logs"):
         player.engine.keep_logs(folder.path)
+    watch = Watch(workplace, folder.path / PROFILE, recipe.profile.steps, engine=recipe.engine.name == "local")
+    learner = Learner(recipe, workplace)
+    watch.over(learner)
     loop = Loop(
         recipe=recipe,
         player=player,
-        learner=Learner(recipe, workplace),
+        learner=learner,
+        watch=watch,
         workplace=workplace,
         rollouts=rollouts,
         held_out=held_out,
@@ -290,6 +295,8 @@ def _restore(loop: Loop, saved: Saved) -> None:
     state: dict[str, Any] = saved.extra
     loop.step = loop.learner.steps = saved.step
     loop.before = state["before"]
+    if (best := loop.checkpoints.best()) is not None:
+        loop.best = best.accuracy or 0.0
     loop.rollouts.restore(saved.step, state["sampler"])
     loop.folder.rewind(saved.step or -1)  # before the first step is done, step 0 is evaluated anew
     loop.display.note(f"resumed after step {saved.step}")
@@ -307,4 +314,7 @@ def _finish(loop: Loop, interrupted: bool, seconds: float) -> TrainResult:
     else:
         rows = [(split, before, loop.after[split]) for split, before in loop.before.items() if split in loop.after]
         display.final(rows, str(folder), seconds)
+        display.note(loop.watch.describe())
+        if (best := loop.checkpoints.best()) is not None and best.step != last.step:
+            display.note(f"The best checkpoint is that of step {best.step} ({best.accuracy:.1%}): {best.path}")
     return TrainResult(folder, loop.step, last.path, dict(loop.before), dict(loop.after), interrupted)

@@ -5,6 +5,7 @@ import base64
 import pickle
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -88,6 +89,7 @@ class FaultyServer:
         self.faults = dict(faults or {})
         self.calls: list[str] = []
         self.adapters: dict[str, Any] = {}
+        self.tensors: dict[str, torch.Tensor] = {}  # what was loaded last
         self.takes_adapters = True
         self.room: int | None = None
         self.version = "default"
@@ -134,8 +136,14 @@ class FaultyServer:
             return web.json_response({"success": False, "message": "a session is already open"}, status=400)
         if path in ("/begin_weight_update", "/end_weight_update"):
             self.open = path.startswith("/begin")
+            self.tensors = {} if self.open else self.tensors
         elif path in ("/pause_generation", "/continue_generation"):
             self.paused = path.startswith("/pause")
+        elif path == "/update_weights_from_tensor":
+            self.tensors |= {k: t.clone() for k, t in opened(body["serialized_named_tensors"][0]).items()}
+        elif path == "/update_weights_from_disk":
+            for file in Path(body["model_path"]).glob("*.safetensors"):
+                self.tensors |= load_file(file)
         elif path == "/update_weight_version":
             self.version = body["new_version"]
         elif path == "/load_lora_adapter":

@@ -74,7 +74,9 @@ def needs_of(model: Any, section: LoraSection | None) -> AdapterNeeds | None:
     if found := layers(model):
         rank = max(layer.r[ADAPTER] for layer in found.values())
         return AdapterNeeds(rank, _leaves(found))
-    return AdapterNeeds(section.rank, _leaves(target_names(model, section.targets))) if section is not None else None
+    if section is None or not model.get_input_embeddings().weight.is_meta:
+        return None
+    return AdapterNeeds(section.rank, _leaves(target_names(model, section.targets)))
 
 
 def why_merged(needs: AdapterNeeds, servers: Sequence[tuple[str, AdapterRoom]]) -> str | None:

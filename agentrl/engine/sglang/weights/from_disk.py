@@ -1,6 +1,7 @@
 """Weights through a folder that trainer and servers both see. It needs nothing else of them."""
 
 import asyncio
+import contextlib
 import json
 import shutil
 import tempfile
@@ -23,6 +24,7 @@ class FromDisk:
     name = "from_disk"
 
     def __init__(self, folder: Path, keep: int = 2, shard_bytes: int = SHARD_BYTES) -> None:
+        self._made = folder if not folder.exists() else None
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self._folder = Path(tempfile.mkdtemp(prefix="channel_", dir=folder.resolve()))  # channels do not meet
@@ -42,6 +44,9 @@ class FromDisk:
 
     async def close(self) -> None:
         await asyncio.to_thread(shutil.rmtree, self._folder, True)
+        if self._made is not None:
+            with contextlib.suppress(OSError):  # another channel is in it
+                self._made.rmdir()
 
     def _write(self, version: int, weights: Iterable[NamedTensor]) -> Path:
         """In shards, so that only one stands in memory."""

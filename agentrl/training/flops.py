@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from agentrl.engine.local.dense import linear
+from agentrl.recipe.schema import Recipe
 from agentrl.training.batch import Batch
 from agentrl.training.packing import forest
 
@@ -56,8 +57,8 @@ class Cost:
                 body += count
                 trained += count if parameter.requires_grad else 0
         size = 0 if head is None else head.numel()
-        heads = text.num_attention_heads
-        head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
+        heads = getattr(text, "num_attention_heads", 0)
+        head_dim = getattr(text, "head_dim", None) or text.hidden_size // max(1, heads)
         pair = 4 * text.num_hidden_layers * heads * head_dim
         return cls(body, size, trained, size if size and head.requires_grad else 0, pair)
 
@@ -109,6 +110,12 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
     if device.type == "cuda":
         return known_peak(torch.cuda.get_device_name(device), dtype)
     return _measured_peak(dtype) if device.type == "cpu" else None
+
+
+def peak_of(model: Any, recipe: Recipe, device: torch.device) -> float | None:
+    """Of a device that trains `model` by `recipe`."""
+    mixed = recipe.model.compute == "bfloat16"
+    return peak_flops(device, torch.bfloat16 if mixed else next(model.parameters()).dtype)
 
 
 def known_peak(name: str, dtype: torch.dtype) -> float | None:

@@ -18,7 +18,7 @@ _STATUS, _RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 class Peaks:
-    """`with peaks.phase("train"): ...`, then `take()` gives the metrics of the step; `most` those of the run so far.
+    """`with peaks.phase("train"): ...`, then `take()` gives the metrics of the step.
 
     device: of the tensors. On Linux the peak of the process is of the phase alone; elsewhere, since it began.
     """
@@ -28,7 +28,6 @@ class Peaks:
         self._active: list[str] = []
         self._step: dict[str, float] = {}
         self._lock = Lock()
-        self.most: dict[str, float] = {}
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -47,14 +46,7 @@ class Peaks:
         with self._lock:
             found = {f"memory/{name}_gb": value / GIGA for name, value in self._step.items()}
             self._step = {}
-        for name, value in found.items():
-            self.most[name] = max(value, self.most.get(name, 0.0))
         return found
-
-    def describe(self) -> str:
-        """The most of every phase, in a line; empty before the first."""
-        said = [f"{name.removeprefix('memory/').removesuffix('_gb')} {most:.2f} GB" for name, most in self.most.items()]
-        return f"most memory: {', '.join(said)}" if said else ""
 
     def _boundary(self) -> None:
         peak = self._gpu() if self._device.type == "cuda" else _process()

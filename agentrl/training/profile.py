@@ -7,7 +7,7 @@ began first is recorded, its threads and the other's, and the other's file says 
 
 import gzip
 import json
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,15 +18,18 @@ from typing import Any
 import torch
 
 TOP = 25  # operations in the table
+OwnTimes = dict[str, tuple[int, float, float]]
+"""Of operations: calls, and microseconds without those of the operations that they call, on the CPU and on a GPU."""
+ON_CPU, ON_DEVICE = ("cpu_op", "user_annotation"), ("kernel", "gpu_memcpy", "gpu_memset")
 _RECORDING = Lock()  # of this process: two recordings at once crash torch
 
 
 @dataclass(slots=True)
 class _Sums:
-    """What one step's recordings of a role add up to. by_name: calls, CPU and device microseconds of its own."""
+    """What one step's recordings of a role add up to."""
 
     trace: dict[str, Any] | None = None
-    by_name: dict[str, tuple[int, float, float]] = field(default_factory=dict)
+    by_name: OwnTimes = field(default_factory=dict)
     parts: int = 0
     missed: int = 0
 
@@ -68,21 +71,17 @@ class Profiler:
         """Write the step's files anew, with this recording besides those before."""
         sums = self._sums
         sums.parts += 1
-        for entry in recording.key_averages():
-            calls, cpu, device = sums.by_name.get(entry.key, (0, 0.0, 0.0))
-            sums.by_name[entry.key] = (
-                calls + entry.count, cpu + entry.self_cpu_time_total, device + entry.self_device_time_total
-            )  # fmt: skip
         self.folder.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(dir=self.folder) as aside:
             recording.export_chrome_trace(f"{aside}/trace.json")
             trace = json.loads(Path(aside, "trace.json").read_text(encoding="utf-8"))
+            add_own_times(trace["traceEvents"], sums.by_name)
             if sums.trace is None:
                 sums.trace = trace
             else:
                 sums.trace["traceEvents"] += trace["traceEvents"]
             whole = Path(aside, "whole.gz")
-            whole.write_bytes(gzip.compress(json.dumps(sums.trace).encode(), 4))
+            whole.write_bytes(gzip.compress(json.dumps(sums.trace).encode(), 2))
             whole.replace(self.path("json.gz"))
         self._write_table()
 
@@ -104,6 +103,29 @@ class Profiler:
         for name, (calls, cpu, device) in rows[:TOP]:
             lines.append(f"{calls:>8} {cpu / 1e3:>10.2f} {device / 1e3:>10.2f}  {name}")
         return "\n".join(lines) + "\n"
+
+
+def add_own_times(events: Sequence[Mapping[str, Any]], found: OwnTimes) -> None:
+    """Add those of a trace. torch's own account of them takes as many seconds as this takes milliseconds."""
+    threads: dict[Any, list[Mapping[str, Any]]] = {}
+    for event in events:
+        if event.get("cat") in (*ON_CPU, *ON_DEVICE) and event.get("ph") == "X":
+            threads.setdefault((event["pid"], event["tid"]), []).append(event)
+    for of_thread in threads.values():
+        open_: list[tuple[float, str]] = []  # (end, name) of the operations that the next one may lie in
+        for event in sorted(of_thread, key=lambda e: (e["ts"], -e["dur"])):
+            name, took = event["name"], event["dur"]
+            while open_ and open_[-1][0] <= event["ts"]:
+                open_.pop()
+            calls, cpu, device = found.get(name, (0, 0.0, 0.0))
+            if event["cat"] in ON_DEVICE:
+                found[name] = (calls + 1, cpu, device + took)
+                continue
+            found[name] = (calls + 1, cpu + took, device)
+            if open_:
+                calls, cpu, device = found[open_[-1][1]]
+                found[open_[-1][1]] = (calls, cpu - took, device)
+            open_.append((event["ts"] + took, name))
 
 
 def _recording() -> Any:

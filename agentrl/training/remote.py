@@ -16,6 +16,7 @@ from agentrl.engine.sglang.weights.order import Order, Sent
 from agentrl.recipe.schema import Recipe
 from agentrl.training.batch import Batch
 from agentrl.training.critic import CriticMeter
+from agentrl.training.flops import Cost
 from agentrl.training.meter import Meter
 
 Floats = npt.NDArray[np.float32]
@@ -33,6 +34,8 @@ class RemoteActor:
         self.description: str = said["description"]
         self.trained: int = said["trained"]
         self.adapter: str = said["adapter"]
+        self.cost: Cost = said["cost"]
+        self.peak: float | None = said["peak"] and said["peak"] * len(group)
 
     def logprobs(self, batch: Batch) -> Floats:
         found: Floats = self._group.logprobs(batch)
@@ -137,6 +140,8 @@ class OnCluster:
     Raises ClusterError (Ray, resources, a worker), and UserError of the workers: a model that does not load.
     """
 
+    here, device = False, "cpu"
+
     def __init__(
         self,
         recipe: Recipe,
@@ -185,6 +190,25 @@ class OnCluster:
         )
         self._stack.callback(group.close)
         self._groups |= dict.fromkeys(roles, group)
+
+    @property
+    def work(self) -> tuple[Cost, float | None]:
+        return self.actor.cost, self.actor.peak
+
+    def measure(self) -> dict[str, float]:
+        """Of the worker that took the most in each group, which is called by its first role."""
+        asked = {group: group.measure.future() for group in dict.fromkeys(self._groups.values())}
+        found: dict[str, float] = {}
+        for role, group in self._groups.items():
+            if (future := asked.pop(group, None)) is not None:
+                for key, value in (item for rank in future.result() for item in rank.items()):
+                    name = key.replace("_gb", f"_{role}_gb")
+                    found[name] = max(value, found.get(name, 0.0))
+        return found
+
+    def record(self, step: int, folder: Path) -> None:
+        for group in dict.fromkeys(self._groups.values()):
+            group.record(step, str(folder))
 
     def describe(self) -> list[str]:
         lines = [f"training forward: {self.actor.description}"]

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from agentrl.cluster.dispatch import ONE_TO_ALL, RANK_ZERO, SPLIT, register
-from agentrl.cluster.worker import Worker
 from agentrl.engine.sglang.weights.publisher import Publisher
 from agentrl.engine.sglang.weights.source import ModelWeights, buckets
 from agentrl.models import lora
@@ -19,6 +18,7 @@ from agentrl.recipe.schema import Recipe
 from agentrl.training.actor import Actor
 from agentrl.training.batch import Batch
 from agentrl.training.critic import Critic, CriticMeter
+from agentrl.training.flops import Cost, peak_of
 from agentrl.training.meter import Meter
 from agentrl.training.ranks import Peers
 from agentrl.training.reference import Reference, WithoutAdapter
@@ -26,13 +26,15 @@ from agentrl.training.saving.pending import Pending
 from agentrl.training.saving.roles import RoleState, load_roles, save_roles
 from agentrl.training.sharded.build import build_critic, build_policy, build_reference
 from agentrl.training.sharded.mesh import find_place
+from agentrl.training.watch import SYNC
+from agentrl.training.worker_watch import WatchedWorker, watched
 
 Floats = npt.NDArray[np.float32]
 BUCKET_BYTES = 256 << 20
 """Of whole tensors handed over at once: twice as much exists at a time."""
 
 
-class TrainWorker(Worker):
+class TrainWorker(WatchedWorker):
     """recipe: as JSON; its `model` is what the policy begins as, `base` (a ModelSection) what the reference is. roles:
     those of this group, of actor, reference, critic and reward_model."""
 
@@ -45,6 +47,7 @@ class TrainWorker(Worker):
             torch.set_num_threads(self.recipe.train.threads)
         torch.manual_seed(self.recipe.train.seed)
         self.connect(self.recipe.cluster.timeout)
+        self.watch()
         cluster = self.recipe.cluster
         if "actor" not in roles:  # a pool of its own is sharded over itself
             cluster = cluster.model_copy(update={"shard": 0, "sequence_parallel": 1})
@@ -74,19 +77,24 @@ class TrainWorker(Worker):
 
     @register(RANK_ZERO)
     def describe(self) -> dict[str, Any]:
-        """Of the actor: `description`, `trained` (parameters), `adapter` (a line, empty without one)."""
+        """Of the actor: `description`, `trained` (parameters), `adapter` (a line, empty without one), `cost` of its
+        passes, and `peak` of this rank's device (FLOP/s)."""
         adapter = lora.describe(self.actor.model) if lora.layers(self.actor.model) else ""
-        return {"description": self.actor.description, "trained": self.actor.trained, "adapter": adapter}
+        said = {"description": self.actor.description, "trained": self.actor.trained, "adapter": adapter}
+        return said | {"cost": Cost.of(self.actor.model), "peak": peak_of(self.actor.model, self.recipe, self.device)}
 
     @register(SPLIT)
+    @watched("actor")
     def logprobs(self, batch: Batch) -> Floats:
         return self.actor.logprobs(batch)
 
     @register(SPLIT)
+    @watched("reference")
     def reference_logprobs(self, batch: Batch) -> Floats:
         return self.reference.logprobs(batch)
 
     @register(SPLIT)
+    @watched("actor")
     def update(self, batch: Batch, rate: float) -> Meter:
         return self.actor.update(batch, rate)
 
@@ -96,6 +104,7 @@ class TrainWorker(Worker):
         self._weights = buckets(ModelWeights(self.actor.model), BUCKET_BYTES)
 
     @register(ONE_TO_ALL)
+    @watched("actor", SYNC)
     def next_weights(self) -> list[tuple[str, Tensor]] | None:
         """The next bucket, on rank 0; None after the last. Gathered tensor by tensor, so all ranks take part."""
         with torch.no_grad():
@@ -105,15 +114,18 @@ class TrainWorker(Worker):
         return [(name, tensor.cpu()) for name, tensor in bucket]
 
     @register(ONE_TO_ALL)
+    @watched("actor", SYNC)
     def publish(self, method: str, *arguments: Any) -> Any:
         """A method of `Publisher` (`open`, `publish`, `sleep`, `wake`, `close`), which sends weights to servers."""
         return getattr(self._publisher, method)(*arguments)
 
     @register(SPLIT)
+    @watched("critic")
     def values(self, batch: Batch) -> Floats:
         return self.critic.values(batch)
 
     @register(SPLIT)
+    @watched("critic")
     def update_critic(self, batch: Batch, rate: float) -> CriticMeter:
         return self.critic.update(batch, rate)
 

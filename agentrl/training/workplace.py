@@ -12,6 +12,7 @@ from agentrl.recipe.schema import Recipe
 from agentrl.training.actor import Actor
 from agentrl.training.batch import Batch
 from agentrl.training.critic import Critic, CriticMeter
+from agentrl.training.flops import Cost, peak_of
 from agentrl.training.meter import Meter
 from agentrl.training.reference import Reference
 from agentrl.training.saving.pending import Pending, PendingLike
@@ -60,6 +61,29 @@ class Workplace(Protocol):
     @property
     def critic(self) -> Values | None: ...
 
+    @property
+    def here(self) -> bool:
+        """Whether they work in this process."""
+        ...
+
+    @property
+    def device(self) -> Any:
+        """Of the tensors in this process."""
+        ...
+
+    @property
+    def work(self) -> tuple[Cost, float | None]:
+        """What the policy's passes cost, and what its devices could do together (FLOP/s; None: not known)."""
+        ...
+
+    def measure(self) -> dict[str, float]:
+        """The memory of roles in other processes since the last call: memory/<phase>_<role>_gb."""
+        ...
+
+    def record(self, step: int, folder: Path) -> None:
+        """Roles in other processes write traces of what they do from now on, as of step `step`. 0: no more."""
+        ...
+
     def describe(self) -> list[str]:
         """Lines for the start of a run."""
         ...
@@ -85,10 +109,21 @@ class Here:
     """In this process, on `model`, in place."""
 
     def __init__(self, recipe: Recipe, model: Any, tokenizer: Any = None) -> None:
-        self.model, self._tokenizer = model, tokenizer
+        self.model, self._tokenizer, self._recipe = model, tokenizer, recipe
+        self.here, self.device = True, next(model.parameters()).device
         self.actor = Actor(model, recipe)
         self.reference = Reference.alone(recipe, model, self.actor.forward) if recipe.algorithm.kl_coef > 0 else None
         self.critic = Critic(recipe) if recipe.critic is not None else None
+
+    @property
+    def work(self) -> tuple[Cost, float | None]:
+        return Cost.of(self.model), peak_of(self.model, self._recipe, self.device)
+
+    def measure(self) -> dict[str, float]:
+        return {}
+
+    def record(self, step: int, folder: Path) -> None:
+        """There are none."""
 
     @property
     def roles(self) -> Mapping[str, RoleState]:

@@ -137,6 +137,20 @@ def test_long_sequences_take_the_other_attention_and_agree(kind: Any, monkeypatc
         torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("kind", [FastForward, ModuleForward])
+def test_a_segment_in_two_halves_attends_as_one(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, batch = make_model("qwen3"), make_batch(SHAPES)
+    weight = torch.ones(int(batch.offsets[-1]))
+    wanted = separate(model, batch, weight, 1.0)
+    wanted_gradients = gradients(model)
+    monkeypatch.setattr(attention, "HALVED", 3)
+    row = pack(batch, forest(batch))
+    assert sum(len(b.own) for b in attention.plan(row.segments).buckets) > len(row.segments)
+    torch.testing.assert_close(packed(kind(model), batch, weight, 1.0, 10_000), wanted, atol=1e-5, rtol=1e-5)
+    for got, expected in zip(gradients(model), wanted_gradients, strict=True):
+        torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
+
+
 def test_large_vocabularies_recompute_probabilities_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     from agentrl.training import kernels
 

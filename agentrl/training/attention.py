@@ -16,6 +16,7 @@ from agentrl.training.packing import Segment
 
 SHORT = 512  # keys: up to here a bucket keeps its probabilities for the backward pass
 STEP = 1024  # queries that a long bucket with prefixes runs at once, so that its mask stays small
+HALVED = 256  # from here on a short segment without a prefix is two, the second behind the first: a quarter less work
 FILL = 0.8  # least share of a bucket's longest segment that a member must have
 
 
@@ -70,7 +71,10 @@ class Plan:
 
 def plan(segments: Sequence[Segment], device: torch.device | str = "cpu") -> Plan:
     """Sort segments into buckets. Costs O(tokens), once a packed row, for all layers."""
-    order = sorted((s for s in segments if _length(s)), key=lambda s: (_prefix(s) > 0, _length(s)), reverse=True)
+    real = [s for s in segments if _length(s)]
+    if max(_prefix(s) + _length(s) for s in real) <= SHORT:
+        real = [half for s in real for half in _halves(s)]
+    order = sorted(real, key=lambda s: (_prefix(s) > 0, _length(s)), reverse=True)
     buckets: list[Bucket] = []
     packed: list[Tensor] = []
     placed: list[Tensor] = []
@@ -192,6 +196,13 @@ def _length(s: Segment) -> int:
 
 def _prefix(s: Segment) -> int:
     return s.prefix_end - s.prefix_start
+
+
+def _halves(s: Segment) -> tuple[Segment, ...]:
+    if _prefix(s) or _length(s) < HALVED:
+        return (s,)
+    middle = (s.start + s.end) // 2
+    return Segment(s.start, middle), Segment(middle, s.end, s.start, middle)
 
 
 def _runs(order: Sequence[Segment]) -> Iterator[list[Segment]]:

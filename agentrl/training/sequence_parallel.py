@@ -54,6 +54,7 @@ class SequenceParallelForward(ModuleForward):
             ).last_hidden_state[0]
         own = np.flatnonzero((packed.predict >= start) & (packed.predict < end))
         chosen = states.index_select(0, torch.from_numpy(packed.predict[own] - start).to(device))
+        chosen = chosen.to(self.head.weight.dtype)
         target = torch.from_numpy(packed.target[own]).to(device)
         found = torch.stack(token_logprobs(chosen, self.head.weight, self.head.bias, target, temperature))
         logprobs, entropies = self._gathered(found, torch.from_numpy(own).to(device), len(packed.predict))

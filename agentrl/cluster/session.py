@@ -50,15 +50,19 @@ class Session:
         timeout: float = 60.0,
     ) -> None:
         self._head: subprocess.Popen[bytes] | None = None
-        self._folder: Path | None = None
+        self._connected = False
+        self.folder: Path | None = None
+        """Ray's files, where we started it; they go with it."""
         self.owned = address is None
         self.address = address or ""
         _be_quiet()
+        _check()
         try:
             if address is None:
                 _protect()
                 self.address = self._start(cpus, gpus, object_store or object_store_bytes(), timeout)
             _connect(self.address, timeout if self.owned else CONNECT_SECONDS)
+            self._connected = True
         except BaseException:
             self.close()
             raise
@@ -71,27 +75,30 @@ class Session:
 
     def close(self) -> None:
         """End our workers, and Ray where we started it. Nothing of it is left afterwards: no process, port, file."""
-        if (ray := sys.modules.get("ray")) is not None and ray.is_initialized():
+        if self._connected:
+            import ray
+
             with _our_signals():
                 ray.shutdown()
+            self._connected = False
         if self._head is not None:
             assert self._head.stdin is not None
             self._head.stdin.close()
             self._head.wait()
             self._head = None
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
+        if self.folder is not None:
+            shutil.rmtree(self.folder, ignore_errors=True)
 
     def _start(self, cpus: int | None, gpus: int | None, object_store: int, timeout: float) -> str:
         """Start Ray's node. Returns its address."""
-        self._folder = folder = _new_folder()
+        self.folder = folder = _new_folder()
         output = folder / "start.log"
         with output.open("wb") as file:
             self._head = _launch(folder, _command(folder, cpus, gpus, object_store), file)
         said = folder / "ray_current_cluster"  # written by `ray start` once it is up
         until = time.monotonic() + timeout
         while not (said.is_file() and (address := said.read_text().strip())):
-            if self._head.poll() is not None or not folder.is_dir():
+            if self._head.poll() is not None:
                 raise ClusterError(f"Ray did not start on this machine: {_reason(tail(output))}")
             if time.monotonic() > until:
                 raise ClusterError(
@@ -126,10 +133,9 @@ def _protect() -> None:
         return
     os.environ["RAY_AUTH_MODE"] = "token"
     os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
-    if "ray" in sys.modules:  # it has read its settings already: let it read them again, as its own `ray.init` does
-        import ray
+    import ray
 
-        ray._raylet.Config.initialize("")  # type: ignore[attr-defined]
+    ray._raylet.Config.initialize("")  # type: ignore[attr-defined] # it read its settings when it was imported
 
 
 def _new_folder() -> Path:
@@ -148,6 +154,7 @@ def _command(folder: Path, cpus: int | None, gpus: int | None, object_store: int
 
 def _launch(folder: Path, command: list[str], output: IO[bytes]) -> "subprocess.Popen[bytes]":
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    environment.setdefault("RAY_worker_niceness", "0")  # else whatever runs beside them starves the workers
     return subprocess.Popen(
         [sys.executable, str(_HEAD), str(folder), *command],
         stdin=subprocess.PIPE,
@@ -158,16 +165,20 @@ def _launch(folder: Path, command: list[str], output: IO[bytes]) -> "subprocess.
     )
 
 
-def _connect(address: str, timeout: float) -> None:
-    """Raises ClusterError, with what Ray says of it."""
+def _check() -> None:
+    """Raises ClusterError where this process cannot have a session at all."""
     try:
         import ray
     except ImportError as error:
-        raise ClusterError(
-            f"a cluster needs Ray, which cannot be imported ({error}); pip install 'ray>=2.50'"
-        ) from None
+        raise ClusterError(f"a cluster needs Ray, which cannot be imported ({error}): pip install ray") from None
     if ray.is_initialized():
         raise ClusterError("this process is connected to Ray already; call ray.shutdown() before a run with workers")
+
+
+def _connect(address: str, timeout: float) -> None:
+    """Raises ClusterError, with what Ray says of it."""
+    import ray
+
     ray._private.worker._worker_logs_enabled = False  # else the deaths of workers are printed besides, in long lines
     until = time.monotonic() + timeout
     while True:

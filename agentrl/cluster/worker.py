@@ -10,6 +10,8 @@ if TYPE_CHECKING:
     import torch
 
 NODE = "AGENTRL_NODE"
+PATIENCE = 2.0
+"""How much longer a collective waits for its peers than the group for an answer."""
 
 
 @dataclass(frozen=True)
@@ -74,14 +76,17 @@ class Worker:
 
     def connect(self, timeout: float) -> None:
         """Start torch's process group over all workers of the group: gloo on CPUs, NCCL (and gloo for what lies on the
-        CPU) on GPUs. timeout: seconds that a collective may take before gloo gives up. Call it once, on every rank."""
+        CPU) on GPUs. timeout: the seconds that the group waits for an answer; collectives wait longer, so that it is
+        the group that tells which rank hangs. Call it once, on every rank."""
         import torch
         import torch.distributed as dist
 
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, rank=self.rank, world_size=self.world_size, timeout=timedelta(seconds=timeout))
+        dist.init_process_group(
+            backend, rank=self.rank, world_size=self.world_size, timeout=timedelta(seconds=timeout * PATIENCE)
+        )
 
     def close(self) -> None:
         """Let go of what the worker holds. Called on every rank when a healthy group ends."""

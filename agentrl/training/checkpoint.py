@@ -74,9 +74,15 @@ class Checkpoints:
         rated = [(accuracy, s.step, s) for s in self._all() if (accuracy := s.accuracy) is not None]
         return max(rated, default=(0.0, 0, None))[2]
 
-    def save(self, step: int, save: Callable[[Path], PendingLike], extra: Mapping[str, Any]) -> Saved:
+    def save(
+        self,
+        step: int,
+        save: Callable[[Path], PendingLike],
+        extra: Mapping[str, Any],
+        accuracy: float | None = None,
+    ) -> Saved:
         """`begin`, then `finish`."""
-        self.begin(step, save, extra)
+        self.begin(step, save, extra, accuracy)
         self.finish()
         return Saved(step, self.folder / f"step_{step}")
 

@@ -20,8 +20,9 @@ EMPTY = Packed(np.zeros(1, np.int64), np.zeros(1, np.int64), (Segment(0, 1),), _
 def passes(batch: Batch, tokens: int, ranks: Ranks = ALONE) -> Iterator[Packed]:
     """The batch in micro-batches of at most `tokens`, and EMPTY ones up to as many as the rank with the most has."""
     parts = list(micro_batches(batch, tokens))
+    idle = ranks.most(len(parts)) - len(parts)  # asked before the first pass, in which the ranks meet in other calls
     yield from parts
-    yield from [EMPTY] * (ranks.most(len(parts)) - len(parts))
+    yield from [EMPTY] * idle
 
 
 def column(batch: Batch, tokens: int, ranks: Ranks, compute: Callable[[Packed], Tensor]) -> npt.NDArray[np.float32]:

@@ -19,11 +19,15 @@ from agentrl.training.saving.huggingface import ADAPTER, save_model
 from agentrl.training.saving.pending import Pending, PendingLike
 from agentrl.training.saving.roles import TRAINER
 
-__all__ = ["ADAPTER", "Checkpoints", "Saved", "save_model"]
+__all__ = ["ADAPTER", "Checkpoints", "NotSaved", "Saved", "save_model"]
 
 BEST = "best.json"
 STATE = "state.json"
 _NAME = re.compile(r"step_(\d+)")
+
+
+class NotSaved(UserError):  # noqa: N818 - what happened reads better than NotSavedError
+    """A checkpoint was lost, in one line that says which one stands."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +100,7 @@ class Checkpoints:
         """Begin `step_<step>`, once the one before is finished. `save` writes the roles into a folder that is there: it
         returns as soon as they may go on learning. extra: JSON. accuracy: on the first held-out split at this step.
 
-        Raises UserError: the save before, or the beginning of this one, failed.
+        Raises NotSaved: the save before, or the beginning of this one, failed.
         """
         self.finish()
         aside = self.folder / f".step_{step}.part"
@@ -114,12 +118,12 @@ class Checkpoints:
         self._open = Pending(lambda: self._complete(step, aside, pending, state))
 
     def check(self) -> None:
-        """Raises UserError if the save that was begun last has failed. Waits for nothing."""
+        """Raises NotSaved if the save that was begun last has failed. Waits for nothing."""
         if self._open is not None and self._open.done():
             self.finish()
 
     def finish(self) -> None:
-        """Wait until the save that was begun is whole under its name. Raises UserError when it failed; the checkpoint
+        """Wait until the save that was begun is whole under its name. Raises NotSaved when it failed; the checkpoint
         before it stands."""
         if self._open is not None:
             pending, self._open = self._open, None
@@ -157,14 +161,14 @@ class Checkpoints:
                 disk.remove(saved.path)
 
     def _failed(self, step: int, aside: Path, error: BaseException) -> None:
-        """Nothing of it stays. Raises UserError, one line, for what a disk or a worker said of itself; a worker that
+        """Nothing of it stays. Raises NotSaved, one line, for what a disk or a worker said of itself; a worker that
         is lost is left to who can start another."""
         line = str(error) if type(error) is UserError else disk.refused(aside, error)
         shutil.rmtree(aside, ignore_errors=True)
         if line is not None:
             last = self.latest()
             stands = f"that of step {last.step} stands" if last else "there was none before"
-            raise UserError(f"{line}; the checkpoint of step {step} is lost, {stands}") from error
+            raise NotSaved(f"{line}; the checkpoint of step {step} is lost, {stands}") from error
 
     def _all(self) -> list[Saved]:
         if not self.folder.is_dir():

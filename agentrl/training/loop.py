@@ -19,7 +19,7 @@ from agentrl.rollout.hooks import STEP
 from agentrl.rollout.journal import write_journal
 from agentrl.rollout.player import Player
 from agentrl.rollout.trajectory import Group, Trajectory
-from agentrl.training.checkpoint import Checkpoints
+from agentrl.training.checkpoint import Checkpoints, NotSaved
 from agentrl.training.display import Display
 from agentrl.training.interrupt import Interrupted, Interrupts
 from agentrl.training.learner import Learner
@@ -60,7 +60,7 @@ class Loop:
         """From `step` to `train.steps`. Returns whether it was interrupted; the last whole step is saved either way.
 
         Raises UserError when a step or an evaluation loses every sample: the last whole step is saved then too; and
-        WorkerLost, with nobody left who could save anything.
+        WorkerLost, with nobody left who could save anything; and NotSaved, when a disk is full.
         """
         self._drawn = self.rollouts.state()
         self._saved = self.step if self.step else -1
@@ -74,10 +74,13 @@ class Loop:
         except Interrupted:
             self._save_at_last()
             return True
-        except WorkerLost:
+        except (WorkerLost, NotSaved):
             raise
         except UserError as error:
-            self._save_at_last()
+            try:
+                self._save_at_last()
+            except NotSaved as refused:
+                raise UserError(f"{error}; {refused}") from error
             raise UserError(f"{error}; step {self.step} is saved, go on with --resume {self.folder.path}") from error
         self._save_at_last()
         return False

@@ -1,6 +1,7 @@
 """Small whole runs: the embedded model, its engine, real problems and the real calculator."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,3 +37,13 @@ def metrics(folder: Path) -> list[dict[str, Any]]:
 
 def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def steady(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A line of metrics without what depends on the clock, the machine or its memory: what a run that is resumed, or
+    done elsewhere, must repeat."""
+    return {
+        key: value
+        for key, value in row.items()
+        if not key.startswith(("time/", "memory/")) and not key.endswith(("_per_s", "/seconds", "/tflops", "/mfu"))
+    }

@@ -1,14 +1,17 @@
 """A run that is stopped and resumed is the run that was never stopped."""
 
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-from train_help import lines, metrics, small
+from train_help import lines, metrics, small, steady
+from train_plugins import Noisy
 
 import agentrl
 from agentrl.errors import UserError
+from agentrl.plugins.types import Task
 from agentrl.recipe.schema import Recipe
 from agentrl.training.run import TrainResult, resume_run
 
@@ -44,17 +47,13 @@ def same(a: TrainResult, b: TrainResult) -> None:
 
     assert a.steps == b.steps
     for ours, theirs in zip(metrics(a.folder), metrics(b.folder), strict=True):
-        assert timeless(ours) == pytest.approx(timeless(theirs), rel=1e-3, abs=2e-5)
+        assert steady(ours) == pytest.approx(steady(theirs), rel=1e-3, abs=2e-5)
     for step in range(1, a.steps + 1):
         ours, theirs = (lines(r.folder / "trajectories" / f"step_{step}.jsonl") for r in (a, b))
         assert [t["messages"] for t in ours] == [t["messages"] for t in theirs]
     first, second = (AutoModelForCausalLM.from_pretrained(r.checkpoint).state_dict() for r in (a, b))
     for name, value in first.items():
         torch.testing.assert_close(value, second[name], rtol=1e-3, atol=1e-4)
-
-
-def timeless(row: dict[str, Any]) -> dict[str, Any]:
-    return {k: v for k, v in row.items() if not k.startswith("time/") and not k.endswith(("_per_s", "/seconds"))}
 
 
 @pytest.fixture(scope="module")
@@ -103,12 +102,20 @@ def test_a_run_that_was_done_goes_on_when_it_is_given_more_steps(tmp_path: Path)
     assert Recipe.load(str(more.folder / "recipe.yaml")).train.steps == 2
 
 
-def masters(result: TrainResult) -> list[Any]:
-    """The float32 weights behind those of less precision."""
+def trained(result: TrainResult, step: int | None = None) -> dict[str, Any]:
+    """All that is kept of what is trained, by name: float32 masters, moments, random numbers."""
     import torch
 
-    kept: list[Any] = torch.load(result.checkpoint / "trainer" / "actor.pt")["optimizer"]["masters"]
-    return kept
+    from agentrl.training.saving import sharded
+
+    path = result.checkpoint if step is None else result.checkpoint.with_name(f"step_{step}")
+    found: dict[str, Any] = {}
+    for role in sorted(p.name for p in (path / "trainer").iterdir() if p.is_dir()):
+        described = sharded.describe(path / "trainer" / role)
+        tensors = {name: torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in described.items()}
+        sharded.read(tensors, path / "trainer" / role)
+        found |= {f"{role}.{name}": tensor for name, tensor in tensors.items()}
+    return found
 
 
 def test_weights_of_less_precision_go_on_from_their_float32_masters(tmp_path: Path) -> None:
@@ -117,7 +124,10 @@ def test_weights_of_less_precision_go_on_from_their_float32_masters(tmp_path: Pa
     first = agentrl.train(small(tmp_path / "run", train__steps=1, **bfloat16))
     resumed = resume_run(str(first.folder), overrides=["train.steps=2"])
     same(whole, resumed)
-    apart = [float((ours - theirs).abs().mean()) for ours, theirs in zip(masters(whole), masters(resumed), strict=True)]
+    first_of, second_of = (
+        {name: t for name, t in trained(r).items() if name.startswith("actor.weight.")} for r in (whole, resumed)
+    )
+    apart = [float((ours - second_of[name]).abs().mean()) for name, ours in first_of.items()]
     assert max(apart) < 1e-6  # an update is 2e-5, and what bfloat16 rounds away of it as much
 
 
@@ -137,8 +147,55 @@ def test_a_folder_without_a_checkpoint_is_not_resumed(whole: TrainResult, tmp_pa
         resume_run(str(folder))
 
 
-def test_a_checkpoint_of_another_model_is_refused_with_one_line(stopped: TrainResult, tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_is_refused_with_one_line(stopped: TrainResult, tmp_path: Path) -> None:
     folder = copied(stopped, tmp_path / "run")
-    (folder / "checkpoints" / "step_3" / "trainer" / "actor.pt").write_bytes(b"not a checkpoint")
+    (folder / "checkpoints" / "step_3" / "trainer" / "actor" / ".metadata").write_bytes(b"not a checkpoint")
     with pytest.raises(UserError, match="the trainer's state cannot be restored"):
         resume_run(str(folder))
+
+
+class Five(Noisy):
+    """Five tasks, of which a step takes two: epochs end in the middle of steps and between them."""
+
+    def tasks(self, split: str) -> Sequence[Task]:
+        return super().tasks(split)[:5]
+
+
+EPOCHS: dict[str, Any] = {"env": {"name": "test_train_resume:Five"}, "tools": [], "rollout__max_turns": 1}
+"""Without tools all samples of a step are in the batches of the engine together, whatever the clock says: then all is
+equal to the bit."""
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "adapter": {"model": {"lora": {"rank": 2, "dropout": 0.2}}},
+    "critic": {"critic": {"lr": 1e-3, "warmup_steps": 2}, "algorithm": {"advantage": "gae"}},
+}
+
+
+def every_step(folder: Path, kind: str) -> TrainResult:
+    """A run over two epochs and a bit that keeps the checkpoint of every step."""
+    changes = {**EPOCHS, **KINDS[kind], "train__steps": STEPS, "train__save_every": 1, "train__keep": STEPS}
+    return agentrl.train(job(folder / "whole", **{**changes, "eval__every": 4}))
+
+
+@pytest.mark.parametrize(
+    ("kind", "steps"), [("plain", range(1, STEPS)), ("adapter", [2, 3]), ("critic", [1, 3])], ids=list(KINDS)
+)
+def test_interrupted_at_any_step_it_is_the_same_run_to_the_bit(tmp_path: Path, kind: str, steps: Sequence[int]) -> None:
+    whole = every_step(tmp_path, kind)
+    told = [steady(row) for row in metrics(whole.folder)]
+    drawn = [
+        row["task"]
+        for step in range(1, STEPS + 1)
+        for row in lines(whole.folder / "trajectories" / f"step_{step}.jsonl")
+    ]
+    assert len(set(drawn[: 5 * 4])) == len(set(drawn[5 * 4 : 10 * 4])) == 5  # an epoch ends in the middle of step 3
+    for step in steps:
+        folder = copied(whole, tmp_path / f"from_{step}")
+        for later in range(step + 1, STEPS + 1):
+            shutil.rmtree(folder / "checkpoints" / f"step_{later}")
+        resumed = resume_run(str(folder))
+        assert [steady(row) for row in metrics(resumed.folder)] == told
+        ours, theirs = trained(resumed), trained(whole)
+        assert ours.keys() == theirs.keys()
+        assert all(ours[name].equal(theirs[name]) for name in ours)
+        assert (resumed.before, resumed.after) == (whole.before, whole.after)

@@ -75,7 +75,8 @@ def swiglu(gate_up: Tensor) -> Tensor:
 class TokenLogprobs(torch.autograd.Function):
     """hidden [N, D], head [V, D], bias [V] or None, target [N] -> log p(target) [N] and entropy [N], in nats.
 
-    p = softmax((hidden head^T + bias) / temperature). Logits exist CHUNK elements at a time.
+    p = softmax((hidden head^T + bias) / temperature). Logits exist CHUNK elements (or CHUNK_ROWS rows) at a time, in
+    both passes: [N, V] never stands.
     """
 
     @staticmethod
@@ -87,32 +88,36 @@ class TokenLogprobs(torch.autograd.Function):
         keep = len(hidden) * len(head) <= KEPT and any(ctx.needs_input_grad)
         kept = []
         for rows in _chunks(len(hidden), len(head)):
-            log_p = _log_softmax(hidden[rows], head, bias, temperature)
-            logprobs[rows] = log_p.gather(1, target[rows, None])[:, 0]
-            p = log_p.exp()
-            entropy[rows] = -torch.linalg.vecdot(p, log_p)
+            logprobs[rows], entropy[rows], p = _of_chunk(hidden[rows], head, bias, target[rows], temperature)
             if keep:
                 kept.append(p)
+            del p  # before the next chunk is there
         ctx.kept, ctx.temperature = kept, temperature
+        ctx.set_materialize_grads(False)  # an entropy that the loss does not use costs nothing
         ctx.save_for_backward(hidden, head, *([] if bias is None else [bias]), target, entropy)
         return logprobs, entropy
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         hidden, head, *biases, target, entropy = ctx.saved_tensors
-        d_logprobs, d_entropy = gradients
+        d_logprobs = torch.zeros_like(entropy) if gradients[0] is None else gradients[0]
+        d_entropy = gradients[1]
         bias = biases[0] if biases else None
         d_hidden = torch.empty_like(hidden)
-        d_head = torch.zeros_like(head)
-        d_bias = torch.zeros_like(bias) if bias is not None else None
+        d_head = torch.zeros_like(head) if ctx.needs_input_grad[1] else None
+        d_bias = torch.zeros_like(bias) if bias is not None and ctx.needs_input_grad[2] else None
         for i, rows in enumerate(_chunks(len(hidden), len(head))):
             p = ctx.kept[i] if ctx.kept else _log_softmax(hidden[rows], head, bias, ctx.temperature).exp_()
-            d_logits = _d_logits(p, target[rows], entropy[rows], d_logprobs[rows], d_entropy[rows])
+            slope = None if d_entropy is None else d_entropy[rows]
+            d_logits = _d_logits(p, target[rows], entropy[rows], d_logprobs[rows], slope)
+            del p
             d_logits = d_logits.mul_(1 / ctx.temperature).to(hidden.dtype)
             d_hidden[rows] = linear(d_logits, head.t())
-            d_head += linear(d_logits.t(), hidden[rows].t())
+            if d_head is not None:
+                d_head += linear(d_logits.t(), hidden[rows].t())
             if d_bias is not None:
                 d_bias += d_logits.sum(0)
+            del d_logits
         return d_hidden, d_head, d_bias, None, None
 
 
@@ -129,19 +134,27 @@ def _chunks(rows: int, columns: int) -> list[slice]:
     return [slice(i, min(i + step, rows)) for i in range(0, rows, step)]
 
 
+def _of_chunk(
+    hidden: Tensor, head: Tensor, bias: Tensor | None, target: Tensor, temperature: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probs and entropies of some rows, and their probabilities."""
+    log_p = _log_softmax(hidden, head, bias, temperature)
+    p = log_p.exp()
+    return log_p.gather(1, target[:, None])[:, 0], -torch.linalg.vecdot(p, log_p), p
+
+
 def _log_softmax(hidden: Tensor, head: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
     logits = linear(hidden, head, bias).float()
     if temperature != 1.0:
-        logits = logits / temperature
+        logits.div_(temperature)
     return logits.log_softmax(-1)
 
 
-def _d_logits(p: Tensor, target: Tensor, entropy: Tensor, d_logprobs: Tensor, d_entropy: Tensor) -> Tensor:
+def _d_logits(p: Tensor, target: Tensor, entropy: Tensor, d_logprobs: Tensor, d_entropy: Tensor | None) -> Tensor:
     """d log p(t) / d logits = [t] - p; d H / d logits = -p (log p + H)."""
-    if bool(d_entropy.any()):
-        log_p = p.clamp(min=torch.finfo(p.dtype).tiny).log_()
-        slope = d_logprobs[:, None] + d_entropy[:, None] * (log_p + entropy[:, None])
-        d_logits = -p * slope
-    else:
+    if d_entropy is None:
         d_logits = p * -d_logprobs[:, None]
+    else:
+        log_p = p.clamp(min=torch.finfo(p.dtype).tiny).log_()
+        d_logits = log_p.add_(entropy[:, None]).mul_(d_entropy[:, None]).add_(d_logprobs[:, None]).mul_(p).neg_()
     return d_logits.scatter_add_(1, target[:, None], d_logprobs[:, None])

@@ -56,9 +56,8 @@ class SequenceParallelForward(ModuleForward):
         chosen = states.index_select(0, torch.from_numpy(packed.predict[own] - start).to(device))
         chosen = chosen.to(self.head.weight.dtype)
         target = torch.from_numpy(packed.target[own]).to(device)
-        found = torch.stack(token_logprobs(chosen, self.head.weight, self.head.bias, target, temperature))
-        logprobs, entropies = self._gathered(found, torch.from_numpy(own).to(device), len(packed.predict))
-        return logprobs, entropies
+        logprobs, entropies = token_logprobs(chosen, self.head.weight, self.head.bias, target, temperature)
+        return self._gathered(logprobs, entropies, torch.from_numpy(own).to(device), len(packed.predict))
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, layout: Plan, scale: float) -> Tensor:
         """query [W, H, D], key and value [W, G, D] of this rank's slice to [W, H * D]: attention over the whole row."""
@@ -80,12 +79,12 @@ class SequenceParallelForward(ModuleForward):
         exchanged: Tensor = _AllToAll.apply(parts, self.group)
         return exchanged
 
-    def _gathered(self, found: Tensor, own: Tensor, predictions: int) -> Tensor:
-        """This rank's columns [2, own] among those of all ranks [2, N], which have no gradient."""
-        everyone = torch.zeros(len(found), predictions, dtype=found.dtype, device=found.device)
-        everyone.index_copy_(1, own, found.detach())
+    def _gathered(self, logprobs: Tensor, entropies: Tensor, own: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """This rank's values, which are number `own` of `count`, among those of all ranks, which have no gradient."""
+        everyone = torch.zeros(2, count, dtype=logprobs.dtype, device=logprobs.device)
+        everyone.index_copy_(1, own, torch.stack([logprobs.detach(), entropies.detach()]))
         dist.all_reduce(everyone, group=self.group)
-        return everyone.index_copy(1, own, found)
+        return everyone[0].index_copy(0, own, logprobs), everyone[1].index_copy(0, own, entropies)
 
 
 class _AllToAll(torch.autograd.Function):

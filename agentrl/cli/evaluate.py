@@ -30,7 +30,12 @@ def eval_command(
         check_writable(json_file)
     from agentrl.eval.evaluate import evaluate
 
-    result = evaluate(checked, model=model, splits=split, samples=samples)
+    if checked.rewards.model is None:
+        result = evaluate(checked, model=model, splits=split, samples=samples)
+    else:
+        from agentrl.training.model_reward import ask_reward_model
+
+        result = evaluate(checked, model=model, splits=split, samples=samples, extend=ask_reward_model)
     show(result)
     if json_file is not None:
         write_json(result, json_file)

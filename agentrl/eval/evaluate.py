@@ -1,7 +1,7 @@
 """`evaluate`: a model on held-out tasks, without training it."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,11 +41,13 @@ def evaluate(
     splits: Sequence[str] | None = None,
     samples: int | None = None,
     progress: Progress | None = None,
+    extend: Callable[[Player], None] | None = None,
 ) -> Evaluation:
     """Play `eval.tasks` tasks of each split, `samples` (else `eval.samples`) times each.
 
-    model: a folder or hub name in place of the recipe's. splits: in place of `eval.splits`. Raises UserError; what can
-    be known without a model is said before one is loaded.
+    model: a folder or hub name in place of the recipe's. splits: in place of `eval.splits`. extend: called once with
+    what plays, to add a reward model; without it that of the recipe is not asked. Raises UserError; what can be known
+    without a model is said before one is loaded.
     """
     if isinstance(recipe, str):
         recipe = load_recipe(recipe, overrides)
@@ -54,10 +56,12 @@ def evaluate(
     changed = {"samples": samples or recipe.eval.samples, "splits": tuple(splits) if splits else recipe.eval.splits}
     recipe = recipe.model_copy(update={"eval": recipe.eval.model_copy(update=changed)})
     with progress or Progress() as shown:
-        return blocking(lambda: asyncio.run(_evaluate(recipe, model, shown)))
+        return blocking(lambda: asyncio.run(_evaluate(recipe, model, shown, extend)))
 
 
-async def _evaluate(recipe: Recipe, model: str | None, progress: Progress) -> Evaluation:
+async def _evaluate(
+    recipe: Recipe, model: str | None, progress: Progress, extend: Callable[[Player], None] | None
+) -> Evaluation:
     env = make_environment(recipe.env)
     chosen = chosen_splits(env, recipe)
     if empty := [split for split in chosen if not len(tasks_of(env, split))]:
@@ -65,6 +69,10 @@ async def _evaluate(recipe: Recipe, model: str | None, progress: Progress) -> Ev
     player = await Player.build(recipe, model_path=model, env=env, say=progress.say, phase=progress.phase)
     try:
         held_out, notes = await HeldOut.prepare(player, recipe, chosen)
+        if extend is not None:
+            extend(player)
+        elif recipe.rewards.model is not None:
+            notes.append(f"rewards.model: {recipe.rewards.model} was not asked, so rewards are without its part")
         results = []
         for split in held_out.splits:
             on_group = progress.follow(split, len(held_out.tasks[split]))

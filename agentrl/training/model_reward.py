@@ -6,7 +6,7 @@ cannot be put into the reward model's tokens fails alone.
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -17,11 +17,13 @@ from agentrl.errors import UserError
 from agentrl.plugins.reward import GroupReward, Sample
 from agentrl.plugins.types import Message
 from agentrl.recipe.schema import Recipe
+from agentrl.rollout.player import Player
 from agentrl.training.batch import Batch
-from agentrl.training.reward_model import classifier_config, classifier_folder, to_score
+from agentrl.training.reward_model import RewardModel, classifier_config, classifier_folder, to_score
 
 Ids = npt.NDArray[np.int32]
 Translate = Callable[[Sample], Ids]
+Scores = Callable[[Batch], npt.NDArray[np.float32]]
 PART = "model"
 
 
@@ -37,7 +39,7 @@ class ModelReward(GroupReward):
     them together, to their scores; it is called in a thread, never twice at once."""
 
     translate: Translate
-    scores: Callable[[Batch], npt.NDArray[np.float32]]
+    scores: Scores
     name: str = PART
     _queue: list[_Waiting] = field(default_factory=list)
     _caller: "asyncio.Task[None] | None" = None
@@ -83,6 +85,26 @@ class ModelReward(GroupReward):
             assert isinstance(found, list)
             found.append(score)
         return outcomes
+
+
+def add_reward_model(player: Player, scores: Scores) -> None:
+    """From now on what `player` plays has the part `model`. Raises UserError: what `translation` raises, and a reward
+    function that fills the part too."""
+    if {PART} & (player.rewards.samples.keys() | player.rewards.groups.keys()):
+        raise UserError(
+            f"rewards.functions: one of them fills the part {PART!r}, as rewards.model does; give it `part`"
+        )
+    tools = [tool.schema for tool in (*player.toolbox.tools, *player.env.tools())]
+    reward = ModelReward(translation(player.recipe, player.tokenizer, tools), scores)
+    player.rewards = replace(player.rewards, groups={**player.rewards.groups, PART: reward})
+
+
+def ask_reward_model(player: Player) -> None:
+    """Load the recipe's reward model into this process and let it score what `player` plays, unless that is behind an
+    endpoint, whose ids nobody knows. Raises UserError."""
+    if player.tokenizer is None:
+        raise UserError(f"rewards.model: engine {player.recipe.engine.name!r} gives no token ids to score")
+    add_reward_model(player, RewardModel(player.recipe).scores)
 
 
 def translation(recipe: Recipe, tokenizer: Any, tools: Sequence[dict[str, Any]] = ()) -> Translate:

@@ -72,6 +72,18 @@ class RemoteCritic:
         return found
 
 
+class RemoteRewardModel:
+    """See `RewardModel`."""
+
+    def __init__(self, group: WorkerGroup) -> None:
+        self._group = group
+        self.description: str = group.describe_reward_model()
+
+    def scores(self, batch: Batch) -> Floats:
+        found: Floats = self._group.scores(batch)
+        return found
+
+
 class RemoteWeights:
     """Name and whole tensor of the policy, by the names of the plain model, a bucket at a time: the next
     one is gathered while this one is read. Read once."""
@@ -164,6 +176,8 @@ class OnCluster:
             where = session.address if cluster.address else "this machine"
             say(f"cluster: {sum(len(g) for g in set(self._groups.values()))} workers on {where}, logs in {logs}")
             self.actor = RemoteActor(self._groups["actor"])
+            judge = self._groups.get("reward_model")
+            self.reward_model = RemoteRewardModel(judge) if judge is not None else None
         except BaseException:
             self.close()
             raise
@@ -212,7 +226,8 @@ class OnCluster:
 
     def describe(self) -> list[str]:
         lines = [f"training forward: {self.actor.description}"]
-        return lines + ([f"trained: {self.actor.adapter}"] if self.actor.adapter else [])
+        lines += [f"trained: {self.actor.adapter}"] if self.actor.adapter else []
+        return lines + ([f"reward model: {self.reward_model.description}"] if self.reward_model is not None else [])
 
     def weights(self) -> RemoteWeights | RemotePublisher:
         """An engine in this process copies tensors; servers are sent them by the workers that hold them."""

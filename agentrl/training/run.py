@@ -29,6 +29,8 @@ from agentrl.training.interrupt import Interrupted, Interrupts
 from agentrl.training.learner import Learner
 from agentrl.training.loop import Loop
 from agentrl.training.mismatch import MismatchWatch
+from agentrl.training.model_reward import add_reward_model
+from agentrl.training.reward_model import classifier_config
 from agentrl.training.rollouts import make_rollouts
 from agentrl.training.run_folder import RECIPE, RunFolder
 from agentrl.training.watch import PROFILE, Watch
@@ -143,18 +145,30 @@ def _check(recipe: Recipe, resumed: RunFolder | None) -> _Checked:
     if resumed is None:
         RunFolder.check_free(recipe.output)
     trackers = tuple(load("agentrl.trackers", name) for name in recipe.track.trackers)
-    advantages.get(recipe.algorithm.advantage)
+    _check_critic(recipe)
     losses.get(recipe.algorithm.loss)
     if getattr(load("engines", recipe.engine.name), "brings_chat", False):
         raise UserError(f"engine.name {recipe.engine.name!r} plays a model that cannot be trained: use `agentrl eval`")
     env = make_environment(recipe.env)
-    if not (env.pays or recipe.tools or env.tools() or recipe.rewards.functions):
+    if not (env.pays or recipe.tools or env.tools() or recipe.rewards.functions or recipe.rewards.model):
         raise UserError(f"environment {env.name!r} pays nothing, and no tool can: name a reward in rewards.functions")
+    if recipe.rewards.model is not None:
+        classifier_config(recipe.rewards.model, recipe.model)
     splits = chosen_splits(env, recipe)
     tasks = tasks_of(env, "train")
     if empty := [split for split in ("train", *splits) if not len(tasks_of(env, split))]:
         raise UserError(f"environment {env.name!r} (source {recipe.env.source}) has no task in {', '.join(empty)}")
     return _Checked(env, splits, tasks, trackers)
+
+
+def _check_critic(recipe: Recipe) -> None:
+    """A critic is there where the advantage wants one, and nowhere else."""
+    name = recipe.algorithm.advantage
+    wanted = getattr(advantages.get(name), "wants_values", False)
+    if wanted and recipe.critic is None:
+        raise UserError(f"algorithm.advantage {name!r} wants a critic, and the recipe has none: say `critic: {{}}`")
+    if recipe.critic is not None and not wanted:
+        raise UserError(f"critic: algorithm.advantage {name!r} asks no critic; leave it out, or choose `gae`")
 
 
 def _last_checkpoint(recipe: Recipe, resumed: RunFolder, again: bool) -> Saved | None:
@@ -203,6 +217,8 @@ def _set_up(
     stack.callback(workplace.close)
     for line in workplace.describe():
         display.note(line)
+    if workplace.reward_model is not None:
+        add_reward_model(player, workplace.reward_model.scores)
     rollouts = make_rollouts(recipe, player, checked.tasks, sampler, interrupts, workplace.weights)
     stack.callback(lambda: interrupts.complete(rollouts.close))
     interrupts.check()

@@ -22,10 +22,12 @@ from agentrl.training.flops import Cost, peak_of
 from agentrl.training.meter import Meter
 from agentrl.training.ranks import Peers
 from agentrl.training.reference import Reference, WithoutAdapter
+from agentrl.training.reward_model import RewardModel
 from agentrl.training.saving.pending import Pending
 from agentrl.training.saving.roles import RoleState, load_roles, save_roles
 from agentrl.training.sharded.build import build_critic, build_policy, build_reference
 from agentrl.training.sharded.mesh import find_place
+from agentrl.training.sharded.reward_model import build_reward_model
 from agentrl.training.watch import SYNC
 from agentrl.training.worker_watch import WatchedWorker, watched
 
@@ -69,6 +71,9 @@ class TrainWorker(WatchedWorker):
             valued = build_critic(original, place)
             alike = Peers(self.device, copies=cluster.sequence_parallel)  # its ranks do not share sequences
             self.critic = Critic(original, valued.forward, alike, valued.description)
+        if "reward_model" in roles:
+            scored = build_reward_model(original, place)
+            self.reward_model = RewardModel(original, scored.forward, ranks, scored.description)
 
     @property
     def roles(self) -> dict[str, RoleState]:
@@ -128,6 +133,15 @@ class TrainWorker(WatchedWorker):
     @watched("critic")
     def update_critic(self, batch: Batch, rate: float) -> CriticMeter:
         return self.critic.update(batch, rate)
+
+    @register(RANK_ZERO)
+    def describe_reward_model(self) -> str:
+        return self.reward_model.description
+
+    @register(SPLIT)
+    @watched("reward_model")
+    def scores(self, batch: Batch) -> Floats:
+        return self.reward_model.scores(batch)
 
     @register(ONE_TO_ALL)
     def begin_save(self, folder: str) -> None:

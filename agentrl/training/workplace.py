@@ -15,6 +15,7 @@ from agentrl.training.critic import Critic, CriticMeter
 from agentrl.training.flops import Cost, peak_of
 from agentrl.training.meter import Meter
 from agentrl.training.reference import Reference
+from agentrl.training.reward_model import RewardModel
 from agentrl.training.saving.pending import Pending, PendingLike
 from agentrl.training.saving.roles import RoleState, load_roles, save_roles
 
@@ -49,8 +50,17 @@ class Values(Protocol):
     def update(self, batch: Batch, rate: float) -> CriticMeter: ...
 
 
+class Scores(Protocol):
+    """Likewise of the reward model; see `RewardModel`."""
+
+    @property
+    def description(self) -> str: ...
+
+    def scores(self, batch: Batch) -> Floats: ...
+
+
 class Workplace(Protocol):
-    """The roles, ready to work. reference, critic: None where the recipe has none."""
+    """The roles, ready to work. reference, critic, reward_model: None where the recipe has none."""
 
     @property
     def actor(self) -> Policy: ...
@@ -60,6 +70,9 @@ class Workplace(Protocol):
 
     @property
     def critic(self) -> Values | None: ...
+
+    @property
+    def reward_model(self) -> Scores | None: ...
 
     @property
     def here(self) -> bool:
@@ -114,6 +127,7 @@ class Here:
         self.actor = Actor(model, recipe)
         self.reference = Reference.alone(recipe, model, self.actor.forward) if recipe.algorithm.kl_coef > 0 else None
         self.critic = Critic(recipe) if recipe.critic is not None else None
+        self.reward_model = RewardModel(recipe) if recipe.rewards.model is not None else None
 
     @property
     def work(self) -> tuple[Cost, float | None]:
@@ -132,7 +146,8 @@ class Here:
     def describe(self) -> list[str]:
         lines = [f"training forward: {self.actor.description}"]
         lines += [f"trained: {lora.describe(self.model)}"] if lora.layers(self.model) else []
-        return lines + ([f"critic: {self.critic.description}"] if self.critic is not None else [])
+        lines += [f"critic: {self.critic.description}"] if self.critic is not None else []
+        return lines + ([f"reward model: {self.reward_model.description}"] if self.reward_model is not None else [])
 
     def weights(self) -> None:
         return None

@@ -64,7 +64,7 @@ class Probe(Worker):
     """Says what it is and does what it is told."""
 
     def __init__(self, *said: Any, collective: bool = False, refuse: int | None = None) -> None:
-        self.said, self.seen, self.refs = said, list[int](), 0
+        self.said, self.seen, self.collective = said, list[int](), collective
         print(f"worker {self.rank} is made")
         if refuse == self.rank:
             raise UserError("this recipe will not do")
@@ -131,7 +131,7 @@ class Probe(Worker):
 
     @register()
     def end(self, how: str, rank: int) -> float:
-        """End on one rank while the others wait for it in a collective."""
+        """End on one rank while the others wait for it, in a collective if there can be one."""
         if self.rank == rank:
             print("the last thing it said", flush=True)
             if how == "sleep":
@@ -139,6 +139,8 @@ class Probe(Worker):
             if how == "raise":
                 raise UserError("rank 1 cannot go on")
             os.kill(os.getpid(), getattr(signal, how))
+        if not self.collective:
+            self.sleep_long()
         return self.total()
 
     def sleep_long(self) -> None:

@@ -9,7 +9,7 @@ from agentrl.cluster.host import Failure, Hello
 from agentrl.cluster.scene import Scene, Suspect, visit
 from agentrl.errors import UserError
 
-KILLED = "it was killed (SIGKILL) or crashed"
+KILLED = "it was killed (SIGKILL)"
 STACKS_SHOWN = 2
 _WAITING = "/torch/distributed/"
 """Where a rank stands that only waits for another."""
@@ -39,7 +39,9 @@ def died(witness: Witness, method: str, cause: str) -> WorkerLost:
     scene = visit([witness.suspect])[0]
     if scene is None:
         return WorkerLost(f"{witness} died in {method!r}: {cause}, and its machine does not answer")
-    if cause == KILLED and scene.oom_kills > witness.hello.oom_kills:
+    if scene.crash:
+        cause = f"it crashed ({scene.crash}) at {scene.where}"
+    elif cause == KILLED and scene.oom_kills > witness.hello.oom_kills:
         cause = "the kernel killed a process of its machine since, for memory ran out"
     quoted = (
         f"the end of {witness.log}: " + " | ".join(scene.lines) if scene.lines else f"its log {witness.log} is empty"

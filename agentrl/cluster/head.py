@@ -1,7 +1,7 @@
 """A program of its own: it runs a Ray node in a session of its own, away from the terminal's Ctrl-C and from signals to
 our process group, and ends all of it when its standard input closes, however its parent ended.
 
-usage: python head.py FOLDER COMMAND [ARGUMENT ...]   (FOLDER is Ray's; it is removed at the end)
+usage: python head.py FOLDER COMMAND [ARGUMENT ...]   (FOLDER is Ray's; it goes with the parent)
 """
 
 import ctypes
@@ -31,14 +31,16 @@ def main() -> int:
     ray = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=_as_child)
     while ray.poll() is None and not _closed(POLL_SECONDS):
         pass
-    if ray.poll() is None:
+    failed = ray.poll() is not None
+    if not failed:
         ray.terminate()
         until = time.monotonic() + GRACE_SECONDS
         while ray.poll() is None and time.monotonic() < until:
             time.sleep(0.05)
     _end_descendants()
-    shutil.rmtree(folder, ignore_errors=True)
-    return 0
+    if not failed:  # else the parent has yet to read why
+        shutil.rmtree(folder, ignore_errors=True)
+    return int(failed)
 
 
 def _end_descendants() -> None:

@@ -18,7 +18,12 @@ STACK_SECONDS = 0.5
 NODE_SECONDS = 15.0
 """What the other machines are given, together; one that is gone tells nothing."""
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.*)$')
-_OURS = "/agentrl/cluster/host.py"
+_AROUND = ("/agentrl/cluster/host.py", "/ray/_private/", "/ray/util/tracing/")
+"""Frames below a worker's own."""
+_CRASH = "Fatal Python error: "
+_RAYS_OWN = re.compile(r"\*\*\* SIG\w+ received")
+"""Where Ray's account of a crash begins; it knows addresses only."""
+_READ = 400
 
 
 @dataclass(frozen=True)
@@ -34,8 +39,12 @@ class Suspect:
 @dataclass(frozen=True)
 class Scene:
     lines: list[str]
+    """The last that it said itself."""
+    crash: str
+    """What the interpreter called the crash, such as `Segmentation fault`; empty without one."""
     stack: list[str]
-    """Frames of the main thread as `file:line name`, innermost first; empty where it was not asked or said nothing."""
+    """Frames as `file:line name`, innermost first, of the thread that crashed, or else of the main thread where it was
+    asked; empty where it said nothing."""
     oom_kills: int
 
     @property
@@ -74,8 +83,7 @@ def visit(suspects: list[Suspect], ask: bool = False) -> list[Scene | None]:
 
 def look(suspects: list[Suspect], ask: bool) -> list[Scene]:
     """At workers of this machine."""
-    lines = [tail(suspect.log, QUOTED, suspect.since) for suspect in suspects]
-    stacks: list[list[str]] = [[] for _ in suspects]
+    said = [tail(suspect.log, _READ, suspect.since) for suspect in suspects]
     if ask:
         for suspect in suspects:
             try:
@@ -83,15 +91,34 @@ def look(suspects: list[Suspect], ask: bool) -> list[Scene]:
             except ProcessLookupError:
                 continue
         time.sleep(STACK_SECONDS)
-        stacks = [main_stack(tail(suspect.log, 400, suspect.since)) for suspect in suspects]
-    kills = oom_kills()
-    return [Scene(said, stack, kills) for said, stack in zip(lines, stacks, strict=True)]
+    return [
+        _scene(lines, tail(suspect.log, _READ, suspect.since) if ask else [])
+        for suspect, lines in zip(suspects, said, strict=True)
+    ]
 
 
-def main_stack(lines: list[str]) -> list[str]:
-    """The frames of the main thread, which comes last in a dump of faulthandler, from the last dump in a log."""
-    begins = [at for at, line in enumerate(lines) if line.endswith("(most recent call first):")]
+def _scene(said: list[str], asked: list[str]) -> Scene:
+    crashes = [at for at, line in enumerate(said) if line.startswith(_CRASH)]
+    if crashes:
+        own, dump = said[: crashes[-1]], said[crashes[-1] :]
+        own = own[: next((at for at, line in enumerate(own) if _RAYS_OWN.match(line)), len(own))]
+        return Scene(own[-QUOTED:], dump[0].removeprefix(_CRASH), stack(dump, "Current thread"), oom_kills())
+    return Scene(said[-QUOTED:], "", stack(asked), oom_kills())
+
+
+def stack(lines: list[str], thread: str = "") -> list[str]:
+    """The frames of the last thread in lines with dumps of faulthandler: the main one, which comes last in a dump.
+    thread: how its line begins, if another is meant."""
+    begins = [
+        at for at, line in enumerate(lines) if line.startswith(thread) and line.endswith("(most recent call first):")
+    ]
     if not begins:
         return []
-    frames = filter(None, map(_FRAME.match, lines[begins[-1] + 1 :]))
-    return [f"{frame['file']}:{frame['line']} {frame['name']}" for frame in frames if _OURS not in frame["file"]]
+    after = lines[begins[-1] + 1 :]
+    end = next((at for at, line in enumerate(after) if not line.startswith("  ")), len(after))
+    frames = filter(None, map(_FRAME.match, after[:end]))
+    return [
+        f"{frame['file']}:{frame['line']} {frame['name']}"
+        for frame in frames
+        if not any(place in frame["file"] for place in _AROUND)
+    ]

@@ -47,7 +47,7 @@ class Session:
         cpus: int | None = None,
         gpus: int | None = None,
         object_store: int | None = None,
-        timeout: float = 60.0,
+        timeout: float = 180.0,
     ) -> None:
         self._head: subprocess.Popen[bytes] | None = None
         self._connected = False

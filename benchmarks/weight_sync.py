@@ -14,7 +14,7 @@ import asyncio
 import json
 import tempfile
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -36,21 +36,21 @@ from agentrl.models import embedded_path
 MB = 1_000_000
 
 
-def synthetic(megabytes: int) -> Qwen3Config:
-    """The shape of Qwen3-0.6B with as many layers as fill `megabytes` in float32."""
+def synthetic(megabytes: int, bytes_each: int = 4) -> Qwen3Config:
+    """The shape of Qwen3-0.6B with as many layers as fill `megabytes` with values of `bytes_each`."""
     config = Qwen3Config(
         vocab_size=16_384, hidden_size=1024, intermediate_size=3072, num_hidden_layers=1, num_attention_heads=16,
         num_key_value_heads=8, head_dim=128, tie_word_embeddings=True, max_position_embeddings=1024,
     )  # fmt: skip
     layer = 1024 * (2 * 2048 + 2 * 1024 + 3 * 3072)
-    config.num_hidden_layers = max(1, round((megabytes * MB / 4 - 16_384 * 1024) / layer))
+    config.num_hidden_layers = max(1, round((megabytes * MB / bytes_each - 16_384 * 1024) / layer))
     config.layer_types = ["full_attention"] * config.num_hidden_layers
     config.architectures = ["Qwen3ForCausalLM"]
     return config
 
 
-def plain_copy(model: Any, repeat: int) -> float:
-    """Seconds for `copy_` of every tensor, the best of `repeat` after one."""
+def plain_copy(model: Any, repeat: int, settle: Callable[[], object] = lambda: None) -> float:
+    """Seconds for `copy_` of every tensor, the best of `repeat` after one. settle: waits until copies have landed."""
     source = [tensor for _, tensor in ModelWeights(model)]
     target = [torch.empty_like(tensor) for tensor in source]
     best = float("inf")
@@ -58,6 +58,7 @@ def plain_copy(model: Any, repeat: int) -> float:
         began = time.perf_counter()
         for a, b in zip(target, source, strict=True):
             a.copy_(b)
+        settle()
         best = min(best, time.perf_counter() - began)
     return best
 

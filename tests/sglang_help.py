@@ -14,6 +14,7 @@ from aiohttp import web
 
 from agentrl.engine.base import Sampling
 from agentrl.engine.local.engine import LocalEngine
+from agentrl.engine.sglang.adapters import AdapterNeeds
 from agentrl.engine.sglang.client import Sessions
 from agentrl.engine.sglang.command import LaunchPlan, launch_command
 from agentrl.engine.sglang.server import Server
@@ -22,6 +23,7 @@ from agentrl.models.load import load_model
 from agentrl.recipe.schema import ModelSection
 
 PIECE = 4
+STAND_INS = Path(__file__).parents[1] / "scripts" / "sglang_cpu" / "stand_ins"
 
 
 def tiny() -> tuple[Any, Any]:
@@ -29,19 +31,20 @@ def tiny() -> tuple[Any, Any]:
     return load_model(ModelSection())
 
 
-def real_plan(flags: dict[str, Any] | None = None) -> LaunchPlan:
-    """The embedded model on the real server of AGENTRL_SGLANG_VENV."""
+def real_plan(flags: dict[str, Any] | None = None, adapter: AdapterNeeds | None = None) -> LaunchPlan:
+    """The embedded model on the real server of AGENTRL_SGLANG_VENV, with the stand-ins as they are here."""
     return LaunchPlan(
         command=launch_command(None, None), model_path=str(embedded_path()), dtype="float32",
         flags={"max-total-tokens": 16384, **(flags or {})}, max_batch=64, token_bytes=2048, context=1024, cpu=True,
+        env={"PYTHONPATH": str(STAND_INS)}, adapter=adapter,
     )  # fmt: skip
 
 
 @contextmanager
-def real_server(folder: Path) -> Iterator[str]:
+def real_server(folder: Path, plan: LaunchPlan | None = None) -> Iterator[str]:
     """One real server, its URL, while the block runs."""
     sessions = Sessions()
-    server = Server(real_plan(), 0, folder / "sglang.log", sessions)
+    server = Server(plan or real_plan(), 0, folder / "sglang.log", sessions)
 
     async def start() -> None:
         try:

@@ -23,7 +23,7 @@ def test_a_run_trains_through_a_real_server(sglang_url: str, tmp_path: Path) -> 
     result = train(
         RECIPE,
         overrides=[
-            "engine.name=sglang", f"engine.args.urls=[{sglang_url}]", "train.steps=2", "rollout.tasks=3", "rollout.n=4",
+            "engine.name=sglang", f"engine.args.urls=[{sglang_url}]", "train.steps=2", "rollout.tasks=6", "rollout.n=4",
             "train.lr=1e-3", "eval.tasks=2", "eval.every=0", "eval.splits=[test]", "train.threads=1",
             f"output={tmp_path / 'run'}",
         ],
@@ -31,8 +31,9 @@ def test_a_run_trains_through_a_real_server(sglang_url: str, tmp_path: Path) -> 
     assert result.steps == 2
     rows = [json.loads(line) for line in (result.folder / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [0, 1, 2]
-    for row in rows[1:]:
-        assert row["mismatch/logprob_max"] < 1e-3
+    apart = [row["mismatch/logprob_max"] for row in rows[1:] if "mismatch/logprob_max" in row]
+    assert apart, "no step had anything to learn from"
+    assert max(apart) < 1e-3
     assert all(row["stop/error"] == 0 for row in rows[1:] if "stop/error" in row)
 
 

@@ -88,6 +88,7 @@ class SequenceForward:
         logprobs, entropies = [torch.zeros(0, device=device)], [torch.zeros(0, device=device)]
         first = 0
         segments = [segment for segment in packed.segments if segment.predictions]
+        nothing = self._idle(packed, len(segments), device)  # first: afterwards the ranks would meet in other calls
         for segment in segments:
             own = slice(first, first + segment.predictions)
             log_p = (self._logits(packed, segment, packed.predict[own]) / temperature).log_softmax(-1)
@@ -95,7 +96,6 @@ class SequenceForward:
             logprobs.append(log_p.gather(1, target[:, None])[:, 0])
             entropies.append(entropy(log_p))
             first += segment.predictions
-        nothing = self._idle(packed, len(segments), device)
         return torch.cat(logprobs) + nothing, torch.cat(entropies) + nothing
 
     def _idle(self, packed: Packed, passes: int, device: torch.device) -> Tensor:

@@ -81,11 +81,12 @@ class SequenceValues(SequenceForward):
         device = next(self.model.parameters()).device
         values, first = [torch.zeros(0, device=device)], 0
         segments = [segment for segment in packed.segments if segment.predictions]
+        nothing = self._idle(packed, len(segments), device)  # first: afterwards the ranks would meet in other calls
         for segment in segments:
             own = slice(first, first + segment.predictions)
             values.append(self._logits(packed, segment, packed.predict[own])[:, 0])
             first += segment.predictions
-        return torch.cat(values) + self._idle(packed, len(segments), device)
+        return torch.cat(values) + nothing
 
 
 def value_forward(

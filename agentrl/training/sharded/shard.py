@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -48,7 +48,8 @@ class Root(nn.Module):
         self.model, self.way = model, way
 
     def forward(self, *arguments: Any, **options: Any) -> Any:
-        return self.way(*arguments, **options)
+        found = self.way(*arguments, **options)
+        return found.clone() if isinstance(found, Tensor) else found  # FSDP2 hooks onto it, which no view survives
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
         found = super().__call__(*arguments, **options)

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
 Resources = dict[str, float]
 POLL_SECONDS = 0.2
+LEAST_SECONDS = 30.0
+"""For Ray to set aside what it has said is free."""
 
 
 @dataclass(frozen=True)
@@ -32,20 +34,19 @@ class ResourcePool:
     """
 
     def __init__(self, workers: int, nodes: int = 1, *, gpu: bool = False, patience: float = 10.0) -> None:
-        if workers < 1 or not 1 <= nodes <= workers:
-            raise ClusterError(f"a pool of {workers} workers cannot lie on {nodes} nodes; each takes at least one")
+        if not 1 <= nodes <= workers:
+            raise ClusterError(f"{workers} workers cannot lie on {nodes} nodes; each node takes at least one")
         self.workers, self.gpu = workers, gpu
-        self.by_node = [workers // nodes + (node < workers % nodes) for node in range(nodes)]
+        self.by_node = spread(workers, nodes)
         self._held: PlacementGroup | None = None
         self._group: str | None = None
-        needs = [self.needs(count) for count in self.by_node]
-        _check(needs, lambda node: node.total, "there")
+        self._check(lambda node: node.total, "there")
         until = time.monotonic() + patience
-        while not _fits(needs, [node.free for node in cluster_nodes()]):
+        while not fits(self.by_node, [self._places(node.free) for node in cluster_nodes()]):
             if time.monotonic() > until:
-                _check(needs, lambda node: node.free, "free")
+                self._check(lambda node: node.free, "free")
             time.sleep(POLL_SECONDS)
-        self._hold(needs, max(patience, 1.0))
+        self._hold(max(patience, LEAST_SECONDS))
 
     def __enter__(self) -> "ResourcePool":
         return self
@@ -89,15 +90,45 @@ class ResourcePool:
             "scheduling_strategy": PlacementGroupSchedulingStrategy(self._held, placement_group_bundle_index=node),
         }
 
-    def _hold(self, needs: list[Resources], timeout: float) -> None:
+    def _hold(self, timeout: float) -> None:
         """One bundle a node, all of them or none."""
         import ray
 
-        self._held = ray.util.placement_group(needs, strategy="STRICT_SPREAD" if len(needs) > 1 else "PACK")
+        bundles = [self.needs(workers) for workers in self.by_node]
+        self._held = ray.util.placement_group(bundles, strategy="STRICT_SPREAD" if len(bundles) > 1 else "PACK")
         if not self._held.wait(timeout):
             self.release()
-            there = "; ".join(f"node {node.address} has {_amounts(node.free)} free" for node in cluster_nodes())
-            raise ClusterError(f"the cluster did not give {_text(needs)} within {timeout:.0f} seconds; {there}")
+            self._check(lambda node: node.free, "free")
+            raise ClusterError(f"Ray did not set {self._needed()} aside within {timeout:.0f} seconds; see `ray status`")
+
+    def _places(self, resources: Resources) -> int:
+        """How many of our workers a node can hold."""
+        return int(min(resources.get(name, 0.0) / amount for name, amount in self.needs().items()))
+
+    def _check(self, has: Callable[[Node], Resources], word: str) -> None:
+        nodes = cluster_nodes()
+        if not fits(self.by_node, [self._places(has(node)) for node in nodes]):
+            raise ClusterError(
+                f"needed: {self._needed()}; {word}: "
+                + "; ".join(f"node {node.address} with {_amounts(has(node))}" for node in nodes)
+                + ". Lower cluster.workers (or cluster.nodes, cluster.gpus), or add machines to the cluster"
+            )
+
+    def _needed(self) -> str:
+        most = _amounts(self.needs(self.by_node[0]))
+        return f"one node with {most}" if len(self.by_node) == 1 else f"{len(self.by_node)} nodes with {most} each"
+
+
+def spread(workers: int, nodes: int) -> list[int]:
+    """How many workers lie on each node."""
+    return [workers // nodes + (node < workers % nodes) for node in range(nodes)]
+
+
+def fits(by_node: list[int], places: list[int]) -> bool:
+    """Whether each number of workers finds a node of its own, of nodes with so many places."""
+    return len(by_node) <= len(places) and all(
+        need <= has for need, has in zip(sorted(by_node, reverse=True), sorted(places, reverse=True), strict=False)
+    )
 
 
 def cluster_nodes() -> list[Node]:
@@ -113,35 +144,9 @@ def cluster_nodes() -> list[Node]:
     ]
 
 
-def _fits(needs: list[Resources], has: list[Resources]) -> bool:
-    """Whether each need finds a node of its own. Both are ordered alike, so the largest take the largest."""
-    if len(needs) > len(has):
-        return False
-    kind = "GPU" if "GPU" in needs[0] else "CPU"
-    having = sorted(has, key=lambda node: (node.get(kind, 0.0), node.get("CPU", 0.0)), reverse=True)
-    return all(
-        node.get(name, 0.0) >= amount
-        for need, node in zip(sorted(needs, key=lambda need: -need[kind]), having, strict=False)
-        for name, amount in need.items()
-    )
-
-
-def _check(needs: list[Resources], has: Callable[[Node], Resources], word: str) -> None:
-    nodes = cluster_nodes()
-    if not _fits(needs, [has(node) for node in nodes]):
-        raise ClusterError(
-            f"needed: {_text(needs)}; {word}: "
-            + "; ".join(f"node {node.address} with {_amounts(has(node))}" for node in nodes)
-            + ". Lower cluster.workers (or cluster.nodes, cluster.gpus), or add machines to the cluster"
-        )
-
-
-def _text(needs: list[Resources]) -> str:
-    parts = [f"{_amounts(need)}" for need in needs]
-    return parts[0] + " on one node" if len(parts) == 1 else f"{len(parts)} nodes with " + ", ".join(parts)
-
-
 def _amounts(resources: Resources) -> str:
-    return ", ".join(
-        f"{resources.get(name, 0.0):g} {name}s" for name in ("CPU", "GPU") if name in resources or name == "CPU"
+    return " and ".join(
+        f"{resources.get(name, 0.0):g} {name}{'s' * (resources.get(name, 0.0) != 1)}"
+        for name in ("CPU", "GPU")
+        if name in resources or name == "CPU"
     )

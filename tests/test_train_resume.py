@@ -161,6 +161,11 @@ class Five(Noisy):
         return super().tasks(split)[:5]
 
 
+def same_state(ours: dict[str, Any], theirs: dict[str, Any]) -> bool:
+    assert ours.keys() == theirs.keys()
+    return all(ours[name].equal(theirs[name]) for name in ours)
+
+
 EPOCHS: dict[str, Any] = {"env": {"name": "test_train_resume:Five"}, "tools": [], "rollout__max_turns": 1}
 """Without tools all samples of a step are in the batches of the engine together, whatever the clock says: then all is
 equal to the bit."""
@@ -178,7 +183,7 @@ def every_step(folder: Path, kind: str) -> TrainResult:
 
 
 @pytest.mark.parametrize(
-    ("kind", "steps"), [("plain", range(1, STEPS)), ("adapter", [2, 3]), ("critic", [1, 3])], ids=list(KINDS)
+    ("kind", "steps"), [("plain", range(1, STEPS)), ("adapter", [3]), ("critic", [1])], ids=list(KINDS)
 )
 def test_interrupted_at_any_step_it_is_the_same_run_to_the_bit(tmp_path: Path, kind: str, steps: Sequence[int]) -> None:
     whole = every_step(tmp_path, kind)
@@ -188,14 +193,15 @@ def test_interrupted_at_any_step_it_is_the_same_run_to_the_bit(tmp_path: Path, k
         for step in range(1, STEPS + 1)
         for row in lines(whole.folder / "trajectories" / f"step_{step}.jsonl")
     ]
-    assert len(set(drawn[: 5 * 4])) == len(set(drawn[5 * 4 : 10 * 4])) == 5  # an epoch ends in the middle of step 3
+    assert (
+        len(set(drawn[: 5 * 4])) == len(set(drawn[5 * 4 : 10 * 4])) == 5
+    )  # epochs end inside of step 3 and with step 5
+    assert not same_state(trained(whole, 1), trained(whole, STEPS))
     for step in steps:
         folder = copied(whole, tmp_path / f"from_{step}")
         for later in range(step + 1, STEPS + 1):
             shutil.rmtree(folder / "checkpoints" / f"step_{later}")
         resumed = resume_run(str(folder))
         assert [steady(row) for row in metrics(resumed.folder)] == told
-        ours, theirs = trained(resumed), trained(whole)
-        assert ours.keys() == theirs.keys()
-        assert all(ours[name].equal(theirs[name]) for name in ours)
+        assert same_state(trained(resumed), trained(whole))
         assert (resumed.before, resumed.after) == (whole.before, whole.after)

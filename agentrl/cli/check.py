@@ -116,6 +116,7 @@ def _show_memory(out: "Console", recipe: "Recipe") -> None:
         trained = "" if plan.trained is None else f", of which {plan.trained / 1e6:,.2f} M train (LoRA)"
         out.print(f"{plan.parameters / 1e6:,.1f} M parameters{trained}")
         _show_plan(out, recipe, plan, "of the actor" if recipe.cluster.pools else "", recipe.cluster.size)
+        _show_traffic(out, recipe)
         for pool, own in plan_pools(recipe):
             _show_plan(out, recipe, own, f"of the pool ({', '.join(pool.roles)})", pool.workers)
         out.print(f"the engine's cache takes {_size(plan.cache_token)} a token", highlight=False)
@@ -149,6 +150,21 @@ def _show_plan(out: "Console", recipe: "Recipe", plan: "MemoryPlan", whose: str,
             out.print(f"  {name:<12}{_size(size):>10}{note}", highlight=False)
     if plan.host:
         out.print(f"and {_size(plan.host)} of each worker on the CPU (cluster.offload)", highlight=False)
+
+
+def _show_traffic(out: "Console", recipe: "Recipe") -> None:
+    from agentrl.models.memory import Setting
+    from agentrl.models.shape import read_shape
+    from agentrl.models.traffic import Traffic
+
+    how, shape = Setting.of(recipe, recipe.cluster.size), read_shape(recipe.model)
+    if how.shard > 1 and shape is not None:
+        moved = Traffic.of(shape, how)
+        out.print(
+            f"a micro-batch makes each worker receive {_size(moved.update)} of weights and {_size(moved.gradients)} of "
+            "gradients",
+            highlight=False,
+        )
 
 
 def _missing(recipe: "Recipe", plan: "MemoryPlan | None") -> list[str]:

@@ -4,6 +4,7 @@ import gzip
 import json
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from agentrl.cluster.dispatch import ONE_TO_ALL, register, registered
 from agentrl.models import lora
 from agentrl.recipe.schema import LoraSection
 from agentrl.training import flops
@@ -20,6 +22,8 @@ from agentrl.training.flops import Cost, Need, known_peak, peak_flops, utilisati
 from agentrl.training.packing import micro_batches
 from agentrl.training.peaks import Peaks
 from agentrl.training.profile import OwnTimes, Profiler, add_own_times
+from agentrl.training.watch import SYNC, Watch
+from agentrl.training.worker_watch import WatchedWorker, watched
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 16,
@@ -236,3 +240,132 @@ def test_measuring_a_cpu_takes_a_moment_however_slow_it_is(monkeypatch: pytest.M
     clock = iter(range(100))
     monkeypatch.setattr(flops, "perf_counter", lambda: float(next(clock)))  # every product takes a second
     assert peak_flops(torch.device("cpu"), torch.float32) == 2 * 128**3
+
+
+class Trainer(WatchedWorker):
+    def __init__(self) -> None:
+        self.watch()
+
+    @register(ONE_TO_ALL)
+    @watched("actor")
+    def update(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.sin(x)
+
+    @register(ONE_TO_ALL)
+    @watched("actor", SYNC)
+    def publish(self) -> None:
+        torch.cos(torch.ones(2))
+
+    @register(ONE_TO_ALL)
+    @watched("critic")
+    def values(self) -> None:
+        torch.exp(torch.ones(60_000_000))
+
+
+def test_a_worker_records_the_steps_that_it_is_told_of(tmp_path: Path) -> None:
+    worker = Trainer()
+    worker.values()
+    worker.record(3, str(tmp_path))
+    assert worker.update(torch.zeros(2)).tolist() == [0, 0]
+    worker.record(0, str(tmp_path))
+    worker.update(torch.zeros(2))
+    worker.record(3, str(tmp_path))  # another phase of the same step
+    worker.publish()
+    worker.record(0, str(tmp_path))
+    assert [p.name for p in sorted(tmp_path.glob("*.gz"))] == ["step_3_actor_0.json.gz"]
+    names = [event["name"] for event in read(tmp_path / "step_3_actor_0.json.gz")]
+    assert (names.count("aten::sin"), names.count("aten::cos")) == (1, 1)
+
+
+def test_a_worker_says_what_each_phase_took() -> None:
+    worker = Trainer()
+    worker.publish()
+    worker.values()
+    found = worker.measure()
+    assert found["memory/train_gb"] > found["memory/sync_gb"] + 0.2
+    assert worker.measure() == {}
+    assert {"measure", "record", "update"} <= set(registered(Trainer))
+
+
+class Place:
+    """A workplace whose roles are elsewhere."""
+
+    here, device = False, "cpu"
+    work = (Cost(body=10, head=3, trained_body=10, trained_head=3, pair=8), 1e6)
+
+    def __init__(self) -> None:
+        self.recorded: list[int] = []
+
+    def measure(self) -> dict[str, float]:
+        return {"memory/train_actor_gb": 4.0 / (1 + len(self.recorded))}
+
+    def record(self, step: int, folder: Path) -> None:
+        self.recorded.append(step)
+
+
+class Role:
+    description = "far away"
+
+    def logprobs(self, batch: Batch) -> int:
+        return len(batch)
+
+    def update(self, batch: Batch, rate: float) -> float:
+        return rate
+
+
+def watched_learner(place: Any, folder: Path, steps: tuple[int, ...] = ()) -> tuple[Watch, Any]:
+    learner = SimpleNamespace(actor=Role(), reference=Role(), critic=None)
+    watch = Watch(place, folder, steps, engine=False)
+    watch.over(learner)  # type: ignore[arg-type]
+    return watch, learner
+
+
+def lone(length: int) -> Batch:
+    mask = (np.arange(length) >= 2).astype(np.uint8)
+    return Batch(
+        np.array([0, length]), {"ids": np.zeros(length, np.int32), "loss_mask": mask},
+        {"prompt_length": np.array([2], np.int32), "group": np.array([0])},
+    )  # fmt: skip
+
+
+def test_a_step_costs_what_its_roles_were_asked(tmp_path: Path) -> None:
+    watch, learner = watched_learner(Place(), tmp_path)
+    with watch.phase("train", 1):
+        assert learner.actor.update(lone(6), 0.5) == 0.5
+        assert learner.reference.logprobs(lone(5)) == 1
+    assert (learner.actor.description, learner.critic) == ("far away", None)
+    found = watch.take(2.0)
+    passes = 3 * (2 * (10 * 6 + 3 * 4) + 8 * 21) + 2 * (10 * 5 + 3 * 3) + 8 * 15
+    assert found["train/tflops"] == pytest.approx(passes / 2 / 1e12)
+    assert found["train/mfu"] == pytest.approx(passes / 2 / 1e6)
+    assert found["memory/train_actor_gb"] == 4.0
+    assert watch.take(1.0)["train/tflops"] == 0
+
+
+def test_the_most_of_a_run_is_said(tmp_path: Path) -> None:
+    watch, _ = watched_learner(Place(), tmp_path, steps=(1,))
+    assert watch.describe() == ""
+    watch.take(1.0)
+    with watch.phase("train", 1):
+        pass
+    assert watch.take(1.0)["memory/train_actor_gb"] < 4
+    assert "train_actor 4.00 GB" in watch.describe()
+
+
+def test_workers_are_told_of_the_steps_to_record_and_when_to_stop(tmp_path: Path) -> None:
+    place = Place()
+    watch, _ = watched_learner(place, tmp_path, steps=(2,))
+    for step in (1, 2, 3):
+        with watch.phase("train", step):
+            pass
+    assert place.recorded == [2, 0]
+
+
+def test_roles_here_are_recorded_here(tmp_path: Path) -> None:
+    place = Place()
+    place.here = True
+    watch, learner = watched_learner(place, tmp_path, steps=(2,))
+    for step in (1, 2):
+        with watch.phase("train", step):
+            learner.actor.update(lone(4), 0.1)
+    assert [p.name for p in sorted(tmp_path.glob("*.gz"))] == ["step_2_actor_0.json.gz"]

@@ -89,7 +89,8 @@ class Need:
     @classmethod
     def of(cls, batch: Batch) -> "Need":
         """Samples without a sampled token are left out, as they are by the passes."""
-        kept = batch.select(np.flatnonzero(batch.sampled > 0))
+        predicting = batch.sampled > 0
+        kept = batch if predicting.all() else batch.select(np.flatnonzero(predicting))
         lengths = kept.lengths.astype(np.int64)
         tokens = pairs = 0
         for tree in forest(kept):

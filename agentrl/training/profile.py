@@ -39,7 +39,7 @@ class Profiler:
     times for a step: its files then hold all of them. Other steps cost nothing."""
 
     def __init__(self, folder: Path, role: str, rank: int = 0, steps: Collection[int] = ()) -> None:
-        self.folder, self.role, self.rank, self.steps = folder, role, rank, frozenset(steps)
+        self.folder, self.role, self.rank, self.steps = folder, role, rank, steps
         self._step: int | None = None
         self._sums = _Sums()
 

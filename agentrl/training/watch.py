@@ -49,7 +49,7 @@ class Watch:
     def phase(self, name: str, step: int) -> Iterator[None]:
         """Around a phase of step `step`."""
         self.step = step
-        recorded = name == TRAIN and step in self._steps
+        recorded = step in self._steps
         with ExitStack() as stack:
             stack.enter_context(self._peaks.phase(name))
             if name == ROLLOUT:

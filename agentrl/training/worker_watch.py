@@ -11,6 +11,7 @@ from agentrl.training.peaks import Peaks
 from agentrl.training.profile import Profiler
 from agentrl.training.watch import TRAIN
 
+EVERY = range(1, 1 << 62)  # step that is recorded: which, the controller says
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -26,6 +27,9 @@ def watched(role: str, phase: str = TRAIN) -> Callable[[F], F]:
         return call  # type: ignore[return-value]
 
     return mark
+
+
+_NEVER = Profiler(Path(), "")
 
 
 class WatchedWorker(Worker):
@@ -44,15 +48,14 @@ class WatchedWorker(Worker):
 
     @register(ONE_TO_ALL)
     def record(self, step: int, folder: str) -> None:
-        """From now on the roles work on step `step`, and write its traces to `folder`. 0: no traces any more."""
+        """From now on the roles work on step `step`, and write its traces to `folder`. 0: no traces until the next
+        call."""
         self._recorded, self._folder = step, Path(folder)
-        if not step:
-            self._profilers.clear()
 
     def _profiler(self, role: str) -> Profiler:
-        if self._recorded and role not in self._profilers:
-            self._profilers[role] = Profiler(self._folder, role, self.rank, [self._recorded])
-        return self._profilers.get(role) or _NEVER
-
-
-_NEVER = Profiler(Path(), "")
+        """The one of this role, which goes on with what it recorded of the same step before."""
+        if not self._recorded:
+            return _NEVER
+        if role not in self._profilers:
+            self._profilers[role] = Profiler(self._folder, role, self.rank, EVERY)
+        return self._profilers[role]

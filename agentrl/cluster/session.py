@@ -5,6 +5,7 @@ import os
 import secrets
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -33,11 +34,12 @@ _LONGEST_TEMP = 30  # the paths of Ray's sockets, about 70 characters more, may 
 class Session:
     """A connection to Ray, one at a time in a process. Leave it by `close` or as a context.
 
-    address: of an existing cluster, as `ray.init` takes it (`auto`: the one on this machine, or RAY_ADDRESS); None
-    starts Ray on this machine, where it ends with this process however that ends. cpus, gpus: how many to count on, for
-    a Ray that is started (None: those there are). object_store: bytes of shared memory, likewise.
+    address: of an existing cluster, HOST:PORT of its head, or `auto`: what RAY_ADDRESS says, or else the one that this
+    machine belongs to. None starts Ray on this machine, where it ends with this process however that ends. cpus, gpus:
+    how many to count on, for a Ray that is started (None: those there are). object_store: bytes of shared memory,
+    likewise. timeout: seconds; a machine that is busy takes a minute.
 
-    Raises ClusterError when Ray cannot be started or reached within `timeout` seconds.
+    Raises ClusterError when Ray cannot be started or reached.
     """
 
     def __init__(
@@ -61,7 +63,9 @@ class Session:
             if address is None:
                 _protect()
                 self.address = self._start(cpus, gpus, object_store or object_store_bytes(), timeout)
-            _connect(self.address, timeout if self.owned else CONNECT_SECONDS)
+            else:
+                _reach(self.address)
+            _connect(self.address, timeout)
             self._connected = True
         except BaseException:
             self.close()
@@ -173,6 +177,20 @@ def _check() -> None:
         raise ClusterError(f"a cluster needs Ray, which cannot be imported ({error}): pip install ray") from None
     if ray.is_initialized():
         raise ClusterError("this process is connected to Ray already; call ray.shutdown() before a run with workers")
+
+
+def _reach(address: str) -> None:
+    """Raises ClusterError where nothing listens at an address: Ray itself would try for many minutes."""
+    named = os.environ.get("RAY_ADDRESS", address) if address == "auto" else address
+    if named == "auto":
+        return
+    host, _, port = named.rpartition(":")
+    if not host or not port.isdigit() or "/" in host:
+        raise ClusterError(f"cluster.address is 'auto' or HOST:PORT of a Ray head, as in 10.0.0.1:6379, not {named!r}")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS).close()
+    except OSError as error:
+        raise ClusterError(f"no Ray cluster at {named!r}: {error}; start one with `ray start --head`") from None
 
 
 def _connect(address: str, timeout: float) -> None:

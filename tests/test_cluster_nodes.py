@@ -1,0 +1,138 @@
+"""An existing cluster of two Ray nodes, joined by its address: it is used, and left as it was."""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+from cluster_help import STORE, Probe, alive, gone
+
+from agentrl.cluster import session as sessions
+from agentrl.cluster.errors import ClusterError, WorkerLost
+from agentrl.cluster.group import WorkerGroup
+from agentrl.cluster.pool import ResourcePool
+from agentrl.cluster.session import Session
+
+START = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"]
+HEAD = Path(sessions.__file__).with_name("head.py")
+SECONDS = 180.0
+
+
+@contextmanager
+def node(folder: Path, *arguments: str) -> Iterator["subprocess.Popen[bytes]"]:
+    """A machine of a cluster, as `ray start` makes it."""
+    environment = {**os.environ, "RAY_worker_niceness": "0", "RAY_USAGE_STATS_ENABLED": "0"}
+    with (folder / "start.log").open("wb") as log:
+        keeper = subprocess.Popen(
+            [sys.executable, str(HEAD), str(folder), *START, f"--object-store-memory={STORE}", *arguments],
+            stdin=subprocess.PIPE,
+            stdout=log,
+            stderr=log,
+            env=environment,
+            start_new_session=True,
+        )
+    try:
+        yield keeper
+    finally:
+        assert keeper.stdin is not None
+        keeper.stdin.close()
+        keeper.wait()
+
+
+def until(done: "callable") -> None:
+    end = time.monotonic() + SECONDS
+    while not done():
+        assert time.monotonic() < end
+        time.sleep(0.1)
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[str]:
+    """The address of a cluster of two machines with two CPUs each."""
+    with ExitStack() as stack:
+        folders = [Path(tempfile.mkdtemp(prefix="agentrl-test-", dir="/tmp")) for _ in range(2)]
+        for folder in folders:
+            stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        head = ("--head", "--port=0", "--include-dashboard=false", "--num-cpus=2", f"--temp-dir={folders[0]}")
+        stack.enter_context(node(folders[0], *head))
+        said = folders[0] / "ray_current_cluster"
+        until(lambda: said.is_file() and said.read_text().strip())
+        address = said.read_text().strip()
+        stack.enter_context(node(folders[1], f"--address={address}", "--num-cpus=2"))
+        log = folders[1] / "start.log"
+        until(lambda: "Ray runtime started" in log.read_text())
+        yield address
+
+
+@pytest.fixture
+def session(cluster: str) -> Iterator[Session]:
+    with Session(address=cluster) as session:
+        yield session
+
+
+def test_workers_over_both_nodes(session: Session, tmp_path: Path) -> None:
+    with (
+        ResourcePool(4, nodes=2) as pool,
+        WorkerGroup(pool, Probe, name="probe", logs=tmp_path, collective=True) as group,
+    ):
+        ids = [hello.node_id for hello in group.workers]
+        assert ids[0] == ids[1] != ids[2] == ids[3]
+        told = group.environment()
+        assert [(env["RANK"], env["LOCAL_RANK"], env["LOCAL_WORLD_SIZE"]) for env in told] == [
+            ("0", "0", "2"),
+            ("1", "1", "2"),
+            ("2", "0", "2"),
+            ("3", "1", "2"),
+        ]
+        assert {env["MASTER_ADDR"] for env in told} == {group.workers[0].node}
+        assert group.total() == [10.0] * 4
+        with pytest.raises(
+            ClusterError, match=r"needed: one node with 1 CPU; free: node .* with 0 CPUs; node .* with 0"
+        ):
+            ResourcePool(1, patience=0.5)
+        with pytest.raises(WorkerLost, match=r"worker 3 .* died in 'end'.*probe_3\.log: .*the last thing it said"):
+            group.end("SIGKILL", 3)
+        assert gone([hello.pid for hello in group.workers])
+
+
+def test_one_node_cannot_hold_what_two_can(session: Session) -> None:
+    with pytest.raises(
+        ClusterError, match=r"needed: one node with 3 CPUs; there: node .* with 2 CPUs; node .*2 CPUs\."
+    ):
+        ResourcePool(3)
+    with pytest.raises(ClusterError, match=r"needed: 3 nodes with 1 CPU each; there: "):
+        ResourcePool(3, nodes=3)
+
+
+def test_a_cluster_is_left_as_it_was(cluster: str, tmp_path: Path) -> None:
+    import ray
+
+    with Session(address=cluster), ResourcePool(3, nodes=2) as pool:
+        assert pool.by_node == [2, 1]
+        group = WorkerGroup(pool, Probe, name="probe", logs=tmp_path)
+        pids = [hello.pid for hello in group.workers]
+        assert all(map(alive, pids))
+    assert gone(pids)  # the session ended without a word from the group
+    with Session(address=cluster):
+        until(lambda: ray.available_resources().get("CPU") == 4.0)
+        assert len([node for node in ray.nodes() if node["Alive"]]) == 2
+
+
+def test_a_cluster_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ClusterError, match=r"^no Ray cluster at '127\.0\.0\.1:9': .*refused; start one"):
+        Session(address="127.0.0.1:9")
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:10")
+    with pytest.raises(ClusterError, match=r"^no Ray cluster at '127\.0\.0\.1:10': "):
+        Session(address="auto")
+
+
+@pytest.mark.parametrize("address", ["ray://head:10001", "head", "head:"])
+def test_an_address_that_is_none(address: str) -> None:
+    with pytest.raises(ClusterError, match="is 'auto' or HOST:PORT of a Ray head"):
+        Session(address=address)

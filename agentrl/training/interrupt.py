@@ -47,8 +47,9 @@ class Interrupts:
             self._last_resort.cancel()
 
     def close(self) -> None:
-        """Close the event loop, after what still runs in it is cancelled."""
+        """Close the event loop, after what still runs in it is cancelled. A run that is taken up again gets another."""
         self._runner.close()
+        self._runner = asyncio.Runner()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self.requested:

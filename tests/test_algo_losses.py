@@ -132,6 +132,7 @@ def test_the_value_loss_is_never_below_the_plain_one(drawn: list[tuple[float, fl
     terms = value_loss(values, old, returns, clip)
     assert bool((terms.loss >= 0.5 * (values - returns) ** 2 - 1e-6).all())
     near = (values - old).abs() < clip * 0.999
+    assert not terms.metrics["clip_fraction"][near].any()
     torch.testing.assert_close(terms.loss[near], 0.5 * (values - returns)[near] ** 2)
 
 

@@ -92,7 +92,8 @@ def value_loss(values: Tensor, old: Tensor, returns: Tensor, clip: float) -> Los
     """
     held = old + (values - old).clamp(-clip, clip)
     free, clipped = (values - returns) ** 2, (held - returns) ** 2
-    return LossTerms(0.5 * torch.maximum(free, clipped), {"clip_fraction": (clipped > free).float()})
+    stopped = (clipped > free) & ((values - old).abs() > clip)  # old + (V - old) rounds, which is no clipping
+    return LossTerms(0.5 * torch.maximum(free, clipped), {"clip_fraction": stopped.float()})
 
 
 def k3(logprobs: Tensor, reference: Tensor) -> Tensor:

@@ -73,6 +73,7 @@ class StandIn:
     version: str = "default"
     vocabulary: int = 1024
     architecture: str = "Qwen3ForCausalLM"
+    model_path: str = "stand-in"
     shift: float = 0.0  # added to the log-probs of a prompt, until weights are sent
     dead: bool = False  # every request is refused
     calls: "Counter[str]" = field(default_factory=Counter)
@@ -85,6 +86,15 @@ class StandIn:
         self._engine = LocalEngine(self.model, max_batch=32)
         self._held = asyncio.Event()
         app = web.Application(middlewares=[self._count])
+        self._add_routes(app)
+        self._runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", 0)
+        await site.start()
+        self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
+        return self
+
+    def _add_routes(self, app: web.Application) -> None:
         app.router.add_get("/health", self._ok)
         app.router.add_get("/model_info", self._model_info)
         app.router.add_get("/server_info", self._server_info)
@@ -92,12 +102,6 @@ class StandIn:
         app.router.add_post("/generate", self._generate)
         app.router.add_post("/abort_request", self._abort)
         app.router.add_post("/update_weight_version", self._set_version)
-        self._runner = web.AppRunner(app, shutdown_timeout=0.1)
-        await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", 0)
-        await site.start()
-        self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
-        return self
 
     async def __aexit__(self, *error: object) -> None:
         self._held.set()
@@ -117,7 +121,7 @@ class StandIn:
 
     async def _model_info(self, request: web.Request) -> web.Response:
         info = {
-            "model_path": "stand-in", "served_model_name": "stand-in", "is_generation": True,
+            "model_path": self.model_path, "served_model_name": "stand-in", "is_generation": True,
             "weight_version": self.version, "architectures": [self.architecture],
         }  # fmt: skip
         return web.json_response(info)
@@ -195,13 +199,16 @@ class StandIn:
         await response.write_eof()
         return response
 
+    def _sampler(self, body: dict[str, Any]) -> LocalEngine:
+        return self._engine
+
     async def _pieces(self, body: dict[str, Any]) -> list[bytes]:
         given = body["sampling_params"]
         sampling = Sampling(
             given["max_new_tokens"], temperature=given["temperature"], top_p=given["top_p"],
             top_k=max(0, given["top_k"]), stop_ids=tuple(given["stop_token_ids"]), seed=1,
         )  # fmt: skip
-        made = await self._engine.generate(body["input_ids"], sampling, body["rid"])
+        made = await self._sampler(body).generate(body["input_ids"], sampling, body["rid"])
         pairs = [[lp, i, None] for lp, i in zip(made.logprobs, made.ids, strict=True)]
         pieces = []
         for start in range(0, max(1, len(made.ids)), PIECE):

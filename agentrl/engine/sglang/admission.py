@@ -47,7 +47,7 @@ class Admission:
         """
         if facts.has_tokenizer and self._tokenizer is not None:
             await check_tokenizer(client, self._tokenizer)
-        if not self._sync.ready:
+        if self._sync.apart:
             return
         adapted = self._sync.adapted
         if self._probe is None:

@@ -29,14 +29,15 @@ class Publisher(Protocol):
 
 class Sync:
     """model: the trainer's, or its shape (on the meta device) where a `Publisher` comes. scratch: makes the folder that
-    `from_disk` may write to. way: of `engine.args.weights`. adapted: only the adapter travels; the fleet decides.
+    `from_disk` may write to. way: of `engine.args.weights`. apart: nobody computes with it here. adapted: only
+    the adapter travels; the fleet decides.
     """
 
     def __init__(
         self, model: Any, sessions: Sessions, scratch: Callable[[], Path], way: str, say: Callable[[str], None]
     ) -> None:
         self._model, self._sessions, self._scratch, self._way, self._say = model, sessions, scratch, way, say
-        self._apart = model.get_input_embeddings().weight.is_meta
+        self.apart = model.get_input_embeddings().weight.is_meta
         self._publisher: Publisher | None = None
         self._sender: Any = None
         self._adapters: dict[str, tuple[str, int]] = {}
@@ -46,7 +47,7 @@ class Sync:
     @property
     def ready(self) -> bool:
         """Whether there are weights to send."""
-        return not self._apart or self._publisher is not None
+        return not self.apart or self._publisher is not None
 
     async def take(self, publisher: Publisher | None) -> None:
         """From now on it is who sends."""
@@ -58,7 +59,7 @@ class Sync:
         """Only the adapter travels from now on. foreign: servers that others started: of what, nobody knows, where it
         cannot be compared here."""
         self.adapted = True
-        self._baseless = set(foreign) if self._apart else set()
+        self._baseless = set(foreign) if self.apart else set()
 
     def adapter_of(self, url: str) -> tuple[str, int] | None:
         """The adapter that a request to this server has to name, and its version; None: the server's own weights."""

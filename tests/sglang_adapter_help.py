@@ -1,0 +1,98 @@
+"""A stand-in for a server that takes weights and adapters, and samples by them."""
+
+import copy
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from aiohttp import web
+from sglang_help import StandIn
+from sglang_weights_help import opened
+
+from agentrl.engine.local.engine import LocalEngine
+from agentrl.models.lora import PREFIX
+
+
+@dataclass(eq=False)
+class AdapterStandIn(StandIn):
+    """adapters: name -> an engine over the base with that adapter merged into it."""
+
+    adapters: dict[str, LocalEngine] = field(default_factory=dict)
+    rank: int = 8
+
+    def __post_init__(self) -> None:
+        self.model = copy.deepcopy(self.model)
+
+    def _add_routes(self, app: web.Application) -> None:
+        super()._add_routes(app)
+        for path in ("/pause_generation", "/continue_generation", "/begin_weight_update", "/end_weight_update"):
+            app.router.add_post(path, self._done)
+        app.router.add_post("/update_weights_from_tensor", self._load)
+        app.router.add_post("/weights_checker", self._checksums)
+        app.router.add_post("/load_lora_adapter_from_tensors", self._load_adapter)
+        app.router.add_post("/unload_lora_adapter", self._unload_adapter)
+
+    def restart(self) -> None:
+        """It is another process now, with the weights that it was launched with, whatever those are."""
+        self.adapters.clear()
+        self.version, self.dead = "default", False
+
+    async def _done(self, request: web.Request) -> web.Response:
+        return web.json_response({"success": True})
+
+    async def _load(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        state = self.model.state_dict()
+        with torch.no_grad():
+            for name, tensor in opened(body["serialized_named_tensors"][0]).items():
+                state[name].copy_(tensor)
+        await self._engine.update_weights(0)
+        return web.json_response({"success": True})
+
+    async def _checksums(self, request: web.Request) -> web.Response:
+        return web.json_response({"success": True, "ranks": [{"checksums": {}}]})
+
+    async def _server_info(self, request: web.Request) -> web.Response:
+        info = {"version": "stand-in", "max_req_input_len": 1018, "incremental_streaming_output": True, "tp_size": 1}
+        lora = {"enable_lora": True, "max_lora_rank": self.rank, "lora_target_modules": ["all"]}
+        return web.json_response({**info, **lora, "device": "stand-in"})
+
+    async def _load_adapter(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        config, tensors = body["config_dict"], opened(body["serialized_named_tensors"][0])
+        assert body["lora_name"] not in self.adapters
+        merged = copy.deepcopy(self.model)
+        state = merged.state_dict()
+        with torch.no_grad():
+            for name in {name.partition(".lora_")[0] for name in tensors}:
+                a, b = (tensors[f"{name}.lora_{letter}.weight"] for letter in "AB")
+                state[f"{name.removeprefix(PREFIX)}.weight"].add_(b @ a, alpha=config["lora_alpha"] / config["r"])
+        self.adapters[body["lora_name"]] = LocalEngine(merged, max_batch=32)
+        return web.json_response({"success": True})
+
+    async def _unload_adapter(self, request: web.Request) -> web.Response:
+        del self.adapters[(await request.json())["lora_name"]]
+        return web.json_response({"success": True})
+
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
+        name = (await request.json()).get("lora_path")
+        if name is None or name in self.adapters:
+            return await super()._generate(request)
+        error = {"message": f"Got LoRA adapter that has never been loaded: {name}", "code": 400}
+        response = web.StreamResponse(headers={"content-type": "text/event-stream"})
+        await response.prepare(request)
+        await response.write(b"data: " + str({"error": error}).replace("'", '"').encode() + b"\n\ndata: [DONE]\n\n")
+        await response.write_eof()
+        return response
+
+    def _sampler(self, body: dict[str, Any]) -> LocalEngine:
+        name = body.get("lora_path")
+        return self._engine if name is None else self.adapters[name]
+
+    def _probe(self, ids: list[int], body: dict[str, Any]) -> dict[str, Any]:
+        own = self.model
+        self.model = self._sampler(body)._model
+        try:
+            return super()._probe(ids, body)
+        finally:
+            self.model = own

@@ -145,7 +145,7 @@ def test_a_segment_in_two_halves_attends_as_one(kind: Any, monkeypatch: pytest.M
     wanted_gradients = gradients(model)
     monkeypatch.setattr(attention, "HALVED", 3)
     row = pack(batch, forest(batch))
-    assert sum(len(b.own) for b in attention.plan(row.segments).buckets) > len(row.segments)
+    assert sum(len(b.own) for b in attention.bucketed(row.segments).buckets) > len(row.segments)
     torch.testing.assert_close(packed(kind(model), batch, weight, 1.0, 10_000), wanted, atol=1e-5, rtol=1e-5)
     for got, expected in zip(gradients(model), wanted_gradients, strict=True):
         torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)

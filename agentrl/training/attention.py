@@ -6,7 +6,8 @@ and backward (1.5 times faster than flash attention on a CPU), long ones scaled_
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import islice
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -62,6 +63,21 @@ class Plan:
         """The most keys that a query has."""
         return max(b.keys.shape[1] for b in self.buckets)
 
+    @property
+    def tokens(self) -> int:
+        return len(self.back)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        """See the function `attend`."""
+        tokens, groups = key.shape[:2]
+        if self.longest > SHORT or query.dtype != torch.float32 or query.is_cuda:
+            return _long(query, key, value, self, scale)
+        rows = tokens * groups
+        short: Tensor = _Short.apply(
+            query.reshape(rows, -1), key.reshape(rows, -1), value.reshape(rows, -1), self, groups, scale
+        )
+        return short
+
     def by_heads(self, heads: int) -> list[tuple[Tensor, Tensor]]:
         """For every bucket `own` [B * heads * A] and `keys` [B * heads * K] as rows of a [P * heads, ...] tensor."""
         if heads not in self._by_heads:
@@ -69,7 +85,29 @@ class Plan:
         return self._by_heads[heads]
 
 
-def plan(segments: Sequence[Segment], device: torch.device | str = "cpu") -> Plan:
+class Layout(Protocol):
+    """How the tokens of one packed row attend, prepared once for all layers."""
+
+    @property
+    def tokens(self) -> int:
+        """P, the row's tokens."""
+        ...
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        """See the function `attend`."""
+        ...
+
+
+def plan(segments: Sequence[Segment], device: torch.device | str = "cpu") -> Layout:
+    """What fits the device: one kernel over the row on CUDA (cuda_attention.py), elsewhere buckets."""
+    if torch.device(device).type == "cuda":
+        from agentrl.training.cuda_attention import Row
+
+        return Row(tuple(segments), torch.device(device))
+    return bucketed(segments, device)
+
+
+def bucketed(segments: Sequence[Segment], device: torch.device | str = "cpu") -> Plan:
     """Sort segments into buckets. Costs O(tokens), once a packed row, for all layers."""
     real = [s for s in segments if _length(s)]
     if max(_prefix(s) + _length(s) for s in real) <= SHORT:
@@ -92,16 +130,9 @@ def plan(segments: Sequence[Segment], device: torch.device | str = "cpu") -> Pla
     return Plan(tuple(buckets), back.to(device))
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, plan: Plan, scale: float) -> Tensor:
+def attend(query: Tensor, key: Tensor, value: Tensor, plan: Layout, scale: float) -> Tensor:
     """query [P, H, D], key and value [P, G, D] (the H / G heads of a group next to each other) to [P, H * D]."""
-    tokens, groups = key.shape[:2]
-    if plan.longest > SHORT or query.dtype != torch.float32 or query.is_cuda:
-        return _long(query, key, value, plan, scale)
-    rows = tokens * groups
-    short: Tensor = _Short.apply(
-        query.reshape(rows, -1), key.reshape(rows, -1), value.reshape(rows, -1), plan, groups, scale
-    )
-    return short
+    return plan.attend(query, key, value, scale)
 
 
 def _long(query: Tensor, key: Tensor, value: Tensor, plan: Plan, scale: float) -> Tensor:
@@ -134,7 +165,8 @@ class _Short(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, plan: Plan, groups: int, scale: float) -> Tensor:
-        outputs, kept = [], []
+        outputs: list[Tensor] = []
+        kept: list[Tensor] = []
         for bucket, mask, (own, keys) in zip(plan.buckets, plan.masks, plan.by_heads(groups), strict=True):
             rows, length = bucket.own.shape
             q, k, v = _gather(query, key, value, own, keys, rows * groups)
@@ -143,8 +175,9 @@ class _Short(torch.autograd.Function):
             weights = scores.softmax(-1)
             attended = torch.bmm(weights, v).view(rows, groups, length, -1)
             outputs.append(attended.transpose(1, 2).reshape(rows * length, -1))
-            kept.append((q, k, v, weights))
-        ctx.plan, ctx.groups, ctx.scale, ctx.kept = plan, groups, scale, kept
+            kept += (q, k, v, weights)
+        ctx.plan, ctx.groups, ctx.scale = plan, groups, scale
+        ctx.save_for_backward(*kept)  # so that activation checkpointing can do without them
         ctx.shapes = (query.shape, key.shape, value.shape)
         return torch.cat(outputs).index_select(0, plan.back)
 
@@ -154,9 +187,10 @@ class _Short(torch.autograd.Function):
         d_out_all = gradients[0].reshape(ctx.shapes[0])
         by_own: list[list[Tensor]] = [[], [], []]
         by_prefix: list[tuple[Tensor, Tensor, Tensor]] = []
-        for bucket, (own, keys), kept in zip(ctx.plan.buckets, ctx.plan.by_heads(groups), ctx.kept, strict=True):
+        saved = iter(ctx.saved_tensors)
+        for bucket, (own, keys) in zip(ctx.plan.buckets, ctx.plan.by_heads(groups), strict=True):
             rows, length = bucket.own.shape
-            q, k, v, weights = kept
+            q, k, v, weights = islice(saved, 4)
             d_out = d_out_all.index_select(0, own).view(q.shape)
             if bucket.padding is not None:
                 d_out.view(rows, groups, length, -1).masked_fill_(bucket.padding[:, None, :, None], 0.0)

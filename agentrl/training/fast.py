@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from agentrl.engine.local.block import Rope, Weights, rotate, unsupported, weights_of
 from agentrl.models.lora import has_dropout, layers
-from agentrl.training.attention import Plan, attend, plan
+from agentrl.training.attention import Layout, attend, plan
 from agentrl.training.kernels import rms_norm, swiglu, token_logprobs
 from agentrl.training.packing import Packed
 
@@ -48,7 +48,7 @@ class FastForward:
         return _hidden(weights, ids, turn, plan(packed.segments, device), predict), _head(weights)
 
 
-def _hidden(weights: Weights, ids: Tensor, turn: Tensor, layout: Plan, predict: Tensor) -> Tensor:
+def _hidden(weights: Weights, ids: Tensor, turn: Tensor, layout: Layout, predict: Tensor) -> Tensor:
     """ids [P] to hidden states [N, D] after the final norm, of the tokens `predict` [N] alone: after the last
     attention the others have no more work to do."""
     s = weights.shape

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from agentrl.errors import UserError
-from agentrl.training.attention import Plan, attend, plan
+from agentrl.training.attention import Layout, attend, plan
 from agentrl.training.forward import ModuleForward, attending
 from agentrl.training.kernels import token_logprobs
 from agentrl.training.packing import Packed
@@ -59,17 +59,16 @@ class SequenceParallelForward(ModuleForward):
         logprobs, entropies = token_logprobs(chosen, self.head.weight, self.head.bias, target, temperature)
         return self._gathered(logprobs, entropies, torch.from_numpy(own).to(device), len(packed.predict))
 
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, layout: Plan, scale: float) -> Tensor:
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, layout: Layout, scale: float) -> Tensor:
         """query [W, H, D], key and value [W, G, D] of this rank's slice to [W, H * D]: attention over the whole row."""
         copies = math.lcm(key.shape[1], self.ranks) // key.shape[1]  # so that every rank gets the keys of its queries
         keys_values = [x.repeat_interleave(copies, 1) if copies > 1 else x for x in (key, value)]
         by_rank = [x.unflatten(1, (self.ranks, -1)) for x in (query, *keys_values)]
         sizes = [x.shape[2] for x in by_rank]
         row = self._exchange(torch.cat(by_rank, 2).transpose(0, 1)).flatten(0, 1)
-        tokens = len(layout.back)
-        q, k, v = row[:tokens].split(sizes, 1)
+        q, k, v = row[: layout.tokens].split(sizes, 1)
         mixed = attend(q, k, v, layout, scale)
-        padded = F.pad(mixed, (0, 0, 0, len(row) - tokens))
+        padded = F.pad(mixed, (0, 0, 0, len(row) - layout.tokens))
         heads = self._exchange(padded.unflatten(0, (self.ranks, -1)))
         return heads.transpose(0, 1).flatten(1)
 

@@ -319,6 +319,31 @@ def test_what_is_no_fault_of_the_disk_is_raised_as_it_is(tmp_path: Path) -> None
         assert names(tmp_path) == []
 
 
+def test_what_a_worker_wrote_elsewhere_is_missed(tmp_path: Path) -> None:
+    """As on a machine that does not share the output folder."""
+    role = learned(1)
+    checkpoints = Checkpoints(tmp_path / "checkpoints", 2)
+
+    def elsewhere(folder: Path) -> Pending:
+        (tmp_path / "other").mkdir()
+        return save_roles({"actor": role}, tmp_path / "other")
+
+    def partly(folder: Path) -> Pending:
+        save_roles({"actor": role}, folder).result()
+        (folder / "trainer" / "actor" / "__0_0.distcp").unlink()
+        return Pending(lambda: None)
+
+    def cut(folder: Path) -> Pending:
+        save_roles({"actor": role}, folder).result()
+        write(folder / "trainer" / "actor" / "__0_0.distcp", b"cut")
+        return Pending(lambda: None)
+
+    for step, way in enumerate((elsewhere, partly, cut), 1):
+        with pytest.raises(UserError, match=f"folder that all of them share; the checkpoint of step {step} is lost"):
+            checkpoints.save(step, way, {})
+        assert names(tmp_path / "checkpoints") == []
+
+
 class LostError(UserError):
     """Of a worker."""
 

@@ -23,6 +23,7 @@ from checkpoint_help import Role, everything, learn, learned, names, same, tiny
 
 from agentrl.errors import UserError
 from agentrl.training.checkpoint import Checkpoints, Saved
+from agentrl.training.saving import sharded
 from agentrl.training.saving.pending import Pending
 from agentrl.training.saving.roles import load_roles, save_roles
 
@@ -112,6 +113,7 @@ def label(folder: Path, step: int, content: str) -> None:
 
 def written(aside: Path, content: str) -> None:
     (aside / "content").write_text(content)
+    sharded.write({"x": torch.ones(1)}, aside / "trainer" / "actor")
 
 
 @pytest.mark.parametrize("step", [1, 2], ids=["again", "anew"])

@@ -166,7 +166,12 @@ def same_state(ours: dict[str, Any], theirs: dict[str, Any]) -> bool:
     return all(ours[name].equal(theirs[name]) for name in ours)
 
 
-EPOCHS: dict[str, Any] = {"env": {"name": "test_train_resume:Five"}, "tools": [], "rollout__max_turns": 1}
+EPOCHS: dict[str, Any] = {
+    "env": {"name": "test_train_resume:Five"},
+    "tools": [],
+    "rollout__max_turns": 1,
+    "rollout__max_turn_tokens": 24,
+}
 """Without tools all samples of a step are in the batches of the engine together, whatever the clock says: then all is
 equal to the bit."""
 KINDS: dict[str, dict[str, Any]] = {
@@ -205,3 +210,46 @@ def test_interrupted_at_any_step_it_is_the_same_run_to_the_bit(tmp_path: Path, k
         assert [steady(row) for row in metrics(resumed.folder)] == told
         assert same_state(trained(resumed), trained(whole))
         assert (resumed.before, resumed.after) == (whole.before, whole.after)
+
+
+def full_disk(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    """From its second use on, what writes there is refused."""
+    import errno
+
+    from agentrl.training.run_folder import RunFolder
+    from agentrl.training.saving import sharded
+
+    owner, name = {"checkpoint": (sharded, "write"), "metrics": (RunFolder, "append_metrics")}[what]
+    kept, uses = getattr(owner, name), iter(range(99))
+
+    def write(*arguments: Any) -> None:
+        if next(uses) >= 1:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        kept(*arguments)
+
+    monkeypatch.setattr(owner, name, write)
+
+
+@pytest.mark.parametrize("what", ["checkpoint", "metrics"])
+def test_a_full_disk_ends_the_run_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], what: str
+) -> None:
+    from agentrl.cli import main
+    from agentrl.recipe.load import dump_recipe
+
+    folder, recipe = tmp_path / "run", tmp_path / "job.yaml"
+    recipe.write_text(dump_recipe(small(folder, train__save_every=1, train__steps=4, eval__splits=[], **EPOCHS)))
+    full_disk(monkeypatch, what)
+    assert main.run(["train", str(recipe)]) == 2
+    said = [line for line in capsys.readouterr().err.splitlines() if line]
+    assert len(said) == 1
+    if what == "checkpoint":
+        assert f"{folder}/checkpoints: a checkpoint could not be written: No space left on device (" in said[0]
+        assert said[0].endswith("the checkpoint of step 2 is lost, that of step 1 stands")
+        assert [p.name for p in (folder / "checkpoints").iterdir()] == ["step_1"]
+    else:
+        assert said[0] == f"error: {folder}: No space left on device; nothing was saved yet"
+    monkeypatch.undo()
+    if what == "checkpoint":
+        resumed = resume_run(str(folder))
+        assert [row["step"] for row in metrics(resumed.folder)] == [0, 1, 2, 3, 4]

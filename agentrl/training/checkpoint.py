@@ -17,7 +17,7 @@ from agentrl.errors import UserError
 from agentrl.training.saving import disk, sharded
 from agentrl.training.saving.huggingface import ADAPTER, save_model
 from agentrl.training.saving.pending import Pending, PendingLike
-from agentrl.training.saving.roles import TRAINER
+from agentrl.training.saving.roles import TRAINER, check_whole
 
 __all__ = ["ADAPTER", "Checkpoints", "NotSaved", "Saved", "save_model"]
 
@@ -132,7 +132,7 @@ class Checkpoints:
     def _complete(self, step: int, aside: Path, pending: PendingLike, state: Mapping[str, Any]) -> None:
         try:
             pending.result()
-            (aside / TRAINER).mkdir(exist_ok=True)
+            check_whole(aside)
             (aside / TRAINER / STATE).write_text(json.dumps(state), encoding="utf-8")
             disk.flush(aside)
             with self._names:

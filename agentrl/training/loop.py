@@ -5,6 +5,7 @@ A step is written down whole or not at all: what an interrupt cuts short leaves 
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
@@ -26,6 +27,7 @@ from agentrl.training.learner import Learner
 from agentrl.training.mismatch import MismatchWatch
 from agentrl.training.rollouts import Rollouts
 from agentrl.training.run_folder import RunFolder
+from agentrl.training.saving.disk import FULL
 from agentrl.training.watch import ROLLOUT, SYNC, TRAIN, Watch
 from agentrl.training.workplace import Workplace
 
@@ -82,8 +84,20 @@ class Loop:
             except NotSaved as refused:
                 raise UserError(f"{error}; {refused}") from error
             raise UserError(f"{error}; step {self.step} is saved, go on with --resume {self.folder.path}") from error
+        except OSError as error:
+            if error.errno not in FULL:
+                raise
+            raise UserError(self._out_of_room(error)) from error
         self._save_at_last()
         return False
+
+    def _out_of_room(self, error: OSError) -> str:
+        """One line for a disk that takes no metrics and no trajectories any more."""
+        with suppress(NotSaved):
+            self.checkpoints.finish()
+        last = self.checkpoints.latest()
+        then = f"step {last.step} is saved, go on with --resume {self.folder.path}" if last else "nothing was saved yet"
+        return f"{error.filename or self.folder.path}: {error.strerror}; {then}"
 
     def _one_step(self) -> None:
         began = perf_counter()

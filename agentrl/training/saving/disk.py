@@ -1,9 +1,13 @@
 """Files that are there after a power cut, and one line for what a disk refuses."""
 
+import errno
 import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+
+FULL = (errno.ENOSPC, errno.EDQUOT)
+"""The disk has no room, or this user no share of it."""
 
 
 def flush(folder: Path) -> None:

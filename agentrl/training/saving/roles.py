@@ -92,6 +92,17 @@ def save_roles(
     return Pending(write, asynchronous)
 
 
+def check_whole(folder: Path) -> None:
+    """Raises UserError unless all that the ranks have written to `folder` can be seen from here."""
+    roles = [place for place in (folder / TRAINER).glob("*") if place.is_dir()]
+    lacks = next((place / name for place in roles if (name := sharded.missing(place))), None if roles else folder)
+    if lacks is not None:
+        raise UserError(
+            f"{lacks} was written by a worker, and cannot be seen by the process of the loop: give a run on several "
+            "machines an output folder that all of them share"
+        )
+
+
 def _begin(exported: HuggingFace, folder: Path, tokenizer: Any) -> OSError | None:
     try:
         exported.begin(folder, tokenizer)

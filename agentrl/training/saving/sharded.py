@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
+METADATA = ".metadata"
 UNREADABLE = (OSError, ValueError, KeyError, RuntimeError, EOFError, pickle.UnpicklingError, CheckpointException)
 """What comes of files that are missing, damaged, or of something else."""
 
@@ -42,6 +43,17 @@ def describe(folder: Path) -> Described:
         for name, entry in entries.items()
         if isinstance(entry, TensorStorageMetadata)
     }
+
+
+def missing(folder: Path) -> str | None:
+    """The first file that was written to `folder`, and is not there or not as long as it was; None: all are whole."""
+    if not (folder / METADATA).is_file():
+        return METADATA
+    ends: dict[str, int] = {}
+    for place in dcp.FileSystemReader(folder).read_metadata().storage_data.values():
+        ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
+    whole = {name for name, end in ends.items() if (folder / name).is_file() and (folder / name).stat().st_size >= end}
+    return min(ends.keys() - whole, default=None)
 
 
 def read(tensors: Mapping[str, Tensor], folder: Path) -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_actor import REWARDS, learned, make_groups, make_recipe
 
 from agentrl.algo import losses
 from agentrl.algo.loss import cispo, gspo, ppo_clip, reinforce, value_loss
@@ -140,3 +141,16 @@ def test_ppo_and_gspo_agree_on_samples_of_one_token() -> None:
     plain = AlgorithmSection(clip_dual=None)
     given_ = ([-1.0, -2.0, -0.5], [-1.5, -1.0, -0.5], [1.0, -1.0, 0.5], [0, 1, 2])
     torch.testing.assert_close(gspo(tokens(*given_), plain).loss, ppo_clip(tokens(*given_), plain).loss)
+
+
+@pytest.mark.parametrize("name", ["gspo", "cispo", "reinforce"])
+def test_in_the_actor_micro_batches_change_nothing(name: str) -> None:
+    def after(tokens: int) -> tuple[torch.Tensor, dict[str, float]]:
+        keys = {"loss": name, "aggregation": "sequence_mean", "clip_low": 0.01, "clip_high": 0.01}
+        return learned(make_recipe(keys, epochs=2, lr=5e-3, micro_batch_tokens=tokens), make_groups(REWARDS))
+
+    whole, metrics = after(16384)
+    split, same = after(1)
+    torch.testing.assert_close(split, whole, atol=1e-5, rtol=1e-4)
+    assert same["train/loss"] == pytest.approx(metrics["train/loss"], abs=1e-5, rel=1e-4)
+    assert name == "reinforce" or metrics["train/clip_fraction"] > 0

@@ -78,8 +78,8 @@ class Actor:
         device = logprobs.device
         engine = at(batch, "logprobs", packed, device)
         old = at(batch, "old_logprobs", packed, device) if "old_logprobs" in batch.tokens else logprobs.detach()
-        terms = self.loss(Tokens(logprobs, old, at(batch, "advantages", packed, device)), algorithm)
         sample = torch.from_numpy(np.searchsorted(batch.offsets, packed.source, side="right")).to(device)
+        terms = self.loss(Tokens(logprobs, old, at(batch, "advantages", packed, device), sample), algorithm)
         factor = importance_weights(old, engine, sample, self.off_policy, algorithm.off_policy_cap)
         each, measured = terms.loss * factor, {**terms.metrics, "entropy": entropy.detach()}
         if "reference_logprobs" in batch.tokens:

@@ -49,15 +49,18 @@ def make_model() -> Any:
     ).eval()  # fmt: skip
 
 
-def make_batch(prompt: int, answer: int, samples: int, groups: int, varied: bool) -> Batch:
+def make_batch(
+    prompt: int, answer: int, samples: int, groups: int, varied: bool, vocabulary: int = VOCABULARY
+) -> Batch:
     rng = np.random.default_rng(0)
     rows, prompts = [], []
     for _ in range(groups):
         length = int(rng.integers(prompt * 3 // 4, prompt * 5 // 4)) if varied else prompt
-        opening = rng.integers(1, VOCABULARY, length)
+        opening = rng.integers(1, vocabulary, length)
         for _ in range(samples):
             drawn = rng.lognormal(-0.18, 0.6) if varied else 1.0
-            rows.append(np.concatenate([opening, rng.integers(1, VOCABULARY, max(1, round(answer * min(drawn, 4))))]))
+            own = rng.integers(1, vocabulary, max(1, round(answer * min(drawn, 4))))
+            rows.append(np.concatenate([opening, own]))
             prompts.append(length)
     mask = [np.arange(len(row)) >= length for row, length in zip(rows, prompts, strict=True)]
     offsets = np.cumsum([0, *(len(row) for row in rows)])
@@ -77,8 +80,9 @@ def packed(forward: Forward, batch: Batch, budget: int) -> np.ndarray:
     found = np.zeros(int(batch.offsets[-1]), np.float32)
     for row in micro_batches(batch, budget):
         logprobs, _ = forward(row, 1.0)
-        (logprobs * torch.from_numpy(batch.tokens["weight"][row.source])).sum().backward()
-        found[row.source] = logprobs.detach()
+        weight = torch.from_numpy(batch.tokens["weight"][row.source]).to(logprobs.device)
+        (logprobs * weight).sum().backward()
+        found[row.source] = logprobs.detach().cpu()
     return found
 
 
@@ -94,15 +98,14 @@ def padded(model: Any, batch: Batch, budget: int) -> np.ndarray:
         wanted, weight = torch.zeros_like(real), torch.zeros(ids.shape)
         wanted[real] = torch.from_numpy(part.tokens["loss_mask"].astype(bool))
         weight[real] = torch.from_numpy(part.tokens["weight"])
-        states = model.model(
-            input_ids=ids, attention_mask=None if bool(real.all()) else real.long(), use_cache=False
-        ).last_hidden_state
-        logits = model.lm_head(states[:, :-1][wanted[:, 1:]])
-        target = ids[wanted]
+        mask = None if bool(real.all()) else real.long().to(model.device)
+        states = model.model(input_ids=ids.to(model.device), attention_mask=mask, use_cache=False).last_hidden_state
+        logits = model.lm_head(states[:, :-1][wanted[:, 1:].to(model.device)]).float()
+        target = ids[wanted].to(model.device)
         logprobs = logits.gather(1, target[:, None])[:, 0] - logits.logsumexp(-1)
-        (logprobs * weight[wanted]).sum().backward()
+        (logprobs * weight[wanted].to(model.device)).sum().backward()
         where = batch.positions(samples)
-        found[where[part.tokens["loss_mask"].astype(bool)]] = logprobs.detach()
+        found[where[part.tokens["loss_mask"].astype(bool)]] = logprobs.detach().cpu()
     return found
 
 
@@ -122,11 +125,26 @@ def apart(batch: Batch) -> Batch:
     return batch.with_samples(group=np.arange(len(batch)))
 
 
-def seconds(work: Callable[[], Any], model: Any) -> float:
-    model.zero_grad()
-    start = time.process_time()
-    work()
-    return time.process_time() - start
+def compared(sides: dict[str, Callable[[], np.ndarray]], tolerance: float) -> None:
+    """Run every side once, which also warms it up. Exits when they compute different things."""
+    found = {name: work() for name, work in sides.items()}
+    for name, logprobs in found.items():
+        if (off := float(np.abs(logprobs - found["padded"]).max())) > tolerance:
+            raise SystemExit(f"log-probs of {name} are off by {off:.2g}: nothing to compare")
+
+
+def seconds(
+    sides: dict[str, Callable[[], np.ndarray]], model: Any, rounds: int, clock: Callable[[], float]
+) -> dict[str, float]:
+    """The least time of every side; they take turns."""
+    best = dict.fromkeys(sides, np.inf)
+    for _ in range(rounds):
+        for name, work in sides.items():
+            model.zero_grad()
+            start = clock()
+            work()
+            best[name] = min(best[name], clock() - start)
+    return best
 
 
 def measure(model: Any, batch: Batch, budget: int, rounds: int) -> dict[str, float]:
@@ -138,15 +156,9 @@ def measure(model: Any, batch: Batch, budget: int, rounds: int) -> dict[str, flo
         "fast": lambda: packed(fast, batch, budget),
         "module": lambda: packed(module, batch, budget),
     }
-    found = {name: work() for name, work in sides.items()}  # also warms up
-    for name, logprobs in found.items():
-        if (off := float(np.abs(logprobs - found["padded"]).max())) > 1e-4:
-            raise SystemExit(f"log-probs of {name} are off by {off:.2g}: nothing to compare")
-    best = dict.fromkeys(sides, np.inf)
-    for _ in range(rounds):
-        for name, work in sides.items():
-            best[name] = min(best[name], seconds(work, model))
-    return {name: int(batch.offsets[-1]) / time for name, time in best.items()}
+    compared(sides, 1e-4)
+    times = seconds(sides, model, rounds, time.process_time)
+    return {name: int(batch.offsets[-1]) / spent for name, spent in times.items()}
 
 
 def main() -> None:

@@ -1,18 +1,21 @@
 """Sampling and training in turn, one step off, and without a stop, with a tool of random latency (mean 0.5 s).
 
     python benchmarks/overlap.py                              the embedded engine, 30 steps
-    python benchmarks/overlap.py --engine sglang              servers launched by AGENTRL_SGLANG_VENV
+    python benchmarks/overlap.py --engine sglang              one server, launched by AGENTRL_SGLANG_VENV
+    python benchmarks/overlap.py --engine sglang --url http://127.0.0.1:30000
     python benchmarks/overlap.py --latency 2 --steps 60 train.seed=1
 
-The same recipe, seed and number of steps for every way, one after another. Reported: steps a minute without the
-evaluations, held-out accuracy before and after, how old the samples were, and what that did to their probabilities.
+The same recipe, seed and number of steps for every way, one after another, on the same server. Reported: steps a minute
+without the evaluations, held-out accuracy before and after, how old the samples were, and what that did to their
+probabilities.
 """
 
 import argparse
 import asyncio
 import json
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +24,12 @@ from rich.console import Console
 from rich.table import Table
 
 import agentrl
+from agentrl.models.load import resolve
 from agentrl.plugins.types import Session, ToolResponse
 from agentrl.recipe.schema import Recipe
 
 WAYS = ("none", "one_step", "async")
+RECIPE = "recipes/gsm8k_tool.yaml"
 
 
 class SlowCalculator(Calculator):
@@ -47,7 +52,9 @@ def measure(way: str, options: argparse.Namespace, folder: Path) -> dict[str, An
         "train.threads=1", "train.save_every=0", "eval.every=0", "eval.splits=[test]", f"eval.tasks={options.tasks}",
         f"output={folder / way}", "rollout.tool_timeout=60", *options.overrides,
     ]  # fmt: skip
-    result = agentrl.train(Recipe.load("recipes/gsm8k_tool.yaml", overrides))
+    if options.url:
+        overrides.append(f"engine.args.urls=[{options.url}]")
+    result = agentrl.train(Recipe.load(RECIPE, overrides))
     rows = [json.loads(line) for line in (result.folder / "metrics.jsonl").read_text().splitlines()][1:]
 
     def mean(key: str) -> float:
@@ -61,6 +68,38 @@ def measure(way: str, options: argparse.Namespace, folder: Path) -> dict[str, An
         "staleness": mean("rollout/staleness_mean"),
         "ess": mean("mismatch/ess"),
     }
+
+
+@contextmanager
+def serving(options: argparse.Namespace) -> Iterator[None]:
+    """One server for all ways, each of which gives it its own weights first."""
+    if options.engine != "sglang" or options.url:
+        yield
+        return
+    from agentrl.engine.sglang.client import Sessions
+    from agentrl.engine.sglang.server import Server
+    from agentrl.engine.sglang.settings import Settings
+    from agentrl.models.load import load_model
+
+    recipe = Recipe.load(RECIPE, options.overrides)
+    model = load_model(recipe.model)[0]
+    plan = Settings().plan(model, resolve(recipe.model.path), recipe.engine.max_batch, None)
+    assert plan is not None
+    sessions = Sessions()
+    server = Server(plan, 0, Path(tempfile.gettempdir()) / "overlap_sglang.log", sessions)
+
+    async def start() -> None:
+        try:
+            await server.start(900.0, lambda line: None)
+        finally:
+            await sessions.close()
+
+    asyncio.run(start())
+    options.url = server.url
+    try:
+        yield
+    finally:
+        server.kill()
 
 
 def show(rows: dict[str, dict[str, Any]]) -> None:
@@ -85,12 +124,13 @@ def show(rows: dict[str, dict[str, Any]]) -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engine", default="local")
+    parser.add_argument("--url", help="an SGLang server that runs already")
     parser.add_argument("--latency", type=float, default=0.5, help="mean seconds a call")
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--tasks", type=int, default=128, help="held-out tasks")
     parser.add_argument("overrides", nargs="*", help="KEY=VALUE of the recipe")
     options = parser.parse_args(arguments)
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, serving(options):
         show({way: measure(way, options, Path(folder)) for way in WAYS})
 
 

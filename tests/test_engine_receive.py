@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from agentrl.engine.base import EngineError, Sampling
 from agentrl.engine.local.engine import LocalEngine
@@ -39,6 +39,21 @@ async def test_it_samples_from_what_it_was_given(tied: bool) -> None:
         trainer.model.norm.weight.mul_(-1)
     engine.flush()
     assert await answer(engine) == await answer(LocalEngine(tiny(1, tied), max_batch=4))
+
+
+async def test_experts_that_checkpoints_call_otherwise_arrive_too() -> None:
+    """transformers keeps the experts of a layer as one tensor."""
+    sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "num_experts": 4, "num_experts_per_tok": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256}
+    models = []
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        config = Qwen3MoeConfig(**sizes, **heads, head_dim=8, moe_intermediate_size=16, intermediate_size=16)
+        models.append(Qwen3MoeForCausalLM(config).eval())
+    engine = LocalEngine(models[0], max_batch=4)
+    assert dict(ModelWeights(models[1])).keys() != dict(ModelWeights(models[1], own_names=True)).keys()
+    await engine.update_weights(1, ModelWeights(models[1], own_names=True))
+    assert await answer(engine) == await answer(LocalEngine(models[1], max_batch=4))
 
 
 async def test_a_request_under_way_waits_for_all_of_them_and_goes_on() -> None:

@@ -28,14 +28,14 @@ class ModelWeights:
     before or while they are sent. Given, they must still be those that it was taken of.
 
     repeatable: whether they may be read again. Names are those of checkpoints: transformers keeps the experts of a
-    layer as one tensor, and servers load them one by one.
+    layer as one tensor, and servers load them one by one. own_names: those of the state dict, for another such module.
     """
 
-    def __init__(self, model: Any, stamp: str | None = None, base: bool = False) -> None:
+    def __init__(self, model: Any, stamp: str | None = None, base: bool = False, own_names: bool = False) -> None:
         self._model, self._base = model, base
         self.stamp = stamp or self._stamped()
         self.repeatable = not any(hasattr(p, "full_tensor") for p in model.parameters())
-        self._renamed = _needs_conversion(model)
+        self._renamed = not own_names and _needs_conversion(model)
         self._only = None if self.repeatable else _Reading(self._read())
 
     def __iter__(self) -> Iterator[NamedTensor]:

@@ -1,0 +1,106 @@
+"""Whole runs on two workers beside those of one process: real rollouts, checkpoints, resumed either way round."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cluster_train_help import STORE
+from train_help import lines, metrics, small, steady
+
+import agentrl
+from agentrl.cli import main
+from agentrl.cluster.session import Session
+from agentrl.recipe.load import dump_recipe
+from agentrl.recipe.schema import Recipe
+from agentrl.training.run import TrainResult, resume_run
+
+STOPS = {"track__trackers": ["cluster_plugins:StopsAfterTwo"]}
+GOES_ON = ["track.trackers=[]"]
+
+
+@pytest.fixture(scope="module")
+def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Of a Ray with two CPUs that runs already: the runs of this module join it one after the other."""
+    import ray
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        path = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+        patch.setenv("PYTHONPATH", path)
+        with Session(cpus=2, gpus=0, object_store=STORE) as session:
+            ray.shutdown()
+            yield session.address
+
+
+def job(output: Path, **changes: Any) -> Recipe:
+    return small(output, **{"eval__splits": [], "train__schedule": "cosine", "train__mini_batches": 2, **changes})
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> TrainResult:
+    return agentrl.train(job(tmp_path_factory.mktemp("alone") / "run"))
+
+
+def same(a: TrainResult, b: TrainResult) -> None:
+    """The same conversations, and metrics and weights as near as float32 gets by another order of sums. That holds
+    as long as no token is drawn so near a bound that the last bits decide it."""
+    from transformers import AutoModelForCausalLM
+
+    assert a.steps == b.steps
+    for step in range(1, a.steps + 1):
+        ours, theirs = (lines(r.folder / "trajectories" / f"step_{step}.jsonl") for r in (a, b))
+        assert [t["messages"] for t in ours] == [t["messages"] for t in theirs]
+    for mine, other in zip(metrics(a.folder), metrics(b.folder), strict=True):
+        assert comparable(mine) == pytest.approx(comparable(other), rel=1e-3, abs=1e-4)
+    first, second = (AutoModelForCausalLM.from_pretrained(r.checkpoint).state_dict() for r in (a, b))
+    for name, value in first.items():
+        assert float((value - second[name]).abs().max()) <= 1e-4, name
+
+
+def comparable(row: dict[str, Any]) -> dict[str, Any]:
+    """Without how the work was split: what a prompt shared by two workers costs is computed twice."""
+    return {name: value for name, value in steady(row).items() if name != "train/tokens"}
+
+
+def test_two_of_three_steps_on_two_workers_and_the_last_in_one_process(
+    alone: TrainResult, address: str, tmp_path: Path
+) -> None:
+    stopped = agentrl.train(job(tmp_path / "run", cluster__workers=2, cluster__address=address, **STOPS))
+    assert stopped.interrupted
+    assert stopped.steps == 2
+    assert sorted(log.name for log in (stopped.folder / "logs").iterdir()) == ["trainer_0.log", "trainer_1.log"]
+    gone_on = resume_run(str(stopped.folder), overrides=[*GOES_ON, "cluster.workers=1", "cluster.address=null"])
+    same(alone, gone_on)
+
+
+def test_two_of_three_steps_in_one_process_and_the_last_on_two_workers(
+    alone: TrainResult, address: str, tmp_path: Path
+) -> None:
+    stopped = agentrl.train(job(tmp_path / "run", **STOPS))
+    gone_on = resume_run(str(stopped.folder), overrides=[*GOES_ON, "cluster.workers=2", f"cluster.address={address}"])
+    assert gone_on.steps == 3
+    same(alone, gone_on)
+
+
+BAD: list[tuple[list[str], str]] = [
+    (["cluster.workers=99"], "needed: one node with 99 CPUs; there: node"),
+    (["cluster.gpus=8"], "needed: one node with 8 CPUs and 8 GPUs; there: node"),
+    (["cluster.workers=2", "model.path=/nowhere/model"], "/nowhere/model"),
+    (["cluster.workers=2", "cluster.shard=3"], "cluster.shard"),
+    (["cluster.workers=2", "cluster.sequence_parallel=3"], "cluster.sequence_parallel"),
+    (["cluster.workers=2", "algorithm.loss=cluster_plugins:nothing"], "nothing"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "words"), BAD, ids=[" ".join(overrides) for overrides, _ in BAD])
+def test_what_cannot_be_is_one_line_and_exit_code_2(
+    overrides: list[str], words: str, address: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = tmp_path / "job.yaml"
+    recipe.write_text(dump_recipe(job(tmp_path / "run", cluster__address=address)))
+    assert main.run(["train", str(recipe), *overrides]) == 2
+    errors = capsys.readouterr().err.splitlines()
+    assert len(errors) == 1
+    assert words in errors[0]

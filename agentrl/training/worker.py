@@ -105,8 +105,9 @@ class TrainWorker(WatchedWorker):
 
     @register(ONE_TO_ALL)
     def begin_weights(self) -> None:
-        """Hand the policy's weights over, from the first: whole tensors, an adapter merged into them."""
-        self._weights = buckets(ModelWeights(self.actor.model), BUCKET_BYTES)
+        """Hand the policy's weights over, from the first: whole tensors by the names of the plain module, an adapter
+        merged into them."""
+        self._weights = buckets(ModelWeights(self.actor.model, own_names=True), BUCKET_BYTES)
 
     @register(ONE_TO_ALL)
     @watched("actor", SYNC)

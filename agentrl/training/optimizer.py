@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -118,20 +117,6 @@ class Optimizer:
         for name, tensor in self.named_state().items():
             if state[name] is not tensor:
                 tensor.copy_(state[name])
-        self._publish()
-
-    def state_dict(self) -> dict[str, Any]:
-        masters: list[Tensor | None] = [
-            None if m is p else m for p, m in zip(self.parameters, self.masters, strict=True)
-        ]
-        return {"adam": self.adam.state_dict(), "masters": masters}
-
-    @torch.no_grad()
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.adam.load_state_dict(state["adam"])
-        for master, saved in zip(self.masters, state["masters"], strict=True):
-            if saved is not None:
-                master.copy_(saved)
         self._publish()
 
 

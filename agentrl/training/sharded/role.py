@@ -5,7 +5,7 @@ on the weights being whole (which way of computing is exact) is found out on ran
 ranks run the same collectives.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,8 +51,9 @@ def build(role: Role, recipe: Recipe, place: Place, trained: bool = True) -> tup
     elif recipe.model.checkpointing:
         recompute(transformer)
     root = Root(model.eval(), role.way(model, told.known))
-    options = Options.of(recipe)
-    shard(root, blocks_of(transformer), place, options)
+    options, blocks = Options.of(recipe), blocks_of(transformer)
+    _check_types(root, blocks)
+    shard(root, blocks, place, options)
     model.to_empty(device="cpu" if options.offload else place.device)
     fill(model, source, place)
     return model, root, told.known
@@ -93,3 +94,16 @@ def _match(model: nn.Module, told: _Told, place: Place) -> None:
         raise RuntimeError(f"rank {place.rank} built another model than rank 0: {odd} differs")
     for name, parameter in model.named_parameters():
         parameter.data = parameter.data.to(told.kinds[name][1])
+
+
+def _check_types(root: nn.Module, blocks: Sequence[nn.Module]) -> None:
+    """What is gathered together must be trained in one precision."""
+    inside = {id(p) for block in blocks for p in block.parameters()}
+    outside = [p for p in root.parameters() if id(p) not in inside]
+    for group in [*(list(block.parameters()) for block in blocks), outside]:
+        kinds = sorted({str(p.dtype).removeprefix("torch.") for p in group if p.requires_grad})
+        if len(kinds) > 1:
+            raise UserError(
+                f"model.dtype: the model keeps weights of {' and '.join(kinds)} at once, which FSDP2 cannot train; "
+                "set model.dtype=float32 (and model.compute=bfloat16)"
+            )

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from agentrl.algo.loss import entropy
+from agentrl.training import liger
 from agentrl.training.attention import attend, plan
 from agentrl.training.batch import Batch
 from agentrl.training.fast import FastForward
@@ -140,6 +141,11 @@ def choose(
             break
         reasons.append(f"no {name}: {reason}")
     kind, name = chosen
+    if kind is ModuleForward and liger.fits(model, next(model.parameters()).device):
+        probe = _probe(_vocabulary(model))
+        with torch.no_grad():
+            liger.put_in_and_compare(model, lambda: ModuleForward(model)(probe, 1.0)[0], _tolerance(model))
+        name = f"{name}, {liger.SAID}"
     if checkpointing:
         recompute(model)
     forward = kind(model) if kind is FastForward else kind(model, compute)
@@ -173,15 +179,22 @@ def _try(kind: Any, model: Any, sequences: SequenceForward) -> str | None:
         return reason
     if kind is ModuleForward and (reason := _local_attention(model)):
         return reason
-    probe = _probe(int(model.get_input_embeddings().weight.shape[0]))
+    probe = _probe(_vocabulary(model))
     try:
         with torch.no_grad():
             found, wanted = kind(model)(probe, 1.0)[0], sequences(probe, 1.0)[0]
     except (Unsupported, RuntimeError, TypeError, ValueError, KeyError, AttributeError) as error:
         return f"{type(error).__name__}: {error}".splitlines()[0]
     off = float((found - wanted).abs().max())
-    tolerance = TOLERANCE.get(next(model.parameters()).dtype, 0.25)
-    return None if off <= tolerance else f"log-probs differ by {off:.2g} from those of single sequences"
+    return None if off <= _tolerance(model) else f"log-probs differ by {off:.2g} from those of single sequences"
+
+
+def _vocabulary(model: Any) -> int:
+    return int(model.get_input_embeddings().weight.shape[0])
+
+
+def _tolerance(model: nn.Module) -> float:
+    return TOLERANCE.get(next(model.parameters()).dtype, 0.25)
 
 
 def _local_attention(model: PreTrainedModel) -> str | None:

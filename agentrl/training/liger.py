@@ -1,0 +1,56 @@
+"""Triton kernels of liger-kernel for the norms and gated layers of a model on a CUDA device, where it is installed.
+
+What it has besides stays out: its fused output layer gives neither entropies nor a weight a token, so log-probs are
+those of kernels.py; its rotary embedding would replace that of every model in the process, those on a CPU included.
+"""
+
+import sys
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from agentrl.errors import UserError
+
+SAID = "norms and gates by liger-kernel"
+
+
+def fits(model: Any, device: torch.device) -> bool:
+    """Whether it is installed, for such a device, and knows the architecture."""
+    if device.type != "cuda" or find_spec("liger_kernel") is None:
+        return False
+    from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
+
+    return model.config.model_type in MODEL_TYPE_TO_APPLY_LIGER_FN
+
+
+def put_into(model: Any) -> None:
+    """Replace norms and gated layers of this model, in place, and of no other."""
+    from liger_kernel.transformers import _apply_liger_kernel_to_instance
+
+    family = vars(sys.modules[type(model).__module__])
+    before = dict(family)
+    _apply_liger_kernel_to_instance(
+        model=model, rope=False, cross_entropy=False, fused_linear_cross_entropy=False, rms_norm=True, swiglu=True
+    )
+    family.update(before)  # it also names its classes as the family's, for models that are yet to be made
+
+
+def put_in_and_compare(model: Any, logprobs: Callable[[], Tensor], tolerance: float) -> None:
+    """`put_into`, and see that `logprobs` stay as they are.
+
+    Raises UserError when they differ by more than `tolerance` nats, or the kernels do not run."""
+    before = logprobs()
+    put_into(model)
+    try:
+        off = float((logprobs() - before).abs().max())
+    except Exception as error:
+        said = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise UserError(f"liger-kernel is installed, but its kernels do not run here ({said}); uninstall it") from error
+    if not off <= tolerance:
+        raise UserError(
+            f"liger-kernel is installed, but with it the model's log-probs differ by {off:.2g}; install another version"
+            " of it, or uninstall it"
+        )

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -11,7 +12,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
-from cluster_help import STORE, Probe, alive, gone
+from cluster_help import STORE, Probe, alive, descendants, gone
 
 from agentrl.cluster import session as sessions
 from agentrl.cluster.errors import ClusterError, WorkerLost
@@ -136,3 +137,16 @@ def test_a_cluster_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_address_that_is_none(address: str) -> None:
     with pytest.raises(ClusterError, match="is 'auto' or HOST:PORT of a Ray head"):
         Session(address=address)
+
+
+def test_ray_that_ends_in_mid_run(tmp_path: Path) -> None:
+    with Session(cpus=1, object_store=STORE) as session, ResourcePool(1) as pool:
+        group = WorkerGroup(pool, Probe, name="probe", logs=tmp_path)
+        call = group.slow(600)
+        named = {pid: Path(f"/proc/{pid}/comm").read_text().strip() for pid in descendants(os.getpid())}
+        os.kill(next(pid for pid, name in named.items() if name == "raylet"), signal.SIGKILL)
+        with pytest.raises(WorkerLost, match=r"worker 0 .* died in 'slow': Ray (itself has ended|has lost touch)"):
+            call.result()
+        until(lambda: not session.alive)
+    assert not session.folder.exists()
+    assert gone(list(named))

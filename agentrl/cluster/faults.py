@@ -83,6 +83,8 @@ def cause(error: Exception) -> str:
         return "Ray ended it, because its machine ran low on memory"
     if type(error).__name__ == "NodeDiedError" or "node is dead" in said or "node died" in said:
         return "its machine left the cluster"
+    if type(error).__name__ == "ActorUnavailableError":
+        return "Ray has lost touch with it"
     if "connection error code 2" in said or "SYSTEM_ERROR" in said:
         return KILLED
     return next((line.strip() for line in said.splitlines() if line.strip()), type(error).__name__)

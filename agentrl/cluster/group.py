@@ -13,6 +13,7 @@ from agentrl.cluster.errors import ClusterError, WorkerLost
 from agentrl.cluster.faults import Witness
 from agentrl.cluster.host import Answer, Failure, Hello
 from agentrl.cluster.pool import ResourcePool
+from agentrl.cluster.session import Session
 from agentrl.cluster.spawn import greet, pickled, spawn, starts
 
 GRACE_SECONDS = 2.0
@@ -158,7 +159,7 @@ class WorkerGroup:
         """End the workers, after each has let go of what it holds."""
         import ray
 
-        if self._actors and self._lost is None and ray.is_initialized():
+        if self._actors and self._lost is None and Session.reachable():
             closed = [actor.close.remote() for actor in self._actors]
             ray.wait(closed, num_returns=len(closed), timeout=CLOSE_SECONDS)
         self.kill()
@@ -171,7 +172,7 @@ class WorkerGroup:
             actors, self._actors = self._actors, []
         if actors:
             self._pool.give()
-        if ray.is_initialized():
+        if Session.reachable():
             for actor in actors:
                 ray.kill(actor)
 
@@ -213,7 +214,8 @@ class WorkerGroup:
         except ray.exceptions.RayError as error:
             if self._lost is not None:  # ended by another thread, with all that was under way
                 raise self._lost from None
-            raise self._end(faults.died(self._witnesses[rank], method, faults.cause(error))) from None
+            cause = faults.cause(error) if Session.reachable() else "Ray itself has ended on the controller's machine"
+            raise self._end(faults.died(self._witnesses[rank], method, cause)) from None
         self._answered = time.monotonic()
         return rank, answer
 

@@ -17,6 +17,8 @@ from pathlib import Path
 GRACE_SECONDS = 5.0
 """What Ray is given to end its processes by itself."""
 POLL_SECONDS = 0.2
+ENDED = "ended"
+"""A file in FOLDER that says that Ray ended by itself."""
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _IGNORED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
@@ -38,8 +40,11 @@ def main() -> int:
         while ray.poll() is None and time.monotonic() < until:
             time.sleep(0.05)
     _end_descendants()
-    if not failed:  # else the parent has yet to read why
-        shutil.rmtree(folder, ignore_errors=True)
+    if failed:  # the parent has yet to see it, and to read why
+        folder.joinpath(ENDED).touch()
+        while not _closed(POLL_SECONDS):
+            pass
+    shutil.rmtree(folder, ignore_errors=True)
     return int(failed)
 
 

@@ -7,6 +7,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from agentrl.cluster.errors import ClusterError
+from agentrl.cluster.session import Session
 
 if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup
@@ -62,7 +63,7 @@ class ResourcePool:
         """Give the resources back. Groups in the pool are to be closed before."""
         import ray
 
-        if self._held is not None and ray.is_initialized():
+        if self._held is not None and Session.reachable():
             ray.util.remove_placement_group(self._held)
         self._held = None
 

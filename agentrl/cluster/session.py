@@ -15,9 +15,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import IO
+from typing import IO, ClassVar
 
 from agentrl.cluster.errors import ClusterError
+from agentrl.cluster.head import ENDED
 from agentrl.cluster.tail import tail
 
 MEGABYTE = 1 << 20
@@ -41,6 +42,8 @@ class Session:
 
     Raises ClusterError when Ray cannot be started or reached.
     """
+
+    _current: ClassVar["Session | None"] = None
 
     def __init__(
         self,
@@ -66,7 +69,7 @@ class Session:
             else:
                 _reach(self.address)
             _connect(self.address, timeout)
-            self._connected = True
+            self._connected, Session._current = True, self
         except BaseException:
             self.close()
             raise
@@ -77,6 +80,20 @@ class Session:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
 
+    @classmethod
+    def reachable(cls) -> bool:
+        """Whether this process is connected to a Ray that runs."""
+        import ray
+
+        return ray.is_initialized() and (cls._current is None or cls._current.alive)
+
+    @property
+    def alive(self) -> bool:
+        """False once a Ray that we started has ended by itself: whatever is asked of it then would wait for ever."""
+        if self._head is None or self.folder is None:
+            return True
+        return self._head.poll() is None and not (self.folder / ENDED).exists()
+
     def close(self) -> None:
         """End our workers, and Ray where we started it. Nothing of it is left afterwards: no process, port, file."""
         if self._connected:
@@ -84,7 +101,7 @@ class Session:
 
             with _our_signals():
                 ray.shutdown()
-            self._connected = False
+            self._connected, Session._current = False, None
         if self._head is not None:
             assert self._head.stdin is not None
             self._head.stdin.close()
@@ -102,7 +119,7 @@ class Session:
         said = folder / "ray_current_cluster"  # written by `ray start` once it is up
         until = time.monotonic() + timeout
         while not (said.is_file() and (address := said.read_text().strip())):
-            if self._head.poll() is not None:
+            if not self.alive:
                 raise ClusterError(f"Ray did not start on this machine: {_reason(tail(output))}")
             if time.monotonic() > until:
                 raise ClusterError(

@@ -2,6 +2,8 @@
 
 import gzip
 import json
+import runpy
+import sys
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -369,3 +371,16 @@ def test_roles_here_are_recorded_here(tmp_path: Path) -> None:
         with watch.phase("train", step):
             learner.actor.update(lone(4), 0.1)
     assert [p.name for p in sorted(tmp_path.glob("*.gz"))] == ["step_2_actor_0.json.gz"]
+
+
+def test_the_benchmark_of_gpus_says_in_a_line_that_there_are_none(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = str(Path(__file__).parents[1] / "benchmarks" / "gpu" / "train.py")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr("sys.argv", [script, "--gpus", "2"])
+    monkeypatch.setattr("sys.path", list(sys.path))
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(script, run_name="__main__")
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == "training on GPUs: missing: 2 GPU(s), torch sees 0\n"

@@ -1,0 +1,148 @@
+"""What the cluster path costs beside one process, on the same work: ratios of seconds, all sides in one run.
+
+    python benchmarks/cluster.py                          the embedded model
+    python benchmarks/cluster.py --hidden 512 --layers 8  a larger one with random weights
+    python benchmarks/cluster.py --workers 1 2 4 train.micro_batch_tokens=4096
+
+one process     the trainer of `cluster.workers: 1`, with our own forward
+module forward  likewise with the forward that sharded weights have; the ratios are to this one
+n workers       Ray, FSDP2 over gloo, n processes; 1 is the path itself, without anything to share
+
+Every side has one thread a process. start-up: from the recipe to roles that can be called. logprobs: of the batch, and
+update: a step of the learner by it (GRPO, one update), median of the rounds. hand-over: the policy's weights to another
+model in this process, as the engine `local` gets them. mfu: of update, each worker's peak being that of its own core.
+"""
+
+import argparse
+import statistics
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from batches import make_batch
+from rich.console import Console
+from rich.table import Table
+from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+
+from agentrl.models import embedded_path
+from agentrl.models.load import load_model
+from agentrl.recipe.schema import Recipe
+from agentrl.training.batch import Batch
+from agentrl.training.flops import Need, utilisation
+from agentrl.training.forward import ModuleForward
+from agentrl.training.learner import Learner
+from agentrl.training.workplace import Here, Workplace
+
+PARTS = ("start-up", "logprobs", "update", "hand-over")
+
+
+def make_model(hidden: int, layers: int, folder: Path) -> str:
+    """A folder with random weights, the tokenizer of the embedded model, and a vocabulary of 32768."""
+    config = Qwen3Config(
+        vocab_size=32768, hidden_size=hidden, intermediate_size=3 * hidden, num_hidden_layers=layers,
+        num_attention_heads=max(1, hidden // 64), num_key_value_heads=max(1, hidden // 128), head_dim=64,
+        tie_word_embeddings=True,
+    )  # fmt: skip
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(embedded_path()).save_pretrained(folder)
+    return str(folder)
+
+
+def start_here(recipe: Recipe, module: bool) -> Workplace:
+    model, tokenizer = load_model(recipe.model)
+    place = Here(recipe, model, tokenizer)
+    if module:
+        place.actor.forward = ModuleForward(model)
+    return place
+
+
+def start_workers(recipe: Recipe, workers: int, logs: Path) -> Workplace:
+    from agentrl.training.remote import OnCluster
+
+    cluster = recipe.cluster.model_copy(update={"workers": workers})
+    spread = recipe.model_copy(update={"cluster": cluster})
+    return OnCluster(spread, spread, logs)
+
+
+def timed(work: Callable[[], Any]) -> float:
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
+
+
+def hand_over(place: Workplace, target: Any) -> None:
+    """Copy the policy's weights into `target`, by name."""
+    weights = place.weights()
+    into = target.state_dict()
+    source = place.model.state_dict().items() if isinstance(place, Here) else weights  # those of a process are shared
+    with torch.no_grad():
+        for name, tensor in source:
+            into[name].copy_(tensor)
+
+
+def measure(recipe: Recipe, start: Callable[[], Workplace], batch: Batch, rounds: int) -> dict[str, float]:
+    """Seconds by part, and the share of the peak that updates reach."""
+    with ExitStack() as stack:
+        began = time.perf_counter()
+        place = start()
+        stack.callback(place.close)
+        found = {"start-up": time.perf_counter() - began}
+        learner, target = Learner(recipe, place), load_model(recipe.model)[0]
+        works: dict[str, Callable[[], Any]] = {
+            "logprobs": lambda: learner.actor.logprobs(batch),
+            "update": lambda: learner.update(batch),
+            "hand-over": lambda: hand_over(place, target),
+        }
+        for name, work in works.items():
+            work()
+            found[name] = statistics.median(timed(work) for _ in range(rounds))
+        cost, peak = place.work
+        return found | utilisation(cost.update(Need.of(batch)), found["update"], peak)
+
+
+def show(rows: dict[str, dict[str, float]], batch: Batch) -> None:
+    base = rows["module forward"]
+    table = Table("", *(f"{part}" for part in PARTS), "mfu", title=f"{Need.of(batch).tokens:,} packed tokens")
+    for name, row in rows.items():
+        cells = [f"{row[part]:.3f} s  {row[part] / base[part]:.2f}x" for part in PARTS]
+        table.add_row(name, *cells, f"{row.get('train/mfu', 0):.1%}")
+    Console(width=140).print(table)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workers", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--groups", type=int, default=16)
+    parser.add_argument("--samples", type=int, default=8)
+    parser.add_argument("--prompt", type=int, default=128)
+    parser.add_argument("--answer", type=int, default=96)
+    parser.add_argument("--hidden", type=int, default=0, help="of a model with random weights; 0: the embedded model")
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("overrides", nargs="*", help="KEY=VALUE of the recipe")
+    options = parser.parse_intermixed_args(arguments)
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        model = make_model(options.hidden, options.layers, Path(folder) / "model") if options.hidden else "tiny"
+        overrides = [f"model.path={model}", "train.threads=1", "train.lr=1e-6", *options.overrides]
+        recipe = Recipe.load(str(Path(__file__).parents[1] / "recipes" / "gsm8k_tool.yaml"), overrides)
+        vocabulary = load_model(recipe.model)[0].get_input_embeddings().weight.shape[0]
+        batch = make_batch(options.groups, options.samples, options.prompt, options.answer, vocabulary)
+        sides: dict[str, Callable[[], Workplace]] = {
+            "one process": lambda: start_here(recipe, module=False),
+            "module forward": lambda: start_here(recipe, module=True),
+        }
+        for workers in options.workers:
+            name = f"{workers} worker{'s' if workers > 1 else ''}"
+            sides[name] = lambda workers=workers: start_workers(recipe, workers, Path(folder) / f"logs{workers}")  # type: ignore[misc]
+        show({name: measure(recipe, start, batch, options.rounds) for name, start in sides.items()}, batch)
+
+
+if __name__ == "__main__":
+    main()

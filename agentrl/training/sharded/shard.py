@@ -4,7 +4,7 @@ The hooks of FSDP2 gather a module's weights around its `forward`, and only ther
 embeddings, final norm and output layer are whole inside its forward and nowhere else.
 """
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,11 +58,11 @@ class Root(nn.Module):
         return found
 
 
-def shard(root: nn.Module, blocks: Iterable[nn.Module], place: Place, options: Options) -> None:
+def shard(root: nn.Module, blocks: Sequence[nn.Module], place: Place, options: Options) -> None:
     """Apply FSDP2 in place, to parameters on whatever device. Gradients are averaged over all ranks, in float32."""
     precision = MixedPrecisionPolicy(param_dtype=options.compute, reduce_dtype=torch.float32)
     offload = CPUOffloadPolicy(pin_memory=place.device.type == "cuda") if options.offload else OffloadPolicy()
     settings: dict[str, Any] = {"mesh": place.mesh, "mp_policy": precision, "offload_policy": offload}
-    for block in blocks:
+    for block in reversed(blocks):  # FSDP2 wants what lies inside of another first
         fully_shard(block, **settings)
     fully_shard(root, **settings)

@@ -95,6 +95,7 @@ class FaultyServer:
         self.version = "default"
         self.paused = False
         self.open = False
+        self.released: set[str] = set()
         self.url = ""
         self._counts: Counter[str] = Counter()
 
@@ -137,6 +138,13 @@ class FaultyServer:
         if path in ("/begin_weight_update", "/end_weight_update"):
             self.open = path.startswith("/begin")
             self.tensors = {} if self.open else self.tensors
+        elif path == "/release_memory_occupation":
+            assert self.paused, "the real server would end itself"
+            assert not self.released & set(body["tags"]), "the real server would end itself"
+            self.released |= set(body["tags"])
+        elif path == "/resume_memory_occupation":
+            assert self.released >= set(body["tags"]), "the real server would end itself"
+            self.released -= set(body["tags"])
         elif path in ("/pause_generation", "/continue_generation"):
             self.paused = path.startswith("/pause")
         elif path == "/update_weights_from_tensor":

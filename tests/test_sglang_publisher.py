@@ -138,6 +138,22 @@ async def test_through_a_folder_and_to_sleep(whole: Workers, servers: list[Fault
     assert list(tmp_path.iterdir()) == []
 
 
+async def test_servers_sleep_with_their_base_where_an_adapter_is_sent(adapted: Workers, servers: list[FaultyServer]):
+    urls = tuple(server.url for server in servers)
+    await adapted.call("publish", Order(urls, 1, what=What.ADAPTER))
+    for _ in range(2):
+        assert await adapted.call("sleep", urls) == {}
+        assert servers[0].released == {"kv_cache"}
+        assert servers[0].paused
+        sent = await adapted.call("publish", Order(urls, 2, what=What.ADAPTER))
+        assert (sent.failed, sent.said) == ({}, ())
+        for server in servers:
+            assert (server.released, server.paused) == (set(), False)
+    assert await adapted.call("sleep", urls) == {}
+    assert await adapted.call("wake") == {}
+    assert (servers[1].released, servers[1].paused) == (set(), False)
+
+
 async def test_an_unknown_way_is_said_and_holds_up_no_rank(whole: Workers, servers: list[FaultyServer]):
     await whole.call("open", None, "from_somewhere")
     error = await whole.call("publish", Order((servers[0].url,), 1))

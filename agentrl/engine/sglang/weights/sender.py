@@ -136,7 +136,8 @@ class Sender:
         if key != self._key or self._channel is None:
             former = self._channel
             await self.close()
-            self._channel, self._key = await self._open(urls, self._say, former), key
+            say: Callable[[str], None] = self._say if self._lora is None else lambda line: None
+            self._channel, self._key = await self._open(urls, say, former), key
         return self._channel
 
     async def _open(

@@ -28,6 +28,7 @@ OBJECT_STORE_MOST = 8 << 30
 OBJECT_STORE_LEAST = 80 * MEGABYTE
 """Ray takes no less than 75 MiB."""
 CONNECT_SECONDS = 30.0
+_BUSY = "timed out during startup"
 _HEAD = Path(__file__).with_name("head.py")
 _LONGEST_TEMP = 30  # the paths of Ray's sockets, about 70 characters more, may have 107
 
@@ -102,6 +103,9 @@ class Session:
             with _our_signals():
                 ray.shutdown()
             self._connected, Session._current = False, None
+        self._end()
+
+    def _end(self) -> None:
         if self._head is not None:
             assert self._head.stdin is not None
             self._head.stdin.close()
@@ -111,20 +115,27 @@ class Session:
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def _start(self, cpus: int | None, gpus: int | None, object_store: int, timeout: float) -> str:
-        """Start Ray's node. Returns its address."""
+        """Start Ray's node. Returns its address. Ray itself gives its node 30 seconds, too few for a busy machine."""
+        until = time.monotonic() + timeout
+        while True:
+            try:
+                return self._try(cpus, gpus, object_store, until)
+            except ClusterError as error:
+                if _BUSY not in str(error) or time.monotonic() > until:
+                    raise
+                self._end()
+
+    def _try(self, cpus: int | None, gpus: int | None, object_store: int, until: float) -> str:
         self.folder = folder = _new_folder()
         output = folder / "start.log"
         with output.open("wb") as file:
             self._head = _launch(folder, _command(folder, cpus, gpus, object_store), file)
         said = folder / "ray_current_cluster"  # written by `ray start` once it is up
-        until = time.monotonic() + timeout
         while not (said.is_file() and (address := said.read_text().strip())):
             if not self.alive:
                 raise ClusterError(f"Ray did not start on this machine: {_reason(tail(output))}")
             if time.monotonic() > until:
-                raise ClusterError(
-                    f"Ray did not start on this machine within {timeout:.0f} seconds: {_reason(tail(output))}"
-                )
+                raise ClusterError(f"Ray did not start on this machine in time: {_reason(tail(output))}")
             time.sleep(0.05)
         return address
 

@@ -208,7 +208,7 @@ def test_signals_to_the_process_group_leave_the_workers_alone(controller: "subpr
 @pytest.fixture
 def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Where the files of a Ray go that this test starts; nobody else's do."""
-    folder = tempfile.mkdtemp(prefix="agentrl-test-", dir="/tmp")  # a short path, for sockets lie in it
+    folder = tempfile.mkdtemp(prefix="t-", dir="/tmp")  # a short path, for sockets lie in it
     monkeypatch.setattr(tempfile, "tempdir", folder)
     yield Path(folder)
     shutil.rmtree(folder)

@@ -30,7 +30,8 @@ OBJECT_STORE_LEAST = 80 * MEGABYTE
 CONNECT_SECONDS = 30.0
 _BUSY = "timed out during startup"
 _HEAD = Path(__file__).with_name("head.py")
-_LONGEST_TEMP = 30  # the paths of Ray's sockets, about 70 characters more, may have 107
+_LONGEST_TEMP = 20
+"""The paths of Ray's sockets, which are 85 characters longer, may have 107."""
 
 
 class Session:

@@ -9,12 +9,12 @@ module forward  likewise with the forward that sharded weights have; the ratios 
 n workers       Ray, FSDP2 over gloo, n processes; 1 is the path itself, without anything to share
 
 Every side has one thread a process. start-up: from the recipe to roles that can be called. logprobs: of the batch, and
-update: a step of the learner by it (GRPO, one update), median of the rounds. hand-over: the policy's weights to another
-model in this process, as the engine `local` gets them. mfu: of update, each worker's peak being that of its own core.
+update: a step of the learner by it (GRPO, one update), each the best of the rounds. hand-over: the policy's weights to
+another model in this process, as the engine `local` gets them. mfu: of update, by the peak that each process measured
+of its own core at the start.
 """
 
 import argparse
-import statistics
 import tempfile
 import time
 import warnings
@@ -100,7 +100,7 @@ def measure(recipe: Recipe, start: Callable[[], Workplace], batch: Batch, rounds
         }
         for name, work in works.items():
             work()
-            found[name] = statistics.median(timed(work) for _ in range(rounds))
+            found[name] = min(timed(work) for _ in range(rounds))
         cost, peak = place.work
         return found | utilisation(cost.update(Need.of(batch)), found["update"], peak)
 

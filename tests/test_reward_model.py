@@ -350,7 +350,7 @@ def test_groups_that_wait_are_scored_together_and_fail_alone() -> None:
 
     def first_ids(batch: Batch) -> np.ndarray:
         calls.append(len(batch))
-        time.sleep(0.05)
+        time.sleep(0.2)
         return batch.tokens["ids"][batch.offsets[:-1]].astype(np.float32)
 
     reward = ModelReward(as_ids, first_ids)
@@ -359,15 +359,18 @@ def test_groups_that_wait_are_scored_together_and_fail_alone() -> None:
         waiting = [asyncio.create_task(reward.score([sample([i, 1]), sample([i + 10])])) for i in range(4)]
         waiting.append(asyncio.create_task(reward.score([sample()])))
         await asyncio.sleep(0.02)
-        late = asyncio.create_task(reward.score([sample([99])]))
-        late.cancel()
-        return await asyncio.gather(*waiting, asyncio.create_task(reward.score([sample([50])])), return_exceptions=True)
+        gone = asyncio.create_task(reward.score([sample([99])]))
+        waiting.append(asyncio.create_task(reward.score([sample([50])])))
+        await asyncio.sleep(0.001)
+        gone.cancel()
+        async with asyncio.timeout(60):
+            return await asyncio.gather(*waiting, return_exceptions=True)
 
     found = asyncio.run(all_of_them())
     assert found[:4] == [[i, i + 10] for i in range(4)]
     assert isinstance(found[4], UserError)
     assert found[5] == [50]
-    assert len(calls) == 2
+    assert calls == [8, 2]
     assert asyncio.run(reward.score([sample([7])])) == [7]  # in another event loop
 
 

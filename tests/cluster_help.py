@@ -150,6 +150,13 @@ class Probe(Worker):
         """Not registered."""
 
 
+class Silent(Probe):
+    """Prints nothing of its own."""
+
+    def __init__(self) -> None:
+        return
+
+
 def alive(pid: int) -> bool:
     """Whether a process runs; one that has ended and waits for its parent does not."""
     try:

@@ -112,9 +112,13 @@ def test_what_ray_says_of_the_dead() -> None:
     class NodeDiedError(Exception):
         pass
 
+    class RayTaskError(Exception):
+        pass
+
     assert faults.cause(RuntimeError("x\nworker killed, node running low on memory\n")).startswith("Ray ended it")
     assert faults.cause(NodeDiedError("gone")) == "its machine left the cluster"
     assert faults.cause(RuntimeError("\n  first line\nsecond")) == "first line"
+    assert faults.cause(RayTaskError("ray::Host.call()\n  File x\nOSError: full\n")) == "OSError: full"
 
 
 def test_the_kernels_killings_are_counted(group: WorkerGroup, monkeypatch: pytest.MonkeyPatch) -> None:

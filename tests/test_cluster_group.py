@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cluster_help import STORE, Probe, Rows, gone
+from cluster_help import STORE, Probe, Rows, Silent, gone
 
 from agentrl.cluster.dispatch import register
 from agentrl.cluster.errors import ClusterError
@@ -162,6 +162,17 @@ def test_another_error_brings_its_traceback(group: WorkerGroup) -> None:
 def test_an_error_that_cannot_travel_goes_as_text(group: WorkerGroup) -> None:
     with pytest.raises(RuntimeError, match=r"^UnpicklableError: no such unpicklable\n"):
         group.fail("unpicklable", 0)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full on this system")
+def test_an_error_arrives_though_the_log_cannot_take_it(session: Session, tmp_path: Path) -> None:
+    (tmp_path / "full_0.log").symlink_to("/dev/full")
+    with (
+        ResourcePool(1) as pool,
+        WorkerGroup(pool, Silent, name="full", logs=tmp_path) as group,
+        pytest.raises(UserError, match=r"^no such user$"),
+    ):
+        group.fail("user", 0)
 
 
 def test_memory_that_ran_out_names_worker_call_and_remedy(group: WorkerGroup) -> None:

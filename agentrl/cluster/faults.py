@@ -87,7 +87,8 @@ def cause(error: Exception) -> str:
         return "Ray has lost touch with it"
     if "connection error code 2" in said or "SYSTEM_ERROR" in said:
         return KILLED
-    return next((line.strip() for line in said.splitlines() if line.strip()), type(error).__name__)
+    lines = [line.strip() for line in said.splitlines() if line.strip()] or [type(error).__name__]
+    return lines[-1 if type(error).__name__.startswith("RayTaskError") else 0]  # a traceback ends with what it is about
 
 
 def _waits(found: tuple[Witness, Scene]) -> bool:

@@ -1,6 +1,7 @@
 """`Host`: the Ray actor around a worker. It makes the process ready before the worker's class is even imported, and
 answers every call with an `Answer`, so that what a worker raises is told from a worker that is gone."""
 
+import contextlib
 import faulthandler
 import os
 import pickle
@@ -112,7 +113,8 @@ def _answer(work: Callable[[], Any]) -> Answer:
 
 def _failure(error: Exception) -> Failure:
     trace = "".join(traceback.format_exception(error))
-    print(trace, file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):  # the log's disk may be what is full
+        print(trace, file=sys.stderr, flush=True)
     kind: Literal["user", "memory", "error"] = "error"
     if isinstance(error, UserError):
         kind = "user"

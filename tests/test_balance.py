@@ -92,6 +92,12 @@ def test_a_group_with_a_long_prompt_is_not_dealt_out_in_vain() -> None:
     assert sorted(packed_tokens(part) for part in batch.deal(4).parts) == [0, 0, 4008, 4008]
 
 
+def test_pieces_go_where_their_prompt_is_already() -> None:
+    batch = make_batch([(300, [80, 90, 50]), (350, [10, 60])])
+    batch.tokens["loss_mask"][:] = 1
+    assert sorted(packed_tokens(part) for part in batch.deal(3).parts) == [390, 420, 430]
+
+
 def test_more_parts_than_samples_and_an_empty_batch() -> None:
     batch = named(make_batch([(3, [4, 5])]))
     dealt = batch.deal(5)

@@ -100,7 +100,7 @@ async def test_an_adapter_that_a_server_has_lost_is_not_silently_the_base() -> N
 async def test_a_request_that_changes_servers_has_the_versions_of_both() -> None:
     model = adapted()
     stir(model, 1)
-    async with served(model, [("hang", 2)], stall=0.5) as (engine, (first, _), _):
+    async with served(model, [("hang", 2)], stall=3.0) as (engine, (first, _), _):
         await engine.update_weights(1)
         old = copy.deepcopy(model)
         under_way = asyncio.create_task(engine.generate(PROMPT, GREEDY, "a"))

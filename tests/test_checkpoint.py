@@ -18,7 +18,7 @@ from agentrl.errors import UserError
 from agentrl.models import lora
 from agentrl.recipe.schema import LoraSection
 from agentrl.training.checkpoint import Checkpoints
-from agentrl.training.saving import sharded
+from agentrl.training.saving import rng, sharded
 from agentrl.training.saving.huggingface import HuggingFace, save_model
 from agentrl.training.saving.pending import Pending
 from agentrl.training.saving.roles import load_roles, save_roles
@@ -62,6 +62,18 @@ def test_a_role_goes_on_as_if_it_had_never_stopped(tmp_path: Path, make: Callabl
     assert same(everything(second), everything(first))
 
 
+def test_a_rank_that_did_not_exist_follows_from_the_first_one_and_its_own_number() -> None:
+    found = []
+    for seed, rank in ((1, 2), (1, 3), (4, 2), (1, 2)):
+        torch.manual_seed(seed)
+        saved = rng.state(0)
+        torch.manual_seed(77)  # what the rank has before does not matter
+        rng.restore(saved, rank)
+        found.append(torch.rand(4))
+    assert torch.equal(found[0], found[3])
+    assert len({tuple(numbers.tolist()) for numbers in found}) == 3
+
+
 def test_a_role_that_has_learned_nothing_is_saved_too(tmp_path: Path) -> None:
     saved = Checkpoints(tmp_path, 1).save(0, saver(actor=Role.of(tiny())), {})
     again = learned(1, model=tiny(seed=3))
@@ -92,6 +104,7 @@ def test_transformers_loads_the_folder(tmp_path: Path, limit: int, dtype: torch.
         assert set(index["weight_map"].values()) == {f.name for f in files}
     else:
         assert names(tmp_path) == ["config.json", "generation_config.json", "model.safetensors"]
+    assert all(int.from_bytes(f.read_bytes()[:8], "little") % 8 == 0 for f in files)  # so that values lie aligned
     assert sum(len(safe_open(f, "pt").keys()) for f in files) == len(list(model.parameters()))
     again = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert again.dtype == dtype

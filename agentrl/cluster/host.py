@@ -1,8 +1,8 @@
 """`Host`: the Ray actor around a worker. It makes the process ready before the worker's class is even imported, and
 answers every call with an `Answer`, so that what a worker raises is told from a worker that is gone."""
 
-import contextlib
 import faulthandler
+import io
 import os
 import pickle
 import signal
@@ -113,8 +113,7 @@ def _answer(work: Callable[[], Any]) -> Answer:
 
 def _failure(error: Exception) -> Failure:
     trace = "".join(traceback.format_exception(error))
-    with contextlib.suppress(OSError):  # the log's disk may be what is full
-        print(trace, file=sys.stderr, flush=True)
+    print(trace, file=sys.stderr, flush=True)
     kind: Literal["user", "memory", "error"] = "error"
     if isinstance(error, UserError):
         kind = "user"
@@ -141,11 +140,25 @@ def _write_to(log: Path) -> int:
     for number in (1, 2):
         os.dup2(file, number)
     os.close(file)
-    sys.stdout = open(1, "w", buffering=1, closefd=False, errors="replace")  # noqa: SIM115 - for the process's life
-    sys.stderr = open(2, "w", buffering=1, closefd=False, errors="replace")  # noqa: SIM115 - likewise
+    sys.stdout, sys.stderr = _lines(1), _lines(2)
     faulthandler.enable(file=2, all_threads=True)
     faulthandler.register(STACKS, file=2, all_threads=True, chain=False)
     return since
+
+
+class _Patient(io.FileIO):
+    """Drops what a full disk does not take: what a worker prints must not end it."""
+
+    def write(self, data: Any, /) -> int:
+        try:
+            return super().write(data)
+        except OSError:
+            return len(data)
+
+
+def _lines(number: int) -> io.TextIOWrapper:
+    raw = _Patient(number, "w", closefd=False)
+    return io.TextIOWrapper(io.BufferedWriter(raw), errors="replace", line_buffering=True)
 
 
 def oom_kills() -> int:

@@ -6,12 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cluster_plugins import FATES
 from cluster_train_help import STORE
 from train_help import lines, metrics, small, steady
 
 import agentrl
 from agentrl.cli import main
 from agentrl.cluster.session import Session
+from agentrl.errors import UserError
 from agentrl.recipe.load import dump_recipe
 from agentrl.recipe.schema import Recipe
 from agentrl.training.run import TrainResult, resume_run
@@ -82,6 +84,21 @@ def test_two_of_three_steps_in_one_process_and_the_last_on_two_workers(
     gone_on = resume_run(str(stopped.folder), overrides=[*GOES_ON, "cluster.workers=2", f"cluster.address={address}"])
     assert gone_on.steps == 3
     same(alone, gone_on)
+
+
+def test_a_worker_without_memory_ends_the_run_with_what_to_do(
+    address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other worker waits for it in a collective: nobody can save, and the line is still that of the cause."""
+    monkeypatch.setenv(FATES, str(tmp_path))
+    (tmp_path / "memory_1").touch()
+    two = {"cluster__workers": 2, "cluster__address": address}
+    with pytest.raises(UserError) as error:
+        agentrl.train(job(tmp_path / "run", algorithm__loss="cluster_plugins:fateful", **two))
+    line = str(error.value)
+    assert line.startswith("worker 1 of 'trainer' (pid ")
+    assert "(MemoryError: Unable to allocate 7.00 GiB); lower train.micro_batch_tokens" in line
+    assert line.endswith("; nothing was saved yet")
 
 
 BAD: list[tuple[list[str], str]] = [

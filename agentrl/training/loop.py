@@ -83,6 +83,8 @@ class Loop:
                 self._save_at_last()
             except NotSaved as refused:
                 raise UserError(f"{error}; {refused}") from error
+            except WorkerLost:  # the failure of one ended them all: nobody is left who could save anything
+                raise UserError(f"{error}; {self._last_saved()}") from error
             raise UserError(f"{error}; step {self.step} is saved, go on with --resume {self.folder.path}") from error
         except OSError as error:
             if error.errno not in FULL:
@@ -95,9 +97,12 @@ class Loop:
         """One line for a disk that takes no metrics and no trajectories any more."""
         with suppress(NotSaved):
             self.checkpoints.finish()
-        last = self.checkpoints.latest()
-        then = f"step {last.step} is saved, go on with --resume {self.folder.path}" if last else "nothing was saved yet"
-        return f"{error.filename or self.folder.path}: {error.strerror}; {then}"
+        return f"{error.filename or self.folder.path}: {error.strerror}; {self._last_saved()}"
+
+    def _last_saved(self) -> str:
+        if (last := self.checkpoints.latest()) is None:
+            return "nothing was saved yet"
+        return f"step {last.step} is saved, go on with --resume {self.folder.path}"
 
     def _one_step(self) -> None:
         began = perf_counter()

@@ -109,10 +109,12 @@ def test_more_parts_than_samples_and_an_empty_batch() -> None:
 
 
 def test_samples_without_sampled_tokens_weigh_nothing() -> None:
-    batch = named(make_batch([(5, [50, 50]), (5, [500]), (5, [50, 50])]))
+    batch = named(make_batch([(5, [50, 50]), (5, [500]), (5, [50, 50]), (5, [500])]))
     batch.tokens["loss_mask"][:] = 1
-    batch.tokens["loss_mask"][batch.span(2)] = 0
+    for silent in (2, 5):
+        batch.tokens["loss_mask"][batch.span(silent)] = 0
     dealt = batch.deal(2)
+    assert [part.samples["name"].tolist() for part in dealt.parts] == [[0, 1, 2], [3, 4, 5]]
     assert [packed_tokens(part) for part in dealt.parts] == [105, 105]
     assert np.array_equal(dealt.join([part.samples["name"] for part in dealt.parts]), batch.samples["name"])
 

@@ -17,6 +17,7 @@ from test_sglang_lora import adapted, stir
 
 from agentrl.engine.base import EngineError, Generation, Sampling
 from agentrl.engine.sglang.adapters import AdapterNeeds, AdapterRoom, needs_of, why_merged
+from agentrl.engine.sglang.command import LaunchPlan
 from agentrl.engine.sglang.engine import SglangEngine
 from agentrl.engine.sglang.weights import Publisher
 from agentrl.errors import UserError
@@ -185,3 +186,25 @@ def test_what_an_adapter_needs_is_the_same_of_a_model_and_of_its_shape() -> None
     shape, _ = load_shape(ModelSection())
     assert needs_of(shape, section) == needs_of(adapted(), None)
     assert needs_of(tiny()[0], section) is None  # such as a checkpoint, whose adapter is merged
+
+
+@pytest.mark.parametrize(
+    ("cpu", "flags", "wanted"),
+    [
+        (False, {}, True),
+        (False, {"enable-lora": False}, False),
+        (True, {}, False),
+        (True, {"enable_lora": True}, True),
+    ],
+)
+def test_a_server_is_launched_with_room_for_the_adapter(cpu: bool, flags: dict[str, Any], wanted: bool) -> None:
+    plan = LaunchPlan(
+        command=("x",), model_path="m", dtype="float32", flags=flags, max_batch=4, cpu=cpu, token_bytes=1, context=8,
+        adapter=AdapterNeeds(4, frozenset(("v_proj", "q_proj"))),
+    )  # fmt: skip
+    words = plan.arguments(30000, 0)
+    assert plan.adapted is wanted
+    assert ("--enable-lora" in words) is wanted
+    line = " ".join(words)
+    assert ("--max-lora-rank 4 --lora-target-modules q_proj v_proj --max-loaded-loras 8" in line) is wanted
+    assert ("--lora-backend torch_native" in line) is (wanted and cpu)

@@ -13,8 +13,10 @@ import numpy as np
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
+from train_help import metrics, small
 from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+import agentrl
 from agentrl.cluster.dispatch import ONE_TO_ALL, register, registered
 from agentrl.models import lora
 from agentrl.recipe.schema import LoraSection
@@ -384,3 +386,24 @@ def test_the_benchmark_of_gpus_says_in_a_line_that_there_are_none(
         runpy.run_path(script, run_name="__main__")
     assert ended.value.code == 2
     assert capsys.readouterr().err == "training on GPUs: missing: 2 GPU(s), torch sees 0\n"
+
+
+def test_a_run_writes_down_what_its_steps_took_and_the_traces_it_was_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    changes = {"algorithm__kl_coef": 0.01, "algorithm__entropy_coef": 0.001, "profile__steps": [2], "eval__tasks": 1}
+    result = agentrl.train(small(tmp_path / "run", train__steps=2, **changes))
+    steps = [row for row in metrics(result.folder) if row["step"] > 0]
+    for row in steps:
+        assert 0.05 < row["memory/train_gb"] < 64
+        assert row["memory/rollout_gb"] > 0
+        assert row["memory/sync_gb"] > 0
+        assert row["train/mfu"] > 0
+        assert 1e-5 < row["train/tflops"] < 10
+    kinds = ("actor", "engine", "reference")
+    wanted = {f"step_2_{role}_0.{ending}" for role in kinds for ending in ("json.gz", "txt")}
+    assert {path.name for path in (result.folder / "profile").iterdir()} == wanted
+    for role in kinds:
+        names = {event["name"] for event in read(result.folder / "profile" / f"step_2_{role}_0.json.gz")}
+        assert any("Backward" in name for name in names) == (role == "actor")
+    assert "most memory: rollout " in capsys.readouterr().out

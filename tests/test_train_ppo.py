@@ -105,7 +105,7 @@ def test_an_evaluation_asks_the_reward_model_where_it_can(run: TrainResult, clas
 def test_what_does_not_go_together_is_said_before_a_model_is_loaded(
     changes: dict[str, Any], line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("agentrl.training.run.Player", None)
+    monkeypatch.setattr("agentrl.training.setup.Player", None)
     with pytest.raises(UserError) as raised:
         agentrl.train(small(tmp_path / "run", **changes))
     assert line in str(raised.value)

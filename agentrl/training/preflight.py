@@ -1,0 +1,53 @@
+"""What can be looked at before a model is loaded, so that a mistake costs no waiting."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from agentrl.algo import advantages, losses
+from agentrl.errors import UserError
+from agentrl.eval.evaluate import chosen_splits
+from agentrl.plugins.environment import Environment
+from agentrl.plugins.registry import load, make_environment, tasks_of
+from agentrl.plugins.tracker import Tracker
+from agentrl.plugins.types import Task
+from agentrl.recipe.schema import Recipe
+from agentrl.training.reward_model import classifier_config
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """splits: those that are held out and evaluated. tasks: to train on. trackers: what makes them."""
+
+    env: Environment
+    splits: tuple[str, ...]
+    tasks: Sequence[Task]
+    trackers: tuple[Callable[[], Tracker], ...]
+
+
+def check_run(recipe: Recipe) -> Checked:
+    """Raises UserError: one line."""
+    trackers = tuple(load("agentrl.trackers", name) for name in recipe.track.trackers)
+    _check_critic(recipe)
+    losses.get(recipe.algorithm.loss)
+    if getattr(load("engines", recipe.engine.name), "brings_chat", False):
+        raise UserError(f"engine.name {recipe.engine.name!r} plays a model that cannot be trained: use `agentrl eval`")
+    env = make_environment(recipe.env)
+    if not (env.pays or recipe.tools or env.tools() or recipe.rewards.functions or recipe.rewards.model):
+        raise UserError(f"environment {env.name!r} pays nothing, and no tool can: name a reward in rewards.functions")
+    if recipe.rewards.model is not None:
+        classifier_config(recipe.rewards.model, recipe.model)
+    splits = chosen_splits(env, recipe)
+    tasks = tasks_of(env, "train")
+    if empty := [split for split in ("train", *splits) if not len(tasks_of(env, split))]:
+        raise UserError(f"environment {env.name!r} (source {recipe.env.source}) has no task in {', '.join(empty)}")
+    return Checked(env, splits, tasks, trackers)
+
+
+def _check_critic(recipe: Recipe) -> None:
+    """A critic is there where the advantage wants one, and nowhere else."""
+    name = recipe.algorithm.advantage
+    wanted = getattr(advantages.get(name), "wants_values", False)
+    if wanted and recipe.critic is None:
+        raise UserError(f"algorithm.advantage {name!r} wants a critic, and the recipe has none: say `critic: {{}}`")
+    if recipe.critic is not None and not wanted:
+        raise UserError(f"critic: algorithm.advantage {name!r} asks no critic; leave it out, or choose `gae`")

@@ -2,6 +2,7 @@
 
 import errno
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,9 @@ from agentrl.errors import UserError
 from agentrl.models import lora
 from agentrl.recipe.schema import LoraSection
 from agentrl.training.saving import tensor_files
-from agentrl.training.saving.roles import load_roles, new_group, save_roles
+from agentrl.training.saving.roles import load_roles, save_roles
 
-WAIT = 60.0  # seconds for a rank that does not answer
+WAIT = timedelta(seconds=60)  # for a rank that does not answer
 
 
 def plain(seed: int) -> Any:
@@ -56,7 +57,7 @@ def go_on(
         learn(role, 2)
     state = everything(role)
     numbers = torch.get_rng_state()
-    group = new_group(WAIT)
+    group = dist.new_group(backend="gloo", timeout=WAIT)
     pending = save_roles({"actor": role}, to, group=group)
     learn(role, 3)
     torch.save({"state": state, "next": everything(role), "numbers": numbers}, held.with_suffix(f".{rank}"))
@@ -134,7 +135,7 @@ def one_disk_is_full(rank: int, size: int, where: str, to: Path) -> None:
     from agentrl.training.saving.huggingface import HuggingFace
 
     role = role_of(plain, 0, (size,))
-    group = new_group(WAIT)
+    group = dist.new_group(backend="gloo", timeout=WAIT)
     places = {"trainer": (dcp.FileSystemWriter, "write_data", 1), "begin": (HuggingFace, "begin", 0),
               "weights": (tensor_files, "_write_values", 0)}  # fmt: skip
     owner, name, full = places[where]

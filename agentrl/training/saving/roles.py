@@ -6,7 +6,6 @@ sharding: `weight.<p>` (the float32 master where there is one), `buffer.<b>`, wh
 """
 
 from collections.abc import Mapping
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -42,14 +41,6 @@ class RoleState(Protocol):
 
     @property
     def optimizer(self) -> Kept: ...
-
-
-def new_group(timeout: float) -> Any:
-    """For `save_roles`, of all ranks of the default process group, all of which call this (None: there is one). Saving
-    goes on beside training, so it may not share a group with it. timeout: seconds that a rank waits for the others."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return None
-    return dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
 
 
 def save_roles(

@@ -89,6 +89,11 @@ SCENARIOS = {
     "narrow": Scenario("untied", {"model": {"dtype": "bfloat16"}, "algorithm": KL}),
     "narrow adapter": Scenario("tied", {"model": {"dtype": "bfloat16", "lora": LORA}}),
     "mixed": Scenario("untied", {"model": {"compute": "bfloat16"}}, alone={"model": {"compute": "same"}}),
+    "mixed adapter": Scenario(
+        "untied",
+        {"model": {"compute": "bfloat16", "lora": LORA}, "algorithm": KL},
+        alone={"model": {"compute": "same"}},
+    ),
 }
 
 

@@ -5,16 +5,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_packing import make_model
+from test_packing import make_batch, make_model
 from test_sequence_parallel import Live
 from torch import Tensor, nn
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from agentrl.models import lora
 from agentrl.models.load import load_model
-from agentrl.recipe.schema import LoraSection, ModelSection
+from agentrl.recipe.schema import LoraSection, ModelSection, Recipe
 from agentrl.training.forward import FastForward, Forward, ModuleForward, SequenceForward, _probe, choose
 from agentrl.training.recompute import blocks_of
+from agentrl.training.workplace import Here
 
 ROW = _probe(60)
 
@@ -130,6 +131,19 @@ def test_mixed_precision_declines_the_own_forward() -> None:
     assert isinstance(forward, ModuleForward)
     assert forward.compute == torch.bfloat16
     assert "no own forward: model.compute is not that of the weights" in said
+
+
+def test_the_reference_is_computed_as_the_policy_is() -> None:
+    """Else they would be apart before anything is learnt."""
+    batch = make_batch([(5, [3, 6])])
+    found = []
+    for compute in ("same", "bfloat16"):
+        recipe = Recipe.model_validate({"model": {"device": "cpu", "compute": compute}, "algorithm": {"kl_coef": 0.1}})
+        place = Here(recipe, load_model(recipe.model)[0])
+        found.append(place.actor.logprobs(batch))
+        assert place.reference is not None
+        assert np.array_equal(place.reference.logprobs(batch), found[-1])
+    assert not np.array_equal(*found)
 
 
 def test_the_blocks_are_the_decoder_layers() -> None:

@@ -17,7 +17,7 @@ from agentrl.algo.terms import Tokens
 from agentrl.models import lora
 from agentrl.recipe.schema import Recipe
 from agentrl.training.batch import Batch
-from agentrl.training.forward import Forward, choose
+from agentrl.training.forward import Forward, choose, computed_in
 from agentrl.training.meter import Meter
 from agentrl.training.optimizer import Optimizer
 from agentrl.training.packing import Packed
@@ -36,8 +36,7 @@ class Actor:
     ) -> None:
         self.recipe, self.model, self.ranks = recipe, model.eval(), ranks
         if forward is None:
-            compute = torch.bfloat16 if recipe.model.compute == "bfloat16" else None
-            forward, description = choose(model, compute, recipe.model.checkpointing)
+            forward, description = choose(model, computed_in(recipe.model), recipe.model.checkpointing)
         self.forward, self.description = forward, description
         self.loss = losses.get(recipe.algorithm.loss)
         train = recipe.train

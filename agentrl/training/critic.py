@@ -18,6 +18,7 @@ from agentrl.models import lora
 from agentrl.models.load import load_model
 from agentrl.recipe.schema import CriticSection, ModelSection, Recipe
 from agentrl.training.batch import Batch
+from agentrl.training.forward import computed_in
 from agentrl.training.optimizer import Optimizer
 from agentrl.training.packing import Packed
 from agentrl.training.passes import EMPTY, at, column, passes
@@ -148,5 +149,4 @@ def critic_model(recipe: Recipe) -> ModelSection:
 def load_critic(recipe: Recipe) -> tuple[ValueForward, str]:
     """The recipe's value model, whole in this process, and a line that says how it computes. Raises UserError."""
     section = critic_model(recipe)
-    compute = torch.bfloat16 if section.compute == "bfloat16" else None
-    return value_forward(load_model(section)[0], compute, section.checkpointing)
+    return value_forward(load_model(section)[0], computed_in(section), section.checkpointing)

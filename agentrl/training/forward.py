@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from agentrl.algo.loss import entropy
+from agentrl.recipe.schema import ModelSection
 from agentrl.training import liger
 from agentrl.training.attention import attend, plan
 from agentrl.training.batch import Batch
@@ -121,6 +122,11 @@ class SequenceForward:
         with _computing(device, self.compute):
             logits: Tensor = self.model(input_ids=torch.from_numpy(ids).to(device)[None], use_cache=False).logits[0]
         return logits
+
+
+def computed_in(section: ModelSection) -> torch.dtype | None:
+    """The type that the recipe's `model.compute` names; None: that of the weights."""
+    return torch.bfloat16 if section.compute == "bfloat16" else None
 
 
 def choose(

@@ -10,7 +10,7 @@ from agentrl.models import lora
 from agentrl.models.load import load_model
 from agentrl.recipe.schema import Recipe
 from agentrl.training.batch import Batch
-from agentrl.training.forward import Forward, choose
+from agentrl.training.forward import Forward, choose, computed_in
 from agentrl.training.packing import Packed
 from agentrl.training.passes import column
 from agentrl.training.ranks import ALONE, Ranks
@@ -29,7 +29,8 @@ class Reference:
         resumed). forward: the policy's."""
         if lora.layers(model):
             return cls(recipe, WithoutAdapter(model, forward))
-        return cls(recipe, choose(load_model(recipe.model)[0].requires_grad_(False))[0])
+        frozen = load_model(recipe.model)[0].requires_grad_(False)
+        return cls(recipe, choose(frozen, computed_in(recipe.model))[0])
 
     def logprobs(self, batch: Batch) -> npt.NDArray[np.float32]:
         """Of the sampled tokens, float32 [T], 0 elsewhere."""

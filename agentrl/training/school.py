@@ -18,7 +18,7 @@ from agentrl.recipe.schema import Recipe, SftSection, SftStage
 from agentrl.rollout.trajectory import Trajectory
 from agentrl.training.batch import Batch
 from agentrl.training.examples import Demonstrator
-from agentrl.training.forward import choose
+from agentrl.training.forward import choose, computed_in
 from agentrl.training.optimizer import MuonAdamW, Optimizer, learning_rate
 from agentrl.training.packing import micro_batches
 
@@ -41,7 +41,7 @@ class School:
         self.demonstrator, self.runner = demonstrator, runner
         self.tasks: Sequence[Task] = tasks_of(demonstrator.env, "train")
         self.sampler = TaskSampler(len(self.tasks), recipe.train.seed)
-        self.forward, self.way = choose(model)
+        self.forward, self.way = choose(model, computed_in(recipe.model), recipe.model.checkpointing)
         self.steps = self.tokens = 0
         self.began = monotonic()
 

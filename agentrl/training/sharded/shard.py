@@ -19,6 +19,7 @@ from torch.distributed.fsdp import (
 )
 
 from agentrl.recipe.schema import Recipe
+from agentrl.training.forward import computed_in
 from agentrl.training.sharded.mesh import Place
 
 
@@ -32,8 +33,7 @@ class Options:
 
     @classmethod
     def of(cls, recipe: Recipe) -> "Options":
-        compute = torch.bfloat16 if recipe.model.compute == "bfloat16" else None
-        return cls(compute, recipe.cluster.offload)
+        return cls(computed_in(recipe.model), recipe.cluster.offload)
 
 
 class Root(nn.Module):

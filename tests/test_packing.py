@@ -26,7 +26,8 @@ from transformers import (
 from agentrl.training import attention
 from agentrl.training.batch import Batch
 from agentrl.training.fast import FastForward
-from agentrl.training.forward import Forward, ModuleForward, SequenceForward, choose, recomputing
+from agentrl.training.forward import Forward, ModuleForward, SequenceForward, choose
+from agentrl.training.module_attention import recomputing
 from agentrl.training.packing import forest, micro_batches, pack
 
 VOCABULARY = 96

@@ -127,7 +127,7 @@ def sharded(group: dist.ProcessGroup, row: Packed) -> list[dict[str, Any]]:
 def checkpointed(group: dist.ProcessGroup) -> dict[str, Any]:
     from functools import partial
 
-    from agentrl.training.forward import recomputing
+    from agentrl.training.module_attention import recomputing
 
     model = make_model("qwen3")
     again = {"use_reentrant": False, "context_fn": partial(recomputing, model)}

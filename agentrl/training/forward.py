@@ -22,7 +22,6 @@ from agentrl.training.batch import Batch
 from agentrl.training.fast import FastForward
 from agentrl.training.kernels import token_logprobs
 from agentrl.training.module_attention import Unsupported, attending
-from agentrl.training.module_attention import recomputing as recomputing
 from agentrl.training.packing import Packed, Segment, forest, pack
 from agentrl.training.recompute import recompute
 

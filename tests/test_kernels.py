@@ -110,6 +110,19 @@ def test_logits_of_the_whole_batch_never_stand(tokens: int, vocabulary: int, ent
     chunk = 4 * vocabulary * kernels.CHUNK_ROWS
     assert held.largest == chunk
     assert held.most < 3.2 * chunk
+    assert held.most < 1 << 30
+
+
+def test_no_gradient_is_made_of_a_frozen_head() -> None:
+    most = []
+    for trained in (True, False):
+        with torch.device("meta"):
+            hidden, target = torch.empty(64, 4096, requires_grad=True), torch.empty(64, dtype=torch.long)
+            head = torch.empty(1000, 4096, requires_grad=trained)
+        with Held() as held:
+            token_logprobs(hidden, head, None, target, 1.0)[0].sum().backward()
+        most.append(held.most)
+    assert most[0] - most[1] >= 4 * 1000 * 4096
 
 
 def test_the_measure_sees_logits_that_do_stand() -> None:

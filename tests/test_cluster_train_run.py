@@ -121,3 +121,4 @@ def test_what_cannot_be_is_one_line_and_exit_code_2(
     errors = capsys.readouterr().err.splitlines()
     assert len(errors) == 1
     assert words in errors[0]
+    assert not (tmp_path / "run").exists() or list((tmp_path / "run").iterdir())

@@ -1,8 +1,9 @@
 """The parts of a run put together, in the order in which a mistake costs least."""
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from agentrl.data.prompts import PromptLengths
@@ -43,9 +44,16 @@ class Start:
     folder: RunFolder | None = None
 
     def open_folder(self) -> RunFolder:
-        """The run's folder, made if it is new."""
-        self.folder = self.folder or self.resumed or RunFolder.create(self.recipe.output, self.name)
+        """The run's folder, made if it is new. What failed before it wrote anything leaves none behind."""
+        if self.folder is None:
+            self.folder = self.resumed or RunFolder.create(self.recipe.output, self.name)
+            self.stack.callback(_drop_if_empty, self.folder.path)
         return self.folder
+
+
+def _drop_if_empty(folder: Path) -> None:
+    with suppress(OSError):
+        folder.rmdir()
 
 
 def set_up(start: Start) -> Loop:

@@ -268,7 +268,7 @@ class Trainer(WatchedWorker):
 
 def test_a_worker_records_the_steps_that_it_is_told_of(tmp_path: Path) -> None:
     worker = Trainer()
-    worker.values()
+    worker.update(torch.zeros(2))  # before anybody has named a folder
     worker.record(3, str(tmp_path))
     assert worker.update(torch.zeros(2)).tolist() == [0, 0]
     worker.record(0, str(tmp_path))

@@ -143,10 +143,11 @@ def test_ray_that_ends_in_mid_run(tmp_path: Path) -> None:
     with Session(cpus=1, object_store=STORE) as session, ResourcePool(1) as pool:
         group = WorkerGroup(pool, Probe, name="probe", logs=tmp_path)
         call = group.slow(600)
-        named = {pid: Path(f"/proc/{pid}/comm").read_text().strip() for pid in descendants(os.getpid())}
-        os.kill(next(pid for pid, name in named.items() if name == "raylet"), signal.SIGKILL)
+        said = {pid: Path(f"/proc/{pid}/cmdline").read_text() for pid in descendants(os.getpid())}
+        ours = {pid: line for pid, line in said.items() if str(session.folder) in line}
+        os.kill(next(pid for pid, line in ours.items() if "raylet_socket_name" in line), signal.SIGKILL)
         with pytest.raises(WorkerLost, match=r"worker 0 .* died in 'slow': Ray (itself has ended|has lost touch)"):
             call.result()
         until(lambda: not session.alive)
     assert not session.folder.exists()
-    assert gone(list(named))
+    assert gone(list(ours))

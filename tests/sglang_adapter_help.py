@@ -1,16 +1,19 @@
 """A stand-in for a server that takes weights and adapters, and samples by them."""
 
 import copy
+import json
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from aiohttp import web
+from safetensors.torch import load_file
 from sglang_help import StandIn
 from sglang_weights_help import opened
 
 from agentrl.engine.local.engine import LocalEngine
-from agentrl.models.lora import PREFIX
+from agentrl.models.lora import CONFIG, PREFIX, WEIGHTS
 
 
 @dataclass(eq=False)
@@ -29,7 +32,7 @@ class AdapterStandIn(StandIn):
             app.router.add_post(path, self._done)
         app.router.add_post("/update_weights_from_tensor", self._load)
         app.router.add_post("/weights_checker", self._checksums)
-        app.router.add_post("/load_lora_adapter_from_tensors", self._load_adapter)
+        app.router.add_post("/load_lora_adapter", self._load_adapter)
         app.router.add_post("/unload_lora_adapter", self._unload_adapter)
 
     def restart(self) -> None:
@@ -59,7 +62,8 @@ class AdapterStandIn(StandIn):
 
     async def _load_adapter(self, request: web.Request) -> web.Response:
         body = await request.json()
-        config, tensors = body["config_dict"], opened(body["serialized_named_tensors"][0])
+        folder = Path(body["lora_path"])
+        config, tensors = json.loads((folder / CONFIG).read_text()), load_file(folder / WEIGHTS)
         assert body["lora_name"] not in self.adapters
         merged = copy.deepcopy(self.model)
         state = merged.state_dict()

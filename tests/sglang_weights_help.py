@@ -157,9 +157,6 @@ class FaultyServer:
         elif path == "/load_lora_adapter":
             assert body["lora_name"] not in self.adapters
             self.adapters[body["lora_name"]] = load_file(body["lora_path"] + "/adapter_model.safetensors")
-        elif path == "/load_lora_adapter_from_tensors":
-            assert body["lora_name"] not in self.adapters
-            self.adapters[body["lora_name"]] = [opened(p) for p in body["serialized_named_tensors"]]
         elif path == "/unload_lora_adapter":
             del self.adapters[body["lora_name"]]
         elif path == "/weights_checker":

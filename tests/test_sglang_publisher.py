@@ -169,18 +169,18 @@ async def test_an_adapter_is_gathered_and_sent_alone(adapted: Workers, servers: 
     assert sent.failed == {}
     for server in servers:
         assert list(server.adapters) == [sent.adapters[server.url]]
-        same(server.adapters[sent.adapters[server.url]][0], adapter_state(model))
+        same(server.adapters[sent.adapters[server.url]], adapter_state(model))
         assert "/pause_generation" not in server.calls
 
     await adapted.call("train")  # who missed step 1 is given that one all the same
     again: Sent = await adapted.call("publish", Order(urls[:1], 1, what=What.ADAPTER, again=True))
-    same(servers[0].adapters[again.adapters[urls[0]]][0], adapter_state(model))
+    same(servers[0].adapters[again.adapters[urls[0]]], adapter_state(model))
     late = await adapted.call("publish", Order(urls[:1], 2, what=What.ADAPTER, again=True))
     assert "not that of step 2" in late.failed[urls[0]]
 
     trained(model)
     sent = await adapted.call("publish", Order(urls, 2, what=What.ADAPTER))
-    same(servers[1].adapters[sent.adapters[urls[1]]][0], adapter_state(model))
+    same(servers[1].adapters[sent.adapters[urls[1]]], adapter_state(model))
     sent = await adapted.call("publish", Order(urls, 2, what=What.BASE))
     assert sent.failed == {}
     base = {name: t.detach() for name, t, _ in plain_tensors(model) if name != "lm_head.weight"}

@@ -28,9 +28,7 @@ def steps(names: Iterable[str]) -> list[int]:
     return [int(name.split("-")[1]) for name in names]
 
 
-@pytest.mark.parametrize("near", [True, False])
-async def test_each_step_has_an_adapter_of_its_own(near: bool, session, tmp_path, monkeypatch):
-    monkeypatch.setattr("agentrl.engine.sglang.weights.lora.shares_memory", lambda url: near)
+async def test_each_step_has_an_adapter_of_its_own(session, tmp_path):
     async with FaultyServer() as server:
         channel = LoraChannel([WeightServer(server.url, session)], tmp_path)
         for step in (1, 2, 3):
@@ -40,10 +38,7 @@ async def test_each_step_has_an_adapter_of_its_own(near: bool, session, tmp_path
             assert steps(channel.names.values()) == [step]
         assert steps(server.adapters) == [2, 3]  # a request may just have named the former
         for step, held in zip((2, 3), server.adapters.values(), strict=True):  # earlier ones are not written over
-            ranks = held if near else [held]
-            assert len(ranks) == (2 if near else 1)
-            for tensors in ranks:
-                assert all(torch.equal(tensors[name], tensor) for name, tensor in adapter(step))
+            assert all(torch.equal(held[name], tensor) for name, tensor in adapter(step))
         assert "/pause_generation" not in server.calls
         assert list(tmp_path.iterdir()) == []
 
@@ -73,7 +68,7 @@ async def test_an_adapter_that_came_although_the_call_failed_is_not_in_the_way(s
 
 
 async def test_a_server_that_refuses_an_adapter_goes_on_with_its_former_one(session, tmp_path):
-    async with FaultyServer({"/load_lora_adapter_from_tensors": (1, 400)}) as bad, FaultyServer() as good:
+    async with FaultyServer({"/load_lora_adapter": (1, 400)}) as bad, FaultyServer() as good:
         channel = LoraChannel([WeightServer(s.url, session) for s in (bad, good)], tmp_path)
         await channel.publish(1, CONFIG, adapter(1))
         done = await channel.publish(2, CONFIG, adapter(2))

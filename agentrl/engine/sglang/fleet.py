@@ -19,6 +19,7 @@ from agentrl.engine.sglang.pool import Member, Pool
 from agentrl.engine.sglang.server import Server
 from agentrl.engine.sglang.settings import Settings
 from agentrl.engine.sglang.sync import Sync
+from agentrl.engine.sglang.weights.place import shares_memory
 from agentrl.errors import UserError
 
 FAULTS = 3
@@ -100,7 +101,8 @@ class Fleet:
         if self._adapter is None:
             return
         rooms = [(m.url, f.adapters) for m, f in zip(self.pool.members, facts, strict=True)]
-        reason = why_merged(self._adapter, rooms)
+        apart = next((url for url, _ in rooms if not shares_memory(url)), None)
+        reason = f"{apart} does not see this machine's files" if apart else why_merged(self._adapter, rooms)
         if reason is None:
             self.sync.adapt([url for url, _ in rooms] if self._plan is None else [])
         else:

@@ -3,6 +3,9 @@
 A request names the adapter that it samples from (`lora_path` in /generate) and keeps it to its end: its tokens are of
 the step of that adapter, whatever `weight_versions` says, which is the server's. Servers are started with
 `--enable-lora`, `--max-lora-rank`, `--lora-target-modules` and room for two adapters (`--max-loaded-loras 2` or more).
+
+Adapters go through a folder, also on one machine. Through shared memory they did too, but servers keep it open, and one
+that drops an adapter whose sender has ended meanwhile, such as the run before, aborts: torch's keeper of it is gone.
 """
 
 import asyncio
@@ -15,13 +18,10 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-import torch
 from safetensors.torch import save_file
 
 from agentrl.engine.sglang.weights.channel import Published
-from agentrl.engine.sglang.weights.place import shares_memory
 from agentrl.engine.sglang.weights.server import WeightServer, WeightUpdateError
-from agentrl.engine.sglang.weights.shared import SharedBucket
 from agentrl.engine.sglang.weights.source import NamedTensor
 from agentrl.engine.sglang.weights.way import Failures, each
 
@@ -30,9 +30,9 @@ KEPT = 2
 
 
 class LoraChannel:
-    """folder: where adapters are written for servers that do not share this machine's memory; they must see it by the
-    same path. `names`: URL -> the newest adapter that a server holds whole; it is asked for none else. former: the
-    channel before this one, whose books it goes on with, also for servers that it has not."""
+    """folder: where adapters are written until servers have read them, which must see it by the same path. `names`: URL
+    -> the newest adapter that a server holds whole; it is asked for none else. former: the channel before this one,
+    whose books it goes on with, also for servers that it has not."""
 
     def __init__(self, servers: Sequence[WeightServer], folder: Path, former: "LoraChannel | None" = None) -> None:
         self.servers, self._folder = list(servers), folder
@@ -57,33 +57,12 @@ class LoraChannel:
             began = perf_counter()
             batch = [(name, tensor.detach()) for name, tensor in tensors]
             failures: Failures = {}
-            near = [server for server in self.servers if shares_memory(server.url)]
             name = f"step-{version}-{uuid.uuid4().hex[:8]}"  # no server knows it, whatever failed before
-            loaded = await self._by_memory(near, name, config, batch, failures)
-            loaded += await self._by_folder([s for s in self.servers if s not in near], name, config, batch, failures)
+            loaded = await self._by_folder(self.servers, name, config, batch, failures)
             await each(loaded, lambda server: self._renew(server, name, (keep or {}).get(server.url, ())), {})
             size = sum(tensor.nbytes for _, tensor in batch)
             good = tuple(server.url for server in loaded)
             return Published(version, "lora", good, failures, size, perf_counter() - began)
-
-    async def _by_memory(
-        self,
-        servers: Sequence[WeightServer],
-        name: str,
-        config: Mapping[str, Any],
-        batch: Sequence[NamedTensor],
-        failures: Failures,
-    ) -> list[WeightServer]:
-        if not servers:
-            return []
-        bucket = SharedBucket()  # not used again: servers keep what they opened until the adapter is dropped
-        payload = await asyncio.to_thread(bucket.fill, batch, torch.device("cpu"))
-
-        async def load(server: WeightServer) -> None:
-            payloads = [payload() for _ in range((await server.facts()).ranks)]
-            await server.load_adapter_tensors(name, config, payloads)
-
-        return await self._load(servers, load, failures)
 
     async def _by_folder(
         self,

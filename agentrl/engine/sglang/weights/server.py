@@ -120,11 +120,6 @@ class WeightServer:
         """folder: as PEFT saves an adapter, at a path that the server can read."""
         await self._post("/load_lora_adapter", {"lora_name": name, "lora_path": folder})
 
-    async def load_adapter_tensors(self, name: str, config: Mapping[str, Any], payloads: Sequence[str]) -> None:
-        """config: PEFT's adapter_config.json. payloads: as for `load_tensors`; they are kept open with the adapter."""
-        body = {"lora_name": name, "config_dict": dict(config), "serialized_named_tensors": list(payloads)}
-        await self._post("/load_lora_adapter_from_tensors", {**body, "load_format": "flattened_bucket"})
-
     async def drop_adapter(self, name: str) -> None:
         """Answers once the requests that sample from it have ended."""
         await self._post("/unload_lora_adapter", {"lora_name": name})

@@ -26,7 +26,7 @@ def test_the_plugins_of_the_guide_keep_their_contract() -> None:
     assert space["best_of_group"](samples) == [1.0, 0.0, 1.0]  # type: ignore[operator]
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/plugins.md", "docs/architecture.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/plugins.md", "docs/architecture.md", "docs/cluster.md", "docs/plan_70b.md"])
 def test_what_a_page_names_is_there(page: str) -> None:
     text = (ROOT / page).read_text(encoding="utf-8")
     for recipe in set(RECIPE.findall(text)) - {"recipes/exchange_rate.yaml"}:  # of the scaffold's own package

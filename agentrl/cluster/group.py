@@ -18,6 +18,8 @@ from agentrl.cluster.spawn import greet, pickled, spawn, starts
 
 GRACE_SECONDS = 2.0
 """What the other ranks are given once one has raised: they may say more, or wait for it for ever."""
+MAKE_SECONDS = 180.0
+"""What the making of workers has at least, whatever the group's timeout: imports alone take long on a busy machine."""
 CLOSE_SECONDS = 5.0
 _WORST = {"memory": 0, "user": 1, "error": 2}
 """Which of several failures is told of: that of which the others may be consequences."""
@@ -65,7 +67,8 @@ class WorkerGroup:
     worker sees the calls in the same order, from however many threads they come.
 
     sequence_parallel: how many ranks share a part of the data. timeout: seconds without an answer after which workers
-    count as hung, the making of them included. logs: folder on each worker's machine for `<name>_<rank>.log`.
+    count as hung (their making has at least MAKE_SECONDS). logs: folder on each worker's machine, for
+    `<name>_<rank>.log`.
 
     Raises ClusterError when processes do not start, and what the workers' `__init__` raises.
     """
@@ -135,13 +138,15 @@ class WorkerGroup:
                 }
         raise self._lost or ClusterError(f"the group {self.name!r} was closed")
 
-    def collect(self, method: str, refs: dict[Any, int]) -> list[Any]:
-        """The outputs by rank, None of those not called. See `Future.result` for what it raises."""
+    def collect(self, method: str, refs: dict[Any, int], patience: float | None = None) -> list[Any]:
+        """The outputs by rank, None of those not called. patience: seconds instead of the group's timeout. See
+        `Future.result` for what it raises."""
+        timeout = self.timeout if patience is None else patience
         outputs: list[Any] = [None] * self.shape.workers
         failures: dict[int, Failure] = {}
         waiting, began = dict(refs), time.monotonic()
         while waiting:
-            until = max(began, self._answered) + (GRACE_SECONDS if failures else self.timeout)
+            until = max(began, self._answered) + (GRACE_SECONDS if failures else timeout)
             if (answered := self._next(method, waiting, until - time.monotonic())) is not None:
                 rank, answer = answered
                 outputs[rank] = answer.value
@@ -149,8 +154,8 @@ class WorkerGroup:
                     failures[rank] = answer.failure
             elif failures:
                 break
-            elif time.monotonic() > max(began, self._answered) + self.timeout:  # no call of another thread either
-                raise self._end(faults.hung([self._witnesses[rank] for rank in waiting.values()], method, self.timeout))
+            elif time.monotonic() > max(began, self._answered) + timeout:  # no call of another thread either
+                raise self._end(faults.hung([self._witnesses[rank] for rank in waiting.values()], method, timeout))
         if failures:
             raise self._raised(method, failures, complete=not waiting)
         return outputs
@@ -189,7 +194,8 @@ class WorkerGroup:
         for rank, (hello, start) in enumerate(zip(hellos, told, strict=True)):
             self._witnesses.append(Witness(self.name, rank, hello, Path(start.log)))
         refs = {actor.start.remote(told[rank]): rank for rank, actor in enumerate(self._actors)}
-        for witness, since in zip(self._witnesses, self.collect("__init__", refs), strict=True):
+        made = self.collect("__init__", refs, max(self.timeout, MAKE_SECONDS))
+        for witness, since in zip(self._witnesses, made, strict=True):
             witness.since = since
 
     def _payloads(self, calls: Sequence[Arguments | None]) -> list[Any]:

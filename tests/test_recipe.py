@@ -298,11 +298,13 @@ def test_a_dump_does_not_depend_on_the_environment(write, monkeypatch):
         (["cluster.workers=3", "cluster.sequence_parallel=2"], r"cluster\.sequence_parallel is 2, which does not"),
         (["cluster.nodes=2", "cluster.gpus=8", "cluster.workers=3"], r"nodes x gpus is 16: leave workers out"),
         (["cluster.nodes=2"], r"cluster\.nodes is 2, but there are only 1 workers"),
+        (["profile.steps=[0]"], r"profile\.steps: there is no step 0; train\.steps is 80"),
+        (["train.steps=5", "profile.steps=[5, 6]"], r"profile\.steps: there is no step 6; train\.steps is 5"),
         (["cluster.restarts=1"], r"cluster\.restarts is for workers on a cluster"),
         (["cluster.pools=[{roles: [critic]}]"], r"this recipe has no critic that could be placed apart"),
     ],
 )
-def test_a_cluster_that_does_not_add_up(overrides, said):
+def test_keys_that_do_not_add_up(overrides, said):
     with pytest.raises(UserError, match=said):
         load_recipe(str(SHIPPED / "gsm8k_tool.yaml"), overrides)
 

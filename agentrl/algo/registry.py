@@ -8,7 +8,7 @@ from torch import Tensor
 from agentrl.algo.terms import LossTerms, Samples, TokenAdvantages, Tokens
 from agentrl.errors import UserError, nearest
 from agentrl.plugins.registry import installed, load
-from agentrl.recipe.schema import AlgorithmSection
+from agentrl.recipe.schema import AlgorithmSection, Recipe
 
 
 class Advantage(Protocol):
@@ -55,3 +55,13 @@ class Registry:
 
 advantages = Registry("agentrl.advantages", "advantage")
 losses = Registry("agentrl.losses", "loss")
+
+
+def check_critic(recipe: Recipe) -> None:
+    """Raises UserError unless there is a critic where the advantage wants one, and nowhere else."""
+    name = recipe.algorithm.advantage
+    wanted = getattr(advantages.get(name), "wants_values", False)
+    if wanted and recipe.critic is None:
+        raise UserError(f"algorithm.advantage {name!r} wants a critic, and the recipe has none: say `critic: {{}}`")
+    if recipe.critic is not None and not wanted:
+        raise UserError(f"critic: algorithm.advantage {name!r} asks no critic; leave it out, or choose `gae`")

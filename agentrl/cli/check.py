@@ -25,6 +25,7 @@ def check_command(
     """Print the resolved recipe, its tasks, its tools and the first prompt, without a model."""
     import asyncio
 
+    from agentrl.algo.registry import check_critic
     from agentrl.cli.common import console
     from agentrl.errors import UserError
     from agentrl.plugins.registry import find, make_environment
@@ -35,6 +36,7 @@ def check_command(
     checked = load_recipe(recipe, overrides or [])
     env = make_environment(checked.env)
     make_rewards(checked.rewards)
+    check_critic(checked)
     find("engines", checked.engine.name)
     for tracker in checked.track.trackers:
         find("trackers", tracker)

@@ -281,6 +281,8 @@ class Recipe(Section):
                     f"env.{key} does nothing beside env.mix: say it in a part; here leave it at {default!r}"
                 )
         self._check_cluster()
+        if never := [step for step in self.profile.steps if not 1 <= step <= self.train.steps]:
+            raise ValueError(f"profile.steps: there is no step {never[0]}; train.steps is {self.train.steps}")
         if self.engine.sleep and self.rollout.overlap != "none":
             raise ValueError("engine.sleep stops sampling while the trainer works, rollout.overlap goes on: choose one")
         if self.rollout.max_turn_tokens > self.rollout.max_tokens:

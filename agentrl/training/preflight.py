@@ -3,7 +3,8 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from agentrl.algo import advantages, losses
+from agentrl.algo import losses
+from agentrl.algo.registry import check_critic
 from agentrl.errors import UserError
 from agentrl.eval.evaluate import chosen_splits
 from agentrl.plugins.environment import Environment
@@ -27,7 +28,7 @@ class Checked:
 def check_run(recipe: Recipe) -> Checked:
     """Raises UserError: one line."""
     trackers = tuple(load("agentrl.trackers", name) for name in recipe.track.trackers)
-    _check_critic(recipe)
+    check_critic(recipe)
     losses.get(recipe.algorithm.loss)
     if getattr(load("engines", recipe.engine.name), "brings_chat", False):
         raise UserError(f"engine.name {recipe.engine.name!r} plays a model that cannot be trained: use `agentrl eval`")
@@ -41,13 +42,3 @@ def check_run(recipe: Recipe) -> Checked:
     if empty := [split for split in ("train", *splits) if not len(tasks_of(env, split))]:
         raise UserError(f"environment {env.name!r} (source {recipe.env.source}) has no task in {', '.join(empty)}")
     return Checked(env, splits, tasks, trackers)
-
-
-def _check_critic(recipe: Recipe) -> None:
-    """A critic is there where the advantage wants one, and nowhere else."""
-    name = recipe.algorithm.advantage
-    wanted = getattr(advantages.get(name), "wants_values", False)
-    if wanted and recipe.critic is None:
-        raise UserError(f"algorithm.advantage {name!r} wants a critic, and the recipe has none: say `critic: {{}}`")
-    if recipe.critic is not None and not wanted:
-        raise UserError(f"critic: algorithm.advantage {name!r} asks no critic; leave it out, or choose `gae`")

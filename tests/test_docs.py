@@ -10,6 +10,7 @@ from agentrl.plugins.types import Task
 
 ROOT = Path(__file__).parent.parent
 RECIPE = re.compile(r"agentrl (?:train|sft|check|eval) (recipes/[\w.]+)")
+PAGES = ("plugins", "architecture", "cluster", "plan_70b")
 
 
 def test_the_plugins_of_the_guide_keep_their_contract() -> None:
@@ -26,7 +27,7 @@ def test_the_plugins_of_the_guide_keep_their_contract() -> None:
     assert space["best_of_group"](samples) == [1.0, 0.0, 1.0]  # type: ignore[operator]
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/plugins.md", "docs/architecture.md", "docs/cluster.md", "docs/plan_70b.md"])
+@pytest.mark.parametrize("page", ["README.md", *(f"docs/{name}.md" for name in PAGES)])
 def test_what_a_page_names_is_there(page: str) -> None:
     text = (ROOT / page).read_text(encoding="utf-8")
     for recipe in set(RECIPE.findall(text)) - {"recipes/exchange_rate.yaml"}:  # of the scaffold's own package

@@ -94,7 +94,7 @@ def plan_memory(recipe: Recipe) -> MemoryPlan | None:
     """Of each worker that trains the policy, with the roles that share it; in one process, of that. None where a
     configuration is not on this machine. Raises UserError for a path that is no model."""
     apart = {role for pool in recipe.cluster.pools for role in pool.roles}
-    roles = [role for role in _roles(recipe) if role not in apart]
+    roles = [role for role in recipe.roles if role not in apart]
     return _plan_roles(recipe, roles, Setting.of(recipe, recipe.cluster.size))
 
 
@@ -136,16 +136,6 @@ def plan(
         cache_token=shape.kv * how.size,
         offload=how.offload,
     )
-
-
-def _roles(recipe: Recipe) -> list[str]:
-    there = {
-        "actor": True,
-        "reference": recipe.algorithm.kl_coef > 0,
-        "critic": recipe.critic is not None,
-        "reward_model": recipe.rewards.model is not None,
-    }
-    return [role for role, wanted in there.items() if wanted]
 
 
 def _plan_roles(recipe: Recipe, roles: Collection[str], how: Setting) -> MemoryPlan | None:

@@ -270,6 +270,17 @@ class Recipe(Section):
 
         return load_recipe(path, overrides)
 
+    @property
+    def roles(self) -> list[str]:
+        """Which parts do tensor work beside the engine: actor, and reference, critic, reward_model where wanted."""
+        wanted = {
+            "actor": True,
+            "reference": self.algorithm.kl_coef > 0,
+            "critic": self.critic is not None,
+            "reward_model": self.rewards.model is not None,
+        }
+        return [role for role, needed in wanted.items() if needed]
+
     @model_validator(mode="after")
     def _combinations(self) -> "Recipe":
         if twice := {t.name for t in self.tools if self.tools.count(t) > 1}:

@@ -168,7 +168,7 @@ class OnCluster:
         try:
             phase("starting Ray")
             session = self._stack.enter_context(Session(cluster.address, gpus=None if cluster.gpus else 0))
-            roles = roles_of(recipe)
+            roles = recipe.roles
             for pool in cluster.pools:
                 self._start(pool.workers, 1, list(pool.roles), phase)
                 roles = [role for role in roles if role not in pool.roles]
@@ -247,14 +247,3 @@ class OnCluster:
         """The groups with something to save."""
         groups = [self._groups[role] for role in ("actor", "critic") if role in self._groups]
         return list(dict.fromkeys(groups))
-
-
-def roles_of(recipe: Recipe) -> list[str]:
-    """Which the recipe needs."""
-    wanted = {
-        "actor": True,
-        "reference": recipe.algorithm.kl_coef > 0,
-        "critic": recipe.critic is not None,
-        "reward_model": recipe.rewards.model is not None,
-    }
-    return [role for role, needed in wanted.items() if needed]

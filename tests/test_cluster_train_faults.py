@@ -127,7 +127,7 @@ def gone(processes: set[tuple[int, str]], folders: set[Path], seconds: float = 2
 
 
 def test_a_killed_worker_costs_a_restart_and_a_hung_one_ends_the_run_with_a_line(tmp_path: Path) -> None:
-    with started(tmp_path, cluster__restarts=1, cluster__timeout=30) as run:
+    with started(tmp_path, cluster__restarts=1, cluster__timeout=12) as run:
         run.reach(2)
         first = family(run.process.pid)
         folders = folders_of(first)
@@ -142,7 +142,7 @@ def test_a_killed_worker_costs_a_restart_and_a_hung_one_ends_the_run_with_a_line
     assert code == 2, (said, errors)
     line = errors[-1]
     assert len(errors) == 1, errors
-    assert re.search(r"no answer to 'update' from rank 1 of 'trainer' within 30 seconds", line) or "rank 0, 1" in line
+    assert re.search(r"no answer to 'update' from rank 1 of 'trainer' within 12 seconds", line) or "rank 0, 1" in line
     assert f"--resume {run.path}" in line
     assert "Traceback" not in said
     said = " ".join(said.split())

@@ -21,7 +21,6 @@ class Place:
     rank: int
     world_size: int
     local_rank: int
-    local_world_size: int
     node: str
 
     @classmethod
@@ -31,7 +30,6 @@ class Place:
             rank=int(environment.get("RANK", "0")),
             world_size=int(environment.get("WORLD_SIZE", "1")),
             local_rank=int(environment.get("LOCAL_RANK", "0")),
-            local_world_size=int(environment.get("LOCAL_WORLD_SIZE", "1")),
             node=environment.get(NODE, "localhost"),
         )
 

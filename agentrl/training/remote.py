@@ -20,9 +20,8 @@ from agentrl.training.flops import Cost
 from agentrl.training.meter import Meter
 
 Floats = npt.NDArray[np.float32]
-
-
 POLL_SECONDS = 0.1
+"""Between two questions whether a save has ended."""
 
 
 class RemoteActor:
@@ -85,8 +84,8 @@ class RemoteRewardModel:
 
 
 class RemoteWeights:
-    """Name and whole tensor of the policy, by the names of the plain model, a bucket at a time: the next
-    one is gathered while this one is read. Read once."""
+    """Name and whole tensor of the policy, by the names of the plain model, a bucket at a time: the next one is
+    gathered while this one is read. Read once."""
 
     def __init__(self, group: WorkerGroup) -> None:
         self._group = group

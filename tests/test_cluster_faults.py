@@ -20,9 +20,11 @@ from cluster_help import STORE, Probe, alive, descendants, gone
 
 from agentrl.cluster import faults
 from agentrl.cluster.errors import ClusterError, WorkerLost
+from agentrl.cluster.faults import Witness
 from agentrl.cluster.group import WorkerGroup
+from agentrl.cluster.host import Hello
 from agentrl.cluster.pool import ResourcePool
-from agentrl.cluster.scene import stack
+from agentrl.cluster.scene import Scene, stack
 from agentrl.cluster.session import Session, object_store_bytes
 from agentrl.errors import UserError
 
@@ -75,6 +77,25 @@ def test_a_worker_killed_between_two_calls(group: WorkerGroup) -> None:
     os.kill(group.workers[0].pid, signal.SIGKILL)
     with pytest.raises(WorkerLost, match=r"worker 0 of 'probe' .* died in 'notes'"):
         group.notes()
+
+
+def test_the_call_that_it_died_in_is_named_whichever_is_waited_for(group: WorkerGroup) -> None:
+    import ray
+
+    done, running, queued = group.note.future(1), group.slow(600), group.notes.future()
+    ray.wait(list(done._refs), num_returns=2)
+    os.kill(group.workers[1].pid, signal.SIGKILL)
+    with pytest.raises(WorkerLost, match=r"worker 1 of 'probe' .* died in 'slow': it was killed"):
+        queued.result()
+    with pytest.raises(WorkerLost, match="died in 'slow'"):
+        running.result()
+
+
+@pytest.mark.parametrize(("alive", "said"), [(False, "it was killed"), (True, "Ray has lost touch with it")])
+def test_a_process_that_ray_lost_is_looked_for(monkeypatch: pytest.MonkeyPatch, alive: bool, said: str) -> None:
+    monkeypatch.setattr(faults, "visit", lambda _: [Scene(["bye"], "", [], 0, alive)])
+    witness = Witness("probe", 1, Hello(7, "127.0.0.1", "node", 1, 1, 0), Path("probe_1.log"))
+    assert f"died in 'end': {said}" in str(faults.died(witness, "end", faults.UNREACHED))
 
 
 def test_a_worker_that_hangs_is_told_from_those_that_wait_for_it(collective: WorkerGroup, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from agentrl.cluster.scene import Scene, Suspect, visit
 from agentrl.errors import UserError
 
 KILLED = "it was killed (SIGKILL)"
+UNREACHED = "Ray has lost touch with it"
 STACKS_SHOWN = 2
 _WAITING = "/torch/distributed/"
 """Where a rank stands that only waits for another."""
@@ -39,6 +40,8 @@ def died(witness: Witness, method: str, cause: str) -> WorkerLost:
     scene = visit([witness.suspect])[0]
     if scene is None:
         return WorkerLost(f"{witness} died in {method!r}: {cause}, and its machine does not answer")
+    if cause == UNREACHED and not scene.alive:  # Ray's own account of the death came too late
+        cause = KILLED
     if scene.crash:
         cause = f"it crashed ({scene.crash}) at {scene.where}"
     elif cause == KILLED and scene.oom_kills > witness.hello.oom_kills:
@@ -84,7 +87,7 @@ def cause(error: Exception) -> str:
     if type(error).__name__ == "NodeDiedError" or "node is dead" in said or "node died" in said:
         return "its machine left the cluster"
     if type(error).__name__ == "ActorUnavailableError":
-        return "Ray has lost touch with it"
+        return UNREACHED
     if "connection error code 2" in said or "SYSTEM_ERROR" in said:
         return KILLED
     lines = [line.strip() for line in said.splitlines() if line.strip()] or [type(error).__name__]

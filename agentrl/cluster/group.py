@@ -92,6 +92,7 @@ class WorkerGroup:
         self.shape = Shape(pool.workers, sequence_parallel)
         self._advice = getattr(worker_class, "memory_advice", "give it less at once")
         self._sending = threading.Lock()
+        self._open: dict[Any, tuple[int, str]] = {}  # calls without an answer taken, oldest first: rank and method
         self._answered = 0.0
         self._lost: WorkerLost | None = None
         self._witnesses: list[Witness] = []
@@ -131,11 +132,13 @@ class WorkerGroup:
         if self._lost is None and self._actors:
             payloads = self._payloads(calls)
             with self._sending:
-                return {
+                refs = {
                     actor.call.remote(method, payload): rank
                     for rank, (actor, payload) in enumerate(zip(self._actors, payloads, strict=False))
                     if payload is not None
                 }
+                self._open.update((ref, (rank, method)) for ref, rank in refs.items())
+                return refs
         raise self._lost or ClusterError(f"the group {self.name!r} was closed")
 
     def collect(self, method: str, refs: dict[Any, int], patience: float | None = None) -> list[Any]:
@@ -221,9 +224,23 @@ class WorkerGroup:
             if self._lost is not None:  # ended by another thread, with all that was under way
                 raise self._lost from None
             cause = faults.cause(error) if Session.reachable() else "Ray itself has ended on the controller's machine"
-            raise self._end(faults.died(self._witnesses[rank], method, cause)) from None
+            raise self._end(faults.died(self._witnesses[rank], self._running(rank) or method, cause)) from None
         self._answered = time.monotonic()
+        self._open.pop(ready[0], None)
         return rank, answer
+
+    def _running(self, rank: int) -> str | None:
+        """The call in which a dead worker ended: its oldest without an answer, whichever thread waits for that one."""
+        import ray
+
+        with self._sending:
+            calls = [(ref, method) for ref, (its, method) in self._open.items() if its == rank]
+        for ref, method in calls:
+            try:
+                ray.get(ref, timeout=0)
+            except (ray.exceptions.RayError, TimeoutError):
+                return method
+        return None
 
     def _raised(self, method: str, failures: dict[int, Failure], complete: bool) -> Exception:
         """What a failure of some ranks is to the caller. Where others gave no answer, the group is over."""

@@ -46,6 +46,8 @@ class Scene:
     """Frames as `file:line name`, innermost first, of the thread that crashed, or else of the main thread where it was
     asked; empty where it said nothing."""
     oom_kills: int
+    alive: bool
+    """Whether its process is still there."""
 
     @property
     def where(self) -> str:
@@ -92,18 +94,26 @@ def look(suspects: list[Suspect], ask: bool) -> list[Scene]:
                 continue
         time.sleep(STACK_SECONDS)
     return [
-        _scene(lines, tail(suspect.log, _READ, suspect.since) if ask else [])
+        _scene(lines, tail(suspect.log, _READ, suspect.since) if ask else [], _alive(suspect.pid))
         for suspect, lines in zip(suspects, said, strict=True)
     ]
 
 
-def _scene(said: list[str], asked: list[str]) -> Scene:
+def _scene(said: list[str], asked: list[str], alive: bool) -> Scene:
     crashes = [at for at, line in enumerate(said) if line.startswith(_CRASH)]
     if crashes:
         own, dump = said[: crashes[-1]], said[crashes[-1] :]
         own = own[: next((at for at, line in enumerate(own) if _RAYS_OWN.match(line)), len(own))]
-        return Scene(own[-QUOTED:], dump[0].removeprefix(_CRASH), stack(dump, "Current thread"), oom_kills())
-    return Scene(said[-QUOTED:], "", stack(asked), oom_kills())
+        return Scene(own[-QUOTED:], dump[0].removeprefix(_CRASH), stack(dump, "Current thread"), oom_kills(), alive)
+    return Scene(said[-QUOTED:], "", stack(asked), oom_kills(), alive)
+
+
+def _alive(pid: int) -> bool:
+    """A zombie is not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 def stack(lines: list[str], thread: str = "") -> list[str]:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoint_help import SMALL_FILES, Role, everything, learn, learned, names, same, tiny
+from lora_help import merged_state
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
@@ -118,7 +119,7 @@ def test_an_adapter_is_merged_and_lies_beside(tmp_path: Path) -> None:
     role = learned(1, 2, model=adapted())
     saved = Checkpoints(tmp_path, 1).save(2, saver(actor=role), {})
     merged = AutoModelForCausalLM.from_pretrained(saved.path)
-    for name, value in lora.merged_state(role.model).items():
+    for name, value in merged_state(role.model).items():
         torch.testing.assert_close(merged.state_dict()[name], value)
     adapter = PeftModel.from_pretrained(tiny(), saved.path / "adapter")
     ids = torch.arange(9)[None]
@@ -166,7 +167,7 @@ def test_what_is_learned_while_it_is_written_is_not_in_it(
     assert same(everything(again), then)
     assert not same(everything(again), everything(role))
     model = AutoModelForCausalLM.from_pretrained(saved.path)
-    for name, value in lora.merged_state(again.model).items():
+    for name, value in merged_state(again.model).items():
         torch.testing.assert_close(model.state_dict()[name], value)
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from checkpoint_help import Role, everything, learn, learned, names, on_ranks, same, spread, tiny
+from lora_help import merged_state
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoModelForCausalLM
 
@@ -94,7 +95,7 @@ def test_two_ranks_save_and_others_go_on(tmp_path: Path, make: Callable[[int], A
     assert same(everything(again), first["state"])
 
     whole = AutoModelForCausalLM.from_pretrained(two)
-    for name, tensor in lora.merged_state(again.model).items():
+    for name, tensor in merged_state(again.model).items():
         torch.testing.assert_close(whole.state_dict()[name], tensor, atol=1e-6, rtol=1e-6)
     if make is adapted:
         assert names(two / "adapter") == ["adapter_config.json", "adapter_model.safetensors"]

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from lora_help import save_adapter
 from test_actor import alone
 from train_help import lines, metrics, small
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
@@ -254,7 +255,7 @@ def test_what_is_saved_of_a_step_is_restored_to_the_bit(whole: Any) -> None:
     first = alone(tiny(), recipe())
     first.update(batch())
     folder = whole.folder.parent / "bits"
-    lora.save_adapter(first.actor.model, folder)
+    save_adapter(first.actor.model, folder)
     second = alone(tiny(start=str(folder)), recipe())
     second.actor.optimizer.load_named_state(copy.deepcopy(first.actor.optimizer.named_state()))
     second.steps = first.steps
@@ -286,6 +287,24 @@ def test_the_memory_plan_counts_the_adapter_alone(capsys: pytest.CaptureFixture[
     assert plan.reference == 0
     assert run(["check", "recipes/gsm8k_tool.yaml", "model.lora.rank=4"]) == 0
     assert f"of which {own / 1e6:.2f} M train (LoRA)" in capsys.readouterr().out
+
+
+def test_a_new_adapter_follows_from_the_seed_and_its_layers_names_alone() -> None:
+    """Not from what the process has drawn before, nor from which other layers have one."""
+    first, other = (
+        lora.adapter_state(load_model(ModelSection(lora=LoraSection(**ADAPTED)), seed)[0]) for seed in (3, 4)
+    )
+    torch.rand(7)
+    again = lora.adapter_state(load_model(ModelSection(lora=LoraSection(targets=("v_proj",), **ADAPTED)), 3)[0])
+    assert 0 < len(again) < len(first)
+    for name, tensor in again.items():
+        assert torch.equal(tensor, first[name])
+    downs = [name for name in first if "lora_A" in name]
+    assert not any(torch.equal(first[name], other[name]) for name in downs)
+    assert len({float(first[name][0, 0]) for name in downs}) == len(downs)
+    wide = first[next(name for name in downs if "q_proj" in name)]
+    assert 0.9 < float(wide.abs().max()) * wide.shape[1] ** 0.5 <= 1  # peft's bound
+    assert not any(tensor.any() for name, tensor in first.items() if "lora_B" in name)
 
 
 def test_targets_are_one_or_several_names() -> None:
@@ -322,7 +341,7 @@ def test_what_does_not_fit_is_said(changes: dict[str, Any], said: str) -> None:
 def test_a_foreign_adapter_is_turned_down(
     change: dict[str, Any], section: dict[str, Any], said: str, tmp_path: Path
 ) -> None:
-    lora.save_adapter(tiny(), tmp_path / "a")
+    save_adapter(tiny(), tmp_path / "a")
     config = tmp_path / "a" / "adapter_config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), **change}))
     with pytest.raises(UserError, match=said):
@@ -330,6 +349,6 @@ def test_a_foreign_adapter_is_turned_down(
 
 
 def test_an_adapter_as_a_model_is_told_where_it_belongs(tmp_path: Path) -> None:
-    lora.save_adapter(tiny(), tmp_path / "a")
+    save_adapter(tiny(), tmp_path / "a")
     with pytest.raises(UserError, match=r"is an adapter: name its base model there \(.*tiny\).*model.lora.start="):
         resolve(str(tmp_path / "a"))

@@ -43,6 +43,22 @@ def test_a_folder_without_weights(tmp_path: Path) -> None:
     assert "\n" not in str(caught.value)
 
 
+def test_weights_that_are_absent_are_not_drawn_at_random(tmp_path: Path) -> None:
+    whole = Qwen3ForCausalLM(Qwen3Config.from_dict({**TINY.to_dict(), "tie_word_embeddings": False}))
+    train_tokenizer([], 0, "<|im_end|>", 64).save_pretrained(tmp_path)
+    whole.save_pretrained(tmp_path)
+    load_model(ModelSection(path=str(tmp_path)))
+    whole.model.save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=r"no whole causal language model: it has no weights for lm_head\.weight$"):
+        load_model(ModelSection(path=str(tmp_path)))
+    backbone, _ = load_model(ModelSection(path=str(tmp_path)), headless=True)  # a critic has an output layer of its own
+    assert torch.equal(backbone.model.norm.weight, whole.model.norm.weight)
+    del (state := whole.model.state_dict())["layers.0.mlp.up_proj.weight"]
+    whole.model.save_pretrained(tmp_path, state_dict=state)
+    with pytest.raises(UserError, match=r"no weights for model\.layers\.0\.mlp\.up_proj\.weight$"):
+        load_model(ModelSection(path=str(tmp_path)), headless=True)
+
+
 def test_a_hub_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: object, **kwargs: object) -> None:
         raise OSError("We couldn't connect to 'https://huggingface.co'\nmore lines")

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.multiprocessing as mp
+from lora_help import save_adapter
 from safetensors.torch import load_file
 from sharded_help import LORA, SCENARIOS, apart, curve, make_folders, run_rank, train_here
 from test_lora import stirred
@@ -33,7 +34,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_folders(folder)
     torch.manual_seed(0)
     section = ModelSection(path=str(folder / "untied"), device="cpu", lora=LoraSection.model_validate(LORA))
-    lora.save_adapter(stirred(load_model(section)[0]), folder / "adapter")
+    save_adapter(stirred(load_model(section)[0]), folder / "adapter")
     return folder
 
 

@@ -1,6 +1,7 @@
 """From a recipe's `model` section to a module and its tokenizer. What is wrong is said in one line."""
 
 import json
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,14 @@ from agentrl.recipe.schema import ModelSection
 ADAPTER_CONFIG = "adapter_config.json"  # peft's
 
 
-def load_model(section: ModelSection) -> tuple[Any, Any]:
+def load_model(section: ModelSection, seed: int = 0, *, headless: bool = False) -> tuple[Any, Any]:
     """The causal LM on `model.device`, weights of `model.dtype`, in evaluation mode (no dropout), and its tokenizer.
 
-    Raises UserError: a device that is not there, no such folder, no model in it, not a causal language model, a hub
-    that does not answer.
+    Nothing in it is drawn at random but a new adapter, by `seed`. headless: the output layer will not be read, and may
+    be absent from the files.
+
+    Raises UserError: a device that is not there, no such folder, no model in it, not a causal language model, weights
+    that are absent, a hub that does not answer.
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -25,19 +29,19 @@ def load_model(section: ModelSection) -> tuple[Any, Any]:
     place, device = resolve(section.path), find_device(section.device)
     config = _load(section.path, "its configuration", lambda: _causal_config(place, section))
     dtype = getattr(torch, section.dtype)
-    model = _load(
+    options = {"config": config, "dtype": dtype, "trust_remote_code": section.trust_remote_code}
+    model, found = _load(
         section.path,
         "its weights",
-        lambda: AutoModelForCausalLM.from_pretrained(
-            place, config=config, dtype=dtype, trust_remote_code=section.trust_remote_code
-        ),
+        lambda: AutoModelForCausalLM.from_pretrained(place, output_loading_info=True, **options),
     )
+    _check_whole(section.path, model, found["missing_keys"], headless)
     tokenizer = load_tokenizer(section)
     model = model.to(device).eval()
     if section.lora is not None:
         from agentrl.models.lora import add_adapter
 
-        add_adapter(model, section.lora, place)
+        add_adapter(model, section.lora, place, seed)
     return model, tokenizer
 
 
@@ -113,6 +117,18 @@ def _base_of(adapter: Path) -> str:
     except (OSError, ValueError, AttributeError):
         return ""
     return f" ({base})" if base else ""
+
+
+def _check_whole(path: str, model: Any, missing: Collection[str], headless: bool) -> None:
+    """Raises UserError for weights that `from_pretrained` did not find and drew at random, as it only warns."""
+    head = model.get_output_embeddings()
+    unread = {name for name, module in model.named_modules() if headless and module is head}
+    absent = sorted(name for name in missing if name.rpartition(".")[0] not in unread)
+    if absent:
+        more = f" (and {len(absent) - 1} more)" if len(absent) > 1 else ""
+        raise UserError(
+            f"model.path: {path} is no whole causal language model: it has no weights for {absent[0]}{more}"
+        )
 
 
 def _causal_config(place: str, section: ModelSection) -> Any:

@@ -4,6 +4,7 @@ The invariant: the base's weights never change, and nobody outside sees how the 
 `weight_of`; the merged model has the names of the base (`merged_tensors`); on disk an adapter has peft's own format.
 """
 
+import hashlib
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -26,10 +27,11 @@ FOREIGN = {"use_dora": False, "use_rslora": False, "bias": "none", "rank_pattern
 """What peft can do besides, and its value where an adapter does without."""
 
 
-def add_adapter(model: Any, section: LoraSection, base: str) -> None:
+def add_adapter(model: Any, section: LoraSection, base: str, seed: int = 0) -> None:
     """Put an adapter into `model`, in place: new, which changes nothing yet, or the one in `section.start`.
 
     Only its parameters, float32, want gradients from then on. base: what adapter files are to name as their base model.
+    seed: what a new one's values depend on, beside the names of its layers.
     Raises UserError: targets that the model has not, a start that does not fit.
     """
     from peft import LoraConfig, inject_adapter_in_model
@@ -47,6 +49,8 @@ def add_adapter(model: Any, section: LoraSection, base: str) -> None:
         parameter.data = parameter.data.float()
     if section.start is not None:
         _load(model, section, Path(section.start).expanduser())
+    else:
+        _begin(model, seed)
 
 
 def target_names(model: Any, targets: tuple[str, ...]) -> list[str]:
@@ -144,12 +148,6 @@ def plain_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor, Any]]:
             yield name, tensor, None
 
 
-@torch.no_grad()
-def merged_state(model: nn.Module) -> dict[str, Tensor]:
-    """The state dict of the base with the adapter merged into it."""
-    return {name: tensor.detach() if layer is None else merged(layer) for name, tensor, layer in plain_tensors(model)}
-
-
 def adapter_state(model: nn.Module) -> dict[str, Tensor]:
     """The adapter's tensors by the names of peft's files."""
     return {
@@ -165,16 +163,6 @@ def adapter_config(model: Any) -> dict[str, Any]:
     return dict(json.loads(json.dumps(found, default=lambda value: sorted(value))))
 
 
-def save_adapter(model: Any, folder: Path) -> None:
-    """A folder that `PeftModel.from_pretrained` loads over the base."""
-    from safetensors.torch import save_file
-
-    folder.mkdir(parents=True)
-    state = {name: tensor.contiguous().cpu() for name, tensor in adapter_state(model).items()}
-    save_file(state, folder / WEIGHTS, metadata={"format": "pt"})
-    (folder / CONFIG).write_text(json.dumps(adapter_config(model), indent=2, sort_keys=True), encoding="utf-8")
-
-
 def describe(model: nn.Module) -> str:
     """One line for people."""
     found = layers(model)
@@ -186,6 +174,21 @@ def describe(model: nn.Module) -> str:
 
 def _matrices(layer: Any) -> tuple[Any, Any]:
     return layer.lora_A[ADAPTER], layer.lora_B[ADAPTER]
+
+
+@torch.no_grad()
+def _begin(model: nn.Module, seed: int) -> None:
+    """A uniform in +-1/sqrt(inputs), as peft begins, and B 0. They are the same in any process, on any device, whatever
+    was drawn before: each layer has a generator of its own."""
+    for name, layer in layers(model).items():
+        a, b = _matrices(layer)
+        if a.weight.is_meta:
+            continue
+        digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
+        own = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
+        bound = a.weight.shape[1] ** -0.5
+        a.weight.copy_(torch.empty(a.weight.shape).uniform_(-bound, bound, generator=own))
+        b.weight.zero_()
 
 
 @torch.no_grad()

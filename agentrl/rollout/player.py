@@ -85,7 +85,7 @@ class Player:
         if apart:
             section = section.model_copy(update={"lora": None})
         shape_only = apart and recipe.engine.name != "local"
-        model, tokenizer = load_shape(section) if shape_only else load_model(section)
+        model, tokenizer = load_shape(section) if shape_only else load_model(section, recipe.train.seed)
         chat = load_chat(
             tokenizer,
             model_path=section.path,

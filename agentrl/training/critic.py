@@ -149,4 +149,5 @@ def critic_model(recipe: Recipe) -> ModelSection:
 def load_critic(recipe: Recipe) -> tuple[ValueForward, str]:
     """The recipe's value model, whole in this process, and a line that says how it computes. Raises UserError."""
     section = critic_model(recipe)
-    return value_forward(load_model(section)[0], computed_in(section), section.checkpointing)
+    model = load_model(section, recipe.train.seed, headless=True)[0]
+    return value_forward(model, computed_in(section), section.checkpointing)

@@ -98,7 +98,7 @@ def _start(
 ) -> tuple[Any, Any, Chat]:
     """The model, its tokenizer and its chat; all new where the recipe says so."""
     if section.new_model is None:
-        model, tokenizer = load_model(recipe.model)
+        model, tokenizer = load_model(recipe.model, recipe.train.seed)
     elif recipe.model.lora is not None:
         raise UserError("model.lora adapts a model that exists, sft.new_model makes one: choose one")
     else:

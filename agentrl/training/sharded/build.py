@@ -51,7 +51,7 @@ def build_critic(recipe: Recipe, place: Place) -> Sharded:
     section = critic_model(recipe)
 
     def load() -> tuple[ValueModel, _Known]:
-        model, known = _load(section)
+        model, known = _load(section, recipe.train.seed, headless=True)
         return ValueModel(model), known
 
     def way(model: ValueModel, known: _Known) -> Any:
@@ -69,7 +69,7 @@ def _causal(recipe: Recipe, place: Place, section: ModelSection, trained: bool) 
         model.generation_config = known.generation
         return _way(model, known, place)
 
-    role = Role(lambda: _skeleton(section), lambda: _load(section), way)
+    role = Role(lambda: _skeleton(section), lambda: _load(section, recipe.train.seed), way)
     model, root, known = build(role, recipe, place, trained)
     return Sharded(model, root, f"{known.description}, {_spread(recipe, place)}")
 
@@ -81,8 +81,8 @@ def _skeleton(section: ModelSection) -> Any:
     return model
 
 
-def _load(section: ModelSection) -> tuple[Any, _Known]:
-    model = load_model(section.model_copy(update={"device": "cpu"}))[0]
+def _load(section: ModelSection, seed: int, headless: bool = False) -> tuple[Any, _Known]:
+    model = load_model(section.model_copy(update={"device": "cpu"}), seed, headless=headless)[0]
     forward, description = choose(model, own=False)
     return model, _Known(type(forward).__name__, description, model.generation_config)
 

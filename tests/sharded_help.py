@@ -44,6 +44,7 @@ FOLDERS: dict[str, dict[str, Any]] = {
 """67 ids, and a bias: dimensions that two ranks cannot share evenly."""
 
 KL = {"kl_coef": 0.1}
+KL_IN_REWARD = {**KL, "kl_in": "reward", "advantage": "rloo"}
 LORA = {"rank": 4, "alpha": 8, "dropout": 0.0}
 
 
@@ -74,7 +75,7 @@ class Scenario:
 SCENARIOS = {
     "tied": Scenario(steps=STEPS),
     "untied": Scenario("untied", {"algorithm": KL, "train": {"mini_batches": 2}}, STEPS),
-    "adapter": Scenario("untied", {"algorithm": KL, "model": {"lora": LORA}}, STEPS),
+    "adapter": Scenario("untied", {"algorithm": KL_IN_REWARD, "model": {"lora": LORA}}, STEPS),
     "critic": Scenario(
         sections={"algorithm": {"advantage": "gae", "lam": 0.95}, "critic": {"lr": 1e-3, "warmup_steps": 2}},
         steps=STEPS,

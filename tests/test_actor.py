@@ -123,7 +123,7 @@ def test_the_gradient_is_that_of_the_formula(aggregation: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "algorithm", [{}, {"aggregation": "sequence_mean"}, {"entropy_coef": 0.01}, {"normalize_std": False}]
+    "algorithm", [{}, {"aggregation": "sequence_mean"}, {"entropy_coef": 0.01}, {"advantage": "dr_grpo"}]
 )
 def test_micro_batches_change_nothing(algorithm: dict[str, Any]) -> None:
     groups = make_groups(REWARDS)

@@ -30,14 +30,14 @@ def test_grpo_normalizes_within_each_group() -> None:
 
 
 def test_dr_grpo_only_centres() -> None:
-    found = grpo(samples([1, 0, 0, 5, 7], [3, 3, 3, 9, 9]), AlgorithmSection(normalize_std=False))
+    found = advantages.get("dr_grpo")(samples([1, 0, 0, 5, 7], [3, 3, 3, 9, 9]), CONFIG)
     torch.testing.assert_close(found, torch.tensor([2 / 3, -1 / 3, -1 / 3, -1.0, 1.0]))
 
 
-@pytest.mark.parametrize("normalize_std", [True, False])
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo"])
 @pytest.mark.parametrize("rewards", [[0.1] * 8, [1.0]])
-def test_groups_with_nothing_to_compare_get_zero(rewards: list[float], normalize_std: bool) -> None:
-    found = grpo(samples(rewards, [0] * len(rewards)), AlgorithmSection(normalize_std=normalize_std))
+def test_groups_with_nothing_to_compare_get_zero(rewards: list[float], name: str) -> None:
+    found = advantages.get(name)(samples(rewards, [0] * len(rewards)), CONFIG)
     assert torch.equal(found, torch.zeros(len(rewards)))
 
 

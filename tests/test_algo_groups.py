@@ -2,6 +2,8 @@
 
 import math
 from collections import defaultdict
+from dataclasses import replace
+from statistics import stdev
 
 import pytest
 import torch
@@ -12,8 +14,7 @@ from agentrl.algo import advantages
 from agentrl.algo.terms import Samples, TokenAdvantages
 from agentrl.recipe.schema import AlgorithmSection
 
-PLAIN = AlgorithmSection(normalize_std=False)
-SCALED = AlgorithmSection()
+CONFIG = AlgorithmSection()
 
 
 def samples(rewards: list[float], groups: list[int], lengths: list[int] | None = None) -> Samples:
@@ -22,9 +23,9 @@ def samples(rewards: list[float], groups: list[int], lengths: list[int] | None =
     )
 
 
-def per_sample(name: str, given_: Samples, config: AlgorithmSection = SCALED) -> list[float]:
+def per_sample(name: str, given_: Samples) -> list[float]:
     """One number a sample, whichever form the estimator chose (lengths are at least 1)."""
-    found = advantages.get(name)(given_, config)
+    found = advantages.get(name)(given_, CONFIG)
     if isinstance(found, TokenAdvantages):
         found = found.advantages[torch.cumsum(given_.lengths, 0) - 1]
     return [float(value) for value in found]
@@ -41,17 +42,16 @@ def test_opo_weighs_rewards_by_length() -> None:
 
 
 def test_passk_pays_the_best_by_its_lead() -> None:
-    given_ = samples([1, 0.25, 0, 1, 1, 0, 3], [0, 0, 0, 1, 1, 1, 2])
-    assert per_sample("grpo_passk", given_, PLAIN) == pytest.approx([0.75, 0, 0, 0, 0, 0, 0])
     deviation = math.sqrt(((1 - 5 / 12) ** 2 + (0.25 - 5 / 12) ** 2 + (5 / 12) ** 2) / 2)
-    assert per_sample("grpo_passk", given_)[0] == pytest.approx(0.75 / deviation, rel=1e-4)
+    found = per_sample("grpo_passk", samples([1, 0.25, 0, 1, 1, 0, 3], [0, 0, 0, 1, 1, 1, 2]))
+    assert found == pytest.approx([0.75 / deviation, 0, 0, 0, 0, 0, 0], rel=1e-4)
 
 
 def test_passk_is_what_the_maximum_loses_without_a_sample() -> None:
     rewards = [0.3, 0.9, 0.1, 0.7]
-    found = per_sample("grpo_passk", samples(rewards, [0] * 4), PLAIN)
+    found = per_sample("grpo_passk", samples(rewards, [0] * 4))
     lost = [max(rewards) - max(rewards[:i] + rewards[i + 1 :]) for i in range(4)]
-    assert found == pytest.approx(lost)
+    assert found == pytest.approx([one / stdev(rewards) for one in lost], rel=1e-4)
 
 
 def test_reinforce_plus_plus_baseline_whitens_the_whole_step() -> None:
@@ -59,15 +59,32 @@ def test_reinforce_plus_plus_baseline_whitens_the_whole_step() -> None:
     given_ = samples([1, 0, 6, 2], [0, 0, 1, 1], [1, 3, 1, 1])
     tokens = torch.tensor([0.5, -0.5, -0.5, -0.5, 2, -2])
     wanted = (tokens - tokens.mean()) / tokens.std()
-    found = advantages.get("reinforce_plus_plus_baseline")(given_, SCALED)
+    found = advantages.get("reinforce_plus_plus_baseline")(given_, CONFIG)
     assert isinstance(found, TokenAdvantages)
     torch.testing.assert_close(found.advantages, wanted, atol=1e-5, rtol=0)
-    centred = advantages.get("reinforce_plus_plus_baseline")(given_, PLAIN).advantages
-    torch.testing.assert_close(centred, tokens - tokens.mean(), atol=1e-6, rtol=0)
 
 
-GROUPED = ["grpo", "rloo", "opo", "grpo_passk"]
-CENTRED = ["grpo", "rloo"]
+@pytest.mark.parametrize(
+    ("name", "weights"),
+    [
+        ("pf_ppo_best_worst", [2, 0, 0, 2, 0.75, 0.75, 1.5, 1, 1, 1]),
+        ("pf_ppo_best_random", [2, 2 / 3, 2 / 3, 2 / 3, 0.75, 0.75, 1.5, 1, 1, 1]),
+    ],
+)
+def test_policy_filtration_weighs_the_advantages_of_gae_by_rank(name: str, weights: list[float]) -> None:
+    """Four that differ; two of three that are tied; two that are equal; one alone. A task keeps its weight."""
+    rewards, lengths = [5, 3, 2, 1, 1, 1, 0, 4, 4, 7], [1, 2, 3, 1, 1, 2, 1, 2, 1, 2]
+    given_ = samples([float(r) for r in rewards], [0, 0, 0, 0, 1, 1, 1, 2, 2, 3], lengths)
+    given_ = replace(given_, values=torch.linspace(-1, 1, sum(lengths)))
+    plain, found = (advantages.get(one)(given_, CONFIG) for one in ("gae", name))
+    each = torch.repeat_interleave(torch.tensor(weights), given_.lengths)
+    torch.testing.assert_close(found.advantages, plain.advantages * each, atol=1e-6, rtol=1e-6)
+    assert torch.equal(found.returns, plain.returns)
+    assert advantages.get(name).wants_values
+
+
+GROUPED = ["grpo", "dr_grpo", "rloo", "opo", "grpo_passk"]
+CENTRED = ["grpo", "dr_grpo", "rloo"]
 rows = st.lists(
     st.tuples(st.sampled_from([0.0, 0.1, 0.5, 1.0, -2.0]), st.integers(0, 3), st.integers(1, 9)),
     min_size=1,
@@ -75,15 +92,12 @@ rows = st.lists(
 )
 
 
-@given(rows, st.sampled_from(GROUPED), st.booleans())
-def test_a_constant_on_all_rewards_of_a_task_changes_nothing(
-    drawn: list[tuple[float, int, int]], name: str, scaled: bool
-) -> None:
+@given(rows, st.sampled_from(GROUPED))
+def test_a_constant_on_all_rewards_of_a_task_changes_nothing(drawn: list[tuple[float, int, int]], name: str) -> None:
     rewards, groups, lengths = (list(column) for column in zip(*drawn, strict=True))
-    config = SCALED if scaled else PLAIN
-    found = per_sample(name, samples(rewards, groups, lengths), config)
+    found = per_sample(name, samples(rewards, groups, lengths))
     moved = [reward + 3 * group for reward, group in zip(rewards, groups, strict=True)]
-    assert per_sample(name, samples(moved, groups, lengths), config) == pytest.approx(found, abs=1e-4)
+    assert per_sample(name, samples(moved, groups, lengths)) == pytest.approx(found, abs=1e-4)
     by_task = defaultdict(list)
     for i, group in enumerate(groups):
         by_task[group].append(i)
@@ -114,7 +128,7 @@ def test_the_order_of_samples_does_not_matter(drawn: list[tuple[float, int, int]
 def test_rloo_is_dr_grpo_times_k_over_k_less_one(drawn: list[tuple[float, int, int]]) -> None:
     rewards, groups, _ = (list(column) for column in zip(*drawn, strict=True))
     found = per_sample("rloo", samples(rewards, groups))
-    centred = per_sample("grpo", samples(rewards, groups), PLAIN)
+    centred = per_sample("dr_grpo", samples(rewards, groups))
     for i, group in enumerate(groups):
         k = groups.count(group)
         assert found[i] == pytest.approx(centred[i] * k / max(1, k - 1), abs=1e-5)

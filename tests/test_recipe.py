@@ -133,6 +133,7 @@ env:
 MISTAKES = {
     "rollout: {m: 3}": r"r.yaml:1: rollout.m: unknown key; known: concurrency, max_",
     "rolout: {n: 3}": r"rolout: unknown key; did you mean 'rollout'\?",
+    "algorithm: {normalize_std: false}": r"r.yaml:1: algorithm.normalize_std: is no key any more: for false write `algo",
     "lr: 1": r"lr: unknown key; did you mean 'train.lr' or 'critic.lr'\?",
     "rollout:\n  lr: 1": r"r.yaml:2: rollout.lr: unknown key; did you mean 'train.lr' or 'critic.lr'\?",
     "tools: [{name: a, arg: {}}]": r"tools.0.arg: unknown key; did you mean 'tools.0.args'\?",

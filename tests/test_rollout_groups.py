@@ -13,7 +13,7 @@ from agentrl.plugins.types import Task, ToolResponse
 from agentrl.rollout import watch
 from agentrl.rollout.driver import Driver
 from agentrl.rollout.garbage import rare_collections
-from agentrl.rollout.groups import Dropped, dropped, roll_out
+from agentrl.rollout.groups import Contrast, contrast, roll_out
 from agentrl.rollout.metrics import rollout_metrics
 from agentrl.rollout.record import record
 from agentrl.rollout.trajectory import Boundary, FinishReason, Group, Trajectory
@@ -37,7 +37,7 @@ async def test_groups_come_in_the_order_of_tasks_and_samples_with_rewards_of_the
     for group in groups:
         assert [t.sample for t in group.trajectories] == [0, 1, 2, 3]
         assert [t.reward for t in group.trajectories] == [0, 1, 2, 3]
-        assert dropped(group) is None
+        assert contrast(group) is Contrast.VARIED
 
 
 async def test_a_failed_sample_is_tried_again_with_another_seed_and_says_so():
@@ -78,7 +78,7 @@ async def test_what_keeps_failing_is_left_out_and_its_group_goes_on(retries):
     assert metrics["rollout/failed"] == metrics["rollout/failed/environment"] == 3
     assert metrics["rollout/retried"] == 3 * retries
     assert metrics["stop/error"] == 3
-    assert metrics["groups/dropped_equal"] == 3
+    assert metrics["groups/equal"] == 3
     hooks.check()
 
 
@@ -191,15 +191,15 @@ async def test_a_tool_that_ignores_every_cancellation_costs_its_own_request_alon
     hooks.check()
 
 
-def test_which_groups_train():
+def test_what_the_rewards_of_a_group_tell():
     def group(*rewards, failed=0):
         return Group(TASKS[0], tuple(map(trajectory, rewards)), tuple(trajectory(0) for _ in range(failed)))
 
-    assert dropped(group(0, 1)) is None
-    assert dropped(group(1, 1, 1)) is Dropped.EQUAL
-    assert dropped(group(1, failed=3)) is Dropped.FEW
-    assert dropped(group()) is Dropped.FEW
-    assert dropped(group(0.5, 0.5)) is not None
+    assert contrast(group(0, 1)) is Contrast.VARIED
+    assert contrast(group(1, 1, 1)) is Contrast.EQUAL
+    assert contrast(group(1, failed=3)) is Contrast.FEW
+    assert contrast(group()) is Contrast.FEW
+    assert contrast(group(0.5, 0.5)) is Contrast.EQUAL
 
 
 def test_the_collector_is_held_back_and_let_go():
@@ -232,7 +232,7 @@ async def test_the_numbers_of_a_step():
         "rollout/tokens": 6 * (len(script("", 0)) + 1 + 2), "rollout/turns_mean": 2.0,
         "rollout/prompt_tokens_mean": 16.0, "rollout/trajectories": 6,
         "rollout/failed": 0, "rollout/retried": 0, "rollout/release_errors": 0,
-        "groups/trained": 3, "groups/dropped_few": 0, "groups/dropped_equal": 0,
+        "groups/varied": 3, "groups/equal": 0, "groups/few": 0,
         "stop/stop": 6, "stop/length": 0, "stop/max_turns": 0, "stop/max_tool_calls": 0, "stop/timeout": 0,
         "stop/env_done": 0, "stop/aborted": 0, "stop/error": 0,
         "tool/echo/hits": 3.0, "tool/echo/calls": 12, "tool/echo/errors": 6, "tool/echo/cut": 0,

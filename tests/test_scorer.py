@@ -12,7 +12,7 @@ from agentrl.plugins.rewards import make_rewards
 from agentrl.plugins.types import Task
 from agentrl.recipe.schema import RewardsSection
 from agentrl.rollout.driver import Driver
-from agentrl.rollout.groups import dropped, roll_out
+from agentrl.rollout.groups import Contrast, contrast, roll_out
 from agentrl.rollout.metrics import rollout_metrics
 from agentrl.rollout.record import record
 from agentrl.rollout.scorer import Scorer
@@ -111,8 +111,8 @@ async def test_sample_functions_fill_their_parts_and_weights_count_in_the_reward
 async def test_a_group_function_sees_all_samples_of_its_task():
     group = await play(rewards("rank", env=0), n=4)
     assert [t.rewards["rank"] for t in group.trajectories] == [0, 1, 2, 3]
-    assert dropped(group) is None
-    assert dropped(await play(rewards("rank", env=0, rank=0), n=4)) is not None
+    assert contrast(group) is Contrast.VARIED
+    assert contrast(await play(rewards("rank", env=0, rank=0), n=4)) is Contrast.EQUAL
 
 
 async def test_groups_are_scored_apart_and_told_when_scored():

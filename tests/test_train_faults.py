@@ -41,8 +41,8 @@ def test_a_reward_that_raises_costs_its_own_samples_alone(tmp_path: Path, capsys
         assert len(lost) + len(kept) == 24
         assert row["rollout/failed"] == row["stop/error"] == row["rollout/retried"] == len(lost)
         assert row["rollout/trajectories"] == len(kept)
-        assert row["groups/dropped_few"] == len(lost) / 4
-        assert row["groups/trained"] == len(kept) / 4
+        assert row["groups/few"] == len(lost) / 4
+        assert row["groups/varied"] == len(kept) / 4
         assert row["reward/mean"] == pytest.approx(sum(t["reward"] for t in kept) / max(1, len(kept)))
         for boundary in ("reward", "environment"):
             count = sum(t["failure"]["boundary"] == boundary for t in lost)
@@ -51,7 +51,7 @@ def test_a_reward_that_raises_costs_its_own_samples_alone(tmp_path: Path, capsys
             assert f"step {row['step']}: {len(lost)} of 24 samples failed (" in said
     assert sum(row.get("rollout/failed/reward", 0) for row in rows) > 0
     assert sum(row.get("rollout/failed/environment", 0) for row in rows) > 0
-    assert sum(row["groups/trained"] for row in rows) > 0
+    assert sum(row["groups/varied"] for row in rows) > 0
     assert "by reward: gsm8k.calc_reward: ZeroDivisionError: no judge for even numbers" in said
     assert moved(result)
 
@@ -77,7 +77,7 @@ def test_a_tool_that_misbehaves_is_told_and_counted_and_the_run_learns_on(
     assert calls > 0
     assert row["tool/calculator/errors"] == (0 if tool == "Flooding" else calls)
     assert row["rollout/failed"] == 0
-    assert row["groups/trained"] == 2
+    assert row["groups/varied"] == 2
     said = [m["content"] for t in played(result, 1) for m in t["messages"] if m["role"] == "tool"]
     assert any(words in text for text in said)
     assert max(map(len, said)) < 1_000
@@ -100,8 +100,8 @@ def test_a_step_without_a_group_to_learn_from_leaves_the_weights_alone(
     result = agentrl.train(recipe)
     assert result.steps == 2
     for row in metrics(result.folder)[1:]:
-        assert row["groups/trained"] == 0
-        assert row[f"groups/dropped_{why}"] == 2
+        assert row["groups/varied"] == 0
+        assert row[f"groups/{why}"] == 2
         assert row["rollout/trajectories"] == valid
         assert row["train/updates"] == row["train/loss"] == row["train/grad_norm"] == 0
     assert not moved(result)
@@ -146,7 +146,7 @@ def test_reward_functions_and_weights_of_a_recipe_reach_the_update(
     assert said.count("rewards.weights: no anser in this step; did you mean 'answer' or 'noise'?") == 1
     for row in metrics(result.folder)[1:]:
         assert row["reward/mean"] == pytest.approx(2 * row["reward/size"] + row["reward/noise"])
-        assert row["groups/trained"] > 0
+        assert row["groups/varied"] > 0
     for t in played(result, 1):
         assert t["reward"] == pytest.approx(2 * t["rewards"]["size"] + t["rewards"]["noise"])
     assert moved(result)

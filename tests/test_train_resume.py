@@ -19,7 +19,7 @@ STEPS = 6
 
 
 def job(output: Path, **changes: Any) -> Recipe:
-    """What a resumed run could get wrong is all in it: warm-up, decay, several updates a step, a reference."""
+    """What a resumed run could get wrong is all in it: warm-up, decay, several updates a step, a reference in the reward."""
     return small(
         output,
         **{
@@ -27,7 +27,7 @@ def job(output: Path, **changes: Any) -> Recipe:
                 "steps": STEPS, "lr": 3e-4, "schedule": "cosine", "warmup_steps": 2, "mini_batches": 2, "epochs": 2,
                 "weight_decay": 0.01, "save_every": 0, "threads": 1, "seed": 7,
             },
-            "algorithm": {"kl_coef": 0.01},
+            "algorithm": {"kl_coef": 0.01, "kl_in": "reward"},
             "eval__every": 3,
             **changes,
         },

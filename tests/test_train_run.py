@@ -62,7 +62,7 @@ def test_metrics_agree_with_each_other_and_with_the_trajectories(result: TrainRe
         assert sum(row[f"stop/{t}"] for t in ("stop", "length", "max_turns", "max_tool_calls")) == 8
         assert row["reward/mean"] == pytest.approx(sum(t["reward"] for t in played) / 8)
         assert row["rollout/tokens"] == sum(t["tokens"]["sampled"] for t in played)
-        assert row["groups/trained"] == 2
+        assert row["groups/varied"] == 2
         calls = [u for t in played for u in t["tool_uses"] if u["name"] == "calculator"]
         assert row["tool/calculator/calls"] == len(calls) > 0
         assert row["mismatch/logprob_max"] < 1e-3  # the trainer and the engine are one model

@@ -12,18 +12,32 @@ EPSILON = 1e-6  # added to a standard deviation; one that is not larger than thi
 
 @advantages.register("grpo")
 def grpo(samples: Samples, config: AlgorithmSection) -> Tensor:
-    """Group-relative advantage, one a sample: float32 [S].
+    """Group-relative advantage, one a sample: float32 [S]. Reads nothing of the recipe.
 
     DeepSeekMath (arXiv:2402.03300), section 4.1.2: A_i = (r_i - mean(r)) / std(r) over the samples of a task, the
-    standard deviation being that of the sample (n - 1). With `normalize_std` off it is Dr. GRPO (arXiv:2503.20783),
-    equation 4: A_i = r_i - mean(r). A group of one, or of equal rewards, has nothing to compare: 0.
+    standard deviation being that of the sample (n - 1). A group of one, or of equal rewards, has nothing to compare: 0.
+
+    Where a KL is taken off the rewards, std is that of the rewards before it: divided by their own deviation, the KLs
+    of a group that is equal otherwise, be they no more than rounding, would count as much as right against wrong.
     """
     groups = Groups(samples.groups)
     rewards = samples.rewards.double()
-    deviation = groups.deviation(rewards)
-    scale = deviation + EPSILON if config.normalize_std else torch.ones_like(deviation)
+    deviation = groups.deviation(earned(samples))
     centred = rewards - groups.mean(rewards)
-    return torch.where(deviation > EPSILON, centred / scale, torch.zeros_like(centred)).float()
+    return torch.where(deviation > EPSILON, centred / (deviation + EPSILON), torch.zeros_like(centred)).float()
+
+
+@advantages.register("dr_grpo")
+def dr_grpo(samples: Samples, config: AlgorithmSection) -> Tensor:
+    """The reward above the mean of its task, one a sample: float32 [S]. Reads nothing of the recipe.
+
+    Dr. GRPO (arXiv:2503.20783), equation 4: A_i = r_i - mean(r); hard and easy tasks weigh no more than others do. A
+    group of one, or of equal rewards: 0.
+    """
+    groups = Groups(samples.groups)
+    rewards = samples.rewards.double()
+    centred = rewards - groups.mean(rewards)
+    return torch.where(groups.deviation(rewards) > EPSILON, centred, torch.zeros_like(centred)).float()
 
 
 @advantages.register("rloo")
@@ -59,13 +73,20 @@ def grpo_passk(samples: Samples, config: AlgorithmSection) -> Tensor:
 
     "Optimizing language models for inference time objectives" (arXiv:2503.19595), section 3, with max as the objective
     of k samples: what the maximum loses when a sample is left out, so r_max - r_second for the best and 0 for all
-    others; where two are best, 0. Divided by the group's standard deviation unless `normalize_std` is off.
+    others; where two are best, 0. Divided by the group's standard deviation, as `grpo` does and with its rule for a
+    KL in the rewards. Reads nothing of the recipe.
     """
     groups = Groups(samples.groups)
     rewards = samples.rewards.double()
     ahead = rewards - groups.best_of_others(rewards)
-    scale = groups.deviation(rewards) + EPSILON if config.normalize_std else torch.ones_like(rewards)
-    return torch.where((groups.count > 1) & (ahead > EPSILON), ahead / scale, torch.zeros_like(rewards)).float()
+    deviation = groups.deviation(earned(samples))
+    leads = (deviation > EPSILON) & (ahead > EPSILON)
+    return torch.where(leads, ahead / (deviation + EPSILON), torch.zeros_like(rewards)).float()
+
+
+def earned(samples: Samples) -> Tensor:
+    """float64 [S]: the rewards, before a KL was taken off them."""
+    return (samples.rewards if samples.earned is None else samples.earned).double()
 
 
 class Groups:
@@ -90,12 +111,15 @@ class Groups:
         squares = self.total((values - self.mean(values)) ** 2)
         return (squares / (self.count - 1).clamp(min=1)).sqrt()
 
+    def best(self, values: Tensor) -> Tensor:
+        """The maximum over the samples of the task."""
+        nothing = torch.full((len(self._of),), -torch.inf, dtype=torch.float64)
+        return nothing.scatter_reduce(0, self._of, values, "amax")[self._of]
+
     def best_of_others(self, values: Tensor) -> Tensor:
         """The maximum over the other samples of the task; -inf where there are none."""
-        nothing = torch.full((len(self._of),), -torch.inf, dtype=torch.float64)
-        best = nothing.scatter_reduce(0, self._of, values, "amax")[self._of]
+        best = self.best(values)
         is_best = values == best
         alone = self.total(is_best.double()) == 1
-        below = torch.where(is_best, -torch.inf, values)
-        second = nothing.scatter_reduce(0, self._of, below, "amax")[self._of]
+        second = self.best(torch.where(is_best, -torch.inf, values))
         return torch.where(is_best & alone, second, best)

@@ -19,7 +19,7 @@ def gae(samples: Samples, config: AlgorithmSection) -> TokenAdvantages:
 
     arXiv:1506.02438, equations 11, 12 and 16: d_t = r_t + gamma V_t+1 - V_t, A_t = sum over l of (gamma lam)^l d_t+l,
     where V after the last token is 0. Returns are A_t + V_t, before whitening. Then A is centred over all tokens of the
-    step, and divided by its standard deviation unless `normalize_std` is off.
+    step, and divided by its standard deviation.
     """
     rewards, values = _token_rewards(samples), samples.values
     if values is None:
@@ -27,7 +27,7 @@ def gae(samples: Samples, config: AlgorithmSection) -> TokenAdvantages:
     values = values.double()
     errors = rewards + config.gamma * _following(values, samples.lengths) - values
     found = discounted(errors, samples.lengths, config.gamma * config.lam)
-    return TokenAdvantages(whitened(found, config.normalize_std).float(), (found + values).float())
+    return TokenAdvantages(whitened(found).float(), (found + values).float())
 
 
 gae.wants_values = True  # type: ignore[attr-defined]
@@ -38,11 +38,11 @@ def reinforce_plus_plus(samples: Samples, config: AlgorithmSection) -> TokenAdva
     """What is still to come, one a token, whitened over the step: no critic, and no comparison within a task.
 
     REINFORCE++ (arXiv:2501.03262), its global advantage normalization: A_t = sum over l of gamma^l r_t+l, centred over
-    all tokens of the step and divided by their standard deviation (unless `normalize_std` is off). A KL to the
-    reference is part of the loss here (`kl_coef`), not of the reward.
+    all tokens of the step and divided by their standard deviation. The paper takes a KL to the reference off the
+    reward of each token (`kl_in: reward`); as a loss of its own it does as well.
     """
     found = discounted(_token_rewards(samples), samples.lengths, config.gamma)
-    return TokenAdvantages(whitened(found, config.normalize_std).float())
+    return TokenAdvantages(whitened(found).float())
 
 
 @advantages.register("reinforce_plus_plus_baseline")
@@ -50,12 +50,12 @@ def reinforce_plus_plus_baseline(samples: Samples, config: AlgorithmSection) -> 
     """The reward above the mean of its task, whitened over the step.
 
     REINFORCE++ with baseline (arXiv:2501.03262): A_i = r_i - mean(r) over the samples of a task, as in Dr. GRPO; then
-    centred over all tokens of the step and divided by their standard deviation (unless `normalize_std` is off).
+    centred over all tokens of the step and divided by their standard deviation.
     """
     rewards = samples.rewards.double()
     centred = rewards - Groups(samples.groups).mean(rewards)
     spread = torch.repeat_interleave(centred, samples.lengths)
-    return TokenAdvantages(whitened(spread, config.normalize_std).float())
+    return TokenAdvantages(whitened(spread).float())
 
 
 def discounted(values: Tensor, lengths: Tensor, factor: float) -> Tensor:
@@ -74,13 +74,13 @@ def discounted(values: Tensor, lengths: Tensor, factor: float) -> Tensor:
     return found
 
 
-def whitened(values: Tensor, scaled: bool) -> Tensor:
-    """values [N] with mean 0 and, when `scaled`, standard deviation 1; where all are equal, 0."""
+def whitened(values: Tensor) -> Tensor:
+    """values [N] with mean 0 and standard deviation 1; where all are equal, 0."""
     centred = values - values.mean() if len(values) else values
     deviation = (centred.square().sum() / max(1, len(values) - 1)).sqrt()
     if deviation <= EPSILON:
         return torch.zeros_like(values)
-    return centred / (deviation + EPSILON) if scaled else centred
+    return centred / (deviation + EPSILON)
 
 
 def _following(values: Tensor, lengths: Tensor) -> Tensor:

@@ -10,10 +10,12 @@ from torch import Tensor
 class Samples:
     """The S samples of a step, as an advantage estimator sees them; N sampled tokens in all, sample after sample.
 
-    rewards: float32 [S], the sum of a trajectory's parts. groups: int64 [S], equal for the samples of one task.
+    rewards: float32 [S], the sum of a trajectory's parts, less what a KL to the reference costs where the recipe puts
+    that into the reward. groups: int64 [S], equal for the samples of one task.
     lengths: int64 [S], sampled tokens, which sum to N. What tools wrote is not here: it is nobody's action.
     token_rewards: float32 [N], the same rewards at the tokens after which they came; their sum over a sample is its
     reward. values: float32 [N], the critic's, each of the state before its token; None where there is no critic.
+    earned: float32 [S], the rewards before a KL was taken off; None where none was.
     """
 
     rewards: Tensor
@@ -21,6 +23,7 @@ class Samples:
     lengths: Tensor
     token_rewards: Tensor | None = None
     values: Tensor | None = None
+    earned: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,11 @@ _WANTED = {
     "dict": "a mapping",
     "model": "a mapping of keys",
 }
+_GONE: dict[Key, str] = {
+    ("algorithm", "normalize_std"): (
+        "is no key any more: for false write `algorithm.advantage: dr_grpo` (in place of grpo), for true leave it out"
+    ),
+}
 _LIMITS = {
     "greater_than": ("gt", "more than"),
     "greater_than_equal": ("ge", "at least"),
@@ -59,7 +64,7 @@ def _origin(document: Document, key: Key, file: str) -> str:
 def _what(error: ErrorDetails, key: Key) -> str:
     kind, given = error["type"], error["input"]
     if kind == "extra_forbidden":
-        return "unknown key" + _nearest_key(key)
+        return _GONE.get(key) or "unknown key" + _nearest_key(key)
     if kind == "missing":
         return "is missing"
     if kind == "value_error":

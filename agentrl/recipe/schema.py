@@ -113,16 +113,21 @@ class EngineSection(Section):
     args: dict[str, Any] = Field(default_factory=dict)  # further arguments of the engine's class
 
 
+COMPARING = ("grpo", "dr_grpo", "rloo", "opo", "grpo_passk", "reinforce_plus_plus_baseline")
+"""Advantages of our own that are 0 where a task has one sample."""
+
+
 class AlgorithmSection(Section):
     advantage: str = "grpo"
-    normalize_std: bool = True  # divide by the group's standard deviation (False: Dr. GRPO)
     gamma: Fraction = 1.0  # discount a sampled token (gae)
     lam: Fraction = 1.0  # of gae: 1 takes returns as they come, 0 trusts the critic
     loss: str = "ppo_clip"
     clip_low: Fraction = 0.2
     clip_high: Annotated[float, Field(ge=0)] = 0.2
     clip_dual: Annotated[float, Field(gt=1)] | None = 3.0  # None: off
-    kl_coef: Annotated[float, Field(ge=0)] = 0.0  # of the k3 loss against the reference; 0: no reference is kept
+    kl_coef: Annotated[float, Field(ge=0)] = 0.0  # of the KL against the reference; 0: no reference is kept
+    # loss: a term beside the policy's (k3). reward: each token's log-ratio (k1) is taken off its reward.
+    kl_in: Literal["loss", "reward"] = "loss"
     entropy_coef: Annotated[float, Field(ge=0)] = 0.0
     aggregation: Literal["token_mean", "sequence_mean"] = "token_mean"
     # The weight of a token that the engine sampled with another probability than the trainer's. auto: token_tis where
@@ -300,8 +305,9 @@ class Recipe(Section):
             raise ValueError("rollout.max_turn_tokens is larger than rollout.max_tokens, so it can never be reached")
         if self.train.mini_batches > self.rollout.n * self.rollout.tasks:
             raise ValueError("train.mini_batches is larger than rollout.n x rollout.tasks: some would be empty")
-        if self.rollout.n < 2 and self.algorithm.advantage == "grpo" and self.train.steps > 0:
-            raise ValueError("rollout.n is 1, but grpo compares the samples of a task: use 2 or more")
+        if self.rollout.n < 2 and self.algorithm.advantage in COMPARING and self.train.steps > 0:
+            name = self.algorithm.advantage
+            raise ValueError(f"rollout.n is 1, but {name} compares the samples of a task: use 2 or more")
         return self
 
     def _check_cluster(self) -> None:

@@ -15,19 +15,20 @@ from agentrl.rollout.trajectory import FinishReason, Group, Trajectory
 from agentrl.rollout.watch import leave_behind
 
 
-class Dropped(StrEnum):
-    """Why a group trains nothing."""
+class Contrast(StrEnum):
+    """What the rewards of a group tell by comparison. An advantage that compares trains nothing by a group that is not
+    varied; a critic, a KL, an entropy bonus or a comparison over the whole step may train by it all the same."""
 
-    FEW = "few"  # fewer than two valid samples
+    VARIED = "varied"
     EQUAL = "equal"  # all rewards are equal
+    FEW = "few"  # fewer than two valid samples
 
 
-def dropped(group: Group) -> Dropped | None:
-    """Why a group trains nothing; None when it does."""
+def contrast(group: Group) -> Contrast:
     rewards = [t.reward for t in group.trajectories]
     if len(rewards) < 2:
-        return Dropped.FEW
-    return Dropped.EQUAL if max(rewards) - min(rewards) < 1e-9 else None
+        return Contrast.FEW
+    return Contrast.EQUAL if max(rewards) - min(rewards) < 1e-9 else Contrast.VARIED
 
 
 @dataclass(slots=True)

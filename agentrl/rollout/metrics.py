@@ -3,7 +3,7 @@
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 
-from agentrl.rollout.groups import Dropped, dropped
+from agentrl.rollout.groups import Contrast, contrast
 from agentrl.rollout.trajectory import FinishReason, Group, ToolUse, Trajectory
 
 UNKNOWN = "unknown"
@@ -14,7 +14,8 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
     """One step's numbers.
 
     `rollout/tokens` sampled, `rollout/turns_mean`, `rollout/prompt_tokens_mean` a valid trajectory; `rollout/failed`
-    and `rollout/failed/<boundary>` samples left out, `rollout/retried` attempts; `groups/...` counts of groups;
+    and `rollout/failed/<boundary>` samples left out, `rollout/retried` attempts; `groups/<contrast>` counts of groups whose
+    rewards are varied, equal or few (how many samples an update computed is `train/samples`);
     `stop/<reason>` counts; `tool/<name>/calls`, `/errors` and `/cut` (answers that were too long) counts, `/seconds` a
     mean a call, a tool's own metrics means over the calls that have them;
     `reward/<part>` means over the valid trajectories (0 where a part is missing), before `rewards.weights`;
@@ -61,9 +62,8 @@ def _failures(valid: Sequence[Trajectory], failed: Sequence[Trajectory]) -> dict
 
 
 def _groups(groups: Sequence[Group]) -> dict[str, float]:
-    why = Counter(dropped(group) for group in groups)
-    counts = {f"groups/dropped_{reason}": why[reason] for reason in Dropped}
-    return {"groups/trained": why[None], **counts}
+    found = Counter(contrast(group) for group in groups)
+    return {f"groups/{kind}": found[kind] for kind in Contrast}
 
 
 def _stops(trajectories: Sequence[Trajectory]) -> dict[str, float]:

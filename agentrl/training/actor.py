@@ -83,7 +83,7 @@ class Actor:
         each, measured = terms.loss * factor, {**terms.metrics, "entropy": entropy.detach()}
         if "reference_logprobs" in batch.tokens:
             kl = k3(logprobs, at(batch, "reference_logprobs", packed, device))
-            each = each + algorithm.kl_coef * kl
+            each = each + algorithm.kl_coef * kl if algorithm.kl_in == "loss" else each
             measured["kl"] = kl.detach()
         if algorithm.entropy_coef:
             each = each - algorithm.entropy_coef * entropy

@@ -22,7 +22,8 @@ def with_advantages(batch: Batch, estimator: Any, config: AlgorithmSection) -> B
     """`batch` with the token column `advantages`, and `returns` where the estimator gives them, float32 [T], 0 where
     nothing was sampled; and with the sample column `advantage`, the mean over a sample's tokens.
 
-    It reads the sample columns `reward` and `group`, and the token columns `step_rewards` and `values` where they are.
+    It reads the sample columns `reward` and `group`, and, where they are, the token columns `step_rewards`, `values`
+    and `kl_penalty` (what is taken off each token's reward, and its sum over a sample off the sample's).
     estimator: as algo's registry `advantages` gives it; config: the recipe's `algorithm`. Raises UserError when the
     estimator gives something of another shape, or not finite.
     """
@@ -30,13 +31,15 @@ def with_advantages(batch: Batch, estimator: Any, config: AlgorithmSection) -> B
     lengths = batch.sampled
     if not lengths.any():
         return _with_columns(batch, np.zeros(int(batch.offsets[-1]), np.float32), {})
-    values = batch.tokens.get("values")
+    values, penalty = batch.tokens.get("values"), batch.tokens.get("kl_penalty")
+    earned, each_token = batch.samples["reward"], token_rewards(batch)
     samples = Samples(
-        rewards=torch.from_numpy(batch.samples["reward"]),
+        rewards=torch.from_numpy(earned if penalty is None else earned - sums(batch, penalty)),
         groups=torch.from_numpy(batch.samples["group"]),
         lengths=torch.from_numpy(lengths),
-        token_rewards=torch.from_numpy(token_rewards(batch)[sampled]),
+        token_rewards=torch.from_numpy((each_token if penalty is None else each_token - penalty)[sampled]),
         values=None if values is None else torch.from_numpy(values[sampled]),
+        earned=None if penalty is None else torch.from_numpy(earned),
     )
     found = estimator(samples, config)
     each = found if isinstance(found, TokenAdvantages) else _spread(found, samples.lengths, config)
@@ -59,9 +62,7 @@ def token_rewards(batch: Batch) -> Floats:
     at = np.flatnonzero(batch.tokens["loss_mask"])
     filled = batch.sampled > 0
     last = at[np.cumsum(batch.sampled)[filled] - 1]
-    before = np.concatenate([[0.0], np.cumsum(found, dtype=np.float64)])
-    paid = before[batch.offsets[1:]] - before[batch.offsets[:-1]]
-    found[last] += (batch.samples["reward"] - paid)[filled].astype(np.float32)
+    found[last] += (batch.samples["reward"] - sums(batch, found))[filled]
     return found
 
 
@@ -105,7 +106,12 @@ def _column(name: str, found: Tensor, sampled: npt.NDArray[np.bool_], config: Al
     return column
 
 
+def sums(batch: Batch, column: Floats) -> Floats:
+    """A token column [T] summed over each sample, [S]."""
+    total = np.concatenate([[0.0], np.cumsum(column, dtype=np.float64)])
+    return (total[batch.offsets[1:]] - total[batch.offsets[:-1]]).astype(np.float32)
+
+
 def _with_columns(batch: Batch, advantages: Floats, others: dict[str, Floats]) -> Batch:
-    total = np.concatenate([[0.0], np.cumsum(advantages, dtype=np.float64)])
-    mean = (total[batch.offsets[1:]] - total[batch.offsets[:-1]]) / np.maximum(batch.sampled, 1)
+    mean = sums(batch, advantages) / np.maximum(batch.sampled, 1)
     return batch.with_tokens(advantages=advantages, **others).with_samples(advantage=mean.astype(np.float32))

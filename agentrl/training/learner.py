@@ -7,7 +7,7 @@ mini-batches) is fixed here, before anything is split. Samples whose advantage i
 carry no gradient they are not computed.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -21,11 +21,11 @@ from agentrl.training.actor import off_policy_of
 from agentrl.training.advantages import carries_gradient, step_rewards, with_advantages
 from agentrl.training.batch import Batch
 from agentrl.training.critic import CriticMeter
+from agentrl.training.kl_reward import penalty_metrics, scattered, with_kl_penalty
 from agentrl.training.meter import Meter
 from agentrl.training.optimizer import learning_rate
 from agentrl.training.workplace import Workplace
 
-Floats = npt.NDArray[np.float32]
 Bools = npt.NDArray[np.bool_]
 
 
@@ -40,23 +40,29 @@ class Learner:
         self.steps = 0
 
     def learn(self, groups: Sequence[Group]) -> dict[str, float]:
-        """One step: values, advantages, old log-probs, reference, updates. Returns the metrics of `update`."""
+        """One step: values, advantages, old log-probs, reference, updates. Returns the metrics of `update`. Where a KL
+        is part of the reward, log-probs come before advantages."""
         batch = Batch.from_groups(groups)
         trajectories = [t for group in groups for t in group.trajectories]
         return self.update(self.with_advantages(batch.with_tokens(step_rewards=step_rewards(trajectories))))
 
     def with_advantages(self, batch: Batch) -> Batch:
-        """With the token column `advantages`; with `values` and `returns` where there is a critic."""
+        """With the token column `advantages`; with `values` and `returns` where there is a critic; with log-probs, old
+        and of the reference, and `kl_penalty` where the recipe takes a KL off the rewards."""
         if self.critic is not None:
             batch = batch.with_tokens(values=self.critic.values(batch))
+        if self.reference is not None and self.recipe.algorithm.kl_in == "reward":
+            batch = with_kl_penalty(batch, self.actor, self.reference, self.recipe.algorithm.kl_coef)
         return with_advantages(batch, self.advantage, self.recipe.algorithm)
 
     def update(self, batch: Batch) -> dict[str, float]:
         """One step of the loop: mini-batches x epochs of optimizer updates on `batch`, which has `advantages`.
 
-        With one update the old log-probs are those of the pass that is differentiated: they cost no pass of their own.
+        With one update the old log-probs are those of the pass that is differentiated: they cost no pass of their own,
+        unless the batch has them already.
         Metrics, under train/: loss, grad_norm, lr, entropy, clip fractions and what else the loss measures, kl (with a
-        reference), tokens and samples (computed); mismatch/... (see `Meter`); critic/..., where there is one.
+        reference), tokens and samples (computed); mismatch/... (see `Meter`); critic/..., where there is one;
+        reward/kl_penalty, what a KL takes off a sample's reward on average, where it does.
         In the critic's warm-up it alone is updated.
         """
         train, critic = self.recipe.train, self.recipe.critic
@@ -73,15 +79,15 @@ class Learner:
                 self._update_actor(part, rate, meter)
         self.steps += 1
         learned = values.result() if self.critic is not None else {}
-        return {**meter.result(rate), **learned, "train/parameters": self.actor.trained}
+        return {**meter.result(rate), **learned, **penalty_metrics(batch), "train/parameters": self.actor.trained}
 
     def _with_old(self, batch: Batch) -> Batch:
         """With the log-probs that the loss compares with, of the samples that carry a gradient."""
         train, useful = self.recipe.train, self._useful(batch)
-        if train.mini_batches * train.epochs > 1 and useful.any():
-            batch = batch.with_tokens(old_logprobs=_scatter(batch, useful, self.actor.logprobs))
-        if self.reference is not None:
-            batch = batch.with_tokens(reference_logprobs=_scatter(batch, useful, self.reference.logprobs))
+        if train.mini_batches * train.epochs > 1 and useful.any() and "old_logprobs" not in batch.tokens:
+            batch = batch.with_tokens(old_logprobs=scattered(batch, useful, self.actor.logprobs))
+        if self.reference is not None and "reference_logprobs" not in batch.tokens:
+            batch = batch.with_tokens(reference_logprobs=scattered(batch, useful, self.reference.logprobs))
         return batch
 
     def _update_actor(self, batch: Batch, rate: float, meter: Meter) -> None:
@@ -102,7 +108,8 @@ class Learner:
     def _useful(self, batch: Batch) -> Bools:
         """Which samples can carry a gradient, bool [S]."""
         algorithm = self.recipe.algorithm
-        if algorithm.kl_coef > 0 or algorithm.entropy_coef > 0 or not self._vanishes:
+        pulled = algorithm.kl_coef > 0 and algorithm.kl_in == "loss"
+        if pulled or algorithm.entropy_coef > 0 or not self._vanishes:
             return batch.sampled > 0
         return carries_gradient(batch) & (batch.sampled > 0)
 
@@ -117,10 +124,3 @@ class Learner:
             place = rng.permutation(int(batch.samples["group"].max(initial=-1)) + 1)
             order = np.argsort(place[batch.samples["group"]], kind="stable")
             yield from (part for part in batch.select(order).split(train.mini_batches) if len(part))
-
-
-def _scatter(batch: Batch, useful: Bools, compute: Callable[[Batch], Floats]) -> Floats:
-    """compute(the useful samples) as a token column of the whole batch, 0 for the others."""
-    found = np.zeros(int(batch.offsets[-1]), np.float32)
-    found[np.repeat(useful, batch.lengths)] = compute(batch.select(np.flatnonzero(useful)))
-    return found

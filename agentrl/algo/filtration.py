@@ -1,0 +1,49 @@
+"""Advantages of PPO, weighed by a sample's rank in its task: rewards of the middle are the least to be trusted.
+
+PF-PPO (arXiv:2409.06957) ranks the N samples of a task by their rewards, draws some of them by weights w of their
+ranks, and learns from those. Here nothing is drawn: a sample's advantages are multiplied by N x w, which in a policy
+loss is what the draw comes to on average. Ranks that are tied share their weight, and where all rewards of a task are
+equal each weighs 1. The critic learns from every sample.
+"""
+
+import torch
+from torch import Tensor
+
+from agentrl.algo.advantage import Groups, earned
+from agentrl.algo.registry import advantages
+from agentrl.algo.returns import gae
+from agentrl.algo.terms import Samples, TokenAdvantages
+from agentrl.recipe.schema import AlgorithmSection
+
+
+@advantages.register("pf_ppo_best_worst")
+def best_worst(samples: Samples, config: AlgorithmSection) -> TokenAdvantages:
+    """The paper's BW: `gae`, with half of a task's weight on its best sample, half on its worst, none on others."""
+    groups, rewards = Groups(samples.groups), earned(samples)
+    best, worst = rewards == groups.best(rewards), rewards == -groups.best(-rewards)
+    return _weighed(samples, config, (_share(groups, best) + _share(groups, worst)) / 2)
+
+
+@advantages.register("pf_ppo_best_random")
+def best_random(samples: Samples, config: AlgorithmSection) -> TokenAdvantages:
+    """The paper's BR: `gae`, with half of a task's weight on its best sample and half spread over the others."""
+    groups, rewards = Groups(samples.groups), earned(samples)
+    best = rewards == groups.best(rewards)
+    all_equal = groups.total(best.double()) == groups.count
+    return _weighed(samples, config, torch.where(all_equal, 1.0, (_share(groups, best) + _share(groups, ~best)) / 2))
+
+
+best_worst.wants_values = best_random.wants_values = True  # type: ignore[attr-defined]
+
+
+def _share(groups: Groups, chosen: Tensor) -> Tensor:
+    """N / (how many of the task are chosen) for each sample that is, 0 for the others: float64 [S]."""
+    chosen = chosen.double()
+    return chosen * groups.count / groups.total(chosen).clamp(min=1)
+
+
+def _weighed(samples: Samples, config: AlgorithmSection, weights: Tensor) -> TokenAdvantages:
+    """weights: float64 [S], N x w; over a task their mean is 1."""
+    found = gae(samples, config)
+    each = torch.repeat_interleave(weights, samples.lengths)
+    return TokenAdvantages((found.advantages.double() * each).float(), found.returns)

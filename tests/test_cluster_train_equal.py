@@ -14,7 +14,6 @@ from train_help import steady
 from agentrl.cluster.errors import ClusterError
 from agentrl.cluster.group import WorkerGroup
 from agentrl.errors import UserError
-from agentrl.models import lora
 from agentrl.models.load import load_model
 from agentrl.recipe.schema import Recipe
 from agentrl.training.checkpoint import Checkpoints

@@ -193,7 +193,7 @@ class WorkerGroup:
 
     def _start(self, worker: bytes, logs: Path) -> None:
         hellos = greet(self._actors, self.name)
-        told = starts(hellos, self._pool.by_node, worker, logs, self.name)
+        told = starts(hellos, self._pool.by_node, worker, logs, self.name, gpu=self._pool.gpu)
         for rank, (hello, start) in enumerate(zip(hellos, told, strict=True)):
             self._witnesses.append(Witness(self.name, rank, hello, Path(start.log)))
         refs = {actor.start.remote(told[rank]): rank for rank, actor in enumerate(self._actors)}

@@ -58,20 +58,24 @@ def pickled(worker_class: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         raise TypeError(f"an argument of {worker_class.__name__} cannot go to another process: {error}") from error
 
 
-def starts(hellos: list[Hello], by_node: list[int], worker: bytes, logs: Path, group: str) -> list[Start]:
-    """What each rank's process is told."""
+def starts(
+    hellos: list[Hello], by_node: list[int], worker: bytes, logs: Path, group: str, *, gpu: bool = False
+) -> list[Start]:
+    """What each rank's process is told. gpu: Ray gave each one of its own."""
     folder = os.getcwd()
     return [
         Start(environment, folder, list(sys.path), str(logs.absolute() / f"{group}_{rank}.log"), worker)
-        for rank, environment in enumerate(environments(hellos, by_node))
+        for rank, environment in enumerate(environments(hellos, by_node, gpu))
     ]
 
 
-def environments(hellos: list[Hello], by_node: list[int]) -> list[dict[str, str]]:
+def environments(hellos: list[Hello], by_node: list[int], gpu: bool) -> list[dict[str, str]]:
     """The variables of each rank. Those that torchrun sets are ours; of the others a person's own choice stands."""
     forwarded = {name: value for name, value in os.environ.items() if name.startswith(FORWARDED)}
     if len(by_node) == 1:  # else gloo looks for the interface of the machine's name, which may be anything
         forwarded.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    if not gpu:  # Ray leaves a worker that asked for none with all of them, and each would take the first
+        forwarded["CUDA_VISIBLE_DEVICES"] = ""
     local = [(rank, count) for count in by_node for rank in range(count)]
     return [
         _environment(forwarded, hello, hellos[0], rank, len(hellos), *local[rank]) for rank, hello in enumerate(hellos)

@@ -67,7 +67,7 @@ class Worker:
 
     @property
     def device(self) -> "torch.device":
-        """Its GPU, where Ray gave it one; else the CPU. Ray shows a worker its own GPU only, so that is number 0."""
+        """Its GPU, where Ray gave it one; else the CPU. A worker sees its own GPU only, so that is number 0."""
         import torch
 
         return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
@@ -80,6 +80,7 @@ class Worker:
         import torch.distributed as dist
 
         if self.device.type == "cuda":
+            torch.cuda.init()  # else a device mesh chooses by LOCAL_RANK among devices of which Ray shows but one
             torch.cuda.set_device(self.device)
         backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
         dist.init_process_group(

@@ -16,7 +16,7 @@ from agentrl.engine.sglang.weights.order import Order, Sent
 from agentrl.recipe.schema import Recipe
 from agentrl.training.batch import Batch
 from agentrl.training.critic import CriticMeter
-from agentrl.training.flops import Cost
+from agentrl.training.flops import Work
 from agentrl.training.meter import Meter
 
 Floats = npt.NDArray[np.float32]
@@ -33,8 +33,6 @@ class RemoteActor:
         self.description: str = said["description"]
         self.trained: int = said["trained"]
         self.adapter: str = said["adapter"]
-        self.cost: Cost = said["cost"]
-        self.peak: float | None = said["peak"] and said["peak"] * len(group)
 
     def logprobs(self, batch: Batch) -> Floats:
         found: Floats = self._group.logprobs(batch)
@@ -99,10 +97,11 @@ class RemoteWeights:
 
 
 class RemotePublisher:
-    """See `Publisher`: carried out by all ranks, answered by rank 0."""
+    """See `Publisher`: carried out by all ranks of `group`, answered by rank 0. groups: all that may share GPUs with
+    servers."""
 
-    def __init__(self, group: WorkerGroup) -> None:
-        self._group = group
+    def __init__(self, group: WorkerGroup, groups: Sequence[WorkerGroup] = ()) -> None:
+        self._group, self._groups = group, groups
 
     def open(self, folder: str | None = None, way: str = "auto") -> None:
         self._group.publish("open", folder, way)
@@ -118,6 +117,11 @@ class RemotePublisher:
     def wake(self) -> dict[str, str]:
         failed: dict[str, str] = self._group.publish("wake")[0]
         return failed
+
+    def make_room(self) -> None:
+        """Every worker gives back the GPU memory that it keeps for its next step."""
+        for future in [group.make_room.future() for group in self._groups]:
+            future.result()
 
     def close(self) -> None:
         self._group.publish("close")
@@ -180,7 +184,8 @@ class OnCluster:
         except BaseException:
             self.close()
             raise
-        self._publisher = RemotePublisher(self._groups["actor"]) if recipe.engine.name == "sglang" else None
+        groups = list(dict.fromkeys(self._groups.values()))
+        self._publisher = RemotePublisher(self._groups["actor"], groups) if recipe.engine.name == "sglang" else None
         self.reference = RemoteReference(self._groups["reference"]) if "reference" in self._groups else None
         self.critic = RemoteCritic(self._groups["critic"]) if "critic" in self._groups else None
 
@@ -205,8 +210,13 @@ class OnCluster:
         self._groups |= dict.fromkeys(roles, group)
 
     @property
-    def work(self) -> tuple[Cost, float | None]:
-        return self.actor.cost, self.actor.peak
+    def work(self) -> dict[str, Work]:
+        found: dict[str, Work] = {}
+        for group in dict.fromkeys(self._groups.values()):
+            costs, peak = group.work()
+            whole = peak and peak * len(group)
+            found |= {role: Work(cost, whole, group.name) for role, cost in costs.items()}
+        return found
 
     def measure(self) -> dict[str, float]:
         """Of the worker that took the most in each group, which is called by its first role."""

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from agentrl.cluster.dispatch import ONE_TO_ALL, RANK_ZERO, SPLIT, register
+from agentrl.engine.sglang.weights.group import agree_with_servers
 from agentrl.engine.sglang.weights.publisher import Publisher
 from agentrl.engine.sglang.weights.source import ModelWeights, buckets
 from agentrl.models import lora
@@ -18,7 +19,7 @@ from agentrl.recipe.schema import Recipe
 from agentrl.training.actor import Actor
 from agentrl.training.batch import Batch
 from agentrl.training.critic import Critic, CriticMeter
-from agentrl.training.flops import Cost, peak_of
+from agentrl.training.flops import ROLES, Cost, costs, peak_of
 from agentrl.training.meter import Meter
 from agentrl.training.ranks import Peers
 from agentrl.training.reference import Reference, WithoutAdapter
@@ -48,6 +49,8 @@ class TrainWorker(WatchedWorker):
         if self.recipe.train.threads:
             torch.set_num_threads(self.recipe.train.threads)
         torch.manual_seed(self.recipe.train.seed)
+        if self.recipe.engine.name == "sglang" and self.recipe.engine.args.get("weights") != "from_tensor":
+            agree_with_servers()
         self.connect(self.recipe.cluster.timeout)
         self.watch()
         cluster = self.recipe.cluster
@@ -82,11 +85,15 @@ class TrainWorker(WatchedWorker):
 
     @register(RANK_ZERO)
     def describe(self) -> dict[str, Any]:
-        """Of the actor: `description`, `trained` (parameters), `adapter` (a line, empty without one), `cost` of its
-        passes, and `peak` of this rank's device (FLOP/s)."""
+        """Of the actor: `description`, `trained` (parameters), `adapter` (a line, empty without one)."""
         adapter = lora.describe(self.actor.model) if lora.layers(self.actor.model) else ""
-        said = {"description": self.actor.description, "trained": self.actor.trained, "adapter": adapter}
-        return said | {"cost": Cost.of(self.actor.model), "peak": peak_of(self.actor.model, self.recipe, self.device)}
+        return {"description": self.actor.description, "trained": self.actor.trained, "adapter": adapter}
+
+    @register(RANK_ZERO)
+    def work(self) -> tuple[dict[str, Cost], float | None]:
+        """What the passes of each role here cost, and what this rank's device could do (FLOP/s; None: not known)."""
+        some = next(role for name in ROLES if (role := getattr(self, name, None)) is not None)
+        return costs(self), peak_of(some.model, self.recipe, self.device)
 
     @register(SPLIT)
     @watched("actor")
@@ -124,6 +131,11 @@ class TrainWorker(WatchedWorker):
     def publish(self, method: str, *arguments: Any) -> Any:
         """A method of `Publisher` (`open`, `publish`, `sleep`, `wake`, `close`), which sends weights to servers."""
         return getattr(self._publisher, method)(*arguments)
+
+    @register(ONE_TO_ALL)
+    def make_room(self) -> None:
+        """Give memory of the GPU that torch keeps for later back to the driver, for servers that share it."""
+        torch.cuda.empty_cache()
 
     @register(SPLIT)
     @watched("critic")

@@ -65,8 +65,12 @@ def sample(logits: Tensor, choice: Choice) -> tuple[npt.NDArray[np.int64], npt.N
 
 
 def _inverse_cdf(p: Tensor, u: Tensor) -> Tensor:
-    """p [N, V] not negative, u [N, 1] in [0, 1) -> the first index whose cumulated p exceeds u times the total."""
-    cdf = p.cumsum(-1)
+    """p [N, V] not negative, u [N, 1] in [0, 1) -> the first index whose cumulated p exceeds u times the total.
+
+    A GPU adds up in parts, in the type that it is told: in float32 their sums round apart, and tokens of no probability
+    would be drawn where two parts meet. A CPU adds in float64 whatever it returns.
+    """
+    cdf = p.cumsum(-1, dtype=None if p.is_cpu else torch.float64)
     return torch.searchsorted(cdf, u * cdf[:, -1:], right=True).clamp_(max=p.shape[-1] - 1)
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.engine.sglang.adapters import AdapterNeeds
+from agentrl.engine.sglang.weights.segments import without_expandable
 from agentrl.errors import UserError
 
 VENV_VARIABLE = "AGENTRL_SGLANG_VENV"
@@ -77,6 +78,8 @@ class LaunchPlan:
             ours |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
         if Path(self.model_path).is_dir():
             ours["HF_HUB_OFFLINE"] = "1"
+        if self._given().get("enable-memory-saver"):  # the two do not go together
+            ours |= without_expandable(os.environ)
         return {**os.environ, **ours, **self.env}
 
     def _given(self) -> dict[str, Flag]:

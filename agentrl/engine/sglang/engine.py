@@ -153,6 +153,8 @@ class SglangEngine:
         where `model` is only a shape. Raises UserError when no server took them."""
         await self._fleet.sync.take(weights)
         await self._ready()
+        if self._asleep:
+            await self._fleet.sync.make_room()
         await self._fleet.update(version, "retract")
         self._asleep = False  # what took the weights is awake again
 
@@ -183,6 +185,7 @@ class SglangEngine:
         """After `sleep`, where no weights were sent since: servers that lost theirs stay out until an update."""
         if self._asleep:
             self._asleep = False
+            await self._fleet.sync.make_room()
             await self._fleet.wake()
 
     async def close(self) -> None:

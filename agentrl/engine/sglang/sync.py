@@ -24,6 +24,8 @@ class Publisher(Protocol):
 
     def wake(self) -> dict[str, str]: ...
 
+    def make_room(self) -> None: ...
+
     def close(self) -> None: ...
 
 
@@ -107,6 +109,14 @@ class Sync:
         if self._publisher is not None:
             return await asyncio.to_thread(self._publisher.wake)
         return dict(await self._sender.wake()) if self._sender is not None else {}
+
+    async def make_room(self) -> None:
+        """The trainer gives back GPU memory that it keeps for its next step: servers that share it will wake."""
+        import torch
+
+        if self._publisher is not None:
+            await asyncio.to_thread(self._publisher.make_room)
+        torch.cuda.empty_cache()
 
     async def close(self) -> None:
         publisher, self._publisher = self._publisher, None

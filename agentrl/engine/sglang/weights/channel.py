@@ -82,7 +82,8 @@ class WeightChannel:
             self._updates += 1
             failures: Failures = {}
             ready = await each(self.servers, lambda server: self._open(server, version, mode), failures)
-            sent = Fingerprint(weights, checking, [(await server.facts()).dtype for server in ready])
+            whole = [facts for server in ready if (facts := await server.facts()).hashes_whole]
+            sent = Fingerprint(weights, checking and bool(whole), [facts.dtype for facts in whole])
             flush = mode is not PauseMode.IN_PLACE or bool(self._released)
             failures |= await self.way.send(version, ready, sent, flush)
             if not _intact(weights):

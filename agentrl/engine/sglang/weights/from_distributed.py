@@ -29,6 +29,7 @@ class FromDistributed:
     def __init__(self, timeout: float = 120.0, bucket_bytes: int = BUCKET_BYTES) -> None:
         self._timeout, self._limit = timeout, bucket_bytes
         self._group: Group | None = None
+        self._broke = BROKEN
 
     async def send(
         self, version: int, servers: Sequence[WeightServer], weights: Iterable[NamedTensor], flush: bool
@@ -37,9 +38,10 @@ class FromDistributed:
         opened = await each(servers, WeightServer.begin, failures)
         innocent = await self._attempt(opened, weights, failures, flush)
         if innocent and getattr(weights, "repeatable", False):
-            failures |= dict.fromkeys((s.url for s in await self._attempt(innocent, weights, failures, flush)), BROKEN)
+            left = await self._attempt(innocent, weights, failures, flush)
+            failures |= dict.fromkeys((s.url for s in left), self._broke)
         else:
-            failures |= dict.fromkeys((s.url for s in innocent), BROKEN)
+            failures |= dict.fromkeys((s.url for s in innocent), self._broke)
         await each([s for s in opened if s.url not in failures], WeightServer.end, failures)
         return failures
 
@@ -94,6 +96,8 @@ class FromDistributed:
             await asyncio.wait((loading, sending))
         if len(failures) == before and loading.done() and sending.exception() is None:
             return True
+        if sending.done() and (error := sending.exception()) is not None:
+            self._broke = f"{BROKEN}: {' '.join(str(error).split())[:200]}"
         await asyncio.to_thread(group.abort)
         loading.cancel()
         with contextlib.suppress(RuntimeError):

@@ -14,8 +14,8 @@ BUCKET_BYTES = 128 << 20
 
 
 class FromTensor:
-    """One bucket is filled while servers load from the other; their memory is kept from update to update: twice
-    `bucket_bytes`, or the largest tensor.
+    """One bucket is filled while servers load from the other: twice `bucket_bytes`, or the largest tensor. On a CPU
+    their memory is kept from update to update.
 
     Between GPUs buckets stay on the trainer's (CUDA IPC), which servers must see (CUDA_VISIBLE_DEVICES).
     """
@@ -55,6 +55,8 @@ class FromTensor:
         finally:
             if loading is not None:
                 loading.cancel()
+            for bucket in self._buckets:
+                bucket.free("cuda")
 
 
 async def _load(

@@ -1,6 +1,7 @@
 """A process group of the trainer (rank 0) and the ranks of servers, besides torch's default group and without it."""
 
 import asyncio
+import os
 import socket
 import uuid
 from collections.abc import Sequence
@@ -66,9 +67,17 @@ async def open_group(servers: Sequence[WeightServer], backend: str, timeout: flo
     return group
 
 
+def agree_with_servers() -> None:
+    """Set up NCCL as SGLang does in its servers, or the two do not meet; before this process uses NCCL at all. What a
+    person has set stands, and is what launched servers find too."""
+    os.environ.setdefault("NCCL_CUMEM_ENABLE", "0")
+
+
 def _found(port: int, world: int, name: str, backend: str, timeout: float) -> tuple[Any, Any]:
     """Rank 0's side of what the servers do as they join. Blocks until all have."""
     limit = timedelta(seconds=timeout)
+    if backend == "nccl":
+        agree_with_servers()
     store = dist.TCPStore("0.0.0.0", port, world, is_master=True, timeout=limit)
     scoped = dist.PrefixStore(name, store)
     handle, _ = c10d._new_process_group_helper(

@@ -16,15 +16,18 @@ import torch
 from torch import Tensor
 from torch.multiprocessing import reductions
 
+from agentrl.engine.sglang.weights.segments import plain_segments
 from agentrl.engine.sglang.weights.source import NamedTensor
 
 ALIGNMENT = 16  # bytes: every dtype may begin there
 
 
 class SharedBucket:
-    """Memory for one bucket, used again for each: what a server opened, it has copied before it answers.
+    """Memory for one bucket: what a server opened, it has copied before it answers.
 
-    It lives in the system's shared memory under a name, freed when the last process that opened it lets go.
+    On a CPU it is used again for each: it lives in the system's shared memory under a name, freed when the last process
+    that opened it lets go. A GPU's is new for each, which costs torch nothing: each time that torch hands memory to
+    another process it wraps it once more, and frees what it wrapped with it.
     """
 
     def __init__(self) -> None:
@@ -37,7 +40,8 @@ class SharedBucket:
         for name, tensor in batch:
             places.append(_place(name, tensor, size))
             size += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
-        if size > self._bytes.numel() or device != self._bytes.device:
+        if size > self._bytes.numel() or device.type != "cpu" or not self._bytes.is_cpu:
+            self.free()
             self._bytes = _allocate(size, device)
         for place, (_, tensor) in zip(places, batch, strict=True):
             target = self._bytes[place.start_idx : place.end_idx].view(tensor.dtype).view(tensor.shape)
@@ -46,6 +50,11 @@ class SharedBucket:
             torch.cuda.synchronize(device)
         content = {"flattened_tensor": self._bytes[:size], "metadata": places}
         return lambda: base64.b64encode(_dump(content)).decode()
+
+    def free(self, device: str = "") -> None:
+        """Let go of the memory, or only of that of a kind of device."""
+        if device in ("", self._bytes.device.type):
+            self._bytes = torch.empty(0, dtype=torch.uint8)
 
 
 def _place(name: str, tensor: Tensor, start: int) -> SimpleNamespace:
@@ -58,7 +67,8 @@ def _place(name: str, tensor: Tensor, start: int) -> SimpleNamespace:
 
 def _allocate(size: int, device: torch.device) -> Tensor:
     if device.type != "cpu":
-        return torch.empty(size, dtype=torch.uint8, device=device)
+        with plain_segments():
+            return torch.empty(size, dtype=torch.uint8, device=device)
     inherited = os.get_inheritable(2)
     os.set_inheritable(
         2, False

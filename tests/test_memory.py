@@ -175,6 +175,38 @@ def test_the_recipe_of_one_gpu_says_what_it_needs_and_what_is_missing(
     assert "GPUs on this machine" not in said
 
 
+THREE = Qwen2Config(  # Qwen2.5-3B's
+    vocab_size=151936, hidden_size=2048, intermediate_size=11008, num_hidden_layers=36, num_attention_heads=16,
+    num_key_value_heads=2, tie_word_embeddings=True,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "shape", "card"), [("1gpu", SMALL, 24), ("8gpu", THREE, 80)])
+def test_the_recipes_for_gpus_fit_those_that_they_name(
+    name: str, shape: Qwen2Config, card: int, tmp_path: Path
+) -> None:
+    """Beside the servers' share, and 2 GB for CUDA."""
+    shape.save_pretrained(tmp_path)
+    path = f"recipes/gsm8k_tool_{name}.yaml"
+    found = Recipe.load(path, [f"model.path={tmp_path}"])
+    planned = plan_memory(found)
+    assert f" of {card} GB" in Path(path).read_text(encoding="utf-8")
+    assert planned is not None
+    assert planned.device / 1e9 < card * (1 - found.engine.args["flags"]["mem-fraction-static"]) - 2
+
+
+def test_what_cannot_be_read_keeps_check_from_nothing_else(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("AGENTRL_SGLANG_VENV", raising=False)
+    command = ["check", "recipes/gsm8k_tool_1gpu.yaml", f"model.path={folder}", "env.source=os:strerror"]
+    assert run(command) == 2
+    said = capsys.readouterr()
+    assert said.err.startswith("error: env.source: os:strerror('train') raised: ")
+    assert "optimizer" in said.out
+    assert "missing: engine sglang" in said.out
+
+
 def test_the_recipe_of_eight_gpus_says_what_each_needs(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,8 +1,13 @@
+import fcntl
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from agentrl.errors import UserError
+from agentrl.training.folder_lock import FolderLock
 from agentrl.training.run_folder import RunFolder
 
 
@@ -31,6 +36,45 @@ def test_a_file_in_place_of_the_folder_is_refused(tmp_path: Path) -> None:
 def test_resuming_where_no_run_is_says_so(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no run there"):
         RunFolder.existing(str(tmp_path))
+
+
+def test_one_process_at_a_time_and_a_killed_one_leaves_no_lock(tmp_path: Path) -> None:
+    held = FolderLock(tmp_path)
+    with pytest.raises(UserError, match=rf"process {os.getpid()} on .* trains in this folder"):
+        FolderLock(tmp_path)
+    held.release()
+    assert not list(tmp_path.iterdir())
+    killed = "import os; from pathlib import Path; from agentrl.training.folder_lock import FolderLock as L\n"
+    killed += f"lock = L(Path({str(tmp_path)!r})); os.kill(os.getpid(), 9)"
+    assert subprocess.run([sys.executable, "-c", killed]).returncode == -9
+    assert list(tmp_path.iterdir()) == [tmp_path / ".lock"]
+    FolderLock(tmp_path).release()
+
+
+def test_a_lock_whose_file_went_away_while_it_was_taken_is_taken_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The holder releases between another's opening and locking of the same file: a third must still be refused."""
+    taken, lock = [], fcntl.flock
+
+    def late(handle: int, how: int) -> None:
+        lock(handle, how)
+        if not taken:
+            (tmp_path / ".lock").unlink()
+        taken.append(handle)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    held = FolderLock(tmp_path)
+    assert len(taken) == 2
+    with pytest.raises(UserError, match="trains in this folder"):
+        FolderLock(tmp_path)
+    held.release()
+
+
+def test_a_folder_that_takes_no_file_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    with pytest.raises(UserError, match=r"output: .* cannot be written to"):
+        RunFolder.check_free(str(tmp_path / "new"))
 
 
 def test_rewind_keeps_the_steps_up_to_the_checkpoint_and_drops_a_cut_line(tmp_path: Path) -> None:

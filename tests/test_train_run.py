@@ -13,7 +13,9 @@ import agentrl
 from agentrl.cli import main
 from agentrl.errors import UserError
 from agentrl.recipe.schema import Recipe
-from agentrl.training.run import TrainResult
+from agentrl.training.folder_lock import FolderLock
+from agentrl.training.loop import Loop
+from agentrl.training.run import TrainResult, resume_run
 
 ROOT = Path(__file__).parent.parent
 RECIPE = str(ROOT / "recipes" / "gsm8k_tool.yaml")
@@ -148,6 +150,14 @@ MISTAKES = [
     (["algorithm.loss=ppo"], r"no loss 'ppo'"),
     (["engine.name=locl"], r"no engine 'locl' is installed; did you mean 'local'\?"),
     (["env.name=train_plugins:Empty"], r"environment 'gsm8k' \(source generated\) has no task in train"),
+    (["model.device=cuda:99"], r"model.device: cuda:99 cannot be used here"),
+    (["model.path=./nowhere"], r"model.path: ./nowhere is no folder"),
+    (["critic.path=./nowhere", "algorithm.advantage=gae"], r"critic.path: ./nowhere is no folder"),
+    (["cluster.workers=999"], r"needed: one node with 999 CPUs; there: this machine with \d+ CPUs"),
+    (["cluster.nodes=2", "cluster.workers=2"], r"cluster.nodes is 2, .* name a cluster that runs already"),
+    (["cluster.address=me:secret@host:6379"], r"cluster.address is 'auto' or HOST:PORT of a Ray head"),
+    (["cluster.address=127.0.0.1:1"], r"no Ray cluster at '127.0.0.1:1': .*start one with `ray start --head`"),
+    (["engine.name=sglang", "engine.args.venv=nowhere"], r"engine.args.venv: nowhere is no virtual environment"),
     (["tools=[calculater]"], r"no tool 'calculater' is installed; did you mean 'calculator'\?"),
 ]
 
@@ -238,11 +248,24 @@ def test_a_file_where_the_runs_should_lie_is_said_at_once(
         agentrl.train(small(output))
 
 
-def test_a_run_may_keep_no_trajectories(tmp_path: Path) -> None:
+def test_a_run_may_keep_no_trajectories_and_has_its_folder_for_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refused, step = [], Loop._one_step
+
+    def one_step(loop: Loop) -> None:
+        for second in (lambda: resume_run(str(tmp_path / "run")), lambda: FolderLock(tmp_path / "run")):
+            with pytest.raises(UserError, match=r"process \d+ on .* trains in this folder"):
+                second()
+            refused.append(second)
+        step(loop)
+
+    monkeypatch.setattr(Loop, "_one_step", one_step)
     result = agentrl.train(small(tmp_path / "run", train__steps=1, eval__splits=[], track__trajectories=False))
     assert {path.name for path in result.folder.iterdir()} == {
         "recipe.yaml", "metrics.jsonl", "report.html", "checkpoints",
     }  # fmt: skip
+    assert len(refused) == 2
 
 
 async def test_inside_a_running_loop_as_in_a_notebook(tmp_path: Path) -> None:

@@ -45,10 +45,17 @@ def check_command(
     out.print(dump_recipe(checked).rstrip(), markup=False, soft_wrap=True)
     with asyncio.Runner() as runner:
         toolbox = runner.run(Toolbox.open(checked.tools, env))
+        first, unread = None, None
         try:
-            first = _show_tasks(out, checked, env, toolbox)
+            try:
+                first = _show_tasks(out, checked, env, toolbox)
+            except UserError as error:  # the rest is told all the same
+                unread = error
+                out.print("(they cannot be read, see below)", style="dim")
             _show_tools(out, env, toolbox)
-            _show_memory(out, checked)
+            _show_memory(out, checked, fetch=unread is None)
+            if unread is not None:
+                raise unread
             if first is None:
                 raise UserError(f"environment {env.name!r} (source {checked.env.source}) has no task")
             opening = runner.run(_opening(env, first, checked.rollout.timeout, checked.train.seed))
@@ -107,11 +114,14 @@ def _show_tools(out: "Console", env: "Environment", toolbox: "Toolbox") -> None:
         out.print(f"  {json.dumps(dict(tool.parameters), ensure_ascii=False)}", markup=False, soft_wrap=True)
 
 
-def _show_memory(out: "Console", recipe: "Recipe") -> None:
+def _show_memory(out: "Console", recipe: "Recipe", fetch: bool) -> None:
+    """fetch: the hub may be asked for a configuration that is not here."""
     from agentrl.models.memory import plan_memory, plan_pools
 
     _title(out, f"memory of the trainer ({recipe.model.path}, {recipe.model.dtype})")
     plan = plan_memory(recipe)
+    if plan is None and fetch and _fetched(recipe):
+        plan = plan_memory(recipe)
     if plan is None:
         out.print("(unknown: the model's configuration is not on this machine)", style="dim")
     else:
@@ -124,6 +134,22 @@ def _show_memory(out: "Console", recipe: "Recipe") -> None:
         out.print(f"the engine's cache takes {_size(plan.cache_token)} a token", highlight=False)
     for line in _missing(recipe, plan):
         out.print(f"missing: {line}", style="yellow", markup=False, soft_wrap=True)
+
+
+def _fetched(recipe: "Recipe") -> bool:
+    """Get configurations and tokenizer from the hub, some MB, as a run would. Whether the configurations are here."""
+    from transformers import AutoConfig, AutoTokenizer
+
+    from agentrl.models.load import resolve
+
+    model, others = recipe.model, (recipe.critic.path if recipe.critic else None, recipe.rewards.model)
+    try:
+        for path in (model.path, *filter(None, others)):
+            AutoConfig.from_pretrained(resolve(path), trust_remote_code=model.trust_remote_code)
+        AutoTokenizer.from_pretrained(resolve(model.path), trust_remote_code=model.trust_remote_code)
+    except (OSError, ValueError):
+        return False
+    return True
 
 
 PARTS = (
@@ -170,39 +196,17 @@ def _show_traffic(out: "Console", recipe: "Recipe") -> None:
 
 
 def _missing(recipe: "Recipe", plan: "MemoryPlan | None") -> list[str]:
-    """What this machine lacks to run the recipe."""
-    from agentrl.errors import UserError
-    from agentrl.models.load import find_device
-    from agentrl.plugins.registry import load
-
-    lines = []
-    try:
-        find_device(recipe.model.device)
-    except UserError as error:
-        lines.append(str(error))
-    engine = load("engines", recipe.engine.name)
-    missing = getattr(engine, "missing", None)
-    return lines + _missing_gpus(recipe, engine, plan) + (missing(recipe.engine.args) if missing else [])
-
-
-def _missing_gpus(recipe: "Recipe", engine: Any, plan: "MemoryPlan | None") -> list[str]:
-    """On this machine, for its share of the workers, and for the servers that are launched here."""
+    """What this machine lacks to run the recipe, or to be one of the machines of its cluster."""
     import torch
 
-    cluster = recipe.cluster
-    if not cluster.gpus:
-        return []
-    apart = sum(pool.workers for pool in cluster.pools)
-    served = engine.gpus(recipe.engine.args) if hasattr(engine, "gpus") else 0
-    trains = cluster.gpus + apart
-    needed = max(trains, served) if recipe.engine.sleep else trains + served
-    here = torch.cuda.device_count()
-    share = "which share them" if recipe.engine.sleep else "each has its own"
-    parts = f"{trains} of the trainer, {served} of the engine, {share}" if served else "all of the trainer"
-    lines = [f"needs {needed} GPUs on this machine ({parts}), {here} here"] if here < needed else []
-    room = min((torch.cuda.get_device_properties(i).total_memory for i in range(here)), default=0)
-    if plan is not None and 0 < room < plan.device:
-        lines.append(f"each worker needs {_size(plan.device)}, the smallest GPU here has {_size(room)}")
+    from agentrl.training.needs import lacking, lacking_gpus
+
+    lines = lacking(recipe)
+    lines += [line for line in lacking_gpus(recipe, everywhere=True) if line not in lines]
+    sizes = [torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count())]
+    if plan is not None and sizes and recipe.model.device != "cpu" and min(sizes) < plan.device:
+        who = "each worker" if recipe.cluster.used else "the trainer"
+        lines.append(f"{who} needs {_size(plan.device)}, the smallest GPU here has {_size(min(sizes))}")
     return lines
 
 

@@ -79,6 +79,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def main() -> None:
+    os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # a hub that is away is told in one line, not in every try's
     code = run(sys.argv[1:])
     if code == INTERRUPTED:  # everything is closed by now but a tool's thread that hangs, and exit() would wait for it
         sys.stdout.flush()

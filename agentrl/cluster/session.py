@@ -69,7 +69,7 @@ class Session:
                 _protect()
                 self.address = self._start(cpus, gpus, object_store or object_store_bytes(), timeout)
             else:
-                _reach(self.address)
+                self.address = reach(self.address)
             _connect(self.address, timeout)
             self._connected, Session._current = True, self
         except BaseException:
@@ -208,18 +208,32 @@ def _check() -> None:
         raise ClusterError("this process is connected to Ray already; call ray.shutdown() before a run with workers")
 
 
-def _reach(address: str) -> None:
-    """Raises ClusterError where nothing listens at an address: Ray itself would try for many minutes."""
-    named = os.environ.get("RAY_ADDRESS", address) if address == "auto" else address
-    if named == "auto":
-        return
+def reach(address: str) -> str:
+    """The address HOST:PORT that `cluster.address` stands for, where something listens. Raises ClusterError: Ray itself
+    would try for minutes, and print what it tries."""
+    named = _find() if address == "auto" else address
     host, _, port = named.rpartition(":")
-    if not host or not port.isdigit() or "/" in host:
+    if not host or not port.isdigit() or not set("/@").isdisjoint(host):
         raise ClusterError(f"cluster.address is 'auto' or HOST:PORT of a Ray head, as in 10.0.0.1:6379, not {named!r}")
     try:
         socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS).close()
-    except OSError as error:
+    except (OSError, OverflowError) as error:
         raise ClusterError(f"no Ray cluster at {named!r}: {error}; start one with `ray start --head`") from None
+    return named
+
+
+def _find() -> str:
+    """What `auto` stands for: RAY_ADDRESS, or the cluster of this machine, by Ray's own rules."""
+    if (named := os.environ.get("RAY_ADDRESS", "").strip()) not in ("", "auto"):
+        return named
+    from ray._private.services import get_ray_address_from_environment
+
+    try:
+        return str(get_ray_address_from_environment("auto", None))
+    except ConnectionError:
+        raise ClusterError(
+            "cluster.address=auto: no Ray cluster runs on this machine; start one with `ray start --head`, or name one"
+        ) from None
 
 
 def _connect(address: str, timeout: float) -> None:

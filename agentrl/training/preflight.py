@@ -12,6 +12,7 @@ from agentrl.plugins.registry import load, make_environment, tasks_of
 from agentrl.plugins.tracker import Tracker
 from agentrl.plugins.types import Task
 from agentrl.recipe.schema import Recipe
+from agentrl.training.needs import lacking
 from agentrl.training.reward_model import classifier_config
 
 
@@ -32,6 +33,9 @@ def check_run(recipe: Recipe) -> Checked:
     losses.get(recipe.algorithm.loss)
     if getattr(load("engines", recipe.engine.name), "brings_chat", False):
         raise UserError(f"engine.name {recipe.engine.name!r} plays a model that cannot be trained: use `agentrl eval`")
+    if missing := lacking(recipe):
+        more = f" (and {len(missing) - 1} more, which `agentrl check` lists)" if len(missing) > 1 else ""
+        raise UserError(missing[0] + more)
     env = make_environment(recipe.env)
     if not (env.pays or recipe.tools or env.tools() or recipe.rewards.functions or recipe.rewards.model):
         raise UserError(f"environment {env.name!r} pays nothing, and no tool can: name a reward in rewards.functions")

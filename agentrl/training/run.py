@@ -14,6 +14,7 @@ from agentrl.report.page import write_report
 from agentrl.rollout.blocking import blocking
 from agentrl.training.checkpoint import Checkpoints, Saved
 from agentrl.training.display import Display
+from agentrl.training.folder_lock import FolderLock
 from agentrl.training.interrupt import Interrupted, Interrupts
 from agentrl.training.loop import Loop
 from agentrl.training.preflight import check_run
@@ -97,11 +98,15 @@ def _begin(
     again: bool,
 ) -> Start:
     """again: not by a person's wish, so that a folder without a checkpoint is begun anew."""
-    saved = _last_checkpoint(recipe, resumed, again) if resumed else None
-    if resumed is None:
-        RunFolder.check_free(recipe.output)
-    display = display or Display(recipe.train.steps, name, first_step=saved.step if saved else 0)
-    return Start(recipe, name, resumed, saved, check_run(recipe), display, interrupts, ExitStack())
+    saved = None
+    with ExitStack() as stack:
+        if resumed is None:
+            RunFolder.check_free(recipe.output)
+        else:
+            stack.callback(FolderLock(resumed.path).release)
+            saved = _last_checkpoint(recipe, resumed, again)
+        display = display or Display(recipe.train.steps, name, first_step=saved.step if saved else 0)
+        return Start(recipe, name, resumed, saved, check_run(recipe), display, interrupts, stack.pop_all())
 
 
 def _run(start: Start) -> TrainResult:

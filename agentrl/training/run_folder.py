@@ -1,12 +1,14 @@
 """The run folder: a new one a run; one that holds a run is never written over."""
 
 import json
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from agentrl.errors import UserError
+from agentrl.training.saving.disk import write_whole
 
 RECIPE, METRICS, TRAJECTORIES, CHECKPOINTS = "recipe.yaml", "metrics.jsonl", "trajectories", "checkpoints"
 
@@ -36,6 +38,8 @@ class RunFolder:
         there = next(p for p in (path, *path.parents) if p.exists())
         if not there.is_dir():
             raise UserError(f"output: {there} is a file; a run needs a folder")
+        if not os.access(there, os.W_OK | os.X_OK):
+            raise UserError(f"output: {there} cannot be written to; name another folder by output=...")
 
     @classmethod
     def existing(cls, path: str) -> "RunFolder":
@@ -50,7 +54,11 @@ class RunFolder:
         return self.path / CHECKPOINTS
 
     def write_recipe(self, text: str) -> None:
-        (self.path / RECIPE).write_text(text)
+        """Raises UserError: the disk refuses it."""
+        try:
+            write_whole(self.path / RECIPE, text)
+        except OSError as error:
+            raise UserError(f"output: cannot write into {self.path}: {error.strerror}") from error
 
     def append_metrics(self, metrics: Mapping[str, Any]) -> None:
         with (self.path / METRICS).open("a") as file:

@@ -16,6 +16,7 @@ from agentrl.recipe.schema import Recipe
 from agentrl.rollout.player import Player
 from agentrl.training.checkpoint import ADAPTER, Checkpoints, Saved
 from agentrl.training.display import Display
+from agentrl.training.folder_lock import FolderLock
 from agentrl.training.interrupt import Interrupts
 from agentrl.training.learner import Learner
 from agentrl.training.loop import Loop
@@ -44,10 +45,14 @@ class Start:
     folder: RunFolder | None = None
 
     def open_folder(self) -> RunFolder:
-        """The run's folder, made if it is new. What failed before it wrote anything leaves none behind."""
+        """The run's folder, made and locked if it is new. What failed before it wrote anything leaves none behind."""
+        if self.folder is None and self.resumed is not None:
+            self.folder = self.resumed  # which is locked since its checkpoint was looked for
         if self.folder is None:
-            self.folder = self.resumed or RunFolder.create(self.recipe.output, self.name)
+            self.folder = RunFolder.create(self.recipe.output, self.name)
             self.stack.callback(_drop_if_empty, self.folder.path)
+            self.stack.callback(FolderLock(self.folder.path).release)
+            RunFolder.check_free(str(self.folder.path))  # another run may have come and gone since it was asked
         return self.folder
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from agentrl.errors import UserError
-    from agentrl.eval.evaluate import evaluate
+    from agentrl.training.evaluation import evaluate
     from agentrl.plugins.decorator import tool
     from agentrl.plugins.environment import Environment
     from agentrl.plugins.lazy import LazyTasks
@@ -47,7 +47,7 @@ _HOMES = {
     "ToolResponse": "agentrl.plugins.types",
     "ToolSource": "agentrl.plugins.source",
     "UserError": "agentrl.errors",
-    "evaluate": "agentrl.eval.evaluate",
+    "evaluate": "agentrl.training.evaluation",
     "sft": "agentrl.training.sft",
     "tool": "agentrl.plugins.decorator",
     "train": "agentrl.training.run",

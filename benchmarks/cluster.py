@@ -101,8 +101,8 @@ def measure(recipe: Recipe, start: Callable[[], Workplace], batch: Batch, rounds
         for name, work in works.items():
             work()
             found[name] = min(timed(work) for _ in range(rounds))
-        cost, peak = place.work
-        return found | utilisation(cost.update(Need.of(batch)), found["update"], peak)
+        work = place.work["actor"]
+        return found | utilisation(work.cost.update(Need.of(batch)), found["update"], work.peak)
 
 
 def show(rows: dict[str, dict[str, float]], batch: Batch) -> None:

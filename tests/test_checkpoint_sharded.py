@@ -3,6 +3,7 @@
 import errno
 from collections.abc import Callable
 from datetime import timedelta
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,14 @@ import torch.distributed as dist
 from checkpoint_help import Role, everything, learn, learned, names, on_ranks, same, spread, tiny
 from lora_help import merged_state
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Partial, Replicate, Shard
 from transformers import AutoModelForCausalLM
 
 from agentrl.errors import UserError
 from agentrl.models import lora
 from agentrl.recipe.schema import LoraSection
 from agentrl.training.saving import tensor_files
+from agentrl.training.saving.gather import span_of
 from agentrl.training.saving.roles import load_roles, save_roles
 
 WAIT = timedelta(seconds=60)  # for a rank that does not answer
@@ -123,6 +126,26 @@ def test_one_process_saves_and_ranks_go_on_hybrid_ones_too(tmp_path: Path) -> No
         assert same(
             dict(AutoModelForCausalLM.from_pretrained(saved).named_parameters()), dict(alone.model.named_parameters())
         )
+
+
+@pytest.mark.parametrize("rows", [0, 1, 5, 6, 7, 12])
+@pytest.mark.parametrize("ranks", [(1,), (4,), (2, 3), (3, 2)])
+def test_the_parts_of_a_tensor_are_those_of_chunk(rows: int, ranks: tuple[int, ...]) -> None:
+    """Short and empty ones too; two dimensions of a mesh cut one dimension one after the other."""
+    whole = torch.arange(rows * 3).reshape(rows, 3)
+    for place in product(*map(range, ranks)):
+        (size, offset), part = span_of((rows, 3), [Shard(0)] * len(ranks), ranks, place), whole
+        for parts, index in zip(ranks, place, strict=True):
+            cut = part.chunk(parts)
+            part = cut[index] if index < len(cut) else part[:0]
+        assert size == tuple(part.shape)
+        assert torch.equal(whole[offset[0] : offset[0] + size[0]], part)
+        assert span_of((rows, 3), [Replicate()] * len(ranks), ranks, place) == ((rows, 3), (0, 0))
+
+
+def test_what_is_placed_otherwise_is_not_put_together_wrongly() -> None:
+    with pytest.raises(NotImplementedError, match=r"^tensors placed as P"):
+        span_of((4, 3), [Partial()], (2,), (0,))
 
 
 def refuse(*arguments: Any) -> None:

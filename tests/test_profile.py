@@ -22,10 +22,11 @@ from agentrl.models import lora
 from agentrl.recipe.schema import LoraSection
 from agentrl.training import flops
 from agentrl.training.batch import Batch
-from agentrl.training.flops import Cost, Need, known_peak, peak_flops, utilisation
+from agentrl.training.flops import Cost, Need, Work, costs, known_peak, peak_flops, utilisation
 from agentrl.training.packing import micro_batches
 from agentrl.training.peaks import Peaks
 from agentrl.training.profile import OwnTimes, Profiler, add_own_times
+from agentrl.training.values import ValueModel
 from agentrl.training.watch import SYNC, Watch
 from agentrl.training.worker_watch import WatchedWorker, watched
 
@@ -295,10 +296,14 @@ class Place:
     """A workplace whose roles are elsewhere."""
 
     here, device = False, "cpu"
-    work = (Cost(body=10, head=3, trained_body=10, trained_head=3, pair=8), 1e6)
+    cost = Cost(body=10, head=3, trained_body=10, trained_head=3, pair=8)
+    frozen = Cost(body=20, head=1, trained_body=0, trained_head=0, pair=4)
 
     def __init__(self) -> None:
         self.recorded: list[int] = []
+        self.reward_model = Role()
+        kinds = {"actor": (self.cost, 1e6, "a"), "critic": (self.cost, 1e6, "a"), "reference": (self.frozen, 5e5, "b")}
+        self.work = {name: Work(*kind) for name, kind in kinds.items()} | {"reward_model": Work(self.frozen, 2e3, "c")}
 
     def measure(self) -> dict[str, float]:
         return {"memory/train_actor_gb": 4.0 / (1 + len(self.recorded))}
@@ -315,6 +320,9 @@ class Role:
 
     def update(self, batch: Batch, rate: float) -> float:
         return rate
+
+    def scores(self, batch: Batch) -> int:
+        return len(batch)
 
 
 def watched_learner(place: Any, folder: Path, steps: tuple[int, ...] = ()) -> tuple[Watch, Any]:
@@ -339,11 +347,42 @@ def test_a_step_costs_what_its_roles_were_asked(tmp_path: Path) -> None:
         assert learner.reference.logprobs(lone(5)) == 1
     assert (learner.actor.description, learner.critic) == ("far away", None)
     found = watch.take(2.0)
-    passes = 3 * (2 * (10 * 6 + 3 * 4) + 8 * 21) + 2 * (10 * 5 + 3 * 3) + 8 * 15
+    passes = 3 * (2 * (10 * 6 + 3 * 4) + 8 * 21) + 2 * (20 * 5 + 1 * 3) + 4 * 15
     assert found["train/tflops"] == pytest.approx(passes / 2 / 1e12)
-    assert found["train/mfu"] == pytest.approx(passes / 2 / 1e6)
+    assert found["train/mfu"] == pytest.approx(passes / 2 / 1.5e6)  # of the devices of both, not of the reward model's
     assert found["memory/train_actor_gb"] == 4.0
     assert watch.take(1.0)["train/tflops"] == 0
+
+
+def test_a_reward_model_is_counted_over_its_own_calls(tmp_path: Path) -> None:
+    """While samples are drawn, which is no time of training's."""
+    watch, learner = watched_learner(Place(), tmp_path)
+    assert watch.reward_model.scores(lone(6)) == watch.reward_model.scores(lone(5)) == 1
+    learner.actor.update(lone(6), 0.5)
+    found = watch.take(2.0)
+    scored = 2 * (20 * 11 + 1 * (4 + 3)) + 4 * (21 + 15)
+    took = found["time/reward_model_s"]
+    assert found["reward_model/tflops"] == pytest.approx(scored / took / 1e12)
+    assert found["reward_model/mfu"] == pytest.approx(scored / took / 2e3)
+    assert found["train/tflops"] == pytest.approx(3 * (2 * (10 * 6 + 3 * 4) + 8 * 21) / 2 / 1e12)
+    assert "reward_model/mfu" not in watch.take(2.0)
+
+
+def test_each_role_costs_what_its_own_model_is(tmp_path: Path) -> None:
+    """The critic is another model here, with an output layer of one row; the reference has no adapter."""
+    model, small = make_model(), make_model()
+    whole = Cost.of(model)
+    lora.add_adapter(model, LoraSection(rank=2, targets=("q_proj",)), "x")
+    small.model.layers = small.model.layers[:1]
+    found = costs(SimpleNamespace(
+        actor=SimpleNamespace(model=model), reference=SimpleNamespace(model=model),
+        critic=SimpleNamespace(model=ValueModel(small)), reward_model=None,
+    ))  # fmt: skip
+    assert list(found) == ["actor", "reference", "critic"]
+    assert (found["reference"].body, found["reference"].head) == (whole.body, whole.head)
+    assert found["actor"].body == whole.body + found["actor"].trained_body
+    assert found["critic"].body == found["critic"].trained_body == whole.body // 2
+    assert found["critic"].head == found["critic"].trained_head == 32
 
 
 def test_the_most_of_a_run_is_said(tmp_path: Path) -> None:

@@ -11,11 +11,9 @@ from transformers import AutoTokenizer, Qwen3Config, Qwen3ForSequenceClassificat
 import agentrl
 from agentrl.cli import main
 from agentrl.errors import UserError
-from agentrl.eval.evaluate import evaluate
 from agentrl.models import embedded_path
 from agentrl.recipe.load import dump_recipe
 from agentrl.recipe.schema import Recipe
-from agentrl.training.model_reward import ask_reward_model
 from agentrl.training.run import TrainResult, resume_run
 
 
@@ -63,6 +61,12 @@ def test_scores_are_a_part_of_the_reward(run: TrainResult) -> None:
             assert one["reward"] == pytest.approx(others + 0.1 * one["rewards"]["model"], abs=1e-5)
 
 
+def test_the_reward_model_is_measured_over_its_own_calls(run: TrainResult) -> None:
+    for row in metrics(run.folder)[1:]:
+        assert 0 < row["time/reward_model_s"] < row["time/step_s"]
+        assert row["reward_model/mfu"] > 0
+
+
 def test_the_critic_learns_alone_first(run: TrainResult) -> None:
     _, first, second = metrics(run.folder)
     assert first["train/updates"] == 0
@@ -84,9 +88,9 @@ def test_a_resumed_run_is_the_run(run: TrainResult, classifier: str, tmp_path: P
 
 def test_an_evaluation_asks_the_reward_model_where_it_can(run: TrainResult, classifier: str, tmp_path: Path) -> None:
     recipe = make_recipe(classifier, tmp_path / "run")
-    without = evaluate(recipe)
-    assert "was not asked" in without.notes[0]
-    asked = evaluate(recipe, extend=ask_reward_model)
+    rewards = recipe.rewards.model_copy(update={"model": None})
+    without = agentrl.evaluate(recipe.model_copy(update={"rewards": rewards}))
+    asked = agentrl.evaluate(recipe)
     assert asked["test"].accuracy == without["test"].accuracy
     assert asked["test"].reward != without["test"].reward
     (tmp_path / "recipe.yaml").write_text(dump_recipe(recipe))

@@ -28,14 +28,9 @@ def eval_command(
 
     if json_file is not None:
         check_writable(json_file)
-    from agentrl.eval.evaluate import evaluate
+    from agentrl.training.evaluation import evaluate
 
-    if checked.rewards.model is None:
-        result = evaluate(checked, model=model, splits=split, samples=samples)
-    else:
-        from agentrl.training.model_reward import ask_reward_model
-
-        result = evaluate(checked, model=model, splits=split, samples=samples, extend=ask_reward_model)
+    result = evaluate(checked, model=model, splits=split, samples=samples)
     show(result)
     if json_file is not None:
         write_json(result, json_file)

@@ -1,7 +1,6 @@
-"""`evaluate`: a model on held-out tasks, without training it."""
+"""`Evaluation`: a model on held-out tasks, without training it."""
 
-import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,9 +10,7 @@ from agentrl.eval.progress import Progress
 from agentrl.eval.result import SplitResult, failures
 from agentrl.plugins.environment import Environment
 from agentrl.plugins.registry import make_environment, tasks_of
-from agentrl.recipe.load import load_recipe
 from agentrl.recipe.schema import Recipe
-from agentrl.rollout.blocking import blocking
 from agentrl.rollout.player import Player
 
 
@@ -33,35 +30,11 @@ class Evaluation:
         return {"model": self.model, "env": self.env, "splits": {r.split: r.json() for r in self.splits}}
 
 
-def evaluate(
-    recipe: Recipe | str,
-    *,
-    overrides: Sequence[str] = (),
-    model: str | None = None,
-    splits: Sequence[str] | None = None,
-    samples: int | None = None,
-    progress: Progress | None = None,
-    extend: Callable[[Player], None] | None = None,
+async def play(
+    recipe: Recipe, model: str | None, progress: Progress, extend: Callable[[Player], None] | None = None
 ) -> Evaluation:
-    """Play `eval.tasks` tasks of each split, `samples` (else `eval.samples`) times each.
-
-    model: a folder or hub name in place of the recipe's. splits: in place of `eval.splits`. extend: called once with
-    what plays, to add a reward model; without it that of the recipe is not asked. Raises UserError; what can be known
-    without a model is said before one is loaded.
-    """
-    if isinstance(recipe, str):
-        recipe = load_recipe(recipe, overrides)
-    elif overrides:
-        raise UserError("overrides go with a recipe's path; a Recipe object is complete")
-    changed = {"samples": samples or recipe.eval.samples, "splits": tuple(splits) if splits else recipe.eval.splits}
-    recipe = recipe.model_copy(update={"eval": recipe.eval.model_copy(update=changed)})
-    with progress or Progress() as shown:
-        return blocking(lambda: asyncio.run(_evaluate(recipe, model, shown, extend)))
-
-
-async def _evaluate(
-    recipe: Recipe, model: str | None, progress: Progress, extend: Callable[[Player], None] | None
-) -> Evaluation:
+    """As the recipe's `eval` says. model: a folder or hub name in place of the recipe's. extend: called once with what
+    plays, before it does. Raises UserError; what can be known without a model is said before one is loaded."""
     env = make_environment(recipe.env)
     chosen = chosen_splits(env, recipe)
     if empty := [split for split in chosen if not len(tasks_of(env, split))]:
@@ -71,8 +44,6 @@ async def _evaluate(
         held_out, notes = await HeldOut.prepare(player, recipe, chosen)
         if extend is not None:
             extend(player)
-        elif recipe.rewards.model is not None:
-            notes.append(f"rewards.model: {recipe.rewards.model} was not asked, so rewards are without its part")
         results = []
         for split in held_out.splits:
             on_group = progress.follow(split, len(held_out.tasks[split]))

@@ -1,11 +1,16 @@
 """How much arithmetic a model's passes are, and how much its device could do: model FLOPs utilisation.
 
+What is counted in train/tflops and train/mfu is what is computed while the trainer works, by the devices that it has:
+updates of policy and critic, log-probs of policy and reference, values. Sampling is in neither the operations nor the
+time; nor is the reward model, which scores while samples are drawn: its own figures are over its own calls.
+
 Counted as in appendix B of PaLM (Chowdhery et al., arXiv:2204.02311): two operations a parameter and token forwards,
 four backwards, and those of attention; nothing for norms, softmax, or what is computed a second time (activations,
 prompts that a split of the batch repeats). Stricter than there: a prompt that samples share counts once, the output
 layer only where a token is predicted, and attention only for pairs of tokens that attend.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
@@ -19,6 +24,7 @@ from agentrl.training.batch import Batch
 from agentrl.training.packing import forest
 
 TERA = 1e12
+ROLES = ("actor", "reference", "critic", "reward_model")
 PEAKS = {  # teraFLOP/s without sparsity: (bfloat16 with tensor cores, float32), by a part of the device's name
     "GB200": (2500.0, 80.0), "B200": (2250.0, 75.0), "GH200": (989.4, 67.0), "H200": (989.4, 67.0),
     "H100 PCIe": (756.0, 51.0), "H100 NVL": (835.0, 60.0), "H100": (989.4, 67.0), "H800": (989.4, 67.0),
@@ -34,7 +40,7 @@ PROBE_WIDTH = 1024  # of the largest matrix that it multiplies
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Of a causal model. body, head: parameters in matrices that every token passes, and of the output layer, which
+    """Of a model's passes. body, head: parameters in matrices that every token passes, and of the output layer, which
     only predictions pass. trained_body, trained_head: those with gradients. pair: forward operations of a token that
     attends to another, over all layers (4 x layers x heads x head size)."""
 
@@ -45,13 +51,18 @@ class Cost:
     pair: int
 
     @classmethod
-    def of(cls, model: Any) -> "Cost":
-        """From its parameters' whole shapes, sharded or not. Of experts, as many count as a token passes."""
+    def of(cls, model: Any, adapter: bool = True) -> "Cost":
+        """From its parameters' whole shapes, sharded or not: of a language model, a value model or a classifier. Of
+        experts, as many count as a token passes. adapter: False leaves one out that is switched off."""
         text = model.config.get_text_config()
-        output, embedding = model.get_output_embeddings(), model.get_input_embeddings().weight
+        output = getattr(model, "lm_head", None) or getattr(model, "score", None)
+        backbone = model if hasattr(model, "get_input_embeddings") else model.model
+        embedding = backbone.get_input_embeddings().weight
         head: Any = None if output is None else output.weight
         body = trained = 0
         for name, parameter in model.named_parameters():
+            if ".lora_" in name and not adapter:
+                continue
             if parameter.dim() > 1 and parameter is not head and parameter is not embedding:
                 count = int(parameter.numel() * (_active(text) if ".experts." in name else 1))
                 body += count
@@ -70,6 +81,28 @@ class Cost:
         """FLOPs of a forward and backward pass; a frozen matrix needs no gradient of its own."""
         own = 2.0 * (self.trained_body * need.tokens + self.trained_head * need.predictions)
         return 2 * self.forward(need) + own + float(self.pair * need.pairs)
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What a role's passes cost, and what its devices could do together (FLOP/s; None: not known). devices: which they
+    are; roles that share them say the same."""
+
+    cost: Cost
+    peak: float | None
+    devices: str
+
+
+def costs(holder: Any) -> dict[str, Cost]:
+    """Of the roles that `holder` has, by their names. A reference computes without the policy's adapter."""
+    roles = {name: getattr(holder, name, None) for name in ROLES}
+    return {name: Cost.of(role.model, name != "reference") for name, role in roles.items() if role is not None}
+
+
+def peak_together(works: Iterable[Work]) -> float | None:
+    """FLOP/s of all their devices; None where one is not known."""
+    peaks = {work.devices: work.peak for work in works}.values()
+    return sum(peak for peak in peaks if peak is not None) if all(peaks) else None
 
 
 def _active(text: Any) -> float:
@@ -100,10 +133,10 @@ class Need:
         return cls(tokens, int(kept.sampled.sum()), pairs)
 
 
-def utilisation(flops: float, seconds: float, peak: float | None) -> dict[str, float]:
-    """The metrics train/tflops (a second, of all devices) and train/mfu, their share of what those could do."""
-    found = {"train/tflops": flops / seconds / TERA}
-    return {**found, "train/mfu": flops / seconds / peak} if peak else found
+def utilisation(flops: float, seconds: float, peak: float | None, of: str = "train") -> dict[str, float]:
+    """The metrics <of>/tflops (a second, of all devices) and <of>/mfu, their share of what those could do."""
+    found = {f"{of}/tflops": flops / seconds / TERA}
+    return {**found, f"{of}/mfu": flops / seconds / peak} if peak else found
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:

@@ -29,7 +29,9 @@ TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.05}  # 
 
 
 class Forward(Protocol):
-    """A way to compute what the loss needs, with gradients to the model's parameters."""
+    """A way to compute what the loss needs, with gradients to the parameters of `model`."""
+
+    model: Any
 
     def __call__(self, packed: Packed, temperature: float) -> tuple[Tensor, Tensor]:
         """Log-probs and entropies (natural, of softmax(logits / temperature)) of the predictions: float32 [N] each."""

@@ -21,7 +21,7 @@ class Reference:
 
     def __init__(self, recipe: Recipe, forward: Forward, ranks: Ranks = ALONE) -> None:
         self._tokens, self._temperature = recipe.train.micro_batch_tokens, recipe.rollout.temperature or 1.0
-        self._forward, self._ranks = forward, ranks
+        self._forward, self._ranks, self.model = forward, ranks, forward.model
 
     @classmethod
     def alone(cls, recipe: Recipe, model: Any, forward: Forward) -> "Reference":

@@ -16,7 +16,7 @@ from agentrl.engine.sglang.weights.order import Order, Sent
 from agentrl.recipe.schema import Recipe
 from agentrl.training.batch import Batch
 from agentrl.training.critic import CriticMeter
-from agentrl.training.flops import Cost
+from agentrl.training.flops import Work
 from agentrl.training.meter import Meter
 
 Floats = npt.NDArray[np.float32]
@@ -33,8 +33,6 @@ class RemoteActor:
         self.description: str = said["description"]
         self.trained: int = said["trained"]
         self.adapter: str = said["adapter"]
-        self.cost: Cost = said["cost"]
-        self.peak: float | None = said["peak"] and said["peak"] * len(group)
 
     def logprobs(self, batch: Batch) -> Floats:
         found: Floats = self._group.logprobs(batch)
@@ -212,8 +210,13 @@ class OnCluster:
         self._groups |= dict.fromkeys(roles, group)
 
     @property
-    def work(self) -> tuple[Cost, float | None]:
-        return self.actor.cost, self.actor.peak
+    def work(self) -> dict[str, Work]:
+        found: dict[str, Work] = {}
+        for group in dict.fromkeys(self._groups.values()):
+            costs, peak = group.work()
+            whole = peak and peak * len(group)
+            found |= {role: Work(cost, whole, group.name) for role, cost in costs.items()}
+        return found
 
     def measure(self) -> dict[str, float]:
         """Of the worker that took the most in each group, which is called by its first role."""

@@ -51,7 +51,7 @@ class RewardModel:
             model = load_classifier(recipe, find_device(recipe.model.device))
             way, description = choose(model)
             forward = WAYS[way](model)
-        self.forward, self.ranks, self.description = forward, ranks, description
+        self.forward, self.ranks, self.description, self.model = forward, ranks, description, forward.model
         self._pad = padding_of(forward.model.config)
         self._tokens = recipe.train.micro_batch_tokens
 

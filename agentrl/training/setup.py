@@ -67,6 +67,11 @@ def set_up(start: Start) -> Loop:
     begins, player = _make_player(start)
     held_out, sampler = _measure(start, player)
     workplace = _make_workplace(start, begins, player)
+    watch = Watch(
+        workplace, start.open_folder().path / PROFILE, recipe.profile.steps, engine=recipe.engine.name == "local"
+    )
+    if watch.reward_model is not None:
+        add_reward_model(player, watch.reward_model.scores)
     rollouts = make_rollouts(recipe, player, start.checked.tasks, sampler, interrupts, workplace.weights)
     stack.callback(lambda: interrupts.complete(rollouts.close))
     interrupts.check()
@@ -74,7 +79,6 @@ def set_up(start: Start) -> Loop:
     folder.write_recipe(dump_recipe(recipe))
     if hasattr(player.engine, "keep_logs"):
         player.engine.keep_logs(folder.path)
-    watch = Watch(workplace, folder.path / PROFILE, recipe.profile.steps, engine=recipe.engine.name == "local")
     learner = Learner(recipe, workplace)
     watch.over(learner)
     loop = Loop(
@@ -142,8 +146,6 @@ def _make_workplace(start: Start, begins: Recipe, player: Player) -> Workplace:
     start.stack.callback(workplace.close)
     for line in workplace.describe():
         display.note(line)
-    if workplace.reward_model is not None:
-        add_reward_model(player, workplace.reward_model.scores)
     return workplace
 
 

@@ -19,7 +19,7 @@ from agentrl.recipe.schema import Recipe
 from agentrl.training.actor import Actor
 from agentrl.training.batch import Batch
 from agentrl.training.critic import Critic, CriticMeter
-from agentrl.training.flops import Cost, peak_of
+from agentrl.training.flops import ROLES, Cost, costs, peak_of
 from agentrl.training.meter import Meter
 from agentrl.training.ranks import Peers
 from agentrl.training.reference import Reference, WithoutAdapter
@@ -85,11 +85,15 @@ class TrainWorker(WatchedWorker):
 
     @register(RANK_ZERO)
     def describe(self) -> dict[str, Any]:
-        """Of the actor: `description`, `trained` (parameters), `adapter` (a line, empty without one), `cost` of its
-        passes, and `peak` of this rank's device (FLOP/s)."""
+        """Of the actor: `description`, `trained` (parameters), `adapter` (a line, empty without one)."""
         adapter = lora.describe(self.actor.model) if lora.layers(self.actor.model) else ""
-        said = {"description": self.actor.description, "trained": self.actor.trained, "adapter": adapter}
-        return said | {"cost": Cost.of(self.actor.model), "peak": peak_of(self.actor.model, self.recipe, self.device)}
+        return {"description": self.actor.description, "trained": self.actor.trained, "adapter": adapter}
+
+    @register(RANK_ZERO)
+    def work(self) -> tuple[dict[str, Cost], float | None]:
+        """What the passes of each role here cost, and what this rank's device could do (FLOP/s; None: not known)."""
+        some = next(role for name in ROLES if (role := getattr(self, name, None)) is not None)
+        return costs(self), peak_of(some.model, self.recipe, self.device)
 
     @register(SPLIT)
     @watched("actor")

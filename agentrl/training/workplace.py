@@ -12,7 +12,7 @@ from agentrl.recipe.schema import Recipe
 from agentrl.training.actor import Actor
 from agentrl.training.batch import Batch
 from agentrl.training.critic import Critic, CriticMeter
-from agentrl.training.flops import Cost, peak_of
+from agentrl.training.flops import Work, costs, peak_of
 from agentrl.training.meter import Meter
 from agentrl.training.reference import Reference
 from agentrl.training.reward_model import RewardModel
@@ -85,8 +85,8 @@ class Workplace(Protocol):
         ...
 
     @property
-    def work(self) -> tuple[Cost, float | None]:
-        """What the policy's passes cost, and what its devices could do together (FLOP/s; None: not known)."""
+    def work(self) -> Mapping[str, Work]:
+        """What the passes of each role cost, and its devices."""
         ...
 
     def measure(self) -> dict[str, float]:
@@ -130,8 +130,9 @@ class Here:
         self.reward_model = RewardModel(recipe) if recipe.rewards.model is not None else None
 
     @property
-    def work(self) -> tuple[Cost, float | None]:
-        return Cost.of(self.model), peak_of(self.model, self._recipe, self.device)
+    def work(self) -> dict[str, Work]:
+        peak = peak_of(self.model, self._recipe, self.device)
+        return {name: Work(cost, peak, "here") for name, cost in costs(self).items()}
 
     def measure(self) -> dict[str, float]:
         return {}

@@ -82,12 +82,12 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
             learner.update(batch)
             seconds.append(perf_counter() - began)
         middle = statistics.median(seconds[WARM_UP:])
-        cost, peak = place.work
+        work = place.work["actor"]
         need, memory = Need.of(batch), place.measure()
     return {
         "gpus": options.gpus, "parameters": plan.parameters, "packed_tokens": need.tokens, "seconds": middle,
         "tokens_per_s": need.tokens / middle, "tokens_per_s_gpu": need.tokens / middle / options.gpus,
-        **utilisation(cost.update(need), middle, peak), **memory, "planned_gb": plan.device / 1e9,
+        **utilisation(work.cost.update(need), middle, work.peak), **memory, "planned_gb": plan.device / 1e9,
     }  # fmt: skip
 
 

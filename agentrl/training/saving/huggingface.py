@@ -68,7 +68,7 @@ class HuggingFace:
         """The weights; every rank of `group` calls this (see Gatherer). Raises OSError on rank 0."""
         import torch.distributed as dist
 
-        gather = Gatherer(list(self._stands.values()), group)
+        gather = Gatherer(group)
         weights, adapter = self._weights(gather), self._adapters(gather)
         if group is not None and dist.get_rank(group) != 0:
             _run_out(weights)

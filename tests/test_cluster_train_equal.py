@@ -94,7 +94,10 @@ CASES: dict[str, dict[str, Any]] = {
     "mini-batches and epochs": MANY,
     "reference": {"algorithm": {"kl_coef": 0.1, "entropy_coef": 0.01}},
     "lora": LORA,
-    "lora, reference": {**LORA, "algorithm": {"kl_coef": 0.1}},
+    "lora, reference in the reward": {
+        **LORA,
+        "algorithm": {"advantage": "reinforce_plus_plus", "gamma": 0.99, "kl_coef": 0.1, "kl_in": "reward"},
+    },
     "hsdp": {"cluster": {"shard": 1}},
     "offload": {"cluster": {"offload": True}},
     "checkpointing": {"model": {"checkpointing": True}},
@@ -133,7 +136,7 @@ def test_a_critic_and_a_reference_in_a_pool_of_their_own(workers: WorkerGroup, t
     pools = ({"roles": ["critic", "reference"], "workers": 1},)
     recipe = job(
         tiny,
-        algorithm={"advantage": "gae", "kl_coef": 0.1},
+        algorithm={"advantage": "gae", "kl_coef": 0.1, "kl_in": "reward"},
         critic={"lr": 1e-3},
         cluster={"workers": 1, "pools": pools},
     )

@@ -133,7 +133,7 @@ env:
 MISTAKES = {
     "rollout: {m: 3}": r"r.yaml:1: rollout.m: unknown key; known: concurrency, max_",
     "rolout: {n: 3}": r"rolout: unknown key; did you mean 'rollout'\?",
-    "algorithm: {normalize_std: false}": r"r.yaml:1: algorithm.normalize_std: is no key any more: for false write `algo",
+    "algorithm: {normalize_std: false}": r"r.yaml:1: algorithm.normalize_std: is no key any more: for false write",
     "lr: 1": r"lr: unknown key; did you mean 'train.lr' or 'critic.lr'\?",
     "rollout:\n  lr: 1": r"r.yaml:2: rollout.lr: unknown key; did you mean 'train.lr' or 'critic.lr'\?",
     "tools: [{name: a, arg: {}}]": r"tools.0.arg: unknown key; did you mean 'tools.0.args'\?",
@@ -153,6 +153,7 @@ MISTAKES = {
     "rollout: {top_p: 2}": r"rollout.top_p: wants at most 1, got 2",
     "train: {schedule: cosin}": r"train.schedule: wants one of .*; did you mean 'cosine'\?",
     "rollout: {n: 1}": r"rollout.n is 1, but grpo",
+    "rollout: {n: 1}\nalgorithm: {advantage: rloo}": r"rollout.n is 1, but rloo compares",
     "tools: [a, a]": r"tools: a is listed twice",
     "env: {name: code, mix: [{name: gsm8k}]}": r"env.name does nothing beside env.mix",
     "env: {args: {size: 1}, mix: [{name: gsm8k}]}": r"env.args does nothing beside env.mix",

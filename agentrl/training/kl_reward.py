@@ -24,8 +24,8 @@ def with_kl_penalty(batch: Batch, actor: Any, reference: Any, coefficient: float
     """
     sampled = batch.sampled > 0
     old, frozen = (scattered(batch, sampled, role.logprobs) for role in (actor, reference))
-    penalty = coefficient * (old - frozen) * batch.tokens["loss_mask"]
-    return batch.with_tokens(old_logprobs=old, reference_logprobs=frozen, kl_penalty=penalty.astype(np.float32))
+    penalty = np.float32(coefficient) * (old - frozen)
+    return batch.with_tokens(old_logprobs=old, reference_logprobs=frozen, kl_penalty=penalty)
 
 
 def penalty_metrics(batch: Batch) -> dict[str, float]:

@@ -63,6 +63,15 @@ def test_extends_merges_mappings_and_replaces_lists(write):
     assert recipe.env.args == {"x": 1, "y": 3}
 
 
+def test_an_empty_mapping_empties_what_it_extends(write):
+    write("env: {args: {x: 1}}\nengine: {args: {flags: {a: 1}}}", "base.yaml")
+    recipe = load_recipe(write("extends: base.yaml\nenv: {mix: [{name: a}, {name: b}], args: {}}\n"))
+    assert recipe.env.args == {}
+    assert recipe.engine.args == {"flags": {"a": 1}}
+    with pytest.raises(UserError, match=r"env.args does nothing beside env.mix: .* leave it at \{\}"):
+        load_recipe(write("extends: base.yaml\nenv: {mix: [{name: a}, {name: b}]}\n"))
+
+
 def test_extends_is_relative_to_the_file(tmp_path, write, monkeypatch):
     (tmp_path / "sub").mkdir()
     write("rollout: {n: 3}", "base.yaml")

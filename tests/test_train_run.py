@@ -158,6 +158,8 @@ MISTAKES = [
     (["cluster.address=me:secret@host:6379"], r"cluster.address is 'auto' or HOST:PORT of a Ray head"),
     (["cluster.address=127.0.0.1:1"], r"no Ray cluster at '127.0.0.1:1': .*start one with `ray start --head`"),
     (["engine.name=sglang", "engine.args.venv=nowhere"], r"engine.args.venv: nowhere is no virtual environment"),
+    (["engine.name=sglang", "engine.args.servers=two"], r"engine.args.servers: should be a valid integer, got 'two'"),
+    (["engine.name=sglang", "engine.args.flags={tp-size: two}"], r"engine.args.flags: .*'two'"),
     (["tools=[calculater]"], r"no tool 'calculater' is installed; did you mean 'calculator'\?"),
 ]
 

@@ -216,10 +216,25 @@ def reach(address: str) -> str:
     if not host or not port.isdigit() or not set("/@").isdisjoint(host):
         raise ClusterError(f"cluster.address is 'auto' or HOST:PORT of a Ray head, as in 10.0.0.1:6379, not {named!r}")
     try:
-        socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS).close()
+        with socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS) as found:
+            answers = os.environ.get("RAY_USE_TLS") == "1" or _speaks_http2(found)
     except (OSError, OverflowError) as error:
         raise ClusterError(f"no Ray cluster at {named!r}: {error}; start one with `ray start --head`") from None
+    if not answers:
+        raise ClusterError(
+            f"no Ray cluster at {named!r}: something else answers there; give the port that `ray start` printed, "
+            "6379 unless it was told another, and not that of the dashboard"
+        )
     return named
+
+
+def _speaks_http2(connection: socket.socket) -> bool:
+    """Whether who listens answers as the servers of gRPC do: with a frame of settings (RFC 9113, 3.4 and 6.5)."""
+    connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + b"\4" + bytes(5))
+    frame = b""
+    while len(frame) < 9 and (more := connection.recv(9 - len(frame))):
+        frame += more
+    return len(frame) == 9 and frame[3] == 4
 
 
 def _find() -> str:
@@ -243,14 +258,35 @@ def _connect(address: str, timeout: float) -> None:
     ray._private.worker._worker_logs_enabled = False  # else the deaths of workers are printed besides, in long lines
     until = time.monotonic() + timeout
     while True:
+        said: list[bytes] = []
         try:
-            with _our_signals():
+            with _our_signals(), _hushed(said):
                 ray.init(address=address, log_to_driver=False, configure_logging=False, logging_level=logging.ERROR)
             return
         except (ConnectionError, RuntimeError, ValueError, TimeoutError, ray.exceptions.RayError) as error:
+            if b"InvalidAuthToken" in b"".join(said):
+                raise ClusterError(
+                    f"the Ray cluster at {address!r} does not take our token: set RAY_AUTH_MODE=token and "
+                    "RAY_AUTH_TOKEN here to what they were where `ray start` was called"
+                ) from None
             if time.monotonic() > until or isinstance(error, ValueError):
                 raise ClusterError(f"no Ray cluster at {address!r}: {_reason(str(error).splitlines())}") from None
             time.sleep(0.5)
+
+
+@contextmanager
+def _hushed(said: list[bytes]) -> Iterator[None]:
+    """What Ray's libraries print of each try of theirs goes into `said` instead: they know of no logging."""
+    with tempfile.TemporaryFile() as file:
+        errors = os.dup(2)
+        os.dup2(file.fileno(), 2)
+        try:
+            yield
+        finally:
+            os.dup2(errors, 2)
+            os.close(errors)
+            file.seek(0)
+            said.append(file.read())
 
 
 @contextmanager

@@ -120,6 +120,12 @@ def make_engine(section: EngineSection, model: Any, **context: Any) -> Any:
     return construct(made, {**known, "model": model, "max_batch": section.max_batch, **section.args}, "engine.args")
 
 
+def check_engine(section: EngineSection) -> None:
+    """Raises UserError where `engine.args` are not what the engine's class takes. Makes nothing."""
+    made = load("engines", section.name)
+    _checked(made, section.args, "engine.args", whole=False)
+
+
 def make_message_engine(section: EngineSection) -> Any:
     """Likewise an engine that takes messages and brings its own chat: it is given no model."""
     return construct(load("engines", section.name), {"max_batch": section.max_batch, **section.args}, "engine.args")
@@ -171,6 +177,16 @@ def _makes(made: Any, wanted: type | tuple[type, ...]) -> bool:
 
 def construct(maker: Callable[..., Any], args: Mapping[str, Any], where: str) -> Any:
     """Call a class with arguments that its signature allows, of the types that it annotates."""
+    typed = _checked(maker, args, where)
+    try:
+        return maker(**typed)
+    except (TypeError, ValueError) as error:
+        name = getattr(maker, "__name__", str(maker))
+        raise UserError(f"{where}: {name} refuses its arguments: {reason(error)}") from error
+
+
+def _checked(maker: Callable[..., Any], args: Mapping[str, Any], where: str, whole: bool = True) -> dict[str, Any]:
+    """The arguments, as `construct` gives them. whole: none that has to be there may be absent."""
     name = getattr(maker, "__name__", str(maker))
     try:
         parameters = dict(inspect.signature(maker).parameters)
@@ -183,13 +199,9 @@ def construct(maker: Callable[..., Any], args: Mapping[str, Any], where: str) ->
             takes = nearest(key, [k for k in known if k != "source"]) or "; it takes none"
             raise UserError(f"{_key(where, key)}: {name} takes no such argument{takes}")
     for key in known:
-        if key not in args and parameters[key].default is inspect.Parameter.empty:
+        if whole and key not in args and parameters[key].default is inspect.Parameter.empty:
             raise UserError(f"{_key(where, key)}: {name} needs it, and it is missing")
-    typed = {key: _typed(maker, key, value, where) for key, value in args.items()}
-    try:
-        return maker(**typed)
-    except (TypeError, ValueError) as error:
-        raise UserError(f"{where}: {name} refuses its arguments: {reason(error)}") from error
+    return {key: _typed(maker, key, value, where) for key, value in args.items()}
 
 
 def _typed(maker: Callable[..., Any], key: str, value: Any, where: str) -> Any:

@@ -1,6 +1,7 @@
 """From a YAML file and command-line overrides to a checked `Recipe`; every mistake is one line that names its key.
 
-A recipe may say `extends: other.yaml`, relative to the file that says so: mappings merge, lists and scalars replace.
+A recipe may say `extends: other.yaml`, relative to the file that says so: mappings merge, lists and scalars replace,
+and an empty mapping (`args: {}`) empties what the other file has there.
 `sft.new_model.chat_template` in a file is relative to that file too, because it ships beside the recipe. Every other
 path (`env.source`, `model.path`, `output`) is relative to the working directory, in a file as on the command line.
 """
@@ -96,7 +97,7 @@ def _merged(base: Mapping[str, Any], top: Mapping[str, Any]) -> dict[str, Any]:
     value = dict(base)
     for name, new in top.items():
         old = value.get(name)
-        value[name] = _merged(old, new) if isinstance(old, dict) and isinstance(new, dict) else new
+        value[name] = _merged(old, new) if isinstance(old, dict) and isinstance(new, dict) and new else new
     return value
 
 

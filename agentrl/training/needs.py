@@ -5,14 +5,16 @@ from typing import Any
 from agentrl.cluster.session import reach
 from agentrl.errors import UserError
 from agentrl.models.load import find_device, resolve
-from agentrl.plugins.registry import load
+from agentrl.plugins.registry import check_engine, load
 from agentrl.recipe.schema import Recipe
 
 REMEDY = "Lower cluster.workers (or cluster.nodes, cluster.gpus), or add machines to the cluster"
 
 
 def lacking(recipe: Recipe) -> list[str]:
-    """Looks at paths, devices, Ray's address and the engine's programs. Loads nothing."""
+    """Looks at paths, devices, Ray's address and the engine's programs. Loads nothing. Raises UserError for arguments
+    that the engine does not take."""
+    check_engine(recipe.engine)
     engine = load("engines", recipe.engine.name)
     missing = getattr(engine, "missing", None)
     return [
@@ -31,7 +33,10 @@ def lacking_gpus(recipe: Recipe, everywhere: bool = False) -> list[str]:
     import torch
 
     engine, cluster, here = load("engines", recipe.engine.name), recipe.cluster, torch.cuda.device_count()
-    served = engine.gpus(recipe.engine.args) if hasattr(engine, "gpus") else 0
+    try:
+        served = engine.gpus(recipe.engine.args) if hasattr(engine, "gpus") else 0
+    except ValueError as error:
+        raise UserError(f"engine.args.flags: a number of devices is none: {error}") from error
     if not cluster.gpus:  # without a GPU servers run on the CPU, as the trainer does
         return [f"needs {served} GPUs on this machine (all of the engine), {here} here"] if 0 < here < served else []
     if cluster.address is not None and not everywhere:

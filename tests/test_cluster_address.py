@@ -1,0 +1,91 @@
+"""`cluster.address`: what is no Ray head is told from one before Ray is asked, which would try for minutes."""
+
+import os
+import socket
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from agentrl.cluster import session
+from agentrl.cluster.errors import ClusterError
+from agentrl.cluster.session import reach
+
+
+@pytest.fixture
+def listener() -> Iterator[socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server
+
+
+def answering(listener: socket.socket, answer: bytes) -> str:
+    """Its address; whoever connects is given `answer` once it has spoken."""
+
+    def serve() -> None:
+        connection, _ = listener.accept()
+        with connection:
+            connection.recv(1000)
+            connection.sendall(answer)
+
+    threading.Thread(target=serve, daemon=True).start()
+    return f"127.0.0.1:{listener.getsockname()[1]}"
+
+
+def test_a_server_that_speaks_http2_is_taken_for_a_head(listener: socket.socket) -> None:
+    address = answering(listener, bytes(3) + b"\4" + bytes(5))
+    assert reach(address) == address
+
+
+@pytest.mark.parametrize("answer", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"SSH", b""])
+def test_another_server_is_not(listener: socket.socket, answer: bytes) -> None:
+    with pytest.raises(ClusterError, match="something else answers there"):
+        reach(answering(listener, answer))
+
+
+@pytest.mark.parametrize(
+    "address", ["garbage", "ray://10.0.0.1:10001", "http://10.0.0.1:8265", "me:secret@host:6379", ":1"]
+)
+def test_what_is_no_address(address: str) -> None:
+    with pytest.raises(ClusterError, match="is 'auto' or HOST:PORT of a Ray head"):
+        reach(address)
+
+
+def test_auto_is_what_the_environment_says_and_else_what_ray_finds(
+    listener: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ray._private import services
+
+    address = answering(listener, bytes(3) + b"\4" + bytes(5))
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    assert reach("auto") == address
+    monkeypatch.delenv("RAY_ADDRESS")
+    monkeypatch.setattr(services, "get_ray_address_from_environment", lambda given, folder: "127.0.0.1:1")
+    with pytest.raises(ClusterError, match=r"no Ray cluster at '127\.0\.0\.1:1'"):
+        reach("auto")
+
+    def nothing(given: str, folder: str | None) -> str:
+        raise ConnectionError("Could not find any running Ray instance.")
+
+    monkeypatch.setattr(services, "get_ray_address_from_environment", nothing)
+    with pytest.raises(ClusterError, match="auto: no Ray cluster runs on this machine"):
+        reach("auto")
+
+
+def test_a_wrong_token_ends_the_tries_at_once_and_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    import ray
+
+    tries = []
+
+    def init(**options: object) -> None:
+        tries.append(options["address"])
+        os.write(2, b"gcs_client.cc:210: Unauthenticated: RPC error: InvalidAuthToken: token is missing or incorrect\n")
+        raise ConnectionError("Failed to connect to Ray cluster")
+
+    monkeypatch.setattr(ray, "init", init)
+    with pytest.raises(ClusterError, match="does not take our token: set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN"):
+        session._connect("10.0.0.1:6379", timeout=60.0)
+    assert tries == ["10.0.0.1:6379"]
+    os.write(2, b"and it is heard again")
+    assert capfd.readouterr().err == "and it is heard again"

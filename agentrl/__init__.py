@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from agentrl.errors import UserError
-    from agentrl.training.evaluation import evaluate
     from agentrl.plugins.decorator import tool
     from agentrl.plugins.environment import Environment
     from agentrl.plugins.lazy import LazyTasks
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
         ToolResponse,
     )
     from agentrl.recipe.schema import Recipe
+    from agentrl.training.evaluation import evaluate
     from agentrl.training.run import train
     from agentrl.training.sft import sft
 

@@ -2,12 +2,15 @@
 
 import importlib
 import os
+import re
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 from train_help import lines, metrics, small
+from train_plugins import Absent, Refusing
 
 import agentrl
 from agentrl.cli import main
@@ -16,6 +19,7 @@ from agentrl.recipe.schema import Recipe
 from agentrl.training.folder_lock import FolderLock
 from agentrl.training.loop import Loop
 from agentrl.training.run import TrainResult, resume_run
+from agentrl.training.trackers import Trackers
 
 ROOT = Path(__file__).parent.parent
 RECIPE = str(ROOT / "recipes" / "gsm8k_tool.yaml")
@@ -120,9 +124,19 @@ def test_a_tracker_is_told_everything_in_order(result: TrainResult) -> None:
     assert [entry["keys"] for entry in book[1:5]] == [sorted(row) for row in metrics(result.folder)]
 
 
-def test_a_tracker_is_finished_after_an_error_too(tmp_path: Path) -> None:
-    with pytest.raises(ConnectionError, match="nobody listens"):
-        agentrl.train(small(tmp_path / "run", track__trackers=["train_plugins:Refusing"], eval__splits=[]))
+def test_a_tracker_that_fails_is_said_once_and_switched_off(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The run goes on without it, and so do the others; what it cannot finish either ends nothing."""
+    trackers = {"track__trackers": ["train_plugins:Refusing", "train_plugins:Diary"]}
+    agentrl.train(small(tmp_path / "run", eval__splits=[], sft={}, **trackers))
+    said = capsys.readouterr().out
+    assert said.count("nobody listens") == 2
+    failed = (
+        r"^track\.trackers: train_plugins:Refusing failed at step 2 and is told nothing more: ConnectionError: nobody "
+    )
+    assert len(re.findall(failed, said, re.M)) == 1
+    assert "train_plugins:Refusing could not finish: ConnectionError: nobody listens" in said
+    assert [entry.get("step") for entry in lines(tmp_path / "run" / "diary.jsonl")] == [None, 0, 1, 2, 3, None]
+    assert "sft: no part of this run: `agentrl sft RECIPE --out DIR` does it first, then model.path=DIR" in said
     assert [entry["what"] for entry in lines(tmp_path / "run" / "book.jsonl")] == [
         "start",
         "log",
@@ -130,7 +144,23 @@ def test_a_tracker_is_finished_after_an_error_too(tmp_path: Path) -> None:
         "log",
         "finish",
     ]
-    assert [row["step"] for row in metrics(tmp_path / "run")] == [0, 1, 2]
+    assert [row["step"] for row in metrics(tmp_path / "run")] == [0, 1, 2, 3]
+
+
+def test_a_tracker_is_finished_after_an_error_too_and_hides_none(tmp_path: Path) -> None:
+    said: list[str] = []
+    stack = ExitStack()
+    Trackers(said.append).start({"refusing": Refusing}, tmp_path, {"train": {"steps": 3}}, stack)
+    with pytest.raises(ZeroDivisionError), stack:
+        raise ZeroDivisionError
+    assert [entry["what"] for entry in lines(tmp_path / "book.jsonl")] == ["start", "finish"]
+    assert len(said) == 1
+
+
+def test_a_tracker_that_cannot_start_is_said_before_the_run_begins(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"^track\.trackers: absent cannot start: OSError: no key"):
+        Trackers(print).start({"absent": Absent}, tmp_path, {}, ExitStack())
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_run_with_no_step_evaluates_and_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,6 +188,7 @@ MISTAKES = [
     (["cluster.address=me:secret@host:6379"], r"cluster.address is 'auto' or HOST:PORT of a Ray head"),
     (["cluster.address=127.0.0.1:1"], r"no Ray cluster at '127.0.0.1:1': .*start one with `ray start --head`"),
     (["engine.name=sglang", "engine.args.venv=nowhere"], r"engine.args.venv: nowhere is no virtual environment"),
+    (["rewards.weights.anser=1"], r"gives the part 'anser'; did you mean 'answer'\?$"),
     (["engine.name=sglang", "engine.args.servers=two"], r"engine.args.servers: should be a valid integer, got 'two'"),
     (["engine.name=sglang", "engine.args.flags={tp-size: two}"], r"engine.args.flags: .*'two'"),
     (["tools=[calculater]"], r"no tool 'calculater' is installed; did you mean 'calculator'\?"),
@@ -166,7 +197,7 @@ MISTAKES = [
 
 @pytest.fixture
 def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    def load(section: object) -> None:
+    def load(*arguments: object) -> None:
         raise AssertionError("a model is loaded before the cheap checks are done")
 
     player = importlib.import_module("agentrl.rollout.player")

@@ -160,6 +160,25 @@ class Refusing(Book):
         if step == 2:
             raise ConnectionError("nobody listens")
 
+    def finish(self) -> None:
+        super().finish()
+        raise ConnectionError("nobody listens")
+
+
+class Diary(Book):
+    """Has a file of its own."""
+
+    def start(self, folder: Path, recipe: Mapping[str, Any]) -> None:
+        self.file = folder / "diary.jsonl"
+        self._note("start")
+
+
+class Absent(Book):
+    """Cannot start."""
+
+    def start(self, folder: Path, recipe: Mapping[str, Any]) -> None:
+        raise OSError("no key for the service")
+
 
 class StopsAfterThree(Book):
     """Presses Ctrl-C when step 3 is written down."""

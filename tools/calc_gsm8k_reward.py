@@ -16,6 +16,7 @@ class CalcGsm8kReward(Tool):
     """penalty: the step reward for asking again without a better answer than the one before."""
 
     name = "calc_gsm8k_reward"
+    reward_parts = ("calc_gsm8k_reward",)
     description = "Grades an answer to the problem: reward 1.0 if it is right, else 0.0."
     parameters = {  # noqa: RUF012 - shared and never changed
         "type": "object",

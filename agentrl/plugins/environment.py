@@ -14,11 +14,14 @@ class Environment(ABC):
 
     `splits` are the held-out splits, the first being the one that the progress display follows. `train` always exists.
     `pays` is False where `calc_reward` has nothing to give, and only tools and `rewards.functions` do.
+    `reward_parts`: every name that `calc_reward` may give, where they are known; None: they are not. A class that
+    overrides `calc_reward` says them anew.
     """
 
     name: str
     splits: tuple[str, ...] = ("test",)
     pays: bool = True
+    reward_parts: tuple[str, ...] | None = None
 
     @abstractmethod
     def tasks(self, split: str) -> Sequence[Task]:

@@ -11,6 +11,7 @@ from typing import Any
 from agentrl.errors import UserError
 from agentrl.plugins.environment import Environment
 from agentrl.plugins.lazy import LazyTasks
+from agentrl.plugins.parts import declared_parts
 from agentrl.plugins.tool import Tool
 from agentrl.plugins.types import Message, Reply, Session, Task
 from agentrl.recipe.schema import EnvPart
@@ -30,6 +31,12 @@ class Mixture(Environment):
         self.splits = tuple(f"{label}.{split}" for label, (_, env) in self._parts.items() for split in env.splits)
         self._tools = self._own_tools()
         self.pays = all(env.pays for _, env in self._parts.values())
+
+    @property
+    def reward_parts(self) -> tuple[str, ...] | None:  # type: ignore[override]
+        """All of theirs, where each says its own."""
+        each = [declared_parts(env) for _, env in self._parts.values()]
+        return None if None in each else tuple(dict.fromkeys(name for names in each for name in names or ()))
 
     def _own_tools(self) -> tuple[Tool, ...]:
         """By name: two environments may bring the same tool, each serving its own tasks, but not two unlike ones."""

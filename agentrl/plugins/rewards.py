@@ -11,6 +11,9 @@ from agentrl.plugins.registry import construct, load
 from agentrl.plugins.reward import GroupReward, Reward, Sample
 from agentrl.recipe.schema import RewardSection, RewardsSection
 
+MODEL = "model"
+"""The part that `rewards.model` fills."""
+
 
 @dataclass(frozen=True, slots=True)
 class Rewards:

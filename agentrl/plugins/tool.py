@@ -12,11 +12,13 @@ class Tool(ABC):
     """One object serves a whole run and thousands of requests at once; what is per request lives in `session`.
 
     name: what the model calls it. description: for the model. parameters: a JSON schema of type `object`.
+    reward_parts: every name that `calc_reward` may give, as an environment says them; none, unless it is overridden.
     """
 
     name: str
     description: str = ""
     parameters: Mapping[str, Any] = {"type": "object", "properties": {}}
+    reward_parts: tuple[str, ...] | None = ()
 
     async def create(self, session: Session, **create_kwargs: Any) -> None:  # noqa: B027 - a hook with a default
         """Take what one request needs, once, before its first token."""

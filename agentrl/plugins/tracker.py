@@ -15,7 +15,8 @@ class Tracker(ABC):
 
     @abstractmethod
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Once a step, with the object that `metrics.jsonl` gets."""
+        """Once a step, with the object that `metrics.jsonl` gets; the run waits for it. What it raises is said in one
+        line, and this tracker is told no further step: the run goes on."""
 
     def finish(self) -> None:  # noqa: B027 - a hook with a default
         """Once, when the run ends, however it ends."""

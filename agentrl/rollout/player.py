@@ -11,13 +11,15 @@ from agentrl.data.prompts import PromptLengths, measure_prompts
 from agentrl.engine.base import Engine
 from agentrl.models.load import load_model, load_shape, resolve
 from agentrl.plugins.environment import Environment
+from agentrl.plugins.parts import check_weights
 from agentrl.plugins.registry import load, make_engine, make_environment, make_message_engine
-from agentrl.plugins.rewards import Rewards, make_rewards
+from agentrl.plugins.rewards import MODEL, Rewards, make_rewards
 from agentrl.plugins.toolbox import Toolbox
 from agentrl.plugins.types import Task
 from agentrl.recipe.schema import Recipe
 from agentrl.rollout.driver import Driver
 from agentrl.rollout.groups import roll_out
+from agentrl.rollout.hooks import STEP
 from agentrl.rollout.scorer import Scorer
 from agentrl.rollout.seeds import Seed
 from agentrl.rollout.trajectory import Group
@@ -59,6 +61,8 @@ class Player:
         async with AsyncExitStack() as stack:  # what was opened is closed where a later part cannot be had
             toolbox = await Toolbox.open(recipe.tools, env)
             stack.push_async_callback(toolbox.close)
+            others = (STEP, *rewards.samples, *rewards.groups, *((MODEL,) if recipe.rewards.model else ()))
+            check_weights(recipe.rewards.weights, (env, *toolbox.tools, *env.tools()), others)
             player = await cls._build(recipe, model_path, env, toolbox, rewards, say, phase, apart)
             stack.pop_all()
         return player

@@ -5,29 +5,26 @@ A step is written down whole or not at all: what an interrupt cuts short leaves 
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
 
-from agentrl.cluster.errors import WorkerLost
-from agentrl.errors import UserError, nearest
+from agentrl.errors import nearest
 from agentrl.eval.held_out import HeldOut
 from agentrl.eval.result import SplitResult, failures
-from agentrl.plugins.tracker import Tracker
 from agentrl.recipe.schema import Recipe
 from agentrl.rollout.hooks import STEP
 from agentrl.rollout.journal import write_journal
 from agentrl.rollout.player import Player
 from agentrl.rollout.trajectory import Group, Trajectory
-from agentrl.training.checkpoint import Checkpoints, NotSaved
+from agentrl.training.checkpoint import Checkpoints
 from agentrl.training.display import Display
 from agentrl.training.interrupt import Interrupted, Interrupts
 from agentrl.training.learner import Learner
 from agentrl.training.mismatch import MismatchWatch
 from agentrl.training.rollouts import Rollouts
 from agentrl.training.run_folder import RunFolder
-from agentrl.training.saving.disk import FULL
+from agentrl.training.trackers import Trackers
 from agentrl.training.watch import ROLLOUT, SYNC, TRAIN, Watch
 from agentrl.training.workplace import Workplace
 
@@ -48,7 +45,7 @@ class Loop:
     display: Display
     interrupts: Interrupts
     mismatch: MismatchWatch
-    trackers: Sequence[Tracker] = ()
+    trackers: Trackers
     step: int = 0
     best: float = -1.0  # accuracy of the best checkpoint
     before: dict[str, float] = field(default_factory=dict)
@@ -60,10 +57,7 @@ class Loop:
 
     def run(self) -> bool:
         """From `step` to `train.steps`. Returns whether it was interrupted; the last whole step is saved either way.
-
-        Raises UserError when a step or an evaluation loses every sample: the last whole step is saved then too; and
-        WorkerLost, with nobody left who could save anything; and NotSaved, when a disk is full.
-        """
+        What is raised is left to `run.py`, with nothing saved for it."""
         self._drawn = self.rollouts.state()
         self._saved = self.step if self.step else -1
         try:
@@ -74,35 +68,10 @@ class Loop:
             while self.step < self.recipe.train.steps:
                 self._one_step()
         except Interrupted:
-            self._save_at_last()
+            self.save_at_last()
             return True
-        except (WorkerLost, NotSaved):
-            raise
-        except UserError as error:
-            try:
-                self._save_at_last()
-            except NotSaved as refused:
-                raise UserError(f"{error}; {refused}") from error
-            except WorkerLost:  # the failure of one ended them all: nobody is left who could save anything
-                raise UserError(f"{error}; {self._last_saved()}") from error
-            raise UserError(f"{error}; step {self.step} is saved, go on with --resume {self.folder.path}") from error
-        except OSError as error:
-            if error.errno not in FULL:
-                raise
-            raise UserError(self._out_of_room(error)) from error
-        self._save_at_last()
+        self.save_at_last()
         return False
-
-    def _out_of_room(self, error: OSError) -> str:
-        """One line for a disk that takes no metrics and no trajectories any more."""
-        with suppress(NotSaved):
-            self.checkpoints.finish()
-        return f"{error.filename or self.folder.path}: {error.strerror}; {self._last_saved()}"
-
-    def _last_saved(self) -> str:
-        if (last := self.checkpoints.latest()) is None:
-            return "nothing was saved yet"
-        return f"step {last.step} is saved, go on with --resume {self.folder.path}"
 
     def _one_step(self) -> None:
         began = perf_counter()
@@ -189,8 +158,7 @@ class Loop:
 
     def _write_down(self, metrics: Mapping[str, Any]) -> None:
         self.folder.append_metrics(metrics)
-        for tracker in self.trackers:
-            tracker.log(metrics["step"], metrics)
+        self.trackers.log(metrics["step"], metrics)
 
     def save(self) -> None:
         """A checkpoint of the last whole step, unless it is saved already; the run goes on while it is written."""
@@ -208,7 +176,8 @@ class Loop:
         self.best = self._accuracy
         return True
 
-    def _save_at_last(self) -> None:
+    def save_at_last(self) -> None:
+        """`save`, and wait until it is there."""
         self.save()
         self.checkpoints.finish()
 

@@ -15,6 +15,7 @@ import numpy.typing as npt
 from agentrl.chat.template import CONTENT, USER, Template, TemplateRefusalError, probe_result, probe_turn
 from agentrl.errors import UserError
 from agentrl.plugins.reward import GroupReward, Sample
+from agentrl.plugins.rewards import MODEL
 from agentrl.plugins.types import Message
 from agentrl.recipe.schema import Recipe
 from agentrl.rollout.player import Player
@@ -24,7 +25,6 @@ from agentrl.training.reward_model import RewardModel, classifier_config, classi
 Ids = npt.NDArray[np.int32]
 Translate = Callable[[Sample], Ids]
 Scores = Callable[[Batch], npt.NDArray[np.float32]]
-PART = "model"
 
 
 @dataclass(slots=True)
@@ -40,7 +40,7 @@ class ModelReward(GroupReward):
 
     translate: Translate
     scores: Scores
-    name: str = PART
+    name: str = MODEL
     _queue: list[_Waiting] = field(default_factory=list)
     _caller: "asyncio.Task[None] | None" = None
 
@@ -90,13 +90,13 @@ class ModelReward(GroupReward):
 def add_reward_model(player: Player, scores: Scores) -> None:
     """From now on what `player` plays has the part `model`. Raises UserError: what `translation` raises, and a reward
     function that fills the part too."""
-    if {PART} & (player.rewards.samples.keys() | player.rewards.groups.keys()):
+    if {MODEL} & (player.rewards.samples.keys() | player.rewards.groups.keys()):
         raise UserError(
-            f"rewards.functions: one of them fills the part {PART!r}, as rewards.model does; give it `part`"
+            f"rewards.functions: one of them fills the part {MODEL!r}, as rewards.model does; give it `part`"
         )
     tools = [tool.schema for tool in (*player.toolbox.tools, *player.env.tools())]
     reward = ModelReward(translation(player.recipe, player.tokenizer, tools), scores)
-    player.rewards = replace(player.rewards, groups={**player.rewards.groups, PART: reward})
+    player.rewards = replace(player.rewards, groups={**player.rewards.groups, MODEL: reward})
 
 
 def ask_reward_model(player: Player) -> None:

@@ -1,6 +1,6 @@
 """What can be looked at before a model is loaded, so that a mistake costs no waiting."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from agentrl.algo import losses
@@ -18,17 +18,17 @@ from agentrl.training.reward_model import classifier_config
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """splits: those that are held out and evaluated. tasks: to train on. trackers: what makes them."""
+    """splits: those that are held out and evaluated. tasks: to train on. trackers: what makes them, by their names."""
 
     env: Environment
     splits: tuple[str, ...]
     tasks: Sequence[Task]
-    trackers: tuple[Callable[[], Tracker], ...]
+    trackers: Mapping[str, Callable[[], Tracker]]
 
 
 def check_run(recipe: Recipe) -> Checked:
     """Raises UserError: one line."""
-    trackers = tuple(load("agentrl.trackers", name) for name in recipe.track.trackers)
+    trackers = {name: load("agentrl.trackers", name) for name in recipe.track.trackers}
     check_critic(recipe)
     losses.get(recipe.algorithm.loss)
     if getattr(load("engines", recipe.engine.name), "brings_chat", False):

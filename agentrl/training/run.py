@@ -1,7 +1,7 @@
 """`train`: from a recipe to a result, taken up again where a worker is lost."""
 
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import monotonic
@@ -12,13 +12,14 @@ from agentrl.recipe.load import load_recipe, recipe_name
 from agentrl.recipe.schema import Recipe
 from agentrl.report.page import write_report
 from agentrl.rollout.blocking import blocking
-from agentrl.training.checkpoint import Checkpoints, Saved
+from agentrl.training.checkpoint import Checkpoints, NotSaved, Saved
 from agentrl.training.display import Display
 from agentrl.training.folder_lock import FolderLock
 from agentrl.training.interrupt import Interrupted, Interrupts
 from agentrl.training.loop import Loop
 from agentrl.training.preflight import check_run
 from agentrl.training.run_folder import RECIPE, RunFolder
+from agentrl.training.saving.disk import FULL
 from agentrl.training.setup import Start, set_up
 
 
@@ -118,8 +119,45 @@ def _run(start: Start) -> TrainResult:
             loop = set_up(start)
         except Interrupted:
             raise KeyboardInterrupt("interrupted before the first step: there is nothing to save") from None
-        interrupted = loop.run()
+        interrupted = _play(loop)
     return _finish(loop, interrupted, monotonic() - began)
+
+
+def _play(loop: Loop) -> bool:
+    """The loop to its end; returns whether it was interrupted. The one place that knows what may end it otherwise.
+
+    Raises UserError, one line that says which step is saved: of what went wrong in a step, or a disk that is full; and
+    WorkerLost, with nobody left who could save anything.
+    """
+    try:
+        return loop.run()
+    except (WorkerLost, NotSaved):
+        raise
+    except UserError as error:
+        raise UserError(f"{error}; {_save_after(loop)}") from error
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        raise UserError(f"{error.filename or loop.folder.path}: {error.strerror}; {_last_saved(loop)}") from error
+
+
+def _save_after(loop: Loop) -> str:
+    """Save the last whole step after an error; what there is to go on from, in a few words."""
+    try:
+        loop.save_at_last()
+    except NotSaved as refused:
+        return str(refused)
+    except WorkerLost:  # the failure of one ended them all
+        return _last_saved(loop)
+    return f"step {loop.step} is saved, go on with --resume {loop.folder.path}"
+
+
+def _last_saved(loop: Loop) -> str:
+    with suppress(NotSaved, WorkerLost):
+        loop.checkpoints.finish()
+    if (last := loop.checkpoints.latest()) is None:
+        return "nothing was saved yet"
+    return f"step {last.step} is saved, go on with --resume {loop.folder.path}"
 
 
 def _last_checkpoint(recipe: Recipe, resumed: RunFolder, again: bool) -> Saved | None:

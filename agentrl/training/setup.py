@@ -1,6 +1,6 @@
 """The parts of a run put together, in the order in which a mistake costs least."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +9,6 @@ from typing import Any
 from agentrl.data.prompts import PromptLengths
 from agentrl.data.sampler import TaskSampler
 from agentrl.eval.held_out import HeldOut
-from agentrl.plugins.tracker import Tracker
 from agentrl.plugins.types import Task
 from agentrl.recipe.load import dump_recipe
 from agentrl.recipe.schema import Recipe
@@ -25,6 +24,7 @@ from agentrl.training.model_reward import add_reward_model
 from agentrl.training.preflight import Checked
 from agentrl.training.rollouts import make_rollouts
 from agentrl.training.run_folder import RunFolder
+from agentrl.training.trackers import Trackers
 from agentrl.training.watch import PROFILE, Watch
 from agentrl.training.workplace import Here, Workplace
 
@@ -81,6 +81,8 @@ def set_up(start: Start) -> Loop:
         player.engine.keep_logs(folder.path)
     learner = Learner(recipe, workplace)
     watch.over(learner)
+    trackers = Trackers(display.note)
+    trackers.start(start.checked.trackers, folder.path, recipe.model_dump(mode="json"), stack)
     loop = Loop(
         recipe=recipe,
         player=player,
@@ -94,7 +96,7 @@ def set_up(start: Start) -> Loop:
         display=display,
         interrupts=interrupts,
         mismatch=MismatchWatch(recipe),
-        trackers=_start_trackers(start.checked.trackers, recipe, folder, stack),
+        trackers=trackers,
     )
     if start.saved:
         _restore(loop, start.saved)
@@ -117,6 +119,8 @@ def _make_player(start: Start) -> tuple[Recipe, Player]:
     )
     start.stack.callback(lambda: start.interrupts.complete(player.close))
     display.note(player.describe())
+    if recipe.sft is not None:
+        display.note("sft: no part of this run: `agentrl sft RECIPE --out DIR` does it first, then model.path=DIR")
     return begins, player
 
 
@@ -177,18 +181,6 @@ def _leave_out_long(
     sampler.excluded = frozenset(i for i, n in found.items() if n > limit)
     line = PromptLengths(tuple(found.values()), limit).report("training")
     return [line] if line else []
-
-
-def _start_trackers(
-    makers: Sequence[Callable[[], Tracker]], recipe: Recipe, folder: RunFolder, stack: ExitStack
-) -> list[Tracker]:
-    trackers: list[Tracker] = []
-    for make in makers:
-        tracker = make()
-        tracker.start(folder.path, recipe.model_dump(mode="json"))
-        stack.callback(tracker.finish)
-        trackers.append(tracker)
-    return trackers
 
 
 def _restore(loop: Loop, saved: Saved) -> None:

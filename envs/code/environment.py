@@ -34,6 +34,7 @@ class Code(Environment):
     """
 
     name = "code"
+    reward_parts = ("passed", "fraction", "format")
 
     def __init__(
         self,

@@ -96,6 +96,10 @@ class Dataset(Environment):
     async def create(self, session: Session, **create_kwargs: Any) -> Sequence[Message]:
         return list(session.task.data["messages"])
 
+    @property
+    def reward_parts(self) -> tuple[str, ...]:  # type: ignore[override]
+        return () if self._match is None else ("answer",)
+
     async def calc_reward(self, session: Session, **kwargs: Any) -> dict[str, float]:
         if self._match is None:
             return {}

@@ -30,6 +30,7 @@ class Gsm8k(Environment):
     """
 
     name = "gsm8k"
+    reward_parts = ("answer",)
 
     def __init__(
         self, source: str = "generated", system_prompt: str | None = None, seed: int = 0, config: str | None = None

@@ -77,6 +77,10 @@ class SearchQa(Environment):
         question: Message = {"role": "user", "content": session.task.data["question"]}
         return [{"role": "system", "content": self._system_prompt}, question] if self._system_prompt else [question]
 
+    @property
+    def reward_parts(self) -> tuple[str, ...]:  # type: ignore[override]
+        return ("em", "f1", "format") if self._format else ("em", "f1")
+
     async def calc_reward(self, session: Session, **kwargs: Any) -> dict[str, float]:
         content = next((m.get("content") for m in reversed(session.messages) if m["role"] == "assistant"), None)
         answer = read_answer(content) if isinstance(content, str) else None

@@ -53,6 +53,7 @@ class TextGame(Environment):
     """
 
     name = "text_game"
+    reward_parts = ("goal", "short")
     splits = SPLITS[1:]
 
     def __init__(self, source: str = "generated", view: str = "compass", slack: float = 1.5, seed: int = 0) -> None:

@@ -30,6 +30,7 @@ class UserSim(Environment):
     """
 
     name = "user_sim"
+    reward_parts = ("answer", "questions")
     splits = SPLITS[1:]
 
     def __init__(

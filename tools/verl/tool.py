@@ -85,6 +85,10 @@ class VerlTool(Tool):
         numbers = {key: float(value) for key, value in (metrics or {}).items() if isinstance(value, int | float)}
         return ToolResponse(text, images=images, reward=reward, metrics=numbers)
 
+    @property
+    def reward_parts(self) -> tuple[str, ...]:  # type: ignore[override]
+        return (self.name,)
+
     async def calc_reward(self, session: Session, **kwargs: Any) -> float | None:
         given = _accepted(self._made.calc_reward, kwargs)
         reward: float | None = await _settled(self._made.calc_reward(session.state.id, **given))

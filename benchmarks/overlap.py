@@ -1,13 +1,13 @@
 """Sampling and training in turn, one step off, and without a stop, with a tool of random latency (mean 0.5 s).
 
     python benchmarks/overlap.py                              the embedded engine, 30 steps
-    python benchmarks/overlap.py --engine sglang              one server, launched by AGENTRL_SGLANG_VENV
-    python benchmarks/overlap.py --engine sglang --url http://127.0.0.1:30000
+    python benchmarks/overlap.py engine.name=sglang           one server, launched by AGENTRL_SGLANG_VENV
+    python benchmarks/overlap.py engine.name=sglang 'engine.args.urls=[http://127.0.0.1:30000]'
     python benchmarks/overlap.py --latency 2 --steps 60 train.seed=1
 
 The same recipe, seed and number of steps for every way, one after another, on the same server. Reported: steps a minute
-without the evaluations, held-out accuracy before and after, how old the samples were, and what that did to their
-probabilities.
+without the evaluations, held-out accuracy before and after, how many updates old the samples were, and how far trainer
+and engine were apart on them: KL (k3), the largest difference of a log-prob, effective sample size.
 """
 
 import argparse
@@ -48,12 +48,10 @@ def measure(way: str, options: argparse.Namespace, folder: Path) -> dict[str, An
     """One run; its steps a minute, accuracies and means of the metrics."""
     tools = json.dumps([{"name": "overlap:SlowCalculator", "args": {"mean": options.latency}}])
     overrides = [
-        f"tools={tools}", f"rollout.overlap={way}", f"engine.name={options.engine}", f"train.steps={options.steps}",
+        f"tools={tools}", f"rollout.overlap={way}", f"train.steps={options.steps}",
         "train.threads=1", "train.save_every=0", "eval.every=0", "eval.splits=[test]", f"eval.tasks={options.tasks}",
         f"output={folder / way}", "rollout.tool_timeout=60", *options.overrides,
     ]  # fmt: skip
-    if options.url:
-        overrides.append(f"engine.args.urls=[{options.url}]")
     result = agentrl.train(Recipe.load(RECIPE, overrides))
     rows = [json.loads(line) for line in (result.folder / "metrics.jsonl").read_text().splitlines()][1:]
 
@@ -66,6 +64,8 @@ def measure(way: str, options: argparse.Namespace, folder: Path) -> dict[str, An
         "after": result.after["test"],
         "waited": mean("time/rollout_s"),
         "staleness": mean("rollout/staleness_mean"),
+        "kl": mean("mismatch/kl"),
+        "furthest": max(row.get("mismatch/logprob_max", 0.0) for row in rows),
         "ess": mean("mismatch/ess"),
     }
 
@@ -73,7 +73,8 @@ def measure(way: str, options: argparse.Namespace, folder: Path) -> dict[str, An
 @contextmanager
 def serving(options: argparse.Namespace) -> Iterator[None]:
     """One server for all ways, each of which gives it its own weights first."""
-    if options.engine != "sglang" or options.url:
+    recipe = Recipe.load(RECIPE, options.overrides)
+    if recipe.engine.name != "sglang" or recipe.engine.args.get("urls"):
         yield
         return
     from agentrl.engine.sglang.client import Sessions
@@ -81,12 +82,12 @@ def serving(options: argparse.Namespace) -> Iterator[None]:
     from agentrl.engine.sglang.settings import Settings
     from agentrl.models.load import load_model
 
-    recipe = Recipe.load(RECIPE, options.overrides)
     model = load_model(recipe.model)[0]
-    plan = Settings().plan(model, resolve(recipe.model.path), recipe.engine.max_batch, None)
+    plan = Settings(**recipe.engine.args).plan(model, resolve(recipe.model.path), recipe.engine.max_batch, None)
     assert plan is not None
     sessions = Sessions()
-    server = Server(plan, 0, Path(tempfile.gettempdir()) / "overlap_sglang.log", sessions)
+    server = Server(plan, 0, log := Path(tempfile.gettempdir()) / "overlap_sglang.log", sessions)
+    print(f"starting one server, output in {log}", flush=True)
 
     async def start() -> None:
         try:
@@ -95,7 +96,7 @@ def serving(options: argparse.Namespace) -> Iterator[None]:
             await sessions.close()
 
     asyncio.run(start())
-    options.url = server.url
+    options.overrides += ["engine.args={}", f"engine.args.urls=[{server.url}]"]
     try:
         yield
     finally:
@@ -105,8 +106,9 @@ def serving(options: argparse.Namespace) -> Iterator[None]:
 def show(rows: dict[str, dict[str, Any]]) -> None:
     base = rows[WAYS[0]]["steps a minute"]
     table = Table(
-        "rollout.overlap", "steps/min", "ratio", "test before", "test after", "waited a step", "staleness", "ESS"
-    )
+        "rollout.overlap", "steps/min", "ratio", "test before", "test after", "waited a step", "staleness",
+        "KL", "max |d|", "ESS",
+    )  # fmt: skip
     for way, row in rows.items():
         table.add_row(
             way,
@@ -116,6 +118,8 @@ def show(rows: dict[str, dict[str, Any]]) -> None:
             f"{row['after']:.1%}",
             f"{row['waited']:.2f} s",
             f"{row['staleness']:.2f}",
+            f"{row['kl']:.1e}",
+            f"{row['furthest']:.1e}",
             f"{row['ess']:.3f}",
         )
     Console(width=120).print(table)
@@ -123,13 +127,11 @@ def show(rows: dict[str, dict[str, Any]]) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--engine", default="local")
-    parser.add_argument("--url", help="an SGLang server that runs already")
     parser.add_argument("--latency", type=float, default=0.5, help="mean seconds a call")
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--tasks", type=int, default=128, help="held-out tasks")
     parser.add_argument("overrides", nargs="*", help="KEY=VALUE of the recipe")
-    options = parser.parse_args(arguments)
+    options = parser.parse_intermixed_args(arguments)
     with tempfile.TemporaryDirectory() as folder, serving(options):
         show({way: measure(way, options, Path(folder)) for way in WAYS})
 

@@ -22,11 +22,12 @@ def sglang_venv() -> str:
 
 @pytest.fixture(scope="session")
 def sglang_url(sglang_venv: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A real server with the embedded model, on loopback. AGENTRL_SGLANG_URL names one that runs already."""
+    """A real server with the embedded model, on loopback, that takes adapters too. AGENTRL_SGLANG_URL names one that
+    runs already."""
     if url := os.environ.get("AGENTRL_SGLANG_URL"):
         yield url
         return
-    from sglang_help import real_server
+    from sglang_help import ADAPTER, real_plan, real_server
 
-    with real_server(tmp_path_factory.mktemp("sglang")) as url:
+    with real_server(tmp_path_factory.mktemp("sglang"), real_plan({"enable-lora": True}, ADAPTER)) as url:
         yield url

@@ -61,6 +61,8 @@ def serve(rank: int) -> None:
         found = None
         try:
             if method == "become":
+                if publisher is not None:
+                    publisher.close()
                 model = sharded(*arguments)
                 publisher = Publisher(model, rank)
             elif method == "train":

@@ -2,6 +2,7 @@
 
 import copy
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 from aiohttp import web
 from safetensors.torch import load_file
 from sglang_help import StandIn
-from sglang_weights_help import opened
+from sglang_weights_help import by_value, opened
 
 from agentrl.engine.local.engine import LocalEngine
 from agentrl.models.lora import CONFIG, PREFIX, WEIGHTS
@@ -33,6 +34,7 @@ class AdapterStandIn(StandIn):
         app.router.add_post("/update_weights_from_tensor", self._load)
         app.router.add_post("/weights_checker", self._checksums)
         app.router.add_post("/load_lora_adapter", self._load_adapter)
+        app.router.add_post("/load_lora_adapter_from_tensors", self._load_adapter_tensors)
         app.router.add_post("/unload_lora_adapter", self._unload_adapter)
 
     def restart(self) -> None:
@@ -63,15 +65,22 @@ class AdapterStandIn(StandIn):
     async def _load_adapter(self, request: web.Request) -> web.Response:
         body = await request.json()
         folder = Path(body["lora_path"])
-        config, tensors = json.loads((folder / CONFIG).read_text()), load_file(folder / WEIGHTS)
-        assert body["lora_name"] not in self.adapters
+        config = json.loads((folder / CONFIG).read_text())
+        return self._take(body["lora_name"], config, load_file(folder / WEIGHTS))
+
+    async def _load_adapter_tensors(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        return self._take(body["lora_name"], body["config_dict"], by_value(body["serialized_named_tensors"][0]))
+
+    def _take(self, name: str, config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> web.Response:
+        assert name not in self.adapters
         merged = copy.deepcopy(self.model)
         state = merged.state_dict()
         with torch.no_grad():
-            for name in {name.partition(".lora_")[0] for name in tensors}:
-                a, b = (tensors[f"{name}.lora_{letter}.weight"] for letter in "AB")
-                state[f"{name.removeprefix(PREFIX)}.weight"].add_(b @ a, alpha=config["lora_alpha"] / config["r"])
-        self.adapters[body["lora_name"]] = LocalEngine(merged, max_batch=32)
+            for layer in {key.partition(".lora_")[0] for key in tensors}:
+                a, b = (tensors[f"{layer}.lora_{letter}.weight"] for letter in "AB")
+                state[f"{layer.removeprefix(PREFIX)}.weight"].add_(b @ a, alpha=config["lora_alpha"] / config["r"])
+        self.adapters[name] = LocalEngine(merged, max_batch=32)
         return web.json_response({"success": True})
 
     async def _unload_adapter(self, request: web.Request) -> web.Response:

@@ -23,6 +23,8 @@ from agentrl.models.load import load_model
 from agentrl.recipe.schema import ModelSection
 
 PIECE = 4
+ADAPTER = AdapterNeeds(4, frozenset(("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")))
+"""What the session's server has room for."""
 STAND_INS = Path(__file__).parents[1] / "scripts" / "sglang_cpu" / "stand_ins"
 
 
@@ -41,10 +43,10 @@ def real_plan(flags: dict[str, Any] | None = None, adapter: AdapterNeeds | None 
 
 
 @contextmanager
-def real_server(folder: Path, plan: LaunchPlan | None = None) -> Iterator[str]:
+def real_server(folder: Path, plan: LaunchPlan) -> Iterator[str]:
     """One real server, its URL, while the block runs."""
     sessions = Sessions()
-    server = Server(plan or real_plan(), 0, folder / "sglang.log", sessions)
+    server = Server(plan, 0, folder / "sglang.log", sessions)
 
     async def start() -> None:
         try:

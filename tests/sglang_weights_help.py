@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import io
 import pickle
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -65,6 +66,20 @@ def opened(payload: str) -> dict[str, torch.Tensor]:
     content = pickle.loads(base64.b64decode(payload))
     flat = content["flattened_tensor"]
     return {p.name: flat[p.start_idx : p.end_idx].view(p.dtype).reshape(p.shape) for p in content["metadata"]}
+
+
+def by_value(payload: str) -> dict[str, torch.Tensor]:
+    """The tensors that a payload holds itself, read as the real server does: no other thing is made of it."""
+    found: dict[str, torch.Tensor] = _Restricted(io.BytesIO(base64.b64decode(payload))).load()
+    return found
+
+
+class _Restricted(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("torch.storage", "_load_from_bytes"):
+            return lambda data: torch.load(io.BytesIO(data), weights_only=True)
+        assert (module, name) in (("torch._utils", "_rebuild_tensor_v2"), ("collections", "OrderedDict"))
+        return super().find_class(module, name)
 
 
 class Weights:
@@ -157,6 +172,10 @@ class FaultyServer:
         elif path == "/load_lora_adapter":
             assert body["lora_name"] not in self.adapters
             self.adapters[body["lora_name"]] = load_file(body["lora_path"] + "/adapter_model.safetensors")
+        elif path == "/load_lora_adapter_from_tensors":
+            first, second = body["serialized_named_tensors"]
+            assert (first == second, body["config_dict"]["peft_type"]) == (True, "LORA")
+            self.adapters[body["lora_name"]] = by_value(first)
         elif path == "/unload_lora_adapter":
             del self.adapters[body["lora_name"]]
         elif path == "/weights_checker":

@@ -6,38 +6,24 @@ The server runs on a CPU with stand-ins for page-locked memory (scripts/sglang_c
 import asyncio
 import copy
 import json
-import os
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from sglang_help import real_plan, real_server, tiny
+from sglang_help import tiny
 from test_sglang_exact import all_of, logprobs_of, prompts
 
 from agentrl.engine.base import Sampling
 from agentrl.engine.local.engine import LocalEngine
-from agentrl.engine.sglang.adapters import AdapterNeeds
 from agentrl.engine.sglang.engine import SglangEngine
+from agentrl.engine.sglang.weights import WeightServer
 from agentrl.models.lora import adapter_parameters, add_adapter
 from agentrl.recipe.schema import LoraSection
 from agentrl.training.run import train
 
 RECIPE = str(Path(__file__).parents[1] / "recipes" / "gsm8k_tool.yaml")
-NEEDS = AdapterNeeds(4, frozenset(("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")))
-
-
-@pytest.fixture(scope="module")
-def lora_url(sglang_venv: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Launched as for a run with an adapter. AGENTRL_SGLANG_LORA_URL names one that runs already."""
-    if url := os.environ.get("AGENTRL_SGLANG_LORA_URL"):
-        yield url
-        return
-    plan = real_plan({"enable-lora": True}, NEEDS)
-    assert plan.adapted
-    with real_server(tmp_path_factory.mktemp("sglang_lora"), plan) as url:
-        yield url
 
 
 def adapted(**changes: Any) -> Any:
@@ -56,16 +42,20 @@ def stir(model: Any, seed: int) -> None:
 
 
 @pytest.fixture
-async def engine(lora_url: str) -> AsyncIterator[tuple[SglangEngine, Any, list[str]]]:
+async def engine(sglang_url: str) -> AsyncIterator[tuple[SglangEngine, Any, list[str]]]:
     """The engine, the model that is trained, and what was said."""
     model, said = adapted(), []
-    made = SglangEngine(model, max_batch=32, urls=(lora_url,), say=said.append)
+    made = SglangEngine(model, max_batch=32, urls=(sglang_url,), say=said.append)
     yield made, model, said
     await made.close()
 
 
-async def test_each_step_samples_as_merged_weights_do(engine: Any) -> None:
+@pytest.mark.parametrize("near", [True, False])
+async def test_each_step_samples_as_merged_weights_do(near: bool, engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the server does not see our files, and is sent tensors by value."""
     remote, model, said = engine
+    monkeypatch.setattr("agentrl.engine.sglang.weights.lora.shares_memory", lambda url: near)
+    monkeypatch.delattr(WeightServer, "load_adapter_tensors" if near else "load_adapter")
     ids = prompts(tiny()[1], 4)
     local, seen = LocalEngine(model, max_batch=32), []
     await remote.health()
@@ -106,7 +96,7 @@ async def test_a_turn_keeps_its_adapter_and_the_next_has_the_newest(engine: Any)
     assert turn.logprobs == pytest.approx(logprobs_of(model, longer, turn.ids, 1.0), abs=1e-4)
 
 
-async def test_a_server_with_another_base_is_given_ours_first(engine: Any, lora_url: str) -> None:
+async def test_a_server_with_another_base_is_given_ours_first(engine: Any, sglang_url: str) -> None:
     remote, model, said = engine
     stir(model, 7)
     with torch.no_grad():
@@ -116,7 +106,7 @@ async def test_a_server_with_another_base_is_given_ours_first(engine: Any, lora_
     prompt = prompts(tiny()[1], 1)[0]
     found = await remote.generate(prompt, Sampling(20, 0.0), "a")
     assert found.logprobs == pytest.approx(logprobs_of(model, prompt, found.ids, 1.0), abs=1e-4)
-    back = SglangEngine(adapted(), max_batch=4, urls=(lora_url,))  # and as it was for other tests
+    back = SglangEngine(adapted(), max_batch=4, urls=(sglang_url,))  # and as it was for other tests
     await back.health()
     await back.close()
 
@@ -134,10 +124,10 @@ async def test_a_server_that_has_lost_its_adapters_is_given_the_newest(engine: A
     assert found.logprobs == pytest.approx(logprobs_of(model, prompt, found.ids, 1.0), abs=1e-4)
 
 
-async def test_an_adapter_that_the_server_has_no_room_for_is_merged(lora_url: str) -> None:
+async def test_an_adapter_that_the_server_has_no_room_for_is_merged(sglang_url: str) -> None:
     model, said = adapted(rank=8), []
     stir(model, 1)
-    remote = SglangEngine(model, max_batch=4, urls=(lora_url,), say=said.append)
+    remote = SglangEngine(model, max_batch=4, urls=(sglang_url,), say=said.append)
     try:
         prompt = prompts(tiny()[1], 1)[0]
         found = await remote.generate(prompt, Sampling(20, 0.0), "a")
@@ -145,18 +135,18 @@ async def test_an_adapter_that_the_server_has_no_room_for_is_merged(lora_url: st
     finally:
         await remote.close()
     assert any("merged, and whole weights are sent" in line and "rank 4" in line for line in said)
-    back = SglangEngine(adapted(), max_batch=4, urls=(lora_url,))
+    back = SglangEngine(adapted(), max_batch=4, urls=(sglang_url,))
     await back.health()
     await back.close()
 
 
 def test_a_run_trains_an_adapter_over_a_real_server(
-    lora_url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    sglang_url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     result = train(
         RECIPE,
         overrides=[
-            "engine.name=sglang", f"engine.args.urls=[{lora_url}]", "model.lora.rank=4", "train.steps=2",
+            "engine.name=sglang", f"engine.args.urls=[{sglang_url}]", "model.lora.rank=4", "train.steps=2",
             "rollout.tasks=6", "rollout.n=4", "train.lr=1e-2", "eval.tasks=2", "eval.every=0", "eval.splits=[test]",
             "train.threads=1", f"output={tmp_path / 'run'}",
         ],

@@ -3,23 +3,29 @@
 import asyncio
 import os
 import signal
+import stat
 import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
+import aiohttp
 import pytest
 import torch
-from sglang_help import real_plan, tiny
+from sglang_help import embedded_path, tiny
+from sglang_weights_help import Weights, altered, ask, check_answer, spans_of
 
 from agentrl.engine.base import Sampling
 from agentrl.engine.local.engine import LocalEngine
 from agentrl.engine.sglang.client import Sessions
 from agentrl.engine.sglang.command import LaunchPlan
 from agentrl.engine.sglang.engine import SglangEngine
+from agentrl.engine.sglang.reach import KEY_VARIABLE, authorization
 from agentrl.engine.sglang.server import Server
+from agentrl.engine.sglang.weights import ModelWeights, WeightChannel, WeightServer
+from agentrl.engine.sglang.weights.from_distributed import FromDistributed
 from agentrl.errors import UserError
 
 FAKE = """
@@ -87,6 +93,34 @@ async def test_stop_ends_the_whole_group(tmp_path: Path) -> None:
     assert "it serves" in (tmp_path / "log").read_text()
 
 
+NAMED = """
+import multiprocessing, os, pathlib, sys, time
+from multiprocessing.shared_memory import SharedMemory
+if __name__ == "__main__":
+    context = multiprocessing.get_context("spawn")
+    lock, memory = context.Lock(), SharedMemory(create=True, size=64)
+    context.Process(target=time.sleep, args=(1000,), daemon=True).start()
+    pathlib.Path(sys.argv[1] + ".names").write_text(f"sem.{lock._semlock.name[1:]} {memory.name}")
+    exec(open(sys.argv[2]).read())
+"""
+
+
+@pytest.mark.parametrize("how", ["stop", "kill"])
+async def test_what_it_named_in_shared_memory_is_gone_with_it(tmp_path: Path, how: str) -> None:
+    """Python's tracker removes that, where it is not killed as well."""
+    _, ids = fake(tmp_path)
+    (tmp_path / "named.py").write_text(NAMED)
+    words = (sys.executable, str(tmp_path / "named.py"), str(ids), str(tmp_path / "fake.py"))
+    server = await started(plan(*words), tmp_path / "log")
+    names = [Path("/dev/shm") / name for name in Path(f"{ids}.names").read_text().split()]
+    assert all(name.exists() for name in names)
+    if how == "stop":
+        await server.stop()
+    else:
+        server.kill()
+    assert not any(name.exists() for name in names)
+
+
 async def test_its_log_moves_to_the_run_folder_while_it_writes(tmp_path: Path) -> None:
     program = tmp_path / "talks.py"
     program.write_text(FAKE.replace('print("it serves"', 'import threading, time\ndef talk():\n    while True:\n'
@@ -134,8 +168,7 @@ async def test_a_start_that_is_cancelled_leaves_nothing(tmp_path: Path) -> None:
     until(lambda: not alive(pids(ids)[0]))
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_it_does_not_outlive_a_run_that_is_killed(tmp_path: Path, number: signal.Signals) -> None:
+def test_it_does_not_outlive_a_run_that_is_killed(tmp_path: Path) -> None:
     _, ids = fake(tmp_path)
     run = tmp_path / "run.py"
     run.write_text(
@@ -153,7 +186,7 @@ def test_it_does_not_outlive_a_run_that_is_killed(tmp_path: Path, number: signal
     )
     process = subprocess.Popen([sys.executable, str(run)])
     found = pids(ids)
-    process.send_signal(number)
+    process.kill()
     process.wait()
     until(lambda: not any(map(alive, found)))
 
@@ -184,43 +217,119 @@ def real_like(**sizes: int) -> LaunchPlan:
     return LaunchPlan(command=("x",), model_path="m", dtype="float32", flags={}, max_batch=4, cpu=True, **sizes)
 
 
-async def test_one_of_two_real_servers_is_killed_in_mid_run(sglang_venv: str, tmp_path: Path) -> None:
-    """Each of 48 conversations ends with as many tokens, greedy ones with the local engine's; the server comes back."""
+@pytest.fixture(scope="module")
+def engine(sglang_venv: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SglangEngine]:
+    """One that launched a real server, which listens on every network of this machine."""
     torch.set_num_threads(1)
     model, tokenizer = tiny()
-    said: list[str] = []
-    from sglang_help import embedded_path
-
-    engine = SglangEngine(
-        model, max_batch=16, tokenizer=tokenizer, model_path=str(embedded_path()), say=said.append,
-        venv=sglang_venv, servers=2, flags={"max-total-tokens": 16384}, log_dir=str(tmp_path),
+    made = SglangEngine(
+        model, max_batch=16, tokenizer=tokenizer, model_path=str(embedded_path()), venv=sglang_venv, patience=600.0,
+        flags={"max-total-tokens": 16384, "host": "0.0.0.0"}, log_dir=str(tmp_path_factory.mktemp("launched")),
     )  # fmt: skip
+
+    async def start() -> None:
+        await made.health()
+        await made._fleet._sessions.close()
+
+    asyncio.run(start())
+    yield made
+    asyncio.run(made.close())
+
+
+@pytest.fixture
+async def launched(engine: SglangEngine, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Server]:
+    """Its server, up: started anew where an earlier test has killed it. Whoever is told its URL knows its key."""
+    (server,) = engine._fleet._launched
+    before = server.url
+    made = await engine.generate([5, 6, 7], Sampling(2), "up?")
+    assert len(made.ids) == 2
+    assert engine._fleet._launched == [server]
+    assert before == server.url or engine._fleet.pool.members[0].url == server.url
+    monkeypatch.setenv(KEY_VARIABLE, str(engine._fleet._sessions.key))
+    yield server
+    await engine._fleet._sessions.close()
+
+
+async def test_a_server_on_a_network_answers_nobody_without_its_key(engine: SglangEngine, launched: Server) -> None:
+    """Neither to sample, nor what would change its weights or end it."""
+    calls = [("/generate", {"input_ids": [5], "sampling_params": {"max_new_tokens": 1}}), ("/model_info", None),
+             ("/update_weights_from_disk", {"model_path": "/nowhere"}), ("/pause_generation", {}),
+             ("/load_lora_adapter_from_tensors", {}), ("/init_weights_update_group", {})]  # fmt: skip
+    key = engine._fleet._sessions.key
+    assert key is not None
+    for tried in (None, "", key[:-1], key + "0"):
+        async with aiohttp.ClientSession(headers=authorization(tried)) as session:
+            for path, body in calls:
+                async with session.request("GET" if body is None else "POST", launched.url + path, json=body) as answer:
+                    assert answer.status == 401
+    assert stat.S_IMODE(launched.log.stat().st_mode) == 0o600  # SGLang writes its key there
+    await engine.update_weights(engine.weight_version + 1)
+    await engine.generate([5, 6, 7], Sampling(2), "x")
+
+
+async def test_one_of_two_real_servers_is_killed_in_mid_run(
+    engine: SglangEngine, launched: Server, sglang_url: str
+) -> None:
+    """Each of 32 conversations ends with as many tokens, greedy ones with the local engine's; the server is launched
+    again, and serves."""
+    model, tokenizer = tiny()
+    said: list[str] = []
+    both = SglangEngine(model, max_batch=16, tokenizer=tokenizer, say=said.append, urls=(sglang_url, launched.url))
+    prompts = [tokenizer.encode(f"A farmer has {i} eggs and sells {i // 2}.") for i in range(32)]
+    greedy = Sampling(120, temperature=0.0)
     try:
-        await engine.health()
-        prompts = [tokenizer.encode(f"A farmer has {i} eggs and sells {i // 2}.") for i in range(48)]
-        work = [asyncio.create_task(engine.generate(p, Sampling(200, temperature=0.0), f"{i}"))
-                for i, p in enumerate(prompts)]  # fmt: skip
-        await asyncio.sleep(2.0)
-        first = engine._fleet._launched[0]
-        kill_schedulers(first._keeper.pid)
+        await both.health()
+        work = [asyncio.create_task(both.generate(p, greedy, f"{i}")) for i, p in enumerate(prompts)]
+        (member,) = [m for m in both._fleet.pool.members if m.url == launched.url]
+        begun = member.moved
+        while not (member.flights and member.moved > begun):
+            await asyncio.sleep(0.01)
+        assert launched._keeper is not None
+        kill_schedulers(launched._keeper.pid)
         made = await asyncio.gather(*work)
-        assert [len(m.ids) for m in made] == [200] * 48
-        local = LocalEngine(model, max_batch=48)
-        ours = await asyncio.gather(
-            *(local.generate(p, Sampling(200, temperature=0.0), f"{i}") for i, p in enumerate(prompts))
-        )
-        await local.close()
-        for a, b in zip(made, ours, strict=True):
-            assert a.ids == b.ids
-            assert a.logprobs == pytest.approx(b.logprobs, abs=1e-4)
-        assert any("taken out" in line for line in said)
-        async with asyncio.timeout(300):
-            while not any("is back" in line for line in said):
-                await engine.generate([5, 6, 7], Sampling(2), "tick")
-                await asyncio.sleep(0.5)
     finally:
-        await engine.close()
-    assert not first.running
+        await both.close()
+    assert [len(m.ids) for m in made] == [120] * 32
+    local = LocalEngine(model, max_batch=32)
+    ours = await asyncio.gather(*(local.generate(p, greedy, f"{i}") for i, p in enumerate(prompts)))
+    await local.close()
+    for a, b in zip(made, ours, strict=True):
+        assert a.ids == b.ids
+        assert a.logprobs == pytest.approx(b.logprobs, abs=1e-4)
+    assert any("taken out" in line and launched.url in line for line in said)
+    ended = launched.url
+    again = await engine.generate([5, 6, 7], Sampling(2), "again")
+    assert len(again.ids) == 2
+    assert launched.running
+    assert launched.url != ended
+
+
+async def test_two_real_servers_one_killed_in_mid_update(
+    engine: SglangEngine, launched: Server, sglang_url: str
+) -> None:
+    """The broadcast breaks for both; the other one gets all of it again, and serves."""
+    model, last = altered(31), altered(32)
+    async with aiohttp.ClientSession(headers=authorization(engine._fleet._sessions.key)) as session:
+        servers = [WeightServer(url, session, 60.0) for url in (sglang_url, launched.url)]
+        channel = WeightChannel(servers, FromDistributed(timeout=20.0, bucket_bytes=200_000))
+        assert not (await channel.publish(31, ModelWeights(model))).failed
+        for server in servers:
+            check_answer(await ask(session, server.url), [(model, 0, 16)])
+
+        def kill(i: int) -> None:
+            if i == 20:
+                assert launched._keeper is not None
+                kill_schedulers(launched._keeper.pid)
+
+        done = await channel.publish(32, Weights(ModelWeights(last), before=kill))
+        assert done.good == (sglang_url,)
+        assert list(done.failed) == [launched.url]
+        answer = await ask(session, sglang_url)
+        assert spans_of(answer) == [("32", 0, 16)]
+        check_answer(answer, [(last, 0, 16)])
+        channel.servers = servers[:1]
+        assert not (await channel.publish(0, ModelWeights(tiny()[0]))).failed
+        await channel.close()
 
 
 def kill_schedulers(group: int) -> None:
@@ -235,8 +344,3 @@ def kill_schedulers(group: int) -> None:
             continue
         if mine and b"scheduler" in name:
             os.kill(int(entry.name), signal.SIGKILL)
-
-
-def test_real_plan_is_that_of_the_engine(sglang_venv: str) -> None:
-    words = real_plan().arguments(1, 0)
-    assert words[1:3] == ["-m", "sglang.launch_server"]

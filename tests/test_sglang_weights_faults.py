@@ -1,8 +1,6 @@
 """Servers that fail while weights come: told apart from those that did not, and never left serving a part."""
 
 import asyncio
-import os
-import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -13,10 +11,9 @@ import aiohttp
 import pytest
 import torch
 from safetensors.torch import load_file
-from sglang_weights_help import FaultyServer, Weights, altered, ask, check_answer, opened, spans_of, tiny
+from sglang_weights_help import FaultyServer, Weights, opened
 
-from agentrl.engine.sglang.client import Sessions
-from agentrl.engine.sglang.server import Server, free_port
+from agentrl.engine.sglang.server import free_port
 from agentrl.engine.sglang.weights import (
     ModelWeights,
     WeightChannel,
@@ -149,40 +146,6 @@ async def test_servers_that_hold_different_weights_are_told_apart(session):
         assert len(done.good) == 1
         assert "other weights than the servers like it" in next(iter(done.failed.values()))
         assert not (await channel.publish(2, TENSORS)).failed  # compared again only after many updates
-
-
-async def test_two_real_servers_one_killed_in_mid_update(session, sglang_url, tmp_path):
-    """The broadcast breaks for both; the other one gets all of it again, and serves."""
-    from sglang_help import real_plan
-
-    sessions = Sessions()
-    doomed = Server(real_plan({"max-total-tokens": 2048}), 1, tmp_path / "sglang.log", sessions)
-    await doomed.start(600.0, lambda line: None)
-    await sessions.close()
-    model, last = altered(31), altered(32)
-    try:
-        servers = [WeightServer(url, session, 60.0) for url in (sglang_url, doomed.url)]
-        way = FromDistributed(timeout=20.0, bucket_bytes=200_000)
-        channel = WeightChannel(servers, way)
-        assert not (await channel.publish(31, ModelWeights(model))).failed
-        for url in (sglang_url, doomed.url):
-            check_answer(await ask(session, url), [(model, 0, 16)])
-
-        def kill(i: int) -> None:
-            if i == 20:
-                os.killpg(doomed._keeper.pid, signal.SIGKILL)  # type: ignore[union-attr]
-
-        done = await channel.publish(32, Weights(ModelWeights(last), before=kill))
-        assert done.good == (sglang_url,)
-        assert list(done.failed) == [doomed.url]
-        answer = await ask(session, sglang_url)
-        assert spans_of(answer) == [("32", 0, 16)]
-        check_answer(answer, [(last, 0, 16)])
-        channel.servers = servers[:1]
-        assert not (await channel.publish(0, ModelWeights(tiny()))).failed
-        await channel.close()
-    finally:
-        doomed.kill()
 
 
 async def test_a_group_that_does_not_form_is_one_line(session):

@@ -106,6 +106,7 @@ class Player:
             say=say,
             phase=phase,
             lora=recipe.model.lora,
+            cluster=recipe.cluster.address,
             overlap=recipe.rollout.overlap != "none" and not apart,
         )
         await engine.health()

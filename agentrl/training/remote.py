@@ -103,8 +103,8 @@ class RemotePublisher:
     def __init__(self, group: WorkerGroup, groups: Sequence[WorkerGroup] = ()) -> None:
         self._group, self._groups = group, groups
 
-    def open(self, folder: str | None = None, way: str = "auto") -> None:
-        self._group.publish("open", folder, way)
+    def open(self, folder: str | None = None, way: str = "auto", key: str | None = None) -> None:
+        self._group.publish("open", folder, way, key)
 
     def publish(self, order: Order) -> Sent:
         sent: Sent = self._group.publish("publish", order)[0]

@@ -137,6 +137,11 @@ class TrainWorker(WatchedWorker):
         """Give memory of the GPU that torch keeps for later back to the driver, for servers that share it."""
         torch.cuda.empty_cache()
 
+    def close(self) -> None:
+        if hasattr(self, "_publisher"):
+            self._publisher.close()
+        super().close()
+
     @register(SPLIT)
     @watched("critic")
     def values(self, batch: Batch) -> Floats:

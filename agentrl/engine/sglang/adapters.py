@@ -44,23 +44,30 @@ class AdapterNeeds:
 
 @dataclass(frozen=True, slots=True)
 class AdapterRoom:
-    """What a server says of itself. rank: the largest. targets: names of layers, `all`, or nothing said."""
+    """What a server says of itself. rank: the largest. targets: names of layers, `all`, or nothing said. replicas: of
+    the model, behind one address (data parallelism)."""
 
     enabled: bool = False
     rank: int | None = None
     targets: frozenset[str] = frozenset()
+    replicas: int = 1
 
     @classmethod
     def of(cls, info: Mapping[str, Any]) -> "AdapterRoom":
         """info: the answer of /server_info."""
         return cls(
-            bool(info.get("enable_lora")), info.get("max_lora_rank"), frozenset(info.get("lora_target_modules") or ())
+            bool(info.get("enable_lora")),
+            info.get("max_lora_rank"),
+            frozenset(info.get("lora_target_modules") or ()),
+            int(info.get("dp_size") or 1),
         )
 
     def lacks(self, needs: AdapterNeeds) -> str | None:
         """Why it does not take an adapter; None: it does."""
         if not self.enabled:
             return "takes no adapters (--enable-lora)"
+        if self.replicas > 1:
+            return "takes no adapters while it runs with replicas (--dp-size)"
         if self.rank is not None and self.rank < needs.rank:
             return f"takes adapters up to rank {self.rank} (--max-lora-rank), this one has {needs.rank}"
         offered = _fused(self.targets)

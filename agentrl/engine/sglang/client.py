@@ -12,6 +12,7 @@ from typing import Any
 import aiohttp
 
 from agentrl.engine.base import EngineError
+from agentrl.engine.sglang.reach import authorization
 
 KEEP_ALIVE_SECONDS = 3.0
 """Less than the server keeps an idle connection (5 s): a connection that it is about to close is not used again."""
@@ -33,10 +34,10 @@ class LostAdapterError(ServerError):
 
 
 class Sessions:
-    """One session a loop. `close` ends that of the running loop."""
+    """One session a loop. `close` ends that of the running loop. key: what servers ask for (`--api-key`)."""
 
-    def __init__(self, headers: Mapping[str, str] | None = None) -> None:
-        self._headers = dict(headers or {})
+    def __init__(self, key: str | None = None) -> None:
+        self.key = key
         self._open: dict[asyncio.AbstractEventLoop, aiohttp.ClientSession] = {}
 
     def get(self) -> aiohttp.ClientSession:
@@ -46,7 +47,7 @@ class Sessions:
             self._forget_closed_loops()
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_SECONDS)
             timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS)
-            session = aiohttp.ClientSession(connector=connector, timeout=timeout, headers=self._headers)
+            session = aiohttp.ClientSession(connector=connector, timeout=timeout, headers=authorization(self.key))
             self._open[loop] = session
         return session
 

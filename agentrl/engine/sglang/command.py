@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.engine.sglang.adapters import AdapterNeeds
+from agentrl.engine.sglang.container import check_container, contained, is_container
+from agentrl.engine.sglang.reach import LOOPBACK
 from agentrl.engine.sglang.weights.segments import without_expandable
 from agentrl.errors import UserError
 
@@ -24,7 +26,9 @@ Flags = Mapping[str, Flag | list[str]]
 class LaunchPlan:
     """How to launch servers. command: up to the flags. flags: the recipe's, over ours. cpu: there is no accelerator.
     adapter: what they are to take adapters for; on a CPU only where the flags have `enable-lora`: SGLang keeps adapters
-    in page-locked memory, which a CPU alone has not (the servers of scripts/sglang_cpu do without)."""
+    in page-locked memory, which a CPU alone has not (the servers of scripts/sglang_cpu do without). listen: the address
+    that they listen on, unless the flags name a `host`. key: what they ask of whoever calls them. grace: seconds from
+    asking them to end to killing them; what SGLang itself does in them is to wait."""
 
     command: tuple[str, ...]
     model_path: str
@@ -36,6 +40,18 @@ class LaunchPlan:
     cpu: bool
     env: Mapping[str, str] = field(default_factory=dict)
     adapter: AdapterNeeds | None = None
+    listen: str = LOOPBACK
+    key: str | None = None
+    grace: float = 0.0
+
+    @property
+    def host(self) -> str:
+        return self.flag("host") or self.listen
+
+    def flag(self, name: str) -> str | None:
+        """What the recipe gives a flag with a value."""
+        value = self._given().get(name)
+        return None if value is None else str(value)
 
     @property
     def adapted(self) -> bool:
@@ -43,17 +59,23 @@ class LaunchPlan:
         wanted = self._given().get("enable-lora", not self.cpu)
         return self.adapter is not None and self.adapter.unknown is None and wanted is True
 
+    def launch(self, port: int, index: int) -> tuple[list[str], list[str]]:
+        """The whole command of server `index` (0, 1, ...) on `port`, and the one that removes what outlives it."""
+        words = self.arguments(port, index)
+        return contained(words, self._variables(), self.model_path) if is_container(words) else (words, [])
+
     def arguments(self, port: int, index: int) -> list[str]:
-        """The whole command of server `index` (0, 1, ...) on `port`."""
+        """What the recipe starts it with, and its flags."""
         flags: dict[str, Flag | list[str]] = {
-            "model-path": self.model_path,
-            "host": "127.0.0.1",
+            "model-path": str(Path(self.model_path).absolute()) if Path(self.model_path).is_dir() else self.model_path,
+            "host": self.host,
             "port": port,
             "dtype": self.dtype,
             "weight-version": "0",
             "max-running-requests": self.max_batch,
             "incremental-streaming-output": True,
             "skip-server-warmup": True,
+            "api-key": self.key,
         }
         if self.cpu:
             flags |= {
@@ -72,7 +94,11 @@ class LaunchPlan:
         return [*self.command, *_flags(flags | given)]
 
     def environment(self) -> dict[str, str]:
-        """Ours, with what the server wants. Log-probs must be those of the temperature that is asked for."""
+        """Ours, with what the server wants."""
+        return {**os.environ, **self._variables()}
+
+    def _variables(self) -> dict[str, str]:
+        """Log-probs must be those of the temperature that is asked for."""
         ours = {"SGLANG_RETURN_ORIGINAL_LOGPROB": "0", "PYTHONUNBUFFERED": "1"}
         if self.cpu:
             ours |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
@@ -80,7 +106,7 @@ class LaunchPlan:
             ours["HF_HUB_OFFLINE"] = "1"
         if self._given().get("enable-memory-saver"):  # the two do not go together
             ours |= without_expandable(os.environ)
-        return {**os.environ, **ours, **self.env}
+        return {**ours, **self.env}
 
     def _given(self) -> dict[str, Flag]:
         return {key.replace("_", "-").removeprefix("--"): value for key, value in self.flags.items()}
@@ -108,6 +134,8 @@ def launch_command(command: str | None, venv: str | None) -> tuple[str, ...]:
         words = shlex.split(command)
         if not words or shutil.which(words[0]) is None:
             raise UserError(f"engine.args.command: there is no program {' '.join(words[:1])!r}")
+        if is_container(words):
+            check_container(words)
         return tuple(words)
     place = venv or os.environ.get(VENV_VARIABLE)
     if not place:

@@ -37,7 +37,8 @@ class SglangEngine:
     """`model`: the trainer's, whose weights the servers are given. max_batch: requests in flight a server, at most, and
     what a launched server decodes at once. model_path: what launched servers load. tokenizer: what theirs is compared
     with. say, phase: told lines that stay, and what goes on right now. lora: of the adapter that is trained, where
-    `model` is the shape of one that is trained elsewhere. The rest is described in `Settings`.
+    `model` is the shape of one that is trained elsewhere. cluster: the address of a Ray cluster whose machines are to
+    reach launched servers. The rest is described in `Settings`.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class SglangEngine:
         say: Callable[[str], None] | None = None,
         phase: Callable[[str], None] | None = None,
         lora: LoraSection | None = None,
+        cluster: str | None = None,
         urls: tuple[str, ...] | str = (),
         servers: int = 1,
         venv: str | None = None,
@@ -72,7 +74,7 @@ class SglangEngine:
         _, self._own_context = sizes_of(model)
         self._vocabulary = model.get_input_embeddings().weight.shape[0]
         needs = needs_of(model, lora)
-        plan = settings.plan(model, model_path, max_batch, needs)
+        plan = settings.plan(model, model_path, max_batch, needs, cluster)
         quiet: Callable[[str], None] = lambda line: None  # noqa: E731
         self._fleet = Fleet(model, tokenizer, settings, plan, needs, max_batch, say or quiet, phase or quiet)
         self._calls: dict[str, Call] = {}

@@ -3,7 +3,6 @@ and lets it in again once it is healthy and holds the weights of the trainer's c
 """
 
 import asyncio
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain, count
@@ -16,10 +15,10 @@ from agentrl.engine.sglang.client import Client, LostAdapterError, ServerError, 
 from agentrl.engine.sglang.command import LaunchPlan
 from agentrl.engine.sglang.identity import ServerFacts
 from agentrl.engine.sglang.pool import Member, Pool
+from agentrl.engine.sglang.scratch import LOGS, WEIGHTS, Scratch
 from agentrl.engine.sglang.server import Server
 from agentrl.engine.sglang.settings import Settings
 from agentrl.engine.sglang.sync import Sync
-from agentrl.engine.sglang.weights.place import shares_memory
 from agentrl.errors import UserError
 
 FAULTS = 3
@@ -46,8 +45,8 @@ class Fleet:
     ) -> None:
         self._settings, self._plan, self._say, self._phase = settings, plan, say, phase
         self._adapter = adapter
-        self._sessions = Sessions()
-        self._folder: Path | None = None
+        self._sessions = Sessions(settings.key(plan))
+        self._logs, self._weights = Scratch(LOGS), Scratch(WEIGHTS)
         self._launched: list[Server] = []
         self._servers: dict[Member, Server] = {}
         self._restarts: dict[Member, int] = {}
@@ -55,7 +54,7 @@ class Fleet:
         self._nurse: asyncio.Task[None] | None = None
         self._alone_since: float | None = None
         self.pool = Pool((Member(Client(url, self._sessions)) for url in settings.urls), limit)
-        self.sync = Sync(model, self._sessions, self._scratch, settings.weights, say)
+        self.sync = Sync(model, self._sessions, self._weights.path, settings.weights, say)
         self._admission = Admission(model, tokenizer, self.sync, say)
         self.version = 0
         self._epoch = 0  # counts updates: what was sent to a server before one began does not let it in after
@@ -78,13 +77,12 @@ class Fleet:
             await self.close()
             raise
         self.max_context = min(f.max_context for f in facts)
-        places = "launched" if self._plan is not None else "at " + ", ".join(m.url for m in self.pool.members)
+        places = self._launched_where() if self._plan else "at " + ", ".join(m.url for m in self.pool.members)
         seeds = "" if all(f.features.seeds for f in facts) else ", without seeds (no deterministic inference)"
         self._say(f"engine: {len(facts)} SGLang {facts[0].version} server(s) {places}{seeds}")
 
     async def _launch(self, plan: LaunchPlan) -> None:
-        folder = self._scratch()
-        logs = Path(self._settings.log_dir) if self._settings.log_dir else folder
+        logs = Path(self._settings.log_dir) if self._settings.log_dir else self._logs.path()
         servers = [Server(plan, i, logs / f"sglang_{i}.log", self._sessions) for i in range(self._settings.servers)]
         self._say(f"engine: starting {len(servers)} SGLang server(s), output in {logs}")
         self._launched = servers
@@ -94,6 +92,9 @@ class Fleet:
             self._servers[member] = server
             self.pool.members.append(member)
 
+    def _launched_where(self) -> str:
+        return f"launched, on {self._plan.host} with a key" if self._plan and self._plan.key else "launched"
+
     def _teller(self, index: int) -> Callable[[str], None]:
         return lambda line: self._phase(f"starting sglang server {index}: {line}")
 
@@ -101,8 +102,7 @@ class Fleet:
         if self._adapter is None:
             return
         rooms = [(m.url, f.adapters) for m, f in zip(self.pool.members, facts, strict=True)]
-        apart = next((url for url, _ in rooms if not shares_memory(url)), None)
-        reason = f"{apart} does not see this machine's files" if apart else why_merged(self._adapter, rooms)
+        reason = why_merged(self._adapter, rooms)
         if reason is None:
             self.sync.adapt([url for url, _ in rooms] if self._plan is None else [])
         else:
@@ -112,12 +112,6 @@ class Fleet:
         await self._admission.first(member.client, facts, self.version)
         member.features = facts.features
         self.pool.let_in(member)
-
-    def _scratch(self) -> Path:
-        """A temporary folder of this run's own."""
-        if self._folder is None:
-            self._folder = Path(tempfile.mkdtemp(prefix="agentrl_sglang_"))
-        return self._folder
 
     def watch(self) -> None:
         """See that the running loop has a nurse."""
@@ -196,8 +190,8 @@ class Fleet:
         await self.sync.close()
         await asyncio.gather(*(server.stop() for server in self._launched))
         await self._sessions.close()
-        if self._folder is not None and self._folder.is_dir() and not any(self._folder.iterdir()):
-            self._folder.rmdir()
+        self._weights.close()
+        self._logs.close()
 
     def kill(self) -> None:
         """End what was launched, at once and without a loop."""

@@ -1,7 +1,9 @@
 """`Server`: one SGLang server that this run launched. It ends with `stop`, and with this process however that ends."""
 
 import asyncio
+import contextlib
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -13,10 +15,11 @@ from typing import IO
 
 from agentrl.engine.sglang.client import Client, ServerError, Sessions
 from agentrl.engine.sglang.command import LaunchPlan
+from agentrl.engine.sglang.reach import ANY, LOOPBACK, url_of
 from agentrl.errors import UserError
 
-GRACE_SECONDS = 5.0
-"""Between asking a server to end and killing it."""
+END_SECONDS = 60.0
+"""For the keeper to end what it keeps; it has limits of its own, and this is more than all of them."""
 POLL_SECONDS = 0.5
 HEALTH_SECONDS = 25.0
 """The server itself gives its scheduler 20 to answer."""
@@ -46,7 +49,7 @@ class Server:
         Raises UserError when it ends instead, or takes more than `timeout` seconds: then nothing of it is left.
         """
         for attempt in range(1, _STARTS + 1):
-            self._launch(free_port())
+            self._launch(free_port(self._plan.host))
             try:
                 await self._ready(timeout, tell)
                 return
@@ -59,16 +62,18 @@ class Server:
                 raise
 
     def _launch(self, port: int) -> None:
-        self.url = f"http://127.0.0.1:{port}"
+        self.url = url_of(self._plan.host, port)
         self.log.parent.mkdir(parents=True, exist_ok=True)
         self._file = self.log.open("ab")
+        if self._plan.key is not None:
+            self.log.chmod(0o600)  # SGLang writes it down among its arguments
         self._began = self.log.stat().st_size
-        command = self._plan.arguments(port, self._index)
+        command, removal = self._plan.launch(port, self._index)
         self._file.write(f"$ {' '.join(command)}\n".encode())
         self._file.flush()
         try:
             self._keeper = subprocess.Popen(
-                [sys.executable, "-I", str(_KEEPER), str(GRACE_SECONDS), *command],
+                [sys.executable, "-I", str(_KEEPER), f"{self._plan.grace:g}", shlex.join(removal), *command],
                 stdin=subprocess.PIPE, stdout=self._file, stderr=self._file,
                 env=self._plan.environment(), start_new_session=True,
             )  # fmt: skip
@@ -100,7 +105,7 @@ class Server:
         if keeper is None:
             return
         _close(keeper)
-        until = time.monotonic() + GRACE_SECONDS + 5
+        until = time.monotonic() + END_SECONDS
         while keeper.poll() is None and time.monotonic() < until:
             await asyncio.sleep(0.05)
         self.kill()
@@ -109,10 +114,12 @@ class Server:
         """End it at once."""
         keeper, self._keeper = self._keeper, None
         if keeper is not None:
-            _close(keeper)
-            if keeper.poll() is None:
+            _close(keeper, b"now")
+            try:
+                keeper.wait(END_SECONDS)
+            except subprocess.TimeoutExpired:
                 _kill_group(keeper.pid)
-            keeper.wait()
+                keeper.wait()
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -144,10 +151,14 @@ class Server:
             return file.read().decode(errors="replace").partition("\n")[2]
 
 
-def _close(keeper: "subprocess.Popen[bytes]") -> None:
-    """The keeper ends its group once its standard input closes."""
-    if keeper.stdin is not None:
-        keeper.stdin.close()
+def _close(keeper: "subprocess.Popen[bytes]", word: bytes = b"") -> None:
+    """The keeper ends its group once its standard input closes, or says a word: then without a grace."""
+    if keeper.stdin is not None and not keeper.stdin.closed:
+        with contextlib.suppress(BrokenPipeError):  # it has ended by itself
+            keeper.stdin.write(word)
+            keeper.stdin.flush()
+        with contextlib.suppress(BrokenPipeError):
+            keeper.stdin.close()
 
 
 def _kill_group(pid: int) -> None:
@@ -157,8 +168,12 @@ def _kill_group(pid: int) -> None:
         return
 
 
-def free_port() -> int:
-    """A port of this machine that nobody listens on."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
+def free_port(host: str = LOOPBACK) -> int:
+    """A port of this machine that nobody listens on. Raises UserError where `host` is no address of it."""
+    try:
+        family = socket.getaddrinfo(None if host in ANY else host, 0, type=socket.SOCK_STREAM)[0][0]
+        with socket.socket(family) as found:
+            found.bind(("" if host in ANY else host, 0))
+            return int(found.getsockname()[1])
+    except OSError as error:
+        raise UserError(f"engine sglang: a server cannot listen on {host}: {error.strerror}") from error

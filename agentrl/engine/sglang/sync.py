@@ -16,7 +16,7 @@ from agentrl.errors import UserError
 class Publisher(Protocol):
     """Who holds the weights in other processes; see `weights/publisher.py`. Its calls block."""
 
-    def open(self, folder: str | None = None, way: str = "auto") -> None: ...
+    def open(self, folder: str | None = None, way: str = "auto", key: str | None = None) -> None: ...
 
     def publish(self, order: Any) -> Any: ...
 
@@ -54,7 +54,7 @@ class Sync:
     async def take(self, publisher: Publisher | None) -> None:
         """From now on it is who sends."""
         if publisher is not None and publisher is not self._publisher:
-            await asyncio.to_thread(publisher.open, None, self._way)
+            await asyncio.to_thread(publisher.open, None, self._way, self._sessions.key)
             self._publisher = publisher
 
     def adapt(self, foreign: Sequence[str]) -> None:

@@ -1,6 +1,6 @@
 """Which way the weights go, and why."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import aiohttp
@@ -23,7 +23,6 @@ async def open_channel(
     *,
     folder: Path,
     way: str = "auto",
-    headers: Mapping[str, str] | None = None,
     timeout: float = 600.0,
     check_every: int = CHECK_EVERY,
     former: WeightChannel | None = None,
@@ -39,7 +38,7 @@ async def open_channel(
     """
     if way not in WAYS:
         raise UserError(f"engine.weights: no way {way!r}{nearest(way, WAYS)}")
-    servers = [WeightServer(url, session, timeout, headers) for url in urls]
+    servers = [WeightServer(url, session, timeout) for url in urls]
     for server in servers:
         await server.facts()
     chosen, why = _choose(way, servers, folder)

@@ -4,12 +4,15 @@ A request names the adapter that it samples from (`lora_path` in /generate) and 
 the step of that adapter, whatever `weight_versions` says, which is the server's. Servers are started with
 `--enable-lora`, `--max-lora-rank`, `--lora-target-modules` and room for two adapters (`--max-loaded-loras 2` or more).
 
-Adapters go through a folder, also on one machine. Through shared memory they did too, but servers keep it open, and one
-that drops an adapter whose sender has ended meanwhile, such as the run before, aborts: torch's keeper of it is gone.
+Servers that see this machine's files read an adapter from a folder; others are sent its tensors by value, in the body
+of the call. Through shared memory they went too, but servers keep it open, and one that drops an adapter whose sender
+has ended meanwhile, such as the run before, aborts: torch's keeper of it is gone.
 """
 
 import asyncio
+import base64
 import json
+import pickle
 import shutil
 import tempfile
 import uuid
@@ -21,6 +24,7 @@ from typing import Any
 from safetensors.torch import save_file
 
 from agentrl.engine.sglang.weights.channel import Published
+from agentrl.engine.sglang.weights.place import shares_memory
 from agentrl.engine.sglang.weights.server import WeightServer, WeightUpdateError
 from agentrl.engine.sglang.weights.source import NamedTensor
 from agentrl.engine.sglang.weights.way import Failures, each
@@ -30,14 +34,17 @@ KEPT = 2
 
 
 class LoraChannel:
-    """folder: where adapters are written until servers have read them, which must see it by the same path. `names`: URL
-    -> the newest adapter that a server holds whole; it is asked for none else. former: the channel before this one,
-    whose books it goes on with, also for servers that it has not."""
+    """folder: makes the one where adapters are written until servers of this machine have read them. `names`: URL ->
+    the newest adapter that a server holds whole; it is asked for none else. former: the channel before this one, whose
+    books it goes on with, also for servers that it has not."""
 
-    def __init__(self, servers: Sequence[WeightServer], folder: Path, former: "LoraChannel | None" = None) -> None:
+    def __init__(
+        self, servers: Sequence[WeightServer], folder: Callable[[], Path], former: "LoraChannel | None" = None
+    ) -> None:
         self.servers, self._folder = list(servers), folder
         self.names: dict[str, str] = {} if former is None else former.names
         self._held: dict[str, list[str]] = {} if former is None else former._held
+        self._near: dict[str, bool] = {} if former is None else former._near  # whether it sees our files
         self._busy = asyncio.Lock()
 
     async def publish(
@@ -58,7 +65,10 @@ class LoraChannel:
             batch = [(name, tensor.detach()) for name, tensor in tensors]
             failures: Failures = {}
             name = f"step-{version}-{uuid.uuid4().hex[:8]}"  # no server knows it, whatever failed before
-            loaded = await self._by_folder(self.servers, name, config, batch, failures)
+            near = [server for server in self.servers if self._sees_our_files(server)]
+            far = [server for server in self.servers if server not in near]
+            loaded = await self._by_folder(near, name, config, batch, failures)
+            loaded += await self._by_value(far, name, config, batch, failures)
             await each(loaded, lambda server: self._renew(server, name, (keep or {}).get(server.url, ())), {})
             size = sum(tensor.nbytes for _, tensor in batch)
             good = tuple(server.url for server in loaded)
@@ -74,8 +84,7 @@ class LoraChannel:
     ) -> list[WeightServer]:
         if not servers:
             return []
-        self._folder.mkdir(parents=True, exist_ok=True)
-        folder = Path(tempfile.mkdtemp(prefix=f"{name}_", dir=self._folder.resolve()))
+        folder = Path(tempfile.mkdtemp(prefix=f"{name}_", dir=self._folder().resolve()))
         folder.chmod(0o755)
         content = {key: tensor.contiguous().cpu() for key, tensor in batch}
         await asyncio.to_thread(save_file, content, folder / "adapter_model.safetensors")
@@ -84,6 +93,24 @@ class LoraChannel:
             return await self._load(servers, lambda server: server.load_adapter(name, str(folder)), failures)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
+
+    async def _by_value(
+        self,
+        servers: Sequence[WeightServer],
+        name: str,
+        config: Mapping[str, Any],
+        batch: Sequence[NamedTensor],
+        failures: Failures,
+    ) -> list[WeightServer]:
+        if not servers:
+            return []
+        payload = await asyncio.to_thread(_by_value, batch)
+        return await self._load(servers, lambda server: server.load_adapter_tensors(name, config, payload), failures)
+
+    def _sees_our_files(self, server: WeightServer) -> bool:
+        if server.url not in self._near:
+            self._near[server.url] = shares_memory(server.url)
+        return self._near[server.url]
 
     async def _load(
         self, servers: Sequence[WeightServer], load: Callable[[WeightServer], Any], failures: Failures
@@ -107,3 +134,10 @@ class LoraChannel:
             if old not in keep or (room is not None and len(held) >= room):
                 held.remove(old)
                 await server.drop_adapter(old)
+
+
+def _by_value(batch: Sequence[NamedTensor]) -> str:
+    """Tensors in a pickle that servers' restricted reader admits: nothing of it stays with the sender. (Cloned, since a
+    view would bring along all that it is of.)"""
+    content = {name: tensor.cpu().contiguous().clone() for name, tensor in batch}
+    return base64.b64encode(pickle.dumps(content, protocol=4)).decode()

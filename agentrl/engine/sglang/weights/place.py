@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from agentrl.engine.sglang.reach import is_own
+
 _LISTENING = "0A"
 _PROC = Path("/proc")
 
@@ -27,10 +29,9 @@ def on_this_machine(host: str) -> bool:
     """Whether `host` is a name or an address of this machine."""
     try:
         found = {str(info[4][0]) for info in socket.getaddrinfo(host, None)}
-        own = {str(info[4][0]) for info in socket.getaddrinfo(socket.gethostname(), None)}
     except OSError:
         return False
-    return all(address.startswith("127.") or address == "::1" or address in own for address in found)
+    return all(map(is_own, found))
 
 
 def _sockets(port: int) -> Iterator[str]:

@@ -9,14 +9,14 @@ server failed, so nobody waits in a collective for ever.
 """
 
 import asyncio
-import shutil
-import tempfile
 from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import aiohttp
 
+from agentrl.engine.sglang.reach import authorization
+from agentrl.engine.sglang.scratch import WEIGHTS, Scratch
 from agentrl.engine.sglang.weights.order import Order, Sent
 from agentrl.engine.sglang.weights.sender import Sender
 
@@ -31,15 +31,17 @@ class Publisher:
         self._model, self._rank = model, rank
         self._runner: asyncio.Runner | None = None
         self._session: aiohttp.ClientSession | None = None
+        self._key: str | None = None
         self._sender: Sender | None = None
         self._folder: Path | None = None
-        self._own: Path | None = None
+        self._own = Scratch(WEIGHTS)
         self._said: list[str] = []
 
-    def open(self, folder: str | None = None, way: str = "auto") -> None:
+    def open(self, folder: str | None = None, way: str = "auto", key: str | None = None) -> None:
         """folder: where `from_disk` writes, which servers must see by the same path (None: a temporary one). way: see
-        `engine.args.weights`. Raises UserError for an unknown way once it is used."""
+        `engine.args.weights`. key: what servers ask for. Raises UserError for an unknown way once it is used."""
         self.close()
+        self._key = key
         self._folder = Path(folder) if folder is not None else None
         self._sender = Sender(self._model, self._get_session, self._scratch, way, self._said.append)
 
@@ -69,9 +71,8 @@ class Publisher:
         if runner is not None:
             runner.run(self._close())
             runner.close()
-        if self._own is not None:
-            shutil.rmtree(self._own, ignore_errors=True)
-        self._sender = self._own = None
+        self._own.close()
+        self._sender = None
 
     async def _close(self) -> None:
         if self._sender is not None:
@@ -93,11 +94,9 @@ class Publisher:
 
     def _get_session(self) -> aiohttp.ClientSession:
         if self._session is None:
-            self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=3.0))
+            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=3.0)
+            self._session = aiohttp.ClientSession(connector=connector, headers=authorization(self._key))
         return self._session
 
     def _scratch(self) -> Path:
-        if self._folder is not None:
-            return self._folder
-        self._own = self._own or Path(tempfile.mkdtemp(prefix="agentrl_weights_"))
-        return self._own
+        return self._own.path() if self._folder is None else self._folder

@@ -116,7 +116,7 @@ class Sender:
         servers = [WeightServer(url, self._session()) for url in order.urls]
         if self._lora is None:
             self._say("weights: the adapter alone, without a pause")
-        self._lora = LoraChannel(servers, self._scratch(), former=self._lora)
+        self._lora = LoraChannel(servers, self._scratch, former=self._lora)
         done = await self._lora.publish(order.version, adapter.config, adapter.tensors, order.keep)
         failed = done.failed | (await self.wake() if not order.again else {})
         names = {url: name for url in order.urls if (name := self._lora.names.get(url)) is not None}

@@ -49,11 +49,9 @@ class Facts:
 class WeightServer:
     """`url` without a slash at its end. `timeout`: seconds that one call may take."""
 
-    def __init__(
-        self, url: str, session: aiohttp.ClientSession, timeout: float = 600.0, headers: Mapping[str, str] | None = None
-    ) -> None:
+    def __init__(self, url: str, session: aiohttp.ClientSession, timeout: float = 600.0) -> None:
         self.url = url.rstrip("/")
-        self._session, self._headers = session, dict(headers or {})
+        self._session = session
         self._facts: Facts | None = None
         self._timeout = aiohttp.ClientTimeout(total=timeout)
 
@@ -120,6 +118,12 @@ class WeightServer:
         """folder: as PEFT saves an adapter, at a path that the server can read."""
         await self._post("/load_lora_adapter", {"lora_name": name, "lora_path": folder})
 
+    async def load_adapter_tensors(self, name: str, config: Mapping[str, Any], payload: str) -> None:
+        """config: PEFT's adapter_config.json. payload: base64, the pickled tensors by PEFT's names, by value."""
+        ranks = (await self.facts()).ranks  # each reads its own copy
+        body = {"lora_name": name, "config_dict": dict(config), "serialized_named_tensors": [payload] * ranks}
+        await self._post("/load_lora_adapter_from_tensors", body)
+
     async def drop_adapter(self, name: str) -> None:
         """Answers once the requests that sample from it have ended."""
         await self._post("/unload_lora_adapter", {"lora_name": name})
@@ -164,7 +168,5 @@ class WeightServer:
         return found
 
     async def _once(self, method: str, path: str, body: Mapping[str, Any] | None) -> tuple[int, str]:
-        async with self._session.request(
-            method, self.url + path, json=body, timeout=self._timeout, headers=self._headers
-        ) as answer:
+        async with self._session.request(method, self.url + path, json=body, timeout=self._timeout) as answer:
             return answer.status, await answer.text()

@@ -1,0 +1,67 @@
+"""`Scratch`: a temporary folder of this process. A process that is killed cannot remove its own: the next one does.
+
+The invariant: whoever uses a folder holds the lock of it (flock), which ends with the process however that ends; so a
+folder that can be locked is nobody's any more.
+"""
+
+import atexit
+import contextlib
+import fcntl
+import os
+import shutil
+import tempfile
+import time
+from pathlib import Path
+
+WEIGHTS, LOGS = "agentrl_weights_", "agentrl_sglang_"
+KEPT_SECONDS = {WEIGHTS: 60.0, LOGS: 24 * 3600.0}
+"""How long folders stay whose process is gone: the time between making one and locking it, and for logs to be read."""
+
+
+class Scratch:
+    """kind: WEIGHTS or LOGS, how its name begins. `path` makes it, once."""
+
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
+        self._path: Path | None = None
+        self._lock = -1
+
+    def path(self) -> Path:
+        if self._path is None:
+            sweep(self._kind)
+            self._path = Path(tempfile.mkdtemp(prefix=self._kind))
+            self._lock = os.open(self._path, os.O_RDONLY)
+            fcntl.flock(self._lock, fcntl.LOCK_EX)
+            atexit.register(self.close)
+        return self._path
+
+    def close(self) -> None:
+        """Remove it; logs stay where there are any. It may be made again."""
+        path, self._path = self._path, None
+        if path is None:
+            return
+        atexit.unregister(self.close)
+        if self._kind == WEIGHTS:
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            with contextlib.suppress(OSError):  # it has logs in it
+                path.rmdir()
+        os.close(self._lock)
+
+
+def sweep(kind: str) -> None:
+    """Remove our folders of this kind whose processes are gone."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{kind}*"):
+        with contextlib.suppress(OSError):  # somebody else's, or gone meanwhile
+            found = folder.lstat()
+            if found.st_uid == os.getuid() and time.time() - found.st_mtime > KEPT_SECONDS[kind]:
+                _remove_unused(folder)
+
+
+def _remove_unused(folder: Path) -> None:
+    lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(folder, ignore_errors=True)
+    finally:
+        os.close(lock)

@@ -24,6 +24,7 @@ from agentrl.rollout.trajectory import Group
 from agentrl.training.actor import Actor
 from agentrl.training.batch import Batch
 from agentrl.training.critic import Critic
+from agentrl.training.forward import _probe
 from agentrl.training.learner import Learner
 from agentrl.training.ranks import Peers
 from agentrl.training.reference import Reference, WithoutAdapter
@@ -31,7 +32,7 @@ from agentrl.training.sharded.build import build_critic, build_policy, build_ref
 from agentrl.training.sharded.mesh import Place
 from agentrl.training.workplace import Here
 
-STEPS = 10
+STEPS = 6
 SMALL: dict[str, Any] = {
     "vocab_size": 67, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
     "num_key_value_heads": 1, "head_dim": 16, "initializer_range": 0.2,
@@ -54,7 +55,7 @@ class Scenario:
 
     folder: str = "tied"
     sections: dict[str, Any] = field(default_factory=dict)
-    steps: int = 5
+    steps: int = 4
     alone: dict[str, Any] = field(default_factory=dict)
 
     def recipe(self, root: Path, alone: bool = False) -> Recipe:
@@ -86,7 +87,10 @@ SCENARIOS = {
         "untied", {"model": {"checkpointing": True, "lora": LORA}}, alone={"model": {"checkpointing": False}}
     ),
     "window": Scenario("sliding", {"algorithm": {"entropy_coef": 0.01}}),
-    "sequences": Scenario("untied", {"cluster": {"sequence_parallel": 2}}),
+    "sequences": Scenario(
+        "untied",
+        {"cluster": {"sequence_parallel": 2}, "algorithm": {"advantage": "gae", "lam": 0.95}, "critic": {"lr": 1e-3}},
+    ),
     "narrow": Scenario("untied", {"model": {"dtype": "bfloat16"}, "algorithm": KL}),
     "narrow adapter": Scenario("tied", {"model": {"dtype": "bfloat16", "lora": LORA}}),
     "mixed": Scenario("untied", {"model": {"compute": "bfloat16"}}, alone={"model": {"compute": "same"}}),
@@ -98,12 +102,19 @@ SCENARIOS = {
 }
 
 
+ROW = _probe(60)
+
+
 def make_folders(root: Path) -> None:
     for name, changes in FOLDERS.items():
         torch.manual_seed(0)
-        Qwen3ForCausalLM(Qwen3Config(**SMALL, **changes)).save_pretrained(root / name)
-        for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-            shutil.copy(embedded_path() / file, root / name)
+        save_folder(Qwen3ForCausalLM(Qwen3Config(**SMALL, **changes)), root / name)
+
+
+def save_folder(model: Any, folder: Path) -> None:
+    model.save_pretrained(folder)
+    for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(embedded_path() / file, folder)
 
 
 def batches() -> Iterator[list[Group]]:
@@ -192,7 +203,7 @@ def whole(tensor: Tensor) -> Tensor:
 def apart(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
     """The largest difference between tensors of the same names."""
     assert found.keys() == wanted.keys()
-    return max(float((found[name].float() - wanted[name].float()).abs().max()) for name in wanted)
+    return max(float((found[name].detach().float() - wanted[name].detach().float()).abs().max()) for name in wanted)
 
 
 def curve(result: dict[str, Any], *names: str) -> np.ndarray:

@@ -105,10 +105,10 @@ def test_kernels_that_do_not_run_are_named(install: Install) -> None:
 
 def test_the_description_says_it(install: Install, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = install(1.0)
-    assert liger.SAID not in choose(make_model("qwen3"), own=False)[1]  # on a CPU
+    assert liger.SAID not in choose(make_model("qwen3"), checkpointing=True)[1]  # on a CPU
     assert not calls
     monkeypatch.setattr(forward.liger, "fits", lambda model, device: True)
-    found, said = choose(make_model("qwen3"), own=False)
+    found, said = choose(make_model("qwen3"), checkpointing=True)
     assert isinstance(found, ModuleForward)
     assert said.startswith(f"module with shared-prefix attention, {liger.SAID}")
     assert len(calls) == 1

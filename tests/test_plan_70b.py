@@ -184,7 +184,8 @@ def test_the_text_says_them_too() -> None:
         f"{planned(shard=A_NODE).device / GIGA:.0f} GB with `cluster.shard: 8`",
         f"{planned(tokens=16384).device / GIGA:.0f} GB with 16384 tokens",
         f"{checkpoint:.2f} TB",
-        f"{2 * parameters / GIGA:.0f} GB of memory on the first node",
+        f"{2 * shape().vocabulary * shape().hidden / GIGA:.1f} GB of memory on the first node, its largest tensor",
+        f"The files, {2 * parameters / GIGA:.0f} GB, are read twice",
         f"`model.lora` leaves {less.device / GIGA:.0f} GB",
     ):
         assert said in " ".join(PAGE.split()), said

@@ -131,25 +131,25 @@ def computed_in(section: ModelSection) -> torch.dtype | None:
 
 
 def choose(
-    model: PreTrainedModel, compute: torch.dtype | None = None, checkpointing: bool = False, own: bool = True
+    model: PreTrainedModel, compute: torch.dtype | None = None, checkpointing: bool = False
 ) -> tuple[Forward, str]:
     """The fastest exact way for `model`, and a line for people that says which and why not a faster one.
 
     compute: see ModuleForward. checkpointing: the activations of a layer are computed again in the backward pass, from
-    then on, whoever calls the module. own: whether our own forward may be chosen.
+    then on, whoever calls the module.
     """
     reasons: list[str] = []
     sequences = SequenceForward(model)
     chosen: tuple[Any, str] = SequenceForward, "one sequence at a time"
     for kind, name in WAYS:
-        reason = _declines(kind, compute, checkpointing, own) or _try(kind, model, sequences)
+        reason = _declines(kind, compute, checkpointing) or _try(kind, model, sequences)
         if reason is None:
             chosen = kind, name
             break
         reasons.append(f"no {name}: {reason}")
     kind, name = chosen
     if kind is ModuleForward and liger.fits(model, next(model.parameters()).device):
-        probe = _probe(_vocabulary(model))
+        probe = probe_of(model)
         with torch.no_grad():
             liger.put_in_and_compare(model, lambda: ModuleForward(model)(probe, 1.0)[0], _tolerance(model))
         name = f"{name}, {liger.SAID}"
@@ -165,12 +165,10 @@ WAYS: tuple[tuple[Any, str], ...] = (
 )
 
 
-def _declines(kind: Any, compute: torch.dtype | None, checkpointing: bool, own: bool) -> str | None:
+def _declines(kind: Any, compute: torch.dtype | None, checkpointing: bool) -> str | None:
     """What speaks against our own forward, whatever the model."""
     if kind is not FastForward:
         return None
-    if not own:
-        return "the weights are sharded"
     if compute is not None:
         return "model.compute is not that of the weights"
     return "model.checkpointing is on" if checkpointing else None
@@ -184,9 +182,9 @@ def _try(kind: Any, model: Any, sequences: SequenceForward) -> str | None:
     """Why `kind` cannot serve `model`, or None."""
     if kind is FastForward and (reason := FastForward.fits(model)):
         return reason
-    if kind is ModuleForward and (reason := _local_attention(model)):
+    if kind is ModuleForward and (reason := local_attention(model)):
         return reason
-    probe = _probe(_vocabulary(model))
+    probe = probe_of(model)
     try:
         with torch.no_grad():
             found, wanted = kind(model)(probe, 1.0)[0], sequences(probe, 1.0)[0]
@@ -196,15 +194,17 @@ def _try(kind: Any, model: Any, sequences: SequenceForward) -> str | None:
     return None if off <= _tolerance(model) else f"log-probs differ by {off:.2g} from those of single sequences"
 
 
-def _vocabulary(model: Any) -> int:
-    return int(model.get_input_embeddings().weight.shape[0])
+def probe_of(model: Any) -> Packed:
+    """A small packed row that ways to compute `model` are compared on."""
+    return _probe(int(model.get_input_embeddings().weight.shape[0]))
 
 
 def _tolerance(model: nn.Module) -> float:
     return TOLERANCE.get(next(model.parameters()).dtype, 0.25)
 
 
-def _local_attention(model: PreTrainedModel) -> str | None:
+def local_attention(model: PreTrainedModel) -> str | None:
+    """Why its attention is none that packed rows can replace, as far as the configuration tells; or None."""
     kinds = set(getattr(model.config, "layer_types", None) or ["full_attention"])
     if kinds != {"full_attention"}:
         return f"its layers are {', '.join(sorted(kinds))}"

@@ -29,14 +29,13 @@ ALONE = Alone()
 
 
 class Peers:
-    """The ranks of torch's default process group; a collective over tensors on `device`. copies: how many ranks compute
-    the same, so that an average over all of them counts it once."""
+    """The ranks of torch's default process group; a collective over tensors on `device`."""
 
-    def __init__(self, device: Any = "cpu", copies: int = 1) -> None:
+    def __init__(self, device: Any = "cpu") -> None:
         import torch.distributed as dist
 
         self._device = device
-        self.size: int = dist.get_world_size() // copies
+        self.size: int = dist.get_world_size()
 
     def most(self, count: int) -> int:
         import torch

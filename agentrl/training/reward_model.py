@@ -118,14 +118,7 @@ def to_score(rows: Sequence[npt.NDArray[np.int32]], groups: Sequence[int]) -> Ba
 
 def choose(model: Any) -> tuple[str, str]:
     """The name of the fastest way that is exact for `model`, and a line for people."""
-    rng = np.random.default_rng(0)
-    vocabulary = int(model.get_input_embeddings().weight.shape[0])
-    opening = rng.integers(0, vocabulary, 5)
-    rows = [np.concatenate([opening, rng.integers(0, vocabulary, n)]) for n in (3, 6)] + [
-        rng.integers(0, vocabulary, 9)
-    ]
-    probe = _placed(to_score(rows, [0, 0, 1]), padding_of(model.config))
-    packed = pack(probe, forest(probe))
+    packed = probe_of(model)
     with torch.no_grad():
         wanted = SequenceScores(model)(packed)
         try:
@@ -137,6 +130,18 @@ def choose(model: Any) -> tuple[str, str]:
     if off > tolerance:
         return SequenceScores.__name__, f"one sequence at a time (packed, scores differ by {off:.2g})"
     return ModuleScores.__name__, "packed, prompts shared"
+
+
+def probe_of(model: Any) -> Packed:
+    """A small packed row that ways to score are compared on."""
+    rng = np.random.default_rng(0)
+    vocabulary = int(model.get_input_embeddings().weight.shape[0])
+    opening = rng.integers(0, vocabulary, 5)
+    rows = [np.concatenate([opening, rng.integers(0, vocabulary, n)]) for n in (3, 6)] + [
+        rng.integers(0, vocabulary, 9)
+    ]
+    probe = _placed(to_score(rows, [0, 0, 1]), padding_of(model.config))
+    return pack(probe, forest(probe))
 
 
 def load_classifier(recipe: Recipe, device: Any = "cpu") -> Any:

@@ -20,19 +20,17 @@ from agentrl.training.attention import Layout, attend, plan
 from agentrl.training.forward import ModuleForward, attending
 from agentrl.training.kernels import token_logprobs
 from agentrl.training.packing import Packed
+from agentrl.training.values import ModuleValues, ValueModel
 
 
-class SequenceParallelForward(ModuleForward):
-    """A `Forward` that the ranks of `group` call with equal arguments.
+class _Sharing:
+    """This rank's part of what the ranks of `group` compute together; `model` is a transformer with attention heads.
 
-    Every rank gets all log-probs and entropies [N], with a gradient for those alone that its own tokens predict. So a
-    loss of them is the same on every rank, and its gradients must be added up over the ranks of the group.
-
-    Raises UserError when the model's attention heads cannot be dealt out evenly.
+    Raises UserError when those cannot be dealt out evenly.
     """
 
-    def __init__(self, model: PreTrainedModel, group: dist.ProcessGroup) -> None:
-        super().__init__(model)
+    def __init__(self, model: PreTrainedModel, base: Any, group: dist.ProcessGroup) -> None:
+        self.model, self.base = model, base
         self.group, self.ranks, self.rank = group, dist.get_world_size(group), dist.get_rank(group)
         heads: int = model.config.get_text_config().num_attention_heads
         if heads % self.ranks:
@@ -41,8 +39,9 @@ class SequenceParallelForward(ModuleForward):
                 f" choose one of {', '.join(str(n) for n in range(1, heads + 1) if heads % n == 0)}"
             )
 
-    def __call__(self, packed: Packed, temperature: float) -> tuple[Tensor, Tensor]:
-        device = self.head.weight.device
+    def states(self, packed: Packed, device: torch.device) -> tuple[Tensor, np.ndarray]:
+        """What `base` makes of the tokens that predict, as far as they lie in this rank's slice, [n, D], and which of
+        the row's predictions those are."""
         width = -(-len(packed.ids) // self.ranks)
         start, end = self.rank * width, (self.rank + 1) * width
         layout = plan(packed.segments, device)
@@ -53,11 +52,16 @@ class SequenceParallelForward(ModuleForward):
                 use_cache=False,
             ).last_hidden_state[0]
         own = np.flatnonzero((packed.predict >= start) & (packed.predict < end))
-        chosen = states.index_select(0, torch.from_numpy(packed.predict[own] - start).to(device))
-        chosen = chosen.to(self.head.weight.dtype)
-        target = torch.from_numpy(packed.target[own]).to(device)
-        logprobs, entropies = token_logprobs(chosen, self.head.weight, self.head.bias, target, temperature)
-        return self._gathered(logprobs, entropies, torch.from_numpy(own).to(device), len(packed.predict))
+        return states.index_select(0, torch.from_numpy(packed.predict[own] - start).to(device)), own
+
+    def gathered(self, found: Tensor, own: np.ndarray, count: int) -> Tensor:
+        """found [k, n]: this rank's, which are number `own` of `count`; [k, count] with those of all ranks, which have
+        no gradient."""
+        everyone = torch.zeros(len(found), count, dtype=found.dtype, device=found.device)
+        places = torch.from_numpy(own).to(found.device)
+        everyone.index_copy_(1, places, found.detach())
+        dist.all_reduce(everyone, group=self.group)
+        return everyone.index_copy(1, places, found)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, layout: Layout, scale: float) -> Tensor:
         """query [W, H, D], key and value [W, G, D] of this rank's slice to [W, H * D]: attention over the whole row."""
@@ -78,12 +82,46 @@ class SequenceParallelForward(ModuleForward):
         exchanged: Tensor = _AllToAll.apply(parts, self.group)
         return exchanged
 
-    def _gathered(self, logprobs: Tensor, entropies: Tensor, own: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """This rank's values, which are number `own` of `count`, among those of all ranks, which have no gradient."""
-        everyone = torch.zeros(2, count, dtype=logprobs.dtype, device=logprobs.device)
-        everyone.index_copy_(1, own, torch.stack([logprobs.detach(), entropies.detach()]))
-        dist.all_reduce(everyone, group=self.group)
-        return everyone[0].index_copy(0, own, logprobs), everyone[1].index_copy(0, own, entropies)
+
+class SequenceParallelForward(ModuleForward):
+    """A `Forward` that the ranks of `group` call with equal arguments.
+
+    Every rank gets all log-probs and entropies [N], with a gradient for those alone that its own tokens predict. So a
+    loss of them is the same on every rank, and its gradients must be added up over the ranks of the group.
+
+    Raises UserError when the model's attention heads cannot be dealt out evenly.
+    """
+
+    def __init__(self, model: PreTrainedModel, group: dist.ProcessGroup) -> None:
+        super().__init__(model)
+        self._sharing = _Sharing(model, self.base, group)
+
+    def __call__(self, packed: Packed, temperature: float) -> tuple[Tensor, Tensor]:
+        device = self.head.weight.device
+        states, own = self._sharing.states(packed, device)
+        target = torch.from_numpy(packed.target[own]).to(device)
+        chosen = states.to(self.head.weight.dtype)
+        found = torch.stack(token_logprobs(chosen, self.head.weight, self.head.bias, target, temperature))
+        logprobs, entropies = self._sharing.gathered(found, own, len(packed.predict))
+        return logprobs, entropies
+
+
+class SequenceParallelValues(ModuleValues):
+    """A `ValueForward` likewise: every rank gets all values [N], with a gradient for those of its own tokens."""
+
+    def __init__(self, model: ValueModel, group: dist.ProcessGroup) -> None:
+        super().__init__(model)
+        self._sharing = _Sharing(model.model, model.model, group)
+
+    def __call__(self, packed: Packed, *told: Tensor) -> Tensor:
+        """told: what a value model is told of the predictions besides, [N, ...] each."""
+        model: Any = self.model
+        device = model.lm_head.weight.device
+        states, own = self._sharing.states(packed, device)
+        values = model.of(states)[:, 0]
+        for each in told:
+            values = values + model.of_doubt(each[torch.from_numpy(own).to(device)])
+        return self._sharing.gathered(values[None], own, len(packed.predict))[0]
 
 
 class _AllToAll(torch.autograd.Function):

@@ -90,13 +90,13 @@ class SequenceValues(SequenceForward):
 
 
 def value_forward(
-    model: PreTrainedModel, compute: torch.dtype | None = None, checkpointing: bool = False, own: bool = True
+    model: PreTrainedModel, compute: torch.dtype | None = None, checkpointing: bool = False
 ) -> tuple[ValueForward, str]:
     """A value model on the backbone of `model`, in the way that is fastest and exact for that, and a line for people.
 
     The options are those of `forward.choose`, which tries `model` itself: its output layer still tells tokens apart.
     """
-    way, description = choose(model, compute, checkpointing, own)
+    way, description = choose(model, compute, checkpointing)
     return as_values(way, ValueModel(model)), description
 
 

@@ -72,8 +72,7 @@ class TrainWorker(WatchedWorker):
                 self.reference = Reference(original, build_reference(original, place).forward, ranks)
         if "critic" in roles:
             valued = build_critic(original, place)
-            alike = Peers(self.device, copies=cluster.sequence_parallel)  # its ranks do not share sequences
-            self.critic = Critic(original, valued.forward, alike, valued.description)
+            self.critic = Critic(original, valued.forward, ranks, valued.description)
         if "reward_model" in roles:
             scored = build_reward_model(original, place)
             self.reward_model = RewardModel(original, scored.forward, ranks, scored.description)

@@ -1,20 +1,32 @@
 """From a recipe to the sharded model of each role, and how that is computed. Every rank calls these in step."""
 
-from dataclasses import dataclass
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from agentrl.errors import UserError
 from agentrl.models.load import load_model, load_shape, resolve
 from agentrl.models.lora import add_adapter
+from agentrl.models.streamed import stream_model
 from agentrl.recipe.schema import ModelSection, Recipe
 from agentrl.training.critic import critic_model
-from agentrl.training.forward import Forward, ModuleForward, SequenceForward, choose
+from agentrl.training.forward import ModuleForward, SequenceForward, local_attention, probe_of
 from agentrl.training.ranks import Peers
-from agentrl.training.sequence_parallel import SequenceParallelForward
+from agentrl.training.sequence_parallel import SequenceParallelForward, SequenceParallelValues
+from agentrl.training.sharded.choose import Ways
 from agentrl.training.sharded.mesh import Place
-from agentrl.training.sharded.role import Role, build
+from agentrl.training.sharded.role import Built, Role, build
 from agentrl.training.sharded.shard import Options
+from agentrl.training.sharded.source import Source, open_source
 from agentrl.training.values import ModuleValues, SequenceValues, ValueModel
+
+NAME = "module with shared-prefix attention"
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,15 +37,6 @@ class Sharded:
     model: Any
     forward: Any
     description: str
-
-
-@dataclass(frozen=True, slots=True)
-class _Known:
-    """Of the whole model. way: the name of the class that computes it exactly."""
-
-    way: str
-    description: str
-    generation: Any
 
 
 def build_policy(recipe: Recipe, place: Place) -> Sharded:
@@ -50,28 +53,33 @@ def build_critic(recipe: Recipe, place: Place) -> Sharded:
     """The value model of the recipe's `critic`. forward: a `ValueForward`."""
     section = critic_model(recipe)
 
-    def load() -> tuple[ValueModel, _Known]:
-        model, known = _load(section, recipe.train.seed, headless=True)
-        return ValueModel(model), known
+    def load() -> Source:
+        source = _open(section, recipe.train.seed, headless=True)
+        return replace(source, model=ValueModel(source.model))
 
-    def way(model: ValueModel, known: _Known) -> Any:
-        if known.way == SequenceForward.__name__:
-            return SequenceValues(model, most=Peers(device=place.device).most)
-        return ModuleValues(model)
+    def ways(model: ValueModel) -> Ways:
+        backbone, group = model.model, place.sequence
+        fast = partial(ModuleValues, model) if group is None else partial(SequenceParallelValues, model, group)
+        slow = SequenceValues(model, most=Peers(device=place.device).most)
+        probe = probe_of(backbone)
+        told = [torch.zeros(len(probe.predict), 2, device=place.device)] if hasattr(model, "of_doubt") else []
+        return _ways(backbone, fast, slow, (probe, *told), partial(_telling_apart, model))
 
-    role = Role(lambda: ValueModel(_skeleton(section)), load, way)
-    model, root, known = build(role, recipe, place)
-    return Sharded(model, root, f"{known.description}, {_spread(recipe, place)}")
+    built = build(Role(lambda: ValueModel(_skeleton(section)), load, ways), recipe, place)
+    return _shared(recipe, place, built)
 
 
 def _causal(recipe: Recipe, place: Place, section: ModelSection, trained: bool) -> Sharded:
-    def way(model: Any, known: _Known) -> Forward:
-        model.generation_config = known.generation
-        return _way(model, known, place)
+    def ways(model: Any) -> Ways:
+        group = place.sequence
+        fast = partial(ModuleForward, model) if group is None else partial(SequenceParallelForward, model, group)
+        slow = SequenceForward(model, most=Peers(device=place.device).most)
+        return _ways(model, fast, slow, (probe_of(model), 1.0))
 
-    role = Role(lambda: _skeleton(section), lambda: _load(section, recipe.train.seed), way)
-    model, root, known = build(role, recipe, place, trained)
-    return Sharded(model, root, f"{known.description}, {_spread(recipe, place)}")
+    role = Role(lambda: _skeleton(section), lambda: _open(section, recipe.train.seed), ways)
+    built = build(role, recipe, place, trained)
+    built.model.generation_config = built.known
+    return _shared(recipe, place, built)
 
 
 def _skeleton(section: ModelSection) -> Any:
@@ -81,18 +89,41 @@ def _skeleton(section: ModelSection) -> Any:
     return model
 
 
-def _load(section: ModelSection, seed: int, headless: bool = False) -> tuple[Any, _Known]:
-    model = load_model(section.model_copy(update={"device": "cpu"}), seed, headless=headless)[0]
-    forward, description = choose(model, own=False)
-    return model, _Known(type(forward).__name__, description, model.generation_config)
+def _open(section: ModelSection, seed: int, headless: bool = False) -> Source:
+    whole = section.model_copy(update={"device": "cpu"})
+    return open_source(
+        partial(stream_model, section, seed, headless=headless),
+        lambda: load_model(whole, seed, headless=headless)[0],
+    )
 
 
-def _way(model: Any, known: _Known, place: Place) -> Forward:
-    if known.way == SequenceForward.__name__:
-        if place.sequence is not None:
-            raise UserError(f"cluster.sequence_parallel: the model runs {known.description}; leave it at 1")
-        return SequenceForward(model, most=Peers(device=place.device).most)
-    return ModuleForward(model) if place.sequence is None else SequenceParallelForward(model, place.sequence)
+def _ways(transformer: Any, fast: Any, slow: Any, probe: tuple[Any, ...], around: Any = None) -> Ways:
+    """around: what both are tried in, where they do not give log-probs."""
+    ways = Ways(fast, slow, probe, NAME, local_attention(transformer), kernels=transformer)
+    return ways if around is None else replace(ways, around=around, relative=True)
+
+
+@contextmanager
+def _telling_apart(model: ValueModel) -> Iterator[None]:
+    """Inside the block a value is a fixed mixture of a hidden state's numbers, as the output layer, which begins as 0,
+    gives all states the same."""
+
+    def mixed(states: Tensor) -> Tensor:
+        mixture = torch.randn(states.shape[-1], 1, generator=torch.Generator().manual_seed(0))
+        return states.float() @ mixture.to(states.device) / math.sqrt(len(mixture))
+
+    model.of = mixed  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del model.of
+
+
+def _shared(recipe: Recipe, place: Place, built: Built) -> Sharded:
+    """Raises UserError when the ranks are to share sequences that only one at a time can compute."""
+    if place.sequence is not None and isinstance(built.root.way, SequenceForward):
+        raise UserError(f"cluster.sequence_parallel: the model runs {built.description}; leave it at 1")
+    return Sharded(built.model, built.root, f"{built.description}, {_spread(recipe, place)}")
 
 
 def _spread(recipe: Recipe, place: Place) -> str:

@@ -1,27 +1,36 @@
 """The recipe's reward model over the ranks, frozen."""
 
+from functools import partial
 from typing import Any
 
+from agentrl.models.streamed import stream
 from agentrl.recipe.schema import Recipe
 from agentrl.training.ranks import Peers
-from agentrl.training.reward_model import ModuleScores, SequenceScores, choose, classifier_shape, load_classifier
+from agentrl.training.reward_model import (
+    ModuleScores,
+    SequenceScores,
+    classifier_folder,
+    classifier_shape,
+    load_classifier,
+    probe_of,
+)
 from agentrl.training.sharded.build import Sharded
+from agentrl.training.sharded.choose import Ways
 from agentrl.training.sharded.mesh import Place
 from agentrl.training.sharded.role import Role, build
+from agentrl.training.sharded.source import Source, open_source
 
 
 def build_reward_model(recipe: Recipe, place: Place) -> Sharded:
     """forward: a `ScoreForward`. Every rank calls this in step. Raises UserError as `load_classifier` does."""
 
-    def load() -> tuple[Any, tuple[str, str]]:
-        model = load_classifier(recipe)
-        return model, choose(model)
+    def load() -> Source:
+        kind, folder = type(classifier_shape(recipe)), classifier_folder(str(recipe.rewards.model))
+        return open_source(partial(stream, kind, folder, recipe.model), partial(load_classifier, recipe))
 
-    def way(model: Any, known: tuple[str, str]) -> Any:
-        if known[0] == SequenceScores.__name__:
-            return SequenceScores(model, Peers(device=place.device).most)
-        return ModuleScores(model)
+    def ways(model: Any) -> Ways:
+        slow = SequenceScores(model, Peers(device=place.device).most)
+        return Ways(partial(ModuleScores, model), slow, (probe_of(model),), "packed, prompts shared", relative=True)
 
-    role = Role(lambda: classifier_shape(recipe), load, way)
-    model, root, known = build(role, recipe, place, trained=False)
-    return Sharded(model, root, known[1])
+    built = build(Role(lambda: classifier_shape(recipe), load, ways), recipe, place, trained=False)
+    return Sharded(built.model, built.root, built.description)

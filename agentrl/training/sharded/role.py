@@ -1,8 +1,8 @@
-"""A model over the ranks, none of which ever holds it whole but rank 0, on its CPU, while it reads the file.
+"""A model over the ranks, none of which ever holds it whole.
 
-The others build the same modules on the meta device, where nothing is allocated, and receive their shards. What depends
-on the weights being whole (which way of computing is exact) is found out on rank 0 and told to the others, so that all
-ranks run the same collectives.
+All ranks build its modules on the meta device, where nothing is allocated. Rank 0 reads one tensor after another from
+the files, and each rank receives its shard of it. Only where the files hold other tensors than the modules does rank 0
+load the whole model, on its CPU.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,31 +16,39 @@ from transformers import PreTrainedModel
 from agentrl.errors import UserError
 from agentrl.recipe.schema import Recipe
 from agentrl.training.recompute import blocks_of, recompute
+from agentrl.training.sharded.choose import Ways, choose
 from agentrl.training.sharded.mesh import Place
 from agentrl.training.sharded.scatter import fill, share
 from agentrl.training.sharded.shard import Options, Root, shard
+from agentrl.training.sharded.source import Source
 
 
 @dataclass(frozen=True, slots=True)
 class Role:
     """How a model is made, and what is computed with it.
 
-    skeleton: called by every rank, on the meta device. load: called by rank 0: the same module with its weights, on the
-    CPU, and whatever else the ranks are to know, small and picklable; it may raise UserError. way: from the skeleton
-    and what they know to the computation, which runs inside the forward of the root: there, weights are whole in the
-    layer that runs, and outside of the layers.
+    skeleton: called by every rank, on the meta device. load: called by rank 0: the same modules, and their weights; it
+    may raise UserError. ways: from the skeleton to how it may be computed, inside the forward of the root: there,
+    weights are whole in the layer that runs, and outside of the layers.
     """
 
     skeleton: Callable[[], nn.Module]
-    load: Callable[[], tuple[nn.Module, Any]]
-    way: Callable[[Any, Any], Callable[..., Any]]
+    load: Callable[[], Source]
+    ways: Callable[[Any], Ways]
 
 
-def build(role: Role, recipe: Recipe, place: Place, trained: bool = True) -> tuple[Any, Root, Any]:
-    """The sharded model, the root that is called, and what the ranks were told. trained: False freezes it.
+@dataclass(frozen=True, slots=True)
+class Built:
+    """model: sharded. root: what is called. known: of the source. description: a line that says how it is computed."""
 
-    Raises UserError on every rank when rank 0 could not load it.
-    """
+    model: Any
+    root: Root
+    known: Any
+    description: str
+
+
+def build(role: Role, recipe: Recipe, place: Place, trained: bool = True) -> Built:
+    """trained: False freezes it. Raises UserError on every rank when rank 0 could not load it."""
     source, told = _read(role, place)
     with torch.device("meta"):
         model = role.skeleton()
@@ -50,13 +58,15 @@ def build(role: Role, recipe: Recipe, place: Place, trained: bool = True) -> tup
         model.requires_grad_(False)
     elif recipe.model.checkpointing:
         recompute(transformer)
-    root = Root(model.eval(), role.way(model, told.known))
+    root = Root(model.eval(), None)
     options, blocks = Options.of(recipe), blocks_of(transformer)
     _check_types(root, blocks)
     shard(root, blocks, place, options)
     model.to_empty(device="cpu" if options.offload else place.device)
     fill(model, source, place)
-    return model, root, told.known
+    del source
+    root.way, line = choose(role.ways(model), root, place, options.compute or next(model.parameters()).dtype)
+    return Built(model, root, told.known, f"{line}, {told.note}" if told.note else line)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,16 +75,18 @@ class _Told:
 
     kinds: dict[str, tuple[tuple[int, ...], torch.dtype]]
     known: Any
+    note: str
 
 
-def _read(role: Role, place: Place) -> tuple[nn.Module | None, _Told]:
-    """On rank 0 the model, elsewhere None."""
-    source: nn.Module | None = None
+def _read(role: Role, place: Place) -> tuple[Source | None, _Told]:
+    """On rank 0 the source, elsewhere None."""
+    source: Source | None = None
     told: _Told | UserError | None = None
     if place.rank == 0:
         try:
-            source, known = role.load()
-            told = _Told({name: (tuple(p.shape), p.dtype) for name, p in source.named_parameters()}, known)
+            source = role.load()
+            kinds = {name: (tuple(p.shape), p.dtype) for name, p in source.model.named_parameters()}
+            told = _Told(kinds, source.known, source.note)
         except UserError as error:
             told = error
     told = share(told, place)

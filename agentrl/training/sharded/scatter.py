@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from agentrl.training.sharded.mesh import Place
+from agentrl.training.sharded.source import Source
 
 
 def share(value: Any, place: Place) -> Any:
@@ -17,32 +18,37 @@ def share(value: Any, place: Place) -> Any:
     return box[0]
 
 
+def everywhere(value: bool, place: Place) -> bool:
+    """Whether it holds on all ranks."""
+    found = torch.tensor([int(value)], device=place.device)
+    dist.all_reduce(found, op=dist.ReduceOp.MIN)
+    return bool(found)
+
+
 @torch.no_grad()
-def fill(model: nn.Module, source: nn.Module | None, place: Place) -> None:
+def fill(model: nn.Module, source: Source | None, place: Place) -> None:
     """Give every parameter, buffer and other tensor of `model` (sharded, uninitialised) the value that it has in
-    `source`, which rank 0 has whole and the others do not (None)."""
-    values = dict(source.named_parameters()) if source is not None else {}
+    `source`, which rank 0 has and the others do not (None): one is read, and dealt out, at a time."""
+    values = dict(source.model.named_parameters()) if source is not None else {}
     for name, parameter in model.named_parameters():
-        whole = values[name].detach() if source is not None else None
-        if isinstance(parameter, DTensor):
-            _scatter(parameter, whole, place)
-        else:
-            _broadcast(parameter, whole, place)
-    places, kept = _unsharded(model), _unsharded(source) if source is not None else {}
+        deal = _scatter if isinstance(parameter, DTensor) else _broadcast
+        deal(parameter, source.read(values[name]) if source is not None else None, place)  # nobody else keeps it
+    places, kept = _unsharded(model), _unsharded(source.model) if source is not None else {}
     for name, (owner, key, tensor) in places.items():
         target = torch.empty_like(tensor, device=place.device)
-        _broadcast(target, kept[name][2] if source is not None else None, place)
+        _broadcast(target, source.read(kept[name][2]) if source is not None else None, place)
         setattr(owner, key, target)
 
 
-def _scatter(parameter: DTensor, whole: Tensor | None, place: Place) -> None:
+def _scatter(parameter: Any, whole: Tensor | None, place: Place) -> None:
     """FSDP2 cuts the first dimension as torch.chunk does: the last shards may be short, or empty."""
     rows = -(-parameter.shape[0] // place.shards)
     shape = (rows, *parameter.shape[1:])
     received = torch.empty(shape, dtype=parameter.dtype, device=place.device)
     parts = None
     if whole is not None:
-        cut = [_padded(whole.to(place.device)[i * rows : (i + 1) * rows], shape) for i in range(place.shards)]
+        whole = whole.to(place.device)
+        cut = [_padded(whole[i * rows : (i + 1) * rows], shape) for i in range(place.shards)]
         parts = [_bytes(cut[place.shard_of(rank)]) for rank in range(place.size)]
     dist.scatter(_bytes(received), parts, src=0)
     local = parameter.to_local()

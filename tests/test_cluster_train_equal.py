@@ -141,7 +141,10 @@ def test_a_critic_and_a_reference_in_a_pool_of_their_own(workers: WorkerGroup, t
         cluster={"workers": 1, "pools": pools},
     )
     ours, our_weights = here(recipe)
-    theirs, their_weights = there(recipe, None, tmp_path)
+    with on_cluster(recipe, tmp_path) as workplace:
+        theirs, their_weights = learn(recipe, workplace), weights_of(workplace)
+        devices = {role: work.devices for role, work in workplace.work.items()}
+    assert devices == {"actor": "trainer", "critic": "critic_reference", "reference": "critic_reference"}
     assert sorted(log.name for log in tmp_path.iterdir()) == ["critic_reference_0.log", "trainer_0.log"]
     same_rows(ours, theirs, 1e-4)
     same_weights(our_weights, their_weights, 1e-4)

@@ -10,7 +10,7 @@ import pytest
 
 from agentrl.data.change import Change
 from agentrl.data.files import read_files
-from agentrl.data.source import load_rows, open_source
+from agentrl.data.source import open_source
 from agentrl.data.write import write_parquet
 from agentrl.errors import UserError
 
@@ -120,7 +120,7 @@ def test_several_files_a_glob_and_a_sibling(tmp_path: Path) -> None:
     assert len(test.rows("train")) == 10
     (tmp_path / "a_train.jsonl").unlink()
     with pytest.raises(UserError, match="is a test file with no train file beside it"):
-        load_rows(str(tmp_path / "a_test.jsonl"), "train")
+        open_source(str(tmp_path / "a_test.jsonl")).rows("train")
 
 
 def test_a_tenth_is_held_out_by_its_key(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -135,7 +135,7 @@ def test_a_tenth_is_held_out_by_its_key(tmp_path: Path, caplog: pytest.LogCaptur
     assert list(again) == list(test)
     assert list(other) != list(test)
     with pytest.raises(UserError, match="1 rows are too few to hold some out"):
-        load_rows(str(write(tmp_path / "one.jsonl", ROWS[:1])), "train")
+        open_source(str(write(tmp_path / "one.jsonl", ROWS[:1]))).rows("train")
 
 
 def test_splits_are_named(tmp_path: Path) -> None:
@@ -208,7 +208,7 @@ def test_a_function(name: str) -> None:
 )
 def test_a_source_that_is_nothing(source: Any, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        load_rows(source, "train")
+        open_source(source).rows("train")
 
 
 def test_a_file_of_another_type_and_an_empty_folder(tmp_path: Path) -> None:

@@ -60,7 +60,6 @@ class Session:
         self._connected = False
         self.folder: Path | None = None
         """Ray's files, where we started it; they go with it."""
-        self.owned = address is None
         self.address = address or ""
         _be_quiet()
         _check()

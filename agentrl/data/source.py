@@ -42,11 +42,6 @@ class _Origin(Protocol):
     def read(self, part: str) -> Rows: ...
 
 
-def load_rows(source: Names, split: str, **how: Any) -> Rows:
-    """The rows of one split; `how` as in `open_source`."""
-    return open_source(source, **how).rows(split)
-
-
 def open_source(
     source: Names | None,
     *,

@@ -64,8 +64,8 @@ def test_images_reward_parts_and_step_rewards_can_be_read(tmp_path: Path) -> Non
     }
     (run_folder(tmp_path) / "trajectories" / "eval_test_10.jsonl").write_text(json.dumps(changed) + "\n")
     page = write_report(tmp_path, "job-001").read_text()
-    assert "Look:\n[image] <span>(reward 1" in page
-    assert '<div class="user" data-role="user">Look:\n[image]</div>' in page
+    assert "Look:\n[image: &lt;70 bytes&gt;] <span>(reward 1" in page
+    assert '<div class="user" data-role="user">Look:\n[image: &lt;70 bytes&gt;]</div>' in page
     assert "<p>answer 1 · brevity -0.25 · turn 2 +0.5</p>" in page
 
 
@@ -80,6 +80,17 @@ def test_every_environment_of_a_mixture_shows_its_leading_split(tmp_path: Path) 
     assert "gsm8k.large, after" not in page
 
 
+def test_what_was_evaluated_once_shows_no_way_that_it_went(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path)
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows[0]["eval/large/accuracy"] = 0.125
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    page = write_report(folder, "job-001").read_text()
+    assert "<span>large, held out, step 0 alone</span><b>12.5%</b>" in page
+    first = page.index("<span>test, held out, steps 0 and 10</span><b>25.0% → 93.8%</b>")
+    assert first < page.index("large, held out")  # as they were evaluated
+
+
 def test_reasons_that_never_occurred_are_not_drawn(tmp_path: Path) -> None:
     page = write_report(run_folder(tmp_path), "job-001").read_text()
     assert "</i>stop <b>8</b>" in page
@@ -91,6 +102,11 @@ def test_a_chart_leaves_out_points_that_are_not_finite() -> None:
     assert svg.count("<circle") == 2
     assert "nan" not in svg
     assert "empty" not in svg
+
+
+def test_steps_have_no_fractions() -> None:
+    assert ticks(1, 2, 6, whole=True) == [1, 2]
+    assert ticks(0, 40, 6, whole=True) == [0, 10, 20, 30, 40]
 
 
 def test_ticks_are_round_and_inside() -> None:

@@ -11,13 +11,14 @@ LEFT, RIGHT, TOP, BOTTOM = 52, 12, 14, 28  # margins
 COLOURS = ("#2f6fdb", "#d9682b", "#2a9d72", "#a34fc4", "#8a8f98")
 
 
-def ticks(low: float, high: float, count: int = 5) -> list[float]:
-    """About `count` round numbers that span low..high."""
+def ticks(low: float, high: float, count: int = 5, whole: bool = False) -> list[float]:
+    """About `count` round numbers that span low..high. whole: no fractions, for what is counted."""
     if high <= low:
         return [low]
-    raw = (high - low) / count
+    raw = max((high - low) / count, 1.0 if whole else 0.0)
     unit = 10 ** math.floor(math.log10(raw))
-    step = next(m * unit for m in (1, 2, 2.5, 5, 10) if m * unit >= raw)
+    round_ones = (1, 2, 5, 10) if whole else (1, 2, 2.5, 5, 10)
+    step = next(m * unit for m in round_ones if m * unit >= raw)
     first = math.ceil(low / step - 1e-9)
     return [i * step for i in range(first, math.floor(high / step + 1e-9) + 1)]
 
@@ -73,7 +74,7 @@ class _Frame:
             y = self.y(value)
             parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
             parts.append(f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{number(value)}</text>')
-        for value in ticks(self.x0, self.x1, 6):
+        for value in ticks(self.x0, self.x1, 6, whole=True):
             parts.append(f'<text x="{self.x(value):.1f}" y="{HEIGHT - 8}" text-anchor="middle">{number(value)}</text>')
         return "".join(parts)
 

@@ -81,21 +81,28 @@ def _series(rows: Sequence[Mapping[str, Any]], key: str) -> Points:
 
 
 def _accuracy(rows: Sequence[Mapping[str, Any]]) -> dict[str, Points]:
-    keys = sorted({k for row in rows for k in row if k.startswith("eval/") and k.endswith("/accuracy")})
+    """By split, in the order of the evaluations."""
+    keys = dict.fromkeys(k for row in rows for k in row if k.startswith("eval/") and k.endswith("/accuracy"))
     return {key.split("/")[1]: _series(rows, key) for key in keys}
 
 
 def _cards(rows: Sequence[Mapping[str, Any]]) -> str:
-    return "".join(
-        f'<div class="card"><span>{escape(split)}, held out</span><b>{points[0][1]:.1%} → {points[-1][1]:.1%}</b></div>'
-        for split, points in _accuracy(rows).items()
-    )
+    return "".join(_card(split, points) for split, points in _accuracy(rows).items() if points)
+
+
+def _card(split: str, points: Points) -> str:
+    """Before and after; what was evaluated once shows no way that it went."""
+    (first, before), (last, after) = points[0], points[-1]
+    value = f"{before:.1%} → {after:.1%}" if last > first else f"{after:.1%}"
+    steps = f"steps {first} and {last}" if last > first else f"step {first} alone"
+    return f'<div class="card"><span>{escape(split)}, held out, {steps}</span><b>{value}</b></div>'
 
 
 def _figures(rows: Sequence[Mapping[str, Any]]) -> str:
     drawn = [line_chart("Held-out accuracy", _accuracy(rows), (0.0, 1.0))]
     for title, lines, bounds in FIGURES:
         drawn.append(line_chart(title, {label: _series(rows, key) for label, key in lines}, bounds))
+    drawn.append(line_chart("Most memory of each phase (GB)", _family(rows, "memory/", "_gb")))
     drawn.append(line_chart("Why samples ended", _family(rows, "stop/", "")))
     drawn.append(line_chart("Tool errors a step", _family(rows, "tool/", "/errors")))
     return "".join(drawn)
@@ -135,11 +142,17 @@ def _text(message: Mapping[str, Any]) -> str:
 
 
 def _content(message: Mapping[str, Any]) -> str:
-    """As text: a part that is none, such as an image, by its kind."""
+    """As text: a part that is none, such as an image, by its kind and what is known of it."""
     content = message.get("content") or ""
     if isinstance(content, str):
         return content
-    return "\n".join(part["text"] if part["type"] == "text" else f"[{part['type']}]" for part in content)
+    return "\n".join(part["text"] if part["type"] == "text" else f"[{_named(part)}]" for part in content)
+
+
+def _named(part: Mapping[str, Any]) -> str:
+    """`image: plot.png`, or `image: <70 bytes>` where the journal kept no more; of a data URL its beginning."""
+    what = part.get(part["type"])
+    return f"{part['type']}: {what[:60]}" if isinstance(what, str) else str(part["type"])
 
 
 def _evaluations(folder: Path) -> dict[str, list[dict[str, Any]]]:

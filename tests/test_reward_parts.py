@@ -10,7 +10,7 @@ from agentrl_tools.calculator import Calculator
 
 from agentrl.errors import UserError
 from agentrl.plugins.mixture import Mixture
-from agentrl.plugins.parts import check_weights, declared_parts
+from agentrl.plugins.parts import check_weights, declared_parts, known_parts
 from agentrl.plugins.tool import Tool
 from agentrl.plugins.types import Session
 from agentrl.recipe.schema import EnvPart
@@ -51,11 +51,11 @@ def test_what_a_class_says_holds_for_its_own_hook_alone() -> None:
                            ((Gsm8k(), Paying()), "calculator")],
 )  # fmt: skip
 def test_what_may_be_given_is_let_pass(plugins: tuple[Gsm8k | Tool, ...], named: str) -> None:
-    check_weights({named: 0.5}, plugins, ("size",))
+    check_weights({named: 0.5}, known_parts(plugins, ("size",)))
 
 
 def test_what_nobody_gives_is_refused_with_what_there_is() -> None:
     with pytest.raises(UserError) as refused:
-        check_weights({"answer": 1.0, "sise": 2.0}, (Gsm8k(), Calculator()), ("size",))
+        check_weights({"answer": 1.0, "sise": 2.0}, known_parts((Gsm8k(), Calculator()), ("size",)))
     said = "rewards.weights: no environment, tool or function here gives the part 'sise'; did you mean 'size'?"
     assert str(refused.value) == said

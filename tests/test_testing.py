@@ -402,6 +402,13 @@ class RaisesReward(Sums):
         raise LookupError("no judge")
 
 
+class SaysOtherParts(Sums):
+    reward_parts = ("format",)
+
+    async def calc_reward(self, session, **kwargs):
+        return await super().calc_reward(session)
+
+
 class SharesState(Sums):
     async def create(self, session, **create_kwargs):
         self.now = session.task.data["a"]
@@ -457,6 +464,7 @@ SPOILED_ENVS = [
     (PaysAlike, r"gold gets 0.5, no more than 0.5 of wrong"),
     (PaysNothing, r"played by gold: sums.calc_reward: the reward 'sums' is NoneType, not a number"),
     (RaisesReward, r"played by gold: sums.calc_reward: LookupError: no judge"),
+    (SaysOtherParts, r"task train-0: it gives 'answer', which `reward_parts` does not name"),
     (SharesState, r"alone and .* among others: keep what is per request in session.state"),
     (LeaksState, r"self.kept grew from"),
     (ReleasesScored, r"after a request that failed: sums.release: AssertionError: nobody scored it"),

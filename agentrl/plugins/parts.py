@@ -18,13 +18,14 @@ def declared_parts(plugin: Environment | Tool) -> tuple[str, ...] | None:
     return None
 
 
-def check_weights(weights: Mapping[str, float], plugins: Iterable[Environment | Tool], others: Iterable[str]) -> None:
-    """others: parts that do not come of plugins. Raises UserError for a weight of a part that nobody gives, as far as
-    all the plugins say which they give."""
+def known_parts(plugins: Iterable[Environment | Tool], others: Iterable[str]) -> set[str] | None:
+    """All that may be given; others: parts that do not come of plugins. None: a plugin does not say."""
     each = [declared_parts(plugin) for plugin in plugins]
-    if None in each:
-        return
-    known = {*others, *(name for names in each for name in names or ())}
-    if unknown := next((part for part in weights if part not in known), None):
+    return None if None in each else {*others, *(name for names in each for name in names or ())}
+
+
+def check_weights(weights: Mapping[str, float], known: set[str] | None) -> None:
+    """Raises UserError for a weight of a part that nobody gives. known: as of `known_parts`."""
+    if known is not None and (unknown := next((part for part in weights if part not in known), None)):
         said = f"rewards.weights: no environment, tool or function here gives the part {unknown!r}"
         raise UserError(f"{said}{nearest(unknown, known)}")

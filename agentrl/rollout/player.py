@@ -11,7 +11,7 @@ from agentrl.data.prompts import PromptLengths, measure_prompts
 from agentrl.engine.base import Engine
 from agentrl.models.load import load_model, load_shape, resolve
 from agentrl.plugins.environment import Environment
-from agentrl.plugins.parts import check_weights
+from agentrl.plugins.parts import check_weights, known_parts
 from agentrl.plugins.registry import load, make_engine, make_environment, make_message_engine
 from agentrl.plugins.rewards import MODEL, Rewards, make_rewards
 from agentrl.plugins.toolbox import Toolbox
@@ -62,7 +62,7 @@ class Player:
             toolbox = await Toolbox.open(recipe.tools, env)
             stack.push_async_callback(toolbox.close)
             others = (STEP, *rewards.samples, *rewards.groups, *((MODEL,) if recipe.rewards.model else ()))
-            check_weights(recipe.rewards.weights, (env, *toolbox.tools, *env.tools()), others)
+            check_weights(recipe.rewards.weights, known_parts((env, *toolbox.tools, *env.tools()), others))
             player = await cls._build(recipe, model_path, env, toolbox, rewards, say, phase, apart)
             stack.pop_all()
         return player

@@ -6,10 +6,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from agentrl.plugins.environment import Environment
+from agentrl.plugins.parts import known_parts
 from agentrl.plugins.registry import make_environment, make_tool
 from agentrl.plugins.tool import Tool
 from agentrl.plugins.types import Task
 from agentrl.recipe.schema import EnvSection, RolloutSection, ToolSection
+from agentrl.rollout.hooks import STEP
 from agentrl.rollout.trajectory import FinishReason, Trajectory
 from agentrl.testing.hooks import (
     hook,
@@ -49,7 +51,8 @@ def check_environment(
 
     Checked: async hooks; tasks with unique ids, data that JSON can hold, the same at a second look and from a second
     object, held-out ones apart from `train`; openings that a chat can render, equal for the samples of a task; gold is
-    solved with a higher reward than wrong, which is not; rewards are finite and the same at every play, also when
+    solved with a higher reward than wrong, which is not; rewards are finite, of the parts that `reward_parts` names
+    where it names any, and the same at every play, also when
     many requests run at once; `release` after a failed and a cancelled request; nothing is kept of those released.
     """
     __tracebackhide__ = True
@@ -69,7 +72,7 @@ async def _check(
     made, second = _made(env), None if isinstance(env, Environment) else _made(env)
     own = [_tool(one) for one in tools]
     try:
-        contract = _Contract(made, Stage(made, own, RolloutSection(**limits)), tasks)
+        contract = _Contract(made, Stage(made, own, RolloutSection(**limits)), own, tasks)
         require_hooks(made, contract.what)
         contract.check_tasks(second)
         contract.check_tools()
@@ -102,7 +105,7 @@ def _tool(one: Tool | str) -> Tool:
 class _Contract:
     """An environment on its stage, and the tasks to play: some of each split."""
 
-    def __init__(self, env: Environment, stage: Stage, count: int) -> None:
+    def __init__(self, env: Environment, stage: Stage, tools: Sequence[Tool], count: int) -> None:
         self.env = env
         self.stage = stage
         self.what = f"environment {getattr(env, 'name', type(env).__name__)!r}"
@@ -114,6 +117,7 @@ class _Contract:
         )
         self.looked = {split: self.look(env, split) for split in ("train", *env.splits)}
         self.played = [task for tasks in self.looked.values() for task in tasks[:count]]
+        self.parts = known_parts((env, *tools, *env.tools()), (STEP,))
 
     def look(self, env: Environment, split: str) -> list[Task]:
         tasks = env.tasks(split)
@@ -233,6 +237,8 @@ class _Contract:
         )
         for part, value in played.rewards.items():
             number(value, f"{self.what}: task {task.id}: the reward {part!r}")
+            said = self.parts is None or part in self.parts
+            require(said, f"{self.what}: task {task.id}: it gives {part!r}, which `reward_parts` does not name")
         return played
 
     async def check_failures(self, gold: Agent) -> None:

@@ -7,6 +7,9 @@ from pathlib import Path
 import pytest
 
 from agentrl.errors import UserError
+from agentrl.recipe.load import dump_recipe
+from agentrl.recipe.schema import Recipe
+from agentrl.training.changes import changes
 from agentrl.training.folder_lock import FolderLock
 from agentrl.training.run_folder import RunFolder
 
@@ -75,6 +78,19 @@ def test_a_folder_that_takes_no_file_is_refused(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     with pytest.raises(UserError, match=r"output: .* cannot be written to"):
         RunFolder.check_free(str(tmp_path / "new"))
+
+
+def test_what_a_resumed_run_does_otherwise_is_said(tmp_path: Path) -> None:
+    began = Recipe.model_validate({"train": {"steps": 3}, "rewards": {"weights": {"answer": 2.0}}, "output": "there"})
+    former = tmp_path / "recipe.yaml"
+    former.write_text(dump_recipe(began))
+    assert changes(former, began) is None
+    now = Recipe.model_validate({"train": {"steps": 5}, "env": {"name": "code"}, "output": "here"})
+    assert changes(former, now) == (
+        "changed since the run began: env.name gsm8k -> code, rewards.weights.answer 2.0 -> none, train.steps 3 -> 5"
+    )
+    former.write_text("nothing: known")
+    assert changes(former, now) is None
 
 
 def test_rewind_keeps_the_steps_up_to_the_checkpoint_and_drops_a_cut_line(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from agentrl.recipe.load import load_recipe, recipe_name
 from agentrl.recipe.schema import Recipe
 from agentrl.report.page import write_report
 from agentrl.rollout.blocking import blocking
+from agentrl.training.changes import changes
 from agentrl.training.checkpoint import Checkpoints, NotSaved, Saved
 from agentrl.training.display import Display
 from agentrl.training.folder_lock import FolderLock
@@ -107,6 +108,8 @@ def _begin(
             stack.callback(FolderLock(resumed.path).release)
             saved = _last_checkpoint(recipe, resumed, again)
         display = display or Display(recipe.train.steps, name, first_step=saved.step if saved else 0)
+        if saved and not again and (line := changes(saved.path.parents[1] / RECIPE, recipe)):
+            display.note(line)
         return Start(recipe, name, resumed, saved, check_run(recipe), display, interrupts, stack.pop_all())
 
 

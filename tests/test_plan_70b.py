@@ -119,6 +119,26 @@ def traffic_rows() -> list[str]:
     return [*rows, row("weights to the servers", f"{whole:.0f}", f"{whole:.0f}", f"{whole / ONE_NET:.2f}")]
 
 
+def besides_rows() -> list[str]:
+    """What is saved a micro-batch, in seconds of the network, and what it takes of a GPU."""
+    layers = 2 * (shape().parameters - shape().root)
+    second = layers * (GPUS - 1) // GPUS  # received by the backward pass
+    moved, gradients = Traffic.of(shape(), setting()), 4 * shape().parameters
+    half = gradients / (GPUS // 2)  # a GPU's shard where there are two copies: the other one's is in another node
+
+    def seconds(entering: float) -> str:
+        return f"{entering / GIGA / NODE_NET:.2f}"
+
+    again, averaged = into_node(second, GPUS, NODES), into_node(moved.gradients, GPUS, NODES)
+    return [
+        row("layers stay whole until their backward pass", seconds(again), f"{second / GIGA:.0f}"),
+        row("layers stay sharded over a node until then", seconds(again), f"{layers / A_NODE / GIGA:.1f}"),
+        row("gradients averaged once an update", seconds(averaged), f"{gradients / GIGA:.0f}"),
+        row("two copies, averaged between them once an update", seconds(A_NODE * half), f"{half / GIGA:.1f}"),
+        row("one more layer fetched ahead", "0", f"{2 * shape().layer / GIGA:.1f}"),
+    ]
+
+
 def work_rows() -> list[str]:
     update, forward = (f(need()) / 1e18 for f in (cost().update, cost().forward))
     moved = Traffic.of(shape(), setting())
@@ -163,7 +183,7 @@ def row(*cells: str) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-TABLES = (memory_rows, serving_rows, traffic_rows, work_rows, sampling_rows, choice_rows)
+TABLES = (memory_rows, serving_rows, traffic_rows, besides_rows, work_rows, sampling_rows, choice_rows)
 
 
 @pytest.mark.parametrize("rows", TABLES)

@@ -16,6 +16,7 @@ from agentrl.recipe.schema import AlgorithmSection, CriticSection, LoraSection, 
 from agentrl.training.advantages import with_advantages
 from agentrl.training.batch import Batch
 from agentrl.training.critic import Critic, CriticMeter, critic_model
+from agentrl.training.doubt import COLUMNS, doubt
 from agentrl.training.fast import FastForward
 from agentrl.training.forward import ModuleForward, SequenceForward
 from agentrl.training.packing import micro_batches
@@ -37,7 +38,16 @@ def make_values(family: str) -> ValueModel:
     torch.manual_seed(1)
     torch.nn.init.normal_(model.lm_head.weight, 0, 0.3)
     torch.nn.init.constant_(model.lm_head.bias, 0.7)
+    torch.nn.init.normal_(model.doubt.weight, 0, 0.1)
     return model
+
+
+def make_told(shapes: list[tuple[int, list[int]]] = SHAPES, seed: int = 0) -> Batch:
+    """A batch with log-probs, and what they say of the tokens so far."""
+    batch = make_batch(shapes, seed)
+    logprobs = -np.random.default_rng(seed).exponential(0.5, len(batch.tokens["ids"])) * batch.tokens["loss_mask"]
+    batch = batch.with_tokens(logprobs=logprobs.astype(np.float32))
+    return batch.with_tokens(doubt=doubt(batch))
 
 
 def separate(model: ValueModel, batch: Batch, weight: torch.Tensor) -> torch.Tensor:
@@ -48,7 +58,8 @@ def separate(model: ValueModel, batch: Batch, weight: torch.Tensor) -> torch.Ten
         ids = torch.from_numpy(batch.tokens["ids"][span].astype(np.int64))
         mask = torch.from_numpy(batch.tokens["loss_mask"][span].astype(bool))[1:]
         states = model.model(input_ids=ids[None], use_cache=False).last_hidden_state[0, :-1]
-        values = (states @ model.lm_head.weight[0] + model.lm_head.bias) * mask
+        told = torch.from_numpy(batch.tokens["doubt"][span])[1:] @ model.doubt.weight[0] * model.gain
+        values = (states @ model.lm_head.weight[0] + model.lm_head.bias + told) * mask
         (values * weight[span][1:]).sum().backward()
         out[span][1:] = values.detach()
     return out
@@ -57,7 +68,7 @@ def separate(model: ValueModel, batch: Batch, weight: torch.Tensor) -> torch.Ten
 def packed(forward: ValueForward, batch: Batch, weight: torch.Tensor, budget: int) -> torch.Tensor:
     out = torch.zeros(int(batch.offsets[-1]))
     for row in micro_batches(batch, budget):
-        values = forward(row)
+        values = forward(row, torch.from_numpy(batch.tokens["doubt"][row.source]))
         (values * weight[row.source]).sum().backward()
         out[row.source] = values.detach()
     return out
@@ -73,7 +84,7 @@ def gradients(model: ValueModel) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("kind", [FastValues, ModuleValues, SequenceValues])
 @pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama"])
 def test_packed_values_equal_those_of_separate_sequences(family: str, kind: Any, budget: int) -> None:
-    model, batch = make_values(family), make_batch(SHAPES)
+    model, batch = make_values(family), make_told()
     weight = torch.randn(int(batch.offsets[-1]), generator=torch.Generator().manual_seed(1)) / 50
     wanted = separate(model, batch, weight)
     wanted_gradients = gradients(model)
@@ -94,7 +105,7 @@ def test_the_way_is_that_of_the_language_model(family: str, way: type) -> None:
     assert isinstance(forward, way)
     assert said
     assert model.get_output_embeddings().weight.shape[0] > 1  # the policy's own head is left alone
-    batch = make_batch(SHAPES)
+    batch = make_told()
     torch.nn.init.normal_(forward.model.lm_head.weight)
     weight = torch.ones(int(batch.offsets[-1]))
     wanted = separate(forward.model, batch, weight)
@@ -102,7 +113,7 @@ def test_the_way_is_that_of_the_language_model(family: str, way: type) -> None:
 
 
 def test_in_mixed_precision_values_stay_close_and_float32() -> None:
-    model, batch = make_values("qwen3"), make_batch(SHAPES)
+    model, batch = make_values("qwen3"), make_told()
     weight = torch.ones(int(batch.offsets[-1]))
     wanted = separate(model, batch, weight)
     found = packed(as_values(ModuleForward(make_model("qwen3"), torch.bfloat16), model), batch, weight, 10_000)
@@ -114,7 +125,7 @@ def test_a_pass_without_predictions_reaches_every_parameter() -> None:
     for kind in (ModuleValues, SequenceValues):
         model = make_values("qwen3")
         forward = kind(model) if kind is ModuleValues else SequenceValues(model, None, lambda passes: 1)
-        values = forward(EMPTY)
+        values = forward(EMPTY, torch.zeros(0, COLUMNS))
         assert values.shape == (0,)
         values.sum().backward()
         assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
@@ -139,7 +150,7 @@ def make_recipe(folder: Path, critic: dict[str, Any] | None = None, adapter: boo
 
 def make_step(critic: Critic, shapes: list[tuple[int, list[int]]] = SHAPES) -> Batch:
     """A batch with what an update wants: random rewards, values, returns, and weights of its whole."""
-    batch = make_batch(shapes)
+    batch = make_told(shapes)
     batch.tokens["ids"][:] %= 64
     batch = batch.with_samples(reward=np.random.default_rng(1).random(len(batch)).astype(np.float32))
     batch = batch.with_tokens(values=critic.values(batch))
@@ -172,6 +183,7 @@ def test_micro_batches_change_nothing(folder: Path, tokens: int) -> None:
 def test_the_first_gradient_is_that_of_the_formula(folder: Path) -> None:
     critic = Critic(make_recipe(folder))
     torch.nn.init.normal_(critic.model.lm_head.weight)
+    torch.nn.init.normal_(critic.model.doubt.weight, 0, 0.1)
     batch = make_step(critic)
     mask = batch.tokens["loss_mask"].astype(bool)
     model = critic.model
@@ -181,6 +193,7 @@ def test_the_first_gradient_is_that_of_the_formula(folder: Path) -> None:
         ids = torch.from_numpy(batch.tokens["ids"][span].astype(np.int64))
         states = model.model(input_ids=ids[None], use_cache=False).last_hidden_state[0, :-1]
         values = states @ model.lm_head.weight[0] + model.lm_head.bias
+        values = values + torch.from_numpy(batch.tokens["doubt"][span])[1:] @ model.doubt.weight[0] * model.gain
         errors = (values - torch.from_numpy(batch.tokens["returns"][span][1:])) * torch.from_numpy(mask[span][1:])
         total = total + 0.5 * (errors**2).sum() / float(mask.sum())
     total.backward()
@@ -250,7 +263,7 @@ def test_values_regress_to_returns(folder: Path) -> None:
     critic = Critic(make_recipe(folder, {"lr": 5e-3, "clip": 10.0}))
 
     def step() -> Batch:
-        batch = make_batch([(4, [6] * 8)], seed=int(rng.integers(1 << 30)))
+        batch = make_told([(4, [6] * 8)], seed=int(rng.integers(1 << 30)))
         batch.tokens["ids"][:] %= 64
         good = np.arange(len(batch)) % 2
         for i in range(len(batch)):
@@ -272,6 +285,43 @@ def test_values_regress_to_returns(folder: Path) -> None:
     assert values[1::2, 6:].mean() > 0.8 > 0.2 > values[::2, 6:].mean()
 
 
+def test_doubt_is_of_the_sampled_tokens_before_each() -> None:
+    """Prompt and tool output between turns are no step; the token itself and those after it are not looked at."""
+    p = [0.5, 0.8, 0.25, 0.9]
+    mask = np.array([0, 1, 1, 0, 0, 1, 1, 0, 0, 1], np.uint8)
+    logprobs = np.zeros(10, np.float32)
+    logprobs[[1, 2, 5, 6]] = np.log(p)
+    batch = Batch(np.array([0, 8, 8, 10]), {"loss_mask": mask, "logprobs": logprobs}, {})
+    found = doubt(batch)
+    wanted = np.zeros((10, 2))
+    wanted[2], wanted[5], wanted[6] = (0.5, 0.0), (0.5, 0.5 - 0.4), (0.75, 0.25 - 0.1)
+    np.testing.assert_allclose(found, wanted, atol=1e-6)
+    later = batch.with_tokens(logprobs=np.where(np.arange(10) >= 5, -9.0, logprobs).astype(np.float32))
+    np.testing.assert_array_equal(doubt(later)[:6], found[:6])
+    assert not found[8:].any()  # of a sample's first token, whatever the sample before it
+
+
+def test_what_an_unlikely_token_costs_is_foreseen_within_some_updates(folder: Path) -> None:
+    """Samples with one token of probability 0.05 earn 0, the others 1: ids tell nothing, what the policy thought does.
+    Foreseen, as the metric has it, on samples that were not learned from."""
+    rng, critic = np.random.default_rng(0), Critic(make_recipe(folder, {"lr": 3e-3, "clip": 10.0}))
+    found = []
+    for _ in range(30):
+        batch = make_batch([(4, [8] * 16)], seed=int(rng.integers(1 << 30)))
+        batch.tokens["ids"][:] %= 64
+        batch.tokens["loss_mask"][:] = np.tile(np.arange(12) >= 4, 16)
+        good = rng.random(16) < 0.5
+        logprobs = np.log(rng.uniform(0.8, 1.0, (16, 12)))
+        logprobs[~good, 5] = np.log(0.05)
+        batch = batch.with_samples(reward=good.astype(np.float32))
+        batch = batch.with_tokens(logprobs=(logprobs.ravel() * batch.tokens["loss_mask"]).astype(np.float32))
+        batch = with_advantages(batch.with_tokens(values=critic.values(batch)), gae, critic.recipe.algorithm)
+        batch = batch.with_tokens(weight=batch.spread(np.full(len(batch), 1 / batch.sampled.sum(), np.float32)))
+        found.append(critic.update(batch, 3e-3).result()["critic/explained_variance"])
+    assert found[0] == 0
+    assert float(np.mean(found[-5:])) > 0.6  # 6 of a sample's 8 tokens come after the unlikely one
+
+
 def test_an_adapter_and_the_head_alone_are_trained(folder: Path) -> None:
     recipe = make_recipe(folder, adapter=True)
     critic = Critic(recipe)
@@ -279,8 +329,8 @@ def test_an_adapter_and_the_head_alone_are_trained(folder: Path) -> None:
     for _ in range(3):
         critic.update(make_step(critic), 1e-2)
     moved = {name for name, p in critic.model.named_parameters() if not torch.equal(p, before[name])}
-    assert moved == {name for name in before if "lora_" in name or name.startswith("lm_head")}
-    assert critic.trained == sum(p.numel() for p in lora.adapter_parameters(critic.model)) + 33
+    assert moved == {name for name in before if "lora_" in name or name.startswith(("lm_head", "doubt"))}
+    assert critic.trained == sum(p.numel() for p in lora.adapter_parameters(critic.model)) + 33 + COLUMNS
 
 
 def test_the_critics_model_is_the_policys_unless_it_names_another() -> None:

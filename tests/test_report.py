@@ -97,6 +97,14 @@ def test_reasons_that_never_occurred_are_not_drawn(tmp_path: Path) -> None:
     assert "</i>error" not in page
 
 
+def test_what_the_critic_explains_is_drawn_where_there_is_one(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path)
+    assert "explained variance" not in write_report(folder, "job-001").read_text()
+    with (folder / "metrics.jsonl").open("a") as lines:
+        lines.write(json.dumps({"step": 11, "critic/explained_variance": 0.42}) + "\n")
+    assert "</i>explained variance <b>0.42</b>" in write_report(folder, "job-001").read_text()
+
+
 def test_a_chart_leaves_out_points_that_are_not_finite() -> None:
     svg = line_chart("loss", {"loss": [(0, 1.0), (1, float("nan")), (2, 3.0)], "empty": []})
     assert svg.count("<circle") == 2

@@ -42,6 +42,7 @@ FIGURES: tuple[tuple[str, tuple[tuple[str, str], ...], tuple[float, float] | Non
     ("Turns a sample", (("turns", "rollout/turns_mean"),), None),
     ("Entropy of the sampled tokens (nats)", (("entropy", "train/entropy"),), None),
     ("Gradient norm", (("before clipping", "train/grad_norm"),), None),
+    ("What the critic foresees of the returns", (("explained variance", "critic/explained_variance"),), None),
     (
         "Trainer against engine, |log-prob difference|",
         (("max", "mismatch/logprob_max"), ("mean", "mismatch/logprob_mean")),

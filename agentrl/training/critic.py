@@ -18,6 +18,7 @@ from agentrl.models import lora
 from agentrl.models.load import load_model
 from agentrl.recipe.schema import CriticSection, ModelSection, Recipe
 from agentrl.training.batch import Batch
+from agentrl.training.doubt import doubt
 from agentrl.training.forward import computed_in
 from agentrl.training.optimizer import Optimizer
 from agentrl.training.packing import Packed
@@ -52,14 +53,15 @@ class Critic:
 
     def values(self, batch: Batch) -> npt.NDArray[np.float32]:
         """Of the state before each sampled token, float32 [T], 0 elsewhere."""
-        return column(batch, self.recipe.train.micro_batch_tokens, self.ranks, self.forward)
+        told = batch.with_tokens(doubt=doubt(batch))
+        return column(batch, self.recipe.train.micro_batch_tokens, self.ranks, lambda packed: self._of(packed, told))
 
     def update(self, batch: Batch, rate: float) -> "CriticMeter":
         """One optimizer update at learning rate `rate` by this rank's share of it; returns what was measured.
 
         Token columns: `weight` (in the loss), `values` (when the step began) and `returns`.
         """
-        meter = CriticMeter()
+        meter, batch = CriticMeter(), batch.with_tokens(doubt=doubt(batch))
         for packed in passes(batch, self.recipe.train.micro_batch_tokens, self.ranks):
             with lora.dropping_out(self.model):
                 loss = self._loss(packed, batch, meter)
@@ -67,9 +69,13 @@ class Critic:
         meter.updated(self.optimizer.step(rate), rate)
         return meter
 
+    def _of(self, packed: Packed, batch: Batch) -> Tensor:
+        """The row's values, float32 [N]; `batch` has the column `doubt`."""
+        return self.forward(packed, at(batch, "doubt", packed, self.model.lm_head.weight.device))
+
     def _loss(self, packed: Packed, batch: Batch, meter: "CriticMeter") -> Tensor:
         """This micro-batch's share of the update's loss."""
-        values = self.forward(packed)
+        values = self._of(packed, batch)
         if packed is EMPTY:
             return values.sum()
         old, returns, weight = (at(batch, name, packed, values.device) for name in ("values", "returns", "weight"))

@@ -1,6 +1,7 @@
 """Values of a packed row: a policy's backbone with an output layer of one row, computed in the ways of forward.py.
 
-The value of a token is that of the state before it is sampled: it is read off the hidden state that predicts it.
+The value of a token is that of the state before it is sampled: it is read off the hidden state that predicts it, and
+off how sure the policy was of the tokens before it (doubt.py), which no hidden state says in a form that is soon found.
 """
 
 from types import SimpleNamespace
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from agentrl.training.doubt import COLUMNS
 from agentrl.training.fast import FastForward
 from agentrl.training.forward import Forward, ModuleForward, SequenceForward, choose, hidden_states
 from agentrl.training.packing import Packed
@@ -17,9 +19,10 @@ from agentrl.training.packing import Packed
 
 class ValueModel(nn.Module):
     """The backbone of a causal language model, and an output layer of one row, 0 at first. Its parts have the names of
-    a language model's, whose vocabulary is one number.
+    a language model's, whose vocabulary is one number; `doubt` is what the policy's doubts add to it.
 
-    lm_head is of the backbone's type and on its device. The language model that it is made from keeps its own head.
+    lm_head and doubt are of the backbone's type and on its device. The language model that it is made from keeps its
+    own head.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -29,8 +32,11 @@ class ValueModel(nn.Module):
         like = next(self.model.parameters())
         size = model.config.get_text_config().hidden_size
         self.lm_head = nn.Linear(size, 1, device=like.device, dtype=like.dtype)
-        nn.init.zeros_(self.lm_head.weight)
-        nn.init.zeros_(self.lm_head.bias)
+        self.doubt = nn.Linear(COLUMNS, 1, bias=False, device=like.device, dtype=like.dtype)
+        # Adam moves every weight alike: as much is to come of a step of these as of one of all hidden states' weights.
+        self.gain = size / COLUMNS
+        for parameter in (self.lm_head.weight, self.lm_head.bias, self.doubt.weight):
+            nn.init.zeros_(parameter)
 
     def forward(self, **inputs: Any) -> Any:
         """As a language model's: `logits` [B, L, 1]."""
@@ -40,14 +46,18 @@ class ValueModel(nn.Module):
         """Values of hidden states, in float32: [..., D] to [..., 1]."""
         return nn.functional.linear(states.float(), self.lm_head.weight.float(), self.lm_head.bias.float())
 
+    def of_doubt(self, doubt: Tensor) -> Tensor:
+        """What the policy's doubts [N, 2] add to the values, float32 [N]."""
+        return nn.functional.linear(doubt.float(), self.gain * self.doubt.weight.float())[:, 0]
+
 
 class ValueForward(Protocol):
     """A way to compute values, with gradients to the parameters of `model`."""
 
     model: ValueModel
 
-    def __call__(self, packed: Packed) -> Tensor:
-        """float32 [N], one for each of the row's predictions."""
+    def __call__(self, packed: Packed, doubt: Tensor) -> Tensor:
+        """float32 [N], one for each of the row's predictions. doubt: float32 [N, 2], as `doubt.py` has it."""
         ...
 
 
@@ -57,9 +67,9 @@ class FastValues:
     def __init__(self, model: ValueModel) -> None:
         self.model, self._forward = model, FastForward(model)
 
-    def __call__(self, packed: Packed) -> Tensor:
+    def __call__(self, packed: Packed, doubt: Tensor) -> Tensor:
         states, head = self._forward.states(packed)
-        return nn.functional.linear(states, head, self.model.lm_head.bias)[:, 0]
+        return nn.functional.linear(states, head, self.model.lm_head.bias)[:, 0] + self.model.of_doubt(doubt)
 
 
 class ModuleValues:
@@ -68,16 +78,17 @@ class ModuleValues:
     def __init__(self, model: ValueModel, compute: torch.dtype | None = None) -> None:
         self.model, self.compute = model, compute
 
-    def __call__(self, packed: Packed) -> Tensor:
+    def __call__(self, packed: Packed, doubt: Tensor) -> Tensor:
         backbone, device = self.model.model, self.model.lm_head.weight.device
         states = hidden_states(backbone, backbone, packed, device, self.compute)
-        return self.model.of(states.index_select(0, torch.from_numpy(packed.predict).to(device)))[:, 0]
+        read = self.model.of(states.index_select(0, torch.from_numpy(packed.predict).to(device)))[:, 0]
+        return read + self.model.of_doubt(doubt)
 
 
 class SequenceValues(SequenceForward):
     """By the module as it is, one sequence after another."""
 
-    def __call__(self, packed: Packed) -> Tensor:  # type: ignore[override]  # of a row it computes something else
+    def __call__(self, packed: Packed, doubt: Tensor) -> Tensor:  # type: ignore[override]  # computes something else
         device = next(self.model.parameters()).device
         values, first = [torch.zeros(0, device=device)], 0
         segments = [segment for segment in packed.segments if segment.predictions]
@@ -86,7 +97,7 @@ class SequenceValues(SequenceForward):
             own = slice(first, first + segment.predictions)
             values.append(self._logits(packed, segment, packed.predict[own])[:, 0])
             first += segment.predictions
-        return torch.cat(values) + nothing
+        return torch.cat(values) + nothing + self.model.of_doubt(doubt)  # type: ignore[operator]  # a ValueModel
 
 
 def value_forward(

@@ -157,6 +157,15 @@ def test_ctrl_c_is_130(monkeypatch):
     assert main.run(["check", RECIPE]) == 130
 
 
+def test_ctrl_c_before_the_first_step_says_what_it_cost(monkeypatch, capsys):
+    def interrupt(*_args, **_kwargs):
+        raise KeyboardInterrupt("interrupted before the first step: there is nothing to save")
+
+    monkeypatch.setattr("agentrl.training.run.train", interrupt)
+    assert main.run(["train", RECIPE]) == 130
+    assert capsys.readouterr().err == "interrupted before the first step: there is nothing to save\n"
+
+
 def test_a_bug_is_a_traceback(monkeypatch):
     def bug(*_args, **_kwargs):
         raise ZeroDivisionError

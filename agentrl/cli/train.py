@@ -15,10 +15,21 @@ def train_command(
     ] = None,
 ) -> None:
     """Train a model by reinforcement learning, as a recipe says."""
+    try:
+        interrupted = _train(list(arguments or []), resume)
+    except KeyboardInterrupt as interrupt:  # typer would drop what it says
+        if said := str(interrupt):
+            typer.echo(said, err=True)
+        interrupted = True
+    if interrupted:
+        raise typer.Exit(130)
+
+
+def _train(given: list[str], resume: str | None) -> bool:
+    """Returns whether it was interrupted. given: the recipe, where it is named, and overrides."""
     from agentrl.errors import UserError
     from agentrl.recipe.load import load_recipe, recipe_name
 
-    given = list(arguments or [])
     path = given.pop(0) if given and "=" not in given[0].split("/")[-1] else None
     if resume is not None:
         from agentrl.training.run_folder import RunFolder
@@ -34,5 +45,4 @@ def train_command(
         from agentrl.training.run import train
 
         result = train(recipe, name=recipe_name(path))
-    if result.interrupted:
-        raise typer.Exit(130)
+    return result.interrupted

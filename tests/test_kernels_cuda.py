@@ -17,7 +17,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 from agentrl.training import cuda_attention
 from agentrl.training.attention import bucketed
-from agentrl.training.cuda_attention import BLOCK, Row, block_mask, by_flash, by_flex, kernel_for, mask_of
+from agentrl.training.cuda_attention import BLOCK, Row, block_mask, by_flash, by_flex, kernel_for, mask_of, padded
 from agentrl.training.packing import Segment, forest, pack
 
 CPU = torch.device("cpu")
@@ -52,10 +52,10 @@ def test_blocks_are_those_of_the_mask(shape: list[tuple[int, list[int]]]) -> Non
     """Against torch's own way, which looks at every pair."""
     segments = segments_of(shape)
     tokens = max(s.end for s in segments)
-    padded = tokens + -tokens % BLOCK
+    length = padded(tokens)
     found = block_mask(segments, tokens, CPU)
     mask = mask_of(segments, tokens, CPU)
-    wanted = create_block_mask(mask, None, None, padded, padded, device="cpu", BLOCK_SIZE=BLOCK)
+    wanted = create_block_mask(mask, None, None, length, length, device="cpu", BLOCK_SIZE=BLOCK)
     for name in ("kv_num_blocks", "full_kv_num_blocks", "q_num_blocks", "full_q_num_blocks"):
         assert torch.equal(getattr(found, name), getattr(wanted, name)), name
     for name in ("kv", "full_kv", "q", "full_q"):

@@ -24,6 +24,8 @@ from agentrl.training.packing import Segment
 log = logging.getLogger(__name__)
 
 BLOCK = 128
+KINDS = 64
+"""Of tensors that flex_attention may be compiled for in one process."""
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.05, torch.float16: 0.01}  # of the largest value; TF32 is within it
 
 Kernel = Callable[[Tensor, Tensor, Tensor, "Row", float], Tensor]
@@ -78,7 +80,7 @@ def kernel_for(shared: bool, query: Tensor, key: Tensor) -> Kernel | None:
 
 def by_flex(query: Tensor, key: Tensor, value: Tensor, row: Row, scale: float) -> Tensor:
     """query [P, H, D], key and value [P, G, D] to [P, H, D], any forest (arXiv:2412.05496)."""
-    more = -len(query) % BLOCK
+    more = padded(len(query)) - len(query)
     q, k, v = (F.pad(x, (0, 0, 0, 0, 0, more)).transpose(0, 1)[None] for x in (query, key, value))
     same = query.shape[1] == key.shape[1]
     mixed: Any = _flex(query.device.type)(q, k, v, block_mask=row.mask, scale=scale, enable_gqa=not same)
@@ -99,13 +101,26 @@ def by_flash(query: Tensor, key: Tensor, value: Tensor, row: Row, scale: float) 
 
 @functools.cache
 def _flex(device: str) -> Any:
-    """Compiled where that pays; as it is, it makes all scores, which serves small tests alone."""
-    return torch.compile(flex_attention, dynamic=True) if device == "cuda" else flex_attention
+    """Compiled where that pays; as it is, it makes all scores, which serves small tests alone.
+
+    Each type and shape of heads is compiled by itself, with and without gradients, and torch gives up after eight: it
+    would go on uncompiled, which no GPU has the memory for. So it may compile more, and must not go on without.
+    """
+    if device != "cuda":
+        return flex_attention
+    settings: Any = torch._dynamo.config
+    settings.recompile_limit = max(settings.recompile_limit, KINDS)
+    return torch.compile(flex_attention, dynamic=True, fullgraph=True)
 
 
-def bounds(segments: Sequence[Segment], tokens: int, padded: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """For each token, int32 [padded]: where its segment begins, and where its prefix begins and ends."""
-    start, prefix_start, prefix_end = (np.zeros(padded, np.int32) for _ in range(3))
+def padded(tokens: int) -> int:
+    """Whole blocks that hold so many tokens. Two at least: a row of one would be compiled by itself."""
+    return max(2, -(-tokens // BLOCK)) * BLOCK
+
+
+def bounds(segments: Sequence[Segment], tokens: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """For each token, int32 [padded(tokens)]: where its segment begins, and where its prefix begins and ends."""
+    start, prefix_start, prefix_end = (np.zeros(padded(tokens), np.int32) for _ in range(3))
     start[tokens:] = tokens
     for s in segments:
         start[s.start : s.end] = s.start
@@ -115,8 +130,7 @@ def bounds(segments: Sequence[Segment], tokens: int, padded: int) -> tuple[np.nd
 
 def mask_of(segments: Sequence[Segment], tokens: int, device: torch.device) -> Callable[..., Tensor]:
     """The mask as flex_attention wants it: whether a query sees a key."""
-    columns = bounds(segments, tokens, tokens + -tokens % BLOCK)
-    start, prefix_start, prefix_end = (torch.from_numpy(column).to(device) for column in columns)
+    start, prefix_start, prefix_end = (torch.from_numpy(column).to(device) for column in bounds(segments, tokens))
 
     def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         own = (key >= start[query]) & (key <= query)
@@ -127,7 +141,6 @@ def mask_of(segments: Sequence[Segment], tokens: int, device: torch.device) -> C
 
 def block_mask(segments: Sequence[Segment], tokens: int, device: torch.device) -> BlockMask:
     """Which blocks hold anything to see, and which nothing else: counted from the segments, without a P x P mask."""
-    padded = tokens + -tokens % BLOCK
     pairs = visible(segments, tokens)
     whole = pairs == BLOCK * BLOCK
     some = (pairs > 0) & ~whole
@@ -139,13 +152,13 @@ def block_mask(segments: Sequence[Segment], tokens: int, device: torch.device) -
         whole_ones,
         BLOCK_SIZE=BLOCK,
         mask_mod=mask_of(segments, tokens, device),
-        seq_lengths=(padded, padded),
+        seq_lengths=(padded(tokens), padded(tokens)),
     )
 
 
 def visible(segments: Sequence[Segment], tokens: int) -> np.ndarray:
     """How many pairs of a query and a key that it sees each pair of blocks holds: int64 [blocks, blocks]."""
-    blocks = -(-tokens // BLOCK)
+    blocks = padded(tokens) // BLOCK
     pairs = np.zeros((blocks, blocks), np.int64)
     for s in (*segments, Segment(tokens, blocks * BLOCK)):
         first, own = _overlap(s.start, s.end)
@@ -192,15 +205,14 @@ def _difference(kernel: Kernel, device: torch.device, dtype: torch.dtype, heads:
     given = torch.Generator(device).manual_seed(0)
     own_hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)  # not those of a layer around us
     with torch.enable_grad(), torch.autocast(device.type, enabled=False), own_hooks:
-        leaves = [
-            torch.randn(300, n, size, generator=given, device=device, dtype=dtype, requires_grad=True)
-            for n in (heads, groups, groups)
-        ]
+        joined = (300, heads + 2 * groups, size)  # as a layer makes them: views of one tensor
+        leaf = torch.randn(joined, generator=given, device=device, dtype=dtype, requires_grad=True)
         weight = torch.randn(300, heads * size, generator=given, device=device, dtype=dtype)
-        query, key, value = leaves
+        parts = [heads, groups, groups]
+        query, key, value = leaf.split(parts, 1)
         outputs = (
             kernel(query, key, value, row, size**-0.5).flatten(1),
             row.buckets.attend(query, key, value, size**-0.5),
         )
-        found, wanted = ([out.detach(), *torch.autograd.grad(out, leaves, weight)] for out in outputs)
+        found, wanted = ([out.detach(), *torch.autograd.grad(out, leaf, weight)[0].split(parts, 1)] for out in outputs)
     return max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(found, wanted, strict=True))

@@ -120,7 +120,7 @@ class ModuleRunner(CachedRunner):
             **kept,
         )
         where = where if self._keep else lengths - 1
-        logits: Tensor = out.logits[torch.arange(len(rows)), self._tensor(where)].float()
+        logits: Tensor = out.logits[torch.arange(len(rows), device=self.device), self._tensor(where)].float()
         return logits
 
     def _masks(self, positions: Ints, width: int) -> Any:

@@ -76,5 +76,6 @@ class RecomputeRunner:
         with evaluating(self.model):
             logits = self.model(input_ids=ids, use_cache=False, **kept).logits
             where = where if self._keep else lengths - 1
-            picked: Tensor = logits[torch.arange(len(slots)), torch.from_numpy(where).to(self.device)].float()
+            rows = torch.arange(len(slots), device=self.device)
+            picked: Tensor = logits[rows, torch.from_numpy(where).to(self.device)].float()
         return picked

@@ -91,6 +91,10 @@ def test_what_was_evaluated_once_shows_no_way_that_it_went(tmp_path: Path) -> No
     assert first < page.index("large, held out")  # as they were evaluated
 
 
+def test_a_run_that_was_stopped_in_its_first_evaluation_has_a_page_too(tmp_path: Path) -> None:
+    assert "<p>0 steps</p>" in write_report(tmp_path, "job-001").read_text()
+
+
 def test_reasons_that_never_occurred_are_not_drawn(tmp_path: Path) -> None:
     page = write_report(run_folder(tmp_path), "job-001").read_text()
     assert "</i>stop <b>8</b>" in page

@@ -150,7 +150,10 @@ def test_a_folder_without_a_checkpoint_is_not_resumed(whole: TrainResult, tmp_pa
 def test_a_damaged_checkpoint_is_refused_with_one_line(stopped: TrainResult, tmp_path: Path) -> None:
     folder = copied(stopped, tmp_path / "run")
     (folder / "checkpoints" / "step_3" / "trainer" / "actor" / ".metadata").write_bytes(b"not a checkpoint")
-    with pytest.raises(UserError, match="the trainer's state cannot be restored"):
+    (folder / "checkpoints" / "step_1").mkdir()
+    with pytest.raises(
+        UserError, match=r"the trainer's state cannot be restored.*; to go on from step 1, move .*step_3 "
+    ):
         resume_run(str(folder))
 
 

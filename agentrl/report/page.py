@@ -53,8 +53,9 @@ FIGURES: tuple[tuple[str, tuple[tuple[str, str], ...], tuple[float, float] | Non
 
 
 def write_report(folder: Path, title: str) -> Path:
-    """From `metrics.jsonl` and `trajectories/` of a run folder; returns the page's path."""
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    """From `metrics.jsonl` and `trajectories/` of a run folder, as far as they are there; returns the page's path."""
+    metrics = folder / "metrics.jsonl"  # absent where the first evaluation was cut short
+    rows = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
     page = folder / "report.html"
     page.write_text(render(title, rows, _evaluations(folder)), encoding="utf-8")
     return page

@@ -122,6 +122,10 @@ def _run(start: Start) -> TrainResult:
             loop = set_up(start)
         except Interrupted:
             raise KeyboardInterrupt("interrupted before the first step: there is nothing to save") from None
+        except UserError as error:
+            if start.saved is None or str(start.saved.path) not in str(error):
+                raise
+            raise UserError(f"{error}{_one_before(start.saved)}") from error
         interrupted = _play(loop)
     return _finish(loop, interrupted, monotonic() - began)
 
@@ -163,6 +167,13 @@ def _last_saved(loop: Loop) -> str:
     return f"step {last.step} is saved, go on with --resume {loop.folder.path}"
 
 
+def _one_before(saved: Saved) -> str:
+    """What there is to go on from where `saved` cannot be read."""
+    names = (path.name.removeprefix("step_") for path in saved.path.parent.glob("step_*"))
+    older = [int(name) for name in names if name.isdecimal() and int(name) < saved.step]
+    return f"; to go on from step {max(older)}, move {saved.path} away" if older else ""
+
+
 def _last_checkpoint(recipe: Recipe, resumed: RunFolder, again: bool) -> Saved | None:
     saved = Checkpoints(resumed.checkpoints, recipe.train.keep).latest()
     if saved is None and again:
@@ -178,7 +189,10 @@ def _finish(loop: Loop, interrupted: bool, seconds: float) -> TrainResult:
     folder, display = loop.folder.path, loop.display
     last = Checkpoints(loop.folder.checkpoints, loop.recipe.train.keep).latest()
     assert last is not None  # the loop saves before it returns
-    write_report(folder, folder.name)
+    try:
+        write_report(folder, folder.name)
+    except OSError as error:  # a full disk: what was learned is saved
+        display.note(f"report.html could not be written: {error.strerror}")
     if interrupted:
         done = loop.step >= loop.recipe.train.steps
         then = "every step is done" if done else f"go on with: agentrl train --resume {folder}"

@@ -16,9 +16,10 @@ def lacking(recipe: Recipe) -> list[str]:
     that the engine does not take."""
     check_engine(recipe.engine)
     engine = load("engines", recipe.engine.name)
+    computes_here = not recipe.cluster.used or recipe.engine.name == "local"
     missing = getattr(engine, "missing", None)
     return [
-        *_said(lambda: find_device(recipe.model.device)),
+        *(_said(lambda: find_device(recipe.model.device)) if computes_here else []),
         *_said(lambda: resolve(recipe.model.path)),
         *_critic(recipe),
         *(_cluster(recipe) if recipe.cluster.used else []),

@@ -1,6 +1,6 @@
 """Training tokens per second of the packed forest on a CUDA device, beside a padded batch and packing without sharing.
 
-    python benchmarks/gpu/packing.py [--model Qwen/Qwen3-0.6B] [--rounds 3] [--budget 32768]
+    python benchmarks/gpu/packing.py [--model Qwen/Qwen3-0.6B] [--rounds 3] [--budget 16384]
 
 As `benchmarks/packing.py`, whose sides and tokens these are, in bfloat16 with longer sequences; without --model the
 model is a Qwen3 of 0.6 billion random weights. All sides run through the Hugging Face module (padded: sdpa with a mask;
@@ -20,14 +20,27 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
+sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parent.parent))  # first: it has a file of this one's name
 
 import packing
+from need import need
 
 from agentrl.training.cuda_attention import kernel_for
 from agentrl.training.forward import ModuleForward
 
+NAME = "packing on a GPU"
 LENGTHS = ((1024, 1024), (2048, 512), (4096, 256))
+BUDGET, LONGEST = 32_768, 6144
+"""Computed tokens of a micro-batch: at most, and at least, so that one sequence fits."""
+
+
+def budget_for(model: Any) -> int:
+    """What half of the free memory holds of the padded side, which keeps a row of logits for every other token."""
+    config = model.config.get_text_config()
+    layer = 16 * config.hidden_size + 4 * config.intermediate_size
+    token = 2 * layer * config.num_hidden_layers + 7 * config.vocab_size
+    return max(LONGEST, min(BUDGET, torch.cuda.mem_get_info()[0] // 2 // token // 1024 * 1024))
 
 
 def make_model(name: str | None) -> Any:
@@ -62,15 +75,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="a folder or hub name; by default random weights")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--budget", type=int, default=32_768, help="computed tokens of a micro-batch")
+    parser.add_argument("--budget", type=int, default=0, help="computed tokens of a micro-batch; 0: by the memory")
     parser.add_argument("--groups", type=int, default=2)
     options = parser.parse_args()
-    if not torch.cuda.is_available():
-        raise SystemExit("this benchmark wants a CUDA device; on a CPU run benchmarks/packing.py")
+    need(NAME, sglang=False)
     warnings.filterwarnings("ignore")
     model = make_model(options.model)
     forward = ModuleForward(model)
-    print(f"{torch.cuda.get_device_name()}; {kernels(model)}")
+    options.budget = options.budget or budget_for(model)
+    print(f"{torch.cuda.get_device_name()}; {kernels(model)}; micro-batches of {options.budget:,} tokens")
     print("prompt:answer  group  lengths    padded  unshared    packed  |  times padded  times unshared  peak GiB")
     for prompt, answer in LENGTHS:
         for samples in packing.GROUPS:

@@ -29,8 +29,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("overrides", nargs="*", help="KEY=VALUE of the recipe")
     options = parser.parse_args(arguments)
     need(NAME)
-    import torch
-
     import agentrl
     from agentrl.recipe.schema import Recipe
 
@@ -42,7 +40,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for key in sorted({key for row in rows for key in row if key.startswith(SHOWN)}):
         found = [row[key] for row in rows if key in row]
         print(f"{key:32} {sum(found) / len(found):12.4g}")
-    print(f"{'peak memory of this process':32} {torch.cuda.max_memory_allocated() / 1e9:12.4g} GB")
 
 
 if __name__ == "__main__":

@@ -34,6 +34,8 @@ SHAPES: dict[str, dict[str, int]] = {  # of Qwen2.5, by the names of its configu
            "num_key_value_heads": 4},
 }  # fmt: skip
 WARM_UP = 2
+MICRO_BATCH = 16384
+FILLED = 0.8  # of a GPU's memory
 
 
 def make_model(shape: str, folder: Path) -> str:
@@ -66,9 +68,11 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         str(Path(__file__).parents[2] / "recipes" / "gsm8k_tool.yaml"),
         [
             f"model.path={model}", "model.dtype=bfloat16", f"cluster.gpus={options.gpus}", "train.lr=1e-6",
-            f"train.micro_batch_tokens={options.micro_batch}", *options.overrides,
+            f"train.micro_batch_tokens={options.micro_batch or MICRO_BATCH}", *options.overrides,
         ],
     )  # fmt: skip
+    if not options.micro_batch:
+        recipe = fitting(recipe)
     shape, plan = read_shape(recipe.model), plan_memory(recipe)
     assert shape is not None
     assert plan is not None
@@ -85,10 +89,24 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         work = place.work["actor"]
         need, memory = Need.of(batch), place.measure()
     return {
-        "gpus": options.gpus, "parameters": plan.parameters, "packed_tokens": need.tokens, "seconds": middle,
+        "gpus": options.gpus, "parameters": plan.parameters, "micro_batch_tokens": recipe.train.micro_batch_tokens,
+        "packed_tokens": need.tokens, "seconds": middle,
         "tokens_per_s": need.tokens / middle, "tokens_per_s_gpu": need.tokens / middle / options.gpus,
         **utilisation(work.cost.update(need), middle, work.peak), **memory, "planned_gb": plan.device / 1e9,
     }  # fmt: skip
+
+
+def fitting(recipe: Any) -> Any:
+    """With micro-batches that leave a share of the smallest GPU free, by the plan that `agentrl check` shows."""
+    import torch
+
+    from agentrl.models.memory import plan_memory
+
+    room = min(torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count()))
+    while (plan := plan_memory(recipe)) and plan.device > FILLED * room and recipe.train.micro_batch_tokens > 2048:
+        fewer = recipe.train.model_copy(update={"micro_batch_tokens": recipe.train.micro_batch_tokens // 2})
+        recipe = recipe.model_copy(update={"train": fewer})
+    return recipe
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -96,7 +114,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--gpus", type=int, default=0, help="0: all that are here")
     parser.add_argument("--model", help="a folder or hub name, instead of --shape")
     parser.add_argument("--shape", choices=SHAPES, default="1.5B")
-    parser.add_argument("--micro-batch", type=int, default=16384, help="packed tokens")
+    parser.add_argument("--micro-batch", type=int, default=0, help=f"packed tokens; 0: up to {MICRO_BATCH}, what fits")
     parser.add_argument("--groups", type=int, default=8, help="of 8 samples, a GPU")
     parser.add_argument("--prompt", type=int, default=512)
     parser.add_argument("--answer", type=int, default=1024)

@@ -113,14 +113,11 @@ class SequenceParallelValues(ModuleValues):
         super().__init__(model)
         self._sharing = _Sharing(model.model, model.model, group)
 
-    def __call__(self, packed: Packed, *told: Tensor) -> Tensor:
-        """told: what a value model is told of the predictions besides, [N, ...] each."""
-        model: Any = self.model
-        device = model.lm_head.weight.device
+    def __call__(self, packed: Packed, doubt: Tensor) -> Tensor:
+        device = self.model.lm_head.weight.device
         states, own = self._sharing.states(packed, device)
-        values = model.of(states)[:, 0]
-        for each in told:
-            values = values + model.of_doubt(each[torch.from_numpy(own).to(device)])
+        mine = doubt[torch.from_numpy(own).to(device)]  # of others' tokens they have the gradient
+        values = self.model.of(states)[:, 0] + self.model.of_doubt(mine)
         return self._sharing.gathered(values[None], own, len(packed.predict))[0]
 
 

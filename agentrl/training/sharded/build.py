@@ -16,6 +16,7 @@ from agentrl.models.lora import add_adapter
 from agentrl.models.streamed import stream_model
 from agentrl.recipe.schema import ModelSection, Recipe
 from agentrl.training.critic import critic_model
+from agentrl.training.doubt import COLUMNS
 from agentrl.training.forward import ModuleForward, SequenceForward, local_attention, probe_of
 from agentrl.training.ranks import Peers
 from agentrl.training.sequence_parallel import SequenceParallelForward, SequenceParallelValues
@@ -62,8 +63,8 @@ def build_critic(recipe: Recipe, place: Place) -> Sharded:
         fast = partial(ModuleValues, model) if group is None else partial(SequenceParallelValues, model, group)
         slow = SequenceValues(model, most=Peers(device=place.device).most)
         probe = probe_of(backbone)
-        told = [torch.zeros(len(probe.predict), 2, device=place.device)] if hasattr(model, "of_doubt") else []
-        return _ways(backbone, fast, slow, (probe, *told), partial(_telling_apart, model))
+        doubt = torch.zeros(len(probe.predict), COLUMNS, device=place.device)
+        return _ways(backbone, fast, slow, (probe, doubt), partial(_telling_apart, model))
 
     built = build(Role(lambda: ValueModel(_skeleton(section)), load, ways), recipe, place)
     return _shared(recipe, place, built)

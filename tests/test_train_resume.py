@@ -19,7 +19,7 @@ STEPS = 6
 
 
 def job(output: Path, **changes: Any) -> Recipe:
-    """What a resumed run could get wrong is all in it: warm-up, decay, several updates a step, a reference in the reward."""
+    """What a resumed run could get wrong is all in it: warm-up, decay, several updates a step, a KL in the reward."""
     return small(
         output,
         **{

@@ -14,8 +14,8 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
     """One step's numbers.
 
     `rollout/tokens` sampled, `rollout/turns_mean`, `rollout/prompt_tokens_mean` a valid trajectory; `rollout/failed`
-    and `rollout/failed/<boundary>` samples left out, `rollout/retried` attempts; `groups/<contrast>` counts of groups whose
-    rewards are varied, equal or few (how many samples an update computed is `train/samples`);
+    and `rollout/failed/<boundary>` samples left out, `rollout/retried` attempts; `groups/<contrast>` counts of groups
+    whose rewards are varied, equal or few (how many samples an update computed is `train/samples`);
     `stop/<reason>` counts; `tool/<name>/calls`, `/errors` and `/cut` (answers that were too long) counts, `/seconds` a
     mean a call, a tool's own metrics means over the calls that have them;
     `reward/<part>` means over the valid trajectories (0 where a part is missing), before `rewards.weights`;

@@ -10,6 +10,7 @@ import textwrap
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import aiohttp
 import pytest
@@ -61,7 +62,7 @@ def alive(pid: int) -> bool:
         return False
 
 
-def until(done: Callable[[], bool], seconds: float = 30.0) -> None:
+def until(done: Callable[[], bool], seconds: float = 120.0) -> None:
     end = time.monotonic() + seconds
     while not done():
         assert time.monotonic() < end, "it did not come to pass"
@@ -145,14 +146,18 @@ async def test_a_server_that_ends_says_why(tmp_path: Path) -> None:
         await started(plan(sys.executable, str(program)), tmp_path / "log")
 
 
-async def test_a_server_that_never_serves_is_ended(tmp_path: Path) -> None:
+async def test_a_server_that_never_serves_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time is up once it is loading."""
+    log = tmp_path / "log"
+    clock = SimpleNamespace(monotonic=lambda: 3.0 if log.exists() and "\nloading" in log.read_text() else 0.0)
+    monkeypatch.setattr("agentrl.engine.sglang.server.time", clock)
     program, ids = tmp_path / "slow.py", tmp_path / "ids"
     program.write_text(
         "import os, sys, time; open(sys.argv[1], 'w').write(f'{os.getpid()} 1'); print('loading', flush=True);"
         "time.sleep(1000)"
     )
     with pytest.raises(UserError, match=r"within 2 seconds \(engine.args.start_timeout\); its last line: loading"):
-        await started(plan(sys.executable, str(program), str(ids)), tmp_path / "log", 2.0)
+        await started(plan(sys.executable, str(program), str(ids)), log, 2.0)
     until(lambda: not alive(pids(ids)[0]))
 
 

@@ -125,7 +125,7 @@ async def test_a_request_waits_while_its_server_is_paused(channel: WeightChannel
     check_answer(await waiting, [(model, 0, 16)])
 
 
-@pytest.mark.parametrize("tags", [("kv_cache",), ("weights",), ("weights", "kv_cache")])
+@pytest.mark.parametrize("tags", [("kv_cache",), ("weights", "kv_cache")])
 async def test_servers_sleep_while_the_trainer_works(
     tags: tuple[str, ...], channel: WeightChannel, session, sglang_url
 ):

@@ -36,12 +36,11 @@ class FromDistributed:
     ) -> Failures:
         failures: Failures = {}
         opened = await each(servers, WeightServer.begin, failures)
-        innocent = await self._attempt(opened, weights, failures, flush)
-        if innocent and getattr(weights, "repeatable", False):
-            left = await self._attempt(innocent, weights, failures, flush)
-            failures |= dict.fromkeys((s.url for s in left), self._broke)
-        else:
-            failures |= dict.fromkeys((s.url for s in innocent), self._broke)
+        innocent, before = await self._attempt(opened, weights, failures, flush), len(opened) + 1
+        while innocent and len(innocent) < before and getattr(weights, "repeatable", False):
+            before = len(innocent)  # who broke it may be known only once another group does not form
+            innocent = await self._attempt(innocent, weights, failures, flush)
+        failures |= dict.fromkeys((s.url for s in innocent), self._broke)
         await each([s for s in opened if s.url not in failures], WeightServer.end, failures)
         return failures
 

@@ -149,6 +149,17 @@ def test_help_names_every_command(capsys):
     assert "train" in capsys.readouterr().out
 
 
+def test_modules_of_the_folder_can_be_named(monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("HF_HUB_VERBOSITY", "error")  # which main would set for good
+    (tmp_path / "beside_the_recipe.py").write_text("def tools(): ...")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [place for place in sys.path if place])
+    monkeypatch.setattr(sys, "argv", ["agentrl", "check", RECIPE, "tools=[beside_the_recipe:tool]"])
+    with pytest.raises(SystemExit, match="2"):
+        main.main()
+    assert "has no 'tool'; did you mean 'tools'?" in capsys.readouterr().err
+
+
 def test_ctrl_c_is_130(monkeypatch):
     def interrupt(*_args, **_kwargs):
         raise KeyboardInterrupt

@@ -80,6 +80,8 @@ def run(arguments: Sequence[str]) -> int:
 
 def main() -> None:
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # a hub that is away is told in one line, not in every try's
+    if (here := os.getcwd()) not in sys.path:
+        sys.path.append(here)  # so that a recipe may name `my_module:thing` of a file beside it, as `python -m` would
     code = run(sys.argv[1:])
     if code == INTERRUPTED:  # everything is closed by now but a tool's thread that hangs, and exit() would wait for it
         sys.stdout.flush()

@@ -28,7 +28,7 @@ def run(words: list[str]) -> int:
     assert {"--rm", "--init", "--name"} <= given.keys(), "nobody could end it, or reap its children"
     assert given["--network"] == "host"
     box = ["bwrap", "--unshare-pid", "--unshare-ipc", "--die-with-parent", "--dev", "/dev", "--proc", "/proc"]
-    box += ["--tmpfs", "/tmp", "--clearenv", "--setenv", "PATH", os.environ["PATH"]]
+    box += ["--ro-bind", "/sys", "/sys", "--tmpfs", "/tmp", "--clearenv", "--setenv", "PATH", os.environ["PATH"]]
     for place in filter(os.path.exists, PROGRAMS):
         box += ["--ro-bind", place, place]
     for volume in (value for name, value in options if name == "--volume"):

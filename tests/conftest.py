@@ -12,6 +12,13 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background jo
 VENV = "AGENTRL_SGLANG_VENV"
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """With `-n`, a file's tests stay in one process, for what they share; and so do all that use the one server."""
+    for item in items:
+        shares = "sglang_url" in getattr(item, "fixturenames", ())
+        item.add_marker(pytest.mark.xdist_group("sglang" if shares else item.path.stem))
+
+
 @pytest.fixture(scope="session")
 def sglang_venv() -> str:
     """The virtual environment of the real server; skips where there is none."""

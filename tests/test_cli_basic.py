@@ -101,7 +101,8 @@ def test_check_renders_the_first_prompt_without_a_model(capsys, model_folder):
     assert re.search(r"^\(\d{3} tokens; rollout.max_tokens is 512", prompt, re.M)
 
 
-def test_check_shows_the_messages_where_there_is_no_tokenizer(capsys):
+def test_check_shows_the_messages_where_there_is_no_tokenizer(capsys, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # else the hub is tried for half a minute
     assert main.run(["check", RECIPE, "model.path=agentrl-tests/nowhere"]) == 0
     prompt = capsys.readouterr().out.partition("first prompt (task train-0)\n")[2]
     assert prompt.startswith("user: ")

@@ -22,6 +22,7 @@ from agentrl.models import lora
 from agentrl.recipe.schema import LoraSection
 from agentrl.training import flops
 from agentrl.training.batch import Batch
+from agentrl.training.doubt import COLUMNS
 from agentrl.training.flops import Cost, Need, Work, costs, known_peak, peak_flops, utilisation
 from agentrl.training.packing import micro_batches
 from agentrl.training.peaks import Peaks
@@ -381,7 +382,7 @@ def test_each_role_costs_what_its_own_model_is(tmp_path: Path) -> None:
     assert list(found) == ["actor", "reference", "critic"]
     assert (found["reference"].body, found["reference"].head) == (whole.body, whole.head)
     assert found["actor"].body == whole.body + found["actor"].trained_body
-    assert found["critic"].body == found["critic"].trained_body == whole.body // 2
+    assert found["critic"].body == found["critic"].trained_body == whole.body // 2 + COLUMNS
     assert found["critic"].head == found["critic"].trained_head == 32
 
 

@@ -95,20 +95,24 @@ async def test_stop_ends_the_whole_group(tmp_path: Path) -> None:
 
 
 NAMED = """
-import multiprocessing, os, pathlib, sys, time
+import mmap, multiprocessing, os, pathlib, sys, time
 from multiprocessing.shared_memory import SharedMemory
 if __name__ == "__main__":
     context = multiprocessing.get_context("spawn")
     lock, memory = context.Lock(), SharedMemory(create=True, size=64)
     context.Process(target=time.sleep, args=(1000,), daemon=True).start()
-    pathlib.Path(sys.argv[1] + ".names").write_text(f"sem.{lock._semlock.name[1:]} {memory.name}")
+    loads = f"sglang_loads_{os.getpid()}.shm"
+    with open(f"/dev/shm/{loads}", "w+b") as file:
+        file.truncate(4096)
+        mapped = mmap.mmap(file.fileno(), 4096)
+    pathlib.Path(sys.argv[1] + ".names").write_text(f"sem.{lock._semlock.name[1:]} {memory.name} {loads}")
     exec(open(sys.argv[2]).read())
 """
 
 
 @pytest.mark.parametrize("how", ["stop", "kill"])
 async def test_what_it_named_in_shared_memory_is_gone_with_it(tmp_path: Path, how: str) -> None:
-    """Python's tracker removes that, where it is not killed as well."""
+    """Python's tracker removes what it knows of, where it is not killed as well; the keeper what SGLang leaves."""
     _, ids = fake(tmp_path)
     (tmp_path / "named.py").write_text(NAMED)
     words = (sys.executable, str(tmp_path / "named.py"), str(ids), str(tmp_path / "fake.py"))

@@ -8,6 +8,7 @@ before it closes: end at once.
 """
 
 import os
+import re
 import select
 import shlex
 import signal
@@ -15,10 +16,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 
 POLL_SECONDS = 0.5
+LOOK_POLLS = 20
 TIDY_SECONDS = 5.0
 REMOVAL_SECONDS = 30.0
+_SHARED = re.compile(rb" (/dev/shm/sgl(?:ang_loads|_shm)_\S+)$", re.M)
+"""Memory that SGLang shares among its processes and leaves behind where they are killed, as it ends its own."""
 _TRACKER = b"multiprocessing.resource_tracker"
 """Once the others are gone it removes the semaphores and the shared memory that they named, and ends."""
 
@@ -30,8 +35,13 @@ def main() -> int:
         signal.signal(number, signal.SIG_IGN)  # they are for the server; this process ends after it
     server = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=_default_signals)
     told: bytes | None = None
+    polls, shared = 0, set[bytes]()
     while server.poll() is None and os.getppid() == parent and told is None:
         told = _told(POLL_SECONDS)
+        polls += 1
+        if polls % LOOK_POLLS == 0:  # one that crashes cannot be asked
+            shared |= _shared()
+    shared |= _shared()
     if removal:
         _remove(removal)
     if server.poll() is None and grace and not told:
@@ -41,6 +51,9 @@ def main() -> int:
             time.sleep(0.05)
     print(f"the server ended with exit code {server.poll()}", file=sys.stderr, flush=True)
     _kill_others()
+    for path in shared:
+        with suppress(OSError):
+            os.unlink(path)
     os.killpg(0, signal.SIGKILL)  # also itself
     return 0
 
@@ -74,6 +87,15 @@ def _others() -> Iterator[tuple[int, bool]]:
                 yield int(name), _TRACKER in _read(name, "cmdline")
         except OSError:
             continue  # ended meanwhile
+
+
+def _shared() -> set[bytes]:
+    """Files of shared memory that processes of the group have open."""
+    found: set[bytes] = set()
+    for pid, _ in _others():
+        with suppress(OSError):
+            found.update(_SHARED.findall(_read(str(pid), "maps")))
+    return found
 
 
 def _read(pid: str, name: str) -> bytes:

@@ -10,13 +10,24 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background jo
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 VENV = "AGENTRL_SGLANG_VENV"
+LONGEST = (
+    "test_cluster_train_faults", "sglang", "test_sglang_server", "test_cluster_train_equal", "test_cluster_faults",
+    "test_cluster_train_run", "test_train_resume", "test_sharded", "test_cluster_nodes", "test_new",
+)  # fmt: skip
+"""What takes long comes first where processes share the tests, so that they end at about the same time."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """With `-n`, a file's tests stay in one process, for what they share; and so do all that use the one server."""
     for item in items:
-        shares = "sglang_url" in getattr(item, "fixturenames", ())
-        item.add_marker(pytest.mark.xdist_group("sglang" if shares else item.path.stem))
+        item.add_marker(pytest.mark.xdist_group(_group(item)))
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        order = {name: place for place, name in enumerate(LONGEST)}
+        items.sort(key=lambda item: order.get(_group(item), len(order)))
+
+
+def _group(item: pytest.Item) -> str:
+    return "sglang" if "sglang_url" in getattr(item, "fixturenames", ()) else item.path.stem
 
 
 @pytest.fixture(scope="session")

@@ -19,7 +19,15 @@ from agentrl import InfrastructureError, UserError
 
 pytestmark = pytest.mark.skipif(shutil.which("bwrap") is None, reason="needs bubblewrap (apt-get install bubblewrap)")
 
-PORT = 49999  # the SDK's own
+
+@pytest.fixture(autouse=True)
+def port(monkeypatch: pytest.MonkeyPatch) -> int:
+    """One that is free, in place of the SDK's own, which other processes of this machine may be given."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        number: int = found.getsockname()[1]
+    monkeypatch.setattr("e2b_code_interpreter.code_interpreter_async.JUPYTER_PORT", number)
+    return number
 
 
 class Service:
@@ -93,16 +101,13 @@ class Service:
 
 
 @pytest.fixture
-async def service(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Service]:
+async def service(port: int, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Service]:
     monkeypatch.setenv("E2B_DEBUG", "true")
     monkeypatch.setattr(backend, "_PAUSE", 0.01)
-    with socket.socket() as probe:
-        if probe.connect_ex(("127.0.0.1", PORT)) == 0:
-            pytest.skip(f"port {PORT}, which the SDK's debug mode uses, is taken")
     service = Service()
     runner = web.AppRunner(service.application(), handler_cancellation=True)
     await runner.setup()
-    await web.TCPSite(runner, "localhost", PORT).start()
+    await web.TCPSite(runner, "localhost", port).start()
     yield service
     await runner.cleanup()
     await service.sandbox.close()

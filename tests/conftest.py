@@ -11,23 +11,17 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background jo
 
 VENV = "AGENTRL_SGLANG_VENV"
 LONGEST = (
-    "test_cluster_train_faults", "sglang", "test_sglang_server", "test_cluster_train_equal", "test_cluster_faults",
-    "test_cluster_train_run", "test_train_resume", "test_sharded", "test_cluster_nodes", "test_new",
+    "test_cluster_train_faults", "test_sglang_server", "test_cluster_train_equal", "test_sglang_lora",
+    "test_cluster_faults", "test_sglang_exact", "test_cluster_train_run", "test_train_resume", "test_sharded",
+    "test_cluster_nodes", "test_new",
 )  # fmt: skip
 """What takes long comes first where processes share the tests, so that they end at about the same time."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """With `-n`, a file's tests stay in one process, for what they share; and so do all that use the one server."""
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group(_group(item)))
     if "PYTEST_XDIST_WORKER" in os.environ:
         order = {name: place for place, name in enumerate(LONGEST)}
-        items.sort(key=lambda item: order.get(_group(item), len(order)))
-
-
-def _group(item: pytest.Item) -> str:
-    return "sglang" if "sglang_url" in getattr(item, "fixturenames", ()) else item.path.stem
+        items.sort(key=lambda item: order.get(item.path.stem, len(order)))
 
 
 @pytest.fixture(scope="session")

@@ -4,6 +4,7 @@ import asyncio
 import os
 import sqlite3
 import threading
+import time
 from pathlib import Path
 
 _WAIT = 30.0  # seconds for another process that writes
@@ -41,7 +42,7 @@ class ReplyCache:
         if self._open is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._open = sqlite3.connect(self.path, timeout=_WAIT, check_same_thread=False)
-            self._open.execute("PRAGMA journal_mode=WAL")
+            _keep_a_journal(self._open)
             self._open.execute("PRAGMA synchronous=NORMAL")
             with self._open:
                 self._open.execute("CREATE TABLE IF NOT EXISTS replies (key TEXT PRIMARY KEY, reply TEXT NOT NULL)")
@@ -57,3 +58,16 @@ class ReplyCache:
             if self._open is not None:
                 self._open.close()
                 self._open = None
+
+
+def _keep_a_journal(connection: sqlite3.Connection) -> None:
+    """Another process may be about to do the same, and sqlite does not wait for that by itself."""
+    until = time.monotonic() + _WAIT
+    while True:
+        try:
+            connection.execute("PRAGMA journal_mode=WAL")
+            return
+        except sqlite3.OperationalError as error:
+            if "locked" not in str(error) or time.monotonic() > until:
+                raise
+            time.sleep(0.01)

@@ -226,7 +226,8 @@ class WorkerGroup:
             cause = faults.cause(error) if Session.reachable() else "Ray itself has ended on the controller's machine"
             raise self._end(faults.died(self._witnesses[rank], self._running(rank) or method, cause)) from None
         self._answered = time.monotonic()
-        self._open.pop(ready[0], None)
+        with self._sending:
+            self._open.pop(ready[0], None)
         return rank, answer
 
     def _running(self, rank: int) -> str | None:

@@ -41,11 +41,12 @@ class ReplyCache:
     def _connection(self) -> sqlite3.Connection:
         if self._open is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._open = sqlite3.connect(self.path, timeout=_WAIT, check_same_thread=False)
-            _keep_a_journal(self._open)
-            self._open.execute("PRAGMA synchronous=NORMAL")
-            with self._open:
-                self._open.execute("CREATE TABLE IF NOT EXISTS replies (key TEXT PRIMARY KEY, reply TEXT NOT NULL)")
+            connection = sqlite3.connect(self.path, timeout=_WAIT, check_same_thread=False)
+            _keep_a_journal(connection)
+            connection.execute("PRAGMA synchronous=NORMAL")
+            with connection:
+                connection.execute("CREATE TABLE IF NOT EXISTS replies (key TEXT PRIMARY KEY, reply TEXT NOT NULL)")
+            self._open = connection
         return self._open
 
     def check(self) -> None:

@@ -17,6 +17,7 @@ import shutil
 import tempfile
 import uuid
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -31,6 +32,15 @@ from agentrl.engine.sglang.weights.way import Failures, each
 
 KEPT = 2
 """Adapters that a server holds at least: the newest, and the one that a request may have named a moment ago."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Adapter:
+    """config: PEFT's adapter_config.json. tensors: by PEFT's names."""
+
+    name: str
+    config: Mapping[str, Any]
+    tensors: Sequence[NamedTensor]
 
 
 class LoraChannel:
@@ -62,50 +72,42 @@ class LoraChannel:
         """
         async with self._busy:
             began = perf_counter()
-            batch = [(name, tensor.detach()) for name, tensor in tensors]
             failures: Failures = {}
             name = f"step-{version}-{uuid.uuid4().hex[:8]}"  # no server knows it, whatever failed before
+            adapter = _Adapter(name, config, [(key, tensor.detach()) for key, tensor in tensors])
             near = [server for server in self.servers if self._sees_our_files(server)]
             far = [server for server in self.servers if server not in near]
-            loaded = await self._by_folder(near, name, config, batch, failures)
-            loaded += await self._by_value(far, name, config, batch, failures)
+            loaded = await self._by_folder(near, adapter, failures)
+            loaded += await self._by_value(far, adapter, failures)
             await each(loaded, lambda server: self._renew(server, name, (keep or {}).get(server.url, ())), {})
-            size = sum(tensor.nbytes for _, tensor in batch)
+            size = sum(tensor.nbytes for _, tensor in adapter.tensors)
             good = tuple(server.url for server in loaded)
             return Published(version, "lora", good, failures, size, perf_counter() - began)
 
     async def _by_folder(
-        self,
-        servers: Sequence[WeightServer],
-        name: str,
-        config: Mapping[str, Any],
-        batch: Sequence[NamedTensor],
-        failures: Failures,
+        self, servers: Sequence[WeightServer], adapter: _Adapter, failures: Failures
     ) -> list[WeightServer]:
         if not servers:
             return []
-        folder = Path(tempfile.mkdtemp(prefix=f"{name}_", dir=self._folder().resolve()))
+        folder = Path(tempfile.mkdtemp(prefix=f"{adapter.name}_", dir=self._folder().resolve()))
         folder.chmod(0o755)
-        content = {key: tensor.contiguous().cpu() for key, tensor in batch}
+        content = {key: tensor.contiguous().cpu() for key, tensor in adapter.tensors}
         await asyncio.to_thread(save_file, content, folder / "adapter_model.safetensors")
-        (folder / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
+        (folder / "adapter_config.json").write_text(json.dumps(adapter.config), encoding="utf-8")
         try:
-            return await self._load(servers, lambda server: server.load_adapter(name, str(folder)), failures)
+            return await self._load(servers, lambda server: server.load_adapter(adapter.name, str(folder)), failures)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
     async def _by_value(
-        self,
-        servers: Sequence[WeightServer],
-        name: str,
-        config: Mapping[str, Any],
-        batch: Sequence[NamedTensor],
-        failures: Failures,
+        self, servers: Sequence[WeightServer], adapter: _Adapter, failures: Failures
     ) -> list[WeightServer]:
         if not servers:
             return []
-        payload = await asyncio.to_thread(_by_value, batch)
-        return await self._load(servers, lambda server: server.load_adapter_tensors(name, config, payload), failures)
+        payload = await asyncio.to_thread(_by_value, adapter.tensors)
+        return await self._load(
+            servers, lambda server: server.load_adapter_tensors(adapter.name, adapter.config, payload), failures
+        )
 
     def _sees_our_files(self, server: WeightServer) -> bool:
         if server.url not in self._near:

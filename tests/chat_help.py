@@ -3,13 +3,14 @@
 import functools
 import glob
 import importlib.util
+import json
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 SPLIT = (
@@ -103,3 +104,52 @@ HERMES = """{%- if tools %}{{- '<|im_start|>system\\n# Tools\\n' }}{%- for tool 
 {%- endfor %}{{- '<|im_end|>\\n' }}{%- endif %}{%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
 """ChatML with Hermes calls: what the embedded model writes."""
+
+
+def unigram(prepend: str) -> Callable[[], PreTrainedTokenizerFast]:
+    """A tokenizer in the manner of sentencepiece, with white space as a mark before each word."""
+
+    def make() -> PreTrainedTokenizerFast:
+        tokenizer = Tokenizer(models.Unigram())
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Replace("\n", "⏎")])
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=prepend)
+        tokenizer.decoder = decoders.Sequence([decoders.Metaspace(prepend_scheme=prepend), decoders.Replace("⏎", "\n")])
+        trainer = trainers.UnigramTrainer(
+            vocab_size=300, unk_token="<unk>", special_tokens=["<unk>"], show_progress=False
+        )
+        tokenizer.train_from_iterator([s.replace("\n", "⏎") for s in SENTENCES * 3], trainer)
+        names = ["<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]
+        tokenizer.add_tokens([AddedToken(n, normalized=False, special=n.startswith("<|")) for n in names])
+        fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", unk_token="<unk>")
+        fast.chat_template = HERMES
+        return fast
+
+    return make
+
+
+def swallowing() -> PreTrainedTokenizerFast:
+    """Byte-level BPE whose tokens swallow the white space beside them."""
+    tokenizer = make_tokenizer(HERMES)
+    backend = tokenizer.backend_tokenizer
+    eats = [
+        ("<|im_end|>", {"rstrip": True}),
+        ("<tool_response>", {"rstrip": True}),
+        ("</tool_response>", {"lstrip": True}),
+    ]
+    spec = json.loads(backend.to_str())
+    for token in spec["added_tokens"]:
+        token.update(dict(eats).get(token["content"], {}))
+    fast = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(spec)), eos_token="<|im_end|>")
+    fast.chat_template = HERMES
+    return fast
+
+
+def with_white_space_tokens() -> PreTrainedTokenizerFast:
+    """Byte-level BPE to which runs of white space and tags of another language were added as ordinary tokens."""
+    tokenizer = make_tokenizer(HERMES)
+    ordinary = [AddedToken(token, normalized=False, special=False) for token in ("\n\n", "   ", "<table>")]
+    tokenizer.backend_tokenizer.add_tokens(ordinary)
+    return tokenizer
+
+
+DIFFICULT = [unigram("always"), unigram("first"), unigram("never"), swallowing, with_white_space_tokens]

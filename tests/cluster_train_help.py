@@ -1,6 +1,5 @@
 """Learning on real Ray workers beside learning in one process, with processes that one module of tests starts once."""
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from cluster_plugins import FATES
-from test_actor import REWARDS, make_model, save_tokenizer
+from learner_help import REWARDS, make_model, save_tokenizer
 
 from agentrl.cluster.dispatch import ONE_TO_ALL, register
 from agentrl.cluster.group import WorkerGroup
@@ -23,7 +22,6 @@ from agentrl.training.worker import TrainWorker
 UNEVEN: list[list[float]] = [*REWARDS, [1, 0.5], [0, 1, 0, 0, 1]]
 """Six groups of two to five samples: no number of workers divides them."""
 STORE = 100 << 20
-HERE = Path(__file__).parent
 
 
 def save_tiny(folder: Path) -> Path:
@@ -55,7 +53,6 @@ class Again(TrainWorker):
 def two_workers(logs: Path) -> Iterator[WorkerGroup]:
     """Real processes under a Ray of their own, joined by gloo."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]))
         patch.setenv("OMP_NUM_THREADS", "1")
         patch.setenv(FATES, str(logs))
         with (

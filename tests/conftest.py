@@ -5,9 +5,13 @@ import signal
 from collections.abc import Iterator
 
 import pytest
+from paths import SUPPORT
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background job, which tests of Ctrl-C would inherit
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+os.environ["PYTHONPATH"] = os.pathsep.join([str(SUPPORT), *filter(None, [os.environ.get("PYTHONPATH")])])
+"""So that subprocesses and Ray's workers find what tests share."""
 
 VENV = "AGENTRL_SGLANG_VENV"
 LONGEST = (

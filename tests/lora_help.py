@@ -3,12 +3,16 @@
 from pathlib import Path
 from typing import Any
 
+import torch
 from peft import get_peft_model_state_dict
 from peft.tuners.lora import LoraLayer
 from safetensors.torch import save_file
 from torch import Tensor
 
+from agentrl.models import lora
+from agentrl.models.load import load_model
 from agentrl.models.lora import ADAPTER
+from agentrl.recipe.schema import LoraSection, ModelSection
 
 
 def merged_state(model: Any) -> dict[str, Tensor]:
@@ -31,3 +35,20 @@ def save_adapter(model: Any, folder: Path) -> None:
     save_file(
         {f"base_model.model.{name}": t.contiguous() for name, t in state.items()}, folder / "adapter_model.safetensors"
     )
+
+
+ADAPTED = {"rank": 4, "alpha": 8}
+
+
+def stirred(model: Any) -> Any:
+    """With an adapter that does something: a new one's B is 0."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in lora.adapter_parameters(model):
+            parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+def tiny(**changes: Any) -> Any:
+    torch.manual_seed(0)
+    return load_model(ModelSection(lora=LoraSection.model_validate({**ADAPTED, **changes})))[0]

@@ -9,9 +9,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from paths import SUPPORT
+
 from agentrl import Session, Task, Tool
 
-SERVER = str(Path(__file__).with_name("mcp_server.py"))
+SERVER = str(SUPPORT / "mcp_server.py")
 STDIO = {"command": sys.executable, "args": [SERVER, "stdio"]}
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
 from torch.utils._pytree import tree_flatten, tree_map
@@ -149,3 +150,21 @@ def pretending(patch: pytest.MonkeyPatch, memory: int = 24 << 30) -> Iterator[li
         READ.clear()
         with PretendGpu():
             yield READ
+
+
+def flash(
+    query: Tensor, key: Tensor, value: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, *,
+    scale: float, window_size: tuple[int, int], enable_gqa: bool = False,
+) -> Tensor:  # fmt: skip
+    """What varlen_attn is documented to do."""
+    assert torch.equal(cu_q, cu_k)
+    assert cu_q.dtype == torch.int32
+    assert max_q == max_k == int(cu_q.diff().max())
+    assert window_size == (-1, 0)
+    assert int(cu_q[-1]) == len(query)
+    parts = []
+    for low, high in zip(cu_q.tolist(), cu_q[1:].tolist(), strict=False):
+        q, k, v = (x[low:high].transpose(0, 1)[None] for x in (query, key, value))
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=enable_gqa)
+        parts.append(out[0].transpose(0, 1))
+    return torch.cat(parts)

@@ -1,5 +1,6 @@
 """A stand-in for a server that takes weights and adapters, and samples by them."""
 
+import asyncio
 import copy
 import json
 from collections.abc import Mapping
@@ -10,11 +11,12 @@ from typing import Any
 import torch
 from aiohttp import web
 from safetensors.torch import load_file
-from sglang_help import StandIn
+from sglang_help import StandIn, tiny
 from sglang_weights_help import by_value, opened
 
 from agentrl.engine.local.engine import LocalEngine
-from agentrl.models.lora import CONFIG, PREFIX, WEIGHTS
+from agentrl.models.lora import CONFIG, PREFIX, WEIGHTS, adapter_parameters, add_adapter
+from agentrl.recipe.schema import LoraSection
 
 
 @dataclass(eq=False)
@@ -109,3 +111,24 @@ class AdapterStandIn(StandIn):
             return super()._probe(ids, body)
         finally:
             self.model = own
+
+
+async def _until(done: Any) -> None:
+    async with asyncio.timeout(120):
+        while not done():
+            await asyncio.sleep(0.02)
+
+
+def adapted(**changes: Any) -> Any:
+    torch.set_num_threads(1)
+    model = tiny()[0]
+    add_adapter(model, LoraSection(**{"rank": 4, "alpha": 8, **changes}), "base")
+    return model
+
+
+def stir(model: Any, seed: int) -> None:
+    """A step of the trainer."""
+    noise = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in adapter_parameters(model):
+            parameter.add_(0.05 * torch.randn(parameter.shape, generator=noise))

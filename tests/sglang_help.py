@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from aiohttp import web
+from paths import ROOT
 
 from agentrl.engine.base import Sampling
 from agentrl.engine.local.engine import LocalEngine
@@ -25,7 +26,7 @@ from agentrl.recipe.schema import ModelSection
 PIECE = 4
 ADAPTER = AdapterNeeds(4, frozenset(("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")))
 """What the session's server has room for."""
-STAND_INS = Path(__file__).parents[1] / "scripts" / "sglang_cpu" / "stand_ins"
+STAND_INS = ROOT / "scripts" / "sglang_cpu" / "stand_ins"
 
 
 def tiny() -> tuple[Any, Any]:
@@ -244,3 +245,21 @@ def _spoilt(piece: bytes, kind: str) -> bytes:
     else:
         raise AssertionError(f"no fault {kind!r}")
     return json.dumps(found).encode()
+
+
+TEXT = "A baker has 3 trays with 4 buns each and sells 5. How many buns are left?"
+
+
+def prompts(tokenizer: Any, count: int) -> list[list[int]]:
+    return [tokenizer.encode(f"{TEXT} {i * 37}") for i in range(count)]
+
+
+async def all_of(engine: Any, ids: list[list[int]], sampling: Sampling) -> list[Any]:
+    return await asyncio.gather(*(engine.generate(p, sampling, f"{i}") for i, p in enumerate(ids)))
+
+
+def logprobs_of(model: Any, prompt: list[int], ids: list[int], temperature: float) -> list[float]:
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([prompt + ids]), use_cache=False).logits[0].float() / temperature
+    rows = torch.log_softmax(logits[len(prompt) - 1 : -1], -1)
+    return rows.gather(1, torch.tensor(ids)[:, None])[:, 0].tolist()

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from test_actor import make_groups
+from learner_help import make_groups
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 

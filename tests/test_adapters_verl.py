@@ -3,10 +3,10 @@
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from adapter_plugins import SCHEMA
+from paths import SUPPORT
 
 from agentrl.errors import UserError
 from agentrl.plugins.registry import make_tool
@@ -15,8 +15,6 @@ from agentrl.plugins.types import Task, ToolKwargs
 from agentrl.recipe.schema import ToolSection
 from agentrl.testing import call, check_tool
 from agentrl.testing.play import Alone, Stage
-
-TESTS = Path(__file__).parent
 
 
 def made(tool: str, **args):
@@ -144,7 +142,7 @@ assert "verl" not in sys.modules
 make_tool(ToolSection(name="verl", args={"tool": "verl_new_tool:NewTool", "schema": SCHEMA}))
 assert "verl" in sys.modules and not installed()
 """
-    subprocess.run([sys.executable, "-c", code], cwd=TESTS, check=True)
+    subprocess.run([sys.executable, "-c", code], cwd=SUPPORT, check=True)
 
 
 def test_verl_itself_goes_before_the_stand_in(tmp_path):
@@ -165,7 +163,7 @@ def test_verl_itself_goes_before_the_stand_in(tmp_path):
         "from adapter_plugins import SCHEMA;"
         "print(make_tool(ToolSection(name='verl', args={'tool': 'theirs:T', 'schema': SCHEMA})).name)"
     )
-    path = f"{tmp_path}:{TESTS}"
+    path = f"{tmp_path}:{SUPPORT}"
     result = subprocess.run(
         [sys.executable, "-c", code], env={"PYTHONPATH": path}, capture_output=True, text=True, check=False
     )

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_actor import REWARDS, learned, make_groups, make_recipe
+from learner_help import REWARDS, learned, make_groups, make_recipe
 
 from agentrl.algo import losses
 from agentrl.algo.loss import cispo, gspo, ppo_clip, reinforce, value_loss

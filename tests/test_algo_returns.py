@@ -7,14 +7,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from learner_help import TWO_TURNS, trajectory_of
 
 from agentrl.algo import advantages
 from agentrl.algo.returns import discounted, gae, reinforce_plus_plus
 from agentrl.algo.terms import Samples, TokenAdvantages
 from agentrl.errors import UserError
-from agentrl.plugins.types import Task
 from agentrl.recipe.schema import AlgorithmSection
-from agentrl.rollout.trajectory import FinishReason, Trajectory, Turn
+from agentrl.rollout.trajectory import Trajectory
 from agentrl.training.advantages import carries_gradient, step_rewards, token_rewards, with_advantages
 from agentrl.training.batch import Batch
 
@@ -112,25 +112,13 @@ def test_gae_says_that_it_wants_values() -> None:
         gae(Samples(torch.zeros(1), torch.zeros(1), torch.ones(1, dtype=torch.long)), config())
 
 
-def trajectory(turns: list[tuple[int, int, float]], length: int, rewards: dict[str, float], **keys: Any) -> Trajectory:
-    mask = np.zeros(length, np.uint8)
-    for start, end, _ in turns:
-        mask[start:end] = 1
-    return Trajectory(
-        request_id="r", task=Task("t", {}), sample=0, ids=np.arange(length, dtype=np.int32), loss_mask=mask,
-        logprobs=np.zeros(length, np.float32), weight_version=np.where(mask, 0, -1).astype(np.int32), prompt_length=2,
-        turns=tuple(Turn(*turn) for turn in turns), messages=(), rewards=rewards, finish=FinishReason.STOP, **keys,
-    )  # fmt: skip
-
-
 def batch_of(trajectories: list[Trajectory]) -> Batch:
     batch = Batch.from_trajectories(trajectories, [0] * len(trajectories))
     return batch.with_tokens(step_rewards=step_rewards(trajectories))
 
 
-TWO_TURNS = trajectory([(2, 4, 0.5), (6, 9, 0.25)], 10, {"answer": 1.0, "step": 0.75}, weights={"step": 2.0})
-EMPTY_TURNS = trajectory([(3, 3, 0.5), (4, 6, 0.0), (7, 7, 1.0)], 8, {"step": 1.5})
-NOTHING = trajectory([], 4, {"answer": 9.0})
+EMPTY_TURNS = trajectory_of([(3, 3, 0.5), (4, 6, 0.0), (7, 7, 1.0)], 8, {"step": 1.5})
+NOTHING = trajectory_of([], 4, {"answer": 9.0})
 
 
 def test_rewards_stand_at_the_ends_of_their_turns() -> None:

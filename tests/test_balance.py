@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_packing import make_batch
+from packing_help import make_batch
 
 from agentrl.training.balance import deal
 from agentrl.training.batch import Batch

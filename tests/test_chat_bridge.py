@@ -1,15 +1,20 @@
 """The bridge on templates and tokenizers that are made to be difficult."""
 
 import functools
-import json
 from collections.abc import Callable
 from typing import Any
 
 import pytest
-from chat_help import CALCULATOR, HERMES, SENTENCES, call, make_tokenizer, result
+from chat_help import (
+    CALCULATOR,
+    DIFFICULT,
+    HERMES,
+    call,
+    make_tokenizer,
+    result,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from agentrl.chat.bridge import BridgeChat
@@ -247,55 +252,6 @@ def test_opening_messages_that_the_template_refuses_are_a_user_error() -> None:
     chat = load(make_tokenizer(strict))
     with pytest.raises(UserError, match="a system prompt is no question"):
         chat.render([{"role": "system", "content": "x"}], [CALCULATOR])
-
-
-def unigram(prepend: str) -> Callable[[], PreTrainedTokenizerFast]:
-    """A tokenizer in the manner of sentencepiece, with white space as a mark before each word."""
-
-    def make() -> PreTrainedTokenizerFast:
-        tokenizer = Tokenizer(models.Unigram())
-        tokenizer.normalizer = normalizers.Sequence([normalizers.Replace("\n", "⏎")])
-        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=prepend)
-        tokenizer.decoder = decoders.Sequence([decoders.Metaspace(prepend_scheme=prepend), decoders.Replace("⏎", "\n")])
-        trainer = trainers.UnigramTrainer(
-            vocab_size=300, unk_token="<unk>", special_tokens=["<unk>"], show_progress=False
-        )
-        tokenizer.train_from_iterator([s.replace("\n", "⏎") for s in SENTENCES * 3], trainer)
-        names = ["<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]
-        tokenizer.add_tokens([AddedToken(n, normalized=False, special=n.startswith("<|")) for n in names])
-        fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", unk_token="<unk>")
-        fast.chat_template = HERMES
-        return fast
-
-    return make
-
-
-def swallowing() -> PreTrainedTokenizerFast:
-    """Byte-level BPE whose tokens swallow the white space beside them."""
-    tokenizer = make_tokenizer(HERMES)
-    backend = tokenizer.backend_tokenizer
-    eats = [
-        ("<|im_end|>", {"rstrip": True}),
-        ("<tool_response>", {"rstrip": True}),
-        ("</tool_response>", {"lstrip": True}),
-    ]
-    spec = json.loads(backend.to_str())
-    for token in spec["added_tokens"]:
-        token.update(dict(eats).get(token["content"], {}))
-    fast = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(spec)), eos_token="<|im_end|>")
-    fast.chat_template = HERMES
-    return fast
-
-
-def with_white_space_tokens() -> PreTrainedTokenizerFast:
-    """Byte-level BPE to which runs of white space and tags of another language were added as ordinary tokens."""
-    tokenizer = make_tokenizer(HERMES)
-    ordinary = [AddedToken(token, normalized=False, special=False) for token in ("\n\n", "   ", "<table>")]
-    tokenizer.backend_tokenizer.add_tokens(ordinary)
-    return tokenizer
-
-
-DIFFICULT = [unigram("always"), unigram("first"), unigram("never"), swallowing, with_white_space_tokens]
 
 
 @pytest.mark.parametrize("make", DIFFICULT)

@@ -3,14 +3,13 @@
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from paths import ROOT
 
 from agentrl import __version__
 from agentrl.cli import main
 
-ROOT = Path(__file__).parent.parent
 RECIPE = str(ROOT / "recipes" / "gsm8k_tool.yaml")
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 from cluster_help import STORE, Probe, alive, descendants, gone
+from paths import SUPPORT
 
 from agentrl.cluster import faults
 from agentrl.cluster.errors import ClusterError, WorkerLost
@@ -183,7 +184,7 @@ CONTROLLER = """
 @pytest.fixture
 def controller(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     """A run of its own, with two workers, in a process group of its own as a terminal makes it."""
-    script = textwrap.dedent(CONTROLLER).format(tests=str(Path(__file__).parent), logs=str(tmp_path))
+    script = textwrap.dedent(CONTROLLER).format(tests=str(SUPPORT), logs=str(tmp_path))
     process = subprocess.Popen(
         [sys.executable, "-c", script],
         stdout=subprocess.PIPE,

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 from cluster_train_help import UNEVEN, on_cluster, save_tiny, two_workers
+from learner_help import make_groups
 from lora_help import merged_state
-from test_actor import make_groups
 from train_help import steady
 
 from agentrl.cluster.errors import ClusterError

@@ -17,7 +17,6 @@ from train_help import metrics, small
 from agentrl.cli import main
 from agentrl.recipe.load import dump_recipe
 
-HERE = Path(__file__).parent
 PATIENCE = 240.0  # seconds until a test gives up; no test asserts a time
 
 
@@ -36,7 +35,6 @@ class Run:
             text=True,
             env={
                 **os.environ,
-                "PYTHONPATH": os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]),
                 "OMP_NUM_THREADS": "1",
                 FATES: str(folder),
                 "TMPDIR": "/tmp",

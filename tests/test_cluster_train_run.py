@@ -1,6 +1,5 @@
 """Whole runs on two workers beside those of one process: real rollouts, checkpoints, resumed either way round."""
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -29,8 +28,6 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")
-        path = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
-        patch.setenv("PYTHONPATH", path)
         with Session(cpus=2, gpus=0, object_store=STORE) as session:
             ray.shutdown()
             yield session.address

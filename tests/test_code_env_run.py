@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from agentrl_tools.sandbox import make_sandbox
+from paths import RECIPES
 from rich.console import Console
 from train_help import lines, metrics
 
@@ -13,7 +14,7 @@ from agentrl.errors import UserError
 from agentrl.recipe.load import load_recipe
 from agentrl.training.sft import sft
 
-RECIPE = Path(__file__).parent.parent / "recipes" / "code_tool.yaml"
+RECIPE = RECIPES / "code_tool.yaml"
 SHORT = [
     "sft.stages=[{style: clean, steps: 2, batch: 2, warmup_steps: 0}, {style: careless, steps: 1, batch: 2}]",
     "train.steps=2", "train.threads=1", "eval.tasks=2", "eval.splits=[test]", "rollout.tasks=2", "rollout.n=2",

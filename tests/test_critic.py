@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_actor import make_model as make_policy
-from test_actor import save_tokenizer
-from test_packing import SHAPES, make_batch, make_model
+from learner_help import make_model as make_policy
+from learner_help import save_tokenizer
+from packing_help import SHAPES, make_batch, make_model
 
 from agentrl.algo.returns import gae
 from agentrl.models import lora

@@ -13,9 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from pretend_gpu import GPU, OnGpu, pretending, to_gpu
-from test_actor import make_groups, make_model, make_recipe
-from test_kernels_cuda import flash
+from learner_help import make_groups, make_model, make_recipe
+from pretend_gpu import GPU, OnGpu, flash, pretending, to_gpu
 from torch import Tensor
 from torch.multiprocessing import reductions
 from torch.nn.attention import varlen

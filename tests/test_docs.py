@@ -4,11 +4,11 @@ import re
 from pathlib import Path
 
 import pytest
+from paths import ROOT
 
 from agentrl.plugins.reward import Sample
 from agentrl.plugins.types import Task
 
-ROOT = Path(__file__).parent.parent
 RECIPE = re.compile(r"agentrl (?:train|sft|check|eval) (recipes/[\w.]+)")
 PAGES = ("plugins", "architecture", "cluster", "plan_70b")
 

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from paths import RECIPES
 from rich.console import Console
 from train_help import small
 
@@ -18,7 +19,7 @@ from agentrl.eval.progress import Progress
 from agentrl.eval.show import show
 from agentrl.rollout.player import Player
 
-RECIPE = str(Path(__file__).parent.parent / "recipes" / "gsm8k_tool.yaml")
+RECIPE = str(RECIPES / "gsm8k_tool.yaml")
 SMALL = ["eval.tasks=3", "rollout.max_turns=4"]
 
 

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_packing import make_batch
+from packing_help import make_batch
+from pretend_gpu import flash
 from torch import Tensor
 from torch.nn.attention import varlen
 from torch.nn.attention.flex_attention import create_block_mask
@@ -68,24 +68,6 @@ def test_blocks_are_those_of_the_mask(shape: list[tuple[int, list[int]]]) -> Non
 def test_most_of_a_long_forest_is_never_looked_at() -> None:
     mask = block_mask(segments_of([(1280, [1280] * 8)] * 4), 4 * 9 * 1280, CPU)
     assert mask.sparsity() > 90
-
-
-def flash(
-    query: Tensor, key: Tensor, value: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, *,
-    scale: float, window_size: tuple[int, int], enable_gqa: bool = False,
-) -> Tensor:  # fmt: skip
-    """What varlen_attn is documented to do."""
-    assert torch.equal(cu_q, cu_k)
-    assert cu_q.dtype == torch.int32
-    assert max_q == max_k == int(cu_q.diff().max())
-    assert window_size == (-1, 0)
-    assert int(cu_q[-1]) == len(query)
-    parts = []
-    for low, high in zip(cu_q.tolist(), cu_q[1:].tolist(), strict=False):
-        q, k, v = (x[low:high].transpose(0, 1)[None] for x in (query, key, value))
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=enable_gqa)
-        parts.append(out[0].transpose(0, 1))
-    return torch.cat(parts)
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_packing import SHAPES, make_batch, make_model
+from packing_help import SHAPES, make_batch, make_model
 from torch import Tensor
 from transformers.models.qwen3 import modeling_qwen3
 

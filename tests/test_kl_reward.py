@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_actor import REWARDS, actor_batch, alone, make_groups, make_model, make_recipe, weights
+from learner_help import REWARDS, actor_batch, alone, make_groups, make_model, make_recipe, weights
 from torch import Tensor
 
 from agentrl.algo import advantages
@@ -22,7 +22,7 @@ IN_REWARD = {"kl_coef": 0.1, "kl_in": "reward"}
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The reference."""
-    from test_actor import save_tokenizer
+    from learner_help import save_tokenizer
 
     path = tmp_path_factory.mktemp("reference")
     make_model().save_pretrained(path)

@@ -2,11 +2,11 @@
 
 import ast
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
+from paths import ROOT
 
-PACKAGE = Path(__file__).parent.parent / "agentrl"
+PACKAGE = ROOT / "agentrl"
 
 LAYERS = (
     ("cli",),

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from lora_help import save_adapter
-from test_actor import alone
+from learner_help import alone
+from lora_help import ADAPTED, save_adapter, stirred, tiny
 from train_help import lines, metrics, small
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
@@ -35,30 +35,15 @@ from agentrl.training.forward import ModuleForward, SequenceForward, _probe, cho
 from agentrl.training.run import resume_run
 
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-ADAPTED = {"rank": 4, "alpha": 8}
-
-
-def stirred(model: Any) -> Any:
-    """With an adapter that does something: a new one's B is 0."""
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in lora.adapter_parameters(model):
-            parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
-    return model
-
-
-def tiny(**changes: Any) -> Any:
-    torch.manual_seed(0)
-    return load_model(ModelSection(lora=LoraSection.model_validate({**ADAPTED, **changes})))[0]
-
-
-def plain() -> Any:
-    return load_model(ModelSection())[0]
 
 
 @pytest.fixture
 def model() -> Any:
     return stirred(tiny())
+
+
+def plain() -> Any:
+    return load_model(ModelSection())[0]
 
 
 def batch() -> Batch:

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from test_actor import REWARDS, alone, make_groups, make_model, make_recipe
+from learner_help import REWARDS, alone, make_groups, make_model, make_recipe
 
 from agentrl.algo.off_policy import importance_weights
 from agentrl.recipe.schema import Recipe

@@ -9,18 +9,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from packing_help import SHAPES, VOCABULARY, make_batch, make_model, shapes
 from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
     PreTrainedModel,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
 )
 
 from agentrl.training import attention
@@ -29,53 +20,6 @@ from agentrl.training.fast import FastForward
 from agentrl.training.forward import Forward, ModuleForward, SequenceForward, choose
 from agentrl.training.module_attention import recomputing
 from agentrl.training.packing import forest, micro_batches, pack
-
-VOCABULARY = 96
-SIZES: dict[str, Any] = {
-    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 2048, "initializer_range": 0.2,
-}  # fmt: skip
-
-
-def make_model(family: str) -> PreTrainedModel:
-    torch.manual_seed(0)
-    model: Any
-    match family:
-        case "qwen3":
-            model = Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=16, tie_word_embeddings=True))
-        case "qwen2":
-            model = Qwen2ForCausalLM(Qwen2Config(**SIZES))
-        case "llama":
-            rope = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-                    "original_max_position_embeddings": 64, "rope_theta": 1e4}  # fmt: skip
-            model = LlamaForCausalLM(LlamaConfig(**SIZES, rope_parameters=rope))
-        case "windowed":
-            model = MistralForCausalLM(MistralConfig(**SIZES, sliding_window=4))
-        case _:
-            model = GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=2, n_positions=2048))
-    for name, parameter in model.named_parameters():
-        if "norm" in name or "bias" in name:
-            torch.nn.init.normal_(parameter, 1.0 if "norm" in name else 0.0, 0.2)
-    model.eval()
-    return model
-
-
-def make_batch(shapes: list[tuple[int, list[int]]], seed: int = 0) -> Batch:
-    """Groups of (prompt length, answer lengths); about a third of each answer is not sampled."""
-    rng = np.random.default_rng(seed)
-    rows, masks, prompts, groups = [], [], [], []
-    for group, (prompt, answers) in enumerate(shapes):
-        opening = rng.integers(0, VOCABULARY, prompt)
-        for answer in answers:
-            rows.append(np.concatenate([opening, rng.integers(0, VOCABULARY, answer)]))
-            masks.append(np.concatenate([np.zeros(prompt, bool), rng.random(answer) < 0.7]))
-            prompts.append(prompt)
-            groups.append(group)
-    return Batch(
-        np.cumsum([0, *(len(r) for r in rows)]),
-        {"ids": np.concatenate(rows).astype(np.int32), "loss_mask": np.concatenate(masks).astype(np.uint8)},
-        {"prompt_length": np.array(prompts, np.int32), "group": np.array(groups, np.int64)},
-    )
 
 
 def separate(model: PreTrainedModel, batch: Batch, weight: torch.Tensor, temperature: float) -> torch.Tensor:
@@ -105,9 +49,6 @@ def gradients(model: PreTrainedModel) -> list[torch.Tensor]:
     found = [p.grad.clone() for p in model.parameters() if p.grad is not None]
     model.zero_grad()
     return found
-
-
-SHAPES = [(9, [12, 5, 1, 7]), (4, [3]), (15, [30, 2]), (1, [6, 6, 6])]
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -235,11 +176,6 @@ def test_layers_computed_again_in_the_backward_pass_attend_alike() -> None:
     assert torch.equal(packed(ModuleForward(model), batch, weight, 1.0, 10_000), wanted)
     for got, expected in zip(gradients(model), wanted_gradients, strict=True):
         torch.testing.assert_close(got, expected)
-
-
-shapes = st.lists(
-    st.tuples(st.integers(1, 12), st.lists(st.integers(1, 15), min_size=1, max_size=5)), min_size=1, max_size=5
-)
 
 
 @settings(max_examples=60, deadline=None)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from paths import ROOT
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from agentrl.models.memory import MemoryPlan, Setting, plan
@@ -16,7 +17,7 @@ from agentrl.recipe.load import load_recipe
 from agentrl.recipe.schema import LoraSection, Recipe
 from agentrl.training.flops import Cost, Need, known_peak
 
-PAGE = (Path(__file__).parent.parent / "docs" / "plan_70b.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "plan_70b.md").read_text(encoding="utf-8")
 QWEN = Qwen2Config(
     vocab_size=152064, hidden_size=8192, intermediate_size=29568, num_hidden_layers=80, num_attention_heads=64,
     num_key_value_heads=8, tie_word_embeddings=False,

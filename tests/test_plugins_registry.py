@@ -213,7 +213,7 @@ class Failing(Environment):
 
 
 def test_an_environment_without_a_name_is_one_line():
-    with pytest.raises(UserError, match=r"^environment 'test_plugins_registry:Failing': its class sets no `name`$"):
+    with pytest.raises(UserError, match=rf"^environment '{__name__}:Failing': its class sets no `name`$"):
         make_environment(EnvSection(name="test_plugins_registry:Failing"))
 
 

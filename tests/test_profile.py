@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from paths import ROOT
 from torch.utils.flop_counter import FlopCounterMode
 from train_help import metrics, small
 from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
@@ -418,7 +419,7 @@ def test_roles_here_are_recorded_here(tmp_path: Path) -> None:
 def test_the_benchmark_of_gpus_says_in_a_line_that_there_are_none(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    script = str(Path(__file__).parents[1] / "benchmarks" / "gpu" / "train.py")
+    script = str(ROOT / "benchmarks" / "gpu" / "train.py")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr("sys.argv", [script, "--gpus", "2"])
     monkeypatch.setattr("sys.path", list(sys.path))

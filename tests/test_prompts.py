@@ -5,9 +5,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
-from chat_help import CALCULATOR, HERMES, SENTENCES, make_tokenizer, trl_templates
+from chat_help import CALCULATOR, DIFFICULT, HERMES, SENTENCES, make_tokenizer, trl_templates
 from fakes import TASK, CharChat, Echo
-from test_chat_bridge import DIFFICULT
 
 from agentrl import Environment, Message, Session, Task, UserError
 from agentrl.chat.base import Measuring

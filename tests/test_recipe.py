@@ -2,18 +2,18 @@
 
 import os
 import re
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from paths import RECIPES
 
 from agentrl import Recipe, UserError
 from agentrl.recipe.document import dump, read_document
 from agentrl.recipe.load import dump_recipe, load_recipe, recipe_name
 from agentrl.recipe.mistakes import known_keys
 
-SHIPPED = Path(__file__).parent.parent / "recipes"
+SHIPPED = RECIPES
 
 
 @pytest.fixture

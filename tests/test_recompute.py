@@ -5,8 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_packing import make_batch, make_model
-from test_sequence_parallel import Live
+from packing_help import Live, make_batch, make_model
 from torch import Tensor, nn
 from transformers import Qwen3Config, Qwen3ForCausalLM
 

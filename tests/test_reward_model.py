@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_actor import save_tokenizer
+from learner_help import save_tokenizer
 from transformers import (
     AutoTokenizer,
     BertConfig,
@@ -387,7 +387,7 @@ def test_a_broken_reward_model_is_raised_where_scores_are_waited_for() -> None:
 
 
 def test_it_fills_the_part_model_of_a_group() -> None:
-    from test_algo_returns import TWO_TURNS
+    from learner_help import TWO_TURNS
 
     from agentrl.plugins.rewards import Rewards
     from agentrl.rollout.trajectory import Group

@@ -15,6 +15,7 @@ from agentrl_tools.sandbox import Limits, Sandbox, SandboxSession, make_sandbox,
 from agentrl_tools.sandbox.base import MIB
 from agentrl_tools.sandbox.bwrap import BwrapSandbox, runs_as_ordinary
 from agentrl_tools.sandbox.reply import BrokenReplyError, read_reply
+from paths import ROOT
 from sandbox_help import MARK, descendants, left
 
 from agentrl import InfrastructureError, UserError
@@ -235,7 +236,7 @@ def test_an_ordinary_user_can_run_it() -> None:
         "        e = await s.run('import os, time\\nfor _ in range(99): os.fork() or time.sleep(9)')\n"
         "        print('BlockingIOError' in (e.error or '') or e.stop)\nasyncio.run(main())"
     )
-    root = Path(__file__).parent.parent
+    root = ROOT
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         for source, name in (("agentrl", "agentrl"), ("tools", "agentrl_tools")):
             shutil.copytree(root / source, f"{folder}/{name}", ignore=shutil.ignore_patterns("__pycache__"))

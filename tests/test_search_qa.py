@@ -11,6 +11,7 @@ from agentrl_envs.search_qa.environment import SYSTEM_PROMPT, SearchQa
 from agentrl_envs.search_qa.grade import exact_match, f1, normalized, read_answer
 from agentrl_envs.search_qa.world import world
 from fakes import call, make_driver
+from paths import RECIPES
 from train_help import metrics
 
 from agentrl import Recipe, Session
@@ -240,7 +241,7 @@ def test_the_recipe_trains_the_embedded_model(tmp_path):
     from agentrl import train
 
     recipe = Recipe.load(
-        str(Path(__file__).parents[1] / "recipes" / "search_qa.yaml"),
+        str(RECIPES / "search_qa.yaml"),
         [
             f"output={tmp_path / 'run'}", "train.steps=2", "train.save_every=0", "train.threads=1", "rollout.tasks=2",
             "rollout.n=4", "rollout.max_turns=3", "rollout.max_turn_tokens=32", "eval.every=0", "eval.tasks=4",

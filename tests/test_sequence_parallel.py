@@ -9,11 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from test_packing import SHAPES, make_batch, make_model
+from packing_help import SHAPES, Live, make_batch, make_model
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from agentrl.errors import UserError
@@ -52,26 +50,6 @@ def measured(forward: Forward, model: torch.nn.Module, row: Packed) -> dict[str,
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
     return {"logprobs": logprobs.detach(), "entropies": entropies.detach(), "gradients": gradients}
-
-
-class Live(TorchDispatchMode):
-    """How many bytes of the tensors made inside are still held."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.storages: dict[int, tuple[StorageWeakRef, int]] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for tensor in out if isinstance(out, (tuple, list)) else [out]:
-            if isinstance(tensor, Tensor) and func is not torch.ops.aten.detach.default:
-                storage = tensor.untyped_storage()
-                self.storages[storage.data_ptr()] = (StorageWeakRef(storage), storage.nbytes())
-        return out
-
-    @property
-    def bytes(self) -> int:
-        return sum(size for reference, size in self.storages.values() if not reference.expired())
 
 
 def kept(forward: Forward, row: Packed) -> int:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from paths import RECIPES
 from rich.console import Console
 
 from agentrl.chat.encode import Encoder
@@ -26,7 +27,6 @@ from agentrl.training.examples import Demonstrator
 from agentrl.training.newmodel import bare_tokenizer, new_model, train_tokenizer
 from agentrl.training.sft import sft
 
-RECIPES = Path(__file__).parent.parent / "recipes"
 TEMPLATE = (RECIPES / "tiny_template.jinja").read_text()
 
 

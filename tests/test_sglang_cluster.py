@@ -4,10 +4,11 @@ import json
 from pathlib import Path
 
 import pytest
+from paths import RECIPES
 
 from agentrl.training.run import train
 
-RECIPE = str(Path(__file__).parents[1] / "recipes" / "gsm8k_tool.yaml")
+RECIPE = str(RECIPES / "gsm8k_tool.yaml")
 
 
 def test_two_workers_train_through_a_real_server(

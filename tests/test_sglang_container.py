@@ -9,12 +9,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from test_sglang_server import FAKE, started, until
+from paths import SUPPORT
+from sglang_server_help import FAKE, started, until
 
 from agentrl.engine.sglang.command import LaunchPlan, launch_command
 from agentrl.errors import UserError
 
-RUNTIME = Path(__file__).with_name("container_runtime.py")
+RUNTIME = SUPPORT / "container_runtime.py"
 
 
 @pytest.fixture

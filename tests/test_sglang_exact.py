@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from sglang_help import StandIn, tiny
+from sglang_help import StandIn, all_of, logprobs_of, prompts, tiny
 
 from agentrl.engine.base import EngineError, GenerationFinish, Sampling
 from agentrl.engine.local.engine import LocalEngine
@@ -14,7 +14,6 @@ from agentrl.engine.sglang.engine import SglangEngine
 from agentrl.errors import UserError
 
 STOP = (2,)
-TEXT = "A baker has 3 trays with 4 buns each and sells 5. How many buns are left?"
 
 
 @pytest.fixture(scope="module")
@@ -34,14 +33,6 @@ async def engines(parts: tuple[Any, Any], sglang_url: str) -> AsyncIterator[tupl
     await local.close()
 
 
-def prompts(tokenizer: Any, count: int) -> list[list[int]]:
-    return [tokenizer.encode(f"{TEXT} {i * 37}") for i in range(count)]
-
-
-async def all_of(engine: Any, ids: list[list[int]], sampling: Sampling) -> list[Any]:
-    return await asyncio.gather(*(engine.generate(p, sampling, f"{i}") for i, p in enumerate(ids)))
-
-
 async def test_greedy_equals_local(engines: Any, parts: Any) -> None:
     remote, local = engines
     ids = prompts(parts[1], 8)
@@ -50,13 +41,6 @@ async def test_greedy_equals_local(engines: Any, parts: Any) -> None:
         assert a.ids == b.ids
         assert a.finish == b.finish
         assert a.logprobs == pytest.approx(b.logprobs, abs=1e-4)
-
-
-def logprobs_of(model: Any, prompt: list[int], ids: list[int], temperature: float) -> list[float]:
-    with torch.no_grad():
-        logits = model(input_ids=torch.tensor([prompt + ids]), use_cache=False).logits[0].float() / temperature
-    rows = torch.log_softmax(logits[len(prompt) - 1 : -1], -1)
-    return rows.gather(1, torch.tensor(ids)[:, None])[:, 0].tolist()
 
 
 @pytest.mark.parametrize(

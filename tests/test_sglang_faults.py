@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from sglang_adapter_help import _until
 from sglang_help import StandIn, tiny
 
 from agentrl.engine.base import EngineError, Generation, GenerationFinish, Sampling
@@ -202,12 +203,6 @@ async def test_versions_of_each_id(parts: Any) -> None:
         second.version = "7"
         made = await engine.generate(PROMPT, GREEDY, "x")
         assert made.weight_version == [0] * 8 + [7] * 16
-
-
-async def _until(done: Any) -> None:
-    async with asyncio.timeout(120):
-        while not done():
-            await asyncio.sleep(0.02)
 
 
 async def start(parts: Any, **args: Any) -> None:

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from paths import ROOT
 
-FOLDER = Path(__file__).parents[1] / "benchmarks" / "gpu"
+FOLDER = ROOT / "benchmarks" / "gpu"
 
 
 @pytest.mark.parametrize("name", ["rollout", "step", "weight_sync"])

@@ -12,33 +12,17 @@ from typing import Any
 
 import pytest
 import torch
-from sglang_help import tiny
-from test_sglang_exact import all_of, logprobs_of, prompts
+from paths import RECIPES
+from sglang_adapter_help import adapted, stir
+from sglang_help import all_of, logprobs_of, prompts, tiny
 
 from agentrl.engine.base import Sampling
 from agentrl.engine.local.engine import LocalEngine
 from agentrl.engine.sglang.engine import SglangEngine
 from agentrl.engine.sglang.weights import WeightServer
-from agentrl.models.lora import adapter_parameters, add_adapter
-from agentrl.recipe.schema import LoraSection
 from agentrl.training.run import train
 
-RECIPE = str(Path(__file__).parents[1] / "recipes" / "gsm8k_tool.yaml")
-
-
-def adapted(**changes: Any) -> Any:
-    torch.set_num_threads(1)
-    model = tiny()[0]
-    add_adapter(model, LoraSection(**{"rank": 4, "alpha": 8, **changes}), "base")
-    return model
-
-
-def stir(model: Any, seed: int) -> None:
-    """A step of the trainer."""
-    noise = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in adapter_parameters(model):
-            parameter.add_(0.05 * torch.randn(parameter.shape, generator=noise))
+RECIPE = str(RECIPES / "gsm8k_tool.yaml")
 
 
 @pytest.fixture

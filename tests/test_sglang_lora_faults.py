@@ -9,11 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from sglang_adapter_help import AdapterStandIn
-from sglang_help import tiny
-from test_sglang_exact import logprobs_of
-from test_sglang_faults import _until
-from test_sglang_lora import adapted, stir
+from sglang_adapter_help import AdapterStandIn, _until, adapted, stir
+from sglang_help import logprobs_of, tiny
 
 from agentrl.engine.base import EngineError, Generation, Sampling
 from agentrl.engine.sglang.adapters import AdapterNeeds, AdapterRoom, needs_of, why_merged

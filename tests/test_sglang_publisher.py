@@ -12,13 +12,14 @@ from typing import Any
 import pytest
 import torch
 from lora_help import merged_state
+from paths import SUPPORT
 from publisher_ranks import tiny, trained
 from sglang_weights_help import FaultyServer
 
 from agentrl.engine.sglang.weights import Order, Sent, What
 from agentrl.models.lora import adapter_state, plain_tensors
 
-RANKS = Path(__file__).with_name("publisher_ranks.py")
+RANKS = SUPPORT / "publisher_ranks.py"
 DEAD = "http://127.0.0.1:1"
 
 

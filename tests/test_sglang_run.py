@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 import torch
+from paths import RECIPES
 from sglang_help import tiny
 
 from agentrl.chat.load import load_chat
@@ -15,7 +16,7 @@ from agentrl.plugins.registry import make_tool
 from agentrl.recipe.schema import ToolSection
 from agentrl.training.run import train
 
-RECIPE = str(Path(__file__).parents[1] / "recipes" / "gsm8k_tool.yaml")
+RECIPE = str(RECIPES / "gsm8k_tool.yaml")
 
 
 def test_a_run_trains_through_a_real_server(sglang_url: str, tmp_path: Path) -> None:

@@ -7,20 +7,20 @@ import stat
 import subprocess
 import sys
 import textwrap
-import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
 import aiohttp
 import pytest
 import torch
+from paths import SUPPORT
 from sglang_help import embedded_path, tiny
+from sglang_server_help import FAKE, plan, started, until
 from sglang_weights_help import Weights, altered, ask, check_answer, spans_of
 
 from agentrl.engine.base import Sampling
 from agentrl.engine.local.engine import LocalEngine
-from agentrl.engine.sglang.client import Sessions
 from agentrl.engine.sglang.command import LaunchPlan
 from agentrl.engine.sglang.engine import SglangEngine
 from agentrl.engine.sglang.reach import KEY_VARIABLE, authorization
@@ -28,23 +28,6 @@ from agentrl.engine.sglang.server import Server
 from agentrl.engine.sglang.weights import ModelWeights, WeightChannel, WeightServer
 from agentrl.engine.sglang.weights.from_distributed import FromDistributed
 from agentrl.errors import UserError
-
-FAKE = """
-import http.server, os, subprocess, sys
-child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
-open(sys.argv[1], "w").write(f"{os.getpid()} {child.pid}")
-class Ok(http.server.BaseHTTPRequestHandler):
-    def do_GET(self):
-        self.send_response(200); self.end_headers()
-    def log_message(self, *a): pass
-print("it serves", flush=True)
-http.server.HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Ok).serve_forever()
-"""
-
-
-def plan(*command: str) -> LaunchPlan:
-    return LaunchPlan(command=command, model_path="m", dtype="float32", flags={}, max_batch=4, token_bytes=1,
-                      context=64, cpu=True)  # fmt: skip
 
 
 def fake(tmp_path: Path) -> tuple[LaunchPlan, Path]:
@@ -62,26 +45,9 @@ def alive(pid: int) -> bool:
         return False
 
 
-def until(done: Callable[[], bool], seconds: float = 120.0) -> None:
-    end = time.monotonic() + seconds
-    while not done():
-        assert time.monotonic() < end, "it did not come to pass"
-        time.sleep(0.05)
-
-
 def pids(file: Path) -> list[int]:
     until(lambda: file.exists() and len(file.read_text().split()) == 2)
     return [int(p) for p in file.read_text().split()]
-
-
-async def started(launch: LaunchPlan, log: Path, timeout: float = 60.0) -> Server:
-    sessions = Sessions()
-    server = Server(launch, 0, log, sessions)
-    try:
-        await server.start(timeout, lambda line: None)
-    finally:
-        await sessions.close()
-    return server
 
 
 async def test_stop_ends_the_whole_group(tmp_path: Path) -> None:
@@ -183,9 +149,9 @@ def test_it_does_not_outlive_a_run_that_is_killed(tmp_path: Path) -> None:
     run.write_text(
         textwrap.dedent(f"""
         import asyncio, sys
-        sys.path.insert(0, {str(Path(__file__).parent)!r})
+        sys.path.insert(0, {str(SUPPORT)!r})
         from pathlib import Path
-        from test_sglang_server import plan, started
+        from sglang_server_help import plan, started
         async def main():
             launch = plan(sys.executable, {str(tmp_path / "fake.py")!r}, {str(ids)!r})
             await started(launch, Path({str(tmp_path / "log")!r}))

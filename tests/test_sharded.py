@@ -12,10 +12,9 @@ import numpy as np
 import pytest
 import torch
 import torch.multiprocessing as mp
-from lora_help import save_adapter
+from lora_help import save_adapter, stirred
 from safetensors.torch import load_file
 from sharded_help import LORA, ROW, SCENARIOS, apart, curve, make_folders, run_rank, train_here
-from test_lora import stirred
 
 from agentrl.models import lora
 from agentrl.models.load import load_model

@@ -9,6 +9,7 @@ from random import Random
 import pytest
 from agentrl_envs.text_game.environment import TextGame
 from fakes import TASK, call, make_driver
+from paths import RECIPES
 from rich.console import Console
 from train_help import lines, metrics
 
@@ -20,7 +21,7 @@ from agentrl.testing import call as line
 from agentrl.testing import check_environment
 from agentrl.training.sft import sft
 
-RECIPE = str(Path(__file__).parent.parent / "recipes" / "text_game.yaml")
+RECIPE = str(RECIPES / "text_game.yaml")
 MAP = Task("map", {"map": "#######\n#.K#..#\n#@.D.G#\n#######", "shortest": 6})
 
 

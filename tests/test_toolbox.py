@@ -74,7 +74,7 @@ class Walk(Env):
 
 
 def sections(*names, **args):
-    return [ToolSection(name=f"test_toolbox:{name}", args=args.get(name, {})) for name in names]
+    return [ToolSection(name=f"{__name__}:{name}", args=args.get(name, {})) for name in names]
 
 
 @pytest.fixture(autouse=True)
@@ -157,7 +157,7 @@ async def test_a_tool_whose_machinery_is_down_fails_the_request_and_says_nothing
 @pytest.mark.parametrize("parameters", [{"type": "objct"}, {}, {"type": "object", "properties": ["line"]}])
 async def test_parameters_that_no_model_could_be_shown_are_named(parameters, monkeypatch):
     monkeypatch.setattr(Closing, "parameters", parameters)
-    with pytest.raises(UserError, match=r"^tool 'closing' \(test_toolbox:Closing\): its `parameters` want type object"):
+    with pytest.raises(UserError, match=rf"^tool 'closing' \({__name__}:Closing\): its `parameters` want type object"):
         await Toolbox.open([ToolSection(name="test_toolbox:Closing")], Env())
 
 

@@ -6,13 +6,14 @@ import logging
 from pathlib import Path
 
 import pytest
+from paths import RECIPES
 from train_help import lines, metrics, small
 
 import agentrl
 from agentrl.cli import main
 from agentrl.errors import UserError
 
-RECIPE = str(Path(__file__).parent.parent / "recipes" / "gsm8k_tool.yaml")
+RECIPE = str(RECIPES / "gsm8k_tool.yaml")
 SMALL = [
     "rollout.tasks=2", "rollout.n=2", "rollout.max_turns=2", "train.steps=2", "train.threads=1", "train.save_every=0",
     "eval.tasks=3", "eval.every=0",

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from paths import SUPPORT
 from train_help import lines, metrics, small
 
 import agentrl
@@ -120,7 +121,7 @@ def test_a_run_that_loses_every_sample_stops_and_says_why(tmp_path: Path) -> Non
 
 
 def line_of(text: str) -> int:
-    source = (Path(__file__).parent / "train_plugins.py").read_text().splitlines()
+    source = (SUPPORT / "train_plugins.py").read_text().splitlines()
     return next(number for number, line in enumerate(source, 1) if text in line)
 
 

@@ -16,7 +16,6 @@ from agentrl.cli import main
 from agentrl.recipe.load import dump_recipe
 from agentrl.training.display import Display
 
-HERE = Path(__file__).parent
 PATIENCE = 120.0  # seconds until a test gives up; no test asserts a time
 
 
@@ -24,13 +23,12 @@ def start(folder: Path, **changes: object) -> "subprocess.Popen[str]":
     """`agentrl train` on a run of 500 steps in `folder`/run."""
     recipe = folder / "job.yaml"
     recipe.write_text(dump_recipe(small(folder / "run", train__steps=500, eval__splits=[], **changes)))
-    path = os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])
     return subprocess.Popen(
         [sys.executable, "-m", "agentrl.cli.main", "train", str(recipe)],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "AGENTRL_TEST_MARK": str(folder / "mark")},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "AGENTRL_TEST_MARK": str(folder / "mark")},
     )
 
 

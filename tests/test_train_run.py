@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from paths import ROOT
 from train_help import lines, metrics, small
 from train_plugins import Absent, Refusing
 
@@ -21,7 +22,6 @@ from agentrl.training.loop import Loop
 from agentrl.training.run import TrainResult, resume_run
 from agentrl.training.trackers import Trackers
 
-ROOT = Path(__file__).parent.parent
 RECIPE = str(ROOT / "recipes" / "gsm8k_tool.yaml")
 
 EVERY_STEP = {

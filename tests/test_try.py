@@ -9,11 +9,11 @@ import time
 from pathlib import Path
 
 import pytest
+from paths import ROOT
 
 from agentrl import Environment, Reply, Task, Tool, ToolResponse, ToolSource, tool
 from agentrl.cli import main
 
-ROOT = Path(__file__).parent.parent
 RECIPE = str(ROOT / "recipes" / "gsm8k_tool.yaml")
 EVENTS: list[str] = []
 QUESTION = "Leo gets 12 pears"
@@ -267,7 +267,7 @@ def test_a_person_may_leave(capsys, monkeypatch):
 
 def test_ctrl_c_in_mid_game_releases_and_ends_at_once():
     code = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); from agentrl.cli.main import main; main()"
-    arguments = [sys.executable, "-u", "-c", code, "try", "test_try:Talk"]
+    arguments = [sys.executable, "-u", "-c", code, "try", f"{Path(__file__).stem}:Talk"]
     child = subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     assert child.stdout is not None
     seen = b""

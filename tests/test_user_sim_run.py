@@ -6,6 +6,7 @@ from pathlib import Path
 from random import Random
 
 from agentrl_envs.user_sim.environment import UserSim
+from paths import RECIPES
 from rich.console import Console
 from train_help import lines, metrics
 
@@ -19,7 +20,7 @@ from agentrl.recipe.schema import ModelSection
 from agentrl.training.examples import Demonstrator
 from agentrl.training.sft import sft
 
-RECIPE = Path(__file__).parent.parent / "recipes" / "user_sim.yaml"
+RECIPE = RECIPES / "user_sim.yaml"
 SHORT = [
     "sft.stages=[{style: clean, steps: 2, batch: 4, warmup_steps: 0}, {style: careless, steps: 1, batch: 4}]",
     "train.steps=2", "train.threads=1", "eval.tasks=4", "rollout.tasks=2", "rollout.n=4",

@@ -1,0 +1,43 @@
+"""Starting stand-ins and real servers in tests of the server process."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from agentrl.engine.sglang.client import Sessions
+from agentrl.engine.sglang.command import LaunchPlan
+from agentrl.engine.sglang.server import Server
+
+FAKE = """
+import http.server, os, subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
+open(sys.argv[1], "w").write(f"{os.getpid()} {child.pid}")
+class Ok(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200); self.end_headers()
+    def log_message(self, *a): pass
+print("it serves", flush=True)
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Ok).serve_forever()
+"""
+
+
+def plan(*command: str) -> LaunchPlan:
+    return LaunchPlan(command=command, model_path="m", dtype="float32", flags={}, max_batch=4, token_bytes=1,
+                      context=64, cpu=True)  # fmt: skip
+
+
+def until(done: Callable[[], bool], seconds: float = 120.0) -> None:
+    end = time.monotonic() + seconds
+    while not done():
+        assert time.monotonic() < end, "it did not come to pass"
+        time.sleep(0.05)
+
+
+async def started(launch: LaunchPlan, log: Path, timeout: float = 60.0) -> Server:
+    sessions = Sessions()
+    server = Server(launch, 0, log, sessions)
+    try:
+        await server.start(timeout, lambda line: None)
+    finally:
+        await sessions.close()
+    return server

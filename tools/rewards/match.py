@@ -12,6 +12,7 @@ from agentrl_tools.rewards.truth import marked, truth_of
 from agentrl.plugins.reward import Reward, Sample
 
 _EDGES = " \t\n.,;:!?\"'`*_$"
+_OPENING = re.compile(rf"\A(?:[{_EDGES.replace('.', '')}]|\.(?![0-9]))+")  # .5 keeps its point
 _ARTICLE = re.compile(r"\b(?:a|an|the)\b")
 
 
@@ -72,14 +73,14 @@ class Match(Reward):
             raise ValueError(f"the ground truth {written!r:.60} holds no single number")
         if given is None:
             return False
-        if self._mode == "numeric" or _is_number(wanted):
-            return number is not None and read_number(given) == number
+        if number is not None and (self._mode == "numeric" or _is_number(wanted)):
+            return read_number(given) == number
         return bool(normalized(given)) and normalized(given) == normalized(wanted)
 
 
 def normalized(text: str) -> str:
     """For comparison: case folded, white space collapsed, articles and surrounding punctuation gone."""
-    plain = unicodedata.normalize("NFKC", text).casefold().strip(_EDGES)
+    plain = _OPENING.sub("", unicodedata.normalize("NFKC", text).casefold()).rstrip(_EDGES)
     return " ".join(_ARTICLE.sub(" ", plain).split()) or plain
 
 

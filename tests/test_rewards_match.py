@@ -81,6 +81,7 @@ async def test_match_by_number_by_pattern_and_by_field() -> None:
     assert await Match(pattern=r"final: (\w+)").score(sample("72")) == 0.0
     with pytest.raises(ValueError, match="no regular expression"):
         Match(pattern="(")
+    assert await Match(pattern=r"(?:a|a)*: (\w+)").score(sample("a" * 40 + "; 72")) == 0.0
     nested = Task("t-1", {"reward_model": {"ground_truth": "7"}, "gold": "8"})
     assert truth_of(nested) == "7"
     assert truth_of(nested, "gold") == "8"

@@ -9,6 +9,7 @@ from typing import Any, Literal
 from agentrl_envs.gsm8k.grade import read_number
 from agentrl_tools.rewards.truth import marked, truth_of
 
+from agentrl.plugins.patterns import Pattern, TooHardError
 from agentrl.plugins.reward import Reward, Sample
 
 _EDGES = " \t\n.,;:!?\"'`*_$"
@@ -25,7 +26,7 @@ class Match(Reward):
     mode: `exact` (the same text, whatever its case, white space and surrounding punctuation, or the same number where
     both are one) or `numeric` (the same number; the truth must be one). truth: the field of the task's data that holds
     it, or a list of them there, any of which will do. pattern: a regular expression whose first group (else the whole
-    match) is the answer, the last match counting, instead of the marks; no match is no answer.
+    match) is the answer, the last match counting, instead of the marks; no match in bounded time is no answer.
     """
 
     name = "match"
@@ -34,10 +35,7 @@ class Match(Reward):
         self, mode: Literal["exact", "numeric"] = "exact", truth: str | None = None, pattern: str | None = None
     ) -> None:
         self._mode, self._truth = mode, truth
-        try:
-            self._pattern = re.compile(pattern, re.S) if pattern else None
-        except re.error as error:
-            raise ValueError(f"pattern {pattern!r} is no regular expression: {error}") from error
+        self._pattern = Pattern(pattern, dot_all=True) if pattern else None
 
     async def score(self, sample: Sample) -> float:
         return 1.0 if self.right(sample.answer, truth_of(sample.task, self._truth)) else 0.0
@@ -58,10 +56,10 @@ class Match(Reward):
         if self._pattern is None:
             found = marked(text)
             return text if found is None else found
-        last = None
-        for last in self._pattern.finditer(text):  # noqa: B007 - the last one is wanted
-            pass
-        return None if last is None else last[1 if self._pattern.groups else 0]
+        try:
+            return self._pattern.last(text)
+        except TooHardError:
+            return None
 
     def _same(self, given: str | None, truth: Any) -> bool:
         if isinstance(truth, bool) or not isinstance(truth, str | int | float):

@@ -43,6 +43,28 @@ from hypothesis import strategies as st
         ("x = 5", 5),
         ("6*7 = 42", 42),
         ("1.5e3", 1500),
+        ("1e3", 1000),
+        (r"\frac12", Fraction(1, 2)),
+        (r"5\frac 1 2", Fraction(11, 2)),
+        (r"\frac{1}2", Fraction(1, 2)),
+        (r"\frac{3{,}000}{4}", 750),
+        ("٧٢", 72),
+        ("１，２３４．５", Fraction(2469, 2)),
+        ("١٬٢٣٤٫٥", Fraction(2469, 2)),
+        ("7２", 72),
+        ("５％", 5),
+        (r"\boxed{\boxed{72}}", 72),
+        (r"10\,000", 10000),
+        (r"1,\!234", 1234),
+        (r"\(72\)", 72),
+        (r"90^\circ", 90),
+        (r"12\text{ cm}^2", 12),
+        ("12 m²", 12),
+        ("72個", 72),
+        ("minus 5", -5),
+        ("profit -5", -5),
+        ("No.5", 5),
+        ("$5/hour", 5),
     ],
 )
 def test_numbers_as_people_write_them(written: str, value: Fraction) -> None:
@@ -67,6 +89,38 @@ def test_numbers_as_people_write_them(written: str, value: Fraction) -> None:
         "9" * 5000,
         "5 " + "a" * 300,
         "½½",
+        "3*24",
+        "3**24",
+        "3_24",
+        "3(24)",
+        "(3)(24)",
+        "3%24",
+        r"3\%24",
+        "3`24`",
+        "72 = 3*24",
+        r"\frac123",
+        r"\frac{5}{x}",
+        r"\frac{x}{5}",
+        r"-\frac{-3}{4}",
+        r"\sqrt{16}",
+        "√16",
+        r"5\pi",
+        r"5\times x",
+        r"\pm 5",
+        "--5",
+        "-(-5)",
+        "x/5",
+        "x - 5",
+        "x-5",
+        "5^x",
+        "5²",
+        "①5",
+        "½5",
+        "0,123",
+        "1,2,3",
+        "1.2.3",
+        "1 000",
+        r"\boxed{\boxed{72}+1}",
     ],
 )
 def test_what_is_no_answer(written: str) -> None:
@@ -84,6 +138,25 @@ def test_the_last_mark_counts() -> None:
     assert read_answer(r"#### \boxed{6}") == 6
     assert read_answer("\\boxed{5} so\n#### 6") == 6
     assert read_answer("#### 6\nIt took 3 steps.") == 6
+    assert read_answer("#### 5\n####") is None
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        (r"It is \boxed 72.", 72),
+        (r"It is $\boxed72$, of 3.", 72),
+        (r"It is \boxed\frac12", Fraction(1, 2)),
+        (r"It is \boxed {72}", 72),
+        (r"It is \fbox{72}", 72),
+        (r"\boxed{72}. I put it in \boxed as asked", 72),
+        (r"\boxed{72} or \boxed{7", 72),
+        (r"\boxed{7", None),
+        (r"\boxed{\}72}", 72),
+    ],
+)
+def test_a_box_however_it_is_written(text: str, value: Fraction | None) -> None:
+    assert read_answer(text) == value
 
 
 def test_grade_against_every_form_of_truth() -> None:
@@ -131,7 +204,7 @@ def test_any_text_is_read_or_refused(text: str) -> None:
 
 @pytest.mark.parametrize(
     "unit",
-    ["9", "1,", ",111", "#### ", "\\boxed{", "\\frac{", "{", "1 1/", " ", "1e", "-", "."],
+    ["9", "1,", ",111", "#### ", "\\boxed{", "\\frac{", "{", "1 1/", " ", "1e", "-", ".", "\\boxed 1 1", "\\boxed{}"],
 )
 def test_long_hostile_text_is_handled(unit: str) -> None:
     text = unit * 200_000

@@ -48,6 +48,13 @@ def test_a_slip_of_the_model_is_told_where_the_schema_lists_what_there_is():
         McpTool(None, "t", "", "", closed).check({"b": 1})
 
 
+def test_a_pattern_that_backtracks_does_not_hold_up_the_event_loop():
+    tool = McpTool(None, "t", "", "", {"properties": {"a": {"type": "string", "pattern": "^(a|a)*$"}}})
+    assert tool.check({"a": "a" * 40}) == {"a": "a" * 40}
+    with pytest.raises(ArgumentError, match="take too long to check"):
+        tool.check({"a": "a" * 40 + "!"})
+
+
 def test_include_exclude_and_prefix():
     def chosen(*names: str, **arguments: Any) -> list[str]:
         return [tool.name for tool in McpSource(command="x", **arguments).chosen(offers(*names))]

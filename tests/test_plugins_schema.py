@@ -1,5 +1,7 @@
 """Arguments that a model wrote, checked against a JSON schema."""
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -91,6 +93,15 @@ def test_what_is_plainly_meant_is_accepted(rule, value, expected):
         ({"type": "array", "minItems": 1}, [], "1 entries or more"),
         ({"type": "array", "maxItems": 1}, [1, 2], "at most 1 entries"),
         ({"type": "string", "pattern": "^a"}, "b", r"should match \^a"),
+        ({"type": "string", "pattern": r"^\p{L}+$"}, "ä1", r"should match \^"),
+        ({"type": "string", "pattern": "^(a|a)*$"}, "a" * 40 + "!", "take too long to check"),
+        (
+            {"items": {"pattern": "(?:a{1,30}){1,30}b"}, "type": "array"},
+            ["a" * 40 + "!"] * 50,
+            "take too long to check",
+        ),
+        ({"anyOf": [{"pattern": "^(a|a)*$"}, {"enum": ["x"]}]}, "a" * 40 + "!", "take too long to check"),
+        ({"pattern": r"^(?:[^,]*,?)*x$"}, "a," * 500_000 + "xP", "take too long to check"),
     ],
 )
 def test_what_is_wrong_is_one_short_line(rule, value, words):
@@ -127,6 +138,33 @@ def test_defaults_are_filled_in_and_not_shared():
     assert check_arguments(parameters, {}) == {"a": [1]}
 
 
+def doubled(count: int) -> dict:
+    """A schema of `count` definitions, each two alternatives of the next: checking a value takes 2**count steps."""
+    names = [f"n{n}" for n in range(count)]
+    defs = {a: {"anyOf": [{"$ref": f"#/$defs/{b}"}] * 2} for a, b in pairwise(names)}
+    return {**schema(x={"$ref": "#/$defs/n0"}), "$defs": {**defs, names[-1]: {"type": "integer"}}}
+
+
+def test_alternatives_within_alternatives_are_checked_in_bounded_time():
+    kinds = {"type": "integer"}
+    for _ in range(40):
+        kinds = {"type": ["object", "object"], "properties": {"x": kinds}}
+    for parameters in (doubled(40), schema(x=kinds)):
+        for _ in range(2):  # what cannot be read is remembered
+            with pytest.raises((ArgumentError, UserError), match=r"too long to check|too many alternatives"):
+                check_arguments(parameters, {"x": "q"})
+    assert outline(doubled(40)) == "{x?: any}"
+    assert check_arguments(doubled(4), {"x": "3"}) == {"x": 3}
+
+
+def test_a_schema_may_refer_to_itself_among_alternatives():
+    value = {"anyOf": [{"type": "integer"}, {"type": "array", "items": {"$ref": "#/$defs/value"}}]}
+    parameters = {**schema(x={"$ref": "#/$defs/value"}), "$defs": {"value": value}}
+    assert check_arguments(parameters, {"x": [1, [2]]}) == {"x": [1, [2]]}
+    with pytest.raises(ArgumentError, match=r"should be integer\|list of integer\|list of any"):
+        check_arguments(parameters, {"x": {}})
+
+
 def test_a_schema_may_refer_to_itself():
     tree = schema(["value"], value=INTEGER, left={"$ref": "#/$defs/tree"})
     parameters = {**schema(["root"], root={"$ref": "#/$defs/tree"}), "$defs": {"tree": tree}}
@@ -136,7 +174,18 @@ def test_a_schema_may_refer_to_itself():
         check_arguments(parameters, {"root": {"value": 1, "left": {"value": "q"}}})
 
 
-@pytest.mark.parametrize("rule", [{"type": "text"}, {"$ref": "#/$defs/none"}, "string"])
+@pytest.mark.parametrize(
+    "rule",
+    [
+        {"type": "text"},
+        {"$ref": "#/$defs/none"},
+        "string",
+        {"pattern": "("},
+        {"pattern": 1},
+        {"pattern": "(" * 9999},
+        {"pattern": "(" * 3000 + ")" * 3000},
+    ],
+)
 def test_a_schema_that_is_none_is_the_authors_error(rule):
     with pytest.raises(UserError, match="a tool's parameters"):
         check_one(rule, 1)

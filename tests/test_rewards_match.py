@@ -28,6 +28,8 @@ def sample(said: str = "", truth: Any = "72", tokens: int = 1, **rewards: float)
         ("#### 1 or <answer>2</answer> or \\boxed{3}", "3"),
         ("<answer>1</answer> <answer>2</answer>", "2"),
         ("\\boxed{never closed", None),
+        ("$\\boxed 72$ it is", " 72"),
+        ("\\fbox{\\boxed{a}b}", "\\boxed{a}b"),
         ("</answer> <answer>", None),
         ("none", None),
     ],
@@ -58,6 +60,12 @@ def test_marks_are_found_in_linear_time() -> None:
         ("#### C", ["A", "B"], 0.0),
         ("#### 18", "16-3-4=9, 9*2=18\n#### 18", 1.0),
         ("#### a", "A", 1.0),
+        ("#### 3*24", "324", 0.0),
+        ("#### ٧٢", "72", 1.0),
+        ("#### 1,2,3", "1,2,3", 1.0),
+        ("#### 123", "1,2,3", 0.0),
+        ("#### 5 kg", ".5 kg", 0.0),
+        ("#### .5 kg", ".5 kg", 1.0),
     ],
 )
 async def test_match(said: str, truth: Any, score: float) -> None:
@@ -73,6 +81,7 @@ async def test_match_by_number_by_pattern_and_by_field() -> None:
     assert await Match(pattern=r"final: (\w+)").score(sample("72")) == 0.0
     with pytest.raises(ValueError, match="no regular expression"):
         Match(pattern="(")
+    assert await Match(pattern=r"(?:a|a)*: (\w+)").score(sample("a" * 40 + "; 72")) == 0.0
     nested = Task("t-1", {"reward_model": {"ground_truth": "7"}, "gold": "8"})
     assert truth_of(nested) == "7"
     assert truth_of(nested, "gold") == "8"

@@ -56,6 +56,12 @@ async def test_state_value_and_outputs(session: SandboxSession) -> None:
          "P(a=1)"),
         ("import subprocess, sys\nsubprocess.run([sys.executable, '-c', 'print(1)']).returncode", "0"),
         ("from multiprocessing import Pool\nwith Pool(2) as p: r = p.map(abs, [-1, 2])\nr", "[1, 2]"),
+        ("import asyncio\nasync def echo(r, w): w.write(await r.readline()); w.close()\n"
+         "async def main():\n    server = await asyncio.start_server(echo, '127.0.0.1', 0)\n    global where\n"
+         "    where = server.sockets[0].getsockname()\n    return sum(await asyncio.gather(*map(ask, range(20))))\n"
+         "async def ask(n):\n    r, w = await asyncio.open_connection(*where)\n    w.write(b'%d\\n' % n)\n"
+         "    await asyncio.sleep(0.2)\n    return int(await r.readline())\n"
+         "await main()", "190"),
     ],
 )  # fmt: skip
 async def test_values(session: SandboxSession, code: str, value: str | None) -> None:

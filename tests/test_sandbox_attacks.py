@@ -106,6 +106,78 @@ async def test_allocates_shared_memory(session: SandboxSession) -> None:
     assert execution.stop is Stop.MEMORY
 
 
+_CROWD = (
+    "import ctypes, mmap, os, socket, time\nfor n in range(10):\n    if os.fork() == 0: break\nelse: time.sleep(60)\n"
+)
+_FILL = (
+    "kept = []\ndef fill(one):\n    one.setblocking(False)\n    kept.append(one)\n"
+    "    one.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 26)\n    try:\n"
+    "        while one.send(b'x' * (1 << 16)): os.write(1, b'.')\n    except BlockingIOError: pass\n"
+)
+_KERNEL = {
+    "stream": "while True: [fill(one) for one in socket.socketpair()]",
+    "datagram": "while True: [fill(one) for one in socket.socketpair(type=socket.SOCK_DGRAM)]",
+    "not accepted": (  # in no process's table of descriptors
+        "server = socket.socket(socket.AF_UNIX)\nserver.bind(f'/tmp/{os.getpid()}')\nserver.listen(4096)\n"
+        "while True:\n    with socket.socket(socket.AF_UNIX) as one:\n"
+        "        one.connect(server.getsockname())\n        fill(one)\n        kept.clear()"
+    ),
+    "tcp": (
+        "server = socket.create_server(('127.0.0.1', 0))\n"
+        "while True: [fill(one) for one in (socket.create_connection(server.getsockname()), server.accept()[0])]"
+    ),
+    "pipe": (
+        "while True:\n    end = os.pipe()[1]\n    os.set_blocking(end, False)\n    try:\n"
+        "        while os.write(end, b'x' * (1 << 16)): os.write(1, b'.')\n    except BlockingIOError: pass"
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", _KERNEL)
+async def test_what_the_kernel_holds_counts_as_memory(kind: str) -> None:
+    """Each point printed is 64 KiB that the kernel took and keeps; ten processes went on to hundreds of MiB."""
+    limits = Limits(
+        wall_seconds=20.0, cpu_seconds=15.0, memory=64 * MIB, processes=12, output=200_000, image_bytes=MARK
+    )
+    sandbox = BwrapSandbox(limits, pool=0)
+    async with sandbox.session() as session:
+        execution = await session.run(_CROWD + _FILL + _KERNEL[kind])
+        assert execution.stop is Stop.MEMORY
+        assert execution.lost
+        assert execution.stdout.count(".") << 16 < 2 * limits.memory
+        await survives(session)
+    await sandbox.close()
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)\nkept = bytearray(24 << 20)\ntime.sleep(60)",  # hides what it uses
+        "kept = mmap.mmap(-1, 1 << 38, flags=mmap.MAP_PRIVATE | mmap.MAP_NORESERVE, prot=mmap.PROT_READ)\n"
+        "for place in range(0, 1 << 38, 1 << 21): kept[place]\ntime.sleep(60)",  # half a gigabyte of page tables
+        "kept = []\nwhile True: kept.append(mmap.mmap(-1, 4096))",
+    ],
+)
+async def test_memory_that_no_process_shows_counts(session: SandboxSession, code: str) -> None:
+    execution = await attack(session, _CROWD + code)
+    assert execution.stop is Stop.MEMORY
+
+
+async def test_larger_buffers_and_queues_are_not_to_be_had(session: SandboxSession) -> None:
+    ask = (
+        "import ctypes, fcntl, os, socket\none = socket.socketpair()[0]\nsize = (socket.SOL_SOCKET, socket.SO_SNDBUF)\n"
+    )
+    code = f"{ask}before = one.getsockopt(*size)\none.setsockopt(*size, 1 << 22)\none.getsockopt(*size) == before"
+    assert (await attack(session, code)).value == "True"
+    ordinary = f"{ask}one.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)\none.getsockopt(1, socket.SO_KEEPALIVE)"
+    assert (await attack(session, ordinary)).value == "1"
+    assert "PermissionError" in ((await attack(session, f"{ask}fcntl.fcntl(os.pipe()[1], 1031, 1 << 20)")).error or "")
+    calls = (
+        "[call(0, 0, 0, 0) for name in ('inotify_init1', 'vmsplice') for call in [getattr(ctypes.CDLL(None), name)]]"
+    )
+    assert (await attack(session, f"{ask}{calls}")).value == "[-1, -1]"
+
+
 async def test_anonymous_files_are_refused(session: SandboxSession) -> None:
     execution = await attack(session, "import os\nos.memfd_create('x')")
     assert "PermissionError" in (execution.error or "")
@@ -302,14 +374,14 @@ async def test_a_repr_that_never_returns(session: SandboxSession) -> None:
 
 async def test_daemonizes(session: SandboxSession) -> None:
     code = (
-        "import os, time\nif os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0:\n        os.closerange(0, 256)\n"
+        "import os, time\nif os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0:\n        os.closerange(0, 128)\n"
         "        while True: time.sleep(0.01)\n    os._exit(0)\n'away'"
     )
     assert (await attack(session, code)).value == "'away'"
 
 
 async def test_writes_on_every_descriptor(session: SandboxSession) -> None:
-    code = "import os\nfor fd in range(256):\n    try: os.write(fd, b'\\xff' * 64)\n    except OSError: pass\n'over'"
+    code = "import os\nfor fd in range(128):\n    try: os.write(fd, b'\\xff' * 64)\n    except OSError: pass\n'over'"
     execution = await attack(session, code)
     assert execution.stop is Stop.ENDED
     assert execution.lost
@@ -318,7 +390,7 @@ async def test_writes_on_every_descriptor(session: SandboxSession) -> None:
 async def test_forges_a_reply(session: SandboxSession) -> None:
     code = (
         "import os, struct\nforged = struct.pack('<I16s', 9, b'') + b'V' + struct.pack('<I', 4) + b'1000'\n"
-        "for fd in range(3, 256):\n    try: os.write(fd, forged)\n    except OSError: pass\n"
+        "for fd in range(3, 128):\n    try: os.write(fd, forged)\n    except OSError: pass\n"
         "import time\ntime.sleep(0.3)"
     )
     execution = await attack(session, code)
@@ -327,7 +399,7 @@ async def test_forges_a_reply(session: SandboxSession) -> None:
 
 
 async def test_closes_every_descriptor(session: SandboxSession) -> None:
-    execution = await attack(session, "import os\nos.closerange(0, 256)\nwhile True: pass")
+    execution = await attack(session, "import os\nos.closerange(0, 128)\nwhile True: pass")
     assert execution.stop is Stop.ENDED
 
 
@@ -340,7 +412,7 @@ async def test_closes_its_streams(session: SandboxSession) -> None:
 async def test_reads_what_is_meant_for_the_worker(session: SandboxSession) -> None:
     """It eats the next call: only its own session suffers."""
     code = (
-        "import os, threading\ndef eat():\n    for fd in range(240, 256):\n        try: os.read(fd, 1 << 16)\n"
+        "import os, threading\ndef eat():\n    for fd in range(112, 128):\n        try: os.read(fd, 1 << 16)\n"
         "        except OSError: pass\nfor _ in range(3): threading.Thread(target=eat, daemon=True).start()"
     )
     await session.run(code)

@@ -10,6 +10,8 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from agentrl.errors import UserError
+from agentrl.plugins.patterns import Pattern
 from agentrl.plugins.types import ArgumentError
 
 Check = Callable[[Any, str], Any]
@@ -56,8 +58,18 @@ def _itself(value: Any) -> Any:
     return value
 
 
-def _found(value: str, pattern: str) -> bool:
-    return re.search(pattern, value) is not None
+def _matches(pattern: Any) -> Check:
+    try:
+        known = Pattern(pattern)
+    except ValueError as error:
+        raise UserError(f"a tool's parameters: {error}") from error
+
+    def check(value: Any, path: str) -> Any:
+        if isinstance(value, str) and not known.found(value):
+            raise ArgumentError(should(path, f"match {pattern:.60}", value))
+        return value
+
+    return check
 
 
 _LIMITS: dict[str, Callable[[Any], Check]] = {
@@ -69,7 +81,7 @@ _LIMITS: dict[str, Callable[[Any], Check]] = {
     "maxLength": _bound(str, len, operator.le, "have at most {} characters"),
     "minItems": _bound(list, len, operator.ge, "have {} entries or more"),
     "maxItems": _bound(list, len, operator.le, "have at most {} entries"),
-    "pattern": _bound(str, _itself, _found, "match {}"),
+    "pattern": _matches,
 }
 
 

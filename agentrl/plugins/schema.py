@@ -4,7 +4,8 @@ Understood: type, enum, const, properties, required, additionalProperties, items
 exclusiveMaximum, minLength, maxLength, pattern, minItems, maxItems, anyOf, oneOf (as anyOf), allOf, $ref within the
 schema, default. Other keywords describe, and check nothing. What is plainly meant is accepted: "3" for 3, 3.0 for 3,
 3 for "3", "true" for true, a list or object written as JSON text, null for an argument that may be left out.
-An unknown argument is refused unless the schema says `additionalProperties`.
+An unknown argument is refused unless the schema says `additionalProperties`. A schema is a stranger's: reading it and
+checking by it are bounded in time, since the event loop waits.
 """
 
 import copy
@@ -13,8 +14,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from agentrl.errors import UserError
+from agentrl.plugins import patterns
 from agentrl.plugins.scalars import SCALARS, Check, limits, named, should
 from agentrl.plugins.types import ArgumentError
+
+_READING_SECONDS = 1.0  # of CPU time, for the largest schemas
 
 _compiled: dict[int, tuple[Mapping[str, Any], Check]] = {}
 
@@ -22,15 +26,37 @@ _compiled: dict[int, tuple[Mapping[str, Any], Check]] = {}
 def check_arguments(parameters: Mapping[str, Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
     """`arguments` with what is plainly meant converted and defaults filled in.
 
-    Raises ArgumentError: one short line for the model. The schema is compiled once an object: do not change it later.
+    Raises ArgumentError: one short line for the model; UserError for a schema that is none, or too large. The schema is
+    compiled once an object: do not change it later.
     """
     entry = _compiled.get(id(parameters))
     if entry is None or entry[0] is not parameters:
         if len(_compiled) >= 1024:  # a schema made anew for every call must not fill the memory
             _compiled.clear()
-        entry = _compiled[id(parameters)] = (parameters, _arguments(parameters))
-    result: dict[str, Any] = entry[1](arguments, "")
+        entry = _compiled[id(parameters)] = (parameters, _read(parameters))
+    patterns.begin()
+    try:
+        result: dict[str, Any] = entry[1](arguments, "")
+    except patterns.TooHardError:
+        raise ArgumentError("the arguments take too long to check: write shorter or simpler ones") from None
+    finally:
+        patterns.end()
     return result
+
+
+def _read(parameters: Mapping[str, Any]) -> Check:
+    """The check of a schema; of one that takes too long to read, a check that says so."""
+    patterns.begin(_READING_SECONDS)
+    try:
+        return _arguments(parameters)
+    except patterns.TooHardError:
+        return _unreadable
+    finally:
+        patterns.end()
+
+
+def _unreadable(value: Any, path: str) -> Any:
+    raise UserError("a tool's parameters: the JSON schema has too many alternatives within alternatives to be read")
 
 
 def outline(parameters: Mapping[str, Any]) -> str:
@@ -42,18 +68,21 @@ def outline(parameters: Mapping[str, Any]) -> str:
     return text if len(text) <= 200 else "{" + ", ".join(properties) + "}"
 
 
-def _kind(schema: Any, root: Mapping[str, Any]) -> str:
+def _kind(schema: Any, root: Mapping[str, Any], inside: frozenset[str] = frozenset()) -> str:
     if isinstance(schema, Mapping) and "$ref" in schema:
+        if schema["$ref"] in inside or len(inside) == 2:  # each further one could multiply what there is to say
+            return "any"
+        inside |= {schema["$ref"]}
         schema = {k: v for k, v in _target(schema["$ref"], root).items() if k != "$ref"}
     if not isinstance(schema, Mapping):
         return "any"
     if "enum" in schema:
         return "|".join(str(v) for v in schema["enum"])
     if options := schema.get("anyOf", schema.get("oneOf")):
-        return "|".join(dict.fromkeys(_kind(option, root) for option in options))
+        return "|".join(dict.fromkeys(_kind(option, root, inside) for option in options))
     kind = schema.get("type", "any")
     if kind == "array":
-        return f"list of {_kind(schema['items'], root)}" if "items" in schema else "list"
+        return f"list of {_kind(schema['items'], root, inside)}" if "items" in schema else "list"
     return "|".join(kind) if isinstance(kind, list) else str(kind)
 
 
@@ -66,6 +95,7 @@ def _arguments(parameters: Mapping[str, Any]) -> Check:
 
 
 def _compile(schema: Any, root: Mapping[str, Any], lenient: bool) -> Check:
+    patterns.left()
     if schema is True or schema == {}:
         return lambda value, path: value
     if not isinstance(schema, Mapping):
@@ -106,6 +136,7 @@ def _reference(pointer: str, root: Mapping[str, Any], lenient: bool) -> Check:
     found: list[Check] = []  # compiled when first used, so a schema may refer to itself
 
     def check(value: Any, path: str) -> Any:
+        patterns.left()
         if not found:
             found.append(_compile(target, root, lenient))
         return found[0](value, path)
@@ -185,6 +216,7 @@ def _either(options: Any, root: Mapping[str, Any], lenient: bool) -> Check:
 
     def check(value: Any, path: str) -> Any:
         for option in checks:
+            patterns.left()
             try:
                 return option(value, path)
             except ArgumentError:

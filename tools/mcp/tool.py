@@ -8,7 +8,7 @@ from agentrl import Session, Tool, ToolResponse
 from agentrl.errors import UserError
 
 _ODD = re.compile(r"[^A-Za-z0-9_-]")
-_UNREADABLE = (UserError, re.error, TypeError, AttributeError, KeyError, RecursionError)
+_UNREADABLE = (UserError, TypeError, AttributeError, KeyError, RecursionError)
 _OPEN = ("$ref", "allOf", "anyOf", "oneOf", "patternProperties", "if")
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from agentrl_tools.rewards.truth import truth_of
 
+from agentrl.plugins.patterns import Pattern, TooHardError
 from agentrl.plugins.reward import Sample
 from agentrl.plugins.types import Message
 
@@ -87,10 +88,7 @@ class ScoreReader:
     def __init__(self, pattern: str, field: str | None, scale: tuple[float, float]) -> None:
         if scale[0] == scale[1]:
             raise ValueError(f"scale: its two ends are both {scale[0]:g}")
-        try:
-            self._pattern = re.compile(pattern, re.I | re.S)
-        except re.error as error:
-            raise ValueError(f"pattern {pattern!r} is no regular expression: {error}") from error
+        self._pattern = Pattern(pattern, ignore_case=True, dot_all=True)
         if not field and self._pattern.groups < 1:
             raise ValueError(f"pattern {pattern!r} has no group for the number")
         self._field, self._scale = field, scale
@@ -106,8 +104,10 @@ class ScoreReader:
         return score if 0.0 <= score <= 1.0 else None
 
     def _of_text(self, reply: str) -> str | None:
-        found = [match[1] for match in self._pattern.finditer(reply)]
-        return found[-1] if found else None
+        try:
+            return self._pattern.last(reply)
+        except TooHardError:
+            return None
 
     def _of_json(self, reply: str) -> object:
         """Of the last object that has the field."""

@@ -9,9 +9,11 @@ from typing import Any, Literal
 from agentrl_envs.gsm8k.grade import read_number
 from agentrl_tools.rewards.truth import marked, truth_of
 
+from agentrl.plugins.patterns import Pattern, TooHardError
 from agentrl.plugins.reward import Reward, Sample
 
 _EDGES = " \t\n.,;:!?\"'`*_$"
+_OPENING = re.compile(rf"\A(?:[{_EDGES.replace('.', '')}]|\.(?![0-9]))+")  # .5 keeps its point
 _ARTICLE = re.compile(r"\b(?:a|an|the)\b")
 
 
@@ -24,7 +26,7 @@ class Match(Reward):
     mode: `exact` (the same text, whatever its case, white space and surrounding punctuation, or the same number where
     both are one) or `numeric` (the same number; the truth must be one). truth: the field of the task's data that holds
     it, or a list of them there, any of which will do. pattern: a regular expression whose first group (else the whole
-    match) is the answer, the last match counting, instead of the marks; no match is no answer.
+    match) is the answer, the last match counting, instead of the marks; no match in bounded time is no answer.
     """
 
     name = "match"
@@ -33,10 +35,7 @@ class Match(Reward):
         self, mode: Literal["exact", "numeric"] = "exact", truth: str | None = None, pattern: str | None = None
     ) -> None:
         self._mode, self._truth = mode, truth
-        try:
-            self._pattern = re.compile(pattern, re.S) if pattern else None
-        except re.error as error:
-            raise ValueError(f"pattern {pattern!r} is no regular expression: {error}") from error
+        self._pattern = Pattern(pattern, dot_all=True) if pattern else None
 
     async def score(self, sample: Sample) -> float:
         return 1.0 if self.right(sample.answer, truth_of(sample.task, self._truth)) else 0.0
@@ -57,10 +56,10 @@ class Match(Reward):
         if self._pattern is None:
             found = marked(text)
             return text if found is None else found
-        last = None
-        for last in self._pattern.finditer(text):  # noqa: B007 - the last one is wanted
-            pass
-        return None if last is None else last[1 if self._pattern.groups else 0]
+        try:
+            return self._pattern.last(text)
+        except TooHardError:
+            return None
 
     def _same(self, given: str | None, truth: Any) -> bool:
         if isinstance(truth, bool) or not isinstance(truth, str | int | float):
@@ -72,14 +71,14 @@ class Match(Reward):
             raise ValueError(f"the ground truth {written!r:.60} holds no single number")
         if given is None:
             return False
-        if self._mode == "numeric" or _is_number(wanted):
-            return number is not None and read_number(given) == number
+        if number is not None and (self._mode == "numeric" or _is_number(wanted)):
+            return read_number(given) == number
         return bool(normalized(given)) and normalized(given) == normalized(wanted)
 
 
 def normalized(text: str) -> str:
     """For comparison: case folded, white space collapsed, articles and surrounding punctuation gone."""
-    plain = unicodedata.normalize("NFKC", text).casefold().strip(_EDGES)
+    plain = _OPENING.sub("", unicodedata.normalize("NFKC", text).casefold()).rstrip(_EDGES)
     return " ".join(_ARTICLE.sub(" ", plain).split()) or plain
 
 

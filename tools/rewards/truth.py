@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
+from agentrl_envs.gsm8k.grade import boxed, hashed
+
 from agentrl.plugins.types import Task
 
 TRUTH_FIELDS = ("ground_truth", "reward_model.ground_truth", "answer")
@@ -34,26 +36,11 @@ def truth_of(task: Task, field: str | None = None) -> Any:
 def marked(text: str) -> str | None:
     """What stands in the last mark: `#### x`, `\\boxed{x}` or `<answer>x</answer>`; None where there is none. Linear in
     the text, whatever it holds."""
-    found = [mark for mark in (_hashes(text), _boxed(text), _tagged(text)) if mark is not None]
+    found = [mark for mark in (hashed(text), boxed(text), _tagged(text)) if mark is not None]
     return max(found, key=lambda mark: mark[0])[1] if found else None
-
-
-def _hashes(text: str) -> tuple[int, str] | None:
-    at = text.rfind("####")
-    return None if at < 0 else (at, text[at + 4 :].partition("\n")[0])
 
 
 def _tagged(text: str) -> tuple[int, str] | None:
     end = text.rfind("</answer>")
     at = text.rfind("<answer>", 0, max(end, 0))
     return None if at < 0 else (at, text[at + len("<answer>") : end])
-
-
-def _boxed(text: str) -> tuple[int, str] | None:
-    at = text.rfind("\\boxed{")
-    start, depth = at + len("\\boxed{"), 1
-    for end in range(start, len(text) if at >= 0 else 0):
-        depth += {"{": 1, "}": -1}.get(text[end], 0)
-        if depth == 0:
-            return at, text[start:end]
-    return None

@@ -31,7 +31,8 @@ class Limits:
     """Of one session. Seconds are per call; bytes are totals over all processes of the session unless said otherwise.
 
     wall_seconds, cpu_seconds: the code is interrupted, as by Ctrl-C; killed when it goes on. memory: one process gets a
-    MemoryError there, several together are killed. processes: with threads. file_size: of one file. disk: of all files;
+    MemoryError there, several together are killed; what the kernel holds for them counts (buffers of sockets and pipes,
+    page tables), and is measured every 50 ms. processes: with threads. file_size: of one file. disk: of all files;
     they lie in memory, beside `memory`. files: how many. output: characters kept of stdout and of stderr, each, and of
     the value; what is beyond is left out of the middle. image_bytes: of all images of one call.
     """

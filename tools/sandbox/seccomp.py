@@ -1,8 +1,9 @@
 """A filter of system calls, as the kernel's classic BPF: what a sandboxed interpreter has no business with is refused.
 
 Refused are ways out (namespaces, mounts, other processes' memory, sockets that no network namespace bounds), memory
-that no limit of ours counts (anonymous files, System V's), and reaching for the limits and priorities of the process
-that enforces them. All else is allowed, so that ordinary programs run.
+that no limit of ours counts (anonymous files, System V's, queues of file events, larger buffers of pipes), and reaching
+for the limits and priorities of the process that enforces them. A larger buffer of a socket is asked for in vain, as
+where the kernel's own limit is low. All else is allowed, so that ordinary programs run.
 """
 
 import platform
@@ -13,9 +14,12 @@ from agentrl.errors import UserError
 _ALLOW, _ERRNO = 0x7FFF0000, 0x00050000
 _EPERM, _ENOSYS, _EAFNOSUPPORT = 1, 38, 97
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
-_NUMBER, _MACHINE, _FIRST_ARGUMENT, _SECOND_ARGUMENT = 0, 4, 16, 24  # offsets in struct seccomp_data, of the low word
+_NUMBER, _MACHINE, _FIRST_ARGUMENT, _SECOND_ARGUMENT, _THIRD_ARGUMENT = 0, 4, 16, 24, 32
+"""Offsets in struct seccomp_data, of the low word."""
 _X32 = 0x40000000
 _NEW_NAMESPACES = 0x7E020080  # CLONE_NEW*: mount, cgroup, uts, ipc, user, pid, net, time
+_SET_PIPE_SIZE, _SOCKET_LEVEL = 1031, 1
+_BUFFER_SIZES = (7, 8, 32, 33)  # SO_SNDBUF, SO_RCVBUF, and both FORCE
 _FAMILIES = (1, 2, 10)  # AF_UNIX, AF_INET, AF_INET6: those that a network namespace bounds
 
 _MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
@@ -28,6 +32,7 @@ _REFUSED = {
     "name_to_handle_at": (303, 264), "open_by_handle_at": (304, 265), "quotactl": (179, 60), "acct": (163, 89),
     "ptrace": (101, 117), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "pidfd_getfd": (438, 438),
     "kcmp": (312, 272), "process_madvise": (440, 440),
+    "inotify_init1": (294, 26), "vmsplice": (278, 75),
     "memfd_create": (319, 279), "memfd_secret": (447, 447), "shmget": (29, 194), "msgget": (68, 186),
     "semget": (64, 190), "mq_open": (240, 180), "add_key": (248, 217), "request_key": (249, 218), "keyctl": (250, 219),
     "bpf": (321, 280), "perf_event_open": (298, 241), "userfaultfd": (323, 282), "fanotify_init": (300, 262),
@@ -38,11 +43,12 @@ _REFUSED = {
     "settimeofday": (164, 170), "clock_settime": (227, 112), "adjtimex": (159, 171), "clock_adjtime": (305, 266),
     "ioprio_set": (251, 30), "migrate_pages": (256, 238), "move_pages": (279, 239),
 }  # fmt: skip
-_X86_ONLY = {"iopl": 172, "ioperm": 173, "modify_ldt": 154}
+_X86_ONLY = {"inotify_init": 253, "iopl": 172, "ioperm": 173, "modify_ldt": 154}
 _ON_ITSELF = {"prlimit64": (302, 261), "sched_setaffinity": (203, 122), "sched_setscheduler": (144, 119),
               "sched_setparam": (142, 118), "sched_setattr": (314, 274)}  # fmt: skip
 """Allowed for the calling process alone, which is process 0."""
 _CLONE, _CLONE3, _SOCKET, _SETPRIORITY = (56, 220), (435, 435), (41, 198), (141, 140)
+_FCNTL, _SETSOCKOPT = (72, 25), (54, 208)
 
 Step = tuple[int, int, int, int]  # code, jump if true, jump if false, constant
 
@@ -67,6 +73,10 @@ def filter_program(machine: str | None = None) -> bytes:
     steps += _where(_SOCKET[column], [*families, _return(_ERRNO | _EAFNOSUPPORT)])
     own = [(_EQUAL, 0, 2, 0), _load(_SECOND_ARGUMENT), (_EQUAL, 1, 0, 0), refuse]  # PRIO_PROCESS, and nobody else's
     steps += _where(_SETPRIORITY[column], own)
+    steps += _where(_FCNTL[column], [_load(_SECOND_ARGUMENT), (_EQUAL, 0, 1, _SET_PIPE_SIZE), refuse])
+    sizes: list[Step] = [(_EQUAL, len(_BUFFER_SIZES) - n, 0, size) for n, size in enumerate(_BUFFER_SIZES)]
+    ignored = [_load(_SECOND_ARGUMENT), (_EQUAL, 0, len(sizes) + 3, _SOCKET_LEVEL), _load(_THIRD_ARGUMENT), *sizes]
+    steps += _where(_SETSOCKOPT[column], [*ignored, _return(_ALLOW), _return(_ERRNO)])  # as if the kernel had cut it
     for numbers in _ON_ITSELF.values():
         steps += _where(numbers[column], [(_EQUAL, 1, 0, 0), refuse])
     steps.append(_return(_ALLOW))

@@ -50,7 +50,7 @@ def launch_config(bwrap: str, limits: Limits, packages: Sequence[str], *, ordina
     binds = [*_interpreter(), (str(Path(__file__).parent / "inside"), _RUNTIME)]
     binds += [(_folder(source), place) for source, place in zip(packages, places, strict=True)]
     path = [_RUNTIME, *places]
-    known = asdict(limits) | {"count_processes": ordinary or os.getuid() != 0}
+    known = asdict(limits) | {"count_processes": ordinary or os.getuid() != 0, "socket_bytes": _socket_bytes()}
     start = f"import sys; sys.path[:0] = {path[:1]!r}; sys.path += {path[1:]!r}; import supervisor; "
     start += f"supervisor.main({_SESSION}, {known!r})"
     _compile_runtime()
@@ -60,6 +60,11 @@ def launch_config(bwrap: str, limits: Limits, packages: Sequence[str], *, ordina
         "passwd": f"user:x:{SANDBOX_USER}:{SANDBOX_USER}::{_HOME}:/bin/false\n", "group": f"user:x:{SANDBOX_USER}:\n",
         "after": [*_afterwards(), "/python/bin/python3", "-I", "-S", "-B", "-c", start],
     }  # fmt: skip
+
+
+def _socket_bytes() -> int:
+    """What a socket's buffers may hold, which a sandbox cannot enlarge."""
+    return sum(int(Path(f"/proc/sys/net/core/{one}_default").read_text()) for one in ("wmem", "rmem"))
 
 
 def _namespaces(limits: Limits) -> list[str]:

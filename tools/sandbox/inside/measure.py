@@ -1,9 +1,14 @@
 """What the processes of the sandbox use together, read from its own /proc."""
 
+import contextlib
 import os
 
 _TICKS = os.sysconf("SC_CLK_TCK")
 _PAGE = os.sysconf("SC_PAGE_SIZE")
+_HALF_A_PIPE = 32 << 10
+_TCP = 4 << 20  # its buffers grow by themselves
+_MAPPING, _MOST_MAPPINGS = 2048, 65530  # bytes of one that is shared, which has a file of its own
+_LISTED = 1 << 19  # bytes of the list of mappings that are read: of some thousands
 _WRITABLE = ("/tmp", "/dev/shm", "/run")
 
 
@@ -24,15 +29,62 @@ def usage() -> tuple[float, int, int]:
 
 
 def proportional_memory() -> int:
-    """Bytes of resident memory, each shared page counted once."""
+    """Bytes of resident memory, each shared page counted once; of a process that hides them, each time."""
     total = 0
     for pid in pids():
         try:
-            with open(f"/proc/{pid}/smaps_rollup", "rb", 0) as file:
-                total += sum(int(line.split()[1]) for line in file.read(4096).splitlines() if line.startswith(b"Pss:"))
+            total += _sum_of(f"/proc/{pid}/smaps_rollup", b"Pss:")
+        except PermissionError:
+            with contextlib.suppress(OSError):
+                total += _sum_of(f"/proc/{pid}/status", b"VmRSS:")
         except OSError:
             continue  # it ended
-    return total << 10
+    return total
+
+
+def kernel_memory(per_socket: int, descriptors: int, enough: int) -> int:
+    """Bytes that the kernel may hold for the processes, of which each may have so many descriptors: the buffers of all
+    sockets as if they were full (of those in no process's table too), what TCP has queued, and what `_held` says.
+    Nothing further is looked at once it is more than `enough`."""
+    streams = {"tcp": _in_use("sockstat", b"TCP:"), "tcp6": _in_use("sockstat6", b"TCP6:")}
+    total = _in_use("sockstat", b"sockets:") * per_socket + sum(streams.values()) * _TCP
+    for table, count in streams.items():
+        if count and total <= enough:  # the table takes milliseconds
+            with open(f"/proc/net/{table}", "rb") as lines:
+                next(lines)
+                total += 2 * sum(sum(int(queue, 16) for queue in line.split(None, 5)[4].split(b":")) for line in lines)
+    for pid in pids() if total <= enough else ():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it ended
+            total += _held(pid, descriptors)
+    return total
+
+
+def _in_use(stat: str, name: bytes) -> int:
+    """How many sockets of a kind there are in this network; none where the kernel lacks the kind."""
+    try:
+        with open(f"/proc/net/{stat}", "rb", 0) as file:
+            return next((int(line.split()[2]) for line in file.read(4096).splitlines() if line.startswith(name)), 0)
+    except FileNotFoundError:
+        return 0
+
+
+def _held(pid: int, descriptors: int) -> int:
+    """Bytes for one process: page tables, mappings, and each descriptor as half of a full pipe; of a process that hides
+    them, as many as there may be."""
+    total = _sum_of(f"/proc/{pid}/status", b"VmPTE:")
+    try:
+        with open(f"/proc/{pid}/maps", "rb") as file:
+            listed = file.read(_LISTED)
+        mappings = listed.count(b"\n") if len(listed) < _LISTED else _MOST_MAPPINGS
+        descriptors = len(os.listdir(f"/proc/{pid}/fd"))
+    except PermissionError:
+        mappings = _MOST_MAPPINGS
+    return total + _MAPPING * mappings + _HALF_A_PIPE * descriptors
+
+
+def _sum_of(path: str, name: bytes) -> int:
+    with open(path, "rb", 0) as file:
+        return sum(int(line.split()[1]) for line in file.read(8192).splitlines() if line.startswith(name)) << 10
 
 
 def files() -> int:

@@ -18,17 +18,18 @@ import struct
 import sys
 import time
 
-from measure import alive, files, pids, proportional_memory, usage
+from measure import alive, files, kernel_memory, pids, proportional_memory, usage
 from worker import NONCE, Worker, field
 
 STOP, LOST, LOST_BEFORE, SPOILT, OUT, ERR, CUT = b"S", b"L", b"B", b"X", b"o", b"e", b"C"
 READY = b"ready\n"
 _FIRST_LOOK, _LOOK = 0.01, 0.05  # seconds after which, and between which, the use of resources is measured
+_PAUSE = 5  # times as long as a measurement took, before the next one
 _GRACE = 0.5  # seconds from the interrupt to the kill
 _OUTPUTS = "/run"
 _LOUD = 8 << 20  # bytes printed in one call that stop it, at most
-_HIGH = 240  # descriptors of ours in the worker are from here on
-_DESCRIPTORS = 256
+_HIGH = 112  # descriptors of ours in the worker are from here on
+_DESCRIPTORS = 128
 _PR_SET_DUMPABLE = 4
 _libc = ctypes.CDLL(None)
 
@@ -163,9 +164,9 @@ class Call:
                     return None, self.stop
                 self.interrupt("wall")
             if now >= look:
-                look = now + _LOOK
                 if over := self.over():
                     return None, over
+                look = now + max(_LOOK, _PAUSE * (time.monotonic() - now))
             try:
                 reply = self.wait(min(look, self.end) - now)
             except (_GoneError, OSError):
@@ -219,7 +220,9 @@ class Call:
         used, memory, tasks = usage()
         if tasks > self.limits["processes"] + 1:
             return "processes"
-        if memory > self.limits["memory"] and proportional_memory() > self.limits["memory"]:
+        most = self.limits["memory"]
+        left = most - kernel_memory(self.limits["socket_bytes"], _DESCRIPTORS, most)
+        if left < 0 or (memory > left and proportional_memory() > left):
             return "memory"
         if files() > self.limits["files"]:
             self.supervisor.spoilt = True

@@ -196,7 +196,7 @@ def kept_values(name: str) -> st.SearchStrategy[dict[str, Any]]:
         lambda values: st.lists(values, max_size=3) | st.dictionaries(keys, values, max_size=3),
         max_leaves=5,
     )
-    values = {"count": st.integers(-(10**20), 10**20), "ratio": numbers, "sure": st.booleans()}
+    values: dict[str, Any] = {"count": st.integers(-(10**20), 10**20), "ratio": numbers, "sure": st.booleans()}
     values |= {"items": st.lists(inner, max_size=3), "table": st.dictionaries(keys, inner, max_size=3)}
     return st.fixed_dictionaries({}, optional={"text": texts, "more": texts, **values})
 

@@ -359,9 +359,9 @@ def _read_channels(text: str, closed: bool, schemas: Schemas) -> Reading:
         end = _message_end(whole, inner)
         if thought:
             reading.reasoning.append(whole[inner:end])
-        elif _MUSE not in whole[inner:end] and to in ("", "user"):
+        elif to in ("", "user") and not _is_muse(whole[inner:end]):
             reading.content.append(whole[inner:end])
-        elif end == len(text) and not closed and _MUSE not in whole[inner:end]:
+        elif end == len(text) and not closed and not _is_muse(whole[inner:end]):
             reading.calls.append(failed(whole[start:end], "it is not finished", to))
         else:
             bodies = _Bodies(whole, schemas, partial(_message_body, to), _message_reach, left)
@@ -385,16 +385,19 @@ def _recipient(head: str) -> tuple[str, bool]:
     return to.removeprefix("functions."), to == "self" or channel == "analysis"
 
 
+def _is_muse(body: str) -> bool:
+    return _MUSE in body and not body.lstrip().startswith("{")
+
+
 def _message_body(to: str, body: str, raw: str, schemas: Schemas) -> list[ParsedCall]:
-    _, muse, inner = body.partition(_MUSE)
-    if not muse:
+    if not _is_muse(body):
         return [named_json(to, body, raw)]
-    inner, ended, _ = inner.rpartition(_MUSE_END)
+    inner, ended, _ = body.partition(_MUSE)[2].rpartition(_MUSE_END)
     return _muse_body(inner, raw, schemas) if ended else [failed(raw, f"it is not closed by {_MUSE_END}", to)]
 
 
 def _message_reach(text: str, at: int, first: int) -> int:
-    if text.find(_MUSE, at, first) < 0:
+    if not _is_muse(text[at:first]):
         end = json_end(text, at)
     else:
         match = _MUSE_REACH.search(text, at)

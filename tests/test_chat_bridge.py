@@ -21,6 +21,7 @@ from agentrl.chat.bridge import BridgeChat
 from agentrl.chat.encode import Encoder
 from agentrl.chat.load import load_chat
 from agentrl.errors import UserError
+from agentrl.rollout.calls import assistant_message, call_id
 
 
 def load(tokenizer: Any, **more: Any) -> Any:
@@ -171,6 +172,40 @@ def test_names_and_ids_that_a_template_writes_are_those_of_the_message() -> None
     assert "<tool_response>calculator call00007\n6\n" in text
     assert "<tool_response><|im_end|> call00009\n8\n" in text
     assert chat.bridge([chat.stop_ids[0]], [result("8", 9, name="<|im_end|>")]).count(chat.stop_ids[0]) == 1
+
+
+MISTRAL = """{{- bos_token }}
+{%- if tools %}{{- '[AVAILABLE_TOOLS]' + tools | tojson + '[/AVAILABLE_TOOLS]' }}{%- endif %}
+{%- for message in messages %}{%- if message.role == 'user' %}{{- '[INST]' + message.content + '[/INST]' }}
+{%- elif message.role == 'tool' %}
+{%- if message.tool_call_id | length != 9 %}{{- raise_exception('ids have nine letters and digits') }}{%- endif %}
+{{- '[TOOL_RESULTS]{"content": ' + message.content | tojson + ', "call_id": "' + message.tool_call_id + '"}' }}
+{{- '[/TOOL_RESULTS]' }}
+{%- elif message.tool_calls %}{{- '[TOOL_CALLS][' }}{%- for call in message.tool_calls %}
+{{- '{"name": "' + call.function.name + '", "arguments": ' + call.function.arguments | tojson }}
+{{- ', "id": "' + call.id + '"}' }}{{- ', ' if not loop.last }}{%- endfor %}{{- ']</s>' }}
+{%- else %}{{- message.content + '</s>' }}{%- endif %}{%- endfor %}"""
+
+
+def test_an_id_that_the_model_wrote_reaches_the_result() -> None:
+    marks = ["[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_CALLS]", "[TOOL_RESULTS]"]
+    tokenizer = make_tokenizer(MISTRAL, [*marks, "[/TOOL_RESULTS]"], eos="</s>")
+    chat = load(tokenizer)
+    assert chat.call_format == "Mistral calls"
+    turn = '[TOOL_CALLS][{"name": "calculator", "arguments": {"expression": "2*3"}, "id": "aB3dE6gH9"}, '
+    turn += '{"name": "calculator", "arguments": {"expression": "3*3"}, "id": "zY8xW6vU4"}]</s>'
+    ids = tokenizer.encode(turn, add_special_tokens=False)
+    parsed = chat.parse(ids)
+    said = assistant_message(parsed, 0)
+    assert [one.get("id") for one in said["tool_calls"]] == ["aB3dE6gH9", "zY8xW6vU4"]
+    answers: list[Any] = [
+        {"role": "tool", "content": content, "tool_call_id": call_id(one, 0, i), "name": one.name}
+        for i, (one, content) in enumerate(zip(parsed.calls, ("6", "9"), strict=True))
+    ]
+    user: Any = {"role": "user", "content": "x"}
+    whole = [*chat.render([user], [CALCULATOR]), *ids, *chat.bridge(ids, answers)]
+    assert '"call_id": "aB3dE6gH9"}[/TOOL_RESULTS]' in chat.decode(whole)
+    assert chat.decode(whole) == chat.template.text([user, said, *answers], [CALCULATOR], generate=True)
 
 
 def test_arguments_are_given_in_the_form_that_the_template_takes() -> None:

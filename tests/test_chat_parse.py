@@ -2,6 +2,7 @@
 
 import functools
 import json
+import re
 import sys
 from typing import Any
 
@@ -203,6 +204,107 @@ def test_kimi_keeps_the_id_that_the_model_wrote() -> None:
     assert (one.name, one.id, one.error) == ("f", "functions.f:7", None)
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        '[TOOL_CALLS][{"name": "f", "arguments": {"a": "[TOOL_CALLS]"}, "id": "aB3dE6gH9"}]',
+        '[TOOL_CALLS]f[CALL_ID]aB3dE6gH9[ARGS]{"a": "[TOOL_CALLS]"}',
+        '[TOOL_CALLS][{"id": "aB3dE6gH9", "type": "function", '
+        '"function": {"name": "f", "arguments": "{\\"a\\": \\"[TOOL_CALLS]\\"}"}}]',
+    ],
+)
+def test_mistral_keeps_the_id_that_the_model_wrote(text: str) -> None:
+    for more in ("", text):
+        first, *rest = calls_of(BY_NAME["Mistral calls"], text + more)
+        assert (first.name, first.arguments, first.id) == ("f", {"a": "[TOOL_CALLS]"}, "aB3dE6gH9")
+        assert len(rest) == bool(more)
+    (broken,) = calls_of(BY_NAME["Mistral calls"], '[TOOL_CALLS][{"name": "f", "arguments": 3, "id": "aB3dE6gH9"}]')
+    assert broken.error is not None
+    assert broken.id == "aB3dE6gH9"
+
+
+STRING = {"type": "object", "properties": {"a": {"type": "string"}}}
+TYPED = {"type": "function", "function": {"name": "f", "parameters": STRING}}
+
+
+def written(name: str, text: str, value: str) -> str:
+    """One of WRITTEN's calls with another text as its argument `a`."""
+    if "Python" in name:
+        return text.replace("'x'", repr(value))
+    as_json = name.startswith(("Hermes", "JSON", "bare", "Mistral", "Kimi", "DeepSeek")) or text.endswith("3}")
+    if '\\"x\\"' in text:
+        return text.replace('\\"x\\"', json.dumps(json.dumps(value))[1:-1])
+    return (
+        text.replace('"x"', json.dumps(value, ensure_ascii=False))
+        if as_json
+        else re.sub(r"\bx\b", lambda _: value, text)
+    )
+
+
+@pytest.mark.parametrize(("name", "text"), WRITTEN)
+def test_a_value_may_hold_the_tags_of_its_own_format(name: str, text: str) -> None:
+    tags = set(re.findall(r"<[^<>\"']+>|\[[A-Z_]+\]|<\|\"\|>|```|};", text)) - {'<|"|>'}
+    if "json" in text and name == "channels":
+        tags |= {"<atem:function_calls>", "</atem:function_calls>"}
+    values = [f"one {tag} two" for tag in tags] + [f"{tag}" for tag in tags] + [" \n x\n", "", 'it\'s "so"']
+    for value in values:
+        for more in ("", "\n" + text):
+            if more and (name == "bare JSON" or "to=f" in text):
+                continue
+            first, *rest = calls_of(BY_NAME[name], written(name, text, value) + more, tools=(TYPED,))
+            assert (first.name, first.arguments, first.error) == ("f", {"a": value, "n": 3}, None)
+            assert [one.arguments for one in rest] == [{"a": "x", "n": 3}] * bool(more)
+
+
+FUNCTION_TAGS, ARGUMENT_TAGS = BY_NAME["function tags in <tool_call>"], BY_NAME["argument tags in <tool_call>"]
+ONE, TWO = ("<tool_call><function=f><parameter=a>", "</parameter></function></tool_call>")
+
+
+@pytest.mark.parametrize(
+    ("form", "text", "found"),
+    [
+        # a value with all that ends a call in a row cannot be told from the end of the call
+        (FUNCTION_TAGS, ONE + "x" + TWO + "y" + TWO, [{"a": "x"}]),
+        (FUNCTION_TAGS, ONE + "x</parameter><parameter=b>y" + TWO, [{"a": "x", "b": "y"}]),
+        (ARGUMENT_TAGS, "<tool_call>f<arg_key>a</arg_key><arg_value>x</arg_value></tool_call>y</arg_value></tool_call>",
+         [{"a": "x"}]),
+        # a call that is not whole takes nothing of the next one
+        (FUNCTION_TAGS, ONE + "x</parameter></tool_call>" + ONE + "y" + TWO, [None, {"a": "y"}]),
+        (FUNCTION_TAGS, ONE + "x</tool_call>\n" + ONE + "y" + TWO, [None, {"a": "y"}]),
+        (ARGUMENT_TAGS, "<tool_call>f<arg_key>a</arg_key><arg_value>x</tool_call><tool_call>f</tool_call>", [None, {}]),
+        (HERMES_FORM, '<tool_call>{"name": "f, "a": "x}</tool_call><tool_call>{"name": "f"}</tool_call>', [None, {}]),
+        # several functions between one pair of tags
+        (FUNCTION_TAGS, "<tool_call><function=f></function><function=f></function></tool_call>", [{}, {}]),
+    ],
+)  # fmt: skip
+def test_where_values_end_that_hold_their_own_closing_tag(form: Format, text: str, found: list[Any]) -> None:
+    calls = calls_of(form, text, tools=(TYPED,))
+    assert [None if one.error else one.arguments for one in calls] == found
+
+
+@pytest.mark.parametrize(
+    ("form", "text", "why"),
+    [
+        (HERMES_FORM, '{"name": "f", "arguments": {"a": 1e999}}', "too large"),
+        (HERMES_FORM, '{"name": "f", "arguments": {"a": ' + "[" * 100 + "]" * 100 + "}}", "nested too deeply"),
+        (PYTHON_FORM, "[f(a=1e999)]", "too large"),
+        (PYTHON_FORM, "[f(a=-1e999)]", "too large"),
+        (PYTHON_FORM, "[f(a='\\ud800')]", "surrogate"),
+        (BY_NAME["gemma calls"], "call:f{a:1e999}", "too large"),
+    ],
+)
+def test_values_that_nothing_after_could_write_are_refused(form: Format, text: str, why: str) -> None:
+    closing = {PYTHON_FORM.name: "<|tool_call_end|>", "gemma calls": "<tool_call|>"}.get(form.name, "</tool_call>")
+    (one,) = calls_of(form, form.marker + text + closing)
+    assert one.error is not None
+    assert why in one.error
+
+
+def test_python_takes_the_pairs_that_json_writes() -> None:
+    (one,) = calls_of(PYTHON_FORM, "<|tool_call_start|>[f(a={'k': '\\ud83d\\ude42'})]<|tool_call_end|>")
+    assert one.arguments == {"a": {"k": "🙂"}}
+
+
 def test_channels_hold_thoughts_answers_and_calls() -> None:
     text = (
         "<|channel|>analysis<|message|>Twice three.<|end|><|start|>assistant to=functions.f<|channel|>commentary json"
@@ -353,6 +455,13 @@ def test_work_is_linear_in_the_text(form: Format) -> None:
         "[TOOL_CALLS]f[ARGS]",
         "};",
         '<atem:function_calls><atem:invoke name="x">',
+        "<tool_call><function=f><parameter=a></tool_call>x",
+        "<tool_call>f<arg_key>a</arg_key><arg_value></tool_call>x",
+        '<tool_call>{"a": "</tool_call>',
+        '<tool_call>["</tool_call>',
+        '<|tool_call>call:f{a:<|"|><tool_call|>',
+        "<|tool_call_start|>[f(a='<|tool_call_end|>",
+        "(a='",
     ]
     for piece in pieces:
         small, large = operations(form, piece * 200), operations(form, piece * 800)

@@ -1,6 +1,7 @@
 """Over every chat template with tools that `trl` carries: a conversation grows by ids, as the template writes it."""
 
 import functools
+import re
 import warnings
 from typing import Any
 
@@ -12,6 +13,7 @@ from jinja2 import TemplateError
 
 from agentrl.chat.bridge import BridgeChat
 from agentrl.chat.load import load_chat
+from agentrl.chat.template import shared
 from agentrl.errors import UserError
 
 USER = {"role": "user", "content": "What is 2*3?"}
@@ -67,9 +69,10 @@ def shows_tools(name: str) -> bool:
 
 @functools.cache
 def holds_two_calls(name: str) -> bool:
-    turn = {"role": "assistant", "content": "", "tool_calls": [call(0, expression="1"), call(1, expression="2")]}
+    turn = {"role": "assistant", "content": "", "tool_calls": [call(i, expression=f"Zqx{i}") for i in range(2)]}
     try:
-        return rendered(name, [USER, turn], False).count("expression") >= 2
+        text = rendered(name, [USER, turn], False)
+        return "Zqx0" in text and "Zqx1" in text
     except TemplateError:
         return False
 
@@ -140,6 +143,166 @@ def test_a_call_that_the_template_writes_is_read_back(name: str) -> None:
         ("calculator", {"expression": "12 * (7 + 1)"}, None)
     ]
     assert parsed.content == ""
+
+
+KEEPER = {
+    "type": "function",
+    "function": {
+        "name": "keep",
+        "description": "Keep values of every type.",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "text": {"type": "string"},
+                "more": {"type": "string"},
+                "count": {"type": "integer"},
+                "ratio": {"type": "number"},
+                "sure": {"type": "boolean"},
+                "items": {"type": "array"},
+                "table": {"type": "object"},
+            },
+            "required": [],
+        },
+    },
+}
+ESCAPES_NOTHING = {"lfm2_2_5", "lfm2_2_5_v2"}  # see test_texts_that_are_written_without_escapes
+PLAIN_KEYS = {name for name in WITH_TOOLS if "gemma" in name}  # see test_gemma_keys_and_quotes
+TAGS = [
+    *("<tool_call>", "</tool_call>", "<function=f>", "</function>", "<parameter=a>", "</parameter>"),
+    *("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "<think>", "</think>", "[TOOL_CALLS]", "[ARGS]"),
+    *("<|tool_call_start|>", "<|tool_call_end|>", "<|tool_call>", "<tool_call|>", "<|channel>thought", "<channel|>"),
+    *("<|start|>assistant", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "<|eom|>"),
+    *("<atem:function_calls>", "</atem:function_calls>", "</atem:invoke>", '<atem:parameter name="a">'),
+    "</atem:parameter>",
+]
+SIGNS = ['"', "'", "\\", "\n", "\r\n", "\t", " ", "{", "}", "[", "]", ":", ",", "};", "')", "it's", "\\n", "\\u00e9"]
+SIGNS += ["null", "None", "true", "True", "3", "-0.5", "漢🙂", "\u2028", "\x85", "\0", ""]
+ENDS_A_VALUE = re.compile(  # see test_where_values_end_that_hold_their_own_closing_tag in test_chat_parse.py
+    r"</parameter>\s*(<parameter=|</function>)|</arg_value>\s*(<arg_key>|</tool_call>)|</tool_call>\s*<tool_call>"
+    r"|</atem:parameter>\s*(<atem:parameter|</atem:invoke>)|</atem:invoke>\s*</atem:function_calls>"
+)
+
+
+def kept_values(name: str) -> st.SearchStrategy[dict[str, Any]]:
+    """Arguments of KEEPER of every type, as hard to read as the template's format allows."""
+    signs = [sign for sign in SIGNS if name not in ESCAPES_NOTHING or not {"'", "\\"}.intersection(sign)]
+    letters = st.text(st.characters(codec="utf-8", exclude_characters="'\\"), max_size=3)
+    texts = st.lists(st.sampled_from(TAGS) | st.sampled_from(signs) | letters, max_size=6).map("".join)
+    texts = texts.filter(lambda text: not ENDS_A_VALUE.search(text))
+    numbers = st.integers(-(10**20), 10**20) | st.floats(allow_nan=False, allow_infinity=False)
+    keys = st.from_regex("[a-z]{1,4}", fullmatch=True) if name in PLAIN_KEYS else texts
+    inner = st.recursive(
+        st.none() | st.booleans() | numbers | texts,
+        lambda values: st.lists(values, max_size=3) | st.dictionaries(keys, values, max_size=3),
+        max_leaves=5,
+    )
+    values: dict[str, Any] = {"count": st.integers(-(10**20), 10**20), "ratio": numbers, "sure": st.booleans()}
+    values |= {"items": st.lists(inner, max_size=3), "table": st.dictionaries(keys, inner, max_size=3)}
+    return st.fixed_dictionaries({}, optional={"text": texts, "more": texts, **values})
+
+
+@functools.cache
+def keeper_of(name: str) -> BridgeChat:
+    chat = load_chat(tokenizer_of(name), model_path="nowhere", kind="bridge", tools=[KEEPER])
+    assert isinstance(chat, BridgeChat)
+    return chat
+
+
+def written_turn(chat: BridgeChat, turn: dict[str, Any]) -> str:
+    """What the template writes of an assistant turn, from behind the generation prompt."""
+    before = chat.template.text([USER], [KEEPER], generate=True)  # type: ignore[list-item]
+    text = chat.template.text([USER, turn], [KEEPER], generate=False)  # type: ignore[list-item]
+    return text[shared(before, text) :].rstrip("\n")
+
+
+@pytest.mark.parametrize("name", [name for name in WITH_TOOLS if name not in NO_CALLS])
+@given(data=st.data())
+@fast
+def test_a_turn_that_the_template_writes_is_read_back(name: str, data: st.DataObject) -> None:
+    chat, tokenizer = keeper_of(name), tokenizer_of(name)
+    kept = data.draw(st.lists(kept_values(name), min_size=1, max_size=2 if holds_two_calls(name) else 1))
+    turn: dict[str, Any] = {"role": "assistant", "content": data.draw(st.sampled_from(["", "Let me see.", "It's 漢."]))}
+    turn["tool_calls"] = [call(i, "keep", **values) for i, values in enumerate(kept)]
+    if not (name.startswith("gptoss") and turn["content"]) and "nothink" not in name and data.draw(st.booleans()):
+        turn["reasoning_content"] = "Twice three."
+    text = written_turn(chat, turn)
+    parsed = chat.parse(tokenizer.encode(text, add_special_tokens=False))
+    assert [(one.name, one.arguments, one.error) for one in parsed.calls] == [("keep", one, None) for one in kept]
+    content = turn["content"] if turn["content"] in text else ""  # some write no content beside a call
+    thought = turn.get("reasoning_content") if "Twice three." in text else None
+    if name.startswith("gptoss"):  # it writes what is said before a call as a thought
+        content, thought = "", thought or content or None
+    assert (parsed.content, parsed.reasoning) == (content, thought)
+
+
+@pytest.mark.parametrize("name", sorted(ESCAPES_NOTHING))
+def test_texts_that_are_written_without_escapes(name: str) -> None:
+    """These templates put a text between quotes as it is. A quote or a line break in it can be told; a backslash is
+    read as Python reads it, which is how the models are told to write calls."""
+    chat, tokenizer = keeper_of(name), tokenizer_of(name)
+    for value, found in {
+        "it's": "it's",
+        "a\nb, 'c'": "a\nb, 'c'",
+        "don't (say 'no')": "don't (say 'no')",
+        "a\\nb": "a\nb",
+        "', more='": "",
+    }.items():
+        turn = {"role": "assistant", "content": "", "tool_calls": [call(0, "keep", text=value, count=3)]}
+        (one,) = chat.parse(tokenizer.encode(written_turn(chat, turn), add_special_tokens=False)).calls
+        assert one.error is None
+        assert (one.arguments["text"], one.arguments["count"]) == (found, 3)
+
+
+def test_gemma_keys_and_quotes() -> None:
+    """Gemma's format escapes nothing: a key with a sign of the format, and a text with its quotes, cannot be told."""
+    chat, tokenizer = keeper_of("gemma4"), tokenizer_of("gemma4")
+    for table in ({"a:b": 1}, {"a": '<|"|>,b:<|"|>x'}, {"a": 'x<|"|>'}):
+        turn = {"role": "assistant", "content": "", "tool_calls": [call(0, "keep", table=table)]}
+        (one,) = chat.parse(tokenizer.encode(written_turn(chat, turn), add_special_tokens=False)).calls
+        assert one.error is not None or one.arguments != {"table": table}
+
+
+GEMMA_4 = [name for name in WITH_TOOLS if "gemma" in name]
+
+
+@pytest.mark.parametrize("name", GEMMA_4)
+def test_gemmas_thoughts_are_thoughts_and_their_calls_are_not_run(name: str) -> None:
+    chat, tokenizer = chat_of(name), tokenizer_of(name)
+    draft = '<|tool_call>call:calculator{expression:<|"|>1<|"|>}<tool_call|>'
+    for thought in (f"Perhaps {draft}?", "a </think> b"):
+        text = f"<|channel>thought\n{thought}\n<channel|>It is 6."
+        parsed = chat.parse([*tokenizer.encode(text, add_special_tokens=False), chat.stop_ids[0]])
+        assert (parsed.content, parsed.calls, parsed.reasoning) == ("It is 6.", (), thought)
+    cut = tokenizer.encode("<|channel>thought\nLet me", add_special_tokens=False)
+    assert chat.parse(cut).reasoning == "Let me"
+    assert chat.decode(chat.bridge(cut, [result("6")])).startswith("<channel|>")  # type: ignore[list-item]
+    assert len(GEMMA_4) == 7
+
+
+@pytest.mark.parametrize("name", ["qwen2_5", "qwen3", "qwen3_5_think", "glm4moe", "lfm2_v2", "muse_glimmer"])
+def test_a_thoughts_tag_in_an_argument_leaves_the_call_whole(name: str) -> None:
+    chat, tokenizer = keeper_of(name), tokenizer_of(name)
+    turn = {"role": "assistant", "content": "", "tool_calls": [call(0, "keep", text="a <think> b </think> c")]}
+    text = written_turn(chat, turn)
+    calls = text[text.index(chat._parser.format.marker) :] if name != "muse_glimmer" else text  # type: ignore[union-attr]
+    for said in (text, calls):
+        parsed = chat.parse(tokenizer.encode(said, add_special_tokens=False))
+        assert [one.arguments for one in parsed.calls] == [{"text": "a <think> b </think> c"}]
+        assert (parsed.content, parsed.reasoning) == ("", None)
+    said = "No </think> tag" if name != "qwen3_5_think" else "</think>No </think> tag"
+    parsed = chat.parse(tokenizer.encode(said, add_special_tokens=False))
+    assert (parsed.content, parsed.reasoning) == ("No </think> tag", None)
+
+
+@pytest.mark.parametrize("name", ["glm4moe", "glm4moe_training"])
+def test_glm_stops_where_a_result_begins(name: str) -> None:
+    chat = chat_of(name)
+    stops = [chat.decode([i]) for i in chat.stop_ids]
+    assert "<|observation|>" in stops
+    after = chat.bridge([5, chat.stop_ids[stops.index("<|observation|>")]], [result("6")])  # type: ignore[list-item]
+    assert chat.decode(after) == "\n<tool_response>\n6\n</tool_response><|assistant|>"
+    cut = chat.bridge([5], [result("6")])  # type: ignore[list-item]
+    assert chat.decode(cut) == "<|observation|>" + chat.decode(after)
 
 
 @st.composite

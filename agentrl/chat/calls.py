@@ -2,13 +2,16 @@
 
 import ast
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from agentrl.chat.base import ParsedCall
 
 _MAX_LITERAL = 100_000  # characters; Python's parser is not meant for more
-_MAX_DEPTH = 64
+MAX_DEPTH = 64
 _KINDS = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object"}
 
 
@@ -20,13 +23,24 @@ def _no_constant(name: str) -> Any:
     raise ValueError(f"{name} is not JSON")
 
 
-_decoder = json.JSONDecoder(parse_constant=_no_constant)
+def finite(text: str) -> float:
+    """Raises ValueError where no float is as large."""
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text[:40]} is too large for a number")
+    return value
+
+
+_decoder = json.JSONDecoder(parse_constant=_no_constant, parse_float=finite)
+_SPACE = re.compile(r"\s*")
 
 
 def read_json(text: str) -> Any:
-    """Strict JSON of bounded depth, with text that can be encoded. Raises CallError."""
+    """Strict JSON of bounded depth, with finite numbers and text that can be encoded. Raises CallError."""
     try:
         value = _decoder.decode(text)
+        if text.count("[") + text.count("{") > MAX_DEPTH and _deeper(value, MAX_DEPTH):
+            raise CallError("it is nested too deeply")
         if "\\u" in text:
             json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
@@ -38,6 +52,25 @@ def read_json(text: str) -> Any:
     return value
 
 
+def _deeper(value: Any, depth: int) -> bool:
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return depth < 0 or any(_deeper(item, depth - 1) for item in items)
+
+
+def after_space(text: str, at: int) -> int:
+    match = _SPACE.match(text, at)
+    assert match is not None
+    return match.end()
+
+
+def json_end(text: str, at: int) -> int:
+    """Where the JSON value that stands at `at`, and the white space around it, ends; -1 where none stands there."""
+    try:
+        return after_space(text, _decoder.raw_decode(text, after_space(text, at))[1])
+    except (ValueError, RecursionError):
+        return -1
+
+
 def failed(raw: str, why: object, name: str = "") -> ParsedCall:
     return ParsedCall(name, {}, raw, f"this tool call cannot be read: {why}")
 
@@ -46,8 +79,18 @@ def call_of(value: Any, raw: str) -> ParsedCall:
     """A call from `{"name": ..., "arguments": {...}}` (or `parameters`, or arguments as a JSON string)."""
     if not isinstance(value, dict):
         return failed(raw, f"it must be a JSON object with name and arguments, not {_kind(value)}")
+    identity = value.get("id", value.get("tool_call_id"))
     if "name" not in value and isinstance(value.get("function"), dict):
         value = value["function"]
+    return identified(_call_of(value, raw), identity)
+
+
+def identified(call: ParsedCall, identity: object) -> ParsedCall:
+    """The call with the id that the model wrote, if it wrote one."""
+    return replace(call, id=identity) if isinstance(identity, str) and identity else call
+
+
+def _call_of(value: dict[str, Any], raw: str) -> ParsedCall:
     name = value.get("name", value.get("tool_name"))
     if not isinstance(name, str) or not name:
         return failed(raw, 'it has no "name" of a tool')
@@ -144,13 +187,33 @@ def calls_of_python(body: str, raw: str) -> list[ParsedCall]:
     if len(body) > _MAX_LITERAL:
         return [failed(raw, f"it is longer than {_MAX_LITERAL} characters")]
     try:
-        node = ast.parse(body.strip(), mode="eval").body
+        node = _parsed_python(body)
         nodes = node.elts if isinstance(node, ast.List | ast.Tuple) else [node]
         return [_python_call(one, raw) for one in nodes] or [failed(raw, "the list of calls is empty")]
     except CallError as error:
         return [failed(raw, error)]
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         return [failed(raw, f"it is not a list of calls such as [name(key='value')] ({str(error)[:80]})")]
+
+
+_VERBATIM = re.compile(
+    r"""(?P<lead>[(,]\s*\w+\s*=\s*)'(?P<text>.*?)"""
+    r"""(?:'(?=\s*(?:,\s*[^\W\d]\w*\s*=|\)\s*(?:,\s*[^\W\d][\w.]*\(|\]?\s*\Z)))|(?P<open>\Z))""",
+    re.DOTALL,
+)
+"""A text between quotes as templates write it that escape nothing in it: it ends where the call goes on."""
+
+
+def _parsed_python(body: str) -> ast.expr:
+    """Raises what `ast.parse` raises."""
+    body = body.strip().replace("\0", "\\x00")
+    try:
+        return ast.parse(body, mode="eval").body
+    except SyntaxError:
+        quoted = _VERBATIM.sub(lambda m: m.group() if m["open"] is not None else m["lead"] + repr(m["text"]), body)
+        if quoted == body:
+            raise
+    return ast.parse(quoted, mode="eval").body
 
 
 def _python_call(node: ast.expr, raw: str) -> ParsedCall:
@@ -164,11 +227,13 @@ def _python_call(node: ast.expr, raw: str) -> ParsedCall:
 
 
 def _literal(node: ast.expr, depth: int) -> Any:
-    if depth > _MAX_DEPTH:
+    if depth > MAX_DEPTH:
         raise CallError("it is nested too deeply")
     match node:
-        case ast.Constant(value=str() | int() | float() | bool() | None as value):
-            return value
+        case ast.Constant(value=str() as value):
+            return _sound(value)
+        case ast.Constant(value=int() | float() | bool() | None as value):
+            return _bounded(value)
         case ast.Name(id="true" | "false" | "null" as word):
             return {"true": True, "false": False, "null": None}[word]
         case ast.List(elts=items) | ast.Tuple(elts=items):
@@ -176,21 +241,37 @@ def _literal(node: ast.expr, depth: int) -> Any:
         case ast.Dict(keys=keys, values=values):
             return {str(_literal(k, depth + 1)): _literal(v, depth + 1) for k, v in zip(keys, values, strict=True) if k}
         case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as value)):
-            return -value
+            return -_bounded(value)
     raise CallError("arguments must be plain values")
 
 
-def tagged_pairs(body: str, opening: str, closing: str) -> Iterator[tuple[str, bool]]:
-    """The texts between each `opening` and the next `closing`, in order, and whether it was closed."""
-    at = body.find(opening)
-    while at >= 0:
-        start = at + len(opening)
-        end = body.find(closing, start)
-        if end < 0:
-            yield body[start:], False
-            return
-        yield body[start:end], True
-        at = body.find(opening, end + len(closing))
+def _bounded(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        raise CallError("a number is too large")
+    return value
+
+
+def _sound(text: str) -> str:
+    """The text with its surrogate pairs, as JSON writes them, made one character each."""
+    try:
+        return text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16")
+    except UnicodeDecodeError as error:
+        raise CallError("it holds half of a surrogate pair (\\ud800 to \\udfff)") from error
+
+
+def tagged_values(
+    body: str, at: int, head: re.Pattern[str], tail: re.Pattern[str]
+) -> tuple[list[tuple[str, str]], int]:
+    """The pairs of a head's text (its first group) and the value up to the next `tail`, in a row from `at` on, and
+    where they end. Raises CallError with the head of a value that nothing closes."""
+    pairs = []
+    while match := head.match(body, at):
+        end = tail.search(body, match.end())
+        if end is None:
+            raise CallError(match.group(1))
+        pairs.append((match.group(1), body[match.end() : end.start()]))
+        at = end.end()
+    return pairs, at
 
 
 def trimmed(value: str) -> str:

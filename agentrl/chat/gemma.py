@@ -3,10 +3,11 @@
 import re
 from typing import Any
 
+from agentrl.chat.calls import MAX_DEPTH, finite
+
 _QUOTE = '<|"|>'
-_MAX_DEPTH = 64
 _NUMBER = re.compile(r"-?\d+(\.\d+)?([eE][+-]?\d+)?")
-_WORDS = {"true": True, "false": False, "null": None}
+_WORDS = {"true": True, "false": False, "null": None, "None": None}  # some templates write Python's
 
 
 class _WrongError(Exception):
@@ -24,8 +25,16 @@ def read_gemma_arguments(text: str) -> tuple[dict[str, Any], str | None]:
     return value, None
 
 
+def gemma_end(text: str, at: int) -> int:
+    """Where the arguments that begin at `at` end, -1 where none do."""
+    try:
+        return _value(text, at, 0)[1]
+    except _WrongError:
+        return -1
+
+
 def _value(text: str, at: int, depth: int) -> tuple[Any, int]:
-    if depth > _MAX_DEPTH:
+    if depth > MAX_DEPTH:
         raise _WrongError("it is nested too deeply")
     if text.startswith(_QUOTE, at):
         return _string(text, at)
@@ -38,7 +47,10 @@ def _value(text: str, at: int, depth: int) -> tuple[Any, int]:
             return value, at + len(word)
     if (number := _NUMBER.match(text, at)) and number.end() - at < 400:
         whole = number.group(1) is None and number.group(2) is None
-        return (int if whole else float)(number.group()), number.end()
+        try:
+            return (int if whole else finite)(number.group()), number.end()
+        except ValueError as error:
+            raise _WrongError(str(error)) from error
     raise _WrongError(f"no value at {text[at : at + 20]!r}; text stands between {_QUOTE}")
 
 

@@ -6,7 +6,7 @@ from typing import Any
 from agentrl.chat.base import ParsedTurn
 from agentrl.chat.calls import Schemas
 from agentrl.chat.formats import FORMATS, HERMES, Format
-from agentrl.chat.probe import THINKING, after, generation_prompt, opens_thinking
+from agentrl.chat.probe import THINKING, after, generation_prompt
 from agentrl.chat.template import KEY, USER, Template, TemplateRefusalError, call_name, call_value, probe_turn, shared
 from agentrl.plugins.types import Message
 
@@ -27,15 +27,16 @@ class TurnParser:
         self.format = find_format(template)
         self._formats = (self.format,) if self.format else tuple(f for f in FORMATS if f.name != "bare JSON")
         self._decode, self.stops, self._schemas = decode, frozenset(stop_ids), Schemas(tools)
-        self._thinks = opens_thinking(template)
         prompt = generation_prompt(template)
-        known = [pair for pair in THINKING if pair[0] in template.source or pair[0] in prompt]
-        self._thinking = known or list(THINKING[:1])
+        pairs = [(opening.strip(), closing) for opening, closing in THINKING]
+        known = [p for p in pairs if any(tag in template.source for tag in p) or p[0] in prompt] or pairs[:1]
+        self._thinking = [(*pair, prompt.rfind(pair[0]) > prompt.rfind(pair[1])) for pair in known]
         self._thought_ids = [
-            (structural.get(opening.strip()), structural[closing])
-            for opening, closing in self._thinking
+            (frozenset(i for token, i in structural.items() if opening.startswith(token)), structural[closing], begun)
+            for opening, closing, begun in self._thinking
             if closing in structural
         ]
+        self._structural = frozenset(structural.values())
 
     def parse(self, turn_ids: Sequence[int]) -> ParsedTurn:
         """See `Chat.parse`."""
@@ -57,22 +58,36 @@ class TurnParser:
         return ParsedTurn("".join(reading.content).strip(), tuple(reading.calls), reasoning)
 
     def _split_thought(self, text: str) -> tuple[str | None, str]:
-        """The thought and what follows it. One that is not closed ends where a call begins, or with the text."""
-        for opening, closing in self._thinking:
-            end = text.find(closing)
-            if end >= 0:
-                thought = text[:end].lstrip().removeprefix(opening).strip()
-                return thought or None, text[end + len(closing) :]
-            if self._thinks or text.lstrip().startswith(opening):
-                markers = [at for form in self._formats if (at := text.find(form.marker)) >= 0 and len(form.marker) > 1]
-                end = min(markers, default=len(text))
-                return text[:end].lstrip().removeprefix(opening).strip() or None, text[end:]
+        """The thought with which the turn begins, and what follows it. One that is not closed ends where a call begins,
+        or with the text."""
+        for opening, closing, begun in self._thinking:
+            if begun or text.lstrip().startswith(opening):
+                end, following = self._thought_end(text, closing)
+                return text[:end].lstrip().removeprefix(opening).strip() or None, text[following:]
         return None, text
+
+    def _thought_end(self, text: str, closing: str) -> tuple[int, int]:
+        """Where the thought ends, and where what follows it begins. What closes it stands in no call that is whole."""
+        end = text.find(closing)
+        markers = [at for form in self._formats if (at := text.find(form.marker)) >= 0 and len(form.marker) > 1]
+        call = min(markers, default=len(text))
+        if end < 0 or (call < end and self._holds(text[call:], closing)):
+            return call, call
+        return end, end + len(closing)
+
+    def _holds(self, text: str, closing: str) -> bool:
+        """Whether the first call of the text is whole and its own text holds `closing`."""
+        for form in self._formats:
+            calls = form.read(text, True, self._schemas).calls[:1] if text.startswith(form.marker) else []
+            if any(call.error is None and closing in call.raw for call in calls):
+                return True
+        return False
 
     def open_thought(self, turn_ids: Sequence[int]) -> tuple[int, ...]:
         """The id that closes the thought in which a turn was cut off; none where it was not, or has no such id."""
-        for opening, closing in self._thought_ids:
-            if closing not in turn_ids and (self._thinks or (opening is not None and opening in turn_ids)):
+        first = next((i for i in turn_ids if i in self._structural), None)
+        for opening, closing, begun in self._thought_ids:
+            if closing not in turn_ids and (begun or first in opening):
                 return (closing,)
         return ()
 

@@ -78,7 +78,8 @@ def find_ends(template: Template, encoder: Encoder, eos: frozenset[int]) -> Turn
     stops = [in_gap if keeps_close else in_last]
     own = frozenset(i for i in (in_gap, in_last) if i is not None) if in_last is not None else frozenset()
     ends = replace(ends, own=own)
-    stops += [_close(ends, tail, calls=True) for tail in _call_tails(template, encoder)][:1]
+    called = (_close(ends, tail, calls=True) for tail in _call_tails(template, encoder))
+    stops += [next((i for i in called if i is not None), None)]
     found = tuple(dict.fromkeys(i for i in [*stops, *sorted(eos)] if i is not None))
     if not found:
         raise UserError("nothing ends an assistant turn: the tokenizer has no eos_token and the template writes none")
@@ -122,12 +123,6 @@ def _render(template: Template, messages: Sequence[Message], *, generate: bool =
 def generation_prompt(template: Template) -> str:
     """What `add_generation_prompt` adds after a user's message."""
     return after(_render(template, [_USER], generate=True), USER)
-
-
-def opens_thinking(template: Template) -> bool:
-    """Whether the generation prompt ends inside a thought."""
-    prompt = generation_prompt(template)
-    return any(prompt.rfind(opening) > prompt.rfind(closing) for opening, closing in THINKING)
 
 
 def find_rewrites(template: Template) -> str | None:

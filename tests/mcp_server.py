@@ -18,9 +18,13 @@ server = MCPServer("tester")
 count = 0
 
 
+class City(BaseModel):
+    name: str
+
+
 class Place(BaseModel):
     name: str
-    inside: "Place | None" = None
+    inside: City | None = None
 
 
 @server.tool()
@@ -81,7 +85,7 @@ def travel(
     how: Literal["by train", "by car"] | None = None,
     days: Annotated[int, Field(ge=1, le=9)] | str = 1,
 ) -> str:
-    """A schema with $ref, anyOf, enum and recursion."""
+    """A schema with $ref, anyOf and enum."""
     return f"{where.name} {where.inside.name if where.inside else '-'} {how} {days}"
 
 

@@ -12,6 +12,7 @@ import renderers
 from chat_help import CALCULATOR, NAMED, call, make_tokenizer, result, trl_templates
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from jinja2 import TemplateError
 from renderers.base import create_renderer
 from renderers.configs import config_from_name
 
@@ -62,6 +63,11 @@ def served(template: str, family: str) -> FamilyChat:
     return chat
 
 
+@functools.cache
+def auto(template: str) -> Any:
+    return load(tokenizer_of(template))
+
+
 @pytest.mark.parametrize(("template", "family"), SERVED)
 def test_a_family_serves_a_template_that_it_writes(template: str, family: str) -> None:
     chat = served(template, family)
@@ -72,6 +78,47 @@ def test_a_family_serves_a_template_that_it_writes(template: str, family: str) -
     )
     assert chat.render([user], [CALCULATOR]) == tokenizer_of(template).encode(text, add_special_tokens=False)
     assert load(tokenizer_of(template)).description.startswith("family ")
+
+
+HISTORIES = sorted({*dict(SERVED), "qwen3_5_nothink", "qwen3_5_nothink_training", "gemma4_v4", "glm4moe_training"})
+EDGES = st.sampled_from(
+    ["It is 6.", ".\n\n", "\n\nSo", "  x ", "a\n", "", "漢.", "\U0010fffd", "\U00100000\U000f0000 \ue000"]
+)
+
+
+@st.composite
+def histories(draw: st.DrawFn) -> list[Any]:
+    """Openings that hold assistant turns: plain, with a thought, with calls and their results."""
+    talk: list[Any] = [{"role": "system", "content": draw(EDGES)}] if draw(st.booleans()) else []
+    talk.append({"role": "user", "content": draw(EDGES) or "x"})
+    for _ in range(draw(st.integers(1, 3))):
+        turn: dict[str, Any] = {"role": "assistant", "content": draw(EDGES)}
+        if draw(st.booleans()):
+            turn["reasoning_content"] = draw(EDGES)
+        count = draw(st.integers(0, 2))
+        if count:
+            turn["tool_calls"] = [call(i, expression=draw(EDGES)) for i in range(count)]
+        results = [result(draw(EDGES), i) for i in range(count)]
+        talk += [turn, *(results or [{"role": "user", "content": draw(EDGES) or "x"}])]
+    return talk
+
+
+@pytest.mark.parametrize("template", HISTORIES)
+@given(talk=histories())
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+def test_an_opening_with_assistant_turns_is_what_the_template_writes(template: str, talk: list[Any]) -> None:
+    tokenizer, chat = tokenizer_of(template), auto(template)
+    try:
+        text = tokenizer.apply_chat_template(talk, tools=[CALCULATOR], tokenize=False, add_generation_prompt=True)
+    except TemplateError:  # of llama's: two calls in a turn
+        return
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    assert chat.render(talk, [CALCULATOR]) == ids
+    assert chat.lengths([(talk, [CALCULATOR])]) == [len(ids)]
+
+
+def test_what_writes_the_opening_is_said() -> None:
+    assert "; openings as the template writes them; " in auto("qwen3").description
 
 
 @pytest.mark.parametrize("template", ["qwen2_5", "lfm2_v2", "muse_glimmer", "qwen3_5_nothink", "llama3_2"])

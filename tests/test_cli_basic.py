@@ -93,11 +93,15 @@ def model_folder(tmp_path):
 
 def test_check_renders_the_first_prompt_without_a_model(capsys, model_folder):
     assert main.run(["check", RECIPE, f"model.path={model_folder}"]) == 0
-    prompt = capsys.readouterr().out.partition("first prompt (task train-0)\n")[2]
+    told, _, prompt = capsys.readouterr().out.partition("first prompt (task train-0)\n")
+    (schema,) = re.findall(r"^  (\{.*\})$", told.partition("\ntools\n")[2], re.M)
+    assert f'"parameters": {schema}}}}}<|im_end|>' in prompt  # key for key as the tools were shown
+    assert schema.startswith('{"type": "object", "properties": {"expression": {"type": "string", "description": ')
     assert prompt.startswith("<|im_start|>system\n{")
     assert '"name": "calculator"' in prompt
     assert re.search(r"<\|im_start\|>user\n.+<\|im_end\|>\n<\|im_start\|>assistant\n", prompt)
     assert re.search(r"^\(\d{3} tokens; rollout.max_tokens is 512", prompt, re.M)
+    assert re.search(r"^\(chat: own bridge; calls as Hermes JSON", prompt, re.M)
 
 
 def test_check_shows_the_messages_where_there_is_no_tokenizer(capsys, monkeypatch):

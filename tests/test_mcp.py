@@ -114,8 +114,12 @@ async def test_http_and_a_server_that_is_restarted():
 
 async def test_a_schema_with_references_and_choices(tools):
     travel = tools["travel"]
+    where = travel.schema["function"]["parameters"]["properties"]["where"]
+    assert list(where) == ["type", "properties", "required", "title"]
+    assert where["properties"]["inside"]["properties"] == {"name": {"type": "string"}}
+    assert where["properties"]["inside"]["nullable"] is True
     assert (await ask(travel, where={"name": "Rome"})).text == "Rome - None 1"
-    nested = {"name": "Italy", "inside": {"name": "Rome", "inside": None}}
+    nested = {"name": "Italy", "inside": {"name": "Rome"}}
     assert (await ask(travel, where=nested, how="by train", days=3)).text == "Italy Rome by train 3"
     for wrong in ({}, {"where": {"name": ["x"]}}, {"where": {"name": "x"}, "how": "by boat"}, {"wher": {}}):
         with pytest.raises(ArgumentError):

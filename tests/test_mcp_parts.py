@@ -1,12 +1,14 @@
 """What of the tool source `mcp` needs no running server, and what runs in event loops of its own."""
 
 import asyncio
+import json
 from typing import Any
 
 import pytest
 from agentrl_tools.mcp import McpSource
 from agentrl_tools.mcp.tool import McpTool, parameters_of
 from mcp_help import STDIO, ask, gone, offers
+from mcp_types import Tool as Offer
 from train_help import metrics, small
 
 from agentrl import ArgumentError, InfrastructureError, Tool
@@ -53,6 +55,30 @@ def test_a_pattern_that_backtracks_does_not_hold_up_the_event_loop():
     assert tool.check({"a": "a" * 40}) == {"a": "a" * 40}
     with pytest.raises(ArgumentError, match="take too long to check"):
         tool.check({"a": "a" * 40 + "!"})
+
+
+def test_a_prompt_has_a_servers_schema_in_the_form_that_models_know():
+    point = {"title": "Point", "required": ["x"], "properties": {"x": {"type": "number"}}, "type": "object"}
+    given = {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "$defs": {"Point": point},
+        "properties": {
+            "to": {"description": "Where.", "$ref": "#/$defs/Point"},
+            "by": {"anyOf": [{"type": "string"}, {"type": "null"}], "default": None, "title": "By"},
+        },
+        "required": ["to"],
+        "type": "object",
+    }
+    (tool,) = McpSource(command="x").chosen([Offer(name="go", input_schema=given)])
+    assert json.dumps(tool.schema["function"]["parameters"]) == (
+        '{"type": "object", "properties": {"to": {"type": "object", "properties": {"x": {"type": "number"}}, '
+        '"required": ["x"], "description": "Where.", "title": "Point"}, "by": {"type": "string", "nullable": true}}, '
+        '"required": ["to"]}'
+    )
+    assert tool.check({"to": {"x": "1"}, "by": None}) == {"to": {"x": 1.0}, "by": None}
+    endless = {"type": "object", "properties": {"in": {"$ref": "#"}}}
+    with pytest.raises(UserError, match=r"MCP server x: tool 'go': .*refer to themselves.*leave it out with `exclude`"):
+        McpSource(command="x").chosen([Offer(name="go", input_schema=endless)])
 
 
 def test_include_exclude_and_prefix():

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel, Field
+from transformers.utils import get_json_schema
 
 from agentrl import ArgumentError, Session, Task, Tool, ToolResponse, UserError, tool
 from agentrl.plugins.docstring import read_docstring
@@ -81,7 +82,55 @@ def test_name_description_and_schema():
     assert properties["limit"] == {"type": "number", "default": 1.5}
     assert distance.parameters["$defs"]["Unit"]["enum"] == ["km", "miles"]
     assert set(distance.parameters["$defs"]["Place"]["properties"]) == {"name", "title", "near"}
-    json.dumps(distance.schema)
+    with pytest.raises(
+        UserError, match=r"^tool 'distance': its parameters refer to themselves \(\$ref '#/\$defs/Place'"
+    ):
+        _ = distance.schema
+
+
+def pair(
+    a: int,
+    b: Literal["x", "y"],
+    c: list[str],
+    d: dict[str, int],
+    unit: Unit,
+    e: tuple[int, str],
+    f: list,
+    g: Any,
+    h: int | str,
+    i: list[int] | dict[str, str] | None,
+    j: Literal[1, "a"],
+    k: int | None = None,
+    m: Literal["p", "q"] | None = None,
+    n: list[float] | None = None,
+) -> str:
+    """Do it.
+
+    At once.
+
+    Args:
+        a: A.
+        b: B.
+        c: C.
+        d: D.
+        unit: U.
+        e: E.
+        f: F.
+        g: G.
+        h: H.
+        i: I.
+        j: J.
+        k: K.
+        m: M.
+        n: N.
+    """
+    return ""
+
+
+def test_a_prompt_has_the_schema_that_transformers_writes():
+    expected = get_json_schema(pair)
+    del expected["function"]["return"]
+    assert json.dumps(tool(pair).schema) == json.dumps(expected)
 
 
 def test_titles_are_left_out_but_not_an_argument_of_that_name():

@@ -1,5 +1,6 @@
 """Arguments that a model wrote, checked against a JSON schema."""
 
+import json
 from itertools import pairwise
 
 import pytest
@@ -7,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentrl import ArgumentError, UserError
+from agentrl.plugins.prompt_schema import prompt_schema
 from agentrl.plugins.schema import check_arguments, outline
 
 
@@ -49,6 +51,8 @@ POINT = schema(["x"], x=INTEGER, y=NUMBER)
         ({"anyOf": [INTEGER, STRING]}, "3", "3"),
         ({"anyOf": [INTEGER, BOOLEAN]}, "3", 3),
         ({"oneOf": [INTEGER, {"type": "null"}]}, None, None),
+        ({**INTEGER, "nullable": True}, None, None),
+        ({**INTEGER, "nullable": True}, "3", 3),
         ({"allOf": [INTEGER, {"minimum": 2}]}, "2", 2),
         ({}, {"any": 1}, {"any": 1}),
     ],
@@ -189,6 +193,78 @@ def test_a_schema_may_refer_to_itself():
 def test_a_schema_that_is_none_is_the_authors_error(rule):
     with pytest.raises(UserError, match="a tool's parameters"):
         check_one(rule, 1)
+
+
+NULL = {"type": "null"}
+TAGS = {"enum": ["q", "r"], "title": "Tag"}
+
+
+@pytest.mark.parametrize(
+    ("rule", "written"),
+    [
+        ({"description": "D.", "title": "X", "type": "string"}, '{"type": "string", "description": "D."}'),
+        ({"title": "Why", "type": "string"}, '{"type": "string", "title": "Why"}'),
+        ({"minimum": 0, "description": "D.", "default": 1, "type": "integer"},
+         '{"type": "integer", "description": "D.", "minimum": 0, "default": 1}'),
+        ({"anyOf": [STRING, NULL], "default": None}, '{"type": "string", "nullable": true}'),
+        ({"type": ["string", "null"]}, '{"type": "string", "nullable": true}'),
+        ({"type": ["string", "integer", "null"]}, '{"type": ["string", "integer"], "nullable": true}'),
+        ({"oneOf": [STRING, {"const": None}]}, '{"type": "string", "nullable": true}'),
+        ({"anyOf": [STRING, INTEGER, NULL]}, '{"type": ["integer", "string"], "nullable": true}'),
+        ({"description": "D.", "anyOf": [{"items": STRING, "type": "array"}, STRING, NULL]},
+         '{"anyOf": [{"type": "array", "items": {"type": "string"}}, {"type": "string"}], "nullable": true, '
+         '"description": "D."}'),
+        ({"const": "a"}, '{"type": "string", "enum": ["a"]}'),
+        ({"enum": ["a", 1, None]}, '{"type": ["string", "integer", "null"], "enum": ["a", 1, null]}'),
+        ({"items": {}, "type": "array"}, '{"type": "array"}'),
+        ({"additionalProperties": True, "type": "object"}, '{"type": "object"}'),
+        ({"items": {"$ref": "#/$defs/Tag"}, "type": "array"},
+         '{"type": "array", "items": {"type": "string", "enum": ["q", "r"], "title": "Tag"}}'),
+        ({"allOf": [{"$ref": "#/$defs/Tag"}], "title": "X", "description": "D."},
+         '{"type": "string", "enum": ["q", "r"], "description": "D."}'),
+        ({"anyOf": [{"$ref": "#/$defs/a~1b~0"}, NULL]}, '{"type": "boolean", "nullable": true}'),
+        ({"$ref": "https://example.org/x.json", "description": "D."}, '{"description": "D."}'),
+        ({"required": ["$defs"], "properties": {"$defs": STRING}, "type": "object"},
+         '{"type": "object", "properties": {"$defs": {"type": "string"}}, "required": ["$defs"]}'),
+        (True, "true"),
+    ],
+)  # fmt: skip
+def test_a_prompt_has_a_schema_in_the_form_that_models_know(rule, written):
+    given = {"$schema": "x", "required": ["x"], "properties": {"x": rule}, "$defs": {"Tag": TAGS, "a/b~": BOOLEAN}}
+    before = json.dumps(given)
+    shown = prompt_schema(given)
+    assert json.dumps(shown["properties"]["x"]) == written
+    assert list(shown) == ["type", "properties", "required"]
+    assert json.dumps(given) == before
+
+
+def test_a_whole_schema_may_be_a_reference():
+    given = {"$ref": "#/$defs/A", "properties": {}, "$defs": {"A": schema(["a"], a=STRING)}}
+    assert prompt_schema(given) == schema(["a"], a=STRING)
+
+
+def twice_the_next(i):
+    return {"anyOf": [{"$ref": f"#/$defs/{i + 1}"}] * 2} if i < 59 else STRING
+
+
+def nested(depth):
+    return {"items": nested(depth - 1)} if depth else STRING
+
+
+@pytest.mark.parametrize(
+    ("rule", "definitions", "words"),
+    [
+        ({"$ref": "#/$defs/T"}, {"T": {"items": {"$ref": "#/$defs/T"}}}, "refer to themselves"),
+        ({"$ref": "#"}, {}, "refer to themselves"),
+        ({"$ref": "#/$defs/none"}, {}, "points to nothing"),
+        ({"$ref": "#/$defs/0"}, {f"{i}": twice_the_next(i) for i in range(60)}, "too large"),
+        (nested(400), {}, "nested too deeply"),
+    ],
+)  # fmt: skip
+def test_a_schema_that_no_prompt_can_hold_is_refused(rule, definitions, words):
+    with pytest.raises(UserError, match=words) as error:
+        prompt_schema({**schema(x=rule), "$defs": definitions})
+    assert "\n" not in str(error.value)
 
 
 def test_the_outline_of_many_arguments_is_bounded():

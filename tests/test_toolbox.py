@@ -164,3 +164,9 @@ async def test_parameters_that_no_model_could_be_shown_are_named(parameters, mon
 def test_a_schema_always_has_properties(monkeypatch):
     monkeypatch.setattr(Closing, "parameters", {"type": "object"})
     assert Closing().schema["function"]["parameters"] == {"type": "object", "properties": {}}
+
+
+async def test_parameters_with_recursion_are_refused_before_the_run(monkeypatch):
+    monkeypatch.setattr(Closing, "parameters", {"type": "object", "properties": {"x": {"$ref": "#"}}})
+    with pytest.raises(UserError, match=r"^tool 'closing': its parameters refer to themselves \(\$ref '#'\)"):
+        await Toolbox.open([ToolSection(name="test_toolbox:Closing")], Env())

@@ -1,10 +1,11 @@
 """Our own chat for any template: the opening is rendered, each later stretch is a frame filled in, by ids."""
 
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Sequence
 from typing import Any
 
 from agentrl.chat.base import Opening, ParsedTurn
-from agentrl.chat.encode import Encoder
+from agentrl.chat.encode import Encoder, Marks
 from agentrl.chat.frame import Frame, Shape, shape_of, text_of
 from agentrl.chat.frame_maker import FrameMaker
 from agentrl.chat.parse import TurnParser
@@ -14,8 +15,6 @@ from agentrl.errors import UserError
 from agentrl.plugins.types import Message
 
 _KEPT_OPENINGS = 256
-
-Renderer = Callable[[Sequence[Message], Sequence[dict[str, Any]]], list[int]]
 
 
 class BridgeChat:
@@ -57,26 +56,21 @@ class BridgeChat:
         """Whether a content spells a token that has a meaning of its own."""
         return any(self._encoder.structural_in(text_of(message.get("content"))) for message in messages)
 
-    def render(
-        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], through: Renderer | None = None
-    ) -> list[int]:
-        """See base. What users and tools say is plain text, whatever tokens it spells. `through` renders instead of the
-        template where no content needs that care."""
-        frame = self._opening(messages, tools, through)
+    def render(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> list[int]:
+        """See base. What users and tools say is plain text, whatever tokens it spells."""
+        frame = self._opening(messages, tools)
         if frame is not None and not self._sought(messages):
             return frame.fill(self._encoder, messages)
-        if through is None or self.structural_in([m for m in messages if m["role"] in ("user", "tool")]):
-            return self._rendered(messages, tools)
-        return through(messages, tools)
+        return self._rendered(messages, tools)
 
-    def lengths(self, openings: Sequence[Opening], through: Renderer | None = None) -> list[int]:
+    def lengths(self, openings: Sequence[Opening]) -> list[int]:
         """See base."""
         found: dict[int, int] = {}
         gaps: list[tuple[int, str]] = []
         for i, (messages, tools) in enumerate(openings):
-            frame = self._opening(messages, tools, through)
+            frame = self._opening(messages, tools)
             if frame is None or self._sought(messages):
-                found[i] = len(self.render(messages, tools, through))
+                found[i] = len(self.render(messages, tools))
             else:
                 found[i] = frame.fixed
                 gaps += [(i, text) for text in frame.texts(messages)]
@@ -84,9 +78,7 @@ class BridgeChat:
             found[i] += length
         return [found[i] for i in range(len(openings))]
 
-    def _opening(
-        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], through: Renderer | None
-    ) -> Frame | None:
+    def _opening(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> Frame | None:
         """The frame of openings like this one, made once: same tools, roles and system prompts."""
         shape_of(messages)
         if not all(m["role"] in ("system", "user") and isinstance(m.get("content"), str) for m in messages):
@@ -96,20 +88,14 @@ class BridgeChat:
         if key not in self._openings:
             if len(self._openings) >= _KEPT_OPENINGS:
                 self._openings.clear()
-            self._openings[key] = self._opening_frame(messages, tools, through), list(tools)
+            self._openings[key] = self._opening_frame(messages, tools), list(tools)
         return self._openings[key][0]
 
-    def _opening_frame(
-        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], through: Renderer | None
-    ) -> Frame | None:
+    def _opening_frame(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> Frame | None:
         try:
-            frame = self._maker.opening(messages, tools)
+            return self._maker.opening(messages, tools)
         except TemplateRefusalError:
             return None
-        if frame is None or through is None:
-            return frame
-        probe: list[Message] = [m if m["role"] == "system" else {**m, "content": "What is 2 * 3?"} for m in messages]
-        return frame if frame.fill(self._encoder, probe) == through(probe, tools) else None
 
     def _sought(self, messages: Sequence[Message]) -> bool:
         """Whether the template would look at what a content says, and not only write it."""
@@ -117,20 +103,27 @@ class BridgeChat:
         return sought is not None and any(sought.search(text_of(message.get("content"))) for message in messages)
 
     def _rendered(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> list[int]:
-        table: list[str] = []
-        marked = [self._marked(message, table) for message in messages]
+        said = [message for message in messages if message["role"] in ("user", "tool")]
+        marks = None
+        if self.structural_in(said):
+            given = json.dumps([list(messages), list(tools)], ensure_ascii=False, default=str)
+            marks = Marks([self.template.source, given])
+        marked = [message if marks is None else self._marked(message, marks) for message in messages]
         try:
             text = self.template.text(marked, tools, generate=True)
         except TemplateRefusalError as error:
             roles = ", ".join(message["role"] for message in messages)
             raise UserError(f"the chat template cannot express the opening messages ({roles}): {error}") from error
-        return self._encoder.marked(text, table)
+        return self._encoder.marked(text, marks)
 
-    def _marked(self, message: Message, table: list[str]) -> Message:
+    def _marked(self, message: Message, marks: Marks) -> Message:
         content = message.get("content")
-        if message["role"] in ("user", "tool") and isinstance(content, str) and self._encoder.structural_in(content):
-            return {**message, "content": self._encoder.mark(content, table)}
-        return message
+        if message["role"] not in ("user", "tool") or content is None:
+            return message
+        if isinstance(content, str):
+            return {**message, "content": self._encoder.mark(content, marks)}
+        parts = [{**part, "text": self._encoder.mark(str(part.get("text", "")), marks)} for part in content]
+        return {**message, "content": parts}
 
     def bridge(self, turn_ids: Sequence[int], messages: Sequence[Message]) -> list[int]:
         """See base."""

@@ -2,14 +2,13 @@
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from agentrl.errors import UserError
 
 _SEPARATOR = "\ufdd0|\ufdd1"  # noncharacters: in no honest text, and broken in two in any other
-_MARK_BASE = 0x100000
-_MARK = re.compile("[\U00100000-\U0010fffd]")
+_UNUSED = (range(0x100000, 0x10FFFE), range(0xF0000, 0xFFFFE), range(0x40000, 0xDFFFE))  # private use, unassigned
 _TRIALS = ("a", " a", "\nx y\n", "x  y", " \n", "Ünï 漢字 12", "</", "{\"k\": 'v'}")
 
 
@@ -41,7 +40,7 @@ class Encoder:
         self._plain, self._renumbered = _without(spec, frozenset(self.structural))
         names = sorted(self.structural, key=len, reverse=True)
         self._pattern = _pattern(names, self.swallows)
-        self._unsafe = re.compile("|".join([*map(re.escape, names), _MARK.pattern]))
+        self._named = re.compile("|".join(map(re.escape, names)) or r"(?!)")
         self._separated, self._breaks = False, None
         self._breaks = self._self_made(names)
         if not self._cuts_exactly():
@@ -125,28 +124,52 @@ class Encoder:
         return pieces
 
     def structural_in(self, text: str) -> bool:
-        """Whether a structural token, or a mark of ours, is written in this text."""
-        return self._unsafe.search(text) is not None
+        """Whether a structural token is written in this text."""
+        return self._named.search(text) is not None
 
-    def mark(self, text: str, table: list[str]) -> str:
-        """The text with a private character for each structural token written in it; `table` tells which."""
+    def mark(self, text: str, marks: "Marks") -> str:
+        """The text with a character of `marks` for each structural token written in it."""
+        return self._named.sub(lambda match: marks.of(match.group()), text)
 
-        def replace(match: re.Match[str]) -> str:
-            if match.group() not in table:
-                table.append(match.group())
-            return chr(_MARK_BASE + table.index(match.group()))
-
-        return self._unsafe.sub(replace, text)
-
-    def marked(self, text: str, table: Sequence[str], lead: str = "") -> list[int]:
+    def marked(self, text: str, marks: "Marks | None", lead: str = "") -> list[int]:
         """Ids of a text with marks: its own structural tokens mean what they say, the marked ones are plain text.
         `lead` is the structural token that stands before it, if any."""
-        if not table:
+        if marks is None or not marks.used:
             return self.whole(lead + text)[1:] if lead else self.whole(text)
         ids: list[int] = []
         for token, piece in self.split(text):
-            ids += [token] if token is not None else self.plain(unmark(piece, table))
+            ids += [token] if token is not None else self.plain(marks.restored(piece))
         return ids
+
+
+class Marks:
+    """Characters that stand for structural tokens in contents while a template renders them. None of them occurs in
+    `texts`, which are all that the template is given, and so whatever else a text holds stays what it is."""
+
+    def __init__(self, texts: Iterable[str]) -> None:
+        taken = frozenset().union(*texts)
+        self._free = (c for place in _UNUSED for c in map(chr, place) if c not in taken)
+        self._marks: dict[str, str] = {}
+        self._tokens: dict[str, str] = {}
+
+    @property
+    def used(self) -> bool:
+        return bool(self._marks)
+
+    def of(self, token: str) -> str:
+        mark = self._marks.get(token)
+        if mark is None:
+            mark = next(self._free, None)
+            if mark is None:
+                raise UserError("the messages hold every character that has no meaning, and special tokens besides")
+            self._marks[token] = mark
+            self._tokens[mark], self._tokens[json.dumps(mark)[1:-1]] = token, json.dumps(token)[1:-1]
+        return mark
+
+    def restored(self, text: str) -> str:
+        """The tokens in place of their marks, which a template may have escaped as JSON does."""
+        pattern = "|".join(map(re.escape, self._tokens))
+        return re.sub(pattern, lambda match: self._tokens[match.group()], text)
 
 
 def _ids(tokenizer: Any, text: str) -> list[int]:
@@ -157,10 +180,6 @@ def _ids(tokenizer: Any, text: str) -> list[int]:
         sound = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
         ids = tokenizer.encode(sound, add_special_tokens=False).ids
     return ids
-
-
-def unmark(text: str, table: Sequence[str]) -> str:
-    return _MARK.sub(lambda match: table[ord(match.group()) - _MARK_BASE], text)
 
 
 def _without(spec: dict[str, Any], structural: frozenset[str]) -> tuple[Any, dict[int, int]]:

@@ -1,4 +1,7 @@
-"""The families of the `renderers` package: one serves only when it is proven to write what the template writes."""
+"""The families of the `renderers` package: one serves only when it is proven to write what the template writes.
+
+It bridges between turns and reads calls. The opening is always the template's own rendering.
+"""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -184,8 +187,8 @@ def _their_bridge(
 
 
 class FamilyChat:
-    """A `Chat` (see base) that renders through a family of `renderers`; what its bridge adds comes from our frames
-    where they agree with it, and calls are read by our parser where it reads this template's calls."""
+    """A `Chat` (see base) of a family of `renderers`; what its bridge adds comes from our frames where they agree with
+    it, calls are read by our parser where it reads this template's calls, and the opening is the template's."""
 
     images = False
 
@@ -198,20 +201,19 @@ class FamilyChat:
             f"its own bridge after turns that were {' or '.join(own)}" if own else "frames that agree with its bridge"
         )
         reader = bridge.call_format or "its own parser"
-        self.description = f"family {family.name} of `renderers`, proven on probes; {bridged}; calls as {reader}"
+        self.description = (
+            f"family {family.name} of `renderers`, proven on probes; openings as the template writes them; {bridged}; "
+            f"calls as {reader}"
+        )
 
     def render(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> list[int]:
-        """See base."""
-        return self._bridge.render(messages, tools, self._family_ids)
+        """See base. The template's own rendering: a family that agrees on every probe may still cut other contents
+        into tokens in another way."""
+        return self._bridge.render(messages, tools)
 
     def lengths(self, openings: Sequence[Opening]) -> list[int]:
         """See base."""
-        return self._bridge.lengths(openings, self._family_ids)
-
-    def _family_ids(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> list[int]:
-        family = self._family
-        shaped = [{**message} for message in messages]
-        return list(family.renderer.render_ids(shaped, tools=family.tools(tools), add_generation_prompt=True))
+        return self._bridge.lengths(openings)
 
     def bridge(self, turn_ids: Sequence[int], messages: Sequence[Message]) -> list[int]:
         """See base."""

@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import product, takewhile
 from typing import Any
 
-from agentrl.chat.encode import Encoder
+from agentrl.chat.encode import Encoder, Marks
 from agentrl.chat.frame import Frame, Gap, Parts, Shape, Slot, shape_of, text_of
 from agentrl.chat.probe import TurnEnds
 from agentrl.chat.template import (
@@ -70,6 +70,9 @@ class FrameMaker:
 
         The messages are system's and users', and text. Raises TemplateRefusalError."""
         shape = shape_of(messages)
+        fixed = [message["content"] for message in messages if message["role"] == "system"]
+        if _SENTINEL.search(json.dumps([*fixed, *tools], default=str)):
+            return None
 
         def text_with(contents: Sequence[str]) -> str:
             said = zip(messages, _probes(shape, contents), strict=True)
@@ -89,12 +92,15 @@ class FrameMaker:
             return None
         frame = Frame((), False, -1, self._parts(rest, shape, transforms))
         filled = frame.fill(self._encoder, _probes(shape, _contents(shape)))
-        return frame.parts if filled == self._encoder.marked(rest, (), lead) else None
+        return frame.parts if filled == self._encoder.marked(rest, None, lead) else None
 
     def render(self, frame: Frame, messages: Sequence[Message]) -> list[int]:
         """The ids after `close`, by rendering the messages themselves: for what no frame can describe."""
-        table: list[str] = []
-        probes = _probes(shape_of(messages), [self._marked(message.get("content"), table) for message in messages])
+        contents = [text_of(message.get("content")) for message in messages]
+        names = [str(message.get(field, "")) for message in messages for field in ("name", "tool_call_id")]
+        marks = Marks([self._template.source, *contents, *names])
+        hidden = [_SENTINEL.sub(lambda match: marks.of(match.group()), content) for content in contents]
+        probes = _probes(shape_of(messages), [self._encoder.mark(content, marks) for content in hidden])
         turn, text = self._after_turn(probes)
         tail = self._tail(text, turn)
         pieces = self._encoder.split(tail)
@@ -105,13 +111,10 @@ class FrameMaker:
             if name is None and number is None:
                 return match.group()
             field, i = ("name", int(name)) if name is not None else ("tool_call_id", int(number))
-            return self._marked(messages[i].get(field) or match.group(), table)
+            return self._encoder.mark(str(messages[i].get(field) or match.group()), marks)
 
         lead = pieces[frame.cut][1] if frame.cut >= 0 else ""
-        return self._encoder.marked(_SENTINEL.sub(named, rest), table, lead)
-
-    def _marked(self, content: object, table: list[str]) -> str:
-        return self._encoder.mark(text_of(content), table)
+        return self._encoder.marked(_SENTINEL.sub(named, rest), marks, lead)
 
     def _after_turn(self, messages: Sequence[Message]) -> tuple[Message, str]:
         """The probe turn that these messages may follow, and the rendering. A turn of calls shows no content where it

@@ -10,7 +10,7 @@ from agentrl.chat.bridge import BridgeChat
 from agentrl.chat.encode import Encoder
 from agentrl.chat.families import FamilyChat, find_family, known_families
 from agentrl.chat.parse import TurnParser
-from agentrl.chat.probe import THINKING, check_tools, find_ends, find_rewrites
+from agentrl.chat.probe import THINKING, check_tools, find_ends, find_rewrites, find_unshown
 from agentrl.chat.template import Template
 from agentrl.errors import UserError, nearest
 
@@ -41,12 +41,20 @@ def load_chat(
         f"calls as {parser.format.name}" if parser.format else "calls in any tagged format (the template shows none)"
     )
     bridge = BridgeChat(template, encoder, ends, parser, find_rewrites(template), f"own bridge; {calls}")
-    if kind == "bridge":
-        return bridge
+    chat = bridge if kind == "bridge" else _chosen(bridge, tokenizer, template, kind, places)
+    if unshown := find_unshown(template):
+        chat.description += f"; the template leaves out of the tools' schemas: {unshown}"
+    return chat
+
+
+def _chosen(
+    bridge: BridgeChat, tokenizer: Any, template: Template, kind: str, places: tuple[str, str]
+) -> BridgeChat | FamilyChat:
+    """A family that is proven, or our bridge, with the reason in its description."""
     if kind != "auto" and kind not in known_families():
         raise UserError(f"unknown chat {kind!r}{nearest(kind, ['auto', 'bridge', *known_families()])}")
     family, why = find_family(
-        tokenizer, template, bridge, kind=kind, model_path=model_path, config=_read(places, "config.json")
+        tokenizer, template, bridge, kind=kind, model_path=places[0], config=_read(places, "config.json")
     )
     if family is None:
         if kind != "auto":

@@ -1,7 +1,9 @@
 """What a template does, found once by rendering conversations of sentinels: what ends a turn, what it rewrites."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 from agentrl.chat.encode import Encoder
 from agentrl.chat.template import (
@@ -18,6 +20,8 @@ from agentrl.chat.template import (
 from agentrl.errors import UserError
 from agentrl.plugins.types import Message
 
+_SHOWN_AT_MOST = 6  # of what a template leaves out of schemas: a line is for people
+_DEEP = 16  # keywords and types of a schema inside of each other
 _USER: Message = {"role": "user", "content": USER}
 _USER_2: Message = {"role": "user", "content": "Zqu001x"}
 _THOUGHT, _THOUGHT_2 = "Zqr000x", "Zqr001x"
@@ -206,3 +210,86 @@ def check_tools(template: Template) -> None:
     raise UserError(
         f"the chat template cannot express a tool's result: {refusal}; give another (`model.chat_template`)"
     )
+
+
+def find_unshown(template: Template) -> str | None:
+    """What the template leaves out of the tools' schemas, for people; None when nothing was found.
+
+    A part is left out when the opening is the same without it. Of each kind of part, the first is tried.
+    """
+    found: list[str] = []
+    tried: dict[tuple[str, ...], bool] = {}
+    for tool in template.tools:
+        function = tool.get("function", tool)
+        opening = _opening_with(template, tool, function)
+
+        def same(without: Mapping[str, Any], tool: dict[str, Any] = tool, opening: str = opening) -> bool:
+            return opening != "" and _opening_with(template, tool, without) == opening
+
+        found += _left_out(function, (), str(function.get("name")), same, tried)
+    more = f" and {len(found) - _SHOWN_AT_MOST} more" if len(found) > _SHOWN_AT_MOST else ""
+    return ", ".join(found[:_SHOWN_AT_MOST]) + more if found else None
+
+
+def _opening_with(template: Template, tool: dict[str, Any], function: Mapping[str, Any]) -> str:
+    shown = {**tool, "function": function} if "function" in tool else dict(function)
+    try:
+        return template.text([_USER], [shown], generate=True)
+    except TemplateRefusalError:
+        return ""
+
+
+def _left_out(
+    node: Mapping[str, Any],
+    kind: tuple[str, ...],
+    place: str,
+    same: Callable[[Mapping[str, Any]], bool],
+    tried: dict[tuple[str, ...], bool],
+) -> Iterator[str]:
+    """Keywords of `node` and of what is in it. kind: the keywords and types above it. same: whether the opening stays
+    the same with another mapping in place of `node`. tried: by kind, whether it is left out."""
+    for key, value in node.items():
+        if value in ({}, [], "") or key == "name" or (key == "type" and "properties" in node) or len(kind) > _DEEP:
+            continue
+        of = (*kind, key, str(node.get("type")))
+        if of not in tried:
+            tried[of] = same({name: one for name, one in node.items() if name != key})
+            if tried[of]:
+                yield f"{key} ({place})"
+        if not tried[of]:
+            yield from _left_out_inside(node, key, of, place, same, tried)
+
+
+def _left_out_inside(
+    node: Mapping[str, Any],
+    key: str,
+    kind: tuple[str, ...],
+    place: str,
+    same: Callable[[Mapping[str, Any]], bool],
+    tried: dict[tuple[str, ...], bool],
+) -> Iterator[str]:
+    value = node[key]
+    inside: list[tuple[str, Any, Callable[[Any], Any]]]
+    if key == "properties" and isinstance(value, Mapping):
+        inside = [(f"{place}.{name}", one, partial(_set, value, name)) for name, one in value.items()]
+    elif key in ("parameters", "items", "additionalProperties"):
+        inside = [(f"{place}[]" if key == "items" else place, value, lambda new: new)]
+    elif key in ("anyOf", "oneOf", "allOf", "prefixItems") and isinstance(value, list):
+        inside = [(place, one, partial(_put, value, i)) for i, one in enumerate(value)]
+    else:
+        return
+    for where, one, back in inside:
+        if isinstance(one, Mapping):
+
+            def with_one(new: Mapping[str, Any], back: Callable[[Any], Any] = back) -> bool:
+                return same({**node, key: back(new)})
+
+            yield from _left_out(one, kind, where, with_one, tried)
+
+
+def _set(mapping: Mapping[str, Any], name: str, value: Any) -> dict[str, Any]:
+    return {**mapping, name: value}
+
+
+def _put(values: list[Any], i: int, value: Any) -> list[Any]:
+    return [*values[:i], value, *values[i + 1 :]]

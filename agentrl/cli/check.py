@@ -111,7 +111,8 @@ def _show_tools(out: "Console", env: "Environment", toolbox: "Toolbox") -> None:
     for tool, origin in tools:
         out.print(f"{tool.name} {outline(tool.parameters)} from {origin}", markup=False)
         out.print(f"  {tool.description}", markup=False, soft_wrap=True)
-        out.print(f"  {json.dumps(dict(tool.parameters), ensure_ascii=False)}", markup=False, soft_wrap=True)
+        shown = tool.schema["function"]["parameters"]
+        out.print(f"  {json.dumps(shown, ensure_ascii=False)}", markup=False, soft_wrap=True)
 
 
 def _show_memory(out: "Console", recipe: "Recipe", fetch: bool) -> None:
@@ -263,7 +264,8 @@ def _rendered(recipe: "Recipe", messages: "Sequence[Message]", tools: list[dict[
     chat = load_chat(tokenizer, model_path=place, kind=model.chat, chat_template=model.chat_template, tools=tools)
     ids = chat.render(messages, tools)
     rewrites = f"; the template rewrites its history: {chat.rewrites_history}" if chat.rewrites_history else ""
-    return chat.decode(ids), f"({len(ids)} tokens; rollout.max_tokens is {recipe.rollout.max_tokens}{rewrites})"
+    length = f"{len(ids)} tokens; rollout.max_tokens is {recipe.rollout.max_tokens}"
+    return chat.decode(ids), f"({length}{rewrites})\n(chat: {chat.description})"
 
 
 def _tokenizer(place: str, trust_remote_code: bool) -> Any:

@@ -1,9 +1,9 @@
 """Arguments that a model wrote, checked against a hand-written JSON schema.
 
 Understood: type, enum, const, properties, required, additionalProperties, items, minimum, maximum, exclusiveMinimum,
-exclusiveMaximum, minLength, maxLength, pattern, minItems, maxItems, anyOf, oneOf (as anyOf), allOf, $ref within the
-schema, default. Other keywords describe, and check nothing. What is plainly meant is accepted: "3" for 3, 3.0 for 3,
-3 for "3", "true" for true, a list or object written as JSON text, null for an argument that may be left out.
+exclusiveMaximum, minLength, maxLength, pattern, minItems, maxItems, anyOf, oneOf (as anyOf), allOf, nullable, $ref
+within the schema, default. Other keywords describe, and check nothing. What is plainly meant is accepted: "3" for 3,
+3.0 for 3, 3 for "3", "true" for true, a list or object written as JSON text, null for an argument that may be left out.
 An unknown argument is refused unless the schema says `additionalProperties`. A schema is a stranger's: reading it and
 checking by it are bounded in time, since the event loop waits.
 """
@@ -15,6 +15,7 @@ from typing import Any
 
 from agentrl.errors import UserError
 from agentrl.plugins import patterns
+from agentrl.plugins.prompt_schema import target
 from agentrl.plugins.scalars import SCALARS, Check, limits, named, should
 from agentrl.plugins.types import ArgumentError
 
@@ -73,9 +74,11 @@ def _kind(schema: Any, root: Mapping[str, Any], inside: frozenset[str] = frozens
         if schema["$ref"] in inside or len(inside) == 2:  # each further one could multiply what there is to say
             return "any"
         inside |= {schema["$ref"]}
-        schema = {k: v for k, v in _target(schema["$ref"], root).items() if k != "$ref"}
+        schema = {k: v for k, v in target(schema["$ref"], root).items() if k != "$ref"}
     if not isinstance(schema, Mapping):
         return "any"
+    if schema.get("nullable") is True:
+        return f"{_kind(_not_null(schema), root, inside)}|null"
     if "enum" in schema:
         return "|".join(str(v) for v in schema["enum"])
     if options := schema.get("anyOf", schema.get("oneOf")):
@@ -84,6 +87,10 @@ def _kind(schema: Any, root: Mapping[str, Any], inside: frozenset[str] = frozens
     if kind == "array":
         return f"list of {_kind(schema['items'], root, inside)}" if "items" in schema else "list"
     return "|".join(kind) if isinstance(kind, list) else str(kind)
+
+
+def _not_null(schema: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in schema.items() if key != "nullable"}
 
 
 def _arguments(parameters: Mapping[str, Any]) -> Check:
@@ -100,6 +107,9 @@ def _compile(schema: Any, root: Mapping[str, Any], lenient: bool) -> Check:
         return lambda value, path: value
     if not isinstance(schema, Mapping):
         raise UserError(f"a tool's parameters: {schema!r} is no JSON schema")
+    if schema.get("nullable") is True:
+        check = _compile(_not_null(schema), root, lenient)
+        return lambda value, path: None if value is None else check(value, path)
     checks: list[Check] = []
     if "$ref" in schema:
         checks.append(_reference(schema["$ref"], root, lenient))
@@ -122,23 +132,14 @@ def _compile(schema: Any, root: Mapping[str, Any], lenient: bool) -> Check:
     return every
 
 
-def _target(pointer: str, root: Mapping[str, Any]) -> Mapping[str, Any]:
-    target: Any = root
-    for part in pointer.removeprefix("#").strip("/").split("/"):
-        target = target.get(part) if isinstance(target, Mapping) else None
-    if not isinstance(target, Mapping):
-        raise UserError(f"a tool's parameters: $ref {pointer!r} points to nothing")
-    return target
-
-
 def _reference(pointer: str, root: Mapping[str, Any], lenient: bool) -> Check:
-    target = _target(pointer, root)
+    schema = target(pointer, root)
     found: list[Check] = []  # compiled when first used, so a schema may refer to itself
 
     def check(value: Any, path: str) -> Any:
         patterns.left()
         if not found:
-            found.append(_compile(target, root, lenient))
+            found.append(_compile(schema, root, lenient))
         return found[0](value, path)
 
     return check

@@ -4,6 +4,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
+from agentrl.errors import UserError
+from agentrl.plugins.prompt_schema import prompt_schema
 from agentrl.plugins.schema import check_arguments
 from agentrl.plugins.types import Session, ToolResponse
 
@@ -43,7 +45,11 @@ class Tool(ABC):
 
     @property
     def schema(self) -> dict[str, Any]:
-        """The tool in the shape of the OpenAI API: `{"type": "function", "function": {...}}`."""
-        parameters = {"properties": {}, **self.parameters}  # which chat templates rely on
+        """The tool as prompts have it: `{"type": "function", "function": {...}}`, its parameters in the form of
+        `transformers.utils.get_json_schema`. Raises UserError where no prompt can hold them: types with recursion."""
+        try:
+            parameters = prompt_schema(self.parameters)
+        except UserError as error:
+            raise UserError(f"tool {self.name!r}: {error}") from None
         function = {"name": self.name, "description": self.description, "parameters": parameters}
         return {"type": "function", "function": function}

@@ -53,6 +53,7 @@ def _check(tools: Sequence[Tool], origins: Sequence[str], env: Environment) -> N
         kind, properties = tool.parameters.get("type"), tool.parameters.get("properties", {})
         if kind != "object" or not isinstance(properties, Mapping):
             raise UserError(f"tool {tool.name!r} ({origin}): its `parameters` want type object and a map of properties")
+        _ = tool.schema  # raises where no prompt can hold it
 
 
 def offered(task: Task, tools: Sequence[Tool], env: Environment) -> dict[str, Tool]:

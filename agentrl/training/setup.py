@@ -140,6 +140,8 @@ def _make_workplace(start: Start, begins: Recipe, player: Player) -> Workplace:
     """Where the roles are: here, or on a cluster, whose workers write their output into the run's folder."""
     recipe, display = start.recipe, start.display
     display.note(f"chat: {player.chat.description}")
+    if player.chat.rewrites_history:
+        display.note(f"chat: the template rewrites its history: {player.chat.rewrites_history}")
     workplace: Workplace
     if recipe.cluster.used:
         from agentrl.training.remote import OnCluster

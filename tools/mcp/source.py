@@ -161,10 +161,17 @@ class McpSource(ToolSource):
                 tool = McpTool(self, one.name, self._prefix, one.description or one.title or "", one.input_schema)
                 if tool.name in tools:
                     raise UserError(f"{self._endpoint}: two of its tools would be called {tool.name!r} by the model")
+                self._check(tool)
                 tools[tool.name] = tool
         if not tools:
             raise UserError(f"{self._endpoint}: it offers no tool{' that is included' if names else ''}")
         return list(tools.values())
+
+    def _check(self, tool: Tool) -> None:
+        try:
+            _ = tool.schema
+        except UserError as error:
+            raise UserError(f"{self._endpoint}: {error}; leave it out with `exclude`") from None
 
     def _wants(self, name: str) -> bool:
         included = self._include is None or any(fnmatchcase(name, pattern) for pattern in self._include)

@@ -1,15 +1,35 @@
 """Plugins that misbehave inside whole runs, and steps that have nothing to teach: the run goes on, and counts it."""
 
+import json
+import shutil
+from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from agentrl_envs.gsm8k.environment import Gsm8k
 from paths import SUPPORT
-from train_help import lines, metrics, small
+from torch import Tensor
+from train_help import lines, metrics, small, steady
+from train_plugins import Book, Noisy
 
 import agentrl
-from agentrl.errors import UserError
-from agentrl.training.run import TrainResult
+from agentrl.algo.advantage import grpo
+from agentrl.algo.loss import ppo_clip
+from agentrl.algo.returns import gae
+from agentrl.algo.terms import LossTerms, Samples, TokenAdvantages, Tokens
+from agentrl.cli import main
+from agentrl.engine.base import EngineError
+from agentrl.engine.local.engine import LocalEngine
+from agentrl.errors import UserError, ask
+from agentrl.plugins.types import Task
+from agentrl.recipe.load import dump_recipe
+from agentrl.recipe.schema import AlgorithmSection, Recipe
+from agentrl.training import loop
+from agentrl.training.preflight import check_algorithm
+from agentrl.training.run import TrainResult, resume_run
 
 
 def moved(result: TrainResult) -> bool:
@@ -114,14 +134,18 @@ def test_a_run_that_loses_every_sample_stops_and_says_why(tmp_path: Path) -> Non
         agentrl.train(recipe)
     assert str(error.value) == (
         "step 1: 8 of 8 samples failed (8 by reward: gsm8k.calc_reward: NotImplementedError: no reward yet "
-        f"(train_plugins.py:{line_of('no reward yet')})); step 0 is saved, go on with --resume {tmp_path / 'run'}"
+        f"(train_plugins.py:{line_of('no reward yet')})); step 0 is saved, {go_on(tmp_path / 'run')}"
     )
     assert (tmp_path / "run" / "checkpoints" / "step_0" / "config.json").is_file()
     assert [row["step"] for row in metrics(tmp_path / "run")] == [0]
 
 
-def line_of(text: str) -> int:
-    source = (SUPPORT / "train_plugins.py").read_text().splitlines()
+def go_on(folder: Path) -> str:
+    return f"go on with: agentrl train --resume {folder}"
+
+
+def line_of(text: str, file: Path = SUPPORT / "train_plugins.py") -> int:
+    source = file.read_text().splitlines()
     return next(number for number, line in enumerate(source, 1) if text in line)
 
 
@@ -139,7 +163,7 @@ def by_answer_length(sample: Any) -> float:
 def test_reward_functions_and_weights_of_a_recipe_reach_the_update(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    functions = ({"name": "test_train_faults:by_answer_length", "part": "size"},)
+    functions = ({"name": f"{__name__}:by_answer_length", "part": "size"},)
     weights = {"answer": 0.0, "size": 2.0, "anser": 1.0}
     recipe = small(tmp_path / "run", rewards__functions=functions, rewards__weights=weights)
     result = agentrl.train(recipe)
@@ -169,3 +193,287 @@ def test_two_environments_train_together(tmp_path: Path) -> None:
     assert len(labels) == 2
     assert all("." in key for row in metrics(result.folder) for key in row if key.startswith("eval/"))
     assert {tuple(t["tools"]) for t in played(result, 1)} == {("calculator",), ()}
+
+
+TRAPS: dict[str, tuple[int, BaseException]] = {}
+"""What raises at which of its calls."""
+CALLS: Counter[str] = Counter()
+
+
+def spring(name: str) -> None:
+    CALLS[name] += 1
+    if name in TRAPS and TRAPS[name][0] == CALLS[name]:
+        raise TRAPS[name][1]  # the trap
+
+
+def advantage(samples: Samples, config: AlgorithmSection) -> Tensor:
+    spring("advantage")
+    return grpo(samples, config)
+
+
+def token_advantage(samples: Samples, config: AlgorithmSection) -> TokenAdvantages:
+    return gae(samples, config)
+
+
+token_advantage.wants_values = True  # type: ignore[attr-defined]
+
+
+def loss(tokens: Tokens, config: AlgorithmSection) -> LossTerms:
+    spring("loss")
+    return ppo_clip(tokens, config)
+
+
+class Judging(Noisy):
+    def solved(self, rewards: Mapping[str, float], task: Task) -> bool:
+        spring("solved")
+        return super().solved(rewards, task)
+
+    async def close(self) -> None:
+        spring("close")
+
+
+class Following(LocalEngine):
+    async def update_weights(self, version: int, weights: Any) -> None:
+        spring("publish")
+        await super().update_weights(version, weights)
+
+
+HERE = Path(__file__).name
+
+
+def trapped(folder: Path, **changes: Any) -> Recipe:
+    """Two updates a step, one micro-batch each; all that a recipe may name is a stranger's. Without tools every sample
+    is in the engine's batches together, so that a run repeats itself to the bit."""
+    given = {
+        "env__name": f"{HERE}:Judging", "tools": [], "rollout__max_turns": 1, "rollout__max_turn_tokens": 24,
+        "algorithm": {"advantage": f"{HERE}:advantage", "loss": f"{HERE}:loss"}, "train__mini_batches": 2,
+    }  # fmt: skip
+    return small(folder, **{**given, **changes})
+
+
+def command(recipe: Recipe, path: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
+    """`agentrl train`: its exit code, and the one line that it says on stderr."""
+    CALLS.clear()
+    path.write_text(dump_recipe(recipe))
+    code, said = main.run(["train", str(path)]), capsys.readouterr().err
+    assert said.count("\n") <= 1
+    return code, said.strip()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> TrainResult:
+    TRAPS.clear()
+    return agentrl.train(trapped(tmp_path_factory.mktemp("undisturbed") / "run"))
+
+
+CRITIC = {"critic": {"lr": 1e-3}, "algorithm": {"advantage": f"{HERE}:token_advantage", "loss": f"{HERE}:loss"}}
+OVER, EVAL = {"rollout__overlap": "one_step"}, {"eval__every": 2}
+SAVED, TORN, NEVER = "step 2 is saved", "the update of step 3 had begun, and is not saved; ", "nothing was saved yet"
+# The first call of an advantage and a loss is that of the check before the run; a step has two updates.
+ENDS: list[tuple[str, tuple[str, int, BaseException], dict[str, Any], str, str]] = [
+    ("advantage", ("advantage", 4, ZeroDivisionError("no\nway")), {}, "raised ZeroDivisionError: no way", SAVED),
+    ("an exit", ("advantage", 4, SystemExit(0)), {}, "raised SystemExit: 0", SAVED),
+    ("an interrupt", ("advantage", 4, KeyboardInterrupt()), {}, "raised KeyboardInterrupt", SAVED),
+    ("in a thread", ("advantage", 4, SystemExit(0)), OVER, "raised SystemExit: 0", SAVED),
+    ("first update", ("loss", 6, RuntimeError("oh")), {}, "raised RuntimeError: oh", SAVED),
+    ("second update", ("loss", 7, RuntimeError("oh")), {}, "raised RuntimeError: oh", f"{TORN}{NEVER}"),
+    ("after others", ("loss", 7, SystemExit(3)), {"train__save_every": 1}, "SystemExit: 3", f"{TORN}{SAVED}"),
+    ("in a thread too", ("loss", 7, KeyboardInterrupt()), OVER, "raised KeyboardInterrupt", f"{TORN}{NEVER}"),
+    ("critic", ("loss", 6, RuntimeError("oh")), CRITIC, "raised RuntimeError: oh", f"{TORN}{NEVER}"),
+    ("solved", ("solved", 9, KeyError("answer")), EVAL, "raised KeyError: 'answer'", SAVED),
+    ("solved exits", ("solved", 9, SystemExit(0)), EVAL, "raised SystemExit: 0", SAVED),
+    ("publish", ("publish", 2, EngineError("away")), {"engine": {"name": f"{HERE}:Following"}}, "away", SAVED),
+]
+
+
+@pytest.mark.parametrize(("trap", "changes", "words", "saved"), [e[1:] for e in ENDS], ids=[e[0] for e in ENDS])
+def test_what_strangers_code_raises_ends_a_run_in_one_line_and_saves_the_last_whole_step(
+    trap: tuple[str, int, BaseException], changes: dict[str, Any], words: str, saved: str, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], undisturbed: TrainResult,
+) -> None:  # fmt: skip
+    folder, (name, call, error) = tmp_path / "run", trap
+    monkeypatch.setitem(TRAPS, name, (call, error))
+    code, said = command(trapped(folder, **changes), tmp_path / "job.yaml", capsys)
+    others = {"solved": "environment 'gsm8k': `solved` of task ", "publish": "EngineError"}
+    whose = others.get(name, f"algorithm.{name} ")
+    assert code == 2
+    assert said.startswith(f"error: {whose}")
+    place = f"({HERE}:{line_of('# the trap', Path(__file__))})"
+    assert f"{words} {place}; the traceback is in {folder}/error.log; {saved}" in said
+    assert "the trap" in (folder / "error.log").read_text()
+    kept = [path.name for path in (folder / "checkpoints").glob("step_*")]
+    if saved.endswith(NEVER):
+        assert said.endswith(NEVER)
+        assert kept == []
+        return
+    assert said.endswith(f"; {saved}, {go_on(folder)}")
+    assert "step_2" in kept
+    assert "step_3" not in kept
+    monkeypatch.delitem(TRAPS, name)
+    resumed = resume_run(str(folder))
+    assert [row["step"] for row in metrics(folder)] == [0, 1, 2, 3]
+    if not changes:
+        ours, theirs = (list(map(steady, metrics(r.folder))) for r in (resumed, undisturbed))
+        assert ours == theirs
+
+
+def test_a_bug_in_the_bookkeeping_takes_no_step_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kept = loop.write_journal
+
+    def write(folder: Path, name: str, *arguments: Any) -> Any:
+        if name == "step_2":
+            raise KeyError("ids")
+        return kept(folder, name, *arguments)
+
+    monkeypatch.setattr(loop, "write_journal", write)
+    code, said = command(trapped(tmp_path / "run", eval__splits=[]), tmp_path / "job.yaml", capsys)
+    assert code == 2
+    assert said.startswith("error: KeyError: 'ids' (")
+    assert said.endswith(f"{SAVED}, {go_on(tmp_path / 'run')}")
+    assert [row["step"] for row in metrics(tmp_path / "run")] == [0, 1, 2]
+    assert "in _keep_trajectories" in (tmp_path / "run" / "error.log").read_text()
+
+
+class Deleting(Book):
+    """Takes the whole run away after step 2."""
+
+    def start(self, folder: Path, recipe: Mapping[str, Any]) -> None:
+        self.folder = folder
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        if step == 2:
+            shutil.rmtree(self.folder)
+
+    def finish(self) -> None:
+        raise SystemExit(0)
+
+
+def test_a_run_whose_folder_was_deleted_saves_into_it_and_goes_on_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, changes = tmp_path / "run", {"train__save_every": 1, "train__steps": 4, "eval__splits": []}
+    recipe = trapped(folder, track__trackers=[f"{HERE}:Deleting"], **changes)
+    code, said = command(recipe, tmp_path / "job.yaml", capsys)
+    assert code == 2
+    assert said == f"error: {folder}: the folder of this run was deleted; step 2 is saved, {go_on(folder)}"
+    resumed = resume_run(str(folder))
+    assert resumed.steps == 4
+    assert [row["step"] for row in metrics(folder)] == [3, 4]
+    assert Recipe.load(str(folder / "recipe.yaml")) == recipe
+
+
+def test_what_cannot_be_closed_or_reported_is_a_line_at_the_end_of_a_whole_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    CALLS.clear()
+    monkeypatch.setitem(TRAPS, "close", (1, SystemExit(0)))
+    folder = tmp_path / "run"
+    (folder / "trajectories").mkdir(parents=True)
+    (folder / "trajectories" / "eval_test_0.jsonl").mkdir()  # what is in the way of a page
+    result = agentrl.train(trapped(folder, train__steps=1, eval__splits=[]))
+    said = capsys.readouterr().out
+    assert result.steps == 1
+    assert f"environment 'gsm8k' could not be closed: SystemExit: 0 ({HERE}:" in said
+    assert "report.html could not be written: Is a directory" in said
+
+
+SEPARATORS = "now\u2028and\u2029or\x85so\x0bon\x1cend"
+
+
+class Separating(LocalEngine):
+    """The model says what some call line ends, before all else."""
+
+    def __init__(self, model: Any, *, max_batch: int, tokenizer: Any) -> None:
+        super().__init__(model, max_batch=max_batch)
+        self.first = list(tokenizer.encode(SEPARATORS, add_special_tokens=False))
+
+    async def generate(self, *arguments: Any) -> Any:
+        found = await super().generate(*arguments)
+        found.ids[:0], found.logprobs[:0] = self.first, [-1.0] * len(self.first)
+        return found
+
+
+class Parting(Gsm8k):
+    """Its tasks are told with them, too."""
+
+    async def create(self, session: Any, **create_kwargs: Any) -> Any:
+        return [*await super().create(session, **create_kwargs), {"role": "user", "content": SEPARATORS}]
+
+
+def test_characters_that_some_call_line_ends_end_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    engine = {"engine": {"name": f"{HERE}:Separating"}, "env__name": f"{HERE}:Parting"}
+    code, said = command(trapped(tmp_path / "run", train__steps=1, **engine), tmp_path / "job.yaml", capsys)
+    assert (code, said) == (0, "")
+    records = lines(tmp_path / "run" / "trajectories" / "eval_test_1.jsonl")
+    assert len(records) == 4
+    assert {m["role"] for t in records for m in t["messages"] if SEPARATORS in m["content"]} == {"user", "assistant"}
+    page = (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
+    assert "after step 1" in page
+    assert SEPARATORS in page
+
+
+def gives(value: Any) -> Any:
+    return lambda *arguments: value
+
+
+async def later(samples: Samples, config: AlgorithmSection) -> Tensor:
+    return samples.rewards
+
+
+one_argument: Any = lambda samples: samples.rewards  # noqa: E731
+nothing, a_list, of_a_wrong_shape = gives(None), gives([0.0] * 8), gives(torch.zeros(3))
+whole_numbers: Any = lambda samples, config: samples.groups  # noqa: E731
+not_finite: Any = lambda samples, config: samples.rewards / 0  # noqa: E731
+of_lists = gives(TokenAdvantages([0.0]))  # type: ignore[arg-type]
+without_returns: Any = lambda samples, config: samples.rewards  # noqa: E731
+without_returns.wants_values = True
+scalar: Any = lambda tokens, config: LossTerms((-tokens.advantages * tokens.logprobs).mean())  # noqa: E731
+no_terms: Any = lambda tokens, config: -tokens.advantages * tokens.logprobs  # noqa: E731
+a_number: Any = lambda tokens, config: LossTerms(-tokens.logprobs, {"mean": 0.5})  # noqa: E731
+constant: Any = lambda tokens, config: LossTerms(tokens.advantages)  # noqa: E731
+endless: Any = lambda tokens, config: LossTerms(tokens.logprobs / 0)  # noqa: E731
+
+REFUSED = [
+    ("advantage", "one_argument", r"raised TypeError: .*2 were given \(\w+\.py:\d+\)$"),
+    ("advantage", "SEPARATORS", "raised TypeError: 'str' object is not callable"),
+    ("advantage", "nothing", r"gave NoneType, not a tensor \[8\] or TokenAdvantages"),
+    ("advantage", "later", r"gave coroutine, not a tensor"),
+    ("advantage", "a_list", r"gave list, not a tensor"),
+    ("advantage", "of_a_wrong_shape", r"gave \[3\], not a tensor \[8\]"),
+    ("advantage", "whole_numbers", "gave advantages of torch.int64, not of floating point"),
+    ("advantage", "not_finite", "gave advantages that are not finite"),
+    ("advantage", "of_lists", "gave advantages of type list, not a tensor"),
+    ("advantage", "without_returns", "gave no returns, which the critic learns from"),
+    ("loss", "one_argument", r"raised TypeError: .*2 were given \(\w+\.py:\d+\)$"),
+    ("loss", "no_terms", "gave Tensor, not LossTerms"),
+    ("loss", "scalar", r"gave a loss of shape \[\], not a tensor \[20\], one for every token"),
+    ("loss", "a_number", "gave the metric 'mean' of type float, not a tensor"),
+    ("loss", "constant", "gave a loss without a gradient"),
+    ("loss", "endless", "gave a loss that is not finite"),
+]
+
+
+@pytest.mark.parametrize(("kind", "name", "words"), REFUSED, ids=[f"{kind}-{name}" for kind, name, _ in REFUSED])
+def test_an_advantage_or_a_loss_that_no_step_could_use_is_refused_before_the_first(
+    kind: str, name: str, words: str
+) -> None:
+    critic = {"critic": {}} if name == "without_returns" else {}
+    with pytest.raises(UserError, match=f"^algorithm.{kind} '{__name__}:{name}' {words}"):
+        check_algorithm(small(algorithm={kind: f"{HERE}:{name}"}, **critic))
+
+
+class MuteError(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("I say nothing")
+
+
+def test_an_error_that_has_no_text_is_told_of_all_the_same() -> None:
+    def refuse() -> None:
+        raise MuteError
+
+    with pytest.raises(UserError, match=r"^mine raised MuteError: it has no message that can be read \(test_"):
+        ask("mine", refuse)
+    with pytest.raises(UserError, match=r"^mine raised JSONDecodeError: .* \(\w+\.py:"):
+        ask("mine", lambda: json.loads("{"))  # the line is that of its own code, not of the library that it calls

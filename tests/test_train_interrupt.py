@@ -19,14 +19,14 @@ from agentrl.training.display import Display
 PATIENCE = 120.0  # seconds until a test gives up; no test asserts a time
 
 
-def start(folder: Path, **changes: object) -> "subprocess.Popen[str]":
+def start(folder: Path, stderr: int = subprocess.STDOUT, **changes: object) -> "subprocess.Popen[str]":
     """`agentrl train` on a run of 500 steps in `folder`/run."""
     recipe = folder / "job.yaml"
     recipe.write_text(dump_recipe(small(folder / "run", train__steps=500, eval__splits=[], **changes)))
     return subprocess.Popen(
         [sys.executable, "-m", "agentrl.cli.main", "train", str(recipe)],
         stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
+        stderr=stderr,
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1", "AGENTRL_TEST_MARK": str(folder / "mark")},
     )
@@ -71,6 +71,26 @@ def test_ctrl_c_twice_ends_at_once_even_when_a_tool_holds_the_event_loop(tmp_pat
     finally:
         process.kill()
     assert process.returncode == 130
+
+
+def test_a_reader_that_goes_away_ends_the_run_in_one_line_with_the_last_whole_step_saved(tmp_path: Path) -> None:
+    """As `agentrl train ... | head` does."""
+    folder = tmp_path / "run"
+    process = start(tmp_path, stderr=subprocess.PIPE)
+    try:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert any(line.startswith("step ") for line in process.stdout)
+        process.stdout.close()
+        said = process.stderr.read()
+        assert process.wait(timeout=PATIENCE) == 2, said
+    finally:
+        process.kill()
+        process.stderr.close()
+    done = metrics(folder)[-1]["step"]
+    told = f"step {done} is saved, go on with: agentrl train --resume {folder}"
+    assert said == f"error: stdout was closed, so nobody sees what the run says; {told}\n"
+    assert (folder / "checkpoints" / f"step_{done}" / "model.safetensors").exists()
 
 
 class Hasty(Display):

@@ -248,11 +248,13 @@ def test_a_full_disk_ends_the_run_in_one_line(
     assert len(said) == 1
     if what == "checkpoint":
         assert f"{folder}/checkpoints: a checkpoint could not be written: No space left on device (" in said[0]
-        assert said[0].endswith("the checkpoint of step 2 is lost, that of step 1 stands")
+        stands = "the checkpoint of step 2 is lost, that of step 1 stands"
+        assert said[0].endswith(f"{stands}; go on with: agentrl train --resume {folder}")
         assert [p.name for p in (folder / "checkpoints").iterdir()] == ["step_1"]
     else:
-        assert said[0] == f"error: {folder}: No space left on device; nothing was saved yet"
+        saved = f"step 1 is saved, go on with: agentrl train --resume {folder}"
+        assert said[0] == f"error: {folder}: No space left on device; {saved}"
+        assert [row["step"] for row in metrics(folder)] == [0]
     monkeypatch.undo()
-    if what == "checkpoint":
-        resumed = resume_run(str(folder))
-        assert [row["step"] for row in metrics(resumed.folder)] == [0, 1, 2, 3, 4]
+    resumed = resume_run(str(folder))
+    assert [row["step"] for row in metrics(resumed.folder)] == [0, 1, 2, 3, 4]

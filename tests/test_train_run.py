@@ -178,6 +178,11 @@ MISTAKES = [
     (["eval.splits=[tset]"], r"eval.splits: environment 'gsm8k' has no split 'tset'; did you mean 'test'\?"),
     (["algorithm.advantage=grop"], r"no advantage 'grop'; did you mean 'grpo'"),
     (["algorithm.loss=ppo"], r"no loss 'ppo'"),
+    (
+        ["algorithm.advantage=math:sqrt"],
+        r"^algorithm.advantage 'math:sqrt' raised TypeError: .* \(2 given",
+    ),
+    (["algorithm.loss=operator:eq"], r"^algorithm.loss 'operator:eq' gave bool, not LossTerms$"),
     (["engine.name=locl"], r"no engine 'locl' is installed; did you mean 'local'\?"),
     (["env.name=train_plugins:Empty"], r"environment 'gsm8k' \(source generated\) has no task in train"),
     (["model.device=cuda:99"], r"model.device: cuda:99 cannot be used here"),

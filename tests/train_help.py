@@ -32,11 +32,11 @@ def small(output: Path | str | None = None, **changes: Any) -> Recipe:
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().split("\n") if line]
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    return [json.loads(line) for line in path.read_text().split("\n") if line]
 
 
 def steady(row: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ Nothing heavy is imported here: the commands' modules import typer alone, and th
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Annotated
 
 import typer
@@ -83,16 +84,25 @@ def main() -> None:
     if (here := os.getcwd()) not in sys.path:
         sys.path.append(here)  # so that a recipe may name `my_module:thing` of a file beside it, as `python -m` would
     code = run(sys.argv[1:])
+    _flush()
     if code == INTERRUPTED:  # everything is closed by now but a tool's thread that hangs, and exit() would wait for it
-        sys.stdout.flush()
-        sys.stderr.flush()
         os._exit(code)
     sys.exit(code)
 
 
 def _say(message: str) -> int:
-    typer.echo(f"error: {' '.join(message.split())}", err=True)
+    with suppress(OSError):  # stderr may be closed too
+        typer.echo(f"error: {' '.join(message.split())}", err=True)
     return BAD_USAGE
+
+
+def _flush() -> None:
+    """Write out what is left, and drop what nobody takes any more: Python would end with a code of its own for it."""
+    for stream in filter(None, (sys.stdout, sys.stderr)):
+        try:
+            stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _usage(error: BaseException) -> str:

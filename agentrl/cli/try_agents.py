@@ -73,7 +73,7 @@ def read_replies(path: str) -> list[str]:
     except UnicodeDecodeError as error:
         raise UserError(f"--replies {path}: is not UTF-8 text: {error.reason}") from error
     if path.endswith(".jsonl"):
-        lines = [(number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
+        lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
         turns = [_turn(line, f"--replies {path}, line {number}") for number, line in lines]
     else:
         turns = _parts(text)
@@ -84,7 +84,7 @@ def read_replies(path: str) -> list[str]:
 
 def _parts(text: str) -> list[str]:
     turns: list[list[str]] = [[]]
-    for line in text.splitlines():
+    for line in text.split("\n"):
         if line.strip() == "---":
             turns.append([])
         else:

@@ -117,7 +117,8 @@ async def _by_model(recipe: "Recipe", env: "Environment", choice: Choice, narrat
         engine.before = lambda: narrator.follow(request)
         return _conclude(narrator, request, await driver.drive(request), env)
     finally:
-        await player.close()
+        for line in await player.close():
+            narrator.say(line)
 
 
 class _Watched:

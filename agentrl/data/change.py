@@ -7,8 +7,8 @@ from typing import Any
 
 from agentrl.data.files import Parquet
 from agentrl.data.rows import Listed, Row, Rows
-from agentrl.errors import UserError
-from agentrl.plugins.registry import load_path, reason
+from agentrl.errors import UserError, reason
+from agentrl.plugins.registry import load_path
 
 _log = logging.getLogger("agentrl.data")
 _NUMBER = "__row__"  # the column that remembers where a row came from

@@ -16,8 +16,8 @@ from typing import Any, Protocol
 from agentrl.data.change import Change
 from agentrl.data.files import WANTED, file_type, read_files, stem
 from agentrl.data.rows import Chosen, Listed, Row, Rows
-from agentrl.errors import UserError, nearest
-from agentrl.plugins.registry import load_path, reason
+from agentrl.errors import UserError, nearest, reason
+from agentrl.plugins.registry import load_path
 
 _log = logging.getLogger("agentrl.data")
 

@@ -52,10 +52,10 @@ async def play(
             if line := failures(f"evaluation of {split}", groups):
                 notes.append(line)
     finally:
-        await player.close()
+        unclosed = await player.close()
     played = player.chat.description if player.model is None else model or recipe.model.path
     source = "" if recipe.env.mix else f" ({recipe.env.source})"
-    return Evaluation(played, f"{env.name}{source}", tuple(results), tuple(notes))
+    return Evaluation(played, f"{env.name}{source}", tuple(results), (*notes, *unclosed))
 
 
 def chosen_splits(env: Environment, recipe: Recipe) -> tuple[str, ...]:

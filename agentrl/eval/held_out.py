@@ -3,6 +3,9 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
+from agentrl.errors import UserError, ask
 from agentrl.eval.result import SplitResult, summarize
 from agentrl.plugins.registry import tasks_of
 from agentrl.plugins.types import Task
@@ -49,5 +52,10 @@ class HeldOut:
         return summarize(split, groups, self.solved), groups
 
     def solved(self, trajectory: Trajectory) -> bool:
-        """The environment's word on a finished trajectory."""
-        return self.player.env.solved(trajectory.rewards, trajectory.task)
+        """The environment's word on a finished trajectory. Raises UserError for an error of it, and for no word."""
+        env = self.player.env
+        whose = f"environment {env.name!r}: `solved` of task {trajectory.task.id}"
+        found = ask(whose, env.solved, trajectory.rewards, trajectory.task)
+        if not isinstance(found, bool | np.bool_):
+            raise UserError(f"{whose} gave {type(found).__name__}, not True or False")
+        return bool(found)

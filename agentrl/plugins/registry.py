@@ -13,7 +13,7 @@ from typing import Any, get_type_hints
 
 from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError
 
-from agentrl.errors import UserError, nearest
+from agentrl.errors import UserError, nearest, reason
 from agentrl.plugins.environment import Environment
 from agentrl.plugins.mixture import Mixture
 from agentrl.plugins.source import ToolSource
@@ -158,16 +158,8 @@ def tasks_of(env: Environment, split: str) -> Sequence[Task]:
         return env.tasks(split)
     except UserError:
         raise
-    except Exception as error:  # the boundary: an environment may raise anything
+    except (Exception, SystemExit) as error:  # the boundary: an environment may raise anything
         raise UserError(f"environment {env.name!r}: tasks({split!r}) failed: {reason(error)}") from error
-
-
-def reason(error: BaseException) -> str:
-    """An exception as one line: its type and its message."""
-    text = " ".join(str(error).split())
-    if isinstance(error, UserError):
-        return text
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def _makes(made: Any, wanted: type | tuple[type, ...]) -> bool:

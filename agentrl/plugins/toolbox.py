@@ -3,9 +3,9 @@
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
-from agentrl.errors import UserError, nearest
+from agentrl.errors import StoppedAgain, UserError, described, nearest
 from agentrl.plugins.environment import Environment
 from agentrl.plugins.registry import find, make_tool
 from agentrl.plugins.source import ToolSource
@@ -41,6 +41,20 @@ class Toolbox:
     async def close(self) -> None:
         """Every tool and source, last first; an error of one is raised after all were closed."""
         await self.closing.aclose()
+
+
+async def close_all(parts: Mapping[str, Any]) -> list[str]:
+    """Close each, whatever another one raises: name -> what has `close`. Returns a line for each that raised: the work
+    is done by then, and no reason to lose it."""
+    lines = []
+    for name, part in parts.items():
+        try:
+            await part.close()
+        except StoppedAgain:
+            raise
+        except (Exception, SystemExit, KeyboardInterrupt) as error:  # noqa: BLE001 - boundary: it is a stranger's code
+            lines.append(f"{name} could not be closed: {described(error)}")
+    return lines
 
 
 def _check(tools: Sequence[Tool], origins: Sequence[str], env: Environment) -> None:

@@ -55,7 +55,8 @@ FIGURES: tuple[tuple[str, tuple[tuple[str, str], ...], tuple[float, float] | Non
 def write_report(folder: Path, title: str) -> Path:
     """From `metrics.jsonl` and `trajectories/` of a run folder, as far as they are there; returns the page's path."""
     metrics = folder / "metrics.jsonl"  # absent where the first evaluation was cut short
-    rows = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
+    lines = metrics.read_text(encoding="utf-8").split("\n") if metrics.exists() else []
+    rows = [json.loads(line) for line in lines if line]
     page = folder / "report.html"
     page.write_text(render(title, rows, _evaluations(folder)), encoding="utf-8")
     return page

@@ -35,4 +35,4 @@ def read_journal(path: Path) -> list[dict[str, Any]]:
     data = path.read_bytes()
     if path.suffix == ".zst":
         data = zstandard.decompress(data)
-    return [json.loads(line) for line in data.decode("utf-8").splitlines()]
+    return [json.loads(line) for line in data.split(b"\n") if line]

@@ -14,7 +14,7 @@ from agentrl.plugins.environment import Environment
 from agentrl.plugins.parts import check_weights, known_parts
 from agentrl.plugins.registry import load, make_engine, make_environment, make_message_engine
 from agentrl.plugins.rewards import MODEL, Rewards, make_rewards
-from agentrl.plugins.toolbox import Toolbox
+from agentrl.plugins.toolbox import Toolbox, close_all
 from agentrl.plugins.types import Task
 from agentrl.recipe.schema import Recipe
 from agentrl.rollout.driver import Driver
@@ -156,11 +156,12 @@ class Player:
         size = f"{parameters / 1e6:.2f} M" if parameters < 1e9 else f"{parameters / 1e9:.2f} B"
         return f"model {self.recipe.model.path} ({size} parameters) · {rest}"
 
-    async def close(self) -> None:
-        """Once, when the run ends: tools and environment free what they held, the engine stops."""
-        async with AsyncExitStack() as stack:  # each is closed, whatever another one raises
-            for one in (self.engine, self.env, self.rewards, self.toolbox):
-                stack.push_async_callback(one.close)
+    async def close(self) -> list[str]:
+        """Once, when the run ends: tools and environment free what they held, the engine stops. Returns a line for each
+        that could not be closed."""
+        environment = f"environment {self.env.name!r}"
+        parts = {"tools": self.toolbox, "rewards.functions": self.rewards, environment: self.env, "engine": self.engine}
+        return await close_all(parts)
 
 
 def prepare_torch(recipe: Recipe) -> None:

@@ -3,6 +3,7 @@ batch whose weights in the loss are fixed already, so that micro-batches and ran
 the whole.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -13,9 +14,10 @@ from torch import Tensor
 from agentrl.algo import losses
 from agentrl.algo.loss import k3
 from agentrl.algo.off_policy import OffPolicy, importance_weights
-from agentrl.algo.terms import Tokens
+from agentrl.algo.terms import LossTerms, Tokens
+from agentrl.errors import UserError, ask
 from agentrl.models import lora
-from agentrl.recipe.schema import Recipe
+from agentrl.recipe.schema import AlgorithmSection, Recipe
 from agentrl.training.batch import Batch
 from agentrl.training.forward import Forward, choose, computed_in
 from agentrl.training.meter import Meter
@@ -49,6 +51,11 @@ class Actor:
         """Parameters that are trained, over all ranks."""
         return sum(p.numel() for p in self.optimizer.parameters)
 
+    @property
+    def updates(self) -> int:
+        """Updates that changed the weights, or began to."""
+        return self.optimizer.begun
+
     def logprobs(self, batch: Batch) -> npt.NDArray[np.float32]:
         """Of the sampled tokens under the current weights, float32 [T], 0 elsewhere."""
         tokens = self.recipe.train.micro_batch_tokens
@@ -78,7 +85,7 @@ class Actor:
         engine = at(batch, "logprobs", packed, device)
         old = at(batch, "old_logprobs", packed, device) if "old_logprobs" in batch.tokens else logprobs.detach()
         sample = torch.from_numpy(np.searchsorted(batch.offsets, packed.source, side="right")).to(device)
-        terms = self.loss(Tokens(logprobs, old, at(batch, "advantages", packed, device), sample), algorithm)
+        terms = loss_terms(self.loss, Tokens(logprobs, old, at(batch, "advantages", packed, device), sample), algorithm)
         factor = importance_weights(old, engine, sample, self.off_policy, algorithm.off_policy_cap)
         each, measured = terms.loss * factor, {**terms.metrics, "entropy": entropy.detach()}
         if "reference_logprobs" in batch.tokens:
@@ -90,6 +97,27 @@ class Actor:
         loss = (at(batch, "weight", packed, device) * each).sum()
         meter.micro_batch(len(packed.ids), loss, measured, old - engine, factor)
         return loss
+
+
+def loss_terms(loss: Any, tokens: Tokens, config: AlgorithmSection) -> LossTerms:
+    """What a loss of algo's registry `losses` makes of these tokens.
+
+    config: the recipe's `algorithm`. Raises UserError for an error of the loss, and when it gives something of another
+    type or shape. Whether it is finite is not asked, which would wait for the device: see `Optimizer.step`.
+    """
+    whose = f"algorithm.loss {config.loss!r}"
+    found = ask(whose, loss, tokens, config)
+    if not isinstance(found, LossTerms):
+        raise UserError(f"{whose} gave {type(found).__name__}, not LossTerms")
+    if not isinstance(found.metrics, Mapping):
+        raise UserError(f"{whose} gave metrics of type {type(found.metrics).__name__}, not a map")
+    for name, each in {"a loss": found.loss, **{f"the metric {key!r}": m for key, m in found.metrics.items()}}.items():
+        if not isinstance(each, Tensor) or each.shape != tokens.logprobs.shape:
+            got = f"of shape {list(each.shape)}" if isinstance(each, Tensor) else f"of type {type(each).__name__}"
+            raise UserError(f"{whose} gave {name} {got}, not a tensor [{len(tokens.logprobs)}], one for every token")
+    if not found.loss.is_floating_point():
+        raise UserError(f"{whose} gave a loss of {found.loss.dtype}, not of floating point")
+    return found
 
 
 def off_policy_of(recipe: Recipe) -> str:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from agentrl.algo.terms import Samples, TokenAdvantages
-from agentrl.errors import UserError
+from agentrl.errors import UserError, ask
 from agentrl.recipe.schema import AlgorithmSection
 from agentrl.rollout.hooks import STEP
 from agentrl.rollout.trajectory import Trajectory
@@ -24,8 +24,8 @@ def with_advantages(batch: Batch, estimator: Any, config: AlgorithmSection) -> B
 
     It reads the sample columns `reward` and `group`, and, where they are, the token columns `step_rewards`, `values`
     and `kl_penalty` (what is taken off each token's reward, and its sum over a sample off the sample's).
-    estimator: as algo's registry `advantages` gives it; config: the recipe's `algorithm`. Raises UserError when the
-    estimator gives something of another shape, or not finite.
+    estimator: as algo's registry `advantages` gives it; config: the recipe's `algorithm`. Raises UserError for an error
+    of the estimator, and when it gives something of another type or shape, or not finite.
     """
     sampled = batch.tokens["loss_mask"].astype(bool)
     lengths = batch.sampled
@@ -41,8 +41,10 @@ def with_advantages(batch: Batch, estimator: Any, config: AlgorithmSection) -> B
         values=None if values is None else torch.from_numpy(values[sampled]),
         earned=None if penalty is None else torch.from_numpy(earned),
     )
-    found = estimator(samples, config)
+    found = ask(_named(config), estimator, samples, config)
     each = found if isinstance(found, TokenAdvantages) else _spread(found, samples.lengths, config)
+    if values is not None and each.returns is None:
+        raise UserError(f"{_named(config)} gave no returns, which the critic learns from")
     columns = {"advantages": each.advantages} | ({} if each.returns is None else {"returns": each.returns})
     tokens = {name: _column(name, column, sampled, config) for name, column in columns.items()}
     return _with_columns(batch, tokens.pop("advantages"), tokens)
@@ -86,24 +88,29 @@ def step_rewards(trajectories: Sequence[Trajectory]) -> Floats:
 def _spread(found: Any, lengths: Tensor, config: AlgorithmSection) -> TokenAdvantages:
     if not isinstance(found, Tensor) or found.shape != lengths.shape:
         got = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
-        raise UserError(
-            f"algorithm.advantage {config.advantage!r} gave {got}, not a tensor [{len(lengths)}] or TokenAdvantages"
-        )
-    return TokenAdvantages(torch.repeat_interleave(found, lengths))
+        raise UserError(f"{_named(config)} gave {got}, not a tensor [{len(lengths)}] or TokenAdvantages")
+    return TokenAdvantages(torch.repeat_interleave(found.detach().cpu(), lengths))
 
 
-def _column(name: str, found: Tensor, sampled: npt.NDArray[np.bool_], config: AlgorithmSection) -> Floats:
+def _column(name: str, found: Any, sampled: npt.NDArray[np.bool_], config: AlgorithmSection) -> Floats:
     tokens = int(sampled.sum())
+    if not isinstance(found, Tensor):
+        raise UserError(f"{_named(config)} gave {name} of type {type(found).__name__}, not a tensor [{tokens}]")
     if found.shape != (tokens,):
         raise UserError(
-            f"algorithm.advantage {config.advantage!r} gave {name} of shape {list(found.shape)}, not [{tokens}], "
-            "one for every sampled token"
+            f"{_named(config)} gave {name} of shape {list(found.shape)}, not [{tokens}], one for every sampled token"
         )
-    if not bool(torch.isfinite(found).all()):
-        raise UserError(f"algorithm.advantage {config.advantage!r} gave {name} that are not finite")
+    if not found.is_floating_point():
+        raise UserError(f"{_named(config)} gave {name} of {found.dtype}, not of floating point")
     column = np.zeros(len(sampled), np.float32)
-    column[sampled] = found.float().numpy()
+    column[sampled] = found.detach().float().cpu().numpy()
+    if not np.isfinite(column).all():  # of float64, what float32 cannot hold included
+        raise UserError(f"{_named(config)} gave {name} that are not finite")
     return column
+
+
+def _named(config: AlgorithmSection) -> str:
+    return f"algorithm.advantage {config.advantage!r}"
 
 
 def sums(batch: Batch, column: Floats) -> Floats:

@@ -51,6 +51,11 @@ class Critic:
         """Parameters that are trained, over all ranks."""
         return sum(p.numel() for p in self.optimizer.parameters)
 
+    @property
+    def updates(self) -> int:
+        """Updates that changed the weights, or began to."""
+        return self.optimizer.begun
+
     def values(self, batch: Batch) -> npt.NDArray[np.float32]:
         """Of the state before each sampled token, float32 [T], 0 elsewhere."""
         told = batch.with_tokens(doubt=doubt(batch))

@@ -13,6 +13,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskProgressC
 from rich.table import Table
 from rich.text import Text
 
+from agentrl.errors import UserError
+
 SPARKS = "▁▂▃▄▅▆▇█"
 WIDTH = 48  # of a curve, in characters
 PIPED_WIDTH = 160  # columns when the output goes to a file or a pipe
@@ -52,6 +54,7 @@ class Display:
         self._began = monotonic()
         self.latest: dict[str, float] = {}
         self._phase = ""
+        self._over = False
         self._progress = Progress(
             TextColumn("[bold]{task.description}"),
             BarColumn(bar_width=40),
@@ -72,9 +75,23 @@ class Display:
         if self.console.is_terminal:
             self._live.stop()
 
+    def _print(self, shown: Any, **how: Any) -> None:
+        """Raises UserError, once: whoever reads it has gone, or what it is written to takes no more."""
+        try:
+            self.console.print(shown, **how)
+        except (OSError, SystemExit) as error:  # an exit is what rich makes of a pipe that nobody reads
+            self.console.quiet = True
+            why = f": {error.strerror}" if isinstance(error, OSError) and error.strerror else ""
+            if not self._over:
+                raise UserError(f"stdout was closed, so nobody sees what the run says{why}") from None
+
+    def over(self) -> None:
+        """The run has ended: from here on nothing is lost if nobody reads what is said."""
+        self._over = True
+
     def note(self, text: str) -> None:
         """A line that stays."""
-        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+        self._print(text, highlight=False, markup=False, soft_wrap=True)
 
     def phase(self, name: str) -> None:
         """What goes on right now (loading, sampling, training, evaluating)."""
@@ -89,7 +106,7 @@ class Display:
         self.rewards.append(metrics["reward/mean"])
         self._progress.update(self._bar, completed=step)
         if not self.console.is_terminal:
-            self.console.print(self._line(step, metrics), highlight=False, soft_wrap=True)
+            self._print(self._line(step, metrics), highlight=False, soft_wrap=True)
 
     def evaluation(self, step: int, accuracies: Mapping[str, float]) -> None:
         self.accuracies.append(next(iter(accuracies.values())))
@@ -132,7 +149,7 @@ class Display:
             table.add_column(column, justify="left" if column == "held-out split" else "right")
         for split, before, after in rows:
             table.add_row(escape(split), f"{before:.1%}", f"[bold]{after:.1%}[/bold]")
-        self.console.print(table)
+        self._print(table)
         if self.rewards:
-            self.console.print(f"reward {sparkline(self.rewards)}  {self.rewards[0]:.2f} → {self.rewards[-1]:.2f}")
-        self.console.print(f"{clock(seconds)} in all. The run lies in [bold]{escape(folder)}[/bold]", highlight=False)
+            self._print(f"reward {sparkline(self.rewards)}  {self.rewards[0]:.2f} → {self.rewards[-1]:.2f}")
+        self._print(f"{clock(seconds)} in all. The run lies in [bold]{escape(folder)}[/bold]", highlight=False)

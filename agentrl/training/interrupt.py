@@ -9,6 +9,8 @@ from collections.abc import Awaitable, Callable
 from types import FrameType, TracebackType
 from typing import Any, TypeVar
 
+from agentrl.errors import StoppedAgain
+
 T = TypeVar("T")
 
 LAST_RESORT_SECONDS = 3.0
@@ -57,7 +59,7 @@ class Interrupts:
                 self._last_resort = threading.Timer(LAST_RESORT_SECONDS, _leave)
                 self._last_resort.daemon = True
                 self._last_resort.start()
-            raise KeyboardInterrupt
+            raise StoppedAgain
         self.requested = True
         if (task := self._task) is not None:
             self._runner.get_loop().call_soon_threadsafe(task.cancel)

@@ -39,6 +39,11 @@ class Learner:
         self._vanishes = getattr(losses.get(recipe.algorithm.loss), "vanishes_with_advantage", False)
         self.steps = 0
 
+    @property
+    def updates(self) -> int:
+        """Optimizer updates of the roles that changed weights, or began to."""
+        return self.actor.updates + (self.critic.updates if self.critic is not None else 0)
+
     def learn(self, groups: Sequence[Group]) -> dict[str, float]:
         """One step: values, advantages, old log-probs, reference, updates. Returns the metrics of `update`. Where a KL
         is part of the reward, log-probs come before advantages."""

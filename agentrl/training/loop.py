@@ -4,7 +4,9 @@ Each step: draw tasks, roll out groups, turn them into a batch with advantages, 
 A step is written down whole or not at all: what an interrupt cuts short leaves no trace.
 """
 
+import errno
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
@@ -17,7 +19,7 @@ from agentrl.rollout.hooks import STEP
 from agentrl.rollout.journal import write_journal
 from agentrl.rollout.player import Player
 from agentrl.rollout.trajectory import Group, Trajectory
-from agentrl.training.checkpoint import Checkpoints
+from agentrl.training.checkpoint import Checkpoints, NotSaved
 from agentrl.training.display import Display
 from agentrl.training.interrupt import Interrupted, Interrupts
 from agentrl.training.learner import Learner
@@ -51,15 +53,23 @@ class Loop:
     before: dict[str, float] = field(default_factory=dict)
     after: dict[str, float] = field(default_factory=dict)
     _drawn: dict[str, Any] = field(default_factory=dict)
+    _updates: int = 0  # the learner's when `step` was whole
     _saved: int = -1
+    _unwritten: dict[str, Any] | None = None  # the row that metrics.jsonl did not take
     _accuracy: float | None = None  # on the first held-out split, of the last whole step where it was evaluated
     _weights_said: bool = False
 
+    @property
+    def whole(self) -> bool:
+        """Whether the weights are those of `step`: no optimizer step has begun of an update that is not finished."""
+        return self.learner.updates == self._updates
+
     def run(self) -> bool:
         """From `step` to `train.steps`. Returns whether it was interrupted; the last whole step is saved either way.
-        What is raised is left to `run.py`, with nothing saved for it."""
-        self._drawn = self.rollouts.state()
+        What is raised is left to `run.py`, which saves by `whole` and `save_after_error`."""
+        self._drawn, self._updates = self.rollouts.state(), self.learner.updates
         self._saved = self.step if self.step else -1
+        self.folder.remember()
         try:
             if self.step == 0:
                 self.before = self._evaluate(self.held_out.splits)
@@ -85,16 +95,11 @@ class Loop:
 
         self.display.phase("training")
         metrics |= self._update(step, groups)
-        if line := self.mismatch.warning(step, metrics):
-            self.display.note(line)
-        self.step, self._drawn = step, self.rollouts.state()
-        metrics["time/step_s"] = perf_counter() - began
-
-        self.display.step(step, metrics)
-        self._keep_trajectories(f"step_{step}", groups)
+        self.step, self._drawn, self._updates = step, self.rollouts.state(), self.learner.updates
+        self._accuracy = None
         try:
-            metrics |= self._evaluate_when_due(step)
-        finally:  # an evaluation that is cut short takes no step with it
+            self._follow_up(groups, metrics, began)
+        finally:  # what is cut short, or fails, once the weights are whole takes no step with it
             self._write_down({"step": step, **metrics})
         every = self.recipe.train.save_every
         if (every and step % every == 0) or self._is_best():
@@ -105,16 +110,23 @@ class Loop:
         began = perf_counter()
         with self.watch.phase(TRAIN, step):
             metrics = dict(self.rollouts.learn(lambda: self.learner.learn(groups)))
-        trained = perf_counter()
+        seconds = perf_counter() - began
+        return metrics | {"time/train_s": seconds, "train/tokens_per_s": metrics.get("train/tokens", 0) / seconds}
+
+    def _follow_up(self, groups: Sequence[Group], metrics: dict[str, Any], began: float) -> None:
+        """What comes after the update of `step`; adds to its `metrics`. began: when the step did."""
+        step, trained = self.step, perf_counter()
         with self.watch.phase(SYNC, step):
             self.rollouts.publish(step)
-        metrics["time/train_s"] = trained - began
-        metrics["time/sync_s"] = perf_counter() - trained
-        metrics["train/tokens_per_s"] = metrics.get("train/tokens", 0) / metrics["time/train_s"]
-        return metrics | self.watch.take(metrics["time/train_s"])
+        metrics |= {"time/sync_s": perf_counter() - trained, **self.watch.take(metrics["time/train_s"])}
+        if line := self.mismatch.warning(step, metrics):
+            self.display.note(line)
+        metrics["time/step_s"] = perf_counter() - began
+        self.display.step(step, metrics)
+        self._keep_trajectories(f"step_{step}", groups)
+        metrics |= self._evaluate_when_due(step)
 
     def _evaluate_when_due(self, step: int) -> dict[str, Any]:
-        self._accuracy = None
         if step == self.recipe.train.steps:
             self.after = self._evaluate(self.held_out.splits)
             return _accuracy_keys(self.after)
@@ -157,15 +169,21 @@ class Loop:
             write_journal(self.folder.trajectories, name, groups, solved)
 
     def _write_down(self, metrics: Mapping[str, Any]) -> None:
-        self.folder.append_metrics(metrics)
+        try:
+            self.folder.append_metrics(metrics)
+        except OSError:  # the checkpoint keeps it, and a resumed run writes it down
+            self._unwritten = dict(metrics)
+            raise
         self.trackers.log(metrics["step"], metrics)
 
     def save(self) -> None:
         """A checkpoint of the last whole step, unless it is saved already; the run goes on while it is written."""
         if self._saved == self.step:
             return
+        if self.folder.gone:  # or a new one would be made, in which nothing says what the run is
+            raise FileNotFoundError(errno.ENOENT, "deleted", str(self.folder.path))
         self.display.phase("saving")
-        extra = {"sampler": self._drawn, "before": self.before}
+        extra = {"sampler": self._drawn, "before": self.before, "unwritten": self._unwritten}
         self.checkpoints.begin(self.step, self.workplace.save, extra, self._accuracy)
         self._saved = self.step
 
@@ -180,6 +198,14 @@ class Loop:
         """`save`, and wait until it is there."""
         self.save()
         self.checkpoints.finish()
+
+    def save_after_error(self) -> None:
+        """`save_at_last`, into a run folder that is put back where it was deleted."""
+        if self.folder.put_back():
+            with suppress(NotSaved):  # what was being written is gone with it
+                self.checkpoints.finish()
+            self._saved = -1
+        self.save_at_last()
 
 
 def _accuracy_keys(accuracies: Mapping[str, float]) -> dict[str, float]:

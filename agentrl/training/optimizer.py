@@ -54,6 +54,7 @@ class Optimizer:
         self.names = [name for name, p in named if p.requires_grad]
         self.parameters = [p for _, p in named if p.requires_grad]
         self.max_norm = max_norm
+        self.begun = 0  # steps that changed the weights, or began to
         self.masters = [p if p.dtype == torch.float32 else p.detach().float().clone() for p in self.parameters]
         groups = [
             {"params": [m for m in self.masters if m.dim() > 1], "weight_decay": weight_decay},
@@ -68,6 +69,7 @@ class Optimizer:
         """
         norm = self._clip()
         if math.isfinite(norm):
+            self.begun += 1
             for group in self.adam.param_groups:
                 group["lr"] = rate
             self.adam.step()

@@ -3,15 +3,22 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from agentrl.algo import losses
+import numpy as np
+import torch
+
+from agentrl.algo import advantages, losses
 from agentrl.algo.registry import check_critic
-from agentrl.errors import UserError
+from agentrl.algo.terms import Tokens
+from agentrl.errors import UserError, reason
 from agentrl.eval.evaluate import chosen_splits
 from agentrl.plugins.environment import Environment
 from agentrl.plugins.registry import load, make_environment, tasks_of
 from agentrl.plugins.tracker import Tracker
 from agentrl.plugins.types import Task
 from agentrl.recipe.schema import Recipe
+from agentrl.training.actor import loss_terms
+from agentrl.training.advantages import with_advantages
+from agentrl.training.batch import Array, Batch
 from agentrl.training.needs import lacking
 from agentrl.training.reward_model import classifier_config
 
@@ -30,7 +37,7 @@ def check_run(recipe: Recipe) -> Checked:
     """Raises UserError: one line."""
     trackers = {name: load("agentrl.trackers", name) for name in recipe.track.trackers}
     check_critic(recipe)
-    losses.get(recipe.algorithm.loss)
+    check_algorithm(recipe)
     if getattr(load("engines", recipe.engine.name), "brings_chat", False):
         raise UserError(f"engine.name {recipe.engine.name!r} plays a model that cannot be trained: use `agentrl eval`")
     if missing := lacking(recipe):
@@ -46,3 +53,53 @@ def check_run(recipe: Recipe) -> Checked:
     if empty := [split for split in ("train", *splits) if not len(tasks_of(env, split))]:
         raise UserError(f"environment {env.name!r} (source {recipe.env.source}) has no task in {', '.join(empty)}")
     return Checked(env, splits, tasks, trackers)
+
+
+def check_algorithm(recipe: Recipe) -> None:
+    """Ask the recipe's advantage and loss once, about a step that is made up.
+
+    Raises UserError unless each can be called as it will be, and gives back what a step needs. A mistake that their
+    signature or their result shows is found before anything is sampled.
+    """
+    algorithm, batch = recipe.algorithm, _made_up(recipe)
+    found = with_advantages(batch, advantages.get(algorithm.advantage), algorithm)
+    logprobs = torch.from_numpy(batch.tokens["logprobs"]).requires_grad_()
+    sample = torch.from_numpy(np.repeat(np.arange(len(batch)), batch.lengths))
+    tokens = Tokens(logprobs * 1.0, logprobs.detach(), torch.from_numpy(found.tokens["advantages"]), sample)
+    terms, whose = loss_terms(losses.get(algorithm.loss), tokens, algorithm), f"algorithm.loss {algorithm.loss!r}"
+    if not bool(torch.isfinite(terms.loss).all()):
+        raise UserError(f"{whose} gave a loss that is not finite")
+    if not terms.loss.requires_grad:
+        raise UserError(f"{whose} gave a loss without a gradient: it is no function of `tokens.logprobs`")
+    try:
+        terms.loss.sum().backward()
+    except Exception as error:  # the boundary: the gradient of a stranger's function
+        raise UserError(f"{whose}: its gradient cannot be computed: {reason(error)}") from error
+
+
+def _made_up(recipe: Recipe) -> Batch:
+    """A step as large in samples as the recipe's own, of one to four tokens each; in every task some are right and some
+    wrong. With the columns that the recipe's estimator may read."""
+    limits = recipe.rollout
+    size = limits.tasks * limits.n
+    lengths = 1 + np.arange(size) % 4
+    group = np.repeat(np.arange(limits.tasks), limits.n)
+    place = np.linspace(-1.0, -0.1, int(lengths.sum()), dtype=np.float32)
+    columns: dict[str, Array] = {
+        "ids": np.zeros(len(place), np.int32),
+        "loss_mask": np.ones(len(place), np.uint8),
+        "logprobs": place,
+    }
+    if recipe.critic is not None:
+        columns["values"] = -place
+    if recipe.algorithm.kl_coef > 0 and recipe.algorithm.kl_in == "reward":
+        columns["kl_penalty"] = 0.001 * place
+    return Batch(
+        offsets=np.concatenate([[0], np.cumsum(lengths)]),
+        tokens=columns,
+        samples={
+            "prompt_length": np.zeros(size, np.int32),
+            "group": group,
+            "reward": (np.arange(size) % limits.n % 2).astype(np.float32),
+        },
+    )

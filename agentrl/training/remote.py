@@ -25,7 +25,8 @@ POLL_SECONDS = 0.1
 
 
 class RemoteActor:
-    """See `Actor`. description, trained: as rank 0 says."""
+    """See `Actor`. description, trained: as rank 0 says. updates: those that workers were asked for, for one that fails
+    may have changed the weights of some."""
 
     def __init__(self, group: WorkerGroup) -> None:
         self._group = group
@@ -33,12 +34,14 @@ class RemoteActor:
         self.description: str = said["description"]
         self.trained: int = said["trained"]
         self.adapter: str = said["adapter"]
+        self.updates = 0
 
     def logprobs(self, batch: Batch) -> Floats:
         found: Floats = self._group.logprobs(batch)
         return found
 
     def update(self, batch: Batch, rate: float) -> Meter:
+        self.updates += 1
         found: Meter = self._group.update(batch, rate)
         return found
 
@@ -55,16 +58,18 @@ class RemoteReference:
 
 
 class RemoteCritic:
-    """See `Critic`."""
+    """See `Critic`. updates: as `RemoteActor`'s."""
 
     def __init__(self, group: WorkerGroup) -> None:
         self._group = group
+        self.updates = 0
 
     def values(self, batch: Batch) -> Floats:
         found: Floats = self._group.values(batch)
         return found
 
     def update(self, batch: Batch, rate: float) -> CriticMeter:
+        self.updates += 1
         found: CriticMeter = self._group.update_critic(batch, rate)
         return found
 

@@ -1,5 +1,7 @@
 """`train`: from a recipe to a result, taken up again where a worker is lost."""
 
+import shlex
+import traceback
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
@@ -7,7 +9,7 @@ from pathlib import Path
 from time import monotonic
 
 from agentrl.cluster.errors import WorkerLost
-from agentrl.errors import UserError
+from agentrl.errors import StoppedAgain, UserError, described
 from agentrl.recipe.load import load_recipe, recipe_name
 from agentrl.recipe.schema import Recipe
 from agentrl.report.page import write_report
@@ -19,7 +21,7 @@ from agentrl.training.folder_lock import FolderLock
 from agentrl.training.interrupt import Interrupted, Interrupts
 from agentrl.training.loop import Loop
 from agentrl.training.preflight import check_run
-from agentrl.training.run_folder import RECIPE, RunFolder
+from agentrl.training.run_folder import ERRORS, RECIPE, RunFolder
 from agentrl.training.saving.disk import FULL
 from agentrl.training.setup import Start, set_up
 
@@ -44,8 +46,9 @@ def train(
 ) -> TrainResult:
     """Train from the beginning, in a new run folder. `recipe`: a path, or a Recipe (then `name` names the folder).
 
-    Raises UserError: one line, before anything is sampled, for what can be known by then; KeyboardInterrupt when it is
-    stopped before the first evaluation has begun, with nothing to be saved.
+    Raises UserError: one line, before anything is sampled, for what can be known by then, and later for whatever ends
+    the run, with the step that is saved; KeyboardInterrupt when it is stopped before the first evaluation has begun,
+    with nothing to be saved.
     """
     if isinstance(recipe, str):
         name, recipe = name or recipe_name(recipe), load_recipe(recipe, overrides)
@@ -126,37 +129,65 @@ def _run(start: Start) -> TrainResult:
             if start.saved is None or str(start.saved.path) not in str(error):
                 raise
             raise UserError(f"{error}{_one_before(start.saved)}") from error
-        interrupted = _play(loop)
+        try:
+            interrupted = _play(loop)
+        finally:
+            start.display.over()
     return _finish(loop, interrupted, monotonic() - began)
 
 
 def _play(loop: Loop) -> bool:
     """The loop to its end; returns whether it was interrupted. The one place that knows what may end it otherwise.
 
-    Raises UserError, one line that says which step is saved: of what went wrong in a step, or a disk that is full; and
-    WorkerLost, with nobody left who could save anything.
+    Raises UserError, one line, of whatever that is, an exit that somebody's code asked for included: what went wrong,
+    which step is saved, how to go on. WorkerLost, with nobody left who could save anything, and a second Ctrl-C stay
+    what they are.
     """
     try:
         return loop.run()
-    except (WorkerLost, NotSaved):
-        raise
-    except UserError as error:
-        raise UserError(f"{error}; {_save_after(loop)}") from error
-    except OSError as error:
-        if error.errno not in FULL:
-            raise
-        raise UserError(f"{error.filename or loop.folder.path}: {error.strerror}; {_last_saved(loop)}") from error
+    except BaseException as error:
+        first = _first(error)
+        if isinstance(first, WorkerLost | StoppedAgain):
+            raise first from None
+        raise UserError(_after_error(loop, first)) from error
+
+
+def _first(error: BaseException) -> BaseException:
+    """The error itself, out of the groups that concurrent work raises."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+def _after_error(loop: Loop, error: BaseException) -> str:
+    """What went wrong, and what there is to go on from; the last whole step is saved where it still can be."""
+    deleted = loop.folder.gone
+    if isinstance(error, NotSaved) and not deleted:
+        return f"{error}{_command(loop, '; ')}"
+    what, refused = described(error), isinstance(error, OSError) and error.errno in FULL
+    if deleted and isinstance(error, OSError | NotSaved):
+        what = f"{loop.folder.path}: the folder of this run was deleted"
+    elif refused and isinstance(error, OSError):
+        what = f"{error.filename or loop.folder.path}: {error.strerror}"
+    elif isinstance(error, UserError):
+        what = str(error)
+    traced = "" if deleted or refused else _keep_traceback(loop, error)
+    return f"{what}{traced}; {_save_after(loop)}"
 
 
 def _save_after(loop: Loop) -> str:
     """Save the last whole step after an error; what there is to go on from, in a few words."""
+    if not loop.whole:
+        return f"the update of step {loop.step + 1} had begun, and is not saved; {_last_saved(loop)}"
     try:
-        loop.save_at_last()
+        loop.save_after_error()
     except NotSaved as refused:
-        return str(refused)
+        return f"{refused}{_command(loop, '; ')}"
     except WorkerLost:  # the failure of one ended them all
         return _last_saved(loop)
-    return f"step {loop.step} is saved, go on with --resume {loop.folder.path}"
+    except Exception as error:  # noqa: BLE001 - it is said; what ended the run is what the line begins with
+        return f"step {loop.step} could not be saved: {described(error)}; {_last_saved(loop)}"
+    return _last_saved(loop)
 
 
 def _last_saved(loop: Loop) -> str:
@@ -164,7 +195,28 @@ def _last_saved(loop: Loop) -> str:
         loop.checkpoints.finish()
     if (last := loop.checkpoints.latest()) is None:
         return "nothing was saved yet"
-    return f"step {last.step} is saved, go on with --resume {loop.folder.path}"
+    return f"step {last.step} is saved{_command(loop, ', ')}"
+
+
+def _command(loop: Loop, joint: str) -> str:
+    """How to go on from the newest checkpoint; empty where there is none."""
+    if loop.checkpoints.latest() is None:
+        return ""
+    return f"{joint}go on with: agentrl train --resume {shlex.quote(str(loop.folder.path))}"
+
+
+def _keep_traceback(loop: Loop, error: BaseException) -> str:
+    """Write down where an error came from, which the line leaves out; where that lies, in a few words. Empty for a
+    line that says it all."""
+    if isinstance(error, UserError) and error.__cause__ is None:
+        return ""
+    path = loop.folder.path / ERRORS
+    try:
+        with path.open("a", encoding="utf-8", errors="replace") as file:
+            file.write(f"after step {loop.step}:\n{''.join(traceback.format_exception(error))}\n")
+    except OSError:
+        return ""
+    return f"; the traceback is in {path}"
 
 
 def _one_before(saved: Saved) -> str:
@@ -191,8 +243,9 @@ def _finish(loop: Loop, interrupted: bool, seconds: float) -> TrainResult:
     assert last is not None  # the loop saves before it returns
     try:
         write_report(folder, folder.name)
-    except OSError as error:  # a full disk: what was learned is saved
-        display.note(f"report.html could not be written: {error.strerror}")
+    except Exception as error:  # noqa: BLE001 - what was learned is saved, and a page is no reason to end otherwise
+        why = error.strerror if isinstance(error, OSError) and error.strerror else described(error)
+        display.note(f"report.html could not be written: {why}")
     if interrupted:
         done = loop.step >= loop.recipe.train.steps
         then = "every step is done" if done else f"go on with: agentrl train --resume {folder}"

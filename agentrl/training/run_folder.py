@@ -11,6 +11,8 @@ from agentrl.errors import UserError
 from agentrl.training.saving.disk import write_whole
 
 RECIPE, METRICS, TRAJECTORIES, CHECKPOINTS = "recipe.yaml", "metrics.jsonl", "trajectories", "checkpoints"
+ERRORS = "error.log"
+"""Tracebacks of what ended the run, which is told in one line."""
 
 
 class RunFolder:
@@ -18,6 +20,7 @@ class RunFolder:
 
     def __init__(self, path: Path):
         self.path = path
+        self._recipe: str | None = None
 
     @classmethod
     def create(cls, output: str | None, name: str, root: Path = Path("runs")) -> "RunFolder":
@@ -50,6 +53,24 @@ class RunFolder:
         return folder
 
     @property
+    def gone(self) -> bool:
+        """Whether it was deleted, or so much of it that nothing can be resumed there."""
+        return not (self.path / RECIPE).exists()
+
+    def remember(self) -> None:
+        """Keep in memory what `put_back` writes."""
+        self._recipe = (self.path / RECIPE).read_text(encoding="utf-8")
+
+    def put_back(self) -> bool:
+        """Make a folder that is gone anew, with its recipe, so that the run can be saved and resumed there. Returns
+        whether it was gone. Raises UserError: it cannot be made, or not be written to."""
+        if not self.gone or self._recipe is None:
+            return False
+        _make(self.path)
+        self.write_recipe(self._recipe)
+        return True
+
+    @property
     def checkpoints(self) -> Path:
         return self.path / CHECKPOINTS
 
@@ -68,7 +89,7 @@ class RunFolder:
         """Every whole line so far; a last line that a kill cut short is left out."""
         rows = []
         path = self.path / METRICS
-        for line in path.read_text().splitlines() if path.exists() else []:
+        for line in path.read_text(encoding="utf-8").split("\n") if path.exists() else []:
             try:
                 rows.append(json.loads(line))
             except json.JSONDecodeError:

@@ -1,6 +1,6 @@
 """The parts of a run put together, in the order in which a mistake costs least."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,6 +8,7 @@ from typing import Any
 
 from agentrl.data.prompts import PromptLengths
 from agentrl.data.sampler import TaskSampler
+from agentrl.errors import described
 from agentrl.eval.held_out import HeldOut
 from agentrl.plugins.types import Task
 from agentrl.recipe.load import dump_recipe
@@ -55,6 +56,19 @@ class Start:
             RunFolder.check_free(str(self.folder.path))  # another run may have come and gone since it was asked
         return self.folder
 
+    def at_end(self, what: str, close: Callable[[], Any]) -> None:
+        """`close()` when the run ends, however it does. What that raises is a line, as are those that it may return:
+        nothing is lost by it any more."""
+        self.stack.callback(self._close, what, close)
+
+    def _close(self, what: str, close: Callable[[], Any]) -> None:
+        try:
+            unclosed = close()
+        except Exception as error:  # noqa: BLE001 - the run has ended, well or with an error of its own
+            unclosed = [f"{what} could not be closed: {described(error)}"]
+        for line in unclosed or ():
+            self.display.note(line)
+
 
 def _drop_if_empty(folder: Path) -> None:
     with suppress(OSError):
@@ -73,7 +87,7 @@ def set_up(start: Start) -> Loop:
     if watch.reward_model is not None:
         add_reward_model(player, watch.reward_model.scores)
     rollouts = make_rollouts(recipe, player, start.checked.tasks, sampler, interrupts, workplace.weights)
-    stack.callback(lambda: interrupts.complete(rollouts.close))
+    start.at_end("the rollouts", lambda: interrupts.complete(rollouts.close))
     interrupts.check()
     folder = start.open_folder()
     folder.write_recipe(dump_recipe(recipe))
@@ -117,7 +131,7 @@ def _make_player(start: Start) -> tuple[Recipe, Player]:
     player = start.interrupts.run(
         lambda: Player.build(named, path, start.checked.env, display.note, display.phase, apart)
     )
-    start.stack.callback(lambda: start.interrupts.complete(player.close))
+    start.at_end("the player", lambda: start.interrupts.complete(player.close))
     display.note(player.describe())
     if recipe.sft is not None:
         display.note("sft: no part of this run: `agentrl sft RECIPE --out DIR` does it first, then model.path=DIR")
@@ -149,7 +163,7 @@ def _make_workplace(start: Start, begins: Recipe, player: Player) -> Workplace:
         workplace = OnCluster(recipe, begins, start.open_folder().path / "logs", display.note, display.phase)
     else:
         workplace = Here(recipe, player.model)
-    start.stack.callback(workplace.close)
+    start.at_end("the workplace", workplace.close)
     for line in workplace.describe():
         display.note(line)
     return workplace
@@ -194,4 +208,7 @@ def _restore(loop: Loop, saved: Saved) -> None:
         loop.best = best.accuracy or 0.0
     loop.rollouts.restore(saved.step, state["sampler"])
     loop.folder.rewind(saved.step or -1)  # before the first step is done, step 0 is evaluated anew
+    row = state.get("unwritten")
+    if saved.step and row and row["step"] not in {written["step"] for written in loop.folder.metrics()}:
+        loop.folder.append_metrics(row)
     loop.display.note(f"resumed after step {saved.step}")

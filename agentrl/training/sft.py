@@ -21,7 +21,7 @@ from agentrl.models.load import load_model
 from agentrl.plugins.environment import Environment
 from agentrl.plugins.registry import make_environment, tasks_of
 from agentrl.plugins.tool import Tool
-from agentrl.plugins.toolbox import Toolbox
+from agentrl.plugins.toolbox import Toolbox, close_all
 from agentrl.recipe.load import dump_recipe, load_recipe
 from agentrl.recipe.schema import NewModel, Recipe, SftSection
 from agentrl.training.checkpoint import save_model
@@ -60,9 +60,15 @@ def sft(
     env = make_environment(recipe.env)
     with ExitStack() as stack:
         runner = stack.enter_context(asyncio.Runner())
-        stack.callback(lambda: runner.run(env.close()))
+        parts: dict[str, Any] = {f"environment {env.name!r}": env}
+
+        def close() -> None:
+            for line in runner.run(close_all(parts)):
+                console.print(line, markup=False)
+
+        stack.callback(close)
         toolbox = runner.run(Toolbox.open(recipe.tools, env))
-        stack.callback(lambda: runner.run(toolbox.close()))
+        parts = {"tools": toolbox, **parts}
         tools = toolbox.tools
         if recipe.sft.new_model:
             console.print(f"making a tokenizer from {recipe.sft.new_model.texts:,} demonstrations", highlight=False)
@@ -73,8 +79,8 @@ def sft(
         parameters = sum(p.numel() for p in model.parameters()) / 1e6
         console.print(f"model of {parameters:.2f} M parameters · training forward: {school.way}", highlight=False)
         losses = school.teach(recipe.sft)
-    dtype = torch.bfloat16 if recipe.sft.new_model else next(model.parameters()).dtype
-    save_model(model.to(dtype), tokenizer, folder)
+        dtype = torch.bfloat16 if recipe.sft.new_model else next(model.parameters()).dtype
+        save_model(model.to(dtype), tokenizer, folder)
     console.print(f"model: {folder}", highlight=False)
     last = losses[-max(1, len(losses) // 10) :]
     return SftResult(folder, sum(last) / len(last), school.steps, school.tokens, monotonic() - school.began)

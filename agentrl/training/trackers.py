@@ -9,9 +9,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from agentrl.errors import UserError
+from agentrl.errors import StoppedAgain, UserError, described
 from agentrl.plugins.tracker import Tracker
-from agentrl.rollout.failures import describe
 
 
 class Trackers:
@@ -29,8 +28,10 @@ class Trackers:
             try:
                 tracker = make()
                 tracker.start(folder, recipe)
-            except Exception as error:  # boundary: it is somebody's code, and its server
-                raise UserError(f"track.trackers: {name} cannot start: {describe(error)}") from error
+            except StoppedAgain:
+                raise
+            except BaseException as error:  # boundary: it is somebody's code, and its server
+                raise UserError(f"track.trackers: {name} cannot start: {described(error)}") from error
             stack.callback(self._finish, name, tracker)
             self._told[name] = tracker
 
@@ -38,15 +39,19 @@ class Trackers:
         for name, tracker in list(self._told.items()):
             try:
                 tracker.log(step, metrics)
-            except Exception as error:  # noqa: BLE001 - boundary: the run goes on without it
+            except StoppedAgain:
+                raise
+            except BaseException as error:  # noqa: BLE001 - boundary: the run goes on without it
                 del self._told[name]
                 self._say(
-                    f"track.trackers: {name} failed at step {step} and is told nothing more: {describe(error)} "
+                    f"track.trackers: {name} failed at step {step} and is told nothing more: {described(error)} "
                     "(metrics.jsonl has everything)"
                 )
 
     def _finish(self, name: str, tracker: Tracker) -> None:
         try:
             tracker.finish()
-        except Exception as error:  # noqa: BLE001 - boundary: the run has ended, well or with an error of its own
-            self._say(f"track.trackers: {name} could not finish: {describe(error)}")
+        except StoppedAgain:
+            raise
+        except BaseException as error:  # noqa: BLE001 - boundary: the run has ended, well or with an error of its own
+            self._say(f"track.trackers: {name} could not finish: {described(error)}")

@@ -31,6 +31,9 @@ class Policy(Protocol):
     @property
     def trained(self) -> int: ...
 
+    @property
+    def updates(self) -> int: ...
+
     def logprobs(self, batch: Batch) -> Floats: ...
 
     def update(self, batch: Batch, rate: float) -> Meter: ...
@@ -44,6 +47,9 @@ class Frozen(Protocol):
 
 class Values(Protocol):
     """Likewise of the critic; see `Critic`."""
+
+    @property
+    def updates(self) -> int: ...
 
     def values(self, batch: Batch) -> Floats: ...
 

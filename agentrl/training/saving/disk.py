@@ -1,13 +1,39 @@
 """Files that are there after a power cut, and one line for what a disk refuses."""
 
 import errno
+import hashlib
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 """The disk has no room, or this user no share of it."""
+READERS = 4
+"""Threads that read files for their checksums: hashing holds no lock of Python's."""
+
+
+def files(folder: Path) -> list[str]:
+    """Every file below `folder`, relative to it."""
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+
+
+def lies_in(folder: Path, name: str) -> bool:
+    """Whether `name`, which may come from anybody, is a file below `folder`, and nothing that a link leads to."""
+    path = folder / name
+    return path.is_file() and path.resolve().is_relative_to(folder.resolve())
+
+
+def checksums(folder: Path, names: Sequence[str]) -> dict[str, str]:
+    """Name -> sha256 in hexadecimal digits, several files at a time. Raises OSError."""
+
+    def one(name: str) -> str:
+        with (folder / name).open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+
+    with ThreadPoolExecutor(READERS, thread_name_prefix="agentrl-checksums") as readers:
+        return dict(zip(names, readers.map(one, names), strict=True))
 
 
 def flush(folder: Path) -> None:

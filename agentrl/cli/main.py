@@ -19,7 +19,7 @@ from agentrl.cli.new import new_app
 from agentrl.cli.sft import sft_command
 from agentrl.cli.train import train_command
 from agentrl.cli.try_ import try_command
-from agentrl.errors import UserError
+from agentrl.errors import UserError, printable
 
 BAD_USAGE = 2
 INTERRUPTED = 130
@@ -91,7 +91,7 @@ def main() -> None:
 
 
 def _say(message: str) -> int:
-    typer.echo(f"error: {' '.join(message.split())}", err=True)
+    typer.echo(printable(f"error: {' '.join(message.split())}"), err=True)
     return BAD_USAGE
 
 

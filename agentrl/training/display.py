@@ -13,9 +13,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskProgressC
 from rich.table import Table
 from rich.text import Text
 
+from agentrl.terminal import terminal
+
 SPARKS = "▁▂▃▄▅▆▇█"
 WIDTH = 48  # of a curve, in characters
-PIPED_WIDTH = 160  # columns when the output goes to a file or a pipe
 
 
 def sparkline(values: Sequence[float], low: float = 0.0, high: float = 1.0) -> str:
@@ -36,16 +37,11 @@ def clock(seconds: float) -> str:
     return f"{hours}:{m:02d}:{s:02d}" if hours else f"{m}:{s:02d}"
 
 
-def _console() -> Console:
-    console = Console()
-    return console if console.is_terminal else Console(width=PIPED_WIDTH)
-
-
 class Display:
     """Shows step, reward, held-out accuracy, tokens a second and the time left."""
 
     def __init__(self, steps: int, title: str, console: Console | None = None, first_step: int = 0):
-        self.console = console or _console()
+        self.console = console or terminal()
         self.steps, self.title, self.first_step = steps, title, first_step
         self.rewards: list[float] = []
         self.accuracies: list[float] = []
@@ -60,7 +56,7 @@ class Display:
             TimeElapsedColumn(),
             console=self.console,
         )
-        self._bar = self._progress.add_task(title, total=steps, completed=first_step)
+        self._bar = self._progress.add_task(escape(title), total=steps, completed=first_step)
         self._live = Live(get_renderable=self._render, console=self.console, refresh_per_second=4, transient=True)
 
     def __enter__(self) -> "Display":

@@ -66,6 +66,18 @@ def test_check_shows_what_would_run(capsys):
     assert re.search(r"^first prompt \(task ", out, re.M)
 
 
+def test_neither_check_nor_an_error_shows_secrets(capsys, monkeypatch):
+    monkeypatch.setenv("AGENTRL_TEST_SECRET", "hunter2")
+    mcp = "tools=[{name: mcp, args: {command: no-such-server, args: [--token, hunter2]}}]"
+    assert main.run(["check", RECIPE, "output=${AGENTRL_TEST_SECRET}", mcp, "tools.0.args.env={MODE: hunter2}"]) == 2
+    out, err = capsys.readouterr()
+    assert "output: ${AGENTRL_TEST_SECRET}" in out
+    assert re.search(r"MCP server no-such-server --token \*\*\*: .*not found", err)
+    assert "hunter2" not in out + err
+    for args in ("{url: x, headers: Bearer hunter2}", "{url: 'ftp://me:hunter2@x'}", "{url: 1, env: {A: [hunter2]}}"):
+        assert "hunter2" not in refused(capsys, "check", RECIPE, f"tools=[{{name: mcp, args: {args}}}]")
+
+
 CHATML = """{%- if tools %}<|im_start|>system
 {% for tool in tools %}{{ tool | tojson }}{% endfor %}<|im_end|>
 {% endif %}{%- for m in messages %}<|im_start|>{{ m.role }}

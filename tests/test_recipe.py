@@ -12,7 +12,7 @@ from agentrl import Recipe, UserError
 from agentrl.recipe.document import dump, read_document
 from agentrl.recipe.load import dump_recipe, load_recipe, recipe_name, show_recipe
 from agentrl.recipe.mistakes import known_keys
-from agentrl.recipe.secrets import shown
+from agentrl.recipe.secrets import masked_text, shown
 
 SHIPPED = Path(__file__).parent.parent / "recipes"
 
@@ -406,6 +406,16 @@ def test_secrets_that_were_written_out_are_not_shown(write):
         assert told in text
     assert "hunter2" in dump_recipe(recipe)  # what a resumed run needs
     assert "hunter2" not in repr(shown(recipe))
+
+
+def test_secrets_in_what_others_say_are_hidden():
+    for text in (
+        "ServerArgs(api_key='hunter2', x=1)", 'got {"token": "hunter2"}', "GET https://h/x?api_key=hunter2&y=1: 401",
+        "postgres://me:hunter2@h/db", "Authorization: Bearer hunter2hunter2hunter2",
+    ):  # fmt: skip
+        assert "hunter2" not in masked_text(text)
+    for text in ("the key is missing", "max_tokens=256 tokens: 3", "tools.0.args.token: should be text, got 3"):
+        assert masked_text(text) == text
 
 
 BOMB = "\n".join(

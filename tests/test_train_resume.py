@@ -185,18 +185,23 @@ def test_a_run_is_not_resumed_as_another(stopped: TrainResult, override: str) ->
 
 
 def test_forced_it_is_and_its_own_recipe_stands(
-    stopped: TrainResult, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    stopped: TrainResult, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from agentrl.cli import main
 
+    monkeypatch.setenv("AGENTRL_TEST_OUTPUT", "hunter2")
     folder = copied(stopped, tmp_path / "run")
     own = (folder / "recipe.yaml").read_text()
     arguments = ["train", "--resume", str(folder), "rewards.weights={answer: 2}", "train.steps=4", "eval.splits=[]"]
     assert main.run(arguments) == 2
-    assert main.run([*arguments, "track.trackers=[]", "--force"]) == 0
+    assert (
+        main.run([*arguments, "track.trackers=[train_plugins:Book]", "output=${AGENTRL_TEST_OUTPUT}", "--force"]) == 0
+    )
     assert "changed since the run began: " in capsys.readouterr().out
     assert (folder / "recipe.yaml").read_text() == own
     assert Recipe.load(str(folder / "recipe.resumed_1.yaml")).rewards.weights == {"answer": 2}
+    assert "output: ${AGENTRL_TEST_OUTPUT}" in (folder / "recipe.resumed_1.yaml").read_text()
+    assert [e["output"] for e in lines(folder / "book.jsonl") if e["what"] == "start"][-1] == "${AGENTRL_TEST_OUTPUT}"
     (folder / "recipe.resumed_1.yaml").write_text("nothing: known")
     with pytest.raises(UserError, match=r"the run's own recipe cannot be compared: .*nothing: unknown key.*--force"):
         resume_run(str(folder), recipe=str(folder / "recipe.yaml"))

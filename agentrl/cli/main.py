@@ -91,7 +91,9 @@ def main() -> None:
 
 
 def _say(message: str) -> int:
-    typer.echo(printable(f"error: {' '.join(message.split())}"), err=True)
+    from agentrl.recipe.secrets import masked_text
+
+    typer.echo(printable(f"error: {masked_text(' '.join(message.split()))}"), err=True)
     return BAD_USAGE
 
 

@@ -22,7 +22,14 @@ _CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 _IN_TEXT = (
     (re.compile(r"(?<=://)[^/\s@]+(?=@)"), MASK),  # https://user:password@host
     (re.compile(rf"([?&;][^=&;\s]*{_WORDS}=)[^&;\s]+", re.IGNORECASE), rf"\1{MASK}"),
-    (re.compile(rf"^(-*[\w-]*{_WORDS}=).+", re.IGNORECASE | re.DOTALL), rf"\1{MASK}"),  # --token=..., API_KEY=...
+    (
+        re.compile(rf"^(-*[\w-]*{_WORDS}=)(?!\d+\b).+", re.IGNORECASE | re.DOTALL),
+        rf"\1{MASK}",
+    ),  # --token=..., API_KEY=...
+    (
+        re.compile(rf"({_WORDS}['\"]?\s*[=:]\s*(['\"]))(?:(?!\2).){{6,}}(?=\2)", re.IGNORECASE),
+        rf"\1{MASK}",
+    ),  # api_key='...'
     (re.compile(r"\b(bearer\s+)[\w.~+/=-]{16,}", re.IGNORECASE), rf"\1{MASK}"),
 )
 

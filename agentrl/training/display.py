@@ -13,6 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskProgressC
 from rich.table import Table
 from rich.text import Text
 
+from agentrl.recipe.secrets import masked_text
 from agentrl.terminal import terminal
 
 SPARKS = "▁▂▃▄▅▆▇█"
@@ -70,7 +71,7 @@ class Display:
 
     def note(self, text: str) -> None:
         """A line that stays."""
-        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+        self.console.print(masked_text(text), highlight=False, markup=False, soft_wrap=True)
 
     def phase(self, name: str) -> None:
         """What goes on right now (loading, sampling, training, evaluating)."""

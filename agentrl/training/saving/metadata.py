@@ -97,7 +97,9 @@ class _Unpickler(pickle.Unpickler):
 
 def _metadata(record: Any) -> Metadata:
     state = _state(record, "Metadata")
-    tensors = {_checked(name, str): _tensor(entry) for name, entry in state["state_dict_metadata"].items()}
+    tensors: dict[str, Any] = {
+        _checked(name, str): _tensor(entry) for name, entry in state["state_dict_metadata"].items()
+    }
     places = dict(_place(index, info) for index, info in state["storage_data"].items())
     return Metadata(tensors, planner_data={name: (name,) for name in tensors}, storage_data=places)
 

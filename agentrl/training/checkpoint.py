@@ -56,10 +56,11 @@ class Saved:
     def _state(self) -> dict[str, Any]:
         path = self.path / TRAINER / STATE
         state = self._json(path)
-        accuracy = state.get("accuracy") if isinstance(state, dict) else self
-        known = accuracy is None or (type(accuracy) in (int, float) and 0 <= accuracy <= 1)
-        if not known or not isinstance(state.get("extra"), dict):
+        if not isinstance(state, dict) or not isinstance(state.get("extra"), dict):
             raise self.damaged(f"{TRAINER}/{STATE} is not what this version writes")
+        accuracy = state.get("accuracy")
+        if accuracy is not None and (type(accuracy) not in (int, float) or not 0 <= accuracy <= 1):
+            raise self.damaged(f"{TRAINER}/{STATE} is not what this version writes: its accuracy is no share")
         return {**state, "accuracy": accuracy}
 
     def verify(self) -> None:

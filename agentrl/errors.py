@@ -1,6 +1,7 @@
 """Errors that a person can act on. Each is one line: what was wrong, where, what to do."""
 
 import difflib
+import re
 import sysconfig
 import traceback
 from collections.abc import Callable, Iterable, Sequence
@@ -12,6 +13,13 @@ T = TypeVar("T")
 _LINE = 500  # characters of a foreign error's text
 _LIBRARIES = (str(Path(__file__).parent), sysconfig.get_path("stdlib"))
 _INSTALLED = ("site-packages", "dist-packages")
+
+_ORDERS = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufff9-\ufffb"
+    "\U000e0000-\U000e007f]"
+)
+"""What a terminal obeys or hides instead of showing it: control characters but tab and newline, marks of direction,
+tags, halves of surrogate pairs."""
 
 
 class UserError(Exception):
@@ -83,3 +91,13 @@ def _defined(function: Callable[..., Any]) -> str:
     """Where a function begins that could not even be called."""
     code = getattr(function, "__code__", None)
     return f" ({Path(code.co_filename).name}:{code.co_firstlineno})" if code is not None else ""
+
+
+def printable(text: str) -> str:
+    """`text` as a terminal may have it: its control characters as escapes, such as `\\x1b`."""
+    return _ORDERS.sub(_escape, text.replace("\r\n", "\n")) if _ORDERS.search(text) else text
+
+
+def _escape(match: re.Match[str]) -> str:
+    code = ord(match[0])
+    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"

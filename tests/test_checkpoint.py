@@ -1,5 +1,6 @@
 """Checkpoints of one process: all of it comes back, and what bears a checkpoint's name is whole, whatever happens."""
 
+import dataclasses
 import errno
 import json
 import shutil
@@ -380,6 +381,61 @@ def damaged(saved: Path) -> Iterator[tuple[str, Callable[[], None], str]]:
 
 def write(path: Path, content: bytes) -> None:
     path.write_bytes(content)
+
+
+class Hostile:
+    """What unpickling it would run."""
+
+    def __init__(self, *what: Any) -> None:
+        self.what = what
+
+    def __reduce__(self) -> Any:
+        return self.what
+
+
+def hostile(saved: Path, ran: Path) -> Iterator[tuple[str, Any]]:
+    """What somebody may have put in the place of, or into, the metadata of a checkpoint."""
+    import builtins
+    import os
+    import pickle
+
+    from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
+
+    with (saved / "trainer" / "actor" / ".metadata").open("rb") as file:
+        real: Metadata = pickle.load(file)
+    attack = Hostile(os.system, (f"touch {ran}",))
+    yield "alone", attack
+    yield "eval", Hostile(builtins.eval, (f"open({str(ran)!r}, 'w')",))
+    yield "torch", Hostile(torch.load, (str(ran),))
+    yield "beside", dataclasses.replace(real, planner_data=attack)
+    yield "as a size", Hostile(torch.Size, (attack,))
+    yield "bytes", dataclasses.replace(real, state_dict_metadata={"x": BytesStorageMetadata()})
+    yield (
+        "a path",
+        dataclasses.replace(
+            real,
+            storage_data={k: dataclasses.replace(v, relative_path="../../x") for k, v in real.storage_data.items()},
+        ),
+    )
+    yield "no metadata", torch.float32
+    yield "half", dataclasses.replace(real, storage_data=None)
+    yield (
+        "a size",
+        dataclasses.replace(real, state_dict_metadata=dict.fromkeys(real.state_dict_metadata, torch.Size([1]))),
+    )
+
+
+def test_a_hostile_checkpoint_runs_nothing(tmp_path: Path) -> None:
+    import pickle
+
+    saved, ran = Checkpoints(tmp_path, 1).save(1, saver(actor=learned(1)), {}), tmp_path / "ran"
+    attacks = list(hostile(saved.path, ran))
+    for name, attack in attacks:
+        write(saved.path / "trainer" / "actor" / ".metadata", pickle.dumps(attack))
+        with pytest.raises(UserError, match=r"actor: \.metadata is not what is written for tensors: "):
+            load_roles({"actor": Role.of(tiny())}, saved.path)
+        assert not ran.exists(), name
+    assert len(attacks) == 10
 
 
 @pytest.mark.parametrize("kind", ["gone", "metadata", "values", "missing"])

@@ -65,6 +65,18 @@ def test_check_shows_what_would_run(capsys):
     assert re.search(r"^first prompt \(task ", out, re.M)
 
 
+def test_neither_check_nor_an_error_shows_secrets(capsys, monkeypatch):
+    monkeypatch.setenv("AGENTRL_TEST_SECRET", "hunter2")
+    mcp = "tools=[{name: mcp, args: {command: no-such-server, args: [--token, hunter2]}}]"
+    assert main.run(["check", RECIPE, "output=${AGENTRL_TEST_SECRET}", mcp, "tools.0.args.env={MODE: hunter2}"]) == 2
+    out, err = capsys.readouterr()
+    assert "output: ${AGENTRL_TEST_SECRET}" in out
+    assert re.search(r"MCP server no-such-server --token \*\*\*: .*not found", err)
+    assert "hunter2" not in out + err
+    for args in ("{url: x, headers: Bearer hunter2}", "{url: 'ftp://me:hunter2@x'}", "{url: 1, env: {A: [hunter2]}}"):
+        assert "hunter2" not in refused(capsys, "check", RECIPE, f"tools=[{{name: mcp, args: {args}}}]")
+
+
 CHATML = """{%- if tools %}<|im_start|>system
 {% for tool in tools %}{{ tool | tojson }}{% endfor %}<|im_end|>
 {% endif %}{%- for m in messages %}<|im_start|>{{ m.role }}
@@ -137,6 +149,52 @@ def test_a_broken_plugin_is_listed_with_the_reason(capsys, tmp_path, monkeypatch
     assert re.search(r"^shaky +broken 1.0 +no_such_module:x +broken: .*ModuleNotFoundError", out, re.M)
     assert len(re.findall(r"^calculator .* clash: 2 distributions offer this name", out, re.M)) == 2
     assert re.search(r"^calc_gsm8k_reward .*Grades an answer", out, re.M)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["train", "no\x1b[31m\u202e.yaml"],
+        ["check", RECIPE, "train.\x1b[31m\u202e=3"],
+        ["tools", "--\x1b[31m\u202e"],
+        ["try", "no\x1b[31m\u202e"],
+        ["check", RECIPE, 'model.path="[/nope]"', 'env.source="[/nope]\\x1b[31m\\u202e"'],
+    ],
+    ids=repr,
+)
+def test_no_error_gives_the_terminal_orders(capsys, arguments):
+    assert main.run(arguments) == 2
+    out, err = capsys.readouterr()
+    assert re.search(r"[^\n\x20-\x7e]", out + err) is None
+    assert r"\x1b[31m\u202e" in err
+
+
+def test_a_live_terminal_shows_orders_and_obeys_its_own(capsys):
+    """Progress and tables go another way than lines: rich lays them out, moves the cursor and colours."""
+    from rich.markup import escape
+    from rich.table import Table
+    from rich.text import Text
+
+    from agentrl.terminal import Terminal
+    from agentrl.training.display import Display
+
+    text = "run[/nope]\x1b[2J\r\x9b\u202e"
+    shown = r"run[/nope]\x1b[2J\x0d\x9b\u202e"
+    console = Terminal(force_terminal=True, width=120, legacy_windows=False, _environ={"TERM": "xterm"})
+    with Display(3, text, console) as display:
+        display.phase(text)
+        display.note(text)
+        display.step(1, {"reward/mean": 0.5, "rollout/tokens_per_s": 1.0, "time/step_s": 1.0})
+    display.final([(text, 0.1, 0.2)], text, 3.0)
+    table = Table(escape(text), title=Text(text))
+    table.add_column(Text(text))
+    table.add_row(Text(text), escape(text))
+    console.print(table)
+    console.print(escape(text), Text(text), {"a": text})
+    out = capsys.readouterr().out
+    assert out.count(shown) >= 6
+    assert "\x1b[2K" in out  # what Live clears itself
+    assert not {"\x1b[2J", "\x9b", "\u202e"} & {out[i : i + n] for n in (1, 4) for i in range(len(out))}
 
 
 @pytest.mark.parametrize("arguments", [["version"], ["--version"]])

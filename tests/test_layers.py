@@ -17,6 +17,7 @@ LAYERS = (
     ("data", "engine", "models", "cluster"),
     ("plugins", "chat", "algo"),
     ("recipe", "scaffold"),
+    ("terminal",),
     ("errors",),
 )
 """From the top; a package imports itself, its neighbours in a layer, and what lies below."""

@@ -10,8 +10,9 @@ from paths import RECIPES
 
 from agentrl import Recipe, UserError
 from agentrl.recipe.document import dump, read_document
-from agentrl.recipe.load import dump_recipe, load_recipe, recipe_name
+from agentrl.recipe.load import dump_recipe, load_recipe, recipe_name, show_recipe
 from agentrl.recipe.mistakes import known_keys
+from agentrl.recipe.secrets import masked_text, shown
 
 SHIPPED = RECIPES
 
@@ -324,3 +325,113 @@ def test_the_size_of_a_cluster():
     assert load_recipe(str(SHIPPED / "gsm8k_tool.yaml"), []).cluster.used is False
     found = load_recipe(str(SHIPPED / "gsm8k_tool.yaml"), ["cluster.nodes=2", "cluster.gpus=4"]).cluster
     assert (found.size, found.used) == (8, True)
+
+
+def test_a_variable_is_written_as_it_stood_and_read_again(write, monkeypatch, tmp_path):
+    monkeypatch.setenv("AGENTRL_TEST_N", "12")
+    monkeypatch.setenv("AGENTRL_TEST_SECRET", "hunter2")
+    (tmp_path / "t.jinja").write_text("")
+    write("env: {name: code, args: {url: '${AGENTRL_TEST_SECRET}', more: [1, '${AGENTRL_TEST_SECRET}']}}", "base.yaml")
+    text = """
+extends: base.yaml
+tools: ["${AGENTRL_TEST_SECRET}", {name: mcp, args: {headers: {Authorization: "Bearer ${AGENTRL_TEST_SECRET}"}}}]
+sft: {new_model: {chat_template: "${AGENTRL_TEST_T:-t}.jinja"}}
+rollout:
+  n: ${AGENTRL_TEST_N}
+model: {lora: {targets: "${AGENTRL_TEST_T:-q_proj}"}}
+env: {source: "$${plain} ${AGENTRL_TEST_N}"}
+eval: {splits: null}
+"""
+    recipe = load_recipe(write(text), ["output=${AGENTRL_TEST_SECRET}", "train.seed=${AGENTRL_TEST_NO:-3}"])
+    written = dump_recipe(recipe)
+    assert "hunter2" not in written
+    for kept in ("${AGENTRL_TEST_SECRET}", "n: ${AGENTRL_TEST_N}\n", "seed: ${AGENTRL_TEST_NO:-3}\n"):
+        assert kept in written
+    again = load_recipe(write(written, "dumped.yaml"))
+    assert again.model_dump() == recipe.model_dump()
+    assert dump_recipe(again) == written
+    monkeypatch.setenv("AGENTRL_TEST_N", "7")
+    assert load_recipe(write(written, "dumped.yaml")).rollout.n == 7
+    monkeypatch.delenv("AGENTRL_TEST_SECRET")
+    with pytest.raises(
+        UserError, match=r"dumped.yaml:\d+: [\w.]+: the environment variable AGENTRL_TEST_SECRET is not"
+    ):
+        load_recipe(write(written, "dumped.yaml"))
+
+
+def test_a_value_that_replaces_a_variable_is_written_itself(write, monkeypatch):
+    monkeypatch.setenv("AGENTRL_TEST_N", "4")
+    write(
+        "rollout:\n  n: ${AGENTRL_TEST_N}\n  tasks: ${AGENTRL_TEST_N}\nenv: {args: {x: '${AGENTRL_TEST_N}'}}",
+        "base.yaml",
+    )
+    recipe = load_recipe(write("extends: base.yaml\nrollout: {n: 4}\nenv: {args: {}}\n"), ["rollout.tasks=4"])
+    assert "AGENTRL_TEST_N" not in dump_recipe(recipe)
+    other = load_recipe(write("rollout:\n  n: ${AGENTRL_TEST_N}\n"))
+    other = other.model_copy(update={"rollout": other.rollout.model_copy(update={"n": 9})})
+    assert other.written()["rollout"]["n"] == 9
+
+
+def test_a_mistake_in_a_variable_is_told_without_its_value(write, monkeypatch):
+    monkeypatch.setenv("AGENTRL_TEST_SECRET", "hunter2")
+    with pytest.raises(
+        UserError, match=r"train.lr: wants a number, got what \$\{AGENTRL_TEST_SECRET\} holds"
+    ) as caught:
+        load_recipe(write("train:\n  lr: ${AGENTRL_TEST_SECRET}\n"))
+    assert "hunter2" not in str(caught.value)
+
+
+SECRETS = """
+env:
+  name: code
+  source: https://someone:hunter2@host/data?x=1&api_key=hunter2
+  args: {token: hunter2, prompt: "1 + 1 = 2", max_tokens: 256, nested: [{apiKey: hunter2, pin_password: 123456789}]}
+engine: {args: {api_key_env: OPENAI_API_KEY, headers: {X-Anything: hunter2}, secure: true}}
+tools:
+- {name: mcp, args: {command: npx, args: [server, --token, hunter2, "--secret=hunter2", -v], env: {MODE: hunter2}}}
+- name: mcp
+  args: {header: "Authorization: Bearer hunter2hunter2hunter2", key: "prefix hunter2 ${AGENTRL_TEST_V:-hunter2}"}
+"""
+
+
+def test_secrets_that_were_written_out_are_not_shown(write):
+    recipe = load_recipe(write(SECRETS))
+    text = show_recipe(recipe)
+    assert "hunter2" not in text
+    assert "123456789" not in text
+    for told in (
+        "https://***@host/data?x=1&api_key=***", "token: '***'", "1 + 1 = 2", "max_tokens: 256", "--secret=***", "- -v",
+        "api_key_env: OPENAI_API_KEY", "X-Anything: '***'", "MODE: '***'", "Bearer ***", "key: \"${AGENTRL_TEST_V}\"",
+    ):  # fmt: skip
+        assert told in text
+    assert "hunter2" in dump_recipe(recipe)  # what a resumed run needs
+    assert "hunter2" not in repr(shown(recipe))
+
+
+def test_secrets_in_what_others_say_are_hidden():
+    for text in (
+        "ServerArgs(api_key='hunter2', x=1)", 'got {"token": "hunter2"}', "GET https://h/x?api_key=hunter2&y=1: 401",
+        "postgres://me:hunter2@h/db", "Authorization: Bearer hunter2hunter2hunter2",
+    ):  # fmt: skip
+        assert "hunter2" not in masked_text(text)
+    for text in ("the key is missing", "max_tokens=256 tokens: 3", "tools.0.args.token: should be text, got 3"):
+        assert masked_text(text) == text
+
+
+BOMB = "\n".join(
+    [
+        "a: &x0 [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]",
+        *(f"b{i}: &x{i} [{', '.join([f'*x{i - 1}'] * 10)}]" for i in range(1, 11)),
+    ]
+)
+
+
+def test_aliases_that_stand_for_billions_are_refused(write):
+    assert load_recipe(write("env: {args: {a: &x [1, 2], b: *x, c: [*x, *x]}}")).env.args["c"] == [[1, 2], [1, 2]]
+    with pytest.raises(UserError, match=r"r.yaml:\d+: aliases repeat more than 10,000 values"):
+        load_recipe(write(BOMB))
+
+
+def test_a_number_that_is_too_long_is_told(write):
+    with pytest.raises(UserError, match=r"r.yaml:1: train.seed: a number of 5,000 digits is too long"):
+        load_recipe(write(f"train: {{seed: {'9' * 5000}}}"))

@@ -238,7 +238,7 @@ class Following(LocalEngine):
         await super().update_weights(version, weights)
 
 
-HERE = Path(__file__).name
+HERE = __name__
 
 
 def trapped(folder: Path, **changes: Any) -> Recipe:
@@ -298,7 +298,7 @@ def test_what_strangers_code_raises_ends_a_run_in_one_line_and_saves_the_last_wh
     whose = others.get(name, f"algorithm.{name} ")
     assert code == 2
     assert said.startswith(f"error: {whose}")
-    place = f"({HERE}:{line_of('# the trap', Path(__file__))})"
+    place = f"({Path(__file__).name}:{line_of('# the trap', Path(__file__))})"
     assert f"{words} {place}; the traceback is in {folder}/error.log; {saved}" in said
     assert "the trap" in (folder / "error.log").read_text()
     kept = [path.name for path in (folder / "checkpoints").glob("step_*")]
@@ -375,7 +375,7 @@ def test_what_cannot_be_closed_or_reported_is_a_line_at_the_end_of_a_whole_run(
     result = agentrl.train(trapped(folder, train__steps=1, eval__splits=[]))
     said = capsys.readouterr().out
     assert result.steps == 1
-    assert f"environment 'gsm8k' could not be closed: SystemExit: 0 ({HERE}:" in said
+    assert f"environment 'gsm8k' could not be closed: SystemExit: 0 ({Path(__file__).name}:" in said
     assert "report.html could not be written: Is a directory" in said
 
 

@@ -1,7 +1,8 @@
 """A run that is stopped and resumed is the run that was never stopped."""
 
+import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from agentrl.errors import UserError
 from agentrl.plugins.types import Task
 from agentrl.recipe.schema import Recipe
 from agentrl.training.run import TrainResult, resume_run
+from agentrl.training.run_folder import RunFolder
 
 STEPS = 6
 
@@ -99,7 +101,11 @@ def test_a_run_that_was_done_goes_on_when_it_is_given_more_steps(tmp_path: Path)
     first = agentrl.train(small(tmp_path / "run", train__steps=1, eval__splits=[]))
     more = resume_run(str(first.folder), overrides=["train.steps=2"])
     assert [row["step"] for row in metrics(more.folder)] == [0, 1, 2]
-    assert Recipe.load(str(more.folder / "recipe.yaml")).train.steps == 2
+    assert Recipe.load(str(more.folder / "recipe.yaml")).train.steps == 1  # what the run began with
+    assert RunFolder(more.folder).recipe() == more.folder / "recipe.resumed_1.yaml"
+    assert Recipe.load(str(more.folder / "recipe.resumed_1.yaml")).train.steps == 2
+    with pytest.raises(UserError, match="step 2 of 2 is done"):  # and not step 2 of 1
+        resume_run(str(more.folder))
 
 
 def trained(result: TrainResult, step: int | None = None) -> dict[str, Any]:
@@ -155,6 +161,125 @@ def test_a_damaged_checkpoint_is_refused_with_one_line(stopped: TrainResult, tmp
         UserError, match=r"the trainer's state cannot be restored.*; to go on from step 1, move .*step_3 "
     ):
         resume_run(str(folder))
+
+
+OTHER_RUNS = {
+    "env.name=test_train_resume:Five": "env.name train_plugins:Noisy -> test_train_resume:Five",
+    "tools=[]": "tools.0.name calculator -> none",
+    "algorithm.kl_coef=0.5": "algorithm.kl_coef 0.01 -> 0.5",
+    "model.lora={}": "model.lora.rank none -> 16",
+    "rewards.weights={answer: 2}": "rewards.weights.answer none -> 2",
+    "train.seed=8": "train.seed 7 -> 8",
+    "tools.0.args.api_key=hunter2": r"tools.0.args.api_key none -> \*\*\*",
+}
+
+
+@pytest.mark.parametrize("override", OTHER_RUNS)
+def test_a_run_is_not_resumed_as_another(stopped: TrainResult, override: str) -> None:
+    before = (stopped.folder / "recipe.yaml").read_text()
+    with pytest.raises(UserError, match=f"not what the run began with: {OTHER_RUNS[override]}.*--force") as told:
+        resume_run(str(stopped.folder), overrides=[override, "train.lr=1"])
+    assert "hunter2" not in str(told.value)
+    assert "train.lr" not in str(told.value)  # which may change on the way
+    assert (stopped.folder / "recipe.yaml").read_text() == before
+
+
+def test_forced_it_is_and_its_own_recipe_stands(
+    stopped: TrainResult, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from agentrl.cli import main
+
+    monkeypatch.setenv("AGENTRL_TEST_OUTPUT", "hunter2")
+    folder = copied(stopped, tmp_path / "run")
+    own = (folder / "recipe.yaml").read_text()
+    arguments = ["train", "--resume", str(folder), "rewards.weights={answer: 2}", "train.steps=4", "eval.splits=[]"]
+    assert main.run(arguments) == 2
+    assert (
+        main.run([*arguments, "track.trackers=[train_plugins:Book]", "output=${AGENTRL_TEST_OUTPUT}", "--force"]) == 0
+    )
+    assert "changed since the run began: " in capsys.readouterr().out
+    assert (folder / "recipe.yaml").read_text() == own
+    assert Recipe.load(str(folder / "recipe.resumed_1.yaml")).rewards.weights == {"answer": 2}
+    assert "output: ${AGENTRL_TEST_OUTPUT}" in (folder / "recipe.resumed_1.yaml").read_text()
+    assert [e["output"] for e in lines(folder / "book.jsonl") if e["what"] == "start"][-1] == "${AGENTRL_TEST_OUTPUT}"
+    (folder / "recipe.resumed_1.yaml").write_text("nothing: known")
+    with pytest.raises(UserError, match=r"the run's own recipe cannot be compared: .*nothing: unknown key.*--force"):
+        resume_run(str(folder), recipe=str(folder / "recipe.yaml"))
+
+
+def edited(path: Path, **changes: Any) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+TRAINER = "checkpoints/step_3/trainer"
+STATE, SUMS, SHARD = f"{TRAINER}/state.json", f"{TRAINER}/checksums.json", f"{TRAINER}/actor/__0_0.distcp"
+
+
+def flip(path: Path) -> None:
+    found = bytearray(path.read_bytes())
+    found[len(found) // 2] ^= 1
+    path.write_bytes(found)
+
+
+def unsigned(folder: Path) -> None:
+    """As an older version left it: nothing is known of the bytes."""
+    (folder / SUMS).unlink()
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "shard": (lambda run: flip(run / SHARD), "trainer/actor/__0_0.distcp is not what was written"),
+    "weights": (lambda run: flip(run / "checkpoints/step_3/model.safetensors"), "model.safetensors is not what was"),
+    "gone": (lambda run: (run / SHARD).unlink(), "names 'trainer/actor/__0_0.distcp', which is no file of it"),
+    "state": (lambda run: edited(run / STATE, accuracy=0.5), "trainer/state.json is not what was written"),
+    "state list": (lambda run: (run / STATE).write_text("[1]"), "state.json is not what was written"),
+    "sums": (lambda run: (run / SUMS).write_text('{"../../../recipe.yaml": "1"}'), "which is no file of it"),
+    "sums list": (lambda run: (run / SUMS).write_text("[[[["), "Expecting value"),
+    "row": (lambda run: (run / "metrics.jsonl").write_text('{"step": 0}\n[1]\n'), "metrics.jsonl:2: is no row"),
+    "step": (lambda run: (run / "metrics.jsonl").write_text('{"step": "0"}\n'), "metrics.jsonl:1: is no row"),
+    "text": (lambda run: (run / "metrics.jsonl").write_text('oh\n{"step": 0}\n'), "metrics.jsonl:1: is no row"),
+}  # fmt: skip
+SHAPES: dict[str, Any] = {
+    "[]": "is not what this version writes",
+    '{"extra": []}': "is not what this version writes",
+    '{"extra": {}, "accuracy": "high"}': "is not what this version writes",
+    '{"extra": {}}': "`before` in its state.json",
+    '{"extra": {"before": {"test": "?"}}}': "`before` in its state.json",
+    '{"extra": {"before": {}, "sampler": 3}}': "`sampler` in its state.json",
+    '{"extra": {"before": {}, "sampler": {"epoch": 0, "position": -1}}}': "`sampler` in its state.json",
+    '{"extra": {"before": {}, "sampler": {"epoch": 0, "position": 0, "outstanding": 3}}}': "`sampler` in its",
+    '{"extra": {"before": {}, "sampler": {"epoch": 0, "position": 123456}}}': "it was at task 123456, and now",
+    "[" * 100_000: "restored: ",
+}
+
+
+@pytest.mark.parametrize("case", [*DAMAGES, *SHAPES], ids=lambda case: case[:70])
+def test_a_damaged_run_folder_is_one_line(
+    stopped: TrainResult, tmp_path: Path, capsys: pytest.CaptureFixture[str], case: str
+) -> None:
+    from agentrl.cli import main
+
+    folder = copied(stopped, tmp_path / "run")
+    if case in DAMAGES:
+        damage, words = DAMAGES[case]
+        damage(folder)
+    else:
+        words = SHAPES[case]
+        unsigned(folder)
+        (folder / STATE).write_text(case)
+    rows = (folder / "metrics.jsonl").read_bytes()
+    assert main.run(["train", "--resume", str(folder)]) == 2
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 1
+    assert words in said[0]
+    assert str(folder) in said[0]
+    assert (folder / "metrics.jsonl").read_bytes() == rows
+
+
+def test_a_checkpoint_without_checksums_is_resumed(stopped: TrainResult, tmp_path: Path) -> None:
+    folder = copied(stopped, tmp_path / "run")
+    unsigned(folder)
+    resumed = resume_run(str(folder), overrides=["train.steps=4", "eval.splits=[]", "track.trackers=[]"])
+    assert resumed.steps == 4
 
 
 class Five(Noisy):

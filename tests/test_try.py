@@ -108,6 +108,33 @@ def test_a_tool_is_called_with_all_its_hooks(capsys):
     assert "reward 1.5: calls 0.5, step 1" in out
 
 
+ORDERS = "\x1b]0;owned\x07\x1b[2J\rover\x08\u202egnp\u2066\x9b31m\ud800 [red]x[/red] [/nope] \\[b]"
+"""What a terminal would obey, and rich's markup."""
+SHOWN = r"\x1b]0;owned\x07\x1b[2J\x0dover\x08\u202egnp\u2066\x9b31m\ud800 [red]x[/red] [/nope] \[b]"
+
+
+class Loud(Noted):
+    """Gives a terminal orders wherever a tool has a word."""
+
+    name = "loud"
+    description = f"Notes {ORDERS}"
+
+    async def execute(self, session, word):
+        if word == "raise":
+            raise RuntimeError(ORDERS)
+        return ToolResponse(ORDERS, error=word == "error")
+
+    async def release(self, session, **kwargs):
+        raise RuntimeError(ORDERS)
+
+
+def test_what_tools_say_gives_the_terminal_no_orders(capsys):
+    arguments = [f'{{"word": "{word}"}}' for word in ("a", "error", "raise")]
+    out = said(capsys, "test_try:Loud", *arguments, code=1) + said(capsys, "test_try:Loud")
+    assert re.search(r"[^\n\x20-\x7e]", out) is None
+    assert out.count(SHOWN) >= 5
+
+
 def test_a_shipped_tool(capsys):
     assert "\n6\n" in said(capsys, "calculator", '{"expression": "2*3"}')
 

@@ -139,7 +139,7 @@ class Book(Tracker):
 
     def start(self, folder: Path, recipe: Mapping[str, Any]) -> None:
         self.file = folder / "book.jsonl"
-        self._note("start", steps=recipe["train"]["steps"])
+        self._note("start", steps=recipe["train"]["steps"], output=recipe["output"])
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         self._note("log", step=step, keys=sorted(metrics))

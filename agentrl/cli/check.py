@@ -31,7 +31,8 @@ def check_command(
     from agentrl.plugins.registry import find, make_environment
     from agentrl.plugins.rewards import make_rewards
     from agentrl.plugins.toolbox import Toolbox
-    from agentrl.recipe.load import dump_recipe, load_recipe
+    from agentrl.recipe.load import load_recipe, show_recipe
+    from agentrl.recipe.secrets import shown
 
     checked = load_recipe(recipe, overrides or [])
     env = make_environment(checked.env)
@@ -42,7 +43,7 @@ def check_command(
         find("trackers", tracker)
     out = console()
     _title(out, f"recipe {recipe}")
-    out.print(dump_recipe(checked).rstrip(), markup=False, soft_wrap=True)
+    out.print(show_recipe(checked).rstrip(), markup=False, soft_wrap=True)
     with asyncio.Runner() as runner:
         toolbox = runner.run(Toolbox.open(checked.tools, env))
         first, unread = None, None
@@ -57,7 +58,7 @@ def check_command(
             if unread is not None:
                 raise unread
             if first is None:
-                raise UserError(f"environment {env.name!r} (source {checked.env.source}) has no task")
+                raise UserError(f"environment {env.name!r} (source {shown(checked)['env']['source']}) has no task")
             opening = runner.run(_opening(env, first, checked.rollout.timeout, checked.train.seed))
             _show_prompt(out, checked, opening, env, toolbox, first)
         finally:
@@ -65,7 +66,7 @@ def check_command(
 
 
 def _title(out: "Console", text: str) -> None:
-    out.print(f"\n[bold]{text}[/bold]")
+    out.print(f"\n{text}", style="bold", markup=False)
 
 
 async def _close(toolbox: "Toolbox", env: "Environment") -> None:
@@ -75,14 +76,13 @@ async def _close(toolbox: "Toolbox", env: "Environment") -> None:
 
 def _show_tasks(out: "Console", recipe: "Recipe", env: "Environment", toolbox: "Toolbox") -> "Task | None":
     """Prints every split's size and first tasks. Returns the first one to train on."""
-    from rich.markup import escape
-
     from agentrl.cli.common import shortened
     from agentrl.errors import UserError, nearest
     from agentrl.plugins.registry import tasks_of
     from agentrl.plugins.toolbox import offered
+    from agentrl.recipe.secrets import shown
 
-    source = "" if recipe.env.mix else f", source {escape(recipe.env.source)}"
+    source = "" if recipe.env.mix else f", source {shown(recipe)['env']['source']}"
     _title(out, f"tasks of environment {env.name}{source}")
     for split in recipe.eval.splits or ():
         if split not in env.splits:
@@ -92,7 +92,7 @@ def _show_tasks(out: "Console", recipe: "Recipe", env: "Environment", toolbox: "
     first: Task | None = None
     for split in ("train", *env.splits):
         tasks = tasks_of(env, split)
-        out.print(f"{split}: {len(tasks)} tasks")
+        out.print(f"{split}: {len(tasks)} tasks", markup=False)
         for i in range(min(FIRST_TASKS, len(tasks))):
             offered(tasks[i], toolbox.tools, env)
             first = first or tasks[i]

@@ -1,19 +1,16 @@
-"""What the commands print with: one console, wide enough to be read when it is no terminal."""
+"""What the commands print with."""
 
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
-PIPED_WIDTH = 160  # columns when the output goes to a file or a pipe
+    from agentrl.terminal import Terminal
 
 
-def console() -> "Console":
-    """The console on stdout, made anew so that it follows a redirected stdout."""
-    from rich.console import Console
+def console() -> "Terminal":
+    """The terminal on stdout; rich is imported when it is asked for."""
+    from agentrl.terminal import terminal
 
-    made = Console(highlight=False)
-    return made if made.is_terminal else Console(highlight=False, width=PIPED_WIDTH)
+    return terminal()
 
 
 def first_line(text: str | None) -> str:

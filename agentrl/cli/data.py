@@ -79,6 +79,7 @@ def _values(arguments: Sequence[str]) -> dict[str, Any]:
 
 
 def _write(path: Path, rows: Sequence[Mapping[str, Any]], split: str, shown: "Console") -> int:
+    from rich.markup import escape
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
     from agentrl.data.write import write_parquet
@@ -86,7 +87,7 @@ def _write(path: Path, rows: Sequence[Mapping[str, Any]], split: str, shown: "Co
 
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
     with Progress(*columns, console=shown, transient=True, disable=not shown.is_terminal) as progress:
-        task = progress.add_task(split, total=len(rows))
+        task = progress.add_task(escape(split), total=len(rows))
         try:
             write_parquet(path, rows, lambda count: progress.advance(task, count))
         except OSError as error:

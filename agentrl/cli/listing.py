@@ -38,5 +38,6 @@ def show_group(group: str, describe: Callable[[Any], str | None]) -> None:
             what = f"[red]broken: {escape(str(error))}[/red]"
         if names.count(plugin.name) > 1:
             what = f"[red]clash: {names.count(plugin.name)} distributions offer this name[/red]"
-        table.add_row(plugin.name, f"{plugin.distribution} {plugin.version}", plugin.value, what)
+        origin = f"{plugin.distribution} {plugin.version}"
+        table.add_row(escape(plugin.name), escape(origin), escape(plugin.value), what)
     console().print(table if plugins else f"no plugin is installed in the group agentrl.{group}")

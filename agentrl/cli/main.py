@@ -20,7 +20,7 @@ from agentrl.cli.new import new_app
 from agentrl.cli.sft import sft_command
 from agentrl.cli.train import train_command
 from agentrl.cli.try_ import try_command
-from agentrl.errors import UserError
+from agentrl.errors import UserError, printable
 
 BAD_USAGE = 2
 INTERRUPTED = 130
@@ -91,8 +91,10 @@ def main() -> None:
 
 
 def _say(message: str) -> int:
+    from agentrl.recipe.secrets import masked_text
+
     with suppress(OSError):  # stderr may be closed too
-        typer.echo(f"error: {' '.join(message.split())}", err=True)
+        typer.echo(printable(f"error: {masked_text(' '.join(message.split()))}"), err=True)
     return BAD_USAGE
 
 

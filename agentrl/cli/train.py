@@ -13,10 +13,13 @@ def train_command(
     resume: Annotated[
         str | None, typer.Option("--resume", metavar="RUN", help="Go on with this run from its last checkpoint.")
     ] = None,
+    force: Annotated[
+        bool, typer.Option("--force", help="With --resume: go on with another environment, tools, model or algorithm.")
+    ] = False,
 ) -> None:
     """Train a model by reinforcement learning, as a recipe says."""
     try:
-        interrupted = _train(list(arguments or []), resume)
+        interrupted = _train(list(arguments or []), resume, force)
     except KeyboardInterrupt as interrupt:  # typer would drop what it says
         if said := str(interrupt):
             typer.echo(said, err=True)
@@ -25,7 +28,7 @@ def train_command(
         raise typer.Exit(130)
 
 
-def _train(given: list[str], resume: str | None) -> bool:
+def _train(given: list[str], resume: str | None, force: bool) -> bool:
     """Returns whether it was interrupted. given: the recipe, where it is named, and overrides."""
     from agentrl.errors import UserError
     from agentrl.recipe.load import load_recipe, recipe_name
@@ -37,7 +40,9 @@ def _train(given: list[str], resume: str | None) -> bool:
         RunFolder.existing(resume)
         from agentrl.training.run import resume_run
 
-        result = resume_run(resume, recipe=path, overrides=given)
+        result = resume_run(resume, recipe=path, overrides=given, force=force)
+    elif force:
+        raise UserError("--force goes with --resume RUN")
     elif path is None:
         raise UserError("train needs a recipe, such as recipes/gsm8k_tool.yaml, or --resume RUN")
     else:

@@ -9,13 +9,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, Tim
 from rich.progress import Progress as Bars
 
 from agentrl.rollout.trajectory import Group
+from agentrl.terminal import terminal
 
 
 class Progress:
     """Bars that vanish when the evaluation ends; nothing is shown where stderr is no terminal."""
 
     def __init__(self, console: Console | None = None) -> None:
-        self._console = console = console or Console(stderr=True)
+        self._console = console = console or terminal(stderr=True)
         self._phase: TaskID | None = None
         columns = (TextColumn("[bold]{task.description}"), BarColumn(bar_width=40), MofNCompleteColumn())
         self._bars = Bars(

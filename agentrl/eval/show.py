@@ -11,11 +11,12 @@ from rich.table import Table
 from agentrl.errors import UserError
 from agentrl.eval.evaluate import Evaluation
 from agentrl.eval.result import SplitResult
+from agentrl.terminal import terminal
 
 
 def show(evaluation: Evaluation, console: Console | None = None) -> None:
     """A table, a column a split."""
-    console = console or Console()
+    console = console or terminal()
     for note in evaluation.notes:
         console.print(note, highlight=False, markup=False)
     table = Table(title=escape(f"{evaluation.model} on {evaluation.env}"), title_justify="left")

@@ -20,6 +20,7 @@ from agentrl.plugins.source import ToolSource
 from agentrl.plugins.tool import Tool
 from agentrl.plugins.types import Task
 from agentrl.recipe.schema import EngineSection, EnvPart, EnvSection, ToolSection
+from agentrl.recipe.secrets import MASK, is_secret, masked
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +210,15 @@ def _typed(maker: Callable[..., Any], key: str, value: Any, where: str) -> Any:
         first = error.errors()[0]
         inside = "".join(f".{part}" for part in first["loc"])
         text = first["msg"].partition(", unable")[0].replace("Input should", "should", 1)
-        raise UserError(f"{_key(where, key)}{inside}: {text}, got {first['input']!r}") from None
+        raise UserError(
+            f"{_key(where, key)}{inside}: {text}, got {_shown((key, *first['loc']), first['input'])}"
+        ) from None
+
+
+def _shown(names: tuple[str | int, ...], value: Any) -> str:
+    """What was given, for an error; `***` for what may be a secret."""
+    secret = any(isinstance(name, str) and is_secret(name, value) for name in names)
+    return MASK if secret else repr(masked(value, free=True))
 
 
 def _key(where: str, key: str) -> str:

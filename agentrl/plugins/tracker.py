@@ -11,7 +11,8 @@ class Tracker(ABC):
 
     @abstractmethod
     def start(self, folder: Path, recipe: Mapping[str, Any]) -> None:
-        """Once, before step 0. `recipe` is the resolved one."""
+        """Once, before step 0. `recipe` has every key, without secrets: `${VAR}` stands as it was written, values of
+        headers, keys and tokens are `***`."""
 
     @abstractmethod
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:

@@ -3,6 +3,8 @@
 Scalars follow the core schema of YAML 1.2, not 1.1: `1e-4` is a number; `off`, `1:30` and `2026-01-01` are text; keys
 are text as written. `${VAR}` and `${VAR:-default}` in a value are replaced from the process environment; an unquoted
 value is then read again, so `n: ${N:-16}` is a number and `n: "${N:-16}"` is text. `$${` stands for a plain `${`.
+What was written in such a value's place is kept beside it, as a `Reference`: secrets come this way, and are written
+nowhere.
 """
 
 import math
@@ -19,6 +21,8 @@ from agentrl.errors import UserError
 Key = tuple[str | int, ...]
 TAG = "tag:yaml.org,2002:"
 _VARIABLE = re.compile(r"\$\$\{|\$\{([A-Za-z_][A-Za-z0-9_]*)(?::-([^}]*))?\}")
+REPEATED = 10_000
+"""Values that aliases (`*name`) may repeat in a document: nine lines of them can stand for billions."""
 _FLOAT = re.compile(r"[-+]?(?:\.[0-9][0-9_]*|[0-9][0-9_]*(?:\.[0-9_]*)?)(?:[eE][-+]?[0-9]+)?")
 _SCALARS = (
     ("int", re.compile(r"[-+]?[0-9][0-9_]*|0o[0-7]+|0x[0-9a-fA-F]+"), "-+0123456789"),
@@ -42,6 +46,10 @@ def _text_node(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
     return dumper.represent_scalar(TAG + "str", text, style=style)
 
 
+def _reference_node(dumper: yaml.SafeDumper, reference: "Reference") -> yaml.Node:
+    return dumper.represent_scalar(TAG + "str", reference.text, style=None if reference.plain else '"')
+
+
 _Dumper.add_representer(str, _text_node)
 for _name, _pattern, _first in _SCALARS:
     _whole = re.compile(rf"^(?:{_pattern.pattern})$")
@@ -50,11 +58,30 @@ for _name, _pattern, _first in _SCALARS:
 
 
 @dataclass(frozen=True, slots=True)
+class Reference:
+    """A value as it was written, with `${VAR}` in it. plain: it stood without quotes. value: what it stands for now."""
+
+    text: str
+    plain: bool
+    value: Any = field(repr=False)
+
+    @property
+    def variables(self) -> str:
+        """Those alone, without defaults and what stands around them: `${TOKEN}`."""
+        return "".join(f"${{{name}}}" for name, _ in _VARIABLE.findall(self.text) if name)
+
+
+_Dumper.add_representer(Reference, _reference_node)
+
+
+@dataclass(frozen=True, slots=True)
 class Document:
-    """`value` holds JSON values only. `origins` says for each key (and list entry) where it was written."""
+    """`value` holds JSON values only. `origins` says for each key (and list entry) where it was written, `references`
+    what was written there where that was a `${VAR}`."""
 
     value: Any
     origins: dict[Key, str] = field(default_factory=dict)
+    references: dict[Key, Reference] = field(default_factory=dict)
 
 
 def dotted(key: Key) -> str:
@@ -67,7 +94,7 @@ def read_document(text: str, name: str, numbered: bool = True) -> Document:
     try:
         node = loader.get_single_node()
         reader = _Reader(name, numbered, loader)
-        return Document(reader.build(node, ()) if node else None, reader.origins)
+        return Document(reader.build(node, ()) if node else None, reader.origins, reader.references)
     except yaml.YAMLError as error:
         line = _line_of(error) if numbered else ""
         hint = "" if numbered else "; text with such characters needs quotes: key='\"a: b\"'"
@@ -88,14 +115,15 @@ def read_file(path: Path) -> Document:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from None
     document = read_document(text, str(path))
     if document.value is None:
-        return Document({}, {})
+        return Document({})
     if not isinstance(document.value, dict):
         raise UserError(f"{path}: wants `key: value` lines at the top, got {describe(document.value)}")
     return document
 
 
 def dump(value: Any) -> str:
-    """YAML that `read_document` reads back to an equal value, whatever the environment holds."""
+    """YAML that `read_document` reads back to an equal value, whatever the environment holds; a Reference in `value`
+    is written as the reference that it is."""
     return yaml.dump(_escaped(value), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=110)
 
 
@@ -116,14 +144,21 @@ class _Reader:
     def __init__(self, name: str, numbered: bool, loader: _Loader) -> None:
         self.name, self.numbered, self.loader = name, numbered, loader
         self.origins: dict[Key, str] = {}
+        self.references: dict[Key, Reference] = {}
         self.open: set[int] = set()
+        self.built: set[int] = set()
+        self.repeated = 0
 
     def build(self, node: yaml.Node, key: Key) -> Any:
+        if id(node) in self.open:
+            raise UserError(f"{_place(self.where(node), key)}: an alias refers to itself")
+        self.repeated += id(node) in self.built
+        if self.repeated > REPEATED:
+            raise UserError(f"{self.where(node)}: aliases repeat more than {REPEATED:,} values: write them out")
+        self.built.add(id(node))
         self.origins[key] = self.where(node)
         if isinstance(node, yaml.ScalarNode):
             return self.scalar(node, key)
-        if id(node) in self.open:
-            raise UserError(f"{_place(self.where(node), key)}: an alias refers to itself")
         self.open.add(id(node))
         value = self.mapping(node, key) if isinstance(node, yaml.MappingNode) else self.sequence(node, key)
         self.open.remove(id(node))
@@ -151,17 +186,24 @@ class _Reader:
         return [self.build(child, (*key, i)) for i, child in enumerate(node.value)]
 
     def scalar(self, node: yaml.ScalarNode, key: Key) -> Any:
-        text, tag = node.value, node.tag
-        if "${" in text:
-            text = self.interpolate(text, key, self.where(node))
-            if node.style is None and tag == TAG + "str":
-                tag = self.loader.resolve(yaml.ScalarNode, text, (True, False))
+        if "${" not in node.value:
+            return self.read(node, node.value, node.tag, key)
+        text, tag = self.interpolate(node.value, key, self.where(node)), node.tag
+        if node.style is None and tag == TAG + "str":
+            tag = self.loader.resolve(yaml.ScalarNode, text, (True, False))
+        value = self.read(node, text, tag, key)
+        reference = Reference(node.value, node.style is None, value)
+        if reference.variables:
+            self.references[key] = reference
+        return value
+
+    def read(self, node: yaml.ScalarNode, text: str, tag: str, key: Key) -> Any:
+        """The value of a scalar whose text is `text`, once its variables are replaced."""
         match tag.removeprefix(TAG):
             case "str":
                 return text
             case "int" if _SCALARS[0][1].fullmatch(text):
-                digits = text.replace("_", "")
-                return int(digits, 0) if digits[:2] in ("0x", "0o") else int(digits)
+                return self.whole(text.replace("_", ""), self.where(node), key)
             case "float" if _FLOAT.fullmatch(text):
                 number = float(text.replace("_", ""))
                 return number if math.isfinite(number) else text
@@ -170,6 +212,12 @@ class _Reader:
             case "null":
                 return None
         raise UserError(f"{_place(self.where(node), key)}: tag {tag.replace(TAG, '!!')} is not supported here")
+
+    def whole(self, digits: str, where: str, key: Key) -> int:
+        try:
+            return int(digits, 0) if digits[:2] in ("0x", "0o") else int(digits)
+        except ValueError:  # Python reads no number of more than some thousand digits
+            raise UserError(f"{_place(where, key)}: a number of {len(digits):,} digits is too long") from None
 
     def interpolate(self, text: str, key: Key, where: str) -> str:
         def value_of(match: re.Match[str]) -> str:

@@ -9,6 +9,7 @@ path (`env.source`, `model.path`, `output`) is relative to the working directory
 import difflib
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from agentrl.errors import UserError, nearest
 from agentrl.recipe.document import Document, Key, describe, dotted, dump, read_document, read_file
 from agentrl.recipe.mistakes import explain
 from agentrl.recipe.schema import Recipe
+from agentrl.recipe.secrets import masked
 
 COMMAND_LINE = "command line"
 _BESIDE_THE_RECIPE: tuple[Key, ...] = (("sft", "new_model", "chat_template"),)
@@ -35,14 +37,20 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         _override(document, text)
     try:
         # JSON mode is strict about types (no text for a number, no true for 1) and takes lists where tuples are kept.
-        return Recipe.model_validate_json(json.dumps(document.value), strict=True)
+        recipe = Recipe.model_validate_json(json.dumps(document.value), strict=True)
     except ValidationError as error:
         raise UserError(explain(error, document, str(file))) from None
+    return recipe.with_references(document.references)
 
 
 def dump_recipe(recipe: Recipe) -> str:
-    """The resolved recipe as YAML; `load_recipe` reads it back to an equal one."""
-    return dump(recipe.model_dump(mode="json"))
+    """The recipe as YAML, every key, with `${VAR}` where one stood; `load_recipe` reads it back to an equal one."""
+    return dump(recipe.written())
+
+
+def show_recipe(recipe: Recipe) -> str:
+    """The recipe as YAML for people: `dump_recipe` without the values of secrets."""
+    return dump(masked(recipe.written()))
 
 
 def recipe_name(path: str | Path) -> str:
@@ -74,23 +82,31 @@ def _extended(path: Path, seen: tuple[Path, ...]) -> Document:
         raise UserError(f"{path}: extends: files extend each other in a circle: {chain}")
     document = read_file(path)
     parent = document.value.pop("extends", None)
-    _anchor_paths(document.value, path)
+    document.references.pop(("extends",), None)
+    _anchor_paths(document, path)
     if parent is None:
         return document
     where = document.origins[("extends",)]
     if not isinstance(parent, str):
         raise UserError(f"{where}: extends: wants the path of one recipe, got {describe(parent)}")
     base = _extended(_existing(path.parent / parent, f"{where}: extends: "), (*seen, path.resolve()))
-    return Document(_merged(base.value, document.value), base.origins | document.origins)
+    kept = {key: reference for key, reference in base.references.items() if _stands(key, document.value)}
+    merged = _merged(base.value, document.value)
+    return Document(merged, base.origins | document.origins, kept | document.references)
 
 
-def _anchor_paths(value: dict[str, Any], file: Path) -> None:
+def _anchor_paths(document: Document, file: Path) -> None:
     for key in _BESIDE_THE_RECIPE:
-        place: Any = value
+        place: Any = document.value
         for part in key[:-1]:
             place = place.get(part) if isinstance(place, dict) else None
-        if isinstance(place, dict) and isinstance(place.get(key[-1]), str):
-            place[str(key[-1])] = str((file.parent / place[str(key[-1])]).resolve())
+        if not isinstance(place, dict) or not isinstance(place.get(key[-1]), str):
+            continue
+        path = Path(place[str(key[-1])])
+        place[str(key[-1])] = anchored = str((file.parent / path).resolve())
+        if (reference := document.references.get(key)) is not None:
+            text = reference.text if path.is_absolute() else f"{file.parent.resolve()}/{reference.text}"
+            document.references[key] = replace(reference, text=text, value=anchored)
 
 
 def _merged(base: Mapping[str, Any], top: Mapping[str, Any]) -> dict[str, Any]:
@@ -99,6 +115,18 @@ def _merged(base: Mapping[str, Any], top: Mapping[str, Any]) -> dict[str, Any]:
         old = value.get(name)
         value[name] = _merged(old, new) if isinstance(old, dict) and isinstance(new, dict) and new else new
     return value
+
+
+def _stands(key: Key, top: Any) -> bool:
+    """Whether what lies at `key` is still there once `top` is merged over it."""
+    place = top
+    for part in key:
+        if not isinstance(place, dict) or (not place and place is not top):
+            return False
+        if part not in place:
+            return True
+        place = place[part]
+    return False
 
 
 def _override(document: Document, text: str) -> None:
@@ -119,6 +147,9 @@ def _override(document: Document, text: str) -> None:
             place = _descend(place, step)
     document.origins[key] = COMMAND_LINE
     document.origins.update({(*key, *below): COMMAND_LINE for below in given.origins})
+    for gone in [former for former in document.references if former[: len(key)] == key]:
+        del document.references[gone]
+    document.references.update({(*key, *below): reference for below, reference in given.references.items()})
 
 
 def _step(place: Any, part: str, key: Key, name: str) -> str | int:

@@ -39,7 +39,9 @@ def explain(error: ValidationError, document: Document, file: str) -> str:
     """The first mistake (unknown keys before all else) and how many more there are."""
     errors = sorted(error.errors(), key=lambda e: e["type"] != "extra_forbidden")
     first, key = errors[0], tuple(errors[0]["loc"])
-    line = f"{_origin(document, key, file)}: " + (f"{dotted(key)}: " if key else "") + _what(first, key)
+    reference = document.references.get(key)  # whose value may be a secret
+    said = f"what {reference.variables} holds" if reference else describe(first["input"])
+    line = f"{_origin(document, key, file)}: " + (f"{dotted(key)}: " if key else "") + _what(first, key, said)
     return line + (f" (and {len(errors) - 1} more)" if len(errors) > 1 else "")
 
 
@@ -61,7 +63,8 @@ def _origin(document: Document, key: Key, file: str) -> str:
     return file
 
 
-def _what(error: ErrorDetails, key: Key) -> str:
+def _what(error: ErrorDetails, key: Key, said: str) -> str:
+    """said: what was given, in words."""
     kind, given = error["type"], error["input"]
     if kind == "extra_forbidden":
         return _GONE.get(key) or "unknown key" + _nearest_key(key)
@@ -71,16 +74,16 @@ def _what(error: ErrorDetails, key: Key) -> str:
         return str(error["ctx"]["error"])
     if kind in _LIMITS:
         name, words = _LIMITS[kind]
-        return f"wants {words} {error['ctx'][name]:g}, got {given}"
+        return f"wants {words} {error['ctx'][name]:g}, got {said.removeprefix('the number ')}"
     if kind == "literal_error":
         wanted = error["ctx"]["expected"].replace(" or ", ", ").replace("'", "")
         one_of = "one of " if "," in wanted else ""
-        return f"wants {one_of}{wanted}, got {describe(given)}" + _near_word(given, wanted.split(", "))
+        return f"wants {one_of}{wanted}, got {said}" + _near_word(given, wanted.split(", "))
     if kind in ("too_short", "too_long", "missing_argument"):
         return f"has the wrong number of entries: {error['msg'].lower()}"
     stem = kind.removesuffix("_type").removesuffix("_parsing").removesuffix("_from_float")
     if stem in _WANTED:
-        return f"wants {_WANTED[stem]}, got {describe(given)}"
+        return f"wants {_WANTED[stem]}, got {said}"
     return error["msg"][:1].lower() + error["msg"][1:]
 
 

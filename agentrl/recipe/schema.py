@@ -1,10 +1,12 @@
 """What a recipe may say. Every key has a reader, a unit and a default that was tried; an unknown key is an error."""
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, model_validator
 
 from agentrl.errors import nearest
+from agentrl.recipe.document import Key, Reference
 
 Positive = Annotated[int, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
@@ -267,6 +269,7 @@ class Recipe(Section):
     track: TrackSection = TrackSection()
     profile: ProfileSection = ProfileSection()
     output: str | None = None  # the run folder; None: runs/<recipe>-<number>
+    _references: dict[Key, Reference] = PrivateAttr(default_factory=dict)
 
     @classmethod
     def load(cls, path: str, overrides: list[str] | tuple[str, ...] = ()) -> "Recipe":
@@ -274,6 +277,20 @@ class Recipe(Section):
         from agentrl.recipe.load import load_recipe
 
         return load_recipe(path, overrides)
+
+    def with_references(self, references: Mapping[Key, Reference]) -> "Recipe":
+        """This recipe, which remembers where a `${VAR}` stood in what it was read from."""
+        recipe = self.model_copy()
+        recipe._references = dict(references)
+        return recipe
+
+    def written(self) -> dict[str, Any]:
+        """Every key as JSON values, with a Reference where a `${VAR}` stood and its value was not changed since. This,
+        and not `model_dump`, is what is written, printed and sent: values of variables may be secrets."""
+        tree = self.model_dump(mode="json")
+        for key, reference in self._references.items():
+            _refer(tree, key, reference)
+        return tree
 
     @property
     def roles(self) -> list[str]:
@@ -331,3 +348,21 @@ class Recipe(Section):
         absent["reference"] = self.algorithm.kl_coef == 0 or self.model.lora is not None
         if idle := [role for role in roles if absent[role]]:
             raise ValueError(f"cluster.pools: this recipe has no {idle[0]} that could be placed apart")
+
+
+def _refer(tree: Any, key: Key, reference: Reference) -> None:
+    """Put `reference` at `key`; what may be written short (`tools: [name]`, `profile.steps: 3`) is long in a tree."""
+    place: Any = {"": tree}
+    step: str | int = ""
+    for part in key:
+        place, step = place[step], part
+        known = part in place if isinstance(place, dict) else isinstance(place, list) and 0 <= int(part) < len(place)
+        if not known:
+            return
+    found = place[step]
+    if isinstance(found, dict) and "name" in found:
+        place, step = found, "name"
+    elif isinstance(found, list) and len(found) == 1:
+        place, step = found, 0
+    if place[step] == reference.value:
+        place[step] = reference

@@ -1,7 +1,8 @@
 """Checkpoints: `step_N/` is written aside, flushed, then renamed, so what bears its name is whole.
 
 A folder is a Hugging Face model (weights, tokenizer, chat template) with the trainer's state in `trainer/`: that of
-each role (see `saving/roles.py`), and `state.json`. It is written while the run goes on; one at a time.
+each role (see `saving/roles.py`), `state.json`, and `checksums.json` of all of it. It is written while the run goes on;
+one at a time.
 """
 
 import json
@@ -23,6 +24,8 @@ __all__ = ["ADAPTER", "Checkpoints", "NotSaved", "Saved", "save_model"]
 
 BEST = "best.json"
 STATE = "state.json"
+CHECKSUMS = "checksums.json"
+"""Below `trainer/`: the sha256 of every other file of the checkpoint."""
 _NAME = re.compile(r"step_(\d+)")
 
 
@@ -42,20 +45,55 @@ class Saved:
         """What was given to `begin`. Raises UserError."""
         return dict(self._state()["extra"])
 
-    def _state(self) -> dict[str, Any]:
-        try:
-            state: dict[str, Any] = json.loads((self.path / TRAINER / STATE).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise UserError(f"{self.path}: the trainer's state cannot be restored: {sharded.line(error)}") from error
-        return state
-
     @property
     def accuracy(self) -> float | None:
         """On the first held-out split, where it was evaluated at this step."""
         try:
             return self._state()["accuracy"]
-        except (UserError, KeyError):
+        except UserError:
             return None
+
+    def _state(self) -> dict[str, Any]:
+        path = self.path / TRAINER / STATE
+        state = self._json(path)
+        if not isinstance(state, dict) or not isinstance(state.get("extra"), dict):
+            raise self.damaged(f"{TRAINER}/{STATE} is not what this version writes")
+        accuracy = state.get("accuracy")
+        if accuracy is not None and (type(accuracy) not in (int, float) or not 0 <= accuracy <= 1):
+            raise self.damaged(f"{TRAINER}/{STATE} is not what this version writes: its accuracy is no share")
+        return {**state, "accuracy": accuracy}
+
+    def verify(self) -> None:
+        """Raises UserError: a file is missing, or has other bytes than were written. Where older versions wrote it
+        nothing is known of its bytes. Reads all of it."""
+        path = self.path / TRAINER / CHECKSUMS
+        if not path.exists():
+            return
+        sums = self._json(path)
+        if not isinstance(sums, dict) or not all(isinstance(value, str) for value in sums.values()):
+            raise self.damaged(f"{TRAINER}/{CHECKSUMS} is not what this version writes")
+        for name in sums:
+            if not disk.lies_in(self.path, name):
+                raise self.damaged(f"{TRAINER}/{CHECKSUMS} names {name!r}, which is no file of it")
+        try:
+            found = disk.checksums(self.path, list(sums))
+        except OSError as error:
+            raise self.damaged(f"{error.filename}: {error.strerror}") from error
+        if changed := [name for name in sums if found[name] != sums[name]]:
+            raise self.damaged(
+                f"{changed[0]} is not what was written (its checksum differs"
+                + (f", and those of {len(changed) - 1} more files)" if len(changed) > 1 else ")")
+            )
+
+    def damaged(self, what: str) -> UserError:
+        """The error that says so, in one line."""
+        return UserError(f"{self.path}: the trainer's state cannot be restored: {what}")
+
+    def _json(self, path: Path) -> Any:
+        try:
+            return json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError) as error:
+            raise self.damaged(sharded.line(error)) from error
 
 
 class Checkpoints:
@@ -134,6 +172,8 @@ class Checkpoints:
             pending.result()
             check_whole(aside)
             (aside / TRAINER / STATE).write_text(json.dumps(state), encoding="utf-8")
+            sums = disk.checksums(aside, disk.files(aside))
+            (aside / TRAINER / CHECKSUMS).write_text(json.dumps(sums, indent=1), encoding="utf-8")
             disk.flush(aside)
             with self._names:
                 self._name(step, aside)

@@ -14,10 +14,11 @@ from rich.table import Table
 from rich.text import Text
 
 from agentrl.errors import UserError
+from agentrl.recipe.secrets import masked_text
+from agentrl.terminal import terminal
 
 SPARKS = "▁▂▃▄▅▆▇█"
 WIDTH = 48  # of a curve, in characters
-PIPED_WIDTH = 160  # columns when the output goes to a file or a pipe
 
 
 def sparkline(values: Sequence[float], low: float = 0.0, high: float = 1.0) -> str:
@@ -38,16 +39,11 @@ def clock(seconds: float) -> str:
     return f"{hours}:{m:02d}:{s:02d}" if hours else f"{m}:{s:02d}"
 
 
-def _console() -> Console:
-    console = Console()
-    return console if console.is_terminal else Console(width=PIPED_WIDTH)
-
-
 class Display:
     """Shows step, reward, held-out accuracy, tokens a second and the time left."""
 
     def __init__(self, steps: int, title: str, console: Console | None = None, first_step: int = 0):
-        self.console = console or _console()
+        self.console = console or terminal()
         self.steps, self.title, self.first_step = steps, title, first_step
         self.rewards: list[float] = []
         self.accuracies: list[float] = []
@@ -63,7 +59,7 @@ class Display:
             TimeElapsedColumn(),
             console=self.console,
         )
-        self._bar = self._progress.add_task(title, total=steps, completed=first_step)
+        self._bar = self._progress.add_task(escape(title), total=steps, completed=first_step)
         self._live = Live(get_renderable=self._render, console=self.console, refresh_per_second=4, transient=True)
 
     def __enter__(self) -> "Display":
@@ -91,7 +87,7 @@ class Display:
 
     def note(self, text: str) -> None:
         """A line that stays."""
-        self._print(text, highlight=False, markup=False, soft_wrap=True)
+        self._print(masked_text(text), highlight=False, markup=False, soft_wrap=True)
 
     def phase(self, name: str) -> None:
         """What goes on right now (loading, sampling, training, evaluating)."""

@@ -14,14 +14,14 @@ from agentrl.recipe.load import load_recipe, recipe_name
 from agentrl.recipe.schema import Recipe
 from agentrl.report.page import write_report
 from agentrl.rollout.blocking import blocking
-from agentrl.training.changes import changes
+from agentrl.training.changes import changes, check_same_run
 from agentrl.training.checkpoint import Checkpoints, NotSaved, Saved
 from agentrl.training.display import Display
 from agentrl.training.folder_lock import FolderLock
 from agentrl.training.interrupt import Interrupted, Interrupts
 from agentrl.training.loop import Loop
 from agentrl.training.preflight import check_run
-from agentrl.training.run_folder import ERRORS, RECIPE, RunFolder
+from agentrl.training.run_folder import ERRORS, RunFolder
 from agentrl.training.saving.disk import FULL
 from agentrl.training.setup import Start, set_up
 
@@ -58,11 +58,21 @@ def train(
 
 
 def resume_run(
-    run: str, *, recipe: str | None = None, overrides: Sequence[str] = (), display: Display | None = None
+    run: str,
+    *,
+    recipe: str | None = None,
+    overrides: Sequence[str] = (),
+    force: bool = False,
+    display: Display | None = None,
 ) -> TrainResult:
-    """Go on with a run from its last checkpoint, by its own recipe, or by `recipe`; `overrides` change either."""
+    """Go on with a run from its last checkpoint, by its own recipe, or by `recipe`; `overrides` change either.
+
+    Raises UserError for one that makes it another run (see `changes.py`), unless `force`.
+    """
     folder = RunFolder.existing(run)
-    found = load_recipe(recipe or str(folder.path / RECIPE), overrides)
+    found = load_recipe(recipe or folder.recipe(), overrides)
+    if not force:
+        check_same_run(folder.recipe(), found)
     return _start(found, folder.path.name, folder, display)
 
 
@@ -111,7 +121,7 @@ def _begin(
             stack.callback(FolderLock(resumed.path).release)
             saved = _last_checkpoint(recipe, resumed, again)
         display = display or Display(recipe.train.steps, name, first_step=saved.step if saved else 0)
-        if saved and not again and (line := changes(saved.path.parents[1] / RECIPE, recipe)):
+        if resumed and not again and (line := changes(resumed.recipe(), recipe)):
             display.note(line)
         return Start(recipe, name, resumed, saved, check_run(recipe), display, interrupts, stack.pop_all())
 

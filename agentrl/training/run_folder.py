@@ -13,6 +13,8 @@ from agentrl.training.saving.disk import write_whole
 RECIPE, METRICS, TRAJECTORIES, CHECKPOINTS = "recipe.yaml", "metrics.jsonl", "trajectories", "checkpoints"
 ERRORS = "error.log"
 """Tracebacks of what ended the run, which is told in one line."""
+_LATER = re.compile(r"recipe\.resumed_(\d+)\.yaml")
+"""What a resumed run goes by, where that is not what it went by before."""
 
 
 class RunFolder:
@@ -74,27 +76,43 @@ class RunFolder:
     def checkpoints(self) -> Path:
         return self.path / CHECKPOINTS
 
-    def write_recipe(self, text: str) -> None:
-        """Raises UserError: the disk refuses it."""
+    def recipe(self) -> Path:
+        """The file of the recipe that the run goes by: what it began with, or what it was resumed with last."""
+        return self._later()[1]
+
+    def _later(self) -> tuple[int, Path]:
+        """How often the run was resumed with another recipe, and the last one."""
+        found = [(int(m[1]), path) for path in self.path.iterdir() if (m := _LATER.fullmatch(path.name))]
+        return max(found, default=(0, self.path / RECIPE))
+
+    def write_recipe(self, text: str, step: int = 0) -> None:
+        """What the run goes by after `step`. The recipe that it began with is never written over: another one is kept
+        beside it. Raises UserError: the disk refuses it."""
+        number, path = self._later()
         try:
-            write_whole(self.path / RECIPE, text)
-        except OSError as error:
-            raise UserError(f"output: cannot write into {self.path}: {error.strerror}") from error
+            if path.exists():
+                if path.read_text(encoding="utf-8").endswith(text):
+                    return
+                path = self.path / f"recipe.resumed_{number + 1}.yaml"
+                text = f"# of step {step + 1} and later\n{text}"
+            write_whole(path, text)
+        except (OSError, ValueError) as error:
+            raise UserError(f"output: cannot write into {self.path}: {getattr(error, 'strerror', error)}") from error
 
     def append_metrics(self, metrics: Mapping[str, Any]) -> None:
         with (self.path / METRICS).open("a") as file:
             file.write(json.dumps(metrics) + "\n")
 
     def metrics(self) -> list[dict[str, Any]]:
-        """Every whole line so far; a last line that a kill cut short is left out."""
-        rows = []
+        """Every whole line so far; a last line that a kill cut short is left out. Raises UserError: any other line that
+        is no row."""
         path = self.path / METRICS
-        for line in path.read_text(encoding="utf-8").split("\n") if path.exists() else []:
-            try:
-                rows.append(json.loads(line))
-            except json.JSONDecodeError:
-                continue
-        return rows
+        try:
+            lines = path.read_bytes().split(b"\n") if path.exists() else []
+        except OSError as error:
+            raise UserError(f"{path}: cannot be read: {error.strerror}") from error
+        rows = [_row(line, path, number, last=number == len(lines)) for number, line in enumerate(lines, 1) if line]
+        return [row for row in rows if row is not None]
 
     def rewind(self, step: int) -> None:
         """Drop metrics after `step`, so that a resumed run writes each step once."""
@@ -108,6 +126,21 @@ class RunFolder:
         folder = self.path / TRAJECTORIES
         folder.mkdir(exist_ok=True)
         return folder
+
+
+def _row(line: bytes, path: Path, number: int, last: bool) -> dict[str, Any] | None:
+    """None: the last line, which has no end, and is cut short."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        if last:
+            return None
+        row = None
+    if not isinstance(row, dict) or type(row.get("step")) is not int:
+        raise UserError(
+            f"{path}:{number}: is no row of metrics (an object with a whole `step`): mend or remove the line"
+        )
+    return row
 
 
 def _make(path: Path) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from agentrl.data.sampler import TaskSampler
@@ -51,7 +52,7 @@ class School:
         self.began = monotonic()
         with self._progress() as progress:
             for number, stage in enumerate(section.stages):
-                bar = progress.add_task(stage.style, total=stage.steps, said="")
+                bar = progress.add_task(escape(stage.style), total=stage.steps, said="")
                 losses = []
                 for loss, rate in self._stage(stage, number):
                     losses.append(loss)
@@ -76,7 +77,9 @@ class School:
         self.journal({"step": self.steps, "train/loss": losses[-1], "train/lr": rate, "train/tokens": self.tokens})
         done = len(losses)
         if done == stage.steps or (done % LINE_EVERY == 0 and not self.console.is_terminal):
-            self.console.print(f"{stage.style} {done}/{stage.steps}  {self._said(losses)}", highlight=False)
+            self.console.print(
+                f"{stage.style} {done}/{stage.steps}  {self._said(losses)}", highlight=False, markup=False
+            )
 
     def _stage(self, stage: SftStage, number: int) -> Iterator[tuple[float, float]]:
         train = self.recipe.train

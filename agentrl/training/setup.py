@@ -13,6 +13,7 @@ from agentrl.eval.held_out import HeldOut
 from agentrl.plugins.types import Task
 from agentrl.recipe.load import dump_recipe
 from agentrl.recipe.schema import Recipe
+from agentrl.recipe.secrets import shown
 from agentrl.rollout.player import Player
 from agentrl.training.checkpoint import ADAPTER, Checkpoints, Saved
 from agentrl.training.display import Display
@@ -78,6 +79,7 @@ def _drop_if_empty(folder: Path) -> None:
 def set_up(start: Start) -> Loop:
     """The parts of the run, put together."""
     recipe, display, interrupts, stack = start.recipe, start.display, start.interrupts, start.stack
+    _check_resumed(start)
     begins, player = _make_player(start)
     held_out, sampler = _measure(start, player)
     workplace = _make_workplace(start, begins, player)
@@ -90,13 +92,13 @@ def set_up(start: Start) -> Loop:
     start.at_end("the rollouts", lambda: interrupts.complete(rollouts.close))
     interrupts.check()
     folder = start.open_folder()
-    folder.write_recipe(dump_recipe(recipe))
+    folder.write_recipe(dump_recipe(recipe), start.saved.step if start.saved else 0)
     if hasattr(player.engine, "keep_logs"):
         player.engine.keep_logs(folder.path)
     learner = Learner(recipe, workplace)
     watch.over(learner)
     trackers = Trackers(display.note)
-    trackers.start(start.checked.trackers, folder.path, recipe.model_dump(mode="json"), stack)
+    trackers.start(start.checked.trackers, folder.path, shown(recipe), stack)
     loop = Loop(
         recipe=recipe,
         player=player,
@@ -113,13 +115,23 @@ def set_up(start: Start) -> Loop:
         trackers=trackers,
     )
     if start.saved:
-        _restore(loop, start.saved)
+        _restore(loop, start.saved, len(start.checked.tasks))
     elif start.resumed:
         folder.rewind(-1)
     if not workplace.here:  # the engine's model is what the recipe names; that of the workers may be further
         interrupts.complete(lambda: player.engine.update_weights(loop.step, workplace.weights()))
     display.note(f"run folder: {folder.path}")
     return loop
+
+
+def _check_resumed(start: Start) -> None:
+    """Raises UserError: what the run is to go on from is damaged."""
+    if start.saved is not None:
+        start.display.phase("checking the checkpoint")
+        start.saved.verify()
+        _progress(start.saved, len(start.checked.tasks))
+    if start.resumed is not None:
+        start.resumed.metrics()
 
 
 def _make_player(start: Start) -> tuple[Recipe, Player]:
@@ -199,16 +211,33 @@ def _leave_out_long(
     return [line] if line else []
 
 
-def _restore(loop: Loop, saved: Saved) -> None:
+def _progress(saved: Saved, tasks: int) -> tuple[dict[str, float], dict[str, Any]]:
+    """The held-out accuracies before the run, by split, and the sampler's position. Raises UserError."""
+    before, sampler = (saved.extra.get(name) for name in ("before", "sampler"))
+    if not isinstance(before, dict) or not all(type(value) in (int, float) for value in before.values()):
+        raise saved.damaged("`before` in its state.json is no mapping of accuracies")
+    outstanding = sampler.get("outstanding", []) if isinstance(sampler, dict) else None
+    if not isinstance(sampler, dict) or not isinstance(outstanding, list):
+        raise saved.damaged("`sampler` in its state.json is no position among the tasks")
+    counts = [sampler.get("epoch"), sampler.get("position"), *outstanding]
+    if not all(type(count) is int and count >= 0 for count in counts):
+        raise saved.damaged("`sampler` in its state.json is no position among the tasks")
+    if max(counts[1:]) >= tasks:
+        raise saved.damaged(f"it was at task {max(counts[1:])}, and now there are {tasks} tasks to train on")
+    return before, sampler
+
+
+def _restore(loop: Loop, saved: Saved, tasks: int) -> None:
     loop.workplace.load(saved.path)
-    state: dict[str, Any] = saved.extra
     loop.step = loop.learner.steps = saved.step
-    loop.before = state["before"]
+    loop.before, sampler = _progress(saved, tasks)
     if (best := loop.checkpoints.best()) is not None:
         loop.best = best.accuracy or 0.0
-    loop.rollouts.restore(saved.step, state["sampler"])
+    loop.rollouts.restore(saved.step, sampler)
     loop.folder.rewind(saved.step or -1)  # before the first step is done, step 0 is evaluated anew
-    row = state.get("unwritten")
+    row = saved.extra.get("unwritten")
+    if row and (not isinstance(row, dict) or type(row.get("step")) is not int):
+        raise saved.damaged("`unwritten` in its state.json is no row of metrics")
     if saved.step and row and row["step"] not in {written["step"] for written in loop.folder.metrics()}:
         loop.folder.append_metrics(row)
     loop.display.note(f"resumed after step {saved.step}")

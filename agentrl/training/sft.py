@@ -24,6 +24,7 @@ from agentrl.plugins.tool import Tool
 from agentrl.plugins.toolbox import Toolbox, close_all
 from agentrl.recipe.load import dump_recipe, load_recipe
 from agentrl.recipe.schema import NewModel, Recipe, SftSection
+from agentrl.terminal import terminal
 from agentrl.training.checkpoint import save_model
 from agentrl.training.examples import Demonstrator
 from agentrl.training.newmodel import bare_tokenizer, new_model, read_template, train_tokenizer
@@ -54,7 +55,7 @@ def sft(
         name, recipe = Path(recipe).stem, load_recipe(recipe)
     if recipe.sft is None:
         raise UserError("the recipe has no `sft` section: nothing says what to demonstrate")
-    console = console or Console()
+    console = console or terminal()
     if recipe.train.threads:
         torch.set_num_threads(recipe.train.threads)
     env = make_environment(recipe.env)
@@ -77,11 +78,13 @@ def sft(
         demonstrator = _demonstrator(env, tools, chat, tokenizer)
         school = School(recipe, demonstrator, model, runner, console, journal)
         parameters = sum(p.numel() for p in model.parameters()) / 1e6
-        console.print(f"model of {parameters:.2f} M parameters · training forward: {school.way}", highlight=False)
+        console.print(
+            f"model of {parameters:.2f} M parameters · training forward: {school.way}", highlight=False, markup=False
+        )
         losses = school.teach(recipe.sft)
         dtype = torch.bfloat16 if recipe.sft.new_model else next(model.parameters()).dtype
         save_model(model.to(dtype), tokenizer, folder)
-    console.print(f"model: {folder}", highlight=False)
+    console.print(f"model: {folder}", highlight=False, markup=False)
     last = losses[-max(1, len(losses) // 10) :]
     return SftResult(folder, sum(last) / len(last), school.steps, school.tokens, monotonic() - school.began)
 

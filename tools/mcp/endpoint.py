@@ -11,6 +11,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from agentrl.errors import UserError
+from agentrl.recipe.secrets import masked_text, masked_words
 
 _KEPT_LINES = 6
 _KEPT_CHARACTERS = 300  # of a line
@@ -44,11 +45,11 @@ class Command:
 
     command: str
     args: tuple[str, ...] = ()
-    env: Mapping[str, str] = field(default_factory=dict)
+    env: Mapping[str, str] = field(default_factory=dict, repr=False)
     cwd: str | None = None
 
     def __str__(self) -> str:
-        return f"MCP server {Path(self.command).name} {' '.join(self.args)}".strip()[:120]
+        return f"MCP server {Path(self.command).name} {' '.join(masked_words(self.args))}".strip()[:120]
 
     def check(self) -> None:
         if self.cwd is not None and not Path(self.cwd).is_dir():
@@ -66,7 +67,7 @@ class Command:
 @dataclass(frozen=True)
 class Url:
     url: str
-    headers: Mapping[str, str] = field(default_factory=dict)
+    headers: Mapping[str, str] = field(default_factory=dict, repr=False)
 
     def __str__(self) -> str:
         parts = urlsplit(self.url)
@@ -74,7 +75,7 @@ class Url:
 
     def check(self) -> None:
         if not self.url.startswith(("http://", "https://")):
-            raise UserError(f"tool source 'mcp': url {self.url!r} does not begin with http:// or https://")
+            raise UserError(f"tool source 'mcp': url {masked_text(self.url)!r} does not begin with http:// or https://")
 
     @asynccontextmanager
     async def transport(self, diary: Diary) -> AsyncIterator[Any]:

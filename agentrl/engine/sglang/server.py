@@ -17,6 +17,7 @@ from agentrl.engine.sglang.client import Client, ServerError, Sessions
 from agentrl.engine.sglang.command import LaunchPlan
 from agentrl.engine.sglang.reach import ANY, LOOPBACK, url_of
 from agentrl.errors import UserError
+from agentrl.recipe.secrets import masked_words
 
 END_SECONDS = 60.0
 """For the keeper to end what it keeps; it has limits of its own, and this is more than all of them."""
@@ -69,7 +70,7 @@ class Server:
             self.log.chmod(0o600)  # SGLang writes it down among its arguments
         self._began = self.log.stat().st_size
         command, removal = self._plan.launch(port, self._index)
-        self._file.write(f"$ {' '.join(command)}\n".encode())
+        self._file.write(f"$ {' '.join(masked_words(command))}\n".encode())
         self._file.flush()
         try:
             self._keeper = subprocess.Popen(

@@ -1,13 +1,35 @@
 """Files that are there after a power cut, and one line for what a disk refuses."""
 
 import errno
+import hashlib
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 """The disk has no room, or this user no share of it."""
+
+
+def files(folder: Path) -> list[str]:
+    """Every file below `folder`, relative to it."""
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+
+
+def lies_in(folder: Path, name: str) -> bool:
+    """Whether `name`, which may come from anybody, is a file below `folder`, and nothing that a link leads to."""
+    path = folder / name
+    return path.is_file() and path.resolve().is_relative_to(folder.resolve())
+
+
+def checksums(folder: Path, names: Sequence[str]) -> dict[str, str]:
+    """Name -> sha256 in hexadecimal digits. Raises OSError. (One by one: a save that goes on while the process ends can
+    start no thread.)"""
+    found = {}
+    for name in names:
+        with (folder / name).open("rb") as file:
+            found[name] = hashlib.file_digest(file, "sha256").hexdigest()
+    return found
 
 
 def flush(folder: Path) -> None:

@@ -14,11 +14,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from agentrl.training.saving import metadata
 
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
-METADATA = ".metadata"
 UNREADABLE = (OSError, ValueError, KeyError, RuntimeError, EOFError, pickle.UnpicklingError, CheckpointException)
 """What comes of files that are missing, damaged, or of something else."""
 
@@ -37,20 +37,16 @@ def write(tensors: Mapping[str, Tensor], folder: Path, group: Any = None) -> Non
 
 def describe(folder: Path) -> Described:
     """What was written there. Raises OSError, pickle.UnpicklingError and others where it is none or is damaged."""
-    entries = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
-    return {
-        name: (tuple(entry.size), entry.properties.dtype)
-        for name, entry in entries.items()
-        if isinstance(entry, TensorStorageMetadata)
-    }
+    entries: Mapping[str, Any] = metadata.read(folder / metadata.FILE).state_dict_metadata
+    return {name: (tuple(entry.size), entry.properties.dtype) for name, entry in entries.items()}
 
 
 def missing(folder: Path) -> str | None:
     """The first file that was written to `folder`, and is not there or not as long as it was; None: all are whole."""
-    if not (folder / METADATA).is_file():
-        return METADATA
+    if not (folder / metadata.FILE).is_file():
+        return metadata.FILE
     ends: dict[str, int] = {}
-    for place in dcp.FileSystemReader(folder).read_metadata().storage_data.values():
+    for place in metadata.read(folder / metadata.FILE).storage_data.values():
         ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
     whole = {name for name, end in ends.items() if (folder / name).is_file() and (folder / name).stat().st_size >= end}
     return min(ends.keys() - whole, default=None)
@@ -58,7 +54,7 @@ def missing(folder: Path) -> str | None:
 
 def read(tensors: Mapping[str, Tensor], folder: Path) -> None:
     """Into `tensors`, in place, each rank its own part; no collective. A dtype may differ from what was written."""
-    dcp.load(dict(tensors), storage_reader=dcp.FileSystemReader(folder), no_dist=True)
+    dcp.load(dict(tensors), storage_reader=metadata.Reader(folder), no_dist=True)
 
 
 def line(error: BaseException) -> str:

@@ -1,0 +1,95 @@
+"""What is shown of a recipe that may hold secrets: their keys, and `***` for their values.
+
+Secrets belong into `${VAR}`, which is kept and written as it stands. This hides those that were written out all the
+same: by people, and by versions that wrote the values of variables into their run folders.
+"""
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from agentrl.recipe.document import Reference
+from agentrl.recipe.schema import Recipe
+
+MASK = "***"
+FREE = "args"
+"""Keys of a recipe's own hold no secrets; below `args` is whatever a plugin takes."""
+
+_WORDS = r"(?:key|token|secret|pass(?:word|wd|phrase)?|credential|auth(?:orization|entication)?|cookie)s?"
+_NAME = re.compile(rf"(?:.*[^a-z])?(?:api|access|private)?{_WORDS}", re.IGNORECASE | re.DOTALL)
+_ALL_BELOW = ("headers", "env")
+_CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
+_IN_TEXT = (
+    (re.compile(r"(?<=://)[^/\s@]+(?=@)"), MASK),  # https://user:password@host
+    (re.compile(rf"([?&;][^=&;\s]*{_WORDS}=)[^&;\s]+", re.IGNORECASE), rf"\1{MASK}"),
+    (
+        re.compile(rf"^(-*[\w-]*{_WORDS}=)(?!\d+\b).+", re.IGNORECASE | re.DOTALL),
+        rf"\1{MASK}",
+    ),  # --token=..., API_KEY=...
+    (
+        re.compile(rf"({_WORDS}['\"]?\s*[=:]\s*(['\"]))(?:(?!\2).){{6,}}(?=\2)", re.IGNORECASE),
+        rf"\1{MASK}",
+    ),  # api_key='...'
+    (re.compile(r"\b(bearer\s+)[\w.~+/=-]{16,}", re.IGNORECASE), rf"\1{MASK}"),
+)
+
+
+def masked(value: Any, free: bool = False) -> Any:
+    """A recipe's tree, as `Recipe.written` gives it, without secrets. free: it lies below a plugin's arguments."""
+    if isinstance(value, dict):
+        return {
+            key: _hidden(item) if free and is_secret(key, item) else masked(item, free or key == FREE)
+            for key, item in value.items()
+        }
+    if isinstance(value, list | tuple):
+        return masked_words(value) if free else [masked(item) for item in value]
+    if isinstance(value, Reference):
+        return Reference(masked_text(value.text), value.plain, None)
+    return masked_text(value) if isinstance(value, str) else value
+
+
+def shown(recipe: Recipe) -> dict[str, Any]:
+    """The recipe as JSON values, without secrets, with the text of a reference where a `${VAR}` stood."""
+    found: dict[str, Any] = _plain(masked(recipe.written()))
+    return found
+
+
+def _plain(tree: Any) -> Any:
+    if isinstance(tree, dict):
+        return {key: _plain(item) for key, item in tree.items()}
+    if isinstance(tree, list):
+        return [_plain(item) for item in tree]
+    return tree.text if isinstance(tree, Reference) else tree
+
+
+def masked_words(words: Sequence[Any]) -> list[Any]:
+    """A list, such as the arguments of a command: what follows `--token` is hidden as what lies at `token` is."""
+    found = []
+    for before, word in zip((None, *words), words, strict=False):
+        option = isinstance(before, str) and before.startswith("-") and is_secret(before, word)
+        found.append(_hidden(word) if option else masked(word, free=True))
+    return found
+
+
+def masked_text(text: str) -> str:
+    """Passwords of URLs, `token=...` and the like in any text."""
+    for pattern, shown in _IN_TEXT:
+        text = pattern.sub(shown, text)
+    return text
+
+
+def is_secret(name: str, value: Any) -> bool:
+    """Whether what lies at a key of this name is hidden. `max_tokens: 256` is a count."""
+    counted = isinstance(value, int | float) and name.endswith("s")
+    return name.lower() in _ALL_BELOW or (not counted and _NAME.fullmatch(_CAMEL.sub("_", name)) is not None)
+
+
+def _hidden(value: Any) -> Any:
+    """Names stay, and variables; values go, but for what is no secret: a switch, nothing."""
+    if isinstance(value, dict):
+        return {key: _hidden(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_hidden(item) for item in value]
+    if isinstance(value, Reference):
+        return Reference(value.variables, value.plain, None)
+    return value if isinstance(value, bool) or not value else MASK

@@ -15,6 +15,7 @@ from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError
 
 from agentrl.errors import UserError, nearest
 from agentrl.plugins.environment import Environment
+from agentrl.plugins.exits import PluginExitError, contained, text_of
 from agentrl.plugins.mixture import Mixture
 from agentrl.plugins.source import ToolSource
 from agentrl.plugins.tool import Tool
@@ -158,13 +159,15 @@ def tasks_of(env: Environment, split: str) -> Sequence[Task]:
         return env.tasks(split)
     except UserError:
         raise
-    except Exception as error:  # the boundary: an environment may raise anything
-        raise UserError(f"environment {env.name!r}: tasks({split!r}) failed: {reason(error)}") from error
+    except BaseException as error:  # the boundary: an environment may raise anything
+        raise UserError(f"environment {env.name!r}: tasks({split!r}) failed: {reason(contained(error))}") from error
 
 
 def reason(error: BaseException) -> str:
     """An exception as one line: its type and its message."""
-    text = " ".join(str(error).split())
+    if isinstance(error, PluginExitError) and error.__cause__ is not None:
+        error = error.__cause__
+    text = " ".join(text_of(error).split())
     if isinstance(error, UserError):
         return text
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -9,10 +9,9 @@ from enum import StrEnum
 from agentrl.plugins.types import Task
 from agentrl.rollout.driver import Driver
 from agentrl.rollout.garbage import rare_collections
-from agentrl.rollout.request import AsyncRolloutRequest, Opening
+from agentrl.rollout.request import Opening
 from agentrl.rollout.seeds import Seed
 from agentrl.rollout.trajectory import FinishReason, Group, Trajectory
-from agentrl.rollout.watch import leave_behind
 
 
 class Contrast(StrEnum):
@@ -96,7 +95,7 @@ async def _sample(driver: Driver, group: _Growing, index: int, seed: Seed) -> Tr
         request = driver.request(
             group.task, group.first + index, seed=seed, attempt=len(failures), opening=group.opening
         )
-        trajectory = await _drive(driver, request)
+        trajectory = await driver.drive(request)
         failure = trajectory.failure
         if failure is None or trajectory.finish is FinishReason.ABORTED or len(failures) >= driver.limits.retries:
             break
@@ -105,20 +104,3 @@ async def _sample(driver: Driver, group: _Growing, index: int, seed: Seed) -> Tr
         extra = {**trajectory.extra, "retried": tuple(failures)} if failures else trajectory.extra
         trajectory = replace(trajectory, sample=index, extra=extra)
     return trajectory
-
-
-async def _drive(driver: Driver, request: AsyncRolloutRequest) -> Trajectory:
-    """Drive it in a task of its own, which is left behind when a plugin swallows every cancellation."""
-    task = asyncio.create_task(driver.drive(request))
-    try:
-        await asyncio.wait({task}, timeout=driver.patience)
-    except asyncio.CancelledError:
-        task.cancel()
-        await asyncio.wait({task}, timeout=driver.patience - driver.limits.timeout)
-        if not task.done():
-            leave_behind(task)
-        raise
-    if task.done():
-        return task.result()
-    leave_behind(task)
-    return await driver.abandon(request)

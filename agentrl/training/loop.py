@@ -157,7 +157,8 @@ class Loop:
             write_journal(self.folder.trajectories, name, groups, solved)
 
     def _write_down(self, metrics: Mapping[str, Any]) -> None:
-        self.folder.append_metrics(metrics)
+        if bad := self.folder.append_metrics(metrics):
+            self.display.note(f"step {metrics['step']}: not finite, and so not in metrics.jsonl: {', '.join(bad)}")
         self.trackers.log(metrics["step"], metrics)
 
     def save(self) -> None:

@@ -80,7 +80,7 @@ def sft(
     return SftResult(folder, sum(last) / len(last), school.steps, school.tokens, monotonic() - school.began)
 
 
-def _places(output: str | None, recipe: Recipe, name: str) -> tuple[Path, Callable[[dict[str, float]], None]]:
+def _places(output: str | None, recipe: Recipe, name: str) -> tuple[Path, Callable[[dict[str, float]], object]]:
     """The model's folder, and who takes the metrics: a new run folder unless `output` names a folder for the model."""
     if output is None:
         run = RunFolder.create(recipe.output, name)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.errors import UserError
+from agentrl.plugins.exits import contained
 from agentrl.plugins.tracker import Tracker
 from agentrl.rollout.failures import describe
 
@@ -29,8 +30,8 @@ class Trackers:
             try:
                 tracker = make()
                 tracker.start(folder, recipe)
-            except Exception as error:  # boundary: it is somebody's code, and its server
-                raise UserError(f"track.trackers: {name} cannot start: {describe(error)}") from error
+            except BaseException as error:  # boundary: it is somebody's code, and its server
+                raise UserError(f"track.trackers: {name} cannot start: {describe(contained(error))}") from error
             stack.callback(self._finish, name, tracker)
             self._told[name] = tracker
 
@@ -38,15 +39,16 @@ class Trackers:
         for name, tracker in list(self._told.items()):
             try:
                 tracker.log(step, metrics)
-            except Exception as error:  # noqa: BLE001 - boundary: the run goes on without it
+            except BaseException as error:  # noqa: BLE001 - boundary: the run goes on without it
+                why = describe(contained(error))
                 del self._told[name]
                 self._say(
-                    f"track.trackers: {name} failed at step {step} and is told nothing more: {describe(error)} "
+                    f"track.trackers: {name} failed at step {step} and is told nothing more: {why} "
                     "(metrics.jsonl has everything)"
                 )
 
     def _finish(self, name: str, tracker: Tracker) -> None:
         try:
             tracker.finish()
-        except Exception as error:  # noqa: BLE001 - boundary: the run has ended, well or with an error of its own
-            self._say(f"track.trackers: {name} could not finish: {describe(error)}")
+        except BaseException as error:  # noqa: BLE001 - boundary: the run has ended, well or with an error of its own
+            self._say(f"track.trackers: {name} could not finish: {describe(contained(error))}")

@@ -1,5 +1,6 @@
 """`Player`: the parts that play tasks, put together from a recipe: environment, tools, model, chat, engine, driver."""
 
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from agentrl.data.prompts import PromptLengths, measure_prompts
 from agentrl.engine.base import Engine
 from agentrl.models.load import load_model, load_shape, resolve
 from agentrl.plugins.environment import Environment
+from agentrl.plugins.exits import contained
 from agentrl.plugins.parts import check_weights, known_parts
 from agentrl.plugins.registry import load, make_engine, make_environment, make_message_engine
 from agentrl.plugins.rewards import MODEL, Rewards, make_rewards
@@ -18,11 +20,14 @@ from agentrl.plugins.toolbox import Toolbox
 from agentrl.plugins.types import Task
 from agentrl.recipe.schema import Recipe
 from agentrl.rollout.driver import Driver
+from agentrl.rollout.failures import describe
 from agentrl.rollout.groups import roll_out
 from agentrl.rollout.hooks import STEP
 from agentrl.rollout.scorer import Scorer
 from agentrl.rollout.seeds import Seed
 from agentrl.rollout.trajectory import Group
+
+_log = logging.getLogger("agentrl.rollout")
 
 
 @dataclass(slots=True)
@@ -157,10 +162,17 @@ class Player:
         return f"model {self.recipe.model.path} ({size} parameters) · {rest}"
 
     async def close(self) -> None:
-        """Once, when the run ends: tools and environment free what they held, the engine stops."""
-        async with AsyncExitStack() as stack:  # each is closed, whatever another one raises
-            for one in (self.engine, self.env, self.rewards, self.toolbox):
-                stack.push_async_callback(one.close)
+        """Once, when the run ends: tools and environment free what they held, the engine stops. Whatever one raises is
+        logged, each is closed, and what was played stands."""
+        async with AsyncExitStack() as stack:
+            for name in ("engine", "env", "rewards", "toolbox"):
+                stack.push_async_callback(self._close, name)
+
+    async def _close(self, name: str) -> None:
+        try:
+            await getattr(self, name).close()
+        except BaseException as error:  # noqa: BLE001 - boundary: the run has ended, well or with an error of its own
+            _log.warning("%s.close: %s", name, describe(contained(error)))
 
 
 def prepare_torch(recipe: Recipe) -> None:

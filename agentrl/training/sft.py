@@ -19,6 +19,7 @@ from agentrl.chat.template import Template
 from agentrl.errors import UserError
 from agentrl.models.load import load_model
 from agentrl.plugins.environment import Environment
+from agentrl.plugins.exits import PluginProofLoop
 from agentrl.plugins.registry import make_environment, tasks_of
 from agentrl.plugins.tool import Tool
 from agentrl.plugins.toolbox import Toolbox
@@ -59,7 +60,7 @@ def sft(
         torch.set_num_threads(recipe.train.threads)
     env = make_environment(recipe.env)
     with ExitStack() as stack:
-        runner = stack.enter_context(asyncio.Runner())
+        runner = stack.enter_context(asyncio.Runner(loop_factory=PluginProofLoop))
         stack.callback(lambda: runner.run(env.close()))
         toolbox = runner.run(Toolbox.open(recipe.tools, env))
         stack.callback(lambda: runner.run(toolbox.close()))

@@ -10,8 +10,9 @@ from collections import Counter
 from itertools import count, product
 
 import pytest
-from fakes import Echo, Env, Hooks, ScriptedEngine, call, make_driver
+from fakes import CharChat, Echo, Env, Hooks, ScriptedEngine, call, make_driver
 
+from agentrl.data.prompts import measure_prompts
 from agentrl.plugins.exits import run
 from agentrl.plugins.reward import GroupReward, Reward
 from agentrl.plugins.rewards import Rewards
@@ -370,3 +371,12 @@ def test_an_engine_and_a_chat_that_exit_fail_their_requests(tmp_path, hasty):
 def test_the_loop_gives_what_its_own_work_raises():
     with pytest.raises(SystemExit):
         run(raises(SystemExit, 5)())
+
+
+@pytest.mark.parametrize("act", [name for name in (*RAISED, *CANCELS, *VALUES) if name != "hang"])
+def test_prompts_are_measured_whatever_create_does(act, hasty):
+    does = {**RAISED, **CANCELS, **{name: lambda *_, v=v, **__: v for name, v in VALUES.items()}}[act]
+    env = Env(create=hook_of(does, [{"role": "user", "content": "?"}]))
+    lengths = run(measure_prompts(env, [], CharChat(), [Task(BAD, {}), Task(GOOD, {})], 100))
+    assert lengths.lengths[0] == 0 or act == "self-cancel-at-end"
+    assert lengths.lengths[1] > 0

@@ -30,6 +30,10 @@ class StoppedAgain(KeyboardInterrupt):
     """A person asked a second time that the run stop. Any other KeyboardInterrupt was raised by code."""
 
 
+class PluginExitError(Exception):
+    """A plugin raised what is no Exception; `__cause__` is what."""
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """A hint such as `; did you mean 'calculator'?`, or the known names when none is near."""
     names = sorted(known)
@@ -59,6 +63,8 @@ def ask(whose: str, function: Callable[..., T], *arguments: Any) -> T:
 
 def reason(error: BaseException) -> str:
     """An exception as one line: its type and its message."""
+    if isinstance(error, PluginExitError) and error.__cause__ is not None:
+        error = error.__cause__
     try:
         text = " ".join(str(error).split())[:_LINE]
     except Exception:  # noqa: BLE001 - it is a stranger's, whose `__str__` may raise too
@@ -70,6 +76,8 @@ def reason(error: BaseException) -> str:
 
 def described(error: BaseException) -> str:
     """`reason`, and the line of code that it comes from: the last that belongs to no library, where there is one."""
+    if isinstance(error, PluginExitError) and error.__cause__ is not None:
+        error = error.__cause__
     frames = traceback.extract_tb(error.__traceback__)
     return reason(error) + (_at(_blamed(frames, -1)) if frames else "")
 

@@ -65,7 +65,7 @@ def _parse_call(match: "re.Match[str]") -> ParsedCall:
         return ParsedCall(name, {}, match.group(), "the call was cut off")
     try:
         arguments = json.loads(body)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         return ParsedCall(name, {}, match.group(), f"the arguments are no JSON: {error}")
     return ParsedCall(name, arguments, match.group())
 

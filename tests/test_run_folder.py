@@ -1,4 +1,5 @@
 import fcntl
+import math
 import os
 import subprocess
 import sys
@@ -102,3 +103,15 @@ def test_rewind_keeps_the_steps_up_to_the_checkpoint_and_drops_a_cut_line(tmp_pa
     folder.rewind(3)
     folder.append_metrics({"step": 4})
     assert [row["step"] for row in folder.metrics()] == [0, 1, 2, 3, 4]
+
+
+def test_what_is_not_finite_is_named_in_the_line_and_left_out(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    bad = folder.append_metrics({"step": 1, "train/loss": math.nan, "a": 1.5, "b": -math.inf, "c": "NaN"})
+    assert bad == ["train/loss", "b"]
+    assert (tmp_path / "metrics.jsonl").read_text() == (
+        '{"step": 1, "a": 1.5, "c": "NaN", "not_finite": ["train/loss", "b"]}\n'
+    )
+    assert folder.append_metrics({"step": 2}) == []
+    folder.rewind(1)
+    assert [row["step"] for row in folder.metrics()] == [1]

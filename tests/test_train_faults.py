@@ -79,6 +79,7 @@ def test_a_reward_that_raises_costs_its_own_samples_alone(tmp_path: Path, capsys
 
 MISBEHAVING = [
     ("Raising", "Error: RuntimeError: out of paper"),
+    ("Leaving", "Error: SystemExit: 0"),
     ("Hanging", "Error: it did not answer within 0.1 seconds"),
     ("Flooding", "characters left out"),
 ]
@@ -98,6 +99,7 @@ def test_a_tool_that_misbehaves_is_told_and_counted_and_the_run_learns_on(
     assert calls > 0
     assert row["tool/calculator/errors"] == (0 if tool == "Flooding" else calls)
     assert row["rollout/failed"] == 0
+    assert row["rollout/release_errors"] == (8 if tool == "Leaving" else 0)
     assert row["groups/varied"] == 2
     said = [m["content"] for t in played(result, 1) for m in t["messages"] if m["role"] == "tool"]
     assert any(words in text for text in said)

@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import signal
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -103,6 +104,22 @@ class _Calculator(Tool):
 class Raising(_Calculator):
     async def execute(self, session: Session, **arguments: Any) -> str:
         raise RuntimeError("out of paper")
+
+
+class Leaving(_Calculator):
+    """Ends the program, as it thinks, also in a task that it starts and in a callback; its release does so too."""
+
+    async def execute(self, session: Session, **arguments: Any) -> str:
+        loop = asyncio.get_running_loop()
+        session.state = loop.create_task(self._leave())
+        loop.call_soon(sys.exit, 0)
+        sys.exit(0)
+
+    async def _leave(self) -> None:
+        raise KeyboardInterrupt
+
+    async def release(self, session: Session, **kwargs: Any) -> None:
+        sys.exit(0)
 
 
 class Hanging(_Calculator):

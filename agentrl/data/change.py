@@ -8,6 +8,7 @@ from typing import Any
 from agentrl.data.files import Parquet
 from agentrl.data.rows import Listed, Row, Rows
 from agentrl.errors import UserError, reason
+from agentrl.plugins.exits import contained
 from agentrl.plugins.registry import load_path
 
 _log = logging.getLogger("agentrl.data")
@@ -58,9 +59,9 @@ class _Call:
         fields = {name: value for name, value in row.items() if name != _NUMBER}
         try:
             return self.function(fields)
-        except Exception as error:  # noqa: BLE001 - a user's function may raise anything; a cause may not pickle
+        except BaseException as error:  # noqa: BLE001 - a user's function may raise anything; a cause may not pickle
             place = f"row {row[_NUMBER]} of {self.what}"
-            raise UserError(f"{self._key} {self.path} raised at {place}: {reason(error)}") from None
+            raise UserError(f"{self._key} {self.path} raised at {place}: {reason(contained(error))}") from None
 
     @property
     def _key(self) -> str:

@@ -11,6 +11,7 @@ from time import monotonic
 from agentrl.chat.base import Chat, Measuring, Opening
 from agentrl.errors import UserError
 from agentrl.plugins.environment import Environment
+from agentrl.plugins.exits import contained, said
 from agentrl.plugins.tool import Tool
 from agentrl.plugins.toolbox import offered
 from agentrl.plugins.types import Message, Session, Task
@@ -56,7 +57,8 @@ async def measure_prompts(
     lengths: list[int] = []
     for start in range(0, len(tasks), AT_ONCE):
         some = tasks[start : start + AT_ONCE]
-        openings = await asyncio.gather(*(_opening(env, task) for task in some))
+        each = await asyncio.gather(*(_opening(env, task) for task in some), return_exceptions=True)
+        openings = [() if isinstance(one, BaseException) else one for one in each]  # it cancelled its own task
         shown = [[schema(tool) for tool in offered(task, tools, env).values()] for task in some]
         lengths += _lengths(chat, list(zip(openings, shown, strict=True)))
     return PromptLengths(tuple(lengths), limit)
@@ -65,8 +67,21 @@ async def measure_prompts(
 def _lengths(chat: Chat, openings: Sequence[Opening]) -> list[int]:
     """Tokens of each; 0 where there is no message."""
     real = [opening for opening in openings if opening[0]]
-    counted = iter(chat.lengths(real) if isinstance(chat, Measuring) else [len(chat.render(*one)) for one in real])
+    try:
+        counted = iter(chat.lengths(real) if isinstance(chat, Measuring) else [len(chat.render(*one)) for one in real])
+    except UserError:
+        raise
+    except Exception:  # noqa: BLE001 - of messages that are none: which one it was is found out
+        counted = iter([_length(chat, one) for one in real])
     return [next(counted) if messages else 0 for messages, _ in openings]
+
+
+def _length(chat: Chat, opening: Opening) -> int:
+    try:
+        return len(chat.render(*opening))
+    except Exception as error:  # noqa: BLE001 - said and counted when its requests fail alike
+        _log.debug("an opening cannot be rendered: %s", said(error))
+        return 0
 
 
 async def _opening(env: Environment, task: Task) -> Sequence[Message]:
@@ -76,8 +91,8 @@ async def _opening(env: Environment, task: Task) -> Sequence[Message]:
     try:
         async with asyncio.timeout(OPENING_SECONDS):
             messages = await env.create(session, **task.create_kwargs)
-    except Exception as error:  # noqa: BLE001 - said and counted when its requests fail alike
-        _log.debug("%s: %s.create: %s", task.id, env.name, error, exc_info=error)
+    except BaseException as error:  # noqa: BLE001 - said and counted when its requests fail alike
+        _log.debug("%s: %s.create: %s", task.id, env.name, said(contained(error)))
     finally:
         await _release(env, session)
     return messages
@@ -87,5 +102,5 @@ async def _release(env: Environment, session: Session) -> None:
     try:
         async with asyncio.timeout(OPENING_SECONDS):
             await env.release(session)
-    except Exception as error:  # noqa: BLE001 - one environment's release must not end the run
-        _log.warning("%s: %s.release: %s: %s", session.id, env.name, type(error).__name__, error)
+    except BaseException as error:  # noqa: BLE001 - one environment's release must not end the run
+        _log.warning("%s: %s.release: %s", session.id, env.name, said(contained(error)))

@@ -17,6 +17,7 @@ from agentrl.data.change import Change
 from agentrl.data.files import WANTED, file_type, read_files, stem
 from agentrl.data.rows import Chosen, Listed, Row, Rows
 from agentrl.errors import UserError, nearest, reason
+from agentrl.plugins.exits import contained
 from agentrl.plugins.registry import load_path
 
 _log = logging.getLogger("agentrl.data")
@@ -180,8 +181,8 @@ class _Function:
             rows = Listed(made if _is_sequence(made) else list(made), what)
         except UserError:
             raise
-        except Exception as error:  # the boundary: a user's function may raise anything
-            raise UserError(f"env.source: {what} raised: {reason(error)}") from error
+        except BaseException as error:  # the boundary: a user's function may raise anything
+            raise UserError(f"env.source: {what} raised: {reason(contained(error))}") from error
         return _some(rows)
 
 

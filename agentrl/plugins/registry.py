@@ -15,6 +15,7 @@ from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError
 
 from agentrl.errors import UserError, nearest, reason
 from agentrl.plugins.environment import Environment
+from agentrl.plugins.exits import contained
 from agentrl.plugins.mixture import Mixture
 from agentrl.plugins.source import ToolSource
 from agentrl.plugins.tool import Tool
@@ -159,8 +160,8 @@ def tasks_of(env: Environment, split: str) -> Sequence[Task]:
         return env.tasks(split)
     except UserError:
         raise
-    except (Exception, SystemExit) as error:  # the boundary: an environment may raise anything
-        raise UserError(f"environment {env.name!r}: tasks({split!r}) failed: {reason(error)}") from error
+    except BaseException as error:  # the boundary: an environment may raise anything
+        raise UserError(f"environment {env.name!r}: tasks({split!r}) failed: {reason(contained(error))}") from error
 
 
 def _makes(made: Any, wanted: type | tuple[type, ...]) -> bool:

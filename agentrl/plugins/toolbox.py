@@ -5,8 +5,9 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any, Self
 
-from agentrl.errors import StoppedAgain, UserError, described, nearest
+from agentrl.errors import UserError, described, nearest
 from agentrl.plugins.environment import Environment
+from agentrl.plugins.exits import contained
 from agentrl.plugins.registry import find, make_tool
 from agentrl.plugins.source import ToolSource
 from agentrl.plugins.tool import Tool
@@ -50,10 +51,8 @@ async def close_all(parts: Mapping[str, Any]) -> list[str]:
     for name, part in parts.items():
         try:
             await part.close()
-        except StoppedAgain:
-            raise
-        except (Exception, SystemExit, KeyboardInterrupt) as error:  # noqa: BLE001 - boundary: it is a stranger's code
-            lines.append(f"{name} could not be closed: {described(error)}")
+        except BaseException as error:  # noqa: BLE001 - boundary: it is a stranger's code
+            lines.append(f"{name} could not be closed: {described(contained(error))}")
     return lines
 
 

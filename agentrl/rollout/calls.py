@@ -6,11 +6,12 @@ What the model did wrong comes back as a message that it can act on; nothing her
 import asyncio
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from agentrl.chat.base import Chat, ParsedCall, ParsedTurn
 from agentrl.errors import nearest
+from agentrl.plugins.exits import contained, said, text_of
 from agentrl.plugins.tool import Tool
 from agentrl.plugins.types import ArgumentError, InfrastructureError, Message, ToolKwargs, ToolResponse
 from agentrl.recipe.schema import RolloutSection
@@ -18,10 +19,12 @@ from agentrl.rollout.hooks import finite
 from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.rollout.text import bound_text
 from agentrl.rollout.trajectory import Boundary, ToolUse
-from agentrl.rollout.watch import DeadlineExceededError, Watch
+from agentrl.rollout.watch import CancelledFromWithinError, DeadlineExceededError, Watch
 
 _NAME = 64  # characters of a tool's name, as a model may write it, that are kept
 _LINE = 300  # characters of an error line that are kept for the metrics
+_DEPTH = 64  # lists and objects in each other that a call's arguments may have
+_LARGEST = 1e100  # what a tool's metric may be, so that sums of them stay finite
 _NO_KWARGS = ToolKwargs()
 _EMPTY = ToolResponse()
 _NONE: Mapping[str, float] = {}  # one for all: thousands of requests keep theirs
@@ -44,7 +47,7 @@ class Answer:
     arguments: dict[str, Any] | None = None
     seconds: float = 0.0
     late: bool = False
-    broken: InfrastructureError | None = None
+    broken: Exception | None = None
 
     def message(self, text: str) -> Message:
         """The tool's message, with `text` bounded already."""
@@ -85,6 +88,27 @@ def assistant_message(parsed: ParsedTurn, turn: int) -> Message:
     return message
 
 
+def bounded(parsed: ParsedTurn) -> ParsedTurn:
+    """`parsed`, with an error for each call whose arguments are nested too deeply for the code that they go through."""
+    if not any(_may_be_deep(call) for call in parsed.calls):
+        return parsed
+    return replace(parsed, calls=tuple(_shallow(call) if _may_be_deep(call) else call for call in parsed.calls))
+
+
+def _may_be_deep(call: ParsedCall) -> bool:
+    return len(call.raw) > _DEPTH and call.raw.count("[") + call.raw.count("{") > _DEPTH
+
+
+def _shallow(call: ParsedCall) -> ParsedCall:
+    level: list[Any] = [call.arguments]
+    for _ in range(_DEPTH):
+        level = [item for one in level for item in (one.values() if isinstance(one, dict) else one)]
+        level = [item for item in level if isinstance(item, dict | list)]
+        if not level:
+            return call
+    return replace(call, arguments={}, error=f"the arguments are nested more than {_DEPTH} deep")
+
+
 def as_text(messages: Sequence[Message]) -> Sequence[Message]:
     """The messages as a model that reads text only gets them: a tool's images are named, not shown."""
     if not any(m["role"] == "tool" and isinstance(m["content"], list) for m in messages):
@@ -114,7 +138,7 @@ class Caller:
         self, request: AsyncRolloutRequest, calls: Sequence[ParsedCall], turn_deadline: float, watch: Watch
     ) -> Answers:
         """Run the calls and record them in the request: tool uses, step rewards. `turn_deadline` as time.monotonic().
-        Raises where a tool's step reward is no number, and the InfrastructureError of a tool."""
+        Raises where a tool's step reward is no number, a tool's InfrastructureError, and CancelledFromWithinError."""
         allowed = min(self._limits.max_tool_calls_per_turn, self._limits.max_tool_calls - request.tool_calls)
         accepted = calls[:allowed]
         request.tool_calls += len(accepted)
@@ -157,7 +181,7 @@ class Caller:
         return answers
 
     async def _execute_in_task(self, request: AsyncRolloutRequest, answer: Answer, deadline: float) -> None:
-        watch = Watch()
+        watch = Watch(request.own)
         try:
             await self._execute(request, answer, deadline, watch)
         finally:
@@ -170,15 +194,15 @@ class Caller:
         assert arguments is not None
         try:
             _take(answer, await watch.wait(tool.execute(request.session_of(tool), **arguments), deadline))
-        except InfrastructureError as error:
+        except (InfrastructureError, CancelledFromWithinError) as error:
             answer.broken = error
         except DeadlineExceededError as error:  # it may have said on its way out what held it up
             if isinstance(error.__cause__, InfrastructureError):
                 answer.broken = error.__cause__
             else:
                 self._failed(answer, error)
-        except Exception as error:  # noqa: BLE001 - boundary: a tool that raises tells the model
-            self._failed(answer, error)
+        except BaseException as error:  # noqa: BLE001 - boundary: a tool that raises tells the model
+            self._failed(answer, contained(error))
         answer.seconds = time.monotonic() - started
 
     def _prepare(self, request: AsyncRolloutRequest, call: ParsedCall, name: str) -> Answer:
@@ -192,8 +216,8 @@ class Caller:
         answer = Answer(name, call.name)
         try:
             arguments = tool.check(call.arguments)
-        except Exception as error:  # noqa: BLE001 - boundary: a tool that raises tells the model
-            self._failed(answer, error)
+        except BaseException as error:  # noqa: BLE001 - boundary: a tool that raises tells the model
+            self._failed(answer, contained(error))
             return answer
         hidden = request.task.tools_kwargs.get(call.name, _NO_KWARGS).execute_kwargs
         answer.tool, answer.arguments = tool, {**arguments, **hidden} if hidden else arguments
@@ -202,12 +226,12 @@ class Caller:
     def _failed(self, answer: Answer, error: Exception) -> None:
         """Turn what a tool raised into what the model reads."""
         if isinstance(error, ArgumentError):
-            side, what = "model", str(error)
+            side, what = "model", text_of(error)
         elif isinstance(error, DeadlineExceededError):
             side, what = "tool", f"it did not answer within {self._limits.tool_timeout:g} seconds"
             answer.late = True
         else:
-            side, what = "tool", f"{type(error).__name__}: {error}"
+            side, what = "tool", said(error)
         answer.text, answer.response, answer.error = f"Error: {what}", _EMPTY, f"{side}: {_line(what)}"
 
     def _refusal(self, calls: Sequence[ParsedCall], name: str, exhausted: bool) -> Answer:
@@ -235,16 +259,25 @@ def _take(answer: Answer, result: Any) -> None:
     if not isinstance(result, ToolResponse) or not isinstance(result.text, str):
         kind = type(result.text if isinstance(result, ToolResponse) else result).__name__
         raise TypeError(f"the tool returned {kind}, not text")
-    _check_metrics(result.metrics)
+    if result.metrics or result.images:
+        result = replace(result, metrics=_metrics(result.metrics), images=tuple(result.images or ()))
     answer.text, answer.response = result.text, result
     if result.error:
         answer.error = f"model: {_line(result.text)}"
 
 
-def _check_metrics(metrics: Mapping[str, float]) -> None:
+def _metrics(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Numbers that can be added up and written down, by name. Raises TypeError and ValueError."""
+    checked = {}
     for key, value in metrics.items():
+        if not isinstance(key, str):
+            raise TypeError(f"the name of a metric of the tool is {type(key).__name__}, not text")
         if not isinstance(value, int | float):
             raise TypeError(f"the tool's metric {key!r} is {type(value).__name__}, not a number")
+        if not -_LARGEST <= value <= _LARGEST:
+            raise ValueError(f"the tool's metric {key!r} is no finite number of at most {_LARGEST:g}")
+        checked[key] = value
+    return checked
 
 
 def _line(text: str) -> str:

@@ -15,19 +15,20 @@ from agentrl.chat.base import Chat, ParsedTurn
 from agentrl.engine.base import Engine, EngineError, Generation, GenerationFinish, Sampling
 from agentrl.errors import UserError
 from agentrl.plugins.environment import Environment
+from agentrl.plugins.exits import contained
 from agentrl.plugins.tool import Tool
 from agentrl.plugins.toolbox import offered
 from agentrl.plugins.types import Message, Task
 from agentrl.recipe.schema import RolloutSection
 from agentrl.rollout import hooks
-from agentrl.rollout.calls import Caller, as_text, assistant_message
+from agentrl.rollout.calls import Caller, as_text, assistant_message, bounded
 from agentrl.rollout.failures import describe
 from agentrl.rollout.request import AsyncRolloutRequest, Opening
 from agentrl.rollout.scorer import Scorer
 from agentrl.rollout.seeds import Seed, derive, nth
 from agentrl.rollout.state import RequestState, TransitionError
 from agentrl.rollout.trajectory import Boundary, Failure, FinishReason, InvariantError, Trajectory, check_invariants
-from agentrl.rollout.watch import GRACE, DeadlineExceededError, Watch
+from agentrl.rollout.watch import GRACE, CancelledFromWithinError, DeadlineExceededError, Watch
 
 _DRIVER = Boundary.INFRASTRUCTURE, "driver"
 _CHAT = Boundary.INFRASTRUCTURE, "chat"
@@ -85,24 +86,40 @@ class Driver:
         return AsyncRolloutRequest(name, task, sample, own, opening=opening if opening is not None else Opening())
 
     async def drive(self, request: AsyncRolloutRequest, *, resumable: bool = False) -> Trajectory:
-        """Drive a PENDING request, or a kept ABORTED one further, to its end. Whatever goes wrong is in the trajectory:
-        it raises CancelledError when it is cancelled, and TransitionError for a request in any other state.
+        """Drive a PENDING request, or a kept ABORTED one further, to its end, in a task of its own, which is left
+        behind when a plugin swallows every cancellation. Whatever goes wrong is in the trajectory: it raises
+        CancelledError when it is cancelled, and TransitionError for a request in any other state. One that is ended by
+        `request.own.stop` is ABORTED.
 
         resumable: a request that the engine aborts keeps its sessions, so that it can be driven on; whoever does not
         drive it on must `discard` it.
         """
         self._check_drivable(request)
+        patience = self.patience
+        task = await request.own.run(self._drive(request, resumable), patience, patience - self._limits.timeout)
+        if not task.done():
+            return await self._abandon(request, "it ignores its cancellation and was left behind")
+        if not task.cancelled():
+            return task.result()
+        if request.own.stopped:
+            return self._freeze(request)
+        return await self._abandon(request, str(CancelledFromWithinError()))
+
+    async def _drive(self, request: AsyncRolloutRequest, resumable: bool) -> Trajectory:
+        """See `drive`. Raises CancelledError alone."""
         started = time.monotonic()
         request.deadline = started + self._limits.timeout - request.seconds["total"]
-        watch = Watch()
+        watch = Watch(request.own)
         try:
             await self._run(request, watch)
         except asyncio.CancelledError:
-            resumable = False
-            request.end(RequestState.ABORTED, FinishReason.ABORTED)
-            raise
-        except Exception as error:  # noqa: BLE001 - the boundary of every request
-            self._fail(request, error)
+            if request.own.stopped:
+                resumable = False
+                request.end(RequestState.ABORTED, FinishReason.ABORTED)
+                raise
+            self._fail(request, CancelledFromWithinError())
+        except BaseException as error:  # noqa: BLE001 - the boundary of every request
+            self._fail(request, contained(error))
         finally:
             watch.close()
             self._forget(request)
@@ -128,10 +145,10 @@ class Driver:
         """Give up an aborted request that was kept: release what it holds."""
         await hooks.release_all(request)
 
-    async def abandon(self, request: AsyncRolloutRequest) -> Trajectory:
-        """Close a request whose `drive` does not come back: FAILED, at whose code it hangs."""
+    async def _abandon(self, request: AsyncRolloutRequest, why: str) -> Trajectory:
+        """Close a request whose task came to no trajectory: FAILED, at whose code it was."""
         boundary, where = request.at
-        failure = Failure(boundary, f"{where}: it ignores its cancellation and was left behind")
+        failure = Failure(boundary, f"{where}: {why}")
         trajectory = replace(request.trajectory(), finish=FinishReason.ERROR, failure=failure, rewards={})
         self._forget(request)
         await hooks.release_all(request)
@@ -158,7 +175,9 @@ class Driver:
             raise EngineError(f"no token came within {self._limits.turn_timeout:g} seconds (rollout.turn_timeout)")
         started = time.monotonic()
         rewards = await hooks.calc_rewards(request, watch, self._limits.turn_timeout)
-        request.rewards = await self.scorer.score(request, rewards, finish, watch)
+        rewards = await self.scorer.score(request, rewards, finish, watch)
+        hooks.check_sum(rewards, self._weights)
+        request.rewards = rewards
         request.seconds["hooks"] += time.monotonic() - started
         request.finish = finish
 
@@ -189,7 +208,7 @@ class Driver:
             return self._stopped(request, watch.expired)
         turn_ids = request.close_turn()
         request.at = _CHAT
-        parsed = self._chat.parse(turn_ids)
+        parsed = bounded(self._chat.parse(turn_ids))
         request.messages.append(assistant_message(parsed, request.turn_count - 1))
         room = self._most() - len(request.ids)
         if generation.finish is GenerationFinish.LENGTH and (room <= 0 or not parsed.calls):
@@ -235,7 +254,7 @@ class Driver:
             return FinishReason.ABORTED
         if request.open_turn is not None:
             request.at = _CHAT
-            parsed = self._chat.parse(request.close_turn())
+            parsed = bounded(self._chat.parse(request.close_turn()))
             request.messages.append(assistant_message(parsed, request.turn_count - 1))
         return FinishReason.TIMEOUT
 
@@ -269,7 +288,7 @@ class Driver:
         request.seconds["environment"] += time.monotonic() - started
         if reply.reward is not None:
             request.add_step_reward(hooks.finite(reply.reward, "step"))
-        messages = list(reply.messages)
+        messages = hooks.checked_messages(reply.messages)
         if reply.done:
             return messages, FinishReason.ENV_DONE if messages else FinishReason.STOP
         if not messages:
@@ -285,9 +304,9 @@ class Driver:
     def _forget(self, request: AsyncRolloutRequest) -> None:
         try:
             self._engine.finish(request.id)
-        except Exception as error:  # noqa: BLE001 - boundary: its tokens are whole, so it is kept, and said
-            _log.warning("%s: engine.finish: %s", request.id, error)
-            request.extra["engine_finish"] = describe(error)
+        except BaseException as error:  # noqa: BLE001 - boundary: its tokens are whole, so it is kept, and said
+            request.extra["engine_finish"] = line = describe(contained(error))
+            _log.warning("%s: engine.finish: %s", request.id, line)
 
     def _freeze(self, request: AsyncRolloutRequest) -> Trajectory:
         """The trajectory, whose invariants hold: one whose do not is FAILED, and nobody trains on it."""

@@ -9,10 +9,11 @@ from enum import StrEnum
 from agentrl.plugins.types import Task
 from agentrl.rollout.driver import Driver
 from agentrl.rollout.garbage import rare_collections
-from agentrl.rollout.request import AsyncRolloutRequest, Opening
+from agentrl.rollout.pulse import PULSE
+from agentrl.rollout.request import Opening
 from agentrl.rollout.seeds import Seed
-from agentrl.rollout.trajectory import FinishReason, Group, Trajectory
-from agentrl.rollout.watch import leave_behind
+from agentrl.rollout.trajectory import Boundary, Failure, FinishReason, Group, Trajectory
+from agentrl.rollout.watch import Own
 
 
 class Contrast(StrEnum):
@@ -29,6 +30,9 @@ def contrast(group: Group) -> Contrast:
     if len(rewards) < 2:
         return Contrast.FEW
     return Contrast.EQUAL if max(rewards) - min(rewards) < 1e-9 else Contrast.VARIED
+
+
+_AGAIN = 5  # times that a sample may be in flight while the process stands still, before it is given up
 
 
 @dataclass(slots=True)
@@ -60,7 +64,8 @@ async def roll_out(
 
     seed: of the run and the step; the same seed, weights and tasks give the same tokens where the engine does. Requests
     in flight and retries: `rollout.concurrency`, `rollout.retries`. on_trajectory, on_group: called as each ends (also
-    for the failed), in the event loop. When it is cancelled, every request in flight is released first.
+    for the failed), in the event loop. When it is cancelled, every request in flight is released first. What was in
+    flight while the process stood still is sampled again.
     """
     seen: Counter[str] = Counter()
     growing = []
@@ -69,34 +74,54 @@ async def roll_out(
         seen[task.id] += 1
     jobs = deque((group, index) for group in growing for index in range(n))
 
+    flying: set[Own] = set()
+
+    def begin_again() -> None:
+        for own in flying:
+            own.stop()
+
     async def work() -> None:
         while jobs:
             group, index = jobs.popleft()
-            trajectory = await _sample(driver, group, index, seed)
+            trajectory = await _sample(driver, group, index, seed, flying)
             group.samples[index] = trajectory
             if on_trajectory is not None:
                 on_trajectory(trajectory)
             group.left -= 1
             if group.left == 0:
-                group.whole = await driver.scorer.score_group(group.group())
+                group.whole = await _score(driver, group.group())
                 if on_group is not None:
                     on_group(group.whole)
 
-    with rare_collections():
+    with rare_collections(), PULSE.felt(begin_again):
         async with asyncio.TaskGroup() as workers:
             for _ in range(min(driver.limits.concurrency, len(jobs))):
                 workers.create_task(work())
     return [group.whole or group.group() for group in growing]
 
 
-async def _sample(driver: Driver, group: _Growing, index: int, seed: Seed) -> Trajectory:
-    """One sample, tried again where the machinery failed; what failed before is kept in `extra["retried"]`."""
+async def _sample(driver: Driver, group: _Growing, index: int, seed: Seed, flying: set[Own]) -> Trajectory:
+    """One sample, tried again where the machinery failed; what failed before is kept in `extra["retried"]`. One that
+    was in flight while the process stood still is as if it had never been. flying: told of what may be stopped."""
     failures: list[str] = []
+    still = 0
     while True:
         request = driver.request(
             group.task, group.first + index, seed=seed, attempt=len(failures), opening=group.opening
         )
-        trajectory = await _drive(driver, request)
+        stops = PULSE.stops()
+        flying.add(request.own)
+        try:
+            trajectory = await driver.drive(request)
+        finally:
+            flying.discard(request.own)
+        if request.own.stopped or PULSE.stops() != stops:
+            still += 1
+            if still < _AGAIN:
+                continue
+            lost = Failure(Boundary.INFRASTRUCTURE, f"driver: the process stood still {still} times meanwhile")
+            trajectory = replace(trajectory, finish=FinishReason.ERROR, failure=lost, rewards={})
+            break
         failure = trajectory.failure
         if failure is None or trajectory.finish is FinishReason.ABORTED or len(failures) >= driver.limits.retries:
             break
@@ -107,18 +132,11 @@ async def _sample(driver: Driver, group: _Growing, index: int, seed: Seed) -> Tr
     return trajectory
 
 
-async def _drive(driver: Driver, request: AsyncRolloutRequest) -> Trajectory:
-    """Drive it in a task of its own, which is left behind when a plugin swallows every cancellation."""
-    task = asyncio.create_task(driver.drive(request))
-    try:
-        await asyncio.wait({task}, timeout=driver.patience)
-    except asyncio.CancelledError:
-        task.cancel()
-        await asyncio.wait({task}, timeout=driver.patience - driver.limits.timeout)
-        if not task.done():
-            leave_behind(task)
-        raise
-    if task.done():
-        return task.result()
-    leave_behind(task)
-    return await driver.abandon(request)
+async def _score(driver: Driver, group: Group) -> Group:
+    """The group scored together, and again where the process stood still meanwhile."""
+    for _ in range(_AGAIN):
+        stops = PULSE.stops()
+        scored = await driver.scorer.score_group(group)
+        if PULSE.stops() == stops:
+            break
+    return scored

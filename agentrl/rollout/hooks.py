@@ -11,15 +11,19 @@ import time
 from collections.abc import Mapping, Sequence
 
 from agentrl.plugins.environment import Environment
+from agentrl.plugins.exits import contained, said
 from agentrl.plugins.tool import Tool
-from agentrl.plugins.types import Session, ToolKwargs
+from agentrl.plugins.types import Message, Session, ToolKwargs
 from agentrl.rollout.request import AsyncRolloutRequest, Begun
 from agentrl.rollout.seeds import nth
 from agentrl.rollout.trajectory import Boundary
-from agentrl.rollout.watch import GRACE, DeadlineExceededError, Watch, leave_behind
+from agentrl.rollout.watch import GRACE, DeadlineExceededError, Own, Watch, leave_behind
 
 RELEASE_SECONDS = 10.0
 """How long one plugin's `release` may take before it is cancelled."""
+
+LARGEST = 1e15
+"""What a reward may be, and the sum of a sample's: the squares of larger ones do not fit the numbers of a GPU."""
 
 STEP = "step"
 """The reward part that holds the sum of the turns' step rewards."""
@@ -39,14 +43,25 @@ async def create_all(request: AsyncRolloutRequest, environment: Environment, wat
     session = _begin(request, environment, {}, {})
     request.at = Boundary.ENVIRONMENT, f"{environment.name}.create"
     opening = await watch.wait(environment.create(session, **task.create_kwargs), request.deadline)
-    if not isinstance(opening, Sequence) or not opening or not all(isinstance(m, dict) for m in opening):
+    request.messages.extend(checked_messages(opening, "opening messages"))
+    if not request.messages:
         raise PluginError("it returned no opening messages")
-    request.messages.extend(opening)
     for name, tool in request.tools.items():
         kwargs = task.tools_kwargs.get(name, _NO_KWARGS)
         session = _begin(request, tool, kwargs.calc_reward_kwargs, kwargs.release_kwargs)
         request.at = Boundary.TOOL, f"{name}.create"
         await watch.wait(tool.create(session, **kwargs.create_kwargs), request.deadline)
+
+
+def checked_messages(said: object, what: str = "messages") -> "list[Message]":
+    """What an environment says. Raises PluginError unless these are messages, each with its role."""
+    if not isinstance(said, Sequence) or isinstance(said, str | bytes):
+        raise PluginError(f"it returned no {what} but {type(said).__name__}")
+    messages = list(said)
+    for message in messages:
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise PluginError(f"it returned no {what}: one has no role")
+    return messages
 
 
 def _begin(
@@ -73,7 +88,10 @@ async def calc_rewards(request: AsyncRolloutRequest, watch: Watch, seconds: floa
         value = await watch.wait(work, time.monotonic() + seconds)
         if value is None and isinstance(begun.plugin, Tool):
             continue
-        for part, number in value.items() if isinstance(value, Mapping) else ((name, value),):
+        parts = value.items() if isinstance(value, Mapping) else ((name, value),)
+        for part, number in parts:
+            if not isinstance(part, str):
+                raise PluginError(f"a reward's name is {type(part).__name__}, not text")
             rewards[part] = rewards.get(part, 0.0) + finite(number, part)
     if step := sum(request.step_rewards):
         rewards[STEP] = rewards.get(STEP, 0.0) + step
@@ -81,14 +99,22 @@ async def calc_rewards(request: AsyncRolloutRequest, watch: Watch, seconds: floa
 
 
 def finite(value: object, what: str) -> float:
-    """`value` as a float. Raises PluginError unless it is a finite number."""
+    """`value` as a float. Raises PluginError unless it is a finite number of at most LARGEST."""
     try:
         number = float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError):
+    except OverflowError:
+        number = math.inf
+    except Exception:  # noqa: BLE001 - boundary: a plugin's own type may do anything here
         raise PluginError(f"the reward {what!r} is {type(value).__name__}, not a number") from None
-    if not math.isfinite(number):
-        raise PluginError(f"the reward {what!r} is {number}")
+    if not -LARGEST <= number <= LARGEST:
+        more = f", beyond {LARGEST:g}" if math.isfinite(number) else ""
+        raise PluginError(f"the reward {what!r} is {number:g}{more}")
     return number
+
+
+def check_sum(rewards: Mapping[str, float], weights: Mapping[str, float]) -> None:
+    """Raises PluginError where the parts, each of which may be fine, add up to what is not."""
+    finite(sum(value * weights.get(part, 1.0) for part, value in rewards.items()), "in all")
 
 
 async def release_all(request: AsyncRolloutRequest) -> None:
@@ -114,7 +140,7 @@ async def release_all(request: AsyncRolloutRequest) -> None:
 
 
 async def _release(request: AsyncRolloutRequest, begun: list[Begun]) -> None:
-    watch = Watch()
+    watch = Watch(Own())
     try:
         for one in reversed(begun):
             try:
@@ -122,8 +148,8 @@ async def _release(request: AsyncRolloutRequest, begun: list[Begun]) -> None:
                 await watch.wait(work, time.monotonic() + RELEASE_SECONDS)
             except DeadlineExceededError:
                 _release_error(request, one, f"took longer than {RELEASE_SECONDS:g} s")
-            except Exception as error:  # noqa: BLE001 - the next plugin is still to be released
-                _release_error(request, one, f"{type(error).__name__}: {error}")
+            except BaseException as error:  # noqa: BLE001 - the next plugin is still to be released
+                _release_error(request, one, said(contained(error)))
     finally:
         watch.close()
 

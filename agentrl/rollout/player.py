@@ -1,5 +1,6 @@
 """`Player`: the parts that play tasks, put together from a recipe: environment, tools, model, chat, engine, driver."""
 
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ from agentrl.rollout.hooks import STEP
 from agentrl.rollout.scorer import Scorer
 from agentrl.rollout.seeds import Seed
 from agentrl.rollout.trajectory import Group
+
+_log = logging.getLogger("agentrl.rollout")
 
 
 @dataclass(slots=True)

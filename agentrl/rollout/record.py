@@ -1,9 +1,16 @@
 """A trajectory as one JSON object: a line of `trajectories/*.jsonl`. It holds what people and viewers read."""
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import count
 from typing import Any
 
+from agentrl.plugins.exits import contained
 from agentrl.rollout.trajectory import Trajectory
+
+_DEPTH = 100  # lists and mappings in each other that are written out
+_VALUES = 100_000  # values in all that are written out, of one thing
+_BITS = 10_000  # of an integer; Python reads and writes no longer ones as text
 
 
 def record(trajectory: Trajectory, *, tokens: bool = False, solved: bool | None = None) -> dict[str, Any]:
@@ -12,7 +19,7 @@ def record(trajectory: Trajectory, *, tokens: bool = False, solved: bool | None 
     t = trajectory
     line: dict[str, Any] = {
         "request": t.request_id,
-        "task": t.task.id,
+        "task": _plain(t.task.id),
         "data": _plain(t.task.data),
         "sample": t.sample,
         "reward": t.reward,
@@ -48,13 +55,40 @@ def record(trajectory: Trajectory, *, tokens: bool = False, solved: bool | None 
 
 
 def _plain(value: Any) -> Any:
-    """JSON's own types, of anything: what has no such form (an image, an object) is written as its name."""
-    if value is None or isinstance(value, str | bool | int | float):
+    """JSON's own types, of anything: what has no such form (an image, an object, a list in itself) is written as its
+    name, and so is what raises as it is read."""
+    return _written(value, (), count())
+
+
+def _written(value: Any, inside: tuple[Any, ...], written: Iterator[int]) -> Any:
+    """inside: what it is in, outermost first. written: counts the values."""
+    if next(written) >= _VALUES:
+        return "<left out>"
+    if value is None or isinstance(value, str | bool):
         return value
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, int):
+        return value if value.bit_length() <= _BITS else f"<integer of {value.bit_length()} bits>"
+    if isinstance(value, float):
+        return value if math.isfinite(value) else f"<{value}>"
     if isinstance(value, bytes | bytearray):
         return f"<{len(value)} bytes>"
-    if isinstance(value, Sequence):
-        return [_plain(item) for item in value]
-    return f"<{type(value).__name__}>"
+    if not isinstance(value, Mapping | Sequence):
+        return f"<{type(value).__name__}>"
+    if len(inside) == _DEPTH or any(one is value for one in inside):
+        return f"<{type(value).__name__} nested too deeply>"
+    inside = (*inside, value)
+    try:
+        if isinstance(value, Mapping):
+            return {str(key): _written(item, inside, written) for key, item in _some(value.items(), written)}
+        return [_written(item, inside, written) for item in _some(value, written)]
+    except BaseException as error:  # noqa: BLE001 - boundary: somebody's own mapping or sequence may do anything here
+        contained(error)
+        return f"<{type(value).__name__}>"
+
+
+def _some(items: Any, written: Iterator[int]) -> Iterator[Any]:
+    """`items`, as long as there is room."""
+    for item in items:
+        yield item
+        if next(written) >= _VALUES:
+            return

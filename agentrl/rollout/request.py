@@ -15,6 +15,7 @@ from agentrl.plugins.tool import Tool
 from agentrl.plugins.types import Message, Session, Task
 from agentrl.rollout.state import RequestState, TransitionError
 from agentrl.rollout.trajectory import Boundary, Failure, FinishReason, ToolUse, Trajectory, Turn
+from agentrl.rollout.watch import Own
 
 _UNWEIGHTED: Mapping[str, float] = {}
 
@@ -51,7 +52,7 @@ class AsyncRolloutRequest:
     id: unique among the requests in flight. seed: of this sample and attempt. logprobs, versions: of the sampled ids
     alone, in order, versions as counts of ids in a row with one version. turn_starts, turn_ends, step_rewards: one
     entry a turn. open_turn: where a turn begins that is not whole yet. deadline: seconds of time.monotonic(). at: whose
-    code runs now, and which, so that an error finds its boundary.
+    code runs now, and which, so that an error finds its boundary. own: the task that it is driven in.
     """
 
     id: str
@@ -59,6 +60,7 @@ class AsyncRolloutRequest:
     sample: int
     seed: int
     opening: Opening = field(default_factory=Opening)
+    own: Own = field(default_factory=Own)
     state: RequestState = RequestState.PENDING
     at: tuple[Boundary, str] = (Boundary.INFRASTRUCTURE, "driver")
     ids: "array[int]" = field(default_factory=lambda: array("i"))

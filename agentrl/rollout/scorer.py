@@ -1,17 +1,18 @@
 """`Scorer`: the recipe's reward functions on finished requests. One that raises makes a sample FAILED, never a 0."""
 
-import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import islice
 
+from agentrl.plugins.exits import contained
 from agentrl.plugins.reward import GroupReward, Sample
 from agentrl.plugins.rewards import NO_REWARDS, Rewards
 from agentrl.rollout.failures import describe
-from agentrl.rollout.hooks import PluginError, finite
+from agentrl.rollout.hooks import PluginError, check_sum, finite
 from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.rollout.trajectory import Boundary, Failure, FinishReason, Group, Trajectory
-from agentrl.rollout.watch import Watch
+from agentrl.rollout.watch import GRACE, CancelledFromWithinError, Own, Watch
 
 
 class Scorer:
@@ -49,20 +50,36 @@ class Scorer:
         for part, reward in self._rewards.groups.items():
             if not group.trajectories:
                 break
-            try:
-                values = await self._values(reward, part, group.trajectories)
-            except Exception as error:  # noqa: BLE001 - boundary: a reward that raises takes its own group out
-                return _failed(group, f"{part}: {describe(error)}")
-            scored = (_with_part(t, part, v) for t, v in zip(group.trajectories, values, strict=True))
-            group = replace(group, trajectories=tuple(scored))
+            own = Own()
+            work = self._scored(own, reward, part, group.trajectories)
+            task = await own.run(work, self._seconds + 3 * GRACE, 3 * GRACE)
+            if not task.done():
+                return _failed(group, f"{part}: it ignores its cancellation and was left behind")
+            if task.cancelled():
+                return _failed(group, f"{part}: {CancelledFromWithinError()}")
+            scored = task.result()
+            if isinstance(scored, str):
+                return _failed(group, f"{part}: {scored}")
+            group = replace(group, trajectories=scored)
         return group
 
-    async def _values(self, reward: GroupReward, part: str, trajectories: Sequence[Trajectory]) -> list[float]:
-        async with asyncio.timeout(self._seconds):
-            values = list(await reward.score([_sample(t) for t in trajectories]))
-        if len(values) != len(trajectories):
-            raise PluginError(f"it scored {len(values)} of {len(trajectories)} samples")
-        return [finite(value, part) for value in values]
+    async def _scored(
+        self, own: Own, reward: GroupReward, part: str, trajectories: Sequence[Trajectory]
+    ) -> tuple[Trajectory, ...] | str:
+        """The trajectories with the part, or a line that says why they cannot have it."""
+        watch = Watch(own)
+        try:
+            samples = [_sample(t) for t in trajectories]
+            values = await watch.wait(reward.score(samples), time.monotonic() + self._seconds)
+            values = list(islice(values, len(samples) + 1))
+            if len(values) != len(samples):
+                most = "more than " if len(values) > len(samples) else ""
+                raise PluginError(f"it scored {most}{min(len(values), len(samples))} of {len(samples)} samples")
+            return tuple(_with_part(t, part, finite(v, part)) for t, v in zip(trajectories, values, strict=True))
+        except BaseException as error:  # noqa: BLE001 - boundary: a reward that raises takes its own group out
+            return describe(contained(error))
+        finally:
+            watch.close()
 
 
 def _sample(t: Trajectory) -> Sample:
@@ -70,7 +87,9 @@ def _sample(t: Trajectory) -> Sample:
 
 
 def _with_part(t: Trajectory, part: str, value: float) -> Trajectory:
-    return replace(t, rewards={**t.rewards, part: t.rewards.get(part, 0.0) + value})
+    rewards = {**t.rewards, part: t.rewards.get(part, 0.0) + value}
+    check_sum(rewards, t.weights)
+    return replace(t, rewards=rewards)
 
 
 def _failed(group: Group, line: str) -> Group:

@@ -1,4 +1,4 @@
-"""`Watch`: deadlines for what one asyncio task awaits, with one timer for all of them.
+"""`Own`: strangers' code in a task of its own. `Watch`: deadlines for what one task awaits, one timer for all of them.
 
 The work runs in the request's own task: a task for every call would cost more than the rest of a turn. A deadline that
 moves later costs nothing: the timer that is set fires, sees that it came early and sets itself again.
@@ -8,8 +8,11 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass
 from typing import Any, TypeVar
+
+from agentrl.plugins.exits import contained
 
 GRACE = 2.0
 """Seconds between asking work to end and cancelling it, and between one cancellation and the next."""
@@ -27,15 +30,60 @@ class SelfCancelledError(Exception):
     """The awaited work raised CancelledError although nobody cancelled it."""
 
 
-class Watch:
-    """Belongs to the task that makes it, and serves one `wait` at a time. `close` it at the end."""
-
-    __slots__ = ("_armed", "_base", "_cancels", "_gentle", "_handle", "_loop", "_task", "_when", "expired")
+class CancelledFromWithinError(Exception):
+    """The awaited work cancelled the task that it runs in, which is not its own."""
 
     def __init__(self) -> None:
+        super().__init__("it cancelled the task that it runs in, which is not its own (a cancel scope left open?)")
+
+
+@dataclass(slots=True, eq=False)
+class Own:
+    """The task that strangers' code runs in. From outside it is cancelled by `stop` alone, so that any other
+    cancellation is known to come from the code itself. stopped: whether it was."""
+
+    stopped: bool = False
+    _task: "asyncio.Task[Any] | None" = None
+
+    def stop(self) -> None:
+        """Cancel it. Before it runs this does nothing."""
+        self.stopped = True
+        if self._task is not None:
+            self._task.cancel()
+
+    async def run(self, work: "Coroutine[Any, Any, T]", patience: float, grace: float) -> "asyncio.Task[T]":
+        """Run `work` in the task, which is returned: done, or left behind after `patience` seconds. Whoever cancels
+        this, once or more, cancels the task, which has `grace` seconds to end, and is told afterwards."""
+        self.stopped, cancelled, end = False, None, time.monotonic() + patience
+        self._task = task = asyncio.create_task(work)
+        while not task.done() and (left := end - time.monotonic()) > 0:
+            try:
+                await asyncio.wait({task}, timeout=left)
+            except asyncio.CancelledError as error:
+                end = end if cancelled else time.monotonic() + grace
+                cancelled = error
+                self.stop()
+        self._task = None
+        if not task.done():
+            leave_behind(task)
+        if cancelled is not None:
+            raise cancelled
+        return task
+
+
+class Watch:
+    """Belongs to the task that makes it, and serves one `wait` at a time. `close` it at the end.
+
+    own: tells cancellations from outside from those of the work; without it, all that are not the watch's are from
+    outside.
+    """
+
+    __slots__ = ("_armed", "_base", "_cancels", "_gentle", "_handle", "_loop", "_own", "_task", "_when", "expired")
+
+    def __init__(self, own: Own | None = None) -> None:
         task = asyncio.current_task()
         assert task is not None, "a Watch is made inside a task"
-        self._task = task
+        self._own, self._task = own, task
         self._loop = asyncio.get_running_loop()
         self._handle: asyncio.TimerHandle | None = None
         self._armed = math.inf
@@ -48,30 +96,60 @@ class Watch:
         """The result of `work`, cancelled at `when` (seconds of time.monotonic) and every GRACE seconds again.
 
         gentle: called first, once; the cancellation follows GRACE seconds later where that did not end it. Raises what
-        the work raises, DeadlineExceededError when it was cancelled here, SelfCancelledError when it cancelled itself.
+        the work raises, by `contained`; DeadlineExceededError when it was cancelled here; SelfCancelledError when it
+        raised a cancellation that nobody asked for; CancelledFromWithinError when it cancelled this task.
         """
         self._when, self._gentle, self.expired = when, gentle, False
         self._cancels, self._base = 0, self._task.cancelling()
         if when < self._armed:
             self._arm(when)
         try:
-            result = await work
+            try:
+                result = await work
+            finally:
+                self._when = math.inf
         except asyncio.CancelledError as error:
-            mine = self._take_back()
-            if self._task.cancelling() > self._base:
+            mine, others = self._take_back(), self._task.cancelling() > self._base
+            if others and (self._own is None or self._own.stopped):
                 raise
+            self._forgive()
             if mine:
                 raise DeadlineExceededError from None
-            raise SelfCancelledError("it cancelled itself") from error
-        except Exception as error:
-            if self._take_back():
-                raise DeadlineExceededError from error
-            raise
-        finally:
-            self._when = math.inf
+            raise (CancelledFromWithinError() if others else SelfCancelledError("it cancelled itself")) from error
+        except BaseException as error:
+            failure, mine = contained(error), self._take_back()
+            if await self._cancelled_within():
+                raise CancelledFromWithinError from failure
+            if mine:
+                raise DeadlineExceededError from failure
+            if failure is error:
+                raise
+            raise failure from error
         if self._cancels:
             self._take_back()
+        if self._task.cancelling() > self._base and await self._cancelled_within():
+            raise CancelledFromWithinError
         return result
+
+    async def _cancelled_within(self) -> bool:
+        """Whether the work cancelled this task and left before that came to it: then it comes here, and is done with.
+        Raises CancelledError where it came from outside."""
+        if self._own is None or self._task.cancelling() <= self._base:
+            return False
+        try:
+            await asyncio.sleep(0)
+        except asyncio.CancelledError:
+            if self._own.stopped:
+                raise
+            self._forgive()
+            return True
+        if not self._own.stopped:  # the work caught it, and went on
+            self._forgive()
+        return False
+
+    def _forgive(self) -> None:
+        while self._task.cancelling() > self._base:
+            self._task.uncancel()
 
     def close(self) -> None:
         """Drop the timer."""

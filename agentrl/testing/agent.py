@@ -78,7 +78,7 @@ class TextChat:
 def _parsed(name: str, body: str, line: str) -> ParsedCall:
     try:
         arguments = json.loads(body)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         return ParsedCall(name, {}, line, f"the arguments are not valid JSON: {error}")
     if not isinstance(arguments, dict):
         return ParsedCall(name, {}, line, "the arguments should be an object")

@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
 from agentrl.plugins.environment import Environment
+from agentrl.plugins.exits import run
 from agentrl.plugins.tool import Tool
 from agentrl.plugins.types import ArgumentError, Session, Task
 from agentrl.rollout.blocking import blocking
@@ -34,7 +35,7 @@ def run_checks(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
     its line and what caused it, and nothing of how it was found."""
     __tracebackhide__ = True
     try:
-        blocking(lambda: asyncio.run(work()))
+        blocking(lambda: run(work()))
     except AssertionError as error:
         broken = error
     else:

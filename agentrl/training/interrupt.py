@@ -10,6 +10,7 @@ from types import FrameType, TracebackType
 from typing import Any, TypeVar
 
 from agentrl.errors import StoppedAgain
+from agentrl.plugins.exits import PluginProofLoop
 
 T = TypeVar("T")
 
@@ -31,7 +32,7 @@ class Interrupts:
 
     def __init__(self) -> None:
         self.requested = False
-        self._runner = asyncio.Runner()
+        self._runner = asyncio.Runner(loop_factory=PluginProofLoop)
         self._task: asyncio.Task[Any] | None = None
         self._former: dict[int, Any] = {}
         self._last_resort: threading.Timer | None = None
@@ -51,7 +52,7 @@ class Interrupts:
     def close(self) -> None:
         """Close the event loop, after what still runs in it is cancelled. A run that is taken up again gets another."""
         self._runner.close()
-        self._runner = asyncio.Runner()
+        self._runner = asyncio.Runner(loop_factory=PluginProofLoop)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self.requested:

@@ -170,10 +170,12 @@ class Loop:
 
     def _write_down(self, metrics: Mapping[str, Any]) -> None:
         try:
-            self.folder.append_metrics(metrics)
+            bad = self.folder.append_metrics(metrics)
         except OSError:  # the checkpoint keeps it, and a resumed run writes it down
             self._unwritten = dict(metrics)
             raise
+        if bad:
+            self.display.note(f"step {metrics['step']}: not finite, and so not in metrics.jsonl: {', '.join(bad)}")
         self.trackers.log(metrics["step"], metrics)
 
     def save(self) -> None:

@@ -1,6 +1,7 @@
 """The run folder: a new one a run; one that holds a run is never written over."""
 
 import json
+import math
 import os
 import re
 from collections.abc import Mapping
@@ -99,9 +100,14 @@ class RunFolder:
         except (OSError, ValueError) as error:
             raise UserError(f"output: cannot write into {self.path}: {getattr(error, 'strerror', error)}") from error
 
-    def append_metrics(self, metrics: Mapping[str, Any]) -> None:
+    def append_metrics(self, metrics: Mapping[str, Any]) -> list[str]:
+        """A line of its own. Returns the keys whose values are NaN or infinite, which JSON does not have: the line
+        holds these names, as `not_finite`, in their place."""
+        bad = [key for key, value in metrics.items() if isinstance(value, float) and not math.isfinite(value)]
+        row = {key: value for key, value in metrics.items() if key not in bad} | ({"not_finite": bad} if bad else {})
         with (self.path / METRICS).open("a") as file:
-            file.write(json.dumps(metrics) + "\n")
+            file.write(json.dumps(row, allow_nan=False) + "\n")
+        return bad
 
     def metrics(self) -> list[dict[str, Any]]:
         """Every whole line so far; a last line that a kill cut short is left out. Raises UserError: any other line that

@@ -36,7 +36,7 @@ class School:
 
     def __init__(
         self, recipe: Recipe, demonstrator: Demonstrator, model: Any, runner: asyncio.Runner, console: Console,
-        journal: Callable[[dict[str, float]], None],
+        journal: Callable[[dict[str, float]], object],
     ) -> None:  # fmt: skip
         self.recipe, self.model, self.console, self.journal = recipe, model, console, journal
         self.demonstrator, self.runner = demonstrator, runner

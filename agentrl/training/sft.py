@@ -19,6 +19,7 @@ from agentrl.chat.template import Template
 from agentrl.errors import UserError
 from agentrl.models.load import load_model
 from agentrl.plugins.environment import Environment
+from agentrl.plugins.exits import PluginProofLoop
 from agentrl.plugins.registry import make_environment, tasks_of
 from agentrl.plugins.tool import Tool
 from agentrl.plugins.toolbox import Toolbox, close_all
@@ -60,7 +61,7 @@ def sft(
         torch.set_num_threads(recipe.train.threads)
     env = make_environment(recipe.env)
     with ExitStack() as stack:
-        runner = stack.enter_context(asyncio.Runner())
+        runner = stack.enter_context(asyncio.Runner(loop_factory=PluginProofLoop))
         parts: dict[str, Any] = {f"environment {env.name!r}": env}
 
         def close() -> None:
@@ -89,7 +90,7 @@ def sft(
     return SftResult(folder, sum(last) / len(last), school.steps, school.tokens, monotonic() - school.began)
 
 
-def _places(output: str | None, recipe: Recipe, name: str) -> tuple[Path, Callable[[dict[str, float]], None]]:
+def _places(output: str | None, recipe: Recipe, name: str) -> tuple[Path, Callable[[dict[str, float]], object]]:
     """The model's folder, and who takes the metrics: a new run folder unless `output` names a folder for the model."""
     if output is None:
         run = RunFolder.create(recipe.output, name)

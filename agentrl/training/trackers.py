@@ -9,7 +9,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from agentrl.errors import StoppedAgain, UserError, described
+from agentrl.errors import UserError, described
+from agentrl.plugins.exits import contained
 from agentrl.plugins.tracker import Tracker
 
 
@@ -28,10 +29,8 @@ class Trackers:
             try:
                 tracker = make()
                 tracker.start(folder, recipe)
-            except StoppedAgain:
-                raise
             except BaseException as error:  # boundary: it is somebody's code, and its server
-                raise UserError(f"track.trackers: {name} cannot start: {described(error)}") from error
+                raise UserError(f"track.trackers: {name} cannot start: {described(contained(error))}") from error
             stack.callback(self._finish, name, tracker)
             self._told[name] = tracker
 
@@ -39,19 +38,16 @@ class Trackers:
         for name, tracker in list(self._told.items()):
             try:
                 tracker.log(step, metrics)
-            except StoppedAgain:
-                raise
             except BaseException as error:  # noqa: BLE001 - boundary: the run goes on without it
+                why = described(contained(error))
                 del self._told[name]
                 self._say(
-                    f"track.trackers: {name} failed at step {step} and is told nothing more: {described(error)} "
+                    f"track.trackers: {name} failed at step {step} and is told nothing more: {why} "
                     "(metrics.jsonl has everything)"
                 )
 
     def _finish(self, name: str, tracker: Tracker) -> None:
         try:
             tracker.finish()
-        except StoppedAgain:
-            raise
         except BaseException as error:  # noqa: BLE001 - boundary: the run has ended, well or with an error of its own
-            self._say(f"track.trackers: {name} could not finish: {described(error)}")
+            self._say(f"track.trackers: {name} could not finish: {described(contained(error))}")

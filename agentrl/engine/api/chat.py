@@ -57,7 +57,7 @@ def _call(call: dict[str, Any]) -> ParsedCall:
     name, raw = call["function"]["name"], call["function"].get("arguments") or "{}"
     try:
         arguments = json.loads(raw)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         return ParsedCall(name, {}, raw, f"the arguments are no JSON: {error}", call.get("id"))
     if not isinstance(arguments, dict):
         return ParsedCall(name, {}, raw, "the arguments are no JSON object", call.get("id"))

@@ -9,11 +9,14 @@ from typing import Any
 from agentrl.data.prompts import PromptLengths
 from agentrl.data.sampler import TaskSampler
 from agentrl.eval.held_out import HeldOut
+from agentrl.eval.result import Accuracy
+from agentrl.plugins.environment import is_validation
 from agentrl.plugins.types import Task
 from agentrl.recipe.load import dump_recipe
 from agentrl.recipe.schema import Recipe
 from agentrl.rollout.player import Player
 from agentrl.training.checkpoint import ADAPTER, Checkpoints, Saved
+from agentrl.training.contrast import ContrastWatch
 from agentrl.training.display import Display
 from agentrl.training.folder_lock import FolderLock
 from agentrl.training.interrupt import Interrupts
@@ -83,6 +86,9 @@ def set_up(start: Start) -> Loop:
     watch.over(learner)
     trackers = Trackers(display.note)
     trackers.start(start.checked.trackers, folder.path, recipe.model_dump(mode="json"), stack)
+    contrast = ContrastWatch(recipe)
+    if line := contrast.beforehand():
+        display.note(line)
     loop = Loop(
         recipe=recipe,
         player=player,
@@ -96,6 +102,7 @@ def set_up(start: Start) -> Loop:
         display=display,
         interrupts=interrupts,
         mismatch=MismatchWatch(recipe),
+        contrast=contrast,
         trackers=trackers,
     )
     if start.saved:
@@ -128,9 +135,14 @@ def _measure(start: Start, player: Player) -> tuple[HeldOut, TaskSampler]:
     """The held-out tasks, and who draws those to train on: without those whose prompts do not fit."""
     recipe, checked = start.recipe, start.checked
     start.display.phase("measuring the prompts")
-    held_out, notes = start.interrupts.run(lambda: HeldOut.prepare(player, recipe, checked.splits))
+    held_out, notes = start.interrupts.run(lambda: HeldOut.prepare(player, recipe, checked.splits, checked.choosing))
     sampler = TaskSampler(len(checked.tasks), recipe.train.seed)
     notes += _leave_out_long(recipe, player, checked.tasks, sampler, start.interrupts)
+    if checked.choosing in checked.splits and 0 < recipe.eval.every < recipe.train.steps:
+        notes.append(
+            f"the best checkpoint is chosen on {checked.choosing}, which is reported too and so flatters it"
+            + ("" if is_validation(checked.choosing) else "; a split called validation would keep the two apart")
+        )
     for note in notes:
         start.display.note(note)
     return held_out, sampler
@@ -187,8 +199,8 @@ def _restore(loop: Loop, saved: Saved) -> None:
     loop.workplace.load(saved.path)
     state: dict[str, Any] = saved.extra
     loop.step = loop.learner.steps = saved.step
-    loop.before = state["before"]
-    if (best := loop.checkpoints.best()) is not None:
+    loop.before = {split: Accuracy.read(saved) for split, saved in state["before"].items()}
+    if (best := loop.checkpoints.best()) is not None and best.split == loop.held_out.choosing:
         loop.best = best.accuracy or 0.0
     loop.rollouts.restore(saved.step, state["sampler"])
     loop.folder.rewind(saved.step or -1)  # before the first step is done, step 0 is evaluated anew

@@ -11,6 +11,13 @@ from agentrl.errors import UserError
 from agentrl.training.saving.disk import write_whole
 
 RECIPE, METRICS, TRAJECTORIES, CHECKPOINTS = "recipe.yaml", "metrics.jsonl", "trajectories", "checkpoints"
+MODEL = "model"  # that a warm start leaves
+
+
+def recipe_of(path: str) -> tuple[str, str | None]:
+    """The recipe at `path`, and the run's folder where it is one."""
+    folder = Path(path)
+    return (str(folder / RECIPE), path) if folder.is_dir() and (folder / RECIPE).is_file() else (path, None)
 
 
 class RunFolder:

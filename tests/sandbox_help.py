@@ -1,7 +1,9 @@
 """What a sandbox leaves behind: its processes, descriptors and files."""
 
+import contextlib
 import os
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,6 +41,12 @@ def descendants() -> list[Process]:
     return list(found.values())
 
 
-def left() -> tuple[int, int, list[str]]:
-    """How many processes below this one, how many open descriptors, what in the temporary folder."""
-    return len(descendants()), len(os.listdir("/proc/self/fd")), os.listdir(tempfile.gettempdir())
+def left() -> tuple[int, list[str], list[str]]:
+    """How many processes below this one, what its descriptors are open on, what lies in the temporary folder."""
+    return len(descendants()), sorted(_opened()), os.listdir(tempfile.gettempdir())
+
+
+def _opened() -> Iterator[str]:
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # that of the listing itself
+            yield os.readlink(f"/proc/self/fd/{fd}")

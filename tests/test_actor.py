@@ -25,6 +25,7 @@ from agentrl.recipe.schema import AlgorithmSection
 from agentrl.rollout.trajectory import Group
 from agentrl.training.checkpoint import Checkpoints
 from agentrl.training.learner import Learner
+from agentrl.training.meter import Meter
 from agentrl.training.optimizer import Optimizer, learning_rate
 from agentrl.training.workplace import Here
 
@@ -198,3 +199,13 @@ def test_a_resumed_run_goes_on_as_if_it_had_never_stopped(tmp_path: Path, dtype:
     for group in groups[2:]:
         resumed.learn(group)
     assert torch.equal(weights(second.model), weights(straight.actor.model))
+
+
+def test_a_loss_may_measure_with_a_gradient(recwarn: pytest.WarningsRecorder) -> None:
+    """A user's loss returns what it measured as it is; nothing of torch's is printed into the progress for it."""
+    measured = torch.tensor([1.0, 2.0], requires_grad=True)
+    meter = Meter()
+    meter.micro_batch(2, measured.sum(), {"mine": measured}, torch.zeros(2), torch.ones(2))
+    meter.updated(1.0)
+    assert meter.result(0.1)["train/mine"] == 1.5
+    assert not [str(warning.message) for warning in recwarn if "requires_grad" in str(warning.message)]

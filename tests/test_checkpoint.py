@@ -185,9 +185,9 @@ def test_the_next_save_waits_for_the_one_before(tmp_path: Path, monkeypatch: pyt
     assert names(tmp_path) == ["step_1", "step_2"]
 
 
-def save_all(checkpoints: Checkpoints, role: Role, accuracies: dict[int, float | None]) -> None:
+def save_all(checkpoints: Checkpoints, role: Role, accuracies: dict[int, float | None], split: str = "test") -> None:
     for step, accuracy in accuracies.items():
-        checkpoints.begin(step, saver(actor=role), {}, accuracy)
+        checkpoints.begin(step, saver(actor=role), {}, None if accuracy is None else (split, accuracy))
     checkpoints.finish()
 
 
@@ -195,13 +195,29 @@ def test_the_last_and_the_best_are_kept(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, 2)
     save_all(checkpoints, learned(1), {1: 0.5, 2: 0.75, 3: None, 4: 0.25, 10: None})
     assert names(tmp_path) == ["best.json", "step_10", "step_2", "step_4"]
-    assert json.loads((tmp_path / "best.json").read_text()) == {"step": 2, "accuracy": 0.75, "path": "step_2"}
+    assert json.loads((tmp_path / "best.json").read_text()) == {
+        "step": 2,
+        "accuracy": 0.75,
+        "split": "test",
+        "path": "step_2",
+    }
     best, latest = checkpoints.best(), Checkpoints(tmp_path, 2).latest()
     assert best is not None
     assert latest is not None
     assert (best.step, best.accuracy, latest.step) == (2, 0.75, 10)
     save_all(checkpoints, learned(1), {11: 0.75, 12: None, 13: None})
     assert names(tmp_path) == ["best.json", "step_11", "step_12", "step_13"]
+
+
+def test_accuracies_on_two_splits_are_not_compared(tmp_path: Path) -> None:
+    """A run that was resumed with another split to choose by: what it chose by last counts."""
+    checkpoints = Checkpoints(tmp_path, 1)
+    save_all(checkpoints, learned(1), {1: 0.75})
+    save_all(checkpoints, learned(1), {2: 0.5, 3: 0.25, 4: None}, split="validation")
+    best = checkpoints.best()
+    assert best is not None
+    assert (best.step, best.split) == (2, "validation")
+    assert names(tmp_path) == ["best.json", "step_2", "step_4"]
 
 
 def test_without_an_evaluation_there_is_no_best(tmp_path: Path) -> None:

@@ -38,7 +38,9 @@ def small(seed: int = 0) -> Any:
 
 
 def save(folder: Path, role: Role, step: int) -> None:
-    Checkpoints(folder, 1).save(step, lambda aside: save_roles({"actor": role}, aside), {"step": step}, step / 10)
+    Checkpoints(folder, 1).save(
+        step, lambda aside: save_roles({"actor": role}, aside), {"step": step}, ("test", step / 10)
+    )
 
 
 def forked(work: Callable[[], None]) -> int:
@@ -110,7 +112,7 @@ def test_killed_at_any_moment_of_a_save_the_last_whole_checkpoint_is_left(tmp_pa
 
 def label(folder: Path, step: int, content: str) -> None:
     """A save of something small."""
-    Checkpoints(folder, 1).save(step, lambda aside: Pending(lambda: written(aside, content)), {}, 0.5)
+    Checkpoints(folder, 1).save(step, lambda aside: Pending(lambda: written(aside, content)), {}, ("test", 0.5))
 
 
 def written(aside: Path, content: str) -> None:

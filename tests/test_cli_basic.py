@@ -33,6 +33,9 @@ MISTAKES = [
     (["check", RECIPE, "env.args.nothing=1"], r"env.args.nothing: Gsm8k takes no such argument"),
     (["check", RECIPE, "env.source=nowhere.jsonl"], r"nowhere.jsonl"),
     (["check", RECIPE, "engine.name=locl"], r"no engine 'locl' is installed; did you mean 'local'\?"),
+    (["check", RECIPE, "algorithm.loss=ppo_clop"], r"no loss 'ppo_clop'; did you mean 'ppo_clip'"),
+    (["check", RECIPE, "algorithm.advantage=grop"], r"no advantage 'grop'; did you mean 'grpo'"),
+    (["check", RECIPE, "rewards.model=./nowhere"], r"rewards.model: ./nowhere is no folder"),
     (["check", RECIPE, "track.trackers=[wandb]"], r"no tracker 'wandb' is installed"),
     (["check", RECIPE, "eval.splits=[tset]"], r"eval.splits: environment 'gsm8k' has no 'tset'; did you mean 'test'"),
     (["check", RECIPE.replace("tool", "tol")], r"no such recipe file; did you mean .*gsm8k_tool.yaml"),
@@ -47,6 +50,14 @@ MISTAKES = [
 @pytest.mark.parametrize(("arguments", "words"), MISTAKES, ids=[" ".join(a).replace(RECIPE, "R") for a, _ in MISTAKES])
 def test_a_mistake_is_one_line(capsys, arguments, words):
     assert re.search(words, refused(capsys, *arguments))
+
+
+@pytest.mark.parametrize("key", ["algorithm.loss=x", "algorithm.advantage=x", "rewards.model=./x", "engine.name=x"])
+def test_check_looks_names_up_before_it_prints_anything(capsys, key):
+    assert main.run(["check", RECIPE, key]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.count("\n") == 1
 
 
 @pytest.mark.parametrize("command", ["train", "eval", "sft"])

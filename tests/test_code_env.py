@@ -83,7 +83,8 @@ def test_problems_are_stable_varied_and_no_constant_passes(split: str) -> None:
         assert len(made.tests) == TESTS == len({repr(arguments) for arguments, _ in made.tests})
         assert max(Counter(repr(result) for _, result in made.tests).values()) < TESTS
         assert made.entry_point in made.text
-    assert set(seen) == {kind.name for kind in (UNSEEN if split == "kinds" else KINDS)}
+    known = {kind.name for kind in (UNSEEN if split == "kinds" else KINDS)}
+    assert set(seen) == known or (split == "validation" and set(seen) < known and len(seen) > 10)
     assert problem(split, 7) == problem(split, 7) != problem(split, 7, seed=1)
 
 
@@ -110,7 +111,7 @@ def test_it_keeps_what_training_relies_on(made: Code) -> None:
 
 
 def test_tasks_are_lazy_and_the_held_out_ones_do_not_depend_on_the_seed(made: Code) -> None:
-    assert made.splits == ("test", "kinds")
+    assert made.splits == ("test", "kinds", "validation")
     train, other = made.tasks("train"), Code(seed=1)
     assert len(train) == 50_000
     assert train[7] == made.tasks("train")[7] != other.tasks("train")[7]

@@ -36,7 +36,7 @@ def _session(task: object, *said: str) -> Session:
 
 def test_generated_tasks_are_lazy_and_stable() -> None:
     env = Gsm8k()
-    assert env.splits == ("test", "phrasing", "large")
+    assert env.splits == ("test", "phrasing", "large", "validation")
     train = env.tasks("train")
     assert len(train) == 50_000
     assert train[7] == Gsm8k().tasks("train")[7]

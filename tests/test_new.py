@@ -57,9 +57,9 @@ class House:
 def house(tmp_path_factory):
     """With a new tool, a new environment, and a tool and an environment that fail to import."""
     made = House(tmp_path_factory.mktemp("house"))
-    assert "next: cd doubler && pip install -e . && pytest" in made.agentrl("new", "tool", "doubler")
+    assert "next: cd doubler && pip install -e '.[test]' && pytest" in made.agentrl("new", "tool", "doubler")
     made.agentrl("new", "env", "apples")
-    packages = [part for name in ("doubler", "apples") for part in ("-e", str(made.folder / name))]
+    packages = [part for name in ("doubler", "apples") for part in ("-e", f"{made.folder / name}[test]")]
     pip = [sys.executable, "-m", "pip", "--python", str(made.python), "install", "-q", "--disable-pip-version-check"]
     subprocess.run([*pip, "--no-index", "--no-build-isolation", *packages], check=True)
     for group, name in (("tools", "sick_tool"), ("envs", "sick_env")):

@@ -214,13 +214,13 @@ class Failing(Environment):
 
 def test_an_environment_without_a_name_is_one_line():
     with pytest.raises(UserError, match=rf"^environment '{__name__}:Failing': its class sets no `name`$"):
-        make_environment(EnvSection(name="test_plugins_registry:Failing"))
+        make_environment(EnvSection(name=f"{__name__}:Failing"))
 
 
 @pytest.mark.parametrize("command", ["check", "train", "eval", "try"])
 def test_an_environment_that_fails_to_give_tasks_is_one_line(command, tmp_path, capsys):
     recipe = tmp_path / "recipe.yaml"
-    recipe.write_text("env: {name: 'test_plugins_registry:Failing', args: {name: failing}}\n")
+    recipe.write_text(f"env: {{name: '{__name__}:Failing', args: {{name: failing}}}}\n")
     assert run([command, str(recipe)]) == 2
     assert capsys.readouterr().err.count("failed: OSError: the disk is gone") == 1
 
@@ -228,6 +228,6 @@ def test_an_environment_that_fails_to_give_tasks_is_one_line(command, tmp_path, 
 @pytest.mark.parametrize("command", ["check", "train", "eval"])
 def test_an_environment_without_tasks_is_one_line(command, tmp_path, capsys):
     recipe = tmp_path / "recipe.yaml"
-    recipe.write_text("env: {name: 'test_plugins_registry:Failing', args: {name: empty}}\n")
+    recipe.write_text(f"env: {{name: '{__name__}:Failing', args: {{name: empty}}}}\n")
     assert run([command, str(recipe)]) == 2
     assert capsys.readouterr().err.startswith("error: environment 'empty' (source generated) has no task")

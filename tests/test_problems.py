@@ -97,4 +97,4 @@ def test_expressions() -> None:
     with pytest.raises(ArithmeticError):
         steps(parse("n/m", {"n": 7, "m": 2}))
     with pytest.raises(ValueError, match="no split"):
-        problem("validation", 0)
+        problem("dev", 0)

@@ -71,7 +71,7 @@ class Nameless(GroupReward):
 
 
 def rewards(*functions, **weights):
-    named = [f if isinstance(f, dict) else {"name": f"test_scorer:{f}"} for f in functions]
+    named = [f if isinstance(f, dict) else {"name": f"{__name__}:{f}"} for f in functions]
     return make_rewards(RewardsSection.model_validate({"functions": named, "weights": weights}))
 
 
@@ -89,8 +89,8 @@ async def play(made, n=3, **limits):
 
 async def test_sample_functions_fill_their_parts_and_weights_count_in_the_reward_alone():
     made = rewards(
-        {"name": "test_scorer:Turns", "args": {"each": 2}},
-        {"name": "test_scorer:length", "args": {"scale": 10}, "part": "size"},
+        {"name": f"{__name__}:Turns", "args": {"each": 2}},
+        {"name": f"{__name__}:length", "args": {"scale": 10}, "part": "size"},
         "slow_length",
         size=0.5,
         env=3,
@@ -162,11 +162,11 @@ async def test_a_function_that_never_returns_is_cut_off():
     ("section", "words"),
     [
         ("no_such", r"no reward 'no_such' is installed"),
-        ({"name": "test_scorer:length", "args": {"scal": 1}}, r"rewards\.functions\.0\.args\.scal: .*no such argument"),
-        ({"name": "test_scorer:length", "args": {"scale": "x"}}, r"rewards\.functions\.0\.args\.scale: .*got 'x'"),
-        ({"name": "test_scorer:Turns"}, r"rewards\.functions\.0\.args\.each: Turns needs it"),
-        ("test_scorer:Nameless", r"its class sets no `name`"),
-        ("test_scorer:TASK", r"is no Reward or GroupReward class and no function"),
+        ({"name": f"{__name__}:length", "args": {"scal": 1}}, r"rewards\.functions\.0\.args\.scal: .*no such argument"),
+        ({"name": f"{__name__}:length", "args": {"scale": "x"}}, r"rewards\.functions\.0\.args\.scale: .*got 'x'"),
+        ({"name": f"{__name__}:Turns"}, r"rewards\.functions\.0\.args\.each: Turns needs it"),
+        (f"{__name__}:Nameless", r"its class sets no `name`"),
+        (f"{__name__}:TASK", r"is no Reward or GroupReward class and no function"),
     ],
 )
 def test_a_mistake_is_one_line(section, words):

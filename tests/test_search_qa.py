@@ -25,10 +25,11 @@ def env() -> SearchQa:
 
 def test_what_is_held_out_is_never_trained_on(env):
     asked = {split: [generated.question_of(t) for t in env.tasks(split)] for split in ("train", *env.splits)}
-    assert {split: len(questions) for split, questions in asked.items()} == {"train": 2731, "test": 429, "two_hop": 240}
+    sizes = {split: len(questions) for split, questions in asked.items()}
+    assert sizes == {"train": 2605, "test": 429, "two_hop": 240, "validation": 126}
     texts = [q.text for questions in asked.values() for q in questions]
     assert len(set(texts)) == len(texts)
-    assert not {q.subject for q in asked["test"]} & {q.subject for q in asked["train"]}
+    assert not {q.subject for q in asked["test"] + asked["validation"]} & {q.subject for q in asked["train"]}
     assert not {q.path for q in asked["two_hop"]} & {q.path for q in asked["train"] + asked["test"]}
     assert {len(q.path) for q in asked["test"]} == {len(q.path) for q in asked["train"]} == {1, 2}
 
@@ -40,8 +41,8 @@ def test_the_order_is_the_seeds_and_the_questions_are_nobodys(env):
     assert [t.id for t in train] != [t.id for t in other.tasks("train")]
     assert {t.id: t.data for t in train} == {t.id: t.data for t in other.tasks("train")}
     assert env.tasks("test") == other.tasks("test")
-    assert train[0].id == "train-2649", "the generator changed: runs no longer compare"
-    assert train[0].data["question"] == "Where is the seat of Sellalgum?"
+    assert train[0].id == "train-1963", "the generator changed: runs no longer compare"
+    assert train[0].data["question"] == "In which year did The Green Boat of Trorkinzford come out?"
 
 
 def test_every_answer_stands_in_the_articles_that_a_search_finds(env):

@@ -3,6 +3,7 @@
 import asyncio
 import io
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from random import Random
@@ -10,14 +11,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+from agentrl_envs.gsm8k.environment import Gsm8k
 from paths import RECIPES
 from rich.console import Console
 
 from agentrl.chat.encode import Encoder
 from agentrl.chat.load import load_chat
 from agentrl.chat.template import Template
+from agentrl.cli import main
 from agentrl.errors import UserError
 from agentrl.models.load import load_model, resolve
+from agentrl.plugins.environment import Environment
 from agentrl.plugins.registry import make_environment, make_tool
 from agentrl.plugins.types import Message, Task
 from agentrl.recipe.load import load_recipe
@@ -221,3 +225,38 @@ def test_what_is_wrong_with_a_shape_is_one_line(override: str, message: str) -> 
 def test_a_recipe_without_the_section_says_so() -> None:
     with pytest.raises(UserError, match="no `sft` section"):
         sft(load_recipe(RECIPES / "gsm8k_tool.yaml"))
+
+
+class Undemonstrated(Gsm8k):
+    """As an environment whose author wrote no demonstrations."""
+
+    name = "undemonstrated"
+
+    def demonstrate(self, task: Task, rng: Random, style: str) -> list[Message]:
+        return list(Environment.demonstrate(self, task, rng, style))
+
+
+class Clumsy(Gsm8k):
+    name = "clumsy"
+
+    def demonstrate(self, task: Task, rng: Random, style: str) -> list[Message]:
+        raise KeyError("worked")
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("Undemonstrated", "environment 'undemonstrated' has no demonstrations, which `agentrl sft` learns from"),
+        ("Clumsy", r"environment 'clumsy': demonstrate\('train-0'\) failed: KeyError: 'worked'"),
+    ],
+)
+def test_an_environment_without_demonstrations_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, words: str
+) -> None:
+    recipe = tmp_path / "sft.yaml"
+    recipe.write_text(f"env: {{name: 'test_sft:{name}'}}\nsft: {{stages: [{{style: clean}}]}}\n")
+    assert main.run(["sft", str(recipe), "--out", str(tmp_path / "out")]) == 2
+    said = capsys.readouterr()
+    assert re.search(words, said.err)
+    assert said.err.count("\n") == 1
+    assert not (tmp_path / "out").exists()

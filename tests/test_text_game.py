@@ -129,7 +129,7 @@ def test_the_drawn_view_follows_the_player():
 
 def test_tasks_are_lazy_seeded_and_stable():
     env = TextGame()
-    assert env.splits == ("test", "large")
+    assert env.splits == ("test", "large", "validation")
     train = env.tasks("train")
     assert len(train) == 1_000_000
     assert train[7] == TextGame().tasks("train")[7]

@@ -86,7 +86,7 @@ def closed():
 async def test_tools_and_sources_are_opened_in_order_and_closed_once(closed):
     box = await Toolbox.open(sections("double", "Pair", "Closing"), Env())
     assert [t.name for t in box.tools] == ["double", "left", "right", "closing"]
-    assert box.origins == ("test_toolbox:double", "test_toolbox:Pair", "test_toolbox:Pair", "test_toolbox:Closing")
+    assert box.origins == (f"{__name__}:double", f"{__name__}:Pair", f"{__name__}:Pair", f"{__name__}:Closing")
     assert closed == []
     await box.close()
     assert closed == ["closing", "pair"]
@@ -101,8 +101,8 @@ async def test_what_was_opened_is_closed_when_a_later_one_cannot_be(closed):
 @pytest.mark.parametrize(
     ("names", "env", "words"),
     [
-        (("double", "double"), Env(), r"test_toolbox:double and test_toolbox:double both offer 'double' to the model"),
-        (("Step",), Walk(), r"test_toolbox:Step and environment env both offer 'step' to the model"),
+        (("double", "double"), Env(), rf"{__name__}:double and {__name__}:double both offer 'double' to the model"),
+        (("Step",), Walk(), rf"{__name__}:Step and environment env both offer 'step' to the model"),
     ],
 )
 async def test_two_tools_of_one_name_are_refused(names, env, words):
@@ -158,7 +158,7 @@ async def test_a_tool_whose_machinery_is_down_fails_the_request_and_says_nothing
 async def test_parameters_that_no_model_could_be_shown_are_named(parameters, monkeypatch):
     monkeypatch.setattr(Closing, "parameters", parameters)
     with pytest.raises(UserError, match=rf"^tool 'closing' \({__name__}:Closing\): its `parameters` want type object"):
-        await Toolbox.open([ToolSection(name="test_toolbox:Closing")], Env())
+        await Toolbox.open([ToolSection(name=f"{__name__}:Closing")], Env())
 
 
 def test_a_schema_always_has_properties(monkeypatch):
@@ -169,4 +169,4 @@ def test_a_schema_always_has_properties(monkeypatch):
 async def test_parameters_with_recursion_are_refused_before_the_run(monkeypatch):
     monkeypatch.setattr(Closing, "parameters", {"type": "object", "properties": {"x": {"$ref": "#"}}})
     with pytest.raises(UserError, match=r"^tool 'closing': its parameters refer to themselves \(\$ref '#'\)"):
-        await Toolbox.open([ToolSection(name="test_toolbox:Closing")], Env())
+        await Toolbox.open([ToolSection(name=f"{__name__}:Closing")], Env())

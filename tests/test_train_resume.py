@@ -164,7 +164,7 @@ def test_a_damaged_checkpoint_is_refused_with_one_line(stopped: TrainResult, tmp
 
 
 OTHER_RUNS = {
-    "env.name=test_train_resume:Five": "env.name train_plugins:Noisy -> test_train_resume:Five",
+    f"env.name={__name__}:Five": f"env.name train_plugins:Noisy -> {__name__}:Five",
     "tools=[]": "tools.0.name calculator -> none",
     "algorithm.kl_coef=0.5": "algorithm.kl_coef 0.01 -> 0.5",
     "model.lora={}": "model.lora.rank none -> 16",
@@ -295,7 +295,7 @@ def same_state(ours: dict[str, Any], theirs: dict[str, Any]) -> bool:
 
 
 EPOCHS: dict[str, Any] = {
-    "env": {"name": "test_train_resume:Five"},
+    "env": {"name": f"{__name__}:Five"},
     "tools": [],
     "rollout__max_turns": 1,
     "rollout__max_turn_tokens": 24,

@@ -85,7 +85,7 @@ class Many(ToolSource):
         return [one, Noted()]
 
 
-NOTED = "test_try:Noted"
+NOTED = f"{__name__}:Noted"
 
 
 def test_a_tool_is_called_with_all_its_hooks(capsys):
@@ -130,7 +130,7 @@ class Loud(Noted):
 
 def test_what_tools_say_gives_the_terminal_no_orders(capsys):
     arguments = [f'{{"word": "{word}"}}' for word in ("a", "error", "raise")]
-    out = said(capsys, "test_try:Loud", *arguments, code=1) + said(capsys, "test_try:Loud")
+    out = said(capsys, f"{__name__}:Loud", *arguments, code=1) + said(capsys, f"{__name__}:Loud")
     assert re.search(r"[^\n\x20-\x7e]", out) is None
     assert out.count(SHOWN) >= 5
 
@@ -174,11 +174,11 @@ def test_without_a_call_a_tool_is_described(capsys):
 
 
 def test_a_source_lists_its_tools_and_one_is_chosen(capsys):
-    out = said(capsys, "test_try:Many")
+    out = said(capsys, f"{__name__}:Many")
     assert re.search(r"^one \{x: integer\}\n  The first.\nnoted ", out, re.M)
-    assert "\n8\n" in said(capsys, "test_try:Many", "--tool", "one", '{"x": 7}')
-    assert "say which by --tool: one, noted" in refused(capsys, "test_try:Many", '{"x": 7}')
-    assert "does not offer it; did you mean 'one'" in refused(capsys, "test_try:Many", "--tool", "on")
+    assert "\n8\n" in said(capsys, f"{__name__}:Many", "--tool", "one", '{"x": 7}')
+    assert "say which by --tool: one, noted" in refused(capsys, f"{__name__}:Many", '{"x": 7}')
+    assert "does not offer it; did you mean 'one'" in refused(capsys, f"{__name__}:Many", "--tool", "on")
 
 
 def write(tmp_path, text: str, name: str = "replies.txt") -> str:
@@ -252,7 +252,7 @@ class Talk(Environment):
 
 
 def test_the_environment_speaks_between_turns_and_brings_tools(capsys, tmp_path):
-    out = said(capsys, "test_try:Talk", "--replies", write(tmp_path, 'hm\n---\n/shout {"text": "hey"}\n---\nbye'))
+    out = said(capsys, f"{__name__}:Talk", "--replies", write(tmp_path, 'hm\n---\n/shout {"text": "hey"}\n---\nbye'))
     assert "Hello [bold]you[/bold]?" in out
     assert out.index("And?") < out.index("(step reward 0.25)") < out.index("HEY") < out.index("reward 0.75")
     assert out.count("(step reward") == 1
@@ -260,13 +260,13 @@ def test_the_environment_speaks_between_turns_and_brings_tools(capsys, tmp_path)
 
 
 def test_what_the_machinery_does_wrong_is_a_line(capsys, tmp_path):
-    out = said(capsys, "test_try:Talk", "--args", "fails=true", "--replies", write(tmp_path, "hm"), code=1)
+    out = said(capsys, f"{__name__}:Talk", "--args", "fails=true", "--replies", write(tmp_path, "hm"), code=1)
     assert re.search(r"^failed \(environment\): talk.execute: LookupError: lost the thread", out, re.M)
     assert EVENTS == ["create", "release", "close"]
 
 
 def test_a_script_that_is_too_short_says_so(capsys, tmp_path):
-    out = said(capsys, "test_try:Talk", "--replies", write(tmp_path, "hm"), code=1)
+    out = said(capsys, f"{__name__}:Talk", "--replies", write(tmp_path, "hm"), code=1)
     assert "the script has 1 reply, and the conversation wants another" in out
     assert EVENTS == ["create", "release", "close"]
 
@@ -286,7 +286,7 @@ def test_a_person_plays(capsys, monkeypatch):
 
 def test_a_person_may_leave(capsys, monkeypatch):
     typed(monkeypatch, "hm\n")
-    out = said(capsys, "test_try:Talk", code=1)
+    out = said(capsys, f"{__name__}:Talk", code=1)
     assert "left after 1 turn: released, without a reward" in out
     assert out.count("(step reward 0.25)") == 1
     assert EVENTS == ["create", "release", "close"]
@@ -325,7 +325,7 @@ MISTAKES = [
     (("calculator", "{}", "--create", "=3"), r"--create =3: wants KEY=VALUE"),
     (("gsm8k", "--task", "50000"), r"--task 50000: train of 'gsm8k' has 50000 tasks: wants 0 to 49999"),
     (("gsm8k", "--task", "-1"), r"--task -1: .*wants 0 to 49999"),
-    (("test_try:Talk", "--task", "nine"), r"--task nine: train of 'talk' has no task with that id"),
+    ((f"{__name__}:Talk", "--task", "nine"), r"--task nine: train of 'talk' has no task with that id"),
     (("gsm8k", "--split", "tset"), r"--split tset: environment 'gsm8k' has no such split; did you mean 'test'\?"),
     (("gsm8k", "--replies", "nowhere.txt"), r"--replies nowhere.txt: cannot be read: No such file"),
     (("gsm8k", "--replies", "a", "--model", "b"), r"--replies and --model: give one"),

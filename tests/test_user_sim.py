@@ -157,7 +157,7 @@ def test_held_out_facts_and_wordings_are_never_trained_on() -> None:
 
 def test_tasks_are_lazy_stable_and_seeded() -> None:
     env, other = make_environment(EnvSection(name="user_sim")), UserSim(seed=1)
-    assert env.splits == ("test", "wording")
+    assert env.splits == ("test", "wording", "validation")
     train = env.tasks("train")
     assert len(train) == 100_000
     assert train[7] == UserSim().tasks("train")[7]

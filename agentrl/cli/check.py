@@ -25,7 +25,6 @@ def check_command(
     """Print the resolved recipe, its tasks, its tools and the first prompt, without a model."""
     import asyncio
 
-    from agentrl.algo.registry import check_critic
     from agentrl.cli.common import console
     from agentrl.errors import UserError
     from agentrl.plugins.registry import find, make_environment
@@ -33,11 +32,12 @@ def check_command(
     from agentrl.plugins.toolbox import Toolbox
     from agentrl.recipe.load import load_recipe, show_recipe
     from agentrl.recipe.secrets import shown
+    from agentrl.training.preflight import check_names
 
     checked = load_recipe(recipe, overrides or [])
     env = make_environment(checked.env)
     make_rewards(checked.rewards)
-    check_critic(checked)
+    check_names(checked)
     find("engines", checked.engine.name)
     for tracker in checked.track.trackers:
         find("trackers", tracker)

@@ -6,11 +6,11 @@ import typer
 
 
 def eval_command(
-    recipe: Annotated[str, typer.Argument(help="A recipe.")],
+    recipe: Annotated[str, typer.Argument(help="A recipe, or a run's folder: its recipe and best checkpoint.")],
     overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Keys to change.")] = None,
     model: Annotated[
         str | None,
-        typer.Option("--model", metavar="DIR", help="A model or checkpoint folder, instead of the recipe's."),
+        typer.Option("--model", metavar="DIR", help="A model, checkpoint or run folder, instead of the recipe's."),
     ] = None,
     split: Annotated[
         list[str] | None, typer.Option("--split", help="A held-out split; may be given again (default: all).")
@@ -22,15 +22,17 @@ def eval_command(
 ) -> None:
     """Evaluate a model on held-out tasks."""
     from agentrl.recipe.load import load_recipe
+    from agentrl.training.run_folder import recipe_of
 
-    checked = load_recipe(recipe, overrides or [])  # before anything heavy is imported
+    path, run = recipe_of(recipe)
+    checked = load_recipe(path, overrides or [])  # before anything heavy is imported
     from agentrl.eval.show import check_writable, show, write_json
 
     if json_file is not None:
         check_writable(json_file)
     from agentrl.training.evaluation import evaluate
 
-    result = evaluate(checked, model=model, splits=split, samples=samples)
+    result = evaluate(checked, model=model or run, splits=split, samples=samples)
     show(result)
     if json_file is not None:
         write_json(result, json_file)

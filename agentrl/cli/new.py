@@ -46,7 +46,7 @@ def _new(kind: Literal["tool", "env"], name: str, into: str) -> None:
     write_package(kind, name, folder)
     call = '\'{"expression": "2*3"}\'' if kind == "tool" else "--task 0 --tools calculator"
     typer.echo(f"wrote {folder}: change src/{name}.py")
-    typer.echo(f"next: cd {folder} && pip install -e . && pytest")
+    typer.echo(f"next: cd {folder} && pip install -e '.[test]' && pytest")
     typer.echo(f"then: agentrl try {name} {call}; agentrl train recipes/{name}.yaml")
 
 

@@ -8,7 +8,7 @@ from agentrl.errors import UserError, nearest
 from agentrl.eval.held_out import HeldOut
 from agentrl.eval.progress import Progress
 from agentrl.eval.result import SplitResult, failures
-from agentrl.plugins.environment import Environment
+from agentrl.plugins.environment import Environment, is_validation
 from agentrl.plugins.registry import make_environment, tasks_of
 from agentrl.recipe.schema import Recipe
 from agentrl.rollout.player import Player
@@ -59,10 +59,25 @@ async def play(
 
 
 def chosen_splits(env: Environment, recipe: Recipe) -> tuple[str, ...]:
-    """Those of the recipe, or all held-out ones. Raises UserError for one that the environment does not have."""
+    """Those to report: the recipe's, or all held-out ones but those for validation, where there are others. Raises
+    UserError for one that the environment does not have."""
     if recipe.eval.splits is None:
-        return tuple(env.splits)
+        return reported(env)
     for split in recipe.eval.splits:
         if split not in (*env.splits, "train"):
             raise UserError(f"eval.splits: environment {env.name!r} has no split {split!r}{nearest(split, env.splits)}")
     return recipe.eval.splits
+
+
+def reported(env: Environment) -> tuple[str, ...]:
+    """The held-out splits that are not for validation; all where there is no other."""
+    return tuple(split for split in env.splits if not is_validation(split)) or tuple(env.splits)
+
+
+def choosing_split(env: Environment, recipe: Recipe, splits: tuple[str, ...]) -> str | None:
+    """The one that is evaluated during training, to choose the best checkpoint by: for validation, or else the first of
+    `splits`, those that are reported. None: the recipe evaluates nothing."""
+    own = next((split for split in env.splits if is_validation(split)), None)
+    if not splits or own is None or not 0 < recipe.eval.every < recipe.train.steps:
+        return splits[0] if splits else None
+    return own

@@ -18,36 +18,43 @@ EVAL_SEED = 20_000_003  # apart from those of training steps
 
 @dataclass(slots=True)
 class HeldOut:
-    """Plays the first `eval.tasks` fitting tasks of a split. `tasks` maps split -> tasks; the first split leads."""
+    """Plays the first `eval.tasks` fitting tasks of a split. `tasks` maps split -> tasks. splits: those to report;
+    choosing: the one by which the best checkpoint is chosen, None where there is none."""
 
     player: Player
     tasks: Mapping[str, Sequence[Task]]
     samples: int
     temperature: float | None
+    splits: tuple[str, ...]
+    choosing: str | None
 
     @classmethod
-    async def prepare(cls, player: Player, recipe: Recipe, splits: Sequence[str]) -> "tuple[HeldOut, list[str]]":
+    async def prepare(
+        cls, player: Player, recipe: Recipe, splits: Sequence[str], choosing: str | None = None
+    ) -> "tuple[HeldOut, list[str]]":
         """With the lines to print about tasks whose prompt does not fit."""
         chosen: dict[str, Sequence[Task]] = {}
         notes = []
-        for split in splits:
+        for split in dict.fromkeys((*splits, *((choosing,) if choosing is not None else ()))):
             every = tasks_of(player.env, split)
             wanted = [every[i] for i in range(min(recipe.eval.tasks, len(every)))]
             lengths = await player.measure(wanted)
             if line := lengths.report(split):
                 notes.append(line)
             chosen[split] = [wanted[i] for i in lengths.fitting]
-        return cls(player, chosen, recipe.eval.samples, recipe.eval.temperature), notes
-
-    @property
-    def splits(self) -> tuple[str, ...]:
-        return tuple(self.tasks)
+        return cls(player, chosen, recipe.eval.samples, recipe.eval.temperature, tuple(splits), choosing), notes
 
     async def play(
-        self, split: str, on_group: Callable[[Group], None] | None = None
+        self, split: str, on_group: Callable[[Group], None] | None = None, after: int = 0
     ) -> tuple[SplitResult, list[Group]]:
+        """after: steps of training that are done, which the ids of sessions tell and their seeds do not."""
         groups = await self.player.play(
-            self.tasks[split], self.samples, seed=(EVAL_SEED, 0), temperature=self.temperature, on_group=on_group
+            self.tasks[split],
+            self.samples,
+            seed=(EVAL_SEED, 0),
+            temperature=self.temperature,
+            on_group=on_group,
+            occasion=f"eval_{split}_{after}",
         )
         return summarize(split, groups, self.solved), groups
 

@@ -3,11 +3,29 @@
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from agentrl.errors import UserError
 from agentrl.eval.statistics import accuracy_interval, pass_at_k
 from agentrl.rollout.trajectory import Group, Trajectory
+
+
+class Accuracy(NamedTuple):
+    """value: share of samples solved, 0..1. low, high: its 95 % interval; None where it is not known any more."""
+
+    value: float
+    low: float | None = None
+    high: float | None = None
+
+    @classmethod
+    def read(cls, saved: Any) -> "Accuracy":
+        """From JSON; a lone number is what was saved before intervals were."""
+        return cls(*saved) if isinstance(saved, list) else cls(saved)
+
+    def __str__(self) -> str:
+        if self.low is None or self.high is None:
+            return f"{self.value:.1%}"
+        return f"{self.value:.1%} ({self.low:.1%} to {self.high:.1%})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +50,10 @@ class SplitResult:
     tokens: float
     finish: Mapping[str, int]
     failed: int
+
+    @property
+    def interval(self) -> Accuracy:
+        return Accuracy(self.accuracy, self.low, self.high)
 
     def json(self) -> dict[str, Any]:
         return asdict(self)

@@ -22,21 +22,35 @@ def wilson(successes: float, trials: float) -> tuple[float, float]:
 def accuracy_interval(correct: Sequence[int], samples: Sequence[int]) -> tuple[float, float, float]:
     """(accuracy, low, high) over tasks, of which task i was solved correct[i] out of samples[i] times.
 
-    Samples of a task are not independent, so the number of trials is divided by the design effect, estimated from the
-    spread of the tasks' own accuracies (Kish 1965); never below the number of tasks nor above that of samples.
+    Samples of a task belong together, so the score interval takes the trials divided by the design effect (Kish 1965):
+    as many as tasks where a task's samples all end alike, as at 0 and at 1, and as many as samples where they are
+    independent.
     """
     pairs = [(c, s) for c, s in zip(correct, samples, strict=True) if s > 0]
     if not pairs:
         return 0.0, 0.0, 1.0
     total = sum(s for _, s in pairs)
     p = sum(c for c, _ in pairs) / total
-    n = len(pairs)
-    trials = float(total)
-    if n > 1 and total > n and 0 < p < 1:
-        spread = sum((c - p * s) ** 2 for c, s in pairs) * n / (n - 1) / total**2
-        trials = min(max(p * (1 - p) / spread, n), total) if spread > 0 else total
+    mean_size = sum(s * s for _, s in pairs) / total  # of the task that a sample belongs to
+    trials = total / (1 + (mean_size - 1) * _agreement(pairs))
     low, high = wilson(p * trials, trials)
     return p, low, high
+
+
+def _agreement(pairs: Sequence[tuple[int, int]]) -> float:
+    """The correlation of two samples of one task, 0..1, from (correct, samples) of each task.
+
+    How often does another sample of a task end as one of the rarer outcome did? One more such sample, with which all
+    others agree, is counted in, so that nothing seen is full agreement and certainty comes with what is seen.
+    """
+    total, correct = sum(s for _, s in pairs), sum(c for c, _ in pairs)
+    rare = pairs if 2 * correct <= total else [(s - c, s) for c, s in pairs]
+    others = sum(s * s for _, s in pairs) / total - 1
+    if others <= 0:
+        return 0.0
+    alike = (sum(r * (r - 1) for r, _ in rare) + others) / (sum(r * (s - 1) for r, s in rare) + others)
+    share = min(correct, total - correct) / total
+    return min(1.0, max(0.0, (alike - share) / (1 - share)))
 
 
 def pass_at_k(correct: int, samples: int, k: int) -> float:

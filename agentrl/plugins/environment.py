@@ -8,11 +8,19 @@ from typing import Any
 from agentrl.plugins.tool import Tool
 from agentrl.plugins.types import Message, Reply, Session, Task
 
+VALIDATION = ("validation", "valid", "val", "dev")
+
+
+def is_validation(split: str) -> bool:
+    """Whether a held-out split is there to choose checkpoints by, as its name says (also within a mixture)."""
+    return split.rpartition(".")[2] in VALIDATION
+
 
 class Environment(ABC):
     """Built once a run as `cls(source=..., **env.args)`; serves all requests at once.
 
-    `splits` are the held-out splits, the first being the one that the progress display follows. `train` always exists.
+    `splits` are the held-out splits, the first of them the one that leads. One of the names in VALIDATION is evaluated
+    during training, and the best checkpoint is chosen on it; the others are what is reported. `train` always exists.
     `pays` is False where `calc_reward` has nothing to give, and only tools and `rewards.functions` do.
     `reward_parts`: every name that `calc_reward` may give, where they are known; None: they are not. A class that
     overrides `calc_reward` says them anew.

@@ -156,11 +156,11 @@ class TrainSection(Section):
 
 
 class EvalSection(Section):
-    every: Annotated[int, Field(ge=0)] = 20  # steps; 0: before and after training only
+    every: Annotated[int, Field(ge=0)] = 20  # steps, on the split for validation; 0: before and after training only
     tasks: Positive = 128  # of each split
     samples: Positive = 1  # a task
     temperature: Annotated[float, Field(ge=0)] | None = None  # None: that of rollout
-    splits: tuple[str, ...] | None = None  # held-out splits before and after training; None: all
+    splits: tuple[str, ...] | None = None  # held-out splits before and after training; None: all but validation
 
 
 class SftStage(Section):
@@ -340,6 +340,11 @@ class Recipe(Section):
             raise ValueError(f"cluster.nodes is {cluster.nodes}, but there are only {cluster.size} workers")
         if cluster.restarts and not cluster.used:
             raise ValueError("cluster.restarts is for workers on a cluster: set cluster.workers, or leave it at 0")
+        if cluster.offload and not cluster.used:
+            raise ValueError(
+                "cluster.offload is for workers on a cluster; one process alone keeps all where model.device says: "
+                "set cluster.workers or cluster.gpus, or leave it out"
+            )
         roles = [role for pool in cluster.pools for role in pool.roles]
         for role in roles:
             if roles.count(role) > 1:

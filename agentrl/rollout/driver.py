@@ -49,8 +49,10 @@ class Driver:
         tools: Sequence[Tool],
         limits: RolloutSection,
         scorer: Scorer | None = None,
+        occasion: str = "",
     ) -> None:
-        """tools: those of the recipe; the environment's own come with it. scorer: the recipe's reward functions."""
+        """tools: those of the recipe; the environment's own come with it. scorer: the recipe's reward functions.
+        occasion: what its requests are for, such as `step_3`; their ids begin with it."""
         self._engine = engine
         self._chat = chat
         self._environment = environment
@@ -61,6 +63,7 @@ class Driver:
         self._weights = self.scorer.weights
         self._limits = limits
         self._caller = Caller(chat, limits)
+        self._prefix = f"{occasion}/" if occasion else ""
         self._count = 0
 
     @property
@@ -82,7 +85,7 @@ class Driver:
         """
         self._count += 1
         own = derive(seed, task.id, sample, attempt)
-        name = f"{task.id}#{sample}.{self._count}"
+        name = f"{self._prefix}{task.id}#{sample}.{self._count}"
         return AsyncRolloutRequest(name, task, sample, own, opening=opening if opening is not None else Opening())
 
     async def drive(self, request: AsyncRolloutRequest, *, resumable: bool = False) -> Trajectory:

@@ -131,12 +131,14 @@ class Player:
         seed: Seed,
         temperature: float | None = None,
         on_group: Callable[[Group], None] | None = None,
+        occasion: str = "",
     ) -> list[Group]:
-        """`n` samples of every task, groups in the order of `tasks`. `temperature` replaces that of the recipe."""
-        return await roll_out(self.driver(temperature), tasks, n, seed=seed, on_group=on_group)
+        """`n` samples of every task, groups in the order of `tasks`. temperature, occasion: as of `driver`."""
+        return await roll_out(self.driver(temperature, occasion), tasks, n, seed=seed, on_group=on_group)
 
-    def driver(self, temperature: float | None = None) -> Driver:
-        """What drives requests; `temperature` replaces that of the recipe."""
+    def driver(self, temperature: float | None = None, occasion: str = "") -> Driver:
+        """What drives requests; `temperature` replaces that of the recipe. occasion: see `Driver`; sessions of a run
+        have ids of their own when no two drivers of it have the same."""
         limits = self.recipe.rollout
         if temperature is not None:
             limits = limits.model_copy(update={"temperature": temperature})
@@ -147,6 +149,7 @@ class Player:
             tools=self.toolbox.tools,
             limits=limits,
             scorer=Scorer(self.rewards, limits.turn_timeout),
+            occasion=occasion,
         )
 
     def describe(self) -> str:

@@ -10,6 +10,7 @@ import re
 import shutil
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,11 +48,18 @@ class Saved:
 
     @property
     def accuracy(self) -> float | None:
-        """On the first held-out split, where it was evaluated at this step."""
-        try:
-            return self._state()["accuracy"]
-        except UserError:
-            return None
+        """On `split`, where it was evaluated at this step."""
+        return self._rating("accuracy")
+
+    @property
+    def split(self) -> str | None:
+        """The split that checkpoints were chosen on when this one was saved; None: of no accuracy, or not known."""
+        return self._rating("split")
+
+    def _rating(self, key: str) -> Any:
+        with suppress(UserError):
+            return self._state().get(key)
+        return None
 
     def _state(self) -> dict[str, Any]:
         path = self.path / TRAINER / STATE
@@ -112,19 +120,23 @@ class Checkpoints:
             return max(self._all(), key=lambda saved: saved.step, default=None)
 
     def best(self) -> Saved | None:
-        """That of the highest accuracy, the last of equal ones; None: none was evaluated."""
-        rated = [(accuracy, s.step, s) for s in self._all() if (accuracy := s.accuracy) is not None]
-        return max(rated, default=(0.0, 0, None))[2]
+        """That of the highest accuracy, the last of equal ones, of those that were chosen by the same split as the last
+        that was; None: none was evaluated."""
+        rated = [(s.step, s, accuracy) for s in self._all() if (accuracy := s.accuracy) is not None]
+        if not rated:
+            return None
+        split = max(rated)[1].split
+        return max((accuracy, step, saved) for step, saved, accuracy in rated if saved.split == split)[2]
 
     def save(
         self,
         step: int,
         save: Callable[[Path], PendingLike],
         extra: Mapping[str, Any],
-        accuracy: float | None = None,
+        rated: tuple[str | None, float] | None = None,
     ) -> Saved:
         """`begin`, then `finish`."""
-        self.begin(step, save, extra, accuracy)
+        self.begin(step, save, extra, rated)
         self.finish()
         return Saved(step, self.folder / f"step_{step}")
 
@@ -133,16 +145,18 @@ class Checkpoints:
         step: int,
         save: Callable[[Path], PendingLike],
         extra: Mapping[str, Any],
-        accuracy: float | None = None,
+        rated: tuple[str | None, float] | None = None,
     ) -> None:
         """Begin `step_<step>`, once the one before is finished. `save` writes the roles into a folder that is there: it
-        returns as soon as they may go on learning. extra: JSON. accuracy: on the first held-out split at this step.
+        returns as soon as they may go on learning. extra: JSON. rated: the split to choose by, and the accuracy on it
+        at this step.
 
         Raises NotSaved: the save before, or the beginning of this one, failed.
         """
         self.finish()
         aside = self.folder / f".step_{step}.part"
-        state = {"step": step, "extra": dict(extra), "accuracy": accuracy}
+        split, accuracy = rated or (None, None)
+        state = {"step": step, "extra": dict(extra), "accuracy": accuracy, "split": split}
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._sweep()
@@ -193,7 +207,7 @@ class Checkpoints:
         """Say which is the best, and remove all but that one and the last."""
         best = self.best()
         if best is not None:
-            record = {"step": best.step, "accuracy": best.accuracy, "path": best.path.name}
+            record = {"step": best.step, "accuracy": best.accuracy, "split": best.split, "path": best.path.name}
             disk.write_whole(self.folder / BEST, json.dumps(record) + "\n")
         self._sweep()
         for saved in sorted(self._all(), key=lambda s: s.step)[: -self.keep]:

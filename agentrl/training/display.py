@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from agentrl.errors import UserError
+from agentrl.eval.result import Accuracy
 from agentrl.recipe.secrets import masked_text
 from agentrl.terminal import terminal
 
@@ -37,6 +38,11 @@ def clock(seconds: float) -> str:
     minutes, s = divmod(round(seconds), 60)
     hours, m = divmod(minutes, 60)
     return f"{hours}:{m:02d}:{s:02d}" if hours else f"{m}:{s:02d}"
+
+
+def _with_interval(accuracy: Accuracy) -> str:
+    value, _, interval = str(accuracy).partition(" ")
+    return f"[bold]{value}[/bold] {interval}".rstrip()
 
 
 class Display:
@@ -104,9 +110,11 @@ class Display:
         if not self.console.is_terminal:
             self._print(self._line(step, metrics), highlight=False, soft_wrap=True)
 
-    def evaluation(self, step: int, accuracies: Mapping[str, float]) -> None:
-        self.accuracies.append(next(iter(accuracies.values())))
-        shown = "  ".join(f"{split} {value:.1%}" for split, value in accuracies.items())
+    def evaluation(self, step: int, found: Mapping[str, Accuracy], followed: str | None) -> None:
+        """found: by split. followed: the one whose curve is drawn."""
+        if followed is not None and followed in found:
+            self.accuracies.append(found[followed].value)
+        shown = "  ".join(f"{split} {accuracy.value:.1%}" for split, accuracy in found.items())
         self.note(f"step {step:>4}  held-out accuracy: {shown}")
 
     def time_left(self, step: int) -> float | None:
@@ -138,13 +146,14 @@ class Display:
         table.add_row("time left", clock(left) if left is not None else "…", Text(self._phase, style="dim"))
         return Group(self._progress, table)
 
-    def final(self, rows: Sequence[tuple[str, float, float]], folder: str, seconds: float) -> None:
-        """The table at the end: (split, accuracy before, accuracy after), and where the run lies."""
-        table = Table(title=escape(self.title), title_justify="left")
+    def final(self, rows: Sequence[tuple[str, Accuracy, Accuracy]], folder: str, seconds: float) -> None:
+        """The table at the end: (split, accuracy before, accuracy after), with intervals, and where the run lies."""
+        caption = "in brackets: 95 % intervals, by tasks"
+        table = Table(title=escape(self.title), title_justify="left", caption=caption, caption_justify="left")
         for column in ("held-out split", "before", "after"):
             table.add_column(column, justify="left" if column == "held-out split" else "right")
         for split, before, after in rows:
-            table.add_row(escape(split), f"{before:.1%}", f"[bold]{after:.1%}[/bold]")
+            table.add_row(escape(split), *map(_with_interval, (before, after)))
         self._print(table)
         if self.rewards:
             self._print(f"reward {sparkline(self.rewards)}  {self.rewards[0]:.2f} → {self.rewards[-1]:.2f}")

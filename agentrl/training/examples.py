@@ -17,6 +17,7 @@ from agentrl.chat.template import Template
 from agentrl.engine.base import Generation, GenerationFinish
 from agentrl.errors import UserError
 from agentrl.plugins.environment import Environment
+from agentrl.plugins.registry import reason
 from agentrl.plugins.tool import Tool
 from agentrl.plugins.toolbox import offered
 from agentrl.plugins.types import Message, Session, Task
@@ -24,6 +25,19 @@ from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.rollout.trajectory import FinishReason, Trajectory, check_invariants
 
 OPENING_SECONDS = 60.0  # the deadline that an environment's `create` sees
+
+
+def demonstration(env: Environment, task: Task, rng: Random, style: str) -> list[Message]:
+    """`env.demonstrate`. Raises UserError, whatever the environment raises."""
+    try:
+        return list(env.demonstrate(task, rng, style))
+    except UserError:
+        raise
+    except NotImplementedError as error:
+        what = " ".join(str(error).split()) or f"environment {env.name!r} has no demonstrations"
+        raise UserError(f"{what}, which `agentrl sft` learns from: give its class `demonstrate`") from error
+    except Exception as error:  # the boundary: an environment may raise anything
+        raise UserError(f"environment {env.name!r}: demonstrate({task.id!r}) failed: {reason(error)}") from error
 
 
 class Demonstrator:
@@ -43,7 +57,7 @@ class Demonstrator:
             opening = list(await self.env.create(session, **task.create_kwargs))
         finally:
             await self.env.release(session)
-        return opening, list(self.env.demonstrate(task, rng, style))
+        return opening, demonstration(self.env, task, rng, style)
 
     async def trajectory(self, task: Task, rng: Random, style: str) -> Trajectory:
         """One demonstration. Raises UserError where it cannot be written: no assistant turn, or a template that

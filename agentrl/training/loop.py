@@ -8,18 +8,20 @@ import errno
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from time import perf_counter
 from typing import Any
 
 from agentrl.errors import nearest
 from agentrl.eval.held_out import HeldOut
-from agentrl.eval.result import SplitResult, failures
+from agentrl.eval.result import Accuracy, failures
 from agentrl.recipe.schema import Recipe
 from agentrl.rollout.hooks import STEP
 from agentrl.rollout.journal import write_journal
 from agentrl.rollout.player import Player
 from agentrl.rollout.trajectory import Group, Trajectory
 from agentrl.training.checkpoint import Checkpoints, NotSaved
+from agentrl.training.contrast import ContrastWatch
 from agentrl.training.display import Display
 from agentrl.training.interrupt import Interrupted, Interrupts
 from agentrl.training.learner import Learner
@@ -47,16 +49,17 @@ class Loop:
     display: Display
     interrupts: Interrupts
     mismatch: MismatchWatch
+    contrast: ContrastWatch
     trackers: Trackers
     step: int = 0
     best: float = -1.0  # accuracy of the best checkpoint
-    before: dict[str, float] = field(default_factory=dict)
-    after: dict[str, float] = field(default_factory=dict)
+    before: dict[str, Accuracy] = field(default_factory=dict)
+    after: dict[str, Accuracy] = field(default_factory=dict)
     _drawn: dict[str, Any] = field(default_factory=dict)
     _updates: int = 0  # the learner's when `step` was whole
     _saved: int = -1
     _unwritten: dict[str, Any] | None = None  # the row that metrics.jsonl did not take
-    _accuracy: float | None = None  # on the first held-out split, of the last whole step where it was evaluated
+    _accuracy: float | None = None  # of the last whole step on the split to choose by, where it was evaluated there
     _weights_said: bool = False
 
     @property
@@ -119,36 +122,38 @@ class Loop:
         with self.watch.phase(SYNC, step):
             self.rollouts.publish(step)
         metrics |= {"time/sync_s": perf_counter() - trained, **self.watch.take(metrics["time/train_s"])}
-        if line := self.mismatch.warning(step, metrics):
-            self.display.note(line)
+        for line in (self.mismatch.warning(step, metrics), self.contrast.warning(step, metrics)):
+            if line:
+                self.display.note(line)
         metrics["time/step_s"] = perf_counter() - began
         self.display.step(step, metrics)
         self._keep_trajectories(f"step_{step}", groups)
         metrics |= self._evaluate_when_due(step)
 
     def _evaluate_when_due(self, step: int) -> dict[str, Any]:
-        if step == self.recipe.train.steps:
-            self.after = self._evaluate(self.held_out.splits)
-            return _accuracy_keys(self.after)
-        every = self.recipe.eval.every
-        if every and step % every == 0:
-            return _accuracy_keys(self._evaluate(self.held_out.splits[:1]))
-        return {}
+        """The split to choose by, and after the last step those to report."""
+        every, choosing, last = self.recipe.eval.every, self.held_out.choosing, step == self.recipe.train.steps
+        splits = self.held_out.splits if last else ()
+        if choosing is None or not (last or (every and step % every == 0)):
+            return {}
+        found = self._evaluate(tuple(dict.fromkeys((choosing, *splits))))
+        self.after = {split: found[split] for split in splits}
+        self._accuracy = found[choosing].value
+        return _accuracy_keys(found)
 
-    def _evaluate(self, splits: Sequence[str]) -> dict[str, float]:
+    def _evaluate(self, splits: Sequence[str]) -> dict[str, Accuracy]:
         self.display.phase("evaluating")
         self.rollouts.current()
-        results: list[SplitResult] = []
+        found: dict[str, Accuracy] = {}
         for split in splits:
-            result, groups = self.interrupts.run(lambda split=split: self.held_out.play(split))  # type: ignore[misc]
-            results.append(result)
+            play = partial(self.held_out.play, split, after=self.step)
+            result, groups = self.interrupts.run(play)
+            found[split] = result.interval
             self._say_failures(f"evaluation of {split} after step {self.step}", groups)
             self._keep_trajectories(f"eval_{split}_{self.step}", groups, self.held_out.solved)
-        accuracies = {r.split: r.accuracy for r in results}
-        if accuracies:
-            self._accuracy = next(iter(accuracies.values()))
-            self.display.evaluation(self.step, accuracies)
-        return accuracies
+        if found:
+            self.display.evaluation(self.step, found, self.held_out.choosing)
+        return found
 
     def _say_failures(self, what: str, groups: Sequence[Group]) -> None:
         if line := failures(what, groups):
@@ -186,7 +191,8 @@ class Loop:
             raise FileNotFoundError(errno.ENOENT, "deleted", str(self.folder.path))
         self.display.phase("saving")
         extra = {"sampler": self._drawn, "before": self.before, "unwritten": self._unwritten}
-        self.checkpoints.begin(self.step, self.workplace.save, extra, self._accuracy)
+        rated = None if self._accuracy is None else (self.held_out.choosing, self._accuracy)
+        self.checkpoints.begin(self.step, self.workplace.save, extra, rated)
         self._saved = self.step
 
     def _is_best(self) -> bool:
@@ -210,5 +216,5 @@ class Loop:
         self.save_at_last()
 
 
-def _accuracy_keys(accuracies: Mapping[str, float]) -> dict[str, float]:
-    return {f"eval/{split}/accuracy": value for split, value in accuracies.items()}
+def _accuracy_keys(found: Mapping[str, Accuracy]) -> dict[str, float]:
+    return {f"eval/{split}/accuracy": accuracy.value for split, accuracy in found.items()}

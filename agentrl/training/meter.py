@@ -34,12 +34,13 @@ class Meter:
     def micro_batch(
         self, tokens: int, loss: Tensor, measured: Mapping[str, Tensor], difference: Tensor, factor: Tensor
     ) -> None:
-        """`loss`: its share of the update's; measured: name -> [N]; difference: d [N]; factor: of each loss [N]."""
+        """`loss`: its share of the update's; measured: name -> [N], where a gradient does no harm;
+        difference: d [N]; factor: of each loss [N]."""
         self.tokens += tokens
         self.predictions += len(difference)
         self.loss += float(loss.detach())
         for name, values in measured.items():
-            self.sums[name] = self.sums.get(name, 0.0) + float(values.sum())
+            self.sums[name] = self.sums.get(name, 0.0) + float(values.detach().sum())
         d = difference.detach().double().cpu()
         weight = d.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
         cut = ((factor.cpu() - weight).abs() > 1e-3 * weight) & self.corrected

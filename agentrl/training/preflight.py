@@ -10,7 +10,7 @@ from agentrl.algo import advantages, losses
 from agentrl.algo.registry import check_critic
 from agentrl.algo.terms import Tokens
 from agentrl.errors import UserError, reason
-from agentrl.eval.evaluate import chosen_splits
+from agentrl.eval.evaluate import choosing_split, chosen_splits
 from agentrl.plugins.environment import Environment
 from agentrl.plugins.registry import load, make_environment, tasks_of
 from agentrl.plugins.tracker import Tracker
@@ -25,18 +25,28 @@ from agentrl.training.reward_model import classifier_config
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """splits: those that are held out and evaluated. tasks: to train on. trackers: what makes them, by their names."""
+    """splits: those that are held out and reported. choosing: see `choosing_split`. tasks: to train on. trackers: what
+    makes them, by their names."""
 
     env: Environment
     splits: tuple[str, ...]
+    choosing: str | None
     tasks: Sequence[Task]
     trackers: Mapping[str, Callable[[], Tracker]]
+
+
+def check_names(recipe: Recipe) -> None:
+    """Look up advantage, loss and reward model. Raises UserError: one line."""
+    check_critic(recipe)
+    losses.get(recipe.algorithm.loss)
+    if recipe.rewards.model is not None:
+        classifier_config(recipe.rewards.model, recipe.model)
 
 
 def check_run(recipe: Recipe) -> Checked:
     """Raises UserError: one line."""
     trackers = {name: load("agentrl.trackers", name) for name in recipe.track.trackers}
-    check_critic(recipe)
+    check_names(recipe)
     check_algorithm(recipe)
     if getattr(load("engines", recipe.engine.name), "brings_chat", False):
         raise UserError(f"engine.name {recipe.engine.name!r} plays a model that cannot be trained: use `agentrl eval`")
@@ -46,13 +56,13 @@ def check_run(recipe: Recipe) -> Checked:
     env = make_environment(recipe.env)
     if not (env.pays or recipe.tools or env.tools() or recipe.rewards.functions or recipe.rewards.model):
         raise UserError(f"environment {env.name!r} pays nothing, and no tool can: name a reward in rewards.functions")
-    if recipe.rewards.model is not None:
-        classifier_config(recipe.rewards.model, recipe.model)
     splits = chosen_splits(env, recipe)
+    choosing = choosing_split(env, recipe, splits)
     tasks = tasks_of(env, "train")
-    if empty := [split for split in ("train", *splits) if not len(tasks_of(env, split))]:
+    needed = dict.fromkeys(("train", *splits, *((choosing,) if choosing is not None else ())))
+    if empty := [split for split in needed if not len(tasks_of(env, split))]:
         raise UserError(f"environment {env.name!r} (source {recipe.env.source}) has no task in {', '.join(empty)}")
-    return Checked(env, splits, tasks, trackers)
+    return Checked(env, splits, choosing, tasks, trackers)
 
 
 def check_algorithm(recipe: Recipe) -> None:

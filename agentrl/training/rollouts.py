@@ -70,7 +70,7 @@ class Serial:
         began = perf_counter()
         limits, seed = self._recipe.rollout, (self._recipe.train.seed, step)
         tasks = [self._tasks[i] for i in self._sampler.draw(limits.tasks)]
-        groups = self._interrupts.run(lambda: self._player.play(tasks, limits.n, seed=seed))
+        groups = self._interrupts.run(lambda: self._player.play(tasks, limits.n, seed=seed, occasion=f"step_{step}"))
         seconds = perf_counter() - began
         return groups, _measured(groups, waited=seconds, since=seconds)
 
@@ -128,7 +128,8 @@ class Overlapped:
         staleness = None if self._in_order else limits.max_staleness
         plan = Plan(limits.n, limits.tasks, train.steps, train.seed, staleness)
         draw = self._sampler.draw
-        return Stream(self._player.driver(), self._tasks, lambda: draw(1)[0], plan, version=step, first=first)
+        driver = self._player.driver(occasion=f"after_{step}")
+        return Stream(driver, self._tasks, lambda: draw(1)[0], plan, version=step, first=first)
 
     def next(self, step: int) -> tuple[list[Group], dict[str, Any]]:
         began = perf_counter()

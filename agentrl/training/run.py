@@ -265,5 +265,7 @@ def _finish(loop: Loop, interrupted: bool, seconds: float) -> TrainResult:
         display.final(rows, str(folder), seconds)
         display.note(loop.watch.describe())
         if (best := loop.checkpoints.best()) is not None and best.step != last.step:
-            display.note(f"The best checkpoint is that of step {best.step} ({best.accuracy:.1%}): {best.path}")
-    return TrainResult(folder, loop.step, last.path, dict(loop.before), dict(loop.after), interrupted)
+            rated = f"{best.accuracy:.1%} on {best.split}" if best.split else f"{best.accuracy:.1%}"
+            display.note(f"The best checkpoint is that of step {best.step} ({rated}): {best.path}")
+    before, after = ({s: a.value for s, a in found.items()} for found in (loop.before, loop.after))
+    return TrainResult(folder, loop.step, last.path, before, after, interrupted)

@@ -14,8 +14,15 @@ from agentrl.training.saving.disk import write_whole
 RECIPE, METRICS, TRAJECTORIES, CHECKPOINTS = "recipe.yaml", "metrics.jsonl", "trajectories", "checkpoints"
 ERRORS = "error.log"
 """Tracebacks of what ended the run, which is told in one line."""
+MODEL = "model"  # that a warm start leaves
 _LATER = re.compile(r"recipe\.resumed_(\d+)\.yaml")
 """What a resumed run goes by, where that is not what it went by before."""
+
+
+def recipe_of(path: str) -> tuple[str, str | None]:
+    """The recipe at `path`, and the run's folder where it is one."""
+    folder = Path(path)
+    return (str(RunFolder(folder).recipe()), path) if (folder / RECIPE).is_file() else (path, None)
 
 
 class RunFolder:

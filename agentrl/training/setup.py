@@ -10,12 +10,15 @@ from agentrl.data.prompts import PromptLengths
 from agentrl.data.sampler import TaskSampler
 from agentrl.errors import described
 from agentrl.eval.held_out import HeldOut
+from agentrl.eval.result import Accuracy
+from agentrl.plugins.environment import is_validation
 from agentrl.plugins.types import Task
 from agentrl.recipe.load import dump_recipe
 from agentrl.recipe.schema import Recipe
 from agentrl.recipe.secrets import shown
 from agentrl.rollout.player import Player
 from agentrl.training.checkpoint import ADAPTER, Checkpoints, Saved
+from agentrl.training.contrast import ContrastWatch
 from agentrl.training.display import Display
 from agentrl.training.folder_lock import FolderLock
 from agentrl.training.interrupt import Interrupts
@@ -99,6 +102,9 @@ def set_up(start: Start) -> Loop:
     watch.over(learner)
     trackers = Trackers(display.note)
     trackers.start(start.checked.trackers, folder.path, shown(recipe), stack)
+    contrast = ContrastWatch(recipe)
+    if line := contrast.beforehand():
+        display.note(line)
     loop = Loop(
         recipe=recipe,
         player=player,
@@ -112,6 +118,7 @@ def set_up(start: Start) -> Loop:
         display=display,
         interrupts=interrupts,
         mismatch=MismatchWatch(recipe),
+        contrast=contrast,
         trackers=trackers,
     )
     if start.saved:
@@ -154,9 +161,14 @@ def _measure(start: Start, player: Player) -> tuple[HeldOut, TaskSampler]:
     """The held-out tasks, and who draws those to train on: without those whose prompts do not fit."""
     recipe, checked = start.recipe, start.checked
     start.display.phase("measuring the prompts")
-    held_out, notes = start.interrupts.run(lambda: HeldOut.prepare(player, recipe, checked.splits))
+    held_out, notes = start.interrupts.run(lambda: HeldOut.prepare(player, recipe, checked.splits, checked.choosing))
     sampler = TaskSampler(len(checked.tasks), recipe.train.seed)
     notes += _leave_out_long(recipe, player, checked.tasks, sampler, start.interrupts)
+    if checked.choosing in checked.splits and 0 < recipe.eval.every < recipe.train.steps:
+        notes.append(
+            f"the best checkpoint is chosen on {checked.choosing}, which is reported too and so flatters it"
+            + ("" if is_validation(checked.choosing) else "; a split called validation would keep the two apart")
+        )
     for note in notes:
         start.display.note(note)
     return held_out, sampler
@@ -211,10 +223,10 @@ def _leave_out_long(
     return [line] if line else []
 
 
-def _progress(saved: Saved, tasks: int) -> tuple[dict[str, float], dict[str, Any]]:
+def _progress(saved: Saved, tasks: int) -> tuple[dict[str, Any], dict[str, Any]]:
     """The held-out accuracies before the run, by split, and the sampler's position. Raises UserError."""
     before, sampler = (saved.extra.get(name) for name in ("before", "sampler"))
-    if not isinstance(before, dict) or not all(type(value) in (int, float) for value in before.values()):
+    if not isinstance(before, dict) or not all(map(_is_accuracy, before.values())):
         raise saved.damaged("`before` in its state.json is no mapping of accuracies")
     outstanding = sampler.get("outstanding", []) if isinstance(sampler, dict) else None
     if not isinstance(sampler, dict) or not isinstance(outstanding, list):
@@ -227,11 +239,18 @@ def _progress(saved: Saved, tasks: int) -> tuple[dict[str, float], dict[str, Any
     return before, sampler
 
 
+def _is_accuracy(value: Any) -> bool:
+    """Whether it is an accuracy with its interval, or alone, as older versions wrote it."""
+    first, *interval = value if isinstance(value, list) and len(value) == len(Accuracy._fields) else [value]
+    return type(first) in (int, float) and all(type(bound) in (int, float, type(None)) for bound in interval)
+
+
 def _restore(loop: Loop, saved: Saved, tasks: int) -> None:
     loop.workplace.load(saved.path)
     loop.step = loop.learner.steps = saved.step
-    loop.before, sampler = _progress(saved, tasks)
-    if (best := loop.checkpoints.best()) is not None:
+    before, sampler = _progress(saved, tasks)
+    loop.before = {split: Accuracy.read(value) for split, value in before.items()}
+    if (best := loop.checkpoints.best()) is not None and best.split == loop.held_out.choosing:
         loop.best = best.accuracy or 0.0
     loop.rollouts.restore(saved.step, sampler)
     loop.folder.rewind(saved.step or -1)  # before the first step is done, step 0 is evaluated anew

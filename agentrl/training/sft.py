@@ -17,6 +17,7 @@ from agentrl.chat.encode import Encoder
 from agentrl.chat.load import load_chat
 from agentrl.chat.template import Template
 from agentrl.errors import UserError
+from agentrl.eval.evaluate import reported
 from agentrl.models.load import load_model
 from agentrl.plugins.environment import Environment
 from agentrl.plugins.exits import PluginProofLoop
@@ -27,9 +28,9 @@ from agentrl.recipe.load import dump_recipe, load_recipe
 from agentrl.recipe.schema import NewModel, Recipe, SftSection
 from agentrl.terminal import terminal
 from agentrl.training.checkpoint import save_model
-from agentrl.training.examples import Demonstrator
+from agentrl.training.examples import Demonstrator, demonstration
 from agentrl.training.newmodel import bare_tokenizer, new_model, read_template, train_tokenizer
-from agentrl.training.run_folder import RunFolder
+from agentrl.training.run_folder import MODEL, RunFolder
 from agentrl.training.school import School
 
 
@@ -72,6 +73,7 @@ def sft(
         toolbox = runner.run(Toolbox.open(recipe.tools, env))
         parts = {"tools": toolbox, **parts}
         tools = toolbox.tools
+        _check_demonstrations(env, recipe.sft)
         if recipe.sft.new_model:
             console.print(f"making a tokenizer from {recipe.sft.new_model.texts:,} demonstrations", highlight=False)
         model, tokenizer, chat = _start(recipe, recipe.sft, env, tools, runner)
@@ -90,12 +92,21 @@ def sft(
     return SftResult(folder, sum(last) / len(last), school.steps, school.tokens, monotonic() - school.began)
 
 
+def _check_demonstrations(env: Environment, section: SftSection) -> None:
+    """Ask for one of each style, before anything is made. Raises UserError where there is none."""
+    tasks = tasks_of(env, "train")
+    if not len(tasks):
+        raise UserError(f"environment {env.name!r} has no task in train")
+    for stage in section.stages:
+        demonstration(env, tasks[0], Random(0), stage.style)
+
+
 def _places(output: str | None, recipe: Recipe, name: str) -> tuple[Path, Callable[[dict[str, float]], object]]:
     """The model's folder, and who takes the metrics: a new run folder unless `output` names a folder for the model."""
     if output is None:
         run = RunFolder.create(recipe.output, name)
         run.write_recipe(dump_recipe(recipe))
-        return run.path / "model", run.append_metrics
+        return run.path / MODEL, run.append_metrics
     folder = Path(output)
     if (folder / "config.json").exists():
         raise UserError(f"{folder} holds a model already: remove it, or name another folder")
@@ -135,7 +146,7 @@ def _demonstrator(env: Environment, tools: Sequence[Tool], chat: Chat, tokenizer
 def _new_tokenizer(
     recipe: Recipe, section: NewModel, env: Environment, tools: Sequence[Tool], runner: asyncio.Runner
 ) -> Any:
-    """From rendered demonstrations of every stage's style over all splits."""
+    """From rendered demonstrations of every stage's style over all splits that are trained on or reported."""
     template = read_template(section)
     bare = bare_tokenizer(template)
     demonstrator = _demonstrator(env, tools, _chat(recipe, bare, env, tools), bare)
@@ -143,9 +154,10 @@ def _new_tokenizer(
 
     async def texts() -> list[str]:
         found = []
-        for split in ("train", *env.splits):
+        splits = ("train", *reported(env))
+        for split in splits:
             tasks = tasks_of(env, split)
-            for i in range(min(len(tasks), section.texts // (1 + len(env.splits)))):
+            for i in range(min(len(tasks), section.texts // len(splits))):
                 rng = Random(f"tokenizer/{recipe.train.seed}/{split}/{i}")
                 opening, said = await demonstrator.messages(tasks[i], rng, styles[i % len(styles)])
                 schemas = demonstrator.schemas(tasks[i])

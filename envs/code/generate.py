@@ -1,21 +1,25 @@
 """Any task of any split by its index: `problem(split, index, seed)` depends on nothing else.
 
-`train` and `test` share no (kind, parameters): a hash of them decides on which side they fall.
+`train` and `test` share no (kind, parameters): a hash of them decides on which side they fall. `validation` has
+those of the held-out side that `test` leaves; a kind that has none left is not in it.
 """
 
 import copy
 import hashlib
 import textwrap
 from dataclasses import dataclass
+from functools import cache
 from random import Random
 from typing import Any
 
 from agentrl_envs.code.kinds import KINDS, UNSEEN, Kind
 from agentrl_envs.code.kinds.kind import Parameters
 
-SPLITS = ("train", "test", "kinds")
-"""test: parameters never seen in training; kinds: kinds of functions never seen."""
+SPLITS = ("train", "test", "kinds", "validation")
+"""test, validation: parameters never seen in training; kinds: kinds of functions never seen."""
 
+HELD_OUT_SIZE = 1_000
+"""Problems of each held-out split."""
 TESTS = 8
 _DISTINCT = 3  # results, so that no constant passes
 _HELD_OUT = 64  # of 256
@@ -41,6 +45,23 @@ def problem(split: str, index: int, seed: int = 0) -> Problem:
     if split not in SPLITS:
         raise ValueError(f"no split {split!r}; known: {', '.join(SPLITS)}")
     rng = Random(f"code/{seed}/{split}/{index}")
+    while True:
+        made = _made(split, rng)
+        if split != "validation" or _function(made) not in _tested():
+            return made
+
+
+@cache
+def _tested() -> frozenset[tuple[str, str]]:
+    return frozenset(_function(problem("test", index)) for index in range(HELD_OUT_SIZE))
+
+
+def _function(made: Problem) -> tuple[str, str]:
+    """What is to be computed: kind and body, whatever the function is called."""
+    return made.kind, made.reference.partition("\n")[2]
+
+
+def _made(split: str, rng: Random) -> Problem:
     kind = rng.choice(UNSEEN if split == "kinds" else KINDS)
     name = rng.choice(kind.names)
     while True:
@@ -62,7 +83,7 @@ def is_held_out(kind: str, parameters: Parameters) -> bool:
 def _parameters(kind: Kind, rng: Random, split: str) -> dict[str, Any]:
     while True:
         drawn = kind.draw(rng)
-        if split == "kinds" or is_held_out(kind.name, drawn) == (split == "test"):
+        if split == "kinds" or is_held_out(kind.name, drawn) == (split != "train"):
             return drawn
 
 

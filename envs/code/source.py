@@ -12,7 +12,6 @@ from agentrl.plugins.lazy import LazyTasks
 from agentrl.plugins.types import Task
 
 TRAIN_SIZE = 50_000
-HELD_OUT_SIZE = 1_000
 
 
 class TaskSource(Protocol):
@@ -35,7 +34,7 @@ class Generated:
             raise UserError(f"code has no split {split!r} for this source{nearest(split, generate.SPLITS)}")
         seed = self._seed if split == "train" else 0
         return LazyTasks(
-            TRAIN_SIZE if split == "train" else HELD_OUT_SIZE, lambda index: _generated(split, index, seed)
+            TRAIN_SIZE if split == "train" else generate.HELD_OUT_SIZE, lambda index: _generated(split, index, seed)
         )
 
 

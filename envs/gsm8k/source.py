@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Protocol
 
-from agentrl_envs.gsm8k.problems import problem
+from agentrl_envs.gsm8k.problems import HELD_OUT_SIZE, SPLITS, problem
 from agentrl_envs.gsm8k.rows import Row, question_of, read_rows
 
 from agentrl.data.source import Source as DataSource
@@ -14,8 +14,7 @@ from agentrl.plugins.lazy import LazyTasks
 from agentrl.plugins.types import Task, ToolKwargs
 
 TRAIN_SIZE = 50_000
-HELD_OUT_SIZE = 1_000
-"""Of the generator: problems of `train`, and of each held-out split."""
+"""Of the generator: problems of `train`."""
 
 
 class Source(Protocol):
@@ -40,7 +39,7 @@ class Generator:
     """The generator. Train depends on the seed; the held-out splits never do, so that runs compare."""
 
     seed: int
-    splits: tuple[str, ...] = ("test", "phrasing", "large")
+    splits: tuple[str, ...] = SPLITS[1:]
 
     def tasks(self, split: str) -> Sequence[Task]:
         return generated("train", TRAIN_SIZE, self.seed) if split == "train" else generated(split, HELD_OUT_SIZE, 0)

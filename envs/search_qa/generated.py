@@ -11,11 +11,12 @@ from agentrl.plugins.types import Task
 
 T = TypeVar("T")
 
-SPLITS = ("train", "test", "two_hop")
-"""test: about subjects that training never asks about. two_hop: two facts that training never puts together."""
+SPLITS = ("train", "test", "two_hop", "validation")
+"""test, validation: about subjects that training never asks about. two_hop: two facts that training never puts
+together."""
 
 _APART = (("seat", "founded"), ("owner", "home"))
-_HELD_OUT_SHARE = 0.15  # of the subjects
+_TEST_SHARE, _VALIDATION_SHARE = 0.15, 0.05  # of the subjects
 
 
 @cache
@@ -40,8 +41,10 @@ def question_of(task: Task) -> Question:
 def _split_of(question: Question) -> str:
     if question.path in _APART:
         return "two_hop"
-    digest = hashlib.sha256(question.subject.encode()).digest()
-    return "test" if int.from_bytes(digest[:4], "big") < _HELD_OUT_SHARE * 2**32 else "train"
+    place = int.from_bytes(hashlib.sha256(question.subject.encode()).digest()[:4], "big") / 2**32
+    if place < _TEST_SHARE:
+        return "test"
+    return "validation" if place < _TEST_SHARE + _VALIDATION_SHARE else "train"
 
 
 def _task(split: str, index: int, question: Question) -> Task:

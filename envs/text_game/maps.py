@@ -2,17 +2,21 @@
 
 Every map can be solved, and only with the key: two rooms, a wall between them with one door, the key and the player on
 one side, the goal on the other. `train` and `test` share no map: a hash of the drawing decides on which side it falls.
+`validation` has maps of the held-out side that are not in `test`.
 """
 
 import hashlib
 from dataclasses import dataclass
+from functools import cache
 from random import Random
 
 from agentrl_envs.text_game.world import Cell, World
 
-SPLITS = ("train", "test", "large")
-"""test: maps never seen; large: maps larger than any of training."""
+SPLITS = ("train", "test", "large", "validation")
+"""test, validation: maps never seen; large: maps larger than any of training."""
 
+HELD_OUT_SIZE = 1_000
+"""Maps of each held-out split."""
 _HELD_OUT_SHARE = 32  # of 256
 _PILLARS = 6  # cells of a room for one wall in it, at most
 
@@ -36,9 +40,17 @@ def make_map(split: str, index: int, seed: int = 0) -> World:
     sizes = _LARGE if split == "large" else _SMALL
     while True:
         world = _draft(rng, sizes)
-        moves = world.distances().get((world.start, False), sizes.longest + 1)
-        if moves <= sizes.longest and (split == "large" or is_held_out(world) == (split == "test")):
+        if split != "large" and is_held_out(world) == (split == "train"):
+            continue
+        if split == "validation" and world.draw() in _tested():
+            continue
+        if world.distances().get((world.start, False), sizes.longest + 1) <= sizes.longest:
             return world
+
+
+@cache
+def _tested() -> frozenset[str]:
+    return frozenset(make_map("test", index).draw() for index in range(HELD_OUT_SIZE))
 
 
 def is_held_out(world: World) -> bool:

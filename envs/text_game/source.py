@@ -1,13 +1,12 @@
 """The splits as sequences of tasks, each made as it is looked at."""
 
-from agentrl_envs.text_game.maps import make_map
+from agentrl_envs.text_game.maps import HELD_OUT_SIZE, make_map
 
 from agentrl.plugins.lazy import LazyTasks
 from agentrl.plugins.types import Task
 
 TRAIN_SIZE = 1_000_000
-HELD_OUT_SIZE = 1_000
-"""Maps of `train`, more than any run plays, and of each held-out split."""
+"""Maps of `train`, more than any run plays."""
 
 
 def maps(split: str, seed: int) -> LazyTasks:

@@ -6,7 +6,7 @@ from typing import Any
 
 from agentrl_envs.user_sim.demonstrations import STYLES, demonstrate
 from agentrl_envs.user_sim.dialogue import Dialogue, Heard
-from agentrl_envs.user_sim.generate import SPLITS, Scenario, scenario
+from agentrl_envs.user_sim.generate import HELD_OUT_SIZE, SPLITS, Scenario, scenario
 from agentrl_envs.user_sim.lookup import Lookup
 
 from agentrl.errors import UserError, nearest
@@ -16,7 +16,6 @@ from agentrl.plugins.tool import Tool
 from agentrl.plugins.types import Message, Reply, Session, Task
 
 TRAIN_SIZE = 100_000
-HELD_OUT_SIZE = 1_000
 
 INSTRUCTIONS = "Ask the customer for what is missing. When you know it all, end with: {form}"
 

@@ -1,11 +1,13 @@
 """Any problem of any split by its index: `problem(split, index, seed)` depends on nothing else.
 
-`train` and the held-out splits share no (kind, numbers): a hash of them decides on which side they fall.
+`train` and the held-out splits share no (kind, numbers): a hash of them decides on which side they fall. `validation`
+shares none with the others either.
 """
 
 import hashlib
 import re
 from dataclasses import dataclass
+from functools import cache
 
 from agentrl_envs.gsm8k.problems import buying, comparing, counting, rates, sharing
 from agentrl_envs.gsm8k.problems.draw import Draw
@@ -15,9 +17,12 @@ from agentrl_envs.gsm8k.problems.kind import Kind
 from agentrl_envs.gsm8k.problems.words import fillers
 
 KINDS: tuple[Kind, ...] = (*buying.KINDS, *comparing.KINDS, *sharing.KINDS, *rates.KINDS, *counting.KINDS)
-SPLITS = ("train", "test", "phrasing", "large")
-"""test: fresh numbers; phrasing: fresh numbers and a clause never seen; large: numbers above those of training."""
+SPLITS = ("train", "test", "phrasing", "large", "validation")
+"""test, validation: fresh numbers; phrasing: fresh numbers and a clause never seen; large: numbers above those of
+training."""
 
+HELD_OUT_SIZE = 1_000
+"""Problems of each held-out split."""
 _HELD_OUT_SHARE = 32  # of 256
 
 
@@ -38,13 +43,28 @@ def problem(split: str, index: int, seed: int = 0) -> Problem:
     if split not in SPLITS:
         raise ValueError(f"no split {split!r}; known: {', '.join(SPLITS)}")
     draw = Draw(f"gsm8k/{seed}/{split}/{index}", large=split == "large")
-    kind = draw.pick(KINDS)
-    numbers = _numbers(kind, draw, split)
+    kind, numbers = _drawn(draw, split)
     text = expand(kind.grammar, draw, held_out=split == "phrasing")
     tree = parse(kind.formula, numbers)
     done = steps(tree)
     question = _sentence(text.format_map(fillers(draw, numbers)))
     return Problem(question, tree, done, done[-1][1], kind.name, tuple(numbers.items()))
+
+
+def _drawn(draw: Draw, split: str) -> tuple[Kind, dict[str, int]]:
+    while True:
+        kind = draw.pick(KINDS)
+        numbers = _numbers(kind, draw, split)
+        if split != "validation" or (kind.name, *numbers.items()) not in _asked():
+            return kind, numbers
+
+
+@cache
+def _asked() -> frozenset[tuple[object, ...]]:
+    """Kinds and numbers of `test` and `phrasing`, which are of the same numbers as `validation`."""
+    places = [f"gsm8k/0/{split}/{index}" for split in ("test", "phrasing") for index in range(HELD_OUT_SIZE)]
+    drawn = [_drawn(Draw(place), "test") for place in places]
+    return frozenset((kind.name, *numbers.items()) for kind, numbers in drawn)
 
 
 def _numbers(kind: Kind, draw: Draw, split: str) -> dict[str, int]:

@@ -17,7 +17,7 @@ LAYERS = (
     ("data", "engine", "models", "cluster"),
     ("plugins", "chat", "algo"),
     ("recipe", "scaffold"),
-    ("errors",),
+    ("errors", "threads"),
 )
 """From the top; a package imports itself, its neighbours in a layer, and what lies below."""
 

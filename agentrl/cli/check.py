@@ -23,8 +23,6 @@ def check_command(
     overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Keys to change.")] = None,
 ) -> None:
     """Print the resolved recipe, its tasks, its tools and the first prompt, without a model."""
-    import asyncio
-
     from agentrl.algo.registry import check_critic
     from agentrl.cli.common import console
     from agentrl.errors import UserError
@@ -32,6 +30,7 @@ def check_command(
     from agentrl.plugins.rewards import make_rewards
     from agentrl.plugins.toolbox import Toolbox
     from agentrl.recipe.load import dump_recipe, load_recipe
+    from agentrl.rollout.blocking import Runner
 
     checked = load_recipe(recipe, overrides or [])
     env = make_environment(checked.env)
@@ -43,7 +42,7 @@ def check_command(
     out = console()
     _title(out, f"recipe {recipe}")
     out.print(dump_recipe(checked).rstrip(), markup=False, soft_wrap=True)
-    with asyncio.Runner() as runner:
+    with Runner() as runner:
         toolbox = runner.run(Toolbox.open(checked.tools, env))
         first, unread = None, None
         try:

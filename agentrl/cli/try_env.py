@@ -1,6 +1,5 @@
 """`agentrl try ENV`: one task, played by the driver from the first hook to the last."""
 
-import asyncio
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -39,13 +38,14 @@ class Choice:
 def try_env(recipe: "Recipe", choice: Choice) -> int:
     """The exit code: 1 where the task was not played to its end."""
     from agentrl.plugins.registry import make_environment
+    from agentrl.rollout.blocking import run
 
     turns = None if choice.replies is None else read_replies(choice.replies)
     env = make_environment(recipe.env)
     person = turns is None and choice.model is None
     narrator = Narrator(Images(choice.images), mine=person)
     try:
-        return asyncio.run(_try(recipe, env, choice, turns, narrator))
+        return run(_try(recipe, env, choice, turns, narrator))
     except KeyboardInterrupt:
         narrator.say("\ninterrupted: the environment and its tools were released", style="red")
         return INTERRUPTED

@@ -1,6 +1,5 @@
 """`agentrl try TOOL`: its calls as one request of the driver, one call a turn, so that every hook is the real one."""
 
-import asyncio
 import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -26,10 +25,11 @@ def try_tool(
 ) -> int:
     """The exit code: 1 where a call was answered by an error."""
     from agentrl.recipe.schema import ToolSection
+    from agentrl.rollout.blocking import run
 
     arguments = [_arguments(text, i) for i, text in enumerate(calls, 1)]
     section = ToolSection(name=name, args=dict(args))
-    return asyncio.run(_try(section, tool, arguments, create, Narrator(Images(images), calls_only=True), seed))
+    return run(_try(section, tool, arguments, create, Narrator(Images(images), calls_only=True), seed))
 
 
 def _arguments(text: str, number: int) -> dict[str, Any]:

@@ -1,11 +1,18 @@
-"""Calls that block, over asynchronous work: from a plain program, and from inside a running event loop."""
+"""Calls that block, over asynchronous work: from a plain program, and from inside a running event loop. They end when
+their work has ended, whatever plugins leave behind."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from contextvars import Context
+from typing import Any, TypeVar
+
+from agentrl.rollout.watch import GRACE, leave_behind
+from agentrl.threads import Abandoned, DaemonThreads
 
 T = TypeVar("T")
+_THREADS = 32  # calls of `asyncio.to_thread` at once
+_ROUNDS = 3  # times that what still runs at the end is cancelled
 
 
 def blocking(work: Callable[[], T]) -> T:
@@ -20,3 +27,43 @@ def blocking(work: Callable[[], T]) -> T:
         return thread.submit(work).result()
     finally:
         thread.shutdown(wait=False)
+
+
+class Runner(asyncio.Runner):
+    """An event loop whose end waits neither for a thread that a plugin started by `asyncio.to_thread`, nor for a task
+    that ignores its cancellation."""
+
+    _threads: DaemonThreads | None = None
+
+    def run(self, coro: Coroutine[Any, Any, T], *, context: Context | None = None) -> T:
+        if self._threads is None:
+            abandoned = Abandoned("asyncio.to_thread:", "give it a time-out of its own")
+            self._threads = DaemonThreads("asyncio", _THREADS, abandoned)
+            self.get_loop().set_default_executor(self._threads)
+        return super().run(coro, context=context)
+
+    def close(self) -> None:
+        try:
+            if self._threads is not None:
+                super().run(_end_tasks())
+        finally:
+            super().close()
+
+
+def run(work: Coroutine[Any, Any, T]) -> T:
+    """`asyncio.run`, in a `Runner`."""
+    with Runner() as runner:
+        return runner.run(work)
+
+
+async def _end_tasks() -> None:
+    for _ in range(_ROUNDS):
+        if not (tasks := asyncio.all_tasks() - {asyncio.current_task()}):
+            return
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks, timeout=GRACE)
+    for task in asyncio.all_tasks() - {asyncio.current_task()}:
+        leave_behind(task)
+        task._log_destroy_pending = False  # type: ignore[attr-defined]  # it is said already
+        asyncio._unregister_task(task)  # the loop's own end waits for those that it knows of

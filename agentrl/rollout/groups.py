@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
+from agentrl.errors import UserError
 from agentrl.plugins.types import Task
 from agentrl.rollout.driver import Driver
 from agentrl.rollout.garbage import rare_collections
@@ -13,6 +14,7 @@ from agentrl.rollout.request import AsyncRolloutRequest, Opening
 from agentrl.rollout.seeds import Seed
 from agentrl.rollout.trajectory import FinishReason, Group, Trajectory
 from agentrl.rollout.watch import leave_behind
+from agentrl.threads import check_abandoned
 
 
 class Contrast(StrEnum):
@@ -61,6 +63,8 @@ async def roll_out(
     seed: of the run and the step; the same seed, weights and tasks give the same tokens where the engine does. Requests
     in flight and retries: `rollout.concurrency`, `rollout.retries`. on_trajectory, on_group: called as each ends (also
     for the failed), in the event loop. When it is cancelled, every request in flight is released first.
+
+    Raises UserError where too many calls of one synchronous function hang (`agentrl.threads`).
     """
     seen: Counter[str] = Counter()
     growing = []
@@ -79,13 +83,19 @@ async def roll_out(
             group.left -= 1
             if group.left == 0:
                 group.whole = await driver.scorer.score_group(group.group())
+                check_abandoned()
                 if on_group is not None:
                     on_group(group.whole)
 
-    with rare_collections():
-        async with asyncio.TaskGroup() as workers:
-            for _ in range(min(driver.limits.concurrency, len(jobs))):
-                workers.create_task(work())
+    try:
+        with rare_collections():
+            async with asyncio.TaskGroup() as workers:
+                for _ in range(min(driver.limits.concurrency, len(jobs))):
+                    workers.create_task(work())
+    except ExceptionGroup as errors:
+        if (ours := errors.subgroup(UserError)) is None:
+            raise
+        raise ours.exceptions[0] from None
     return [group.whole or group.group() for group in growing]
 
 
@@ -97,6 +107,7 @@ async def _sample(driver: Driver, group: _Growing, index: int, seed: Seed) -> Tr
             group.task, group.first + index, seed=seed, attempt=len(failures), opening=group.opening
         )
         trajectory = await _drive(driver, request)
+        check_abandoned()
         failure = trajectory.failure
         if failure is None or trajectory.finish is FinishReason.ABORTED or len(failures) >= driver.limits.retries:
             break

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from agentrl.plugins.environment import Environment
 from agentrl.plugins.tool import Tool
 from agentrl.plugins.types import ArgumentError, Session, Task
-from agentrl.rollout.blocking import blocking
+from agentrl.rollout.blocking import blocking, run
 
 T = TypeVar("T")
 HOOK_SECONDS = 30.0
@@ -34,7 +34,7 @@ def run_checks(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
     its line and what caused it, and nothing of how it was found."""
     __tracebackhide__ = True
     try:
-        blocking(lambda: asyncio.run(work()))
+        blocking(lambda: run(work()))
     except AssertionError as error:
         broken = error
     else:

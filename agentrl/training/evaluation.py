@@ -1,6 +1,5 @@
 """`evaluate`: a model on held-out tasks, scored by all that the recipe would train it by."""
 
-import asyncio
 from collections.abc import Sequence
 
 from agentrl.errors import UserError
@@ -8,7 +7,7 @@ from agentrl.eval.evaluate import Evaluation, play
 from agentrl.eval.progress import Progress
 from agentrl.recipe.load import load_recipe
 from agentrl.recipe.schema import Recipe
-from agentrl.rollout.blocking import blocking
+from agentrl.rollout.blocking import blocking, run
 from agentrl.training.model_reward import ask_reward_model
 
 
@@ -35,4 +34,4 @@ def evaluate(
     recipe = recipe.model_copy(update={"eval": recipe.eval.model_copy(update=changed)})
     extend = None if recipe.rewards.model is None else ask_reward_model
     with progress or Progress() as shown:
-        return blocking(lambda: asyncio.run(play(recipe, model, shown, extend)))
+        return blocking(lambda: run(play(recipe, model, shown, extend)))

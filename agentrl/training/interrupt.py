@@ -9,6 +9,8 @@ from collections.abc import Awaitable, Callable
 from types import FrameType, TracebackType
 from typing import Any, TypeVar
 
+from agentrl.rollout.blocking import Runner
+
 T = TypeVar("T")
 
 LAST_RESORT_SECONDS = 3.0
@@ -29,7 +31,7 @@ class Interrupts:
 
     def __init__(self) -> None:
         self.requested = False
-        self._runner = asyncio.Runner()
+        self._runner = Runner()
         self._task: asyncio.Task[Any] | None = None
         self._former: dict[int, Any] = {}
         self._last_resort: threading.Timer | None = None
@@ -49,7 +51,7 @@ class Interrupts:
     def close(self) -> None:
         """Close the event loop, after what still runs in it is cancelled. A run that is taken up again gets another."""
         self._runner.close()
-        self._runner = asyncio.Runner()
+        self._runner = Runner()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self.requested:

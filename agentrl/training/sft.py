@@ -24,6 +24,7 @@ from agentrl.plugins.tool import Tool
 from agentrl.plugins.toolbox import Toolbox
 from agentrl.recipe.load import dump_recipe, load_recipe
 from agentrl.recipe.schema import NewModel, Recipe, SftSection
+from agentrl.rollout.blocking import Runner
 from agentrl.training.checkpoint import save_model
 from agentrl.training.examples import Demonstrator
 from agentrl.training.newmodel import bare_tokenizer, new_model, read_template, train_tokenizer
@@ -59,7 +60,7 @@ def sft(
         torch.set_num_threads(recipe.train.threads)
     env = make_environment(recipe.env)
     with ExitStack() as stack:
-        runner = stack.enter_context(asyncio.Runner())
+        runner = stack.enter_context(Runner())
         stack.callback(lambda: runner.run(env.close()))
         toolbox = runner.run(Toolbox.open(recipe.tools, env))
         stack.callback(lambda: runner.run(toolbox.close()))

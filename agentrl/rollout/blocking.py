@@ -8,6 +8,7 @@ from contextvars import Context
 from typing import Any, TypeVar
 
 from agentrl.rollout.watch import GRACE, leave_behind
+from agentrl.rollout.watchdog import Watchdog
 from agentrl.threads import Abandoned, DaemonThreads
 
 T = TypeVar("T")
@@ -31,28 +32,39 @@ def blocking(work: Callable[[], T]) -> T:
 
 class Runner(asyncio.Runner):
     """An event loop whose end waits neither for a thread that a plugin started by `asyncio.to_thread`, nor for a task
-    that ignores its cancellation."""
+    that ignores its cancellation. say: told of a plugin that holds up the loop (`Watchdog`)."""
 
-    _threads: DaemonThreads | None = None
+    def __init__(self, say: Callable[[str], None] | None = None) -> None:
+        super().__init__()
+        self._say = say
+        self._threads: DaemonThreads | None = None
+        self._watchdog: Watchdog | None = None
 
     def run(self, coro: Coroutine[Any, Any, T], *, context: Context | None = None) -> T:
         if self._threads is None:
             abandoned = Abandoned("asyncio.to_thread:", "give it a time-out of its own")
             self._threads = DaemonThreads("asyncio", _THREADS, abandoned)
             self.get_loop().set_default_executor(self._threads)
-        return super().run(coro, context=context)
+            self._watchdog = Watchdog(self._say) if self._say is not None else None
+        if self._watchdog is None:
+            return super().run(coro, context=context)
+        with self._watchdog.over(self.get_loop()):
+            return super().run(coro, context=context)
 
     def close(self) -> None:
         try:
             if self._threads is not None:
                 super().run(_end_tasks())
         finally:
+            if self._watchdog is not None:
+                self._watchdog.close()
+                self._watchdog = None
             super().close()
 
 
-def run(work: Coroutine[Any, Any, T]) -> T:
+def run(work: Coroutine[Any, Any, T], say: Callable[[str], None] | None = None) -> T:
     """`asyncio.run`, in a `Runner`."""
-    with Runner() as runner:
+    with Runner(say) as runner:
         return runner.run(work)
 
 

@@ -34,4 +34,4 @@ def evaluate(
     recipe = recipe.model_copy(update={"eval": recipe.eval.model_copy(update=changed)})
     extend = None if recipe.rewards.model is None else ask_reward_model
     with progress or Progress() as shown:
-        return blocking(lambda: run(play(recipe, model, shown, extend)))
+        return blocking(lambda: run(play(recipe, model, shown, extend), shown.say))

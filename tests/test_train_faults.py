@@ -5,9 +5,14 @@ from typing import Any
 
 import pytest
 from train_help import lines, metrics, small
+from train_plugins import HangsLater, Stuck
 
 import agentrl
+from agentrl.cli import main
 from agentrl.errors import UserError
+from agentrl.recipe.load import dump_recipe
+from agentrl.rollout import player
+from agentrl.rollout.scorer import Scorer
 from agentrl.training.run import TrainResult
 
 
@@ -168,3 +173,42 @@ def test_two_environments_train_together(tmp_path: Path) -> None:
     assert len(labels) == 2
     assert all("." in key for row in metrics(result.folder) for key in row if key.startswith("eval/"))
     assert {tuple(t["tools"]) for t in played(result, 1)} == {("calculator",), ()}
+
+
+def test_a_reward_whose_calls_keep_hanging_ends_the_run_with_the_last_step_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("agentrl.threads.MOST_ABANDONED", 3)
+    monkeypatch.setattr(player, "Scorer", lambda rewards, seconds: Scorer(rewards, 0.2))  # the real one, less patient
+    folder = tmp_path / "run"
+    recipe = tmp_path / "job.yaml"
+    recipe.write_text(
+        dump_recipe(small(folder, rewards__functions=["train_plugins:hangs_later"], eval__splits=[], train__steps=3))
+    )
+    try:
+        assert main.run(["train", str(recipe)]) == 2
+    finally:
+        HangsLater.free.set()
+    said = " ".join(capsys.readouterr().err.split())
+    assert said.startswith(
+        "error: reward train_plugins.hangs_later: 3 calls hang, each in a thread of its own; give it"
+    )
+    assert said.endswith(f"step 1 is saved, go on with --resume {folder}")
+    assert "processes: 2" in said
+    assert [row["step"] for row in metrics(folder)] == [0, 1]
+    assert (folder / "checkpoints" / "step_1" / "config.json").is_file()
+
+
+def test_a_tracker_that_hangs_is_left_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("agentrl.training.trackers.SECONDS", 1.0)
+    try:
+        result = agentrl.train(small(tmp_path / "run", eval__splits=[], track__trackers=["train_plugins:Stuck"]))
+    finally:
+        Stuck.free.set()
+    assert result.steps == 3
+    said = " ".join(capsys.readouterr().out.split())
+    assert "failed at step 2 and is told nothing more: TimeoutError: it does not answer within 1 s" in said
+    assert "could not finish" not in said
+    assert [row["step"] for row in lines(tmp_path / "run" / "book.jsonl") if row["what"] == "log"] == [0, 1, 2]

@@ -23,7 +23,7 @@ PATIENCE = 120.0  # seconds until a test gives up; no test asserts a time
 def start(folder: Path, **changes: object) -> "subprocess.Popen[str]":
     """`agentrl train` on a run of 500 steps in `folder`/run."""
     recipe = folder / "job.yaml"
-    recipe.write_text(dump_recipe(small(folder / "run", train__steps=500, eval__splits=[], **changes)))
+    recipe.write_text(dump_recipe(small(folder / "run", **{"train__steps": 500, "eval__splits": [], **changes})))
     path = os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])
     return subprocess.Popen(
         [sys.executable, "-m", "agentrl.cli.main", "train", str(recipe)],
@@ -73,6 +73,18 @@ def test_ctrl_c_twice_ends_at_once_even_when_a_tool_holds_the_event_loop(tmp_pat
     finally:
         process.kill()
     assert process.returncode == 130
+
+
+def test_a_run_that_is_done_ends_although_a_plugin_left_threads_and_tasks_that_hang(tmp_path: Path) -> None:
+    process = start(tmp_path, env__name="train_plugins:LeavesThreads", train__steps=1)
+    try:
+        said, _ = process.communicate(timeout=PATIENCE)
+    finally:
+        process.kill()
+    assert process.returncode == 0, said
+    assert "agentrl: left with a plugin's thread still running (forever)" in said
+    assert (tmp_path / "run" / "checkpoints" / "step_1" / "config.json").is_file()
+    assert (tmp_path / "run" / "report.html").is_file()
 
 
 class Hasty(Display):

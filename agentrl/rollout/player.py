@@ -1,5 +1,6 @@
 """`Player`: the parts that play tasks, put together from a recipe: environment, tools, model, chat, engine, driver."""
 
+import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -23,6 +24,10 @@ from agentrl.rollout.hooks import STEP
 from agentrl.rollout.scorer import Scorer
 from agentrl.rollout.seeds import Seed
 from agentrl.rollout.trajectory import Group
+from agentrl.rollout.watch import leave_behind
+
+CLOSE_SECONDS = 60.0
+"""What the plugins of one kind may take to close, at the end of a run."""
 
 
 @dataclass(slots=True)
@@ -159,8 +164,19 @@ class Player:
     async def close(self) -> None:
         """Once, when the run ends: tools and environment free what they held, the engine stops."""
         async with AsyncExitStack() as stack:  # each is closed, whatever another one raises
-            for one in (self.engine, self.env, self.rewards, self.toolbox):
-                stack.push_async_callback(one.close)
+            stack.push_async_callback(self.engine.close)
+            for plugin in (self.env, self.rewards, self.toolbox):
+                stack.push_async_callback(_close, plugin)
+
+
+async def _close(plugin: Environment | Rewards | Toolbox) -> None:
+    """Left behind where it hangs: the run is over."""
+    task = asyncio.ensure_future(plugin.close())
+    done, _ = await asyncio.wait({task}, timeout=CLOSE_SECONDS)
+    if done:
+        task.result()
+    else:
+        leave_behind(task)
 
 
 def prepare_torch(recipe: Recipe) -> None:

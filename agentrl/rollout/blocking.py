@@ -4,7 +4,6 @@ their work has ended, whatever plugins leave behind."""
 import asyncio
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
-from contextvars import Context
 from typing import Any, TypeVar
 
 from agentrl.rollout.watch import GRACE, leave_behind
@@ -30,36 +29,45 @@ def blocking(work: Callable[[], T]) -> T:
         thread.shutdown(wait=False)
 
 
-class Runner(asyncio.Runner):
-    """An event loop whose end waits neither for a thread that a plugin started by `asyncio.to_thread`, nor for a task
-    that ignores its cancellation. say: told of a plugin that holds up the loop (`Watchdog`)."""
+class Runner:
+    """An `asyncio.Runner` whose end waits neither for a thread that a plugin started by `asyncio.to_thread`, nor for a
+    task that ignores its cancellation. say: told of a plugin that holds up the loop (`Watchdog`)."""
 
     def __init__(self, say: Callable[[str], None] | None = None) -> None:
-        super().__init__()
+        self._runner = asyncio.Runner()
         self._say = say
         self._threads: DaemonThreads | None = None
         self._watchdog: Watchdog | None = None
 
-    def run(self, coro: Coroutine[Any, Any, T], *, context: Context | None = None) -> T:
+    def __enter__(self) -> "Runner":
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.close()
+
+    def get_loop(self) -> asyncio.AbstractEventLoop:
+        return self._runner.get_loop()
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
         if self._threads is None:
             abandoned = Abandoned("asyncio.to_thread:", "give it a time-out of its own")
             self._threads = DaemonThreads("asyncio", _THREADS, abandoned)
             self.get_loop().set_default_executor(self._threads)
             self._watchdog = Watchdog(self._say) if self._say is not None else None
         if self._watchdog is None:
-            return super().run(coro, context=context)
+            return self._runner.run(work)
         with self._watchdog.over(self.get_loop()):
-            return super().run(coro, context=context)
+            return self._runner.run(work)
 
     def close(self) -> None:
         try:
             if self._threads is not None:
-                super().run(_end_tasks())
+                self._runner.run(_end_tasks())
         finally:
             if self._watchdog is not None:
                 self._watchdog.close()
                 self._watchdog = None
-            super().close()
+            self._runner.close()
 
 
 def run(work: Coroutine[Any, Any, T], say: Callable[[str], None] | None = None) -> T:

@@ -137,11 +137,12 @@ class Watchdog:
         self._reader.wait()
 
     def _watch(self) -> None:
-        said = 0.0
+        said = looked = 0.0
         while not self._ended.wait(min(_BEAT, self._seconds / 4)):
-            loop, turned = self._loop, self._turned
+            loop, turned, now = self._loop, self._turned, time.monotonic()
             self._arm(loop)
-            if loop is None or turned == said or time.monotonic() - turned < self._seconds:
+            stopped, looked = now - looked > self._seconds / 2, now  # the whole process was
+            if stopped or loop is None or turned == said or now - turned < self._seconds:
                 continue
             said = turned
             if named := accuse(_stacks(), loop, held=False):

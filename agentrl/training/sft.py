@@ -1,6 +1,5 @@
 """`sft`: a warm start on an environment's demonstrations, with the ids, the mask and the packing of RL."""
 
-import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -95,7 +94,7 @@ def _places(output: str | None, recipe: Recipe, name: str) -> tuple[Path, Callab
 
 
 def _start(
-    recipe: Recipe, section: SftSection, env: Environment, tools: Sequence[Tool], runner: asyncio.Runner
+    recipe: Recipe, section: SftSection, env: Environment, tools: Sequence[Tool], runner: Runner
 ) -> tuple[Any, Any, Chat]:
     """The model, its tokenizer and its chat; all new where the recipe says so."""
     if section.new_model is None:
@@ -123,9 +122,7 @@ def _demonstrator(env: Environment, tools: Sequence[Tool], chat: Chat, tokenizer
     return Demonstrator(env, tools, chat, template, Encoder(tokenizer, template.source))
 
 
-def _new_tokenizer(
-    recipe: Recipe, section: NewModel, env: Environment, tools: Sequence[Tool], runner: asyncio.Runner
-) -> Any:
+def _new_tokenizer(recipe: Recipe, section: NewModel, env: Environment, tools: Sequence[Tool], runner: Runner) -> Any:
     """From rendered demonstrations of every stage's style over all splits."""
     template = read_template(section)
     bare = bare_tokenizer(template)

@@ -18,7 +18,7 @@ LAYERS = (
     ("plugins", "chat", "algo"),
     ("recipe", "scaffold"),
     ("terminal",),
-    ("errors",),
+    ("errors", "threads"),
 )
 """From the top; a package imports itself, its neighbours in a layer, and what lies below."""
 

@@ -13,12 +13,12 @@ import pytest
 from fakes import CharChat, Echo, Env, Hooks, ScriptedEngine, call, make_driver
 
 from agentrl.data.prompts import measure_prompts
-from agentrl.plugins.exits import run
 from agentrl.plugins.reward import GroupReward, Reward
 from agentrl.plugins.rewards import Rewards
 from agentrl.plugins.types import Reply, Task, ToolResponse
 from agentrl.rollout import hooks as hooks_module
 from agentrl.rollout import watch
+from agentrl.rollout.blocking import run
 from agentrl.rollout.driver import Driver
 from agentrl.rollout.groups import roll_out
 from agentrl.rollout.journal import write_journal

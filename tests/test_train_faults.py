@@ -13,7 +13,7 @@ from agentrl_envs.gsm8k.environment import Gsm8k
 from paths import SUPPORT
 from torch import Tensor
 from train_help import lines, metrics, small, steady
-from train_plugins import Book, Noisy
+from train_plugins import Book, HangsLater, Noisy, Stuck
 
 import agentrl
 from agentrl.algo.advantage import grpo
@@ -27,6 +27,8 @@ from agentrl.errors import UserError, ask
 from agentrl.plugins.types import Task
 from agentrl.recipe.load import dump_recipe
 from agentrl.recipe.schema import AlgorithmSection, Recipe
+from agentrl.rollout import player
+from agentrl.rollout.scorer import Scorer
 from agentrl.training import loop
 from agentrl.training.preflight import check_algorithm
 from agentrl.training.run import TrainResult, resume_run
@@ -479,3 +481,42 @@ def test_an_error_that_has_no_text_is_told_of_all_the_same() -> None:
         ask("mine", refuse)
     with pytest.raises(UserError, match=r"^mine raised JSONDecodeError: .* \(\w+\.py:"):
         ask("mine", lambda: json.loads("{"))  # the line is that of its own code, not of the library that it calls
+
+
+def test_a_reward_whose_calls_keep_hanging_ends_the_run_with_the_last_step_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("agentrl.threads.MOST_ABANDONED", 3)
+    monkeypatch.setattr(player, "Scorer", lambda rewards, seconds: Scorer(rewards, 0.2))  # the real one, less patient
+    folder = tmp_path / "run"
+    recipe = tmp_path / "job.yaml"
+    recipe.write_text(
+        dump_recipe(small(folder, rewards__functions=["train_plugins:hangs_later"], eval__splits=[], train__steps=3))
+    )
+    try:
+        assert main.run(["train", str(recipe)]) == 2
+    finally:
+        HangsLater.free.set()
+    said = " ".join(capsys.readouterr().err.split())
+    assert said.startswith(
+        "error: reward train_plugins.hangs_later: 3 calls hang, each in a thread of its own; give it"
+    )
+    assert said.endswith(f"step 1 is saved, {go_on(folder)}")
+    assert "processes: 2" in said
+    assert [row["step"] for row in metrics(folder)] == [0, 1]
+    assert (folder / "checkpoints" / "step_1" / "config.json").is_file()
+
+
+def test_a_tracker_that_hangs_is_left_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("agentrl.training.trackers.SECONDS", 1.0)
+    try:
+        result = agentrl.train(small(tmp_path / "run", eval__splits=[], track__trackers=["train_plugins:Stuck"]))
+    finally:
+        Stuck.free.set()
+    assert result.steps == 3
+    said = " ".join(capsys.readouterr().out.split())
+    assert "failed at step 2 and is told nothing more: TimeoutError: it does not answer within 1 s" in said
+    assert "could not finish" not in said
+    assert [row["step"] for row in lines(tmp_path / "run" / "book.jsonl") if row["what"] == "log"] == [0, 1, 2]

@@ -22,7 +22,7 @@ PATIENCE = 120.0  # seconds until a test gives up; no test asserts a time
 def start(folder: Path, stderr: int = subprocess.STDOUT, **changes: object) -> "subprocess.Popen[str]":
     """`agentrl train` on a run of 500 steps in `folder`/run."""
     recipe = folder / "job.yaml"
-    recipe.write_text(dump_recipe(small(folder / "run", train__steps=500, eval__splits=[], **changes)))
+    recipe.write_text(dump_recipe(small(folder / "run", **{"train__steps": 500, "eval__splits": [], **changes})))
     return subprocess.Popen(
         [sys.executable, "-m", "agentrl.cli.main", "train", str(recipe)],
         stdout=subprocess.PIPE,
@@ -91,6 +91,18 @@ def test_a_reader_that_goes_away_ends_the_run_in_one_line_with_the_last_whole_st
     told = f"step {done} is saved, go on with: agentrl train --resume {folder}"
     assert said == f"error: stdout was closed, so nobody sees what the run says; {told}\n"
     assert (folder / "checkpoints" / f"step_{done}" / "model.safetensors").exists()
+
+
+def test_a_run_that_is_done_ends_although_a_plugin_left_threads_and_tasks_that_hang(tmp_path: Path) -> None:
+    process = start(tmp_path, env__name="train_plugins:LeavesThreads", train__steps=1)
+    try:
+        said, _ = process.communicate(timeout=PATIENCE)
+    finally:
+        process.kill()
+    assert process.returncode == 0, said
+    assert "agentrl: left with a plugin's thread still running (forever)" in said
+    assert (tmp_path / "run" / "checkpoints" / "step_1" / "config.json").is_file()
+    assert (tmp_path / "run" / "report.html").is_file()
 
 
 class Hasty(Display):

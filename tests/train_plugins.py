@@ -1,10 +1,12 @@
 """Plugins for the tests of whole runs, named in recipes by import path: `train_plugins:Noisy`."""
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -22,6 +24,25 @@ class Noisy(Gsm8k):
 
     async def calc_reward(self, session: Session, **kwargs: Any) -> dict[str, float]:
         return {**await super().calc_reward(session, **kwargs), "noise": session.rng.random()}
+
+
+class LeavesThreads(Noisy):
+    """Leaves behind a thread that is no daemon, one of asyncio's, and a task that ignores its cancellation."""
+
+    kept: list[Any] = []  # noqa: RUF012
+
+    async def create(self, session: Session, **create_kwargs: Any) -> list[Message]:
+        if not self.kept:
+            forever = threading.Event()
+            threading.Thread(target=forever.wait, name="forever").start()
+            self.kept.append(asyncio.get_running_loop().run_in_executor(None, forever.wait))
+            self.kept.append(asyncio.create_task(self._stay()))
+        return await super().create(session, **create_kwargs)
+
+    async def _stay(self) -> None:
+        while True:
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(3600)
 
 
 class Flat(Gsm8k):
@@ -190,6 +211,17 @@ class Diary(Book):
         self._note("start")
 
 
+class Stuck(Book):
+    """Takes step 2 and does not come back."""
+
+    free = threading.Event()
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        super().log(step, metrics)
+        if step == 2:
+            self.free.wait()
+
+
 class Absent(Book):
     """Cannot start."""
 
@@ -210,3 +242,17 @@ class StopsAfterThree(Book):
 
 class StopsAtOnce(StopsAfterThree):
     last = 0
+
+
+class HangsLater:
+    """A reward function that hangs from its `after`-th call on, until `free` is set."""
+
+    after, calls = 8, 0
+    free = threading.Event()
+
+
+def hangs_later(sample: Any) -> float:
+    HangsLater.calls += 1
+    if HangsLater.calls > HangsLater.after:
+        HangsLater.free.wait()
+    return float(HangsLater.calls)

@@ -23,8 +23,6 @@ def check_command(
     overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Keys to change.")] = None,
 ) -> None:
     """Print the resolved recipe, its tasks, its tools and the first prompt, without a model."""
-    import asyncio
-
     from agentrl.cli.common import console
     from agentrl.errors import UserError
     from agentrl.plugins.registry import find, make_environment
@@ -32,6 +30,7 @@ def check_command(
     from agentrl.plugins.toolbox import Toolbox
     from agentrl.recipe.load import load_recipe, show_recipe
     from agentrl.recipe.secrets import shown
+    from agentrl.rollout.blocking import Runner
     from agentrl.training.preflight import check_names
 
     checked = load_recipe(recipe, overrides or [])
@@ -44,7 +43,7 @@ def check_command(
     out = console()
     _title(out, f"recipe {recipe}")
     out.print(show_recipe(checked).rstrip(), markup=False, soft_wrap=True)
-    with asyncio.Runner() as runner:
+    with Runner() as runner:
         toolbox = runner.run(Toolbox.open(checked.tools, env))
         first, unread = None, None
         try:

@@ -3,8 +3,10 @@
 Nothing heavy is imported here: the commands' modules import typer alone, and the rest when they run.
 """
 
+import atexit
 import os
 import sys
+import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Annotated
@@ -24,6 +26,8 @@ from agentrl.errors import UserError, printable
 
 BAD_USAGE = 2
 INTERRUPTED = 130
+GRACE = 5.0  # seconds that threads of plugins have to end in, once a command is done
+SAVING = "agentrl-save"  # the name of a thread that writes a checkpoint
 # typer brings its own copy of click in some versions and uses the package in others; this finds the base class in both.
 _ClickError: type[Exception] = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
 
@@ -83,11 +87,42 @@ def main() -> None:
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # a hub that is away is told in one line, not in every try's
     if (here := os.getcwd()) not in sys.path:
         sys.path.append(here)  # so that a recipe may name `my_module:thing` of a file beside it, as `python -m` would
-    code = run(sys.argv[1:])
-    _flush()
-    if code == INTERRUPTED:  # everything is closed by now but a tool's thread that hangs, and exit() would wait for it
-        os._exit(code)
+    code = 1  # that of a traceback
+    try:
+        code = run(sys.argv[1:])
+    finally:
+        if code == INTERRUPTED:  # everything is closed by now but a tool's thread that hangs
+            _exit_now(code)
+        _exit_soon(code)
     sys.exit(code)
+
+
+def _exit_soon(code: int) -> None:
+    """The interpreter waits for threads at its end, for ever where a plugin's hangs: give them a little time. What is
+    done after they have ended (`atexit`) has all the time it needs."""
+    joined = threading.Event()
+    atexit.register(joined.set)  # the last that is registered is the first to be called
+
+    def leave() -> None:
+        for thread in threading.enumerate():
+            if thread.name == SAVING:  # a checkpoint is written to its end
+                thread.join()
+        if not joined.wait(GRACE):
+            names = ", ".join(
+                t.name for t in threading.enumerate() if not t.daemon and t is not threading.main_thread()
+            )
+            with suppress(OSError, ValueError):
+                typer.echo(f"agentrl: left with a plugin's thread still running ({names})", err=True)
+            _exit_now(code)
+
+    threading.Thread(target=leave, name="agentrl-exit", daemon=True).start()
+
+
+def _exit_now(code: int) -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):  # nobody reads it any more
+            stream.flush()
+    os._exit(code)
 
 
 def _say(message: str) -> int:

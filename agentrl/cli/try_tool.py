@@ -24,8 +24,8 @@ def try_tool(
     seed: int,
 ) -> int:
     """The exit code: 1 where a call was answered by an error."""
-    from agentrl.plugins.exits import run
     from agentrl.recipe.schema import ToolSection
+    from agentrl.rollout.blocking import run
 
     arguments = [_arguments(text, i) for i, text in enumerate(calls, 1)]
     section = ToolSection(name=name, args=dict(args))

@@ -11,15 +11,14 @@
 
 A synchronous function runs in the event loop, because a hop to a thread and back costs more than the driver spends on
 a whole turn: it must answer at once. One that computes for long or waits says `@tool(thread=True)`; one that waits for
-the network is better written `async def`. A thread that runs past its deadline is left to end by itself.
+the network is better written `async def`. A thread that runs past its deadline is left to end by itself; 32 of them at
+once end the run.
 """
 
-import asyncio
 import functools
 import inspect
 import json
 from collections.abc import Awaitable, Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, overload
 
 from pydantic_core import to_json
@@ -28,8 +27,10 @@ from agentrl.errors import UserError
 from agentrl.plugins.signature import Signature, read_signature
 from agentrl.plugins.tool import Tool
 from agentrl.plugins.types import Session, ToolResponse
+from agentrl.threads import Abandoned, DaemonThreads
 
 Function = Callable[..., Any]
+_REMEDY = "give what it waits for a time-out of its own, or write it `async def`"
 _THREADS = 256  # started one by one as calls wait; most of them sleep
 
 
@@ -47,7 +48,7 @@ class FunctionTool(Tool):
             )
         self.parameters: Mapping[str, Any] = self._signature.parameters
         self._session = self._signature.session
-        self._threads: ThreadPoolExecutor | None = None
+        self._threads: DaemonThreads | None = None
         self._run = self._async_runner(function, thread)
         functools.update_wrapper(self, function)
 
@@ -66,7 +67,7 @@ class FunctionTool(Tool):
 
     async def close(self) -> None:
         if self._threads:
-            self._threads.shutdown(wait=False, cancel_futures=True)
+            self._threads.shutdown()
             self._threads = None
 
     def _async_runner(self, function: Function, thread: bool) -> Callable[[dict[str, Any]], Awaitable[Any]]:
@@ -84,9 +85,8 @@ class FunctionTool(Tool):
 
     async def _in_thread(self, arguments: dict[str, Any]) -> Any:
         if self._threads is None:
-            self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix=f"tool-{self.name}")
-        call = functools.partial(self.function, **arguments)
-        return await asyncio.get_running_loop().run_in_executor(self._threads, call)
+            self._threads = DaemonThreads(f"tool-{self.name}", _THREADS, Abandoned("tool", _REMEDY))
+        return await self._threads.call(self.function, **arguments)
 
 
 @overload

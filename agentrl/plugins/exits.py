@@ -10,7 +10,7 @@ import logging
 import signal
 import threading
 import traceback
-from collections.abc import Awaitable, Coroutine, Generator
+from collections.abc import Awaitable, Generator
 from types import CodeType
 from typing import Any, TypeVar
 
@@ -82,12 +82,6 @@ class PluginProofLoop(asyncio.SelectorEventLoop):
                 if work.done():
                     return work.result()
                 _log.warning("a task or a callback that a plugin started raised %s; the run goes on", said(error))
-
-
-def run(work: Coroutine[Any, Any, T]) -> T:
-    """`asyncio.run` on a PluginProofLoop."""
-    with asyncio.Runner(loop_factory=PluginProofLoop) as runner:
-        return runner.run(work)
 
 
 def _code(handler: Any) -> CodeType | None:

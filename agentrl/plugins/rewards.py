@@ -1,6 +1,5 @@
 """The reward functions of a recipe: classes by name or import path, and plain functions, behind one interface."""
 
-import asyncio
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,9 +9,13 @@ from agentrl.errors import UserError
 from agentrl.plugins.registry import construct, load
 from agentrl.plugins.reward import GroupReward, Reward, Sample
 from agentrl.recipe.schema import RewardSection, RewardsSection
+from agentrl.threads import Abandoned, DaemonThreads
 
 MODEL = "model"
 """The part that `rewards.model` fills."""
+
+_THREADS = 32  # calls of a synchronous function at once
+_REMEDY = "give it a time-out of its own, write it `async def`, or run it in processes (`processes: 2` beside its name)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +40,9 @@ def make_rewards(section: RewardsSection) -> Rewards:
     samples: dict[str, Reward] = {}
     groups: dict[str, GroupReward] = {}
     for i, one in enumerate(section.functions):
-        made = _make(one, f"rewards.functions.{i}.args")
+        made = make_reward(one, f"rewards.functions.{i}.args")
+        if one.processes:
+            made = _apart(made, one, f"rewards.functions.{i}.args")
         part = one.part or made.name
         if part in samples or part in groups:
             raise UserError(f"rewards.functions: two of them fill the part {part!r}; name them apart by `part`")
@@ -48,7 +53,16 @@ def make_rewards(section: RewardsSection) -> Rewards:
     return Rewards(samples, groups, dict(section.weights))
 
 
-def _make(section: RewardSection, where: str) -> Reward | GroupReward:
+def _apart(made: Reward | GroupReward, section: RewardSection, where: str) -> Reward | GroupReward:
+    from agentrl.plugins.reward_process import ProcessGroupReward, ProcessReward
+
+    if isinstance(made, Reward):
+        return ProcessReward(made, section, where)
+    return ProcessGroupReward(made, section, where)
+
+
+def make_reward(section: RewardSection, where: str) -> Reward | GroupReward:
+    """The reward that a section names, in this process. `where`: of its arguments, as an error says it."""
     found = load("rewards", section.name)
     if isinstance(found, type) and issubclass(found, Reward | GroupReward):
         made = construct(found, section.args, where)
@@ -87,22 +101,42 @@ def _without_first(function: Callable[..., Any]) -> inspect.Signature:
 
 class _SampleFunction(Reward):
     def __init__(self, function: Callable[..., Any], args: Mapping[str, Any]) -> None:
-        self.name, self._function, self._args = function.__name__, function, args
+        self.name, self._function = function.__name__, _Function(function, args)
 
     async def score(self, sample: Sample) -> float:
-        return await _call(self._function, sample, self._args)
+        found: float = await self._function(sample)
+        return found
+
+    async def close(self) -> None:
+        self._function.close()
 
 
 class _GroupFunction(GroupReward):
     def __init__(self, function: Callable[..., Any], args: Mapping[str, Any]) -> None:
-        self.name, self._function, self._args = function.__name__, function, args
+        self.name, self._function = function.__name__, _Function(function, args)
 
     async def score(self, samples: Sequence[Sample]) -> Sequence[float]:
-        return await _call(self._function, samples, self._args)
+        found: Sequence[float] = await self._function(samples)
+        return found
+
+    async def close(self) -> None:
+        self._function.close()
 
 
-async def _call(function: Callable[..., Any], first: Any, args: Mapping[str, Any]) -> Any:
-    """An async function is awaited; any other runs in a thread, so that a slow one holds nobody up."""
-    if inspect.iscoroutinefunction(function):
-        return await function(first, **args)
-    return await asyncio.to_thread(function, first, **args)
+class _Function:
+    """An async function is awaited; any other runs in threads of its own, so that a slow one holds nobody up."""
+
+    def __init__(self, function: Callable[..., Any], args: Mapping[str, Any]) -> None:
+        self._function, self._args = function, args
+        self._threads: DaemonThreads | None = None
+        if not inspect.iscoroutinefunction(function):
+            self._threads = DaemonThreads(f"reward-{function.__name__}", _THREADS, Abandoned("reward", _REMEDY))
+
+    async def __call__(self, first: Any) -> Any:
+        if self._threads is None:
+            return await self._function(first, **self._args)
+        return await self._threads.call(self._function, first, **self._args)
+
+    def close(self) -> None:
+        if self._threads is not None:
+            self._threads.shutdown()

@@ -100,6 +100,8 @@ class RewardSection(Section):
     name: str
     part: str | None = None  # the reward part that it fills; None: its own name
     args: dict[str, Any] = Field(default_factory=dict)  # arguments of its class or function
+    # Run it in so many processes, each killed and replaced when a call takes too long; 0: in this one.
+    processes: Annotated[int, Field(ge=0)] = 0
 
 
 class RewardsSection(Section):

@@ -1,11 +1,19 @@
-"""Calls that block, over asynchronous work: from a plain program, and from inside a running event loop."""
+"""Calls that block, over asynchronous work: from a plain program, and from inside a running event loop. They end when
+their work has ended, whatever plugins leave behind."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import Any, TypeVar
+
+from agentrl.plugins.exits import PluginProofLoop
+from agentrl.rollout.watch import GRACE, leave_behind
+from agentrl.rollout.watchdog import Watchdog
+from agentrl.threads import Abandoned, DaemonThreads
 
 T = TypeVar("T")
+_THREADS = 32  # calls of `asyncio.to_thread` at once
+_ROUNDS = 3  # times that what still runs at the end is cancelled
 
 
 def blocking(work: Callable[[], T]) -> T:
@@ -20,3 +28,63 @@ def blocking(work: Callable[[], T]) -> T:
         return thread.submit(work).result()
     finally:
         thread.shutdown(wait=False)
+
+
+class Runner:
+    """An `asyncio.Runner` whose end waits neither for a thread that a plugin started by `asyncio.to_thread`, nor for a
+    task that ignores its cancellation. say: told of a plugin that holds up the loop (`Watchdog`)."""
+
+    def __init__(self, say: Callable[[str], None] | None = None) -> None:
+        self._runner = asyncio.Runner(loop_factory=PluginProofLoop)
+        self._say = say
+        self._threads: DaemonThreads | None = None
+        self._watchdog: Watchdog | None = None
+
+    def __enter__(self) -> "Runner":
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.close()
+
+    def get_loop(self) -> asyncio.AbstractEventLoop:
+        return self._runner.get_loop()
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        if self._threads is None:
+            abandoned = Abandoned("asyncio.to_thread:", "give it a time-out of its own")
+            self._threads = DaemonThreads("asyncio", _THREADS, abandoned)
+            self.get_loop().set_default_executor(self._threads)
+            self._watchdog = Watchdog(self._say) if self._say is not None else None
+        if self._watchdog is None:
+            return self._runner.run(work)
+        with self._watchdog.over(self.get_loop()):
+            return self._runner.run(work)
+
+    def close(self) -> None:
+        try:
+            if self._threads is not None:
+                self._runner.run(_end_tasks())
+        finally:
+            if self._watchdog is not None:
+                self._watchdog.close()
+                self._watchdog = None
+            self._runner.close()
+
+
+def run(work: Coroutine[Any, Any, T], say: Callable[[str], None] | None = None) -> T:
+    """`asyncio.run`, in a `Runner`."""
+    with Runner(say) as runner:
+        return runner.run(work)
+
+
+async def _end_tasks() -> None:
+    for _ in range(_ROUNDS):
+        if not (tasks := asyncio.all_tasks() - {asyncio.current_task()}):
+            return
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks, timeout=GRACE)
+    for task in asyncio.all_tasks() - {asyncio.current_task()}:
+        leave_behind(task)
+        task._log_destroy_pending = False  # type: ignore[attr-defined]  # it is said already
+        asyncio._unregister_task(task)  # the loop's own end waits for those that it knows of

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
+from agentrl.errors import UserError
 from agentrl.plugins.types import Task
 from agentrl.rollout.driver import Driver
 from agentrl.rollout.garbage import rare_collections
@@ -14,6 +15,7 @@ from agentrl.rollout.request import Opening
 from agentrl.rollout.seeds import Seed
 from agentrl.rollout.trajectory import Boundary, Failure, FinishReason, Group, Trajectory
 from agentrl.rollout.watch import Own
+from agentrl.threads import check_abandoned
 
 
 class Contrast(StrEnum):
@@ -66,6 +68,8 @@ async def roll_out(
     in flight and retries: `rollout.concurrency`, `rollout.retries`. on_trajectory, on_group: called as each ends (also
     for the failed), in the event loop. When it is cancelled, every request in flight is released first. What was in
     flight while the process stood still is sampled again.
+
+    Raises UserError where too many calls of one synchronous function hang (`agentrl.threads`).
     """
     seen: Counter[str] = Counter()
     growing = []
@@ -90,13 +94,19 @@ async def roll_out(
             group.left -= 1
             if group.left == 0:
                 group.whole = await _score(driver, group.group())
+                check_abandoned()
                 if on_group is not None:
                     on_group(group.whole)
 
-    with rare_collections(), PULSE.felt(begin_again):
-        async with asyncio.TaskGroup() as workers:
-            for _ in range(min(driver.limits.concurrency, len(jobs))):
-                workers.create_task(work())
+    try:
+        with rare_collections(), PULSE.felt(begin_again):
+            async with asyncio.TaskGroup() as workers:
+                for _ in range(min(driver.limits.concurrency, len(jobs))):
+                    workers.create_task(work())
+    except ExceptionGroup as errors:
+        if (ours := errors.subgroup(UserError)) is None:
+            raise
+        raise ours.exceptions[0] from None
     return [group.whole or group.group() for group in growing]
 
 
@@ -115,6 +125,7 @@ async def _sample(driver: Driver, group: _Growing, index: int, seed: Seed, flyin
             trajectory = await driver.drive(request)
         finally:
             flying.discard(request.own)
+        check_abandoned()
         if request.own.stopped or PULSE.stops() != stops:
             still += 1
             if still < _AGAIN:

@@ -1,6 +1,6 @@
 """`Player`: the parts that play tasks, put together from a recipe: environment, tools, model, chat, engine, driver."""
 
-import logging
+import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -24,8 +24,10 @@ from agentrl.rollout.hooks import STEP
 from agentrl.rollout.scorer import Scorer
 from agentrl.rollout.seeds import Seed
 from agentrl.rollout.trajectory import Group
+from agentrl.rollout.watch import leave_behind
 
-_log = logging.getLogger("agentrl.rollout")
+CLOSE_SECONDS = 60.0
+"""What the plugins of one kind may take to close, at the end of a run."""
 
 
 @dataclass(slots=True)
@@ -165,9 +167,24 @@ class Player:
     async def close(self) -> list[str]:
         """Once, when the run ends: tools and environment free what they held, the engine stops. Returns a line for each
         that could not be closed."""
-        environment = f"environment {self.env.name!r}"
-        parts = {"tools": self.toolbox, "rewards.functions": self.rewards, environment: self.env, "engine": self.engine}
-        return await close_all(parts)
+        plugins = {"tools": self.toolbox, "rewards.functions": self.rewards, f"environment {self.env.name!r}": self.env}
+        bounded = {name: _Bounded(plugin) for name, plugin in plugins.items()}
+        return await close_all({**bounded, "engine": self.engine})
+
+
+@dataclass(frozen=True, slots=True)
+class _Bounded:
+    """A plugin that is left behind where its `close` hangs."""
+
+    plugin: Environment | Rewards | Toolbox
+
+    async def close(self) -> None:
+        task = asyncio.ensure_future(self.plugin.close())
+        done, _ = await asyncio.wait({task}, timeout=CLOSE_SECONDS)
+        if not done:
+            leave_behind(task)
+            raise TimeoutError(f"it does not end within {CLOSE_SECONDS:g} s")
+        task.result()
 
 
 def prepare_torch(recipe: Recipe) -> None:

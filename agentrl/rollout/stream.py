@@ -73,13 +73,20 @@ class Stream:
         return len(_unfinished(self._flights))
 
     async def take(self) -> list[Flight]:
-        """The next batch, whole, the oldest first. What it does not take stays in flight."""
+        """The next batch, whole, the oldest first. What it does not take stays in flight. Raises what `roll_out`
+        raises, as soon as it does."""
         self._fill()
         while (chosen := self._chosen()) is None:
             await asyncio.wait(_unfinished(self._flights), return_when=asyncio.FIRST_COMPLETED)
+            self._raise_failed()
         self._flights = [flight for flight in self._flights if flight not in chosen]
         self._taken += len(chosen)
         return chosen
+
+    def _raise_failed(self) -> None:
+        errors = [e for f in self._flights if f.work.done() and not f.work.cancelled() and (e := f.work.exception())]
+        for error in errors:
+            raise error
 
     def advance(self, version: int) -> None:
         """The engine samples from `version` from now on: more may begin."""

@@ -11,10 +11,9 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
 from agentrl.plugins.environment import Environment
-from agentrl.plugins.exits import run
 from agentrl.plugins.tool import Tool
 from agentrl.plugins.types import ArgumentError, Session, Task
-from agentrl.rollout.blocking import blocking
+from agentrl.rollout.blocking import blocking, run
 
 T = TypeVar("T")
 HOOK_SECONDS = 30.0

@@ -10,7 +10,7 @@ from types import FrameType, TracebackType
 from typing import Any, TypeVar
 
 from agentrl.errors import StoppedAgain
-from agentrl.plugins.exits import PluginProofLoop
+from agentrl.rollout.blocking import Runner
 
 T = TypeVar("T")
 
@@ -27,12 +27,14 @@ class Interrupts:
     """While entered, SIGINT and SIGTERM set `requested` and cancel what `run` awaits, so that no update is cut in two.
 
     Entered outside the main thread, where Python takes no signals, it only offers `run`. The work may be done in
-    another thread than the one that entered; it ends with `close`, in its own thread.
+    another thread than the one that entered; it ends with `close`, in its own thread. say: told of a plugin that holds
+    up the event loop.
     """
 
     def __init__(self) -> None:
         self.requested = False
-        self._runner = asyncio.Runner(loop_factory=PluginProofLoop)
+        self.say: Callable[[str], None] = print
+        self._runner = self._new_runner()
         self._task: asyncio.Task[Any] | None = None
         self._former: dict[int, Any] = {}
         self._last_resort: threading.Timer | None = None
@@ -52,7 +54,10 @@ class Interrupts:
     def close(self) -> None:
         """Close the event loop, after what still runs in it is cancelled. A run that is taken up again gets another."""
         self._runner.close()
-        self._runner = asyncio.Runner(loop_factory=PluginProofLoop)
+        self._runner = self._new_runner()
+
+    def _new_runner(self) -> Runner:
+        return Runner(lambda line: self.say(line))
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self.requested:

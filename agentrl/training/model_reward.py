@@ -19,6 +19,7 @@ from agentrl.plugins.rewards import MODEL
 from agentrl.plugins.types import Message
 from agentrl.recipe.schema import Recipe
 from agentrl.rollout.player import Player
+from agentrl.threads import in_thread
 from agentrl.training.batch import Batch
 from agentrl.training.reward_model import RewardModel, classifier_config, classifier_folder, to_score
 
@@ -55,7 +56,7 @@ class ModelReward(GroupReward):
         while self._queue:
             taken, self._queue = self._queue, []
             try:
-                outcomes = await asyncio.to_thread(self._together, [waiting.samples for waiting in taken])
+                outcomes = await in_thread(self._together, [waiting.samples for waiting in taken])
             except Exception as error:  # noqa: BLE001 - boundary: it is raised where the scores are waited for
                 outcomes = [error] * len(taken)
             for waiting, outcome in zip(taken, outcomes, strict=True):

@@ -1,6 +1,5 @@
 """Where the loop's batches come from: sampled and trained on in turn, or sampled while others train."""
 
-import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from time import perf_counter
 from typing import Any, Protocol, TypeVar
@@ -12,6 +11,7 @@ from agentrl.rollout.metrics import rollout_metrics
 from agentrl.rollout.player import Player
 from agentrl.rollout.stream import Flight, Plan, Stream
 from agentrl.rollout.trajectory import Group
+from agentrl.threads import in_thread
 from agentrl.training.interrupt import Interrupts
 
 T = TypeVar("T")
@@ -141,7 +141,7 @@ class Overlapped:
         return groups, {**_measured(groups, waited, since), **self._staleness(flights)}
 
     def learn(self, work: Callable[[], T]) -> T:
-        return self._interrupts.complete(lambda: asyncio.to_thread(work))
+        return self._interrupts.complete(lambda: in_thread(work))
 
     def publish(self, step: int) -> None:
         self._trained = step

@@ -131,6 +131,7 @@ def _run(start: Start) -> TrainResult:
     with start.stack as stack:
         stack.callback(start.interrupts.close)
         stack.enter_context(start.display)
+        start.interrupts.say = start.display.note
         try:
             loop = set_up(start)
         except Interrupted:

@@ -1,6 +1,5 @@
 """`School`: the stages of a warm start, each with an optimizer and a learning rate that falls by a cosine."""
 
-import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from random import Random
 from time import monotonic
@@ -16,6 +15,7 @@ from agentrl.errors import UserError
 from agentrl.plugins.registry import tasks_of
 from agentrl.plugins.types import Task
 from agentrl.recipe.schema import Recipe, SftSection, SftStage
+from agentrl.rollout.blocking import Runner
 from agentrl.rollout.trajectory import Trajectory
 from agentrl.training.batch import Batch
 from agentrl.training.examples import Demonstrator
@@ -35,7 +35,7 @@ class School:
     """
 
     def __init__(
-        self, recipe: Recipe, demonstrator: Demonstrator, model: Any, runner: asyncio.Runner, console: Console,
+        self, recipe: Recipe, demonstrator: Demonstrator, model: Any, runner: Runner, console: Console,
         journal: Callable[[dict[str, float]], object],
     ) -> None:  # fmt: skip
         self.recipe, self.model, self.console, self.journal = recipe, model, console, journal

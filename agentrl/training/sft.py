@@ -1,6 +1,5 @@
 """`sft`: a warm start on an environment's demonstrations, with the ids, the mask and the packing of RL."""
 
-import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -20,12 +19,12 @@ from agentrl.errors import UserError
 from agentrl.eval.evaluate import reported
 from agentrl.models.load import load_model
 from agentrl.plugins.environment import Environment
-from agentrl.plugins.exits import PluginProofLoop
 from agentrl.plugins.registry import make_environment, tasks_of
 from agentrl.plugins.tool import Tool
 from agentrl.plugins.toolbox import Toolbox, close_all
 from agentrl.recipe.load import dump_recipe, load_recipe
 from agentrl.recipe.schema import NewModel, Recipe, SftSection
+from agentrl.rollout.blocking import Runner
 from agentrl.terminal import terminal
 from agentrl.training.checkpoint import save_model
 from agentrl.training.examples import Demonstrator, demonstration
@@ -62,7 +61,7 @@ def sft(
         torch.set_num_threads(recipe.train.threads)
     env = make_environment(recipe.env)
     with ExitStack() as stack:
-        runner = stack.enter_context(asyncio.Runner(loop_factory=PluginProofLoop))
+        runner = stack.enter_context(Runner())
         parts: dict[str, Any] = {f"environment {env.name!r}": env}
 
         def close() -> None:
@@ -115,7 +114,7 @@ def _places(output: str | None, recipe: Recipe, name: str) -> tuple[Path, Callab
 
 
 def _start(
-    recipe: Recipe, section: SftSection, env: Environment, tools: Sequence[Tool], runner: asyncio.Runner
+    recipe: Recipe, section: SftSection, env: Environment, tools: Sequence[Tool], runner: Runner
 ) -> tuple[Any, Any, Chat]:
     """The model, its tokenizer and its chat; all new where the recipe says so."""
     if section.new_model is None:
@@ -143,9 +142,7 @@ def _demonstrator(env: Environment, tools: Sequence[Tool], chat: Chat, tokenizer
     return Demonstrator(env, tools, chat, template, Encoder(tokenizer, template.source))
 
 
-def _new_tokenizer(
-    recipe: Recipe, section: NewModel, env: Environment, tools: Sequence[Tool], runner: asyncio.Runner
-) -> Any:
+def _new_tokenizer(recipe: Recipe, section: NewModel, env: Environment, tools: Sequence[Tool], runner: Runner) -> Any:
     """From rendered demonstrations of every stage's style over all splits that are trained on or reported."""
     template = read_template(section)
     bare = bare_tokenizer(template)

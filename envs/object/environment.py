@@ -21,6 +21,7 @@ from agentrl.plugins.lazy import LazyTasks
 from agentrl.plugins.registry import load_path
 from agentrl.plugins.tool import Tool
 from agentrl.plugins.types import Message, Session, Task
+from agentrl.threads import Abandoned
 
 Files = str | list[str]
 NO_REWARD = "none"
@@ -67,6 +68,7 @@ class ObjectEnvironment(Environment):
             raise UserError(f"env.args.factory: {factory} is {type(made).__name__}; wants a class or a function")
         self._make: Callable[[], Any] = functools.partial(made, **(args or {}))
         self._spare: list[Live] = []
+        self._abandoned = Abandoned("environment object:", "give what it waits for a time-out of its own")
         self._owner = made if isinstance(made, type) else type(self._probe(factory))
         self.name = self._owner.__name__
         self._prompt, self._opening, self._reward = prompt, opening, reward
@@ -89,7 +91,7 @@ class ObjectEnvironment(Environment):
             made = self._make()
         except Exception as error:
             raise UserError(f"env.args.factory: {factory} raised {type(error).__name__}: {error}") from error
-        self._spare.append(Live(made, Lane(factory)))
+        self._spare.append(Live(made, Lane(factory, self._abandoned)))
         return made
 
     def tasks(self, split: str) -> Sequence[Task]:
@@ -115,7 +117,7 @@ class ObjectEnvironment(Environment):
         return opening
 
     async def _new(self) -> Live:
-        lane = Lane(self.name)
+        lane = Lane(self.name, self._abandoned)
         return Live(await lane.call(self._make), lane)
 
     def _check_reward(self, made: Any) -> None:
@@ -173,8 +175,11 @@ class ObjectEnvironment(Environment):
 
     async def close(self) -> None:
         spare, self._spare = self._spare, []
-        for live in spare:
-            await self._close(live)
+        try:
+            for live in spare:
+                await self._close(live)
+        finally:
+            self._abandoned.close()
 
 
 def _taken(function: Callable[..., Any], row: Mapping[str, Any]) -> dict[str, Any]:

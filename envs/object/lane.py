@@ -6,21 +6,21 @@ it, `close` too.
 """
 
 import asyncio
+import functools
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import Any
 
-_Job = tuple["Future[Any]", Callable[[], Any]]
+from agentrl.threads import Abandoned, Call
 
 
 class Lane:
-    """The thread starts with the first call."""
+    """The thread starts with the first call. abandoned: counts the calls that hang, in all lanes of an environment."""
 
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
+    def __init__(self, name: str, abandoned: Abandoned) -> None:
+        self._name, self._abandoned = name, abandoned
+        self._calls: SimpleQueue[Call | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
 
     async def call(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
@@ -28,23 +28,15 @@ class Lane:
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
             self._thread.start()
-        future: Future[Any] = Future()
-        self._jobs.put((future, lambda: function(*args, **kwargs)))
-        return await asyncio.wrap_future(future)
+        call = Call(functools.partial(function, *args, **kwargs), self._abandoned)
+        self._calls.put(call)
+        return await asyncio.wrap_future(call)
 
     def end(self) -> None:
         """No call comes any more: the thread ends after those that wait."""
         if self._thread is not None:
-            self._jobs.put(None)
+            self._calls.put(None)
 
     def _work(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            future, function = job
-            if not future.set_running_or_notify_cancel():
-                continue
-            try:
-                result = function()
-            except BaseException as error:  # noqa: BLE001 - whoever waits for the call gets it
-                future.set_exception(error)
-            else:
-                future.set_result(result)
+        while (call := self._calls.get()) is not None:
+            call.run()

@@ -1,11 +1,12 @@
 """`ReplyCache`: what a judge replied, on disk, by everything that it was asked. Processes may share one file."""
 
-import asyncio
 import os
 import sqlite3
 import threading
 import time
 from pathlib import Path
+
+from agentrl.threads import in_thread
 
 _WAIT = 30.0  # seconds for another process that writes
 
@@ -24,10 +25,10 @@ class ReplyCache:
         self._open: sqlite3.Connection | None = None
 
     async def get(self, key: str) -> str | None:
-        return await asyncio.to_thread(self._get, key)
+        return await in_thread(self._get, key)
 
     async def put(self, key: str, reply: str) -> None:
-        await asyncio.to_thread(self._put, key, reply)
+        await in_thread(self._put, key, reply)
 
     def _get(self, key: str) -> str | None:
         with self._lock:

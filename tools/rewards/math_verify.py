@@ -7,6 +7,7 @@ from agentrl_tools.rewards.math_pool import MathPool
 from agentrl_tools.rewards.truth import marked, truth_of
 
 from agentrl.plugins.reward import Reward, Sample
+from agentrl.threads import in_thread
 
 
 class MathVerify(Reward):
@@ -34,4 +35,4 @@ class MathVerify(Reward):
         return 1.0 if right else 0.0
 
     async def close(self) -> None:
-        await asyncio.to_thread(self._pool.close)
+        await in_thread(self._pool.close)

@@ -24,6 +24,7 @@ from agentrl.engine.local.request import Request
 from agentrl.engine.local.sampler import key_of
 from agentrl.engine.local.scheduler import Scheduler
 from agentrl.errors import UserError
+from agentrl.threads import in_thread
 
 INLINE_SECONDS = 0.025
 RETURN_TICKS = 4
@@ -147,7 +148,7 @@ class LocalEngine:
         """Copy them; what goes wrong fails the requests under way too, whose tokens would be of no step."""
         self._partial = f"the weights of step {version} came only in part"
         try:
-            await asyncio.to_thread(copy_into, self._model, weights)
+            await in_thread(copy_into, self._model, weights)
         except BaseException as error:
             self._fail(error)
             raise

@@ -6,12 +6,12 @@ it is on this machine, or from the local copy of a hub's model. Where neither is
 compared by their names, and the rest stays unknown.
 """
 
-import asyncio
 import re
 from typing import Any
 
 from agentrl.engine.sglang.client import Client, ServerError
 from agentrl.errors import UserError
+from agentrl.threads import in_thread
 
 SIZES = (
     "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
@@ -24,7 +24,7 @@ async def check_sizes(client: Client, config: Any) -> None:
     """Raises UserError where they are not those of `config`, a transformers configuration."""
     info = await client.get("/model_info")
     path = str(info.get("model_path"))
-    theirs = await asyncio.to_thread(_config_at, path)
+    theirs = await in_thread(_config_at, path)
     ours = config.get_text_config()
     if theirs is None:
         await _check_layers(client, path, ours.num_hidden_layers)

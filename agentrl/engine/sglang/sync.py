@@ -2,7 +2,6 @@
 the weights in others. It knows which adapter each server's requests are to name.
 """
 
-import asyncio
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -11,6 +10,7 @@ from typing import Any, Protocol
 
 from agentrl.engine.sglang.client import Client, ServerError, Sessions
 from agentrl.errors import UserError
+from agentrl.threads import in_thread
 
 
 class Publisher(Protocol):
@@ -54,7 +54,7 @@ class Sync:
     async def take(self, publisher: Publisher | None) -> None:
         """From now on it is who sends."""
         if publisher is not None and publisher is not self._publisher:
-            await asyncio.to_thread(publisher.open, None, self._way, self._sessions.key)
+            await in_thread(publisher.open, None, self._way, self._sessions.key)
             self._publisher = publisher
 
     def adapt(self, foreign: Sequence[str]) -> None:
@@ -101,13 +101,13 @@ class Sync:
         failed, by URL."""
         urls = tuple(c.url for c in clients)
         if self._publisher is not None:
-            return await asyncio.to_thread(self._publisher.sleep, urls)
+            return await in_thread(self._publisher.sleep, urls)
         return dict(await self._local().sleep(urls))
 
     async def wake(self) -> dict[str, str]:
         """Servers that sleep and were sent nothing go on where their weights are whole. What failed, by URL."""
         if self._publisher is not None:
-            return await asyncio.to_thread(self._publisher.wake)
+            return await in_thread(self._publisher.wake)
         return dict(await self._sender.wake()) if self._sender is not None else {}
 
     async def make_room(self) -> None:
@@ -115,14 +115,14 @@ class Sync:
         import torch
 
         if self._publisher is not None:
-            await asyncio.to_thread(self._publisher.make_room)
+            await in_thread(self._publisher.make_room)
         torch.cuda.empty_cache()
 
     async def close(self) -> None:
         publisher, self._publisher = self._publisher, None
         if publisher is not None:
             with contextlib.suppress(UserError):  # its workers may be gone, and what they held with them
-                await asyncio.to_thread(publisher.close)
+                await in_thread(publisher.close)
         sender, self._sender = self._sender, None
         if sender is not None:
             await sender.close()
@@ -135,7 +135,7 @@ class Sync:
 
     async def _publish(self, order: Any) -> dict[str, str]:
         if self._publisher is not None:
-            sent = await asyncio.to_thread(self._publisher.publish, order)
+            sent = await in_thread(self._publisher.publish, order)
         else:
             sent = await self._local().send(order)
         for line in sent.said:

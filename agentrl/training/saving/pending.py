@@ -24,7 +24,7 @@ class Pending:
     def __init__(self, work: Callable[[], None], asynchronous: bool = True) -> None:
         self._error: BaseException | None = None
         self._work = work
-        self._thread = threading.Thread(target=self._run, name="agentrl-save")
+        self._thread = threading.Thread(target=self._run, name="agentrl-save")  # cli.main knows it by its name
         if asynchronous:
             self._thread.start()
         else:

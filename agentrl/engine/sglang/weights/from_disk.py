@@ -1,6 +1,5 @@
 """Weights through a folder that trainer and servers both see. It needs nothing else of them."""
 
-import asyncio
 import contextlib
 import json
 import shutil
@@ -14,6 +13,7 @@ from agentrl.engine.sglang.weights.server import WeightServer
 from agentrl.engine.sglang.weights.source import NamedTensor, buckets
 from agentrl.engine.sglang.weights.way import Failures, each
 from agentrl.errors import UserError
+from agentrl.threads import in_thread
 
 SHARD_BYTES = 2 << 30
 
@@ -37,13 +37,13 @@ class FromDisk:
         self, version: int, servers: Sequence[WeightServer], weights: Iterable[NamedTensor], flush: bool
     ) -> Failures:
         failures: Failures = {}
-        folder = await asyncio.to_thread(self._write, version, weights)
+        folder = await in_thread(self._write, version, weights)
         await each(servers, lambda server: server.load_folder(str(folder), flush), failures)
-        await asyncio.to_thread(self._forget, version)
+        await in_thread(self._forget, version)
         return failures
 
     async def close(self) -> None:
-        await asyncio.to_thread(shutil.rmtree, self._folder, True)
+        await in_thread(shutil.rmtree, self._folder, True)
         if self._made is not None:
             with contextlib.suppress(OSError):  # another channel is in it
                 self._made.rmdir()

@@ -14,6 +14,7 @@ from agentrl.engine.sglang.weights.group import Group, open_group
 from agentrl.engine.sglang.weights.server import WeightServer, WeightUpdateError
 from agentrl.engine.sglang.weights.source import NamedTensor, buckets
 from agentrl.engine.sglang.weights.way import Failures, each
+from agentrl.threads import in_thread
 
 BUCKET_BYTES = 256 << 20
 BROKEN = "the process group broke"
@@ -48,20 +49,20 @@ class FromDistributed:
         group, self._group = self._group, None
         if group is not None:
             await each(group.servers, lambda server: server.leave_group(group.name), {})
-            await asyncio.to_thread(group.abort)
+            await in_thread(group.abort)
 
     async def _attempt(
         self, servers: Sequence[WeightServer], weights: Iterable[NamedTensor], failures: Failures, flush: bool
     ) -> list[WeightServer]:
         """The servers that did not fail, but did not get everything either, because another one failed."""
         batches = buckets(weights, self._limit)
-        batch = await asyncio.to_thread(next, batches, None)
+        batch = await in_thread(next, batches, None)
         group = await self._joined(servers, batch[0][1].device, failures) if servers and batch else None
         while batch is not None:
             if group is not None and not await self._send_bucket(group, batch, failures, flush):
                 group = self._group = None  # the rest is read on: other ranks gather in step
             flush = False
-            batch = await asyncio.to_thread(next, batches, None)
+            batch = await in_thread(next, batches, None)
         return [] if group is not None else [s for s in servers if s.url not in failures]
 
     async def _joined(self, servers: Sequence[WeightServer], device: torch.device, failures: Failures) -> Group | None:
@@ -85,7 +86,7 @@ class FromDistributed:
 
         before = len(failures)
         loading = asyncio.create_task(each(group.servers, load, failures))
-        sending = asyncio.create_task(asyncio.to_thread(_broadcast, group, batch))
+        sending = asyncio.create_task(in_thread(_broadcast, group, batch))
         await asyncio.wait((loading, sending), return_when=asyncio.FIRST_COMPLETED)
         if loading.done() and len(failures) > before:
             await asyncio.wait((sending,), timeout=GRACE_SECONDS)
@@ -97,7 +98,7 @@ class FromDistributed:
             return True
         if sending.done() and (error := sending.exception()) is not None:
             self._broke = f"{BROKEN}: {' '.join(str(error).split())[:200]}"
-        await asyncio.to_thread(group.abort)
+        await in_thread(group.abort)
         loading.cancel()
         with contextlib.suppress(RuntimeError):
             await sending

@@ -9,6 +9,7 @@ from agentrl.engine.sglang.weights.server import WeightServer
 from agentrl.engine.sglang.weights.shared import SharedBucket
 from agentrl.engine.sglang.weights.source import NamedTensor, buckets
 from agentrl.engine.sglang.weights.way import Failures, each
+from agentrl.threads import in_thread
 
 BUCKET_BYTES = 128 << 20
 
@@ -44,9 +45,9 @@ class FromTensor:
         gpus = all([(await server.facts()).device == "cuda" for server in servers])
         taking, loading, turn = servers, None, 0
         try:
-            while (batch := await asyncio.to_thread(next, batches, None)) is not None:
+            while (batch := await in_thread(next, batches, None)) is not None:
                 device = batch[0][1].device if gpus else torch.device("cpu")
-                payload = await asyncio.to_thread(self._buckets[turn % 2].fill, batch, device)
+                payload = await in_thread(self._buckets[turn % 2].fill, batch, device)
                 taking = taking if loading is None else await loading
                 loading = asyncio.create_task(_load(payload, taking, failures, flush and turn == 0))
                 turn += 1

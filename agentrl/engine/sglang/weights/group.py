@@ -18,6 +18,7 @@ from torch.distributed.distributed_c10d import GroupName
 
 from agentrl.engine.sglang.weights.server import WeightServer, WeightUpdateError
 from agentrl.engine.sglang.weights.way import Failures, each
+from agentrl.threads import in_thread
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +54,7 @@ async def open_group(servers: Sequence[WeightServer], backend: str, timeout: flo
 
     joining = asyncio.create_task(each(servers, join, failures))
     try:
-        handle, store = await asyncio.to_thread(_found, port, world, name, backend, timeout)
+        handle, store = await in_thread(_found, port, world, name, backend, timeout)
     except (RuntimeError, ValueError) as error:
         joining.cancel()
         await asyncio.gather(joining, return_exceptions=True)

@@ -29,6 +29,7 @@ from agentrl.engine.sglang.weights.place import shares_memory
 from agentrl.engine.sglang.weights.server import WeightServer, WeightUpdateError
 from agentrl.engine.sglang.weights.source import NamedTensor
 from agentrl.engine.sglang.weights.way import Failures, each
+from agentrl.threads import in_thread
 
 KEPT = 2
 """Adapters that a server holds at least: the newest, and the one that a request may have named a moment ago."""
@@ -92,7 +93,7 @@ class LoraChannel:
         folder = Path(tempfile.mkdtemp(prefix=f"{adapter.name}_", dir=self._folder().resolve()))
         folder.chmod(0o755)
         content = {key: tensor.contiguous().cpu() for key, tensor in adapter.tensors}
-        await asyncio.to_thread(save_file, content, folder / "adapter_model.safetensors")
+        await in_thread(save_file, content, folder / "adapter_model.safetensors")
         (folder / "adapter_config.json").write_text(json.dumps(adapter.config), encoding="utf-8")
         try:
             return await self._load(servers, lambda server: server.load_adapter(adapter.name, str(folder)), failures)
@@ -104,7 +105,7 @@ class LoraChannel:
     ) -> list[WeightServer]:
         if not servers:
             return []
-        payload = await asyncio.to_thread(_by_value, adapter.tensors)
+        payload = await in_thread(_by_value, adapter.tensors)
         return await self._load(
             servers, lambda server: server.load_adapter_tensors(adapter.name, adapter.config, payload), failures
         )

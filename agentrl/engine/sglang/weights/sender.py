@@ -20,6 +20,7 @@ from agentrl.engine.sglang.weights.order import Order, Sent, What
 from agentrl.engine.sglang.weights.server import WeightServer, WeightUpdateError
 from agentrl.engine.sglang.weights.source import ModelWeights, NamedTensor, whole
 from agentrl.models.lora import adapter_config, adapter_state
+from agentrl.threads import in_thread
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +105,7 @@ class Sender:
             self._key = None if not order.again else self._key
             raise
         finally:
-            await asyncio.to_thread(weights.finish)
+            await in_thread(weights.finish)
         return Sent(done.failed)
 
     async def _send_adapter(self, order: Order) -> Sent:

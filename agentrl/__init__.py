@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from agentrl.errors import UserError
+    from agentrl.eval.rewarded import evaluate
     from agentrl.plugins.decorator import tool
     from agentrl.plugins.environment import Environment
     from agentrl.plugins.lazy import LazyTasks
@@ -25,9 +26,8 @@ if TYPE_CHECKING:
         ToolResponse,
     )
     from agentrl.recipe.schema import Recipe
-    from agentrl.training.evaluation import evaluate
+    from agentrl.sft.run import sft
     from agentrl.training.run import train
-    from agentrl.training.sft import sft
 
 _HOMES = {
     "ArgumentError": "agentrl.plugins.types",
@@ -47,8 +47,8 @@ _HOMES = {
     "ToolResponse": "agentrl.plugins.types",
     "ToolSource": "agentrl.plugins.source",
     "UserError": "agentrl.errors",
-    "evaluate": "agentrl.training.evaluation",
-    "sft": "agentrl.training.sft",
+    "evaluate": "agentrl.eval.rewarded",
+    "sft": "agentrl.sft.run",
     "tool": "agentrl.plugins.decorator",
     "train": "agentrl.training.run",
 }

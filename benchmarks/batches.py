@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from agentrl.training.batch import Batch
+from agentrl.compute.batch import Batch
 
 
 def make_batch(groups: int, samples: int, prompt: int, answer: int, vocabulary: int, seed: int = 0) -> Batch:

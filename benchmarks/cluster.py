@@ -29,14 +29,14 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
+from agentrl.compute.batch import Batch
+from agentrl.compute.flops import Need, utilisation
+from agentrl.compute.forward import ModuleForward
+from agentrl.learner.learner import Learner
+from agentrl.learner.roles import Here, Workplace
 from agentrl.models import embedded_path
 from agentrl.models.load import load_model
 from agentrl.recipe.schema import Recipe
-from agentrl.training.batch import Batch
-from agentrl.training.flops import Need, utilisation
-from agentrl.training.forward import ModuleForward
-from agentrl.training.learner import Learner
-from agentrl.training.workplace import Here, Workplace
 
 PARTS = ("start-up", "logprobs", "update", "hand-over")
 
@@ -62,7 +62,7 @@ def start_here(recipe: Recipe, module: bool) -> Workplace:
 
 
 def start_workers(recipe: Recipe, workers: int, logs: Path) -> Workplace:
-    from agentrl.training.remote import OnCluster
+    from agentrl.distributed.remote import OnCluster
 
     cluster = recipe.cluster.model_copy(update={"workers": workers})
     spread = recipe.model_copy(update={"cluster": cluster})

@@ -28,10 +28,10 @@ import numpy as np
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from agentrl.training.batch import Batch
-from agentrl.training.fast import FastForward
-from agentrl.training.forward import Forward, ModuleForward
-from agentrl.training.packing import micro_batches
+from agentrl.compute.batch import Batch
+from agentrl.compute.block_forward import FastForward
+from agentrl.compute.forward import Forward, ModuleForward
+from agentrl.compute.packing import micro_batches
 
 VOCABULARY = 832
 LENGTHS = ((48, 48), (200, 50), (400, 25))

@@ -21,7 +21,7 @@ from agentrl.plugins.types import Message, Session, Task, ToolResponse
 from agentrl.recipe.schema import Recipe, RolloutSection
 from agentrl.rollout.driver import Driver
 from agentrl.rollout.groups import roll_out
-from agentrl.rollout.trajectory import Group
+from agentrl.trajectory import Group
 
 TASKS, SAMPLES, TURNS = 4, 8, 3
 

@@ -26,12 +26,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config
 from agentrl.engine.sglang.client import Sessions
 from agentrl.engine.sglang.command import LaunchPlan, launch_command
 from agentrl.engine.sglang.server import Server
-from agentrl.engine.sglang.weights import ModelWeights, WeightChannel, WeightServer
-from agentrl.engine.sglang.weights.from_disk import FromDisk
-from agentrl.engine.sglang.weights.from_distributed import FromDistributed
-from agentrl.engine.sglang.weights.from_tensor import FromTensor
-from agentrl.engine.sglang.weights.way import Way
 from agentrl.models import embedded_path
+from agentrl.weights import ModelWeights, WeightChannel, WeightServer
+from agentrl.weights.transports.base import Way
+from agentrl.weights.transports.disk import FromDisk
+from agentrl.weights.transports.nccl import FromDistributed
+from agentrl.weights.transports.shared_memory import FromTensor
 
 MB = 1_000_000
 

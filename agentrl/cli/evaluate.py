@@ -21,8 +21,8 @@ def eval_command(
     ] = None,
 ) -> None:
     """Evaluate a model on held-out tasks."""
+    from agentrl.checkpoint.run_folder import recipe_of
     from agentrl.recipe.load import load_recipe
-    from agentrl.training.run_folder import recipe_of
 
     path, run = recipe_of(recipe)
     checked = load_recipe(path, overrides or [])  # before anything heavy is imported
@@ -30,7 +30,7 @@ def eval_command(
 
     if json_file is not None:
         check_writable(json_file)
-    from agentrl.training.evaluation import evaluate
+    from agentrl.eval.rewarded import evaluate
 
     result = evaluate(checked, model=model or run, splits=split, samples=samples)
     show(result)

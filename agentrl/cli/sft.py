@@ -14,6 +14,6 @@ def sft_command(
 ) -> None:
     """Train a model on demonstrations; the loss mask is the one of reinforcement learning."""
     from agentrl.recipe.schema import Recipe
-    from agentrl.training.sft import sft
+    from agentrl.sft.run import sft
 
     sft(Recipe.load(recipe, overrides or []), out)

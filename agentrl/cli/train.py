@@ -35,7 +35,7 @@ def _train(given: list[str], resume: str | None, force: bool) -> bool:
 
     path = given.pop(0) if given and "=" not in given[0].split("/")[-1] else None
     if resume is not None:
-        from agentrl.training.run_folder import RunFolder
+        from agentrl.checkpoint.run_folder import RunFolder
 
         RunFolder.existing(resume)
         from agentrl.training.run import resume_run

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from agentrl.plugins.types import Task
     from agentrl.recipe.schema import Recipe
     from agentrl.rollout.request import AsyncRolloutRequest
-    from agentrl.rollout.trajectory import Trajectory
+    from agentrl.trajectory import Trajectory
 
 FAILED = 1
 INTERRUPTED = 130
@@ -177,7 +177,7 @@ def _count(number: int, what: str) -> str:
 
 
 def _conclude(narrator: Narrator, request: "AsyncRolloutRequest", played: "Trajectory", env: "Environment") -> int:
-    from agentrl.rollout.trajectory import FinishReason
+    from agentrl.trajectory import FinishReason
 
     narrator.follow(request)
     for line in played.extra.get("release_errors", ()):

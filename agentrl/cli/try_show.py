@@ -12,7 +12,7 @@ from agentrl.errors import UserError
 if TYPE_CHECKING:
     from agentrl.plugins.types import Message
     from agentrl.rollout.request import AsyncRolloutRequest
-    from agentrl.rollout.trajectory import Trajectory
+    from agentrl.trajectory import Trajectory
 
 
 class Images:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from agentrl.cluster.errors import ClusterError, WorkerLost
 from agentrl.cluster.host import Failure, Hello
-from agentrl.cluster.scene import Scene, Suspect, visit
+from agentrl.cluster.post_mortem import Scene, Suspect, visit
 from agentrl.errors import UserError
 
 KILLED = "it was killed (SIGKILL)"

@@ -11,7 +11,7 @@ from agentrl.plugins.registry import tasks_of
 from agentrl.plugins.types import Task
 from agentrl.recipe.schema import Recipe
 from agentrl.rollout.player import Player
-from agentrl.rollout.trajectory import Group, Trajectory
+from agentrl.trajectory import Group, Trajectory
 
 EVAL_SEED = 20_000_003  # apart from those of training steps
 

@@ -8,8 +8,8 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as Bars
 
-from agentrl.rollout.trajectory import Group
 from agentrl.terminal import terminal
+from agentrl.trajectory import Group
 
 
 class Progress:

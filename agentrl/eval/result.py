@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from agentrl.errors import UserError
 from agentrl.eval.statistics import accuracy_interval, pass_at_k
-from agentrl.rollout.trajectory import Group, Trajectory
+from agentrl.trajectory import Group, Trajectory
 
 
 class Accuracy(NamedTuple):

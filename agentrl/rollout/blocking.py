@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from agentrl.plugins.exits import PluginProofLoop
-from agentrl.rollout.watch import GRACE, leave_behind
+from agentrl.rollout.deadline import GRACE, leave_behind
 from agentrl.rollout.watchdog import Watchdog
 from agentrl.threads import Abandoned, DaemonThreads
 

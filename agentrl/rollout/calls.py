@@ -15,11 +15,11 @@ from agentrl.plugins.exits import contained, said, text_of
 from agentrl.plugins.tool import Tool
 from agentrl.plugins.types import ArgumentError, InfrastructureError, Message, ToolKwargs, ToolResponse
 from agentrl.recipe.schema import RolloutSection
+from agentrl.rollout.deadline import CancelledFromWithinError, DeadlineExceededError, Watch
 from agentrl.rollout.hooks import finite
 from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.rollout.text import bound_text
-from agentrl.rollout.trajectory import Boundary, ToolUse
-from agentrl.rollout.watch import CancelledFromWithinError, DeadlineExceededError, Watch
+from agentrl.trajectory import Boundary, ToolUse
 
 _NAME = 64  # characters of a tool's name, as a model may write it, that are kept
 _LINE = 300  # characters of an error line that are kept for the metrics

@@ -22,13 +22,13 @@ from agentrl.plugins.types import Message, Task
 from agentrl.recipe.schema import RolloutSection
 from agentrl.rollout import hooks
 from agentrl.rollout.calls import Caller, as_text, assistant_message, bounded
+from agentrl.rollout.deadline import GRACE, CancelledFromWithinError, DeadlineExceededError, Watch
 from agentrl.rollout.failures import describe
 from agentrl.rollout.request import AsyncRolloutRequest, Opening
 from agentrl.rollout.scorer import Scorer
 from agentrl.rollout.seeds import Seed, derive, nth
 from agentrl.rollout.state import RequestState, TransitionError
-from agentrl.rollout.trajectory import Boundary, Failure, FinishReason, InvariantError, Trajectory, check_invariants
-from agentrl.rollout.watch import GRACE, CancelledFromWithinError, DeadlineExceededError, Watch
+from agentrl.trajectory import Boundary, Failure, FinishReason, InvariantError, Trajectory, check_invariants
 
 _DRIVER = Boundary.INFRASTRUCTURE, "driver"
 _CHAT = Boundary.INFRASTRUCTURE, "chat"

@@ -7,8 +7,8 @@ from agentrl.engine.base import EngineError
 from agentrl.errors import PluginExitError, UserError
 from agentrl.plugins.exits import one_line, said, text_of
 from agentrl.plugins.types import InfrastructureError
+from agentrl.rollout.deadline import CancelledFromWithinError, DeadlineExceededError
 from agentrl.rollout.hooks import PluginError
-from agentrl.rollout.watch import CancelledFromWithinError, DeadlineExceededError
 
 _OURS = 2_000  # characters of a line that says by itself what to do
 _PLAIN = UserError, PluginError, EngineError, InfrastructureError, CancelledFromWithinError

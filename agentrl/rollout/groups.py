@@ -8,14 +8,14 @@ from enum import StrEnum
 
 from agentrl.errors import UserError
 from agentrl.plugins.types import Task
+from agentrl.rollout.deadline import Own
 from agentrl.rollout.driver import Driver
 from agentrl.rollout.garbage import rare_collections
 from agentrl.rollout.pulse import PULSE
 from agentrl.rollout.request import Opening
 from agentrl.rollout.seeds import Seed
-from agentrl.rollout.trajectory import Boundary, Failure, FinishReason, Group, Trajectory
-from agentrl.rollout.watch import Own
 from agentrl.threads import check_abandoned
+from agentrl.trajectory import Boundary, Failure, FinishReason, Group, Trajectory
 
 
 class Contrast(StrEnum):

@@ -14,10 +14,10 @@ from agentrl.plugins.environment import Environment
 from agentrl.plugins.exits import contained, said
 from agentrl.plugins.tool import Tool
 from agentrl.plugins.types import Message, Session, ToolKwargs
+from agentrl.rollout.deadline import GRACE, DeadlineExceededError, Own, Watch, leave_behind
 from agentrl.rollout.request import AsyncRolloutRequest, Begun
 from agentrl.rollout.seeds import nth
-from agentrl.rollout.trajectory import Boundary
-from agentrl.rollout.watch import GRACE, DeadlineExceededError, Own, Watch, leave_behind
+from agentrl.trajectory import Boundary
 
 RELEASE_SECONDS = 10.0
 """How long one plugin's `release` may take before it is cancelled."""

@@ -8,7 +8,7 @@ from typing import Any
 import zstandard
 
 from agentrl.rollout.record import record
-from agentrl.rollout.trajectory import Group, Trajectory
+from agentrl.trajectory import Group, Trajectory
 
 LARGE = 4_000_000  # bytes; a larger file is compressed, and its name ends in .zst
 

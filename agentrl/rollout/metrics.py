@@ -4,7 +4,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 
 from agentrl.rollout.groups import Contrast, contrast
-from agentrl.rollout.trajectory import FinishReason, Group, ToolUse, Trajectory
+from agentrl.trajectory import FinishReason, Group, ToolUse, Trajectory
 
 UNKNOWN = "unknown"
 """The name in `tool/<name>/...` of every tool that a model called although it does not exist."""

@@ -18,13 +18,13 @@ from agentrl.plugins.rewards import MODEL, Rewards, make_rewards
 from agentrl.plugins.toolbox import Toolbox, close_all
 from agentrl.plugins.types import Task
 from agentrl.recipe.schema import Recipe
+from agentrl.rollout.deadline import leave_behind
 from agentrl.rollout.driver import Driver
 from agentrl.rollout.groups import roll_out
 from agentrl.rollout.hooks import STEP
 from agentrl.rollout.scorer import Scorer
 from agentrl.rollout.seeds import Seed
-from agentrl.rollout.trajectory import Group
-from agentrl.rollout.watch import leave_behind
+from agentrl.trajectory import Group
 
 CLOSE_SECONDS = 60.0
 """What the plugins of one kind may take to close, at the end of a run."""

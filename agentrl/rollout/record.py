@@ -6,7 +6,7 @@ from itertools import count
 from typing import Any
 
 from agentrl.plugins.exits import contained
-from agentrl.rollout.trajectory import Trajectory
+from agentrl.trajectory import Trajectory
 
 _DEPTH = 100  # lists and mappings in each other that are written out
 _VALUES = 100_000  # values in all that are written out, of one thing

@@ -13,9 +13,9 @@ from agentrl.engine.base import EngineError, Generation
 from agentrl.plugins.environment import Environment
 from agentrl.plugins.tool import Tool
 from agentrl.plugins.types import Message, Session, Task
+from agentrl.rollout.deadline import Own
 from agentrl.rollout.state import RequestState, TransitionError
-from agentrl.rollout.trajectory import Boundary, Failure, FinishReason, ToolUse, Trajectory, Turn
-from agentrl.rollout.watch import Own
+from agentrl.trajectory import Boundary, Failure, FinishReason, ToolUse, Trajectory, Turn
 
 _UNWEIGHTED: Mapping[str, float] = {}
 

@@ -8,11 +8,11 @@ from itertools import islice
 from agentrl.plugins.exits import contained
 from agentrl.plugins.reward import GroupReward, Sample
 from agentrl.plugins.rewards import NO_REWARDS, Rewards
+from agentrl.rollout.deadline import GRACE, CancelledFromWithinError, Own, Watch
 from agentrl.rollout.failures import describe
 from agentrl.rollout.hooks import PluginError, check_sum, finite
 from agentrl.rollout.request import AsyncRolloutRequest
-from agentrl.rollout.trajectory import Boundary, Failure, FinishReason, Group, Trajectory
-from agentrl.rollout.watch import GRACE, CancelledFromWithinError, Own, Watch
+from agentrl.trajectory import Boundary, Failure, FinishReason, Group, Trajectory
 
 
 class Scorer:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from agentrl.plugins.types import Task
 from agentrl.rollout.driver import Driver
 from agentrl.rollout.groups import roll_out
-from agentrl.rollout.trajectory import Group
+from agentrl.trajectory import Group
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -12,7 +12,6 @@ from agentrl.plugins.tool import Tool
 from agentrl.plugins.types import Task
 from agentrl.recipe.schema import EnvSection, RolloutSection, ToolSection
 from agentrl.rollout.hooks import STEP
-from agentrl.rollout.trajectory import FinishReason, Trajectory
 from agentrl.testing.hooks import (
     hook,
     number,
@@ -24,6 +23,7 @@ from agentrl.testing.hooks import (
     session,
 )
 from agentrl.testing.play import Agent, Stage
+from agentrl.trajectory import FinishReason, Trajectory
 
 LOOK = 64
 """Tasks of a split that are looked at, at most."""

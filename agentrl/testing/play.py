@@ -11,8 +11,8 @@ from agentrl.recipe.schema import RolloutSection
 from agentrl.rollout.driver import Driver
 from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.rollout.scorer import Scorer
-from agentrl.rollout.trajectory import Trajectory
 from agentrl.testing.agent import TextChat, TextEngine, Turn, scripted, without_token_limits
+from agentrl.trajectory import Trajectory
 
 Agent = Callable[[Task], str | Sequence[str]] | Callable[[Task, Sequence[Message]], str]
 """How to play a task: from the task to the turns (one text is one turn), or from the task and the conversation so far

@@ -12,25 +12,25 @@ from functools import partial
 from time import perf_counter
 from typing import Any
 
+from agentrl.checkpoint.checkpoints import Checkpoints, NotSaved
+from agentrl.checkpoint.run_folder import RunFolder
 from agentrl.errors import nearest
 from agentrl.eval.held_out import HeldOut
 from agentrl.eval.result import Accuracy, failures
+from agentrl.learner.contrast import ContrastWatch
+from agentrl.learner.learner import Learner
+from agentrl.learner.mismatch import MismatchWatch
+from agentrl.learner.roles import Workplace
+from agentrl.profiling.step import ROLLOUT, SYNC, TRAIN, Watch
 from agentrl.recipe.schema import Recipe
 from agentrl.rollout.hooks import STEP
 from agentrl.rollout.journal import write_journal
 from agentrl.rollout.player import Player
-from agentrl.rollout.trajectory import Group, Trajectory
-from agentrl.training.checkpoint import Checkpoints, NotSaved
-from agentrl.training.contrast import ContrastWatch
 from agentrl.training.display import Display
 from agentrl.training.interrupt import Interrupted, Interrupts
-from agentrl.training.learner import Learner
-from agentrl.training.mismatch import MismatchWatch
 from agentrl.training.rollouts import Rollouts
-from agentrl.training.run_folder import RunFolder
 from agentrl.training.trackers import Trackers
-from agentrl.training.watch import ROLLOUT, SYNC, TRAIN, Watch
-from agentrl.training.workplace import Workplace
+from agentrl.trajectory import Group, Trajectory
 
 
 @dataclass(slots=True)

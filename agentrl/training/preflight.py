@@ -9,18 +9,18 @@ import torch
 from agentrl.algo import advantages, losses
 from agentrl.algo.registry import check_critic
 from agentrl.algo.terms import Tokens
+from agentrl.compute.batch import Array, Batch
+from agentrl.compute.classifier import classifier_config
 from agentrl.errors import UserError, reason
 from agentrl.eval.evaluate import choosing_split, chosen_splits
+from agentrl.learner.actor import loss_terms
+from agentrl.learner.advantages import with_advantages
 from agentrl.plugins.environment import Environment
 from agentrl.plugins.registry import load, make_environment, tasks_of
 from agentrl.plugins.tracker import Tracker
 from agentrl.plugins.types import Task
 from agentrl.recipe.schema import Recipe
-from agentrl.training.actor import loss_terms
-from agentrl.training.advantages import with_advantages
-from agentrl.training.batch import Array, Batch
 from agentrl.training.needs import lacking
-from agentrl.training.reward_model import classifier_config
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,9 +10,9 @@ from agentrl.recipe.schema import Recipe
 from agentrl.rollout.metrics import rollout_metrics
 from agentrl.rollout.player import Player
 from agentrl.rollout.stream import Flight, Plan, Stream
-from agentrl.rollout.trajectory import Group
 from agentrl.threads import in_thread
 from agentrl.training.interrupt import Interrupts
+from agentrl.trajectory import Group
 
 T = TypeVar("T")
 Weights = Callable[[], Any]

@@ -8,6 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from time import monotonic
 
+from agentrl.checkpoint.checkpoints import Checkpoints, NotSaved, Saved
+from agentrl.checkpoint.disk import FULL
+from agentrl.checkpoint.run_folder import ERRORS, RunFolder
 from agentrl.cluster.errors import WorkerLost
 from agentrl.errors import StoppedAgain, UserError, described
 from agentrl.recipe.load import load_recipe, recipe_name
@@ -15,14 +18,11 @@ from agentrl.recipe.schema import Recipe
 from agentrl.report.page import write_report
 from agentrl.rollout.blocking import blocking
 from agentrl.training.changes import changes, check_same_run
-from agentrl.training.checkpoint import Checkpoints, NotSaved, Saved
 from agentrl.training.display import Display
 from agentrl.training.folder_lock import FolderLock
 from agentrl.training.interrupt import Interrupted, Interrupts
 from agentrl.training.loop import Loop
 from agentrl.training.preflight import check_run
-from agentrl.training.run_folder import ERRORS, RunFolder
-from agentrl.training.saving.disk import FULL
 from agentrl.training.setup import Start, set_up
 
 

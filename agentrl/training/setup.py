@@ -6,32 +6,32 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from agentrl.checkpoint.checkpoints import ADAPTER, Checkpoints, Saved
+from agentrl.checkpoint.run_folder import RunFolder
 from agentrl.data.prompts import PromptLengths
 from agentrl.data.sampler import TaskSampler
 from agentrl.errors import described
 from agentrl.eval.held_out import HeldOut
 from agentrl.eval.result import Accuracy
+from agentrl.learner.contrast import ContrastWatch
+from agentrl.learner.learner import Learner
+from agentrl.learner.mismatch import MismatchWatch
+from agentrl.learner.roles import Here, Workplace
 from agentrl.plugins.environment import is_validation
 from agentrl.plugins.types import Task
+from agentrl.profiling.step import PROFILE, Watch
 from agentrl.recipe.load import dump_recipe
 from agentrl.recipe.schema import Recipe
 from agentrl.recipe.secrets import shown
+from agentrl.rollout.model_reward import add_reward_model
 from agentrl.rollout.player import Player
-from agentrl.training.checkpoint import ADAPTER, Checkpoints, Saved
-from agentrl.training.contrast import ContrastWatch
 from agentrl.training.display import Display
 from agentrl.training.folder_lock import FolderLock
 from agentrl.training.interrupt import Interrupts
-from agentrl.training.learner import Learner
 from agentrl.training.loop import Loop
-from agentrl.training.mismatch import MismatchWatch
-from agentrl.training.model_reward import add_reward_model
 from agentrl.training.preflight import Checked
 from agentrl.training.rollouts import make_rollouts
-from agentrl.training.run_folder import RunFolder
 from agentrl.training.trackers import Trackers
-from agentrl.training.watch import PROFILE, Watch
-from agentrl.training.workplace import Here, Workplace
 
 
 @dataclass(slots=True)
@@ -182,7 +182,7 @@ def _make_workplace(start: Start, begins: Recipe, player: Player) -> Workplace:
         display.note(f"chat: the template rewrites its history: {player.chat.rewrites_history}")
     workplace: Workplace
     if recipe.cluster.used:
-        from agentrl.training.remote import OnCluster
+        from agentrl.distributed.remote import OnCluster
 
         workplace = OnCluster(recipe, begins, start.open_folder().path / "logs", display.note, display.phase)
     else:

@@ -26,8 +26,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))  # first: it has a file of
 import packing
 from need import need
 
-from agentrl.training.cuda_attention import kernel_for
-from agentrl.training.forward import ModuleForward
+from agentrl.compute.forward import ModuleForward
+from agentrl.compute.tree_attention_cuda import kernel_for
 
 NAME = "packing on a GPU"
 LENGTHS = ((1024, 1024), (2048, 512), (4096, 256))

@@ -5,7 +5,7 @@
     python benchmarks/gpu/train.py --model FOLDER cluster.offload=true model.lora.rank=16
 
 Ray workers with FSDP2, one a GPU, GRPO with one update a step on packed random tokens, groups that share a prompt. The
-first rounds warm up. mfu: see agentrl/training/flops.py; what is computed again under checkpointing does not count.
+first rounds warm up. mfu: see agentrl/compute/flops.py; what is computed again under checkpointing does not count.
 """
 
 import argparse
@@ -56,12 +56,12 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
     from batches import make_batch
 
+    from agentrl.compute.flops import Need, utilisation
+    from agentrl.distributed.remote import OnCluster
+    from agentrl.learner.learner import Learner
     from agentrl.models.memory import plan_memory
     from agentrl.models.shape import read_shape
     from agentrl.recipe.schema import Recipe
-    from agentrl.training.flops import Need, utilisation
-    from agentrl.training.learner import Learner
-    from agentrl.training.remote import OnCluster
 
     model = options.model or make_model(options.shape, folder / "model")
     recipe = Recipe.load(

@@ -30,11 +30,11 @@ async def run(options: argparse.Namespace) -> list[dict[str, Any]]:
     from transformers import AutoConfig, AutoModelForCausalLM
     from weight_sync import MB, best_of, plain_copy, show, synthetic
 
-    from agentrl.engine.sglang.weights import ModelWeights, WeightChannel, WeightServer
-    from agentrl.engine.sglang.weights.from_disk import FromDisk
-    from agentrl.engine.sglang.weights.from_distributed import FromDistributed
-    from agentrl.engine.sglang.weights.from_tensor import FromTensor
-    from agentrl.engine.sglang.weights.way import Way
+    from agentrl.weights import ModelWeights, WeightChannel, WeightServer
+    from agentrl.weights.transports.base import Way
+    from agentrl.weights.transports.disk import FromDisk
+    from agentrl.weights.transports.nccl import FromDistributed
+    from agentrl.weights.transports.shared_memory import FromTensor
 
     apart = torch.cuda.device_count() > options.tp
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory(dir="/dev/shm") as memory:

@@ -6,12 +6,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from agentrl.engine.local import block
 from agentrl.engine.local.fast import BlockRunner
 from agentrl.engine.local.generic import ModuleRunner
 from agentrl.engine.local.recompute import RecomputeRunner
 from agentrl.engine.local.runner import Chunk, Runner, Work
 from agentrl.errors import UserError
+from agentrl.models import block
 
 log = logging.getLogger(__name__)
 

@@ -7,11 +7,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from agentrl.engine.local import block
 from agentrl.engine.local.attention import Bucket, attend
 from agentrl.engine.local.cached import CachedRunner
 from agentrl.engine.local.runner import Bools, Chunk, Ints, Work
 from agentrl.engine.local.step import Fused, fuse, fused_step
+from agentrl.models import block
 
 COPY_BELOW = 200_000_000
 """Parameters. A smaller model is decoded from its own fused copy of the weights (a millisecond a million parameters for

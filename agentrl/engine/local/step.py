@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from agentrl.engine.local import block
 from agentrl.engine.local.attention import Bucket, attend
+from agentrl.models import block
 
 if torch.backends.mkldnn.is_available():
 

@@ -12,7 +12,7 @@ from typing import Any
 import aiohttp
 
 from agentrl.engine.base import EngineError
-from agentrl.engine.sglang.reach import authorization
+from agentrl.weights.reach import authorization
 
 KEEP_ALIVE_SECONDS = 3.0
 """Less than the server keeps an idle connection (5 s): a connection that it is about to close is not used again."""

@@ -10,9 +10,9 @@ from typing import Any
 
 from agentrl.engine.sglang.adapters import AdapterNeeds
 from agentrl.engine.sglang.container import check_container, contained, is_container
-from agentrl.engine.sglang.reach import LOOPBACK
-from agentrl.engine.sglang.weights.segments import without_expandable
 from agentrl.errors import UserError
+from agentrl.weights.reach import LOOPBACK
+from agentrl.weights.transports.segments import without_expandable
 
 VENV_VARIABLE = "AGENTRL_SGLANG_VENV"
 CACHE_BYTES = 1 << 30

@@ -15,11 +15,11 @@ from agentrl.engine.sglang.client import Client, LostAdapterError, ServerError, 
 from agentrl.engine.sglang.command import LaunchPlan
 from agentrl.engine.sglang.identity import ServerFacts
 from agentrl.engine.sglang.pool import Member, Pool
-from agentrl.engine.sglang.scratch import LOGS, WEIGHTS, Scratch
 from agentrl.engine.sglang.server import Server
 from agentrl.engine.sglang.settings import Settings
 from agentrl.engine.sglang.sync import Sync
 from agentrl.errors import UserError
+from agentrl.weights.scratch import LOGS, WEIGHTS, Scratch
 
 FAULTS = 3
 """Failed requests in a row that take a server out although it answers."""

@@ -15,9 +15,9 @@ from typing import IO
 
 from agentrl.engine.sglang.client import Client, ServerError, Sessions
 from agentrl.engine.sglang.command import LaunchPlan
-from agentrl.engine.sglang.reach import ANY, LOOPBACK, url_of
 from agentrl.errors import UserError
 from agentrl.recipe.secrets import masked_words
+from agentrl.weights.reach import ANY, LOOPBACK, url_of
 
 END_SECONDS = 60.0
 """For the keeper to end what it keeps; it has limits of its own, and this is more than all of them."""

@@ -8,8 +8,8 @@ import torch
 
 from agentrl.engine.sglang.adapters import AdapterNeeds
 from agentrl.engine.sglang.command import Flag, LaunchPlan, launch_command, sizes_of
-from agentrl.engine.sglang.reach import given_key, is_loopback, listen_host, new_key
 from agentrl.errors import UserError
+from agentrl.weights.reach import given_key, is_loopback, listen_host, new_key
 
 GRACE_SECONDS = 5.0
 """For what a recipe's own command starts; SGLang itself needs none."""

@@ -71,7 +71,7 @@ class Sync:
         self, clients: Sequence[Client], version: int, mode: str, keep: Mapping[str, frozenset[str]]
     ) -> dict[str, str]:
         """To all of them at once; URL -> why, for those that did not take all of it. keep: adapters in use."""
-        from agentrl.engine.sglang.weights import Order, What
+        from agentrl.weights import Order, What
 
         what = What.ADAPTER if self.adapted else What.WHOLE
         order = Order(tuple(c.url for c in clients), version, mode, what, keep=keep)
@@ -85,14 +85,14 @@ class Sync:
     async def send_to(self, client: Client, version: int) -> None:
         """To one server alone. Raises ServerError when it did not take all of it, or the trainer has gone on since:
         until the next update its weights are those of no step."""
-        from agentrl.engine.sglang.weights import Order, What
+        from agentrl.weights import Order, What
 
         what = What.ADAPTER if self.adapted else What.WHOLE
         await self._to_one(client, Order((client.url,), version, what=what, again=True))
 
     async def send_base(self, client: Client) -> None:
         """To one server the weights that adapters are of; they are version 0 always. Raises ServerError likewise."""
-        from agentrl.engine.sglang.weights import Order, What
+        from agentrl.weights import Order, What
 
         await self._to_one(client, Order((client.url,), 0, what=What.BASE, again=True))
 
@@ -145,7 +145,7 @@ class Sync:
 
     def _local(self) -> Any:
         """Who sends from this process."""
-        from agentrl.engine.sglang.weights import Sender
+        from agentrl.weights import Sender
 
         self._sender = self._sender or Sender(self._model, self._sessions.get, self._scratch, self._way, self._say)
         return self._sender

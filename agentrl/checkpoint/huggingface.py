@@ -1,0 +1,151 @@
+"""A Hugging Face folder of a model that may be sharded, written tensor by tensor.
+
+What is to be written is fixed at once (`HuggingFace.of`); the values come when it is written, from a snapshot where the
+model goes on learning meanwhile. Nothing but the tensor at hand is ever whole, and that on rank 0 alone.
+"""
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.utils import logging as progress
+
+from agentrl.checkpoint.gather import Gatherer
+from agentrl.checkpoint.safetensors_writer import Slot, write_file, write_model
+from agentrl.models import lora
+from agentrl.weights.source import as_saved
+
+ADAPTER = "adapter"
+SHARD = 4_000_000_000
+"""Bytes of a file with weights, at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """A tensor of the model as it would be without an adapter. layer: that whose adapter is merged into it."""
+
+    name: str
+    tensor: Tensor
+    layer: Any
+    slots: tuple[Slot, ...]
+    """What it is called on disk, mostly one thing: experts of a layer are kept as one tensor, and saved one by one."""
+
+    def parts(self) -> tuple[Tensor, ...]:
+        """The tensors that it is made of."""
+        return (self.tensor,) if self.layer is None else _parts(self.layer)
+
+
+class HuggingFace:
+    """What a folder of `model` will hold. `snapshot` gives the tensor that stands for a parameter of the model (its
+    float32 master, a copy, or itself)."""
+
+    def __init__(self, model: Any, snapshot: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> None:
+        self._model = model
+        self._entries = sorted(_entries(model), key=lambda entry: -entry.slots[0].dtype.itemsize)  # keeps all aligned
+        self._adapter = _adapter_slots(model)
+        self._stands = {id(part): snapshot(part) for entry in self._entries for part in entry.parts()}
+        self._layers = {entry.name: _frozen(entry.layer) for entry in self._entries if entry.layer is not None}
+
+    def begin(self, folder: Path, tokenizer: Any = None) -> None:
+        """Everything but the weights; for one rank. Raises OSError."""
+        progress.disable_progress_bar()
+        self._model.save_pretrained(folder, state_dict={})
+        for leftover in folder.glob("*.safetensors*"):
+            leftover.unlink()
+        if lora.layers(self._model):
+            (folder / ADAPTER).mkdir()
+            config = json.dumps(lora.adapter_config(self._model), indent=2, sort_keys=True)
+            (folder / ADAPTER / lora.CONFIG).write_text(config, encoding="utf-8")
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
+
+    def write(self, folder: Path, group: Any = None, shard: int = SHARD) -> None:
+        """The weights; every rank of `group` calls this (see Gatherer). Raises OSError on rank 0."""
+        import torch.distributed as dist
+
+        gather = Gatherer(group)
+        weights, adapter = self._weights(gather), self._adapters(gather)
+        if group is not None and dist.get_rank(group) != 0:
+            _run_out(weights)
+            _run_out(adapter)
+            return
+        try:
+            slots = [slot for entry in self._entries for slot in entry.slots]
+            write_model(folder, slots, weights, shard)
+            if self._adapter:
+                write_file(folder / ADAPTER / lora.WEIGHTS, [slot for slot, _ in self._adapter], adapter)
+        except (OSError, ValueError):
+            _run_out(weights)  # or the other ranks would wait for ever to be asked for their parts
+            _run_out(adapter)
+            raise
+
+    def _weights(self, gather: Gatherer) -> Iterator[Tensor]:
+        """In the order of the slots; on other ranks than 0 on the meta device."""
+        for entry in self._entries:
+
+            def whole(tensor: Tensor) -> Tensor:
+                return gather(self._stands[id(tensor)]).to(tensor.dtype)
+
+            layer = self._layers.get(entry.name)
+            with torch.no_grad():
+                full = whole(entry.tensor) if layer is None else lora.merged(layer, whole)
+                yield from _on_disk(self._model, entry.name, full).values()
+
+    def _adapters(self, gather: Gatherer) -> Iterator[Tensor]:
+        for _, tensor in self._adapter:
+            yield gather(self._stands[id(tensor)]).to(tensor.dtype)
+
+
+def save_model(model: Any, tokenizer: Any, folder: Path) -> None:
+    """A folder that `from_pretrained` loads: config.json, model.safetensors in the model's dtype, the tokenizer.
+
+    An adapter is merged into the weights; by itself it lies in `adapter/`, in peft's format.
+    """
+    found = HuggingFace(model)
+    folder.mkdir(parents=True, exist_ok=True)
+    found.begin(folder, tokenizer)
+    found.write(folder)
+
+
+def _entries(model: Any) -> Iterator[_Entry]:
+    seen: set[int] = set()
+    ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
+    for name, tensor, layer in lora.plain_tensors(model):
+        if id(tensor) in seen or name in ignored:
+            continue
+        seen.add(id(tensor))
+        meta = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        found = _on_disk(model, name, meta)
+        slots = tuple(Slot(key, value.dtype, tuple(value.shape)) for key, value in found.items())
+        yield _Entry(name, tensor, layer, slots)
+
+
+def _on_disk(model: Any, name: str, tensor: Tensor) -> dict[str, Tensor]:
+    return as_saved(model, {name: tensor})
+
+
+def _parts(layer: Any) -> tuple[Tensor, ...]:
+    return layer.lora_A[lora.ADAPTER].weight, layer.lora_B[lora.ADAPTER].weight, layer.base_layer.weight
+
+
+def _frozen(layer: Any) -> Any:
+    """The layer's parameters as they are registered now: FSDP2 puts others in their place while it computes."""
+    a, b, base = (SimpleNamespace(weight=part) for part in _parts(layer))
+    return SimpleNamespace(lora_A={lora.ADAPTER: a}, lora_B={lora.ADAPTER: b}, base_layer=base, scaling=layer.scaling)
+
+
+def _adapter_slots(model: Any) -> list[tuple[Slot, Tensor]]:
+    names, parameters = lora.adapter_state(model), lora.adapter_parameters(model)
+    return [
+        (Slot(name, p.dtype, tuple(p.shape)), p) for name, p in zip(names, parameters, strict=True)
+    ]  # both go through the layers in the same order
+
+
+def _run_out(tensors: Iterator[Tensor]) -> None:
+    for _ in tensors:
+        pass

@@ -1,0 +1,232 @@
+"""Log-probs and entropies of a packed row, by the fastest way that is proven exact for the model at hand.
+
+Three ways: our own forward (fast.py), the Hugging Face module with its attention replaced, and the module on one
+sequence after another. `choose` tries them on a small forest at start-up and takes the first that agrees with the last.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from agentrl.algo.loss import entropy
+from agentrl.compute import liger
+from agentrl.compute.activation_checkpointing import recompute
+from agentrl.compute.batch import Batch
+from agentrl.compute.block_forward import FastForward
+from agentrl.compute.hf_attention import Unsupported, attending
+from agentrl.compute.kernels import token_logprobs
+from agentrl.compute.packing import Packed, Segment, forest, pack
+from agentrl.compute.tree_attention import attend, plan
+from agentrl.recipe.schema import ModelSection
+
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.05}  # nats; wrong attention is off by more
+
+
+class Forward(Protocol):
+    """A way to compute what the loss needs, with gradients to the parameters of `model`."""
+
+    model: Any
+
+    def __call__(self, packed: Packed, temperature: float) -> tuple[Tensor, Tensor]:
+        """Log-probs and entropies (natural, of softmax(logits / temperature)) of the predictions: float32 [N] each."""
+        ...
+
+
+class ModuleForward:
+    """The Hugging Face module with its attention replaced by that over the forest.
+
+    compute: the type that matrix products are made in (None: that of the weights), while the weights, their gradients
+    and what is returned stay float32.
+    """
+
+    def __init__(self, model: PreTrainedModel, compute: torch.dtype | None = None) -> None:
+        head = model.get_output_embeddings()
+        if type(head) is not nn.Linear:
+            raise Unsupported("its output layer is not a plain nn.Linear")
+        self.model, self.head, self.compute = model, head, compute
+        self.base: Any = getattr(model, model.base_model_prefix)
+
+    def __call__(self, packed: Packed, temperature: float) -> tuple[Tensor, Tensor]:
+        device, kind = self.head.weight.device, self.compute or self.head.weight.dtype
+        states = hidden_states(self.model, self.base, packed, device, self.compute)
+        chosen = states.index_select(0, torch.from_numpy(packed.predict).to(device)).to(kind)
+        target = torch.from_numpy(packed.target).to(device)
+        bias = None if self.head.bias is None else self.head.bias.to(kind)
+        return token_logprobs(chosen, self.head.weight.to(kind), bias, target, temperature)
+
+
+def hidden_states(
+    model: PreTrainedModel, base: Any, packed: Packed, device: torch.device, compute: torch.dtype | None = None
+) -> Tensor:
+    """What `base`, the part of `model` before its output layer, makes of the packed tokens: [P, D]."""
+    with attending(model, partial(attend, plan=plan(packed.segments, device))), _computing(device, compute):
+        states: Tensor = base(
+            input_ids=torch.from_numpy(packed.ids).to(device)[None],
+            position_ids=torch.from_numpy(packed.positions).to(device)[None],
+            use_cache=False,
+        ).last_hidden_state[0]
+    return states
+
+
+class SequenceForward:
+    """The module as it is, on one unpadded sequence after another: right for every causal model, and slow.
+
+    most: the maximum over the ranks that share the model's shards. All run the module as often as the one with the most
+    sequences, or the collectives inside would not meet; what a rank runs too much is multiplied with 0.
+    """
+
+    def __init__(
+        self, model: nn.Module, compute: torch.dtype | None = None, most: Callable[[int], int] | None = None
+    ) -> None:
+        self.model, self.compute, self.most = model, compute, most
+
+    def __call__(self, packed: Packed, temperature: float) -> tuple[Tensor, Tensor]:
+        device = next(self.model.parameters()).device
+        logprobs, entropies = [torch.zeros(0, device=device)], [torch.zeros(0, device=device)]
+        first = 0
+        segments = [segment for segment in packed.segments if segment.predictions]
+        nothing = self._idle(packed, len(segments), device)  # first: afterwards the ranks would meet in other calls
+        for segment in segments:
+            own = slice(first, first + segment.predictions)
+            log_p = (self._logits(packed, segment, packed.predict[own]) / temperature).log_softmax(-1)
+            target = torch.from_numpy(packed.target[own]).to(device)
+            logprobs.append(log_p.gather(1, target[:, None])[:, 0])
+            entropies.append(entropy(log_p))
+            first += segment.predictions
+        return torch.cat(logprobs) + nothing, torch.cat(entropies) + nothing
+
+    def _idle(self, packed: Packed, passes: int, device: torch.device) -> Tensor:
+        """0, with a gradient of 0 to everything, from as many passes as others have more."""
+        nothing = torch.zeros((), device=device)
+        if self.most is not None:
+            for _ in range(max(1, self.most(passes)) - passes):
+                nothing = nothing + 0.0 * self._module(packed.ids[:1], device).float().sum()
+        return nothing
+
+    def _logits(self, packed: Packed, segment: Segment, predict: np.ndarray) -> Tensor:
+        prefix = segment.prefix_end - segment.prefix_start
+        path = np.concatenate(
+            [packed.ids[segment.prefix_start : segment.prefix_end], packed.ids[segment.start : segment.end]]
+        )
+        device = next(self.model.parameters()).device
+        logits = self._module(path, device)
+        at = np.where(predict >= segment.start, predict - segment.start + prefix, prefix - 1)
+        return logits.index_select(0, torch.from_numpy(at).to(device)).float()
+
+    def _module(self, ids: np.ndarray, device: torch.device) -> Tensor:
+        with _computing(device, self.compute):
+            logits: Tensor = self.model(input_ids=torch.from_numpy(ids).to(device)[None], use_cache=False).logits[0]
+        return logits
+
+
+def computed_in(section: ModelSection) -> torch.dtype | None:
+    """The type that the recipe's `model.compute` names; None: that of the weights."""
+    return torch.bfloat16 if section.compute == "bfloat16" else None
+
+
+def choose(
+    model: PreTrainedModel, compute: torch.dtype | None = None, checkpointing: bool = False
+) -> tuple[Forward, str]:
+    """The fastest exact way for `model`, and a line for people that says which and why not a faster one.
+
+    compute: see ModuleForward. checkpointing: the activations of a layer are computed again in the backward pass, from
+    then on, whoever calls the module.
+    """
+    reasons: list[str] = []
+    sequences = SequenceForward(model)
+    chosen: tuple[Any, str] = SequenceForward, "one sequence at a time"
+    for kind, name in WAYS:
+        reason = _declines(kind, compute, checkpointing) or _try(kind, model, sequences)
+        if reason is None:
+            chosen = kind, name
+            break
+        reasons.append(f"no {name}: {reason}")
+    kind, name = chosen
+    if kind is ModuleForward and liger.fits(model, next(model.parameters()).device):
+        probe = probe_of(model)
+        with torch.no_grad():
+            liger.put_in_and_compare(model, lambda: ModuleForward(model)(probe, 1.0)[0], _tolerance(model))
+        name = f"{name}, {liger.SAID}"
+    if checkpointing:
+        recompute(model)
+    forward = kind(model) if kind is FastForward else kind(model, compute)
+    return forward, name + (f" ({'; '.join(reasons)})" if reasons else "")
+
+
+WAYS: tuple[tuple[Any, str], ...] = (
+    (FastForward, "own forward"),
+    (ModuleForward, "module with shared-prefix attention"),
+)
+
+
+def _declines(kind: Any, compute: torch.dtype | None, checkpointing: bool) -> str | None:
+    """What speaks against our own forward, whatever the model."""
+    if kind is not FastForward:
+        return None
+    if compute is not None:
+        return "model.compute is not that of the weights"
+    return "model.checkpointing is on" if checkpointing else None
+
+
+def _computing(device: torch.device, compute: torch.dtype | None) -> AbstractContextManager[Any]:
+    return nullcontext() if compute is None else torch.autocast(device.type, compute)
+
+
+def _try(kind: Any, model: Any, sequences: SequenceForward) -> str | None:
+    """Why `kind` cannot serve `model`, or None."""
+    if kind is FastForward and (reason := FastForward.fits(model)):
+        return reason
+    if kind is ModuleForward and (reason := local_attention(model)):
+        return reason
+    probe = probe_of(model)
+    try:
+        with torch.no_grad():
+            found, wanted = kind(model)(probe, 1.0)[0], sequences(probe, 1.0)[0]
+    except (Unsupported, RuntimeError, TypeError, ValueError, KeyError, AttributeError) as error:
+        return f"{type(error).__name__}: {error}".splitlines()[0]
+    off = float((found - wanted).abs().max())
+    return None if off <= _tolerance(model) else f"log-probs differ by {off:.2g} from those of single sequences"
+
+
+def probe_of(model: Any) -> Packed:
+    """A small packed row that ways to compute `model` are compared on."""
+    return _probe(int(model.get_input_embeddings().weight.shape[0]))
+
+
+def _tolerance(model: nn.Module) -> float:
+    return TOLERANCE.get(next(model.parameters()).dtype, 0.25)
+
+
+def local_attention(model: PreTrainedModel) -> str | None:
+    """Why its attention is none that packed rows can replace, as far as the configuration tells; or None."""
+    kinds = set(getattr(model.config, "layer_types", None) or ["full_attention"])
+    if kinds != {"full_attention"}:
+        return f"its layers are {', '.join(sorted(kinds))}"
+    if getattr(model.config, "sliding_window", None) and getattr(model.config, "use_sliding_window", True):
+        return "it attends in a sliding window"
+    return None
+
+
+def _probe(vocabulary: int) -> Packed:
+    """Two groups with a shared prompt and a lone sequence."""
+    rng = np.random.default_rng(0)
+    rows, prompts, groups = [], [], []
+    for group, (prompt, answers) in enumerate([(5, (3, 6, 4)), (7, (5, 2)), (4, (9,))]):
+        opening = rng.integers(0, vocabulary, prompt)
+        for answer in answers:
+            rows.append(np.concatenate([opening, rng.integers(0, vocabulary, answer)]))
+            prompts.append(prompt)
+            groups.append(group)
+    mask = [np.arange(len(row)) >= prompt for row, prompt in zip(rows, prompts, strict=True)]
+    batch = Batch(
+        np.cumsum([0, *(len(row) for row in rows)]),
+        {"ids": np.concatenate(rows).astype(np.int32), "loss_mask": np.concatenate(mask).astype(np.uint8)},
+        {"prompt_length": np.array(prompts, np.int32), "group": np.array(groups, np.int64)},
+    )
+    return pack(batch, forest(batch))

@@ -1,0 +1,160 @@
+"""Differentiable pieces of the training forward whose hand-derived passes touch memory as little as a CPU allows.
+
+Each equals its textbook expression up to rounding; the tests compare value and gradient with it.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from agentrl.models.dense import linear
+
+CHUNK = 1 << 22  # logits held at once, in elements: 16 MiB of float32 ...
+CHUNK_ROWS = 512  # ... or as many rows, so that a large head is not read anew for a handful
+KEPT = 1 << 25  # probabilities kept for the backward pass; beyond it they are computed again
+
+
+class RmsNorm(torch.autograd.Function):
+    """x [..., D], gain [..., D] or None: x / sqrt(mean(x^2) + eps) * gain, over the last dimension, float32."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gain: Tensor | None, eps: float) -> Tensor:
+        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        scale = norm.square_().mul_(1 / x.shape[-1]).add_(eps).rsqrt_()
+        unit = x * scale
+        ctx.save_for_backward(unit, scale, *([] if gain is None else [gain]))
+        return unit if gain is None else unit * gain
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        unit, scale, *gains = ctx.saved_tensors
+        d_unit, d_gain = gradients[0], None
+        if gains:
+            d_gain = (d_unit * unit).sum_to_size(gains[0].shape) if ctx.needs_input_grad[1] else None
+            d_unit = d_unit * gains[0]
+        along = torch.linalg.vecdot(d_unit, unit).unsqueeze_(-1).mul_(-1 / unit.shape[-1])
+        return torch.addcmul(d_unit, unit, along).mul_(scale), d_gain, None
+
+
+def rms_norm(x: Tensor, gain: Tensor | None, eps: float) -> Tensor:
+    """x [..., D] to [..., D]; other types than float32 go through torch."""
+    if x.dtype != torch.float32:
+        return F.rms_norm(x, (x.shape[-1],), gain, eps)
+    out: Tensor = RmsNorm.apply(x, gain, eps)
+    return out
+
+
+class SwiGlu(torch.autograd.Function):
+    """gate_up [N, 2 F] -> silu(gate) * up [N, F] (arXiv:2002.05202), its gradient written in one piece."""
+
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate_up)
+        gate, up = gate_up.chunk(2, -1)
+        return F.silu(gate).mul_(up)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        (gate_up,) = ctx.saved_tensors
+        gate, up = gate_up.chunk(2, -1)
+        d_gate_up = torch.empty_like(gate_up)
+        d_gate, d_up = d_gate_up.chunk(2, -1)
+        torch.mul(gradients[0], F.silu(gate), out=d_up)
+        torch.ops.aten.silu_backward.grad_input(gradients[0] * up, gate, grad_input=d_gate)
+        return d_gate_up
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    """See SwiGlu."""
+    out: Tensor = SwiGlu.apply(gate_up)
+    return out
+
+
+class TokenLogprobs(torch.autograd.Function):
+    """hidden [N, D], head [V, D], bias [V] or None, target [N] -> log p(target) [N] and entropy [N], in nats.
+
+    p = softmax((hidden head^T + bias) / temperature). Logits exist CHUNK elements (or CHUNK_ROWS rows) at a time, in
+    both passes: [N, V] never stands.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, head: Tensor, bias: Tensor | None, target: Tensor, temperature: float
+    ) -> tuple[Tensor, Tensor]:
+        logprobs = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
+        entropy = torch.empty_like(logprobs)
+        keep = len(hidden) * len(head) <= KEPT and any(ctx.needs_input_grad)
+        kept = []
+        for rows in _chunks(len(hidden), len(head)):
+            logprobs[rows], entropy[rows], p = _of_chunk(hidden[rows], head, bias, target[rows], temperature)
+            if keep:
+                kept.append(p)
+            del p  # before the next chunk is there
+        ctx.kept, ctx.temperature = kept, temperature
+        ctx.set_materialize_grads(False)  # an entropy that the loss does not use costs nothing
+        ctx.save_for_backward(hidden, head, *([] if bias is None else [bias]), target, entropy)
+        return logprobs, entropy
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, head, *biases, target, entropy = ctx.saved_tensors
+        d_logprobs = torch.zeros_like(entropy) if gradients[0] is None else gradients[0]
+        d_entropy = gradients[1]
+        bias = biases[0] if biases else None
+        d_hidden = torch.empty_like(hidden)
+        d_head = torch.zeros_like(head) if ctx.needs_input_grad[1] else None
+        d_bias = torch.zeros_like(bias) if bias is not None and ctx.needs_input_grad[2] else None
+        for i, rows in enumerate(_chunks(len(hidden), len(head))):
+            p = ctx.kept[i] if ctx.kept else _log_softmax(hidden[rows], head, bias, ctx.temperature).exp_()
+            slope = None if d_entropy is None else d_entropy[rows]
+            d_logits = _d_logits(p, target[rows], entropy[rows], d_logprobs[rows], slope)
+            del p
+            d_logits = d_logits.mul_(1 / ctx.temperature).to(hidden.dtype)
+            d_hidden[rows] = linear(d_logits, head.t())
+            if d_head is not None:
+                d_head += linear(d_logits.t(), hidden[rows].t())
+            if d_bias is not None:
+                d_bias += d_logits.sum(0)
+            del d_logits
+        return d_hidden, d_head, d_bias, None, None
+
+
+def token_logprobs(
+    hidden: Tensor, head: Tensor, bias: Tensor | None, target: Tensor, temperature: float
+) -> tuple[Tensor, Tensor]:
+    """See TokenLogprobs."""
+    logprobs, entropy = TokenLogprobs.apply(hidden, head, bias, target, temperature)
+    return logprobs, entropy
+
+
+def _chunks(rows: int, columns: int) -> list[slice]:
+    step = max(CHUNK_ROWS, CHUNK // columns)
+    return [slice(i, min(i + step, rows)) for i in range(0, rows, step)]
+
+
+def _of_chunk(
+    hidden: Tensor, head: Tensor, bias: Tensor | None, target: Tensor, temperature: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probs and entropies of some rows, and their probabilities."""
+    log_p = _log_softmax(hidden, head, bias, temperature)
+    p = log_p.exp()
+    return log_p.gather(1, target[:, None])[:, 0], -torch.linalg.vecdot(p, log_p), p
+
+
+def _log_softmax(hidden: Tensor, head: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
+    logits = linear(hidden, head, bias).float()
+    if temperature != 1.0:
+        logits.div_(temperature)
+    return logits.log_softmax(-1)
+
+
+def _d_logits(p: Tensor, target: Tensor, entropy: Tensor, d_logprobs: Tensor, d_entropy: Tensor | None) -> Tensor:
+    """d log p(t) / d logits = [t] - p; d H / d logits = -p (log p + H)."""
+    if d_entropy is None:
+        d_logits = p * -d_logprobs[:, None]
+    else:
+        log_p = p.clamp(min=torch.finfo(p.dtype).tiny).log_()
+        d_logits = log_p.add_(entropy[:, None]).mul_(d_entropy[:, None]).add_(d_logprobs[:, None]).mul_(p).neg_()
+    return d_logits.scatter_add_(1, target[:, None], d_logprobs[:, None])

@@ -1,0 +1,68 @@
+"""FSDP2 on a computation: its blocks one by one, then the root, whose own forward reads what is outside of the blocks.
+
+The hooks of FSDP2 gather a module's weights around its `forward`, and only there. So what is called is the root, and
+embeddings, final norm and output layer are whole inside its forward and nowhere else.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+
+from agentrl.compute.forward import computed_in
+from agentrl.distributed.fsdp.mesh import Place
+from agentrl.recipe.schema import Recipe
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """compute: what is computed in (None: what the weights are kept in). offload: the shards, their gradients and the
+    optimizer stay on the CPU."""
+
+    compute: torch.dtype | None = None
+    offload: bool = False
+
+    @classmethod
+    def of(cls, recipe: Recipe) -> "Options":
+        return cls(computed_in(recipe.model), recipe.cluster.offload)
+
+
+class Root(nn.Module):
+    """Calls `way` as its forward. way: any callable over `model`, which is registered here, so that FSDP2 finds its
+    parameters; names of parameters are those of `model`.
+
+    After a pass without gradients the weights go back to shards at once; with gradients they do in the backward pass.
+    """
+
+    def __init__(self, model: nn.Module, way: Any) -> None:
+        super().__init__()
+        self.model, self.way = model, way
+
+    def forward(self, *arguments: Any, **options: Any) -> Any:
+        found = self.way(*arguments, **options)
+        return found.clone() if isinstance(found, Tensor) else found  # FSDP2 hooks onto it, which no view survives
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        found = super().__call__(*arguments, **options)
+        if not torch.is_grad_enabled() and isinstance(self, FSDPModule):
+            self.reshard()
+        return found
+
+
+def shard(root: nn.Module, blocks: Sequence[nn.Module], place: Place, options: Options) -> None:
+    """Apply FSDP2 in place, to parameters on whatever device. Gradients are averaged over all ranks, in float32."""
+    precision = MixedPrecisionPolicy(param_dtype=options.compute, reduce_dtype=torch.float32)
+    offload = CPUOffloadPolicy(pin_memory=place.device.type == "cuda") if options.offload else OffloadPolicy()
+    settings: dict[str, Any] = {"mesh": place.mesh, "mp_policy": precision, "offload_policy": offload}
+    for block in reversed(blocks):  # FSDP2 wants what lies inside of another first
+        fully_shard(block, **settings)
+    fully_shard(root, **settings)

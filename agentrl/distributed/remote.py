@@ -1,0 +1,263 @@
+"""`OnCluster`: a workplace of Ray workers. Roles are objects here that call the groups which hold them."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from time import sleep
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from agentrl.cluster.group import Future, WorkerGroup
+from agentrl.cluster.pool import ResourcePool
+from agentrl.cluster.session import Session
+from agentrl.compute.batch import Batch
+from agentrl.compute.flops import Work
+from agentrl.learner.critic import CriticMeter
+from agentrl.learner.metrics import Meter
+from agentrl.recipe.schema import Recipe
+from agentrl.weights.request import Order, Sent
+
+Floats = npt.NDArray[np.float32]
+POLL_SECONDS = 0.1
+"""Between two questions whether a save has ended."""
+
+
+class RemoteActor:
+    """See `Actor`. description, trained: as rank 0 says. updates: those that workers were asked for, for one that fails
+    may have changed the weights of some."""
+
+    def __init__(self, group: WorkerGroup) -> None:
+        self._group = group
+        said = group.describe()
+        self.description: str = said["description"]
+        self.trained: int = said["trained"]
+        self.adapter: str = said["adapter"]
+        self.updates = 0
+
+    def logprobs(self, batch: Batch) -> Floats:
+        found: Floats = self._group.logprobs(batch)
+        return found
+
+    def update(self, batch: Batch, rate: float) -> Meter:
+        self.updates += 1
+        found: Meter = self._group.update(batch, rate)
+        return found
+
+
+class RemoteReference:
+    """See `Reference`."""
+
+    def __init__(self, group: WorkerGroup) -> None:
+        self._group = group
+
+    def logprobs(self, batch: Batch) -> Floats:
+        found: Floats = self._group.reference_logprobs(batch)
+        return found
+
+
+class RemoteCritic:
+    """See `Critic`. updates: as `RemoteActor`'s."""
+
+    def __init__(self, group: WorkerGroup) -> None:
+        self._group = group
+        self.updates = 0
+
+    def values(self, batch: Batch) -> Floats:
+        found: Floats = self._group.values(batch)
+        return found
+
+    def update(self, batch: Batch, rate: float) -> CriticMeter:
+        self.updates += 1
+        found: CriticMeter = self._group.update_critic(batch, rate)
+        return found
+
+
+class RemoteRewardModel:
+    """See `RewardModel`."""
+
+    def __init__(self, group: WorkerGroup) -> None:
+        self._group = group
+        self.description: str = group.describe_reward_model()
+
+    def scores(self, batch: Batch) -> Floats:
+        found: Floats = self._group.scores(batch)
+        return found
+
+
+class RemoteWeights:
+    """Name and whole tensor of the policy, by the names of the plain model, a bucket at a time: the next one is
+    gathered while this one is read. Read once."""
+
+    def __init__(self, group: WorkerGroup) -> None:
+        self._group = group
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        self._group.begin_weights()
+        ahead: Future = self._group.next_weights.future()
+        while (bucket := ahead.result()[0]) is not None:
+            ahead = self._group.next_weights.future()
+            yield from bucket
+
+
+class RemotePublisher:
+    """See `Publisher`: carried out by all ranks of `group`, answered by rank 0. groups: all that may share GPUs with
+    servers."""
+
+    def __init__(self, group: WorkerGroup, groups: Sequence[WorkerGroup] = ()) -> None:
+        self._group, self._groups = group, groups
+
+    def open(self, folder: str | None = None, way: str = "auto", key: str | None = None) -> None:
+        self._group.publish("open", folder, way, key)
+
+    def publish(self, order: Order) -> Sent:
+        sent: Sent = self._group.publish("publish", order)[0]
+        return sent
+
+    def sleep(self, urls: Sequence[str]) -> dict[str, str]:
+        failed: dict[str, str] = self._group.publish("sleep", urls)[0]
+        return failed
+
+    def wake(self) -> dict[str, str]:
+        failed: dict[str, str] = self._group.publish("wake")[0]
+        return failed
+
+    def make_room(self) -> None:
+        """Every worker gives back the GPU memory that it keeps for its next step."""
+        for future in [group.make_room.future() for group in self._groups]:
+            future.result()
+
+    def close(self) -> None:
+        self._group.publish("close")
+
+
+class RemoteSave:
+    """A save that the workers of every group are at."""
+
+    def __init__(self, groups: list[WorkerGroup], folder: Path) -> None:
+        self._groups = groups
+        for group in groups:
+            group.begin_save(str(folder))
+
+    def done(self) -> bool:
+        return all(all(group.saved()) for group in self._groups)
+
+    def result(self) -> None:
+        """Raises UserError: the disk refused. Workers are asked rather than made to wait: they have steps to do."""
+        while not self.done():
+            sleep(POLL_SECONDS)
+        for future in [group.finish_save.future() for group in self._groups]:
+            future.result()
+
+
+class OnCluster:
+    """The roles of `recipe` on Ray workers, in the actor's group or in pools of their own, as `cluster` says.
+
+    model: what the policy begins as, where that is not what the recipe names (a checkpoint). logs: folder for the
+    workers' output, by the same path on every machine. say, phase: told lines that stay, and what goes on.
+
+    Raises ClusterError (Ray, resources, a worker), and UserError of the workers: a model that does not load.
+    """
+
+    here, device = False, "cpu"
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        begins: Recipe,
+        logs: Path,
+        say: Callable[[str], None] = lambda line: None,
+        phase: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        cluster = recipe.cluster
+        self._stack, self._recipe, self._begins, self._logs = ExitStack(), recipe, begins, logs
+        self._groups: dict[str, WorkerGroup] = {}
+        try:
+            phase("starting Ray")
+            session = self._stack.enter_context(Session(cluster.address, gpus=None if cluster.gpus else 0))
+            roles = recipe.roles
+            for pool in cluster.pools:
+                self._start(pool.workers, 1, list(pool.roles), phase)
+                roles = [role for role in roles if role not in pool.roles]
+            self._start(cluster.size, cluster.nodes, roles, phase)
+            where = session.address if cluster.address else "this machine"
+            say(f"cluster: {sum(len(g) for g in set(self._groups.values()))} workers on {where}, logs in {logs}")
+            self.actor = RemoteActor(self._groups["actor"])
+            judge = self._groups.get("reward_model")
+            self.reward_model = RemoteRewardModel(judge) if judge is not None else None
+        except BaseException:
+            self.close()
+            raise
+        groups = list(dict.fromkeys(self._groups.values()))
+        self._publisher = RemotePublisher(self._groups["actor"], groups) if recipe.engine.name == "sglang" else None
+        self.reference = RemoteReference(self._groups["reference"]) if "reference" in self._groups else None
+        self.critic = RemoteCritic(self._groups["critic"]) if "critic" in self._groups else None
+
+    def _start(self, workers: int, nodes: int, roles: list[str], phase: Callable[[str], None]) -> None:
+        from agentrl.distributed.worker import TrainWorker
+
+        recipe, actor = self._recipe, "actor" in roles
+        phase(f"starting {workers} workers ({', '.join(roles)})")
+        pool = self._stack.enter_context(ResourcePool(workers, nodes, gpu=recipe.cluster.gpus > 0))
+        group = WorkerGroup(
+            pool,
+            TrainWorker,
+            self._begins.model_dump(mode="json"),
+            recipe.model.model_dump(mode="json"),
+            roles,
+            name="trainer" if actor else "_".join(roles),
+            logs=self._logs,
+            timeout=recipe.cluster.timeout,
+            sequence_parallel=recipe.cluster.sequence_parallel if actor else 1,
+        )
+        self._stack.callback(group.close)
+        self._groups |= dict.fromkeys(roles, group)
+
+    @property
+    def work(self) -> dict[str, Work]:
+        found: dict[str, Work] = {}
+        for group in dict.fromkeys(self._groups.values()):
+            costs, peak = group.work()
+            whole = peak and peak * len(group)
+            found |= {role: Work(cost, whole, group.name) for role, cost in costs.items()}
+        return found
+
+    def measure(self) -> dict[str, float]:
+        """Of the worker that took the most in each group, which is called by its first role."""
+        asked = {group: group.measure.future() for group in dict.fromkeys(self._groups.values())}
+        found: dict[str, float] = {}
+        for role, group in self._groups.items():
+            if (future := asked.pop(group, None)) is not None:
+                for key, value in (item for rank in future.result() for item in rank.items()):
+                    name = key.replace("_gb", f"_{role}_gb")
+                    found[name] = max(value, found.get(name, 0.0))
+        return found
+
+    def record(self, step: int, folder: Path) -> None:
+        for group in dict.fromkeys(self._groups.values()):
+            group.record(step, str(folder))
+
+    def describe(self) -> list[str]:
+        lines = [f"training forward: {self.actor.description}"]
+        lines += [f"trained: {self.actor.adapter}"] if self.actor.adapter else []
+        return lines + ([f"reward model: {self.reward_model.description}"] if self.reward_model is not None else [])
+
+    def weights(self) -> RemoteWeights | RemotePublisher:
+        """An engine in this process copies tensors; servers are sent them by the workers that hold them."""
+        return self._publisher or RemoteWeights(self._groups["actor"])
+
+    def save(self, folder: Path) -> RemoteSave:
+        return RemoteSave(self._trained(), folder)
+
+    def load(self, folder: Path) -> None:
+        for future in [group.load.future(str(folder)) for group in self._trained()]:
+            future.result()
+
+    def close(self) -> None:
+        self._stack.close()
+
+    def _trained(self) -> list[WorkerGroup]:
+        """The groups with something to save."""
+        groups = [self._groups[role] for role in ("actor", "critic") if role in self._groups]
+        return list(dict.fromkeys(groups))

@@ -1,0 +1,183 @@
+"""`TrainWorker`: the roles of one rank, sharded by FSDP2. Every method is called on every rank, in the same order."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from agentrl.checkpoint.pending import Pending
+from agentrl.checkpoint.roles import RoleState, load_roles, save_roles
+from agentrl.cluster.dispatch import ONE_TO_ALL, RANK_ZERO, SPLIT, register
+from agentrl.compute.batch import Batch
+from agentrl.compute.classifier import RewardModel
+from agentrl.compute.flops import ROLES, Cost, costs, peak_of
+from agentrl.compute.ranks import Peers
+from agentrl.distributed.fsdp.build import build_critic, build_policy, build_reference
+from agentrl.distributed.fsdp.mesh import find_place
+from agentrl.distributed.fsdp.reward_model import build_reward_model
+from agentrl.learner.actor import Actor
+from agentrl.learner.critic import Critic, CriticMeter
+from agentrl.learner.metrics import Meter
+from agentrl.learner.reference import Reference, WithoutAdapter
+from agentrl.models import lora
+from agentrl.profiling.step import SYNC
+from agentrl.profiling.worker import WatchedWorker, watched
+from agentrl.recipe.schema import Recipe
+from agentrl.weights.group import agree_with_servers
+from agentrl.weights.publisher import Publisher
+from agentrl.weights.source import ModelWeights, buckets
+
+Floats = npt.NDArray[np.float32]
+BUCKET_BYTES = 256 << 20
+"""Of whole tensors handed over at once: twice as much exists at a time."""
+
+
+class TrainWorker(WatchedWorker):
+    """recipe: as JSON; its `model` is what the policy begins as, `base` (a ModelSection) what the reference is. roles:
+    those of this group, of actor, reference, critic and reward_model."""
+
+    memory_advice = "lower train.micro_batch_tokens, set model.checkpointing or cluster.offload, or use more workers"
+
+    def __init__(self, recipe: Mapping[str, Any], base: Mapping[str, Any], roles: Sequence[str]) -> None:
+        self.recipe = Recipe.model_validate(recipe)
+        original = self.recipe.model_copy(update={"model": self.recipe.model.model_validate(base)})
+        if self.recipe.train.threads:
+            torch.set_num_threads(self.recipe.train.threads)
+        torch.manual_seed(self.recipe.train.seed)
+        if self.recipe.engine.name == "sglang" and self.recipe.engine.args.get("weights") != "from_tensor":
+            agree_with_servers()
+        self.connect(self.recipe.cluster.timeout)
+        self.watch()
+        cluster = self.recipe.cluster
+        if "actor" not in roles:  # a pool of its own is sharded over itself
+            cluster = cluster.model_copy(update={"shard": 0, "sequence_parallel": 1})
+        place = find_place(cluster, self.device)
+        ranks = Peers(device=self.device)
+        self._saving = dist.new_group(backend="gloo")  # a save goes on beside the collectives of training
+        self._save: Pending | None = None
+        self._weights: Iterator[list[tuple[str, Tensor]]] = iter(())
+        if "actor" in roles:
+            made = build_policy(self.recipe, place)
+            self.actor = Actor(made.model, self.recipe, made.forward, ranks, made.description)
+            self._publisher = Publisher(made.model, self.rank)
+        if "reference" in roles:
+            if self.recipe.model.lora is not None:  # then no pool of its own holds it
+                self.reference = Reference(self.recipe, WithoutAdapter(self.actor.model, self.actor.forward), ranks)
+            else:
+                self.reference = Reference(original, build_reference(original, place).forward, ranks)
+        if "critic" in roles:
+            valued = build_critic(original, place)
+            self.critic = Critic(original, valued.forward, ranks, valued.description)
+        if "reward_model" in roles:
+            scored = build_reward_model(original, place)
+            self.reward_model = RewardModel(original, scored.forward, ranks, scored.description)
+
+    @property
+    def roles(self) -> dict[str, RoleState]:
+        """Those that are trained here."""
+        return {name: getattr(self, name) for name in ("actor", "critic") if hasattr(self, name)}
+
+    @register(RANK_ZERO)
+    def describe(self) -> dict[str, Any]:
+        """Of the actor: `description`, `trained` (parameters), `adapter` (a line, empty without one)."""
+        adapter = lora.describe(self.actor.model) if lora.layers(self.actor.model) else ""
+        return {"description": self.actor.description, "trained": self.actor.trained, "adapter": adapter}
+
+    @register(RANK_ZERO)
+    def work(self) -> tuple[dict[str, Cost], float | None]:
+        """What the passes of each role here cost, and what this rank's device could do (FLOP/s; None: not known)."""
+        some = next(role for name in ROLES if (role := getattr(self, name, None)) is not None)
+        return costs(self), peak_of(some.model, self.recipe, self.device)
+
+    @register(SPLIT)
+    @watched("actor")
+    def logprobs(self, batch: Batch) -> Floats:
+        return self.actor.logprobs(batch)
+
+    @register(SPLIT)
+    @watched("reference")
+    def reference_logprobs(self, batch: Batch) -> Floats:
+        return self.reference.logprobs(batch)
+
+    @register(SPLIT)
+    @watched("actor")
+    def update(self, batch: Batch, rate: float) -> Meter:
+        return self.actor.update(batch, rate)
+
+    @register(ONE_TO_ALL)
+    def begin_weights(self) -> None:
+        """Hand the policy's weights over, from the first: whole tensors by the names of the plain module, an adapter
+        merged into them."""
+        self._weights = buckets(ModelWeights(self.actor.model, own_names=True), BUCKET_BYTES)
+
+    @register(ONE_TO_ALL)
+    @watched("actor", SYNC)
+    def next_weights(self) -> list[tuple[str, Tensor]] | None:
+        """The next bucket, on rank 0; None after the last. Gathered tensor by tensor, so all ranks take part."""
+        with torch.no_grad():
+            bucket = next(self._weights, None)
+        if bucket is None or self.rank:
+            return None
+        return [(name, tensor.cpu()) for name, tensor in bucket]
+
+    @register(ONE_TO_ALL)
+    @watched("actor", SYNC)
+    def publish(self, method: str, *arguments: Any) -> Any:
+        """A method of `Publisher` (`open`, `publish`, `sleep`, `wake`, `close`), which sends weights to servers."""
+        return getattr(self._publisher, method)(*arguments)
+
+    @register(ONE_TO_ALL)
+    def make_room(self) -> None:
+        """Give memory of the GPU that torch keeps for later back to the driver, for servers that share it."""
+        torch.cuda.empty_cache()
+
+    def close(self) -> None:
+        if hasattr(self, "_publisher"):
+            self._publisher.close()
+        super().close()
+
+    @register(SPLIT)
+    @watched("critic")
+    def values(self, batch: Batch) -> Floats:
+        return self.critic.values(batch)
+
+    @register(SPLIT)
+    @watched("critic")
+    def update_critic(self, batch: Batch, rate: float) -> CriticMeter:
+        return self.critic.update(batch, rate)
+
+    @register(RANK_ZERO)
+    def describe_reward_model(self) -> str:
+        return self.reward_model.description
+
+    @register(SPLIT)
+    @watched("reward_model")
+    def scores(self, batch: Batch) -> Floats:
+        return self.reward_model.scores(batch)
+
+    @register(ONE_TO_ALL)
+    def begin_save(self, folder: str) -> None:
+        """See `save_roles`: it goes on while the roles learn."""
+        self._save = save_roles(self.roles, Path(folder), group=self._saving)
+
+    @register(ONE_TO_ALL)
+    def saved(self) -> bool:
+        """Whether this rank's part is written, or was given up."""
+        return self._save is None or self._save.done()
+
+    @register(ONE_TO_ALL)
+    def finish_save(self) -> None:
+        """Wait for it. Raises UserError: the disk refused."""
+        if self._save is not None:
+            pending, self._save = self._save, None
+            pending.result()
+
+    @register(ONE_TO_ALL)
+    def load(self, folder: str) -> None:
+        """See `load_roles`."""
+        load_roles(self.roles, Path(folder), rank=self.rank)

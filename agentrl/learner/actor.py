@@ -1,0 +1,129 @@
+"""`Actor`: the tensor work of the policy, in one process or as one rank of several. What it is given is a share of a
+batch whose weights in the loss are fixed already, so that micro-batches and ranks add up to exactly the gradient of
+the whole.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from agentrl.algo import losses
+from agentrl.algo.loss import k3
+from agentrl.algo.off_policy import OffPolicy, importance_weights
+from agentrl.algo.terms import LossTerms, Tokens
+from agentrl.compute.batch import Batch
+from agentrl.compute.forward import Forward, choose, computed_in
+from agentrl.compute.micro_batches import EMPTY, at, column, passes
+from agentrl.compute.packing import Packed
+from agentrl.compute.ranks import ALONE, Ranks
+from agentrl.errors import UserError, ask
+from agentrl.learner.metrics import Meter
+from agentrl.learner.optimizer import Optimizer
+from agentrl.models import lora
+from agentrl.recipe.schema import AlgorithmSection, Recipe
+
+
+class Actor:
+    """Trains `model` in place by `recipe`. `description` says in a line how it computes log-probs.
+
+    forward: how log-probs are computed (None: the fastest exact way for a model that is whole here).
+    """
+
+    def __init__(
+        self, model: Any, recipe: Recipe, forward: Forward | None = None, ranks: Ranks = ALONE, description: str = ""
+    ) -> None:
+        self.recipe, self.model, self.ranks = recipe, model.eval(), ranks
+        if forward is None:
+            forward, description = choose(model, computed_in(recipe.model), recipe.model.checkpointing)
+        self.forward, self.description = forward, description
+        self.loss = losses.get(recipe.algorithm.loss)
+        train = recipe.train
+        self.optimizer = Optimizer(model.named_parameters(), train.betas, train.weight_decay, train.max_grad_norm)
+        self.temperature = recipe.rollout.temperature or 1.0
+        self.off_policy = off_policy_of(recipe)
+
+    @property
+    def trained(self) -> int:
+        """Parameters that are trained, over all ranks."""
+        return sum(p.numel() for p in self.optimizer.parameters)
+
+    @property
+    def updates(self) -> int:
+        """Updates that changed the weights, or began to."""
+        return self.optimizer.begun
+
+    def logprobs(self, batch: Batch) -> npt.NDArray[np.float32]:
+        """Of the sampled tokens under the current weights, float32 [T], 0 elsewhere."""
+        tokens = self.recipe.train.micro_batch_tokens
+        return column(batch, tokens, self.ranks, lambda packed: self.forward(packed, self.temperature)[0])
+
+    def update(self, batch: Batch, rate: float) -> Meter:
+        """One optimizer update at learning rate `rate` by this rank's share of it; returns what was measured.
+
+        Token columns: `weight` (in the loss), `advantages`, `logprobs` of the engine, and, where there are any,
+        `old_logprobs` (else those of the pass that is differentiated) and `reference_logprobs`.
+        """
+        meter = Meter(corrected=self.off_policy != OffPolicy.NONE)
+        for packed in passes(batch, self.recipe.train.micro_batch_tokens, self.ranks):
+            with lora.dropping_out(self.model):
+                loss = self._loss(packed, batch, meter)
+            (loss * self.ranks.size).backward()
+        meter.updated(self.optimizer.step(rate))
+        return meter
+
+    def _loss(self, packed: Packed, batch: Batch, meter: Meter) -> Tensor:
+        """This micro-batch's share of the update's loss."""
+        algorithm = self.recipe.algorithm
+        logprobs, entropy = self.forward(packed, self.temperature)
+        if packed is EMPTY:
+            return logprobs.sum()
+        device = logprobs.device
+        engine = at(batch, "logprobs", packed, device)
+        old = at(batch, "old_logprobs", packed, device) if "old_logprobs" in batch.tokens else logprobs.detach()
+        sample = torch.from_numpy(np.searchsorted(batch.offsets, packed.source, side="right")).to(device)
+        terms = loss_terms(self.loss, Tokens(logprobs, old, at(batch, "advantages", packed, device), sample), algorithm)
+        factor = importance_weights(old, engine, sample, self.off_policy, algorithm.off_policy_cap)
+        each, measured = terms.loss * factor, {**terms.metrics, "entropy": entropy.detach()}
+        if "reference_logprobs" in batch.tokens:
+            kl = k3(logprobs, at(batch, "reference_logprobs", packed, device))
+            each = each + algorithm.kl_coef * kl if algorithm.kl_in == "loss" else each
+            measured["kl"] = kl.detach()
+        if algorithm.entropy_coef:
+            each = each - algorithm.entropy_coef * entropy
+        loss = (at(batch, "weight", packed, device) * each).sum()
+        meter.micro_batch(len(packed.ids), loss, measured, old - engine, factor)
+        return loss
+
+
+def loss_terms(loss: Any, tokens: Tokens, config: AlgorithmSection) -> LossTerms:
+    """What a loss of algo's registry `losses` makes of these tokens.
+
+    config: the recipe's `algorithm`. Raises UserError for an error of the loss, and when it gives something of another
+    type or shape. Whether it is finite is not asked, which would wait for the device: see `Optimizer.step`.
+    """
+    whose = f"algorithm.loss {config.loss!r}"
+    found = ask(whose, loss, tokens, config)
+    if not isinstance(found, LossTerms):
+        raise UserError(f"{whose} gave {type(found).__name__}, not LossTerms")
+    if not isinstance(found.metrics, Mapping):
+        raise UserError(f"{whose} gave metrics of type {type(found.metrics).__name__}, not a map")
+    for name, each in {"a loss": found.loss, **{f"the metric {key!r}": m for key, m in found.metrics.items()}}.items():
+        if not isinstance(each, Tensor) or each.shape != tokens.logprobs.shape:
+            got = f"of shape {list(each.shape)}" if isinstance(each, Tensor) else f"of type {type(each).__name__}"
+            raise UserError(f"{whose} gave {name} {got}, not a tensor [{len(tokens.logprobs)}], one for every token")
+    if not found.loss.is_floating_point():
+        raise UserError(f"{whose} gave a loss of {found.loss.dtype}, not of floating point")
+    return found
+
+
+def off_policy_of(recipe: Recipe) -> str:
+    """How the recipe weighs tokens that others sampled, `auto` resolved."""
+    chosen = recipe.algorithm.off_policy
+    if chosen != "auto":
+        return chosen
+    apart = recipe.engine.name != "local" or recipe.rollout.overlap != "none"
+    return OffPolicy.TOKEN_TIS if apart else OffPolicy.NONE

@@ -1,0 +1,124 @@
+"""Advantages of a step, from its rewards and values: over the whole batch at once, before anything is dealt out."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from agentrl.algo.terms import Samples, TokenAdvantages
+from agentrl.compute.batch import Batch
+from agentrl.errors import UserError, ask
+from agentrl.recipe.schema import AlgorithmSection
+from agentrl.rollout.hooks import STEP
+from agentrl.trajectory import Trajectory
+
+Floats = npt.NDArray[np.float32]
+
+
+def with_advantages(batch: Batch, estimator: Any, config: AlgorithmSection) -> Batch:
+    """`batch` with the token column `advantages`, and `returns` where the estimator gives them, float32 [T], 0 where
+    nothing was sampled; and with the sample column `advantage`, the mean over a sample's tokens.
+
+    It reads the sample columns `reward` and `group`, and, where they are, the token columns `step_rewards`, `values`
+    and `kl_penalty` (what is taken off each token's reward, and its sum over a sample off the sample's).
+    estimator: as algo's registry `advantages` gives it; config: the recipe's `algorithm`. Raises UserError for an error
+    of the estimator, and when it gives something of another type or shape, or not finite.
+    """
+    sampled = batch.tokens["loss_mask"].astype(bool)
+    lengths = batch.sampled
+    if not lengths.any():
+        return _with_columns(batch, np.zeros(int(batch.offsets[-1]), np.float32), {})
+    values, penalty = batch.tokens.get("values"), batch.tokens.get("kl_penalty")
+    earned, each_token = batch.samples["reward"], token_rewards(batch)
+    samples = Samples(
+        rewards=torch.from_numpy(earned if penalty is None else earned - sums(batch, penalty)),
+        groups=torch.from_numpy(batch.samples["group"]),
+        lengths=torch.from_numpy(lengths),
+        token_rewards=torch.from_numpy((each_token if penalty is None else each_token - penalty)[sampled]),
+        values=None if values is None else torch.from_numpy(values[sampled]),
+        earned=None if penalty is None else torch.from_numpy(earned),
+    )
+    found = ask(_named(config), estimator, samples, config)
+    each = found if isinstance(found, TokenAdvantages) else _spread(found, samples.lengths, config)
+    if values is not None and each.returns is None:
+        raise UserError(f"{_named(config)} gave no returns, which the critic learns from")
+    columns = {"advantages": each.advantages} | ({} if each.returns is None else {"returns": each.returns})
+    tokens = {name: _column(name, column, sampled, config) for name, column in columns.items()}
+    return _with_columns(batch, tokens.pop("advantages"), tokens)
+
+
+def carries_gradient(batch: Batch) -> npt.NDArray[np.bool_]:
+    """Which samples have a token whose advantage is not 0, bool [S]."""
+    total = np.concatenate([[0], np.cumsum(batch.tokens["advantages"] != 0)])
+    some: npt.NDArray[np.bool_] = total[batch.offsets[1:]] > total[batch.offsets[:-1]]
+    return some
+
+
+def token_rewards(batch: Batch) -> Floats:
+    """Every sample's reward at its tokens, float32 [T]: what `step_rewards` says at its place, and all else at the last
+    sampled token. A sample without a sampled token earns nothing."""
+    found = batch.tokens.get("step_rewards", np.zeros(int(batch.offsets[-1]), np.float32)).copy()
+    at = np.flatnonzero(batch.tokens["loss_mask"])
+    filled = batch.sampled > 0
+    last = at[np.cumsum(batch.sampled)[filled] - 1]
+    found[last] += (batch.samples["reward"] - sums(batch, found))[filled]
+    return found
+
+
+def step_rewards(trajectories: Sequence[Trajectory]) -> Floats:
+    """The weighed step rewards of the turns, each at the last sampled token of its turn: float32 [T] over all of them.
+
+    A turn that sampled nothing pays at the last token sampled before it; before the first, its reward is left to the
+    end of the sample.
+    """
+    columns = [np.zeros(0, np.float32)]
+    for t in trajectories:
+        column, last = np.zeros(len(t.ids), np.float32), -1
+        for turn in t.turns:
+            last = turn.end - 1 if turn.end > turn.start else last
+            if last >= 0:
+                column[last] += turn.reward * t.weights.get(STEP, 1.0)
+        columns.append(column)
+    return np.concatenate(columns)
+
+
+def _spread(found: Any, lengths: Tensor, config: AlgorithmSection) -> TokenAdvantages:
+    if not isinstance(found, Tensor) or found.shape != lengths.shape:
+        got = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
+        raise UserError(f"{_named(config)} gave {got}, not a tensor [{len(lengths)}] or TokenAdvantages")
+    return TokenAdvantages(torch.repeat_interleave(found.detach().cpu(), lengths))
+
+
+def _column(name: str, found: Any, sampled: npt.NDArray[np.bool_], config: AlgorithmSection) -> Floats:
+    tokens = int(sampled.sum())
+    if not isinstance(found, Tensor):
+        raise UserError(f"{_named(config)} gave {name} of type {type(found).__name__}, not a tensor [{tokens}]")
+    if found.shape != (tokens,):
+        raise UserError(
+            f"{_named(config)} gave {name} of shape {list(found.shape)}, not [{tokens}], one for every sampled token"
+        )
+    if not found.is_floating_point():
+        raise UserError(f"{_named(config)} gave {name} of {found.dtype}, not of floating point")
+    column = np.zeros(len(sampled), np.float32)
+    column[sampled] = found.detach().float().cpu().numpy()
+    if not np.isfinite(column).all():  # of float64, what float32 cannot hold included
+        raise UserError(f"{_named(config)} gave {name} that are not finite")
+    return column
+
+
+def _named(config: AlgorithmSection) -> str:
+    return f"algorithm.advantage {config.advantage!r}"
+
+
+def sums(batch: Batch, column: Floats) -> Floats:
+    """A token column [T] summed over each sample, [S]."""
+    total = np.concatenate([[0.0], np.cumsum(column, dtype=np.float64)])
+    return (total[batch.offsets[1:]] - total[batch.offsets[:-1]]).astype(np.float32)
+
+
+def _with_columns(batch: Batch, advantages: Floats, others: dict[str, Floats]) -> Batch:
+    mean = sums(batch, advantages) / np.maximum(batch.sampled, 1)
+    return batch.with_tokens(advantages=advantages, **others).with_samples(advantage=mean.astype(np.float32))

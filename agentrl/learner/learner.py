@@ -1,0 +1,131 @@
+"""`Learner`: one step of learning, from groups to metrics, as one sequential program over the roles that do the tensor
+work.
+
+The roles (`Actor`, `Critic`) are called in this process, or on a cluster through objects with the same methods; which,
+the learner does not know. What depends on the whole step (advantages, each token's weight in the loss, the order of
+mini-batches) is fixed here, before anything is split. Samples whose advantage is 0 count in those weights; where they
+carry no gradient they are not computed.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from agentrl.algo import advantages, losses
+from agentrl.algo.aggregation import token_weights
+from agentrl.algo.off_policy import OffPolicy
+from agentrl.compute.batch import Batch
+from agentrl.learner.actor import off_policy_of
+from agentrl.learner.advantages import carries_gradient, step_rewards, with_advantages
+from agentrl.learner.critic import CriticMeter
+from agentrl.learner.kl_reward import penalty_metrics, scattered, with_kl_penalty
+from agentrl.learner.metrics import Meter
+from agentrl.learner.optimizer import learning_rate
+from agentrl.learner.roles import Workplace
+from agentrl.recipe.schema import Recipe
+from agentrl.trajectory import Group
+
+Bools = npt.NDArray[np.bool_]
+
+
+class Learner:
+    """Learns by `recipe`. `steps`: updates of the loop so far."""
+
+    def __init__(self, recipe: Recipe, workplace: Workplace) -> None:
+        self.recipe, self.actor = recipe, workplace.actor
+        self.reference, self.critic = workplace.reference, workplace.critic
+        self.advantage = advantages.get(recipe.algorithm.advantage)
+        self._vanishes = getattr(losses.get(recipe.algorithm.loss), "vanishes_with_advantage", False)
+        self.steps = 0
+
+    @property
+    def updates(self) -> int:
+        """Optimizer updates of the roles that changed weights, or began to."""
+        return self.actor.updates + (self.critic.updates if self.critic is not None else 0)
+
+    def learn(self, groups: Sequence[Group]) -> dict[str, float]:
+        """One step: values, advantages, old log-probs, reference, updates. Returns the metrics of `update`. Where a KL
+        is part of the reward, log-probs come before advantages."""
+        batch = Batch.from_groups(groups)
+        trajectories = [t for group in groups for t in group.trajectories]
+        return self.update(self.with_advantages(batch.with_tokens(step_rewards=step_rewards(trajectories))))
+
+    def with_advantages(self, batch: Batch) -> Batch:
+        """With the token column `advantages`; with `values` and `returns` where there is a critic; with log-probs, old
+        and of the reference, and `kl_penalty` where the recipe takes a KL off the rewards."""
+        if self.critic is not None:
+            batch = batch.with_tokens(values=self.critic.values(batch))
+        if self.reference is not None and self.recipe.algorithm.kl_in == "reward":
+            batch = with_kl_penalty(batch, self.actor, self.reference, self.recipe.algorithm.kl_coef)
+        return with_advantages(batch, self.advantage, self.recipe.algorithm)
+
+    def update(self, batch: Batch) -> dict[str, float]:
+        """One step of the loop: mini-batches x epochs of optimizer updates on `batch`, which has `advantages`.
+
+        With one update the old log-probs are those of the pass that is differentiated: they cost no pass of their own,
+        unless the batch has them already.
+        Metrics, under train/: loss, grad_norm, lr, entropy, clip fractions and what else the loss measures, kl (with a
+        reference), tokens and samples (computed); mismatch/... (see `Meter`); critic/..., where there is one;
+        reward/kl_penalty, what a KL takes off a sample's reward on average, where it does.
+        In the critic's warm-up it alone is updated.
+        """
+        train, critic = self.recipe.train, self.recipe.critic
+        rate = learning_rate(self.steps, train.steps, train.lr, train.schedule, train.warmup_steps)
+        meter = Meter(corrected=off_policy_of(self.recipe) != OffPolicy.NONE)
+        waits = critic is not None and self.steps < critic.warmup_steps
+        if not waits:
+            batch = self._with_old(batch)
+        values = CriticMeter()
+        for part in self._mini_batches(batch):
+            if self.critic is not None:
+                values.add(self.critic.update(self._weighed(part), self._critic_rate()))
+            if not waits:
+                self._update_actor(part, rate, meter)
+        self.steps += 1
+        learned = values.result() if self.critic is not None else {}
+        return {**meter.result(rate), **learned, **penalty_metrics(batch), "train/parameters": self.actor.trained}
+
+    def _with_old(self, batch: Batch) -> Batch:
+        """With the log-probs that the loss compares with, of the samples that carry a gradient."""
+        train, useful = self.recipe.train, self._useful(batch)
+        if train.mini_batches * train.epochs > 1 and useful.any() and "old_logprobs" not in batch.tokens:
+            batch = batch.with_tokens(old_logprobs=scattered(batch, useful, self.actor.logprobs))
+        if self.reference is not None and "reference_logprobs" not in batch.tokens:
+            batch = batch.with_tokens(reference_logprobs=scattered(batch, useful, self.reference.logprobs))
+        return batch
+
+    def _update_actor(self, batch: Batch, rate: float, meter: Meter) -> None:
+        """Fix the weights by the whole update, leave out what carries no gradient, let the actor do the rest."""
+        weighed = self._weighed(batch).select(np.flatnonzero(self._useful(batch)))
+        if len(weighed):
+            meter.add(self.actor.update(weighed, rate), len(weighed))
+
+    def _critic_rate(self) -> float:
+        train, critic = self.recipe.train, self.recipe.critic
+        assert critic is not None
+        return learning_rate(self.steps, train.steps, critic.lr, train.schedule, train.warmup_steps)
+
+    def _weighed(self, batch: Batch) -> Batch:
+        weights = token_weights(batch.sampled, self.recipe.algorithm.aggregation)
+        return batch.with_tokens(weight=batch.spread(weights))
+
+    def _useful(self, batch: Batch) -> Bools:
+        """Which samples can carry a gradient, bool [S]."""
+        algorithm = self.recipe.algorithm
+        pulled = algorithm.kl_coef > 0 and algorithm.kl_in == "loss"
+        if pulled or algorithm.entropy_coef > 0 or not self._vanishes:
+            return batch.sampled > 0
+        return carries_gradient(batch) & (batch.sampled > 0)
+
+    def _mini_batches(self, batch: Batch) -> Iterator[Batch]:
+        """Every epoch in a new order of groups, seeded by the step."""
+        train = self.recipe.train
+        if train.mini_batches == 1:
+            yield from (batch for _ in range(train.epochs))
+            return
+        rng = np.random.default_rng((train.seed, self.steps))
+        for _ in range(train.epochs):
+            place = rng.permutation(int(batch.samples["group"].max(initial=-1)) + 1)
+            order = np.argsort(place[batch.samples["group"]], kind="stable")
+            yield from (part for part in batch.select(order).split(train.mini_batches) if len(part))

@@ -1,0 +1,148 @@
+"""AdamW with gradient clipping and a learning rate that is a function of the step, so that nothing drifts on resume."""
+
+import math
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from agentrl.learner.muon import Muon
+
+MOMENTS = ("exp_avg", "exp_avg_sq", "step")
+"""What AdamW keeps of each parameter, by torch's names."""
+
+
+def learning_rate(
+    step: int, total: int, peak: float, schedule: str = "constant", warmup: int = 0, floor: float = 0.0
+) -> float:
+    """Of step 0 .. total - 1: linear warm-up over `warmup` steps, then constant, or down to `floor` x peak.
+
+    schedule: constant, linear or cosine (SGDR, arXiv:1608.03983, equation 5, without restarts).
+    """
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    progress = min(1.0, (step - warmup) / max(1, total - warmup))
+    match schedule:
+        case "constant":
+            return peak
+        case "linear":
+            return peak * max(floor, 1 - progress)
+        case "cosine":
+            return peak * max(floor, 0.5 * (1 + math.cos(math.pi * progress)))
+        case _:
+            raise ValueError(f"unknown schedule {schedule!r}")
+
+
+class Optimizer:
+    """AdamW (arXiv:1711.05101) on the parameters that want gradients; only matrices decay.
+
+    Parameters of less precision than float32 get a float32 master, or small updates would be rounded away. Sharded
+    parameters (DTensors) have sharded masters and moments; every rank calls every method in step with the others.
+
+    parameters: with their names, as `named_parameters` gives them, or without (then they are called by number).
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[nn.Parameter] | Iterable[tuple[str, nn.Parameter]],
+        betas: tuple[float, float],
+        weight_decay: float,
+        max_norm: float,
+    ) -> None:
+        named = [p if isinstance(p, tuple) else (str(number), p) for number, p in enumerate(parameters)]
+        self.names = [name for name, p in named if p.requires_grad]
+        self.parameters = [p for _, p in named if p.requires_grad]
+        self.max_norm = max_norm
+        self.begun = 0  # steps that changed the weights, or began to
+        self.masters = [p if p.dtype == torch.float32 else p.detach().float().clone() for p in self.parameters]
+        groups = [
+            {"params": [m for m in self.masters if m.dim() > 1], "weight_decay": weight_decay},
+            {"params": [m for m in self.masters if m.dim() <= 1], "weight_decay": 0.0},
+        ]
+        self.adam = torch.optim.AdamW([g for g in groups if g["params"]], lr=0.0, betas=betas, fused=True)
+
+    def step(self, rate: float) -> float:
+        """Apply the gradients at learning rate `rate`, and clear them. Returns their norm before clipping.
+
+        Gradients that are not finite are thrown away: the norm that is returned says so.
+        """
+        norm = self._clip()
+        if math.isfinite(norm):
+            self.begun += 1
+            for group in self.adam.param_groups:
+                group["lr"] = rate
+            self.adam.step()
+            self._publish()
+        self.clear()
+        return norm
+
+    def clear(self) -> None:
+        for parameter, master in zip(self.parameters, self.masters, strict=True):
+            parameter.grad = None
+            master.grad = None
+
+    def _clip(self) -> float:
+        for parameter, master in zip(self.parameters, self.masters, strict=True):
+            if master is not parameter and parameter.grad is not None:
+                master.grad = parameter.grad.float()
+        norm = nn.utils.clip_grad_norm_(self.masters, self.max_norm)
+        return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+
+    @torch.no_grad()
+    def _publish(self) -> None:
+        for parameter, master in zip(self.parameters, self.masters, strict=True):
+            if master is not parameter:
+                parameter.copy_(master)
+
+    def named_state(self) -> dict[str, Tensor]:
+        """The tensors that it keeps, themselves: `exp_avg.<parameter>`, `exp_avg_sq.<parameter>`, `step.<parameter>`,
+        and `master.<parameter>` where there is one. What AdamW has not made yet is made now, as 0.
+
+        Written to in place (through `load_named_state`) they are what the next step goes on from.
+        """
+        found: dict[str, Tensor] = {}
+        for name, parameter, master in zip(self.names, self.parameters, self.masters, strict=True):
+            state = self.adam.state[master]
+            if not state:
+                state["step"] = torch.zeros((), dtype=torch.float32, device=master.device)
+                state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(master), torch.zeros_like(master)
+            found.update({f"{kind}.{name}": state[kind] for kind in MOMENTS})
+            if master is not parameter:
+                found[f"master.{name}"] = master
+        return found
+
+    @torch.no_grad()
+    def load_named_state(self, state: Mapping[str, Tensor]) -> None:
+        """The inverse of `named_state`: the weights without a master are loaded already. Raises KeyError for a tensor
+        that is not there."""
+        for name, tensor in self.named_state().items():
+            if state[name] is not tensor:
+                tensor.copy_(state[name])
+        self._publish()
+
+
+class MuonAdamW:
+    """Muon on the matrices of the blocks, which alone decay, at `share` x the rate; AdamW on embeddings and vectors.
+
+    For training from nothing; it keeps no state between runs.
+    """
+
+    def __init__(
+        self, model: nn.Module, share: float, betas: tuple[float, float], weight_decay: float, max_norm: float
+    ) -> None:
+        tables = [m for m in model.modules() if isinstance(m, nn.Embedding)]
+        tables += [head] if (head := model.get_output_embeddings()) else []  # type: ignore[operator]
+        outside = {id(p) for table in tables for p in table.parameters()}
+        matrices = [p for p in model.parameters() if p.dim() == 2 and id(p) not in outside]
+        inside = {id(p) for p in matrices}
+        self.share = share
+        self.muon = Muon(matrices, weight_decay=weight_decay)
+        self.adamw = Optimizer((p for p in model.parameters() if id(p) not in inside), betas, 0.0, max_norm)
+
+    def step(self, rate: float) -> float:
+        """As Optimizer's; the norm is that of AdamW's part (Muon's updates do not depend on it)."""
+        self.muon.step(rate * self.share)
+        for parameter in self.muon.parameters:
+            parameter.grad = None
+        return self.adamw.step(rate)

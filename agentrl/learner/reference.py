@@ -1,0 +1,48 @@
+"""`Reference`: the frozen policy that a KL term compares with: the model that the recipe names, before any training."""
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from agentrl.compute.batch import Batch
+from agentrl.compute.forward import Forward, choose, computed_in
+from agentrl.compute.micro_batches import column
+from agentrl.compute.packing import Packed
+from agentrl.compute.ranks import ALONE, Ranks
+from agentrl.models import lora
+from agentrl.models.load import load_model
+from agentrl.recipe.schema import Recipe
+
+
+class Reference:
+    """`forward`: how its log-probs are computed."""
+
+    def __init__(self, recipe: Recipe, forward: Forward, ranks: Ranks = ALONE) -> None:
+        self._tokens, self._temperature = recipe.train.micro_batch_tokens, recipe.rollout.temperature or 1.0
+        self._forward, self._ranks, self.model = forward, ranks, forward.model
+
+    @classmethod
+    def alone(cls, recipe: Recipe, model: Any, forward: Forward) -> "Reference":
+        """In one process: the policy `model` without its adapter where it has one, else loaded anew (also when a run is
+        resumed). forward: the policy's."""
+        if lora.layers(model):
+            return cls(recipe, WithoutAdapter(model, forward))
+        frozen = load_model(recipe.model)[0].requires_grad_(False)
+        return cls(recipe, choose(frozen, computed_in(recipe.model))[0])
+
+    def logprobs(self, batch: Batch) -> npt.NDArray[np.float32]:
+        """Of the sampled tokens, float32 [T], 0 elsewhere."""
+        return column(batch, self._tokens, self._ranks, lambda packed: self._forward(packed, self._temperature)[0])
+
+
+class WithoutAdapter:
+    """The policy's forward with the adapter switched off."""
+
+    def __init__(self, model: Any, forward: Forward) -> None:
+        self.model, self._forward = model, forward
+
+    def __call__(self, packed: Packed, temperature: float) -> tuple[Tensor, Tensor]:
+        with lora.switched_off(self.model):
+            return self._forward(packed, temperature)

@@ -1,0 +1,216 @@
+"""The Qwen2/Qwen3/Llama block on flat tokens: its parts serve the engine and the packed training step alike.
+
+Invariant: `hidden(weights_of(model), ...)` equals the module's own forward up to rounding, and is differentiable down
+to the module's parameters. Attention is the caller's: it alone knows which token may see which.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from agentrl.models.dense import Dense
+from agentrl.models.lora import is_adapted, weight_of
+
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+"""(layer, q [N, heads, D], k [N, kv_heads, D], v [N, kv_heads, D]) -> [N, heads * D]; scores times D ** -0.5."""
+
+FAMILIES = ("qwen2", "qwen3", "llama", "mistral")
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Sizes of a model of this family; eps is that of every RMS norm."""
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    eps: float
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """Weights of one block. Where a norm's gain is folded into the product after it, the gain is None.
+
+    qk_gain [heads + kv_heads, D]: of the norms on q and k (None: the family has none).
+    """
+
+    qkv: Dense
+    out: Dense
+    gate_up: Dense
+    down: Dense
+    attention_gain: Tensor | None
+    mlp_gain: Tensor | None
+    qk_gain: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """embed [vocab, hidden]; head maps hidden states to logits. interleaved: the two halves that RoPE rotates
+    alternate in q and k (their scores are the same), so a rotation is one complex product."""
+
+    shape: Shape
+    embed: Tensor
+    layers: tuple[Layer, ...]
+    final_gain: Tensor | None
+    head: Dense
+    interleaved: bool
+
+
+def unsupported(model: Any) -> str | None:
+    """Why this forward does not fit `model`, in one line; None: it fits."""
+    config: Any = getattr(model, "config", None)
+    family = getattr(config, "model_type", None)
+    if family not in FAMILIES:
+        return f"architecture {family!r} is none of {', '.join(FAMILIES)}"
+    if getattr(config, "hidden_act", "silu") != "silu":
+        return f"hidden_act is {config.hidden_act!r}, not silu"
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    if kinds != {"full_attention"} or (family == "mistral" and getattr(config, "sliding_window", None)):
+        return "some layers attend in a sliding window"
+    if getattr(config, "rope_parameters", {}).get("rope_type", "default") in ("dynamic", "longrope"):
+        return "its RoPE frequencies depend on the length"
+    linears = [m for name, m in model.named_modules() if name.endswith("_proj") or name == "lm_head"]
+    if any(type(getattr(m, "base_layer", m) if is_adapted(m) else m) is not nn.Linear for m in linears):
+        return "a projection is not a plain nn.Linear (quantized, or a foreign adapter)"
+    if any(map(is_adapted, linears)) and model.model.embed_tokens.weight.dtype != torch.float32:
+        return "in half precision a merged adapter is rounded"
+    return None
+
+
+def shape_of(model: Any) -> Shape:
+    config: Any = model.config
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return Shape(
+        config.num_hidden_layers,
+        config.hidden_size,
+        config.num_attention_heads,
+        config.num_key_value_heads,
+        head_dim,
+        config.rms_norm_eps,
+    )
+
+
+def weights_of(model: Any, copy: bool = True, interleave: bool = False) -> Weights:
+    """The weights of `model` as `hidden` wants them.
+
+    copy: concatenate q|k|v and gate|up, fold the norms' gains, lay the matrices out for speed. Costs one copy of the
+    model and pays for small ones; under autograd the copies carry gradients back to the parameters, so build them anew
+    for every update. Without copy everything is by reference. interleave: see `Weights` (needs copy).
+    """
+    if interleave and not copy:
+        raise ValueError("interleave needs copy")
+    shape, inner = shape_of(model), model.model
+    layers = tuple(_layer(block, shape, copy, interleave) for block in inner.layers)
+    head, gain = model.lm_head.weight, inner.norm.weight
+    if copy:
+        head, gain = head * gain, None
+    return Weights(shape, inner.embed_tokens.weight, layers, gain, Dense([head], copy=copy), interleave)
+
+
+def _layer(block: Any, s: Shape, copy: bool, interleave: bool) -> Layer:
+    attention, mlp = block.self_attn, block.mlp
+    qkv = [attention.q_proj, attention.k_proj, attention.v_proj]
+    gate_up = [mlp.gate_proj, mlp.up_proj]
+    gains = [block.input_layernorm.weight, block.post_attention_layernorm.weight]
+    qkv_weights, qkv_biases = [weight_of(m) for m in qkv], [m.bias for m in qkv]
+    gate_up_weights = [weight_of(m) for m in gate_up]
+    if copy:
+        qkv_weights = [w * gains[0] for w in qkv_weights]
+        gate_up_weights = [w * gains[1] for w in gate_up_weights]
+    if interleave:
+        qkv_weights[:2] = [_interleave(w, s.head_dim) for w in qkv_weights[:2]]
+        qkv_biases[:2] = [b if b is None else _interleave(b, s.head_dim) for b in qkv_biases[:2]]
+    return Layer(
+        Dense(qkv_weights, qkv_biases, copy),
+        Dense([weight_of(attention.o_proj)], [attention.o_proj.bias], copy),
+        Dense(gate_up_weights, [m.bias for m in gate_up], copy),
+        Dense([weight_of(mlp.down_proj)], [mlp.down_proj.bias], copy),
+        None if copy else gains[0],
+        None if copy else gains[1],
+        _qk_gain(attention, s, interleave),
+    )
+
+
+def _qk_gain(attention: Any, s: Shape, interleave: bool) -> Tensor | None:
+    if not hasattr(attention, "q_norm"):
+        return None
+    gains = [attention.q_norm.weight, attention.k_norm.weight]
+    if interleave:
+        gains = [_interleave(g, s.head_dim) for g in gains]
+    return torch.cat([gains[0].expand(s.heads, -1), gains[1].expand(s.kv_heads, -1)])
+
+
+def _interleave(w: Tensor, head_dim: int) -> Tensor:
+    """Rows of every head reordered from (first half, second half) to (0, D/2, 1, D/2 + 1, ...)."""
+    heads = w.view(-1, 2, head_dim // 2, *w.shape[1:])
+    return heads.transpose(1, 2).reshape(w.shape)
+
+
+def rms_norm(x: Tensor, gain: Tensor | None, eps: float) -> Tensor:
+    """x / rms(x) over the last dimension, in float32, times gain."""
+    if torch.is_grad_enabled() or x.dtype != torch.float32:
+        return F.rms_norm(x, (x.shape[-1],), gain, eps)
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)  # one pass; F.rms_norm makes four on a CPU
+    y = x * norm.square_().mul_(1 / x.shape[-1]).add_(eps).rsqrt_()
+    return y if gain is None else y.mul_(gain)
+
+
+class Rope:
+    """Rotary positions of a model, from its own rotary module (so every static scaling is exact)."""
+
+    def __init__(self, model: Any, factor: float = 1.0) -> None:
+        rotary: Any = model.model.rotary_emb
+        self._frequencies = rotary.inv_freq.detach().float()
+        self._scaling = factor * float(getattr(rotary, "attention_scaling", 1.0))
+        self._table = torch.empty(0, len(self._frequencies), dtype=torch.complex64)
+
+    def __call__(self, positions: Tensor) -> Tensor:
+        """positions [N] -> complex64 [N, 1, D / 2]: e^(i position frequency), times the attention scaling
+        and `factor`."""
+        angles = torch.outer(positions.float(), self._frequencies.to(positions.device))
+        return torch.polar(torch.full_like(angles, self._scaling), angles)[:, None]
+
+    def table(self, positions: int) -> Tensor:
+        """complex64 [>= positions, D / 2], kept and grown by doubling."""
+        if len(self._table) < positions:
+            grown = max(positions, 2 * len(self._table), 256)
+            self._table = self(torch.arange(grown, device=self._frequencies.device))[:, 0]
+        return self._table
+
+
+def rotate(x: Tensor, turn: Tensor, interleaved: bool) -> Tensor:
+    """x [N, heads, D] rotated by turn [N, 1, D / 2] (complex), in float32."""
+    if interleaved:
+        pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
+        return torch.view_as_real(pairs * turn).flatten(-2)
+    cos, sin = turn.real, turn.imag
+    a, b = x.float().chunk(2, -1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    """gate_up [N, 2 F] -> silu(gate) * up [N, F]."""
+    gate, up = gate_up.chunk(2, -1)
+    return F.silu(gate) * up
+
+
+def hidden(weights: Weights, ids: Tensor, turn: Tensor, attend: Attend) -> Tensor:
+    """ids [N] int64, turn = rope(positions) -> hidden states [N, hidden] after the final norm; logits are
+    `weights.head` of them (the final gain is folded into it where the weights are copied)."""
+    s = weights.shape
+    x = F.embedding(ids, weights.embed)
+    for i, layer in enumerate(weights.layers):
+        y = layer.qkv(rms_norm(x, layer.attention_gain, s.eps)).view(-1, s.heads + 2 * s.kv_heads, s.head_dim)
+        qk, v = y[:, : s.heads + s.kv_heads], y[:, s.heads + s.kv_heads :]
+        if layer.qk_gain is not None:
+            qk = rms_norm(qk, None, s.eps) * layer.qk_gain
+        qk = rotate(qk, turn, weights.interleaved).to(x.dtype)
+        x = layer.out.plus(x, attend(i, qk[:, : s.heads], qk[:, s.heads :], v))
+        x = layer.down.plus(x, swiglu(layer.gate_up(rms_norm(x, layer.mlp_gain, s.eps))))
+    return rms_norm(x, weights.final_gain, s.eps)

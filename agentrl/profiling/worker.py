@@ -1,0 +1,61 @@
+"""`WatchedWorker`: a worker whose memory by phase is known, and whose roles are recorded in chosen steps."""
+
+from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
+from typing import Any, TypeVar
+
+from agentrl.cluster.dispatch import ONE_TO_ALL, register
+from agentrl.cluster.worker import Worker
+from agentrl.profiling.memory import Peaks
+from agentrl.profiling.step import TRAIN
+from agentrl.profiling.trace import Profiler
+
+EVERY = range(1, 1 << 62)  # step that is recorded: which, the controller says
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def watched(role: str, phase: str = TRAIN) -> Callable[[F], F]:
+    """Marks a method as work of `role` in `phase`. Stands below `@register`."""
+
+    def mark(method: F) -> F:
+        @wraps(method)
+        def call(self: "WatchedWorker", *arguments: Any, **options: Any) -> Any:
+            with self._peaks.phase(phase), self._profiler(role).step(self._recorded):
+                return method(self, *arguments, **options)
+
+        return call  # type: ignore[return-value]
+
+    return mark
+
+
+_NEVER = Profiler(Path(), "")
+
+
+class WatchedWorker(Worker):
+    """Calls `watch()` once its device is known."""
+
+    def watch(self) -> None:
+        self._peaks = Peaks(self.device)
+        self._profilers: dict[str, Profiler] = {}
+        self._recorded = 0
+        self._folder = Path()
+
+    @register(ONE_TO_ALL)
+    def measure(self) -> dict[str, float]:
+        """memory/<phase>_gb of this process since the last call."""
+        return self._peaks.take()
+
+    @register(ONE_TO_ALL)
+    def record(self, step: int, folder: str) -> None:
+        """From now on the roles work on step `step`, and write its traces to `folder`. 0: no traces until the next
+        call."""
+        self._recorded, self._folder = step, Path(folder)
+
+    def _profiler(self, role: str) -> Profiler:
+        """The one of this role, which goes on with what it recorded of the same step before."""
+        if not self._recorded:
+            return _NEVER
+        if role not in self._profilers:
+            self._profilers[role] = Profiler(self._folder, role, self.rank, EVERY)
+        return self._profilers[role]

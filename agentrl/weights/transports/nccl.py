@@ -1,0 +1,114 @@
+"""Weights through a process group of the trainer and the servers, across machines: nccl between GPUs, gloo otherwise.
+
+Tensor by tensor: a server holds one bucket besides its model, the trainer one whole tensor besides its shards. A member
+that fails breaks the group for all; then those that did not fail get the weights again in a new one.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from agentrl.threads import in_thread
+from agentrl.weights.group import Group, open_group
+from agentrl.weights.server import WeightServer, WeightUpdateError
+from agentrl.weights.source import NamedTensor, buckets
+from agentrl.weights.transports.base import Failures, each
+
+BUCKET_BYTES = 256 << 20
+BROKEN = "the process group broke"
+GRACE_SECONDS = 5.0
+"""Between one server's refusal and giving up the broadcast to the others."""
+
+
+class FromDistributed:
+    """timeout: seconds for the group to form, and for each broadcast."""
+
+    name = "from_distributed"
+
+    def __init__(self, timeout: float = 120.0, bucket_bytes: int = BUCKET_BYTES) -> None:
+        self._timeout, self._limit = timeout, bucket_bytes
+        self._group: Group | None = None
+        self._broke = BROKEN
+
+    async def send(
+        self, version: int, servers: Sequence[WeightServer], weights: Iterable[NamedTensor], flush: bool
+    ) -> Failures:
+        failures: Failures = {}
+        opened = await each(servers, WeightServer.begin, failures)
+        innocent, before = await self._attempt(opened, weights, failures, flush), len(opened) + 1
+        while innocent and len(innocent) < before and getattr(weights, "repeatable", False):
+            before = len(innocent)  # who broke it may be known only once another group does not form
+            innocent = await self._attempt(innocent, weights, failures, flush)
+        failures |= dict.fromkeys((s.url for s in innocent), self._broke)
+        await each([s for s in opened if s.url not in failures], WeightServer.end, failures)
+        return failures
+
+    async def close(self) -> None:
+        group, self._group = self._group, None
+        if group is not None:
+            await each(group.servers, lambda server: server.leave_group(group.name), {})
+            await in_thread(group.abort)
+
+    async def _attempt(
+        self, servers: Sequence[WeightServer], weights: Iterable[NamedTensor], failures: Failures, flush: bool
+    ) -> list[WeightServer]:
+        """The servers that did not fail, but did not get everything either, because another one failed."""
+        batches = buckets(weights, self._limit)
+        batch = await in_thread(next, batches, None)
+        group = await self._joined(servers, batch[0][1].device, failures) if servers and batch else None
+        while batch is not None:
+            if group is not None and not await self._send_bucket(group, batch, failures, flush):
+                group = self._group = None  # the rest is read on: other ranks gather in step
+            flush = False
+            batch = await in_thread(next, batches, None)
+        return [] if group is not None else [s for s in servers if s.url not in failures]
+
+    async def _joined(self, servers: Sequence[WeightServer], device: torch.device, failures: Failures) -> Group | None:
+        """The group of exactly these servers, as it stands or a new one."""
+        if self._group is not None and {s.url for s in self._group.servers} == {s.url for s in servers}:
+            return self._group
+        await self.close()
+        gpus = device.type == "cuda" and all([(await server.facts()).device == "cuda" for server in servers])
+        try:
+            self._group = await open_group(servers, "nccl" if gpus else "gloo", self._timeout, failures)
+        except WeightUpdateError as error:
+            if not any(server.url in failures for server in servers):  # nobody in particular
+                failures |= dict.fromkeys((s.url for s in servers), str(error))
+        return self._group
+
+    async def _send_bucket(self, group: Group, batch: Sequence[NamedTensor], failures: Failures, flush: bool) -> bool:
+        """Whether every server took it. If not, the group is ended."""
+
+        async def load(server: WeightServer) -> None:
+            await server.load_broadcast([(n, t.dtype, tuple(t.shape)) for n, t in batch], group.name, flush)
+
+        before = len(failures)
+        loading = asyncio.create_task(each(group.servers, load, failures))
+        sending = asyncio.create_task(in_thread(_broadcast, group, batch))
+        await asyncio.wait((loading, sending), return_when=asyncio.FIRST_COMPLETED)
+        if loading.done() and len(failures) > before:
+            await asyncio.wait((sending,), timeout=GRACE_SECONDS)
+        elif sending.done() and sending.exception() is not None:
+            await asyncio.wait((loading,), timeout=GRACE_SECONDS)
+        else:
+            await asyncio.wait((loading, sending))
+        if len(failures) == before and loading.done() and sending.exception() is None:
+            return True
+        if sending.done() and (error := sending.exception()) is not None:
+            self._broke = f"{BROKEN}: {' '.join(str(error).split())[:200]}"
+        await in_thread(group.abort)
+        loading.cancel()
+        with contextlib.suppress(RuntimeError):
+            await sending
+        await asyncio.gather(loading, return_exceptions=True)
+        return False
+
+
+def _broadcast(group: Group, batch: Sequence[NamedTensor]) -> None:
+    for _, tensor in batch:
+        with torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext():
+            group.broadcast(tensor.contiguous())
+    if batch[-1][1].is_cuda:
+        torch.cuda.synchronize(batch[-1][1].device)  # a bucket in flight, not more

@@ -1,0 +1,102 @@
+"""Whether a server holds what was sent, bit for bit. It answers 200 also for names that it does not know.
+
+A server on a CPU hashes each of its parameters (SHA-256), whole where it has one rank; the same is
+computed here while the tensors pass by. Servers on GPUs hash otherwise: there, and where one is split or quantized,
+only the servers are compared with each other.
+"""
+
+import hashlib
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from agentrl.weights.server import WeightServer, WeightUpdateError
+from agentrl.weights.source import NamedTensor
+
+_FUSED = {"q_proj": ("qkv_proj", 0), "k_proj": ("qkv_proj", 1), "v_proj": ("qkv_proj", 2),
+          "gate_proj": ("gate_up_proj", 0), "up_proj": ("gate_up_proj", 1)}  # fmt: skip
+_PART = re.compile(r"\.(q_proj|k_proj|v_proj|gate_proj|up_proj)\.(?=\w+$)")
+_OTHERWISE = (".experts.", "visual.", "vision")
+"""What servers stack or rename in ways that are not followed here."""
+
+
+class Fingerprint:
+    """Passes weights on, counts their bytes and, with `hashing`, hashes them as servers do."""
+
+    def __init__(self, weights: Iterable[NamedTensor], hashing: bool, dtypes: Iterable[str] = ()) -> None:
+        self._weights, self._hashing = weights, hashing
+        self._dtypes = {getattr(torch, name) for name in dtypes if hasattr(torch, name)}
+        self.repeatable = getattr(weights, "repeatable", False)
+        self.bytes = 0
+        self._sums: dict[str, _Sum] = {}
+
+    def __iter__(self) -> Iterator[NamedTensor]:
+        self.bytes, self._sums = 0, {}
+        for name, tensor in self._weights:
+            self.bytes += tensor.nbytes
+            if self._hashing:
+                self._add(name, tensor)
+            yield name, tensor
+
+    def _add(self, name: str, tensor: Tensor) -> None:
+        found = _PART.search(name)
+        part = 0
+        if found is not None:
+            fused, part = _FUSED[found[1]]
+            name = name[: found.start(1)] + fused + name[found.end(1) :]
+        self._sums.setdefault(name, _Sum()).add(part, tensor, self._dtypes)
+
+    def differences(self, checksums: Mapping[str, str]) -> list[str]:
+        """What a server's `checksums` (parameter -> hash) say against what was passed on, a line each."""
+        theirs = {name: value for name, value in checksums.items() if not any(o in name for o in _OTHERWISE)}
+        ours = {name: value for name, value in self._sums.items() if not any(o in name for o in _OTHERWISE)}
+        return (
+            [f"it has no {name}" for name in ours.keys() - theirs.keys()]
+            + [f"{name} was not sent" for name in theirs.keys() - ours.keys()]
+            + [
+                f"its {n} is not what was sent"
+                for n in ours.keys() & theirs.keys()
+                if theirs[n] not in ours[n].hashes()
+            ]
+        )
+
+
+class _Sum:
+    """The hash of parts that a server keeps as one tensor, in each dtype that it may keep them in."""
+
+    def __init__(self) -> None:
+        self._running: dict[torch.dtype | None, Any] = {}
+        self._next = 0
+        self._early: dict[int, Tensor] = {}
+
+    def add(self, part: int, tensor: Tensor, dtypes: Iterable[torch.dtype]) -> None:
+        self._early[part] = tensor
+        while (due := self._early.pop(self._next, None)) is not None:
+            self._next += 1
+            for dtype in (None, *dtypes):  # None: as it is sent
+                kept = due.detach() if dtype is None else due.detach().to(dtype)
+                flat = kept.cpu().contiguous().reshape(-1).view(torch.uint8)
+                self._running.setdefault(dtype, hashlib.sha256()).update(flat.numpy().data)
+
+    def hashes(self) -> set[str]:
+        return {running.hexdigest()[:16] for running in self._running.values()}
+
+
+async def check(server: WeightServer, sent: Fingerprint, others: dict[tuple[Any, ...], str]) -> None:
+    """Raises WeightUpdateError with one line when the server holds something else than was sent.
+
+    others: what servers of the same kind answered before, filled here.
+    """
+    facts = await server.facts()
+    ranks = await server.checksums()
+    if facts.hashes_whole:
+        wrong = sent.differences(ranks[0])
+        if wrong:
+            more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
+            raise WeightUpdateError(f"{server.url} does not hold the weights that were sent: {min(wrong)}{more}")
+    answer = hashlib.sha256(repr(ranks).encode()).hexdigest()
+    if others.setdefault(facts.kind, answer) != answer:
+        raise WeightUpdateError(f"{server.url} holds other weights than the servers like it that were sent the same")

@@ -1,0 +1,106 @@
+"""The environment `code`: a function is asked for, tools to try it with, and hidden tests to judge it."""
+
+import logging
+from collections.abc import Mapping, Sequence
+from random import Random
+from typing import Any
+
+from agentrl_tools.sandbox import Limits, make_sandbox
+from agentrl_tools.sandbox.base import MIB
+
+from agentrl.errors import UserError, nearest
+from agentrl.plugins.environment import Environment
+from agentrl.plugins.types import Message, Session, Task
+from agentrl_envs.code.answer import find_solution
+from agentrl_envs.code.demonstrations import STYLES, demonstrate
+from agentrl_envs.code.generate import problem
+from agentrl_envs.code.judge import Judge, UnfitTestsError, Verdict
+from agentrl_envs.code.source import FromRows, Generated, TaskSource
+
+INSTRUCTIONS = "Answer with the whole function in one ```python block."
+
+_OUTPUT = 200_000  # characters of a result, as text
+_log = logging.getLogger("agentrl.envs.code")
+
+
+class Code(Environment):
+    """Functions to write.
+
+    source: `generated`, or files, a hub name or a function with rows as in MBPP or HumanEval. system_prompt: "" for
+    none. backend: of the sandbox that judges (auto, bwrap, e2b); pool: interpreters that it starts ahead.
+    seconds: for one call of a solution; total_seconds: for all its calls; memory_mb: of one solution. concurrency:
+    solutions judged at once. seed: of the generated training tasks, and of what is held out of a file. splits, config:
+    of real data.
+    """
+
+    name = "code"
+    reward_parts = ("passed", "fraction", "format")
+
+    def __init__(
+        self,
+        source: str = "generated",
+        system_prompt: str = INSTRUCTIONS,
+        backend: str = "auto",
+        pool: int = 4,
+        seconds: float = 5.0,
+        total_seconds: float = 20.0,
+        memory_mb: int = 256,
+        concurrency: int = 8,
+        seed: int = 0,
+        splits: dict[str, str | list[str]] | None = None,
+        config: str | None = None,
+    ) -> None:
+        if min(seconds, total_seconds, memory_mb, concurrency) <= 0:
+            raise ValueError("seconds, total_seconds, memory_mb and concurrency must be above 0")
+        self._system_prompt = system_prompt
+        self._generated = source == "generated"
+        self._source: TaskSource = Generated(seed) if self._generated else FromRows(source, splits, config, seed)
+        self.splits = self._source.splits
+        limits = Limits(wall_seconds=max(seconds, 10.0), memory=memory_mb * MIB, output=_OUTPUT)
+        self._sandbox = make_sandbox(backend, limits=limits, pool=pool)
+        self._judge = Judge(self._sandbox, seconds, total_seconds, concurrency)
+
+    def tasks(self, split: str) -> Sequence[Task]:
+        return self._source.tasks(split)
+
+    async def create(self, session: Session, **create_kwargs: Any) -> list[Message]:
+        question: Message = {"role": "user", "content": session.task.data["question"]}
+        return [{"role": "system", "content": self._system_prompt}, question] if self._system_prompt else [question]
+
+    async def calc_reward(self, session: Session, **kwargs: Any) -> dict[str, float]:
+        """`passed`: all tests; `fraction`: their share; `format`: a block defines the function."""
+        said = next((m.get("content") for m in reversed(session.messages) if m["role"] == "assistant"), None)
+        solution = find_solution(said if isinstance(said, str) else "", session.task.data["entry_point"])
+        if solution is None:
+            return {"passed": 0.0, "fraction": 0.0, "format": 0.0}
+        verdict = await self._verdict(session.task, solution)
+        _log.debug("%s: %d of %d tests passed %s", session.id, verdict.passed, verdict.total, verdict.why)
+        return {
+            "passed": float(verdict.all_passed), "fraction": verdict.passed / verdict.total, "format": 1.0,
+        }  # fmt: skip
+
+    async def _verdict(self, task: Task, solution: str) -> Verdict:
+        name = task.data["entry_point"]
+        if "tests" in task.data:
+            return await self._judge.by_results(solution, name, task.data["tests"])
+        setup = task.data["setup"]
+        try:
+            return await self._judge.by_script(f"{setup}\n{solution}", name, setup, task.data["script"])
+        except UnfitTestsError as error:
+            raise UserError(f"{task.data['row']}: {error}") from error
+
+    def solved(self, rewards: Mapping[str, float], task: Task) -> bool:
+        """By all tests passed, alone."""
+        return rewards.get("passed", 0.0) >= 1.0
+
+    def demonstrate(self, task: Task, rng: Random, style: str) -> list[Message]:
+        """A solution in a style of `demonstrations.STYLES`; for generated tasks only."""
+        if not self._generated:
+            raise UserError("code demonstrates generated tasks only: set env.source to generated")
+        if style not in STYLES:
+            raise UserError(f"code has no demonstrations of style {style!r}{nearest(style, STYLES)}")
+        origin = task.data
+        return demonstrate(problem(origin["split"], origin["index"], origin["seed"]), rng, style)
+
+    async def close(self) -> None:
+        await self._sandbox.close()

@@ -1,0 +1,185 @@
+"""Judges a solution by calls of it in a sandbox. The results that are expected, and the verdict, never go there.
+
+Whatever a solution does in its interpreter, all that comes out of it is what a call is said to return. That a sandbox
+cannot serve is InfrastructureError, from the sandbox, and no verdict.
+"""
+
+import asyncio
+import inspect
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from agentrl_tools.loops import PerLoop
+from agentrl_tools.sandbox import Sandbox, SandboxSession
+
+from agentrl_envs.code import director, wire
+from agentrl_envs.code.wire import WireError
+
+_WIRE = "_agentrl_wire"
+_IMPORT = "from agentrl_envs.code.wire import"
+_DIRECTOR_SECONDS = 10.0  # for the tests themselves, between two calls of the solution
+
+
+class CallFailedError(Exception):
+    """A call of the solution gave no value. `raised` names the exception, where it was one."""
+
+    def __init__(self, why: str, raised: str = "") -> None:
+        super().__init__(why)
+        self.raised = raised
+
+
+class UnfitTestsError(Exception):
+    """Tests that cannot judge any solution. The text says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Tests passed of all. why: the first that was not, for people."""
+
+    passed: int
+    total: int
+    why: str = ""
+
+    @property
+    def all_passed(self) -> bool:
+        return self.passed == self.total
+
+
+class Judge:
+    """seconds: for one call of a solution; total_seconds: for all its calls. concurrency: solutions at once."""
+
+    def __init__(self, sandbox: Sandbox, seconds: float, total_seconds: float, concurrency: int) -> None:
+        self._sandbox, self._seconds, self._total_seconds = sandbox, seconds, total_seconds
+        self._places = PerLoop(lambda: asyncio.Semaphore(concurrency))
+
+    async def by_results(self, solution: str, name: str, tests: Sequence[tuple[Sequence[Any], Any]]) -> Verdict:
+        """tests: (arguments, expected result). The results are compared here."""
+        passed, why = 0, ""
+        async with self._places.here(), self._sandbox.session() as session:
+            candidate = Candidate(session, solution, name, self._seconds, self._total_seconds)
+            for arguments, expected in tests:
+                try:
+                    result = await candidate.call(arguments, {})
+                except CallFailedError as error:
+                    why = why or f"{name}{_shown(arguments)}: {error}"
+                    continue
+                if equal(result, expected):
+                    passed += 1
+                else:
+                    why = why or f"{name}{_shown(arguments)} is {result!r:.80}, not {expected!r:.80}"
+        return Verdict(passed, len(tests), why)
+
+    async def by_script(self, solution: str, name: str, setup: str, tests: Sequence[str]) -> Verdict:
+        """tests: Python text, each on its own. Raises UnfitTestsError."""
+        passed, why, calls = 0, "", 0
+        async with self._places.here(), self._sandbox.session() as ours, self._sandbox.session() as session:
+            candidate = Candidate(session, solution, name, self._seconds, self._total_seconds)
+            for text in tests:
+                failed = await _Script(ours, candidate).run(setup, text, name)
+                passed += failed is None
+                why = why or failed or ""
+            calls = candidate.calls
+        if tests and not calls and passed:
+            raise UnfitTestsError(f"the tests never call {name}")
+        return Verdict(passed, len(tests), why)
+
+
+class Candidate:
+    """A solution in an interpreter of its own."""
+
+    def __init__(self, session: SandboxSession, solution: str, name: str, seconds: float, total_seconds: float) -> None:
+        self.calls = 0
+        self._session, self._solution, self._name = session, solution, name
+        self._seconds, self._left = seconds, total_seconds
+        self._begun = False
+        self._dead = ""
+
+    async def call(self, arguments: Sequence[Any], named: Mapping[str, Any]) -> Any:
+        """What it is said to return. Raises CallFailedError; after one that had to be stopped, always."""
+        return wire.read(await self.call_text(wire.write((list(arguments), dict(named)))))
+
+    async def call_text(self, arguments: str) -> str:
+        """The same, both as texts of `wire`. The text returned can be read."""
+        self.calls += 1
+        if not self._begun:
+            self._begun = True
+            await self._run(self._solution)  # one that raises may have defined the function all the same
+            await self._run(_installed(inspect.getsource(wire)))
+        value, error = await self._run(f"__import__({_WIRE!r}).call(globals(), {self._name!r}, {arguments!r})")
+        if error is not None:
+            last = error.strip().splitlines()[-1] if error.strip() else "an exception"
+            raise CallFailedError(last[:200], raised=last.partition(":")[0].strip())
+        text = (value or "").strip("'\"")
+        try:
+            wire.read(text)
+        except WireError as unreadable:
+            raise CallFailedError("what it returned cannot be read") from unreadable
+        return text
+
+    async def _run(self, code: str) -> tuple[str | None, str | None]:
+        """The value and the error of a call."""
+        if self._dead or self._left <= 0:
+            raise CallFailedError(self._dead or "out of time")
+        began = time.monotonic()
+        execution = await self._session.run(code, seconds=min(self._seconds, self._left))
+        self._left -= time.monotonic() - began
+        if execution.stop is not None or execution.lost or execution.lost_before:
+            self._dead = f"stopped: {execution.stop or 'its interpreter was lost'}"
+            raise CallFailedError(self._dead)
+        return execution.value, execution.error
+
+
+class _Script:
+    """One test's text, run by `director.py` in the session `ours`, with the candidate in another."""
+
+    def __init__(self, ours: SandboxSession, candidate: Candidate) -> None:
+        self._ours, self._candidate = ours, candidate
+
+    async def run(self, setup: str, text: str, name: str) -> str | None:
+        """None where it passed, else why not."""
+        source = inspect.getsource(director)
+        own = [line for line in source.splitlines() if not line.startswith(_IMPORT)]
+        source = inspect.getsource(wire) + "\n".join(own)
+        await self._ours.run(_installed(source))
+        start = f"_director = __import__({_WIRE!r}).Director({setup!r}, {text!r}, {name!r})\n_director.step()"
+        return await self._follow(start)
+
+    async def _follow(self, code: str) -> str | None:
+        while True:
+            execution = await self._ours.run(code, seconds=_DIRECTOR_SECONDS)
+            if execution.value is None:
+                return f"the test did not end: {execution.stop or execution.error or 'no value'}"[:200]
+            kind, what = wire.read(execution.value.strip("'\""))
+            if kind == "unfit":
+                raise UnfitTestsError(f"a test passes an argument that cannot be sent: {what}")
+            if kind != "call":
+                return None if kind == "passed" else what or "failed"
+            code = await self._answer(what)
+
+    async def _answer(self, arguments: str) -> str:
+        try:
+            return f"_director.step(value={await self._candidate.call_text(arguments)!r})"
+        except CallFailedError as error:
+            return f"_director.step(error={error.raised or 'RuntimeError'!r})"
+
+
+def equal(result: Any, expected: Any) -> bool:
+    """Python's `==` of plain values."""
+    try:
+        return bool(result == expected)
+    except RecursionError:
+        return False
+
+
+def _installed(source: str) -> str:
+    """Code that makes `source` a module of its own, apart from the names of what is judged."""
+    return (
+        f"import sys, types\nsys.modules[{_WIRE!r}] = types.ModuleType({_WIRE!r})\n"
+        f"exec({source!r}, sys.modules[{_WIRE!r}].__dict__)"
+    )
+
+
+def _shown(arguments: Sequence[Any]) -> str:
+    return "(" + ", ".join(f"{a!r:.60}" for a in arguments) + ")"

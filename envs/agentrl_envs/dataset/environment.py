@@ -1,0 +1,116 @@
+"""The environment `dataset`: the rows of people's own data are the tasks; an answer that matches is paid 1.0."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from agentrl_tools.rewards.match import Match
+
+from agentrl.data.change import Change
+from agentrl.data.rows import Row
+from agentrl.data.source import open_source
+from agentrl.errors import UserError
+from agentrl.plugins.environment import Environment
+from agentrl.plugins.types import Message, Session, Task
+from agentrl_envs.dataset.tasks import ANSWERS, CHECKED, Columns, DatasetTasks
+
+Files = str | list[str]
+
+
+class Dataset(Environment):
+    """Tasks from any data: a prompt, and where there is one an answer.
+
+    source: anything that `agentrl.data.source` reads (.jsonl, .json, .parquet, a folder, a hub name, module:function).
+    prompt: the column with the prompt, text or a list of chat messages. system: put before a prompt that has none.
+    answer: the column with what is right (by default `reward_model.ground_truth`, `ground_truth` or `answer`).
+    reward: `match` (the same text or number), `numeric` (the same number), `none` (`rewards.functions` and tools pay).
+    map, filter: import paths of functions over rows, in `workers` processes.
+    splits: for each split its files, or the source's own name of it. config: of a hub dataset.
+    seed: of what is held out of a lone file.
+    images, videos: columns whose contents stand where the prompt says `<image>` or `<video>`.
+    tools: `recipe` (every task offers the recipe's tools) or `row` (those that its row names, or gives kwargs).
+    """
+
+    name = "dataset"
+
+    def __init__(
+        self,
+        source: str = "generated",
+        prompt: str = "prompt",
+        answer: str | None = None,
+        system: str = "",
+        reward: Literal["match", "numeric", "none"] = "match",
+        map: str | None = None,
+        filter: str | None = None,
+        workers: int = 1,
+        splits: dict[str, Files] | None = None,
+        config: str | None = None,
+        seed: int = 0,
+        images: str = "images",
+        videos: str = "videos",
+        tools: Literal["recipe", "row"] = "recipe",
+    ) -> None:
+        if source == "generated" and not splits:
+            raise UserError(
+                "env.source: the environment dataset needs data: a file, a folder, a hub name or module:function"
+            )
+        self._columns = Columns(prompt, answer, system, images, videos, tools == "row")
+        self._source = open_source(
+            None if source == "generated" else source,
+            splits=splits,
+            config=config,
+            seed=seed,
+            key=self._key,
+            change=Change(map, filter, workers),
+        )
+        self._match = None if reward == "none" else Match("numeric" if reward == "numeric" else "exact")
+        self.pays = self._match is not None
+        self._reward, self._made = reward, dict[str, DatasetTasks]()
+        self.splits = self._source.splits
+
+    def _key(self, row: Row, where: str) -> str:
+        return str(self._columns.messages(row, where))
+
+    def tasks(self, split: str) -> Sequence[Task]:
+        if split not in self._made:
+            tasks = DatasetTasks(split, self._source.rows(split), self._columns)
+            for i in range(min(len(tasks), CHECKED)):
+                self._check(tasks[i], tasks.where(i))
+            self._made[split] = tasks
+        return self._made[split]
+
+    def _check(self, task: Task, where: str) -> None:
+        if self._match is None:
+            return
+        truth = task.data.get("ground_truth")
+        if truth is None:
+            looked = f"field {self._columns.answer!r}" if self._columns.answer else f"any of {', '.join(ANSWERS)}"
+            raise UserError(
+                f"{where}: has no answer in {looked}: name its column by env.args.answer, or set env.args.reward "
+                "to none and let rewards.functions or a tool pay"
+            )
+        try:
+            self._match.check(truth)
+        except ValueError as error:
+            raise UserError(f"{where}: {error} (env.args.reward is {self._reward})") from error
+
+    async def create(self, session: Session, **create_kwargs: Any) -> Sequence[Message]:
+        return list(session.task.data["messages"])
+
+    @property
+    def reward_parts(self) -> tuple[str, ...]:  # type: ignore[override]
+        return () if self._match is None else ("answer",)
+
+    async def calc_reward(self, session: Session, **kwargs: Any) -> dict[str, float]:
+        if self._match is None:
+            return {}
+        right = self._match.right(_last_said(session.messages), session.task.data["ground_truth"])
+        return {"answer": 1.0 if right else 0.0}
+
+    def solved(self, rewards: Mapping[str, float], task: Task) -> bool:
+        """By the answer alone, where it is paid: what tools and reward functions add or take away does not count."""
+        return rewards["answer"] >= 1.0 if "answer" in rewards and self._match else super().solved(rewards, task)
+
+
+def _last_said(messages: Sequence[Message]) -> str:
+    content = next((m["content"] for m in reversed(messages) if m["role"] == "assistant"), "")
+    return content if isinstance(content, str) else ""

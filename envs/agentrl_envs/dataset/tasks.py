@@ -1,0 +1,146 @@
+"""Rows to tasks: which columns hold the prompt, the answer, what tools are given. A bad row is named, never skipped."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from agentrl_tools.rewards.truth import field_of
+
+from agentrl.data.rows import Row, Rows
+from agentrl.errors import UserError, nearest
+from agentrl.plugins.lazy import LazyTasks
+from agentrl.plugins.types import Message, Task, ToolKwargs
+from agentrl_envs.dataset.images import with_media
+
+ANSWERS = ("reward_model.ground_truth", "ground_truth", "answer")
+"""Where the answer is looked for when nobody says."""
+
+CHECKED = 50_000
+"""Rows of a split that are looked at before a run starts; those after them when they are drawn."""
+
+_ROLES = ("system", "user", "assistant", "tool")
+_HOOKS = tuple(field.name for field in fields(ToolKwargs))
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """Which columns hold what; dots lead into nested ones. answer: None where it is looked for in `ANSWERS`.
+
+    row_tools: a task offers only the tools that its row names (column `tools`, else those of its tools_kwargs).
+    """
+
+    prompt: str
+    answer: str | None
+    system: str
+    images: str
+    videos: str
+    row_tools: bool
+
+    def truth(self, row: Row) -> Any:
+        for path in (self.answer,) if self.answer else ANSWERS:
+            value = field_of(row, path)
+            if value is not None:
+                return value
+        return None
+
+    def messages(self, row: Row, where: str) -> list[Message]:
+        """The opening, as chat messages. Raises UserError."""
+        value = field_of(row, self.prompt)
+        if value is None:
+            at = "is empty" if self.prompt in row else f"is not there; the row has {', '.join(map(repr, row))}"
+            raise UserError(f"{where}: field {self.prompt!r} (env.args.prompt) {at}")
+        said = [_message(one, f"{where}, field {self.prompt!r}") for one in _listed(value)]
+        if not said or not any(message["content"] for message in said):
+            raise UserError(f"{where}: field {self.prompt!r} holds no text")
+        if said[-1]["role"] == "assistant":
+            raise UserError(f"{where}: field {self.prompt!r} ends with an assistant's turn: nothing is left to answer")
+        if self.system and said[0]["role"] != "system":
+            said.insert(0, {"role": "system", "content": self.system})
+        return with_media(said, {"image": row.get(self.images), "video": row.get(self.videos)}, where)
+
+
+class DatasetTasks(LazyTasks):
+    """The tasks of a split, each made from its row when it is looked at."""
+
+    def __init__(self, split: str, rows: Rows, columns: Columns) -> None:
+        super().__init__(len(rows), self._task)
+        self._split, self._rows, self._columns = split, rows, columns
+
+    def _task(self, at: int) -> Task:
+        row = self._rows[at]
+        where = self._rows.where(at)
+        messages = self._columns.messages(row, where)
+        kwargs = _tools_kwargs(row, where)
+        data = {**row, "messages": messages, "split": self._split}
+        if (truth := self._columns.truth(row)) is not None:
+            data["ground_truth"] = truth
+        data.setdefault("question", _question(messages))
+        tools = _row_tools(row, kwargs, where) if self._columns.row_tools else None
+        return Task(f"{self._split}-{self._rows.number(at)}", data, tools, kwargs)
+
+    def where(self, index: int) -> str:
+        return self._rows.where(index)
+
+
+def _listed(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, list | tuple) else [{"role": "user", "content": value}]
+
+
+def _message(value: Any, where: str) -> Message:
+    if not isinstance(value, Mapping):
+        raise UserError(f"{where}: holds {value!r:.60}; wants text, or a list of messages with 'role' and 'content'")
+    role, content = value.get("role"), value.get("content")
+    if role not in _ROLES:
+        raise UserError(f"{where}: a message of role {role!r}{nearest(str(role), _ROLES)}")
+    calls = value.get("tool_calls")
+    if not isinstance(content, str | list) and not (content is None and calls):
+        raise UserError(f"{where}: a message's content is {content!r:.60}; wants text")
+    return {name: part for name, part in value.items() if part is not None or name == "content"}  # type: ignore[return-value]
+
+
+def _question(messages: Sequence[Message]) -> str:
+    """The text of the last user message."""
+    content = next((m["content"] for m in reversed(messages) if m["role"] == "user"), "")
+    if isinstance(content, str):
+        return content
+    return "".join(str(part.get("text", "")) for part in content or () if part.get("type") == "text")
+
+
+def _tools_kwargs(row: Row, where: str) -> dict[str, ToolKwargs]:
+    """`tools_kwargs` of the row or of its `extra_info`: for each tool its create, execute, calc_reward and release
+    kwargs. A table fills what a row lacks with nulls: those count as absent."""
+    extra = row.get("extra_info") or {}
+    place = "tools_kwargs" if row.get("tools_kwargs") is not None else "extra_info.tools_kwargs"
+    given = _without_nulls(field_of(row, place)) or {}
+    if not isinstance(given, Mapping):
+        raise UserError(f"{where}, field {place!r}: wants an object by tool, got {given!r:.60}")
+    needed = bool(row.get("need_tools_kwargs") or (isinstance(extra, Mapping) and extra.get("need_tools_kwargs")))
+    if needed and not given:
+        raise UserError(f"{where}: need_tools_kwargs is true, but there is nothing in {place!r}")
+    return {name: _tool_kwargs(one, f"{where}, field '{place}.{name}'") for name, one in given.items()}
+
+
+def _tool_kwargs(value: Any, where: str) -> ToolKwargs:
+    if not isinstance(value, Mapping):
+        raise UserError(f"{where}: wants an object with {', '.join(_HOOKS)}, got {value!r:.60}")
+    for hook, kwargs in value.items():
+        if hook not in _HOOKS:
+            raise UserError(f"{where}: has no hook {hook!r}{nearest(hook, _HOOKS)}")
+        if not isinstance(kwargs, Mapping):
+            raise UserError(f"{where}.{hook}: wants an object of arguments, got {kwargs!r:.60}")
+    return ToolKwargs(**value)
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _without_nulls(one) for name, one in value.items() if one is not None}
+    return value
+
+
+def _row_tools(row: Row, kwargs: Mapping[str, ToolKwargs], where: str) -> tuple[str, ...]:
+    named = row.get("tools")
+    if named is None:
+        return tuple(kwargs)
+    if not isinstance(named, list) or not all(isinstance(name, str) for name in named):
+        raise UserError(f"{where}, field 'tools': wants a list of names of tools, got {named!r:.60}")
+    return tuple(named)

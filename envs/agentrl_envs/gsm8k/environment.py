@@ -1,0 +1,77 @@
+"""The environment `gsm8k`: a question, tools to work it with, and 1.0 for the right number behind `####`."""
+
+from collections.abc import Mapping, Sequence
+from random import Random
+from typing import Any
+
+from agentrl.errors import UserError, nearest
+from agentrl.plugins.environment import Environment
+from agentrl.plugins.types import Message, Session, Task
+from agentrl_envs.gsm8k.demonstrations import STYLES, demonstrate
+from agentrl_envs.gsm8k.grade import grade
+from agentrl_envs.gsm8k.problems import problem
+from agentrl_envs.gsm8k.source import Data, Generator, Source
+
+SYSTEM_PROMPT = (
+    "Solve the problem step by step. Use a tool for every calculation, and at least once before you answer. "
+    "End with the final answer, a number alone, on a line of its own: #### <number>"
+)
+"""For real data. Generated problems are asked without it, so that prompts stay short for a tiny model."""
+
+
+class Gsm8k(Environment):
+    """Grade-school word problems.
+
+    source: `generated`, or anything that `agentrl.data.source` reads (a .jsonl or .parquet file, a hub name such as
+    `openai/gsm8k`) with the fields `question` and `answer`, which ends in `#### x`.
+    system_prompt: None takes the source's own (none at all for `generated`).
+    seed: of the generated training problems, and of what is held out of a file. config: of a hub dataset.
+    """
+
+    name = "gsm8k"
+    reward_parts = ("answer",)
+
+    def __init__(
+        self, source: str = "generated", system_prompt: str | None = None, seed: int = 0, config: str | None = None
+    ) -> None:
+        self._source = _open(source, seed, config)
+        self._generated = source == "generated"
+        default = "" if self._generated else SYSTEM_PROMPT
+        self._system_prompt = default if system_prompt is None else system_prompt
+        self.splits = self._source.splits
+
+    def tasks(self, split: str) -> Sequence[Task]:
+        known = ("train", *self.splits)
+        if split not in known:
+            raise UserError(f"gsm8k has no split {split!r} for this source{nearest(split, known)}")
+        return self._source.tasks(split)
+
+    async def create(self, session: Session, **create_kwargs: Any) -> list[Message]:
+        question: Message = {"role": "user", "content": session.task.data["question"]}
+        if not self._system_prompt:
+            return [question]
+        return [{"role": "system", "content": self._system_prompt}, question]
+
+    async def calc_reward(self, session: Session, **kwargs: Any) -> dict[str, float]:
+        said = next((m.get("content") for m in reversed(session.messages) if m["role"] == "assistant"), None)
+        right = isinstance(said, str) and grade(said, session.task.data["answer"])
+        return {"answer": 1.0 if right else 0.0}
+
+    def solved(self, rewards: Mapping[str, float], task: Task) -> bool:
+        """By the answer alone: what tools add or take away does not count."""
+        return rewards.get("answer", 0.0) >= 1.0
+
+    def demonstrate(self, task: Task, rng: Random, style: str) -> list[Message]:
+        """A worked problem in a style of `demonstrations.STYLES`; for generated problems only."""
+        if not self._generated:
+            raise UserError("gsm8k demonstrates generated problems only: set env.source to generated")
+        if style not in STYLES:
+            raise UserError(f"gsm8k has no demonstrations of style {style!r}{nearest(style, STYLES)}")
+        origin = task.data
+        return demonstrate(problem(origin["split"], origin["index"], origin["seed"]), rng, style)
+
+
+def _open(source: str, seed: int, config: str | None) -> Source:
+    if source == "generated":
+        return Generator(seed)
+    return Data.open(source, seed, "main" if config is None and source == "openai/gsm8k" else config)

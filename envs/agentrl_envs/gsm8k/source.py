@@ -1,0 +1,75 @@
+"""Where the tasks come from: the generator, a file, or the hub. Nothing is read before a split is asked for."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import Protocol
+
+from agentrl.data.source import Source as DataSource
+from agentrl.data.source import open_source
+from agentrl.plugins.lazy import LazyTasks
+from agentrl.plugins.types import Task, ToolKwargs
+from agentrl_envs.gsm8k.problems import HELD_OUT_SIZE, SPLITS, problem
+from agentrl_envs.gsm8k.rows import Row, question_of, read_rows
+
+TRAIN_SIZE = 50_000
+"""Of the generator: problems of `train`."""
+
+
+class Source(Protocol):
+    splits: tuple[str, ...]
+
+    def tasks(self, split: str) -> Sequence[Task]: ...
+
+
+def generated(split: str, size: int, seed: int) -> LazyTasks:
+    """A split of the generator."""
+    return LazyTasks(size, lambda index: _generated(split, index, seed))
+
+
+def _generated(split: str, index: int, seed: int) -> Task:
+    made = problem(split, index, seed)
+    origin = {"split": split, "index": index, "seed": seed, "kind": made.kind}
+    return _task(f"{split}-{index}", made.question, Fraction(made.answer), origin)
+
+
+@dataclass(frozen=True)
+class Generator:
+    """The generator. Train depends on the seed; the held-out splits never do, so that runs compare."""
+
+    seed: int
+    splits: tuple[str, ...] = SPLITS[1:]
+
+    def tasks(self, split: str) -> Sequence[Task]:
+        return generated("train", TRAIN_SIZE, self.seed) if split == "train" else generated(split, HELD_OUT_SIZE, 0)
+
+
+@dataclass
+class Data:
+    """Rows in GSM8K's format, wherever they are read from. Of a lone file a tenth is held out, by what is asked."""
+
+    source: DataSource
+    _made: dict[str, Sequence[Task]] = field(default_factory=dict)
+
+    @classmethod
+    def open(cls, source: str, seed: int, config: str | None) -> "Data":
+        """Raises UserError where the source is nothing."""
+        return cls(open_source(source, config=config, seed=seed, key=question_of))
+
+    @property
+    def splits(self) -> tuple[str, ...]:
+        return self.source.splits
+
+    def tasks(self, split: str) -> Sequence[Task]:
+        if split not in self._made:
+            self._made[split] = _tasks(split, read_rows(self.source.rows(split)))
+        return self._made[split]
+
+
+def _tasks(split: str, rows: list[Row]) -> list[Task]:
+    return [_task(f"{split}-{r.number}", r.question, r.truth, {"split": split, "solution": r.solution}) for r in rows]
+
+
+def _task(name: str, question: str, truth: Fraction, more: dict[str, object]) -> Task:
+    kwargs = {"calc_gsm8k_reward": ToolKwargs(create_kwargs={"ground_truth": str(truth)})}
+    return Task(id=name, data={"question": question, "answer": str(truth), **more}, tools_kwargs=kwargs)

@@ -1,0 +1,108 @@
+"""The environment `search_qa`: a question, a search tool, and rewards for the answer between `<answer>` tags."""
+
+from collections.abc import Mapping, Sequence
+from random import Random
+from typing import Any
+
+from agentrl_tools.search import Search
+
+from agentrl.data.source import Source, open_source
+from agentrl.errors import UserError, nearest
+from agentrl.plugins.environment import Environment
+from agentrl.plugins.tool import Tool
+from agentrl.plugins.types import Message, Session, Task
+from agentrl_envs.search_qa import generated
+from agentrl_envs.search_qa.demonstrations import STYLES, demonstrate
+from agentrl_envs.search_qa.grade import exact_match, f1, read_answer
+from agentrl_envs.search_qa.rows import question_of, read_tasks
+from agentrl_envs.search_qa.world import world
+
+SYSTEM_PROMPT = (
+    "Answer the question. Search for what you do not know, as often as you need, one fact at a time. "
+    "End with the answer alone, as short as it can be, between <answer> and </answer>."
+)
+SHORT_PROMPT = "Search, then say <answer>...</answer>"
+"""For generated questions, so that prompts stay short for a tiny model."""
+
+
+class SearchQa(Environment):
+    """Questions to be looked up.
+
+    source: `generated`, whose made-up encyclopedia comes with a search tool of its own; or rows in Search-R1's shape
+    (`question` and `golden_answers`, or `reward_model.ground_truth.target`) from a file, a folder, a hub name or a
+    function, with a search tool that the recipe lists. splits, config, and what is held out: as `agentrl.data.source`
+    has it. seed: of the order of generated training questions, and of what is held out of a file.
+    topk: passages a search, of the generated encyclopedia. system_prompt: None takes the source's own. format: whether
+    there is a reward part of that name, 1 for an answer in tags after a search.
+    """
+
+    name = "search_qa"
+
+    def __init__(
+        self,
+        source: str | list[str] = "generated",
+        splits: dict[str, str | list[str]] | None = None,
+        config: str | None = None,
+        seed: int = 0,
+        topk: int = 2,
+        system_prompt: str | None = None,
+        format: bool = False,
+    ) -> None:
+        self._seed, self._format = seed, format
+        self._rows: Source | None = None
+        self._search: Search | None = None
+        if source == "generated":
+            if splits is not None or config is not None:
+                raise UserError("env.args: `splits` and `config` are for data that is read; env.source is generated")
+            self.splits = generated.SPLITS[1:]
+            self._search = Search.over(world().documents, topk)
+        else:
+            self._rows = open_source(source, splits=splits, config=config, seed=seed, key=question_of)
+            self.splits = self._rows.splits
+        default = SYSTEM_PROMPT if self._search is None else SHORT_PROMPT
+        self._system_prompt = default if system_prompt is None else system_prompt
+
+    def tasks(self, split: str) -> Sequence[Task]:
+        known = ("train", *self.splits)
+        if split not in known:
+            raise UserError(f"search_qa has no split {split!r} for this source{nearest(split, known)}")
+        if self._rows is not None:
+            return read_tasks(self._rows.rows(split), split)
+        return generated.tasks(split, self._seed)
+
+    def tools(self) -> Sequence[Tool]:
+        return () if self._search is None else (self._search,)
+
+    async def create(self, session: Session, **create_kwargs: Any) -> list[Message]:
+        question: Message = {"role": "user", "content": session.task.data["question"]}
+        return [{"role": "system", "content": self._system_prompt}, question] if self._system_prompt else [question]
+
+    @property
+    def reward_parts(self) -> tuple[str, ...]:  # type: ignore[override]
+        return ("em", "f1", "format") if self._format else ("em", "f1")
+
+    async def calc_reward(self, session: Session, **kwargs: Any) -> dict[str, float]:
+        content = next((m.get("content") for m in reversed(session.messages) if m["role"] == "assistant"), None)
+        answer = read_answer(content) if isinstance(content, str) else None
+        golden = session.task.data["answers"]
+        parts = {"em": exact_match(answer, golden), "f1": f1(answer, golden)} if answer else {"em": 0.0, "f1": 0.0}
+        if self._format:
+            searched = any(m["role"] == "tool" for m in session.messages)
+            parts["format"] = float(bool(answer) and searched)
+        return parts
+
+    def solved(self, rewards: Mapping[str, float], task: Task) -> bool:
+        """By exact match alone."""
+        return rewards.get("em", 0.0) >= 1.0
+
+    def demonstrate(self, task: Task, rng: Random, style: str) -> list[Message]:
+        """A question answered in a style of `demonstrations.STYLES`; of the generated ones only."""
+        if self._search is None:
+            raise UserError("search_qa demonstrates generated questions only: set env.source to generated")
+        if style not in STYLES:
+            raise UserError(f"search_qa has no demonstrations of style {style!r}{nearest(style, STYLES)}")
+        return demonstrate(generated.question_of(task), self._search, rng, style)
+
+    async def close(self) -> None:
+        if self._search is not None:
+            await self._search.close()

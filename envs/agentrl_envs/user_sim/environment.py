@@ -1,0 +1,106 @@
+"""The environment `user_sim`: a customer leaves out what matters; 1.0 for the right final line behind `####`."""
+
+from collections.abc import Mapping, Sequence
+from random import Random
+from typing import Any
+
+from agentrl.errors import UserError, nearest
+from agentrl.plugins.environment import Environment
+from agentrl.plugins.lazy import LazyTasks
+from agentrl.plugins.tool import Tool
+from agentrl.plugins.types import Message, Reply, Session, Task
+from agentrl_envs.user_sim.demonstrations import STYLES, demonstrate
+from agentrl_envs.user_sim.dialogue import Dialogue, Heard
+from agentrl_envs.user_sim.generate import HELD_OUT_SIZE, SPLITS, Scenario, scenario
+from agentrl_envs.user_sim.lookup import Lookup
+
+TRAIN_SIZE = 100_000
+
+INSTRUCTIONS = "Ask the customer for what is missing. When you know it all, end with: {form}"
+
+
+class UserSim(Environment):
+    """A customer who must be asked.
+
+    seed: of the training tasks. patience: idle or repeated questions that the customer bears before he leaves.
+    fact_reward: step reward for asking, shared out among the missing facts of a task. question_cost: what each question
+    takes off. system_prompt: `{form}` in it stands for the form of the final line.
+    """
+
+    name = "user_sim"
+    reward_parts = ("answer", "questions")
+    splits = SPLITS[1:]
+
+    def __init__(
+        self,
+        source: str = "generated",
+        seed: int = 0,
+        patience: int = 2,
+        fact_reward: float = 0.2,
+        question_cost: float = 0.01,
+        system_prompt: str = INSTRUCTIONS,
+    ) -> None:
+        if source != "generated":
+            raise UserError(f"env.source: user_sim makes its own tasks, so it wants 'generated', got {source!r}")
+        if patience < 0:
+            raise ValueError("patience must be 0 or more")
+        if "{form}" not in system_prompt:
+            raise ValueError("system_prompt lacks {form}, where the form of the final line goes")
+        self._seed, self._patience, self._system_prompt = seed, patience, system_prompt
+        self._fact_reward, self._question_cost = fact_reward, question_cost
+        self._lookup = Lookup()
+
+    def tasks(self, split: str) -> Sequence[Task]:
+        if split not in SPLITS:
+            raise UserError(f"user_sim has no split {split!r}{nearest(split, SPLITS)}")
+        seed = self._seed if split == "train" else 0  # the held-out splits never depend on it, so that runs compare
+        size = TRAIN_SIZE if split == "train" else HELD_OUT_SIZE
+        return LazyTasks(size, lambda index: _task(split, index, seed))
+
+    def tools(self) -> Sequence[Tool]:
+        return (self._lookup,)
+
+    def tools_for(self, task: Task) -> Sequence[Tool]:
+        return (self._lookup,) if task.data["looks_up"] else ()
+
+    async def create(self, session: Session, **create_kwargs: Any) -> list[Message]:
+        made = _scenario(session.task)
+        session.state = Dialogue(made, self._patience)
+        system = self._system_prompt.replace("{form}", made.kind.shown_form)
+        return [{"role": "system", "content": system}, {"role": "user", "content": made.opening}]
+
+    async def execute(self, session: Session, message: Message) -> Reply:
+        dialogue: Dialogue = session.state
+        content = message["content"]
+        heard, said, new = dialogue.hear(content if isinstance(content, str) else "", session.rng)
+        if heard is Heard.ANSWER:
+            return Reply(done=True)
+        reward = self._fact_reward * new / len(dialogue.scenario.missing) if new else None
+        return Reply(({"role": "user", "content": said},), reward, done=dialogue.gone)
+
+    async def calc_reward(self, session: Session, **kwargs: Any) -> dict[str, float]:
+        dialogue: Dialogue = session.state
+        return {"answer": float(dialogue.right), "questions": -self._question_cost * dialogue.asked}
+
+    def solved(self, rewards: Mapping[str, float], task: Task) -> bool:
+        """By the answer alone: how it was asked for does not count."""
+        return rewards.get("answer", 0.0) >= 1.0
+
+    def demonstrate(self, task: Task, rng: Random, style: str) -> list[Message]:
+        """A customer served in a style of `demonstrations.STYLES`."""
+        if style not in STYLES:
+            raise UserError(f"user_sim has no demonstrations of style {style!r}{nearest(style, STYLES)}")
+        return demonstrate(_scenario(task), self._patience, rng, style)
+
+
+def _task(split: str, index: int, seed: int) -> Task:
+    made = scenario(split, index, seed)
+    data = {
+        "split": split, "index": index, "seed": seed, "kind": made.kind.name, "opening": made.opening,
+        "missing": made.missing, "answer": made.answer, "looks_up": made.kind.looks_up,
+    }  # fmt: skip
+    return Task(id=f"{split}-{index}", data=data)
+
+
+def _scenario(task: Task) -> Scenario:
+    return scenario(task.data["split"], task.data["index"], task.data["seed"])

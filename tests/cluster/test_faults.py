@@ -1,0 +1,280 @@
+"""Workers that are killed, crash, hang or fail while others wait, a controller that is killed, Ray that cannot start:
+one line that names what happened, and nothing left behind."""
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+import threading
+import time
+from collections import namedtuple
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from cluster_help import STORE, Probe, alive, descendants, gone
+from paths import SUPPORT
+
+from agentrl.cluster import faults
+from agentrl.cluster.errors import ClusterError, WorkerLost
+from agentrl.cluster.faults import Witness
+from agentrl.cluster.group import WorkerGroup
+from agentrl.cluster.host import Hello
+from agentrl.cluster.pool import ResourcePool
+from agentrl.cluster.post_mortem import Scene, stack
+from agentrl.cluster.session import Session, object_store_bytes
+from agentrl.errors import UserError
+
+
+@pytest.fixture(scope="module")
+def session() -> Iterator[Session]:
+    with Session(cpus=3, object_store=STORE) as session:
+        yield session
+
+
+@pytest.fixture
+def group(session: Session, tmp_path: Path) -> Iterator[WorkerGroup]:
+    with ResourcePool(2) as pool:
+        group = WorkerGroup(pool, Probe, name="probe", logs=tmp_path, timeout=120)
+        yield group
+        group.close()
+
+
+@pytest.fixture
+def collective(session: Session, tmp_path: Path) -> Iterator[WorkerGroup]:
+    with ResourcePool(2) as pool:
+        group = WorkerGroup(pool, Probe, name="probe", logs=tmp_path, timeout=120, collective=True)
+        yield group
+        group.close()
+
+
+def test_a_worker_killed_while_the_other_waits_for_it(collective: WorkerGroup, tmp_path: Path) -> None:
+    first, second = collective.workers
+    assert collective.total() == [3.0, 3.0]
+    with pytest.raises(WorkerLost) as caught:
+        collective.end("SIGKILL", 1)
+    said = str(caught.value)
+    assert said.startswith(f"worker 1 of 'probe' (pid {second.pid}, node {second.node}) died in 'end': it was killed")
+    assert said.endswith(f"the end of {tmp_path}/probe_1.log: worker 1 is made | the last thing it said")
+    assert isinstance(caught.value, UserError)
+    assert gone([first.pid])  # it hung in the collective
+    with pytest.raises(WorkerLost, match=re.escape(said)):
+        collective.total()
+
+
+def test_a_worker_that_crashes_leaves_its_stack(group: WorkerGroup) -> None:
+    with pytest.raises(
+        WorkerLost,
+        match=r"died in 'end': it crashed \(Segmentation fault\) at end \(cluster_help\.py:\d+\); .* thing it said$",
+    ):
+        group.end("SIGSEGV", 0)
+
+
+def test_a_worker_killed_between_two_calls(group: WorkerGroup) -> None:
+    os.kill(group.workers[0].pid, signal.SIGKILL)
+    with pytest.raises(WorkerLost, match=r"worker 0 of 'probe' .* died in 'notes'"):
+        group.notes()
+
+
+def test_the_call_that_it_died_in_is_named_whichever_is_waited_for(group: WorkerGroup) -> None:
+    import ray
+
+    done, running, queued = group.note.future(1), group.slow(600), group.notes.future()
+    ray.wait(list(done._refs), num_returns=2)
+    os.kill(group.workers[1].pid, signal.SIGKILL)
+    with pytest.raises(WorkerLost, match=r"worker 1 of 'probe' .* died in 'slow': it was killed"):
+        queued.result()
+    with pytest.raises(WorkerLost, match="died in 'slow'"):
+        running.result()
+
+
+@pytest.mark.parametrize(("alive", "said"), [(False, "it was killed"), (True, "Ray has lost touch with it")])
+def test_a_process_that_ray_lost_is_looked_for(monkeypatch: pytest.MonkeyPatch, alive: bool, said: str) -> None:
+    monkeypatch.setattr(faults, "visit", lambda _: [Scene(["bye"], "", [], 0, alive)])
+    witness = Witness("probe", 1, Hello(7, "127.0.0.1", "node", 1, 1, 0), Path("probe_1.log"))
+    assert f"died in 'end': {said}" in str(faults.died(witness, "end", faults.UNREACHED))
+
+
+def test_a_worker_that_hangs_is_told_from_those_that_wait_for_it(collective: WorkerGroup, tmp_path: Path) -> None:
+    collective.total()
+    collective.timeout = 3.0
+    with pytest.raises(WorkerLost) as caught:
+        collective.end("sleep", 1)
+    said = str(caught.value)
+    assert said.startswith("no answer to 'end' from rank 0, 1 of 'probe' within 3 seconds (cluster.timeout); worker 1")
+    assert re.search(
+        r"worker 1 of 'probe' \(pid \d+, node [\d.]+\) stands at sleep_long \(cluster_help\.py:\d+\)", said
+    )
+    assert re.search(r"; worker 0 .* stands at all_reduce ", said)
+    assert "in all_reduce" in (tmp_path / "probe_0.log").read_text()
+    assert gone([hello.pid for hello in collective.workers])
+
+
+def test_a_call_waits_for_those_before_it(group: WorkerGroup) -> None:
+    group.timeout = 3.0
+    calls = [group.slow(1.2) for _ in range(5)]
+    elsewhere = threading.Thread(target=lambda: [call.result() for call in calls[:4]])
+    elsewhere.start()
+    assert calls[4].result() == [0, 1]  # after six seconds, but never three without an answer
+    elsewhere.join()
+
+
+def test_one_that_raises_while_the_other_waits_for_it(group: WorkerGroup) -> None:
+    with pytest.raises(UserError, match=r"^rank 1 cannot go on$"):
+        group.end("raise", 1)
+    with pytest.raises(WorkerLost, match=r"the group 'probe' ended when worker 1 .* failed: rank 1 cannot go on"):
+        group.total()
+
+
+def test_what_ray_says_of_the_dead() -> None:
+    class NodeDiedError(Exception):
+        pass
+
+    class RayTaskError(Exception):
+        pass
+
+    assert faults.cause(RuntimeError("x\nworker killed, node running low on memory\n")).startswith("Ray ended it")
+    assert faults.cause(NodeDiedError("gone")) == "its machine left the cluster"
+    assert faults.cause(RuntimeError("\n  first line\nsecond")) == "first line"
+    assert faults.cause(RayTaskError("ray::Host.call()\n  File x\nOSError: full\n")) == "OSError: full"
+
+
+def test_the_kernels_killings_are_counted(group: WorkerGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agentrl.cluster.post_mortem.oom_kills", lambda: group.workers[0].oom_kills + 1)
+    with pytest.raises(WorkerLost, match="the kernel killed a process of its machine since, for memory ran out"):
+        group.end("SIGKILL", 0)
+
+
+def test_the_last_stack_of_a_log() -> None:
+    dump = ["Thread 0x1 (most recent call first):", '  File "/a/other.py", line 1 in wait']
+    main = ["Current thread 0x2 (most recent call first):", '  File "/a b/it.py", line 7 in <lambda>', "", "said"]
+    assert stack([*main, *dump, *main]) == ["/a b/it.py:7 <lambda>"]
+    assert stack([*main, *dump], "Current") == ["/a b/it.py:7 <lambda>"]
+    assert stack(["no stacks"]) == []
+
+
+CONTROLLER = """
+    import os, signal, sys, time
+    from pathlib import Path
+
+    sys.path.insert(0, {tests!r})
+    from cluster_help import STORE, Probe
+    from agentrl.cluster.group import WorkerGroup
+    from agentrl.cluster.pool import ResourcePool
+    from agentrl.cluster.session import Session
+
+    asked = []
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, frame: asked.append(number))
+    with Session(cpus=2, object_store=STORE) as session, ResourcePool(2) as pool:
+        group = WorkerGroup(pool, Probe, name="probe", logs=Path({logs!r}))
+        print(session.folder, *(hello.pid for hello in group.workers), flush=True)
+        while len(asked) < 2:
+            time.sleep(0.05)
+        assert [about["place"].rank for about in group.about()] == [0, 1]
+        group.close()
+    print("whole", asked, flush=True)
+"""
+
+
+@pytest.fixture
+def controller(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """A run of its own, with two workers, in a process group of its own as a terminal makes it."""
+    script = textwrap.dedent(CONTROLLER).format(tests=str(SUPPORT), logs=str(tmp_path))
+    process = subprocess.Popen(
+        [sys.executable, "-c", script],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    yield process
+    process.kill()
+    process.communicate()
+
+
+def begun(controller: "subprocess.Popen[str]") -> tuple[Path, list[int]]:
+    """Ray's folder and all processes of a run, once its workers are there."""
+    assert controller.stdout is not None
+    folder, *workers = controller.stdout.readline().split()
+    processes = descendants(controller.pid)
+    assert {int(pid) for pid in workers} <= set(processes)
+    assert len(processes) > 5  # the keeper, Ray's own, the workers
+    assert Path(folder).is_dir()
+    return Path(folder), processes
+
+
+def test_nothing_is_left_of_a_controller_that_is_killed(controller: "subprocess.Popen[str]") -> None:
+    folder, processes = begun(controller)
+    shared = set(os.listdir("/dev/shm"))
+    controller.kill()
+    assert gone(processes)
+    until = time.monotonic() + 10
+    while folder.exists() and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not folder.exists()
+    assert {name for name in set(os.listdir("/dev/shm")) - shared if "plasma" in name} == set()
+
+
+def test_signals_to_the_process_group_leave_the_workers_alone(controller: "subprocess.Popen[str]") -> None:
+    _, processes = begun(controller)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        os.killpg(controller.pid, number)
+    said, complaints = controller.communicate(timeout=120)
+    assert said.startswith("whole [")
+    assert controller.returncode == 0
+    assert complaints == ""
+    assert not any(map(alive, processes))
+
+
+@pytest.fixture
+def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where the files of a Ray go that this test starts; nobody else's do."""
+    folder = tempfile.mkdtemp(prefix="t-", dir="/tmp")  # a short path, for sockets lie in it
+    monkeypatch.setattr(tempfile, "tempdir", folder)
+    yield Path(folder)
+    shutil.rmtree(folder)
+
+
+@pytest.fixture
+def unconnected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if this process had no session yet."""
+    import ray
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+
+
+def test_ray_that_does_not_start_says_why(unconnected: None, place: Path) -> None:
+    with pytest.raises(ClusterError, match=r"^Ray did not start on this machine: .*must be nonnegative") as caught:
+        Session(cpus=-1, object_store=STORE)
+    assert "\n" not in str(caught.value)
+    assert list(place.iterdir()) == []
+
+
+def test_ray_that_takes_too_long_is_ended(unconnected: None, place: Path) -> None:
+    before = set(descendants(os.getpid()))
+    with pytest.raises(ClusterError, match=r"^Ray did not start on this machine in time: "):
+        Session(cpus=1, object_store=STORE, timeout=0.2)
+    assert list(place.iterdir()) == []
+    assert set(descendants(os.getpid())) <= before
+
+
+def test_too_little_shared_memory_is_said_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(64 << 20, 0, 64 << 20))
+    with pytest.raises(ClusterError, match=r"/dev/shm has 64 MiB free; .* docker run --shm-size"):
+        object_store_bytes()
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(1 << 40, 0, 1 << 30))
+    assert object_store_bytes() == int((1 << 30) * 0.3)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(1 << 40, 0, 1 << 40))
+    assert object_store_bytes() == 8 << 30
+
+
+def test_one_session_at_a_time(session: Session) -> None:
+    with pytest.raises(ClusterError, match="connected to Ray already"):
+        Session(address=session.address)
+    assert len(os.listdir(session.folder)) > 0

@@ -1,0 +1,146 @@
+"""A dealt batch: every sample exactly once, balanced by packed tokens, and outputs joined in the batch's order."""
+
+import pickle
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from packing_help import make_batch
+
+from agentrl.compute.balance import deal
+from agentrl.compute.batch import Batch
+from agentrl.compute.packing import forest
+
+shapes = st.lists(
+    st.tuples(st.integers(0, 40), st.lists(st.integers(1, 30), min_size=1, max_size=9)), min_size=1, max_size=8
+)
+
+
+def packed_tokens(batch: Batch) -> int:
+    """Tokens that a worker computes for `batch`: those of samples that predict something, prompts once."""
+    kept = batch.select(np.flatnonzero(batch.sampled > 0))
+    return sum(t.shared + sum(int(kept.lengths[s]) - t.shared for s in t.samples) for t in forest(kept))
+
+
+def named(batch: Batch) -> Batch:
+    return batch.with_samples(name=np.arange(len(batch))).with_tokens(place=np.arange(int(batch.offsets[-1])))
+
+
+@settings(max_examples=150, deadline=None)
+@given(shapes, st.integers(1, 9), st.integers(0, 3))
+def test_every_sample_is_dealt_once_and_joined_in_order(
+    drawn: list[tuple[int, list[int]]], parts: int, seed: int
+) -> None:
+    batch = named(make_batch(drawn, seed))
+    dealt = deal(batch, parts)
+    assert len(dealt.parts) == parts
+    assert sorted(np.concatenate([part.samples["name"] for part in dealt.parts])) == list(range(len(batch)))
+    for part in dealt.parts:
+        assert np.all(np.diff(part.samples["name"]) > 0)
+        for i in range(len(part)):
+            there = batch.span(int(part.samples["name"][i]))
+            assert np.array_equal(part.tokens["ids"][part.span(i)], batch.tokens["ids"][there])
+    assert np.array_equal(dealt.join([part.tokens["place"] for part in dealt.parts]), batch.tokens["place"])
+    assert np.array_equal(dealt.join([part.samples["name"] for part in dealt.parts]), batch.samples["name"])
+    again = dealt.join(dealt.parts)
+    assert np.array_equal(again.offsets, batch.offsets)
+    assert np.array_equal(again.tokens["place"], batch.tokens["place"])
+    assert [pickle.dumps(p) for p in deal(batch, parts).parts] == [pickle.dumps(p) for p in dealt.parts]
+
+
+@settings(max_examples=150, deadline=None)
+@given(shapes, st.integers(1, 9), st.integers(0, 3))
+def test_no_part_is_much_fuller_than_the_others(drawn: list[tuple[int, list[int]]], parts: int, seed: int) -> None:
+    """Graham's bound, for whole groups and for single samples (whose prompts then count each)."""
+    batch = make_batch(drawn, seed)
+    kept = batch.select(np.flatnonzero(batch.sampled > 0))
+    fullest = max(packed_tokens(part) for part in deal(batch, parts).parts)
+    largest = max((packed_tokens(kept.select(tree.samples)) for tree in forest(kept)), default=0)
+    assert fullest <= 1.02 * (packed_tokens(batch) / parts + largest)
+    assert fullest <= 1.02 * (kept.lengths.sum() / parts + kept.lengths.max(initial=0))
+    assert fullest <= packed_tokens(batch)
+
+
+def test_groups_stay_whole_where_that_balances() -> None:
+    batch = make_batch([(100, [10] * 8)] * 8)
+    dealt = batch.deal(4)
+    assert [packed_tokens(part) for part in dealt.parts] == [360] * 4
+    assert all(len(set(part.samples["group"])) == 2 for part in dealt.parts)
+
+
+def test_exchanges_find_what_the_largest_first_rule_misses() -> None:
+    sizes = [60, 60, 40, 40, 40]  # largest first: 140 and 100
+    batch = make_batch([(0, [size]) for size in sizes])
+    batch.tokens["loss_mask"][:] = 1
+    assert [packed_tokens(part) for part in batch.deal(2).parts] == [120, 120]
+
+
+def test_a_group_is_dealt_out_where_whole_ones_do_not_balance() -> None:
+    batch = make_batch([(20, [100] * 8)])
+    assert [packed_tokens(part) for part in batch.deal(4).parts] == [220] * 4
+    uneven = make_batch([(20, [50] * 16), (20, [50] * 4), (20, [50] * 4)])
+    loads = [packed_tokens(part) for part in uneven.deal(4).parts]
+    assert max(loads) <= 1.1 * sum(loads) / 4
+    assert max(loads) < packed_tokens(uneven.select(range(16))) / 2
+
+
+def test_a_group_with_a_long_prompt_is_not_dealt_out_in_vain() -> None:
+    batch = make_batch([(4000, [1] * 8), (4000, [1] * 8)])
+    batch.tokens["loss_mask"][:] = 1
+    assert sorted(packed_tokens(part) for part in batch.deal(4).parts) == [0, 0, 4008, 4008]
+
+
+def test_pieces_go_where_their_prompt_is_already() -> None:
+    batch = make_batch([(300, [80, 90, 50]), (350, [10, 60])])
+    batch.tokens["loss_mask"][:] = 1
+    assert sorted(packed_tokens(part) for part in batch.deal(3).parts) == [390, 420, 430]
+
+
+def test_more_parts_than_samples_and_an_empty_batch() -> None:
+    batch = named(make_batch([(3, [4, 5])]))
+    dealt = batch.deal(5)
+    assert sorted(len(part) for part in dealt.parts) == [0, 0, 0, 1, 1]
+    assert np.array_equal(dealt.join([part.tokens["place"] for part in dealt.parts]), batch.tokens["place"])
+    nothing = batch.select([]).deal(3)
+    assert [len(part) for part in nothing.parts] == [0, 0, 0]
+    assert len(nothing.join([part.tokens["place"] for part in nothing.parts])) == 0
+
+
+def test_samples_without_sampled_tokens_weigh_nothing() -> None:
+    batch = named(make_batch([(5, [50, 50]), (5, [500]), (5, [50, 50]), (5, [500])]))
+    batch.tokens["loss_mask"][:] = 1
+    for silent in (2, 5):
+        batch.tokens["loss_mask"][batch.span(silent)] = 0
+    dealt = batch.deal(2)
+    assert [part.samples["name"].tolist() for part in dealt.parts] == [[0, 1, 2], [3, 4, 5]]
+    assert [packed_tokens(part) for part in dealt.parts] == [105, 105]
+    assert np.array_equal(dealt.join([part.samples["name"] for part in dealt.parts]), batch.samples["name"])
+
+
+@dataclass
+class Count:
+    value: int
+
+    def merge(self, others: "list[Count]") -> "Count":
+        return Count(self.value + sum(other.value for other in others))
+
+
+def test_other_outputs_are_merged_or_refused() -> None:
+    dealt = make_batch([(3, [4, 5]), (2, [6])]).deal(2)
+    assert dealt.join([Count(2), Count(3)]) == Count(5)
+    assert dealt.join([None, None]) is None
+    with pytest.raises(ValueError, match="type NoneType, ndarray"):
+        dealt.join([None, np.zeros(3)])
+    with pytest.raises(ValueError, match="neither the parts' tokens nor their samples"):
+        dealt.join([np.zeros(1000), np.zeros(3)])
+    with pytest.raises(ValueError, match="1 outputs for 2 parts"):
+        dealt.join([None])
+
+
+def test_arrays_with_further_dimensions_are_joined_too() -> None:
+    batch = make_batch([(3, [4, 5]), (2, [6])])
+    wide = np.arange(int(batch.offsets[-1]) * 3).reshape(-1, 3)
+    dealt = batch.with_tokens(wide=wide).deal(2)
+    assert np.array_equal(dealt.join([part.tokens["wide"] for part in dealt.parts]), wide)

@@ -1,0 +1,134 @@
+"""Hand-derived passes equal their textbook expressions, and logits of a whole batch never stand in memory."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from agentrl.compute import kernels
+from agentrl.compute.kernels import rms_norm, swiglu, token_logprobs
+
+
+def textbook(
+    hidden: Tensor, head: Tensor, bias: Tensor | None, target: Tensor, temperature: float
+) -> tuple[Tensor, Tensor]:
+    log_p = (torch.nn.functional.linear(hidden, head, bias) / temperature).log_softmax(-1)
+    return log_p.gather(1, target[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+
+
+def inputs(bias: bool, frozen: bool) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+    torch.manual_seed(0)
+    head = torch.randn(40, 8).requires_grad_(not frozen)
+    return (
+        torch.randn(23, 8, requires_grad=True), head, torch.randn(40, requires_grad=True) if bias else None,
+        torch.randint(0, 40, (23,)),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("wanted", ["logprobs", "entropy", "both"])
+@pytest.mark.parametrize(("bias", "frozen"), [(False, False), (True, False), (True, True)])
+@pytest.mark.parametrize("kept", [True, False])
+def test_token_logprobs_are_those_of_the_textbook(
+    wanted: str, bias: bool, frozen: bool, kept: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "CHUNK", 0)
+    monkeypatch.setattr(kernels, "CHUNK_ROWS", 7)
+    monkeypatch.setattr(kernels, "KEPT", 1 << 20 if kept else 0)
+    weight = torch.randn(2, 23, generator=torch.Generator().manual_seed(1))
+    results: list[list[Tensor | None]] = []
+    for compute in (textbook, token_logprobs):
+        hidden, head, maybe, target = inputs(bias, frozen)
+        logprobs, entropy = compute(hidden, head, maybe, target, 0.7)
+        loss = torch.zeros(())
+        loss = loss + (weight[0] * logprobs).sum() if wanted != "entropy" else loss
+        loss = loss + (weight[1] * entropy).sum() if wanted != "logprobs" else loss
+        loss.backward()
+        results.append([logprobs.detach(), entropy.detach(), hidden.grad, head.grad, maybe.grad if bias else None])
+    for found, expected in zip(results[1], results[0], strict=True):
+        assert (found is None) == (expected is None)
+        if found is not None:
+            torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_no_predictions_give_gradients_of_nothing() -> None:
+    hidden, head, _, target = inputs(False, False)
+    logprobs, entropy = token_logprobs(hidden[:0], head, None, target[:0], 1.0)
+    (logprobs.sum() + entropy.sum()).backward()
+    for leaf in (hidden, head):
+        assert leaf.grad is not None
+        assert not leaf.grad.any()
+
+
+@pytest.mark.parametrize("gain", [True, False])
+def test_norm_and_gate_are_those_of_torch(gain: bool) -> None:
+    x, g = torch.randn(9, 16, requires_grad=True), torch.rand(16, requires_grad=True) if gain else None
+    found = (rms_norm(x, g, 1e-5) ** 3).sum()
+    wanted = (torch.nn.functional.rms_norm(x, (16,), g, 1e-5) ** 3).sum()
+    leaves = [x] if g is None else [x, g]
+    for got, expected in zip(torch.autograd.grad(found, leaves), torch.autograd.grad(wanted, leaves), strict=True):
+        torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(
+        torch.autograd.grad((swiglu(x) ** 2).sum(), x)[0],
+        torch.autograd.grad(((torch.nn.functional.silu(x[:, :8]) * x[:, 8:]) ** 2).sum(), x)[0],
+    )
+
+
+class Held(TorchDispatchMode):
+    """The most bytes that tensors made inside held at a time, and the elements of the largest."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alive: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.most = self.largest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, (tuple, list)) else [out]:
+            if isinstance(tensor, Tensor):
+                storage = tensor.untyped_storage()
+                self.alive[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+                self.largest = max(self.largest, storage.nbytes())
+        self.alive = {key: (ref, size) for key, (ref, size) in self.alive.items() if not ref.expired()}
+        self.most = max(self.most, sum(size for _, size in self.alive.values()))
+        return out
+
+
+@pytest.mark.parametrize("entropy", [False, True])
+@pytest.mark.parametrize(("tokens", "vocabulary"), [(32_768, 150_000), (4096, 32_000)])
+def test_logits_of_the_whole_batch_never_stand(tokens: int, vocabulary: int, entropy: bool) -> None:
+    """On tensors without data, so that no machine is too small: the chunks' sizes are those of the real pass."""
+    with torch.device("meta"):
+        hidden = torch.empty(tokens, 8, requires_grad=True)
+        head = torch.empty(vocabulary, 8, requires_grad=True)
+        target = torch.empty(tokens, dtype=torch.long)
+    with Held() as held:
+        logprobs, entropies = token_logprobs(hidden, head, None, target, 0.9)
+        (logprobs.sum() + entropies.sum() if entropy else logprobs.sum()).backward()
+    chunk = 4 * vocabulary * kernels.CHUNK_ROWS
+    assert held.largest == chunk
+    assert held.most < 3.2 * chunk
+    assert held.most < 1 << 30
+
+
+def test_no_gradient_is_made_of_a_frozen_head() -> None:
+    most = []
+    for trained in (True, False):
+        with torch.device("meta"):
+            hidden, target = torch.empty(64, 4096, requires_grad=True), torch.empty(64, dtype=torch.long)
+            head = torch.empty(1000, 4096, requires_grad=trained)
+        with Held() as held:
+            token_logprobs(hidden, head, None, target, 1.0)[0].sum().backward()
+        most.append(held.most)
+    assert most[0] - most[1] >= 4 * 1000 * 4096
+
+
+def test_the_measure_sees_logits_that_do_stand() -> None:
+    with torch.device("meta"):
+        hidden, head = torch.empty(4096, 8, requires_grad=True), torch.empty(32_000, 8)
+        target = torch.empty(4096, dtype=torch.long)
+    with Held() as held:
+        textbook(hidden, head, None, target, 0.9)[0].sum().backward()
+    assert held.most >= 4 * 4096 * 32_000

@@ -1,0 +1,234 @@
+"""Packed losses and gradients equal those of separate sequences, for every shape and way."""
+
+import pickle
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from packing_help import SHAPES, VOCABULARY, make_batch, make_model, shapes
+from transformers import (
+    PreTrainedModel,
+)
+
+from agentrl.compute import tree_attention as attention
+from agentrl.compute.batch import Batch
+from agentrl.compute.block_forward import FastForward
+from agentrl.compute.forward import Forward, ModuleForward, SequenceForward, choose
+from agentrl.compute.hf_attention import recomputing
+from agentrl.compute.packing import forest, micro_batches, pack
+
+
+def separate(model: PreTrainedModel, batch: Batch, weight: torch.Tensor, temperature: float) -> torch.Tensor:
+    """Log-probs [T] (0 where not sampled) by plain rows; adds the gradient of sum(weight * logprob)."""
+    out = torch.zeros(int(batch.offsets[-1]))
+    for sample in range(len(batch)):
+        span = batch.span(sample)
+        ids = torch.from_numpy(batch.tokens["ids"][span].astype(np.int64))
+        mask = torch.from_numpy(batch.tokens["loss_mask"][span].astype(bool))[1:]
+        log_p = (model(input_ids=ids[None], use_cache=False).logits[0, :-1] / temperature).log_softmax(-1)
+        chosen = log_p.gather(1, ids[1:, None])[:, 0] * mask
+        (chosen * weight[span][1:]).sum().backward()
+        out[span][1:] = chosen.detach()
+    return out
+
+
+def packed(forward: Forward, batch: Batch, weight: torch.Tensor, temperature: float, budget: int) -> torch.Tensor:
+    out = torch.zeros(int(batch.offsets[-1]))
+    for row in micro_batches(batch, budget):
+        logprobs, _ = forward(row, temperature)
+        (logprobs * weight[row.source]).sum().backward()
+        out[row.source] = logprobs.detach()
+    return out
+
+
+def gradients(model: PreTrainedModel) -> list[torch.Tensor]:
+    found = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    model.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("budget", [10_000, 40])
+@pytest.mark.parametrize("kind", [FastForward, ModuleForward, SequenceForward])
+@pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama"])
+def test_packed_equals_separate(family: str, kind: Any, budget: int, temperature: float) -> None:
+    model, batch = make_model(family), make_batch(SHAPES)
+    weight = torch.randn(int(batch.offsets[-1]), generator=torch.Generator().manual_seed(1)) / 50
+    wanted = separate(model, batch, weight, temperature)
+    wanted_gradients = gradients(model)
+    found = packed(kind(model), batch, weight, temperature, budget)
+    torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
+    for got, expected in zip(gradients(model), wanted_gradients, strict=True):
+        torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", [FastForward, ModuleForward])
+def test_long_sequences_take_the_other_attention_and_agree(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, batch = make_model("qwen3"), make_batch(SHAPES)
+    weight = torch.ones(int(batch.offsets[-1]))
+    wanted = packed(kind(model), batch, weight, 1.0, 10_000)
+    wanted_gradients = gradients(model)
+    monkeypatch.setattr(attention, "SHORT", 3)
+    monkeypatch.setattr(attention, "STEP", 4)
+    torch.testing.assert_close(packed(kind(model), batch, weight, 1.0, 10_000), wanted, atol=1e-5, rtol=1e-5)
+    for got, expected in zip(gradients(model), wanted_gradients, strict=True):
+        torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", [FastForward, ModuleForward])
+def test_a_segment_in_two_halves_attends_as_one(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, batch = make_model("qwen3"), make_batch(SHAPES)
+    weight = torch.ones(int(batch.offsets[-1]))
+    wanted = separate(model, batch, weight, 1.0)
+    wanted_gradients = gradients(model)
+    monkeypatch.setattr(attention, "HALVED", 3)
+    row = pack(batch, forest(batch))
+    assert sum(len(b.own) for b in attention.bucketed(row.segments).buckets) > len(row.segments)
+    torch.testing.assert_close(packed(kind(model), batch, weight, 1.0, 10_000), wanted, atol=1e-5, rtol=1e-5)
+    for got, expected in zip(gradients(model), wanted_gradients, strict=True):
+        torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_large_vocabularies_recompute_probabilities_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    from agentrl.compute import kernels
+
+    model, batch = make_model("qwen2"), make_batch(SHAPES)
+    weight = torch.ones(int(batch.offsets[-1]))
+    wanted = packed(FastForward(model), batch, weight, 0.9, 10_000)
+    wanted_gradients = gradients(model)
+    monkeypatch.setattr(kernels, "CHUNK", 0)
+    monkeypatch.setattr(kernels, "CHUNK_ROWS", 5)
+    monkeypatch.setattr(kernels, "KEPT", 0)
+    torch.testing.assert_close(packed(FastForward(model), batch, weight, 0.9, 10_000), wanted)
+    for got, expected in zip(gradients(model), wanted_gradients, strict=True):
+        torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen2"])
+@pytest.mark.parametrize("copies", [True, False])
+@pytest.mark.parametrize("onednn", [True, False])
+def test_every_product_and_layout_of_the_weights_agrees(
+    family: str, copies: bool, onednn: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, batch = make_model(family), make_batch(SHAPES)
+    weight = torch.ones(int(batch.offsets[-1]))
+    wanted = packed(SequenceForward(model), batch, weight, 1.0, 10_000)
+    wanted_gradients = gradients(model)
+    monkeypatch.setattr("agentrl.models.dense.prefers_onednn", lambda: onednn)
+    forward = FastForward(model)
+    forward.copies = copies
+    torch.testing.assert_close(packed(forward, batch, weight, 1.0, 10_000), wanted, atol=1e-5, rtol=1e-5)
+    for got, expected in zip(gradients(model), wanted_gradients, strict=True):
+        torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_entropy_and_its_gradient() -> None:
+    model, batch = make_model("qwen3"), make_batch(SHAPES)
+    row = pack(batch, forest(batch))
+    found: list[torch.Tensor] = []
+    wanted: list[torch.Tensor] = []
+    for forward, entropies in ((FastForward(model), found), (SequenceForward(model), wanted)):
+        _, entropy = forward(row, 0.8)
+        entropy.sum().backward()
+        entropies += [entropy.detach(), *gradients(model)]
+    for got, expected in zip(found, wanted, strict=True):
+        torch.testing.assert_close(got, expected, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("family", "way", "why"),
+    [
+        ("qwen3", FastForward, "own forward"),
+        ("windowed", SequenceForward, "sliding window"),
+        ("gpt2", ModuleForward, "no own forward: architecture 'gpt2'"),
+    ],
+)
+def test_the_fastest_exact_way_is_chosen_and_said(family: str, way: type, why: str) -> None:
+    model = make_model(family)
+    forward, said = choose(model)
+    assert isinstance(forward, way)
+    assert why in said
+    batch = make_batch(SHAPES)
+    weight = torch.ones(int(batch.offsets[-1]))
+    wanted = separate(model, batch, weight, 1.0)
+    torch.testing.assert_close(packed(forward, batch, weight, 1.0, 100), wanted, atol=1e-4, rtol=1e-4)
+
+
+def test_the_module_attends_as_before_afterwards() -> None:
+    model = make_model("qwen3")
+    before = model.config._attn_implementation
+    ModuleForward(model)(pack(make_batch(SHAPES), forest(make_batch(SHAPES))), 1.0)
+    assert model.config._attn_implementation == before
+
+
+def test_layers_computed_again_in_the_backward_pass_attend_alike() -> None:
+    model, batch = make_model("qwen3"), make_batch(SHAPES)
+    weight = torch.ones(int(batch.offsets[-1]))
+    wanted = packed(ModuleForward(model), batch, weight, 1.0, 10_000)
+    wanted_gradients = gradients(model)
+    again = {"use_reentrant": False, "context_fn": partial(recomputing, model)}
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=again)
+    model.train()
+    assert torch.equal(packed(ModuleForward(model), batch, weight, 1.0, 10_000), wanted)
+    for got, expected in zip(gradients(model), wanted_gradients, strict=True):
+        torch.testing.assert_close(got, expected)
+
+
+@settings(max_examples=60, deadline=None)
+@given(shapes, st.integers(1, 60), st.integers(0, 5))
+def test_micro_batches_predict_every_sampled_token_once(
+    drawn: list[tuple[int, list[int]]], budget: int, seed: int
+) -> None:
+    batch = make_batch(drawn, seed)
+    rows = list(micro_batches(batch, budget))
+    sources = np.sort(np.concatenate([row.source for row in rows])) if rows else np.zeros(0, int)
+    assert np.array_equal(sources, np.flatnonzero(batch.tokens["loss_mask"]))
+    longest = int(batch.lengths.max())
+    for row in rows:
+        assert len(row.ids) <= max(budget, longest)
+        covered = np.concatenate([np.arange(s.start, s.end) for s in row.segments])
+        assert np.array_equal(np.sort(covered), np.arange(len(row.ids)))
+        assert np.array_equal(row.target, batch.tokens["ids"][row.source])
+        for i, position in zip(row.predict, row.source, strict=True):
+            sample = int(np.searchsorted(batch.offsets, position, "right")) - 1
+            assert row.positions[i] == position - batch.offsets[sample] - 1
+            assert row.ids[i] == batch.tokens["ids"][position - 1]
+
+
+def test_a_shared_prompt_is_computed_once() -> None:
+    batch = make_batch([(20, [5, 5, 5])])
+    assert len(pack(batch, forest(batch)).ids) == 20 + 15
+
+
+def test_prompts_that_differ_share_their_common_start() -> None:
+    batch = make_batch([(10, [4, 4])])
+    batch.tokens["ids"][14 + 6] = (batch.tokens["ids"][6] + 1) % VOCABULARY
+    assert forest(batch)[0].shared == 6
+    model, weight = make_model("qwen3"), torch.ones(28)
+    wanted = separate(model, batch, weight, 1.0)
+    torch.testing.assert_close(packed(FastForward(model), batch, weight, 1.0, 100), wanted, atol=1e-5, rtol=1e-5)
+
+
+def test_select_split_concat_repeat_keep_every_column() -> None:
+    batch = make_batch(SHAPES)
+    again = Batch.concat(batch.split(4))
+    for name, column in {**batch.tokens, **batch.samples}.items():
+        assert np.array_equal({**again.tokens, **again.samples}[name], column), name
+    assert np.array_equal(again.offsets, batch.offsets)
+    assert [len(part) for part in batch.split(4)] == [2, 3, 2, 3]
+    twice = batch.select([3]).repeat(2)
+    assert np.array_equal(twice.tokens["ids"], np.tile(batch.tokens["ids"][batch.span(3)], 2))
+    assert len(batch.select([])) == 0
+    with pytest.raises(ValueError, match="columns must have 10 entries"):
+        batch.with_samples(extra=np.zeros(3))
+
+
+def test_a_batch_pickles_as_flat_arrays() -> None:
+    batch = make_batch([(50, [60] * 8)] * 16)
+    blob = pickle.dumps(batch, protocol=5)
+    assert len(blob) < batch.offsets[-1] * 5 + 20_000
+    assert np.array_equal(pickle.loads(blob).tokens["ids"], batch.tokens["ids"])

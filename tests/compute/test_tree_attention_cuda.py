@@ -1,0 +1,135 @@
+"""The masks and lengths that CUDA kernels are given say what the buckets do; the kernels themselves run on CPUs where
+torch has them (flex_attention's forward pass), and stand-ins say the rest."""
+
+import logging
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from packing_help import make_batch
+from pretend_gpu import flash
+from torch import Tensor
+from torch.nn.attention import varlen
+from torch.nn.attention.flex_attention import create_block_mask
+
+from agentrl.compute import tree_attention_cuda as cuda_attention
+from agentrl.compute.packing import Segment, forest, pack
+from agentrl.compute.tree_attention import bucketed
+from agentrl.compute.tree_attention_cuda import BLOCK, Row, block_mask, by_flash, by_flex, kernel_for, mask_of, padded
+
+CPU = torch.device("cpu")
+shapes = st.lists(
+    st.tuples(st.integers(1, 300), st.lists(st.integers(1, 150), min_size=1, max_size=4)), min_size=1, max_size=3
+)
+
+
+def segments_of(shape: list[tuple[int, list[int]]]) -> tuple[Segment, ...]:
+    batch = make_batch(shape)
+    return pack(batch, forest(batch)).segments
+
+
+def tensors(tokens: int, heads: int = 4, groups: int = 2) -> tuple[Tensor, Tensor, Tensor]:
+    torch.manual_seed(0)
+    return torch.randn(tokens, heads, 16), torch.randn(tokens, groups, 16), torch.randn(tokens, groups, 16)
+
+
+@settings(max_examples=8, deadline=None)
+@given(shapes)
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
+def test_flex_attention_over_the_mask_is_attention_over_the_buckets(shape: list[tuple[int, list[int]]]) -> None:
+    row = Row(segments_of(shape), CPU)
+    query, key, value = tensors(row.tokens)
+    wanted = bucketed(row.segments).attend(query, key, value, 0.3)
+    torch.testing.assert_close(by_flex(query, key, value, row, 0.3).flatten(1), wanted, atol=1e-5, rtol=1e-5)
+
+
+@settings(max_examples=25, deadline=None)
+@given(shapes)
+def test_blocks_are_those_of_the_mask(shape: list[tuple[int, list[int]]]) -> None:
+    """Against torch's own way, which looks at every pair."""
+    segments = segments_of(shape)
+    tokens = max(s.end for s in segments)
+    length = padded(tokens)
+    found = block_mask(segments, tokens, CPU)
+    mask = mask_of(segments, tokens, CPU)
+    wanted = create_block_mask(mask, None, None, length, length, device="cpu", BLOCK_SIZE=BLOCK)
+    for name in ("kv_num_blocks", "full_kv_num_blocks", "q_num_blocks", "full_q_num_blocks"):
+        assert torch.equal(getattr(found, name), getattr(wanted, name)), name
+    for name in ("kv", "full_kv", "q", "full_q"):
+        counts, ours, theirs = (getattr(m, f"{name}_{what}") for m, what in (
+            (wanted, "num_blocks"), (found, "indices"), (wanted, "indices")))  # fmt: skip
+        for block, count in enumerate(counts[0, 0].tolist()):
+            assert sorted(ours[0, 0, block, :count].tolist()) == sorted(theirs[0, 0, block, :count].tolist()), name
+
+
+def test_most_of_a_long_forest_is_never_looked_at() -> None:
+    mask = block_mask(segments_of([(1280, [1280] * 8)] * 4), 4 * 9 * 1280, CPU)
+    assert mask.sparsity() > 90
+
+
+@pytest.fixture
+def untried(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda_attention._fault.cache_clear()
+    monkeypatch.setattr(varlen, "varlen_attn", flash)
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_lone_sequences_go_to_flash_attention_in_half_precision(
+    groups: int, untried: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    row = Row((Segment(0, 7), Segment(7, 7), Segment(7, 200), Segment(200, 230)), CPU)
+    query, key, value = (x.bfloat16() for x in tensors(230, groups=groups))
+    assert kernel_for(row.shared, query, key) is by_flash
+    wanted = bucketed(row.segments).attend(query, key, value, 0.2)
+    torch.testing.assert_close(row.attend(query, key, value, 0.2), wanted, atol=0.02, rtol=0.02)
+    assert not caplog.records
+
+
+def test_a_shared_prompt_and_whole_precision_go_to_flex_attention(
+    untried: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda_attention, "_difference", lambda *about: 0.0)
+    query, key, _ = tensors(9)
+    assert kernel_for(True, query.bfloat16(), key.bfloat16()) is by_flex
+    assert kernel_for(True, query, key) is by_flex
+    assert kernel_for(False, query, key) is by_flex
+
+
+def test_a_kernel_that_fails_leaves_the_work_to_the_buckets(untried: None, caplog: pytest.LogCaptureFixture) -> None:
+    """flex_attention has no backward pass on a CPU: a real failure of the real trial."""
+    row = Row(segments_of([(9, [5, 6]), (4, [3])]), CPU)
+    query, key, value = tensors(row.tokens)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            wanted = bucketed(row.segments).attend(query, key, value, 0.3)
+            assert torch.equal(row.attend(query, key, value, 0.3), wanted)
+    assert len(caplog.records) == 1
+    assert "runs in buckets, not by_flex" in caplog.text
+
+
+def test_a_kernel_that_computes_something_else_is_not_used(
+    untried: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def off(*about: Any, **options: Any) -> Tensor:
+        return flash(*about, **options) * 1.2
+
+    monkeypatch.setattr(varlen, "varlen_attn", off)
+    query, key, _ = (x.bfloat16() for x in tensors(9))
+    assert kernel_for(False, query, key) is not by_flash
+    assert "not by_flash: it is off by 0.2" in caplog.text
+
+
+def test_the_trial_inside_a_layer_that_is_computed_again(untried: None) -> None:
+    """Its backward pass must not start that of the layer around it."""
+    row = Row((Segment(0, 30),), CPU)
+    query, key, value = (x.bfloat16().requires_grad_() for x in tensors(30))
+
+    def layer(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return row.attend(q * 2, k, v, 0.3)
+
+    torch.utils.checkpoint.checkpoint(layer, query, key, value, use_reentrant=False).sum().backward()
+    assert query.grad is not None
+    assert np.isfinite(query.grad.float().numpy()).all()

@@ -1,0 +1,198 @@
+"""Two workers learn what one process learns: the same losses and weights over ten steps."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cluster_train_help import UNEVEN, on_cluster, save_tiny, two_workers
+from learner_help import make_groups
+from lora_help import merged_state
+from train_help import steady
+
+from agentrl.checkpoint.checkpoints import Checkpoints
+from agentrl.cluster.errors import ClusterError
+from agentrl.cluster.group import WorkerGroup
+from agentrl.distributed.remote import OnCluster, RemoteWeights
+from agentrl.errors import UserError
+from agentrl.learner.learner import Learner
+from agentrl.learner.roles import Here, Workplace
+from agentrl.models.load import load_model
+from agentrl.recipe.schema import Recipe
+
+STEPS = 10
+Rows = list[dict[str, float]]
+Weights = dict[str, torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerGroup]:
+    with two_workers(tmp_path_factory.mktemp("logs")) as group:
+        yield group
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny(tmp_path_factory.mktemp("tiny"))
+
+
+def job(path: Path, **sections: Any) -> Recipe:
+    """micro_batch_tokens: so few that a rank makes several passes, and not every rank as many."""
+    train = {"lr": 1e-3, "steps": STEPS, "micro_batch_tokens": 150, "threads": 1, **sections.pop("train", {})}
+    model = {"path": str(path), "device": "cpu", **sections.pop("model", {})}
+    cluster = {"workers": 2, **sections.pop("cluster", {})}
+    return Recipe.model_validate({"model": model, "train": train, "cluster": cluster, **sections})
+
+
+def learn(recipe: Recipe, workplace: Workplace, steps: range = range(STEPS)) -> Rows:
+    learner = Learner(recipe, workplace)
+    learner.steps = steps.start
+    return [learner.learn(make_groups(UNEVEN, seed)) for seed in steps]
+
+
+def here(recipe: Recipe) -> tuple[Rows, Weights]:
+    """In a process that has drawn other random numbers before."""
+    torch.manual_seed(99)
+    model = load_model(recipe.model, recipe.train.seed)[0]
+    rows = learn(recipe, Here(recipe, model))
+    return rows, {name: tensor.detach().clone() for name, tensor in merged_state(model).items()}
+
+
+def there(recipe: Recipe, workers: WorkerGroup | None, logs: Path) -> tuple[Rows, Weights]:
+    with on_cluster(recipe, logs, workers) as workplace:
+        rows = learn(recipe, workplace)
+        return rows, weights_of(workplace)
+
+
+def weights_of(workplace: OnCluster) -> Weights:
+    """Whole, as the engine `local` is given them."""
+    found = workplace.weights()
+    assert isinstance(found, RemoteWeights)
+    return {name: tensor.clone() for name, tensor in found}
+
+
+def same_rows(ours: Rows, theirs: Rows, tolerance: float) -> None:
+    """But for what tells how the work was split, and how long it took."""
+    for step, (mine, other) in enumerate(zip(map(steady, ours), map(steady, theirs), strict=True)):
+        assert mine.keys() == other.keys()
+        for name in mine.keys() - {"train/tokens"}:
+            assert mine[name] == pytest.approx(other[name], rel=tolerance, abs=tolerance), (step, name)
+
+
+def same_weights(ours: Weights, theirs: Weights, tolerance: float) -> None:
+    assert set(theirs) <= set(ours)
+    for name, tensor in theirs.items():
+        assert float((tensor - ours[name]).abs().max()) <= tolerance, name
+
+
+LORA = {"model": {"lora": {"rank": 4, "alpha": 8}}, "train": {"lr": 1e-2}}
+CRITIC = {"algorithm": {"advantage": "gae"}, "critic": {"lr": 1e-3}}
+MANY = {"train": {"mini_batches": 3, "epochs": 2, "schedule": "cosine", "warmup_steps": 3, "weight_decay": 0.1}}
+CASES: dict[str, dict[str, Any]] = {
+    "grpo": {},
+    "mini-batches and epochs": MANY,
+    "reference": {"algorithm": {"kl_coef": 0.1, "entropy_coef": 0.01}},
+    "lora": LORA,
+    "lora, reference in the reward": {
+        **LORA,
+        "algorithm": {"advantage": "reinforce_plus_plus", "gamma": 0.99, "kl_coef": 0.1, "kl_in": "reward"},
+    },
+    "hsdp": {"cluster": {"shard": 1}},
+    "offload": {"cluster": {"offload": True}},
+    "checkpointing": {"model": {"checkpointing": True}},
+    "critic": {**CRITIC, "train": {"mini_batches": 2}},
+    "sequence parallel": {"cluster": {"sequence_parallel": 2}},
+    "sequence parallel, critic": {**CRITIC, "cluster": {"sequence_parallel": 2}},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_workers_learn_what_one_process_learns(case: str, workers: WorkerGroup, tiny: Path, tmp_path: Path) -> None:
+    recipe = job(tiny, **CASES[case])
+    ours, our_weights = here(recipe)
+    theirs, their_weights = there(recipe, workers, tmp_path)
+    same_rows(ours, theirs, 1e-4)
+    same_weights(our_weights, their_weights, 1e-4)
+
+
+@pytest.mark.parametrize("model", [{"dtype": "bfloat16"}, {"compute": "bfloat16"}], ids=["weights", "compute"])
+def test_in_bfloat16_they_stay_within_bounds(
+    model: dict[str, Any], workers: WorkerGroup, tiny: Path, tmp_path: Path
+) -> None:
+    """Metrics within 0.05 (of 5 decimal digits, bfloat16 keeps 2 to 3); of the weights, which ten updates of 1e-3 move
+    by 1e-2 at most, the mean within 3e-4."""
+    recipe = job(tiny, model=model)
+    ours, our_weights = here(recipe)
+    theirs, their_weights = there(recipe, workers, tmp_path)
+    same_rows(ours, theirs, 0.05)
+    same_weights(our_weights, their_weights, 1e-2)
+    apart = torch.cat([(our_weights[name].float() - w.float()).abs().flatten() for name, w in their_weights.items()])
+    assert float(apart.mean()) < 3e-4
+
+
+def test_a_critic_and_a_reference_in_a_pool_of_their_own(workers: WorkerGroup, tiny: Path, tmp_path: Path) -> None:
+    """One worker beside the actor's one: processes that this test starts itself."""
+    pools = ({"roles": ["critic", "reference"], "workers": 1},)
+    recipe = job(
+        tiny,
+        algorithm={"advantage": "gae", "kl_coef": 0.1, "kl_in": "reward"},
+        critic={"lr": 1e-3},
+        cluster={"workers": 1, "pools": pools},
+    )
+    ours, our_weights = here(recipe)
+    with on_cluster(recipe, tmp_path) as workplace:
+        theirs, their_weights = learn(recipe, workplace), weights_of(workplace)
+        devices = {role: work.devices for role, work in workplace.work.items()}
+    assert devices == {"actor": "trainer", "critic": "critic_reference", "reference": "critic_reference"}
+    assert sorted(log.name for log in tmp_path.iterdir()) == ["critic_reference_0.log", "trainer_0.log"]
+    same_rows(ours, theirs, 1e-4)
+    same_weights(our_weights, their_weights, 1e-4)
+
+
+@pytest.mark.parametrize("first", ["two workers", "one process"])
+def test_a_run_goes_on_elsewhere_as_if_it_had_stayed(
+    first: str, workers: WorkerGroup, tiny: Path, tmp_path: Path
+) -> None:
+    """Half of it on two workers and half in one process, either way round: weights, moments, the critic's too."""
+    recipe = job(tiny, algorithm={"advantage": "gae"}, critic={"lr": 1e-3}, train={"schedule": "cosine"})
+    rows, weights = here(recipe)
+    checkpoints = Checkpoints(tmp_path, 1)
+    if first == "two workers":
+        with on_cluster(recipe, tmp_path, workers) as workplace:
+            learn(recipe, workplace, range(5))
+            saved = checkpoints.save(5, workplace.save, {})
+        begins = recipe.model.model_copy(update={"path": str(saved.path)})
+        second = Here(recipe, load_model(begins)[0])
+        second.load(saved.path)
+        same_rows(rows[5:], learn(recipe, second, range(5, STEPS)), 1e-4)
+        same_weights(weights, second.model.state_dict(), 1e-4)
+        return
+    half = Here(recipe, load_model(recipe.model)[0])
+    learn(recipe, half, range(5))
+    saved = checkpoints.save(5, half.save, {})
+    with on_cluster(recipe, tmp_path, workers) as workplace:
+        workplace.load(saved.path)
+        same_rows(rows[5:], learn(recipe, workplace, range(5, STEPS)), 1e-4)
+        same_weights(weights, weights_of(workplace), 1e-4)
+
+
+def test_what_a_worker_raises_is_one_line(workers: WorkerGroup, tiny: Path, tmp_path: Path) -> None:
+    """Comes last: what only one worker raises costs the group."""
+    fates = workers.logs[0].parent
+    for fate in ("user_0", "user_1"):
+        (fates / fate).touch()
+    recipe = job(tiny, algorithm={"loss": "cluster_plugins:fateful"})
+    with on_cluster(recipe, tmp_path, workers) as workplace:
+        learner = Learner(recipe, workplace)
+        with pytest.raises(UserError, match=r"^the loss wants another recipe$"):
+            learner.learn(make_groups(UNEVEN))
+        (fates / "memory_1").touch()
+        with pytest.raises(ClusterError) as memory:
+            learner.learn(make_groups(UNEVEN))
+    line = str(memory.value)
+    assert "\n" not in line
+    assert line.startswith("worker 1 of 'trainer' (pid ")
+    assert (
+        "ran out of memory in 'update' (MemoryError: Unable to allocate 7.00 GiB); lower train.micro_batch_tok" in line
+    )

@@ -1,0 +1,209 @@
+"""The engine `openai` against a real HTTP server that speaks the chat completions API, on loopback."""
+
+import asyncio
+import json
+from collections import Counter
+from random import Random
+
+import pytest
+from aiohttp import web
+from fakes import TASK, Echo, Env
+
+import agentrl
+from agentrl.cli.main import run
+from agentrl.engine.api.engine import OpenAIEngine
+from agentrl.errors import UserError
+from agentrl.plugins.registry import make_environment
+from agentrl.plugins.types import ToolResponse
+from agentrl.recipe.schema import EnvSection, Recipe, RolloutSection
+from agentrl.rollout.driver import Driver
+from agentrl.trajectory import Boundary, FinishReason
+
+
+def completion(content=None, calls=(), finish="stop", tokens=7):
+    tool_calls = [
+        {"id": f"c{i}", "type": "function", "function": {"name": n, "arguments": a}} for i, (n, a) in enumerate(calls)
+    ]
+    message = {"role": "assistant", "content": content, **({"tool_calls": tool_calls} if calls else {})}
+    usage = {"prompt_tokens": 5, "completion_tokens": tokens, "total_tokens": 5 + tokens}
+    choice = {"index": 0, "message": message, "finish_reason": finish}
+    return {"id": "x", "object": "chat.completion", "created": 0, "model": "m", "choices": [choice], "usage": usage}
+
+
+class Endpoint:
+    """`answer(body)` gives a completion, an HTTP status, or a coroutine of either."""
+
+    def __init__(self, answer, models=("good-model",)):
+        self.answer, self.models, self.bodies, self.keys = answer, models, [], set()
+
+    async def __aenter__(self):
+        app = web.Application()
+        app.router.add_post("/v1/chat/completions", self.complete)
+        app.router.add_get("/v1/models/{name}", self.model)
+        app.router.add_get("/v1/models", self.listing)
+        self.runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
+        await self.runner.setup()
+        site = web.TCPSite(self.runner, "127.0.0.1", 0)
+        await site.start()
+        self.url = f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}/v1"
+        return self
+
+    async def __aexit__(self, *_):
+        await self.runner.cleanup()
+
+    async def complete(self, request):
+        body = await request.json()
+        self.bodies.append(body)
+        self.keys.add(request.headers["Authorization"])
+        answer = self.answer(body)
+        answer = await answer if asyncio.iscoroutine(answer) else answer
+        if isinstance(answer, int):
+            return web.json_response({"error": {"message": "not now"}}, status=answer, headers={"retry-after": "0"})
+        return web.json_response(answer) if isinstance(answer, dict) else web.Response(text=answer)
+
+    async def model(self, request):
+        name = request.match_info["name"]
+        if name == "forbidden":
+            return web.json_response({"error": {"message": "bad key"}}, status=401)
+        if name in self.models:
+            return web.json_response({"id": name, "object": "model", "created": 0, "owned_by": "us"})
+        return web.json_response({"error": {"message": "unknown"}}, status=404)
+
+    async def listing(self, request):
+        data = [{"id": name, "object": "model", "created": 0, "owned_by": "us"} for name in self.models]
+        return web.json_response({"object": "list", "data": data})
+
+
+async def drive(endpoint, env=None, tools=(), **args):
+    engine = OpenAIEngine(**{"model": "good-model", "base_url": endpoint.url, "retries": 0, **args})
+    driver = Driver(
+        engine=engine, chat=engine.chat, environment=env or Env(), tools=tools, limits=RolloutSection(temperature=0.5)
+    )
+    trajectory = await driver.drive(driver.request(TASK, 0))
+    await engine.close()
+    return trajectory
+
+
+def scripted(*answers):
+    """One answer a turn, by how many assistant messages the conversation holds."""
+    return lambda body: answers[sum(m["role"] == "assistant" for m in body["messages"])]
+
+
+async def test_a_conversation_with_tool_calls_and_what_is_sent():
+    script = scripted(completion(None, [("echo", '{"text": "hi"}')], "tool_calls"), completion("4", tokens=3))
+    async with Endpoint(script) as endpoint:
+        t = await drive(endpoint, tools=[Echo()], extra={"top_k": 5})
+    assert t.finish is FinishReason.STOP
+    assert t.reward == 1.0
+    assert [m["role"] for m in t.messages] == ["user", "assistant", "tool", "assistant"]
+    assert t.messages[2] == {"role": "tool", "content": "hi", "tool_call_id": "c0", "name": "echo"}
+    assert t.sampled_tokens == 10
+    first, second = endpoint.bodies
+    assert first["messages"] == [{"role": "user", "content": "2+2?"}]
+    assert first["tools"][0]["function"]["name"] == "echo"
+    assert (first["temperature"], first["max_tokens"], first["top_k"]) == (0.5, 512, 5)
+    assert second["messages"][1]["tool_calls"][0]["function"] == {"name": "echo", "arguments": '{"text": "hi"}'}
+    assert second["messages"][2] == {"role": "tool", "content": "hi", "tool_call_id": "c0"}
+
+
+async def test_arguments_that_are_no_json_go_back_to_the_model():
+    script = scripted(completion(None, [("echo", "{oops")]), completion(None, [("echo", "[1]")]), completion("4"))
+    async with Endpoint(script) as endpoint:
+        t = await drive(endpoint, tools=[Echo()])
+    told = [m["content"] for m in t.messages if m["role"] == "tool"]
+    assert told[0].startswith("Error: the arguments are no JSON: ")
+    assert told[1] == "Error: the arguments are no JSON object"
+    assert t.reward == 1.0
+
+
+async def test_images_of_a_tool_are_sent_as_images():
+    script = scripted(completion(None, [("echo", "{}")]), completion("4"))
+    async with Endpoint(script) as endpoint:
+        await drive(endpoint, tools=[Echo(execute=ToolResponse("see", images=(b"png",)))])
+    parts = endpoint.bodies[1]["messages"][2]["content"]
+    assert parts == [
+        {"type": "text", "text": "see"},
+        {"type": "image_url", "image_url": {"url": "data:image/png;base64,cG5n"}},
+    ]
+
+
+async def test_a_busy_endpoint_is_asked_again_and_a_broken_one_fails_the_request():
+    tries = Counter()
+
+    def busy(body):
+        tries["all"] += 1
+        return 429 if tries["all"] < 3 else completion("4")
+
+    async with Endpoint(busy) as endpoint:
+        assert (await drive(endpoint, retries=3)).reward == 1.0
+    empty = {"id": "x", "choices": []}
+    for answer, words in ((500, "InternalServerError"), ("{oops", "no choice"), (empty, "no choice")):
+        async with Endpoint(lambda body, answer=answer: answer) as endpoint:
+            t = await drive(endpoint)
+        assert t.failure.boundary is Boundary.ENGINE
+        assert words in t.failure.message
+
+
+async def test_an_endpoint_that_never_answers_is_cut_off():
+    async with Endpoint(lambda body: asyncio.sleep(60)) as endpoint:
+        t = await drive(endpoint, timeout=0.2)
+    assert "APITimeoutError" in t.failure.message
+
+
+async def test_what_is_known_at_the_start_is_said_in_a_line(monkeypatch):
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    with pytest.raises(UserError, match="OPENAI_API_KEY is not set"):
+        OpenAIEngine(model="m")
+    monkeypatch.setenv("MY_KEY", "secret")
+    async with Endpoint(lambda body: completion("4")) as endpoint:
+        for name, words in (("god-model", "has no model 'god-model'; did you mean 'good-model'"), ("forbidden", "key")):
+            engine = OpenAIEngine(model=name, base_url=endpoint.url, api_key_env="MY_KEY")
+            with pytest.raises(UserError, match=words):
+                await engine.health()
+            await engine.close()
+        await drive(endpoint, api_key_env="MY_KEY")
+        assert endpoint.keys == {"Bearer secret"}
+        url = endpoint.url
+    with pytest.raises(UserError, match="cannot be reached"):
+        await OpenAIEngine(model="m", base_url=url, retries=0).health()
+
+
+def test_eval_plays_the_recipes_tasks_and_tools_through_the_endpoint(tmp_path, capsys):
+    env = make_environment(EnvSection(name="gsm8k"))
+    gold = {}
+    for task in env.tasks("test")[:6]:
+        gold[task.data["question"]] = [m for m in env.demonstrate(task, Random(0), "clean") if m["role"] == "assistant"]
+
+    def answer(body):
+        question = body["messages"][0]["content"]
+        (said,) = [talk for known, talk in gold.items() if known in question]
+        message = said[sum(m["role"] == "assistant" for m in body["messages"])]
+        calls = [(c["function"]["name"], json.dumps(c["function"]["arguments"])) for c in message.get("tool_calls", [])]
+        return completion(message["content"], calls)
+
+    async def serve(stop, ready):
+        async with Endpoint(answer) as endpoint:
+            ready.append(endpoint.url)
+            await asyncio.to_thread(stop.wait)
+
+    import threading
+
+    stop, ready = threading.Event(), []
+    thread = threading.Thread(target=lambda: asyncio.run(serve(stop, ready)))
+    thread.start()
+    try:
+        while not ready:
+            stop.wait(0.01)
+        overrides = ["engine.name=openai", "engine.args.model=good-model", f"engine.args.base_url={ready[0]}"]
+        out = tmp_path / "result.json"
+        recipe = "recipes/gsm8k_tool.yaml"
+        assert run(["eval", recipe, *overrides, "eval.tasks=6", "--split", "test", "--json", str(out)]) == 0
+        assert json.loads(out.read_text())["splits"]["test"]["accuracy"] == 1.0
+        assert "good-model" in capsys.readouterr().out
+        assert run(["train", recipe, *overrides]) == 2
+        assert "cannot be trained" in capsys.readouterr().err
+    finally:
+        stop.set()
+        thread.join()
+    with pytest.raises(UserError, match=r"engine\.args\.model: OpenAIEngine needs it"):
+        agentrl.evaluate(Recipe.model_validate({"engine": {"name": "openai"}}))

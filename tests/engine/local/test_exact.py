@@ -1,0 +1,257 @@
+"""The local engine's tokens and log-probs are those of transformers' own forward, however requests come and go."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+from agentrl.engine.base import Generation, GenerationFinish, Sampling
+from agentrl.engine.local.engine import LocalEngine
+from agentrl.engine.local.fast import BlockRunner
+from agentrl.engine.local.generic import ModuleRunner
+from agentrl.engine.local.recompute import RecomputeRunner
+from agentrl.engine.local.step import _step, fused_step
+from agentrl.errors import UserError
+from agentrl.models import block
+
+VOCAB = 97
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 1e4,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
+
+
+def small(config: type, model: type, **more: Any) -> Any:
+    """A random model whose every weight matters, biases and gains included."""
+    torch.manual_seed(0)
+    sizes = {
+        "vocab_size": VOCAB, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 16,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 192, "initializer_range": 0.2,
+        "bos_token_id": None, "eos_token_id": None, "pad_token_id": 0,
+    }  # fmt: skip
+    made = model(config(**(sizes | more))).eval()
+    for p in made.parameters():
+        p.data += 0.1 * torch.randn_like(p)
+    return made
+
+
+def gpt2() -> Any:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 192, "initializer_range": 0.3}
+    return GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=None, eos_token_id=None)).eval()
+
+
+def mamba() -> Any:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4, "initializer_range": 0.3}
+    return MambaForCausalLM(MambaConfig(**sizes, bos_token_id=None, eos_token_id=None, pad_token_id=0)).eval()
+
+
+MODELS = {
+    "qwen3": (lambda: small(Qwen3Config, Qwen3ForCausalLM, tie_word_embeddings=True), BlockRunner),
+    "qwen2": (lambda: small(Qwen2Config, Qwen2ForCausalLM, hidden_size=64), BlockRunner),
+    "llama": (
+        lambda: small(LlamaConfig, LlamaForCausalLM, attention_bias=True, mlp_bias=True, rope_parameters=LLAMA3),
+        BlockRunner,
+    ),
+    "llama_yarn": (lambda: small(LlamaConfig, LlamaForCausalLM, rope_parameters=YARN), BlockRunner),
+    "gemma3": (
+        lambda: small(
+            Gemma3TextConfig, Gemma3ForCausalLM, sliding_window=10, query_pre_attn_scalar=16,
+            layer_types=["sliding_attention", "full_attention"],
+        ),
+        ModuleRunner,
+    ),
+    "gpt2": (gpt2, ModuleRunner),
+    "mamba": (mamba, RecomputeRunner),
+}  # fmt: skip
+
+
+def check(model: Any, prompt: Sequence[int], g: Generation, greedy: bool) -> None:
+    """The generation against the module's forward over the whole sequence."""
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([[*prompt, *g.ids]])).logits[0, len(prompt) - 1 : -1].float()
+    logprobs = logits.log_softmax(-1)
+    wanted = logprobs.gather(1, torch.tensor(g.ids)[:, None])[:, 0]
+    assert torch.allclose(torch.tensor(g.logprobs), wanted, atol=1e-4)
+    if greedy:
+        best = logits.max(-1).values
+        assert torch.all(best - logits.gather(1, torch.tensor(g.ids)[:, None])[:, 0] < 1e-4)
+
+
+async def converse(engine: LocalEngine, model: Any, prompt: list[int], name: str, seed: int, greedy: bool) -> None:
+    """Three turns of random lengths, with a few idle moments between them."""
+    rng = np.random.default_rng(seed)
+    ids = list(prompt)
+    for _ in range(int(rng.integers(0, 6))):
+        await asyncio.sleep(0)
+    for turn in range(3):
+        tokens = int(rng.integers(1, 14))
+        sampling = Sampling(tokens, 0.0 if greedy else 1.0, stop_ids=(3, 4), seed=seed * 10 + turn)
+        g = await engine.generate(ids, sampling, name)
+        assert 1 <= len(g.ids) <= tokens
+        assert (g.finish is GenerationFinish.STOP) == (g.ids[-1] in (3, 4))
+        assert not {3, 4} & set(g.ids[:-1])
+        check(model, ids, g, greedy)
+        for _ in range(int(rng.integers(0, 9))):
+            await asyncio.sleep(0)
+        ids += g.ids + rng.integers(5, VOCAB, int(rng.integers(1, 9))).tolist()
+    engine.finish(name)
+
+
+async def crowd(model: Any, greedy: bool, groups: int = 3, samples: int = 3, **options: Any) -> LocalEngine:
+    engine = LocalEngine(model, **options)
+    rng = np.random.default_rng(1)
+    prompts = [rng.integers(5, VOCAB, n).tolist() for n in (1, *rng.integers(2, 30, groups - 1))]
+    work = [
+        converse(engine, model, p, f"{i}.{j}", 17 * i + j, greedy)
+        for i, p in enumerate(prompts)
+        for j in range(samples)
+    ]
+    await asyncio.gather(*work)
+    assert not engine._scheduler.busy
+    assert all(c is None for c in engine._scheduler.slots.at)
+    return engine
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("greedy", [True, False])
+async def test_tokens_and_logprobs_are_those_of_the_module(name: str, greedy: bool) -> None:
+    make, runner = MODELS[name]
+    engine = await crowd(make(), greedy, max_batch=16)
+    assert type(engine._runner) is runner
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gpt2"])
+async def test_a_batch_smaller_than_the_crowd(name: str) -> None:
+    await crowd(MODELS[name][0](), True, groups=4, samples=4, max_batch=3)
+
+
+@pytest.mark.parametrize("contexts", [1, 2.3])
+async def test_a_cache_too_small_for_all_evicts_and_retracts(contexts: float) -> None:
+    model = MODELS["qwen3"][0]()
+    token_bytes = BlockRunner(model).token_bytes
+    room = int(contexts * token_bytes * 193)
+    engine = await crowd(model, True, groups=4, samples=4, max_batch=16, cache_bytes=room)
+    assert engine._runner.slots * (engine._runner.columns + 1) * token_bytes <= room
+
+
+async def test_running_rows_are_retracted_when_they_outgrow_the_cache() -> None:
+    """Four rows fit at 64 tokens, one at 192: the others wait, and go on exactly where they were."""
+    model = MODELS["qwen3"][0]()
+    engine = LocalEngine(model, max_batch=4, cache_bytes=BlockRunner(model).token_bytes * 65 * 5)
+    prompts = [np.random.default_rng(i).integers(5, VOCAB, 20 + i).tolist() for i in range(4)]
+    answers = await asyncio.gather(*(engine.generate(p, Sampling(150, 0.0), str(i)) for i, p in enumerate(prompts)))
+    for prompt, g in zip(prompts, answers, strict=True):
+        assert len(g.ids) == len(g.logprobs) == 150
+        check(model, prompt, g, greedy=True)
+
+
+async def test_bfloat16_is_close_to_the_module() -> None:
+    model = MODELS["qwen3"][0]().bfloat16()
+    engine = LocalEngine(model, max_batch=4)
+    prompt = np.random.default_rng(0).integers(5, VOCAB, 12).tolist()
+    g = await engine.generate(prompt, Sampling(20), "a")
+    with torch.no_grad():
+        logits = model.float()(input_ids=torch.tensor([[*prompt, *g.ids]])).logits[0, len(prompt) - 1 : -1]
+    wanted = logits.log_softmax(-1).gather(1, torch.tensor(g.ids)[:, None])[:, 0]
+    assert (torch.tensor(g.logprobs) - wanted).abs().mean() < 0.1
+
+
+async def test_a_prompt_longer_than_one_feed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agentrl.engine.local.scheduler.FEED_TOKENS", 16)
+    monkeypatch.setattr("agentrl.engine.local.fast.SCORES_AT_ONCE", 500)
+    await crowd(MODELS["qwen3"][0](), True, max_batch=16)
+
+
+async def test_without_copies_of_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agentrl.engine.local.fast.COPY_BELOW", 0)
+    for name in ("qwen3", "qwen2"):
+        await crowd(MODELS[name][0](), True, max_batch=16)
+
+
+def test_a_step_is_compiled() -> None:
+    assert isinstance(fused_step(), torch.jit.ScriptFunction)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen2", "llama"])
+async def test_products_of_other_cpus_and_steps_that_cannot_be_compiled(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("agentrl.models.dense.prefers_onednn", lambda: True)
+    await crowd(MODELS[name][0](), True, max_batch=16)
+    monkeypatch.setattr("agentrl.engine.local.fast.fused_step", lambda: _step)
+    await crowd(MODELS[name][0](), True, max_batch=16)
+    monkeypatch.setattr("agentrl.models.dense.prefers_onednn", lambda: False)
+    await crowd(MODELS[name][0](), True, max_batch=16)
+
+
+@pytest.mark.parametrize("copy", [True, False])
+@pytest.mark.parametrize("onednn", [True, False])
+def test_the_shared_block_is_exact_and_differentiable(
+    copy: bool, onednn: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Logits and gradients of the packed-training forward against the module's own, for one sequence."""
+    monkeypatch.setattr("agentrl.models.dense.prefers_onednn", lambda: onednn)
+    for name in ("qwen3", "qwen2", "llama"):
+        model = MODELS[name][0]()
+        ids = torch.from_numpy(np.random.default_rng(0).integers(0, VOCAB, 20))
+        beyond = torch.full((20, 20), -torch.inf).triu(1)
+
+        def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor = beyond) -> Any:
+            q, k, v = (t.transpose(0, 1).repeat_interleave(4 // t.shape[1], 0) for t in (q, k, v))
+            return ((q @ k.transpose(1, 2) / q.shape[-1] ** 0.5 + mask).softmax(-1) @ v).transpose(0, 1).flatten(1)
+
+        weights = block.weights_of(model, copy=copy, interleave=copy)
+        logits = weights.head(block.hidden(weights, ids, block.Rope(model)(torch.arange(20)), attend))
+        wanted = model(input_ids=ids[None]).logits[0]
+        assert torch.allclose(logits.log_softmax(-1), wanted.log_softmax(-1), atol=1e-4)
+        parameters = list(model.parameters())
+        grads, wanted_grads = (
+            torch.autograd.grad(x.log_softmax(-1)[:, 5].mean(), parameters) for x in (logits, wanted)
+        )
+        for g, w in zip(grads, wanted_grads, strict=True):
+            assert torch.allclose(g, w, atol=1e-4 * max(1.0, float(w.abs().max())))
+
+
+@pytest.mark.parametrize(
+    ("more", "reason"),
+    [
+        ({"hidden_act": "gelu"}, "hidden_act"),
+        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "depend on the length"),
+    ],
+)
+def test_variants_that_the_block_does_not_know_are_left_to_the_module(more: dict[str, Any], reason: str) -> None:
+    model = small(LlamaConfig, LlamaForCausalLM, **more)
+    assert reason in str(block.unsupported(model))
+    assert not isinstance(LocalEngine(model, max_batch=2)._runner, BlockRunner)
+
+
+def test_an_encoder_decoder_is_refused() -> None:
+    sizes = {"d_model": 16, "d_ff": 16, "num_layers": 1, "num_heads": 2, "d_kv": 8, "vocab_size": 20}
+    with pytest.raises(UserError, match="not a causal language model"):
+        LocalEngine(T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0)), max_batch=2)

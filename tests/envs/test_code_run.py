@@ -1,0 +1,38 @@
+"""The recipe of `code`, short: a warm start, then training and evaluation with the interpreter and the judge."""
+
+import io
+from pathlib import Path
+
+import pytest
+from agentrl_tools.sandbox import make_sandbox
+from paths import RECIPES
+from rich.console import Console
+from train_help import lines, metrics
+
+import agentrl
+from agentrl.errors import UserError
+from agentrl.recipe.load import load_recipe
+from agentrl.sft.run import sft
+
+RECIPE = RECIPES / "code_tool.yaml"
+SHORT = [
+    "sft.stages=[{style: clean, steps: 2, batch: 2, warmup_steps: 0}, {style: careless, steps: 1, batch: 2}]",
+    "train.steps=2", "train.threads=1", "eval.tasks=2", "eval.splits=[test]", "rollout.tasks=2", "rollout.n=2",
+]  # fmt: skip
+
+
+def test_the_recipe_warm_starts_trains_and_evaluates(tmp_path: Path) -> None:
+    try:
+        make_sandbox()
+    except UserError as error:
+        pytest.skip(f"needs bubblewrap: {error}")
+    made = sft(load_recipe(RECIPE, SHORT), str(tmp_path / "coder"), console=Console(file=io.StringIO()))
+    assert made.steps == 3
+    result = agentrl.train(load_recipe(RECIPE, [*SHORT, f"model.path={made.folder}", f"output={tmp_path / 'run'}"]))
+    assert set(result.after) == {"test"}
+    rows = metrics(result.folder)
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    assert all({"reward/passed", "reward/fraction", "reward/format"} <= set(row) for row in rows[1:])
+    played = lines(result.folder / "trajectories" / "step_2.jsonl")
+    assert len(played) == 4
+    assert all(t["failure"] is None for t in played)

@@ -1,0 +1,155 @@
+"""A KL to the reference that is taken off the rewards: where it goes, what it costs, and what it does not touch."""
+
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from learner_help import REWARDS, actor_batch, alone, make_groups, make_model, make_recipe, weights
+from torch import Tensor
+
+from agentrl.algo import advantages
+from agentrl.algo.terms import Samples
+from agentrl.learner.advantages import sums, with_advantages
+from agentrl.learner.learner import Learner
+from agentrl.learner.roles import Here
+from agentrl.recipe.schema import AlgorithmSection
+
+IN_REWARD = {"kl_coef": 0.1, "kl_in": "reward"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The reference."""
+    from learner_help import save_tokenizer
+
+    path = tmp_path_factory.mktemp("reference")
+    make_model().save_pretrained(path)
+    save_tokenizer(path)
+    return str(path)
+
+
+def moved() -> Any:
+    """A policy that has left it."""
+    model = make_model()
+    generator = torch.Generator().manual_seed(1)
+    for parameter in model.parameters():
+        parameter.data += 0.05 * torch.randn(parameter.shape, generator=generator)
+    return model
+
+
+def learner_of(folder: str, model: Any, algorithm: dict[str, Any], **train: Any) -> Any:
+    return alone(model, make_recipe(algorithm, path=folder, **train))
+
+
+def ratios(learner: Any, batch: Any) -> np.ndarray:
+    return np.asarray(learner.actor.logprobs(batch) - learner.reference.logprobs(batch))
+
+
+@pytest.mark.parametrize("name", ["dr_grpo", "rloo", "opo", "reinforce_plus_plus_baseline"])
+def test_the_sum_over_a_sample_joins_its_reward(folder: str, name: str) -> None:
+    learner = learner_of(folder, moved(), {**IN_REWARD, "advantage": name})
+    batch = actor_batch(make_groups(REWARDS))
+    found = learner.with_advantages(batch).tokens["advantages"]
+    rewards = batch.samples["reward"] - 0.1 * sums(batch, ratios(learner, batch))
+    plain = with_advantages(batch.with_samples(reward=rewards), advantages.get(name), AlgorithmSection(advantage=name))
+    np.testing.assert_allclose(found, plain.tokens["advantages"], atol=1e-5)
+    without = with_advantages(batch, advantages.get(name), AlgorithmSection(advantage=name))
+    assert np.abs(found - without.tokens["advantages"]).max() > 0.01
+
+
+def test_every_token_pays_its_own(folder: str) -> None:
+    """By REINFORCE++ with a discount: what is still to come, less what it costs; then whitened."""
+    learner = learner_of(folder, moved(), {**IN_REWARD, "advantage": "reinforce_plus_plus", "gamma": 0.9})
+    batch = actor_batch(make_groups(REWARDS))
+    ratio, mask = ratios(learner, batch), batch.tokens["loss_mask"].astype(bool)
+    to_go = []
+    for i, reward in enumerate(batch.samples["reward"]):
+        each = -0.1 * ratio[batch.span(i)][mask[batch.span(i)]]
+        each[-1] += reward
+        to_go += [sum(0.9**s * r for s, r in enumerate(each[t:])) for t in range(len(each))]
+    wanted = (np.array(to_go) - np.mean(to_go)) / np.std(to_go, ddof=1)
+    found = learner.with_advantages(batch)
+    np.testing.assert_allclose(found.tokens["advantages"][mask], wanted, atol=1e-4)
+    assert not found.tokens["kl_penalty"][~mask].any()
+    metrics = learner.update(found)
+    assert metrics["reward/kl_penalty"] == pytest.approx(0.1 * ratio.sum() / len(batch), rel=1e-4)
+    assert metrics["train/kl"] > 0
+
+
+def test_grpo_divides_by_the_deviation_of_what_was_earned() -> None:
+    """A group that differs by its KL alone has nothing to compare, were it only rounding."""
+    earned = torch.tensor([1.0, 0.0, 1.0, 1.0])
+    paid = torch.tensor([0.1, 0.0, 1e-4, 0.0])
+    given = Samples(earned - paid, torch.tensor([0, 0, 1, 1]), torch.ones(4, dtype=torch.long), earned=earned)
+    half = 0.45 / (0.5**0.5)
+    for name, wanted in {"grpo": [half, -half, 0, 0], "grpo_passk": [2 * half, 0, 0, 0]}.items():
+        found = advantages.get(name)(given, AlgorithmSection())
+        torch.testing.assert_close(found, torch.tensor(wanted), atol=1e-5, rtol=1e-4)
+
+
+def indifferent(samples: Samples, config: AlgorithmSection) -> Tensor:
+    """A user's estimator, that does not look at rewards."""
+    return torch.linspace(-1, 1, len(samples.rewards))
+
+
+def test_the_loss_has_no_term_of_its_own(folder: str) -> None:
+    own = {"advantage": f"{__name__}:indifferent"}
+    groups, found = make_groups(REWARDS), {}
+    for name, algorithm in {"none": {}, "reward": IN_REWARD, "loss": {"kl_coef": 0.1}}.items():
+        learner = learner_of(folder, moved(), {**own, **algorithm})
+        learner.learn(groups)
+        found[name] = weights(learner.actor.model)
+    torch.testing.assert_close(found["reward"], found["none"], atol=1e-6, rtol=1e-6)
+    assert float((found["loss"] - found["none"]).abs().max()) > 1e-4
+
+
+class Counted:
+    """A role whose log-probs are counted."""
+
+    def __init__(self, role: Any, calls: Counter[str], name: str) -> None:
+        self._role, self._calls, self._name = role, calls, name
+
+    def logprobs(self, batch: Any) -> Any:
+        self._calls[self._name] += 1
+        return self._role.logprobs(batch)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._role, name)
+
+
+@pytest.mark.parametrize("train", [{}, {"mini_batches": 2, "epochs": 2}], ids=["one update", "four"])
+def test_log_probs_are_computed_once_a_step(folder: str, train: dict[str, Any]) -> None:
+    """And all updates of the step are clipped against those, whose weights are the ones that the rewards saw."""
+    recipe = make_recipe(IN_REWARD, path=folder, lr=5e-3, **train)
+    place: Any = Here(recipe, moved())
+    calls: Counter[str] = Counter()
+    for role in ("actor", "reference"):
+        setattr(place, role, Counted(getattr(place, role), calls, role))
+    metrics = Learner(recipe, place).learn(make_groups(REWARDS))
+    assert calls == {"actor": 1, "reference": 1}
+    assert metrics["train/updates"] == (4 if train else 1)
+    assert metrics["train/samples"] == (24 if train else 12)  # by grpo a group of equal rewards trains nothing
+    assert (metrics["train/approx_kl"] > 1e-7) == bool(train)
+
+
+def test_equal_rewards_pull_back_to_the_reference(folder: str) -> None:
+    """With an estimator that does not divide: of samples that earned the same, the one that the policy prefers most
+    over the reference loses, and the one that it prefers least gains."""
+    learner = learner_of(folder, moved(), {**IN_REWARD, "advantage": "dr_grpo"}, lr=2e-3)
+    batch = actor_batch(make_groups([[1, 1, 1, 1]]))
+    before = sums(batch, ratios(learner, batch))
+    for _ in range(5):
+        learner.learn(make_groups([[1, 1, 1, 1]]))
+    change = sums(batch, ratios(learner, batch)) - before
+    assert change[before.argmax()] < 0 < change[before.argmin()]
+
+
+def test_where_nothing_was_sampled_nobody_is_asked(folder: str) -> None:
+    learner = learner_of(folder, make_model(), IN_REWARD)
+    calls: Counter[str] = Counter()
+    learner.actor, learner.reference = (Counted(role, calls, "any") for role in (learner.actor, learner.reference))
+    metrics = learner.learn([])
+    assert not calls
+    assert metrics["train/updates"] == metrics["reward/kl_penalty"] == 0

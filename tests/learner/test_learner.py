@@ -1,0 +1,211 @@
+"""The learner: exact under every splitting, single pass and many, and whole after a resume."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from learner_help import (
+    REWARDS,
+    actor_batch,
+    alone,
+    learned,
+    make_groups,
+    make_model,
+    make_recipe,
+    save_tokenizer,
+    weights,
+)
+from transformers import Qwen3ForCausalLM
+
+from agentrl.algo.terms import LossTerms, Tokens
+from agentrl.checkpoint.checkpoints import Checkpoints
+from agentrl.learner.learner import Learner
+from agentrl.learner.metrics import Meter
+from agentrl.learner.optimizer import Optimizer, learning_rate
+from agentrl.learner.roles import Here
+from agentrl.recipe.schema import AlgorithmSection
+from agentrl.trajectory import Group
+
+
+def plain_loss(model: Any, groups: list[Group], aggregation: str) -> torch.Tensor:
+    """GRPO's loss at ratio 1, a sequence at a time, by the formula."""
+    total = sum(t.sampled_tokens for g in groups for t in g.trajectories)
+    count = sum(len(g.trajectories) for g in groups)
+    loss = torch.zeros(())
+    for group in groups:
+        rewards = torch.tensor([t.reward for t in group.trajectories], dtype=torch.double)
+        advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-6)
+        for t, advantage in zip(group.trajectories, advantages.float(), strict=True):
+            ids = torch.from_numpy(t.ids.astype(np.int64))
+            log_p = model(input_ids=ids[None]).logits[0, :-1].log_softmax(-1).gather(1, ids[1:, None])[:, 0]
+            chosen = log_p[torch.from_numpy(t.loss_mask[1:]).bool()]
+            scale = total if aggregation == "token_mean" else count * t.sampled_tokens
+            loss = loss - advantage * (chosen - chosen.detach()).exp().sum() / scale
+    return loss
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean"])
+def test_the_gradient_is_that_of_the_formula(aggregation: str) -> None:
+    groups, model = make_groups(REWARDS), make_model().eval()
+    wanted = plain_loss(model, groups, aggregation)
+    wanted.backward()
+    norm = torch.cat([p.grad.flatten() for p in model.parameters()]).norm()
+    _, metrics = learned(make_recipe({"aggregation": aggregation}), groups)
+    assert metrics["train/grad_norm"] == pytest.approx(float(norm), rel=1e-4)
+    assert metrics["train/loss"] == pytest.approx(float(wanted.detach()), abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    "algorithm", [{}, {"aggregation": "sequence_mean"}, {"entropy_coef": 0.01}, {"advantage": "dr_grpo"}]
+)
+def test_micro_batches_change_nothing(algorithm: dict[str, Any]) -> None:
+    groups = make_groups(REWARDS)
+    whole, metrics = learned(make_recipe(algorithm), groups)
+    for tokens in (60, 1):
+        split, same = learned(make_recipe(algorithm, micro_batch_tokens=tokens), groups)
+        torch.testing.assert_close(split, whole, atol=1e-5, rtol=1e-5)
+        for name in set(metrics) - {"train/tokens"}:
+            assert same[name] == pytest.approx(metrics[name], abs=1e-4, rel=1e-4), name
+
+
+def test_recomputed_old_logprobs_equal_those_of_the_single_pass() -> None:
+    groups = make_groups(REWARDS)
+    single, metrics = learned(make_recipe(), groups)
+    learner = alone(make_model(), make_recipe())
+    batch = learner.with_advantages(actor_batch(groups))
+    again = learner.update(batch.with_tokens(old_logprobs=learner.actor.logprobs(batch)))
+    torch.testing.assert_close(weights(learner.actor.model), single, atol=1e-6, rtol=1e-6)
+    assert again["mismatch/logprob_mean"] == pytest.approx(metrics["mismatch/logprob_mean"], rel=1e-4)
+
+
+def test_mismatch_is_measured_against_the_engine() -> None:
+    groups = make_groups([[1, 0]])
+    learner = alone(make_model(), make_recipe())
+    batch = actor_batch(groups)
+    off = np.abs(learner.actor.logprobs(batch) - batch.tokens["logprobs"])[batch.tokens["loss_mask"] == 1]
+    metrics = learner.learn(groups)
+    assert metrics["mismatch/logprob_mean"] == pytest.approx(float(off.mean()), rel=1e-4)
+    assert metrics["mismatch/logprob_max"] == pytest.approx(float(off.max()), rel=1e-4)
+
+
+def test_groups_without_a_difference_train_nothing_and_still_count_in_the_mean() -> None:
+    _, lone = learned(make_recipe(), make_groups(REWARDS[:1]))
+    _, metrics = learned(make_recipe(), make_groups([REWARDS[0], [1, 1, 1, 1]]))
+    assert metrics["train/samples"] == lone["train/samples"] == 4
+    groups = make_groups([REWARDS[0], [1, 1, 1, 1]])
+    share = sum(t.sampled_tokens for t in groups[0].trajectories) / sum(
+        t.sampled_tokens for g in groups for t in g.trajectories
+    )
+    assert metrics["train/grad_norm"] == pytest.approx(lone["train/grad_norm"] * share, rel=1e-4)
+    untouched, nothing = learned(make_recipe(), make_groups([[1, 1], [0, 0]]))
+    assert torch.equal(untouched, weights(make_model()))
+    assert nothing["train/updates"] == 0
+    assert "mismatch/logprob_mean" not in nothing
+
+
+def test_several_mini_batches_and_epochs_clip_against_the_policy_that_sampled() -> None:
+    recipe = make_recipe(mini_batches=2, epochs=3, lr=5e-3)
+    _, metrics = learned(recipe, make_groups(REWARDS))
+    assert metrics["train/updates"] == 6
+    assert metrics["train/clip_fraction"] > 0
+    assert metrics["train/approx_kl"] > 0
+    assert learned(recipe, make_groups(REWARDS))[1] == metrics
+
+
+def test_the_reference_pulls_back(tmp_path: Path) -> None:
+    make_model().save_pretrained(tmp_path)
+    save_tokenizer(tmp_path)
+    groups = make_groups(REWARDS)
+    recipe = make_recipe({"kl_coef": 0.5}, path=str(tmp_path), lr=5e-3)
+    learner = alone(make_model(), recipe)
+    first, second = learner.learn(groups), learner.learn(groups)
+    assert first["train/kl"] == pytest.approx(0, abs=1e-6)
+    assert second["train/kl"] > 1e-4
+    assert first["train/samples"] == 16  # the reference pulls on samples without an advantage, too
+    assert alone(make_model(), make_recipe()).reference is None
+
+
+def reinforce(tokens: Tokens, config: AlgorithmSection) -> LossTerms:
+    """A user's loss, which says nothing about what it does without an advantage."""
+    return LossTerms(-tokens.advantages * tokens.logprobs, {"surprise": -tokens.logprobs.detach()})
+
+
+def test_a_users_loss_sees_every_sample_and_its_metrics_are_kept() -> None:
+    groups = make_groups([REWARDS[0], [1, 1, 1, 1]])
+    _, metrics = learned(make_recipe({"loss": f"{__name__}:reinforce"}), groups)
+    assert metrics["train/samples"] == 8
+    assert metrics["train/surprise"] > 0
+    _, clipped = learned(make_recipe(), groups)
+    assert metrics["train/grad_norm"] == pytest.approx(clipped["train/grad_norm"], rel=1e-4)
+
+
+def test_learning_moves_probability_to_what_was_rewarded() -> None:
+    groups = make_groups([[1, 0, 0, 0]])
+    learner = alone(make_model(), make_recipe(lr=1e-2))
+    batch = actor_batch(groups)
+    before = learner.actor.logprobs(batch)
+    for _ in range(5):
+        learner.learn(groups)
+    gain = [float((learner.actor.logprobs(batch) - before)[batch.span(i)].sum()) for i in range(4)]
+    assert gain[0] > 0 > max(gain[1:])
+
+
+def test_a_gradient_that_is_not_finite_is_thrown_away() -> None:
+    parameter = torch.nn.Parameter(torch.ones(2, 2))
+    optimizer = Optimizer([parameter], (0.9, 0.95), 0.0, 1.0)
+    parameter.grad = torch.full((2, 2), math.nan)
+    assert not math.isfinite(optimizer.step(0.1))
+    assert torch.equal(parameter, torch.ones(2, 2))
+    parameter.grad = torch.full((2, 2), 2.0)
+    assert optimizer.step(0.1) == pytest.approx(4.0)
+    torch.testing.assert_close(parameter, torch.full((2, 2), 0.9))
+
+
+def test_small_updates_survive_in_bfloat16() -> None:
+    parameter = torch.nn.Parameter(torch.ones(4, 4, dtype=torch.bfloat16))
+    optimizer = Optimizer([parameter], (0.9, 0.95), 0.0, 1.0)
+    for _ in range(100):
+        parameter.grad = torch.ones_like(parameter)
+        optimizer.step(1e-4)
+    torch.testing.assert_close(parameter.float(), torch.full((4, 4), 0.99), atol=4e-3, rtol=0)
+
+
+def test_learning_rates() -> None:
+    assert [learning_rate(i, 10, 1.0, "constant", 4) for i in (0, 3, 9)] == [0.25, 1.0, 1.0]
+    assert learning_rate(5, 10, 1.0, "linear") == pytest.approx(0.5)
+    assert learning_rate(6, 10, 2.0, "cosine", 2) == pytest.approx(1.0)
+    assert learning_rate(10, 10, 1.0, "cosine", 0, floor=0.03) == pytest.approx(0.03)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_resumed_run_goes_on_as_if_it_had_never_stopped(tmp_path: Path, dtype: torch.dtype) -> None:
+    groups = [make_groups(REWARDS, seed) for seed in range(4)]
+    recipe = make_recipe(mini_batches=2, schedule="cosine", warmup_steps=2)
+    straight = alone(make_model(dtype), recipe)
+    first = Here(recipe, make_model(dtype))
+    stopped = Learner(recipe, first)
+    for group in groups:
+        straight.learn(group)
+    for group in groups[:2]:
+        stopped.learn(group)
+    saved = Checkpoints(tmp_path, 2).save(2, first.save, {"sampler": [1, 2]})
+    second = Here(recipe, Qwen3ForCausalLM.from_pretrained(saved.path, dtype=dtype))
+    second.load(saved.path)
+    resumed = Learner(recipe, second)
+    resumed.steps = saved.step
+    for group in groups[2:]:
+        resumed.learn(group)
+    assert torch.equal(weights(second.model), weights(straight.actor.model))
+
+
+def test_a_loss_may_measure_with_a_gradient(recwarn: pytest.WarningsRecorder) -> None:
+    """A user's loss returns what it measured as it is; nothing of torch's is printed into the progress for it."""
+    measured = torch.tensor([1.0, 2.0], requires_grad=True)
+    meter = Meter()
+    meter.micro_batch(2, measured.sum(), {"mine": measured}, torch.zeros(2), torch.ones(2))
+    meter.updated(1.0)
+    assert meter.result(0.1)["train/mine"] == 1.5
+    assert not [str(warning.message) for warning in recwarn if "requires_grad" in str(warning.message)]

@@ -1,0 +1,102 @@
+"""What cannot be loaded is said in one line."""
+
+import json
+from pathlib import Path
+from typing import Literal
+
+import pytest
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from agentrl.errors import UserError
+from agentrl.models.load import find_device, load_model, resolve
+from agentrl.recipe.schema import ModelSection
+from agentrl.sft.new_model import train_tokenizer
+
+TINY = Qwen3Config(
+    vocab_size=320, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=1,
+    num_key_value_heads=1, head_dim=16,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("path", ["./nowhere", "/no/such/folder", "a/b/c"])
+def test_a_missing_folder(path: str) -> None:
+    with pytest.raises(UserError, match=r"is no folder; give an existing one, a hub name, or 'tiny'"):
+        resolve(path)
+
+
+def test_a_folder_without_a_model(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"holds no config\.json"):
+        resolve(str(tmp_path))
+
+
+def test_a_model_that_is_no_language_model(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "vit"}))
+    with pytest.raises(UserError, match=r"'vit', which is not a causal language model"):
+        load_model(ModelSection(path=str(tmp_path)))
+
+
+def test_a_folder_without_weights(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
+    with pytest.raises(UserError, match=r"its weights cannot be loaded") as caught:
+        load_model(ModelSection(path=str(tmp_path)))
+    assert "\n" not in str(caught.value)
+
+
+def test_weights_that_are_absent_are_not_drawn_at_random(tmp_path: Path) -> None:
+    whole = Qwen3ForCausalLM(Qwen3Config.from_dict({**TINY.to_dict(), "tie_word_embeddings": False}))
+    train_tokenizer([], 0, "<|im_end|>", 64).save_pretrained(tmp_path)
+    whole.save_pretrained(tmp_path)
+    load_model(ModelSection(path=str(tmp_path)))
+    whole.model.save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=r"no whole causal language model: it has no weights for lm_head\.weight$"):
+        load_model(ModelSection(path=str(tmp_path)))
+    backbone, _ = load_model(ModelSection(path=str(tmp_path)), headless=True)  # a critic has an output layer of its own
+    assert torch.equal(backbone.model.norm.weight, whole.model.norm.weight)
+    del (state := whole.model.state_dict())["layers.0.mlp.up_proj.weight"]
+    whole.model.save_pretrained(tmp_path, state_dict=state)
+    with pytest.raises(UserError, match=r"no weights for model\.layers\.0\.mlp\.up_proj\.weight$"):
+        load_model(ModelSection(path=str(tmp_path)), headless=True)
+
+
+def test_a_hub_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise OSError("We couldn't connect to 'https://huggingface.co'\nmore lines")
+
+    monkeypatch.setattr("transformers.AutoConfig.from_pretrained", refuse)
+    with pytest.raises(
+        UserError, match=r"somebody/model: its configuration cannot be loaded \(a hub name needs the net"
+    ):
+        load_model(ModelSection(path="somebody/model"))
+
+
+def test_a_chat_template_that_cannot_be_read(tmp_path: Path) -> None:
+    Qwen3ForCausalLM(TINY).save_pretrained(tmp_path)
+    train_tokenizer([], 0, "<|im_end|>", 64).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=r"model\.chat_template: nowhere\.jinja cannot be read"):
+        load_model(ModelSection(path=str(tmp_path), chat_template="nowhere.jinja"))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_dtype_and_template_are_those_of_the_recipe(tmp_path: Path, dtype: Literal["float32", "bfloat16"]) -> None:
+    Qwen3ForCausalLM(TINY).save_pretrained(tmp_path)
+    train_tokenizer([], 0, "<|im_end|>", 64).save_pretrained(tmp_path)
+    (tmp_path / "own.jinja").write_text("<|im_end|> own")
+    model, tokenizer = load_model(
+        ModelSection(path=str(tmp_path), dtype=dtype, chat_template=str(tmp_path / "own.jinja"))
+    )
+    assert next(model.parameters()).dtype == getattr(torch, dtype)
+    assert not model.training
+    assert tokenizer.chat_template == "<|im_end|> own"
+
+
+@pytest.mark.parametrize(("name", "words"), [("gpu9", "gpu9"), ("cuda:7", "cuda:7")])
+def test_a_device_that_is_not_there_is_one_line(name: str, words: str) -> None:
+    with pytest.raises(UserError, match=rf"^model\.device: {words} cannot be used here: [^\n]+$"):
+        find_device(name)
+
+
+def test_the_model_goes_to_its_device() -> None:
+    model, _ = load_model(ModelSection(device="cpu"))
+    assert {p.device.type for p in model.parameters()} == {"cpu"}
+    assert find_device("auto").type == ("cuda" if torch.cuda.is_available() else "cpu")

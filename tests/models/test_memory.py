@@ -1,0 +1,248 @@
+"""What a recipe needs is said from a model's configuration alone."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen3Config
+
+from agentrl.cli.main import run
+from agentrl.compute import kernels
+from agentrl.compute.activation_checkpointing import blocks_of
+from agentrl.models import embedded_path, memory
+from agentrl.models.load import load_model
+from agentrl.models.memory import Setting, plan, plan_memory, plan_pools
+from agentrl.models.shape import Shape
+from agentrl.recipe.schema import Recipe
+
+SMALL = Qwen2Config(  # Qwen2.5-0.5B's shapes
+    vocab_size=151936, hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14,
+    num_key_value_heads=2, tie_word_embeddings=True,
+)  # fmt: skip
+PARAMETERS = 494_032_768  # as its card says: 0.49 B
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder with those shapes and a tokenizer, and no weights."""
+    AutoTokenizer.from_pretrained(embedded_path()).save_pretrained(tmp_path / "qwen")
+    SMALL.save_pretrained(tmp_path / "qwen")
+    return tmp_path / "qwen"
+
+
+def recipe(folder: Path, **sections: Any) -> Recipe:
+    return Recipe.model_validate({"model": {"path": str(folder), "dtype": "bfloat16"}, **sections})
+
+
+def test_parameters_are_counted_without_loading_them(folder: Path) -> None:
+    plan = plan_memory(recipe(folder))
+    assert plan is not None
+    assert plan.parameters == PARAMETERS
+    assert (plan.weights, plan.gradients, plan.optimizer) == (2 * PARAMETERS, 2 * PARAMETERS, 12 * PARAMETERS)
+    assert (plan.reference, plan.critic, plan.reward_model, plan.gathered) == (0, 0, 0, 0)
+    assert plan.step == 4 * PARAMETERS  # gradients of the float32 masters
+    assert plan.cache_token == 2 * 24 * 2 * 64 * 2
+
+
+def test_the_embedded_model_is_counted_right() -> None:
+    plan = plan_memory(Recipe.model_validate({"algorithm": {"kl_coef": 0.1}}))
+    assert plan is not None
+    model, _ = load_model(Recipe().model)
+    assert plan.parameters == sum(p.numel() for p in model.parameters())
+    assert plan.reference == plan.weights == 4 * plan.parameters
+    assert plan.optimizer == 8 * plan.parameters
+    assert plan.step == 0  # float32 weights are their own masters
+
+
+def test_a_model_that_is_not_here_has_no_plan() -> None:
+    assert plan_memory(Recipe.model_validate({"model": {"path": "nobody/nothing-7B"}})) is None
+
+
+def test_a_shape_is_that_of_the_module() -> None:
+    """Blocks are what FSDP2 gathers one by one; the root is the rest."""
+    config = Qwen3Config(
+        vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=3, head_dim=16, num_attention_heads=4,
+        num_key_value_heads=2, tie_word_embeddings=False,
+    )  # fmt: skip
+    shape, model = Shape.of(config), AutoModelForCausalLM.from_config(config)
+    blocks = [sum(p.numel() for p in block.parameters()) for block in blocks_of(model)]
+    assert (shape.layers, shape.layer) == (3, blocks[0])
+    assert shape.root == 2 * 96 * 32 + 32
+    assert shape.parameters == shape.root + sum(blocks) == sum(p.numel() for p in model.parameters())
+    assert shape.kv == 2 * 3 * 2 * 16
+
+
+def test_shards_divide_what_stays_and_layers_are_whole_while_they_run(folder: Path) -> None:
+    alone = plan_memory(recipe(folder))
+    spread = plan_memory(recipe(folder, cluster={"workers": 4}, algorithm={"kl_coef": 0.1}))
+    copies = plan_memory(recipe(folder, cluster={"workers": 4, "shard": 2}, algorithm={"kl_coef": 0.1}))
+    assert alone is not None
+    assert spread is not None
+    assert copies is not None
+    assert 4 * spread.weights == 2 * copies.weights == alone.weights
+    assert 4 * spread.optimizer == alone.optimizer
+    assert spread.reference == spread.weights
+    shape = Shape.of(SMALL)
+    assert spread.gathered == max(2 * (shape.root + 2 * shape.layer) + 2 * shape.root + 6 * shape.layer, shape.root * 8)
+    assert spread.activations == alone.activations
+
+
+def test_what_is_offloaded_is_on_the_cpu(folder: Path) -> None:
+    here = plan_memory(recipe(folder, cluster={"workers": 2}))
+    there = plan_memory(recipe(folder, cluster={"workers": 2, "offload": True}))
+    assert here is not None
+    assert there is not None
+    assert here.host == 0
+    assert there.host == here.weights + here.gradients + here.optimizer + here.step
+    assert there.device == here.gathered + here.activations + here.logits < here.device
+
+
+def test_mixed_precision_recomputing_and_shared_sequences_make_activations_small() -> None:
+    shape = Shape.of(SMALL)
+    plain = plan(shape, Setting(size=4, compute=4, tokens=1000)).activations
+    a_layer = 1000 * 4 * (16 * 896 + 4 * 4864)
+    assert plain == 24 * a_layer
+    assert plan(shape, Setting(size=4, compute=2, tokens=1000)).activations == plain // 2
+    assert plan(shape, Setting(tokens=1000, sequence=4)).activations == plain // 4
+    assert plan(shape, Setting(tokens=1000, checkpointing=True)).activations == a_layer + 24 * 1000 * 4 * 896
+
+
+def test_an_adapter_alone_has_gradients_and_an_optimizer(folder: Path) -> None:
+    section = {"path": str(folder), "dtype": "bfloat16", "lora": {"rank": 8, "targets": ["q_proj"]}}
+    plan = plan_memory(Recipe.model_validate({"model": section, "algorithm": {"kl_coef": 0.1}}))
+    assert plan is not None
+    adapter = 24 * 8 * (896 + 14 * 64)
+    assert (plan.trained, plan.gradients, plan.optimizer) == (adapter, 4 * adapter, 8 * adapter)
+    assert plan.weights == 2 * PARAMETERS + 4 * adapter
+    assert (plan.reference, plan.step) == (0, 0)
+
+
+def test_roles_share_the_workers_or_have_their_own(folder: Path) -> None:
+    algorithm = {"advantage": "gae", "kl_coef": 0.1}
+    pools = [{"roles": ["critic"], "workers": 4}]
+    together, apart = (
+        recipe(folder, critic={}, algorithm=algorithm, rewards={"model": str(folder)}, cluster=cluster)
+        for cluster in ({"workers": 2}, {"workers": 2, "pools": pools})
+    )
+    shared, rest = plan_memory(together), plan_memory(apart)
+    assert shared is not None
+    assert rest is not None
+    assert shared.critic == 16 * PARAMETERS // 2
+    assert shared.reward_model == 2 * PARAMETERS // 2
+    assert (rest.critic, rest.reference, rest.reward_model) == (0, shared.reference, shared.reward_model)
+    ((pool, own),) = plan_pools(apart)
+    assert pool.roles == ("critic",)
+    assert (own.weights, own.critic, own.reference) == (0, 16 * PARAMETERS // 4, 0)
+
+
+def test_the_chunks_of_logits_are_those_of_the_kernel() -> None:
+    assert (memory.LOGIT_ELEMENTS, memory.LOGIT_ROWS) == (kernels.CHUNK, kernels.CHUNK_ROWS)
+
+
+def test_what_is_planned_is_what_a_step_allocates() -> None:
+    """Weights, gradients and moments exactly, by torch's own account, of a model that a step was made with."""
+    config = Qwen3Config(
+        vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=2, head_dim=16, num_attention_heads=4,
+        num_key_value_heads=2,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config)
+    adam = torch.optim.AdamW(model.parameters())
+    model(input_ids=torch.zeros(1, 8, dtype=torch.long)).logits.sum().backward()
+    adam.step()
+    found = plan(Shape.of(config), Setting())
+    assert found.weights == sum(p.nbytes for p in model.parameters())
+    assert found.gradients == sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
+    moments = [value for state in adam.state.values() for key, value in state.items() if key.startswith("exp_avg")]
+    assert found.optimizer == sum(value.nbytes for value in moments)
+
+
+def said_by_check(capsys: pytest.CaptureFixture[str], recipe: str, *overrides: str) -> str:
+    assert run(["check", recipe, *overrides, "env.source=generated"]) == 0
+    return capsys.readouterr().out
+
+
+def test_the_recipe_of_one_gpu_says_what_it_needs_and_what_is_missing(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("AGENTRL_SGLANG_VENV", raising=False)
+    said = said_by_check(capsys, "recipes/gsm8k_tool_1gpu.yaml", f"model.path={folder}", "model.device=cuda:99")
+    assert "494.0 M parameters" in said
+    assert "optimizer       5.9 GB" in said
+    assert "reference" in said
+    assert "missing: model.device: cuda:99 cannot be used here" in said
+    assert "missing: engine sglang: say where servers run" in said
+    assert "GPUs on this machine" not in said
+
+
+THREE = Qwen2Config(  # Qwen2.5-3B's
+    vocab_size=151936, hidden_size=2048, intermediate_size=11008, num_hidden_layers=36, num_attention_heads=16,
+    num_key_value_heads=2, tie_word_embeddings=True,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "shape", "card"), [("1gpu", SMALL, 24), ("8gpu", THREE, 80)])
+def test_the_recipes_for_gpus_fit_those_that_they_name(
+    name: str, shape: Qwen2Config, card: int, tmp_path: Path
+) -> None:
+    """Beside the servers' share, and 2 GB for CUDA."""
+    shape.save_pretrained(tmp_path)
+    path = f"recipes/gsm8k_tool_{name}.yaml"
+    found = Recipe.load(path, [f"model.path={tmp_path}"])
+    planned = plan_memory(found)
+    assert f" of {card} GB" in Path(path).read_text(encoding="utf-8")
+    assert planned is not None
+    assert planned.device / 1e9 < card * (1 - found.engine.args["flags"]["mem-fraction-static"]) - 2
+
+
+def test_what_cannot_be_read_keeps_check_from_nothing_else(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("AGENTRL_SGLANG_VENV", raising=False)
+    command = ["check", "recipes/gsm8k_tool_1gpu.yaml", f"model.path={folder}", "env.source=os:strerror"]
+    assert run(command) == 2
+    said = capsys.readouterr()
+    assert said.err.startswith("error: env.source: os:strerror('train') raised: ")
+    assert "optimizer" in said.out
+    assert "missing: engine sglang" in said.out
+
+
+def test_the_recipe_of_eight_gpus_says_what_each_needs(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.delenv("AGENTRL_SGLANG_VENV", raising=False)
+    said = said_by_check(capsys, "recipes/gsm8k_tool_8gpu.yaml", f"model.path={folder}")
+    assert "8 workers, a GPU each; " in said
+    assert "optimizer       741 MB" in said
+    assert "gathered" in said
+    assert "layers computed again" in said
+    assert "each worker receive 1.5 GB of weights and 1.7 GB of gradients" in said
+    assert "missing: needs 8 GPUs on this machine (8 of the trainer, 8 of the engine, which share them), 0 here" in said
+    assert "model.device" not in said  # a controller beside a cluster computes nothing
+    own = said_by_check(capsys, "recipes/gsm8k_tool_8gpu.yaml", f"model.path={folder}", "engine.sleep=false")
+    assert "needs 16 GPUs on this machine (8 of the trainer, 8 of the engine, each has its own), 0 here" in own
+    offloaded = said_by_check(capsys, "recipes/gsm8k_tool_8gpu.yaml", f"model.path={folder}", "cluster.offload=true")
+    assert "of each worker on the CPU" in offloaded
+
+
+def test_a_gpu_that_is_too_small_is_said(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Tiny:
+        total_memory = 4_000_000_000
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: Tiny())
+    said = said_by_check(capsys, "recipes/gsm8k_tool_8gpu.yaml", f"model.path={folder}")
+    assert "the smallest GPU here has 4.0 GB" in said
+    assert "on this machine (" not in said
+
+
+def test_a_pool_of_its_own_is_shown_apart(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = said_by_check(
+        capsys, "recipes/gsm8k_tool_1gpu.yaml", f"model.path={folder}", "critic={}", "algorithm.advantage=gae",
+        "cluster.workers=2", "cluster.pools=[{roles: [critic], workers: 1}]",
+    )  # fmt: skip
+    assert "2 workers of the actor, on CPUs; " in said
+    assert "1 worker of the pool (critic), on CPUs; " in said

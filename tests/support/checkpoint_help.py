@@ -1,0 +1,106 @@
+"""Roles to save: tiny models with an optimizer that has learned a little, in one process or sharded over several."""
+
+import os
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+from torch import Tensor
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from agentrl.learner.optimizer import Optimizer
+
+RATE = 1e-2
+SMALL_FILES = 20_000
+"""Bytes: so small that a tiny model takes several files."""
+
+
+@dataclass
+class Role:
+    """What `save_roles` asks of an actor or a critic."""
+
+    model: Any
+    optimizer: Optimizer
+
+    @classmethod
+    def of(cls, model: Any) -> "Role":
+        return cls(model, Optimizer(model.named_parameters(), (0.9, 0.95), 0.01, 1.0))
+
+
+def tiny(seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
+    torch.manual_seed(seed)
+    shape = {"hidden_size": 30, "intermediate_size": 42, "num_hidden_layers": 2, **changes}
+    config = Qwen3Config(
+        vocab_size=51, num_attention_heads=2, num_key_value_heads=1, head_dim=16, tie_word_embeddings=True,
+        initializer_range=0.2, **shape,
+    )  # fmt: skip
+    return Qwen3ForCausalLM(config).to(dtype).eval()
+
+
+def learn(role: Role, seed: int) -> None:
+    """One step on ids that depend on `seed` alone, the same on every rank; and a few random numbers are used up."""
+    ids = torch.randint(0, 51, (2, 7), generator=torch.Generator().manual_seed(seed))
+    role.model(input_ids=ids, labels=ids).loss.backward()
+    role.optimizer.step(RATE)
+    torch.rand(3)
+
+
+def learned(*seeds: int, model: Any = None) -> Role:
+    role = Role.of(model if model is not None else tiny())
+    for seed in seeds:
+        learn(role, seed)
+    return role
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """On every rank (a collective where it is sharded)."""
+    full = getattr(tensor, "full_tensor", None)
+    return (full() if full is not None else tensor).detach().clone()
+
+
+def everything(role: Role) -> dict[str, Tensor]:
+    """All that is trained, whole: weights and what the optimizer keeps."""
+    role.model.state_dict()
+    found = {name: whole(p) for name, p in role.model.named_parameters()}
+    return found | {name: whole(t) for name, t in role.optimizer.named_state().items()}
+
+
+def same(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+def spread(model: Any, mesh: Any) -> Any:
+    """Sharded by FSDP2, in place."""
+    from torch.distributed.fsdp import fully_shard
+
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def on_ranks(size: int, work: Callable[..., None], *arguments: Any) -> None:
+    """work(rank, size, *arguments) in `size` processes joined by gloo."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    started = torch.multiprocessing.start_processes(
+        _join, (size, port, work, arguments), nprocs=size, start_method="fork"
+    )
+    assert started is None  # it waits for them, and raises what one of them raised
+
+
+def _join(rank: int, size: int, port: int, work: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    dist.init_process_group("gloo", rank=rank, world_size=size)
+    work(rank, size, *arguments)
+    dist.destroy_process_group()
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(p.name for p in folder.iterdir())

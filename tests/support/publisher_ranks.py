@@ -1,0 +1,88 @@
+"""One of the two ranks of a sharded trainer that publishes: carries out orders as they come, each on every rank.
+
+usage: python publisher_ranks.py RANK PORT; orders come pickled on its standard input
+"""
+
+import os
+import pickle
+import sys
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from agentrl.models.lora import adapter_parameters, add_adapter
+from agentrl.recipe.schema import LoraSection
+from agentrl.weights import Publisher
+
+
+def tiny(adapted: bool) -> Any:
+    """67 ids: rows that two ranks cannot share evenly."""
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=67, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=16, initializer_range=0.2, tie_word_embeddings=True,
+    )  # fmt: skip
+    model = Qwen3ForCausalLM(config).eval()
+    if adapted:
+        add_adapter(model, LoraSection(rank=2, alpha=4), "base")
+        with torch.no_grad():
+            for i, parameter in enumerate(adapter_parameters(model)):
+                parameter.copy_(torch.linspace(-1, 1 + i, parameter.numel()).view_as(parameter))
+    return model
+
+
+def trained(model: Any) -> None:
+    """A step: every weight that is trained changes."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(1)
+
+
+def sharded(kind: str) -> Any:
+    model = tiny(kind == "adapted")
+    for block in model.model.layers:
+        fully_shard(block)
+    fully_shard(model)
+    return model
+
+
+def serve(rank: int) -> None:
+    """An order is a method of Publisher and its arguments, `train`, or `become` (whole | adapted): another trainer. The
+    answer goes to standard output. After each, both ranks have to be at the same place of the same program."""
+    model: Any = None
+    publisher: Any = None
+    while (order := pickle.load(sys.stdin.buffer)) is not None:
+        method, arguments = order
+        found = None
+        try:
+            if method == "become":
+                if publisher is not None:
+                    publisher.close()
+                model = sharded(*arguments)
+                publisher = Publisher(model, rank)
+            elif method == "train":
+                trained(model)
+            else:
+                found = getattr(publisher, method)(*arguments)
+        except Exception as error:  # noqa: BLE001 - it is the answer
+            found = error
+        count = torch.tensor([float(len(method))])
+        dist.all_reduce(count)  # a rank that is behind in its collectives would take this one for another
+        assert count.item() == 2 * len(method)
+        pickle.dump(found, sys.stdout.buffer)
+        sys.stdout.buffer.flush()
+    publisher.close()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    own = int(sys.argv[1])
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": sys.argv[2]}
+    dist.init_process_group("gloo", rank=own, world_size=2, timeout=timedelta(seconds=60))
+    serve(own)
+    dist.destroy_process_group()

@@ -1,0 +1,232 @@
+"""Two processes over gloo that train as the workers of a cluster do, without Ray; and the same work in one process."""
+
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from datetime import timedelta
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from learner_help import make_groups
+from torch import Tensor
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from agentrl.compute.batch import Batch
+from agentrl.compute.forward import _probe
+from agentrl.compute.ranks import Peers
+from agentrl.distributed.fsdp.build import build_critic, build_policy, build_reference
+from agentrl.distributed.fsdp.mesh import Place
+from agentrl.learner.actor import Actor
+from agentrl.learner.critic import Critic
+from agentrl.learner.learner import Learner
+from agentrl.learner.reference import Reference, WithoutAdapter
+from agentrl.learner.roles import Here
+from agentrl.models import embedded_path
+from agentrl.models.load import load_model
+from agentrl.recipe.schema import Recipe
+from agentrl.trajectory import Group
+from agentrl.weights import ModelWeights
+
+STEPS = 6
+SMALL: dict[str, Any] = {
+    "vocab_size": 67, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "head_dim": 16, "initializer_range": 0.2,
+}  # fmt: skip
+FOLDERS: dict[str, dict[str, Any]] = {
+    "tied": {"tie_word_embeddings": True},
+    "untied": {"tie_word_embeddings": False, "attention_bias": True},
+    "sliding": {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1, "tie_word_embeddings": False},
+}
+"""67 ids, and a bias: dimensions that two ranks cannot share evenly."""
+
+KL = {"kl_coef": 0.1}
+KL_IN_REWARD = {**KL, "kl_in": "reward", "advantage": "rloo"}
+LORA = {"rank": 4, "alpha": 8, "dropout": 0.0}
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """One training. sections: of the recipe. alone: what differs when one process does it."""
+
+    folder: str = "tied"
+    sections: dict[str, Any] = field(default_factory=dict)
+    steps: int = 4
+    alone: dict[str, Any] = field(default_factory=dict)
+
+    def recipe(self, root: Path, alone: bool = False) -> Recipe:
+        sections: dict[str, Any] = {
+            "rollout": {"n": 4, "tasks": 4},
+            "train": {"lr": 1e-3, "steps": STEPS, "micro_batch_tokens": 96, "weight_decay": 0.1},
+            "cluster": {"workers": 2},
+        }
+        for changes in (self.sections, self.alone if alone else {}):
+            for name, section in changes.items():
+                sections[name] = {**sections.get(name, {}), **section}
+        if alone:
+            del sections["cluster"]
+        sections["model"] = {"path": str(root / self.folder), "device": "cpu", **sections.get("model", {})}
+        return Recipe.model_validate(sections)
+
+
+SCENARIOS = {
+    "tied": Scenario(steps=STEPS),
+    "untied": Scenario("untied", {"algorithm": KL, "train": {"mini_batches": 2}}, STEPS),
+    "adapter": Scenario("untied", {"algorithm": KL_IN_REWARD, "model": {"lora": LORA}}, STEPS),
+    "critic": Scenario(
+        sections={"algorithm": {"advantage": "gae", "lam": 0.95}, "critic": {"lr": 1e-3, "warmup_steps": 2}},
+        steps=STEPS,
+    ),
+    "copies": Scenario(sections={"cluster": {"shard": 1}}),
+    "offload": Scenario(sections={"cluster": {"offload": True}, "algorithm": KL}),
+    "checkpointing": Scenario(
+        "untied", {"model": {"checkpointing": True, "lora": LORA}}, alone={"model": {"checkpointing": False}}
+    ),
+    "window": Scenario("sliding", {"algorithm": {"entropy_coef": 0.01}}),
+    "sequences": Scenario(
+        "untied",
+        {"cluster": {"sequence_parallel": 2}, "algorithm": {"advantage": "gae", "lam": 0.95}, "critic": {"lr": 1e-3}},
+    ),
+    "narrow": Scenario("untied", {"model": {"dtype": "bfloat16"}, "algorithm": KL}),
+    "narrow adapter": Scenario("tied", {"model": {"dtype": "bfloat16", "lora": LORA}}),
+    "mixed": Scenario("untied", {"model": {"compute": "bfloat16"}}, alone={"model": {"compute": "same"}}),
+    "mixed adapter": Scenario(
+        "untied",
+        {"model": {"compute": "bfloat16", "lora": LORA}, "algorithm": KL},
+        alone={"model": {"compute": "same"}},
+    ),
+}
+
+
+ROW = _probe(60)
+
+
+def make_folders(root: Path) -> None:
+    for name, changes in FOLDERS.items():
+        torch.manual_seed(0)
+        save_folder(Qwen3ForCausalLM(Qwen3Config(**SMALL, **changes)), root / name)
+
+
+def save_folder(model: Any, folder: Path) -> None:
+    model.save_pretrained(folder)
+    for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(embedded_path() / file, folder)
+
+
+def batches() -> Iterator[list[Group]]:
+    """Of a run's steps: groups of uneven sizes and lengths; some have nothing to learn from."""
+    for step in range(STEPS):
+        rewards = [[1.0, 0.0, 0.0, 1.0], [0.0, 1.0], [1.0, 0.0, 1.0], [0.0, 0.0], [0.0] * 6 + [1.0]]
+        yield make_groups(rewards[step % 3 :] if step % 4 else [[1.0, 0.0]], seed=step)
+
+
+class Dealt:
+    """A role as the learner on a controller sees it: called with a whole batch, of which each rank takes its part.
+
+    Every third call everything goes to the first rank."""
+
+    def __init__(self, role: Any, place: Place, sharing: int) -> None:
+        self.role, self.place, self.sharing, self.calls = role, place, sharing, 0
+        self.trained = getattr(role, "trained", 0)
+
+    def logprobs(self, batch: Batch) -> Any:
+        return self._dealt(self.role.logprobs, batch)
+
+    def values(self, batch: Batch) -> Any:
+        return self._dealt(self.role.values, batch)
+
+    def update(self, batch: Batch, rate: float) -> Any:
+        return self._dealt(self.role.update, batch, rate)
+
+    def _dealt(self, method: Any, batch: Batch, *options: Any) -> Any:
+        self.calls += 1
+        parts, mine = self.place.size // self.sharing, self.place.rank // self.sharing
+        lopsided = self.calls % 3 == 0
+        deal = batch.deal(1 if lopsided else parts)
+        own = deal.parts[mine] if mine < len(deal.parts) else batch.select([])
+        found: list[Any] = [None] * self.place.size
+        dist.all_gather_object(found, method(own, *options))
+        return deal.join(found[:: self.sharing][: len(deal.parts)])
+
+
+class There:
+    """The roles of this rank."""
+
+    def __init__(self, recipe: Recipe, place: Place) -> None:
+        ranks, sharing = Peers(device=place.device), recipe.cluster.sequence_parallel
+        self.policy = build_policy(recipe, place)
+        self.own = Actor(self.policy.model, recipe, self.policy.forward, ranks, self.policy.description)
+        self.actor = Dealt(self.own, place, sharing)
+        self.reference = self.critic = None
+        if recipe.algorithm.kl_coef:
+            forward: Any = WithoutAdapter(self.policy.model, self.policy.forward)
+            if recipe.model.lora is None:
+                forward = build_reference(recipe, place).forward
+            self.reference = Dealt(Reference(recipe, forward, ranks), place, sharing)
+        if recipe.critic is not None:
+            made = build_critic(recipe, place)
+            self.critic = Dealt(Critic(recipe, made.forward, ranks, made.description), place, sharing)
+
+
+def train_here(recipe: Recipe, steps: int) -> dict[str, Any]:
+    torch.manual_seed(0)
+    place = Here(recipe, load_model(recipe.model)[0])
+    return {**learned(recipe, place, steps), **state_of(place.model, place.actor.optimizer)}
+
+
+def train_there(recipe: Recipe, place: Place, steps: int) -> dict[str, Any]:
+    torch.manual_seed(0)
+    roles = There(recipe, place)
+    found = {**learned(recipe, roles, steps), **state_of(roles.policy.model, roles.own.optimizer)}
+    return {**found, "description": roles.policy.description}
+
+
+def learned(recipe: Recipe, place: Any, steps: int) -> dict[str, Any]:
+    learner = Learner(recipe, place)
+    return {"metrics": [learner.learn(groups) for groups in islice(batches(), steps)]}
+
+
+def state_of(model: Any, optimizer: Any) -> dict[str, Any]:
+    """Whole weights, an adapter merged, and what the optimizer keeps."""
+    return {"weights": dict(ModelWeights(model)), "state": {k: whole(v) for k, v in optimizer.named_state().items()}}
+
+
+def whole(tensor: Tensor) -> Tensor:
+    full = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return full.detach().clone()
+
+
+def apart(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
+    """The largest difference between tensors of the same names."""
+    assert found.keys() == wanted.keys()
+    return max(float((found[name].detach().float() - wanted[name].detach().float()).abs().max()) for name in wanted)
+
+
+def curve(result: dict[str, Any], *names: str) -> np.ndarray:
+    """Metrics of each step [names, steps]: of itself the loss of a single update hardly depends on the weights."""
+    return np.array(
+        [[m.get(name, 0.0) for m in result["metrics"]] for name in names or ("train/loss", "train/entropy")]
+    )
+
+
+def run_rank(rank: int, port: int, root: Path) -> None:
+    """One of the two processes: every scenario, then the single questions of `sharded_questions`."""
+    from sharded_questions import QUESTIONS
+
+    torch.set_num_threads(1)
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    dist.init_process_group("gloo", rank=rank, world_size=2, timeout=timedelta(minutes=5))  # a hang is a failure
+    from agentrl.distributed.fsdp.mesh import find_place
+
+    cpu, found = torch.device("cpu"), {}
+    for name, scenario in SCENARIOS.items():
+        recipe = scenario.recipe(root)
+        found[name] = train_there(recipe, find_place(recipe.cluster, cpu), scenario.steps)
+    for question in QUESTIONS:
+        found[question.__name__] = question(root)
+    torch.save(found, root / f"rank{rank}.pt")
+    dist.destroy_process_group()

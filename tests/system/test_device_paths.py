@@ -1,0 +1,329 @@
+"""What runs on a GPU, on a pretended one (pretend_gpu.py): every tensor lies where it belongs, and what is computed is
+what the CPU computes. Kernels that want a real one are stood in for by what they are documented to do."""
+
+import asyncio
+import base64
+import io
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from learner_help import make_groups, make_model, make_recipe
+from pretend_gpu import GPU, OnGpu, flash, pretending, to_gpu
+from torch import Tensor
+from torch.multiprocessing import reductions
+from torch.nn.attention import varlen
+from transformers import Gemma3ForCausalLM, Gemma3TextConfig, MambaConfig, MambaForCausalLM
+
+from agentrl.checkpoint import roles, sharded
+from agentrl.cluster.host import Hello
+from agentrl.cluster.spawn import environments
+from agentrl.compute import tree_attention_cuda as cuda_attention
+from agentrl.compute.batch import Batch
+from agentrl.compute.value_head import value_forward
+from agentrl.distributed.remote import RemotePublisher
+from agentrl.engine.base import Sampling
+from agentrl.engine.local import engine as local_engine
+from agentrl.engine.local.engine import LocalEngine
+from agentrl.engine.sglang.engine import SglangEngine
+from agentrl.engine.sglang.sync import Sync
+from agentrl.learner import actor
+from agentrl.learner.critic import Critic
+from agentrl.learner.learner import Learner
+from agentrl.learner.roles import Here
+from agentrl.models.lora import add_adapter
+from agentrl.recipe.schema import CriticSection, LoraSection, Recipe
+from agentrl.weights.group import agree_with_servers
+from agentrl.weights.source import ModelWeights
+from agentrl.weights.transports import bucket as shared
+from agentrl.weights.transports import segments
+
+GROUPS = [[1.0, 0.0, 1.0, 0.0], [0.0, 0.0, 1.0, 0.0]]
+LONE = [[1.0], [0.0], [1.0]]
+SAME = ("train/loss", "train/grad_norm", "train/entropy", "mismatch/kl")
+
+
+def flex(query: Tensor, key: Tensor, value: Tensor, *, block_mask: Any, scale: float, enable_gqa: bool) -> Tensor:
+    """What flex_attention is documented to do, over the whole mask."""
+    steps = torch.arange(query.shape[2], device=query.device)
+    nothing = torch.zeros((), dtype=torch.long, device=query.device)
+    seen = block_mask.mask_mod(nothing, nothing, steps[:, None], steps[None, :])
+    copies = query.shape[1] // key.shape[1] if enable_gqa else 1
+    k, v = (x.repeat_interleave(copies, 1).float() for x in (key, value))
+    scores = (query.float() @ k.transpose(-1, -2) * scale).masked_fill(~seen, float("-inf"))
+    return (scores.softmax(-1) @ v).to(query.dtype)
+
+
+@pytest.fixture
+def chosen(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the kernels that attended, stand-ins for those of a GPU among them."""
+    found: list[str] = []
+    choose = cuda_attention.kernel_for
+
+    def watched(*about: Any) -> Any:
+        kernel = choose(*about)
+        found.append(getattr(kernel, "__name__", "buckets"))
+        return kernel
+
+    cuda_attention._fault.cache_clear()
+    monkeypatch.setattr(cuda_attention, "_flex", lambda device: flex)
+    monkeypatch.setattr(varlen, "varlen_attn", flash)
+    monkeypatch.setattr(cuda_attention, "kernel_for", watched)
+    return found
+
+
+def learned(model: Any, recipe: Recipe, rewards: list[list[float]]) -> tuple[dict[str, float], str]:
+    place = Here(recipe, model)
+    found = Learner(recipe, place).learn(make_groups(rewards))
+    return {name: found[name] for name in SAME}, place.actor.description
+
+
+def recipe_with(algorithm: dict[str, Any] | None = None, model: dict[str, Any] | None = None) -> Recipe:
+    recipe = make_recipe(algorithm)
+    return recipe.model_copy(update={"model": recipe.model.model_copy(update=model or {})})
+
+
+def adapted(dtype: torch.dtype) -> Any:
+    model = make_model(dtype)
+    add_adapter(model, LoraSection(rank=4), "base")
+    for name, parameter in model.named_parameters():
+        if ".lora_B." in name:
+            torch.nn.init.constant_(parameter, 0.02)
+    return model
+
+
+STEPS: dict[str, tuple[Callable[[], Any], Recipe, list[list[float]], str]] = {
+    "whole precision": (
+        make_model, recipe_with({"off_policy": "sequence_tis", "loss": "cispo", "entropy_coef": 0.01}), GROUPS,
+        "by_flex"),
+    "half precision, computed again": (
+        lambda: make_model(torch.bfloat16), recipe_with(model={"checkpointing": True}), GROUPS, "by_flex"),
+    "nothing shared": (
+        lambda: make_model(torch.bfloat16), recipe_with({"advantage": "reinforce_plus_plus"}), LONE, "by_flash"),
+    "mixed precision": (make_model, recipe_with(model={"compute": "bfloat16"}), GROUPS, "by_flex"),
+    "adapter and reference": (
+        lambda: adapted(torch.bfloat16), recipe_with({"kl_coef": 0.1, "loss": "gspo"}), GROUPS, "by_flex"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.filterwarnings("ignore:.*autocast")
+def test_a_step_of_learning_is_that_of_the_cpu(name: str, chosen: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    make, recipe, rewards, kernel = STEPS[name]
+    wanted, way = learned(make(), recipe, rewards)
+    with pretending(monkeypatch) as waited:
+        model = to_gpu(make())
+        found, same = learned(model, recipe, rewards)
+    assert same == way
+    assert set(chosen[-2:]) == {kernel}  # of the two layers, after the probe
+    assert found == pytest.approx(wanted, rel=0.02, abs=1e-5)
+    assert all(isinstance(parameter, OnGpu) for parameter in model.parameters())
+    assert "index" not in waited
+
+
+def test_a_critic_learns_there(chosen: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = make_recipe().model_copy(update={"critic": CriticSection()})
+
+    def step(model: Any) -> tuple[np.ndarray, Critic]:
+        critic = Critic(recipe, value_forward(model)[0])
+        batch = Batch.from_groups(make_groups(GROUPS))
+        tokens = int(batch.offsets[-1])
+        ones = np.ones(tokens, np.float32)
+        critic.update(batch.with_tokens(values=0 * ones, returns=ones, weight=ones / tokens), 0.1)
+        return critic.values(batch), critic
+
+    wanted = step(make_model())[0]
+    with pretending(monkeypatch):
+        found, critic = step(to_gpu(make_model()))
+    assert np.abs(wanted).max() > 0.1
+    np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)
+    assert all(p.device == GPU for p in critic.model.parameters())
+
+
+def gemma() -> Any:
+    torch.manual_seed(0)
+    return Gemma3ForCausalLM(
+        Gemma3TextConfig(
+            vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
+            num_key_value_heads=1, head_dim=16, sliding_window=8, max_position_embeddings=256,
+        )
+    )  # fmt: skip
+
+
+def mamba() -> Any:
+    torch.manual_seed(0)
+    return MambaForCausalLM(MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, state_size=4))
+
+
+@pytest.mark.parametrize(
+    ("make", "sampling"),
+    [
+        (make_model, {"temperature": 0.7, "top_p": 0.9, "top_k": 5}),
+        (lambda: make_model(torch.bfloat16), {"temperature": 0.0}),
+        (gemma, {}),
+        (mamba, {}),
+    ],
+    ids=["own forward", "half precision", "module", "recomputed"],
+)
+def test_the_local_engine_samples_as_on_the_cpu(
+    make: Callable[[], Any], sampling: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local_engine, "INLINE_SECONDS", 1e9)  # another thread knows nothing of what is pretended here
+
+    async def sample(model: Any) -> list[list[int]]:
+        engine = LocalEngine(model.eval(), max_batch=4, max_context=96, overlap=True)
+        asked = [(list(range(1, 4 + i)), Sampling(max_tokens=4, seed=i, **sampling), f"r{i}") for i in range(3)]
+        first = await asyncio.gather(*(engine.generate(*one) for one in asked))
+        await engine.update_weights(1)
+        again = await engine.generate([*asked[0][0], *first[0].ids, 5, 6], asked[1][1], "r0")
+        await engine.close()
+        return [each.ids for each in (*first, again)]
+
+    wanted = asyncio.run(sample(make()))
+    with pretending(monkeypatch) as waited:
+        assert asyncio.run(sample(to_gpu(make()))) == wanted
+    assert "index" not in waited
+
+
+def test_a_checkpoint_is_taken_from_there_and_put_back(
+    chosen: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    recipe = make_recipe()
+    with pretending(monkeypatch):
+        place = Here(recipe, to_gpu(make_model(torch.bfloat16)))
+        Learner(recipe, place).learn(make_groups(GROUPS))
+        state = roles._state(place.actor, 0, copy=True)
+    assert not any(isinstance(tensor, OnGpu) for tensor in state.values())
+    sharded.write(state, tmp_path / "trainer" / "actor")
+    with pretending(monkeypatch):
+        fresh = Here(recipe, to_gpu(make_model(torch.bfloat16)))
+        roles.load_roles(fresh.roles, tmp_path)
+        back = roles._state(fresh.actor, 0, copy=True)
+    kept = [name for name in state if not name.startswith("rng")]
+    assert all(torch.equal(state[name], back[name]) for name in kept)
+    assert any(name.startswith("exp_avg.") and state[name].any() for name in kept)
+
+
+def test_a_tensor_left_on_the_cpu_is_found(chosen: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    at = actor.at
+    monkeypatch.setattr(actor, "at", lambda batch, name, packed, device: at(batch, name, packed, "cpu"))
+    with pretending(monkeypatch), pytest.raises(RuntimeError, match="at least two devices"):
+        learned(to_gpu(make_model()), make_recipe(), GROUPS)
+
+
+def test_a_gpu_does_not_let_the_host_read_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pretending(monkeypatch) as waited:
+        there, here = torch.ones(3, device=GPU), torch.arange(3)
+        with pytest.raises(RuntimeError, match="numpy"):
+            there.numpy()
+        with pytest.raises(RuntimeError, match="indices"):
+            here[there.long()]
+        assert not waited
+        assert there[here].sum().item() == 3
+        assert waited == ["index", "item"]
+
+
+class Unpickler(pickle.Unpickler):
+    """As a server's, which opens what it knows alone."""
+
+    KNOWN = frozenset((
+        "types.SimpleNamespace", "torch.Size", "torch.Tensor", "torch.storage.TypedStorage", "torch.uint8",
+        "torch.bfloat16", "torch.float32", "torch.multiprocessing.reductions.rebuild_cuda_tensor",
+    ))  # fmt: skip
+
+    def find_class(self, module: str, name: str) -> Any:
+        assert f"{module}.{name}" in self.KNOWN
+        return (lambda *about: about) if name == "rebuild_cuda_tensor" else super().find_class(module, name)
+
+
+def test_a_bucket_on_a_gpu_is_named_by_its_uuid_and_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch wraps memory once more each time it is shared: none may be shared for as long as the run lasts."""
+    handed: list[Tensor] = []
+
+    def reduce(tensor: Tensor) -> Any:
+        handed.append(tensor)
+        about = (Tensor, tensor.size(), tensor.stride(), 0, torch.storage.TypedStorage, tensor.dtype, 3, b"handle")
+        return reductions.rebuild_cuda_tensor, (*about, tensor.numel(), 0, False, b"counter", 0, b"event", True)
+
+    monkeypatch.setattr(reductions, "reduce_tensor", reduce)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="abc"), raising=False)
+    bucket = shared.SharedBucket()
+    with pretending(monkeypatch):
+        weights = list(ModelWeights(to_gpu(make_model(torch.bfloat16))))
+        contents = []
+        for _ in range(2):
+            payload = bucket.fill(weights, GPU)()
+            contents.append(Unpickler(io.BytesIO(base64.b64decode(payload))).load())
+        bucket.free("cuda")
+    assert bucket._bytes.is_cpu
+    first, second = (tensor.values.data_ptr() for tensor in handed)  # type: ignore[attr-defined]
+    assert first != second
+    for content in contents:
+        assert content["flattened_tensor"][6] == "abc"
+        assert [place.name for place in content["metadata"]] == [name for name, _ in weights]
+    for place, (_, tensor) in zip(contents[1]["metadata"], weights, strict=True):
+        sent = handed[1].values[place.start_idx : place.end_idx].view(place.dtype).view(place.shape)  # type: ignore[attr-defined]
+        assert torch.equal(sent, tensor.values)
+
+
+def test_shared_memory_lies_in_plain_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", asked.append)
+    for name in segments.ALLOCATOR:
+        monkeypatch.delenv(name, raising=False)
+    with segments.plain_segments():
+        assert not asked
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64,expandable_segments:True")
+    with segments.plain_segments():
+        assert asked == ["max_split_size_mb:64,expandable_segments:False"]
+    assert asked[1:] == ["max_split_size_mb:64,expandable_segments:True"]
+    found = segments.without_expandable({"PYTORCH_ALLOC_CONF": "expandable_segments:True", "OTHER": "x"})
+    assert found == {"PYTORCH_ALLOC_CONF": "expandable_segments:False"}
+
+
+def test_workers_see_no_gpu_but_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray hides all but one from those that ask for one, and none from those that ask for none."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
+    hellos = [Hello(pid=i, node="n", node_id="n", port=1, cores=2, oom_kills=0) for i in range(2)]
+    assert [e["CUDA_VISIBLE_DEVICES"] for e in environments(hellos, [2], gpu=False)] == ["", ""]
+    assert all("CUDA_VISIBLE_DEVICES" not in e for e in environments(hellos, [2], gpu=True))
+
+
+def test_nccl_is_set_up_as_servers_set_it_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCL_CUMEM_ENABLE", "1")
+    agree_with_servers()
+    assert shared.os.environ["NCCL_CUMEM_ENABLE"] == "1"
+    monkeypatch.delenv("NCCL_CUMEM_ENABLE")
+    agree_with_servers()
+    assert shared.os.environ["NCCL_CUMEM_ENABLE"] == "0"
+
+
+@pytest.mark.parametrize("call", ["update_weights", "wake"])
+async def test_trainers_give_memory_back_before_servers_wake(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+
+    def note(name: str) -> Any:
+        async def done(*about: Any) -> None:
+            order.append(name)
+
+        return done
+
+    class Group:
+        def __init__(self, name: str) -> None:
+            future = SimpleNamespace(result=lambda: order.append(f"{name} freed"))
+            self.make_room = SimpleNamespace(future=lambda: future)
+
+    sync = Sync(make_model(), None, Path, "auto", print)  # type: ignore[arg-type]
+    sync._publisher = RemotePublisher(Group("actor"), [Group("actor"), Group("critic")])  # type: ignore[assignment, arg-type, list-item]
+    engine = SglangEngine.__new__(SglangEngine)
+    engine._started = engine._asleep = True
+    fleet: Any = SimpleNamespace(sync=sync, update=note("servers woken"), wake=note("servers woken"))
+    engine._fleet = fleet
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: order.append("here freed"))
+    await (engine.update_weights(1) if call == "update_weights" else engine.wake())
+    assert order == ["actor freed", "critic freed", "here freed", "servers woken"]

@@ -1,0 +1,385 @@
+"""A run that is stopped and resumed is the run that was never stopped."""
+
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from train_help import lines, metrics, small, steady
+from train_plugins import Noisy
+
+import agentrl
+from agentrl.checkpoint.run_folder import RunFolder
+from agentrl.errors import UserError
+from agentrl.plugins.types import Task
+from agentrl.recipe.schema import Recipe
+from agentrl.training.run import TrainResult, resume_run
+
+STEPS = 6
+
+
+def job(output: Path, **changes: Any) -> Recipe:
+    """What a resumed run could get wrong is all in it: warm-up, decay, several updates a step, a KL in the reward."""
+    return small(
+        output,
+        **{
+            "train": {
+                "steps": STEPS, "lr": 3e-4, "schedule": "cosine", "warmup_steps": 2, "mini_batches": 2, "epochs": 2,
+                "weight_decay": 0.01, "save_every": 0, "threads": 1, "seed": 7,
+            },
+            "algorithm": {"kl_coef": 0.01, "kl_in": "reward"},
+            "eval__every": 3,
+            **changes,
+        },
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> TrainResult:
+    return agentrl.train(job(tmp_path_factory.mktemp("resume") / "whole"))
+
+
+def same(a: TrainResult, b: TrainResult) -> None:
+    """Equal but for the clock. The log-probs of a batch differ in their last bits with who was in it, which hangs on
+    the clock too: hence the tolerance."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    assert a.steps == b.steps
+    for ours, theirs in zip(metrics(a.folder), metrics(b.folder), strict=True):
+        assert steady(ours) == pytest.approx(steady(theirs), rel=1e-3, abs=2e-5)
+    for step in range(1, a.steps + 1):
+        ours, theirs = (lines(r.folder / "trajectories" / f"step_{step}.jsonl") for r in (a, b))
+        assert [t["messages"] for t in ours] == [t["messages"] for t in theirs]
+    first, second = (AutoModelForCausalLM.from_pretrained(r.checkpoint).state_dict() for r in (a, b))
+    for name, value in first.items():
+        torch.testing.assert_close(value, second[name], rtol=1e-3, atol=1e-4)
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory) -> TrainResult:
+    """The same job, whose tracker presses Ctrl-C at step 3."""
+    folder = tmp_path_factory.mktemp("resume") / "stopped"
+    return agentrl.train(job(folder, track__trackers=["train_plugins:StopsAfterThree"]))
+
+
+def copied(result: TrainResult, to: Path) -> Path:
+    shutil.copytree(result.folder, to)
+    return to
+
+
+def test_ctrl_c_saves_the_last_whole_step(stopped: TrainResult) -> None:
+    assert stopped.interrupted
+    assert stopped.steps == 3
+    assert stopped.checkpoint == stopped.folder / "checkpoints" / "step_3"
+    assert [row["step"] for row in metrics(stopped.folder)] == [0, 1, 2, 3]
+    assert [entry["what"] for entry in lines(stopped.folder / "book.jsonl")][-1] == "finish"
+
+
+def test_resumed_it_is_the_same_run(whole: TrainResult, stopped: TrainResult, tmp_path: Path) -> None:
+    resumed = resume_run(str(copied(stopped, tmp_path / "run")))
+    assert not resumed.interrupted
+    assert resumed.before == whole.before
+    assert resumed.after == whole.after
+    same(whole, resumed)
+
+
+def test_steps_after_the_checkpoint_are_written_anew(stopped: TrainResult, tmp_path: Path) -> None:
+    """As after a kill: the metrics are ahead of the last checkpoint, and their last line is cut."""
+    folder = copied(stopped, tmp_path / "run")
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "reward/mean": 9}\n{"step": 5, "rew')
+    resumed = resume_run(str(folder), overrides=["train.steps=4", "eval.every=0", "eval.splits=[]"])
+    rows = metrics(resumed.folder)
+    assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
+    assert rows[4]["reward/mean"] < 3
+
+
+def test_a_run_that_was_done_goes_on_when_it_is_given_more_steps(tmp_path: Path) -> None:
+    first = agentrl.train(small(tmp_path / "run", train__steps=1, eval__splits=[]))
+    more = resume_run(str(first.folder), overrides=["train.steps=2"])
+    assert [row["step"] for row in metrics(more.folder)] == [0, 1, 2]
+    assert Recipe.load(str(more.folder / "recipe.yaml")).train.steps == 1  # what the run began with
+    assert RunFolder(more.folder).recipe() == more.folder / "recipe.resumed_1.yaml"
+    assert Recipe.load(str(more.folder / "recipe.resumed_1.yaml")).train.steps == 2
+    with pytest.raises(UserError, match="step 2 of 2 is done"):  # and not step 2 of 1
+        resume_run(str(more.folder))
+
+
+def trained(result: TrainResult, step: int | None = None) -> dict[str, Any]:
+    """All that is kept of what is trained, by name: float32 masters, moments, random numbers."""
+    import torch
+
+    from agentrl.checkpoint import sharded
+
+    path = result.checkpoint if step is None else result.checkpoint.with_name(f"step_{step}")
+    found: dict[str, Any] = {}
+    for role in sorted(p.name for p in (path / "trainer").iterdir() if p.is_dir()):
+        described = sharded.describe(path / "trainer" / role)
+        tensors = {name: torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in described.items()}
+        sharded.read(tensors, path / "trainer" / role)
+        found |= {f"{role}.{name}": tensor for name, tensor in tensors.items()}
+    return found
+
+
+def test_weights_of_less_precision_go_on_from_their_float32_masters(tmp_path: Path) -> None:
+    bfloat16 = {"model": {"dtype": "bfloat16"}, "train__lr": 2e-5, "eval__splits": []}
+    whole = agentrl.train(small(tmp_path / "whole", train__steps=2, **bfloat16))
+    first = agentrl.train(small(tmp_path / "run", train__steps=1, **bfloat16))
+    resumed = resume_run(str(first.folder), overrides=["train.steps=2"])
+    same(whole, resumed)
+    first_of, second_of = (
+        {name: t for name, t in trained(r).items() if name.startswith("actor.weight.")} for r in (whole, resumed)
+    )
+    apart = [float((ours - second_of[name]).abs().mean()) for name, ours in first_of.items()]
+    assert max(apart) < 1e-6  # an update is 2e-5, and what bfloat16 rounds away of it as much
+
+
+def test_stopped_before_its_first_step_it_begins_with_the_evaluation(tmp_path: Path) -> None:
+    stopped = agentrl.train(small(tmp_path / "run", train__steps=1, track__trackers=["train_plugins:StopsAtOnce"]))
+    assert stopped.interrupted
+    assert stopped.steps == 0
+    resumed = resume_run(str(stopped.folder), overrides=["track.trackers=[]"])
+    assert [row["step"] for row in metrics(resumed.folder)] == [0, 1]
+    assert resumed.before == stopped.before
+
+
+def test_a_folder_without_a_checkpoint_is_not_resumed(whole: TrainResult, tmp_path: Path) -> None:
+    folder = copied(whole, tmp_path / "run")
+    shutil.rmtree(folder / "checkpoints")
+    with pytest.raises(UserError, match="no checkpoint was saved there"):
+        resume_run(str(folder))
+
+
+def test_a_damaged_checkpoint_is_refused_with_one_line(stopped: TrainResult, tmp_path: Path) -> None:
+    folder = copied(stopped, tmp_path / "run")
+    (folder / "checkpoints" / "step_3" / "trainer" / "actor" / ".metadata").write_bytes(b"not a checkpoint")
+    (folder / "checkpoints" / "step_1").mkdir()
+    with pytest.raises(
+        UserError, match=r"the trainer's state cannot be restored.*; to go on from step 1, move .*step_3 "
+    ):
+        resume_run(str(folder))
+
+
+OTHER_RUNS = {
+    f"env.name={__name__}:Five": f"env.name train_plugins:Noisy -> {__name__}:Five",
+    "tools=[]": "tools.0.name calculator -> none",
+    "algorithm.kl_coef=0.5": "algorithm.kl_coef 0.01 -> 0.5",
+    "model.lora={}": "model.lora.rank none -> 16",
+    "rewards.weights={answer: 2}": "rewards.weights.answer none -> 2",
+    "train.seed=8": "train.seed 7 -> 8",
+    "tools.0.args.api_key=hunter2": r"tools.0.args.api_key none -> \*\*\*",
+}
+
+
+@pytest.mark.parametrize("override", OTHER_RUNS)
+def test_a_run_is_not_resumed_as_another(stopped: TrainResult, override: str) -> None:
+    before = (stopped.folder / "recipe.yaml").read_text()
+    with pytest.raises(UserError, match=f"not what the run began with: {OTHER_RUNS[override]}.*--force") as told:
+        resume_run(str(stopped.folder), overrides=[override, "train.lr=1"])
+    assert "hunter2" not in str(told.value)
+    assert "train.lr" not in str(told.value)  # which may change on the way
+    assert (stopped.folder / "recipe.yaml").read_text() == before
+
+
+def test_forced_it_is_and_its_own_recipe_stands(
+    stopped: TrainResult, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from agentrl.cli import main
+
+    monkeypatch.setenv("AGENTRL_TEST_OUTPUT", "hunter2")
+    folder = copied(stopped, tmp_path / "run")
+    own = (folder / "recipe.yaml").read_text()
+    arguments = ["train", "--resume", str(folder), "rewards.weights={answer: 2}", "train.steps=4", "eval.splits=[]"]
+    assert main.run(arguments) == 2
+    assert (
+        main.run([*arguments, "track.trackers=[train_plugins:Book]", "output=${AGENTRL_TEST_OUTPUT}", "--force"]) == 0
+    )
+    assert "changed since the run began: " in capsys.readouterr().out
+    assert (folder / "recipe.yaml").read_text() == own
+    assert Recipe.load(str(folder / "recipe.resumed_1.yaml")).rewards.weights == {"answer": 2}
+    assert "output: ${AGENTRL_TEST_OUTPUT}" in (folder / "recipe.resumed_1.yaml").read_text()
+    assert [e["output"] for e in lines(folder / "book.jsonl") if e["what"] == "start"][-1] == "${AGENTRL_TEST_OUTPUT}"
+    (folder / "recipe.resumed_1.yaml").write_text("nothing: known")
+    with pytest.raises(UserError, match=r"the run's own recipe cannot be compared: .*nothing: unknown key.*--force"):
+        resume_run(str(folder), recipe=str(folder / "recipe.yaml"))
+
+
+def edited(path: Path, **changes: Any) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+TRAINER = "checkpoints/step_3/trainer"
+STATE, SUMS, SHARD = f"{TRAINER}/state.json", f"{TRAINER}/checksums.json", f"{TRAINER}/actor/__0_0.distcp"
+
+
+def flip(path: Path) -> None:
+    found = bytearray(path.read_bytes())
+    found[len(found) // 2] ^= 1
+    path.write_bytes(found)
+
+
+def unsigned(folder: Path) -> None:
+    """As an older version left it: nothing is known of the bytes."""
+    (folder / SUMS).unlink()
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "shard": (lambda run: flip(run / SHARD), "trainer/actor/__0_0.distcp is not what was written"),
+    "weights": (lambda run: flip(run / "checkpoints/step_3/model.safetensors"), "model.safetensors is not what was"),
+    "gone": (lambda run: (run / SHARD).unlink(), "names 'trainer/actor/__0_0.distcp', which is no file of it"),
+    "state": (lambda run: edited(run / STATE, accuracy=0.5), "trainer/state.json is not what was written"),
+    "state list": (lambda run: (run / STATE).write_text("[1]"), "state.json is not what was written"),
+    "sums": (lambda run: (run / SUMS).write_text('{"../../../recipe.yaml": "1"}'), "which is no file of it"),
+    "sums list": (lambda run: (run / SUMS).write_text("[[[["), "Expecting value"),
+    "row": (lambda run: (run / "metrics.jsonl").write_text('{"step": 0}\n[1]\n'), "metrics.jsonl:2: is no row"),
+    "step": (lambda run: (run / "metrics.jsonl").write_text('{"step": "0"}\n'), "metrics.jsonl:1: is no row"),
+    "text": (lambda run: (run / "metrics.jsonl").write_text('oh\n{"step": 0}\n'), "metrics.jsonl:1: is no row"),
+}  # fmt: skip
+SHAPES: dict[str, Any] = {
+    "[]": "is not what this version writes",
+    '{"extra": []}': "is not what this version writes",
+    '{"extra": {}, "accuracy": "high"}': "is not what this version writes",
+    '{"extra": {}}': "`before` in its state.json",
+    '{"extra": {"before": {"test": "?"}}}': "`before` in its state.json",
+    '{"extra": {"before": {}, "sampler": 3}}': "`sampler` in its state.json",
+    '{"extra": {"before": {}, "sampler": {"epoch": 0, "position": -1}}}': "`sampler` in its state.json",
+    '{"extra": {"before": {}, "sampler": {"epoch": 0, "position": 0, "outstanding": 3}}}': "`sampler` in its",
+    '{"extra": {"before": {}, "sampler": {"epoch": 0, "position": 123456}}}': "it was at task 123456, and now",
+    "[" * 100_000: "restored: ",
+}
+
+
+@pytest.mark.parametrize("case", [*DAMAGES, *SHAPES], ids=lambda case: case[:70])
+def test_a_damaged_run_folder_is_one_line(
+    stopped: TrainResult, tmp_path: Path, capsys: pytest.CaptureFixture[str], case: str
+) -> None:
+    from agentrl.cli import main
+
+    folder = copied(stopped, tmp_path / "run")
+    if case in DAMAGES:
+        damage, words = DAMAGES[case]
+        damage(folder)
+    else:
+        words = SHAPES[case]
+        unsigned(folder)
+        (folder / STATE).write_text(case)
+    rows = (folder / "metrics.jsonl").read_bytes()
+    assert main.run(["train", "--resume", str(folder)]) == 2
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 1
+    assert words in said[0]
+    assert str(folder) in said[0]
+    assert (folder / "metrics.jsonl").read_bytes() == rows
+
+
+def test_a_checkpoint_without_checksums_is_resumed(stopped: TrainResult, tmp_path: Path) -> None:
+    folder = copied(stopped, tmp_path / "run")
+    unsigned(folder)
+    resumed = resume_run(str(folder), overrides=["train.steps=4", "eval.splits=[]", "track.trackers=[]"])
+    assert resumed.steps == 4
+
+
+class Five(Noisy):
+    """Five tasks, of which a step takes two: epochs end in the middle of steps and between them."""
+
+    def tasks(self, split: str) -> Sequence[Task]:
+        return super().tasks(split)[:5]
+
+
+def same_state(ours: dict[str, Any], theirs: dict[str, Any]) -> bool:
+    assert ours.keys() == theirs.keys()
+    return all(ours[name].equal(theirs[name]) for name in ours)
+
+
+EPOCHS: dict[str, Any] = {
+    "env": {"name": f"{__name__}:Five"},
+    "tools": [],
+    "rollout__max_turns": 1,
+    "rollout__max_turn_tokens": 24,
+}
+"""Without tools all samples of a step are in the batches of the engine together, whatever the clock says: then all is
+equal to the bit."""
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "adapter": {"model": {"lora": {"rank": 2, "dropout": 0.2}}},
+    "critic": {"critic": {"lr": 1e-3, "warmup_steps": 2}, "algorithm": {"advantage": "gae"}},
+}
+
+
+def every_step(folder: Path, kind: str) -> TrainResult:
+    """A run over two epochs and a bit that keeps the checkpoint of every step."""
+    changes = {**EPOCHS, **KINDS[kind], "train__steps": STEPS, "train__save_every": 1, "train__keep": STEPS}
+    return agentrl.train(job(folder / "whole", **{**changes, "eval__every": 4}))
+
+
+@pytest.mark.parametrize(
+    ("kind", "steps"), [("plain", range(1, STEPS)), ("adapter", [3]), ("critic", [1])], ids=list(KINDS)
+)
+def test_interrupted_at_any_step_it_is_the_same_run_to_the_bit(tmp_path: Path, kind: str, steps: Sequence[int]) -> None:
+    whole = every_step(tmp_path, kind)
+    told = [steady(row) for row in metrics(whole.folder)]
+    drawn = [
+        row["task"]
+        for step in range(1, STEPS + 1)
+        for row in lines(whole.folder / "trajectories" / f"step_{step}.jsonl")
+    ]
+    assert (
+        len(set(drawn[: 5 * 4])) == len(set(drawn[5 * 4 : 10 * 4])) == 5
+    )  # epochs end inside of step 3 and with step 5
+    assert not same_state(trained(whole, 1), trained(whole, STEPS))
+    for step in steps:
+        folder = copied(whole, tmp_path / f"from_{step}")
+        for later in range(step + 1, STEPS + 1):
+            shutil.rmtree(folder / "checkpoints" / f"step_{later}")
+        resumed = resume_run(str(folder))
+        assert [steady(row) for row in metrics(resumed.folder)] == told
+        assert same_state(trained(resumed), trained(whole))
+        assert (resumed.before, resumed.after) == (whole.before, whole.after)
+
+
+def full_disk(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    """From its second use on, what writes there is refused."""
+    import errno
+
+    from agentrl.checkpoint import sharded
+    from agentrl.checkpoint.run_folder import RunFolder
+
+    owner, name = {"checkpoint": (sharded, "write"), "metrics": (RunFolder, "append_metrics")}[what]
+    kept, uses = getattr(owner, name), iter(range(99))
+
+    def write(*arguments: Any) -> None:
+        if next(uses) >= 1:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        kept(*arguments)
+
+    monkeypatch.setattr(owner, name, write)
+
+
+@pytest.mark.parametrize("what", ["checkpoint", "metrics"])
+def test_a_full_disk_ends_the_run_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], what: str
+) -> None:
+    from agentrl.cli import main
+    from agentrl.recipe.load import dump_recipe
+
+    folder, recipe = tmp_path / "run", tmp_path / "job.yaml"
+    recipe.write_text(dump_recipe(small(folder, train__save_every=1, train__steps=4, eval__splits=[], **EPOCHS)))
+    full_disk(monkeypatch, what)
+    assert main.run(["train", str(recipe)]) == 2
+    said = [line for line in capsys.readouterr().err.splitlines() if line]
+    assert len(said) == 1
+    if what == "checkpoint":
+        assert f"{folder}/checkpoints: a checkpoint could not be written: No space left on device (" in said[0]
+        stands = "the checkpoint of step 2 is lost, that of step 1 stands"
+        assert said[0].endswith(f"{stands}; go on with: agentrl train --resume {folder}")
+        assert [p.name for p in (folder / "checkpoints").iterdir()] == ["step_1"]
+    else:
+        saved = f"step 1 is saved, go on with: agentrl train --resume {folder}"
+        assert said[0] == f"error: {folder}: No space left on device; {saved}"
+        assert [row["step"] for row in metrics(folder)] == [0]
+    monkeypatch.undo()
+    resumed = resume_run(str(folder))
+    assert [row["step"] for row in metrics(resumed.folder)] == [0, 1, 2, 3, 4]

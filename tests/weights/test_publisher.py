@@ -1,0 +1,191 @@
+"""Weights from a sharded trainer: two ranks over gloo, and servers that tell what they were given."""
+
+import asyncio
+import pickle
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lora_help import merged_state
+from paths import SUPPORT
+from publisher_ranks import tiny, trained
+from sglang_weights_help import FaultyServer
+
+from agentrl.models.lora import adapter_state, plain_tensors
+from agentrl.weights import Order, Sent, What
+
+RANKS = SUPPORT / "publisher_ranks.py"
+DEAD = "http://127.0.0.1:1"
+
+
+class Workers:
+    """The two ranks, as a group of workers looks to who calls it."""
+
+    def __init__(self) -> None:
+        with socket.socket() as found:
+            found.bind(("127.0.0.1", 0))
+            port = str(found.getsockname()[1])
+        pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        self.ranks = [subprocess.Popen([sys.executable, RANKS, str(r), port], **pipes) for r in range(2)]
+
+    async def call(self, method: str, *arguments: Any) -> Any:
+        """What rank 0 answers; the other's answer says nothing."""
+        for rank in self.ranks:
+            pickle.dump((method, arguments), rank.stdin)
+            rank.stdin.flush()
+        found = [await asyncio.to_thread(pickle.load, rank.stdout) for rank in self.ranks]
+        assert found[1] in (None, {})
+        return found[0]
+
+    def end(self) -> None:
+        for rank in self.ranks:
+            pickle.dump(None, rank.stdin)
+            rank.stdin.flush()
+        assert [rank.wait(60) for rank in self.ranks] == [0, 0]
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Workers]:
+    workers = Workers()
+    yield workers
+    workers.end()
+
+
+@pytest.fixture
+async def whole(ranks: Workers) -> Workers:
+    """A trainer of every weight."""
+    await ranks.call("become", "whole")
+    return ranks
+
+
+@pytest.fixture
+async def adapted(ranks: Workers) -> Workers:
+    """A trainer of an adapter."""
+    await ranks.call("become", "adapted")
+    return ranks
+
+
+@pytest.fixture
+async def servers() -> AsyncIterator[list[FaultyServer]]:
+    async with FaultyServer() as one, FaultyServer() as other:
+        yield [one, other]
+
+
+def same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        torch.testing.assert_close(found[name], tensor, atol=0, rtol=0)
+
+
+def state(steps: int) -> dict[str, torch.Tensor]:
+    model = tiny(adapted=False)
+    for _ in range(steps):
+        trained(model)
+    return {name: t.detach() for name, t in model.state_dict().items() if name != "lm_head.weight"}
+
+
+async def test_shards_arrive_whole_and_a_failure_holds_up_no_rank(whole: Workers, servers: list[FaultyServer]):
+    urls = tuple(server.url for server in servers)
+    sent: Sent = await whole.call("publish", Order(urls, 3))
+    assert (sent.failed, sent.adapters) == ({}, {})
+    assert "from_tensor" in sent.said[0]
+    for server in servers:
+        same(server.tensors, state(0))
+        assert (server.version, server.paused) == ("3", False)
+
+    await whole.call("train")
+    servers[0].faults["/update_weights_from_tensor"] = (1, 500)
+    sent = await whole.call("publish", Order(urls, 4))
+    assert list(sent.failed) == [urls[0]]
+    assert servers[0].paused
+    same(servers[1].tensors, state(1))
+
+    await whole.call("train")  # who missed it cannot be given another step's weights under its name
+    sent = await whole.call("publish", Order(urls[:1], 4, again=True))
+    assert "no longer those of step 4" in sent.failed[urls[0]]
+    sent = await whole.call("publish", Order(urls, 5))
+    assert sent.failed == {}
+    sent = await whole.call("publish", Order(urls[:1], 5, again=True))
+    assert sent.failed == {}
+    for server in servers:
+        same(server.tensors, state(2))
+
+    for fault in ("/begin_weight_update", "/pause_generation", "/server_info"):  # before a tensor is read
+        async with FaultyServer({fault: (0, 500)}) as bad:
+            assert list((await whole.call("publish", Order((bad.url,), 6))).failed) == [bad.url]
+    assert "did not answer" in (await whole.call("publish", Order((DEAD,), 6))).failed[DEAD]
+    assert (await whole.call("publish", Order(urls, 6))).failed == {}
+    for server in servers:
+        same(server.tensors, state(2))
+
+
+async def test_through_a_folder_and_to_sleep(whole: Workers, servers: list[FaultyServer], tmp_path: Path):
+    urls = tuple(server.url for server in servers)
+    await whole.call("open", str(tmp_path), "from_disk")
+    assert (await whole.call("publish", Order(urls, 1))).failed == {}
+    wanted = dict(servers[0].tensors)
+    assert await whole.call("sleep", urls) == {}
+    assert "/release_memory_occupation" in servers[0].calls
+    assert servers[0].paused
+    assert (await whole.call("publish", Order(urls, 2))).failed == {}
+    assert "/resume_memory_occupation" in servers[0].calls
+    assert not servers[0].paused
+    same(servers[0].tensors, wanted)
+    await whole.call("close")
+    assert list(tmp_path.iterdir()) == []
+
+
+async def test_servers_sleep_with_their_base_where_an_adapter_is_sent(adapted: Workers, servers: list[FaultyServer]):
+    urls = tuple(server.url for server in servers)
+    await adapted.call("publish", Order(urls, 1, what=What.ADAPTER))
+    for _ in range(2):
+        assert await adapted.call("sleep", urls) == {}
+        assert servers[0].released == {"kv_cache"}
+        assert servers[0].paused
+        sent = await adapted.call("publish", Order(urls, 2, what=What.ADAPTER))
+        assert (sent.failed, sent.said) == ({}, ())
+        for server in servers:
+            assert (server.released, server.paused) == (set(), False)
+    assert await adapted.call("sleep", urls) == {}
+    assert await adapted.call("wake") == {}
+    assert (servers[1].released, servers[1].paused) == (set(), False)
+
+
+async def test_an_unknown_way_is_said_and_holds_up_no_rank(whole: Workers, servers: list[FaultyServer]):
+    await whole.call("open", None, "from_somewhere")
+    error = await whole.call("publish", Order((servers[0].url,), 1))
+    assert "from_somewhere" in str(error)
+    await whole.call("open", None, "auto")
+    assert (await whole.call("publish", Order((servers[0].url,), 1))).failed == {}
+
+
+async def test_an_adapter_is_gathered_and_sent_alone(adapted: Workers, servers: list[FaultyServer]):
+    urls = tuple(server.url for server in servers)
+    model = tiny(adapted=True)
+    sent: Sent = await adapted.call("publish", Order(urls, 1, what=What.ADAPTER))
+    assert sent.failed == {}
+    for server in servers:
+        assert list(server.adapters) == [sent.adapters[server.url]]
+        same(server.adapters[sent.adapters[server.url]], adapter_state(model))
+        assert "/pause_generation" not in server.calls
+
+    await adapted.call("train")  # who missed step 1 is given that one all the same
+    again: Sent = await adapted.call("publish", Order(urls[:1], 1, what=What.ADAPTER, again=True))
+    same(servers[0].adapters[again.adapters[urls[0]]], adapter_state(model))
+    late = await adapted.call("publish", Order(urls[:1], 2, what=What.ADAPTER, again=True))
+    assert "not that of step 2" in late.failed[urls[0]]
+
+    trained(model)
+    sent = await adapted.call("publish", Order(urls, 2, what=What.ADAPTER))
+    same(servers[1].adapters[sent.adapters[urls[1]]], adapter_state(model))
+    sent = await adapted.call("publish", Order(urls, 2, what=What.BASE))
+    assert sent.failed == {}
+    base = {name: t.detach() for name, t, _ in plain_tensors(model) if name != "lm_head.weight"}
+    same(servers[0].tensors, base)
+    await adapted.call("publish", Order(urls, 2))
+    same(servers[0].tensors, {name: t for name, t in merged_state(model).items() if name in base})

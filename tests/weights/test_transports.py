@@ -1,0 +1,225 @@
+"""Weights to the real server: what it samples afterwards, bit for bit, by every way and in mid-request."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+import torch
+from sglang_weights_help import Weights, altered, ask, check_answer, spans_of, tiny
+
+from agentrl.weights import ModelWeights, WeightChannel, WeightServer, open_channel
+from agentrl.weights.transports.disk import FromDisk
+from agentrl.weights.transports.nccl import FromDistributed
+from agentrl.weights.transports.shared_memory import FromTensor
+
+WAYS = ("from_tensor", "from_distributed", "from_disk")
+LONG = 300  # tokens: long enough to be in the middle of it
+
+
+@pytest.fixture
+async def session() -> AsyncIterator[aiohttp.ClientSession]:
+    async with aiohttp.ClientSession() as found:
+        yield found
+
+
+@pytest.fixture
+async def channel(session: aiohttp.ClientSession, sglang_url: str, tmp_path: Path) -> AsyncIterator[WeightChannel]:
+    """By the automatic way; the server's own weights are put back afterwards, as version 0."""
+    found = await open_channel([sglang_url], session, folder=tmp_path, say=lambda line: None)
+    yield found
+    assert not (await found.publish(0, ModelWeights(tiny()))).failed
+    await found.close()
+
+
+def way(name: str, folder: Path) -> Any:
+    """In several buckets."""
+    small = 200_000
+    if name == "from_disk":
+        return FromDisk(folder, shard_bytes=small)
+    return FromTensor(small) if name == "from_tensor" else FromDistributed(bucket_bytes=small)
+
+
+@pytest.mark.parametrize("name", WAYS)
+async def test_the_server_samples_from_what_was_sent(name: str, channel: WeightChannel, session, sglang_url, tmp_path):
+    channel.way = way(name, tmp_path)
+    for version in (1, 2):  # twice: groups, buckets and folders are used again
+        model = altered(version)
+        done = await channel.publish(version, ModelWeights(model))
+        assert (done.failed, done.good, done.way) == ({}, (sglang_url,), name)
+        assert done.bytes == sum(p.nbytes for p in model.parameters())
+        assert channel.versions == {sglang_url: version}
+        answer = await ask(session, sglang_url)
+        check_answer(answer, [(model, 0, 16)])
+        assert spans_of(answer) == [(str(version), 0, 16)]
+        assert answer["meta_info"]["cached_tokens"] == 0  # the caches were dropped
+    assert spans_of(await ask(session, sglang_url, 1)) == [("2", 0, 1)]
+    await channel.way.close()
+
+
+async def test_weights_of_another_dtype_are_converted_and_checked(channel: WeightChannel, session, sglang_url):
+    model = altered(3, torch.bfloat16)
+    assert not (await channel.publish(3, ModelWeights(model))).failed
+    reference = tiny()
+    reference.load_state_dict(model.state_dict())
+    check_answer(await ask(session, sglang_url), [(reference, 0, 16)])
+
+
+async def under_way(session: aiohttp.ClientSession, url: str) -> "asyncio.Task[Any]":
+    """A long answer that has begun."""
+    task = asyncio.create_task(ask(session, url, LONG))
+    running = 0
+    while not running:
+        async with session.get(url + "/v1/loads") as answer:
+            running = (await answer.json())["loads"][0]["num_running_reqs"]
+        assert not task.done()
+    await asyncio.sleep(0.1)
+    return task
+
+
+async def test_an_update_lands_in_mid_request(channel: WeightChannel, session, sglang_url):
+    first, second = altered(4), altered(5)
+    await channel.publish(4, ModelWeights(first))
+    task = await under_way(session, sglang_url)
+    assert not (await channel.publish(5, ModelWeights(second), "retract")).failed
+    answer = await task
+    (one, _, cut), (two, start, end) = spans_of(answer)
+    assert (one, two, start, end) == ("4", "5", cut, LONG)
+    check_answer(answer, [(first, 0, cut), (second, cut, LONG)])
+
+
+async def test_in_place_keeps_the_keys_and_values_of_the_old_weights(channel: WeightChannel, session, sglang_url):
+    first, second = altered(6), altered(7)
+    await channel.publish(6, ModelWeights(first))
+    task = await under_way(session, sglang_url)
+    assert not (await channel.publish(7, ModelWeights(second), "in_place")).failed
+    answer = await task
+    (one, _, cut), (two, start, end) = spans_of(answer)
+    assert (one, two, start, end) == ("6", "7", cut, LONG)
+    check_answer(answer, [(first, 0, cut)])
+    with pytest.raises(AssertionError):
+        check_answer(answer, [(second, cut, LONG)])
+
+
+async def test_abort_ends_what_is_under_way(channel: WeightChannel, session, sglang_url):
+    model = altered(8)
+    await channel.publish(8, ModelWeights(model))
+    task = await under_way(session, sglang_url)
+    assert not (await channel.publish(9, ModelWeights(altered(9)), "abort")).failed
+    answer = await task
+    assert answer["meta_info"]["finish_reason"]["type"] == "abort"
+    (span,) = spans_of(answer)
+    assert span[0] == "8"
+    check_answer(answer, [(model, 0, len(answer["output_ids"]))])
+
+
+async def test_a_request_waits_while_its_server_is_paused(channel: WeightChannel, session, sglang_url):
+    model = altered(10)
+    await channel.publish(10, ModelWeights(model), resume=False)
+    waiting = asyncio.create_task(ask(session, sglang_url))
+    await asyncio.sleep(0.3)
+    assert not waiting.done()
+    assert not await channel.resume()
+    check_answer(await waiting, [(model, 0, 16)])
+
+
+@pytest.mark.parametrize("tags", [("kv_cache",), ("weights", "kv_cache")])
+async def test_servers_sleep_while_the_trainer_works(
+    tags: tuple[str, ...], channel: WeightChannel, session, sglang_url
+):
+    """By protocol only: a CPU frees nothing."""
+    first, second = altered(11), altered(12)
+    await channel.publish(11, ModelWeights(first))
+    task = await under_way(session, sglang_url)
+    assert not await channel.sleep(tags)
+    assert channel.versions[sglang_url] == (None if "weights" in tags else 11)
+    await asyncio.sleep(0.2)
+    assert not task.done()
+    assert not (await channel.publish(12, ModelWeights(second))).failed
+    answer = await task
+    cut = spans_of(answer)[0][2]
+    assert spans_of(answer) == [("11", 0, cut), ("12", cut, LONG)]
+    check_answer(answer, [(first, 0, cut), (second, cut, LONG)])
+
+
+async def test_waking_alone_serves_only_weights_that_are_there(channel: WeightChannel, session, sglang_url):
+    model = altered(13)
+    await channel.publish(13, ModelWeights(model))
+    assert not await channel.sleep(("kv_cache",))
+    assert "sleeps already" in (await channel.sleep())[sglang_url]
+    assert not await channel.wake()
+    check_answer(await ask(session, sglang_url), [(model, 0, 16)])
+    assert not await channel.sleep()
+    assert not await channel.wake()
+    waiting = asyncio.create_task(ask(session, sglang_url))
+    await asyncio.sleep(0.3)
+    assert not waiting.done()
+    assert not (await channel.publish(14, ModelWeights(model))).failed
+    assert spans_of(await waiting) == [("14", 0, 16)]
+
+
+WRONG = {
+    "misnamed": (lambda w: [(n.replace("layers.2.mlp.down", "layers.2.mlp.dawn"), t) for n, t in w], "dawn"),
+    "missing": (lambda w: [item for item in w if "layers.1.input_layernorm" not in item[0]], "was not sent"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+async def test_a_server_that_does_not_hold_everything_is_not_sampled_from(
+    what: str, channel: WeightChannel, session, sglang_url
+):
+    model = altered(15)
+    spoil, line = WRONG[what]
+    done = await channel.publish(15, Weights(spoil(ModelWeights(model))))
+    assert done.good == ()
+    assert line in done.failed[sglang_url]
+    assert channel.versions[sglang_url] is None
+    waiting = asyncio.create_task(ask(session, sglang_url))
+    await asyncio.sleep(0.3)
+    assert not waiting.done()
+    assert not await channel.resume()  # nothing to resume
+    await asyncio.sleep(0.2)
+    assert not waiting.done()
+    async with session.get(sglang_url + "/model_info") as answer:
+        assert (await answer.json())["weight_version"] == "partial-15"
+    assert not (await channel.publish(16, ModelWeights(model))).failed  # in the middle of an update that was left open
+    check_answer(await waiting, [(model, 0, 16)])
+
+
+async def test_an_update_that_ends_in_its_middle_leaves_the_server_paused(channel: WeightChannel, session, sglang_url):
+    channel.way = FromTensor(200_000)
+
+    def stop(i: int) -> None:
+        if i == 20:
+            raise RuntimeError("the trainer fell over")
+
+    with pytest.raises(RuntimeError, match="fell over"):
+        await channel.publish(17, Weights(ModelWeights(altered(17)), before=stop))
+    waiting = asyncio.create_task(ask(session, sglang_url))
+    await asyncio.sleep(0.3)
+    assert not waiting.done()
+    model = altered(18)
+    assert not (await channel.publish(18, ModelWeights(model))).failed
+    answer = await waiting
+    check_answer(answer, [(model, 0, 16)])
+    assert spans_of(answer) == [("18", 0, 16)]
+
+
+async def test_several_channels_serve_one_server_in_turn(channel: WeightChannel, session, sglang_url, tmp_path):
+    second = await open_channel([sglang_url], session, folder=tmp_path, way="from_distributed", say=lambda line: None)
+    models = [altered(19), altered(20), altered(21)]
+    for version, (one, model) in enumerate(zip((second, channel, second), models, strict=True), 19):
+        assert not (await one.publish(version, ModelWeights(model))).failed
+        check_answer(await ask(session, sglang_url), [(model, 0, 16)])
+    await second.close()
+    assert not (await channel.publish(22, ModelWeights(models[0]))).failed
+
+
+async def test_the_way_is_chosen_and_said(session, sglang_url, tmp_path):
+    said: list[str] = []
+    found = await open_channel([sglang_url], session, folder=tmp_path, say=said.append)
+    assert (found.way.name, said) == ("from_tensor", ["weights: from_tensor (servers share this machine's memory)"])
+    facts = await WeightServer(sglang_url, session).facts()
+    assert (facts.device, facts.dtype, facts.ranks) == ("cpu", "float32", 1)

@@ -1,0 +1,205 @@
+"""The backend `e2b`: a sandbox of the service for each session, through its own SDK; killed when the session closes.
+
+With E2B_DEBUG=true the SDK speaks plain HTTP to localhost:49999, where a server of one's own may answer. Failures of
+the service are never the model's: they raise InfrastructureError. Only what the code itself does is told to it.
+"""
+
+import asyncio
+import base64
+import binascii
+import os
+import re
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+from agentrl.errors import UserError
+from agentrl.plugins.types import InfrastructureError
+from agentrl_tools.sandbox.base import Execution, Limits, Sandbox, SandboxSession, Stop, shortened
+
+_LIFETIME = 900  # seconds that the service lets a sandbox live when we are gone
+_RENEW = 300.0  # seconds after which the lifetime is renewed
+_ATTEMPTS = 3
+_PAUSE = 0.5  # seconds before the second attempt; twice as long before each further one
+_MARGIN = 10.0  # seconds that the SDK waits longer than we do
+_LOUD = 8 << 20  # characters printed in one call that stop it
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+_PNG = b"\x89PNG\r\n\x1a\n"
+
+T = TypeVar("T")
+
+
+class _LoudError(Exception):
+    """The code printed far too much."""
+
+
+class E2bSandbox(Sandbox):
+    """Raises UserError when the SDK or its key is missing."""
+
+    def __init__(self, limits: Limits) -> None:
+        if not usable():
+            raise UserError(
+                "sandbox backend 'e2b': set E2B_API_KEY (or E2B_DEBUG=true for a server of your own on port 49999)"
+            )
+        try:
+            import e2b_code_interpreter
+        except ImportError as error:
+            raise UserError(f"sandbox backend 'e2b': {error}; pip install e2b-code-interpreter") from None
+        self._sdk = e2b_code_interpreter.AsyncSandbox
+        self.limits = limits
+        self._sessions: set[E2bSession] = set()
+
+    async def open(self) -> SandboxSession:
+        remote = await _tried("create", lambda: self._sdk.create(timeout=_LIFETIME, allow_internet_access=False))
+        try:
+            context = await _tried("create a context", lambda: remote.create_code_context(language="python"))
+        except BaseException:
+            await _killed(remote)
+            raise
+        session = E2bSession(self, remote, context)
+        self._sessions.add(session)
+        return session
+
+    def forget(self, session: "E2bSession") -> None:
+        self._sessions.discard(session)
+
+    async def close(self) -> None:
+        for session in list(self._sessions):
+            await session.close()
+
+
+class E2bSession(SandboxSession):
+    """One sandbox of the service, and in it one context: the interpreter that keeps its state."""
+
+    def __init__(self, sandbox: E2bSandbox, remote: Any, context: Any) -> None:
+        self._sandbox = sandbox
+        self._remote = remote
+        self._context = context
+        self._turn = asyncio.Lock()
+        self._renewed = time.monotonic()
+        self._dirty = False
+        self._closed = False
+
+    async def run(self, code: str, *, seconds: float | None = None) -> Execution:
+        limits = self._sandbox.limits
+        allowed = min(limits.wall_seconds, seconds if seconds is not None else limits.wall_seconds)
+        async with self._turn:
+            if self._closed:
+                raise RuntimeError("the sandbox's session is closed")
+            lost_before = self._dirty
+            await self._prepare()
+            began = time.monotonic()
+            heard = _Heard()
+            stop: Stop | None = None
+            self._dirty = True  # until the code has ended
+            try:
+                async with asyncio.timeout(allowed):
+                    await _told("run code", self._run(code, heard, allowed))
+                self._dirty = False
+            except TimeoutError:
+                stop = Stop.WALL
+            except _LoudError:
+                stop = Stop.OUTPUT
+            if stop is not None:
+                await self._prepare()
+            return heard.execution(limits, stop, lost_before, time.monotonic() - began)
+
+    async def _run(self, code: str, heard: "_Heard", allowed: float) -> None:
+        await self._remote.run_code(
+            code, context=self._context, timeout=allowed + _MARGIN, on_stdout=heard.out, on_stderr=heard.err,
+            on_result=heard.results.append, on_error=heard.errors.append,
+        )  # fmt: skip
+
+    async def _prepare(self) -> None:
+        """An interpreter that is idle, in a sandbox that lives on."""
+        if time.monotonic() - self._renewed > _RENEW:
+            await _tried("extend", lambda: self._remote.set_timeout(_LIFETIME))
+            self._renewed = time.monotonic()
+        if self._dirty:
+            await _tried("restart", lambda: self._remote.restart_code_context(self._context))
+            self._dirty = False
+
+    async def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._sandbox.forget(self)
+            await _tried("kill", self._remote.kill)
+
+
+class _Heard:
+    """What came over the stream so far; it stays when the stream is cut."""
+
+    def __init__(self) -> None:
+        self.stdout: list[str] = []
+        self.stderr: list[str] = []
+        self.results: list[Any] = []
+        self.errors: list[Any] = []
+        self._length = 0
+
+    def out(self, message: Any) -> None:
+        self._add(self.stdout, message.line)
+
+    def err(self, message: Any) -> None:
+        self._add(self.stderr, message.line)
+
+    def _add(self, lines: list[str], line: str) -> None:
+        lines.append(line)
+        self._length += len(line)
+        if self._length > _LOUD:
+            raise _LoudError
+
+    def execution(self, limits: Limits, stop: Stop | None, lost_before: bool, seconds: float) -> Execution:
+        shown = [result.text for result in self.results if not result.is_main_result and not result.png and result.text]
+        value = next((result.text for result in self.results if result.is_main_result and not result.png), None)
+        stdout = "".join(self.stdout) + "".join(f"{text}\n" for text in shown)
+        error = _COLOURS.sub("", self.errors[0].traceback).strip() if self.errors else None
+        texts = [stdout, "".join(self.stderr), value, error]
+        kept = [None if text is None else shortened(text, limits.output) for text in texts]
+        images = [image for result in self.results if (image := _decoded(result.png)) is not None]
+        too_large = sum(map(len, images)) > limits.image_bytes
+        return Execution(
+            stdout=kept[0] or "", stderr=kept[1] or "", value=kept[2], error=kept[3],
+            images=() if too_large else tuple(images), stop=stop, lost=stop is not None, lost_before=lost_before,
+            cut=too_large or kept != texts, seconds=seconds,
+        )  # fmt: skip
+
+
+def usable() -> bool:
+    """The environment says how to reach the service."""
+    return bool(os.environ.get("E2B_API_KEY")) or os.environ.get("E2B_DEBUG", "").lower() == "true"
+
+
+def _decoded(png: str | None) -> bytes | None:
+    try:
+        data = base64.b64decode(png, validate=False) if png else b""
+    except binascii.Error:
+        return None
+    return data if data.startswith(_PNG) else None
+
+
+async def _told(what: str, work: Awaitable[T]) -> T:
+    """`work`, with whatever the SDK or its transport raises as InfrastructureError."""
+    try:
+        return await work
+    except (_LoudError, asyncio.CancelledError):
+        raise
+    except Exception as error:
+        line = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        raise InfrastructureError(f"the sandbox service e2b failed to {what}: {line}") from error
+
+
+async def _tried(what: str, work: Callable[[], Awaitable[T]]) -> T:
+    """`work` that may be repeated, so often, with longer and longer pauses."""
+    for attempt in range(_ATTEMPTS - 1):
+        try:
+            return await _told(what, work())
+        except InfrastructureError:
+            await asyncio.sleep(_PAUSE * 2**attempt)
+    return await _told(what, work())
+
+
+async def _killed(remote: Any) -> None:
+    try:
+        await _tried("kill", remote.kill)
+    except InfrastructureError:
+        return  # the failure that led here is the one to tell; the service ends the sandbox in time

@@ -33,7 +33,7 @@ from agentrl.compute.batch import Batch
 from agentrl.compute.flops import Need, utilisation
 from agentrl.compute.forward import ModuleForward
 from agentrl.learner.learner import Learner
-from agentrl.learner.roles import Here, Workplace
+from agentrl.learner.roles import LocalRoles, RoleHost
 from agentrl.models import embedded_path
 from agentrl.models.load import load_model
 from agentrl.recipe.schema import Recipe
@@ -53,20 +53,20 @@ def make_model(hidden: int, layers: int, folder: Path) -> str:
     return str(folder)
 
 
-def start_here(recipe: Recipe, module: bool) -> Workplace:
+def start_here(recipe: Recipe, module: bool) -> RoleHost:
     model, tokenizer = load_model(recipe.model)
-    place = Here(recipe, model, tokenizer)
+    place = LocalRoles(recipe, model, tokenizer)
     if module:
         place.actor.forward = ModuleForward(model)
     return place
 
 
-def start_workers(recipe: Recipe, workers: int, logs: Path) -> Workplace:
-    from agentrl.distributed.remote import OnCluster
+def start_workers(recipe: Recipe, workers: int, logs: Path) -> RoleHost:
+    from agentrl.distributed.remote import RayRoles
 
     cluster = recipe.cluster.model_copy(update={"workers": workers})
     spread = recipe.model_copy(update={"cluster": cluster})
-    return OnCluster(spread, spread, logs)
+    return RayRoles(spread, spread, logs)
 
 
 def timed(work: Callable[[], Any]) -> float:
@@ -75,17 +75,19 @@ def timed(work: Callable[[], Any]) -> float:
     return time.perf_counter() - began
 
 
-def hand_over(place: Workplace, target: Any) -> None:
+def hand_over(place: RoleHost, target: Any) -> None:
     """Copy the policy's weights into `target`, by name."""
     weights = place.weights()
     into = target.state_dict()
-    source = place.model.state_dict().items() if isinstance(place, Here) else weights  # those of a process are shared
+    source = (
+        place.model.state_dict().items() if isinstance(place, LocalRoles) else weights
+    )  # those of a process are shared
     with torch.no_grad():
         for name, tensor in source:
             into[name].copy_(tensor)
 
 
-def measure(recipe: Recipe, start: Callable[[], Workplace], batch: Batch, rounds: int) -> dict[str, float]:
+def measure(recipe: Recipe, start: Callable[[], RoleHost], batch: Batch, rounds: int) -> dict[str, float]:
     """Seconds by part, and the share of the peak that updates reach."""
     with ExitStack() as stack:
         began = time.perf_counter()
@@ -134,7 +136,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         recipe = Recipe.load(str(Path(__file__).parents[1] / "recipes" / "gsm8k_tool.yaml"), overrides)
         vocabulary = load_model(recipe.model)[0].get_input_embeddings().weight.shape[0]
         batch = make_batch(options.groups, options.samples, options.prompt, options.answer, vocabulary)
-        sides: dict[str, Callable[[], Workplace]] = {
+        sides: dict[str, Callable[[], RoleHost]] = {
             "one process": lambda: start_here(recipe, module=False),
             "module forward": lambda: start_here(recipe, module=True),
         }

@@ -28,7 +28,7 @@ from agentrl.engine.sglang.command import LaunchPlan, launch_command
 from agentrl.engine.sglang.server import Server
 from agentrl.models import embedded_path
 from agentrl.weights import ModelWeights, WeightChannel, WeightServer
-from agentrl.weights.transports.base import Way
+from agentrl.weights.transports.base import Transport
 from agentrl.weights.transports.disk import FromDisk
 from agentrl.weights.transports.nccl import FromDistributed
 from agentrl.weights.transports.shared_memory import FromTensor
@@ -91,7 +91,7 @@ async def measure(name: str, model: Any, url: str, repeat: int) -> list[dict[str
     show(rows[0], size)
     async with aiohttp.ClientSession() as session:
         with tempfile.TemporaryDirectory() as disk, tempfile.TemporaryDirectory(dir="/dev/shm") as memory:
-            ways: dict[str, Way] = {
+            ways: dict[str, Transport] = {
                 "from_tensor": FromTensor(),
                 "from_distributed (gloo)": FromDistributed(),
                 "from_disk": FromDisk(Path(disk)),

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from agentrl.cluster.errors import ClusterError, WorkerLost
 from agentrl.cluster.host import Failure, Hello
-from agentrl.cluster.post_mortem import Scene, Suspect, visit
+from agentrl.cluster.post_mortem import LostProcess, PostMortem, examine
 from agentrl.errors import UserError
 
 KILLED = "it was killed (SIGKILL)"
@@ -17,7 +17,7 @@ _WAITING = "/torch/distributed/"
 
 
 @dataclass
-class Witness:
+class WorkerReference:
     """One worker as its controller knows it."""
 
     group: str
@@ -31,51 +31,55 @@ class Witness:
         return f"worker {self.rank} of {self.group!r} (pid {self.hello.pid}, node {self.hello.node})"
 
     @property
-    def suspect(self) -> Suspect:
-        return Suspect(self.hello.node_id, self.hello.pid, self.log, self.since)
+    def process(self) -> LostProcess:
+        return LostProcess(self.hello.node_id, self.hello.pid, self.log, self.since)
 
 
-def died(witness: Witness, method: str, cause: str) -> WorkerLost:
+def worker_died(worker: WorkerReference, method: str, cause: str) -> WorkerLost:
     """A process that ended in the middle of a call, or before it."""
-    scene = visit([witness.suspect])[0]
-    if scene is None:
-        return WorkerLost(f"{witness} died in {method!r}: {cause}, and its machine does not answer")
-    if cause == UNREACHED and not scene.alive:  # Ray's own account of the death came too late
+    post_mortem = examine([worker.process])[0]
+    if post_mortem is None:
+        return WorkerLost(f"{worker} died in {method!r}: {cause}, and its machine does not answer")
+    if cause == UNREACHED and not post_mortem.alive:  # Ray's own account of the death came too late
         cause = KILLED
-    if scene.crash:
-        cause = f"it crashed ({scene.crash}) at {scene.where}"
-    elif cause == KILLED and scene.oom_kills > witness.hello.oom_kills:
+    if post_mortem.crash:
+        cause = f"it crashed ({post_mortem.crash}) at {post_mortem.where}"
+    elif cause == KILLED and post_mortem.oom_kills > worker.hello.oom_kills:
         cause = "the kernel killed a process of its machine since, for memory ran out"
     quoted = (
-        f"the end of {witness.log}: " + " | ".join(scene.lines) if scene.lines else f"its log {witness.log} is empty"
+        f"the end of {worker.log}: " + " | ".join(post_mortem.lines)
+        if post_mortem.lines
+        else f"its log {worker.log} is empty"
     )
-    return WorkerLost(f"{witness} died in {method!r}: {cause}; {quoted}")
+    return WorkerLost(f"{worker} died in {method!r}: {cause}; {quoted}")
 
 
-def hung(witnesses: list[Witness], method: str, seconds: float) -> WorkerLost:
+def worker_hung(workers: list[WorkerReference], method: str, seconds: float) -> WorkerLost:
     """Ranks that gave no answer in time, and where some of them stand: first those that wait for nobody."""
-    scenes = zip(witnesses, visit([witness.suspect for witness in witnesses], ask=True), strict=True)
-    stood = sorted(((witness, scene) for witness, scene in scenes if scene and scene.stack), key=_waits)
-    ranks = ", ".join(str(witness.rank) for witness in witnesses)
-    said = [f"{witness} stands at {scene.where}" for witness, scene in stood[:STACKS_SHOWN]]
-    first = stood[0][0] if stood else witnesses[0]
+    post_mortems = zip(workers, examine([worker.process for worker in workers], ask=True), strict=True)
+    stood = sorted(
+        ((worker, post_mortem) for worker, post_mortem in post_mortems if post_mortem and post_mortem.stack), key=_waits
+    )
+    ranks = ", ".join(str(worker.rank) for worker in workers)
+    said = [f"{worker} stands at {post_mortem.where}" for worker, post_mortem in stood[:STACKS_SHOWN]]
+    first = stood[0][0] if stood else workers[0]
     return WorkerLost(
         f"no answer to {method!r} from rank {ranks} of {first.group!r} within {seconds:g} seconds (cluster.timeout); "
         + "; ".join([*said, f"all stacks are in the logs, such as {first.log}"])
     )
 
 
-def raised(witness: Witness, method: str, failure: Failure, advice: str) -> Exception:
+def raised(worker: WorkerReference, method: str, failure: Failure, advice: str) -> Exception:
     """The error that a worker raised, as the controller raises it: a UserError as it was, memory as a ClusterError,
     anything else as what it is, with the worker's traceback as a note."""
     if failure.kind == "memory":
-        return ClusterError(f"{witness} ran out of memory in {method!r} ({failure.line}); {advice}")
+        return ClusterError(f"{worker} ran out of memory in {method!r} ({failure.line}); {advice}")
     error = pickle.loads(failure.error) if failure.error is not None else None
     if failure.kind == "user":
         return error if isinstance(error, UserError) else UserError(failure.line)
     if not isinstance(error, Exception):
         error = RuntimeError(failure.line)
-    error.add_note(f"raised by {witness} in {method!r}:\n{failure.trace}")
+    error.add_note(f"raised by {worker} in {method!r}:\n{failure.trace}")
     return error
 
 
@@ -94,5 +98,5 @@ def cause(error: Exception) -> str:
     return lines[-1 if type(error).__name__.startswith("RayTaskError") else 0]  # a traceback ends with what it is about
 
 
-def _waits(found: tuple[Witness, Scene]) -> bool:
+def _waits(found: tuple[WorkerReference, PostMortem]) -> bool:
     return any(_WAITING in frame for frame in found[1].stack)

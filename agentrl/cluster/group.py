@@ -10,7 +10,7 @@ from typing import Any
 from agentrl.cluster import faults
 from agentrl.cluster.dispatch import Arguments, Dispatch, Shape, registered
 from agentrl.cluster.errors import ClusterError, WorkerLost
-from agentrl.cluster.faults import Witness
+from agentrl.cluster.faults import WorkerReference
 from agentrl.cluster.host import Answer, Failure, Hello
 from agentrl.cluster.pool import ResourcePool
 from agentrl.cluster.session import Session
@@ -95,7 +95,7 @@ class WorkerGroup:
         self._open: dict[Any, tuple[int, str]] = {}  # calls without an answer taken, oldest first: rank and method
         self._answered = 0.0
         self._lost: WorkerLost | None = None
-        self._witnesses: list[Witness] = []
+        self._references: list[WorkerReference] = []
         self._bind(worker_class)
         worker = pickled(worker_class, args, kwargs)
         self._pool, self._actors = pool.take(name), spawn(pool)
@@ -120,12 +120,12 @@ class WorkerGroup:
     @property
     def logs(self) -> list[Path]:
         """By rank."""
-        return [witness.log for witness in self._witnesses]
+        return [witness.log for witness in self._references]
 
     @property
     def workers(self) -> list[Hello]:
         """Who they are, by rank."""
-        return [witness.hello for witness in self._witnesses]
+        return [witness.hello for witness in self._references]
 
     def send(self, method: str, calls: Sequence[Arguments | None]) -> dict[Any, int]:
         """Start a call on every rank that has arguments; object reference -> rank."""
@@ -158,7 +158,9 @@ class WorkerGroup:
             elif failures:
                 break
             elif time.monotonic() > max(began, self._answered) + timeout:  # no call of another thread either
-                raise self._end(faults.hung([self._witnesses[rank] for rank in waiting.values()], method, timeout))
+                raise self._end(
+                    faults.worker_hung([self._references[rank] for rank in waiting.values()], method, timeout)
+                )
         if failures:
             raise self._raised(method, failures, complete=not waiting)
         return outputs
@@ -195,10 +197,10 @@ class WorkerGroup:
         hellos = greet(self._actors, self.name)
         told = starts(hellos, self._pool.by_node, worker, logs, self.name, gpu=self._pool.gpu)
         for rank, (hello, start) in enumerate(zip(hellos, told, strict=True)):
-            self._witnesses.append(Witness(self.name, rank, hello, Path(start.log)))
+            self._references.append(WorkerReference(self.name, rank, hello, Path(start.log)))
         refs = {actor.start.remote(told[rank]): rank for rank, actor in enumerate(self._actors)}
         made = self.collect("__init__", refs, max(self.timeout, MAKE_SECONDS))
-        for witness, since in zip(self._witnesses, made, strict=True):
+        for witness, since in zip(self._references, made, strict=True):
             witness.since = since
 
     def _payloads(self, calls: Sequence[Arguments | None]) -> list[Any]:
@@ -224,7 +226,7 @@ class WorkerGroup:
             if self._lost is not None:  # ended by another thread, with all that was under way
                 raise self._lost from None
             cause = faults.cause(error) if Session.reachable() else "Ray itself has ended on the controller's machine"
-            raise self._end(faults.died(self._witnesses[rank], self._running(rank) or method, cause)) from None
+            raise self._end(faults.worker_died(self._references[rank], self._running(rank) or method, cause)) from None
         self._answered = time.monotonic()
         with self._sending:
             self._open.pop(ready[0], None)
@@ -246,7 +248,7 @@ class WorkerGroup:
     def _raised(self, method: str, failures: dict[int, Failure], complete: bool) -> Exception:
         """What a failure of some ranks is to the caller. Where others gave no answer, the group is over."""
         rank = min(failures, key=lambda rank: _WORST[failures[rank].kind])  # the first of equals
-        witness, failure = self._witnesses[rank], failures[rank]
+        witness, failure = self._references[rank], failures[rank]
         if not complete:
             self._end(WorkerLost(f"the group {self.name!r} ended when {witness} failed: {failure.line}"))
         return faults.raised(witness, method, failure, self._advice)

@@ -27,7 +27,7 @@ _READ = 400
 
 
 @dataclass(frozen=True)
-class Suspect:
+class LostProcess:
     """A worker to be looked at."""
 
     node_id: str
@@ -37,7 +37,7 @@ class Suspect:
 
 
 @dataclass(frozen=True)
-class Scene:
+class PostMortem:
     lines: list[str]
     """The last that it said itself."""
     crash: str
@@ -56,16 +56,16 @@ class Scene:
         return " < ".join(shown[:FRAMES])
 
 
-def visit(suspects: list[Suspect], ask: bool = False) -> list[Scene | None]:
+def examine(processes: list[LostProcess], ask: bool = False) -> list[PostMortem | None]:
     """Look at workers, each on its machine, all machines at once. ask: for their stacks. None for those on a machine
     that does not answer."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     here = ray.get_runtime_context().get_node_id()
-    by_node: dict[str, list[Suspect]] = {}
-    for suspect in suspects:
-        by_node.setdefault(suspect.node_id, []).append(suspect)
+    by_node: dict[str, list[LostProcess]] = {}
+    for process in processes:
+        by_node.setdefault(process.node_id, []).append(process)
     tasks: dict[str, Any] = {
         node_id: ray.remote(look)
         .options(num_cpus=0, max_retries=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False))
@@ -80,32 +80,34 @@ def visit(suspects: list[Suspect], ask: bool = False) -> list[Scene | None]:
             found.update(zip(by_node[node_id], ray.get(task, timeout=0.1), strict=True))
         except (ray.exceptions.RayError, TimeoutError):
             continue
-    return [found.get(suspect) for suspect in suspects]
+    return [found.get(process) for process in processes]
 
 
-def look(suspects: list[Suspect], ask: bool) -> list[Scene]:
+def look(processes: list[LostProcess], ask: bool) -> list[PostMortem]:
     """At workers of this machine."""
-    said = [tail(suspect.log, _READ, suspect.since) for suspect in suspects]
+    said = [tail(process.log, _READ, process.since) for process in processes]
     if ask:
-        for suspect in suspects:
+        for process in processes:
             try:
-                os.kill(suspect.pid, STACKS)
+                os.kill(process.pid, STACKS)
             except ProcessLookupError:
                 continue
         time.sleep(STACK_SECONDS)
     return [
-        _scene(lines, tail(suspect.log, _READ, suspect.since) if ask else [], _alive(suspect.pid))
-        for suspect, lines in zip(suspects, said, strict=True)
+        _post_mortem(lines, tail(process.log, _READ, process.since) if ask else [], _alive(process.pid))
+        for process, lines in zip(processes, said, strict=True)
     ]
 
 
-def _scene(said: list[str], asked: list[str], alive: bool) -> Scene:
+def _post_mortem(said: list[str], asked: list[str], alive: bool) -> PostMortem:
     crashes = [at for at, line in enumerate(said) if line.startswith(_CRASH)]
     if crashes:
         own, dump = said[: crashes[-1]], said[crashes[-1] :]
         own = own[: next((at for at, line in enumerate(own) if _RAYS_OWN.match(line)), len(own))]
-        return Scene(own[-QUOTED:], dump[0].removeprefix(_CRASH), stack(dump, "Current thread"), oom_kills(), alive)
-    return Scene(said[-QUOTED:], "", stack(asked), oom_kills(), alive)
+        return PostMortem(
+            own[-QUOTED:], dump[0].removeprefix(_CRASH), stack(dump, "Current thread"), oom_kills(), alive
+        )
+    return PostMortem(said[-QUOTED:], "", stack(asked), oom_kills(), alive)
 
 
 def _alive(pid: int) -> bool:

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from agentrl.compute.batch import Batch
-from agentrl.compute.packing import forest
+from agentrl.compute.packing import prefix_trees
 
 Ints = npt.NDArray[np.int64]
 
@@ -76,7 +76,7 @@ def deal(batch: Batch, parts: int) -> Deal:
     """
     kept = np.flatnonzero(batch.sampled > 0)
     lengths = batch.lengths[kept]
-    trees = forest(batch.select(kept))
+    trees = prefix_trees(batch.select(kept))
     shared = [tree.shared for tree in trees]
     answers = [[(int(lengths[s]) - tree.shared, s) for s in tree.samples] for tree in trees]
     owner = np.full(len(batch), -1)

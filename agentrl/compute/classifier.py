@@ -17,9 +17,9 @@ from torch import Tensor
 from agentrl.compute.batch import Batch
 from agentrl.compute.forward import TOLERANCE, hidden_states
 from agentrl.compute.hf_attention import Unsupported
-from agentrl.compute.micro_batches import column
-from agentrl.compute.packing import Packed, Segment, forest, pack
-from agentrl.compute.ranks import ALONE, Ranks
+from agentrl.compute.micro_batches import token_column
+from agentrl.compute.packing import Packed, Segment, pack, prefix_trees
+from agentrl.compute.ranks import SINGLE_PROCESS, ProcessGroup
 from agentrl.errors import UserError
 from agentrl.models.load import find_device
 from agentrl.recipe.schema import ModelSection, Recipe
@@ -45,7 +45,11 @@ class RewardModel:
     """
 
     def __init__(
-        self, recipe: Recipe, forward: ScoreForward | None = None, ranks: Ranks = ALONE, description: str = ""
+        self,
+        recipe: Recipe,
+        forward: ScoreForward | None = None,
+        ranks: ProcessGroup = SINGLE_PROCESS,
+        description: str = "",
     ) -> None:
         if forward is None:
             model = load_classifier(recipe, find_device(recipe.model.device))
@@ -58,7 +62,7 @@ class RewardModel:
     def scores(self, batch: Batch) -> Floats:
         """Of every sample, float32 [S]; batch: as `to_score` makes it. Ids are of the classifier's own vocabulary."""
         placed = _placed(batch, self._pad)
-        return column(placed, self._tokens, self.ranks, self.forward)[placed.tokens["loss_mask"].astype(bool)]
+        return token_column(placed, self._tokens, self.ranks, self.forward)[placed.tokens["loss_mask"].astype(bool)]
 
 
 class ModuleScores:
@@ -141,7 +145,7 @@ def probe_of(model: Any) -> Packed:
         rng.integers(0, vocabulary, 9)
     ]
     probe = _placed(to_score(rows, [0, 0, 1]), padding_of(model.config))
-    return pack(probe, forest(probe))
+    return pack(probe, prefix_trees(probe))
 
 
 def load_classifier(recipe: Recipe, device: Any = "cpu") -> Any:

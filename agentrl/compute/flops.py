@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from agentrl.compute.batch import Batch
-from agentrl.compute.packing import forest
+from agentrl.compute.packing import prefix_trees
 from agentrl.models.dense import linear
 from agentrl.recipe.schema import Recipe
 
@@ -126,7 +126,7 @@ class Need:
         kept = batch if predicting.all() else batch.select(np.flatnonzero(predicting))
         lengths = kept.lengths.astype(np.int64)
         tokens = pairs = 0
-        for tree in forest(kept):
+        for tree in prefix_trees(kept):
             shared, own = tree.shared, lengths[list(tree.samples)] - tree.shared
             tokens += shared + int(own.sum())
             pairs += shared * (shared + 1) // 2 + int((own * shared + own * (own + 1) // 2).sum())

@@ -21,7 +21,7 @@ from agentrl.compute.batch import Batch
 from agentrl.compute.block_forward import FastForward
 from agentrl.compute.hf_attention import Unsupported, attending
 from agentrl.compute.kernels import token_logprobs
-from agentrl.compute.packing import Packed, Segment, forest, pack
+from agentrl.compute.packing import Packed, Segment, pack, prefix_trees
 from agentrl.compute.tree_attention import attend, plan
 from agentrl.recipe.schema import ModelSection
 
@@ -229,4 +229,4 @@ def _probe(vocabulary: int) -> Packed:
         {"ids": np.concatenate(rows).astype(np.int32), "loss_mask": np.concatenate(mask).astype(np.uint8)},
         {"prompt_length": np.array(prompts, np.int32), "group": np.array(groups, np.int64)},
     )
-    return pack(batch, forest(batch))
+    return pack(batch, prefix_trees(batch))

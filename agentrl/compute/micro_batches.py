@@ -10,14 +10,14 @@ from torch import Tensor
 
 from agentrl.compute.batch import Batch
 from agentrl.compute.packing import Packed, Segment, micro_batches
-from agentrl.compute.ranks import ALONE, Ranks
+from agentrl.compute.ranks import SINGLE_PROCESS, ProcessGroup
 
 _NONE = np.zeros(0, np.int64)
 EMPTY = Packed(np.zeros(1, np.int64), np.zeros(1, np.int64), (Segment(0, 1),), _NONE, _NONE, _NONE)
 """A pass that computes one token and predicts none: for a rank that has fewer passes than its peers."""
 
 
-def passes(batch: Batch, tokens: int, ranks: Ranks = ALONE) -> Iterator[Packed]:
+def aligned_micro_batches(batch: Batch, tokens: int, ranks: ProcessGroup = SINGLE_PROCESS) -> Iterator[Packed]:
     """The batch in micro-batches of at most `tokens`, and EMPTY ones up to as many as the rank with the most has."""
     parts = list(micro_batches(batch, tokens))
     idle = ranks.most(len(parts)) - len(parts)  # asked before the first pass, in which the ranks meet in other calls
@@ -25,15 +25,17 @@ def passes(batch: Batch, tokens: int, ranks: Ranks = ALONE) -> Iterator[Packed]:
     yield from [EMPTY] * idle
 
 
-def column(batch: Batch, tokens: int, ranks: Ranks, compute: Callable[[Packed], Tensor]) -> npt.NDArray[np.float32]:
+def token_column(
+    batch: Batch, tokens: int, ranks: ProcessGroup, compute: Callable[[Packed], Tensor]
+) -> npt.NDArray[np.float32]:
     """compute(packed) [N] without gradient, as a token column of the batch: float32 [T], 0 where nothing is sampled."""
     found = np.zeros(int(batch.offsets[-1]), np.float32)
     with torch.no_grad():
-        for packed in passes(batch, tokens, ranks):
+        for packed in aligned_micro_batches(batch, tokens, ranks):
             found[packed.source] = compute(packed).float().cpu().numpy()
     return found
 
 
-def at(batch: Batch, name: str, packed: Packed, device: Any) -> Tensor:
+def column_at(batch: Batch, name: str, packed: Packed, device: Any) -> Tensor:
     """The token column `name` at the packed row's predictions, [N]."""
     return torch.from_numpy(batch.tokens[name][packed.source]).to(device)

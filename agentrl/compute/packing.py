@@ -18,7 +18,7 @@ Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
-class Tree:
+class PrefixTree:
     """Samples (indices into the batch) whose first `shared` ids are equal and computed once."""
 
     shared: int
@@ -56,14 +56,14 @@ class Packed:
     source: Ints
 
 
-def forest(batch: Batch) -> list[Tree]:
+def prefix_trees(batch: Batch) -> list[PrefixTree]:
     """Neighbouring samples of one group make a tree; they share the longest common prefix of their prompts."""
     trees = []
     groups = batch.samples["group"]
     starts = [0, *(np.flatnonzero(np.diff(groups)) + 1).tolist(), len(batch)] if len(batch) else [0]
     for low, high in pairwise(starts):
         samples = tuple(range(low, high))
-        trees.append(Tree(_common_prefix(batch, samples) if len(samples) > 1 else 0, samples))
+        trees.append(PrefixTree(_common_prefix(batch, samples) if len(samples) > 1 else 0, samples))
     return trees
 
 
@@ -74,9 +74,9 @@ def micro_batches(batch: Batch, tokens: int) -> Iterator[Packed]:
     is a part of its own. Samples without a sampled token are left out: they predict nothing.
     """
     kept = np.flatnonzero(batch.sampled > 0)
-    part: list[Tree] = []
+    part: list[PrefixTree] = []
     used = 0
-    for tree in _bounded(forest(batch.select(kept)), batch.lengths[kept], tokens):
+    for tree in _bounded(prefix_trees(batch.select(kept)), batch.lengths[kept], tokens):
         cost = _cost(tree, batch.lengths[kept])
         if part and used + cost > tokens:
             yield pack(batch, _renamed(part, kept))
@@ -87,7 +87,7 @@ def micro_batches(batch: Batch, tokens: int) -> Iterator[Packed]:
         yield pack(batch, _renamed(part, kept))
 
 
-def pack(batch: Batch, trees: Sequence[Tree]) -> Packed:
+def pack(batch: Batch, trees: Sequence[PrefixTree]) -> Packed:
     """Lay the trees out one after another."""
     pieces: list[tuple[int, int, int]] = []  # (start in the batch, end, first position)
     segments: list[Segment] = []
@@ -133,11 +133,11 @@ def _common_prefix(batch: Batch, samples: Sequence[int]) -> int:
     return length
 
 
-def _cost(tree: Tree, lengths: Ints) -> int:
+def _cost(tree: PrefixTree, lengths: Ints) -> int:
     return tree.shared + int(sum(lengths[s] - tree.shared for s in tree.samples))
 
 
-def _bounded(trees: Sequence[Tree], lengths: Ints, tokens: int) -> Iterator[Tree]:
+def _bounded(trees: Sequence[PrefixTree], lengths: Ints, tokens: int) -> Iterator[PrefixTree]:
     """The trees, those larger than `tokens` dealt out."""
     for tree in trees:
         part: list[int] = []
@@ -145,12 +145,12 @@ def _bounded(trees: Sequence[Tree], lengths: Ints, tokens: int) -> Iterator[Tree
         for sample in tree.samples:
             cost = int(lengths[sample]) - tree.shared
             if part and used + cost > tokens:
-                yield Tree(tree.shared, tuple(part))
+                yield PrefixTree(tree.shared, tuple(part))
                 part, used = [], tree.shared
             part.append(sample)
             used += cost
-        yield Tree(tree.shared, tuple(part))
+        yield PrefixTree(tree.shared, tuple(part))
 
 
-def _renamed(trees: Sequence[Tree], kept: Ints) -> list[Tree]:
-    return [Tree(tree.shared, tuple(int(kept[s]) for s in tree.samples)) for tree in trees]
+def _renamed(trees: Sequence[PrefixTree], kept: Ints) -> list[PrefixTree]:
+    return [PrefixTree(tree.shared, tuple(int(kept[s]) for s in tree.samples)) for tree in trees]

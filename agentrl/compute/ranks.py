@@ -1,10 +1,10 @@
-"""`Ranks`: what an SPMD computation knows of its peers. Alone, every question has a trivial answer."""
+"""`ProcessGroup`: what an SPMD computation knows of its peers. Alone, every question has a trivial answer."""
 
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 
-class Ranks(Protocol):
+class ProcessGroup(Protocol):
     """size: ranks whose gradients are averaged, so that each scales its share of a loss by it."""
 
     @property
@@ -16,7 +16,7 @@ class Ranks(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Alone:
+class SingleProcess:
     """One process."""
 
     size: int = 1
@@ -25,10 +25,10 @@ class Alone:
         return count
 
 
-ALONE = Alone()
+SINGLE_PROCESS = SingleProcess()
 
 
-class Peers:
+class TorchProcessGroup:
     """The ranks of torch's default process group; a collective over tensors on `device`."""
 
     def __init__(self, device: Any = "cpu") -> None:

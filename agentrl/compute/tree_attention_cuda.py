@@ -200,8 +200,8 @@ def _fault(kernel: Kernel, device: str, dtype: torch.dtype, heads: int, groups: 
 def _difference(kernel: Kernel, device: torch.device, dtype: torch.dtype, heads: int, groups: int, size: int) -> float:
     """How far output and gradients are from those of the buckets, in shares of their largest value."""
     lone = [Segment(0, 150), Segment(150, 157), Segment(157, 300)]
-    forest = [Segment(0, 140), Segment(140, 150, 0, 140), Segment(150, 290, 0, 140), Segment(290, 300)]
-    row = Row(tuple(lone if kernel is by_flash else forest), device)
+    prefix_trees = [Segment(0, 140), Segment(140, 150, 0, 140), Segment(150, 290, 0, 140), Segment(290, 300)]
+    row = Row(tuple(lone if kernel is by_flash else prefix_trees), device)
     given = torch.Generator(device).manual_seed(0)
     own_hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)  # not those of a layer around us
     with torch.enable_grad(), torch.autocast(device.type, enabled=False), own_hooks:

@@ -1,4 +1,4 @@
-"""`OnCluster`: a workplace of Ray workers. Roles are objects here that call the groups which hold them."""
+"""`RayRoles`: a workplace of Ray workers. Roles are objects here that call the groups which hold them."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -17,7 +17,7 @@ from agentrl.compute.flops import Work
 from agentrl.learner.critic import CriticMeter
 from agentrl.learner.metrics import Meter
 from agentrl.recipe.schema import Recipe
-from agentrl.weights.request import Order, Sent
+from agentrl.weights.request import WeightRequest, WeightResult
 
 Floats = npt.NDArray[np.float32]
 POLL_SECONDS = 0.1
@@ -111,8 +111,8 @@ class RemotePublisher:
     def open(self, folder: str | None = None, way: str = "auto", key: str | None = None) -> None:
         self._group.publish("open", folder, way, key)
 
-    def publish(self, order: Order) -> Sent:
-        sent: Sent = self._group.publish("publish", order)[0]
+    def publish(self, order: WeightRequest) -> WeightResult:
+        sent: WeightResult = self._group.publish("publish", order)[0]
         return sent
 
     def sleep(self, urls: Sequence[str]) -> dict[str, str]:
@@ -151,7 +151,7 @@ class RemoteSave:
             future.result()
 
 
-class OnCluster:
+class RayRoles:
     """The roles of `recipe` on Ray workers, in the actor's group or in pools of their own, as `cluster` says.
 
     model: what the policy begins as, where that is not what the recipe names (a checkpoint). logs: folder for the

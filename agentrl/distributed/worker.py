@@ -16,7 +16,7 @@ from agentrl.cluster.dispatch import ONE_TO_ALL, RANK_ZERO, SPLIT, register
 from agentrl.compute.batch import Batch
 from agentrl.compute.classifier import RewardModel
 from agentrl.compute.flops import ROLES, Cost, costs, peak_of
-from agentrl.compute.ranks import Peers
+from agentrl.compute.ranks import TorchProcessGroup
 from agentrl.distributed.fsdp.build import build_critic, build_policy, build_reference
 from agentrl.distributed.fsdp.mesh import find_place
 from agentrl.distributed.fsdp.reward_model import build_reward_model
@@ -26,7 +26,7 @@ from agentrl.learner.metrics import Meter
 from agentrl.learner.reference import Reference, WithoutAdapter
 from agentrl.models import lora
 from agentrl.profiling.step import SYNC
-from agentrl.profiling.worker import WatchedWorker, watched
+from agentrl.profiling.worker import InstrumentedWorker, instrumented
 from agentrl.recipe.schema import Recipe
 from agentrl.weights.group import agree_with_servers
 from agentrl.weights.publisher import Publisher
@@ -37,7 +37,7 @@ BUCKET_BYTES = 256 << 20
 """Of whole tensors handed over at once: twice as much exists at a time."""
 
 
-class TrainWorker(WatchedWorker):
+class TrainWorker(InstrumentedWorker):
     """recipe: as JSON; its `model` is what the policy begins as, `base` (a ModelSection) what the reference is. roles:
     those of this group, of actor, reference, critic and reward_model."""
 
@@ -57,7 +57,7 @@ class TrainWorker(WatchedWorker):
         if "actor" not in roles:  # a pool of its own is sharded over itself
             cluster = cluster.model_copy(update={"shard": 0, "sequence_parallel": 1})
         place = find_place(cluster, self.device)
-        ranks = Peers(device=self.device)
+        ranks = TorchProcessGroup(device=self.device)
         self._saving = dist.new_group(backend="gloo")  # a save goes on beside the collectives of training
         self._save: Pending | None = None
         self._weights: Iterator[list[tuple[str, Tensor]]] = iter(())
@@ -95,17 +95,17 @@ class TrainWorker(WatchedWorker):
         return costs(self), peak_of(some.model, self.recipe, self.device)
 
     @register(SPLIT)
-    @watched("actor")
+    @instrumented("actor")
     def logprobs(self, batch: Batch) -> Floats:
         return self.actor.logprobs(batch)
 
     @register(SPLIT)
-    @watched("reference")
+    @instrumented("reference")
     def reference_logprobs(self, batch: Batch) -> Floats:
         return self.reference.logprobs(batch)
 
     @register(SPLIT)
-    @watched("actor")
+    @instrumented("actor")
     def update(self, batch: Batch, rate: float) -> Meter:
         return self.actor.update(batch, rate)
 
@@ -116,7 +116,7 @@ class TrainWorker(WatchedWorker):
         self._weights = buckets(ModelWeights(self.actor.model, own_names=True), BUCKET_BYTES)
 
     @register(ONE_TO_ALL)
-    @watched("actor", SYNC)
+    @instrumented("actor", SYNC)
     def next_weights(self) -> list[tuple[str, Tensor]] | None:
         """The next bucket, on rank 0; None after the last. Gathered tensor by tensor, so all ranks take part."""
         with torch.no_grad():
@@ -126,7 +126,7 @@ class TrainWorker(WatchedWorker):
         return [(name, tensor.cpu()) for name, tensor in bucket]
 
     @register(ONE_TO_ALL)
-    @watched("actor", SYNC)
+    @instrumented("actor", SYNC)
     def publish(self, method: str, *arguments: Any) -> Any:
         """A method of `Publisher` (`open`, `publish`, `sleep`, `wake`, `close`), which sends weights to servers."""
         return getattr(self._publisher, method)(*arguments)
@@ -142,12 +142,12 @@ class TrainWorker(WatchedWorker):
         super().close()
 
     @register(SPLIT)
-    @watched("critic")
+    @instrumented("critic")
     def values(self, batch: Batch) -> Floats:
         return self.critic.values(batch)
 
     @register(SPLIT)
-    @watched("critic")
+    @instrumented("critic")
     def update_critic(self, batch: Batch, rate: float) -> CriticMeter:
         return self.critic.update(batch, rate)
 
@@ -156,7 +156,7 @@ class TrainWorker(WatchedWorker):
         return self.reward_model.description
 
     @register(SPLIT)
-    @watched("reward_model")
+    @instrumented("reward_model")
     def scores(self, batch: Batch) -> Floats:
         return self.reward_model.scores(batch)
 

@@ -17,9 +17,9 @@ from agentrl.algo.off_policy import OffPolicy, importance_weights
 from agentrl.algo.terms import LossTerms, Tokens
 from agentrl.compute.batch import Batch
 from agentrl.compute.forward import Forward, choose, computed_in
-from agentrl.compute.micro_batches import EMPTY, at, column, passes
+from agentrl.compute.micro_batches import EMPTY, aligned_micro_batches, column_at, token_column
 from agentrl.compute.packing import Packed
-from agentrl.compute.ranks import ALONE, Ranks
+from agentrl.compute.ranks import SINGLE_PROCESS, ProcessGroup
 from agentrl.errors import UserError, ask
 from agentrl.learner.metrics import Meter
 from agentrl.learner.optimizer import Optimizer
@@ -34,7 +34,12 @@ class Actor:
     """
 
     def __init__(
-        self, model: Any, recipe: Recipe, forward: Forward | None = None, ranks: Ranks = ALONE, description: str = ""
+        self,
+        model: Any,
+        recipe: Recipe,
+        forward: Forward | None = None,
+        ranks: ProcessGroup = SINGLE_PROCESS,
+        description: str = "",
     ) -> None:
         self.recipe, self.model, self.ranks = recipe, model.eval(), ranks
         if forward is None:
@@ -59,7 +64,7 @@ class Actor:
     def logprobs(self, batch: Batch) -> npt.NDArray[np.float32]:
         """Of the sampled tokens under the current weights, float32 [T], 0 elsewhere."""
         tokens = self.recipe.train.micro_batch_tokens
-        return column(batch, tokens, self.ranks, lambda packed: self.forward(packed, self.temperature)[0])
+        return token_column(batch, tokens, self.ranks, lambda packed: self.forward(packed, self.temperature)[0])
 
     def update(self, batch: Batch, rate: float) -> Meter:
         """One optimizer update at learning rate `rate` by this rank's share of it; returns what was measured.
@@ -68,7 +73,7 @@ class Actor:
         `old_logprobs` (else those of the pass that is differentiated) and `reference_logprobs`.
         """
         meter = Meter(corrected=self.off_policy != OffPolicy.NONE)
-        for packed in passes(batch, self.recipe.train.micro_batch_tokens, self.ranks):
+        for packed in aligned_micro_batches(batch, self.recipe.train.micro_batch_tokens, self.ranks):
             with lora.dropping_out(self.model):
                 loss = self._loss(packed, batch, meter)
             (loss * self.ranks.size).backward()
@@ -82,19 +87,21 @@ class Actor:
         if packed is EMPTY:
             return logprobs.sum()
         device = logprobs.device
-        engine = at(batch, "logprobs", packed, device)
-        old = at(batch, "old_logprobs", packed, device) if "old_logprobs" in batch.tokens else logprobs.detach()
+        engine = column_at(batch, "logprobs", packed, device)
+        old = column_at(batch, "old_logprobs", packed, device) if "old_logprobs" in batch.tokens else logprobs.detach()
         sample = torch.from_numpy(np.searchsorted(batch.offsets, packed.source, side="right")).to(device)
-        terms = loss_terms(self.loss, Tokens(logprobs, old, at(batch, "advantages", packed, device), sample), algorithm)
+        terms = loss_terms(
+            self.loss, Tokens(logprobs, old, column_at(batch, "advantages", packed, device), sample), algorithm
+        )
         factor = importance_weights(old, engine, sample, self.off_policy, algorithm.off_policy_cap)
         each, measured = terms.loss * factor, {**terms.metrics, "entropy": entropy.detach()}
         if "reference_logprobs" in batch.tokens:
-            kl = k3(logprobs, at(batch, "reference_logprobs", packed, device))
+            kl = k3(logprobs, column_at(batch, "reference_logprobs", packed, device))
             each = each + algorithm.kl_coef * kl if algorithm.kl_in == "loss" else each
             measured["kl"] = kl.detach()
         if algorithm.entropy_coef:
             each = each - algorithm.entropy_coef * entropy
-        loss = (at(batch, "weight", packed, device) * each).sum()
+        loss = (column_at(batch, "weight", packed, device) * each).sum()
         meter.micro_batch(len(packed.ids), loss, measured, old - engine, factor)
         return loss
 

@@ -17,9 +17,9 @@ from agentrl.algo.loss import value_loss
 from agentrl.compute.batch import Batch
 from agentrl.compute.confidence import doubt
 from agentrl.compute.forward import computed_in
-from agentrl.compute.micro_batches import EMPTY, at, column, passes
+from agentrl.compute.micro_batches import EMPTY, aligned_micro_batches, column_at, token_column
 from agentrl.compute.packing import Packed
-from agentrl.compute.ranks import ALONE, Ranks
+from agentrl.compute.ranks import SINGLE_PROCESS, ProcessGroup
 from agentrl.compute.value_head import ValueForward, value_forward
 from agentrl.learner.optimizer import Optimizer
 from agentrl.models import lora
@@ -35,7 +35,11 @@ class Critic:
     """
 
     def __init__(
-        self, recipe: Recipe, forward: ValueForward | None = None, ranks: Ranks = ALONE, description: str = ""
+        self,
+        recipe: Recipe,
+        forward: ValueForward | None = None,
+        ranks: ProcessGroup = SINGLE_PROCESS,
+        description: str = "",
     ) -> None:
         if recipe.critic is None:
             raise ValueError("the recipe has no critic")
@@ -59,7 +63,9 @@ class Critic:
     def values(self, batch: Batch) -> npt.NDArray[np.float32]:
         """Of the state before each sampled token, float32 [T], 0 elsewhere."""
         told = batch.with_tokens(doubt=doubt(batch))
-        return column(batch, self.recipe.train.micro_batch_tokens, self.ranks, lambda packed: self._of(packed, told))
+        return token_column(
+            batch, self.recipe.train.micro_batch_tokens, self.ranks, lambda packed: self._of(packed, told)
+        )
 
     def update(self, batch: Batch, rate: float) -> "CriticMeter":
         """One optimizer update at learning rate `rate` by this rank's share of it; returns what was measured.
@@ -67,7 +73,7 @@ class Critic:
         Token columns: `weight` (in the loss), `values` (when the step began) and `returns`.
         """
         meter, batch = CriticMeter(), batch.with_tokens(doubt=doubt(batch))
-        for packed in passes(batch, self.recipe.train.micro_batch_tokens, self.ranks):
+        for packed in aligned_micro_batches(batch, self.recipe.train.micro_batch_tokens, self.ranks):
             with lora.dropping_out(self.model):
                 loss = self._loss(packed, batch, meter)
             (loss * self.ranks.size).backward()
@@ -76,14 +82,16 @@ class Critic:
 
     def _of(self, packed: Packed, batch: Batch) -> Tensor:
         """The row's values, float32 [N]; `batch` has the column `doubt`."""
-        return self.forward(packed, at(batch, "doubt", packed, self.model.lm_head.weight.device))
+        return self.forward(packed, column_at(batch, "doubt", packed, self.model.lm_head.weight.device))
 
     def _loss(self, packed: Packed, batch: Batch, meter: "CriticMeter") -> Tensor:
         """This micro-batch's share of the update's loss."""
         values = self._of(packed, batch)
         if packed is EMPTY:
             return values.sum()
-        old, returns, weight = (at(batch, name, packed, values.device) for name in ("values", "returns", "weight"))
+        old, returns, weight = (
+            column_at(batch, name, packed, values.device) for name in ("values", "returns", "weight")
+        )
         terms = value_loss(values, old, returns, self.section.clip)
         loss = (weight * terms.loss).sum()
         meter.micro_batch(loss, values, old, returns, terms.metrics["clip_fraction"])

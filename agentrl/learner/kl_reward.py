@@ -20,7 +20,7 @@ def with_kl_penalty(batch: Batch, actor: Any, reference: Any, coefficient: float
     difference is the estimator k1 of Schulman, "Approximating KL divergence" (2020): unbiased, and of either sign. Its
     sum over a sample is the log-ratio of the sample as a whole.
 
-    actor, reference: have `logprobs(batch)`; see `Workplace`.
+    actor, reference: have `logprobs(batch)`; see `RoleHost`.
     """
     sampled = batch.sampled > 0
     old, frozen = (scattered(batch, sampled, role.logprobs) for role in (actor, reference))

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from agentrl.compute.batch import Batch
 from agentrl.compute.forward import Forward, choose, computed_in
-from agentrl.compute.micro_batches import column
+from agentrl.compute.micro_batches import token_column
 from agentrl.compute.packing import Packed
-from agentrl.compute.ranks import ALONE, Ranks
+from agentrl.compute.ranks import SINGLE_PROCESS, ProcessGroup
 from agentrl.models import lora
 from agentrl.models.load import load_model
 from agentrl.recipe.schema import Recipe
@@ -19,7 +19,7 @@ from agentrl.recipe.schema import Recipe
 class Reference:
     """`forward`: how its log-probs are computed."""
 
-    def __init__(self, recipe: Recipe, forward: Forward, ranks: Ranks = ALONE) -> None:
+    def __init__(self, recipe: Recipe, forward: Forward, ranks: ProcessGroup = SINGLE_PROCESS) -> None:
         self._tokens, self._temperature = recipe.train.micro_batch_tokens, recipe.rollout.temperature or 1.0
         self._forward, self._ranks, self.model = forward, ranks, forward.model
 
@@ -34,7 +34,9 @@ class Reference:
 
     def logprobs(self, batch: Batch) -> npt.NDArray[np.float32]:
         """Of the sampled tokens, float32 [T], 0 elsewhere."""
-        return column(batch, self._tokens, self._ranks, lambda packed: self._forward(packed, self._temperature)[0])
+        return token_column(
+            batch, self._tokens, self._ranks, lambda packed: self._forward(packed, self._temperature)[0]
+        )
 
 
 class WithoutAdapter:

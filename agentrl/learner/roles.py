@@ -1,4 +1,4 @@
-"""`Workplace`: where a run's roles are. The loop and the learner ask it, and do not know which kind it is."""
+"""`RoleHost`: where a run's roles are. The loop and the learner ask it, and do not know which kind it is."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -65,7 +65,7 @@ class Scores(Protocol):
     def scores(self, batch: Batch) -> Floats: ...
 
 
-class Workplace(Protocol):
+class RoleHost(Protocol):
     """The roles, ready to work. reference, critic, reward_model: None where the recipe has none."""
 
     @property
@@ -124,7 +124,7 @@ class Workplace(Protocol):
         ...
 
 
-class Here:
+class LocalRoles:
     """In this process, on `model`, in place."""
 
     def __init__(self, recipe: Recipe, model: Any, tokenizer: Any = None) -> None:

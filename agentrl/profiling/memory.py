@@ -17,7 +17,7 @@ GIGA = 1e9
 _STATUS, _RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
-class Peaks:
+class PeakMemory:
     """`with peaks.phase("train"): ...`, then `take()` gives the metrics of the step.
 
     device: of the tensors. On Linux the peak of the process is of the phase alone; elsewhere, since it began.

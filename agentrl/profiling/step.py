@@ -1,4 +1,4 @@
-"""`Watch`: what a run measures of its own steps, around the loop's phases and the learner's roles.
+"""`StepProfiler`: what a run measures of its own steps, around the loop's phases and the learner's roles.
 
 A role is wrapped, not changed: each call of it by a batch adds what the batch needs to the step's arithmetic, wherever
 the role is. The reward model's calls, made while samples are drawn, are counted and timed by themselves. A role of this
@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 from agentrl.compute.batch import Batch
 from agentrl.compute.flops import Cost, Need, peak_together, utilisation
-from agentrl.profiling.memory import Peaks
+from agentrl.profiling.memory import PeakMemory
 from agentrl.profiling.trace import Profiler
 
 if TYPE_CHECKING:
     from agentrl.learner.learner import Learner
-    from agentrl.learner.roles import Workplace
+    from agentrl.learner.roles import RoleHost
 
 ROLLOUT, TRAIN, SYNC = "rollout", "train", "sync"
 PROFILE = "profile"  # the folder of traces, in that of the run
@@ -28,21 +28,21 @@ JUDGE = "reward_model"
 FORWARD, UPDATE = ("logprobs", "values", "scores"), ("update",)
 
 
-class Watch:
+class StepProfiler:
     """One for a run. folder: of the traces. steps: those to record. engine: whether that computes in this process, and
     is to be recorded too. most: the run's highest memory/... so far. reward_model: the workplace's, watched."""
 
-    def __init__(self, workplace: "Workplace", folder: Path, steps: Collection[int] = (), *, engine: bool) -> None:
-        self._workplace, self._folder, self._steps = workplace, folder, frozenset(steps)
-        self._work = dict(workplace.work)
+    def __init__(self, role_host: "RoleHost", folder: Path, steps: Collection[int] = (), *, engine: bool) -> None:
+        self._workplace, self._folder, self._steps = role_host, folder, frozenset(steps)
+        self._work = dict(role_host.work)
         judge = self._work.get(JUDGE)
         self._peak = peak_together(work for name, work in self._work.items() if name != JUDGE)
         self._judge_peak = None if judge is None else judge.peak
-        self._peaks = Peaks(workplace.device)
+        self._peaks = PeakMemory(role_host.device)
         self._engine = Profiler(folder, "engine", steps=steps if engine else ())
         self.most: dict[str, float] = {}
         self.step = 0
-        self.reward_model = self._watched(workplace.reward_model, JUDGE)
+        self.reward_model = self._watched(role_host.reward_model, JUDGE)
         self._counting = Lock()
         self._flops = self._judged = self._judging = 0.0
 
@@ -100,13 +100,13 @@ class Watch:
         if role is None:
             return None
         steps = self._steps if self._workplace.here else ()
-        return _Watched(role, name, Profiler(self._folder, name, steps=steps), self, self._work[name].cost)
+        return _Instrumented(role, name, Profiler(self._folder, name, steps=steps), self, self._work[name].cost)
 
 
-class _Watched:
+class _Instrumented:
     """A role whose calls by a batch are counted and recorded; all else is the role's own."""
 
-    def __init__(self, role: Any, name: str, profiler: Profiler, watch: Watch, cost: Cost) -> None:
+    def __init__(self, role: Any, name: str, profiler: Profiler, watch: StepProfiler, cost: Cost) -> None:
         self._role, self._name, self._profiler, self._watch, self._cost = role, name, profiler, watch, cost
 
     def __getattr__(self, name: str) -> Any:

@@ -1,4 +1,4 @@
-"""`WatchedWorker`: a worker whose memory by phase is known, and whose roles are recorded in chosen steps."""
+"""`InstrumentedWorker`: a worker whose memory by phase is known, and whose roles are recorded in chosen steps."""
 
 from collections.abc import Callable
 from functools import wraps
@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from agentrl.cluster.dispatch import ONE_TO_ALL, register
 from agentrl.cluster.worker import Worker
-from agentrl.profiling.memory import Peaks
+from agentrl.profiling.memory import PeakMemory
 from agentrl.profiling.step import TRAIN
 from agentrl.profiling.trace import Profiler
 
@@ -15,12 +15,12 @@ EVERY = range(1, 1 << 62)  # step that is recorded: which, the controller says
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def watched(role: str, phase: str = TRAIN) -> Callable[[F], F]:
+def instrumented(role: str, phase: str = TRAIN) -> Callable[[F], F]:
     """Marks a method as work of `role` in `phase`. Stands below `@register`."""
 
     def mark(method: F) -> F:
         @wraps(method)
-        def call(self: "WatchedWorker", *arguments: Any, **options: Any) -> Any:
+        def call(self: "InstrumentedWorker", *arguments: Any, **options: Any) -> Any:
             with self._peaks.phase(phase), self._profiler(role).step(self._recorded):
                 return method(self, *arguments, **options)
 
@@ -32,11 +32,11 @@ def watched(role: str, phase: str = TRAIN) -> Callable[[F], F]:
 _NEVER = Profiler(Path(), "")
 
 
-class WatchedWorker(Worker):
+class InstrumentedWorker(Worker):
     """Calls `watch()` once its device is known."""
 
     def watch(self) -> None:
-        self._peaks = Peaks(self.device)
+        self._peaks = PeakMemory(self.device)
         self._profilers: dict[str, Profiler] = {}
         self._recorded = 0
         self._folder = Path()

@@ -15,7 +15,7 @@ from agentrl.plugins.exits import contained, said, text_of
 from agentrl.plugins.tool import Tool
 from agentrl.plugins.types import ArgumentError, InfrastructureError, Message, ToolKwargs, ToolResponse
 from agentrl.recipe.schema import RolloutSection
-from agentrl.rollout.deadline import CancelledFromWithinError, DeadlineExceededError, Watch
+from agentrl.rollout.deadline import CancelledFromWithinError, DeadlineExceededError, DeadlineTimer
 from agentrl.rollout.hooks import finite
 from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.rollout.text import bound_text
@@ -135,7 +135,7 @@ class Caller:
         self._limits = limits
 
     async def answer(
-        self, request: AsyncRolloutRequest, calls: Sequence[ParsedCall], turn_deadline: float, watch: Watch
+        self, request: AsyncRolloutRequest, calls: Sequence[ParsedCall], turn_deadline: float, timer: DeadlineTimer
     ) -> Answers:
         """Run the calls and record them in the request: tool uses, step rewards. `turn_deadline` as time.monotonic().
         Raises where a tool's step reward is no number, a tool's InfrastructureError, and CancelledFromWithinError."""
@@ -143,7 +143,7 @@ class Caller:
         accepted = calls[:allowed]
         request.tool_calls += len(accepted)
         turn = request.turn_count - 1
-        answers = await self._run(request, accepted, turn, turn_deadline, watch)
+        answers = await self._run(request, accepted, turn, turn_deadline, timer)
         request.at = Boundary.INFRASTRUCTURE, "chat"
         total = Answers([])
         refused = calls[allowed:]
@@ -160,7 +160,12 @@ class Caller:
         return total
 
     async def _run(
-        self, request: AsyncRolloutRequest, calls: Sequence[ParsedCall], turn: int, turn_deadline: float, watch: Watch
+        self,
+        request: AsyncRolloutRequest,
+        calls: Sequence[ParsedCall],
+        turn: int,
+        turn_deadline: float,
+        timer: DeadlineTimer,
     ) -> list[Answer]:
         deadline = min(time.monotonic() + self._limits.tool_timeout, turn_deadline)
         answers = [self._prepare(request, call, call_id(call, turn, i)) for i, call in enumerate(calls)]
@@ -168,7 +173,7 @@ class Caller:
         if running:
             request.at = Boundary.TOOL, running[0].name
         if len(running) == 1:
-            await self._execute(request, running[0], deadline, watch)
+            await self._execute(request, running[0], deadline, timer)
         elif running:
             async with asyncio.TaskGroup() as group:
                 for answer in running:
@@ -181,19 +186,21 @@ class Caller:
         return answers
 
     async def _execute_in_task(self, request: AsyncRolloutRequest, answer: Answer, deadline: float) -> None:
-        watch = Watch(request.own)
+        timer = DeadlineTimer(request.own)
         try:
-            await self._execute(request, answer, deadline, watch)
+            await self._execute(request, answer, deadline, timer)
         finally:
-            watch.close()
+            timer.close()
 
-    async def _execute(self, request: AsyncRolloutRequest, answer: Answer, deadline: float, watch: Watch) -> None:
+    async def _execute(
+        self, request: AsyncRolloutRequest, answer: Answer, deadline: float, timer: DeadlineTimer
+    ) -> None:
         """Run one call; whatever the tool does, `answer` says it."""
         tool, arguments, started = answer.tool, answer.arguments, time.monotonic()
         assert tool is not None
         assert arguments is not None
         try:
-            _take(answer, await watch.wait(tool.execute(request.session_of(tool), **arguments), deadline))
+            _take(answer, await timer.wait(tool.execute(request.session_of(tool), **arguments), deadline))
         except (InfrastructureError, CancelledFromWithinError) as error:
             answer.broken = error
         except DeadlineExceededError as error:  # it may have said on its way out what held it up

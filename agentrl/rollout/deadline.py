@@ -1,4 +1,4 @@
-"""`Own`: strangers' code in a task of its own. `Watch`: deadlines for what one task awaits, one timer for all of them.
+"""`OwnedTask`: strangers' code in a task of its own. `DeadlineTimer`: deadlines for what one task awaits.
 
 The work runs in the request's own task: a task for every call would cost more than the rest of a turn. A deadline that
 moves later costs nothing: the timer that is set fires, sees that it came early and sets itself again.
@@ -38,7 +38,7 @@ class CancelledFromWithinError(Exception):
 
 
 @dataclass(slots=True, eq=False)
-class Own:
+class OwnedTask:
     """The task that strangers' code runs in. From outside it is cancelled by `stop` alone, so that any other
     cancellation is known to come from the code itself. stopped: whether it was."""
 
@@ -71,7 +71,7 @@ class Own:
         return task
 
 
-class Watch:
+class DeadlineTimer:
     """Belongs to the task that makes it, and serves one `wait` at a time. `close` it at the end.
 
     own: tells cancellations from outside from those of the work; without it, all that are not the watch's are from
@@ -80,7 +80,7 @@ class Watch:
 
     __slots__ = ("_armed", "_base", "_cancels", "_gentle", "_handle", "_loop", "_own", "_task", "_when", "expired")
 
-    def __init__(self, own: Own | None = None) -> None:
+    def __init__(self, own: OwnedTask | None = None) -> None:
         task = asyncio.current_task()
         assert task is not None, "a Watch is made inside a task"
         self._own, self._task = own, task

@@ -22,7 +22,7 @@ from agentrl.plugins.types import Message, Task
 from agentrl.recipe.schema import RolloutSection
 from agentrl.rollout import hooks
 from agentrl.rollout.calls import Caller, as_text, assistant_message, bounded
-from agentrl.rollout.deadline import GRACE, CancelledFromWithinError, DeadlineExceededError, Watch
+from agentrl.rollout.deadline import GRACE, CancelledFromWithinError, DeadlineExceededError, DeadlineTimer
 from agentrl.rollout.failures import describe
 from agentrl.rollout.request import AsyncRolloutRequest, Opening
 from agentrl.rollout.scorer import Scorer
@@ -112,9 +112,9 @@ class Driver:
         """See `drive`. Raises CancelledError alone."""
         started = time.monotonic()
         request.deadline = started + self._limits.timeout - request.seconds["total"]
-        watch = Watch(request.own)
+        timer = DeadlineTimer(request.own)
         try:
-            await self._run(request, watch)
+            await self._run(request, timer)
         except asyncio.CancelledError:
             if request.own.stopped:
                 resumable = False
@@ -124,7 +124,7 @@ class Driver:
         except BaseException as error:  # noqa: BLE001 - the boundary of every request
             self._fail(request, contained(error))
         finally:
-            watch.close()
+            timer.close()
             self._forget(request)
             if not (resumable and request.state is RequestState.ABORTED):
                 await self._release(request)
@@ -157,11 +157,11 @@ class Driver:
         await hooks.release_all(request)
         return trajectory
 
-    async def _run(self, request: AsyncRolloutRequest, watch: Watch) -> None:
+    async def _run(self, request: AsyncRolloutRequest, timer: DeadlineTimer) -> None:
         if request.state is RequestState.PENDING:
             request.tools = offered(request.task, self._tools, self._environment)
             started = time.monotonic()
-            await hooks.create_all(request, self._environment, watch)
+            await hooks.create_all(request, self._environment, timer)
             request.seconds["hooks"] += time.monotonic() - started
             self._open(request)
         for begun in request.begun:
@@ -169,7 +169,7 @@ class Driver:
         request.move(RequestState.RUNNING)
         finish: FinishReason | None = None
         while finish is None:
-            finish = await self._turn(request, watch)
+            finish = await self._turn(request, timer)
         if finish is FinishReason.ABORTED:
             request.end(RequestState.ABORTED, finish)
             return
@@ -177,8 +177,8 @@ class Driver:
             request.at = _ENGINE
             raise EngineError(f"no token came within {self._limits.turn_timeout:g} seconds (rollout.turn_timeout)")
         started = time.monotonic()
-        rewards = await hooks.calc_rewards(request, watch, self._limits.turn_timeout)
-        rewards = await self.scorer.score(request, rewards, finish, watch)
+        rewards = await hooks.calc_rewards(request, timer, self._limits.turn_timeout)
+        rewards = await self.scorer.score(request, rewards, finish, timer)
         hooks.check_sum(rewards, self._weights)
         request.rewards = rewards
         request.seconds["hooks"] += time.monotonic() - started
@@ -200,15 +200,15 @@ class Driver:
     def _most(self) -> int:
         return min(self._limits.max_tokens, self._engine.max_context)
 
-    async def _turn(self, request: AsyncRolloutRequest, watch: Watch) -> FinishReason | None:
+    async def _turn(self, request: AsyncRolloutRequest, timer: DeadlineTimer) -> FinishReason | None:
         """One turn: sample, parse, let tools or the environment answer, and write down what they said. Why the request
         is over, or None."""
         limits, started = self._limits, time.monotonic()
         deadline = min(started + limits.turn_timeout, request.deadline)
-        generation = await self._sample(request, watch, deadline)
+        generation = await self._sample(request, timer, deadline)
         request.seconds["engine"] += time.monotonic() - started
         if generation is None or generation.finish is GenerationFinish.ABORT:
-            return self._stopped(request, watch.expired)
+            return self._stopped(request, timer.expired)
         turn_ids = request.close_turn()
         request.at = _CHAT
         parsed = bounded(self._chat.parse(turn_ids))
@@ -216,7 +216,7 @@ class Driver:
         room = self._most() - len(request.ids)
         if generation.finish is GenerationFinish.LENGTH and (room <= 0 or not parsed.calls):
             return FinishReason.LENGTH
-        replies, finish = await (self._tool_turn if parsed.calls else self._reply)(request, watch, parsed, deadline)
+        replies, finish = await (self._tool_turn if parsed.calls else self._reply)(request, timer, parsed, deadline)
         request.messages.extend(replies)
         if finish is not None:
             return finish
@@ -230,7 +230,7 @@ class Driver:
         request.move(RequestState.RUNNING)
         return FinishReason.TIMEOUT if time.monotonic() >= request.deadline else None
 
-    async def _sample(self, request: AsyncRolloutRequest, watch: Watch, deadline: float) -> Generation | None:
+    async def _sample(self, request: AsyncRolloutRequest, timer: DeadlineTimer, deadline: float) -> Generation | None:
         """The engine's answer, in the request already; None when it had to be cancelled."""
         limits, engine = self._limits, self._engine
         room = min(limits.max_turn_tokens - request.turn_tokens, self._most() - len(request.ids))
@@ -241,7 +241,7 @@ class Driver:
         request.at = _ENGINE
         try:
             work = engine.generate(request.ids, sampling, request.id)
-            generation = await watch.wait(work, deadline, lambda: engine.abort(request.id))
+            generation = await timer.wait(work, deadline, lambda: engine.abort(request.id))
         except DeadlineExceededError:
             return None
         if len(generation.ids) > room:
@@ -262,11 +262,11 @@ class Driver:
         return FinishReason.TIMEOUT
 
     async def _tool_turn(
-        self, request: AsyncRolloutRequest, watch: Watch, parsed: ParsedTurn, deadline: float
+        self, request: AsyncRolloutRequest, timer: DeadlineTimer, parsed: ParsedTurn, deadline: float
     ) -> tuple[list[Message], FinishReason | None]:
         request.move(RequestState.TOOL_CALLING)
         started = time.monotonic()
-        answers = await self._caller.answer(request, parsed.calls, deadline, watch)
+        answers = await self._caller.answer(request, parsed.calls, deadline, timer)
         request.seconds["tools"] += time.monotonic() - started
         if answers.done:
             return answers.messages, FinishReason.ENV_DONE
@@ -275,7 +275,7 @@ class Driver:
         return answers.messages, FinishReason.MAX_TOOL_CALLS if answers.exhausted else None
 
     async def _reply(
-        self, request: AsyncRolloutRequest, watch: Watch, parsed: ParsedTurn, deadline: float
+        self, request: AsyncRolloutRequest, timer: DeadlineTimer, parsed: ParsedTurn, deadline: float
     ) -> tuple[list[Message], FinishReason | None]:
         """The environment has `turn_timeout` seconds of its own: when it needs more, the fault is not the model's."""
         request.move(RequestState.INTERACTING)
@@ -283,7 +283,7 @@ class Driver:
         request.at = Boundary.ENVIRONMENT, f"{environment.name}.execute"
         work = environment.execute(request.session_of(environment), request.messages[-1])
         try:
-            reply = await watch.wait(work, min(started + self._limits.turn_timeout, request.deadline))
+            reply = await timer.wait(work, min(started + self._limits.turn_timeout, request.deadline))
         except DeadlineExceededError:
             if time.monotonic() < request.deadline:
                 raise

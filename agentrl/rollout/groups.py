@@ -8,7 +8,7 @@ from enum import StrEnum
 
 from agentrl.errors import UserError
 from agentrl.plugins.types import Task
-from agentrl.rollout.deadline import Own
+from agentrl.rollout.deadline import OwnedTask
 from agentrl.rollout.driver import Driver
 from agentrl.rollout.garbage import rare_collections
 from agentrl.rollout.pulse import PULSE
@@ -78,7 +78,7 @@ async def roll_out(
         seen[task.id] += 1
     jobs = deque((group, index) for group in growing for index in range(n))
 
-    flying: set[Own] = set()
+    flying: set[OwnedTask] = set()
 
     def begin_again() -> None:
         for own in flying:
@@ -110,7 +110,7 @@ async def roll_out(
     return [group.whole or group.group() for group in growing]
 
 
-async def _sample(driver: Driver, group: _Growing, index: int, seed: Seed, flying: set[Own]) -> Trajectory:
+async def _sample(driver: Driver, group: _Growing, index: int, seed: Seed, flying: set[OwnedTask]) -> Trajectory:
     """One sample, tried again where the machinery failed; what failed before is kept in `extra["retried"]`. One that
     was in flight while the process stood still is as if it had never been. flying: told of what may be stopped."""
     failures: list[str] = []

@@ -14,7 +14,7 @@ from agentrl.plugins.environment import Environment
 from agentrl.plugins.exits import contained, said
 from agentrl.plugins.tool import Tool
 from agentrl.plugins.types import Message, Session, ToolKwargs
-from agentrl.rollout.deadline import GRACE, DeadlineExceededError, Own, Watch, leave_behind
+from agentrl.rollout.deadline import GRACE, DeadlineExceededError, DeadlineTimer, OwnedTask, leave_behind
 from agentrl.rollout.request import AsyncRolloutRequest, Begun
 from agentrl.rollout.seeds import nth
 from agentrl.trajectory import Boundary
@@ -37,12 +37,12 @@ class PluginError(Exception):
     """A hook returned what its contract does not allow."""
 
 
-async def create_all(request: AsyncRolloutRequest, environment: Environment, watch: Watch) -> None:
+async def create_all(request: AsyncRolloutRequest, environment: Environment, timer: DeadlineTimer) -> None:
     """Create the environment, whose messages open the conversation, then the tools that the task offers."""
     task = request.task
     session = _begin(request, environment, {}, {})
     request.at = Boundary.ENVIRONMENT, f"{environment.name}.create"
-    opening = await watch.wait(environment.create(session, **task.create_kwargs), request.deadline)
+    opening = await timer.wait(environment.create(session, **task.create_kwargs), request.deadline)
     request.messages.extend(checked_messages(opening, "opening messages"))
     if not request.messages:
         raise PluginError("it returned no opening messages")
@@ -50,7 +50,7 @@ async def create_all(request: AsyncRolloutRequest, environment: Environment, wat
         kwargs = task.tools_kwargs.get(name, _NO_KWARGS)
         session = _begin(request, tool, kwargs.calc_reward_kwargs, kwargs.release_kwargs)
         request.at = Boundary.TOOL, f"{name}.create"
-        await watch.wait(tool.create(session, **kwargs.create_kwargs), request.deadline)
+        await timer.wait(tool.create(session, **kwargs.create_kwargs), request.deadline)
 
 
 def checked_messages(said: object, what: str = "messages") -> "list[Message]":
@@ -77,7 +77,7 @@ def _begin(
     return session
 
 
-async def calc_rewards(request: AsyncRolloutRequest, watch: Watch, seconds: float) -> dict[str, float]:
+async def calc_rewards(request: AsyncRolloutRequest, timer: DeadlineTimer, seconds: float) -> dict[str, float]:
     """Every plugin's reward by name, each hook within `seconds`. A plain number goes under the plugin's name, parts of
     one name add up, and the turns' step rewards are `step`. Raises for a value that is no finite number."""
     rewards: dict[str, float] = {}
@@ -85,7 +85,7 @@ async def calc_rewards(request: AsyncRolloutRequest, watch: Watch, seconds: floa
         name = begun.plugin.name
         request.at = Boundary.REWARD, f"{name}.calc_reward"
         work = begun.plugin.calc_reward(begun.session, **begun.calc_reward_kwargs)
-        value = await watch.wait(work, time.monotonic() + seconds)
+        value = await timer.wait(work, time.monotonic() + seconds)
         if value is None and isinstance(begun.plugin, Tool):
             continue
         parts = value.items() if isinstance(value, Mapping) else ((name, value),)
@@ -140,18 +140,18 @@ async def release_all(request: AsyncRolloutRequest) -> None:
 
 
 async def _release(request: AsyncRolloutRequest, begun: list[Begun]) -> None:
-    watch = Watch(Own())
+    timer = DeadlineTimer(OwnedTask())
     try:
         for one in reversed(begun):
             try:
                 work = one.plugin.release(one.session, **one.release_kwargs)
-                await watch.wait(work, time.monotonic() + RELEASE_SECONDS)
+                await timer.wait(work, time.monotonic() + RELEASE_SECONDS)
             except DeadlineExceededError:
                 _release_error(request, one, f"took longer than {RELEASE_SECONDS:g} s")
             except BaseException as error:  # noqa: BLE001 - the next plugin is still to be released
                 _release_error(request, one, said(contained(error)))
     finally:
-        watch.close()
+        timer.close()
 
 
 def _release_error(request: AsyncRolloutRequest, begun: Begun, what: str) -> None:

@@ -13,7 +13,7 @@ from agentrl.engine.base import EngineError, Generation
 from agentrl.plugins.environment import Environment
 from agentrl.plugins.tool import Tool
 from agentrl.plugins.types import Message, Session, Task
-from agentrl.rollout.deadline import Own
+from agentrl.rollout.deadline import OwnedTask
 from agentrl.rollout.state import RequestState, TransitionError
 from agentrl.trajectory import Boundary, Failure, FinishReason, ToolUse, Trajectory, Turn
 
@@ -60,7 +60,7 @@ class AsyncRolloutRequest:
     sample: int
     seed: int
     opening: Opening = field(default_factory=Opening)
-    own: Own = field(default_factory=Own)
+    own: OwnedTask = field(default_factory=OwnedTask)
     state: RequestState = RequestState.PENDING
     at: tuple[Boundary, str] = (Boundary.INFRASTRUCTURE, "driver")
     ids: "array[int]" = field(default_factory=lambda: array("i"))

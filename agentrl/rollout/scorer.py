@@ -8,7 +8,7 @@ from itertools import islice
 from agentrl.plugins.exits import contained
 from agentrl.plugins.reward import GroupReward, Sample
 from agentrl.plugins.rewards import NO_REWARDS, Rewards
-from agentrl.rollout.deadline import GRACE, CancelledFromWithinError, Own, Watch
+from agentrl.rollout.deadline import GRACE, CancelledFromWithinError, DeadlineTimer, OwnedTask
 from agentrl.rollout.failures import describe
 from agentrl.rollout.hooks import PluginError, check_sum, finite
 from agentrl.rollout.request import AsyncRolloutRequest
@@ -32,7 +32,7 @@ class Scorer:
         return len(self._rewards.samples)
 
     async def score(
-        self, request: AsyncRolloutRequest, rewards: dict[str, float], finish: FinishReason, watch: Watch
+        self, request: AsyncRolloutRequest, rewards: dict[str, float], finish: FinishReason, timer: DeadlineTimer
     ) -> dict[str, float]:
         """`rewards` of the plugins, and every sample function's part. Raises what a function raises."""
         if not self._rewards.samples:
@@ -41,7 +41,7 @@ class Scorer:
         sample = Sample(task, messages, dict(rewards), str(finish), request.turn_count, tokens, request.ids)
         for part, reward in self._rewards.samples.items():
             request.at = Boundary.REWARD, part
-            value = await watch.wait(reward.score(sample), time.monotonic() + self._seconds)
+            value = await timer.wait(reward.score(sample), time.monotonic() + self._seconds)
             rewards[part] = rewards.get(part, 0.0) + finite(value, part)
         return rewards
 
@@ -50,7 +50,7 @@ class Scorer:
         for part, reward in self._rewards.groups.items():
             if not group.trajectories:
                 break
-            own = Own()
+            own = OwnedTask()
             work = self._scored(own, reward, part, group.trajectories)
             task = await own.run(work, self._seconds + 3 * GRACE, 3 * GRACE)
             if not task.done():
@@ -64,13 +64,13 @@ class Scorer:
         return group
 
     async def _scored(
-        self, own: Own, reward: GroupReward, part: str, trajectories: Sequence[Trajectory]
+        self, own: OwnedTask, reward: GroupReward, part: str, trajectories: Sequence[Trajectory]
     ) -> tuple[Trajectory, ...] | str:
         """The trajectories with the part, or a line that says why they cannot have it."""
-        watch = Watch(own)
+        timer = DeadlineTimer(own)
         try:
             samples = [_sample(t) for t in trajectories]
-            values = await watch.wait(reward.score(samples), time.monotonic() + self._seconds)
+            values = await timer.wait(reward.score(samples), time.monotonic() + self._seconds)
             values = list(islice(values, len(samples) + 1))
             if len(values) != len(samples):
                 most = "more than " if len(values) > len(samples) else ""
@@ -79,7 +79,7 @@ class Scorer:
         except BaseException as error:  # noqa: BLE001 - boundary: a reward that raises takes its own group out
             return describe(contained(error))
         finally:
-            watch.close()
+            timer.close()
 
 
 def _sample(t: Trajectory) -> Sample:

@@ -29,7 +29,7 @@ from agentrl.recipe.schema import NewModel, Recipe, SftSection
 from agentrl.rollout.blocking import Runner
 from agentrl.sft.demonstrations import Demonstrator, demonstration
 from agentrl.sft.new_model import bare_tokenizer, new_model, read_template, train_tokenizer
-from agentrl.sft.trainer import School
+from agentrl.sft.trainer import SftTrainer
 from agentrl.terminal import terminal
 
 
@@ -78,17 +78,17 @@ def sft(
         model, tokenizer, chat = _start(recipe, recipe.sft, env, tools, runner)
         folder, journal = _places(output, recipe, name)
         demonstrator = _demonstrator(env, tools, chat, tokenizer)
-        school = School(recipe, demonstrator, model, runner, console, journal)
+        trainer = SftTrainer(recipe, demonstrator, model, runner, console, journal)
         parameters = sum(p.numel() for p in model.parameters()) / 1e6
         console.print(
-            f"model of {parameters:.2f} M parameters · training forward: {school.way}", highlight=False, markup=False
+            f"model of {parameters:.2f} M parameters · training forward: {trainer.way}", highlight=False, markup=False
         )
-        losses = school.teach(recipe.sft)
+        losses = trainer.teach(recipe.sft)
         dtype = torch.bfloat16 if recipe.sft.new_model else next(model.parameters()).dtype
         save_model(model.to(dtype), tokenizer, folder)
     console.print(f"model: {folder}", highlight=False, markup=False)
     last = losses[-max(1, len(losses) // 10) :]
-    return SftResult(folder, sum(last) / len(last), school.steps, school.tokens, monotonic() - school.began)
+    return SftResult(folder, sum(last) / len(last), trainer.steps, trainer.tokens, monotonic() - trainer.began)
 
 
 def _check_demonstrations(env: Environment, section: SftSection) -> None:

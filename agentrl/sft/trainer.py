@@ -1,4 +1,4 @@
-"""`School`: the stages of a warm start, each with an optimizer and a learning rate that falls by a cosine."""
+"""`SftTrainer`: the stages of a warm start, each with an optimizer and a learning rate that falls by a cosine."""
 
 from collections.abc import Callable, Iterator, Sequence
 from random import Random
@@ -28,7 +28,7 @@ RECENT = 50  # steps that a shown loss is the mean of
 LINE_EVERY = 100  # steps, where no live bar can be shown
 
 
-class School:
+class SftTrainer:
     """Teaches `model` what `demonstrator` shows. `way` says how it computes log-probs; `tokens` were computed so far.
 
     journal: called once a step with the metrics that a run folder keeps.

@@ -20,8 +20,8 @@ from agentrl.eval.result import Accuracy, failures
 from agentrl.learner.contrast import ContrastWatch
 from agentrl.learner.learner import Learner
 from agentrl.learner.mismatch import MismatchWatch
-from agentrl.learner.roles import Workplace
-from agentrl.profiling.step import ROLLOUT, SYNC, TRAIN, Watch
+from agentrl.learner.roles import RoleHost
+from agentrl.profiling.step import ROLLOUT, SYNC, TRAIN, StepProfiler
 from agentrl.recipe.schema import Recipe
 from agentrl.rollout.hooks import STEP
 from agentrl.rollout.journal import write_journal
@@ -40,8 +40,8 @@ class Loop:
     recipe: Recipe
     player: Player
     learner: Learner
-    watch: Watch
-    workplace: Workplace
+    profiler: StepProfiler
+    role_host: RoleHost
     rollouts: Rollouts
     held_out: HeldOut
     folder: RunFolder
@@ -90,7 +90,7 @@ class Loop:
         began = perf_counter()
         step = self.step + 1
         self.display.phase("sampling")
-        with self.watch.phase(ROLLOUT, step):
+        with self.profiler.phase(ROLLOUT, step):
             groups, metrics = self.rollouts.next(step)
         self.interrupts.check()
         self._say_failures(f"step {step}", groups)
@@ -111,7 +111,7 @@ class Loop:
 
     def _update(self, step: int, groups: Sequence[Group]) -> dict[str, Any]:
         began = perf_counter()
-        with self.watch.phase(TRAIN, step):
+        with self.profiler.phase(TRAIN, step):
             metrics = dict(self.rollouts.learn(lambda: self.learner.learn(groups)))
         seconds = perf_counter() - began
         return metrics | {"time/train_s": seconds, "train/tokens_per_s": metrics.get("train/tokens", 0) / seconds}
@@ -119,9 +119,9 @@ class Loop:
     def _follow_up(self, groups: Sequence[Group], metrics: dict[str, Any], began: float) -> None:
         """What comes after the update of `step`; adds to its `metrics`. began: when the step did."""
         step, trained = self.step, perf_counter()
-        with self.watch.phase(SYNC, step):
+        with self.profiler.phase(SYNC, step):
             self.rollouts.publish(step)
-        metrics |= {"time/sync_s": perf_counter() - trained, **self.watch.take(metrics["time/train_s"])}
+        metrics |= {"time/sync_s": perf_counter() - trained, **self.profiler.take(metrics["time/train_s"])}
         for line in (self.mismatch.warning(step, metrics), self.contrast.warning(step, metrics)):
             if line:
                 self.display.note(line)
@@ -192,7 +192,7 @@ class Loop:
         self.display.phase("saving")
         extra = {"sampler": self._drawn, "before": self.before, "unwritten": self._unwritten}
         rated = None if self._accuracy is None else (self.held_out.choosing, self._accuracy)
-        self.checkpoints.begin(self.step, self.workplace.save, extra, rated)
+        self.checkpoints.begin(self.step, self.role_host.save, extra, rated)
         self._saved = self.step
 
     def _is_best(self) -> bool:

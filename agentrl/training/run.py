@@ -264,7 +264,7 @@ def _finish(loop: Loop, interrupted: bool, seconds: float) -> TrainResult:
     else:
         rows = [(split, before, loop.after[split]) for split, before in loop.before.items() if split in loop.after]
         display.final(rows, str(folder), seconds)
-        display.note(loop.watch.describe())
+        display.note(loop.profiler.describe())
         if (best := loop.checkpoints.best()) is not None and best.step != last.step:
             rated = f"{best.accuracy:.1%} on {best.split}" if best.split else f"{best.accuracy:.1%}"
             display.note(f"The best checkpoint is that of step {best.step} ({rated}): {best.path}")

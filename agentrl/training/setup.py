@@ -16,10 +16,10 @@ from agentrl.eval.result import Accuracy
 from agentrl.learner.contrast import ContrastWatch
 from agentrl.learner.learner import Learner
 from agentrl.learner.mismatch import MismatchWatch
-from agentrl.learner.roles import Here, Workplace
+from agentrl.learner.roles import LocalRoles, RoleHost
 from agentrl.plugins.environment import is_validation
 from agentrl.plugins.types import Task
-from agentrl.profiling.step import PROFILE, Watch
+from agentrl.profiling.step import PROFILE, StepProfiler
 from agentrl.recipe.load import dump_recipe
 from agentrl.recipe.schema import Recipe
 from agentrl.recipe.secrets import shown
@@ -85,21 +85,21 @@ def set_up(start: Start) -> Loop:
     _check_resumed(start)
     begins, player = _make_player(start)
     held_out, sampler = _measure(start, player)
-    workplace = _make_workplace(start, begins, player)
-    watch = Watch(
-        workplace, start.open_folder().path / PROFILE, recipe.profile.steps, engine=recipe.engine.name == "local"
+    role_host = _make_workplace(start, begins, player)
+    profiler = StepProfiler(
+        role_host, start.open_folder().path / PROFILE, recipe.profile.steps, engine=recipe.engine.name == "local"
     )
-    if watch.reward_model is not None:
-        add_reward_model(player, watch.reward_model.scores)
-    rollouts = make_rollouts(recipe, player, start.checked.tasks, sampler, interrupts, workplace.weights)
+    if profiler.reward_model is not None:
+        add_reward_model(player, profiler.reward_model.scores)
+    rollouts = make_rollouts(recipe, player, start.checked.tasks, sampler, interrupts, role_host.weights)
     start.at_end("the rollouts", lambda: interrupts.complete(rollouts.close))
     interrupts.check()
     folder = start.open_folder()
     folder.write_recipe(dump_recipe(recipe), start.saved.step if start.saved else 0)
     if hasattr(player.engine, "keep_logs"):
         player.engine.keep_logs(folder.path)
-    learner = Learner(recipe, workplace)
-    watch.over(learner)
+    learner = Learner(recipe, role_host)
+    profiler.over(learner)
     trackers = Trackers(display.note)
     trackers.start(start.checked.trackers, folder.path, shown(recipe), stack)
     contrast = ContrastWatch(recipe)
@@ -109,8 +109,8 @@ def set_up(start: Start) -> Loop:
         recipe=recipe,
         player=player,
         learner=learner,
-        watch=watch,
-        workplace=workplace,
+        profiler=profiler,
+        role_host=role_host,
         rollouts=rollouts,
         held_out=held_out,
         folder=folder,
@@ -125,8 +125,8 @@ def set_up(start: Start) -> Loop:
         _restore(loop, start.saved, len(start.checked.tasks))
     elif start.resumed:
         folder.rewind(-1)
-    if not workplace.here:  # the engine's model is what the recipe names; that of the workers may be further
-        interrupts.complete(lambda: player.engine.update_weights(loop.step, workplace.weights()))
+    if not role_host.here:  # the engine's model is what the recipe names; that of the workers may be further
+        interrupts.complete(lambda: player.engine.update_weights(loop.step, role_host.weights()))
     display.note(f"run folder: {folder.path}")
     return loop
 
@@ -174,23 +174,23 @@ def _measure(start: Start, player: Player) -> tuple[HeldOut, TaskSampler]:
     return held_out, sampler
 
 
-def _make_workplace(start: Start, begins: Recipe, player: Player) -> Workplace:
+def _make_workplace(start: Start, begins: Recipe, player: Player) -> RoleHost:
     """Where the roles are: here, or on a cluster, whose workers write their output into the run's folder."""
     recipe, display = start.recipe, start.display
     display.note(f"chat: {player.chat.description}")
     if player.chat.rewrites_history:
         display.note(f"chat: the template rewrites its history: {player.chat.rewrites_history}")
-    workplace: Workplace
+    role_host: RoleHost
     if recipe.cluster.used:
-        from agentrl.distributed.remote import OnCluster
+        from agentrl.distributed.remote import RayRoles
 
-        workplace = OnCluster(recipe, begins, start.open_folder().path / "logs", display.note, display.phase)
+        role_host = RayRoles(recipe, begins, start.open_folder().path / "logs", display.note, display.phase)
     else:
-        workplace = Here(recipe, player.model)
-    start.at_end("the workplace", workplace.close)
-    for line in workplace.describe():
+        role_host = LocalRoles(recipe, player.model)
+    start.at_end("the workplace", role_host.close)
+    for line in role_host.describe():
         display.note(line)
-    return workplace
+    return role_host
 
 
 def _beginning(recipe: Recipe, saved: Saved | None) -> Recipe:
@@ -246,7 +246,7 @@ def _is_accuracy(value: Any) -> bool:
 
 
 def _restore(loop: Loop, saved: Saved, tasks: int) -> None:
-    loop.workplace.load(saved.path)
+    loop.role_host.load(saved.path)
     loop.step = loop.learner.steps = saved.step
     before, sampler = _progress(saved, tasks)
     loop.before = {split: Accuracy.read(value) for split, value in before.items()}

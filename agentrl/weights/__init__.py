@@ -7,8 +7,8 @@
     await channel.sleep(("weights", "kv_cache"))                # memory for the trainer; `publish` wakes the servers
     await channel.close()
 
-Where only an adapter is trained: `LoraChannel`, see `lora.py`. `Sender` opens whichever an `Order` needs; a trainer of
-many processes has a `Publisher` in each.
+Where only an adapter is trained: `LoraChannel`, see `lora.py`. `Sender` opens whichever a `WeightRequest` needs; a
+trainer of many processes has a `Publisher` in each.
 
 The invariant: a server's version is set when the whole update has landed, and only then may it generate again. Whatever
 fails on the way leaves it paused and without a version, until a later update succeeds as a whole.
@@ -18,7 +18,7 @@ from agentrl.weights.channel import Published, WeightChannel
 from agentrl.weights.choose import open_channel
 from agentrl.weights.lora import LoraChannel
 from agentrl.weights.publisher import Publisher
-from agentrl.weights.request import Order, Sent, What
+from agentrl.weights.request import WeightRequest, WeightResult, What
 from agentrl.weights.sender import Sender
 from agentrl.weights.server import PauseMode, WeightServer, WeightUpdateError
 from agentrl.weights.source import ModelWeights
@@ -26,13 +26,13 @@ from agentrl.weights.source import ModelWeights
 __all__ = [
     "LoraChannel",
     "ModelWeights",
-    "Order",
     "PauseMode",
     "Published",
     "Publisher",
     "Sender",
-    "Sent",
     "WeightChannel",
+    "WeightRequest",
+    "WeightResult",
     "WeightServer",
     "WeightUpdateError",
     "What",

@@ -13,7 +13,7 @@ _LISTENING = "0A"
 _PROC = Path("/proc")
 
 
-def shares_memory(url: str) -> bool:
+def same_host(url: str) -> bool:
     """True only where that is sure: the process that listens there is visible, and in our mount namespace."""
     parts = urlsplit(url)
     port = parts.port or (443 if parts.scheme == "https" else 80)

@@ -12,7 +12,7 @@ from typing import Any
 
 from agentrl.weights.server import PauseMode, WeightServer, WeightUpdateError
 from agentrl.weights.source import NamedTensor
-from agentrl.weights.transports.base import Failures, Way, each
+from agentrl.weights.transports.base import Failures, Transport, each
 from agentrl.weights.verify import Fingerprint, check
 
 CHECK_EVERY = 50
@@ -46,7 +46,7 @@ class WeightChannel:
     def __init__(
         self,
         servers: Sequence[WeightServer],
-        way: Way,
+        way: Transport,
         check_every: int = CHECK_EVERY,
         former: "WeightChannel | None" = None,
     ) -> None:

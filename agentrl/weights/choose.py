@@ -6,10 +6,10 @@ from pathlib import Path
 import aiohttp
 
 from agentrl.errors import UserError, nearest
-from agentrl.weights.addresses import shares_memory
+from agentrl.weights.addresses import same_host
 from agentrl.weights.channel import CHECK_EVERY, WeightChannel
 from agentrl.weights.server import WeightServer
-from agentrl.weights.transports.base import Way
+from agentrl.weights.transports.base import Transport
 from agentrl.weights.transports.disk import FromDisk
 from agentrl.weights.transports.nccl import FromDistributed
 from agentrl.weights.transports.shared_memory import FromTensor
@@ -46,10 +46,10 @@ async def open_channel(
     return WeightChannel(servers, chosen, check_every, former)
 
 
-def _choose(way: str, servers: Sequence[WeightServer], folder: Path) -> tuple[Way, str]:
+def _choose(way: str, servers: Sequence[WeightServer], folder: Path) -> tuple[Transport, str]:
     why = "as the recipe says"
     if way == "auto":
-        apart = [server.url for server in servers if not shares_memory(server.url)]
+        apart = [server.url for server in servers if not same_host(server.url)]
         way = "from_distributed" if apart else "from_tensor"
         why = f"{apart[0]} does not share this machine's memory" if apart else "servers share this machine's memory"
     if way == "from_disk":

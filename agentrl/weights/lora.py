@@ -25,7 +25,7 @@ from typing import Any
 from safetensors.torch import save_file
 
 from agentrl.threads import in_thread
-from agentrl.weights.addresses import shares_memory
+from agentrl.weights.addresses import same_host
 from agentrl.weights.channel import Published
 from agentrl.weights.server import WeightServer, WeightUpdateError
 from agentrl.weights.source import NamedTensor
@@ -112,7 +112,7 @@ class LoraChannel:
 
     def _sees_our_files(self, server: WeightServer) -> bool:
         if server.url not in self._near:
-            self._near[server.url] = shares_memory(server.url)
+            self._near[server.url] = same_host(server.url)
         return self._near[server.url]
 
     async def _load(

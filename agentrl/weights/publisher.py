@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import aiohttp
 
 from agentrl.weights.reach import authorization
-from agentrl.weights.request import Order, Sent
+from agentrl.weights.request import WeightRequest, WeightResult
 from agentrl.weights.scratch import WEIGHTS, Scratch
 from agentrl.weights.sender import Sender
 
@@ -45,7 +45,7 @@ class Publisher:
         self._folder = Path(folder) if folder is not None else None
         self._sender = Sender(self._model, self._get_session, self._scratch, way, self._said.append)
 
-    def publish(self, order: Order) -> Sent | None:
+    def publish(self, order: WeightRequest) -> WeightResult | None:
         """Send the weights where `order` says."""
         sender = self._opened()
         if self._rank != 0:
@@ -53,7 +53,7 @@ class Publisher:
             return None
         sent = self._run(lambda: sender.send(order))
         said, self._said[:] = tuple(self._said), ()
-        return Sent(sent.failed, sent.adapters, said)
+        return WeightResult(sent.failed, sent.adapters, said)
 
     def sleep(self, urls: Sequence[str]) -> dict[str, str]:
         """Let the servers give their memory back until the next `publish`. What failed, by URL."""

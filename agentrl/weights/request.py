@@ -14,7 +14,7 @@ class What(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class WeightRequest:
     """Send the weights of the trainer's step `version` to the servers at `urls`.
 
     mode: see PauseMode; an adapter needs no pause. again: to servers that missed an update: what is sent must still be
@@ -30,7 +30,7 @@ class Order:
 
 
 @dataclass(frozen=True, slots=True)
-class Sent:
+class WeightResult:
     """failed: URL -> one line, for the servers that did not take all of it. adapters: URL -> the adapter that requests
     are to name from now on. said: lines for people."""
 

@@ -1,4 +1,4 @@
-"""`Sender`: sends a model's weights where an `Order` says, in whichever event loop it is asked.
+"""`Sender`: sends a model's weights where an `WeightRequest` says, in whichever event loop it is asked.
 
 The invariant, for a sharded model: by one order each rank gathers the same tensors in the same order, once and to the
 end, whatever fails on the way. Rank 0 sends; the others call `follow` with the same order.
@@ -18,7 +18,7 @@ from agentrl.threads import in_thread
 from agentrl.weights.channel import KEYS_AND_VALUES, WeightChannel
 from agentrl.weights.choose import open_channel
 from agentrl.weights.lora import LoraChannel
-from agentrl.weights.request import Order, Sent, What
+from agentrl.weights.request import WeightRequest, WeightResult, What
 from agentrl.weights.server import WeightServer, WeightUpdateError
 from agentrl.weights.source import ModelWeights, NamedTensor, whole
 
@@ -51,15 +51,15 @@ class Sender:
         self._stamp: str | None = None  # of the weights that were sent last: the trainer may be changing them since
         self._adapter: Adapter | None = None
 
-    async def send(self, order: Order) -> Sent:
+    async def send(self, order: WeightRequest) -> WeightResult:
         """Do it, to all servers at once; who did not take all of it is told, not raised."""
         send = self._send_adapter if order.what is What.ADAPTER else self._send_weights
         try:
             return await send(order)
         except WeightUpdateError as error:
-            return Sent(dict.fromkeys(order.urls, str(error)))
+            return WeightResult(dict.fromkeys(order.urls, str(error)))
 
-    def follow(self, order: Order) -> None:
+    def follow(self, order: WeightRequest) -> None:
         """The part of a rank that sends nothing."""
         if order.what is not What.ADAPTER:
             ModelWeights(self._model, base=order.what is What.BASE).follow()
@@ -87,7 +87,7 @@ class Sender:
         if channel is not None:
             await channel.close()
 
-    async def _send_weights(self, order: Order) -> Sent:
+    async def _send_weights(self, order: WeightRequest) -> WeightResult:
         base = order.what is What.BASE
         weights = ModelWeights(self._model, stamp=self._stamp if order.again and not base else None, base=base)
         try:
@@ -106,9 +106,9 @@ class Sender:
             raise
         finally:
             await in_thread(weights.finish)
-        return Sent(done.failed)
+        return WeightResult(done.failed)
 
-    async def _send_adapter(self, order: Order) -> Sent:
+    async def _send_adapter(self, order: WeightRequest) -> WeightResult:
         if self._gathers(order):
             self._adapter = self._gathered(order.version)
         adapter = self._adapter
@@ -121,9 +121,9 @@ class Sender:
         done = await self._lora.publish(order.version, adapter.config, adapter.tensors, order.keep)
         failed = done.failed | (await self.wake() if not order.again else {})
         names = {url: name for url in order.urls if (name := self._lora.names.get(url)) is not None}
-        return Sent(failed, names)
+        return WeightResult(failed, names)
 
-    def _gathers(self, order: Order) -> bool:
+    def _gathers(self, order: WeightRequest) -> bool:
         """Whether this order reads the adapter from the model; every rank finds the same."""
         return not order.again or self._adapter is None
 

@@ -57,7 +57,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     from batches import make_batch
 
     from agentrl.compute.flops import Need, utilisation
-    from agentrl.distributed.remote import OnCluster
+    from agentrl.distributed.remote import RayRoles
     from agentrl.learner.learner import Learner
     from agentrl.models.memory import plan_memory
     from agentrl.models.shape import read_shape
@@ -78,7 +78,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     assert plan is not None
     batch = make_batch(options.groups * options.gpus, 8, options.prompt, options.answer, shape.vocabulary)
     with ExitStack() as stack:
-        place = OnCluster(recipe, recipe, folder / "logs")
+        place = RayRoles(recipe, recipe, folder / "logs")
         stack.callback(place.close)
         learner, seconds = Learner(recipe, place), []
         for _ in range(WARM_UP + options.rounds):

@@ -31,7 +31,7 @@ async def run(options: argparse.Namespace) -> list[dict[str, Any]]:
     from weight_sync import MB, best_of, plain_copy, show, synthetic
 
     from agentrl.weights import ModelWeights, WeightChannel, WeightServer
-    from agentrl.weights.transports.base import Way
+    from agentrl.weights.transports.base import Transport
     from agentrl.weights.transports.disk import FromDisk
     from agentrl.weights.transports.nccl import FromDistributed
     from agentrl.weights.transports.shared_memory import FromTensor
@@ -45,7 +45,7 @@ async def run(options: argparse.Namespace) -> list[dict[str, Any]]:
         copied = plain_copy(model, options.repeat, torch.cuda.synchronize)
         rows = [{"way": "copy on the device", "seconds": copied, "mb_s": size / MB / copied, "ratio": 1.0}]
         show({"model": "synthetic Qwen3", **rows[0]}, size)
-        ways: dict[str, Way] = {"from_tensor (CUDA IPC)": FromTensor()}
+        ways: dict[str, Transport] = {"from_tensor (CUDA IPC)": FromTensor()}
         if apart:
             ways["from_distributed (nccl)"] = FromDistributed()
         else:

@@ -21,11 +21,11 @@ from paths import SUPPORT
 
 from agentrl.cluster import faults
 from agentrl.cluster.errors import ClusterError, WorkerLost
-from agentrl.cluster.faults import Witness
+from agentrl.cluster.faults import WorkerReference
 from agentrl.cluster.group import WorkerGroup
 from agentrl.cluster.host import Hello
 from agentrl.cluster.pool import ResourcePool
-from agentrl.cluster.post_mortem import Scene, stack
+from agentrl.cluster.post_mortem import PostMortem, stack
 from agentrl.cluster.session import Session, object_store_bytes
 from agentrl.errors import UserError
 
@@ -94,9 +94,9 @@ def test_the_call_that_it_died_in_is_named_whichever_is_waited_for(group: Worker
 
 @pytest.mark.parametrize(("alive", "said"), [(False, "it was killed"), (True, "Ray has lost touch with it")])
 def test_a_process_that_ray_lost_is_looked_for(monkeypatch: pytest.MonkeyPatch, alive: bool, said: str) -> None:
-    monkeypatch.setattr(faults, "visit", lambda _: [Scene(["bye"], "", [], 0, alive)])
-    witness = Witness("probe", 1, Hello(7, "127.0.0.1", "node", 1, 1, 0), Path("probe_1.log"))
-    assert f"died in 'end': {said}" in str(faults.died(witness, "end", faults.UNREACHED))
+    monkeypatch.setattr(faults, "visit", lambda _: [PostMortem(["bye"], "", [], 0, alive)])
+    witness = WorkerReference("probe", 1, Hello(7, "127.0.0.1", "node", 1, 1, 0), Path("probe_1.log"))
+    assert f"died in 'end': {said}" in str(faults.worker_died(witness, "end", faults.UNREACHED))
 
 
 def test_a_worker_that_hangs_is_told_from_those_that_wait_for_it(collective: WorkerGroup, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from agentrl.compute.activation_checkpointing import blocks_of
 from agentrl.compute.forward import FastForward, Forward, ModuleForward, SequenceForward, _probe, choose
-from agentrl.learner.roles import Here
+from agentrl.learner.roles import LocalRoles
 from agentrl.models import lora
 from agentrl.models.load import load_model
 from agentrl.recipe.schema import LoraSection, ModelSection, Recipe
@@ -138,7 +138,7 @@ def test_the_reference_is_computed_as_the_policy_is() -> None:
     found = []
     for compute in ("same", "bfloat16"):
         recipe = Recipe.model_validate({"model": {"device": "cpu", "compute": compute}, "algorithm": {"kl_coef": 0.1}})
-        place = Here(recipe, load_model(recipe.model)[0])
+        place = LocalRoles(recipe, load_model(recipe.model)[0])
         found.append(place.actor.logprobs(batch))
         assert place.reference is not None
         assert np.array_equal(place.reference.logprobs(batch), found[-1])

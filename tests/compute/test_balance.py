@@ -11,7 +11,7 @@ from packing_help import make_batch
 
 from agentrl.compute.balance import deal
 from agentrl.compute.batch import Batch
-from agentrl.compute.packing import forest
+from agentrl.compute.packing import prefix_trees
 
 shapes = st.lists(
     st.tuples(st.integers(0, 40), st.lists(st.integers(1, 30), min_size=1, max_size=9)), min_size=1, max_size=8
@@ -21,7 +21,7 @@ shapes = st.lists(
 def packed_tokens(batch: Batch) -> int:
     """Tokens that a worker computes for `batch`: those of samples that predict something, prompts once."""
     kept = batch.select(np.flatnonzero(batch.sampled > 0))
-    return sum(t.shared + sum(int(kept.lengths[s]) - t.shared for s in t.samples) for t in forest(kept))
+    return sum(t.shared + sum(int(kept.lengths[s]) - t.shared for s in t.samples) for t in prefix_trees(kept))
 
 
 def named(batch: Batch) -> Batch:
@@ -57,7 +57,7 @@ def test_no_part_is_much_fuller_than_the_others(drawn: list[tuple[int, list[int]
     batch = make_batch(drawn, seed)
     kept = batch.select(np.flatnonzero(batch.sampled > 0))
     fullest = max(packed_tokens(part) for part in deal(batch, parts).parts)
-    largest = max((packed_tokens(kept.select(tree.samples)) for tree in forest(kept)), default=0)
+    largest = max((packed_tokens(kept.select(tree.samples)) for tree in prefix_trees(kept)), default=0)
     assert fullest <= 1.02 * (packed_tokens(batch) / parts + largest)
     assert fullest <= 1.02 * (kept.lengths.sum() / parts + kept.lengths.max(initial=0))
     assert fullest <= packed_tokens(batch)

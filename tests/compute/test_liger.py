@@ -13,7 +13,7 @@ from transformers.models.qwen3 import modeling_qwen3
 
 from agentrl.compute import forward, liger
 from agentrl.compute.forward import ModuleForward, choose
-from agentrl.compute.packing import forest, pack
+from agentrl.compute.packing import pack, prefix_trees
 from agentrl.errors import UserError
 
 CUDA = torch.device("cuda")
@@ -72,7 +72,7 @@ def test_what_it_cannot_do_for_us_stays_out_and_other_models_stay_as_they_are(in
 
 def logprobs(model: Any) -> Callable[[], Tensor]:
     batch = make_batch(SHAPES)
-    return lambda: ModuleForward(model)(pack(batch, forest(batch)), 1.0)[0].detach()
+    return lambda: ModuleForward(model)(pack(batch, prefix_trees(batch)), 1.0)[0].detach()
 
 
 def test_kernels_that_change_the_model_are_refused(install: Install) -> None:

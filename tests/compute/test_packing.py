@@ -19,7 +19,7 @@ from agentrl.compute.batch import Batch
 from agentrl.compute.block_forward import FastForward
 from agentrl.compute.forward import Forward, ModuleForward, SequenceForward, choose
 from agentrl.compute.hf_attention import recomputing
-from agentrl.compute.packing import forest, micro_batches, pack
+from agentrl.compute.packing import micro_batches, pack, prefix_trees
 
 
 def separate(model: PreTrainedModel, batch: Batch, weight: torch.Tensor, temperature: float) -> torch.Tensor:
@@ -86,7 +86,7 @@ def test_a_segment_in_two_halves_attends_as_one(kind: Any, monkeypatch: pytest.M
     wanted = separate(model, batch, weight, 1.0)
     wanted_gradients = gradients(model)
     monkeypatch.setattr(attention, "HALVED", 3)
-    row = pack(batch, forest(batch))
+    row = pack(batch, prefix_trees(batch))
     assert sum(len(b.own) for b in attention.bucketed(row.segments).buckets) > len(row.segments)
     torch.testing.assert_close(packed(kind(model), batch, weight, 1.0, 10_000), wanted, atol=1e-5, rtol=1e-5)
     for got, expected in zip(gradients(model), wanted_gradients, strict=True):
@@ -128,7 +128,7 @@ def test_every_product_and_layout_of_the_weights_agrees(
 
 def test_entropy_and_its_gradient() -> None:
     model, batch = make_model("qwen3"), make_batch(SHAPES)
-    row = pack(batch, forest(batch))
+    row = pack(batch, prefix_trees(batch))
     found: list[torch.Tensor] = []
     wanted: list[torch.Tensor] = []
     for forward, entropies in ((FastForward(model), found), (SequenceForward(model), wanted)):
@@ -161,7 +161,7 @@ def test_the_fastest_exact_way_is_chosen_and_said(family: str, way: type, why: s
 def test_the_module_attends_as_before_afterwards() -> None:
     model = make_model("qwen3")
     before = model.config._attn_implementation
-    ModuleForward(model)(pack(make_batch(SHAPES), forest(make_batch(SHAPES))), 1.0)
+    ModuleForward(model)(pack(make_batch(SHAPES), prefix_trees(make_batch(SHAPES))), 1.0)
     assert model.config._attn_implementation == before
 
 
@@ -201,13 +201,13 @@ def test_micro_batches_predict_every_sampled_token_once(
 
 def test_a_shared_prompt_is_computed_once() -> None:
     batch = make_batch([(20, [5, 5, 5])])
-    assert len(pack(batch, forest(batch)).ids) == 20 + 15
+    assert len(pack(batch, prefix_trees(batch)).ids) == 20 + 15
 
 
 def test_prompts_that_differ_share_their_common_start() -> None:
     batch = make_batch([(10, [4, 4])])
     batch.tokens["ids"][14 + 6] = (batch.tokens["ids"][6] + 1) % VOCABULARY
-    assert forest(batch)[0].shared == 6
+    assert prefix_trees(batch)[0].shared == 6
     model, weight = make_model("qwen3"), torch.ones(28)
     wanted = separate(model, batch, weight, 1.0)
     torch.testing.assert_close(packed(FastForward(model), batch, weight, 1.0, 100), wanted, atol=1e-5, rtol=1e-5)

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from agentrl.compute.forward import Forward, ModuleForward
-from agentrl.compute.packing import Packed, forest, pack
+from agentrl.compute.packing import Packed, pack, prefix_trees
 from agentrl.compute.sequence_parallel import SequenceParallelForward
 from agentrl.errors import UserError
 
@@ -38,7 +38,7 @@ def model_named(name: str) -> PreTrainedModel:
 def row_named(name: str) -> Packed:
     batch = make_batch(ROWS[name])
     batch.tokens["loss_mask"][batch.offsets[1:] - 1] = 1
-    return pack(batch, forest(batch))
+    return pack(batch, prefix_trees(batch))
 
 
 def measured(forward: Forward, model: torch.nn.Module, row: Packed) -> dict[str, Any]:
@@ -66,7 +66,7 @@ LONG = [(64, [64] * 8)] * 4
 
 def long_row() -> Packed:
     batch = make_batch(LONG)
-    return pack(batch, forest(batch))
+    return pack(batch, prefix_trees(batch))
 
 
 class Root(torch.nn.Module):

@@ -16,7 +16,7 @@ from torch.nn.attention import varlen
 from torch.nn.attention.flex_attention import create_block_mask
 
 from agentrl.compute import tree_attention_cuda as cuda_attention
-from agentrl.compute.packing import Segment, forest, pack
+from agentrl.compute.packing import Segment, pack, prefix_trees
 from agentrl.compute.tree_attention import bucketed
 from agentrl.compute.tree_attention_cuda import BLOCK, Row, block_mask, by_flash, by_flex, kernel_for, mask_of, padded
 
@@ -28,7 +28,7 @@ shapes = st.lists(
 
 def segments_of(shape: list[tuple[int, list[int]]]) -> tuple[Segment, ...]:
     batch = make_batch(shape)
-    return pack(batch, forest(batch)).segments
+    return pack(batch, prefix_trees(batch)).segments
 
 
 def tensors(tokens: int, heads: int = 4, groups: int = 2) -> tuple[Tensor, Tensor, Tensor]:

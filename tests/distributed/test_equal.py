@@ -14,10 +14,10 @@ from train_help import steady
 from agentrl.checkpoint.checkpoints import Checkpoints
 from agentrl.cluster.errors import ClusterError
 from agentrl.cluster.group import WorkerGroup
-from agentrl.distributed.remote import OnCluster, RemoteWeights
+from agentrl.distributed.remote import RayRoles, RemoteWeights
 from agentrl.errors import UserError
 from agentrl.learner.learner import Learner
-from agentrl.learner.roles import Here, Workplace
+from agentrl.learner.roles import LocalRoles, RoleHost
 from agentrl.models.load import load_model
 from agentrl.recipe.schema import Recipe
 
@@ -45,8 +45,8 @@ def job(path: Path, **sections: Any) -> Recipe:
     return Recipe.model_validate({"model": model, "train": train, "cluster": cluster, **sections})
 
 
-def learn(recipe: Recipe, workplace: Workplace, steps: range = range(STEPS)) -> Rows:
-    learner = Learner(recipe, workplace)
+def learn(recipe: Recipe, role_host: RoleHost, steps: range = range(STEPS)) -> Rows:
+    learner = Learner(recipe, role_host)
     learner.steps = steps.start
     return [learner.learn(make_groups(UNEVEN, seed)) for seed in steps]
 
@@ -55,19 +55,19 @@ def here(recipe: Recipe) -> tuple[Rows, Weights]:
     """In a process that has drawn other random numbers before."""
     torch.manual_seed(99)
     model = load_model(recipe.model, recipe.train.seed)[0]
-    rows = learn(recipe, Here(recipe, model))
+    rows = learn(recipe, LocalRoles(recipe, model))
     return rows, {name: tensor.detach().clone() for name, tensor in merged_state(model).items()}
 
 
 def there(recipe: Recipe, workers: WorkerGroup | None, logs: Path) -> tuple[Rows, Weights]:
-    with on_cluster(recipe, logs, workers) as workplace:
-        rows = learn(recipe, workplace)
-        return rows, weights_of(workplace)
+    with on_cluster(recipe, logs, workers) as role_host:
+        rows = learn(recipe, role_host)
+        return rows, weights_of(role_host)
 
 
-def weights_of(workplace: OnCluster) -> Weights:
+def weights_of(role_host: RayRoles) -> Weights:
     """Whole, as the engine `local` is given them."""
-    found = workplace.weights()
+    found = role_host.weights()
     assert isinstance(found, RemoteWeights)
     return {name: tensor.clone() for name, tensor in found}
 
@@ -141,9 +141,9 @@ def test_a_critic_and_a_reference_in_a_pool_of_their_own(workers: WorkerGroup, t
         cluster={"workers": 1, "pools": pools},
     )
     ours, our_weights = here(recipe)
-    with on_cluster(recipe, tmp_path) as workplace:
-        theirs, their_weights = learn(recipe, workplace), weights_of(workplace)
-        devices = {role: work.devices for role, work in workplace.work.items()}
+    with on_cluster(recipe, tmp_path) as role_host:
+        theirs, their_weights = learn(recipe, role_host), weights_of(role_host)
+        devices = {role: work.devices for role, work in role_host.work.items()}
     assert devices == {"actor": "trainer", "critic": "critic_reference", "reference": "critic_reference"}
     assert sorted(log.name for log in tmp_path.iterdir()) == ["critic_reference_0.log", "trainer_0.log"]
     same_rows(ours, theirs, 1e-4)
@@ -159,22 +159,22 @@ def test_a_run_goes_on_elsewhere_as_if_it_had_stayed(
     rows, weights = here(recipe)
     checkpoints = Checkpoints(tmp_path, 1)
     if first == "two workers":
-        with on_cluster(recipe, tmp_path, workers) as workplace:
-            learn(recipe, workplace, range(5))
-            saved = checkpoints.save(5, workplace.save, {})
+        with on_cluster(recipe, tmp_path, workers) as role_host:
+            learn(recipe, role_host, range(5))
+            saved = checkpoints.save(5, role_host.save, {})
         begins = recipe.model.model_copy(update={"path": str(saved.path)})
-        second = Here(recipe, load_model(begins)[0])
+        second = LocalRoles(recipe, load_model(begins)[0])
         second.load(saved.path)
         same_rows(rows[5:], learn(recipe, second, range(5, STEPS)), 1e-4)
         same_weights(weights, second.model.state_dict(), 1e-4)
         return
-    half = Here(recipe, load_model(recipe.model)[0])
+    half = LocalRoles(recipe, load_model(recipe.model)[0])
     learn(recipe, half, range(5))
     saved = checkpoints.save(5, half.save, {})
-    with on_cluster(recipe, tmp_path, workers) as workplace:
-        workplace.load(saved.path)
-        same_rows(rows[5:], learn(recipe, workplace, range(5, STEPS)), 1e-4)
-        same_weights(weights, weights_of(workplace), 1e-4)
+    with on_cluster(recipe, tmp_path, workers) as role_host:
+        role_host.load(saved.path)
+        same_rows(rows[5:], learn(recipe, role_host, range(5, STEPS)), 1e-4)
+        same_weights(weights, weights_of(role_host), 1e-4)
 
 
 def test_what_a_worker_raises_is_one_line(workers: WorkerGroup, tiny: Path, tmp_path: Path) -> None:
@@ -183,8 +183,8 @@ def test_what_a_worker_raises_is_one_line(workers: WorkerGroup, tiny: Path, tmp_
     for fate in ("user_0", "user_1"):
         (fates / fate).touch()
     recipe = job(tiny, algorithm={"loss": "cluster_plugins:fateful"})
-    with on_cluster(recipe, tmp_path, workers) as workplace:
-        learner = Learner(recipe, workplace)
+    with on_cluster(recipe, tmp_path, workers) as role_host:
+        learner = Learner(recipe, role_host)
         with pytest.raises(UserError, match=r"^the loss wants another recipe$"):
             learner.learn(make_groups(UNEVEN))
         (fates / "memory_1").touch()

@@ -124,7 +124,7 @@ def test_in_mixed_precision_values_stay_close_and_float32() -> None:
 def test_a_pass_without_predictions_reaches_every_parameter() -> None:
     for kind in (ModuleValues, SequenceValues):
         model = make_values("qwen3")
-        forward = kind(model) if kind is ModuleValues else SequenceValues(model, None, lambda passes: 1)
+        forward = kind(model) if kind is ModuleValues else SequenceValues(model, None, lambda aligned_micro_batches: 1)
         values = forward(EMPTY, torch.zeros(0, COLUMNS))
         assert values.shape == (0,)
         values.sum().backward()

@@ -13,7 +13,7 @@ from agentrl.algo import advantages
 from agentrl.algo.terms import Samples
 from agentrl.learner.advantages import sums, with_advantages
 from agentrl.learner.learner import Learner
-from agentrl.learner.roles import Here
+from agentrl.learner.roles import LocalRoles
 from agentrl.recipe.schema import AlgorithmSection
 
 IN_REWARD = {"kl_coef": 0.1, "kl_in": "reward"}
@@ -123,7 +123,7 @@ class Counted:
 def test_log_probs_are_computed_once_a_step(folder: str, train: dict[str, Any]) -> None:
     """And all updates of the step are clipped against those, whose weights are the ones that the rewards saw."""
     recipe = make_recipe(IN_REWARD, path=folder, lr=5e-3, **train)
-    place: Any = Here(recipe, moved())
+    place: Any = LocalRoles(recipe, moved())
     calls: Counter[str] = Counter()
     for role in ("actor", "reference"):
         setattr(place, role, Counted(getattr(place, role), calls, role))

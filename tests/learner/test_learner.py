@@ -25,7 +25,7 @@ from agentrl.checkpoint.checkpoints import Checkpoints
 from agentrl.learner.learner import Learner
 from agentrl.learner.metrics import Meter
 from agentrl.learner.optimizer import Optimizer, learning_rate
-from agentrl.learner.roles import Here
+from agentrl.learner.roles import LocalRoles
 from agentrl.recipe.schema import AlgorithmSection
 from agentrl.trajectory import Group
 
@@ -185,14 +185,14 @@ def test_a_resumed_run_goes_on_as_if_it_had_never_stopped(tmp_path: Path, dtype:
     groups = [make_groups(REWARDS, seed) for seed in range(4)]
     recipe = make_recipe(mini_batches=2, schedule="cosine", warmup_steps=2)
     straight = alone(make_model(dtype), recipe)
-    first = Here(recipe, make_model(dtype))
+    first = LocalRoles(recipe, make_model(dtype))
     stopped = Learner(recipe, first)
     for group in groups:
         straight.learn(group)
     for group in groups[:2]:
         stopped.learn(group)
     saved = Checkpoints(tmp_path, 2).save(2, first.save, {"sampler": [1, 2]})
-    second = Here(recipe, Qwen3ForCausalLM.from_pretrained(saved.path, dtype=dtype))
+    second = LocalRoles(recipe, Qwen3ForCausalLM.from_pretrained(saved.path, dtype=dtype))
     second.load(saved.path)
     resumed = Learner(recipe, second)
     resumed.steps = saved.step

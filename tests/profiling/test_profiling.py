@@ -26,10 +26,10 @@ from agentrl.compute.flops import Cost, Need, Work, costs, known_peak, peak_flop
 from agentrl.compute.packing import micro_batches
 from agentrl.compute.value_head import ValueModel
 from agentrl.models import lora
-from agentrl.profiling.memory import Peaks
-from agentrl.profiling.step import SYNC, Watch
+from agentrl.profiling.memory import PeakMemory
+from agentrl.profiling.step import SYNC, StepProfiler
 from agentrl.profiling.trace import OwnTimes, Profiler, add_own_times
-from agentrl.profiling.worker import WatchedWorker, watched
+from agentrl.profiling.worker import InstrumentedWorker, instrumented
 from agentrl.recipe.schema import LoraSection
 
 SHAPE: dict[str, Any] = {
@@ -126,7 +126,7 @@ def test_a_cpu_is_measured() -> None:
 
 
 def test_the_peak_of_a_phase_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    peaks = Peaks()
+    peaks = PeakMemory()
     with peaks.phase("before"):
         pass
     with peaks.phase("large"):
@@ -140,7 +140,7 @@ def test_the_peak_of_a_phase_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_a_peak_counts_for_every_phase_under_way() -> None:
-    peaks = Peaks()
+    peaks = PeakMemory()
     inside, go_on = threading.Event(), threading.Event()
 
     def other() -> None:
@@ -161,7 +161,7 @@ def test_a_peak_counts_for_every_phase_under_way() -> None:
 
 def test_where_the_high_water_mark_cannot_be_read_it_is_the_whole_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("agentrl.profiling.memory._RESET", Path("/proc/self/nothing"))
-    peaks = Peaks()
+    peaks = PeakMemory()
     with peaks.phase("train"):
         pass
     assert peaks.take()["memory/train_gb"] > 0.1
@@ -249,22 +249,22 @@ def test_measuring_a_cpu_takes_a_moment_however_slow_it_is(monkeypatch: pytest.M
     assert peak_flops(torch.device("cpu"), torch.float32) == 2 * 128**3
 
 
-class Trainer(WatchedWorker):
+class Trainer(InstrumentedWorker):
     def __init__(self) -> None:
         self.watch()
 
     @register(ONE_TO_ALL)
-    @watched("actor")
+    @instrumented("actor")
     def update(self, x: torch.Tensor) -> torch.Tensor:
         return torch.sin(x)
 
     @register(ONE_TO_ALL)
-    @watched("actor", SYNC)
+    @instrumented("actor", SYNC)
     def publish(self) -> None:
         torch.cos(torch.ones(2))
 
     @register(ONE_TO_ALL)
-    @watched("critic")
+    @instrumented("critic")
     def values(self) -> None:
         torch.exp(torch.ones(60_000_000))
 
@@ -327,9 +327,9 @@ class Role:
         return len(batch)
 
 
-def watched_learner(place: Any, folder: Path, steps: tuple[int, ...] = ()) -> tuple[Watch, Any]:
+def watched_learner(place: Any, folder: Path, steps: tuple[int, ...] = ()) -> tuple[StepProfiler, Any]:
     learner = SimpleNamespace(actor=Role(), reference=Role(), critic=None)
-    watch = Watch(place, folder, steps, engine=False)
+    watch = StepProfiler(place, folder, steps, engine=False)
     watch.over(learner)  # type: ignore[arg-type]
     return watch, learner
 

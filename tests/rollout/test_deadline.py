@@ -6,7 +6,7 @@ import time
 import pytest
 
 from agentrl.rollout import deadline as watch_module
-from agentrl.rollout.deadline import DeadlineExceededError, SelfCancelledError, Watch
+from agentrl.rollout.deadline import DeadlineExceededError, DeadlineTimer, SelfCancelledError
 
 
 def soon(seconds=0.01):
@@ -17,47 +17,47 @@ async def test_it_returns_and_raises_what_the_work_does():
     async def fails():
         raise KeyError("k")
 
-    watch = Watch()
-    assert await watch.wait(asyncio.sleep(0, "x"), soon(60)) == "x"
+    timer = DeadlineTimer()
+    assert await timer.wait(asyncio.sleep(0, "x"), soon(60)) == "x"
     with pytest.raises(KeyError):
-        await watch.wait(fails(), soon(60))
-    watch.close()
+        await timer.wait(fails(), soon(60))
+    timer.close()
 
 
 async def test_it_cuts_what_hangs_and_leaves_the_task_uncancelled():
-    watch = Watch()
+    timer = DeadlineTimer()
     for _ in range(3):
         with pytest.raises(DeadlineExceededError):
-            await watch.wait(asyncio.sleep(60), soon())
+            await timer.wait(asyncio.sleep(60), soon())
     assert asyncio.current_task().cancelling() == 0
-    assert watch.expired
-    await watch.wait(asyncio.sleep(0), soon(60))
-    assert not watch.expired
+    assert timer.expired
+    await timer.wait(asyncio.sleep(0), soon(60))
+    assert not timer.expired
 
 
 async def test_one_timer_serves_deadlines_that_come_and_go():
-    watch = Watch()
-    await watch.wait(asyncio.sleep(0), soon(60))
+    timer = DeadlineTimer()
+    await timer.wait(asyncio.sleep(0), soon(60))
     with pytest.raises(DeadlineExceededError):
-        await watch.wait(asyncio.sleep(60), soon(0.01))
-    await watch.wait(asyncio.sleep(0.03), soon(60))
+        await timer.wait(asyncio.sleep(60), soon(0.01))
+    await timer.wait(asyncio.sleep(0.03), soon(60))
     with pytest.raises(DeadlineExceededError):
-        await watch.wait(asyncio.sleep(60), soon(0.02))
-    watch.close()
+        await timer.wait(asyncio.sleep(60), soon(0.02))
+    timer.close()
 
 
 async def test_gentle_comes_first_and_what_then_returns_is_kept():
     event = asyncio.Event()
-    watch = Watch()
-    assert await watch.wait(event.wait(), soon(), event.set)
-    assert watch.expired
+    timer = DeadlineTimer()
+    assert await timer.wait(event.wait(), soon(), event.set)
+    assert timer.expired
 
 
 async def test_what_ignores_gentle_is_cancelled_after_the_grace(monkeypatch):
     monkeypatch.setattr(watch_module, "GRACE", 0.01)
     asked = []
     with pytest.raises(DeadlineExceededError):
-        await Watch().wait(asyncio.sleep(60), soon(), lambda: asked.append(1))
+        await DeadlineTimer().wait(asyncio.sleep(60), soon(), lambda: asked.append(1))
     assert asked == [1]
 
 
@@ -71,7 +71,7 @@ async def test_a_cleanup_that_hangs_is_cancelled_again(monkeypatch):
             await asyncio.sleep(60)
 
     with pytest.raises(DeadlineExceededError):
-        await Watch().wait(stubborn(), soon())
+        await DeadlineTimer().wait(stubborn(), soon())
     assert asyncio.current_task().cancelling() == 0
 
 
@@ -83,7 +83,7 @@ async def test_an_error_raised_because_of_the_cancellation_is_the_deadline():
             raise ConnectionError("closed") from None
 
     with pytest.raises(DeadlineExceededError):
-        await Watch().wait(turns_it_into_an_error(), soon())
+        await DeadlineTimer().wait(turns_it_into_an_error(), soon())
 
 
 async def test_a_result_that_comes_in_spite_of_the_cancellation_is_kept():
@@ -93,13 +93,13 @@ async def test_a_result_that_comes_in_spite_of_the_cancellation_is_kept():
         except asyncio.CancelledError:
             return "late"
 
-    assert await Watch().wait(answers(), soon()) == "late"
+    assert await DeadlineTimer().wait(answers(), soon()) == "late"
     assert asyncio.current_task().cancelling() == 0
 
 
 async def test_a_cancellation_from_outside_goes_through():
     async def wait():
-        await Watch().wait(asyncio.sleep(60), soon(60))
+        await DeadlineTimer().wait(asyncio.sleep(60), soon(60))
 
     task = asyncio.create_task(wait())
     await asyncio.sleep(0)
@@ -113,4 +113,4 @@ async def test_work_that_cancels_itself_is_an_error():
         raise asyncio.CancelledError
 
     with pytest.raises(SelfCancelledError):
-        await Watch().wait(cancels_itself(), soon())
+        await DeadlineTimer().wait(cancels_itself(), soon())

@@ -9,7 +9,7 @@ from fakes import TASK, CharChat, Echo, Env, Hooks, ScriptedEngine, call, make_d
 from agentrl.engine.base import EngineError, Generation, GenerationFinish
 from agentrl.errors import UserError
 from agentrl.plugins.types import ArgumentError, Reply, ToolResponse
-from agentrl.rollout import deadline as watch
+from agentrl.rollout import deadline as timer
 from agentrl.rollout.metrics import rollout_metrics
 from agentrl.rollout.state import RequestState
 from agentrl.trajectory import Boundary, FinishReason, Group, check_invariants
@@ -239,7 +239,7 @@ async def test_what_the_engine_does_wrong_fails_the_request(answer, what):
 
 
 async def test_an_engine_without_a_token_before_the_deadline_fails_the_request(monkeypatch):
-    monkeypatch.setattr(watch, "GRACE", 0.01)
+    monkeypatch.setattr(timer, "GRACE", 0.01)
 
     class Dead(ScriptedEngine):
         async def generate(self, ids, sampling, request_id):

@@ -10,7 +10,7 @@ import pytest
 from fakes import Echo, Env, Hooks, ScriptedEngine, abort_when_waiting, call, make_driver, until
 
 from agentrl.plugins.types import Task, ToolResponse
-from agentrl.rollout import deadline as watch
+from agentrl.rollout import deadline as timer
 from agentrl.rollout.driver import Driver
 from agentrl.rollout.garbage import rare_collections
 from agentrl.rollout.groups import Contrast, contrast, roll_out
@@ -167,7 +167,7 @@ async def test_aborted_requests_are_not_tried_again():
 
 
 async def test_a_tool_that_ignores_every_cancellation_costs_its_own_request_alone(monkeypatch):
-    monkeypatch.setattr(watch, "GRACE", 0.01)
+    monkeypatch.setattr(timer, "GRACE", 0.01)
     monkeypatch.setattr(Driver, "patience", 1.0)
     over, hooks = asyncio.Event(), Hooks()
 
@@ -187,7 +187,7 @@ async def test_a_tool_that_ignores_every_cancellation_costs_its_own_request_alon
     assert (lost.finish, lost.failure.boundary) == (FinishReason.ERROR, Boundary.TOOL)
     assert "left behind" in lost.failure.message
     over.set()
-    await until(lambda: not watch._left_behind)
+    await until(lambda: not timer._left_behind)
     hooks.check()
 
 

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 from fakes import TASK, Echo, Env, Hooks, ScriptedEngine, call, make_driver, until
 
-from agentrl.rollout import deadline as watch
+from agentrl.rollout import deadline as timer
 from agentrl.rollout import hooks as hooks_module
 from agentrl.rollout.state import RequestState
 
@@ -120,7 +120,7 @@ async def test_a_release_that_raises_or_hangs_is_said_and_the_others_follow(monk
 async def test_a_release_that_ignores_its_cancellation_is_left_behind(monkeypatch):
     monkeypatch.setattr(hooks_module, "RELEASE_SECONDS", 0.01)
     monkeypatch.setattr(hooks_module, "GRACE", 0.01)
-    monkeypatch.setattr(watch, "GRACE", 0.01)
+    monkeypatch.setattr(timer, "GRACE", 0.01)
     over = asyncio.Event()
 
     async def stubborn(session, **_):

@@ -162,7 +162,7 @@ def test_a_rank_without_samples_keeps_up_with_the_others() -> None:
 
 def score_as_one_of_two(rank: int, root: Path, port: int) -> None:
     """A gloo rank that scores its part of the batch by a sharded reward model."""
-    from agentrl.compute.ranks import Peers
+    from agentrl.compute.ranks import TorchProcessGroup
     from agentrl.distributed.fsdp.mesh import find_place
     from agentrl.distributed.fsdp.reward_model import build_reward_model
     from agentrl.recipe.schema import ClusterSection
@@ -175,7 +175,7 @@ def score_as_one_of_two(rank: int, root: Path, port: int) -> None:
         recipe = make_recipe(str(root / family)).model_copy(update={"train": TrainSection(micro_batch_tokens=40)})
         made = build_reward_model(recipe, find_place(ClusterSection(workers=2), torch.device("cpu")))
         assert all(hasattr(p, "to_local") for p in made.model.parameters())
-        reward = RewardModel(recipe, made.forward, Peers(), made.description)
+        reward = RewardModel(recipe, made.forward, TorchProcessGroup(), made.description)
         rows, groups = rows_of(SHAPES)
         for parts in (2, 1):  # then the second rank has nothing to do
             dealt = to_score(rows, groups).deal(parts)

@@ -17,7 +17,7 @@ from agentrl.data.prompts import measure_prompts
 from agentrl.plugins.reward import GroupReward, Reward
 from agentrl.plugins.rewards import Rewards
 from agentrl.plugins.types import Reply, Task, ToolResponse
-from agentrl.rollout import deadline as watch
+from agentrl.rollout import deadline as timer
 from agentrl.rollout import hooks as hooks_module
 from agentrl.rollout.blocking import run
 from agentrl.rollout.driver import Driver
@@ -261,7 +261,7 @@ def agree(groups, hooks, folder, failed):
 @pytest.fixture
 def hasty(monkeypatch):
     monkeypatch.setattr(hooks_module, "RELEASE_SECONDS", 0.05)
-    for module in (hooks_module, watch):
+    for module in (hooks_module, timer):
         monkeypatch.setattr(module, "GRACE", 0.02)
 
 

@@ -123,13 +123,13 @@ async def test_in_order_the_next_batch_runs_while_one_trains_and_no_further():
 async def test_requests_in_flight_are_bounded():
     most = 0
 
-    async def watch(session):
+    async def timer(session):
         nonlocal most
         most = max(most, stream.in_flight)
         await asyncio.sleep(0.001)
         return 1.0
 
-    stream, _ = make_stream(watch, n=2, limits={"concurrency": 6})
+    stream, _ = make_stream(timer, n=2, limits={"concurrency": 6})
     await stream.take()
     assert most == 3
     lone, _ = make_stream(n=2, limits={"concurrency": 1})

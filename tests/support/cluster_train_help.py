@@ -15,7 +15,7 @@ from agentrl.cluster.dispatch import ONE_TO_ALL, register
 from agentrl.cluster.group import WorkerGroup
 from agentrl.cluster.pool import ResourcePool
 from agentrl.cluster.session import Session
-from agentrl.distributed.remote import OnCluster
+from agentrl.distributed.remote import RayRoles
 from agentrl.distributed.worker import TrainWorker
 from agentrl.recipe.schema import Recipe
 
@@ -64,18 +64,18 @@ def two_workers(logs: Path) -> Iterator[WorkerGroup]:
 
 
 @contextmanager
-def on_cluster(recipe: Recipe, logs: Path, group: WorkerGroup | None = None) -> Iterator[OnCluster]:
-    """`OnCluster` in the Ray that runs already; on the processes of `group`, where one is given."""
+def on_cluster(recipe: Recipe, logs: Path, group: WorkerGroup | None = None) -> Iterator[RayRoles]:
+    """`RayRoles` in the Ray that runs already; on the processes of `group`, where one is given."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("agentrl.distributed.remote.Session", lambda *_, **__: nullcontext(SimpleNamespace(address="")))
         if group is not None:
             patch.setattr("agentrl.distributed.remote.ResourcePool", lambda *_, **__: nullcontext())
             patch.setattr("agentrl.distributed.remote.WorkerGroup", Borrowed.over(group))
-        workplace = OnCluster(recipe, recipe, logs)
+        role_host = RayRoles(recipe, recipe, logs)
     try:
-        yield workplace
+        yield role_host
     finally:
-        workplace.close()
+        role_host.close()
 
 
 class Borrowed:

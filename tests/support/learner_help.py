@@ -9,7 +9,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from agentrl.compute.batch import Batch
 from agentrl.learner.learner import Learner
-from agentrl.learner.roles import Here
+from agentrl.learner.roles import LocalRoles
 from agentrl.plugins.types import Task
 from agentrl.recipe.schema import AlgorithmSection, ModelSection, Recipe, RolloutSection, TrainSection
 from agentrl.trajectory import FinishReason, Group, Trajectory, Turn, check_invariants
@@ -19,7 +19,7 @@ VOCABULARY = 64
 
 def alone(model: Any, recipe: Recipe) -> Any:
     """All of it in this process, on `model`, in place."""
-    return Learner(recipe, Here(recipe, model))
+    return Learner(recipe, LocalRoles(recipe, model))
 
 
 def make_model(dtype: torch.dtype = torch.float32) -> Any:

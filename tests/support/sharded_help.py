@@ -18,14 +18,14 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from agentrl.compute.batch import Batch
 from agentrl.compute.forward import _probe
-from agentrl.compute.ranks import Peers
+from agentrl.compute.ranks import TorchProcessGroup
 from agentrl.distributed.fsdp.build import build_critic, build_policy, build_reference
 from agentrl.distributed.fsdp.mesh import Place
 from agentrl.learner.actor import Actor
 from agentrl.learner.critic import Critic
 from agentrl.learner.learner import Learner
 from agentrl.learner.reference import Reference, WithoutAdapter
-from agentrl.learner.roles import Here
+from agentrl.learner.roles import LocalRoles
 from agentrl.models import embedded_path
 from agentrl.models.load import load_model
 from agentrl.recipe.schema import Recipe
@@ -157,7 +157,7 @@ class There:
     """The roles of this rank."""
 
     def __init__(self, recipe: Recipe, place: Place) -> None:
-        ranks, sharing = Peers(device=place.device), recipe.cluster.sequence_parallel
+        ranks, sharing = TorchProcessGroup(device=place.device), recipe.cluster.sequence_parallel
         self.policy = build_policy(recipe, place)
         self.own = Actor(self.policy.model, recipe, self.policy.forward, ranks, self.policy.description)
         self.actor = Dealt(self.own, place, sharing)
@@ -174,7 +174,7 @@ class There:
 
 def train_here(recipe: Recipe, steps: int) -> dict[str, Any]:
     torch.manual_seed(0)
-    place = Here(recipe, load_model(recipe.model)[0])
+    place = LocalRoles(recipe, load_model(recipe.model)[0])
     return {**learned(recipe, place, steps), **state_of(place.model, place.actor.optimizer)}
 
 

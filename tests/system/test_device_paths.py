@@ -35,7 +35,7 @@ from agentrl.engine.sglang.sync import Sync
 from agentrl.learner import actor
 from agentrl.learner.critic import Critic
 from agentrl.learner.learner import Learner
-from agentrl.learner.roles import Here
+from agentrl.learner.roles import LocalRoles
 from agentrl.models.lora import add_adapter
 from agentrl.recipe.schema import CriticSection, LoraSection, Recipe
 from agentrl.weights.group import agree_with_servers
@@ -78,7 +78,7 @@ def chosen(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def learned(model: Any, recipe: Recipe, rewards: list[list[float]]) -> tuple[dict[str, float], str]:
-    place = Here(recipe, model)
+    place = LocalRoles(recipe, model)
     found = Learner(recipe, place).learn(make_groups(rewards))
     return {name: found[name] for name in SAME}, place.actor.description
 
@@ -195,13 +195,13 @@ def test_a_checkpoint_is_taken_from_there_and_put_back(
 ) -> None:
     recipe = make_recipe()
     with pretending(monkeypatch):
-        place = Here(recipe, to_gpu(make_model(torch.bfloat16)))
+        place = LocalRoles(recipe, to_gpu(make_model(torch.bfloat16)))
         Learner(recipe, place).learn(make_groups(GROUPS))
         state = roles._state(place.actor, 0, copy=True)
     assert not any(isinstance(tensor, OnGpu) for tensor in state.values())
     sharded.write(state, tmp_path / "trainer" / "actor")
     with pretending(monkeypatch):
-        fresh = Here(recipe, to_gpu(make_model(torch.bfloat16)))
+        fresh = LocalRoles(recipe, to_gpu(make_model(torch.bfloat16)))
         roles.load_roles(fresh.roles, tmp_path)
         back = roles._state(fresh.actor, 0, copy=True)
     kept = [name for name in state if not name.startswith("rng")]

@@ -1,72 +1,91 @@
-"""Imports run downwards only, inside functions too; what ships is found like a stranger's package."""
+"""Hold imports to one strict downward order, and modules to no circle: lazy and type-checking imports included."""
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 import pytest
 from paths import ROOT
 
 PACKAGE = ROOT / "agentrl"
 
-LAYERS = (
-    ("cli",),
-    ("training", "testing"),
-    ("report",),
-    ("eval",),
-    ("rollout",),
-    ("data", "engine", "models", "cluster"),
-    ("plugins", "chat", "algo"),
-    ("recipe", "scaffold"),
-    ("terminal",),
-    ("errors", "threads"),
-)
-"""From the top; a package imports itself, its neighbours in a layer, and what lies below."""
+ROOMS = (
+    "cli", "sft", "training", "distributed", "profiling", "learner", "eval", "report", "testing", "rollout", "compute",
+    "checkpoint", "engine", "weights", "trajectory", "data", "chat", "algo", "models", "plugins", "cluster", "recipe",
+    "scaffold", "terminal", "threads", "errors",
+)  # fmt: skip
+"""From the top; a room imports itself and what lies below it, nothing else."""
 
-HEIGHT = {name: len(LAYERS) - depth for depth, layer in enumerate(LAYERS) for name in layer}
 FACADE = "__init__.py"  # of agentrl itself: the names that it offers come from everywhere
 SHIPPED = {"agentrl_tools", "agentrl_envs", "tools", "envs"}
 
 
 def imported(source: str, package: str) -> Iterator[tuple[int, str]]:
-    """(line, dotted module) of every import in a module of `package`, at whatever depth."""
+    """Yield (line, dotted name) of every import in a module of `package`, at whatever depth."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.level:
-            base = package.split(".")[: len(package.split(".")) - node.level + 1]
-            yield node.lineno, ".".join([*base, *filter(None, [node.module])])
         elif isinstance(node, ast.ImportFrom):
-            assert node.module is not None
-            yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
+            base = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            module = ".".join([*base, *filter(None, [node.module])])
+            yield from ((node.lineno, f"{module}.{alias.name}") for alias in node.names)
 
 
 def mistakes(source: str, place: str) -> list[str]:
-    """What a module at `place` (dotted, below agentrl) imports although it must not."""
-    mine = HEIGHT[place.split(".")[0]]
+    """List what a module at `place` (dotted, below agentrl) imports although it must not."""
+    mine = ROOMS.index(place.split(".")[0])
     found = []
     for line, module in imported(source, f"agentrl.{place}".rpartition(".")[0]):
         top, _, rest = module.partition(".")
+        room = rest.split(".")[0]
         if top in SHIPPED:
             found.append(f"{place}:{line} imports {module}, which is a plugin")
-        elif top == "agentrl" and (theirs := HEIGHT.get(rest.split(".")[0], 0)) > mine:
-            found.append(f"{place}:{line} imports {module}, {theirs - mine} up")
+        elif top == "agentrl" and room in ROOMS and ROOMS.index(room) < mine:
+            found.append(f"{place}:{line} imports {module}, which lies above it")
     return found
 
 
-MODULES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / FACADE)
+def dotted(path: Path) -> str:
+    return ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__")
 
 
-def test_every_package_has_its_layer() -> None:
-    assert {path.relative_to(PACKAGE).parts[0].removesuffix(".py") for path in MODULES} == set(HEIGHT)
+MODULES = {dotted(path): path for path in sorted(PACKAGE.rglob("*.py")) if path != PACKAGE / FACADE}
+
+
+def circles(imports: Mapping[str, set[str]]) -> list[list[str]]:
+    """The groups of modules that import each other, directly or through others."""
+    reach = {module: set(targets) for module, targets in imports.items()}
+    for middle in reach:
+        for targets in reach.values():
+            if middle in targets:
+                targets |= reach[middle]
+    return sorted({tuple(sorted(b for b in reach[a] if a in reach[b])) for a in reach if a in reach[a]})  # type: ignore[misc]
+
+
+def own_imports(place: str, path: Path) -> set[str]:
+    package = f"agentrl.{place}" if path.name == "__init__.py" else f"agentrl.{place}".rpartition(".")[0]
+    names = {name.removeprefix("agentrl.") for _, name in imported(path.read_text(encoding="utf-8"), package)}
+    return {name if name in MODULES else name.rpartition(".")[0] for name in names} & MODULES.keys() - {place}
+
+
+def test_every_room_has_its_place() -> None:
+    assert {path.relative_to(PACKAGE).parts[0].removesuffix(".py") for path in MODULES.values()} == set(ROOMS)
 
 
 def test_imports_run_downwards_only() -> None:
     assert len(MODULES) > 80
     found = []
-    for path in MODULES:
-        place = ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
+    for place, path in MODULES.items():
         found += mistakes(path.read_text(encoding="utf-8"), place)
     assert found == []
+
+
+def test_no_modules_import_each_other() -> None:
+    assert circles({place: own_imports(place, path) for place, path in MODULES.items()}) == []
+
+
+def test_a_circle_is_found() -> None:
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == [("a", "b", "c")]
 
 
 @pytest.mark.parametrize(
@@ -77,6 +96,7 @@ def test_imports_run_downwards_only() -> None:
         ("from agentrl import training", "eval.evaluate"),
         ("from agentrl.rollout import driver", "engine.local.engine"),
         ("def f():\n    from agentrl.engine.base import Engine", "recipe.schema"),
+        ("if TYPE_CHECKING:\n    from agentrl.learner.learner import Learner", "compute.batch"),
         ("from ..training import run", "rollout.player"),
         ("from agentrl_tools.calculator import Calculator", "cli.check"),
         ("def f():\n    import agentrl_envs.gsm8k", "eval.evaluate"),
@@ -86,6 +106,6 @@ def test_a_wrong_import_is_found(source: str, place: str) -> None:
     assert len(mistakes(source, place)) == 1
 
 
-@pytest.mark.parametrize("source", ["from agentrl import __version__", "import torch", "from agentrl.chat import base"])
+@pytest.mark.parametrize("source", ["from agentrl import __version__", "import torch", "from agentrl.algo import loss"])
 def test_a_right_import_is_not(source: str) -> None:
     assert mistakes(source, "algo.registry") == []

@@ -17,7 +17,7 @@ from agentrl.engine.sglang.server import free_port
 from agentrl.errors import UserError
 from agentrl.weights import ModelWeights, WeightChannel, WeightServer, WeightUpdateError, open_channel
 from agentrl.weights import addresses as place
-from agentrl.weights.addresses import on_this_machine, shares_memory
+from agentrl.weights.addresses import on_this_machine, same_host
 from agentrl.weights.source import buckets
 from agentrl.weights.transports.bucket import SharedBucket
 from agentrl.weights.transports.disk import FromDisk
@@ -189,9 +189,9 @@ async def test_a_server_elsewhere_gets_weights_over_a_group(session, tmp_path, m
 
 async def test_memory_is_shared_with_processes_of_this_machine_alone():
     async with FaultyServer() as server:
-        assert shares_memory(server.url)
-    assert not shares_memory(server.url)  # nobody listens any more
-    assert not shares_memory("http://192.0.2.1:30000")
+        assert same_host(server.url)
+    assert not same_host(server.url)  # nobody listens any more
+    assert not same_host("http://192.0.2.1:30000")
     assert on_this_machine("localhost")
     assert not on_this_machine("no such host")
 
@@ -205,12 +205,12 @@ def test_memory_is_not_shared_with_a_container(monkeypatch):
     with subprocess.Popen([sys.executable, "-c", listen], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         process.stdout.readline()
-        assert shares_memory(f"http://127.0.0.1:{port}")
+        assert same_host(f"http://127.0.0.1:{port}")
         ours = place._namespaces
         monkeypatch.setattr(
             place, "_namespaces", lambda pid: ours(pid) if pid != process.pid else ("mnt:[1]", "ipc:[1]")
         )
-        assert not shares_memory(f"http://127.0.0.1:{port}")
+        assert not same_host(f"http://127.0.0.1:{port}")
         process.kill()
 
 

@@ -17,7 +17,7 @@ from publisher_ranks import tiny, trained
 from sglang_weights_help import FaultyServer
 
 from agentrl.models.lora import adapter_state, plain_tensors
-from agentrl.weights import Order, Sent, What
+from agentrl.weights import WeightRequest, WeightResult, What
 
 RANKS = SUPPORT / "publisher_ranks.py"
 DEAD = "http://127.0.0.1:1"
@@ -91,7 +91,7 @@ def state(steps: int) -> dict[str, torch.Tensor]:
 
 async def test_shards_arrive_whole_and_a_failure_holds_up_no_rank(whole: Workers, servers: list[FaultyServer]):
     urls = tuple(server.url for server in servers)
-    sent: Sent = await whole.call("publish", Order(urls, 3))
+    sent: WeightResult = await whole.call("publish", WeightRequest(urls, 3))
     assert (sent.failed, sent.adapters) == ({}, {})
     assert "from_tensor" in sent.said[0]
     for server in servers:
@@ -100,26 +100,26 @@ async def test_shards_arrive_whole_and_a_failure_holds_up_no_rank(whole: Workers
 
     await whole.call("train")
     servers[0].faults["/update_weights_from_tensor"] = (1, 500)
-    sent = await whole.call("publish", Order(urls, 4))
+    sent = await whole.call("publish", WeightRequest(urls, 4))
     assert list(sent.failed) == [urls[0]]
     assert servers[0].paused
     same(servers[1].tensors, state(1))
 
     await whole.call("train")  # who missed it cannot be given another step's weights under its name
-    sent = await whole.call("publish", Order(urls[:1], 4, again=True))
+    sent = await whole.call("publish", WeightRequest(urls[:1], 4, again=True))
     assert "no longer those of step 4" in sent.failed[urls[0]]
-    sent = await whole.call("publish", Order(urls, 5))
+    sent = await whole.call("publish", WeightRequest(urls, 5))
     assert sent.failed == {}
-    sent = await whole.call("publish", Order(urls[:1], 5, again=True))
+    sent = await whole.call("publish", WeightRequest(urls[:1], 5, again=True))
     assert sent.failed == {}
     for server in servers:
         same(server.tensors, state(2))
 
     for fault in ("/begin_weight_update", "/pause_generation", "/server_info"):  # before a tensor is read
         async with FaultyServer({fault: (0, 500)}) as bad:
-            assert list((await whole.call("publish", Order((bad.url,), 6))).failed) == [bad.url]
-    assert "did not answer" in (await whole.call("publish", Order((DEAD,), 6))).failed[DEAD]
-    assert (await whole.call("publish", Order(urls, 6))).failed == {}
+            assert list((await whole.call("publish", WeightRequest((bad.url,), 6))).failed) == [bad.url]
+    assert "did not answer" in (await whole.call("publish", WeightRequest((DEAD,), 6))).failed[DEAD]
+    assert (await whole.call("publish", WeightRequest(urls, 6))).failed == {}
     for server in servers:
         same(server.tensors, state(2))
 
@@ -127,12 +127,12 @@ async def test_shards_arrive_whole_and_a_failure_holds_up_no_rank(whole: Workers
 async def test_through_a_folder_and_to_sleep(whole: Workers, servers: list[FaultyServer], tmp_path: Path):
     urls = tuple(server.url for server in servers)
     await whole.call("open", str(tmp_path), "from_disk")
-    assert (await whole.call("publish", Order(urls, 1))).failed == {}
+    assert (await whole.call("publish", WeightRequest(urls, 1))).failed == {}
     wanted = dict(servers[0].tensors)
     assert await whole.call("sleep", urls) == {}
     assert "/release_memory_occupation" in servers[0].calls
     assert servers[0].paused
-    assert (await whole.call("publish", Order(urls, 2))).failed == {}
+    assert (await whole.call("publish", WeightRequest(urls, 2))).failed == {}
     assert "/resume_memory_occupation" in servers[0].calls
     assert not servers[0].paused
     same(servers[0].tensors, wanted)
@@ -142,12 +142,12 @@ async def test_through_a_folder_and_to_sleep(whole: Workers, servers: list[Fault
 
 async def test_servers_sleep_with_their_base_where_an_adapter_is_sent(adapted: Workers, servers: list[FaultyServer]):
     urls = tuple(server.url for server in servers)
-    await adapted.call("publish", Order(urls, 1, what=What.ADAPTER))
+    await adapted.call("publish", WeightRequest(urls, 1, what=What.ADAPTER))
     for _ in range(2):
         assert await adapted.call("sleep", urls) == {}
         assert servers[0].released == {"kv_cache"}
         assert servers[0].paused
-        sent = await adapted.call("publish", Order(urls, 2, what=What.ADAPTER))
+        sent = await adapted.call("publish", WeightRequest(urls, 2, what=What.ADAPTER))
         assert (sent.failed, sent.said) == ({}, ())
         for server in servers:
             assert (server.released, server.paused) == (set(), False)
@@ -158,16 +158,16 @@ async def test_servers_sleep_with_their_base_where_an_adapter_is_sent(adapted: W
 
 async def test_an_unknown_way_is_said_and_holds_up_no_rank(whole: Workers, servers: list[FaultyServer]):
     await whole.call("open", None, "from_somewhere")
-    error = await whole.call("publish", Order((servers[0].url,), 1))
+    error = await whole.call("publish", WeightRequest((servers[0].url,), 1))
     assert "from_somewhere" in str(error)
     await whole.call("open", None, "auto")
-    assert (await whole.call("publish", Order((servers[0].url,), 1))).failed == {}
+    assert (await whole.call("publish", WeightRequest((servers[0].url,), 1))).failed == {}
 
 
 async def test_an_adapter_is_gathered_and_sent_alone(adapted: Workers, servers: list[FaultyServer]):
     urls = tuple(server.url for server in servers)
     model = tiny(adapted=True)
-    sent: Sent = await adapted.call("publish", Order(urls, 1, what=What.ADAPTER))
+    sent: WeightResult = await adapted.call("publish", WeightRequest(urls, 1, what=What.ADAPTER))
     assert sent.failed == {}
     for server in servers:
         assert list(server.adapters) == [sent.adapters[server.url]]
@@ -175,17 +175,17 @@ async def test_an_adapter_is_gathered_and_sent_alone(adapted: Workers, servers: 
         assert "/pause_generation" not in server.calls
 
     await adapted.call("train")  # who missed step 1 is given that one all the same
-    again: Sent = await adapted.call("publish", Order(urls[:1], 1, what=What.ADAPTER, again=True))
+    again: WeightResult = await adapted.call("publish", WeightRequest(urls[:1], 1, what=What.ADAPTER, again=True))
     same(servers[0].adapters[again.adapters[urls[0]]], adapter_state(model))
-    late = await adapted.call("publish", Order(urls[:1], 2, what=What.ADAPTER, again=True))
+    late = await adapted.call("publish", WeightRequest(urls[:1], 2, what=What.ADAPTER, again=True))
     assert "not that of step 2" in late.failed[urls[0]]
 
     trained(model)
-    sent = await adapted.call("publish", Order(urls, 2, what=What.ADAPTER))
+    sent = await adapted.call("publish", WeightRequest(urls, 2, what=What.ADAPTER))
     same(servers[1].adapters[sent.adapters[urls[1]]], adapter_state(model))
-    sent = await adapted.call("publish", Order(urls, 2, what=What.BASE))
+    sent = await adapted.call("publish", WeightRequest(urls, 2, what=What.BASE))
     assert sent.failed == {}
     base = {name: t.detach() for name, t, _ in plain_tensors(model) if name != "lm_head.weight"}
     same(servers[0].tensors, base)
-    await adapted.call("publish", Order(urls, 2))
+    await adapted.call("publish", WeightRequest(urls, 2))
     same(servers[0].tensors, {name: t for name, t in merged_state(model).items() if name in base})

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from agentrl.compute.confidence import COLUMNS
 from agentrl.compute.forward import ModuleForward, SequenceForward, local_attention, probe_of
-from agentrl.compute.ranks import Peers
+from agentrl.compute.ranks import TorchProcessGroup
 from agentrl.compute.sequence_parallel import SequenceParallelForward, SequenceParallelValues
 from agentrl.compute.value_head import ModuleValues, SequenceValues, ValueModel
 from agentrl.distributed.fsdp.choose import Ways
@@ -61,7 +61,7 @@ def build_critic(recipe: Recipe, place: Place) -> Sharded:
     def ways(model: ValueModel) -> Ways:
         backbone, group = model.model, place.sequence
         fast = partial(ModuleValues, model) if group is None else partial(SequenceParallelValues, model, group)
-        slow = SequenceValues(model, most=Peers(device=place.device).most)
+        slow = SequenceValues(model, most=TorchProcessGroup(device=place.device).most)
         probe = probe_of(backbone)
         doubt = torch.zeros(len(probe.predict), COLUMNS, device=place.device)
         return _ways(backbone, fast, slow, (probe, doubt), partial(_telling_apart, model))
@@ -74,7 +74,7 @@ def _causal(recipe: Recipe, place: Place, section: ModelSection, trained: bool) 
     def ways(model: Any) -> Ways:
         group = place.sequence
         fast = partial(ModuleForward, model) if group is None else partial(SequenceParallelForward, model, group)
-        slow = SequenceForward(model, most=Peers(device=place.device).most)
+        slow = SequenceForward(model, most=TorchProcessGroup(device=place.device).most)
         return _ways(model, fast, slow, (probe_of(model), 1.0))
 
     role = Role(lambda: _skeleton(section), lambda: _open(section, recipe.train.seed), ways)

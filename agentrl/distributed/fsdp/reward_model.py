@@ -11,7 +11,7 @@ from agentrl.compute.classifier import (
     load_classifier,
     probe_of,
 )
-from agentrl.compute.ranks import Peers
+from agentrl.compute.ranks import TorchProcessGroup
 from agentrl.distributed.fsdp.build import Sharded
 from agentrl.distributed.fsdp.choose import Ways
 from agentrl.distributed.fsdp.mesh import Place
@@ -29,7 +29,7 @@ def build_reward_model(recipe: Recipe, place: Place) -> Sharded:
         return open_source(partial(stream, kind, folder, recipe.model), partial(load_classifier, recipe))
 
     def ways(model: Any) -> Ways:
-        slow = SequenceScores(model, Peers(device=place.device).most)
+        slow = SequenceScores(model, TorchProcessGroup(device=place.device).most)
         return Ways(partial(ModuleScores, model), slow, (probe_of(model),), "packed, prompts shared", relative=True)
 
     built = build(Role(lambda: classifier_shape(recipe), load, ways), recipe, place, trained=False)

@@ -34,13 +34,13 @@ class Call:
         assert timeout is not None
         await timeout.__aexit__(*error)
 
-    def abort(self, errand: Callable[[Any], None] | None) -> None:
-        """End it with what it has. With `errand`, the server is asked for what it sampled and has not sent yet."""
+    def abort(self, in_background: Callable[[Any], None] | None) -> None:
+        """End it with what it has. With `in_background`, ask the server for what it sampled and has not sent yet."""
         if self.aborted:
             return
         self.aborted = True
-        if self._member is not None and errand is not None:
-            errand(post(self._member, "/abort_request", {"rid": self._rid}))
+        if self._member is not None and in_background is not None:
+            in_background(post(self._member, "/abort_request", {"rid": self._rid}))
             self._end_in(ABORT_SECONDS)
         else:
             self._end_in(0.0)

@@ -234,7 +234,7 @@ class SglangEngine:
                 raise
             except ServerError as error:
                 failed, failures = member, failures + 1
-                await self._fleet.suspect(member, error)
+                await self._fleet.report_failure(member, error)
                 if failures >= ATTEMPTS:
                     raise
                 if member.out is None:

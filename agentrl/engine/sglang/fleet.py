@@ -51,7 +51,7 @@ class Fleet:
         self._servers: dict[Member, Server] = {}
         self._restarts: dict[Member, int] = {}
         self._tending: dict[Member, asyncio.Task[None]] = {}
-        self._nurse: asyncio.Task[None] | None = None
+        self._monitor: asyncio.Task[None] | None = None
         self._alone_since: float | None = None
         self.pool = Pool((Member(Client(url, self._sessions)) for url in settings.urls), limit)
         self.sync = Sync(model, self._sessions, self._weights.path, settings.weights, say)
@@ -115,12 +115,12 @@ class Fleet:
 
     def watch(self) -> None:
         """See that the running loop has a nurse."""
-        nurse = self._nurse
-        if nurse is None or nurse.done() or nurse.get_loop() is not asyncio.get_running_loop():
+        monitor = self._monitor
+        if monitor is None or monitor.done() or monitor.get_loop() is not asyncio.get_running_loop():
             self._tending.clear()
-            self._nurse = asyncio.create_task(self._tend(), name="agentrl-sglang-nurse")
+            self._monitor = asyncio.create_task(self._tend(), name="agentrl-sglang-nurse")
 
-    async def suspect(self, member: Member, error: ServerError) -> None:
+    async def report_failure(self, member: Member, error: ServerError) -> None:
         """A request failed on a server: take it out if it is gone, or failed too often."""
         if member.out is not None:
             return
@@ -184,7 +184,7 @@ class Fleet:
         return "; ".join(f"{m.url}: {m.out}" for m in self.pool.members if m.out is not None)
 
     async def close(self) -> None:
-        for task in (self._nurse, *self._tending.values()):
+        for task in (self._monitor, *self._tending.values()):
             if task is not None and not task.get_loop().is_closed():
                 task.cancel()
         await self.sync.close()

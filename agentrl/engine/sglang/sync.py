@@ -71,13 +71,13 @@ class Sync:
         self, clients: Sequence[Client], version: int, mode: str, keep: Mapping[str, frozenset[str]]
     ) -> dict[str, str]:
         """To all of them at once; URL -> why, for those that did not take all of it. keep: adapters in use."""
-        from agentrl.weights import Order, What
+        from agentrl.weights import WeightRequest, What
 
         what = What.ADAPTER if self.adapted else What.WHOLE
-        order = Order(tuple(c.url for c in clients), version, mode, what, keep=keep)
+        order = WeightRequest(tuple(c.url for c in clients), version, mode, what, keep=keep)
         failed = {}
         if due := tuple(url for url in order.urls if url in self._baseless):
-            failed = await self._publish(Order(due, 0, what=What.BASE))
+            failed = await self._publish(WeightRequest(due, 0, what=What.BASE))
             self._baseless -= set(due) - failed.keys()
             order = replace(order, urls=tuple(url for url in order.urls if url not in failed))
         return failed | await self._publish(order)
@@ -85,16 +85,16 @@ class Sync:
     async def send_to(self, client: Client, version: int) -> None:
         """To one server alone. Raises ServerError when it did not take all of it, or the trainer has gone on since:
         until the next update its weights are those of no step."""
-        from agentrl.weights import Order, What
+        from agentrl.weights import WeightRequest, What
 
         what = What.ADAPTER if self.adapted else What.WHOLE
-        await self._to_one(client, Order((client.url,), version, what=what, again=True))
+        await self._to_one(client, WeightRequest((client.url,), version, what=what, again=True))
 
     async def send_base(self, client: Client) -> None:
         """To one server the weights that adapters are of; they are version 0 always. Raises ServerError likewise."""
-        from agentrl.weights import Order, What
+        from agentrl.weights import WeightRequest, What
 
-        await self._to_one(client, Order((client.url,), 0, what=What.BASE, again=True))
+        await self._to_one(client, WeightRequest((client.url,), 0, what=What.BASE, again=True))
 
     async def sleep(self, clients: Sequence[Client]) -> dict[str, str]:
         """Pause the servers, which give their memory back until `send` (weights too, where all of them are sent). What

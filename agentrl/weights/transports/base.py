@@ -10,7 +10,7 @@ from agentrl.weights.source import NamedTensor
 Failures = dict[str, str]  # URL -> one line
 
 
-class Way(Protocol):
+class Transport(Protocol):
     """`weights` are read once, to their end, also when every server has failed: other ranks gather in step."""
 
     name: str

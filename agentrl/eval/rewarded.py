@@ -31,8 +31,8 @@ def evaluate(
     known without a model is said before one is loaded.
     """
     if isinstance(recipe, str):
-        path, run = recipe_of(recipe)
-        recipe, model = load_recipe(path, overrides), model or run
+        path, folder = recipe_of(recipe)
+        recipe, model = load_recipe(path, overrides), model or folder
     elif overrides:
         raise UserError("overrides go with a recipe's path; a Recipe object is complete")
     model = model_of(model) if model is not None else None

@@ -167,9 +167,14 @@ class Player:
     async def close(self) -> list[str]:
         """Once, when the run ends: tools and environment free what they held, the engine stops. Returns a line for each
         that could not be closed."""
-        plugins = {"tools": self.toolbox, "rewards.functions": self.rewards, f"environment {self.env.name!r}": self.env}
-        bounded = {name: _Bounded(plugin) for name, plugin in plugins.items()}
-        return await close_all({**bounded, "engine": self.engine})
+        return await close_all(
+            {
+                "tools": _Bounded(self.toolbox),
+                "rewards.functions": _Bounded(self.rewards),
+                f"environment {self.env.name!r}": _Bounded(self.env),
+                "engine": self.engine,
+            }
+        )
 
 
 @dataclass(frozen=True, slots=True)

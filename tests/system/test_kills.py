@@ -1,0 +1,72 @@
+"""A run that is killed at random moments and resumed each time is the run that nobody disturbed."""
+
+import hashlib
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from train_help import metrics, small, steady
+
+from agentrl.recipe.load import dump_recipe
+
+KILLS = 20
+STEPS = 16
+
+
+def start(*arguments: str) -> "subprocess.Popen[bytes]":
+    return subprocess.Popen(
+        [sys.executable, "-m", "agentrl.cli.main", "train", *arguments],
+        env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+
+
+def finished(process: "subprocess.Popen[bytes]") -> None:
+    said, _ = process.communicate(timeout=600)
+    assert process.returncode == 0, said.decode()
+
+
+def weights(folder: Path) -> str:
+    return hashlib.sha256((folder / "checkpoints" / f"step_{STEPS}" / "model.safetensors").read_bytes()).hexdigest()
+
+
+@pytest.mark.long
+def test_a_run_killed_twenty_times_is_the_undisturbed_run(tmp_path: Path) -> None:
+    # Without tools every sample is in the engine's batches together, so that they do not depend on the clock.
+    keys = {"train__steps": STEPS, "train__save_every": 1, "eval__splits": [], "tools": [], "rollout__max_turns": 1}
+    folders = [tmp_path / "undisturbed", tmp_path / "killed"]
+    for folder in folders:
+        folder.with_suffix(".yaml").write_text(dump_recipe(small(folder, **keys)))
+    began = time.monotonic()
+    finished(start(str(folders[0].with_suffix(".yaml"))))
+    whole = time.monotonic() - began
+
+    rng, kills = random.Random(0), 0
+    while kills < KILLS:
+        saved = any((folders[1] / "checkpoints").glob("step_*"))
+        again = ["--resume", str(folders[1])] if saved else [str(folders[1].with_suffix(".yaml"))]
+        if not saved and folders[1].exists():  # killed before its first checkpoint: it is begun anew
+            subprocess.run(["rm", "-rf", str(folders[1])], check=True)
+        process = start(*again)
+        try:
+            process.wait(timeout=rng.uniform(0.1, whole))
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGKILL)
+            process.communicate()
+            kills += 1
+        else:  # it was done before it could be killed: begin anew, and go on counting
+            assert process.returncode == 0, process.communicate()[0].decode()
+            compare(*folders)
+            subprocess.run(["rm", "-rf", str(folders[1])], check=True)
+    if any((folders[1] / "checkpoints").glob("step_*")):
+        finished(start("--resume", str(folders[1])))
+        compare(*folders)
+
+
+def compare(undisturbed: Path, killed: Path) -> None:
+    assert [steady(row) for row in metrics(killed)] == [steady(row) for row in metrics(undisturbed)]
+    assert weights(killed) == weights(undisturbed)

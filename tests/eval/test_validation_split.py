@@ -11,6 +11,7 @@ import pytest
 from agentrl_envs.code.generate import problem as code_problem
 from agentrl_envs.gsm8k.problems import problem as gsm8k_problem
 from agentrl_envs.user_sim.generate import scenario
+from paths import RECIPES
 from rich.console import Console
 from train_help import lines, metrics, small
 
@@ -26,7 +27,7 @@ from agentrl.recipe.schema import EnvSection
 from agentrl.training.display import Display
 from agentrl.training.run import TrainResult
 
-RECIPE = str(Path(__file__).parent.parent / "recipes" / "gsm8k_tool.yaml")
+RECIPE = str(RECIPES / "gsm8k_tool.yaml")
 Name = Callable[[Task], Any]
 
 

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 from fakes import Echo, Env, Hooks, ScriptedEngine, call, make_driver, until
@@ -174,7 +173,7 @@ print(json.dumps({**rollout_metrics(groups), "calls": calls}), flush=True)
 
 
 def start(what):
-    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
+    env = dict(os.environ)
     return subprocess.Popen(
         [sys.executable, "-c", PROGRAM, what], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env
     )

@@ -150,7 +150,7 @@ def test_a_tracker_that_fails_is_said_once_and_switched_off(tmp_path: Path, caps
 def test_a_tracker_is_finished_after_an_error_too_and_hides_none(tmp_path: Path) -> None:
     said: list[str] = []
     stack = ExitStack()
-    Trackers(said.append).start({"refusing": Refusing}, tmp_path, {"train": {"steps": 3}}, stack)
+    Trackers(said.append).start({"refusing": Refusing}, tmp_path, {"train": {"steps": 3}, "output": None}, stack)
     with pytest.raises(ZeroDivisionError), stack:
         raise ZeroDivisionError
     assert [entry["what"] for entry in lines(tmp_path / "book.jsonl")] == ["start", "finish"]

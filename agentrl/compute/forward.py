@@ -17,11 +17,11 @@ from transformers import PreTrainedModel
 from agentrl.algo.loss import entropy
 from agentrl.compute import liger
 from agentrl.compute.activation_checkpointing import recompute
-from agentrl.compute.batch import Batch
+from agentrl.compute.batch import Batch, prefix_trees
 from agentrl.compute.block_forward import FastForward
 from agentrl.compute.hf_attention import Unsupported, attending
 from agentrl.compute.kernels import token_logprobs
-from agentrl.compute.packing import Packed, Segment, pack, prefix_trees
+from agentrl.compute.packing import Packed, Segment, pack
 from agentrl.compute.tree_attention import attend, plan
 from agentrl.recipe.schema import ModelSection
 

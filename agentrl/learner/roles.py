@@ -13,8 +13,8 @@ from agentrl.compute.batch import Batch
 from agentrl.compute.classifier import RewardModel
 from agentrl.compute.flops import Work, costs, peak_of
 from agentrl.learner.actor import Actor
-from agentrl.learner.critic import Critic, CriticMeter
-from agentrl.learner.metrics import Meter
+from agentrl.learner.critic import Critic
+from agentrl.learner.metrics import MicroBatchMetrics
 from agentrl.learner.reference import Reference
 from agentrl.models import lora
 from agentrl.recipe.schema import Recipe
@@ -36,7 +36,7 @@ class Policy(Protocol):
 
     def logprobs(self, batch: Batch) -> Floats: ...
 
-    def update(self, batch: Batch, rate: float) -> Meter: ...
+    def update(self, batch: Batch, rate: float) -> MicroBatchMetrics: ...
 
 
 class Frozen(Protocol):
@@ -53,7 +53,7 @@ class Values(Protocol):
 
     def values(self, batch: Batch) -> Floats: ...
 
-    def update(self, batch: Batch, rate: float) -> CriticMeter: ...
+    def update(self, batch: Batch, rate: float) -> MicroBatchMetrics: ...
 
 
 class Scores(Protocol):

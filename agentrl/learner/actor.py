@@ -51,7 +51,7 @@ class Actor:
         if forward is None:
             forward, description = choose(model, computed_in(recipe.model), recipe.model.checkpointing)
         self.forward, self.description = forward, description
-        self.loss = losses.get(recipe.algorithm.loss)
+        self.loss = losses.get(recipe.algorithm.loss).function
         train = recipe.train
         self.optimizer = Optimizer(model.named_parameters(), train.betas, train.weight_decay, train.max_grad_norm)
         self.temperature = recipe.rollout.temperature or 1.0

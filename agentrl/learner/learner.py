@@ -25,7 +25,7 @@ from agentrl.learner.advantages import (
 )
 from agentrl.learner.metrics import MicroBatchMetrics, critic_metrics, policy_metrics
 from agentrl.learner.optimizer import learning_rate
-from agentrl.learner.roles import RoleHost
+from agentrl.learner.roles import Roles
 from agentrl.recipe.schema import Recipe
 from agentrl.trajectory import Group
 
@@ -33,13 +33,16 @@ Bools = npt.NDArray[np.bool_]
 
 
 class Learner:
-    """Learns by `recipe`. `steps`: updates of the loop so far."""
+    """Learns by `recipe`, with the roles of `role_host`, which may be wrapped (such as by a profiler) beforehand.
 
-    def __init__(self, recipe: Recipe, role_host: RoleHost) -> None:
+    steps: steps of the loop so far.
+    """
+
+    def __init__(self, recipe: Recipe, role_host: Roles) -> None:
         self.recipe, self.actor = recipe, role_host.actor
         self.reference, self.critic = role_host.reference, role_host.critic
-        self.advantage = advantages.get(recipe.algorithm.advantage)
-        self._vanishes = getattr(losses.get(recipe.algorithm.loss), "vanishes_with_advantage", False)
+        self.advantage = advantages.get(recipe.algorithm.advantage).function
+        self._vanishes = losses.get(recipe.algorithm.loss).vanishes_with_advantage
         self.steps = 0
 
     @property

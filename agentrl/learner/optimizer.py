@@ -131,7 +131,8 @@ def orthogonal(matrix: Tensor) -> Tensor:
     for _ in range(ITERATIONS):
         gram = x @ x.T
         x = a * x + (b * gram + c * gram @ gram) @ x
-    return x.T if tall else x
+    orthogonalized: Tensor = x.T if tall else x
+    return orthogonalized
 
 
 class Muon:

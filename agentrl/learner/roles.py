@@ -65,8 +65,8 @@ class Scores(Protocol):
     def scores(self, batch: Batch) -> Floats: ...
 
 
-class RoleHost(Protocol):
-    """The roles, ready to work. reference, critic, reward_model: None where the recipe has none."""
+class Roles(Protocol):
+    """The roles of the learner. reference, critic: None where the recipe has none."""
 
     @property
     def actor(self) -> Policy: ...
@@ -76,6 +76,10 @@ class RoleHost(Protocol):
 
     @property
     def critic(self) -> Values | None: ...
+
+
+class RoleHost(Roles, Protocol):
+    """All roles of a run, ready to work, in this process or on a cluster. reward_model: None where there is none."""
 
     @property
     def reward_model(self) -> Scores | None: ...

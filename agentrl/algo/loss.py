@@ -10,7 +10,7 @@ from agentrl.recipe.schema import AlgorithmSection
 LOG_RATIO_LIMIT = 20.0  # exp of it is still finite in float32; a ratio beyond it is clipped anyway
 
 
-@losses.register("ppo_clip")
+@losses.register("ppo_clip", vanishes_with_advantage=True)
 def ppo_clip(tokens: Tokens, config: AlgorithmSection) -> LossTerms:
     """The clipped surrogate, float32 [N].
 
@@ -31,10 +31,7 @@ def ppo_clip(tokens: Tokens, config: AlgorithmSection) -> LossTerms:
     return LossTerms(torch.where(over, ceiling, terms.loss), metrics)
 
 
-ppo_clip.vanishes_with_advantage = True  # type: ignore[attr-defined]
-
-
-@losses.register("gspo")
+@losses.register("gspo", vanishes_with_advantage=True)
 def gspo(tokens: Tokens, config: AlgorithmSection) -> LossTerms:
     """The clipped surrogate with one ratio a sample, float32 [N].
 
@@ -51,10 +48,7 @@ def gspo(tokens: Tokens, config: AlgorithmSection) -> LossTerms:
     return _clipped(ratio, tokens, config)
 
 
-gspo.vanishes_with_advantage = True  # type: ignore[attr-defined]
-
-
-@losses.register("cispo")
+@losses.register("cispo", vanishes_with_advantage=True)
 def cispo(tokens: Tokens, config: AlgorithmSection) -> LossTerms:
     """Policy gradient weighed by a clipped ratio, so that no token loses its gradient: float32 [N].
 
@@ -69,18 +63,12 @@ def cispo(tokens: Tokens, config: AlgorithmSection) -> LossTerms:
     return LossTerms(-weight * tokens.advantages * tokens.logprobs, metrics)
 
 
-cispo.vanishes_with_advantage = True  # type: ignore[attr-defined]
-
-
-@losses.register("reinforce")
+@losses.register("reinforce", vanishes_with_advantage=True)
 def reinforce(tokens: Tokens, config: AlgorithmSection) -> LossTerms:
     """The plain policy gradient, float32 [N]: -A log pi (Williams 1992, Machine Learning 8, 229-256). Right for one
     update a step; nothing is clipped and nothing corrected. metrics: ratio_mean, approx_kl."""
     ratio = (tokens.logprobs.detach() - tokens.old).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
     return LossTerms(-tokens.advantages * tokens.logprobs, _against_old(ratio, tokens))
-
-
-reinforce.vanishes_with_advantage = True  # type: ignore[attr-defined]
 
 
 def value_loss(values: Tensor, old: Tensor, returns: Tensor, clip: float) -> LossTerms:

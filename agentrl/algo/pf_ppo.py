@@ -16,7 +16,7 @@ from agentrl.algo.terms import Samples, TokenAdvantages
 from agentrl.recipe.schema import AlgorithmSection
 
 
-@advantages.register("pf_ppo_best_worst")
+@advantages.register("pf_ppo_best_worst", needs_values=True)
 def best_worst(samples: Samples, config: AlgorithmSection) -> TokenAdvantages:
     """The paper's BW: `gae`, with half of a task's weight on its best sample, half on its worst, none on others."""
     groups, rewards = Groups(samples.groups), earned(samples)
@@ -24,16 +24,13 @@ def best_worst(samples: Samples, config: AlgorithmSection) -> TokenAdvantages:
     return _weighed(samples, config, (_share(groups, best) + _share(groups, worst)) / 2)
 
 
-@advantages.register("pf_ppo_best_random")
+@advantages.register("pf_ppo_best_random", needs_values=True)
 def best_random(samples: Samples, config: AlgorithmSection) -> TokenAdvantages:
     """The paper's BR: `gae`, with half of a task's weight on its best sample and half spread over the others."""
     groups, rewards = Groups(samples.groups), earned(samples)
     best = rewards == groups.best(rewards)
     all_equal = groups.total(best.double()) == groups.count
     return _weighed(samples, config, torch.where(all_equal, 1.0, (_share(groups, best) + _share(groups, ~best)) / 2))
-
-
-best_worst.wants_values = best_random.wants_values = True  # type: ignore[attr-defined]
 
 
 def _share(groups: Groups, chosen: Tensor) -> Tensor:

@@ -1,7 +1,18 @@
-"""Advantage estimators and losses by the names that the literature gives them. A user's come by entry points."""
+"""Advantage estimators and policy losses by the names that the literature gives them, and users' own.
 
+A function of the user's is named in a recipe by its import path or by an entry point. Where it has properties that the
+learner must know of, it is registered:
+
+    from agentrl.algo import advantages
+
+    @advantages.register("mine", needs_values=True)
+    def mine(samples, config): ...
+"""
+
+import warnings
 from collections.abc import Callable
-from typing import Any, Protocol, TypeVar
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
 
 from torch import Tensor
 
@@ -12,56 +23,98 @@ from agentrl.recipe.schema import AlgorithmSection, Recipe
 
 
 class Advantage(Protocol):
-    """Samples in, one advantage for each out, float32 [S]; or one for each sampled token, as TokenAdvantages. A
-    function that needs a critic's values says so with `wants_values = True`, and gives `returns` back."""
+    """Computes one advantage for each sample, float32 [S], or one for each sampled token, as TokenAdvantages."""
 
     def __call__(self, samples: Samples, config: AlgorithmSection) -> Tensor | TokenAdvantages: ...
 
 
 class Loss(Protocol):
-    """Tokens in, one loss for each out. A function whose loss has no gradient where the advantage is 0 says so with
-    `vanishes_with_advantage = True`: such samples then cost no forward pass."""
+    """Computes one loss for each token."""
 
     def __call__(self, tokens: Tokens, config: AlgorithmSection) -> LossTerms: ...
 
 
+@dataclass(frozen=True, slots=True)
+class AdvantageEntry:
+    """A registered advantage estimator."""
+
+    function: Advantage
+    needs_values: bool = False
+    """It reads a critic's `Samples.values`, and returns `TokenAdvantages.returns` for the critic to learn."""
+
+
+@dataclass(frozen=True, slots=True)
+class LossEntry:
+    """A registered policy loss."""
+
+    function: Loss
+    vanishes_with_advantage: bool = False
+    """It has no gradient where the advantage is 0: such samples then cost no forward pass."""
+
+
 F = TypeVar("F", bound=Callable[..., Any])
+Entry = TypeVar("Entry", bound=AdvantageEntry | LossEntry)
 
 
-class Registry:
-    """Built-in functions by name; a name that is not built in is looked for among the entry points of `group`."""
+class Registry(Generic[Entry]):
+    """Entries by name; a name that is not registered is looked up among the entry points of `group`.
 
-    def __init__(self, group: str, kind: str) -> None:
+    entry: makes an entry of a function and its flags. flag: the entry's. attribute: what functions were marked with
+    before there were flags.
+    """
+
+    def __init__(self, group: str, kind: str, entry: Callable[..., Entry], flag: str, attribute: str) -> None:
         self.group, self.kind = group, kind
-        self.functions: dict[str, Callable[..., Any]] = {}
+        self._entry, self._flag, self._attribute = entry, flag, attribute
+        self._entries: dict[str, Entry] = {}
 
-    def register(self, name: str) -> Callable[[F], F]:
+    def register(self, name: str, **flags: bool) -> Callable[[F], F]:
+        """Register the decorated function as `name`. flags: those of the entry (`needs_values` of an advantage,
+        `vanishes_with_advantage` of a loss). Raises ValueError for a name that another module has taken."""
+
         def keep(function: F) -> F:
-            self.functions[name] = function
+            known = self._entries.get(name)
+            if known is not None and getattr(known.function, "__module__", None) != function.__module__:
+                raise ValueError(f"there is a {self.kind} {name!r} already; give yours another name")
+            self._entries[name] = self._entry(function, **flags)
             return function
 
         return keep
 
-    def get(self, name: str) -> Callable[..., Any]:
-        """Raises UserError for a name that nobody offers."""
-        if name in self.functions:
-            return self.functions[name]
-        others = {plugin.name for plugin in installed(self.group)}
+    def get(self, name: str) -> Entry:
+        """Return the entry of a registered name, an entry point or an import path `module:attribute`.
+
+        Raises UserError for a name that is unknown.
+        """
+        if name in self._entries:
+            return self._entries[name]
+        others: set[str] = {plugin.name for plugin in installed(self.group)}
         if ":" not in name and name not in others:
-            raise UserError(f"no {self.kind} {name!r}{nearest(name, {*self.functions, *others})}")
-        function: Callable[..., Any] = load(self.group, name)
-        return function
+            raise UserError(f"no {self.kind} {name!r}{nearest(name, {*self._entries, *others})}")
+        function = load(self.group, name)
+        return next((e for e in self._entries.values() if e.function is function), None) or self._unregistered(function)
+
+    def _unregistered(self, function: Any) -> Entry:
+        marked = bool(getattr(function, self._attribute, False))
+        if marked:
+            warnings.warn(
+                f"{self.kind}: mark {getattr(function, '__name__', function)} by `register(name, {self._flag}=True)` "
+                f"instead of the attribute {self._attribute!r}, which is read until 0.3.0",
+                FutureWarning,
+                stacklevel=3,
+            )
+        return self._entry(function, **{self._flag: marked})
 
 
-advantages = Registry("agentrl.advantages", "advantage")
-losses = Registry("agentrl.losses", "loss")
+advantages = Registry("agentrl.advantages", "advantage", AdvantageEntry, "needs_values", "wants_values")
+losses = Registry("agentrl.losses", "loss", LossEntry, "vanishes_with_advantage", "vanishes_with_advantage")
 
 
 def check_critic(recipe: Recipe) -> None:
-    """Raises UserError unless there is a critic where the advantage wants one, and nowhere else."""
+    """Raise UserError unless the recipe has a critic where its advantage needs one, and only there."""
     name = recipe.algorithm.advantage
-    wanted = getattr(advantages.get(name), "wants_values", False)
-    if wanted and recipe.critic is None:
-        raise UserError(f"algorithm.advantage {name!r} wants a critic, and the recipe has none: say `critic: {{}}`")
-    if recipe.critic is not None and not wanted:
-        raise UserError(f"critic: algorithm.advantage {name!r} asks no critic; leave it out, or choose `gae`")
+    needed = advantages.get(name).needs_values
+    if needed and recipe.critic is None:
+        raise UserError(f"algorithm.advantage {name!r} needs a critic, and the recipe has none: add `critic: {{}}`")
+    if recipe.critic is not None and not needed:
+        raise UserError(f"critic: algorithm.advantage {name!r} uses no critic; remove it, or choose `gae`")

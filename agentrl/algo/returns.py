@@ -13,7 +13,7 @@ from agentrl.algo.terms import Samples, TokenAdvantages
 from agentrl.recipe.schema import AlgorithmSection
 
 
-@advantages.register("gae")
+@advantages.register("gae", needs_values=True)
 def gae(samples: Samples, config: AlgorithmSection) -> TokenAdvantages:
     """Generalized advantage estimation against a critic's values, one a token, whitened over the step.
 
@@ -23,14 +23,11 @@ def gae(samples: Samples, config: AlgorithmSection) -> TokenAdvantages:
     """
     rewards, values = _token_rewards(samples), samples.values
     if values is None:
-        raise ValueError("gae wants the critic's values")
+        raise ValueError("gae needs the critic's values")
     values = values.double()
     errors = rewards + config.gamma * _following(values, samples.lengths) - values
     found = discounted(errors, samples.lengths, config.gamma * config.lam)
     return TokenAdvantages(whitened(found).float(), (found + values).float())
-
-
-gae.wants_values = True  # type: ignore[attr-defined]
 
 
 @advantages.register("reinforce_plus_plus")

@@ -14,12 +14,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from agentrl.compute.batch import Batch
+from agentrl.compute.batch import Batch, prefix_trees
 from agentrl.compute.forward import TOLERANCE, hidden_states
 from agentrl.compute.hf_attention import Unsupported
-from agentrl.compute.micro_batches import token_column
-from agentrl.compute.packing import Packed, Segment, pack, prefix_trees
-from agentrl.compute.ranks import SINGLE_PROCESS, ProcessGroup
+from agentrl.compute.micro_batches import SINGLE_PROCESS, ProcessGroup, token_column
+from agentrl.compute.packing import Packed, Segment, pack
 from agentrl.errors import UserError
 from agentrl.models.load import find_device
 from agentrl.recipe.schema import ModelSection, Recipe

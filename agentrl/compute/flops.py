@@ -18,8 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from agentrl.compute.batch import Batch
-from agentrl.compute.packing import prefix_trees
+from agentrl.compute.batch import Batch, prefix_trees
 from agentrl.models.dense import linear
 from agentrl.recipe.schema import Recipe
 

@@ -4,10 +4,10 @@ Three ways: our own forward (fast.py), the Hugging Face module with its attentio
 sequence after another. `choose` tries them on a small forest at start-up and takes the first that agrees with the last.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -17,15 +17,18 @@ from transformers import PreTrainedModel
 from agentrl.algo.loss import entropy
 from agentrl.compute import liger
 from agentrl.compute.activation_checkpointing import recompute
-from agentrl.compute.batch import Batch
+from agentrl.compute.batch import Batch, prefix_trees
 from agentrl.compute.block_forward import FastForward
 from agentrl.compute.hf_attention import Unsupported, attending
 from agentrl.compute.kernels import token_logprobs
-from agentrl.compute.packing import Packed, Segment, pack, prefix_trees
+from agentrl.compute.packing import Packed, pack
 from agentrl.compute.tree_attention import attend, plan
 from agentrl.recipe.schema import ModelSection
 
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.05}  # nats; wrong attention is off by more
+
+
+M = TypeVar("M", bound=nn.Module)
 
 
 class Forward(Protocol):
@@ -74,55 +77,68 @@ def hidden_states(
     return states
 
 
-class SequenceForward:
-    """The module as it is, on one unpadded sequence after another: right for every causal model, and slow.
+class SequenceRunner(Generic[M]):
+    """Runs an unchanged module on one unpadded sequence after another: exact for every causal model, and slow.
 
-    most: the maximum over the ranks that share the model's shards. All run the module as often as the one with the most
-    sequences, or the collectives inside would not meet; what a rank runs too much is multiplied with 0.
+    compute: as of `ModuleForward`. most: returns the maximum of a count over the ranks that share the model's shards
+    (None: one process). All of these run the module as often as the one with the most sequences, or the collectives
+    inside would not match; the output of surplus passes is multiplied by 0.
     """
 
-    def __init__(
-        self, model: nn.Module, compute: torch.dtype | None = None, most: Callable[[int], int] | None = None
-    ) -> None:
+    def __init__(self, model: M, compute: torch.dtype | None = None, most: Callable[[int], int] | None = None) -> None:
         self.model, self.compute, self.most = model, compute, most
 
-    def __call__(self, packed: Packed, temperature: float) -> tuple[Tensor, Tensor]:
-        device = next(self.model.parameters()).device
-        logprobs, entropies = [torch.zeros(0, device=device)], [torch.zeros(0, device=device)]
-        first = 0
-        segments = [segment for segment in packed.segments if segment.predictions]
-        nothing = self._idle(packed, len(segments), device)  # first: afterwards the ranks would meet in other calls
-        for segment in segments:
-            own = slice(first, first + segment.predictions)
-            log_p = (self._logits(packed, segment, packed.predict[own]) / temperature).log_softmax(-1)
-            target = torch.from_numpy(packed.target[own]).to(device)
-            logprobs.append(log_p.gather(1, target[:, None])[:, 0])
-            entropies.append(entropy(log_p))
-            first += segment.predictions
-        return torch.cat(logprobs) + nothing, torch.cat(entropies) + nothing
+    def idle_passes(self, packed: Packed) -> Tensor:
+        """Run the passes that other ranks run and this one does not; return 0, with a gradient of 0 to everything.
 
-    def _idle(self, packed: Packed, passes: int, device: torch.device) -> Tensor:
-        """0, with a gradient of 0 to everything, from as many passes as others have more."""
-        nothing = torch.zeros((), device=device)
+        Call it before `logits`: afterwards the ranks would be in different collectives.
+        """
+        nothing = torch.zeros((), device=self._device)
         if self.most is not None:
+            passes = sum(bool(segment.predictions) for segment in packed.segments)
             for _ in range(max(1, self.most(passes)) - passes):
-                nothing = nothing + 0.0 * self._module(packed.ids[:1], device).float().sum()
+                nothing = nothing + 0.0 * self._run(packed.ids[:1]).float().sum()
         return nothing
 
-    def _logits(self, packed: Packed, segment: Segment, predict: np.ndarray) -> Tensor:
-        prefix = segment.prefix_end - segment.prefix_start
-        path = np.concatenate(
-            [packed.ids[segment.prefix_start : segment.prefix_end], packed.ids[segment.start : segment.end]]
-        )
-        device = next(self.model.parameters()).device
-        logits = self._module(path, device)
-        at = np.where(predict >= segment.start, predict - segment.start + prefix, prefix - 1)
-        return logits.index_select(0, torch.from_numpy(at).to(device)).float()
+    def logits(self, packed: Packed) -> Iterator[tuple[slice, Tensor]]:
+        """Yield, for each sequence, which of the row's predictions are its own, and their logits, float32 [n, V]."""
+        first = 0
+        for segment in packed.segments:
+            if not segment.predictions:
+                continue
+            own = slice(first, first + segment.predictions)
+            prefix = segment.prefix_end - segment.prefix_start
+            path = np.concatenate(
+                [packed.ids[segment.prefix_start : segment.prefix_end], packed.ids[segment.start : segment.end]]
+            )
+            predict = packed.predict[own]
+            rows = np.where(predict >= segment.start, predict - segment.start + prefix, prefix - 1)
+            yield own, self._run(path).index_select(0, torch.from_numpy(rows).to(self._device)).float()
+            first += segment.predictions
 
-    def _module(self, ids: np.ndarray, device: torch.device) -> Tensor:
+    @property
+    def _device(self) -> torch.device:
+        return next(self.model.parameters()).device
+
+    def _run(self, ids: np.ndarray) -> Tensor:
+        device = self._device
         with _computing(device, self.compute):
             logits: Tensor = self.model(input_ids=torch.from_numpy(ids).to(device)[None], use_cache=False).logits[0]
         return logits
+
+
+class SequenceForward(SequenceRunner[nn.Module]):
+    """Log-probs and entropies by the unchanged module, one sequence after another."""
+
+    def __call__(self, packed: Packed, temperature: float) -> tuple[Tensor, Tensor]:
+        idle = self.idle_passes(packed)
+        logprobs, entropies = [idle.new_zeros(0)], [idle.new_zeros(0)]
+        for own, logits in self.logits(packed):
+            log_p = (logits / temperature).log_softmax(-1)
+            target = torch.from_numpy(packed.target[own]).to(log_p.device)
+            logprobs.append(log_p.gather(1, target[:, None])[:, 0])
+            entropies.append(entropy(log_p))
+        return torch.cat(logprobs) + idle, torch.cat(entropies) + idle
 
 
 def computed_in(section: ModelSection) -> torch.dtype | None:

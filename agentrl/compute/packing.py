@@ -7,22 +7,10 @@ row of its own. The last token of the prompt predicts the first token of every a
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
-import numpy.typing as npt
 
-from agentrl.compute.batch import Batch
-
-Ints = npt.NDArray[np.int64]
-
-
-@dataclass(frozen=True, slots=True)
-class PrefixTree:
-    """Samples (indices into the batch) whose first `shared` ids are equal and computed once."""
-
-    shared: int
-    samples: tuple[int, ...]
+from agentrl.compute.batch import Batch, Ints, PrefixTree, prefix_trees
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,17 +42,6 @@ class Packed:
     predict: Ints
     target: Ints
     source: Ints
-
-
-def prefix_trees(batch: Batch) -> list[PrefixTree]:
-    """Neighbouring samples of one group make a tree; they share the longest common prefix of their prompts."""
-    trees = []
-    groups = batch.samples["group"]
-    starts = [0, *(np.flatnonzero(np.diff(groups)) + 1).tolist(), len(batch)] if len(batch) else [0]
-    for low, high in pairwise(starts):
-        samples = tuple(range(low, high))
-        trees.append(PrefixTree(_common_prefix(batch, samples) if len(samples) > 1 else 0, samples))
-    return trees
 
 
 def micro_batches(batch: Batch, tokens: int) -> Iterator[Packed]:
@@ -121,16 +98,6 @@ def pack(batch: Batch, trees: Sequence[PrefixTree]) -> Packed:
         target=batch.tokens["ids"][everywhere].astype(np.int64),
         source=everywhere,
     )
-
-
-def _common_prefix(batch: Batch, samples: Sequence[int]) -> int:
-    """How many ids at the start of the samples' prompts are equal."""
-    prompts = [batch.tokens["ids"][batch.span(s)][: batch.samples["prompt_length"][s]] for s in samples]
-    length = min(len(p) for p in prompts)
-    for prompt in prompts[1:]:
-        differs = np.flatnonzero(prompt[:length] != prompts[0][:length])
-        length = int(differs[0]) if len(differs) else length
-    return length
 
 
 def _cost(tree: PrefixTree, lengths: Ints) -> int:

@@ -113,11 +113,11 @@ class SequenceParallelValues(ModuleValues):
         super().__init__(model)
         self._sharing = _Sharing(model.model, model.model, group)
 
-    def __call__(self, packed: Packed, doubt: Tensor) -> Tensor:
+    def __call__(self, packed: Packed, features: Tensor) -> Tensor:
         device = self.model.lm_head.weight.device
         states, own = self._sharing.states(packed, device)
-        mine = doubt[torch.from_numpy(own).to(device)]  # of others' tokens they have the gradient
-        values = self.model.of(states)[:, 0] + self.model.of_doubt(mine)
+        mine = features[torch.from_numpy(own).to(device)]  # of others' tokens they have the gradient
+        values = self.model.of_states(states)[:, 0] + self.model.of_features(mine)
         return self._sharing.gathered(values[None], own, len(packed.predict))[0]
 
 

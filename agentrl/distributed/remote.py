@@ -14,8 +14,7 @@ from agentrl.cluster.pool import ResourcePool
 from agentrl.cluster.session import Session
 from agentrl.compute.batch import Batch
 from agentrl.compute.flops import Work
-from agentrl.learner.critic import CriticMeter
-from agentrl.learner.metrics import Meter
+from agentrl.learner.metrics import MicroBatchMetrics
 from agentrl.recipe.schema import Recipe
 from agentrl.weights.request import WeightRequest, WeightResult
 
@@ -40,9 +39,9 @@ class RemoteActor:
         found: Floats = self._group.logprobs(batch)
         return found
 
-    def update(self, batch: Batch, rate: float) -> Meter:
+    def update(self, batch: Batch, rate: float) -> MicroBatchMetrics:
         self.updates += 1
-        found: Meter = self._group.update(batch, rate)
+        found: MicroBatchMetrics = self._group.update(batch, rate)
         return found
 
 
@@ -68,9 +67,9 @@ class RemoteCritic:
         found: Floats = self._group.values(batch)
         return found
 
-    def update(self, batch: Batch, rate: float) -> CriticMeter:
+    def update(self, batch: Batch, rate: float) -> MicroBatchMetrics:
         self.updates += 1
-        found: CriticMeter = self._group.update_critic(batch, rate)
+        found: MicroBatchMetrics = self._group.update_critic(batch, rate)
         return found
 
 

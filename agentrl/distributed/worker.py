@@ -16,13 +16,13 @@ from agentrl.cluster.dispatch import ONE_TO_ALL, RANK_ZERO, SPLIT, register
 from agentrl.compute.batch import Batch
 from agentrl.compute.classifier import RewardModel
 from agentrl.compute.flops import ROLES, Cost, costs, peak_of
-from agentrl.compute.ranks import TorchProcessGroup
+from agentrl.compute.micro_batches import TorchProcessGroup
 from agentrl.distributed.fsdp.build import build_critic, build_policy, build_reference
 from agentrl.distributed.fsdp.mesh import find_place
 from agentrl.distributed.fsdp.reward_model import build_reward_model
 from agentrl.learner.actor import Actor
-from agentrl.learner.critic import Critic, CriticMeter
-from agentrl.learner.metrics import Meter
+from agentrl.learner.critic import Critic
+from agentrl.learner.metrics import MicroBatchMetrics
 from agentrl.learner.reference import Reference, WithoutAdapter
 from agentrl.models import lora
 from agentrl.profiling.step import SYNC
@@ -106,7 +106,7 @@ class TrainWorker(InstrumentedWorker):
 
     @register(SPLIT)
     @instrumented("actor")
-    def update(self, batch: Batch, rate: float) -> Meter:
+    def update(self, batch: Batch, rate: float) -> MicroBatchMetrics:
         return self.actor.update(batch, rate)
 
     @register(ONE_TO_ALL)
@@ -148,7 +148,7 @@ class TrainWorker(InstrumentedWorker):
 
     @register(SPLIT)
     @instrumented("critic")
-    def update_critic(self, batch: Batch, rate: float) -> CriticMeter:
+    def update_critic(self, batch: Batch, rate: float) -> MicroBatchMetrics:
         return self.critic.update(batch, rate)
 
     @register(RANK_ZERO)

@@ -17,11 +17,17 @@ from agentrl.algo.off_policy import OffPolicy, importance_weights
 from agentrl.algo.terms import LossTerms, Tokens
 from agentrl.compute.batch import Batch
 from agentrl.compute.forward import Forward, choose, computed_in
-from agentrl.compute.micro_batches import EMPTY, aligned_micro_batches, column_at, token_column
+from agentrl.compute.micro_batches import (
+    EMPTY,
+    SINGLE_PROCESS,
+    ProcessGroup,
+    aligned_micro_batches,
+    column_at,
+    token_column,
+)
 from agentrl.compute.packing import Packed
-from agentrl.compute.ranks import SINGLE_PROCESS, ProcessGroup
 from agentrl.errors import UserError, ask
-from agentrl.learner.metrics import Meter
+from agentrl.learner.metrics import MicroBatchMetrics, mismatch_columns
 from agentrl.learner.optimizer import Optimizer
 from agentrl.models import lora
 from agentrl.recipe.schema import AlgorithmSection, Recipe
@@ -45,7 +51,7 @@ class Actor:
         if forward is None:
             forward, description = choose(model, computed_in(recipe.model), recipe.model.checkpointing)
         self.forward, self.description = forward, description
-        self.loss = losses.get(recipe.algorithm.loss)
+        self.loss = losses.get(recipe.algorithm.loss).function
         train = recipe.train
         self.optimizer = Optimizer(model.named_parameters(), train.betas, train.weight_decay, train.max_grad_norm)
         self.temperature = recipe.rollout.temperature or 1.0
@@ -66,21 +72,21 @@ class Actor:
         tokens = self.recipe.train.micro_batch_tokens
         return token_column(batch, tokens, self.ranks, lambda packed: self.forward(packed, self.temperature)[0])
 
-    def update(self, batch: Batch, rate: float) -> Meter:
+    def update(self, batch: Batch, rate: float) -> MicroBatchMetrics:
         """One optimizer update at learning rate `rate` by this rank's share of it; returns what was measured.
 
         Token columns: `weight` (in the loss), `advantages`, `logprobs` of the engine, and, where there are any,
         `old_logprobs` (else those of the pass that is differentiated) and `reference_logprobs`.
         """
-        meter = Meter(corrected=self.off_policy != OffPolicy.NONE)
+        metrics = MicroBatchMetrics()
         for packed in aligned_micro_batches(batch, self.recipe.train.micro_batch_tokens, self.ranks):
             with lora.dropping_out(self.model):
-                loss = self._loss(packed, batch, meter)
+                loss = self._loss(packed, batch, metrics)
             (loss * self.ranks.size).backward()
-        meter.updated(self.optimizer.step(rate))
-        return meter
+        metrics.updated(self.optimizer.step(rate), rate)
+        return metrics
 
-    def _loss(self, packed: Packed, batch: Batch, meter: Meter) -> Tensor:
+    def _loss(self, packed: Packed, batch: Batch, metrics: MicroBatchMetrics) -> Tensor:
         """This micro-batch's share of the update's loss."""
         algorithm = self.recipe.algorithm
         logprobs, entropy = self.forward(packed, self.temperature)
@@ -102,7 +108,10 @@ class Actor:
         if algorithm.entropy_coef:
             each = each - algorithm.entropy_coef * entropy
         loss = (column_at(batch, "weight", packed, device) * each).sum()
-        meter.micro_batch(len(packed.ids), loss, measured, old - engine, factor)
+        mismatch = mismatch_columns(old - engine, factor, corrected=self.off_policy != OffPolicy.NONE)
+        columns = {**{f"train/{name}": column for name, column in measured.items()}, **mismatch}
+        largest = {"mismatch/logprob_max": mismatch["mismatch/logprob_mean"]}
+        metrics.micro_batch(len(packed.ids), loss, columns, largest)
         return loss
 
 

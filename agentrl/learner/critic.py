@@ -4,23 +4,26 @@ The weights in the loss are fixed by the whole update before anything is split, 
 to exactly the gradient of the whole.
 """
 
-import math
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from torch import Tensor
 
 from agentrl.algo.loss import value_loss
 from agentrl.compute.batch import Batch
-from agentrl.compute.confidence import doubt
 from agentrl.compute.forward import computed_in
-from agentrl.compute.micro_batches import EMPTY, aligned_micro_batches, column_at, token_column
+from agentrl.compute.micro_batches import (
+    EMPTY,
+    SINGLE_PROCESS,
+    ProcessGroup,
+    aligned_micro_batches,
+    column_at,
+    token_column,
+)
 from agentrl.compute.packing import Packed
-from agentrl.compute.ranks import SINGLE_PROCESS, ProcessGroup
-from agentrl.compute.value_head import ValueForward, value_forward
+from agentrl.compute.value_head import ValueForward, confidence_features, value_forward
+from agentrl.learner.metrics import MicroBatchMetrics, value_columns
 from agentrl.learner.optimizer import Optimizer
 from agentrl.models import lora
 from agentrl.models.load import load_model
@@ -62,29 +65,29 @@ class Critic:
 
     def values(self, batch: Batch) -> npt.NDArray[np.float32]:
         """Of the state before each sampled token, float32 [T], 0 elsewhere."""
-        told = batch.with_tokens(doubt=doubt(batch))
+        told = batch.with_tokens(confidence=confidence_features(batch))
         return token_column(
             batch, self.recipe.train.micro_batch_tokens, self.ranks, lambda packed: self._of(packed, told)
         )
 
-    def update(self, batch: Batch, rate: float) -> "CriticMeter":
+    def update(self, batch: Batch, rate: float) -> MicroBatchMetrics:
         """One optimizer update at learning rate `rate` by this rank's share of it; returns what was measured.
 
         Token columns: `weight` (in the loss), `values` (when the step began) and `returns`.
         """
-        meter, batch = CriticMeter(), batch.with_tokens(doubt=doubt(batch))
+        metrics, batch = MicroBatchMetrics(), batch.with_tokens(confidence=confidence_features(batch))
         for packed in aligned_micro_batches(batch, self.recipe.train.micro_batch_tokens, self.ranks):
             with lora.dropping_out(self.model):
-                loss = self._loss(packed, batch, meter)
+                loss = self._loss(packed, batch, metrics)
             (loss * self.ranks.size).backward()
-        meter.updated(self.optimizer.step(rate), rate)
-        return meter
+        metrics.updated(self.optimizer.step(rate), rate)
+        return metrics
 
     def _of(self, packed: Packed, batch: Batch) -> Tensor:
-        """The row's values, float32 [N]; `batch` has the column `doubt`."""
-        return self.forward(packed, column_at(batch, "doubt", packed, self.model.lm_head.weight.device))
+        """The row's values, float32 [N]; `batch` has the column `confidence`."""
+        return self.forward(packed, column_at(batch, "confidence", packed, self.model.lm_head.weight.device))
 
-    def _loss(self, packed: Packed, batch: Batch, meter: "CriticMeter") -> Tensor:
+    def _loss(self, packed: Packed, batch: Batch, metrics: MicroBatchMetrics) -> Tensor:
         """This micro-batch's share of the update's loss."""
         values = self._of(packed, batch)
         if packed is EMPTY:
@@ -94,65 +97,8 @@ class Critic:
         )
         terms = value_loss(values, old, returns, self.section.clip)
         loss = (weight * terms.loss).sum()
-        meter.micro_batch(loss, values, old, returns, terms.metrics["clip_fraction"])
+        metrics.micro_batch(len(packed.ids), loss, value_columns(values, old, returns, terms.metrics["clip_fraction"]))
         return loss
-
-
-class CriticMeter:
-    """What updates of the critic measured, summed over tokens so that it does not depend on how they were split.
-
-    critic/value_mean and clip_fraction are of the updates' own values; explained_variance, 1 - Var(R - V) / Var(R) over
-    the tokens, is of those when the step began: 1 foresees everything, 0 no more than the mean return does, which is
-    all there is where the returns are equal.
-    """
-
-    def __init__(self) -> None:
-        self.loss = self.rate = 0.0
-        self.norms: list[float] = []
-        self.sums = np.zeros(7)  # tokens, values, clipped, returns, their squares, errors, their squares
-
-    def micro_batch(self, loss: Tensor, values: Tensor, old: Tensor, returns: Tensor, clipped: Tensor) -> None:
-        """loss: its share of the update's; the others [N]."""
-        self.loss += float(loss.detach())
-        r, error = returns.double(), (returns - old).double()
-        columns = (torch.ones_like(r), values.detach().double(), clipped.double(), r, r**2, error, error**2)
-        self.sums += torch.stack([c.sum() for c in columns]).cpu().numpy()
-
-    def updated(self, norm: float, rate: float) -> None:
-        """One optimizer update was made at learning rate `rate`, or thrown away when `norm` is not finite."""
-        self.norms.append(norm)
-        self.rate = rate
-
-    def merge(self, others: Sequence["CriticMeter"]) -> "CriticMeter":
-        """What all ranks measured in one update, each in its share; the norm is that of the whole on every one."""
-        for other in others:
-            self._sum(other)
-        return self
-
-    def add(self, other: "CriticMeter") -> None:
-        """Another update of the same step."""
-        self._sum(other)
-        self.norms += other.norms
-        self.rate = other.rate
-
-    def _sum(self, other: "CriticMeter") -> None:
-        self.loss += other.loss
-        self.sums = self.sums + other.sums
-
-    def result(self) -> dict[str, float]:
-        """The step's metrics by the names of metrics.jsonl; means over its tokens and updates."""
-        finite = [n for n in self.norms if math.isfinite(n)]
-        value, clipped, mean, square, error, error_square = (self.sums[1:] / max(1.0, self.sums[0])).tolist()
-        variance = square - mean**2
-        return {
-            "critic/loss": self.loss / max(1, len(self.norms)),
-            "critic/grad_norm": sum(finite) / max(1, len(finite)),
-            "critic/lr": self.rate,
-            "critic/value_mean": value,
-            "critic/return_mean": mean,
-            "critic/clip_fraction": clipped,
-            "critic/explained_variance": 1 - (error_square - error**2) / variance if variance > 1e-12 else 0.0,
-        }
 
 
 def critic_model(recipe: Recipe) -> ModelSection:

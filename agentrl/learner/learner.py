@@ -14,15 +14,18 @@ import numpy.typing as npt
 
 from agentrl.algo import advantages, losses
 from agentrl.algo.aggregation import token_weights
-from agentrl.algo.off_policy import OffPolicy
 from agentrl.compute.batch import Batch
-from agentrl.learner.actor import off_policy_of
-from agentrl.learner.advantages import carries_gradient, step_rewards, with_advantages
-from agentrl.learner.critic import CriticMeter
-from agentrl.learner.kl_reward import penalty_metrics, scattered, with_kl_penalty
-from agentrl.learner.metrics import Meter
+from agentrl.learner.advantages import (
+    carries_gradient,
+    penalty_metrics,
+    scattered,
+    step_rewards,
+    with_advantages,
+    with_kl_penalty,
+)
+from agentrl.learner.metrics import MicroBatchMetrics, critic_metrics, policy_metrics
 from agentrl.learner.optimizer import learning_rate
-from agentrl.learner.roles import RoleHost
+from agentrl.learner.roles import Roles
 from agentrl.recipe.schema import Recipe
 from agentrl.trajectory import Group
 
@@ -30,13 +33,16 @@ Bools = npt.NDArray[np.bool_]
 
 
 class Learner:
-    """Learns by `recipe`. `steps`: updates of the loop so far."""
+    """Learns by `recipe`, with the roles of `role_host`, which may be wrapped (such as by a profiler) beforehand.
 
-    def __init__(self, recipe: Recipe, role_host: RoleHost) -> None:
+    steps: steps of the loop so far.
+    """
+
+    def __init__(self, recipe: Recipe, role_host: Roles) -> None:
         self.recipe, self.actor = recipe, role_host.actor
         self.reference, self.critic = role_host.reference, role_host.critic
-        self.advantage = advantages.get(recipe.algorithm.advantage)
-        self._vanishes = getattr(losses.get(recipe.algorithm.loss), "vanishes_with_advantage", False)
+        self.advantage = advantages.get(recipe.algorithm.advantage).function
+        self._vanishes = losses.get(recipe.algorithm.loss).vanishes_with_advantage
         self.steps = 0
 
     @property
@@ -66,25 +72,24 @@ class Learner:
         With one update the old log-probs are those of the pass that is differentiated: they cost no pass of their own,
         unless the batch has them already.
         Metrics, under train/: loss, grad_norm, lr, entropy, clip fractions and what else the loss measures, kl (with a
-        reference), tokens and samples (computed); mismatch/... (see `Meter`); critic/..., where there is one;
+        reference), tokens and samples (computed); mismatch/... (see `policy_metrics`); critic/..., where there is one;
         reward/kl_penalty, what a KL takes off a sample's reward on average, where it does.
         In the critic's warm-up it alone is updated.
         """
         train, critic = self.recipe.train, self.recipe.critic
         rate = learning_rate(self.steps, train.steps, train.lr, train.schedule, train.warmup_steps)
-        meter = Meter(corrected=off_policy_of(self.recipe) != OffPolicy.NONE)
+        policy, values = MicroBatchMetrics(rate), MicroBatchMetrics()
         waits = critic is not None and self.steps < critic.warmup_steps
         if not waits:
             batch = self._with_old(batch)
-        values = CriticMeter()
         for part in self._mini_batches(batch):
             if self.critic is not None:
                 values.add(self.critic.update(self._weighed(part), self._critic_rate()))
             if not waits:
-                self._update_actor(part, rate, meter)
+                self._update_actor(part, rate, policy)
         self.steps += 1
-        learned = values.result() if self.critic is not None else {}
-        return {**meter.result(rate), **learned, **penalty_metrics(batch), "train/parameters": self.actor.trained}
+        learned = critic_metrics(values) if self.critic is not None else {}
+        return {**policy_metrics(policy), **learned, **penalty_metrics(batch), "train/parameters": self.actor.trained}
 
     def _with_old(self, batch: Batch) -> Batch:
         """With the log-probs that the loss compares with, of the samples that carry a gradient."""
@@ -95,11 +100,11 @@ class Learner:
             batch = batch.with_tokens(reference_logprobs=scattered(batch, useful, self.reference.logprobs))
         return batch
 
-    def _update_actor(self, batch: Batch, rate: float, meter: Meter) -> None:
+    def _update_actor(self, batch: Batch, rate: float, metrics: MicroBatchMetrics) -> None:
         """Fix the weights by the whole update, leave out what carries no gradient, let the actor do the rest."""
         weighed = self._weighed(batch).select(np.flatnonzero(self._useful(batch)))
         if len(weighed):
-            meter.add(self.actor.update(weighed, rate), len(weighed))
+            metrics.add(self.actor.update(weighed, rate), len(weighed))
 
     def _critic_rate(self) -> float:
         train, critic = self.recipe.train, self.recipe.critic

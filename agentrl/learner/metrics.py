@@ -1,102 +1,163 @@
-"""The metrics of one step, summed over micro-batches so that they do not depend on how it was split.
-
-What compares trainer and engine, with d = trainer's log-prob - engine's, over the sampled tokens that were computed:
-mismatch/logprob_mean and logprob_max of |d|; mismatch/kl, the mean of exp(d) - 1 - d, which estimates KL(engine ||
-trainer) (k3 of Schulman 2020); mismatch/ess, (sum w)^2 / (n sum w^2) with w = exp(d), the share of n tokens that so
-many tokens of the trainer's own would be worth; mismatch/weight_mean, the mean factor that corrects the loss, and
-mismatch/weight_cut, the share of tokens whose factor is not exp(d), because it was truncated or masked.
-"""
+"""The metrics of one step, summed over micro-batches so that they do not depend on how the step was split."""
 
 import math
 from collections.abc import Mapping, Sequence
 
-import torch
 from torch import Tensor
 
 from agentrl.algo.loss import LOG_RATIO_LIMIT
 
 
-class Meter:
-    """Means are over the tokens that were computed; the loss is the mean over the step's updates."""
+class MicroBatchMetrics:
+    """Sums over the predicted tokens of micro-batches, ranks and updates of one role.
 
-    def __init__(self, *, corrected: bool = False) -> None:
-        """corrected: whether the loss is weighed by the mismatch at all."""
-        self.corrected = corrected
-        self.tokens = 0
-        self.samples = 0
-        self.predictions = 0
-        self.loss = 0.0
+    tokens: packed tokens computed. predictions: sampled tokens among them, over which means are taken. samples: of the
+    updates. loss: summed over updates. rate: learning rate of the last update. norms: the gradient norm before clipping
+    of each update, not finite where the update was discarded. sums: column name -> sum over the predictions. largest:
+    column name -> maximum.
+    """
+
+    def __init__(self, rate: float = 0.0) -> None:
+        self.tokens = self.predictions = self.samples = 0
+        self.loss, self.rate = 0.0, rate
         self.norms: list[float] = []
         self.sums: dict[str, float] = {}
-        self.mismatch = torch.zeros(6, dtype=torch.float64)
-        self.mismatch_max = 0.0
+        self.largest: dict[str, float] = {}
 
     def micro_batch(
-        self, tokens: int, loss: Tensor, measured: Mapping[str, Tensor], difference: Tensor, factor: Tensor
+        self, tokens: int, loss: Tensor, columns: Mapping[str, Tensor], largest: Mapping[str, Tensor] | None = None
     ) -> None:
-        """`loss`: its share of the update's; measured: name -> [N], where a gradient does no harm;
-        difference: d [N]; factor: of each loss [N]."""
+        """Add a micro-batch of `tokens` packed tokens.
+
+        loss: its share of the update's. columns: name -> [N], one value for each prediction, summed in its own type.
+        largest: likewise, for the maximum of non-negative values.
+        """
         self.tokens += tokens
-        self.predictions += len(difference)
+        self.predictions += len(next(iter(columns.values())))
         self.loss += float(loss.detach())
-        for name, values in measured.items():
-            self.sums[name] = self.sums.get(name, 0.0) + float(values.detach().sum())
-        d = difference.detach().double().cpu()
-        weight = d.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
-        cut = ((factor.cpu() - weight).abs() > 1e-3 * weight) & self.corrected
-        columns = (d.abs(), weight - 1 - d, weight, weight.square(), factor.cpu().double(), cut.double())
-        self.mismatch += torch.stack([column.sum() for column in columns])
-        self.mismatch_max = max(self.mismatch_max, float(d.abs().max()))
+        for name, column in columns.items():
+            self.sums[name] = self.sums.get(name, 0.0) + float(column.detach().sum())
+        for name, column in (largest or {}).items():
+            self.largest[name] = max(self.largest.get(name, 0.0), float(column.detach().max()))
 
-    def updated(self, norm: float) -> None:
-        """One optimizer update was made, or thrown away when `norm` is not finite."""
+    def updated(self, norm: float, rate: float) -> None:
+        """Note an optimizer update at learning rate `rate`, which was discarded if its gradient norm is not finite."""
         self.norms.append(norm)
+        self.rate = rate
 
-    def merge(self, others: Sequence["Meter"]) -> "Meter":
-        """What all ranks measured in one update, each in its share; the norm is that of the whole on every one."""
+    def merge(self, others: Sequence["MicroBatchMetrics"]) -> "MicroBatchMetrics":
+        """Add what the other ranks measured in the same update, each in its share; the norm is equal on all ranks."""
         for other in others:
             self._sum(other)
         return self
 
-    def add(self, other: "Meter", samples: int) -> None:
-        """Another update of the same step, by so many samples."""
+    def add(self, other: "MicroBatchMetrics", samples: int = 0) -> None:
+        """Add another update of the same step, by `samples` samples."""
         self._sum(other)
         self.norms += other.norms
+        self.rate = other.rate
         self.samples += samples
 
-    def _sum(self, other: "Meter") -> None:
+    def _sum(self, other: "MicroBatchMetrics") -> None:
         self.tokens += other.tokens
         self.predictions += other.predictions
         self.loss += other.loss
         for name, value in other.sums.items():
             self.sums[name] = self.sums.get(name, 0.0) + value
-        self.mismatch += other.mismatch
-        self.mismatch_max = max(self.mismatch_max, other.mismatch_max)
+        for name, value in other.largest.items():
+            self.largest[name] = max(self.largest.get(name, 0.0), value)
 
-    def result(self, rate: float) -> dict[str, float]:
-        """The step's metrics, by the names of metrics.jsonl. Without an update there are no means and no mismatch."""
-        finite = [n for n in self.norms if math.isfinite(n)]
-        found = {
-            "train/loss": self.loss / max(1, len(self.norms)),
-            "train/grad_norm": sum(finite) / max(1, len(finite)),
-            "train/lr": rate,
-            "train/tokens": self.tokens,
-            "train/samples": self.samples,
-            "train/updates": len(finite),
-            "train/updates_not_finite": len(self.norms) - len(finite),
-        }
-        if not self.predictions:
-            return found
-        means = {f"train/{name}": total / self.predictions for name, total in self.sums.items()}
-        return {**found, **means, **self._compared()}
+    @property
+    def finite(self) -> list[float]:
+        """The gradient norms of the updates that were made."""
+        return [norm for norm in self.norms if math.isfinite(norm)]
 
-    def _compared(self) -> dict[str, float]:
-        absolute, kl, weights, squares, factors, cut = self.mismatch.tolist()
+    def mean(self, name: str) -> float:
+        """Return the mean of a column over the predictions; 0 where there are none."""
+        return self.sums.get(name, 0.0) / max(1, self.predictions)
+
+    def of_updates(self, prefix: str) -> dict[str, float]:
+        """Return the mean loss and gradient norm of the updates, and the learning rate, as <prefix>/..."""
         return {
-            "mismatch/logprob_mean": absolute / self.predictions,
-            "mismatch/logprob_max": self.mismatch_max,
-            "mismatch/kl": kl / self.predictions,
-            "mismatch/ess": weights**2 / (self.predictions * squares),
-            "mismatch/weight_mean": factors / self.predictions,
-            "mismatch/weight_cut": cut / self.predictions,
+            f"{prefix}/loss": self.loss / max(1, len(self.norms)),
+            f"{prefix}/grad_norm": sum(self.finite) / max(1, len(self.finite)),
+            f"{prefix}/lr": self.rate,
         }
+
+
+def mismatch_columns(difference: Tensor, factor: Tensor, *, corrected: bool) -> dict[str, Tensor]:
+    """Return the columns that compare trainer and engine, float64 [N].
+
+    difference: the trainer's log-prob less the engine's, [N]. factor: what each token's loss was multiplied by, [N].
+    corrected: whether the loss is weighted by the mismatch at all.
+    """
+    d, factor = difference.detach().double().cpu(), factor.cpu()
+    weight = d.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+    cut = ((factor - weight).abs() > 1e-3 * weight) & corrected
+    return {
+        "mismatch/logprob_mean": d.abs(),
+        "mismatch/kl": weight - 1 - d,
+        "mismatch/weight": weight,
+        "mismatch/weight_squared": weight.square(),
+        "mismatch/weight_mean": factor.double(),
+        "mismatch/weight_cut": cut.double(),
+    }
+
+
+def policy_metrics(found: MicroBatchMetrics) -> dict[str, float]:
+    """Return train/... and mismatch/... of a step; without a prediction there are no means and no mismatch.
+
+    With d = trainer's log-prob - engine's, over the sampled tokens that were computed: mismatch/logprob_mean and
+    logprob_max are of |d|; mismatch/kl is the mean of exp(d) - 1 - d, which estimates KL(engine || trainer) (k3 of
+    Schulman 2020); mismatch/ess is (sum w)^2 / (n sum w^2) with w = exp(d), the share of n tokens that so many of
+    the trainer's own tokens would be worth; mismatch/weight_mean is the mean factor that corrects the loss, and
+    mismatch/weight_cut the share of tokens whose factor is not w, because it was truncated or masked.
+    """
+    counts = {
+        **found.of_updates("train"),
+        "train/tokens": found.tokens,
+        "train/samples": found.samples,
+        "train/updates": len(found.finite),
+        "train/updates_not_finite": len(found.norms) - len(found.finite),
+    }
+    if not found.predictions:
+        return counts
+    weights, squares = found.sums["mismatch/weight"], found.sums["mismatch/weight_squared"]
+    return {
+        **counts,
+        **{name: found.mean(name) for name in found.sums if name.startswith("train/")},
+        "mismatch/logprob_mean": found.mean("mismatch/logprob_mean"),
+        "mismatch/logprob_max": found.largest["mismatch/logprob_max"],
+        "mismatch/kl": found.mean("mismatch/kl"),
+        "mismatch/ess": weights**2 / (found.predictions * squares),
+        "mismatch/weight_mean": found.mean("mismatch/weight_mean"),
+        "mismatch/weight_cut": found.mean("mismatch/weight_cut"),
+    }
+
+
+def value_columns(values: Tensor, old: Tensor, returns: Tensor, clipped: Tensor) -> dict[str, Tensor]:
+    """Return the columns of the critic's metrics, float64 [N]. The arguments [N] are those of `value_loss`."""
+    r, error = returns.double(), (returns - old).double()
+    columns = (values.detach().double(), r, clipped.double(), r**2, error, error**2)
+    return dict(zip(_CRITIC_COLUMNS, columns, strict=True))
+
+
+_CRITIC_COLUMNS = ("value_mean", "return_mean", "clip_fraction", "return_squared", "error", "error_squared")
+
+
+def critic_metrics(found: MicroBatchMetrics) -> dict[str, float]:
+    """Return critic/... of a step.
+
+    critic/value_mean and clip_fraction are of the updates' own values; explained_variance, 1 - Var(R - V) / Var(R) over
+    the tokens, is of those when the step began: 1 predicts every return, 0 no more than their mean does, which is the
+    most where all returns are equal.
+    """
+    value, mean, clipped, square, error, error_squared = (found.mean(name) for name in _CRITIC_COLUMNS)
+    variance = square - mean**2
+    return {
+        **found.of_updates("critic"),
+        "critic/value_mean": value,
+        "critic/return_mean": mean,
+        "critic/clip_fraction": clipped,
+        "critic/explained_variance": 1 - (error_squared - error**2) / variance if variance > 1e-12 else 0.0,
+    }

@@ -8,9 +8,8 @@ from torch import Tensor
 
 from agentrl.compute.batch import Batch
 from agentrl.compute.forward import Forward, choose, computed_in
-from agentrl.compute.micro_batches import token_column
+from agentrl.compute.micro_batches import SINGLE_PROCESS, ProcessGroup, token_column
 from agentrl.compute.packing import Packed
-from agentrl.compute.ranks import SINGLE_PROCESS, ProcessGroup
 from agentrl.models import lora
 from agentrl.models.load import load_model
 from agentrl.recipe.schema import Recipe

@@ -13,8 +13,8 @@ from agentrl.compute.batch import Batch
 from agentrl.compute.classifier import RewardModel
 from agentrl.compute.flops import Work, costs, peak_of
 from agentrl.learner.actor import Actor
-from agentrl.learner.critic import Critic, CriticMeter
-from agentrl.learner.metrics import Meter
+from agentrl.learner.critic import Critic
+from agentrl.learner.metrics import MicroBatchMetrics
 from agentrl.learner.reference import Reference
 from agentrl.models import lora
 from agentrl.recipe.schema import Recipe
@@ -36,7 +36,7 @@ class Policy(Protocol):
 
     def logprobs(self, batch: Batch) -> Floats: ...
 
-    def update(self, batch: Batch, rate: float) -> Meter: ...
+    def update(self, batch: Batch, rate: float) -> MicroBatchMetrics: ...
 
 
 class Frozen(Protocol):
@@ -53,7 +53,7 @@ class Values(Protocol):
 
     def values(self, batch: Batch) -> Floats: ...
 
-    def update(self, batch: Batch, rate: float) -> CriticMeter: ...
+    def update(self, batch: Batch, rate: float) -> MicroBatchMetrics: ...
 
 
 class Scores(Protocol):
@@ -65,8 +65,8 @@ class Scores(Protocol):
     def scores(self, batch: Batch) -> Floats: ...
 
 
-class RoleHost(Protocol):
-    """The roles, ready to work. reference, critic, reward_model: None where the recipe has none."""
+class Roles(Protocol):
+    """The roles of the learner. reference, critic: None where the recipe has none."""
 
     @property
     def actor(self) -> Policy: ...
@@ -76,6 +76,10 @@ class RoleHost(Protocol):
 
     @property
     def critic(self) -> Values | None: ...
+
+
+class RoleHost(Roles, Protocol):
+    """All roles of a run, ready to work, in this process or on a cluster. reward_model: None where there is none."""
 
     @property
     def reward_model(self) -> Scores | None: ...

@@ -72,11 +72,14 @@ def check_algorithm(recipe: Recipe) -> None:
     signature or their result shows is found before anything is sampled.
     """
     algorithm, batch = recipe.algorithm, _made_up(recipe)
-    found = with_advantages(batch, advantages.get(algorithm.advantage), algorithm)
+    found = with_advantages(batch, advantages.get(algorithm.advantage).function, algorithm)
     logprobs = torch.from_numpy(batch.tokens["logprobs"]).requires_grad_()
     sample = torch.from_numpy(np.repeat(np.arange(len(batch)), batch.lengths))
     tokens = Tokens(logprobs * 1.0, logprobs.detach(), torch.from_numpy(found.tokens["advantages"]), sample)
-    terms, whose = loss_terms(losses.get(algorithm.loss), tokens, algorithm), f"algorithm.loss {algorithm.loss!r}"
+    terms, whose = (
+        loss_terms(losses.get(algorithm.loss).function, tokens, algorithm),
+        f"algorithm.loss {algorithm.loss!r}",
+    )
     if not bool(torch.isfinite(terms.loss).all()):
         raise UserError(f"{whose} gave a loss that is not finite")
     if not terms.loss.requires_grad:

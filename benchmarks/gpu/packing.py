@@ -27,7 +27,7 @@ import packing
 from need import need
 
 from agentrl.compute.forward import ModuleForward
-from agentrl.compute.tree_attention_cuda import kernel_for
+from agentrl.compute.tree_attention import kernel_for
 
 NAME = "packing on a GPU"
 LENGTHS = ((1024, 1024), (2048, 512), (4096, 256))

@@ -12,7 +12,8 @@ from agentrl.algo import advantages, losses
 from agentrl.algo.advantage import grpo
 from agentrl.algo.aggregation import token_weights
 from agentrl.algo.loss import entropy, k3, ppo_clip
-from agentrl.algo.terms import Samples, Tokens
+from agentrl.algo.registry import LossEntry
+from agentrl.algo.terms import LossTerms, Samples, Tokens
 from agentrl.errors import UserError
 from agentrl.recipe.schema import AlgorithmSection
 
@@ -30,14 +31,14 @@ def test_grpo_normalizes_within_each_group() -> None:
 
 
 def test_dr_grpo_only_centres() -> None:
-    found = advantages.get("dr_grpo")(samples([1, 0, 0, 5, 7], [3, 3, 3, 9, 9]), CONFIG)
+    found = advantages.get("dr_grpo").function(samples([1, 0, 0, 5, 7], [3, 3, 3, 9, 9]), CONFIG)
     torch.testing.assert_close(found, torch.tensor([2 / 3, -1 / 3, -1 / 3, -1.0, 1.0]))
 
 
 @pytest.mark.parametrize("name", ["grpo", "dr_grpo"])
 @pytest.mark.parametrize("rewards", [[0.1] * 8, [1.0]])
 def test_groups_with_nothing_to_compare_get_zero(rewards: list[float], name: str) -> None:
-    found = advantages.get(name)(samples(rewards, [0] * len(rewards)), CONFIG)
+    found = advantages.get(name).function(samples(rewards, [0] * len(rewards)), CONFIG)
     assert torch.equal(found, torch.zeros(len(rewards)))
 
 
@@ -101,11 +102,35 @@ def test_aggregations_weigh_long_samples_differently() -> None:
 
 
 def test_registries_know_the_built_in_names_and_hint_at_them() -> None:
-    assert advantages.get("grpo") is grpo
-    assert losses.get("ppo_clip") is ppo_clip
+    assert advantages.get("grpo").function is grpo
+    assert losses.get("ppo_clip").function is ppo_clip
     with pytest.raises(UserError, match="did you mean 'grpo'"):
         advantages.get("grppo")
 
 
-def test_a_users_function_comes_by_its_import_path() -> None:
-    assert losses.get("agentrl.algo.loss:ppo_clip") is ppo_clip
+def users_loss(tokens: Tokens, config: AlgorithmSection) -> LossTerms:
+    return ppo_clip(tokens, config)
+
+
+@losses.register("users_registered_loss", vanishes_with_advantage=True)
+def registered_loss(tokens: Tokens, config: AlgorithmSection) -> LossTerms:
+    return ppo_clip(tokens, config)
+
+
+def test_a_users_function_comes_by_its_import_path_with_the_flags_it_is_registered_with() -> None:
+    assert losses.get(f"{__name__}:users_loss") == LossEntry(users_loss)
+    assert losses.get(f"{__name__}:registered_loss") == LossEntry(registered_loss, vanishes_with_advantage=True)
+    assert losses.get("users_registered_loss") == losses.get(f"{__name__}:registered_loss")
+    with pytest.raises(ValueError, match="there is a loss 'ppo_clip' already"):
+        losses.register("ppo_clip")(users_loss)
+    with pytest.raises(TypeError, match="needs_values"):
+        losses.register("mine", needs_values=True)(users_loss)
+
+
+def test_a_flag_as_an_attribute_is_still_read_with_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(users_loss, "vanishes_with_advantage", True, raising=False)
+    with pytest.warns(FutureWarning, match=r"users_loss by `register\(name, vanishes_with_advantage=True\)`.* 0\.3\.0"):
+        assert losses.get(f"{__name__}:users_loss").vanishes_with_advantage
+    old = f"{__name__}:grpo"
+    monkeypatch.setattr(grpo, "wants_values", True, raising=False)
+    assert not advantages.get(old).needs_values  # it is registered: its entry counts

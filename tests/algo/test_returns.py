@@ -105,9 +105,9 @@ def test_a_reward_without_a_place_comes_with_the_last_token() -> None:
     torch.testing.assert_close(found, scaled(raw), atol=1e-5, rtol=1e-5)
 
 
-def test_gae_says_that_it_wants_values() -> None:
-    assert getattr(advantages.get("gae"), "wants_values", False)
-    assert not getattr(advantages.get("grpo"), "wants_values", False)
+def test_gae_needs_values() -> None:
+    assert advantages.get("gae").needs_values
+    assert not advantages.get("grpo").needs_values
     with pytest.raises(ValueError, match="critic"):
         gae(Samples(torch.zeros(1), torch.zeros(1), torch.ones(1, dtype=torch.long)), config())
 

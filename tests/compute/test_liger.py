@@ -12,8 +12,9 @@ from torch import Tensor
 from transformers.models.qwen3 import modeling_qwen3
 
 from agentrl.compute import forward, liger
+from agentrl.compute.batch import prefix_trees
 from agentrl.compute.forward import ModuleForward, choose
-from agentrl.compute.packing import pack, prefix_trees
+from agentrl.compute.packing import pack
 from agentrl.errors import UserError
 
 CUDA = torch.device("cuda")

@@ -15,11 +15,11 @@ from transformers import (
 )
 
 from agentrl.compute import tree_attention as attention
-from agentrl.compute.batch import Batch
+from agentrl.compute.batch import Batch, prefix_trees
 from agentrl.compute.block_forward import FastForward
 from agentrl.compute.forward import Forward, ModuleForward, SequenceForward, choose
 from agentrl.compute.hf_attention import recomputing
-from agentrl.compute.packing import micro_batches, pack, prefix_trees
+from agentrl.compute.packing import micro_batches, pack
 
 
 def separate(model: PreTrainedModel, batch: Batch, weight: torch.Tensor, temperature: float) -> torch.Tensor:

@@ -14,8 +14,9 @@ from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
+from agentrl.compute.batch import prefix_trees
 from agentrl.compute.forward import Forward, ModuleForward
-from agentrl.compute.packing import Packed, pack, prefix_trees
+from agentrl.compute.packing import Packed, pack
 from agentrl.compute.sequence_parallel import SequenceParallelForward
 from agentrl.errors import UserError
 

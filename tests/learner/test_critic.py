@@ -13,21 +13,23 @@ from packing_help import SHAPES, make_batch, make_model
 from agentrl.algo.returns import gae
 from agentrl.compute.batch import Batch
 from agentrl.compute.block_forward import FastForward
-from agentrl.compute.confidence import COLUMNS, doubt
 from agentrl.compute.forward import ModuleForward, SequenceForward
 from agentrl.compute.micro_batches import EMPTY
 from agentrl.compute.packing import micro_batches
 from agentrl.compute.value_head import (
+    CONFIDENCE_FEATURES,
     FastValues,
     ModuleValues,
     SequenceValues,
     ValueForward,
     ValueModel,
     as_values,
+    confidence_features,
     value_forward,
 )
 from agentrl.learner.advantages import with_advantages
-from agentrl.learner.critic import Critic, CriticMeter, critic_model
+from agentrl.learner.critic import Critic, critic_model
+from agentrl.learner.metrics import MicroBatchMetrics, critic_metrics, value_columns
 from agentrl.models import lora
 from agentrl.recipe.schema import AlgorithmSection, CriticSection, LoraSection, ModelSection, Recipe, TrainSection
 
@@ -38,7 +40,7 @@ def make_values(family: str) -> ValueModel:
     torch.manual_seed(1)
     torch.nn.init.normal_(model.lm_head.weight, 0, 0.3)
     torch.nn.init.constant_(model.lm_head.bias, 0.7)
-    torch.nn.init.normal_(model.doubt.weight, 0, 0.1)
+    torch.nn.init.normal_(model.confidence.weight, 0, 0.1)
     return model
 
 
@@ -47,7 +49,7 @@ def make_told(shapes: list[tuple[int, list[int]]] = SHAPES, seed: int = 0) -> Ba
     batch = make_batch(shapes, seed)
     logprobs = -np.random.default_rng(seed).exponential(0.5, len(batch.tokens["ids"])) * batch.tokens["loss_mask"]
     batch = batch.with_tokens(logprobs=logprobs.astype(np.float32))
-    return batch.with_tokens(doubt=doubt(batch))
+    return batch.with_tokens(confidence=confidence_features(batch))
 
 
 def separate(model: ValueModel, batch: Batch, weight: torch.Tensor) -> torch.Tensor:
@@ -58,7 +60,7 @@ def separate(model: ValueModel, batch: Batch, weight: torch.Tensor) -> torch.Ten
         ids = torch.from_numpy(batch.tokens["ids"][span].astype(np.int64))
         mask = torch.from_numpy(batch.tokens["loss_mask"][span].astype(bool))[1:]
         states = model.model(input_ids=ids[None], use_cache=False).last_hidden_state[0, :-1]
-        told = torch.from_numpy(batch.tokens["doubt"][span])[1:] @ model.doubt.weight[0] * model.gain
+        told = torch.from_numpy(batch.tokens["confidence"][span])[1:] @ model.confidence.weight[0] * model.gain
         values = (states @ model.lm_head.weight[0] + model.lm_head.bias + told) * mask
         (values * weight[span][1:]).sum().backward()
         out[span][1:] = values.detach()
@@ -68,7 +70,7 @@ def separate(model: ValueModel, batch: Batch, weight: torch.Tensor) -> torch.Ten
 def packed(forward: ValueForward, batch: Batch, weight: torch.Tensor, budget: int) -> torch.Tensor:
     out = torch.zeros(int(batch.offsets[-1]))
     for row in micro_batches(batch, budget):
-        values = forward(row, torch.from_numpy(batch.tokens["doubt"][row.source]))
+        values = forward(row, torch.from_numpy(batch.tokens["confidence"][row.source]))
         (values * weight[row.source]).sum().backward()
         out[row.source] = values.detach()
     return out
@@ -125,7 +127,7 @@ def test_a_pass_without_predictions_reaches_every_parameter() -> None:
     for kind in (ModuleValues, SequenceValues):
         model = make_values("qwen3")
         forward = kind(model) if kind is ModuleValues else SequenceValues(model, None, lambda aligned_micro_batches: 1)
-        values = forward(EMPTY, torch.zeros(0, COLUMNS))
+        values = forward(EMPTY, torch.zeros(0, CONFIDENCE_FEATURES))
         assert values.shape == (0,)
         values.sum().backward()
         assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
@@ -175,7 +177,7 @@ def test_micro_batches_change_nothing(folder: Path, tokens: int) -> None:
     whole, split = Critic(make_recipe(folder)), Critic(make_recipe(folder, micro_batch_tokens=tokens))
     for _ in range(3):
         batch = make_step(whole)
-        wanted, found = whole.update(batch, 1e-2).result(), split.update(batch, 1e-2).result()
+        wanted, found = critic_metrics(whole.update(batch, 1e-2)), critic_metrics(split.update(batch, 1e-2))
         assert found == pytest.approx(wanted, abs=1e-5, rel=1e-4)
     torch.testing.assert_close(weights(split), weights(whole), atol=1e-5, rtol=1e-4)
 
@@ -183,7 +185,7 @@ def test_micro_batches_change_nothing(folder: Path, tokens: int) -> None:
 def test_the_first_gradient_is_that_of_the_formula(folder: Path) -> None:
     critic = Critic(make_recipe(folder))
     torch.nn.init.normal_(critic.model.lm_head.weight)
-    torch.nn.init.normal_(critic.model.doubt.weight, 0, 0.1)
+    torch.nn.init.normal_(critic.model.confidence.weight, 0, 0.1)
     batch = make_step(critic)
     mask = batch.tokens["loss_mask"].astype(bool)
     model = critic.model
@@ -193,13 +195,15 @@ def test_the_first_gradient_is_that_of_the_formula(folder: Path) -> None:
         ids = torch.from_numpy(batch.tokens["ids"][span].astype(np.int64))
         states = model.model(input_ids=ids[None], use_cache=False).last_hidden_state[0, :-1]
         values = states @ model.lm_head.weight[0] + model.lm_head.bias
-        values = values + torch.from_numpy(batch.tokens["doubt"][span])[1:] @ model.doubt.weight[0] * model.gain
+        values = (
+            values + torch.from_numpy(batch.tokens["confidence"][span])[1:] @ model.confidence.weight[0] * model.gain
+        )
         errors = (values - torch.from_numpy(batch.tokens["returns"][span][1:])) * torch.from_numpy(mask[span][1:])
         total = total + 0.5 * (errors**2).sum() / float(mask.sum())
     total.backward()
     norm = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]).norm()
     model.zero_grad()
-    measured = critic.update(batch, 1e-3).result()
+    measured = critic_metrics(critic.update(batch, 1e-3))
     assert measured["critic/loss"] == pytest.approx(float(total.detach()), rel=1e-4)
     assert measured["critic/grad_norm"] == pytest.approx(float(norm), rel=1e-4)
 
@@ -234,18 +238,19 @@ def test_ranks_add_up_to_the_whole(folder: Path) -> None:
     assert sums.keys() == kept.keys()
     for name, gradient in kept.items():
         torch.testing.assert_close(sums[name], gradient, atol=1e-5, rtol=1e-4)
-    assert meters[0].merge(meters[1:]).result() == pytest.approx(measured.result(), abs=1e-5, rel=1e-4)
+    assert critic_metrics(meters[0].merge(meters[1:])) == pytest.approx(critic_metrics(measured), abs=1e-5, rel=1e-4)
 
 
 def test_explained_variance_and_means() -> None:
     old, returns = torch.tensor([0.0, 1.0, 2.0, 5.0]), torch.tensor([0.5, 1.0, 3.0, 4.0])
-    meter = CriticMeter()
+    meter = MicroBatchMetrics()
     for half in (slice(0, 2), slice(2, 4)):
-        part = CriticMeter()
-        part.micro_batch(torch.tensor(0.25), old[half] + 1, old[half], returns[half], torch.tensor([0.0, 1.0]))
+        part = MicroBatchMetrics()
+        columns = value_columns(old[half] + 1, old[half], returns[half], torch.tensor([0.0, 1.0]))
+        part.micro_batch(2, torch.tensor(0.25), columns)
         part.updated(2.0 if half.start else 4.0, 0.5)
         meter.add(part)
-    found = meter.result()
+    found = critic_metrics(meter)
     errors = returns - old
     explained = 1 - errors.var(unbiased=False) / returns.var(unbiased=False)
     assert found == pytest.approx(
@@ -254,7 +259,7 @@ def test_explained_variance_and_means() -> None:
             "critic/return_mean": 2.125, "critic/clip_fraction": 0.5, "critic/explained_variance": float(explained),
         }
     )  # fmt: skip
-    assert set(CriticMeter().result().values()) == {0.0}
+    assert set(critic_metrics(MicroBatchMetrics()).values()) == {0.0}
 
 
 def test_values_regress_to_returns(folder: Path) -> None:
@@ -275,9 +280,9 @@ def test_values_regress_to_returns(folder: Path) -> None:
         batch = with_advantages(batch, gae, critic.recipe.algorithm)
         return batch.with_tokens(weight=batch.spread(np.full(len(batch), 1 / batch.sampled.sum(), np.float32)))
 
-    first = critic.update(step(), 5e-3).result()
+    first = critic_metrics(critic.update(step(), 5e-3))
     for _ in range(100):
-        last = critic.update(step(), 5e-3).result()
+        last = critic_metrics(critic.update(step(), 5e-3))
     assert last["critic/loss"] < 0.2 * first["critic/loss"]
     assert last["critic/explained_variance"] > 0.6
     values = step().tokens["values"].reshape(8, 10)
@@ -285,19 +290,19 @@ def test_values_regress_to_returns(folder: Path) -> None:
     assert values[1::2, 6:].mean() > 0.8 > 0.2 > values[::2, 6:].mean()
 
 
-def test_doubt_is_of_the_sampled_tokens_before_each() -> None:
+def test_confidence_features_are_of_the_sampled_tokens_before_each() -> None:
     """Prompt and tool output between turns are no step; the token itself and those after it are not looked at."""
     p = [0.5, 0.8, 0.25, 0.9]
     mask = np.array([0, 1, 1, 0, 0, 1, 1, 0, 0, 1], np.uint8)
     logprobs = np.zeros(10, np.float32)
     logprobs[[1, 2, 5, 6]] = np.log(p)
     batch = Batch(np.array([0, 8, 8, 10]), {"loss_mask": mask, "logprobs": logprobs}, {})
-    found = doubt(batch)
+    found = confidence_features(batch)
     wanted = np.zeros((10, 2))
     wanted[2], wanted[5], wanted[6] = (0.5, 0.0), (0.5, 0.5 - 0.4), (0.75, 0.25 - 0.1)
     np.testing.assert_allclose(found, wanted, atol=1e-6)
     later = batch.with_tokens(logprobs=np.where(np.arange(10) >= 5, -9.0, logprobs).astype(np.float32))
-    np.testing.assert_array_equal(doubt(later)[:6], found[:6])
+    np.testing.assert_array_equal(confidence_features(later)[:6], found[:6])
     assert not found[8:].any()  # of a sample's first token, whatever the sample before it
 
 
@@ -317,7 +322,7 @@ def test_what_an_unlikely_token_costs_is_foreseen_within_some_updates(folder: Pa
         batch = batch.with_tokens(logprobs=(logprobs.ravel() * batch.tokens["loss_mask"]).astype(np.float32))
         batch = with_advantages(batch.with_tokens(values=critic.values(batch)), gae, critic.recipe.algorithm)
         batch = batch.with_tokens(weight=batch.spread(np.full(len(batch), 1 / batch.sampled.sum(), np.float32)))
-        found.append(critic.update(batch, 3e-3).result()["critic/explained_variance"])
+        found.append(critic_metrics(critic.update(batch, 3e-3))["critic/explained_variance"])
     assert found[0] == 0
     assert float(np.mean(found[-5:])) > 0.6  # 6 of a sample's 8 tokens come after the unlikely one
 
@@ -330,7 +335,7 @@ def test_an_adapter_and_the_head_alone_are_trained(folder: Path) -> None:
         critic.update(make_step(critic), 1e-2)
     moved = {name for name, p in critic.model.named_parameters() if not torch.equal(p, before[name])}
     assert moved == {name for name in before if "lora_" in name or name.startswith(("lm_head", "doubt"))}
-    assert critic.trained == sum(p.numel() for p in lora.adapter_parameters(critic.model)) + 33 + COLUMNS
+    assert critic.trained == sum(p.numel() for p in lora.adapter_parameters(critic.model)) + 33 + CONFIDENCE_FEATURES
 
 
 def test_the_critics_model_is_the_policys_unless_it_names_another() -> None:
@@ -339,6 +344,13 @@ def test_the_critics_model_is_the_policys_unless_it_names_another() -> None:
     alone = Recipe(model=model, critic=CriticSection())
     assert critic_model(alone) == ModelSection(path="a", dtype="bfloat16", lora=LoraSection())
     assert critic_model(Recipe(model=model, critic=CriticSection(path="b"))).path == "b"
+
+
+def test_its_parameters_keep_the_names_that_checkpoints_hold() -> None:
+    model = make_values("qwen3")
+    heads = {name: p for name, p in model.named_parameters() if not name.startswith("model.")}
+    assert list(heads) == ["lm_head.weight", "lm_head.bias", "doubt.weight"]
+    assert heads["doubt.weight"] is model.confidence.weight
 
 
 def test_a_way_that_is_not_known_is_refused() -> None:

@@ -23,7 +23,7 @@ from transformers import Qwen3ForCausalLM
 from agentrl.algo.terms import LossTerms, Tokens
 from agentrl.checkpoint.checkpoints import Checkpoints
 from agentrl.learner.learner import Learner
-from agentrl.learner.metrics import Meter
+from agentrl.learner.metrics import MicroBatchMetrics, mismatch_columns, policy_metrics
 from agentrl.learner.optimizer import Optimizer, learning_rate
 from agentrl.learner.roles import LocalRoles
 from agentrl.recipe.schema import AlgorithmSection
@@ -204,8 +204,8 @@ def test_a_resumed_run_goes_on_as_if_it_had_never_stopped(tmp_path: Path, dtype:
 def test_a_loss_may_measure_with_a_gradient(recwarn: pytest.WarningsRecorder) -> None:
     """A user's loss returns what it measured as it is; nothing of torch's is printed into the progress for it."""
     measured = torch.tensor([1.0, 2.0], requires_grad=True)
-    meter = Meter()
-    meter.micro_batch(2, measured.sum(), {"mine": measured}, torch.zeros(2), torch.ones(2))
-    meter.updated(1.0)
-    assert meter.result(0.1)["train/mine"] == 1.5
+    metrics, mismatch = MicroBatchMetrics(), mismatch_columns(torch.zeros(2), torch.ones(2), corrected=False)
+    metrics.micro_batch(2, measured.sum(), {"train/mine": measured, **mismatch}, {"mismatch/logprob_max": measured})
+    metrics.updated(1.0, 0.1)
+    assert policy_metrics(metrics)["train/mine"] == 1.5
     assert not [str(warning.message) for warning in recwarn if "requires_grad" in str(warning.message)]

@@ -21,10 +21,9 @@ import agentrl
 from agentrl.cluster.dispatch import ONE_TO_ALL, register, registered
 from agentrl.compute import flops
 from agentrl.compute.batch import Batch
-from agentrl.compute.confidence import COLUMNS
 from agentrl.compute.flops import Cost, Need, Work, costs, known_peak, peak_flops, utilisation
 from agentrl.compute.packing import micro_batches
-from agentrl.compute.value_head import ValueModel
+from agentrl.compute.value_head import CONFIDENCE_FEATURES, ValueModel
 from agentrl.models import lora
 from agentrl.profiling.memory import PeakMemory
 from agentrl.profiling.step import SYNC, StepProfiler
@@ -383,7 +382,7 @@ def test_each_role_costs_what_its_own_model_is(tmp_path: Path) -> None:
     assert list(found) == ["actor", "reference", "critic"]
     assert (found["reference"].body, found["reference"].head) == (whole.body, whole.head)
     assert found["actor"].body == whole.body + found["actor"].trained_body
-    assert found["critic"].body == found["critic"].trained_body == whole.body // 2 + COLUMNS
+    assert found["critic"].body == found["critic"].trained_body == whole.body // 2 + CONFIDENCE_FEATURES
     assert found["critic"].head == found["critic"].trained_head == 32
 
 

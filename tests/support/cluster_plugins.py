@@ -7,6 +7,7 @@ from pathlib import Path
 
 from train_plugins import StopsAfterThree
 
+from agentrl.algo import losses
 from agentrl.algo.loss import ppo_clip
 from agentrl.algo.terms import LossTerms, Tokens
 from agentrl.errors import UserError
@@ -16,6 +17,7 @@ FATES = "AGENTRL_TEST_FATES"
 """The folder of the files. Each is used once."""
 
 
+@losses.register("fateful", vanishes_with_advantage=True)
 def fateful(tokens: Tokens, config: AlgorithmSection) -> LossTerms:
     """ppo_clip, until a file `<fate>_<rank>` is there: kill, stop, memory, user, wait."""
     rank = os.environ.get("RANK", "0")
@@ -40,9 +42,6 @@ def _meet(fate: str) -> None:
             raise UserError("the loss wants another recipe")
         case "wait":
             time.sleep(2.0)
-
-
-fateful.vanishes_with_advantage = True  # type: ignore[attr-defined]
 
 
 class StopsAfterTwo(StopsAfterThree):

@@ -18,7 +18,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from agentrl.compute.batch import Batch
 from agentrl.compute.forward import _probe
-from agentrl.compute.ranks import TorchProcessGroup
+from agentrl.compute.micro_batches import TorchProcessGroup
 from agentrl.distributed.fsdp.build import build_critic, build_policy, build_reference
 from agentrl.distributed.fsdp.mesh import Place
 from agentrl.learner.actor import Actor

@@ -23,7 +23,7 @@ from transformers import Gemma3ForCausalLM, Gemma3TextConfig, MambaConfig, Mamba
 from agentrl.checkpoint import roles, sharded
 from agentrl.cluster.host import Hello
 from agentrl.cluster.spawn import environments
-from agentrl.compute import tree_attention_cuda as cuda_attention
+from agentrl.compute import tree_attention
 from agentrl.compute.batch import Batch
 from agentrl.compute.value_head import value_forward
 from agentrl.distributed.remote import RemotePublisher
@@ -63,17 +63,17 @@ def flex(query: Tensor, key: Tensor, value: Tensor, *, block_mask: Any, scale: f
 def chosen(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the kernels that attended, stand-ins for those of a GPU among them."""
     found: list[str] = []
-    choose = cuda_attention.kernel_for
+    choose = tree_attention.kernel_for
 
     def watched(*about: Any) -> Any:
         kernel = choose(*about)
         found.append(getattr(kernel, "__name__", "buckets"))
         return kernel
 
-    cuda_attention._fault.cache_clear()
-    monkeypatch.setattr(cuda_attention, "_flex", lambda device: flex)
+    tree_attention._fault.cache_clear()
+    monkeypatch.setattr(tree_attention, "_flex", lambda device: flex)
     monkeypatch.setattr(varlen, "varlen_attn", flash)
-    monkeypatch.setattr(cuda_attention, "kernel_for", watched)
+    monkeypatch.setattr(tree_attention, "kernel_for", watched)
     return found
 
 

@@ -16,6 +16,7 @@ from train_help import lines, metrics, small, steady
 from train_plugins import Book, HangsLater, Noisy, Stuck
 
 import agentrl
+from agentrl.algo import advantages
 from agentrl.algo.advantage import grpo
 from agentrl.algo.loss import ppo_clip
 from agentrl.algo.returns import gae
@@ -215,11 +216,9 @@ def advantage(samples: Samples, config: AlgorithmSection) -> Tensor:
     return grpo(samples, config)
 
 
+@advantages.register("token_advantage", needs_values=True)
 def token_advantage(samples: Samples, config: AlgorithmSection) -> TokenAdvantages:
     return gae(samples, config)
-
-
-token_advantage.wants_values = True  # type: ignore[attr-defined]
 
 
 def loss(tokens: Tokens, config: AlgorithmSection) -> LossTerms:
@@ -431,8 +430,7 @@ nothing, a_list, of_a_wrong_shape = gives(None), gives([0.0] * 8), gives(torch.z
 whole_numbers: Any = lambda samples, config: samples.groups  # noqa: E731
 not_finite: Any = lambda samples, config: samples.rewards / 0  # noqa: E731
 of_lists = gives(TokenAdvantages([0.0]))  # type: ignore[arg-type]
-without_returns: Any = lambda samples, config: samples.rewards  # noqa: E731
-without_returns.wants_values = True
+without_returns = advantages.register("without_returns", needs_values=True)(lambda samples, config: samples.rewards)
 scalar: Any = lambda tokens, config: LossTerms((-tokens.advantages * tokens.logprobs).mean())  # noqa: E731
 no_terms: Any = lambda tokens, config: -tokens.advantages * tokens.logprobs  # noqa: E731
 a_number: Any = lambda tokens, config: LossTerms(-tokens.logprobs, {"mean": 0.5})  # noqa: E731

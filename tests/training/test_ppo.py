@@ -101,8 +101,8 @@ def test_an_evaluation_asks_the_reward_model_where_it_can(run: TrainResult, clas
 @pytest.mark.parametrize(
     ("changes", "line"),
     [
-        ({"algorithm__advantage": "gae"}, "wants a critic, and the recipe has none: say `critic: {}`"),
-        ({"critic": {}}, "critic: algorithm.advantage 'grpo' asks no critic"),
+        ({"algorithm__advantage": "gae"}, "needs a critic, and the recipe has none: add `critic: {}`"),
+        ({"critic": {}}, "critic: algorithm.advantage 'grpo' uses no critic"),
         ({"rewards__model": "./nowhere"}, "rewards.model: ./nowhere is no folder"),
     ],
 )

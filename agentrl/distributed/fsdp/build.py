@@ -10,11 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from agentrl.compute.confidence import COLUMNS
 from agentrl.compute.forward import ModuleForward, SequenceForward, local_attention, probe_of
-from agentrl.compute.ranks import TorchProcessGroup
+from agentrl.compute.micro_batches import TorchProcessGroup
 from agentrl.compute.sequence_parallel import SequenceParallelForward, SequenceParallelValues
-from agentrl.compute.value_head import ModuleValues, SequenceValues, ValueModel
+from agentrl.compute.value_head import CONFIDENCE_FEATURES, ModuleValues, SequenceValues, ValueModel
 from agentrl.distributed.fsdp.choose import Ways
 from agentrl.distributed.fsdp.mesh import Place
 from agentrl.distributed.fsdp.role import Built, Role, build
@@ -63,8 +62,8 @@ def build_critic(recipe: Recipe, place: Place) -> Sharded:
         fast = partial(ModuleValues, model) if group is None else partial(SequenceParallelValues, model, group)
         slow = SequenceValues(model, most=TorchProcessGroup(device=place.device).most)
         probe = probe_of(backbone)
-        doubt = torch.zeros(len(probe.predict), COLUMNS, device=place.device)
-        return _ways(backbone, fast, slow, (probe, doubt), partial(_telling_apart, model))
+        features = torch.zeros(len(probe.predict), CONFIDENCE_FEATURES, device=place.device)
+        return _ways(backbone, fast, slow, (probe, features), partial(_telling_apart, model))
 
     built = build(Role(lambda: ValueModel(_skeleton(section)), load, ways), recipe, place)
     return _shared(recipe, place, built)

@@ -11,7 +11,7 @@ from agentrl.compute.classifier import (
     load_classifier,
     probe_of,
 )
-from agentrl.compute.ranks import TorchProcessGroup
+from agentrl.compute.micro_batches import TorchProcessGroup
 from agentrl.distributed.fsdp.build import Sharded
 from agentrl.distributed.fsdp.choose import Ways
 from agentrl.distributed.fsdp.mesh import Place

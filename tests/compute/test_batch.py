@@ -9,9 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from packing_help import make_batch
 
-from agentrl.compute.balance import deal
-from agentrl.compute.batch import Batch
-from agentrl.compute.packing import prefix_trees
+from agentrl.compute.batch import Batch, deal, prefix_trees
 
 shapes = st.lists(
     st.tuples(st.integers(0, 40), st.lists(st.integers(1, 30), min_size=1, max_size=9)), min_size=1, max_size=8

@@ -1,6 +1,7 @@
 """A KL to the reference that is taken off the rewards: where it goes, what it costs, and what it does not touch."""
 
 from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -53,9 +54,11 @@ def test_the_sum_over_a_sample_joins_its_reward(folder: str, name: str) -> None:
     batch = actor_batch(make_groups(REWARDS))
     found = learner.with_advantages(batch).tokens["advantages"]
     rewards = batch.samples["reward"] - 0.1 * sums(batch, ratios(learner, batch))
-    plain = with_advantages(batch.with_samples(reward=rewards), advantages.get(name), AlgorithmSection(advantage=name))
+    plain = with_advantages(
+        batch.with_samples(reward=rewards), advantages.get(name).function, AlgorithmSection(advantage=name)
+    )
     np.testing.assert_allclose(found, plain.tokens["advantages"], atol=1e-5)
-    without = with_advantages(batch, advantages.get(name), AlgorithmSection(advantage=name))
+    without = with_advantages(batch, advantages.get(name).function, AlgorithmSection(advantage=name))
     assert np.abs(found - without.tokens["advantages"]).max() > 0.01
 
 
@@ -85,7 +88,7 @@ def test_grpo_divides_by_the_deviation_of_what_was_earned() -> None:
     given = Samples(earned - paid, torch.tensor([0, 0, 1, 1]), torch.ones(4, dtype=torch.long), earned=earned)
     half = 0.45 / (0.5**0.5)
     for name, wanted in {"grpo": [half, -half, 0, 0], "grpo_passk": [2 * half, 0, 0, 0]}.items():
-        found = advantages.get(name)(given, AlgorithmSection())
+        found = advantages.get(name).function(given, AlgorithmSection())
         torch.testing.assert_close(found, torch.tensor(wanted), atol=1e-5, rtol=1e-4)
 
 
@@ -147,9 +150,11 @@ def test_equal_rewards_pull_back_to_the_reference(folder: str) -> None:
 
 
 def test_where_nothing_was_sampled_nobody_is_asked(folder: str) -> None:
-    learner = learner_of(folder, make_model(), IN_REWARD)
-    calls: Counter[str] = Counter()
-    learner.actor, learner.reference = (Counted(role, calls, "any") for role in (learner.actor, learner.reference))
-    metrics = learner.learn([])
+    recipe, calls = make_recipe(IN_REWARD, path=folder), Counter[str]()
+    host = LocalRoles(recipe, make_model())
+    roles: Any = SimpleNamespace(
+        actor=Counted(host.actor, calls, "any"), reference=Counted(host.reference, calls, "any"), critic=None
+    )
+    metrics = Learner(recipe, roles).learn([])
     assert not calls
     assert metrics["train/updates"] == metrics["reward/kl_penalty"] == 0

@@ -15,10 +15,20 @@ from torch import Tensor
 from torch.nn.attention import varlen
 from torch.nn.attention.flex_attention import create_block_mask
 
-from agentrl.compute import tree_attention_cuda as cuda_attention
-from agentrl.compute.packing import Segment, pack, prefix_trees
-from agentrl.compute.tree_attention import bucketed
-from agentrl.compute.tree_attention_cuda import BLOCK, Row, block_mask, by_flash, by_flex, kernel_for, mask_of, padded
+from agentrl.compute import tree_attention
+from agentrl.compute.batch import prefix_trees
+from agentrl.compute.packing import Segment, pack
+from agentrl.compute.tree_attention import (
+    BLOCK,
+    Row,
+    block_mask,
+    bucketed,
+    by_flash,
+    by_flex,
+    kernel_for,
+    mask_of,
+    padded,
+)
 
 CPU = torch.device("cpu")
 shapes = st.lists(
@@ -72,7 +82,7 @@ def test_most_of_a_long_forest_is_never_looked_at() -> None:
 
 @pytest.fixture
 def untried(monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda_attention._fault.cache_clear()
+    tree_attention._fault.cache_clear()
     monkeypatch.setattr(varlen, "varlen_attn", flash)
 
 
@@ -91,7 +101,7 @@ def test_lone_sequences_go_to_flash_attention_in_half_precision(
 def test_a_shared_prompt_and_whole_precision_go_to_flex_attention(
     untried: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cuda_attention, "_difference", lambda *about: 0.0)
+    monkeypatch.setattr(tree_attention, "_difference", lambda *about: 0.0)
     query, key, _ = tensors(9)
     assert kernel_for(True, query.bfloat16(), key.bfloat16()) is by_flex
     assert kernel_for(True, query, key) is by_flex

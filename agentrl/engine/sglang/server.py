@@ -1,13 +1,7 @@
 """`Server`: one SGLang server that this run launched. It ends with `stop`, and with this process however that ends."""
 
 import asyncio
-import contextlib
-import os
-import shlex
-import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,15 +10,13 @@ from typing import IO
 from agentrl.engine.sglang.client import Client, ServerError, Sessions
 from agentrl.engine.sglang.command import LaunchPlan
 from agentrl.errors import UserError
+from agentrl.process_tree import END_SECONDS, ProcessTree
 from agentrl.recipe.secrets import masked_words
 from agentrl.weights.reach import ANY, LOOPBACK, url_of
 
-END_SECONDS = 60.0
-"""For the keeper to end what it keeps; it has limits of its own, and this is more than all of them."""
 POLL_SECONDS = 0.5
 HEALTH_SECONDS = 25.0
 """The server itself gives its scheduler 20 to answer."""
-_KEEPER = Path(__file__).with_name("keeper.py")
 _PORT_TAKEN = "address already in use"
 _STARTS = 3
 
@@ -35,14 +27,14 @@ class Server:
     def __init__(self, plan: LaunchPlan, index: int, log: Path, sessions: Sessions) -> None:
         self._plan, self._index, self._sessions = plan, index, sessions
         self.log = log
-        self._keeper: subprocess.Popen[bytes] | None = None
+        self._tree: ProcessTree | None = None
         self._file: IO[bytes] | None = None
         self._began = 0
         self.url = ""
 
     @property
     def running(self) -> bool:
-        return self._keeper is not None and self._keeper.poll() is None
+        return self._tree is not None and self._tree.running
 
     async def start(self, timeout: float, tell: Callable[[str], None]) -> None:
         """Launch it and wait until it serves. `tell` is given what it does meanwhile, twice a second.
@@ -73,11 +65,9 @@ class Server:
         self._file.write(f"$ {' '.join(masked_words(command))}\n".encode())
         self._file.flush()
         try:
-            self._keeper = subprocess.Popen(
-                [sys.executable, "-I", str(_KEEPER), f"{self._plan.grace:g}", shlex.join(removal), *command],
-                stdin=subprocess.PIPE, stdout=self._file, stderr=self._file,
-                env=self._plan.environment(), start_new_session=True,
-            )  # fmt: skip
+            self._tree = ProcessTree(
+                command, self._file, self._plan.environment(), grace=self._plan.grace, removal=removal
+            )
         except OSError as error:
             raise UserError(f"engine sglang: {command[0]} cannot be started: {error.strerror}") from error
 
@@ -101,26 +91,21 @@ class Server:
             await asyncio.sleep(POLL_SECONDS)
 
     async def stop(self) -> None:
-        """End the whole process group, and wait until it is gone."""
-        keeper = self._keeper
-        if keeper is None:
+        """End the whole process tree, and wait until it is gone."""
+        tree = self._tree
+        if tree is None:
             return
-        _close(keeper)
+        tree.ask_to_end()
         until = time.monotonic() + END_SECONDS
-        while keeper.poll() is None and time.monotonic() < until:
+        while not tree.gone and time.monotonic() < until:
             await asyncio.sleep(0.05)
         self.kill()
 
     def kill(self) -> None:
         """End it at once."""
-        keeper, self._keeper = self._keeper, None
-        if keeper is not None:
-            _close(keeper, b"now")
-            try:
-                keeper.wait(END_SECONDS)
-            except subprocess.TimeoutExpired:
-                _kill_group(keeper.pid)
-                keeper.wait()
+        tree, self._tree = self._tree, None
+        if tree is not None:
+            tree.end(at_once=True)
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -150,23 +135,6 @@ class Server:
         with self.log.open("rb") as file:
             file.seek(max(self._began, self.log.stat().st_size - 20_000))
             return file.read().decode(errors="replace").partition("\n")[2]
-
-
-def _close(keeper: "subprocess.Popen[bytes]", word: bytes = b"") -> None:
-    """The keeper ends its group once its standard input closes, or says a word: then without a grace."""
-    if keeper.stdin is not None and not keeper.stdin.closed:
-        with contextlib.suppress(BrokenPipeError):  # it has ended by itself
-            keeper.stdin.write(word)
-            keeper.stdin.flush()
-        with contextlib.suppress(BrokenPipeError):
-            keeper.stdin.close()
-
-
-def _kill_group(pid: int) -> None:
-    try:
-        os.killpg(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return
 
 
 def free_port(host: str = LOOPBACK) -> int:

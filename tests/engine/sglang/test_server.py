@@ -78,7 +78,7 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize("how", ["stop", "kill"])
 async def test_what_it_named_in_shared_memory_is_gone_with_it(tmp_path: Path, how: str) -> None:
-    """Python's tracker removes what it knows of, where it is not killed as well; the keeper what SGLang leaves."""
+    """Python's tracker removes what it knows of, where it is not killed as well; the supervisor what SGLang leaves."""
     _, ids = fake(tmp_path)
     (tmp_path / "named.py").write_text(NAMED)
     words = (sys.executable, str(tmp_path / "named.py"), str(ids), str(tmp_path / "fake.py"))
@@ -259,8 +259,8 @@ async def test_one_of_two_real_servers_is_killed_in_mid_run(
         begun = member.moved
         while not (member.flights and member.moved > begun):
             await asyncio.sleep(0.01)
-        assert launched._keeper is not None
-        kill_schedulers(launched._keeper.pid)
+        assert launched._tree is not None
+        kill_schedulers(launched._tree.pid)
         made = await asyncio.gather(*work)
     finally:
         await both.close()
@@ -293,8 +293,8 @@ async def test_two_real_servers_one_killed_in_mid_update(
 
         def kill(i: int) -> None:
             if i == 20:
-                assert launched._keeper is not None
-                kill_schedulers(launched._keeper.pid)
+                assert launched._tree is not None
+                kill_schedulers(launched._tree.pid)
 
         done = await channel.publish(32, Weights(ModelWeights(last), before=kill))
         assert done.good == (sglang_url,)

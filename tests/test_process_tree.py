@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from cluster_help import alive
 
 from agentrl.process_tree import ENDED, ProcessTree
 
@@ -38,10 +39,10 @@ def until(done: Callable[[], bool], seconds: float = 60.0) -> None:
         time.sleep(0.02)
 
 
-def orphan(ids: Path) -> Path:
-    """The folder in /proc of the command's orphan."""
+def orphan(ids: Path) -> int:
+    """The process ID of the command's orphan."""
     until(lambda: ids.exists() and ids.read_text() != "")
-    return Path("/proc") / ids.read_text()
+    return int(ids.read_text())
 
 
 @pytest.mark.parametrize("how", ["end", "by itself", "parent killed"])
@@ -53,7 +54,7 @@ def test_an_orphan_in_a_session_of_its_own_ends_too(tmp_path: Path, how: str) ->
         with subprocess.Popen([sys.executable, "-c", STARTER, str(folder), *command]) as parent:
             found = orphan(ids)
             parent.kill()
-        until(lambda: not found.exists())
+        until(lambda: not alive(found))
         until(lambda: not folder.exists())
         return
     with (tmp_path / "log").open("wb") as output:
@@ -61,11 +62,11 @@ def test_an_orphan_in_a_session_of_its_own_ends_too(tmp_path: Path, how: str) ->
     found = orphan(ids)
     if how == "by itself":
         until(lambda: not tree.running)
-        assert not found.exists()
+        assert not alive(found)
         assert (folder / ENDED).exists()  # until the parent has read why
         assert not tree.gone
     tree.end()
-    assert not found.exists()
+    assert not alive(found)
     assert not folder.exists()
     assert "ended with exit code" in (tmp_path / "log").read_text()
 

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import aiohttp
 import pytest
 import torch
+from cluster_help import alive
 from paths import SUPPORT
 from sglang_help import embedded_path, tiny
 from sglang_server_help import FAKE, plan, started, until
@@ -35,14 +36,6 @@ def fake(tmp_path: Path) -> tuple[LaunchPlan, Path]:
     program, ids = tmp_path / "fake.py", tmp_path / "ids"
     program.write_text(FAKE)
     return plan(sys.executable, str(program), str(ids)), ids
-
-
-def alive(pid: int) -> bool:
-    """Whether it runs: what nobody has waited for yet does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 def pids(file: Path) -> list[int]:

@@ -33,7 +33,8 @@ MEMORY_POLLS = 50
 TIDY_SECONDS = 5.0
 REMOVAL_SECONDS = 30.0
 ENDED = "ended"
-"""File in FOLDER: the command ended by itself. The folder stays until the parent has read why."""
+"""File in FOLDER with the exit code of a command that ended by itself. The folder stays until the parent has read why;
+without a folder the exit code is the last line of the output."""
 _SHARED_MEMORY = re.compile(rb" (/dev/shm/sgl(?:ang_loads|_shm)_\S+)$", re.M)
 """What SGLang's processes share and leave behind when they are killed."""
 _TRACKER = b"multiprocessing.resource_tracker"
@@ -124,13 +125,15 @@ def main() -> None:
         until = time.monotonic() + grace
         while child.poll() is None and time.monotonic() < until:
             time.sleep(0.05)
-    print(f"the command ended with exit code {child.poll()}", file=sys.stderr, flush=True)
+    result = f"the command ended with exit code {child.poll()}"
+    if not folder:
+        print(result, file=sys.stderr, flush=True)
     _kill_tree()
     for path in memory:
         with contextlib.suppress(OSError):
             os.unlink(path)
     if folder:
-        Path(folder, ENDED).touch()
+        Path(folder, ENDED).write_text(result)
         while ended and word is None and os.getppid() == parent:  # until the parent has read why
             word = _read_word(POLL_SECONDS)
         shutil.rmtree(folder, ignore_errors=True)

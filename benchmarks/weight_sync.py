@@ -29,9 +29,9 @@ from agentrl.engine.sglang.server import Server
 from agentrl.models import embedded_path
 from agentrl.weights import ModelWeights, WeightChannel, WeightServer
 from agentrl.weights.transports.base import Transport
-from agentrl.weights.transports.disk import FromDisk
-from agentrl.weights.transports.nccl import FromDistributed
-from agentrl.weights.transports.shared_memory import FromTensor
+from agentrl.weights.transports.disk import DiskTransport
+from agentrl.weights.transports.nccl import GroupTransport
+from agentrl.weights.transports.shared_memory import SharedMemoryTransport
 
 MB = 1_000_000
 
@@ -92,10 +92,10 @@ async def measure(name: str, model: Any, url: str, repeat: int) -> list[dict[str
     async with aiohttp.ClientSession() as session:
         with tempfile.TemporaryDirectory() as disk, tempfile.TemporaryDirectory(dir="/dev/shm") as memory:
             ways: dict[str, Transport] = {
-                "from_tensor": FromTensor(),
-                "from_distributed (gloo)": FromDistributed(),
-                "from_disk": FromDisk(Path(disk)),
-                "from_disk, /dev/shm": FromDisk(Path(memory)),
+                "from_tensor": SharedMemoryTransport(),
+                "from_distributed (gloo)": GroupTransport(),
+                "from_disk": DiskTransport(Path(disk)),
+                "from_disk, /dev/shm": DiskTransport(Path(memory)),
             }
             for label, way in ways.items():
                 seconds = await best_of(WeightChannel([WeightServer(url, session)], way), model, repeat)

@@ -32,9 +32,9 @@ async def run(options: argparse.Namespace) -> list[dict[str, Any]]:
 
     from agentrl.weights import ModelWeights, WeightChannel, WeightServer
     from agentrl.weights.transports.base import Transport
-    from agentrl.weights.transports.disk import FromDisk
-    from agentrl.weights.transports.nccl import FromDistributed
-    from agentrl.weights.transports.shared_memory import FromTensor
+    from agentrl.weights.transports.disk import DiskTransport
+    from agentrl.weights.transports.nccl import GroupTransport
+    from agentrl.weights.transports.shared_memory import SharedMemoryTransport
 
     apart = torch.cuda.device_count() > options.tp
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory(dir="/dev/shm") as memory:
@@ -45,12 +45,12 @@ async def run(options: argparse.Namespace) -> list[dict[str, Any]]:
         copied = plain_copy(model, options.repeat, torch.cuda.synchronize)
         rows = [{"way": "copy on the device", "seconds": copied, "mb_s": size / MB / copied, "ratio": 1.0}]
         show({"model": "synthetic Qwen3", **rows[0]}, size)
-        ways: dict[str, Transport] = {"from_tensor (CUDA IPC)": FromTensor()}
+        ways: dict[str, Transport] = {"from_tensor (CUDA IPC)": SharedMemoryTransport()}
         if apart:
-            ways["from_distributed (nccl)"] = FromDistributed()
+            ways["from_distributed (nccl)"] = GroupTransport()
         else:
             print(f"from_distributed (nccl): left out, it needs {options.tp + 1} GPUs", flush=True)
-        ways["from_disk, /dev/shm"] = FromDisk(Path(memory))
+        ways["from_disk, /dev/shm"] = DiskTransport(Path(memory))
         async with serving(Path(folder), options.tp, apart) as url, aiohttp.ClientSession() as session:
             for label, way in ways.items():
                 try:

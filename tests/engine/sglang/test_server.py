@@ -27,8 +27,8 @@ from agentrl.engine.sglang.engine import SglangEngine
 from agentrl.engine.sglang.server import Server
 from agentrl.errors import UserError
 from agentrl.weights import ModelWeights, WeightChannel, WeightServer
-from agentrl.weights.reach import KEY_VARIABLE, authorization
-from agentrl.weights.transports.nccl import FromDistributed
+from agentrl.weights.addresses import KEY_VARIABLE, authorization
+from agentrl.weights.transports.nccl import GroupTransport
 
 
 def fake(tmp_path: Path) -> tuple[LaunchPlan, Path]:
@@ -249,8 +249,8 @@ async def test_one_of_two_real_servers_is_killed_in_mid_run(
         await both.health()
         work = [asyncio.create_task(both.generate(p, greedy, f"{i}")) for i, p in enumerate(prompts)]
         (member,) = [m for m in both._fleet.pool.members if m.url == launched.url]
-        begun = member.moved
-        while not (member.flights and member.moved > begun):
+        begun = member.last_seen
+        while not (member.calls and member.last_seen > begun):
             await asyncio.sleep(0.01)
         assert launched._tree is not None
         kill_schedulers(launched._tree.pid)
@@ -279,7 +279,7 @@ async def test_two_real_servers_one_killed_in_mid_update(
     model, last = altered(31), altered(32)
     async with aiohttp.ClientSession(headers=authorization(engine._fleet._sessions.key)) as session:
         servers = [WeightServer(url, session, 60.0) for url in (sglang_url, launched.url)]
-        channel = WeightChannel(servers, FromDistributed(timeout=20.0, bucket_bytes=200_000))
+        channel = WeightChannel(servers, GroupTransport(timeout=20.0, bucket_bytes=200_000))
         assert not (await channel.publish(31, ModelWeights(model))).failed
         for server in servers:
             check_answer(await ask(session, server.url), [(model, 0, 16)])

@@ -1,10 +1,10 @@
-"""MB/s from the trainer to an SGLang server by every way, beside a plain copy of the same tensors in memory.
+"""MB/s from the trainer to an SGLang server by every transport, beside a plain copy of the same tensors in memory.
 
     AGENTRL_SGLANG_VENV=VENV python benchmarks/weight_sync.py             the embedded model, and one of 500 MB
     AGENTRL_SGLANG_VENV=VENV python benchmarks/weight_sync.py --mb 100    the second one of about 100 MB
     python benchmarks/weight_sync.py --url http://127.0.0.1:30000         the embedded model, on a server that runs
 
-One real server a model (dummy weights, float32 on both sides). A row is one way: from the pause to the resume, the best
+One real server a model (dummy weights, float32 on both sides). A row is one transport: from the pause to the resume, the best
 of `--repeat` updates after a first one that is not counted but checked bit for bit. The plain copy is `copy_` of all
 tensors in this process, once; `ratio` is the row's rate over the copy's. A safetensors file on /dev/shm is from_disk.
 """
@@ -29,9 +29,9 @@ from agentrl.engine.sglang.server import Server
 from agentrl.models import embedded_path
 from agentrl.weights import ModelWeights, WeightChannel, WeightServer
 from agentrl.weights.transports.base import Transport
-from agentrl.weights.transports.disk import FromDisk
-from agentrl.weights.transports.nccl import FromDistributed
-from agentrl.weights.transports.shared_memory import FromTensor
+from agentrl.weights.transports.disk import DiskTransport
+from agentrl.weights.transports.nccl import GroupTransport
+from agentrl.weights.transports.shared_memory import SharedMemoryTransport
 
 MB = 1_000_000
 
@@ -91,14 +91,14 @@ async def measure(name: str, model: Any, url: str, repeat: int) -> list[dict[str
     show(rows[0], size)
     async with aiohttp.ClientSession() as session:
         with tempfile.TemporaryDirectory() as disk, tempfile.TemporaryDirectory(dir="/dev/shm") as memory:
-            ways: dict[str, Transport] = {
-                "from_tensor": FromTensor(),
-                "from_distributed (gloo)": FromDistributed(),
-                "from_disk": FromDisk(Path(disk)),
-                "from_disk, /dev/shm": FromDisk(Path(memory)),
+            transports: dict[str, Transport] = {
+                "from_tensor": SharedMemoryTransport(),
+                "from_distributed (gloo)": GroupTransport(),
+                "from_disk": DiskTransport(Path(disk)),
+                "from_disk, /dev/shm": DiskTransport(Path(memory)),
             }
-            for label, way in ways.items():
-                seconds = await best_of(WeightChannel([WeightServer(url, session)], way), model, repeat)
+            for label, transport in transports.items():
+                seconds = await best_of(WeightChannel([WeightServer(url, session)], transport), model, repeat)
                 row = {"model": name, "way": label, "seconds": seconds, "mb_s": size / MB / seconds}
                 rows.append({**row, "ratio": copied / seconds})
                 show(rows[-1], size)

@@ -6,7 +6,6 @@ import secrets
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import threading
@@ -18,8 +17,8 @@ from types import TracebackType
 from typing import IO, ClassVar
 
 from agentrl.cluster.errors import ClusterError
-from agentrl.cluster.head import ENDED
 from agentrl.cluster.tail import tail
+from agentrl.process_tree import ProcessTree
 
 MEGABYTE = 1 << 20
 OBJECT_STORE_SHARE = 0.3
@@ -28,8 +27,9 @@ OBJECT_STORE_MOST = 8 << 30
 OBJECT_STORE_LEAST = 80 * MEGABYTE
 """Ray takes no less than 75 MiB."""
 CONNECT_SECONDS = 30.0
+GRACE_SECONDS = 5.0
+"""Time for Ray to end its processes by itself."""
 _BUSY = "timed out during startup"
-_HEAD = Path(__file__).with_name("head.py")
 _LONGEST_TEMP = 20
 """The paths of Ray's sockets, which are 85 characters longer, may have 107."""
 
@@ -56,7 +56,7 @@ class Session:
         object_store: int | None = None,
         timeout: float = 180.0,
     ) -> None:
-        self._head: subprocess.Popen[bytes] | None = None
+        self._node: ProcessTree | None = None
         self._connected = False
         self.folder: Path | None = None
         """Ray's files, where we started it; they go with it."""
@@ -91,9 +91,7 @@ class Session:
     @property
     def alive(self) -> bool:
         """False once a Ray that we started has ended by itself: whatever is asked of it then would wait for ever."""
-        if self._head is None or self.folder is None:
-            return True
-        return self._head.poll() is None and not (self.folder / ENDED).exists()
+        return self._node is None or self._node.running
 
     def close(self) -> None:
         """End our workers, and Ray where we started it. Nothing of it is left afterwards: no process, port, file."""
@@ -106,11 +104,9 @@ class Session:
         self._end()
 
     def _end(self) -> None:
-        if self._head is not None:
-            assert self._head.stdin is not None
-            self._head.stdin.close()
-            self._head.wait()
-            self._head = None
+        if self._node is not None:
+            self._node.end()
+            self._node = None
         if self.folder is not None:
             shutil.rmtree(self.folder, ignore_errors=True)
 
@@ -129,7 +125,7 @@ class Session:
         self.folder = folder = _new_folder()
         output = folder / "start.log"
         with output.open("wb") as file:
-            self._head = _launch(folder, _command(folder, cpus, gpus, object_store), file)
+            self._node = _launch(folder, _command(folder, cpus, gpus, object_store), file)
         said = folder / "ray_current_cluster"  # written by `ray start` once it is up
         while not (said.is_file() and (address := said.read_text().strip())):
             if not self.alive:
@@ -184,17 +180,10 @@ def _command(folder: Path, cpus: int | None, gpus: int | None, object_store: int
     return command
 
 
-def _launch(folder: Path, command: list[str], output: IO[bytes]) -> "subprocess.Popen[bytes]":
+def _launch(folder: Path, command: list[str], output: IO[bytes]) -> ProcessTree:
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     environment.setdefault("RAY_worker_niceness", "0")  # else whatever runs beside them starves the workers
-    return subprocess.Popen(
-        [sys.executable, str(_HEAD), str(folder), *command],
-        stdin=subprocess.PIPE,
-        stdout=output,
-        stderr=output,
-        env=environment,
-        start_new_session=True,
-    )
+    return ProcessTree(command, output, environment, grace=GRACE_SECONDS, folder=folder)
 
 
 def _check() -> None:

@@ -7,7 +7,6 @@ from time import sleep
 
 import numpy as np
 import numpy.typing as npt
-from torch import Tensor
 
 from agentrl.cluster.group import Future, WorkerGroup
 from agentrl.cluster.pool import ResourcePool
@@ -17,6 +16,7 @@ from agentrl.compute.flops import Work
 from agentrl.learner.metrics import MicroBatchMetrics
 from agentrl.recipe.schema import Recipe
 from agentrl.weights.request import WeightRequest, WeightResult
+from agentrl.weights.source import NamedTensor, WeightSource
 
 Floats = npt.NDArray[np.float32]
 POLL_SECONDS = 0.1
@@ -85,14 +85,18 @@ class RemoteRewardModel:
         return found
 
 
-class RemoteWeights:
-    """Name and whole tensor of the policy, by the names of the plain model, a bucket at a time: the next one is
-    gathered while this one is read. Read once."""
+class RemoteWeights(WeightSource):
+    """The policy's weights on the workers of `group`: whole tensors by the names of the plain model, a bucket at a
+    time, the next one gathered while this one is read; or published by the workers. groups: all that may share GPUs
+    with servers."""
 
-    def __init__(self, group: WorkerGroup) -> None:
+    repeatable = True
+
+    def __init__(self, group: WorkerGroup, groups: Sequence[WorkerGroup]) -> None:
         self._group = group
+        self.publisher = RemotePublisher(group, groups)
 
-    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+    def __iter__(self) -> Iterator[NamedTensor]:
         self._group.begin_weights()
         ahead: Future = self._group.next_weights.future()
         while (bucket := ahead.result()[0]) is not None:
@@ -104,22 +108,22 @@ class RemotePublisher:
     """See `Publisher`: carried out by all ranks of `group`, answered by rank 0. groups: all that may share GPUs with
     servers."""
 
-    def __init__(self, group: WorkerGroup, groups: Sequence[WorkerGroup] = ()) -> None:
+    def __init__(self, group: WorkerGroup, groups: Sequence[WorkerGroup]) -> None:
         self._group, self._groups = group, groups
 
-    def open(self, folder: str | None = None, way: str = "auto", key: str | None = None) -> None:
-        self._group.publish("open", folder, way, key)
+    def open(self, folder: str | None = None, transport: str = "auto", key: str | None = None) -> None:
+        self._group.open_publisher(folder, transport, key)
 
-    def publish(self, order: WeightRequest) -> WeightResult:
-        sent: WeightResult = self._group.publish("publish", order)[0]
-        return sent
+    def publish(self, request: WeightRequest) -> WeightResult:
+        result: WeightResult = self._group.publish(request)[0]
+        return result
 
     def sleep(self, urls: Sequence[str]) -> dict[str, str]:
-        failed: dict[str, str] = self._group.publish("sleep", urls)[0]
+        failed: dict[str, str] = self._group.sleep_servers(urls)[0]
         return failed
 
     def wake(self) -> dict[str, str]:
-        failed: dict[str, str] = self._group.publish("wake")[0]
+        failed: dict[str, str] = self._group.wake_servers()[0]
         return failed
 
     def make_room(self) -> None:
@@ -128,7 +132,7 @@ class RemotePublisher:
             future.result()
 
     def close(self) -> None:
-        self._group.publish("close")
+        self._group.close_publisher()
 
 
 class RemoteSave:
@@ -189,7 +193,7 @@ class RayRoles:
             self.close()
             raise
         groups = list(dict.fromkeys(self._groups.values()))
-        self._publisher = RemotePublisher(self._groups["actor"], groups) if recipe.engine.name == "sglang" else None
+        self._weights = RemoteWeights(self._groups["actor"], groups)
         self.reference = RemoteReference(self._groups["reference"]) if "reference" in self._groups else None
         self.critic = RemoteCritic(self._groups["critic"]) if "critic" in self._groups else None
 
@@ -242,9 +246,9 @@ class RayRoles:
         lines += [f"trained: {self.actor.adapter}"] if self.actor.adapter else []
         return lines + ([f"reward model: {self.reward_model.description}"] if self.reward_model is not None else [])
 
-    def weights(self) -> RemoteWeights | RemotePublisher:
+    def weights(self) -> RemoteWeights:
         """An engine in this process copies tensors; servers are sent them by the workers that hold them."""
-        return self._publisher or RemoteWeights(self._groups["actor"])
+        return self._weights
 
     def save(self, folder: Path) -> RemoteSave:
         return RemoteSave(self._trained(), folder)

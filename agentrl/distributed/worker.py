@@ -8,7 +8,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from agentrl.checkpoint.pending import Pending
 from agentrl.checkpoint.roles import RoleState, load_roles, save_roles
@@ -30,7 +29,8 @@ from agentrl.profiling.worker import InstrumentedWorker, instrumented
 from agentrl.recipe.schema import Recipe
 from agentrl.weights.group import agree_with_servers
 from agentrl.weights.publisher import Publisher
-from agentrl.weights.source import ModelWeights, buckets
+from agentrl.weights.request import WeightRequest, WeightResult
+from agentrl.weights.source import ModelWeights, NamedTensor, buckets
 
 Floats = npt.NDArray[np.float32]
 BUCKET_BYTES = 256 << 20
@@ -60,7 +60,7 @@ class TrainWorker(InstrumentedWorker):
         ranks = TorchProcessGroup(device=self.device)
         self._saving = dist.new_group(backend="gloo")  # a save goes on beside the collectives of training
         self._save: Pending | None = None
-        self._weights: Iterator[list[tuple[str, Tensor]]] = iter(())
+        self._weights: Iterator[list[NamedTensor]] = iter(())
         if "actor" in roles:
             made = build_policy(self.recipe, place)
             self.actor = Actor(made.model, self.recipe, made.forward, ranks, made.description)
@@ -117,7 +117,7 @@ class TrainWorker(InstrumentedWorker):
 
     @register(ONE_TO_ALL)
     @instrumented("actor", SYNC)
-    def next_weights(self) -> list[tuple[str, Tensor]] | None:
+    def next_weights(self) -> list[NamedTensor] | None:
         """The next bucket, on rank 0; None after the last. Gathered tensor by tensor, so all ranks take part."""
         with torch.no_grad():
             bucket = next(self._weights, None)
@@ -126,10 +126,28 @@ class TrainWorker(InstrumentedWorker):
         return [(name, tensor.cpu()) for name, tensor in bucket]
 
     @register(ONE_TO_ALL)
+    def open_publisher(self, folder: str | None, transport: str, key: str | None) -> None:
+        """See `Publisher.open`; so are the next four methods, each a call of its on every rank."""
+        self._publisher.open(folder, transport, key)
+
+    @register(ONE_TO_ALL)
     @instrumented("actor", SYNC)
-    def publish(self, method: str, *arguments: Any) -> Any:
-        """A method of `Publisher` (`open`, `publish`, `sleep`, `wake`, `close`), which sends weights to servers."""
-        return getattr(self._publisher, method)(*arguments)
+    def publish(self, request: WeightRequest) -> WeightResult | None:
+        return self._publisher.publish(request)
+
+    @register(ONE_TO_ALL)
+    @instrumented("actor", SYNC)
+    def sleep_servers(self, urls: Sequence[str]) -> dict[str, str]:
+        return self._publisher.sleep(urls)
+
+    @register(ONE_TO_ALL)
+    @instrumented("actor", SYNC)
+    def wake_servers(self) -> dict[str, str]:
+        return self._publisher.wake()
+
+    @register(ONE_TO_ALL)
+    def close_publisher(self) -> None:
+        self._publisher.close()
 
     @register(ONE_TO_ALL)
     def make_room(self) -> None:

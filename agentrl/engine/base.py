@@ -3,7 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from agentrl.weights.source import WeightSource
 
 
 class GenerationFinish(StrEnum):
@@ -66,9 +69,9 @@ class Engine(Protocol):
         """Stop one request (None: all); their `generate` returns what they have, with finish `abort`."""
         ...
 
-    async def update_weights(self, version: int, weights: Any = None) -> None:
-        """Sample from new weights from now on; what was computed with the old ones is dropped. `weights`: for `local`,
-        where the trainer is in other processes (name and whole tensor); None where it shares them, and for servers."""
+    async def update_weights(self, version: int, weights: "WeightSource | None" = None) -> None:
+        """Sample from new weights from now on; what was computed with the old ones is dropped. weights: of a trainer in
+        other processes; None where the engine knows the trainer's model."""
         ...
 
     async def pause(self, mode: str = "retract") -> None: ...

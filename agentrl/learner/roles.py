@@ -18,6 +18,7 @@ from agentrl.learner.metrics import MicroBatchMetrics
 from agentrl.learner.reference import Reference
 from agentrl.models import lora
 from agentrl.recipe.schema import Recipe
+from agentrl.weights.source import WeightSource
 
 Floats = npt.NDArray[np.float32]
 
@@ -111,8 +112,8 @@ class RoleHost(Roles, Protocol):
         """Lines for the start of a run."""
         ...
 
-    def weights(self) -> Any:
-        """What the engine is given once the policy has changed; None where it knows the policy's weights."""
+    def weights(self) -> WeightSource | None:
+        """Return what the engine is given once the policy has changed; None where it shares the policy's weights."""
         ...
 
     def save(self, folder: Path) -> PendingLike:

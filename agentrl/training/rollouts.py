@@ -13,10 +13,11 @@ from agentrl.rollout.stream import Flight, Plan, Stream
 from agentrl.threads import in_thread
 from agentrl.training.interrupt import Interrupts
 from agentrl.trajectory import Group
+from agentrl.weights.source import WeightSource
 
 T = TypeVar("T")
-Weights = Callable[[], Any]
-"""What the engine is given for a new version: None where it knows the trainer's weights."""
+Weights = Callable[[], WeightSource | None]
+"""Returns what the engine is given for a new version; None where it knows the trainer's model."""
 
 
 class Rollouts(Protocol):

@@ -1,20 +1,96 @@
-"""Whether a server shares this machine's memory. One in a container of this machine does not: it has mounts of its own,
-and would end itself over a piece of shared memory that it cannot find."""
+"""Addresses of this machine and of servers: where launched servers listen, the key without which they answer nobody,
+and whether a server shares this machine's memory.
+
+The invariant: a server that this run launched listens on loopback alone, or it asks for the run's key.
+"""
 
 import os
+import secrets
 import socket
 from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from agentrl.weights.reach import is_own
+from agentrl.errors import UserError
 
+KEY_VARIABLE = "AGENTRL_SGLANG_KEY"
+"""Environment variable with the key (`--api-key`) of servers that already run; for launched servers that listen on a
+network it replaces a generated one."""
+LOOPBACK = "127.0.0.1"
+ANY = ("0.0.0.0", "::", "*")
+_RAY_VARIABLE = "RAY_ADDRESS"
+_PUBLIC_ADDRESS = "8.8.8.8", 80
 _LISTENING = "0A"
 _PROC = Path("/proc")
 
 
+def listen_host(cluster: str | None) -> str:
+    """Return the address of this machine that every machine of a Ray cluster reaches; loopback without a cluster.
+
+    cluster: HOST:PORT of its head, or `auto`. Raises UserError for a host that has no address.
+    """
+    if cluster is None:
+        return LOOPBACK
+    if cluster == "auto":
+        cluster = os.environ.get(_RAY_VARIABLE, "auto")
+    host, _, port = cluster.rpartition(":")
+    return own_address(host.strip("[]"), int(port)) if host and port.isdecimal() else own_address(*_PUBLIC_ADDRESS)
+
+
+def own_address(host: str, port: int) -> str:
+    """Return the address of this machine from which `host` is reached; nothing is sent. Raises UserError."""
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0][0]
+        with socket.socket(family, socket.SOCK_DGRAM) as route:
+            route.connect((host, port))
+            return str(route.getsockname()[0])
+    except OSError as error:
+        if (host, port) == _PUBLIC_ADDRESS:
+            return LOOPBACK  # a machine without a network
+        raise UserError(f"engine sglang: this machine has no route to {host}: {error.strerror}") from error
+
+
+def is_own(address: str) -> bool:
+    """Return whether an address such as 10.0.0.7 belongs to this machine: only then can a server listen on it."""
+    try:
+        with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.bind((address, 0))
+    except OSError:
+        return False
+    return True
+
+
+def is_loopback(host: str) -> bool:
+    return host == "localhost" or host.startswith("127.") or host == "::1"
+
+
+def given_key() -> str | None:
+    return os.environ.get(KEY_VARIABLE) or None
+
+
+def new_key() -> str:
+    """Return the key of one run: the given one, or 256 random bits."""
+    return given_key() or secrets.token_hex(32)
+
+
+def authorization(key: str | None) -> dict[str, str]:
+    """Return the headers of every request."""
+    return {"Authorization": f"Bearer {key}"} if key else {}
+
+
+def url_of(host: str, port: int) -> str:
+    """Return the URL by which other machines call a server that listens on `host`."""
+    if host in ANY:
+        host = own_address(*_PUBLIC_ADDRESS)
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
 def same_host(url: str) -> bool:
-    """True only where that is sure: the process that listens there is visible, and in our mount namespace."""
+    """Return whether a server shares this machine's memory and files.
+
+    True only where that is certain: the process that listens there is visible, and in our mount and IPC namespaces. A
+    server in a container is not: it would end over a piece of shared memory that it cannot find.
+    """
     parts = urlsplit(url)
     port = parts.port or (443 if parts.scheme == "https" else 80)
     if not on_this_machine(parts.hostname or ""):
@@ -26,7 +102,7 @@ def same_host(url: str) -> bool:
 
 
 def on_this_machine(host: str) -> bool:
-    """Whether `host` is a name or an address of this machine."""
+    """Return whether `host` is a name or an address of this machine."""
     try:
         found = {str(info[4][0]) for info in socket.getaddrinfo(host, None)}
     except OSError:
@@ -35,7 +111,7 @@ def on_this_machine(host: str) -> bool:
 
 
 def _sockets(port: int) -> Iterator[str]:
-    """The sockets that listen on `port`, as links in a process's folder `fd` name them."""
+    """Yield the sockets that listen on `port`, by their names in a process's `fd` folder."""
     for table in ("net/tcp", "net/tcp6"):
         try:
             lines = (_PROC / table).read_text().splitlines()[1:]
@@ -54,7 +130,7 @@ def _open_sockets(pid: int) -> Iterator[str]:
     try:
         entries = os.listdir(_PROC / str(pid) / "fd")
     except OSError:
-        return  # ended meanwhile, or somebody else's
+        return  # the process has ended, or belongs to another user
     for entry in entries:
         try:
             yield os.readlink(_PROC / str(pid) / "fd" / entry)

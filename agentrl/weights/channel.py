@@ -1,42 +1,58 @@
 """`WeightChannel`: one update of all servers, as a transaction on each.
 
-pause -> drop the caches and load everything -> check -> set the version -> resume. A server is resumed only when all of
-it worked; otherwise it stays paused and has no version.
+Pause, drop the caches and load everything, verify, set the version, resume. A server is resumed only when all of it
+worked; otherwise it stays paused and has no version.
 """
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+import aiohttp
+
+from agentrl.errors import UserError, nearest
+from agentrl.weights.addresses import same_host
 from agentrl.weights.server import PauseMode, WeightServer, WeightUpdateError
-from agentrl.weights.source import NamedTensor
+from agentrl.weights.source import WeightSource
 from agentrl.weights.transports.base import Failures, Transport, each
+from agentrl.weights.transports.disk import DiskTransport
+from agentrl.weights.transports.nccl import GroupTransport
+from agentrl.weights.transports.shared_memory import SharedMemoryTransport
 from agentrl.weights.verify import Fingerprint, check
 
+TRANSPORTS = ("auto", "from_tensor", "from_distributed", "from_disk")
+"""Values of `engine.args.weights`, by the names of SGLang's endpoints."""
 CHECK_EVERY = 50
-"""Updates from one comparison of what servers hold with what was sent to the next; the first is compared."""
+"""Updates between two comparisons of what servers hold with what was sent; the first update is compared."""
 PARTIAL = "partial-"
-"""How the version begins of a server that holds a part of an update."""
+"""Prefix of the version of a server that holds a part of an update."""
 
 KEYS_AND_VALUES = ("kv_cache",)
 MEMORY = ("weights", *KEYS_AND_VALUES)
-"""What a server started with `--enable-memory-saver` can give back, and take again apart. A CPU frees nothing."""
+"""What a server started with `--enable-memory-saver` can release, and take again separately. A CPU frees nothing."""
 
 CHANGED = "the trainer changed its weights while they were sent"
 
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """good: URLs that hold and serve `version`. failed: URL -> why; these are paused and not to be sampled from."""
+    """The result of one update."""
 
     version: int
-    way: str
+    """The trainer's step."""
+    transport: str
+    """Name of the transport, or `lora`."""
     good: tuple[str, ...]
+    """URLs of the servers that hold and serve `version`."""
     failed: dict[str, str] = field(default_factory=dict)
+    """URL -> why; these servers are paused and must not be sampled from."""
     bytes: int = 0
-    seconds: float = 0.0  # from the pause to the resume
+    """Size of what was sent to each server."""
+    seconds: float = 0.0
+    """From the pause to the resume."""
 
 
 class WeightChannel:
@@ -46,11 +62,11 @@ class WeightChannel:
     def __init__(
         self,
         servers: Sequence[WeightServer],
-        way: Transport,
+        transport: Transport,
         check_every: int = CHECK_EVERY,
         former: "WeightChannel | None" = None,
     ) -> None:
-        self.servers, self.way, self._check_every = list(servers), way, check_every
+        self.servers, self.transport, self._check_every = list(servers), transport, check_every
         self._updates = 0
         self.versions: dict[str, int | None] = {server.url: None for server in servers}
         self._released: dict[str, tuple[str, ...]] = {} if former is None else former._released
@@ -59,34 +75,34 @@ class WeightChannel:
     async def publish(
         self,
         version: int,
-        weights: Iterable[NamedTensor],
+        weights: WeightSource,
         mode: PauseMode | str = PauseMode.RETRACT,
         resume: bool = True,
     ) -> Published:
         """Give every server `weights`, of the trainer's step `version`. Updates follow each other, never overlap.
 
-        mode: what becomes of requests under way; under `in_place` the caches are kept. resume: whether servers generate
+        mode: what happens to requests in flight; under `in_place` the caches are kept. resume: whether servers generate
         again at the end. Servers that sleep are woken; those that failed before are tried again. Raises nothing about a
         server: see `Published.failed`. Raises WeightUpdateError, with every server as it was, when the weights are not
-        those of their stamp (see ModelWeights).
+        intact.
         """
         mode = PauseMode(mode)
-        if not _intact(weights):
+        if not weights.intact():
             raise WeightUpdateError(
                 f"the trainer's weights are no longer those of step {version}; the next update comes"
             )
         async with self._busy:
-            began = perf_counter()
+            start = perf_counter()
             self.versions = dict.fromkeys((s.url for s in self.servers), None)
             checking = self._check_every > 0 and self._updates % self._check_every == 0
             self._updates += 1
             failures: Failures = {}
             ready = await each(self.servers, lambda server: self._open(server, version, mode), failures)
-            whole = [facts for server in ready if (facts := await server.facts()).hashes_whole]
-            sent = Fingerprint(weights, checking and bool(whole), [facts.dtype for facts in whole])
+            hashing = [facts for server in ready if (facts := await server.facts()).hashes_whole]
+            sent = Fingerprint(weights, checking and bool(hashing), [facts.dtype for facts in hashing])
             flush = mode is not PauseMode.IN_PLACE or bool(self._released)
-            failures |= await self.way.send(version, ready, sent, flush)
-            if not _intact(weights):
+            failures |= await self.transport.send(version, ready, sent, flush)
+            if not weights.intact():
                 failures |= {server.url: CHANGED for server in ready if server.url not in failures}
             ready = [server for server in ready if server.url not in failures]
             if checking:
@@ -95,22 +111,16 @@ class WeightChannel:
             ready = await each(ready, lambda server: self._commit(server, version, resume), failures)
             self.versions |= dict.fromkeys((s.url for s in ready), version)
             good = tuple(server.url for server in ready)
-            return Published(version, self.way.name, good, failures, sent.bytes, perf_counter() - began)
-
-    async def pause(self, mode: PauseMode | str = PauseMode.RETRACT) -> Failures:
-        """Stop generating everywhere, as `PauseMode` says. What failed, by URL."""
-        failures: Failures = {}
-        await each(self.servers, lambda server: server.pause(PauseMode(mode)), failures)
-        return failures
+            return Published(version, self.transport.name, good, failures, sent.bytes, perf_counter() - start)
 
     async def resume(self) -> Failures:
-        """Go on, on the servers whose weights are whole. What failed, by URL."""
+        """Resume the servers whose weights are whole. Returns what failed, by URL."""
         failures: Failures = {}
         await each([s for s in self.servers if self.versions.get(s.url) is not None], WeightServer.resume, failures)
         return failures
 
     async def sleep(self, tags: Sequence[str] = MEMORY) -> Failures:
-        """Pause, and give memory back to the trainer until `publish`, or `wake`. What failed, by URL.
+        """Pause, and release memory for the trainer until `publish` or `wake`. Returns what failed, by URL.
 
         tags: of MEMORY. With `weights` what servers held is lost: then only `publish` lets them generate again.
         """
@@ -120,17 +130,18 @@ class WeightChannel:
         return failures
 
     async def wake(self) -> Failures:
-        """Take back what `sleep` gave, and go on where the weights are whole. What failed, by URL."""
+        """Take back the memory that `sleep` released, and resume where the weights are whole. Returns what failed, by
+        URL."""
         failures: Failures = {}
         async with self._busy:
             await each(self.servers, lambda server: self._take(server, MEMORY), failures)
             return failures | await self.resume()
 
     async def close(self) -> None:
-        await self.way.close()
+        await self.transport.close()
 
     async def _open(self, server: WeightServer, version: int, mode: PauseMode) -> None:
-        """From now on what it holds is a part of an update, and it says so itself, also to a later run."""
+        """Mark what it holds from now on as a part of an update, also for a later run."""
         await server.facts()
         await server.pause(mode if server.url not in self._released else PauseMode.RETRACT)
         await server.set_version(f"{PARTIAL}{version}")
@@ -162,5 +173,40 @@ class WeightChannel:
                 self._released[server.url] = left
 
 
-def _intact(weights: Iterable[NamedTensor]) -> bool:
-    return getattr(weights, "intact", lambda: True)()
+async def open_channel(
+    urls: Sequence[str],
+    session: aiohttp.ClientSession,
+    *,
+    folder: Path,
+    transport: str = "auto",
+    timeout: float = 600.0,
+    check_every: int = CHECK_EVERY,
+    former: WeightChannel | None = None,
+    say: Callable[[str], None] = print,
+) -> WeightChannel:
+    """Open a channel to the servers at `urls`, which must answer already.
+
+    transport: one of TRANSPORTS. folder: where `from_disk` writes; servers on other machines must see it by the same
+    path. timeout: seconds that one call of an update may take. check_every: the first update is verified, and then one
+    in so many (0: none). say: called with a line that names the transport and why. former: the channel before this one:
+    servers that it sent to sleep are woken by this one.
+    Raises UserError for an unknown transport, WeightUpdateError for a server that does not answer.
+    """
+    if transport not in TRANSPORTS:
+        raise UserError(f"engine.args.weights: unknown transport {transport!r}{nearest(transport, TRANSPORTS)}")
+    servers = [WeightServer(url, session, timeout) for url in urls]
+    for server in servers:
+        await server.facts()
+    why = "as the recipe says"
+    if transport == "auto":
+        apart = [server.url for server in servers if not same_host(server.url)]
+        transport = "from_distributed" if apart else "from_tensor"
+        why = f"{apart[0]} does not share this machine's memory" if apart else "servers share this machine's memory"
+    say(f"weights: {transport} ({why})")
+    return WeightChannel(servers, _transport(transport, folder), check_every, former)
+
+
+def _transport(name: str, folder: Path) -> Transport:
+    if name == "from_disk":
+        return DiskTransport(folder)
+    return GroupTransport() if name == "from_distributed" else SharedMemoryTransport()

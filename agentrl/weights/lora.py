@@ -1,12 +1,12 @@
 """`LoraChannel`: only an adapter travels. Each step's adapter has a name of its own, so nothing has to pause.
 
-A request names the adapter that it samples from (`lora_path` in /generate) and keeps it to its end: its tokens are of
-the step of that adapter, whatever `weight_versions` says, which is the server's. Servers are started with
+A request names the adapter that it samples from (`lora_path` in /generate) and keeps it to its end: its tokens belong
+to the step of that adapter, whatever `weight_versions` says, which is the server's. Servers are started with
 `--enable-lora`, `--max-lora-rank`, `--lora-target-modules` and room for two adapters (`--max-loaded-loras 2` or more).
 
 Servers that see this machine's files read an adapter from a folder; others are sent its tensors by value, in the body
-of the call. Through shared memory they went too, but servers keep it open, and one that drops an adapter whose sender
-has ended meanwhile, such as the run before, aborts: torch's keeper of it is gone.
+of the call. Shared memory would do, but servers keep it open, and a server that drops an adapter whose sender has ended
+meanwhile, such as the run before, aborts: torch's manager of that memory is gone.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ import pickle
 import shutil
 import tempfile
 import uuid
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
@@ -32,22 +32,25 @@ from agentrl.weights.source import NamedTensor
 from agentrl.weights.transports.base import Failures, each
 
 KEPT = 2
-"""Adapters that a server holds at least: the newest, and the one that a request may have named a moment ago."""
+"""Adapters that a server holds at least: the newest, and the one before, which a request may just have named."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Adapter:
-    """config: PEFT's adapter_config.json. tensors: by PEFT's names."""
+class Adapter:
+    """The adapter of one step."""
 
-    name: str
+    version: int
+    """The trainer's step."""
     config: Mapping[str, Any]
+    """PEFT's adapter_config.json."""
     tensors: Sequence[NamedTensor]
+    """By PEFT's names (`base_model.model...lora_A.weight`)."""
 
 
 class LoraChannel:
-    """folder: makes the one where adapters are written until servers of this machine have read them. `names`: URL ->
-    the newest adapter that a server holds whole; it is asked for none else. former: the channel before this one, whose
-    books it goes on with, also for servers that it has not."""
+    """folder: makes the folder where adapters are written until servers of this machine have read them. `names`: URL ->
+    the newest adapter that a server holds whole; requests name no other. former: the channel before this one, whose
+    records it continues, also for servers that it does not have."""
 
     def __init__(
         self, servers: Sequence[WeightServer], folder: Callable[[], Path], former: "LoraChannel | None" = None
@@ -55,65 +58,57 @@ class LoraChannel:
         self.servers, self._folder = list(servers), folder
         self.names: dict[str, str] = {} if former is None else former.names
         self._held: dict[str, list[str]] = {} if former is None else former._held
-        self._near: dict[str, bool] = {} if former is None else former._near  # whether it sees our files
+        self._same_host: dict[str, bool] = {} if former is None else former._same_host
         self._busy = asyncio.Lock()
 
-    async def publish(
-        self,
-        version: int,
-        config: Mapping[str, Any],
-        tensors: Iterable[NamedTensor],
-        keep: Mapping[str, Collection[str]] | None = None,
-    ) -> Published:
-        """Give every server the adapter of the trainer's step `version`, under a new name, and drop older ones.
+    async def publish(self, adapter: Adapter, keep: Mapping[str, Collection[str]] | None = None) -> Published:
+        """Give every server the adapter under a new name, and drop older ones.
 
-        config: PEFT's adapter_config.json. tensors: by PEFT's names (`base_model.model...lora_A.weight`), read once.
-        keep: URL -> adapters that requests under way sample from: dropping one would wait for them. Raises nothing
+        keep: URL -> adapters that requests in flight sample from: dropping one would wait for them. Raises nothing
         about a server: see `Published.failed`; one that failed goes on with its former adapter.
         """
         async with self._busy:
-            began = perf_counter()
+            start = perf_counter()
             failures: Failures = {}
-            name = f"step-{version}-{uuid.uuid4().hex[:8]}"  # no server knows it, whatever failed before
-            adapter = _Adapter(name, config, [(key, tensor.detach()) for key, tensor in tensors])
-            near = [server for server in self.servers if self._sees_our_files(server)]
-            far = [server for server in self.servers if server not in near]
-            loaded = await self._by_folder(near, adapter, failures)
-            loaded += await self._by_value(far, adapter, failures)
+            name = f"step-{adapter.version}-{uuid.uuid4().hex[:8]}"  # no server knows it, whatever failed before
+            local = [server for server in self.servers if self._sees_our_files(server)]
+            remote = [server for server in self.servers if server not in local]
+            loaded = await self._by_folder(local, name, adapter, failures)
+            loaded += await self._by_value(remote, name, adapter, failures)
             await each(loaded, lambda server: self._renew(server, name, (keep or {}).get(server.url, ())), {})
             size = sum(tensor.nbytes for _, tensor in adapter.tensors)
             good = tuple(server.url for server in loaded)
-            return Published(version, "lora", good, failures, size, perf_counter() - began)
+            return Published(adapter.version, "lora", good, failures, size, perf_counter() - start)
 
     async def _by_folder(
-        self, servers: Sequence[WeightServer], adapter: _Adapter, failures: Failures
+        self, servers: Sequence[WeightServer], name: str, adapter: Adapter, failures: Failures
     ) -> list[WeightServer]:
         if not servers:
             return []
-        folder = Path(tempfile.mkdtemp(prefix=f"{adapter.name}_", dir=self._folder().resolve()))
+        folder = Path(tempfile.mkdtemp(prefix=f"{name}_", dir=self._folder().resolve()))
         folder.chmod(0o755)
-        content = {key: tensor.contiguous().cpu() for key, tensor in adapter.tensors}
+        content = {key: tensor.detach().contiguous().cpu() for key, tensor in adapter.tensors}
         await in_thread(save_file, content, folder / "adapter_model.safetensors")
         (folder / "adapter_config.json").write_text(json.dumps(adapter.config), encoding="utf-8")
         try:
-            return await self._load(servers, lambda server: server.load_adapter(adapter.name, str(folder)), failures)
+            return await self._load(servers, lambda server: server.load_adapter(name, str(folder)), failures)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
     async def _by_value(
-        self, servers: Sequence[WeightServer], adapter: _Adapter, failures: Failures
+        self, servers: Sequence[WeightServer], name: str, adapter: Adapter, failures: Failures
     ) -> list[WeightServer]:
         if not servers:
             return []
         payload = await in_thread(_by_value, adapter.tensors)
         return await self._load(
-            servers, lambda server: server.load_adapter_tensors(adapter.name, adapter.config, payload), failures
+            servers, lambda server: server.load_adapter_tensors(name, adapter.config, payload), failures
         )
 
     def _sees_our_files(self, server: WeightServer) -> bool:
-        if server.url not in self._near:
-            self._near[server.url] = same_host(server.url)
-        return self._near[server.url]
+        if server.url not in self._same_host:
+            self._same_host[server.url] = same_host(server.url)
+        return self._same_host[server.url]
 
     async def _load(
         self, servers: Sequence[WeightServer], load: Callable[[WeightServer], Any], failures: Failures
@@ -128,7 +123,7 @@ class LoraChannel:
         return await each(servers, checked, failures)
 
     async def _renew(self, server: WeightServer, name: str, keep: Collection[str]) -> None:
-        """`name` is the newest from now on; what is too old is dropped, unless it is in use and there is room."""
+        """Make `name` the newest, and drop what is too old, unless it is in use and there is room."""
         held = self._held.setdefault(server.url, [])
         held.append(name)
         self.names[server.url] = name
@@ -140,7 +135,7 @@ class LoraChannel:
 
 
 def _by_value(batch: Sequence[NamedTensor]) -> str:
-    """Tensors in a pickle that servers' restricted reader admits: nothing of it stays with the sender. (Cloned, since a
-    view would bring along all that it is of.)"""
-    content = {name: tensor.cpu().contiguous().clone() for name, tensor in batch}
+    """Return tensors as a pickle (base64) that servers' restricted reader admits. Cloned, since a view would bring its
+    whole storage along."""
+    content = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in batch}
     return base64.b64encode(pickle.dumps(content, protocol=4)).decode()

@@ -1,31 +1,167 @@
-"""`Publisher`: the sending end in the processes of a sharded trainer, called alike on every rank.
+"""Sending a model's weights to servers, as a `WeightRequest` says: `Sender` in any event loop, `Publisher` in each
+process of a sharded trainer.
 
-    publisher = Publisher(model, rank)            # in each worker
-    publisher.open(folder, way)
-    sent = publisher.publish(Order(urls, step))   # rank 0: what became of it; the others: None
+    publisher = Publisher(model, rank)                     # in each worker
+    publisher.open(folder, transport)
+    result = publisher.publish(WeightRequest(urls, step))  # rank 0: a WeightResult; the others: None
 
-Each call blocks. An order is carried out on all ranks or none: rank 0 reads the weights to their end also when every
-server failed, so nobody waits in a collective for ever.
+The invariant, for a sharded model: by one request each rank gathers the same tensors in the same order, once and to the
+end, whatever fails on the way. Rank 0 sends; the others follow, so nobody waits in a collective for ever.
 """
 
 import asyncio
+import uuid
 from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import aiohttp
+import torch
 
-from agentrl.weights.reach import authorization
-from agentrl.weights.request import WeightRequest, WeightResult
+from agentrl.models.lora import adapter_config, adapter_state
+from agentrl.threads import in_thread
+from agentrl.weights.addresses import authorization
+from agentrl.weights.channel import KEYS_AND_VALUES, WeightChannel, open_channel
+from agentrl.weights.lora import Adapter, LoraChannel
+from agentrl.weights.request import WeightContent, WeightRequest, WeightResult
 from agentrl.weights.scratch import WEIGHTS, Scratch
-from agentrl.weights.sender import Sender
+from agentrl.weights.server import WeightServer, WeightUpdateError
+from agentrl.weights.source import ModelWeights, whole
 
 T = TypeVar("T")
+KEEP_ALIVE_SECONDS = 3.0
+"""Less than a server keeps an idle connection (5 s): a connection that it is about to close is not used again."""
+
+
+class Sender:
+    """Sends the weights of `model`, a transformers module, from this process.
+
+    session: returns that of the running event loop. scratch: makes the folder that may be written to. transport: see
+    `open_channel`. say: called with lines for people.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        session: Callable[[], aiohttp.ClientSession],
+        scratch: Callable[[], Path],
+        transport: str,
+        say: Callable[[str], None],
+    ) -> None:
+        self._model, self._session, self._scratch = model, session, scratch
+        self._transport, self._say = transport, say
+        self._channel: WeightChannel | None = None
+        self._channel_key: object = None  # event loop and URLs of the channel
+        self._lora: LoraChannel | None = None
+        self._stamp: str | None = None  # of the weights that were sent last: the trainer may have changed them since
+        self._adapter: Adapter | None = None
+
+    async def send(self, request: WeightRequest) -> WeightResult:
+        """Send to all servers at once. A server that does not take all of it is in the result, not raised."""
+        send = self._send_adapter if request.content is WeightContent.ADAPTER else self._send_weights
+        try:
+            return await send(request)
+        except WeightUpdateError as error:
+            return WeightResult(dict.fromkeys(request.urls, str(error)))
+
+    def follow(self, request: WeightRequest) -> None:
+        """Take part in the collectives of a request, on a rank that sends nothing."""
+        if request.content is not WeightContent.ADAPTER:
+            ModelWeights(self._model, base=request.content is WeightContent.BASE).follow()
+        elif self._gathers(request):
+            self._adapter = self._gathered(request.version)
+
+    async def sleep(self, urls: Sequence[str]) -> dict[str, str]:
+        """Pause the servers, which release their memory until `send` or `wake`: that of the weights too, where whole
+        weights are sent. Returns what failed, by URL."""
+        try:
+            channel = await self._to(urls)
+            if self._lora is None:
+                return dict(await channel.sleep())
+            channel.versions = dict.fromkeys(urls, 0)  # the base is whole and stays
+            return dict(await channel.sleep(KEYS_AND_VALUES))
+        except WeightUpdateError as error:
+            return dict.fromkeys(urls, str(error))
+
+    async def wake(self) -> dict[str, str]:
+        """Resume servers that sleep and were sent nothing, where their weights are whole. Returns what failed, by
+        URL."""
+        return dict(await self._channel.wake()) if self._channel is not None else {}
+
+    async def close(self) -> None:
+        channel, self._channel, self._channel_key = self._channel, None, None
+        if channel is not None:
+            await channel.close()
+
+    async def _send_weights(self, request: WeightRequest) -> WeightResult:
+        base = request.content is WeightContent.BASE
+        weights = ModelWeights(self._model, stamp=self._stamp if request.again and not base else None, base=base)
+        try:
+            if request.again or base:
+                channel = await self._open(request.urls, lambda line: None)
+                try:
+                    done = await channel.publish(request.version, weights, request.mode)
+                finally:
+                    await channel.close()
+            else:
+                channel = await self._to(request.urls)
+                self._stamp = weights.stamp
+                done = await channel.publish(request.version, weights, request.mode)
+        except WeightUpdateError:
+            self._channel_key = self._channel_key if request.again else None
+            raise
+        finally:
+            await in_thread(weights.finish)
+        return WeightResult(done.failed)
+
+    async def _send_adapter(self, request: WeightRequest) -> WeightResult:
+        if self._gathers(request):
+            self._adapter = self._gathered(request.version)
+        adapter = self._adapter
+        if adapter is None or adapter.version != request.version:
+            raise WeightUpdateError(f"the trainer's adapter is no longer that of step {request.version}")
+        servers = [WeightServer(url, self._session()) for url in request.urls]
+        if self._lora is None:
+            self._say("weights: the adapter alone, without a pause")
+        self._lora = LoraChannel(servers, self._scratch, former=self._lora)
+        done = await self._lora.publish(adapter, request.keep)
+        failed = done.failed | (await self.wake() if not request.again else {})
+        names = {url: name for url in request.urls if (name := self._lora.names.get(url)) is not None}
+        return WeightResult(failed, names)
+
+    def _gathers(self, request: WeightRequest) -> bool:
+        """Return whether this request reads the adapter from the model; the same on every rank."""
+        return not request.again or self._adapter is None
+
+    def _gathered(self, version: int) -> Adapter:
+        tensors = [(name, whole(tensor).cpu().clone()) for name, tensor in adapter_state(self._model).items()]
+        return Adapter(version, adapter_config(self._model), tensors)
+
+    async def _to(self, urls: Sequence[str]) -> WeightChannel:
+        """Return the channel to these servers in this event loop."""
+        key = (asyncio.get_running_loop(), tuple(urls))
+        if key != self._channel_key or self._channel is None:
+            former = self._channel
+            await self.close()
+            say: Callable[[str], None] = self._say if self._lora is None else lambda line: None
+            self._channel, self._channel_key = await self._open(urls, say, former), key
+        return self._channel
+
+    async def _open(
+        self, urls: Sequence[str], say: Callable[[str], None], former: WeightChannel | None = None
+    ) -> WeightChannel:
+        session, folder = self._session(), self._folder()
+        return await open_channel(urls, session, folder=folder, transport=self._transport, say=say, former=former)
+
+    def _folder(self) -> Path:
+        return (
+            self._scratch() / f"weights_{uuid.uuid4().hex[:8]}"
+        )  # one for each channel, which removes it when it closes
 
 
 class Publisher:
-    """model: a transformers module, its parameters sharded (FSDP2) or not. rank: of this process; 0 speaks to servers,
-    in an event loop of its own."""
+    """Sends the weights of `model`, a transformers module whose parameters may be sharded (FSDP2). Called alike on
+    every rank; each call blocks. rank: of this process; 0 speaks to servers, in an event loop of its own."""
 
     def __init__(self, model: Any, rank: int = 0) -> None:
         self._model, self._rank = model, rank
@@ -34,44 +170,49 @@ class Publisher:
         self._key: str | None = None
         self._sender: Sender | None = None
         self._folder: Path | None = None
-        self._own = Scratch(WEIGHTS)
-        self._said: list[str] = []
+        self._temporary = Scratch(WEIGHTS)
+        self._messages: list[str] = []
 
-    def open(self, folder: str | None = None, way: str = "auto", key: str | None = None) -> None:
-        """folder: where `from_disk` writes, which servers must see by the same path (None: a temporary one). way: see
-        `engine.args.weights`. key: what servers ask for. Raises UserError for an unknown way once it is used."""
+    def open(self, folder: str | None = None, transport: str = "auto", key: str | None = None) -> None:
+        """folder: where `from_disk` writes, which servers must see by the same path (None: a temporary one). transport:
+        see `open_channel`. key: of servers that ask for one. An unknown transport raises UserError once it is used."""
         self.close()
         self._key = key
         self._folder = Path(folder) if folder is not None else None
-        self._sender = Sender(self._model, self._get_session, self._scratch, way, self._said.append)
+        self._sender = Sender(self._model, self._get_session, self._scratch, transport, self._messages.append)
 
-    def publish(self, order: WeightRequest) -> WeightResult | None:
-        """Send the weights where `order` says."""
+    def publish(self, request: WeightRequest) -> WeightResult | None:
+        """Send the weights as `request` says. Returns the result on rank 0, None elsewhere. Rank 0 reads the weights to
+        their end also when every server has failed."""
         sender = self._opened()
         if self._rank != 0:
-            sender.follow(order)
+            sender.follow(request)
             return None
-        sent = self._run(lambda: sender.send(order))
-        said, self._said[:] = tuple(self._said), ()
-        return WeightResult(sent.failed, sent.adapters, said)
+        result = self._run(lambda: sender.send(request))
+        messages, self._messages[:] = tuple(self._messages), ()
+        return WeightResult(result.failed, result.adapters, messages)
 
     def sleep(self, urls: Sequence[str]) -> dict[str, str]:
-        """Let the servers give their memory back until the next `publish`. What failed, by URL."""
+        """Have the servers release their memory until the next `publish`. Returns what failed, by URL."""
         sender = self._opened()
         return self._run(lambda: sender.sleep(urls)) if self._rank == 0 else {}
 
     def wake(self) -> dict[str, str]:
-        """After `sleep`, where nothing was published since. What failed, by URL."""
+        """Wake servers after `sleep`, where nothing was published since. Returns what failed, by URL."""
         sender = self._opened()
         return self._run(sender.wake) if self._rank == 0 else {}
 
+    def make_room(self) -> None:
+        """Free GPU memory that torch caches, for servers on the same GPU."""
+        torch.cuda.empty_cache()
+
     def close(self) -> None:
-        """Leave process groups, remove what was written. It may be opened again."""
+        """Leave process groups and remove what was written. It may be opened again."""
         runner, self._runner = self._runner, None
         if runner is not None:
             runner.run(self._close())
             runner.close()
-        self._own.close()
+        self._temporary.close()
         self._sender = None
 
     async def _close(self) -> None:
@@ -88,15 +229,15 @@ class Publisher:
         return self._sender
 
     def _run(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """In the loop that connections and channels belong to."""
+        """Run it in the event loop that connections and channels belong to."""
         self._runner = self._runner or asyncio.Runner()
         return self._runner.run(work())
 
     def _get_session(self) -> aiohttp.ClientSession:
         if self._session is None:
-            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=3.0)
+            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_SECONDS)
             self._session = aiohttp.ClientSession(connector=connector, headers=authorization(self._key))
         return self._session
 
     def _scratch(self) -> Path:
-        return self._own.path() if self._folder is None else self._folder
+        return self._temporary.path() if self._folder is None else self._folder

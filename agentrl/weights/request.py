@@ -1,39 +1,66 @@
-"""What is asked of whoever holds the trainer's weights, and what it answers. Both travel between processes."""
+"""What is asked of the processes that hold the trainer's weights, and what they answer. Both travel between
+processes."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Protocol
 
 
-class What(StrEnum):
-    """What of a model is sent."""
+class WeightContent(StrEnum):
+    """Which of a model's weights are sent."""
 
-    WHOLE = "whole"  # all weights, with the adapter merged where there is one
-    BASE = "base"  # all weights, without it
-    ADAPTER = "adapter"  # it alone
+    WHOLE = "whole"
+    """All weights, with the adapter merged where there is one."""
+    BASE = "base"
+    """All weights, without the adapter."""
+    ADAPTER = "adapter"
+    """The adapter alone."""
 
 
 @dataclass(frozen=True, slots=True)
 class WeightRequest:
-    """Send the weights of the trainer's step `version` to the servers at `urls`.
-
-    mode: see PauseMode; an adapter needs no pause. again: to servers that missed an update: what is sent must still be
-    that of `version`. keep: URL -> names of adapters that requests under way sample from.
-    """
+    """Send the weights of the trainer's step `version` to the servers at `urls`."""
 
     urls: tuple[str, ...]
+    """Addresses of the servers, http://HOST:PORT."""
     version: int
+    """The trainer's step."""
     mode: str = "retract"
-    what: What = What.WHOLE
+    """What happens to requests in flight, see `PauseMode`; an adapter needs no pause."""
+    content: WeightContent = WeightContent.WHOLE
+    """Which weights."""
     again: bool = False
+    """For servers that missed an update: what is sent must still be that of `version`."""
     keep: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    """URL -> names of adapters that requests in flight sample from."""
 
 
 @dataclass(frozen=True, slots=True)
 class WeightResult:
-    """failed: URL -> one line, for the servers that did not take all of it. adapters: URL -> the adapter that requests
-    are to name from now on. said: lines for people."""
+    """What became of a `WeightRequest`."""
 
     failed: dict[str, str]
+    """URL -> one line, for the servers that did not take all of it."""
     adapters: dict[str, str] = field(default_factory=dict)
-    said: tuple[str, ...] = ()
+    """URL -> the adapter that requests are to name from now on."""
+    messages: tuple[str, ...] = ()
+    """Lines for people."""
+
+
+class WeightPublisher(Protocol):
+    """Sends weights to servers from the processes that hold them; see `publisher.Publisher`. Its calls block."""
+
+    def open(self, folder: str | None = None, transport: str = "auto", key: str | None = None) -> None: ...
+
+    def publish(self, request: WeightRequest) -> WeightResult: ...
+
+    def sleep(self, urls: Sequence[str]) -> dict[str, str]: ...
+
+    def wake(self) -> dict[str, str]: ...
+
+    def make_room(self) -> None:
+        """Free GPU memory that the trainer caches for its next step: servers on the same GPU wake up."""
+        ...
+
+    def close(self) -> None: ...

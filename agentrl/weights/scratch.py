@@ -1,7 +1,7 @@
 """`Scratch`: a temporary folder of this process. A process that is killed cannot remove its own: the next one does.
 
-The invariant: whoever uses a folder holds the lock of it (flock), which ends with the process however that ends; so a
-folder that can be locked is nobody's any more.
+The invariant: a process holds the lock (flock) of the folder that it uses, until it ends in whatever way; so a folder
+that can be locked is no longer in use.
 """
 
 import atexit
@@ -15,11 +15,12 @@ from pathlib import Path
 
 WEIGHTS, LOGS = "agentrl_weights_", "agentrl_sglang_"
 KEPT_SECONDS = {WEIGHTS: 60.0, LOGS: 24 * 3600.0}
-"""How long folders stay whose process is gone: the time between making one and locking it, and for logs to be read."""
+"""How long a folder stays after its process: the time between making and locking it; for logs, the time to read
+them."""
 
 
 class Scratch:
-    """kind: WEIGHTS or LOGS, how its name begins. `path` makes it, once."""
+    """kind: WEIGHTS or LOGS, the prefix of its name. `path` makes it, once."""
 
     def __init__(self, kind: str) -> None:
         self._kind = kind
@@ -36,7 +37,7 @@ class Scratch:
         return self._path
 
     def close(self) -> None:
-        """Remove it; logs stay where there are any. It may be made again."""
+        """Remove the folder; logs stay where there are any. It may be made again."""
         path, self._path = self._path, None
         if path is None:
             return
@@ -44,15 +45,15 @@ class Scratch:
         if self._kind == WEIGHTS:
             shutil.rmtree(path, ignore_errors=True)
         else:
-            with contextlib.suppress(OSError):  # it has logs in it
+            with contextlib.suppress(OSError):  # there are logs in it
                 path.rmdir()
         os.close(self._lock)
 
 
 def sweep(kind: str) -> None:
-    """Remove our folders of this kind whose processes are gone."""
+    """Remove this user's folders of this kind whose processes are gone."""
     for folder in Path(tempfile.gettempdir()).glob(f"{kind}*"):
-        with contextlib.suppress(OSError):  # somebody else's, or gone meanwhile
+        with contextlib.suppress(OSError):  # another user's, or gone meanwhile
             found = folder.lstat()
             if found.st_uid == os.getuid() and time.time() - found.st_mtime > KEPT_SECONDS[kind]:
                 _remove_unused(folder)

@@ -1,9 +1,8 @@
-"""Whether a server holds what was sent, bit for bit. It answers 200 also for names that it does not know.
+"""Verify that a server holds what was sent, bit for bit. It answers 200 also for names that it does not know.
 
-A server on a CPU hashes each of its parameters (SHA-256), whole where it has one rank; the same is
-computed here while the tensors pass by. Servers on GPUs hash otherwise: there, and where one is split or quantized,
-only the servers are compared with each other.
-"""
+A server on a CPU hashes each of its parameters (SHA-256), whole where it has one rank; the same hashes are computed
+here while the tensors pass by. Servers on GPUs hash in another way: they, and servers whose model is split or
+quantized, are only compared with each other."""
 
 import hashlib
 import re
@@ -14,22 +13,22 @@ import torch
 from torch import Tensor
 
 from agentrl.weights.server import WeightServer, WeightUpdateError
-from agentrl.weights.source import NamedTensor
+from agentrl.weights.source import NamedTensor, WeightSource
 
 _FUSED = {"q_proj": ("qkv_proj", 0), "k_proj": ("qkv_proj", 1), "v_proj": ("qkv_proj", 2),
           "gate_proj": ("gate_up_proj", 0), "up_proj": ("gate_up_proj", 1)}  # fmt: skip
 _PART = re.compile(r"\.(q_proj|k_proj|v_proj|gate_proj|up_proj)\.(?=\w+$)")
-_OTHERWISE = (".experts.", "visual.", "vision")
-"""What servers stack or rename in ways that are not followed here."""
+_NOT_COMPARED = (".experts.", "visual.", "vision")
+"""Parts of names that servers stack or rename in ways that are not reproduced here."""
 
 
-class Fingerprint:
-    """Passes weights on, counts their bytes and, with `hashing`, hashes them as servers do."""
+class Fingerprint(WeightSource):
+    """Passes weights on, counts their bytes and, with `hashing`, hashes them as servers do, in each of `dtypes`."""
 
-    def __init__(self, weights: Iterable[NamedTensor], hashing: bool, dtypes: Iterable[str] = ()) -> None:
+    def __init__(self, weights: WeightSource, hashing: bool, dtypes: Iterable[str] = ()) -> None:
         self._weights, self._hashing = weights, hashing
         self._dtypes = {getattr(torch, name) for name in dtypes if hasattr(torch, name)}
-        self.repeatable = getattr(weights, "repeatable", False)
+        self.repeatable = weights.repeatable
         self.bytes = 0
         self._sums: dict[str, _Sum] = {}
 
@@ -50,9 +49,10 @@ class Fingerprint:
         self._sums.setdefault(name, _Sum()).add(part, tensor, self._dtypes)
 
     def differences(self, checksums: Mapping[str, str]) -> list[str]:
-        """What a server's `checksums` (parameter -> hash) say against what was passed on, a line each."""
-        theirs = {name: value for name, value in checksums.items() if not any(o in name for o in _OTHERWISE)}
-        ours = {name: value for name, value in self._sums.items() if not any(o in name for o in _OTHERWISE)}
+        """Compare a server's `checksums` (parameter -> hash) with what was passed on. Returns a line for each
+        difference."""
+        theirs = {name: value for name, value in checksums.items() if not any(part in name for part in _NOT_COMPARED)}
+        ours = {name: value for name, value in self._sums.items() if not any(part in name for part in _NOT_COMPARED)}
         return (
             [f"it has no {name}" for name in ours.keys() - theirs.keys()]
             + [f"{name} was not sent" for name in theirs.keys() - ours.keys()]
@@ -65,16 +65,17 @@ class Fingerprint:
 
 
 class _Sum:
-    """The hash of parts that a server keeps as one tensor, in each dtype that it may keep them in."""
+    """The hash of parts that a server keeps as one tensor, in each dtype that it may keep them in. Parts may be added
+    in any order."""
 
     def __init__(self) -> None:
         self._running: dict[torch.dtype | None, Any] = {}
         self._next = 0
-        self._early: dict[int, Tensor] = {}
+        self._pending: dict[int, Tensor] = {}
 
     def add(self, part: int, tensor: Tensor, dtypes: Iterable[torch.dtype]) -> None:
-        self._early[part] = tensor
-        while (due := self._early.pop(self._next, None)) is not None:
+        self._pending[part] = tensor
+        while (due := self._pending.pop(self._next, None)) is not None:
             self._next += 1
             for dtype in (None, *dtypes):  # None: as it is sent
                 kept = due.detach() if dtype is None else due.detach().to(dtype)
@@ -86,9 +87,9 @@ class _Sum:
 
 
 async def check(server: WeightServer, sent: Fingerprint, others: dict[tuple[Any, ...], str]) -> None:
-    """Raises WeightUpdateError with one line when the server holds something else than was sent.
+    """Raise WeightUpdateError with one line when the server holds something else than was sent.
 
-    others: what servers of the same kind answered before, filled here.
+    others: kind of server -> hash of its answer; filled here, to compare servers of one kind with each other.
     """
     facts = await server.facts()
     ranks = await server.checksums()

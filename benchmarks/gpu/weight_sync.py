@@ -4,7 +4,7 @@
     AGENTRL_SGLANG_VENV=VENV python benchmarks/gpu/weight_sync.py --mb 16000 --tp 2
 
 bfloat16, dummy weights. With one GPU the server shares it with the trainer: NCCL does not join two processes on one
-device, so that way wants a second one, as `--tp 2` wants two for the server. A row is as in benchmarks/weight_sync.py.
+device, so that transport wants a second one, as `--tp 2` wants two for the server. A row is as in benchmarks/weight_sync.py.
 """
 
 import argparse
@@ -32,9 +32,9 @@ async def run(options: argparse.Namespace) -> list[dict[str, Any]]:
 
     from agentrl.weights import ModelWeights, WeightChannel, WeightServer
     from agentrl.weights.transports.base import Transport
-    from agentrl.weights.transports.disk import FromDisk
-    from agentrl.weights.transports.nccl import FromDistributed
-    from agentrl.weights.transports.shared_memory import FromTensor
+    from agentrl.weights.transports.disk import DiskTransport
+    from agentrl.weights.transports.nccl import GroupTransport
+    from agentrl.weights.transports.shared_memory import SharedMemoryTransport
 
     apart = torch.cuda.device_count() > options.tp
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory(dir="/dev/shm") as memory:
@@ -45,17 +45,19 @@ async def run(options: argparse.Namespace) -> list[dict[str, Any]]:
         copied = plain_copy(model, options.repeat, torch.cuda.synchronize)
         rows = [{"way": "copy on the device", "seconds": copied, "mb_s": size / MB / copied, "ratio": 1.0}]
         show({"model": "synthetic Qwen3", **rows[0]}, size)
-        ways: dict[str, Transport] = {"from_tensor (CUDA IPC)": FromTensor()}
+        transports: dict[str, Transport] = {"from_tensor (CUDA IPC)": SharedMemoryTransport()}
         if apart:
-            ways["from_distributed (nccl)"] = FromDistributed()
+            transports["from_distributed (nccl)"] = GroupTransport()
         else:
             print(f"from_distributed (nccl): left out, it needs {options.tp + 1} GPUs", flush=True)
-        ways["from_disk, /dev/shm"] = FromDisk(Path(memory))
+        transports["from_disk, /dev/shm"] = DiskTransport(Path(memory))
         async with serving(Path(folder), options.tp, apart) as url, aiohttp.ClientSession() as session:
-            for label, way in ways.items():
+            for label, transport in transports.items():
                 try:
-                    seconds = await best_of(WeightChannel([WeightServer(url, session)], way), model, options.repeat)
-                except SystemExit as failed:  # NCCL wants one version on both sides; the other ways go on
+                    seconds = await best_of(
+                        WeightChannel([WeightServer(url, session)], transport), model, options.repeat
+                    )
+                except SystemExit as failed:  # NCCL wants one version on both sides; the other transports go on
                     print(f"{label}: {failed}", flush=True)
                     continue
                 row = {"way": label, "seconds": seconds, "mb_s": size / MB / seconds, "ratio": copied / seconds}

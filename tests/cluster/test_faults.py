@@ -203,7 +203,7 @@ def begun(controller: "subprocess.Popen[str]") -> tuple[Path, list[int]]:
     folder, *workers = controller.stdout.readline().split()
     processes = descendants(controller.pid)
     assert {int(pid) for pid in workers} <= set(processes)
-    assert len(processes) > 5  # the keeper, Ray's own, the workers
+    assert len(processes) > 5  # the supervisor, Ray's own, the workers
     assert Path(folder).is_dir()
     return Path(folder), processes
 

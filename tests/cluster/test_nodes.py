@@ -3,7 +3,6 @@
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -14,36 +13,27 @@ from pathlib import Path
 import pytest
 from cluster_help import STORE, Probe, alive, descendants, gone
 
-from agentrl.cluster import session as sessions
 from agentrl.cluster.errors import ClusterError, WorkerLost
 from agentrl.cluster.group import WorkerGroup
 from agentrl.cluster.pool import ResourcePool
-from agentrl.cluster.session import Session
+from agentrl.cluster.session import GRACE_SECONDS, Session
+from agentrl.process_tree import ProcessTree
 
 START = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"]
-HEAD = Path(sessions.__file__).with_name("head.py")
 SECONDS = 180.0
 
 
 @contextmanager
-def node(folder: Path, *arguments: str) -> Iterator["subprocess.Popen[bytes]"]:
+def node(folder: Path, *arguments: str) -> Iterator[ProcessTree]:
     """A machine of a cluster, as `ray start` makes it."""
     environment = {**os.environ, "RAY_worker_niceness": "0", "RAY_USAGE_STATS_ENABLED": "0"}
     with (folder / "start.log").open("wb") as log:
-        keeper = subprocess.Popen(
-            [sys.executable, str(HEAD), str(folder), *START, f"--object-store-memory={STORE}", *arguments],
-            stdin=subprocess.PIPE,
-            stdout=log,
-            stderr=log,
-            env=environment,
-            start_new_session=True,
-        )
+        command = [*START, f"--object-store-memory={STORE}", *arguments]
+        tree = ProcessTree(command, log, environment, grace=GRACE_SECONDS, folder=folder)
     try:
-        yield keeper
+        yield tree
     finally:
-        assert keeper.stdin is not None
-        keeper.stdin.close()
-        keeper.wait()
+        tree.end()
 
 
 def until(done: "callable") -> None:

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from agentrl.models.load import load_model
 from agentrl.recipe.schema import ModelSection
-from agentrl.weights.source import NamedTensor
+from agentrl.weights.source import NamedTensor, WeightSource
 
 PROMPT = list(range(50, 80))
 
@@ -82,7 +82,7 @@ class _Restricted(pickle.Unpickler):
         return super().find_class(module, name)
 
 
-class Weights:
+class Weights(WeightSource):
     """A list of tensors; `before(i)` is called ahead of tensor `i`."""
 
     repeatable = True

@@ -40,8 +40,7 @@ from agentrl.models.lora import add_adapter
 from agentrl.recipe.schema import CriticSection, LoraSection, Recipe
 from agentrl.weights.group import agree_with_servers
 from agentrl.weights.source import ModelWeights
-from agentrl.weights.transports import bucket as shared
-from agentrl.weights.transports import segments
+from agentrl.weights.transports import shared_memory
 
 GROUPS = [[1.0, 0.0, 1.0, 0.0], [0.0, 0.0, 1.0, 0.0]]
 LONE = [[1.0], [0.0], [1.0]]
@@ -252,7 +251,7 @@ def test_a_bucket_on_a_gpu_is_named_by_its_uuid_and_made_anew(monkeypatch: pytes
 
     monkeypatch.setattr(reductions, "reduce_tensor", reduce)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="abc"), raising=False)
-    bucket = shared.SharedBucket()
+    bucket = shared_memory.SharedBucket()
     with pretending(monkeypatch):
         weights = list(ModelWeights(to_gpu(make_model(torch.bfloat16))))
         contents = []
@@ -274,15 +273,15 @@ def test_a_bucket_on_a_gpu_is_named_by_its_uuid_and_made_anew(monkeypatch: pytes
 def test_shared_memory_lies_in_plain_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
     monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", asked.append)
-    for name in segments.ALLOCATOR:
+    for name in shared_memory.ALLOCATOR:
         monkeypatch.delenv(name, raising=False)
-    with segments.plain_segments():
+    with shared_memory.plain_segments():
         assert not asked
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64,expandable_segments:True")
-    with segments.plain_segments():
+    with shared_memory.plain_segments():
         assert asked == ["max_split_size_mb:64,expandable_segments:False"]
     assert asked[1:] == ["max_split_size_mb:64,expandable_segments:True"]
-    found = segments.without_expandable({"PYTORCH_ALLOC_CONF": "expandable_segments:True", "OTHER": "x"})
+    found = shared_memory.without_expandable({"PYTORCH_ALLOC_CONF": "expandable_segments:True", "OTHER": "x"})
     assert found == {"PYTORCH_ALLOC_CONF": "expandable_segments:False"}
 
 
@@ -297,10 +296,10 @@ def test_workers_see_no_gpu_but_their_own(monkeypatch: pytest.MonkeyPatch) -> No
 def test_nccl_is_set_up_as_servers_set_it_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NCCL_CUMEM_ENABLE", "1")
     agree_with_servers()
-    assert shared.os.environ["NCCL_CUMEM_ENABLE"] == "1"
+    assert shared_memory.os.environ["NCCL_CUMEM_ENABLE"] == "1"
     monkeypatch.delenv("NCCL_CUMEM_ENABLE")
     agree_with_servers()
-    assert shared.os.environ["NCCL_CUMEM_ENABLE"] == "0"
+    assert shared_memory.os.environ["NCCL_CUMEM_ENABLE"] == "0"
 
 
 @pytest.mark.parametrize("call", ["update_weights", "wake"])

@@ -192,7 +192,7 @@ MISTAKES = [
     (["cluster.nodes=2", "cluster.workers=2"], r"cluster.nodes is 2, .* name a cluster that runs already"),
     (["cluster.address=me:secret@host:6379"], r"cluster.address is 'auto' or HOST:PORT of a Ray head"),
     (["cluster.address=127.0.0.1:1"], r"no Ray cluster at '127.0.0.1:1': .*start one with `ray start --head`"),
-    (["engine.name=sglang", "engine.args.venv=nowhere"], r"engine.args.venv: nowhere is no virtual environment"),
+    (["engine.name=sglang", "engine.args.venv=nowhere"], r"engine.args.venv: nowhere is not a virtual environment"),
     (["rewards.weights.anser=1"], r"gives the part 'anser'; did you mean 'answer'\?$"),
     (["engine.name=sglang", "engine.args.servers=two"], r"engine.args.servers: should be a valid integer, got 'two'"),
     (["engine.name=sglang", "engine.args.flags={tp-size: two}"], r"engine.args.flags: .*'two'"),

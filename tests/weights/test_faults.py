@@ -15,14 +15,12 @@ from sglang_weights_help import FaultyServer, Weights, opened
 
 from agentrl.engine.sglang.server import free_port
 from agentrl.errors import UserError
-from agentrl.weights import ModelWeights, WeightChannel, WeightServer, WeightUpdateError, open_channel
-from agentrl.weights import addresses as place
+from agentrl.weights import ModelWeights, WeightChannel, WeightServer, WeightUpdateError, addresses, open_channel
 from agentrl.weights.addresses import on_this_machine, same_host
 from agentrl.weights.source import buckets
-from agentrl.weights.transports.bucket import SharedBucket
-from agentrl.weights.transports.disk import FromDisk
-from agentrl.weights.transports.nccl import FromDistributed
-from agentrl.weights.transports.shared_memory import FromTensor
+from agentrl.weights.transports.disk import DiskTransport
+from agentrl.weights.transports.nccl import GroupTransport
+from agentrl.weights.transports.shared_memory import SharedBucket, SharedMemoryTransport
 from agentrl.weights.verify import Fingerprint
 
 TENSORS = [(f"layer.{i}", torch.full((10,), float(i))) for i in range(6)]
@@ -35,8 +33,8 @@ async def session() -> AsyncIterator[aiohttp.ClientSession]:
         yield found
 
 
-def channel_to(servers: list[Any], session: Any, way: Any, timeout: float = 20.0) -> WeightChannel:
-    return WeightChannel([WeightServer(s.url, session, timeout) for s in servers], way, check_every=0)
+def channel_to(servers: list[Any], session: Any, transport: Any, timeout: float = 20.0) -> WeightChannel:
+    return WeightChannel([WeightServer(s.url, session, timeout) for s in servers], transport, check_every=0)
 
 
 FAULTS = {
@@ -52,8 +50,8 @@ FAULTS = {
 @pytest.mark.parametrize("path", FAULTS)
 async def test_a_server_that_fails_at_any_call_is_bad_until_a_whole_update(path: str, session):
     async with FaultyServer({path: FAULTS[path]}) as bad, FaultyServer() as good:
-        channel = channel_to([bad, good], session, FromTensor(BUCKET))
-        done = await channel.publish(1, TENSORS)
+        channel = channel_to([bad, good], session, SharedMemoryTransport(BUCKET))
+        done = await channel.publish(1, Weights(TENSORS))
         assert done.good == (good.url,)
         assert list(done.failed) == [bad.url]
         assert bad.url + path in done.failed[bad.url]
@@ -65,14 +63,14 @@ async def test_a_server_that_fails_at_any_call_is_bad_until_a_whole_update(path:
         assert not await channel.resume()
         assert bad.paused == (path != "/pause_generation")
 
-        done = await channel.publish(2, TENSORS)
+        done = await channel.publish(2, Weights(TENSORS))
         assert (done.failed, set(done.good)) == ({}, {bad.url, good.url})
         assert (bad.version, bad.paused, bad.open) == ("2", False, False)
 
 
 async def test_nothing_more_is_sent_to_a_server_that_failed(session):
     async with FaultyServer({"/update_weights_from_tensor": (0, 500)}) as bad:
-        channel = channel_to([bad], session, FromTensor(BUCKET))
+        channel = channel_to([bad], session, SharedMemoryTransport(BUCKET))
         read: list[int] = []
         done = await channel.publish(1, Weights(TENSORS, before=read.append))
         assert bad.calls.count("/update_weights_from_tensor") == 1
@@ -95,7 +93,7 @@ async def test_weights_that_change_while_they_are_sent_are_never_sampled_from(se
                 yield item
 
     async with FaultyServer() as server:
-        channel = channel_to([server], session, FromTensor(BUCKET))
+        channel = channel_to([server], session, SharedMemoryTransport(BUCKET))
         weights = Trained(model)
         done = await channel.publish(1, weights)
         assert done.failed == {server.url: "the trainer changed its weights while they were sent"}
@@ -109,7 +107,9 @@ async def test_weights_that_change_while_they_are_sent_are_never_sampled_from(se
 
 async def test_one_that_never_answers_is_given_up(session):
     async with FaultyServer({"/update_weights_from_tensor": (0, None)}) as stuck, FaultyServer() as good:
-        done = await channel_to([stuck, good], session, FromTensor(BUCKET), timeout=0.5).publish(1, TENSORS)
+        done = await channel_to([stuck, good], session, SharedMemoryTransport(BUCKET), timeout=0.5).publish(
+            1, Weights(TENSORS)
+        )
         assert done.good == (good.url,)
         assert "did not answer" in done.failed[stuck.url]
 
@@ -118,7 +118,7 @@ async def test_one_that_is_gone(session, tmp_path):
     async with FaultyServer() as good:
         gone = FaultyServer()
         gone.url = f"http://127.0.0.1:{free_port()}"
-        done = await channel_to([gone, good], session, FromDisk(tmp_path)).publish(1, TENSORS)
+        done = await channel_to([gone, good], session, DiskTransport(tmp_path)).publish(1, Weights(TENSORS))
         assert done.good == (good.url,)
         assert gone.url in done.failed[gone.url]
         with pytest.raises(WeightUpdateError, match=gone.url):
@@ -135,27 +135,27 @@ async def test_servers_that_hold_different_weights_are_told_apart(session):
             return super()._do(path, body)
 
     async with FaultyServer() as one, Other() as two:
-        channel = WeightChannel([WeightServer(s.url, session) for s in (one, two)], FromTensor(BUCKET))
-        done = await channel.publish(1, TENSORS)
+        channel = WeightChannel([WeightServer(s.url, session) for s in (one, two)], SharedMemoryTransport(BUCKET))
+        done = await channel.publish(1, Weights(TENSORS))
         assert len(done.good) == 1
         assert "other weights than the servers like it" in next(iter(done.failed.values()))
-        assert not (await channel.publish(2, TENSORS)).failed  # compared again only after many updates
+        assert not (await channel.publish(2, Weights(TENSORS))).failed  # compared again only after many updates
 
 
 async def test_a_group_that_does_not_form_is_one_line(session):
     async with FaultyServer({"/init_weights_update_group": (0, 400)}) as bad:
-        channel = channel_to([bad], session, FromDistributed(timeout=1.0))
-        done = await channel.publish(1, TENSORS)
+        channel = channel_to([bad], session, GroupTransport(timeout=1.0))
+        done = await channel.publish(1, Weights(TENSORS))
         assert "no luck" in done.failed[bad.url]
         assert bad.version == "partial-1"
 
 
 async def test_folders_are_whole_and_old_ones_go(session, tmp_path):
     async with FaultyServer() as server:
-        way = FromDisk(tmp_path, keep=2, shard_bytes=BUCKET)
-        channel = channel_to([server], session, way)
+        transport = DiskTransport(tmp_path, keep=2, shard_bytes=BUCKET)
+        channel = channel_to([server], session, transport)
         for version in (8, 9, 10, 11):
-            await channel.publish(version, TENSORS)
+            await channel.publish(version, Weights(TENSORS))
         (own,) = tmp_path.iterdir()
         assert sorted(f.name for f in own.iterdir()) == ["version_10", "version_11"]
         found: dict[str, torch.Tensor] = {}
@@ -170,20 +170,20 @@ async def test_a_folder_that_cannot_be_written_is_one_line(session, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot be written"):
         async with FaultyServer() as server:
-            await open_channel([server.url], session, folder=tmp_path / "file", way="from_disk")
+            await open_channel([server.url], session, folder=tmp_path / "file", transport="from_disk")
 
 
-async def test_an_unknown_way_is_named(session, tmp_path):
+async def test_an_unknown_transport_is_named(session, tmp_path):
     with pytest.raises(UserError, match="did you mean 'from_disk'"):
-        await open_channel([], session, folder=tmp_path, way="from_disc")
+        await open_channel([], session, folder=tmp_path, transport="from_disc")
 
 
 async def test_a_server_elsewhere_gets_weights_over_a_group(session, tmp_path, monkeypatch):
-    monkeypatch.setattr("agentrl.weights.choose.shares_memory", lambda url: False)
+    monkeypatch.setattr("agentrl.weights.channel.same_host", lambda url: False)
     said: list[str] = []
     async with FaultyServer() as server:
         channel = await open_channel([server.url], session, folder=tmp_path, say=said.append)
-        assert isinstance(channel.way, FromDistributed)
+        assert isinstance(channel.transport, GroupTransport)
         assert server.url in said[0]
 
 
@@ -206,9 +206,9 @@ def test_memory_is_not_shared_with_a_container(monkeypatch):
         assert process.stdout is not None
         process.stdout.readline()
         assert same_host(f"http://127.0.0.1:{port}")
-        ours = place._namespaces
+        ours = addresses._namespaces
         monkeypatch.setattr(
-            place, "_namespaces", lambda pid: ours(pid) if pid != process.pid else ("mnt:[1]", "ipc:[1]")
+            addresses, "_namespaces", lambda pid: ours(pid) if pid != process.pid else ("mnt:[1]", "ipc:[1]")
         )
         assert not same_host(f"http://127.0.0.1:{port}")
         process.kill()
@@ -238,7 +238,7 @@ def test_a_fingerprint_follows_fused_parts_in_any_order():
 
     q, k, v = (torch.full((2, 2), float(i)) for i in range(3))
     parts = [("l.self_attn.v_proj.weight", v), ("l.self_attn.q_proj.weight", q), ("l.self_attn.k_proj.weight", k)]
-    sent = Fingerprint(parts, True, ["float32"])
+    sent = Fingerprint(Weights(parts), True, ["float32"])
     assert [name for name, _ in sent] == [name for name, _ in parts]
     right = hashlib.sha256(torch.cat([q, k, v]).numpy().tobytes()).hexdigest()[:16]
     assert sent.differences({"l.self_attn.qkv_proj.weight": right}) == []
@@ -265,7 +265,9 @@ def test_the_experts_of_a_layer_are_named_as_in_checkpoints(tmp_path: Path):
 
 async def test_cancelling_an_update_leaves_its_server_paused(session):
     async with FaultyServer({"/update_weights_from_tensor": (0, None)}) as server:
-        task = asyncio.create_task(channel_to([server], session, FromTensor(BUCKET)).publish(1, TENSORS))
+        task = asyncio.create_task(
+            channel_to([server], session, SharedMemoryTransport(BUCKET)).publish(1, Weights(TENSORS))
+        )
         while "/update_weights_from_tensor" not in server.calls:
             await asyncio.sleep(0.01)
         task.cancel()

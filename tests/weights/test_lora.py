@@ -8,7 +8,7 @@ import pytest
 import torch
 from sglang_weights_help import FaultyServer
 
-from agentrl.weights import LoraChannel, WeightServer
+from agentrl.weights import Adapter, LoraChannel, WeightServer
 
 CONFIG = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]}
 NAME = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
@@ -20,8 +20,12 @@ async def session() -> AsyncIterator[aiohttp.ClientSession]:
         yield found
 
 
-def adapter(step: int) -> list[tuple[str, torch.Tensor]]:
+def tensors(step: int) -> list[tuple[str, torch.Tensor]]:
     return [(NAME, torch.full((2, 8), float(step))), (NAME.replace("_A", "_B"), torch.full((8, 2), -float(step)))]
+
+
+def adapter(step: int) -> Adapter:
+    return Adapter(step, CONFIG, tensors(step))
 
 
 def steps(names: Iterable[str]) -> list[int]:
@@ -33,13 +37,13 @@ async def test_each_step_has_an_adapter_of_its_own(session, tmp_path):
     async with FaultyServer() as server:
         channel = LoraChannel([WeightServer(server.url, session)], lambda: tmp_path)
         for step in (1, 2, 3):
-            done = await channel.publish(step, CONFIG, adapter(step))
+            done = await channel.publish(adapter(step))
             assert (done.failed, done.good, done.bytes) == ({}, (server.url,), 128)
             assert channel.names == {server.url: list(server.adapters)[-1]}
             assert steps(channel.names.values()) == [step]
         assert steps(server.adapters) == [2, 3]  # a request may just have named the former
         for step, held in zip((2, 3), server.adapters.values(), strict=True):  # earlier ones are not written over
-            assert all(torch.equal(held[name], tensor) for name, tensor in adapter(step))
+            assert all(torch.equal(held[name], tensor) for name, tensor in tensors(step))
         assert "/pause_generation" not in server.calls
         assert list(tmp_path.iterdir()) == []
 
@@ -49,18 +53,18 @@ async def test_a_server_that_does_not_see_our_files_is_sent_the_tensors(session,
         raise AssertionError("nothing is written for it")
 
     async with FaultyServer() as near, FaultyServer() as far:
-        sees = "agentrl.weights.lora.shares_memory"
+        sees = "agentrl.weights.lora.same_host"
         monkeypatch.setattr(sees, lambda url: False)
         channel = LoraChannel([WeightServer(far.url, session)], no_folder)
-        await channel.publish(1, CONFIG, adapter(1))
+        await channel.publish(adapter(1))
         monkeypatch.setattr(sees, lambda url: url == near.url)
         channel = LoraChannel([WeightServer(s.url, session) for s in (near, far)], lambda: tmp_path, channel)
-        view = [(name, torch.cat([tensor, tensor])[: len(tensor)]) for name, tensor in adapter(2)]
-        assert not (await channel.publish(2, CONFIG, view)).failed
+        view = [(name, torch.cat([tensor, tensor])[: len(tensor)]) for name, tensor in tensors(2)]
+        assert not (await channel.publish(Adapter(2, CONFIG, view))).failed
         for server, call in ((near, "/load_lora_adapter"), (far, "/load_lora_adapter_from_tensors")):
             assert {c for c in server.calls if "/load_lora" in c} == {call}
             held = server.adapters[channel.names[server.url]]
-            assert all(torch.equal(held[name], tensor) for name, tensor in adapter(2))
+            assert all(torch.equal(held[name], tensor) for name, tensor in tensors(2))
             assert all(t.untyped_storage().nbytes() == t.nbytes for t in held.values() if server is far)
 
 
@@ -68,39 +72,39 @@ async def test_what_requests_sample_from_stays_while_there_is_room(session, tmp_
     async with FaultyServer() as server:
         server.room = 4
         channel = LoraChannel([WeightServer(server.url, session)], lambda: tmp_path)
-        await channel.publish(1, CONFIG, adapter(1))
+        await channel.publish(adapter(1))
         keep = {server.url: frozenset(channel.names.values())}
         for step in (2, 3):
-            await channel.publish(step, CONFIG, adapter(step), keep)
+            await channel.publish(adapter(step), keep)
         assert steps(server.adapters) == [1, 2, 3]
-        await channel.publish(4, CONFIG, adapter(4), keep)
+        await channel.publish(adapter(4), keep)
         assert steps(server.adapters) == [3, 4]  # dropping the first waited for its requests
         again = LoraChannel([WeightServer(server.url, session)], lambda: tmp_path, former=channel)
-        await again.publish(5, CONFIG, adapter(5))
+        await again.publish(adapter(5))
         assert steps(server.adapters) == [4, 5]
 
 
 async def test_an_adapter_that_came_although_the_call_failed_is_not_in_the_way(session, tmp_path):
     async with FaultyServer() as server:
         channel = LoraChannel([WeightServer(server.url, session)], lambda: tmp_path)
-        await channel.publish(1, CONFIG, adapter(1))
-        assert not (await channel.publish(1, CONFIG, adapter(1))).failed
+        await channel.publish(adapter(1))
+        assert not (await channel.publish(adapter(1))).failed
         assert len(server.adapters) == 2
 
 
 async def test_a_server_that_refuses_an_adapter_goes_on_with_its_former_one(session, tmp_path):
     async with FaultyServer({"/load_lora_adapter": (1, 400)}) as bad, FaultyServer() as good:
         channel = LoraChannel([WeightServer(s.url, session) for s in (bad, good)], lambda: tmp_path)
-        await channel.publish(1, CONFIG, adapter(1))
-        done = await channel.publish(2, CONFIG, adapter(2))
+        await channel.publish(adapter(1))
+        done = await channel.publish(adapter(2))
         assert (done.good, list(done.failed)) == ((good.url,), [bad.url])
         assert steps(channel.names[s.url] for s in (bad, good)) == [1, 2]
-        assert not (await channel.publish(3, CONFIG, adapter(3))).failed
+        assert not (await channel.publish(adapter(3))).failed
         assert steps([channel.names[bad.url]]) == [3]
 
 
 async def test_a_server_without_lora_is_told_what_to_start_with(session, tmp_path):
     async with FaultyServer() as server:
         server.takes_adapters = False
-        done = await LoraChannel([WeightServer(server.url, session)], lambda: tmp_path).publish(1, CONFIG, adapter(1))
+        done = await LoraChannel([WeightServer(server.url, session)], lambda: tmp_path).publish(adapter(1))
         assert "--enable-lora" in done.failed[server.url]

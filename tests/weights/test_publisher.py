@@ -17,7 +17,7 @@ from publisher_ranks import tiny, trained
 from sglang_weights_help import FaultyServer
 
 from agentrl.models.lora import adapter_state, plain_tensors
-from agentrl.weights import WeightRequest, WeightResult, What
+from agentrl.weights import WeightContent, WeightRequest, WeightResult
 
 RANKS = SUPPORT / "publisher_ranks.py"
 DEAD = "http://127.0.0.1:1"
@@ -91,27 +91,27 @@ def state(steps: int) -> dict[str, torch.Tensor]:
 
 async def test_shards_arrive_whole_and_a_failure_holds_up_no_rank(whole: Workers, servers: list[FaultyServer]):
     urls = tuple(server.url for server in servers)
-    sent: WeightResult = await whole.call("publish", WeightRequest(urls, 3))
-    assert (sent.failed, sent.adapters) == ({}, {})
-    assert "from_tensor" in sent.said[0]
+    result: WeightResult = await whole.call("publish", WeightRequest(urls, 3))
+    assert (result.failed, result.adapters) == ({}, {})
+    assert "from_tensor" in result.messages[0]
     for server in servers:
         same(server.tensors, state(0))
         assert (server.version, server.paused) == ("3", False)
 
     await whole.call("train")
     servers[0].faults["/update_weights_from_tensor"] = (1, 500)
-    sent = await whole.call("publish", WeightRequest(urls, 4))
-    assert list(sent.failed) == [urls[0]]
+    result = await whole.call("publish", WeightRequest(urls, 4))
+    assert list(result.failed) == [urls[0]]
     assert servers[0].paused
     same(servers[1].tensors, state(1))
 
     await whole.call("train")  # who missed it cannot be given another step's weights under its name
-    sent = await whole.call("publish", WeightRequest(urls[:1], 4, again=True))
-    assert "no longer those of step 4" in sent.failed[urls[0]]
-    sent = await whole.call("publish", WeightRequest(urls, 5))
-    assert sent.failed == {}
-    sent = await whole.call("publish", WeightRequest(urls[:1], 5, again=True))
-    assert sent.failed == {}
+    result = await whole.call("publish", WeightRequest(urls[:1], 4, again=True))
+    assert "no longer those of step 4" in result.failed[urls[0]]
+    result = await whole.call("publish", WeightRequest(urls, 5))
+    assert result.failed == {}
+    result = await whole.call("publish", WeightRequest(urls[:1], 5, again=True))
+    assert result.failed == {}
     for server in servers:
         same(server.tensors, state(2))
 
@@ -142,13 +142,13 @@ async def test_through_a_folder_and_to_sleep(whole: Workers, servers: list[Fault
 
 async def test_servers_sleep_with_their_base_where_an_adapter_is_sent(adapted: Workers, servers: list[FaultyServer]):
     urls = tuple(server.url for server in servers)
-    await adapted.call("publish", WeightRequest(urls, 1, what=What.ADAPTER))
+    await adapted.call("publish", WeightRequest(urls, 1, content=WeightContent.ADAPTER))
     for _ in range(2):
         assert await adapted.call("sleep", urls) == {}
         assert servers[0].released == {"kv_cache"}
         assert servers[0].paused
-        sent = await adapted.call("publish", WeightRequest(urls, 2, what=What.ADAPTER))
-        assert (sent.failed, sent.said) == ({}, ())
+        result = await adapted.call("publish", WeightRequest(urls, 2, content=WeightContent.ADAPTER))
+        assert (result.failed, result.messages) == ({}, ())
         for server in servers:
             assert (server.released, server.paused) == (set(), False)
     assert await adapted.call("sleep", urls) == {}
@@ -156,7 +156,7 @@ async def test_servers_sleep_with_their_base_where_an_adapter_is_sent(adapted: W
     assert (servers[1].released, servers[1].paused) == (set(), False)
 
 
-async def test_an_unknown_way_is_said_and_holds_up_no_rank(whole: Workers, servers: list[FaultyServer]):
+async def test_an_unknown_transport_is_named_and_holds_up_no_rank(whole: Workers, servers: list[FaultyServer]):
     await whole.call("open", None, "from_somewhere")
     error = await whole.call("publish", WeightRequest((servers[0].url,), 1))
     assert "from_somewhere" in str(error)
@@ -167,24 +167,26 @@ async def test_an_unknown_way_is_said_and_holds_up_no_rank(whole: Workers, serve
 async def test_an_adapter_is_gathered_and_sent_alone(adapted: Workers, servers: list[FaultyServer]):
     urls = tuple(server.url for server in servers)
     model = tiny(adapted=True)
-    sent: WeightResult = await adapted.call("publish", WeightRequest(urls, 1, what=What.ADAPTER))
-    assert sent.failed == {}
+    result: WeightResult = await adapted.call("publish", WeightRequest(urls, 1, content=WeightContent.ADAPTER))
+    assert result.failed == {}
     for server in servers:
-        assert list(server.adapters) == [sent.adapters[server.url]]
-        same(server.adapters[sent.adapters[server.url]], adapter_state(model))
+        assert list(server.adapters) == [result.adapters[server.url]]
+        same(server.adapters[result.adapters[server.url]], adapter_state(model))
         assert "/pause_generation" not in server.calls
 
     await adapted.call("train")  # who missed step 1 is given that one all the same
-    again: WeightResult = await adapted.call("publish", WeightRequest(urls[:1], 1, what=What.ADAPTER, again=True))
+    again: WeightResult = await adapted.call(
+        "publish", WeightRequest(urls[:1], 1, content=WeightContent.ADAPTER, again=True)
+    )
     same(servers[0].adapters[again.adapters[urls[0]]], adapter_state(model))
-    late = await adapted.call("publish", WeightRequest(urls[:1], 2, what=What.ADAPTER, again=True))
-    assert "not that of step 2" in late.failed[urls[0]]
+    late = await adapted.call("publish", WeightRequest(urls[:1], 2, content=WeightContent.ADAPTER, again=True))
+    assert "no longer that of step 2" in late.failed[urls[0]]
 
     trained(model)
-    sent = await adapted.call("publish", WeightRequest(urls, 2, what=What.ADAPTER))
-    same(servers[1].adapters[sent.adapters[urls[1]]], adapter_state(model))
-    sent = await adapted.call("publish", WeightRequest(urls, 2, what=What.BASE))
-    assert sent.failed == {}
+    result = await adapted.call("publish", WeightRequest(urls, 2, content=WeightContent.ADAPTER))
+    same(servers[1].adapters[result.adapters[urls[1]]], adapter_state(model))
+    result = await adapted.call("publish", WeightRequest(urls, 2, content=WeightContent.BASE))
+    assert result.failed == {}
     base = {name: t.detach() for name, t, _ in plain_tensors(model) if name != "lm_head.weight"}
     same(servers[0].tensors, base)
     await adapted.call("publish", WeightRequest(urls, 2))

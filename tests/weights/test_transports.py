@@ -1,4 +1,4 @@
-"""Weights to the real server: what it samples afterwards, bit for bit, by every way and in mid-request."""
+"""Weights to the real server: what it samples afterwards, bit for bit, by every transport and in mid-request."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -11,11 +11,11 @@ import torch
 from sglang_weights_help import Weights, altered, ask, check_answer, spans_of, tiny
 
 from agentrl.weights import ModelWeights, WeightChannel, WeightServer, open_channel
-from agentrl.weights.transports.disk import FromDisk
-from agentrl.weights.transports.nccl import FromDistributed
-from agentrl.weights.transports.shared_memory import FromTensor
+from agentrl.weights.transports.disk import DiskTransport
+from agentrl.weights.transports.nccl import GroupTransport
+from agentrl.weights.transports.shared_memory import SharedMemoryTransport
 
-WAYS = ("from_tensor", "from_distributed", "from_disk")
+TRANSPORTS = ("from_tensor", "from_distributed", "from_disk")
 LONG = 300  # tokens: long enough to be in the middle of it
 
 
@@ -27,28 +27,28 @@ async def session() -> AsyncIterator[aiohttp.ClientSession]:
 
 @pytest.fixture
 async def channel(session: aiohttp.ClientSession, sglang_url: str, tmp_path: Path) -> AsyncIterator[WeightChannel]:
-    """By the automatic way; the server's own weights are put back afterwards, as version 0."""
+    """By the automatic transport; the server's own weights are put back afterwards, as version 0."""
     found = await open_channel([sglang_url], session, folder=tmp_path, say=lambda line: None)
     yield found
     assert not (await found.publish(0, ModelWeights(tiny()))).failed
     await found.close()
 
 
-def way(name: str, folder: Path) -> Any:
+def transport(name: str, folder: Path) -> Any:
     """In several buckets."""
     small = 200_000
     if name == "from_disk":
-        return FromDisk(folder, shard_bytes=small)
-    return FromTensor(small) if name == "from_tensor" else FromDistributed(bucket_bytes=small)
+        return DiskTransport(folder, shard_bytes=small)
+    return SharedMemoryTransport(small) if name == "from_tensor" else GroupTransport(bucket_bytes=small)
 
 
-@pytest.mark.parametrize("name", WAYS)
+@pytest.mark.parametrize("name", TRANSPORTS)
 async def test_the_server_samples_from_what_was_sent(name: str, channel: WeightChannel, session, sglang_url, tmp_path):
-    channel.way = way(name, tmp_path)
+    channel.transport = transport(name, tmp_path)
     for version in (1, 2):  # twice: groups, buckets and folders are used again
         model = altered(version)
         done = await channel.publish(version, ModelWeights(model))
-        assert (done.failed, done.good, done.way) == ({}, (sglang_url,), name)
+        assert (done.failed, done.good, done.transport) == ({}, (sglang_url,), name)
         assert done.bytes == sum(p.nbytes for p in model.parameters())
         assert channel.versions == {sglang_url: version}
         answer = await ask(session, sglang_url)
@@ -56,7 +56,7 @@ async def test_the_server_samples_from_what_was_sent(name: str, channel: WeightC
         assert spans_of(answer) == [(str(version), 0, 16)]
         assert answer["meta_info"]["cached_tokens"] == 0  # the caches were dropped
     assert spans_of(await ask(session, sglang_url, 1)) == [("2", 0, 1)]
-    await channel.way.close()
+    await channel.transport.close()
 
 
 async def test_weights_of_another_dtype_are_converted_and_checked(channel: WeightChannel, session, sglang_url):
@@ -67,7 +67,7 @@ async def test_weights_of_another_dtype_are_converted_and_checked(channel: Weigh
     check_answer(await ask(session, sglang_url), [(reference, 0, 16)])
 
 
-async def under_way(session: aiohttp.ClientSession, url: str) -> "asyncio.Task[Any]":
+async def in_flight(session: aiohttp.ClientSession, url: str) -> "asyncio.Task[Any]":
     """A long answer that has begun."""
     task = asyncio.create_task(ask(session, url, LONG))
     running = 0
@@ -82,7 +82,7 @@ async def under_way(session: aiohttp.ClientSession, url: str) -> "asyncio.Task[A
 async def test_an_update_lands_in_mid_request(channel: WeightChannel, session, sglang_url):
     first, second = altered(4), altered(5)
     await channel.publish(4, ModelWeights(first))
-    task = await under_way(session, sglang_url)
+    task = await in_flight(session, sglang_url)
     assert not (await channel.publish(5, ModelWeights(second), "retract")).failed
     answer = await task
     (one, _, cut), (two, start, end) = spans_of(answer)
@@ -93,7 +93,7 @@ async def test_an_update_lands_in_mid_request(channel: WeightChannel, session, s
 async def test_in_place_keeps_the_keys_and_values_of_the_old_weights(channel: WeightChannel, session, sglang_url):
     first, second = altered(6), altered(7)
     await channel.publish(6, ModelWeights(first))
-    task = await under_way(session, sglang_url)
+    task = await in_flight(session, sglang_url)
     assert not (await channel.publish(7, ModelWeights(second), "in_place")).failed
     answer = await task
     (one, _, cut), (two, start, end) = spans_of(answer)
@@ -103,10 +103,10 @@ async def test_in_place_keeps_the_keys_and_values_of_the_old_weights(channel: We
         check_answer(answer, [(second, cut, LONG)])
 
 
-async def test_abort_ends_what_is_under_way(channel: WeightChannel, session, sglang_url):
+async def test_abort_ends_what_is_in_flight(channel: WeightChannel, session, sglang_url):
     model = altered(8)
     await channel.publish(8, ModelWeights(model))
-    task = await under_way(session, sglang_url)
+    task = await in_flight(session, sglang_url)
     assert not (await channel.publish(9, ModelWeights(altered(9)), "abort")).failed
     answer = await task
     assert answer["meta_info"]["finish_reason"]["type"] == "abort"
@@ -132,7 +132,7 @@ async def test_servers_sleep_while_the_trainer_works(
     """By protocol only: a CPU frees nothing."""
     first, second = altered(11), altered(12)
     await channel.publish(11, ModelWeights(first))
-    task = await under_way(session, sglang_url)
+    task = await in_flight(session, sglang_url)
     assert not await channel.sleep(tags)
     assert channel.versions[sglang_url] == (None if "weights" in tags else 11)
     await asyncio.sleep(0.2)
@@ -189,7 +189,7 @@ async def test_a_server_that_does_not_hold_everything_is_not_sampled_from(
 
 
 async def test_an_update_that_ends_in_its_middle_leaves_the_server_paused(channel: WeightChannel, session, sglang_url):
-    channel.way = FromTensor(200_000)
+    channel.transport = SharedMemoryTransport(200_000)
 
     def stop(i: int) -> None:
         if i == 20:
@@ -208,7 +208,9 @@ async def test_an_update_that_ends_in_its_middle_leaves_the_server_paused(channe
 
 
 async def test_several_channels_serve_one_server_in_turn(channel: WeightChannel, session, sglang_url, tmp_path):
-    second = await open_channel([sglang_url], session, folder=tmp_path, way="from_distributed", say=lambda line: None)
+    second = await open_channel(
+        [sglang_url], session, folder=tmp_path, transport="from_distributed", say=lambda line: None
+    )
     models = [altered(19), altered(20), altered(21)]
     for version, (one, model) in enumerate(zip((second, channel, second), models, strict=True), 19):
         assert not (await one.publish(version, ModelWeights(model))).failed
@@ -217,9 +219,12 @@ async def test_several_channels_serve_one_server_in_turn(channel: WeightChannel,
     assert not (await channel.publish(22, ModelWeights(models[0]))).failed
 
 
-async def test_the_way_is_chosen_and_said(session, sglang_url, tmp_path):
+async def test_the_transport_is_chosen_and_said(session, sglang_url, tmp_path):
     said: list[str] = []
     found = await open_channel([sglang_url], session, folder=tmp_path, say=said.append)
-    assert (found.way.name, said) == ("from_tensor", ["weights: from_tensor (servers share this machine's memory)"])
+    assert (found.transport.name, said) == (
+        "from_tensor",
+        ["weights: from_tensor (servers share this machine's memory)"],
+    )
     facts = await WeightServer(sglang_url, session).facts()
     assert (facts.device, facts.dtype, facts.ranks) == ("cpu", "float32", 1)

@@ -1,4 +1,4 @@
-"""Whether an adapter can travel alone: what it needs of a server, and what servers offer."""
+"""Whether an adapter can be sent alone: what it needs of a server, and what servers offer."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,17 +11,20 @@ KNOWN = frozenset(("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj
 """Layers that servers of every architecture take adapters for."""
 FUSED = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj",
          "gate_proj": "gate_up_proj", "up_proj": "gate_up_proj"}  # fmt: skip
-"""What servers compute as one layer."""
+"""Layer -> the layer that servers compute it as a part of."""
 LOADED, IN_A_BATCH = 8, 4
-"""Adapters that a launched server has room for, in memory and at once: requests in flight are of the last few steps."""
+"""Adapters that a launched server has room for, in memory and in a batch: requests in flight are of the last few
+steps."""
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterNeeds:
-    """rank: of its matrices. targets: the last parts of its layers' names."""
+    """The size of an adapter."""
 
     rank: int
+    """Of its matrices."""
     targets: frozenset[str]
+    """Last parts of its layers' names, such as `q_proj`."""
 
     @property
     def unknown(self) -> str | None:
@@ -31,7 +34,7 @@ class AdapterNeeds:
         return None
 
     def flags(self, cpu: bool) -> dict[str, Any]:
-        """What a server is launched with to take it."""
+        """Return the flags that a server is launched with to take it."""
         found = {
             "enable-lora": True,
             "max-lora-rank": self.rank,
@@ -44,17 +47,20 @@ class AdapterNeeds:
 
 @dataclass(frozen=True, slots=True)
 class AdapterRoom:
-    """What a server says of itself. rank: the largest. targets: names of layers, `all`, or nothing said. replicas: of
-    the model, behind one address (data parallelism)."""
+    """The adapters that a server takes."""
 
     enabled: bool = False
+    """Whether it takes any."""
     rank: int | None = None
+    """The largest rank; None: not known."""
     targets: frozenset[str] = frozenset()
+    """Names of layers, or `all`; empty: not known."""
     replicas: int = 1
+    """Of the model, behind one address (data parallelism)."""
 
     @classmethod
     def of(cls, info: Mapping[str, Any]) -> "AdapterRoom":
-        """info: the answer of /server_info."""
+        """Read it from `info`, the answer of /server_info."""
         return cls(
             bool(info.get("enable_lora")),
             info.get("max_lora_rank"),
@@ -63,7 +69,7 @@ class AdapterRoom:
         )
 
     def lacks(self, needs: AdapterNeeds) -> str | None:
-        """Why it does not take an adapter; None: it does."""
+        """Return why it does not take an adapter; None: it does."""
         if not self.enabled:
             return "takes no adapters (--enable-lora)"
         if self.replicas > 1:
@@ -77,7 +83,8 @@ class AdapterRoom:
 
 
 def needs_of(model: Any, section: LoraSection | None) -> AdapterNeeds | None:
-    """Of the adapter in `model`, or of the one that `section` would put into a model of this shape; None: of none."""
+    """Return the needs of the adapter in `model`, or of the one that `section` would put into a model of this shape;
+    None without an adapter."""
     if found := layers(model):
         rank = max(layer.r[ADAPTER] for layer in found.values())
         return AdapterNeeds(rank, _leaves(found))
@@ -87,7 +94,7 @@ def needs_of(model: Any, section: LoraSection | None) -> AdapterNeeds | None:
 
 
 def why_merged(needs: AdapterNeeds, servers: Sequence[tuple[str, AdapterRoom]]) -> str | None:
-    """Why whole weights are sent to these (URL, room); None: the adapter alone is."""
+    """Return why whole weights are sent to these servers (URL, room); None: the adapter alone is."""
     if needs.unknown is not None:
         return needs.unknown
     return next((f"{url} {why}" for url, room in servers if (why := room.lacks(needs)) is not None), None)

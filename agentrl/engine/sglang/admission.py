@@ -1,4 +1,4 @@
-"""`Admission`: what a server must show before it gets a request: that it samples from our model, and which weights."""
+"""`Admission`: checks before a server gets a request, that it samples from our model and which weights it holds."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,6 +8,7 @@ from agentrl.engine.sglang.identity import (
     Probe,
     ServerFacts,
     check_kind,
+    check_sizes,
     check_tokenizer,
     check_vocabulary,
     difference,
@@ -15,25 +16,25 @@ from agentrl.engine.sglang.identity import (
     other_weights,
     probe_of,
 )
-from agentrl.engine.sglang.sizes import check_sizes
 from agentrl.engine.sglang.sync import Sync
 from agentrl.errors import UserError
 from agentrl.models.lora import switched_off
 
 SAMPLE_SECONDS = 60.0
 BASE_VERSION = "0"
-"""What a server calls the weights that adapters are of."""
+"""Version of the weights that adapters belong to."""
 
 
 class Admission:
-    """sync: gives one server our weights under a version. say: is told in a line when that was needed."""
+    """sync: sends a server our weights under a version. say: called with a line when that was needed."""
 
     def __init__(self, model: Any, tokenizer: Any, sync: Sync, say: Callable[[str], None]) -> None:
         self._model, self._tokenizer, self._sync, self._say = model, tokenizer, sync, say
         self._probe: Probe | None = None  # of the weights that servers hold themselves
 
-    async def know(self, client: Client) -> ServerFacts:
-        """Raises UserError where it serves another model, ServerError where it does not answer: one line."""
+    async def identify(self, client: Client) -> ServerFacts:
+        """Return what a server tells about itself. Raises UserError where it serves another model, ServerError where it
+        does not answer: one line."""
         facts = await facts_of(client)
         await check_kind(client, self._model.config)
         await check_vocabulary(client, self._model.get_input_embeddings().weight.shape[0])
@@ -41,9 +42,10 @@ class Admission:
         return facts
 
     async def first(self, client: Client, facts: ServerFacts, version: int) -> None:
-        """At the start of a run, with our weights at `version`. Raises UserError or ServerError: one line.
+        """Admit a server at the start of a run, with our weights at `version`. Raises UserError or ServerError: one
+        line.
 
-        Where the weights are elsewhere nothing is compared: servers wait for them anyway.
+        Where the weights are in other processes nothing is compared: servers wait for them anyway.
         """
         if facts.has_tokenizer and self._tokenizer is not None:
             await check_tokenizer(client, self._tokenizer)
@@ -60,8 +62,9 @@ class Admission:
             await client.post("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
 
     async def again(self, client: Client, version: int) -> ServerFacts:
-        """After it was out: it must still be of our model, hold the weights of `version` or take them, and sample."""
-        facts = await self.know(client)
+        """Admit a server that was out: it must still be of our model, hold the weights of `version` or take them, and
+        sample."""
+        facts = await self.identify(client)
         if self._sync.adapted:
             await self._base_again(client, facts)
             await self._sync.send_to(client, version)
@@ -71,7 +74,7 @@ class Admission:
         return facts
 
     async def _same(self, client: Client, probe: Probe, version: int) -> bool:
-        """See that it holds the weights of the probe, sending them where it does not; whether that was needed."""
+        """Make sure that it holds the weights of the probe, and return whether it had to be sent them."""
         gap = await difference(client, probe)
         if gap <= probe.tolerance:
             return False
@@ -83,7 +86,8 @@ class Admission:
         return True
 
     async def _base_again(self, client: Client, facts: ServerFacts) -> None:
-        """One that was started anew elsewhere may hold anything; those that we launch load model.path."""
+        """Make sure that it holds the base: one that others restarted may hold anything; those we launch load
+        model.path."""
         if self._probe is not None:
             await self._same(client, self._probe, 0)
         elif facts.weight_version != BASE_VERSION:
@@ -105,10 +109,10 @@ class Admission:
 
 
 async def sample_one(client: Client, adapter: str | None = None) -> None:
-    """Raises ServerError unless it samples a token."""
+    """Raise ServerError unless it samples a token."""
     body: dict[str, Any] = {"input_ids": [0], "sampling_params": {"max_new_tokens": 1, "temperature": 0.0}}
     if adapter is not None:
         body["lora_path"] = adapter
     answer = await client.post("/generate", body, timeout=SAMPLE_SECONDS)
     if not isinstance(answer, dict) or not answer.get("output_ids"):
-        raise ServerError(f"{client.url}: asked for one token, it gave none")
+        raise ServerError(f"{client.url}: it returned no token when asked for one")

@@ -1,6 +1,6 @@
-"""`Client`: what is said to one server over HTTP. Whatever goes wrong is a ServerError: one line that names the server.
+"""`Client`: HTTP calls to one server. Whatever goes wrong is a ServerError: one line that names the server.
 
-Connections are pooled in one aiohttp session an event loop, because a run may use several loops one after another.
+Connections are pooled in one aiohttp session per event loop, because a run may use several loops one after another.
 """
 
 import asyncio
@@ -12,29 +12,29 @@ from typing import Any
 import aiohttp
 
 from agentrl.engine.base import EngineError
-from agentrl.weights.reach import authorization
+from agentrl.weights.addresses import authorization
+from agentrl.weights.publisher import KEEP_ALIVE_SECONDS
 
-KEEP_ALIVE_SECONDS = 3.0
-"""Less than the server keeps an idle connection (5 s): a connection that it is about to close is not used again."""
 CONNECT_SECONDS = 10.0
 _RETRYABLE = (408, 425, 429)
 _BUSY_OR_BROKEN = 500
 
 
 class ServerError(EngineError):
-    """A server did not do its work, which another one, or a second try, may."""
+    """A server failed; another one, or a second try, may not."""
 
 
 class RefusedError(ServerError):
-    """A server refused what was asked of it (4xx): asking again would not help."""
+    """A server refused a request (4xx): asking again would not help."""
 
 
 class LostAdapterError(ServerError):
-    """A server does not know the adapter that it was given: it is not the one that it was."""
+    """A server does not know the adapter that it was sent: it was restarted."""
 
 
 class Sessions:
-    """One session a loop. `close` ends that of the running loop. key: what servers ask for (`--api-key`)."""
+    """One aiohttp session per event loop; `close` ends that of the running loop. key: of servers that ask for one
+    (`--api-key`)."""
 
     def __init__(self, key: str | None = None) -> None:
         self.key = key
@@ -62,7 +62,7 @@ class Sessions:
 
 
 class Client:
-    """url: where the server answers, without a slash at its end."""
+    """url: http://HOST:PORT of the server."""
 
     def __init__(self, url: str, sessions: Sessions) -> None:
         self.url = url.rstrip("/")
@@ -72,16 +72,17 @@ class Client:
         return self.url
 
     async def get(self, path: str, *, timeout: float = 30.0) -> Any:
-        """The JSON that it answers (None: an empty body). Raises ServerError within `timeout` seconds."""
+        """Return the JSON that it answers (None: an empty body). Raises ServerError within `timeout` seconds."""
         return await self._call("GET", path, None, timeout)
 
     async def post(self, path: str, body: Mapping[str, Any], *, timeout: float = 60.0) -> Any:
         return await self._call("POST", path, body, timeout)
 
     async def stream(self, path: str, body: Mapping[str, Any]) -> AsyncGenerator[bytes]:
-        """The payloads of the server-sent events that it answers with, as they come, without the closing `[DONE]`.
+        """Yield the payloads of the server-sent events that it answers with, as they come, without the closing
+        `[DONE]`.
 
-        Ends only after `[DONE]`: an answer that is cut short raises ServerError. It has no deadline of its own.
+        Ends only after `[DONE]`: an answer that is cut short raises ServerError. There is no deadline.
         """
         session = self._sessions.get()
         try:
@@ -118,11 +119,11 @@ class Client:
         try:
             return json.loads(data)
         except ValueError as error:
-            raise ServerError(f"{self.url}{path}: the answer is no JSON: {_shortened(data)}") from error
+            raise ServerError(f"{self.url}{path}: the answer is not JSON: {_shortened(data)}") from error
 
     def _fault(self, path: str, error: BaseException) -> ServerError:
         if isinstance(error, aiohttp.InvalidURL):
-            return RefusedError(f"{self.url}: it is no URL; write http://HOST:PORT")
+            return RefusedError(f"{self.url}: not a URL; write http://HOST:PORT")
         if isinstance(error, aiohttp.ClientConnectorError):
             why = os.strerror(error.os_error.errno) if error.os_error.errno else str(error.os_error)
             return ServerError(f"{self.url}{path}: cannot connect ({why})")
@@ -135,7 +136,7 @@ class Client:
 
 
 def message_of(data: bytes) -> str:
-    """What an error's body says, in one line."""
+    """Return the message in an error's body, in one line."""
     try:
         found: Any = json.loads(data)
     except ValueError:

@@ -1,71 +1,87 @@
-"""The command line that launches a server: of a virtual environment, or whatever the recipe says, and its flags."""
+"""The command line that launches a server: from a virtual environment, or as the recipe says, such as `docker run ...
+IMAGE COMMAND`; and its flags."""
 
 import os
 import shlex
 import shutil
-from collections.abc import Mapping
+import uuid
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from agentrl.engine.sglang.adapters import AdapterNeeds
-from agentrl.engine.sglang.container import check_container, contained, is_container
 from agentrl.errors import UserError
-from agentrl.weights.reach import LOOPBACK
-from agentrl.weights.transports.segments import without_expandable
+from agentrl.weights.addresses import LOOPBACK
+from agentrl.weights.transports.shared_memory import without_expandable
 
 VENV_VARIABLE = "AGENTRL_SGLANG_VENV"
 CACHE_BYTES = 1 << 30
-"""What the keys and values of a server on a CPU may take, unless the flag `max-total-tokens` says otherwise: left alone
-it takes a large part of the machine's memory, and a minute to do so."""
+"""Memory for the keys and values of a server on a CPU, unless the flag `max-total-tokens` says otherwise: its default
+is a large part of the machine's memory, which takes a minute to allocate."""
 Flag = str | int | float | bool | None
 Flags = Mapping[str, Flag | list[str]]
+RUNTIMES = ("docker", "podman", "nerdctl")
+_RUN = "run"
+_CONTAINER_OPTIONS = {"--rm": (), "--init": (), "--network": ("--net",)}
+"""Options that are added unless the recipe gives them -> their other names."""
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchPlan:
-    """How to launch servers. command: up to the flags. flags: the recipe's, over ours. cpu: there is no accelerator.
-    adapter: what they are to take adapters for; on a CPU only where the flags have `enable-lora`: SGLang keeps adapters
-    in page-locked memory, which a CPU alone has not (the servers of scripts/sglang_cpu do without). listen: the address
-    that they listen on, unless the flags name a `host`. key: what they ask of whoever calls them. grace: seconds from
-    asking them to end to killing them; what SGLang itself does in them is to wait."""
+    """How to launch servers."""
 
     command: tuple[str, ...]
+    """Words up to the flags."""
     model_path: str
+    """What the server loads: a folder, or a name of the hub."""
     dtype: str
+    """Of the weights, such as `bfloat16`."""
     flags: Mapping[str, Flag]
+    """The recipe's flags, which come over ours."""
     max_batch: int
-    token_bytes: int  # of keys and values, float32
+    """Requests that are decoded at once."""
+    token_bytes: int
+    """Bytes of keys and values a token, in float32."""
     context: int
+    """Tokens of prompt and answer together."""
     cpu: bool
+    """Whether there is no accelerator."""
     env: Mapping[str, str] = field(default_factory=dict)
+    """The recipe's environment variables, which come over ours."""
     adapter: AdapterNeeds | None = None
+    """The adapter that servers are to take; on a CPU only where the flags have `enable-lora`: SGLang keeps adapters in
+    page-locked memory, which a CPU alone does not have (the servers of scripts/sglang_cpu do without)."""
     listen: str = LOOPBACK
+    """Address to listen on, unless the flags name a `host`."""
     key: str | None = None
+    """Key that servers ask callers for."""
     grace: float = 0.0
+    """Seconds between asking a server to end and killing it. SGLang only waits in them."""
 
     @property
     def host(self) -> str:
         return self.flag("host") or self.listen
 
     def flag(self, name: str) -> str | None:
-        """What the recipe gives a flag with a value."""
+        """Return the recipe's value of a flag."""
         value = self._given().get(name)
         return None if value is None else str(value)
 
     @property
     def adapted(self) -> bool:
         """Whether the servers take the run's adapter."""
-        wanted = self._given().get("enable-lora", not self.cpu)
-        return self.adapter is not None and self.adapter.unknown is None and wanted is True
+        enabled = self._given().get("enable-lora", not self.cpu)
+        return self.adapter is not None and self.adapter.unknown is None and enabled is True
 
     def launch(self, port: int, index: int) -> tuple[list[str], list[str]]:
-        """The whole command of server `index` (0, 1, ...) on `port`, and the one that removes what outlives it."""
+        """Return the whole command of server `index` (0, 1, ...) on `port`, and the one that removes what outlives
+        it."""
         words = self.arguments(port, index)
         return contained(words, self._variables(), self.model_path) if is_container(words) else (words, [])
 
     def arguments(self, port: int, index: int) -> list[str]:
-        """What the recipe starts it with, and its flags."""
+        """Return the command of the recipe with all flags."""
         flags: dict[str, Flag | list[str]] = {
             "model-path": str(Path(self.model_path).absolute()) if Path(self.model_path).is_dir() else self.model_path,
             "host": self.host,
@@ -94,11 +110,11 @@ class LaunchPlan:
         return [*self.command, *_flags(flags | given)]
 
     def environment(self) -> dict[str, str]:
-        """Ours, with what the server wants."""
+        """Return this process's environment with the server's variables."""
         return {**os.environ, **self._variables()}
 
     def _variables(self) -> dict[str, str]:
-        """Log-probs must be those of the temperature that is asked for."""
+        # log-probs must be those of the temperature that is asked for
         ours = {"SGLANG_RETURN_ORIGINAL_LOGPROB": "0", "PYTHONUNBUFFERED": "1"}
         if self.cpu:
             ours |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
@@ -116,7 +132,7 @@ class LaunchPlan:
 
 
 def _flags(flags: Flags) -> list[str]:
-    """`true` is a flag without a value; `false` and `null` leave one out."""
+    """Return the words of flags; `true` is a flag without a value, `false` and `null` leave one out."""
     words = []
     for key, value in flags.items():
         if value is True:
@@ -129,7 +145,8 @@ def _flags(flags: Flags) -> list[str]:
 
 
 def launch_command(command: str | None, venv: str | None) -> tuple[str, ...]:
-    """What starts a server, up to its flags. Raises UserError where nothing says what does, or it is not there."""
+    """Return the words that start a server, up to its flags. Raises UserError where nothing says what does, or it is
+    not there."""
     if command is not None:
         words = shlex.split(command)
         if not words or shutil.which(words[0]) is None:
@@ -137,23 +154,62 @@ def launch_command(command: str | None, venv: str | None) -> tuple[str, ...]:
         if is_container(words):
             check_container(words)
         return tuple(words)
-    place = venv or os.environ.get(VENV_VARIABLE)
-    if not place:
+    folder = venv or os.environ.get(VENV_VARIABLE)
+    if not folder:
         raise UserError(
             "engine sglang: say where servers run (engine.args.urls), or what launches one: engine.args.venv or "
             f"{VENV_VARIABLE}, a virtual environment that holds SGLang, or engine.args.command"
         )
-    python = Path(place).expanduser() / "bin" / "python"
+    python = Path(folder).expanduser() / "bin" / "python"
     if not python.exists():
         source = "engine.args.venv" if venv else VENV_VARIABLE
-        raise UserError(f"{source}: {place} is no virtual environment (it has no bin/python)")
+        raise UserError(f"{source}: {folder} is not a virtual environment (it has no bin/python)")
     return str(python), "-m", "sglang.launch_server"
 
 
 def sizes_of(model: Any) -> tuple[int, int]:
-    """(bytes of keys and values a token in float32, context in tokens) by a transformers model's configuration."""
+    """Return (bytes of keys and values a token in float32, context in tokens) of a transformers model."""
     config = model.config.get_text_config()
     heads = getattr(config, "num_key_value_heads", None) or getattr(config, "num_attention_heads", 1)
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     context = getattr(config, "max_position_embeddings", None) or 4096
     return 2 * 4 * config.num_hidden_layers * heads * size, context
+
+
+def is_container(command: Sequence[str]) -> bool:
+    """Return whether these words run a container."""
+    return Path(command[0]).name in RUNTIMES and _RUN in command[1:]
+
+
+def check_container(command: Sequence[str]) -> None:
+    """Raise UserError for options with which a server could not be ended."""
+    given = _options(command)
+    if "--name" in given:
+        raise UserError("engine.args.command: leave --name out; each server's container is given a name of its own")
+    if found := given & {"-d", "--detach"}:
+        raise UserError(f"engine.args.command: leave {min(found)} out; a run keeps its servers' output, and ends them")
+
+
+def contained(command: Sequence[str], variables: Collection[str], model_path: str) -> tuple[list[str], list[str]]:
+    """Return the words that start a container, and those that remove it, which is needed because it does not end with
+    the client that started it.
+
+    The container shares the network of its machine, gets `variables` of the client's environment, and sees a model
+    folder by the same path.
+    """
+    at = command.index(_RUN, 1) + 1
+    given, name = _options(command), f"agentrl_{uuid.uuid4().hex[:12]}"
+    added = ["--name", name]
+    for option, others in _CONTAINER_OPTIONS.items():
+        if not given & {option, *others}:
+            added.append("--network=host" if option == "--network" else option)
+    for variable in variables:
+        added += ["--env", variable]
+    if (folder := Path(model_path)).is_dir():
+        added += ["--volume", f"{folder.absolute()}:{folder.absolute()}:ro"]
+    return [*command[:at], *added, *command[at:]], [*command[: at - 1], "rm", "--force", name]
+
+
+def _options(command: Sequence[str]) -> set[str]:
+    """Return the names of the options in a command."""
+    return {word.partition("=")[0] for word in command if word.startswith("-")}

@@ -9,36 +9,36 @@ import atexit
 import time
 import uuid
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
 from agentrl.engine.base import EngineError, Generation, GenerationFinish, Sampling
 from agentrl.engine.sglang.adapters import needs_of
-from agentrl.engine.sglang.call import Call, post
 from agentrl.engine.sglang.client import LostAdapterError, RefusedError, ServerError
 from agentrl.engine.sglang.command import Flag, launch_command, sizes_of
 from agentrl.engine.sglang.fleet import Fleet
-from agentrl.engine.sglang.pool import Flight, Member
+from agentrl.engine.sglang.pool import Call, Member, post
 from agentrl.engine.sglang.settings import Settings
 from agentrl.engine.sglang.wire import Answer, PieceEnd, Reader, finish_of, request_body
 from agentrl.errors import UserError
 from agentrl.recipe.schema import LoraSection
+from agentrl.weights.source import WeightSource
 
 ATTEMPTS = 8
-"""Failures of one request, on whichever servers, before it is given up."""
+"""Failures of one request, on any servers, before it is given up."""
 BACK_OFF_SECONDS = 0.1, 2.0
-"""Before a second try on a server that answers: from, to."""
+"""Time before a second try on a server that answers: shortest, longest."""
 PAUSE_MODES = ("retract", "in_place", "abort")
 
 
 class SglangEngine:
-    """`model`: the trainer's, whose weights the servers are given. max_batch: requests in flight a server, at most, and
-    what a launched server decodes at once. model_path: what launched servers load. tokenizer: what theirs is compared
-    with. say, phase: told lines that stay, and what goes on right now. lora: of the adapter that is trained, where
-    `model` is the shape of one that is trained elsewhere. cluster: the address of a Ray cluster whose machines are to
-    reach launched servers. The rest is described in `Settings`.
+    """model: the trainer's, whose weights the servers are given; or its shape, on the meta device, where it is trained
+    in other processes. max_batch: requests in flight on one server, at most, and what a launched server decodes at
+    once. model_path: what launched servers load. tokenizer: compared with that of the servers. say, phase: called with
+    lines that stay, and with what goes on right now. lora: of the adapter that is trained, where `model` is a shape.
+    cluster: address of a Ray cluster whose machines are to reach launched servers. The rest is described in `Settings`.
     """
 
     def __init__(
@@ -65,9 +65,9 @@ class SglangEngine:
         weights: str = "auto",
         log_dir: str | None = None,
     ) -> None:
-        places = (urls,) if isinstance(urls, str) else urls
+        given = (urls,) if isinstance(urls, str) else urls
         settings = Settings(
-            urls=tuple(url.rstrip("/") for url in places), servers=servers, venv=venv, command=command,
+            urls=tuple(url.rstrip("/") for url in given), servers=servers, venv=venv, command=command,
             flags=flags or {}, env=env or {}, start_timeout=start_timeout, stall=stall, patience=patience,
             restarts=restarts, weights=weights, log_dir=log_dir,
         )  # fmt: skip
@@ -78,13 +78,13 @@ class SglangEngine:
         quiet: Callable[[str], None] = lambda line: None  # noqa: E731
         self._fleet = Fleet(model, tokenizer, settings, plan, needs, max_batch, say or quiet, phase or quiet)
         self._calls: dict[str, Call] = {}
-        self._errands: set[asyncio.Task[None]] = set()
+        self._background: set[asyncio.Task[None]] = set()
         self._starting: asyncio.Task[None] | None = None
         self._started = self._closed = self._asleep = False
 
     @staticmethod
     def missing(args: Mapping[str, Any]) -> list[str]:
-        """What this machine lacks to launch servers by these `engine.args`, in lines."""
+        """Return what this machine lacks to launch servers by these `engine.args`, in lines."""
         if args.get("urls"):
             return []
         try:
@@ -95,12 +95,13 @@ class SglangEngine:
 
     @staticmethod
     def gpus(args: Mapping[str, Any]) -> int:
-        """How many GPUs of this machine servers launched by these `engine.args` take."""
+        """Return how many GPUs of this machine servers launched by these `engine.args` take."""
         if args.get("urls"):
             return 0
         flags = {key.replace("_", "-").removeprefix("--"): value for key, value in (args.get("flags") or {}).items()}
-        a_server = int(flags.get("tp-size") or flags.get("tp") or 1) * int(flags.get("dp-size") or flags.get("dp") or 1)
-        return int(args.get("servers", 1)) * a_server
+        tensor_parallel = int(flags.get("tp-size") or flags.get("tp") or 1)
+        replicas = int(flags.get("dp-size") or flags.get("dp") or 1)
+        return int(args.get("servers", 1)) * tensor_parallel * replicas
 
     @property
     def max_context(self) -> int:
@@ -112,12 +113,11 @@ class SglangEngine:
         return self._fleet.version
 
     def keep_logs(self, folder: Path) -> None:
-        """The run has its folder now: the output of launched servers is to lie there."""
+        """Move the output of launched servers to the run's `folder`."""
         self._fleet.keep_logs(folder)
 
     async def health(self) -> None:
-        """Starts what is to be started, the first time. Raises UserError when that fails, EngineError when no server is
-        left."""
+        """Start the servers, the first time. Raises UserError when that fails, EngineError when no server is left."""
         await self._ready()
         if not self._fleet.pool.up:
             raise EngineError(f"no SGLang server is left: {self._fleet.reasons()}")
@@ -147,36 +147,36 @@ class SglangEngine:
     def abort(self, request_id: str | None = None) -> None:
         for name, call in self._calls.items():
             if request_id in (None, name):
-                call.abort(self._errand)
+                call.abort(self._in_background)
 
-    async def update_weights(self, version: int, weights: Any = None) -> None:
-        """Send the model's weights to every server. Requests under way wait meanwhile, and go on with the new weights;
-        where only an adapter is sent they keep the old one to their end. weights: who sends, a `Publisher` (sync.py),
-        where `model` is only a shape. Raises UserError when no server took them."""
-        await self._fleet.sync.take(weights)
+    async def update_weights(self, version: int, weights: WeightSource | None = None) -> None:
+        """Send the model's weights to every server. Requests in flight wait meanwhile, and go on with the new weights;
+        where only an adapter is sent they keep the old one to their end. weights: their publisher sends them, where
+        `model` is only a shape. Raises UserError when no server took them."""
+        await self._fleet.sync.use(weights.publisher if weights is not None else None)
         await self._ready()
         if self._asleep:
             await self._fleet.sync.make_room()
         await self._fleet.update(version, "retract")
-        self._asleep = False  # what took the weights is awake again
+        self._asleep = False  # servers that took the weights are awake again
 
     async def pause(self, mode: str = "retract") -> None:
         if mode not in PAUSE_MODES:
             raise EngineError(f"pause mode {mode!r} is unknown; known: {', '.join(PAUSE_MODES)}")
-        self._fleet.quiet = True
-        await self._tell_all("/pause_generation", {"mode": mode})
+        self._fleet.paused = True
+        await self._post_all("/pause_generation", {"mode": mode})
 
     async def resume(self) -> None:
-        await self._tell_all("/continue_generation", {})
-        self._fleet.quiet = False
+        await self._post_all("/continue_generation", {})
+        self._fleet.paused = False
 
     def flush(self) -> None:
         for member in self._fleet.pool.up:
-            self._errand(post(member, "/flush_cache"))
+            self._in_background(post(member, "/flush_cache"))
 
     async def sleep(self) -> None:
-        """Pause, and give back the memory of weights, keys and values; requests wait until new weights come. Twice is
-        once: a server ends when it is told to release what it has released."""
+        """Pause, and release the memory of weights, keys and values; requests wait until new weights come. Does nothing
+        where the servers sleep: one crashes when it is to release what it has released."""
         if self._asleep:
             return
         await self._ready()
@@ -184,14 +184,14 @@ class SglangEngine:
         await self._fleet.sleep()
 
     async def wake(self) -> None:
-        """After `sleep`, where no weights were sent since: servers that lost theirs stay out until an update."""
+        """Resume after `sleep`, where no weights were sent since: servers that lost theirs stay out until an update."""
         if self._asleep:
             self._asleep = False
             await self._fleet.sync.make_room()
             await self._fleet.wake()
 
     async def close(self) -> None:
-        """Running requests end with finish `abort`; launched servers end."""
+        """End running requests with finish `abort`, and launched servers."""
         self._closed = True
         if self._starting is not None and not self._starting.done():
             self._starting.cancel()
@@ -222,7 +222,7 @@ class SglangEngine:
         """Sample into `answer`, on one server after another where they fail."""
         pool, failed, failures = self._fleet.pool, None, 0
         while True:
-            self._fleet.watch()
+            self._fleet.monitor()
             try:
                 async with call:
                     member = await pool.take(request_id, failed)
@@ -249,42 +249,39 @@ class SglangEngine:
     async def _ask(
         self, call: Call, member: Member, prompt: list[int], answer: Answer, sampling: Sampling, room: int
     ) -> PieceEnd:
-        """Let one server go on with the answer; why it stopped. Whatever it gave is in `answer` also when it fails."""
-        rid = uuid.uuid4().hex  # of one length: a server aborts every id that begins as the given one
+        """Have one server continue the answer, and return why it stopped. What it sampled is in `answer` also when it
+        fails."""
+        rid = uuid.uuid4().hex  # of one length: a server aborts every id that has the given one as a prefix
         have = len(answer.ids)
         adapter, version = self._fleet.sync.adapter_of(member.url) or (None, self._fleet.version)
         body = request_body(prompt + answer.ids, sampling, room - have, rid, member.features, adapter)
         reader = Reader(answer, member.url, version, fixed=adapter is not None)
         end: PieceEnd | None = None
-        flight = Flight(call.cut, adapter)
-        call.at(member, rid)
-        member.flights.add(flight)
-        try:
-            async with call, aclosing(member.client.stream("/generate", body)) as payloads:
-                async for payload in payloads:
-                    member.moved = time.monotonic()
-                    end = reader.add(payload)
-        except TimeoutError:
-            if call.aborted:
-                return PieceEnd.ABORT
-            raise call.lost() from None
-        except RefusedError as error:
-            if adapter is not None and adapter in str(error):
-                raise LostAdapterError(str(error)) from error
-            raise
-        finally:
-            member.flights.discard(flight)
-            call.at(None, "")
+        with call.on(member, rid, adapter):
+            try:
+                async with call, aclosing(member.client.stream("/generate", body)) as payloads:
+                    async for payload in payloads:
+                        member.last_seen = time.monotonic()
+                        end = reader.add(payload)
+            except TimeoutError:
+                if call.aborted:
+                    return PieceEnd.ABORT
+                raise call.take_error() from None
+            except RefusedError as error:
+                if adapter is not None and adapter in str(error):
+                    raise LostAdapterError(str(error)) from error
+                raise
         if end is None:
             raise ServerError(f"{member.url}/generate: the answer has no end")
         return end
 
     def _checked(self, ids: Sequence[int], request_id: str) -> list[int]:
-        """An id outside the vocabulary would end the server, so none leaves."""
+        """Return the prompt as a list. Raises EngineError for one that no server may be given: an id outside the
+        vocabulary would crash it."""
         if self._closed:
             raise EngineError("the engine is closed")
         if not self._fleet.sync.ready:
-            raise EngineError("the trainer, which is elsewhere, has sent no weights yet")
+            raise EngineError("the trainer, in other processes, has sent no weights yet")
         if request_id in self._calls:
             raise EngineError(f"request {request_id!r} is already generating: one turn at a time")
         prompt = ids.tolist() if isinstance(ids, array) else list(ids)
@@ -298,13 +295,12 @@ class SglangEngine:
             )
         return prompt
 
-    async def _tell_all(self, path: str, body: Mapping[str, Any]) -> None:
-        """Raises EngineError when a server that is up does not do it."""
+    async def _post_all(self, path: str, body: Mapping[str, Any]) -> None:
+        """Raise EngineError when a server that is up fails at it."""
         await self._ready()
         await asyncio.gather(*(m.client.post(path, body) for m in self._fleet.pool.up))
 
-    def _errand(self, work: Any) -> None:
-        """Something that nobody waits for."""
+    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
-        self._errands.add(task)
-        task.add_done_callback(self._errands.discard)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)

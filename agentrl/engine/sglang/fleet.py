@@ -1,5 +1,5 @@
-"""`Fleet`: the servers of a run. It launches and admits them, watches those that have requests, takes out who fails,
-and lets it in again once it is healthy and holds the weights of the trainer's current step.
+"""`Fleet`: the servers of a run. It launches and admits them, monitors those that have requests, takes out one that
+fails, and lets it in again once it is healthy and holds the weights of the trainer's current step.
 """
 
 import asyncio
@@ -24,13 +24,16 @@ from agentrl.weights.scratch import LOGS, WEIGHTS, Scratch
 FAULTS = 3
 """Failed requests in a row that take a server out although it answers."""
 ALIVE_SECONDS = 5.0
+"""Time for a server to answer when a request on it failed."""
 LATE_SECONDS = 1.0
+"""Delay of the monitor from which on the event loop stood still, not the servers."""
 FIRST_RETRY_SECONDS, LAST_RETRY_SECONDS = 1.0, 30.0
+"""Shortest and longest time between two tries to bring a server back."""
 
 
 class Fleet:
-    """plan: how to launch servers; None where `settings.urls` names them. adapter: what the run's needs of them. say:
-    lines that stay; phase: what goes on."""
+    """plan: how to launch servers; None where `settings.urls` names them. adapter: what the run's adapter needs of
+    them. limit: requests in flight on one server. say, phase: called with lines that stay, and with what goes on."""
 
     def __init__(
         self,
@@ -50,25 +53,25 @@ class Fleet:
         self._launched: list[Server] = []
         self._servers: dict[Member, Server] = {}
         self._restarts: dict[Member, int] = {}
-        self._tending: dict[Member, asyncio.Task[None]] = {}
+        self._recovering: dict[Member, asyncio.Task[None]] = {}
         self._monitor: asyncio.Task[None] | None = None
-        self._alone_since: float | None = None
+        self._all_out_since: float | None = None
         self.pool = Pool((Member(Client(url, self._sessions)) for url in settings.urls), limit)
         self.sync = Sync(model, self._sessions, self._weights.path, settings.weights, say)
         self._admission = Admission(model, tokenizer, self.sync, say)
         self.version = 0
-        self._epoch = 0  # counts updates: what was sent to a server before one began does not let it in after
+        self._epoch = 0  # counts updates: a server that was sent weights before one is not let in after it
         self.max_context = 0
-        self.quiet = False  # paused: no sign of life is expected
+        self.paused = False  # no sign of life is expected
 
     async def start(self) -> None:
-        """All servers up. Raises UserError: one line; then nothing that was launched is left."""
+        """Start and admit all servers. Raises UserError, one line; then nothing that was launched is left."""
         try:
             if self._plan is not None:
                 await self._launch(self._plan)
             members = self.pool.members
-            facts = await asyncio.gather(*(self._admission.know(member.client) for member in members))
-            self._choose_what_travels(facts)
+            facts = await asyncio.gather(*(self._admission.identify(member.client) for member in members))
+            self._choose_content(facts)
             await asyncio.gather(*map(self._admit_first, members, facts))
         except ServerError as error:
             await self.close()
@@ -77,16 +80,16 @@ class Fleet:
             await self.close()
             raise
         self.max_context = min(f.max_context for f in facts)
-        places = self._launched_where() if self._plan else "at " + ", ".join(m.url for m in self.pool.members)
+        where = self._launched_where() if self._plan else "at " + ", ".join(m.url for m in self.pool.members)
         seeds = "" if all(f.features.seeds for f in facts) else ", without seeds (no deterministic inference)"
-        self._say(f"engine: {len(facts)} SGLang {facts[0].version} server(s) {places}{seeds}")
+        self._say(f"engine: {len(facts)} SGLang {facts[0].version} server(s) {where}{seeds}")
 
     async def _launch(self, plan: LaunchPlan) -> None:
         logs = Path(self._settings.log_dir) if self._settings.log_dir else self._logs.path()
         servers = [Server(plan, i, logs / f"sglang_{i}.log", self._sessions) for i in range(self._settings.servers)]
         self._say(f"engine: starting {len(servers)} SGLang server(s), output in {logs}")
         self._launched = servers
-        await _all(*(s.start(self._settings.start_timeout, self._teller(i)) for i, s in enumerate(servers)))
+        await _all(*(s.start(self._settings.start_timeout, self._phase_of(i)) for i, s in enumerate(servers)))
         for server in servers:
             member = Member(Client(server.url, self._sessions))
             self._servers[member] = server
@@ -95,10 +98,10 @@ class Fleet:
     def _launched_where(self) -> str:
         return f"launched, on {self._plan.host} with a key" if self._plan and self._plan.key else "launched"
 
-    def _teller(self, index: int) -> Callable[[str], None]:
+    def _phase_of(self, index: int) -> Callable[[str], None]:
         return lambda line: self._phase(f"starting sglang server {index}: {line}")
 
-    def _choose_what_travels(self, facts: Sequence[ServerFacts]) -> None:
+    def _choose_content(self, facts: Sequence[ServerFacts]) -> None:
         if self._adapter is None:
             return
         rooms = [(m.url, f.adapters) for m, f in zip(self.pool.members, facts, strict=True)]
@@ -113,15 +116,15 @@ class Fleet:
         member.features = facts.features
         self.pool.let_in(member)
 
-    def watch(self) -> None:
-        """See that the running loop has a nurse."""
+    def monitor(self) -> None:
+        """Start the health monitor, unless it runs in this event loop."""
         monitor = self._monitor
         if monitor is None or monitor.done() or monitor.get_loop() is not asyncio.get_running_loop():
-            self._tending.clear()
-            self._monitor = asyncio.create_task(self._tend(), name="agentrl-sglang-nurse")
+            self._recovering.clear()
+            self._monitor = asyncio.create_task(self._monitor_health(), name="agentrl-sglang-health")
 
     async def report_failure(self, member: Member, error: ServerError) -> None:
-        """A request failed on a server: take it out if it is gone, or failed too often."""
+        """Take a server on which a request failed out, if it is gone or failed too often."""
         if member.out is not None:
             return
         member.faults += 1
@@ -140,34 +143,34 @@ class Fleet:
             self._take_out(member, str(why or error))
 
     async def update(self, version: int, mode: str) -> None:
-        """Our weights to every server that is up; who does not take them whole is out. Raises UserError when none is
-        left."""
+        """Send our weights to every server that is up; one that does not take them whole is out. Raises UserError when
+        none is left."""
         self._epoch += 1
         await asyncio.gather(*(self._check_alive(member) for member in self.pool.up))
         members = self.pool.up
-        self.quiet = True
+        self.paused = True
         try:
-            keep = {m.url: frozenset(f.adapter for f in m.flights if f.adapter) for m in members}
+            keep = {m.url: frozenset(c.adapter for c in m.calls if c.adapter) for m in members}
             failed = await self.sync.send([m.client for m in members], version, mode, keep) if members else {}
         finally:
-            self.quiet = False
+            self.paused = False
         self.version = version
         now = time.monotonic()
         for member in members:
-            member.moved = now
+            member.last_seen = now
         self._out_of(members, failed, f"the weights of step {version} did not arrive whole")
         if not self.pool.up:
             raise UserError(f"engine: no server has the weights of step {version}: {self.reasons()}")
 
     async def sleep(self) -> None:
-        """Every server pauses and gives its memory back; who does not is out."""
-        self.quiet = True
+        """Have every server pause and release its memory; one that does not is out."""
+        self.paused = True
         self._out_of(self.pool.up, await self.sync.sleep([m.client for m in self.pool.up]), "it did not go to sleep")
 
     async def wake(self) -> None:
-        """Every server takes its memory back; who cannot serve is out until the next update."""
+        """Have every server take its memory back; one that cannot serve is out until the next update."""
         self._out_of(self.pool.up, await self.sync.wake(), "it did not wake")
-        self.quiet = False
+        self.paused = False
 
     def _out_of(self, members: Sequence[Member], failed: Mapping[str, str], what: str) -> None:
         for member in members:
@@ -175,7 +178,7 @@ class Fleet:
                 self._take_out(member, f"{what}: {why}")
 
     def keep_logs(self, folder: Path) -> None:
-        """Move the output of launched servers, which goes on, to `folder`, unless the recipe says where it goes."""
+        """Move the logs of launched servers, which go on, to `folder`, unless the recipe says where they lie."""
         if self._settings.log_dir is None:
             for server in self._launched:
                 server.move_log(_free(folder, server.log.stem))
@@ -184,7 +187,7 @@ class Fleet:
         return "; ".join(f"{m.url}: {m.out}" for m in self.pool.members if m.out is not None)
 
     async def close(self) -> None:
-        for task in (self._monitor, *self._tending.values()):
+        for task in (self._monitor, *self._recovering.values()):
             if task is not None and not task.get_loop().is_closed():
                 task.cancel()
         await self.sync.close()
@@ -194,7 +197,7 @@ class Fleet:
         self._logs.close()
 
     def kill(self) -> None:
-        """End what was launched, at once and without a loop."""
+        """End what was launched, at once and without an event loop."""
         for server in self._launched:
             server.kill()
 
@@ -203,51 +206,51 @@ class Fleet:
             self._say(f"engine: {member.url} is taken out: {why}")
             self.pool.take_out(member, why)
 
-    async def _tend(self) -> None:
-        """While somebody is served or out: look for stalls, and let servers in again."""
+    async def _monitor_health(self) -> None:
+        """Take out servers that stall and bring others back, while requests are in flight or a server is out."""
         tick, last = min(1.0, self._settings.stall / 4), time.monotonic()
-        while self.pool.flying or self.pool.waiting or len(self.pool.up) < len(self.pool.members):
+        while self.pool.in_flight or self.pool.waiting or len(self.pool.up) < len(self.pool.members):
             now = time.monotonic()
-            if now - last > tick + LATE_SECONDS:  # it was the loop that stood still, not the servers
+            if now - last > tick + LATE_SECONDS:  # the event loop stood still, not the servers
                 for member in self.pool.members:
-                    member.moved = now
+                    member.last_seen = now
             last = now
             self._take_out_stalled(now)
             for member in self.pool.members:
-                tending = self._tending.get(member)
-                if member.out is not None and (tending is None or tending.done()) and self._hopeful(member):
-                    self._tending[member] = asyncio.create_task(self._bring_back(member))
+                task = self._recovering.get(member)
+                if member.out is not None and (task is None or task.done()) and self._recoverable(member):
+                    self._recovering[member] = asyncio.create_task(self._bring_back(member))
             self._give_up_waiting()
             await asyncio.sleep(tick)
 
     def _take_out_stalled(self, now: float) -> None:
         for member in self.pool.up:
-            if self.quiet or not member.flights:
+            if self.paused or not member.calls:
                 continue
-            silent = now - max(member.moved, max(f.began for f in member.flights))
+            silent = now - max(member.last_seen, max(call.start for call in member.calls))
             if silent > self._settings.stall:
-                self._take_out(member, f"no sign of life for {silent:.0f} seconds, with {len(member.flights)} requests")
+                self._take_out(member, f"no sign of life for {silent:.0f} seconds, with {len(member.calls)} requests")
 
-    def _hopeful(self, member: Member) -> bool:
-        """Whether a server that is out may come back: one that is not ours may, always."""
+    def _recoverable(self, member: Member) -> bool:
+        """Return whether a server that is out may come back; one that we did not launch always may."""
         server = self._servers.get(member)
         return server is None or server.running or self._restarts.get(member, 0) < self._settings.restarts
 
     def _give_up_waiting(self) -> None:
-        if self.pool.up or self.quiet:
-            self._alone_since = None
+        if self.pool.up or self.paused:
+            self._all_out_since = None
             return
         now = time.monotonic()
-        self._alone_since = self._alone_since or now
-        hopeless = not any(map(self._hopeful, self.pool.members))
-        starting = any(m in self._servers and not t.done() for m, t in self._tending.items())
-        if hopeless or (now - self._alone_since > self._settings.patience and not starting):
+        self._all_out_since = self._all_out_since or now
+        lost = not any(map(self._recoverable, self.pool.members))
+        starting = any(m in self._servers and not t.done() for m, t in self._recovering.items())
+        if lost or (now - self._all_out_since > self._settings.patience and not starting):
             self.pool.fail_waiting(ServerError(f"no SGLang server is left: {self.reasons()}"))
 
     async def _bring_back(self, member: Member) -> None:
-        """Try until it is in again, at growing distances."""
+        """Try until it is in again, at growing intervals."""
         delay = FIRST_RETRY_SECONDS
-        while member.out is not None and self._hopeful(member):
+        while member.out is not None and self._recoverable(member):
             await asyncio.sleep(delay)
             delay = min(LAST_RETRY_SECONDS, 2 * delay)
             try:
@@ -270,18 +273,18 @@ class Fleet:
             return
         self._restarts[member] = self._restarts.get(member, 0) + 1
         await server.stop()
-        await server.start(self._settings.start_timeout, self._teller(self._launched.index(server)))
+        await server.start(self._settings.start_timeout, self._phase_of(self._launched.index(server)))
         member.client = Client(server.url, self._sessions)
 
 
 def _free(folder: Path, name: str) -> Path:
-    """A run that was resumed keeps the logs of before."""
+    """Return a path for a log that no file has: a resumed run keeps its earlier logs."""
     names = chain([name], (f"{name}_{i}" for i in count(2)))
-    return next(place for place in (folder / f"{n}.log" for n in names) if not place.exists())
+    return next(path for path in (folder / f"{n}.log" for n in names) if not path.exists())
 
 
 async def _all(*work: Any) -> None:
-    """All of it, or the first error once the rest was cancelled."""
+    """Await all of it; raise the first error once the rest was cancelled."""
     try:
         async with asyncio.TaskGroup() as group:
             for one in work:

@@ -1,58 +1,133 @@
 """`Pool`: which server a request goes to. A conversation stays on one server, whose prefix cache knows it; a new one
 goes to the least loaded; no server has more than `limit` requests in flight. One that fails is out until it is let in.
+
+`Call`: a request in flight; it can be aborted, or cut when its server is taken out.
 """
 
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from typing import Any
 
 from agentrl.engine.sglang.client import Client, ServerError
 from agentrl.engine.sglang.wire import Features
 
+ABORT_SECONDS = 1.0
+"""Time for a server to answer an abort with all that it sampled; then the tokens that came are taken."""
+
 
 @dataclass(slots=True, eq=False)
 class Member:
-    """One server. flights: what is told when the server is taken out, one a request in flight. `out`: why it is out, or
-    None. moved: when it last gave a sign of life, seconds of time.monotonic(). faults: failed requests in a row."""
+    """One server of the pool."""
 
     client: Client
+    """Its connection."""
     features: Features = field(default_factory=Features)
+    """What it can do."""
     out: str | None = "it has not started"
-    flights: "set[Flight]" = field(default_factory=set)
+    """Why it gets no requests; None: it does."""
+    calls: "set[Call]" = field(default_factory=set)
+    """The requests that it answers."""
     queue: "deque[Waiter]" = field(default_factory=deque)
-    moved: float = 0.0
+    """Conversations of its own that wait for room."""
+    last_seen: float = 0.0
+    """When it last gave a sign of life, seconds of time.monotonic()."""
     faults: int = 0
+    """Failed requests in a row."""
     served: int = 0
+    """Requests that have taken room on it."""
 
     @property
     def url(self) -> str:
         return self.client.url
 
 
-class Flight:
-    """A request in flight. `cut(error)` ends its wait for the server. adapter: that it samples from. began: seconds of
-    time.monotonic()."""
+class Call:
+    """A request while it waits, for room or for a server. A context manager around each wait, which raises TimeoutError
+    when the request was aborted or cut."""
 
-    __slots__ = ("adapter", "began", "cut")
+    def __init__(self) -> None:
+        self.aborted = False
+        self.adapter: str | None = None
+        """The adapter that it samples from, on the server that answers it."""
+        self.start = 0.0
+        """When that server was asked, seconds of time.monotonic()."""
+        self._error: ServerError | None = None
+        self._timeout: asyncio.Timeout | None = None
+        self._member: Member | None = None
+        self._rid = ""
 
-    def __init__(self, cut: Callable[[ServerError], None], adapter: str | None = None) -> None:
-        self.cut, self.adapter = cut, adapter
-        self.began = time.monotonic()
+    @contextmanager
+    def on(self, member: Member, rid: str, adapter: str | None) -> Iterator[None]:
+        """Be in flight on a server, under the request id `rid`."""
+        self._member, self._rid, self.adapter, self.start = member, rid, adapter, time.monotonic()
+        member.calls.add(self)
+        try:
+            yield
+        finally:
+            member.calls.discard(self)
+            self._member = None
+
+    async def __aenter__(self) -> None:
+        now = asyncio.get_running_loop().time()
+        self._timeout = asyncio.timeout_at(now if self.aborted else None)
+        await self._timeout.__aenter__()
+
+    async def __aexit__(self, *error: Any) -> None:
+        timeout, self._timeout = self._timeout, None
+        assert timeout is not None
+        await timeout.__aexit__(*error)
+
+    def abort(self, in_background: Callable[[Coroutine[Any, Any, None]], None] | None) -> None:
+        """End it with what it has. With `in_background`, ask the server for what it sampled and has not sent yet."""
+        if self.aborted:
+            return
+        self.aborted = True
+        if self._member is not None and in_background is not None:
+            in_background(post(self._member, "/abort_request", {"rid": self._rid}))
+            self._end_in(ABORT_SECONDS)
+        else:
+            self._end_in(0.0)
+
+    def cut(self, error: ServerError) -> None:
+        """End its wait: its server is taken out."""
+        self._error = error
+        self._end_in(0.0)
+
+    def take_error(self) -> ServerError:
+        """Return why it was cut, once."""
+        error, self._error = self._error, None
+        return error or ServerError("the request was cut")
+
+    def _end_in(self, seconds: float) -> None:
+        if self._timeout is not None:
+            self._timeout.reschedule(asyncio.get_running_loop().time() + seconds)
+
+
+async def post(member: Member, path: str, body: Mapping[str, Any] | None = None) -> None:
+    """Post in the background: a server that fails at it is noticed by those who wait for it."""
+    with suppress(ServerError):
+        await member.client.post(path, body or {})
 
 
 @dataclass(slots=True, eq=False)
 class Waiter:
-    """Somebody who waits for room on a server."""
+    """A request that waits for room on a server."""
 
     conversation: str
+    """Its request id, the same in every turn."""
     future: "asyncio.Future[Member]"
+    """Set to the server that has room."""
     avoid: Member | None = None
+    """The server that it failed on."""
 
 
 class Pool:
-    """Belongs to one event loop at a time; waiters do not outlive theirs."""
+    """limit: requests in flight on one server, at most. Belongs to one event loop at a time; waiters do not outlive
+    it."""
 
     def __init__(self, members: Iterable[Member], limit: int) -> None:
         self.members = list(members)
@@ -69,14 +144,14 @@ class Pool:
         return any(not w.future.done() for w in self._queue)
 
     @property
-    def flying(self) -> int:
-        return sum(len(m.flights) for m in self.members)
+    def in_flight(self) -> int:
+        return sum(len(m.calls) for m in self.members)
 
     async def take(self, conversation: str, avoid: Member | None = None) -> Member:
-        """A server with room for one more request, which is to be `give`n back. Waits for one; `avoid` is taken only
-        when it is the only one."""
+        """Wait for a server with room for one more request and take that room until `give`. `avoid` is chosen only when
+        it is the only one."""
         waiter = Waiter(conversation, asyncio.get_running_loop().create_future(), avoid)
-        if not self._place(waiter):
+        if not self._admit(waiter):
             home = self._home.get(conversation)
             (home.queue if home is not None and home is not avoid else self._queue).append(waiter)
         try:
@@ -87,7 +162,7 @@ class Pool:
             raise
 
     def give(self, member: Member) -> None:
-        """A request that was let in is over."""
+        """Give back the room that `take` took."""
         member.served -= 1
         self._serve()
 
@@ -95,7 +170,7 @@ class Pool:
         self._home.pop(conversation, None)
 
     def take_out(self, member: Member, why: str) -> None:
-        """Nothing goes to it any more; its requests in flight and those that wait for it go elsewhere."""
+        """Send it nothing more; its requests in flight and those that wait for it go elsewhere."""
         if member.out is not None:
             return
         member.out = why
@@ -103,25 +178,26 @@ class Pool:
             del self._home[conversation]
         self._queue.extendleft(reversed(member.queue))
         member.queue.clear()
-        for flight in list(member.flights):
-            flight.cut(ServerError(f"{member.url} was taken out: {why}"))
+        for call in list(member.calls):
+            call.cut(ServerError(f"{member.url} was taken out: {why}"))
         self._serve()
 
     def let_in(self, member: Member) -> None:
-        member.out, member.faults, member.moved = None, 0, time.monotonic()
+        member.out, member.faults, member.last_seen = None, 0, time.monotonic()
         self._serve()
 
     def fail_waiting(self, error: ServerError) -> None:
-        """Nobody is left to serve those who wait."""
+        """Raise `error` in every request that waits."""
         for waiter in self._queue:
             if not waiter.future.done():
                 waiter.future.set_exception(error)
         self._queue.clear()
 
-    def _place(self, waiter: Waiter) -> bool:
+    def _admit(self, waiter: Waiter) -> bool:
+        """Assign a server with room, and return whether there is one."""
         home = self._home.get(waiter.conversation)
         if home is not None and home is not waiter.avoid:
-            return self._admit(waiter, home) if home.served < self._limit else False
+            return self._assign(waiter, home) if home.served < self._limit else False
         free = [m for m in self.members if m.out is None and m.served < self._limit]
         others = [m for m in free if m is not waiter.avoid]
         if (
@@ -134,17 +210,18 @@ class Pool:
         if chosen is None:
             return False
         self._home[waiter.conversation] = chosen
-        return self._admit(waiter, chosen)
+        return self._assign(waiter, chosen)
 
-    def _admit(self, waiter: Waiter, member: Member) -> bool:
+    def _assign(self, waiter: Waiter, member: Member) -> bool:
         member.served += 1
         waiter.future.set_result(member)
         return True
 
     def _serve(self) -> None:
-        """Let in who waits: first the conversations that a server knows, then the rest, in the order they came."""
+        """Admit waiting requests: first the conversations that a server knows, then the rest, in the order they
+        came."""
         for member in self.members:
-            while member.queue and (member.queue[0].future.done() or self._place(member.queue[0])):
+            while member.queue and (member.queue[0].future.done() or self._admit(member.queue[0])):
                 member.queue.popleft()
-        while self._queue and (self._queue[0].future.done() or self._place(self._queue[0])):
+        while self._queue and (self._queue[0].future.done() or self._admit(self._queue[0])):
             self._queue.popleft()

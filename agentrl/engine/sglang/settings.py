@@ -9,37 +9,44 @@ import torch
 from agentrl.engine.sglang.adapters import AdapterNeeds
 from agentrl.engine.sglang.command import Flag, LaunchPlan, launch_command, sizes_of
 from agentrl.errors import UserError
-from agentrl.weights.reach import given_key, is_loopback, listen_host, new_key
+from agentrl.weights.addresses import given_key, is_loopback, listen_host, new_key
 
 GRACE_SECONDS = 5.0
-"""For what a recipe's own command starts; SGLang itself needs none."""
+"""Time to end for what a recipe's own command starts; SGLang itself needs none."""
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """urls: servers that run already; then nothing is launched, and they are told the key of AGENTRL_SGLANG_KEY, where
-    there is one. servers: how many are launched else, by `command` (up to its flags; see `container.py`) or by the
-    virtual environment `venv`. flags: of its launch, over ours.
-    start_timeout: seconds a server may take to serve. stall: seconds without a sign of life from a server that has
-    requests. patience: seconds to wait for any server while all are out. restarts: of a launched server that ended.
-    weights: how they travel, see `weights/`. log_dir: of launched servers' output (None: a temporary folder).
-    """
+    """The keys of `engine.args`."""
 
     urls: tuple[str, ...] = ()
+    """Servers that run already, http://HOST:PORT; then none is launched. They are sent the key of AGENTRL_SGLANG_KEY,
+    where there is one."""
     servers: int = 1
+    """How many are launched."""
     venv: str | None = None
+    """Virtual environment with SGLang that launches them."""
     command: str | None = None
+    """Command that launches one, up to its flags; see `command.py`."""
     flags: Mapping[str, Flag] = field(default_factory=dict)
+    """Flags of the launch, which come over ours."""
     env: Mapping[str, str] = field(default_factory=dict)
+    """Environment variables of launched servers."""
     start_timeout: float = 900.0
+    """Seconds that a server may take to serve."""
     stall: float = 120.0
+    """Seconds without a sign of life after which a server that has requests is taken out."""
     patience: float = 120.0
+    """Seconds to wait for any server while all are out."""
     restarts: int = 3
+    """Restarts of a launched server that ended."""
     weights: str = "auto"
+    """How weights are sent, see `weights.open_channel`."""
     log_dir: str | None = None
+    """Folder of launched servers' output (None: a temporary one, then the run's)."""
 
     def __post_init__(self) -> None:
-        """Raises UserError for what contradicts itself."""
+        """Raise UserError for keys that contradict each other."""
         if self.urls and (self.venv or self.command or self.flags or self.servers != 1):
             raise UserError("engine.args: `urls` are servers that run already; leave servers, venv, command, flags out")
         if "port" in self.flags:
@@ -50,7 +57,7 @@ class Settings:
             raise UserError("engine.args.urls: a server is listed twice")
         for url in self.urls:
             if not url.startswith(("http://", "https://")):
-                raise UserError(f"engine.args.urls: {url!r} is no URL; write http://HOST:PORT")
+                raise UserError(f"engine.args.urls: {url!r} is not a URL; write http://HOST:PORT")
         for name in ("start_timeout", "stall", "patience"):
             if getattr(self, name) <= 0:
                 raise UserError(f"engine.args.{name} must be more than 0 seconds")
@@ -63,7 +70,7 @@ class Settings:
         adapter: AdapterNeeds | None,
         cluster: str | None = None,
     ) -> LaunchPlan | None:
-        """How to launch servers for `model`, a transformers module at `model_path`; None where they run already.
+        """Return how to launch servers for `model`, a transformers module at `model_path`; None where they run already.
         cluster: address of the Ray cluster whose machines are to reach them. Raises UserError where nothing says what
         launches one."""
         if self.urls:
@@ -89,5 +96,5 @@ class Settings:
         return replace(plan, key=plan.flag("api-key") or (None if is_loopback(plan.host) else new_key()))
 
     def key(self, plan: LaunchPlan | None) -> str | None:
-        """What is said to servers with every request."""
+        """Return the key that is sent with every request."""
         return given_key() if plan is None else plan.key

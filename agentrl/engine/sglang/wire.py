@@ -1,8 +1,7 @@
-"""What is asked of `/generate`, and how its answer is read: every id with its log-prob and version, each once.
+"""The body of a request to `/generate`, and how its answer is read: every id with its log-prob and version, each once.
 
-An answer may come in several pieces, from several servers; `Answer` holds the tokens so far. Nothing is added to it
-that was not checked whole: one log-prob for each id, of that very id, and as many as the server says it sampled.
-"""
+An answer may come in several pieces, from several servers; `Answer` holds the tokens so far. A piece is added only
+after it was checked whole: one log-prob for each id, of that very id, and as many as the server says it sampled."""
 
 import json
 import math
@@ -16,9 +15,9 @@ from agentrl.engine.base import Generation, GenerationFinish, Sampling
 from agentrl.engine.sglang.client import RefusedError, ServerError
 
 INTERVAL = 16
-"""Tokens between two pieces of an answer: what a dying server can take with it."""
+"""Tokens between two pieces of an answer: what is lost with a server that dies."""
 PIECES = 8
-"""Of an answer at most where each piece holds all that came before it (a server without incremental streaming)."""
+"""Pieces of an answer at most, where each holds all that came before it (a server without incremental streaming)."""
 
 
 class PieceEnd(StrEnum):
@@ -31,18 +30,22 @@ class PieceEnd(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Features:
-    """What differs between servers: seeded sampling (deterministic inference), and pieces with what is new alone."""
+    """What differs between servers."""
 
     seeds: bool = False
+    """Whether it samples by seed (deterministic inference)."""
     incremental: bool = False
+    """Whether a piece of an answer holds only what is new."""
 
 
 def request_body(
     ids: Sequence[int], sampling: Sampling, room: int, rid: str, features: Features, adapter: str | None = None
 ) -> dict[str, Any]:
-    """The body for `room` more tokens after `ids`, by an adapter of the server. Every parameter is given, so that no
-    default of the server's or of the model's generation config applies. At temperature 0 it reports log-probs at
-    temperature 1, as the contract says.
+    """Return the body that asks for `room` more tokens after `ids`. rid: the request's id. adapter: name of one that
+    the server holds.
+
+    Every parameter is given, so that no default of the server or of the model's generation config applies. At
+    temperature 0 it reports log-probs at temperature 1, as the contract says.
     """
     parameters: dict[str, Any] = {
         "max_new_tokens": room,
@@ -69,14 +72,17 @@ def request_body(
 
 @dataclass(slots=True)
 class Answer:
-    """The tokens so far. versions: runs of (weight version, how many ids)."""
+    """The tokens so far."""
 
     ids: list[int] = field(default_factory=list)
+    """Sampled token ids."""
     logprobs: "array[float]" = field(default_factory=lambda: array("d"))
+    """Natural log-probs, one for each id."""
     versions: list[tuple[int, int]] = field(default_factory=list)
+    """Runs of (weight version, number of ids)."""
 
     def generation(self, finish: GenerationFinish, version: int) -> Generation:
-        """version: where no id came."""
+        """Return it as a `Generation`. version: of the weights, where no id came."""
         runs = self.versions
         if len({v for v, _ in runs}) <= 1:
             return Generation(self.ids, self.logprobs.tolist(), finish, runs[0][0] if runs else version)
@@ -85,8 +91,9 @@ class Answer:
 
 
 class Reader:
-    """Reads one server's pieces of an answer into it. `url` names the server in errors. version: that of the weights as
-    the request begins. fixed: it is that of an adapter, which stays to the end, whatever the server says of its own."""
+    """Reads one server's pieces of an answer into `answer`. url: names the server in errors. version: of the weights
+    when the request starts. fixed: it is that of an adapter, which stays to the end, whatever version the server
+    reports."""
 
     def __init__(self, answer: Answer, url: str, version: int, fixed: bool = False) -> None:
         self._answer, self._url, self._latest, self._fixed = answer, url, version, fixed
@@ -94,14 +101,14 @@ class Reader:
         self._runs = len(answer.versions)
 
     def add(self, payload: bytes) -> PieceEnd | None:
-        """Add what is new in a piece; why the server is done, or None. Raises ServerError where it is malformed, or
-        tells of an error; then nothing of the piece was added."""
+        """Add what is new in a piece, and return why the server is done, or None. Raises ServerError where the piece is
+        malformed or holds an error; then nothing of it was added."""
         try:
             piece = json.loads(payload)
         except ValueError as error:
-            raise self._malformed("no JSON") from error
+            raise self._malformed("not JSON") from error
         if not isinstance(piece, dict):
-            raise self._malformed("no JSON object")
+            raise self._malformed("not a JSON object")
         if "error" in piece:
             raise self._error(piece["error"])
         meta, ids = piece.get("meta_info"), piece.get("output_ids")
@@ -116,12 +123,12 @@ class Reader:
         return end
 
     def _new(self, ids: list[int], meta: Mapping[str, Any]) -> tuple[list[int], list[float]]:
-        """The ids of a piece that are not there yet, and their log-probs."""
+        """Return the ids of a piece that are new, and their log-probs."""
         have = len(self._answer.ids) - self._start
         new = meta.get("completion_tokens", have + len(ids)) - have
         if new == 0:
-            return [], []  # the end alone, or after an abort the last id once more
-        if new < 0 or len(ids) not in (new, have + new):  # what is new, or all from the beginning
+            return [], []  # only the end, or after an abort the last id once more
+        if new < 0 or len(ids) not in (new, have + new):  # what is new, or all so far
             raise self._malformed(f"of {have + new} sampled tokens {have} and {len(ids)} came")
         pairs = meta.get("output_token_logprobs")
         if not isinstance(pairs, list) or len(pairs) != len(ids):
@@ -137,21 +144,21 @@ class Reader:
         return ids, logprobs
 
     def _runs_with(self, new: int, meta: Mapping[str, Any]) -> list[tuple[int, int]]:
-        """The versions of all of this server's ids, with `new` more: by the last piece's spans, until then by what each
-        piece names."""
+        """Return the versions of all of this server's ids, with `new` more: by the last piece's spans, until then by
+        the version that each piece names."""
         if self._fixed or not (spans := meta.get("weight_versions")):
             name = str(meta.get("weight_version"))
-            if name.isdecimal() and not self._fixed:  # else an update is under way, and these were sampled before it
+            if name.isdecimal() and not self._fixed:  # else an update has begun, and these were sampled before it
                 self._latest = int(name)
             return [*self._answer.versions[self._runs :], *([(self._latest, new)] if new else [])]
-        total, at, runs = len(self._answer.ids) - self._start + new, 0, []
+        total, covered, runs = len(self._answer.ids) - self._start + new, 0, []
         for span in spans:
             end = min(span["end"], total)
-            if end > at:
-                runs.append((self._version(span["version"]), end - at))
-                at = end
-        if at != total:
-            raise self._malformed(f"its weight versions cover {at} of {total} ids")
+            if end > covered:
+                runs.append((self._version(span["version"]), end - covered))
+                covered = end
+        if covered != total:
+            raise self._malformed(f"its weight versions cover {covered} of {total} ids")
         return runs
 
     def _version(self, name: Any) -> int:
@@ -180,7 +187,8 @@ class Reader:
 
 
 def finish_of(end: PieceEnd, answer: Answer, sampling: Sampling, room: int) -> GenerationFinish | None:
-    """What a server's end means to us; None where it has to go on: it stopped at an id that is no stop id of ours."""
+    """Return the finish that a server's end stands for; None where it has to go on: it stopped at an id that is not one
+    of our stop ids."""
     if end is PieceEnd.ABORT:
         return GenerationFinish.ABORT
     if answer.ids and answer.ids[-1] in sampling.stop_ids:

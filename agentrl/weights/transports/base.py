@@ -1,24 +1,25 @@
-"""What every way of sending weights promises."""
+"""`Transport`: how tensors get to servers."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Protocol
 
 from agentrl.weights.server import WeightServer, WeightUpdateError
-from agentrl.weights.source import NamedTensor
+from agentrl.weights.source import WeightSource
 
-Failures = dict[str, str]  # URL -> one line
+Failures = dict[str, str]
+"""URL -> one line that says what went wrong."""
 
 
 class Transport(Protocol):
-    """`weights` are read once, to their end, also when every server has failed: other ranks gather in step."""
+    """Reads `weights` once, to their end, also when every server has failed: other ranks gather in step."""
 
     name: str
+    """One of `channel.TRANSPORTS`."""
 
-    async def send(
-        self, version: int, servers: Sequence[WeightServer], weights: Iterable[NamedTensor], flush: bool
-    ) -> Failures:
-        """Load `weights` into the servers, which are paused; those left out of the result hold all of them.
+    async def send(self, version: int, servers: Sequence[WeightServer], weights: WeightSource, flush: bool) -> Failures:
+        """Load `weights` into the servers, which are paused. Returns the failures; servers without one hold all of
+        them.
 
         flush: whether the first load drops the caches, so that it is done once. (The call `/flush_cache` also collects
         a server's garbage, which took a CPU up to two seconds.)
@@ -31,7 +32,7 @@ class Transport(Protocol):
 async def each(
     servers: Iterable[WeightServer], call: Callable[[WeightServer], Awaitable[object]], failures: Failures
 ) -> list[WeightServer]:
-    """`call` on all servers at once. Those that fail are noted; the others are returned."""
+    """Call `call` on all servers at once. Adds those that fail to `failures` and returns the others."""
 
     async def one(server: WeightServer) -> WeightServer | None:
         try:

@@ -1,10 +1,10 @@
-"""Weights through a folder that trainer and servers both see. It needs nothing else of them."""
+"""Weights through a folder that trainer and servers both see."""
 
 import contextlib
 import json
 import shutil
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from safetensors.torch import save_file
@@ -12,14 +12,15 @@ from safetensors.torch import save_file
 from agentrl.errors import UserError
 from agentrl.threads import in_thread
 from agentrl.weights.server import WeightServer
-from agentrl.weights.source import NamedTensor, buckets
+from agentrl.weights.source import WeightSource, buckets
 from agentrl.weights.transports.base import Failures, each
 
 SHARD_BYTES = 2 << 30
 
 
-class FromDisk:
-    """Each version in a folder of its own, written aside and renamed; the last `keep` stay."""
+class DiskTransport:
+    """Write each version into a folder of its own, aside, then rename it; the last `keep` stay. shard_bytes: size of
+    one file, which is what stands in memory."""
 
     name = "from_disk"
 
@@ -27,15 +28,13 @@ class FromDisk:
         self._made = folder if not folder.exists() else None
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self._folder = Path(tempfile.mkdtemp(prefix="channel_", dir=folder.resolve()))  # channels do not meet
+            self._folder = Path(tempfile.mkdtemp(prefix="channel_", dir=folder.resolve()))  # one for each channel
         except OSError as error:
             raise UserError(f"weights: the folder {folder} cannot be written: {error.strerror}") from error
-        self._folder.chmod(0o755)  # servers may run as somebody else
+        self._folder.chmod(0o755)  # servers may run as another user
         self._keep, self._shard_bytes = keep, shard_bytes
 
-    async def send(
-        self, version: int, servers: Sequence[WeightServer], weights: Iterable[NamedTensor], flush: bool
-    ) -> Failures:
+    async def send(self, version: int, servers: Sequence[WeightServer], weights: WeightSource, flush: bool) -> Failures:
         failures: Failures = {}
         folder = await in_thread(self._write, version, weights)
         await each(servers, lambda server: server.load_folder(str(folder), flush), failures)
@@ -45,11 +44,11 @@ class FromDisk:
     async def close(self) -> None:
         await in_thread(shutil.rmtree, self._folder, True)
         if self._made is not None:
-            with contextlib.suppress(OSError):  # another channel is in it
+            with contextlib.suppress(OSError):  # another channel uses it
                 self._made.rmdir()
 
-    def _write(self, version: int, weights: Iterable[NamedTensor]) -> Path:
-        """In shards, so that only one stands in memory."""
+    def _write(self, version: int, weights: WeightSource) -> Path:
+        """Write the folder in shards, so that only one stands in memory."""
         final = self._folder / f"version_{version}"
         aside = self._folder / f".writing_{version}"
         shutil.rmtree(aside, ignore_errors=True)

@@ -6,24 +6,24 @@ that fails breaks the group for all; then those that did not fail get the weight
 
 import asyncio
 import contextlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from agentrl.threads import in_thread
 from agentrl.weights.group import Group, open_group
 from agentrl.weights.server import WeightServer, WeightUpdateError
-from agentrl.weights.source import NamedTensor, buckets
+from agentrl.weights.source import NamedTensor, WeightSource, buckets
 from agentrl.weights.transports.base import Failures, each
 
 BUCKET_BYTES = 256 << 20
 BROKEN = "the process group broke"
 GRACE_SECONDS = 5.0
-"""Between one server's refusal and giving up the broadcast to the others."""
+"""Time between one server's refusal and giving up the broadcast to the others."""
 
 
-class FromDistributed:
-    """timeout: seconds for the group to form, and for each broadcast."""
+class GroupTransport:
+    """timeout: seconds for the group to form, and for each broadcast. bucket_bytes: of tensors in one call."""
 
     name = "from_distributed"
 
@@ -32,16 +32,14 @@ class FromDistributed:
         self._group: Group | None = None
         self._broke = BROKEN
 
-    async def send(
-        self, version: int, servers: Sequence[WeightServer], weights: Iterable[NamedTensor], flush: bool
-    ) -> Failures:
+    async def send(self, version: int, servers: Sequence[WeightServer], weights: WeightSource, flush: bool) -> Failures:
         failures: Failures = {}
         opened = await each(servers, WeightServer.begin, failures)
-        innocent, before = await self._attempt(opened, weights, failures, flush), len(opened) + 1
-        while innocent and len(innocent) < before and getattr(weights, "repeatable", False):
-            before = len(innocent)  # who broke it may be known only once another group does not form
-            innocent = await self._attempt(innocent, weights, failures, flush)
-        failures |= dict.fromkeys((s.url for s in innocent), self._broke)
+        unsent, before = await self._attempt(opened, weights, failures, flush), len(opened) + 1
+        while unsent and len(unsent) < before and weights.repeatable:
+            before = len(unsent)  # who broke the group may show only once another one does not form
+            unsent = await self._attempt(unsent, weights, failures, flush)
+        failures |= dict.fromkeys((s.url for s in unsent), self._broke)
         await each([s for s in opened if s.url not in failures], WeightServer.end, failures)
         return failures
 
@@ -52,9 +50,9 @@ class FromDistributed:
             await in_thread(group.abort)
 
     async def _attempt(
-        self, servers: Sequence[WeightServer], weights: Iterable[NamedTensor], failures: Failures, flush: bool
+        self, servers: Sequence[WeightServer], weights: WeightSource, failures: Failures, flush: bool
     ) -> list[WeightServer]:
-        """The servers that did not fail, but did not get everything either, because another one failed."""
+        """Return the servers that did not fail but did not get everything either, because another one failed."""
         batches = buckets(weights, self._limit)
         batch = await in_thread(next, batches, None)
         group = await self._joined(servers, batch[0][1].device, failures) if servers and batch else None
@@ -66,7 +64,7 @@ class FromDistributed:
         return [] if group is not None else [s for s in servers if s.url not in failures]
 
     async def _joined(self, servers: Sequence[WeightServer], device: torch.device, failures: Failures) -> Group | None:
-        """The group of exactly these servers, as it stands or a new one."""
+        """Return the group of exactly these servers: the one that stands, or a new one."""
         if self._group is not None and {s.url for s in self._group.servers} == {s.url for s in servers}:
             return self._group
         await self.close()
@@ -74,12 +72,12 @@ class FromDistributed:
         try:
             self._group = await open_group(servers, "nccl" if gpus else "gloo", self._timeout, failures)
         except WeightUpdateError as error:
-            if not any(server.url in failures for server in servers):  # nobody in particular
+            if not any(server.url in failures for server in servers):  # no single one is to blame
                 failures |= dict.fromkeys((s.url for s in servers), str(error))
         return self._group
 
     async def _send_bucket(self, group: Group, batch: Sequence[NamedTensor], failures: Failures, flush: bool) -> bool:
-        """Whether every server took it. If not, the group is ended."""
+        """Send it and return whether every server took it. If not, the group is ended."""
 
         async def load(server: WeightServer) -> None:
             await server.load_broadcast([(n, t.dtype, tuple(t.shape)) for n, t in batch], group.name, flush)
@@ -111,4 +109,4 @@ def _broadcast(group: Group, batch: Sequence[NamedTensor]) -> None:
         with torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext():
             group.broadcast(tensor.contiguous())
     if batch[-1][1].is_cuda:
-        torch.cuda.synchronize(batch[-1][1].device)  # a bucket in flight, not more
+        torch.cuda.synchronize(batch[-1][1].device)  # one bucket in flight at most

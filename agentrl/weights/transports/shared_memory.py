@@ -1,24 +1,43 @@
-"""Weights through memory that trainer and servers of one machine share: only names and places travel by HTTP."""
+"""Weights through memory that trainer and servers of one machine share: only names and offsets travel by HTTP.
+
+Shared memory on a CPU, CUDA IPC between GPUs. The payload is the pickle that the server's restricted reader admits: one
+flat tensor of bytes, and for each weight its name, shape, dtype and offsets. It names no class of the server's, so the
+trainer needs no installed sglang.
+"""
 
 import asyncio
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import base64
+import io
+import os
+import pickle
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
 
 import torch
+from torch import Tensor
+from torch.multiprocessing import reductions as _reductions
 
 from agentrl.threads import in_thread
 from agentrl.weights.server import WeightServer
-from agentrl.weights.source import NamedTensor, buckets
+from agentrl.weights.source import NamedTensor, WeightSource, buckets
 from agentrl.weights.transports.base import Failures, each
-from agentrl.weights.transports.bucket import SharedBucket
 
+reductions: Any = _reductions  # torch leaves it untyped
 BUCKET_BYTES = 128 << 20
+ALIGNMENT = 16
+"""Bytes; a tensor of any dtype may start at a multiple."""
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""Variables that configure torch's allocator; the first counts."""
+EXPANDABLE, PLAIN = "expandable_segments:True", "expandable_segments:False"
 
 
-class FromTensor:
-    """One bucket is filled while servers load from the other: twice `bucket_bytes`, or the largest tensor. On a CPU
-    their memory is kept from update to update.
+class SharedMemoryTransport:
+    """Fill one bucket while servers load from the other: takes twice `bucket_bytes`, or twice the largest tensor. On a
+    CPU that memory is kept from update to update.
 
-    Between GPUs buckets stay on the trainer's (CUDA IPC), which servers must see (CUDA_VISIBLE_DEVICES).
+    Between GPUs buckets stay on the trainer's GPU (CUDA IPC), which servers must see (CUDA_VISIBLE_DEVICES).
     """
 
     name = "from_tensor"
@@ -27,9 +46,7 @@ class FromTensor:
         self._limit = bucket_bytes
         self._buckets = (SharedBucket(), SharedBucket())
 
-    async def send(
-        self, version: int, servers: Sequence[WeightServer], weights: Iterable[NamedTensor], flush: bool
-    ) -> Failures:
+    async def send(self, version: int, servers: Sequence[WeightServer], weights: WeightSource, flush: bool) -> Failures:
         failures: Failures = {}
         opened = await each(servers, WeightServer.begin, failures)
         await self._send_buckets(opened, buckets(weights, self._limit), failures, flush)
@@ -43,14 +60,14 @@ class FromTensor:
         self, servers: list[WeightServer], batches: Iterator[list[NamedTensor]], failures: Failures, flush: bool
     ) -> None:
         gpus = all([(await server.facts()).device == "cuda" for server in servers])
-        taking, loading, turn = servers, None, 0
+        taking, loading, index = servers, None, 0
         try:
             while (batch := await in_thread(next, batches, None)) is not None:
                 device = batch[0][1].device if gpus else torch.device("cpu")
-                payload = await in_thread(self._buckets[turn % 2].fill, batch, device)
+                payload = await in_thread(self._buckets[index % 2].fill, batch, device)
                 taking = taking if loading is None else await loading
-                loading = asyncio.create_task(_load(payload, taking, failures, flush and turn == 0))
-                turn += 1
+                loading = asyncio.create_task(_load(payload, taking, failures, flush and index == 0))
+                index += 1
             if loading is not None:
                 await loading
         finally:
@@ -63,10 +80,130 @@ class FromTensor:
 async def _load(
     payload: Callable[[], str], servers: list[WeightServer], failures: Failures, flush: bool
 ) -> list[WeightServer]:
-    """The servers that took a bucket."""
+    """Return the servers that took a bucket."""
 
     async def load(server: WeightServer) -> None:
         ranks = (await server.facts()).ranks  # each opens the bucket itself
         await server.load_tensors([payload() for _ in range(ranks)], flush)
 
     return await each(servers, load, failures)
+
+
+class SharedBucket:
+    """Memory for one bucket of tensors that other processes of this machine open; a server has copied it when it
+    answers.
+
+    On a CPU it is used again for each bucket: it lives in the system's shared memory under a name, freed when the last
+    process that opened it lets go. On a GPU it is new for each, which costs torch nothing: each time that torch shares
+    memory with another process it wraps it once more, and frees what it wrapped with it."""
+
+    def __init__(self) -> None:
+        self._bytes = torch.empty(0, dtype=torch.uint8)
+
+    def fill(self, batch: Sequence[NamedTensor], device: torch.device) -> Callable[[], str]:
+        """Copy `batch` to memory of `device`. Returns a function that makes a payload (base64): each process that opens
+        the bucket needs one of its own."""
+        layout, size = [], 0
+        for name, tensor in batch:
+            layout.append(_entry(name, tensor, size))
+            size += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+        if size > self._bytes.numel() or device.type != "cpu" or not self._bytes.is_cpu:
+            self.free()
+            self._bytes = _allocate(size, device)
+        for entry, (_, tensor) in zip(layout, batch, strict=True):
+            target = self._bytes[entry.start_idx : entry.end_idx].view(tensor.dtype).view(tensor.shape)
+            target.copy_(tensor)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        content = {"flattened_tensor": self._bytes[:size], "metadata": layout}
+        return lambda: base64.b64encode(_dump(content)).decode()
+
+    def free(self, device: str = "") -> None:
+        """Free the memory; with `device`, only where it is of that kind."""
+        if device in ("", self._bytes.device.type):
+            self._bytes = torch.empty(0, dtype=torch.uint8)
+
+
+def _entry(name: str, tensor: Tensor, start: int) -> SimpleNamespace:
+    end = start + tensor.nbytes
+    shape = tuple(tensor.shape)
+    return SimpleNamespace(
+        name=name, shape=shape, dtype=tensor.dtype, start_idx=start, end_idx=end, numel=tensor.nbytes
+    )
+
+
+def _allocate(size: int, device: torch.device) -> Tensor:
+    if device.type != "cpu":
+        with plain_segments():
+            return torch.empty(size, dtype=torch.uint8, device=device)
+    inherited = os.get_inheritable(2)
+    os.set_inheritable(2, False)  # torch's helper lives as long as the servers: `agentrl ... 2>&1 | tee` would hang
+    try:
+        storage = torch.UntypedStorage._new_using_filename_cpu(size)
+    finally:
+        os.set_inheritable(2, inherited)
+    return torch.empty(0, dtype=torch.uint8).set_(storage)
+
+
+def _dump(content: Any) -> bytes:
+    buffer = io.BytesIO()
+    _Pickler(buffer, protocol=4).dump(content)
+    return buffer.getvalue()
+
+
+class _Pickler(pickle.Pickler):
+    """Pickle shared memory by its name, whatever torch's process-wide sharing strategy."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return _reduce_cuda(value) if value.is_cuda else _reduce_cpu(value)
+        if isinstance(value, torch.TypedStorage):
+            return reductions.rebuild_typed_storage, (value._untyped_storage, value.dtype)
+        if isinstance(value, torch.UntypedStorage):
+            storage: Any = value
+            manager, handle, size = storage._share_filename_cpu_()
+            storage._shared_incref()
+            return reductions.rebuild_storage_filename, (torch.UntypedStorage, manager, handle, size)
+        return NotImplemented
+
+
+def _reduce_cpu(tensor: Tensor) -> Any:
+    layout = (tensor.storage_offset(), tensor.size(), tensor.stride(), False)
+    typed_storage: Any = torch.storage.TypedStorage
+    typed = typed_storage(wrap_storage=tensor.untyped_storage(), dtype=tensor.dtype, _internal=True)
+    return reductions.rebuild_tensor, (torch.Tensor, typed, layout)
+
+
+def _reduce_cuda(tensor: Tensor) -> Any:
+    """Pickle as torch does, with the device by its UUID: the server may number the devices differently."""
+    _, arguments = reductions.reduce_tensor(tensor)
+    uuid = str(torch.cuda.get_device_properties(tensor.device).uuid)
+    return reductions.rebuild_cuda_tensor, (*arguments[:6], uuid, *arguments[7:])
+
+
+@contextmanager
+def plain_segments() -> Iterator[None]:
+    """Allocate GPU memory inside such that another process can open it. Expandable segments can be opened only where
+    the system lets processes trace each other, which few do."""
+    settings = _expandable_settings(os.environ)
+    if settings is None:
+        yield
+        return
+    torch._C._accelerator_setAllocatorSettings(settings.replace(EXPANDABLE, PLAIN))
+    try:
+        yield
+    finally:
+        torch._C._accelerator_setAllocatorSettings(settings)
+
+
+def without_expandable(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that ask for expandable segments, changed to ask for plain ones. SGLang's memory saver
+    cannot release expandable ones."""
+    asking = {name: environment[name] for name in ALLOCATOR if EXPANDABLE in environment.get(name, "")}
+    return {name: value.replace(EXPANDABLE, PLAIN) for name, value in asking.items()}
+
+
+def _expandable_settings(environment: Mapping[str, str]) -> str | None:
+    """Return the allocator's settings where they ask for expandable segments."""
+    value = next((environment[name] for name in ALLOCATOR if name in environment), "")
+    return value if EXPANDABLE in value else None

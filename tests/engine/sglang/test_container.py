@@ -73,21 +73,20 @@ async def test_a_container_ends_however_its_run_does(docker: Path, tmp_path: Pat
     command = f"{docker} run --volume {tmp_path}:{tmp_path} image {sys.executable} {program} {tmp_path / 'ids'}"
     server = await started(plan(command), tmp_path / "log")
     (state,) = (tmp_path / "containers").iterdir()
-    daemon, keeper = int(state.read_text()), server._keeper
-    assert keeper is not None
+    daemon, tree = int(state.read_text()), server._tree
+    assert tree is not None
     if how == "stop":
         await server.stop()
     elif how == "kill":
         server.kill()
     elif how == "client":
-        (client,) = [int(p) for p in Path(f"/proc/{keeper.pid}/task/{keeper.pid}/children").read_text().split()]
+        (client,) = [int(p) for p in Path(f"/proc/{tree.pid}/task/{tree.pid}/children").read_text().split()]
         os.kill(client, signal.SIGKILL)
     else:
-        assert keeper.stdin is not None
-        keeper.stdin.close()  # as when the run is killed
+        tree.ask_to_end()  # as when the run is killed
     until(lambda: not Path(f"/proc/{daemon}/cmdline").exists() or not Path(f"/proc/{daemon}/cmdline").read_bytes())
     until(lambda: not answers(server.url))
-    until(lambda: keeper.poll() is not None)
+    until(lambda: tree.gone)
     assert "it serves" in (tmp_path / "log").read_text()
     await server.stop()
 

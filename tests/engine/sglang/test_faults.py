@@ -218,13 +218,13 @@ async def start(parts: Any, **args: Any) -> None:
     [
         ({"urls": ("http://127.0.0.1:1",)}, "engine: http://127.0.0.1:1/model_info: cannot connect"),
         ({"urls": "http://127.0.0.1:1/"}, "engine: http://127.0.0.1:1/model_info: cannot connect"),
-        ({"urls": ("127.0.0.1:30000",)}, "engine.args.urls: '127.0.0.1:30000' is no URL; write http://HOST:PORT"),
+        ({"urls": ("127.0.0.1:30000",)}, "engine.args.urls: '127.0.0.1:30000' is not a URL; write http://HOST:PORT"),
         ({"urls": ("http://a b",)}, "http://a b"),
         ({"urls": ("http://x", "http://x/")}, "a server is listed twice"),
         ({"urls": ("http://x",), "servers": 2}, "`urls` are servers that run already"),
         ({"servers": 0}, "engine.args.servers is 0"),
         ({"stall": 0.0, "urls": ("http://x",)}, "engine.args.stall"),
-        ({"venv": "/nowhere"}, "engine.args.venv: /nowhere is no virtual environment"),
+        ({"venv": "/nowhere"}, "engine.args.venv: /nowhere is not a virtual environment"),
         (
             {"command": "no-such-program --x", "model_path": "m"},
             "engine.args.command: there is no program 'no-such-program'",

@@ -38,7 +38,7 @@ async def engine(sglang_url: str) -> AsyncIterator[tuple[SglangEngine, Any, list
 async def test_each_step_samples_as_merged_weights_do(near: bool, engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the server does not see our files, and is sent tensors by value."""
     remote, model, said = engine
-    monkeypatch.setattr("agentrl.weights.lora.shares_memory", lambda url: near)
+    monkeypatch.setattr("agentrl.weights.lora.same_host", lambda url: near)
     monkeypatch.delattr(WeightServer, "load_adapter_tensors" if near else "load_adapter")
     ids = prompts(tiny()[1], 4)
     local, seen = LocalEngine(model, max_batch=32), []
@@ -65,7 +65,7 @@ async def test_a_turn_keeps_its_adapter_and_the_next_has_the_newest(engine: Any)
     await remote.update_weights(1)
     old, member = copy.deepcopy(model), remote._fleet.pool.up[0]
     under_way = asyncio.create_task(remote.generate(prompt, Sampling(400, 0.0), "a"))
-    while not member.moved or not member.flights:
+    while not member.last_seen or not member.calls:
         await asyncio.sleep(0.01)
     for step in (2, 3, 4):  # also once it would be dropped by its age
         stir(model, step)

@@ -19,7 +19,7 @@ from agentrl.engine.sglang.engine import SglangEngine
 from agentrl.errors import UserError
 from agentrl.models.load import load_shape
 from agentrl.recipe.schema import LoraSection, ModelSection
-from agentrl.weights import Publisher
+from agentrl.weights import Publisher, WeightSource
 
 PROMPT = [40, 41, 42, 43, 44]
 GREEDY = Sampling(24, temperature=0.0)
@@ -111,6 +111,13 @@ async def test_a_request_that_changes_servers_has_the_versions_of_both() -> None
         check(made, {1: old, 2: model})
 
 
+class Elsewhere(WeightSource):
+    """The weights of a trainer in other processes."""
+
+    def __init__(self, model: Any) -> None:
+        self.publisher = Publisher(model)
+
+
 async def test_a_shape_waits_for_its_trainer() -> None:
     """The controller of a cluster holds no weights: who does sends the base, where that is not known, and adapters."""
     shape, _ = load_shape(ModelSection())
@@ -122,9 +129,9 @@ async def test_a_shape_waits_for_its_trainer() -> None:
         await engine.health()
         with pytest.raises(EngineError, match="has sent no weights yet"):
             await engine.generate(PROMPT, GREEDY, "a")
-        publisher = Publisher(model)
+        weights = Elsewhere(model)
         for version in (3, 4):
-            await engine.update_weights(version, publisher)
+            await engine.update_weights(version, weights)
             made = await engine.generate(PROMPT, GREEDY, f"{version}")
             assert made.weight_version == version
             check(made, {version: model})
@@ -138,7 +145,7 @@ async def test_a_shape_without_an_adapter_is_sent_whole_weights() -> None:
     with torch.no_grad():
         model.model.norm.weight.mul_(1.3)
     async with served(shape) as (engine, (first, _), _):
-        await engine.update_weights(3, Publisher(model))
+        await engine.update_weights(3, Elsewhere(model))
         made = await engine.generate(PROMPT, GREEDY, "a")
         assert made.weight_version == 3
         check(made, {3: model})

@@ -8,15 +8,15 @@ from sglang_help import tiny
 from agentrl.engine.sglang.command import LaunchPlan
 from agentrl.engine.sglang.settings import Settings
 from agentrl.errors import UserError
-from agentrl.weights import reach
-from agentrl.weights.reach import KEY_VARIABLE, is_own, listen_host, own_address, url_of
+from agentrl.weights import addresses
+from agentrl.weights.addresses import KEY_VARIABLE, is_own, listen_host, own_address, url_of
 
 
 @pytest.fixture(autouse=True)
 def network(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine of two networks."""
-    ways = {"10.0.0.1": "10.0.0.7", "192.168.1.1": "192.168.1.7", "127.0.0.1": "127.0.0.1", "8.8.8.8": "10.0.0.7"}
-    monkeypatch.setattr(reach, "own_address", lambda host, port: ways[host])
+    routes = {"10.0.0.1": "10.0.0.7", "192.168.1.1": "192.168.1.7", "127.0.0.1": "127.0.0.1", "8.8.8.8": "10.0.0.7"}
+    monkeypatch.setattr(addresses, "own_address", lambda host, port: routes[host])
     monkeypatch.delenv(KEY_VARIABLE, raising=False)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
 
@@ -77,5 +77,5 @@ def test_addresses() -> None:
     assert url_of("::1", 3) == "http://[::1]:3"
     assert url_of("0.0.0.0", 3) == "http://10.0.0.7:3"
     assert own_address("127.0.0.1", 3) == "127.0.0.1"
-    with pytest.raises(UserError, match="no way to no-such-host"):
+    with pytest.raises(UserError, match="no route to no-such-host"):
         own_address("no-such-host.invalid", 3)

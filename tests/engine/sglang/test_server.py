@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import aiohttp
 import pytest
 import torch
+from cluster_help import alive
 from paths import SUPPORT
 from sglang_help import embedded_path, tiny
 from sglang_server_help import FAKE, plan, started, until
@@ -26,8 +27,8 @@ from agentrl.engine.sglang.engine import SglangEngine
 from agentrl.engine.sglang.server import Server
 from agentrl.errors import UserError
 from agentrl.weights import ModelWeights, WeightChannel, WeightServer
-from agentrl.weights.reach import KEY_VARIABLE, authorization
-from agentrl.weights.transports.nccl import FromDistributed
+from agentrl.weights.addresses import KEY_VARIABLE, authorization
+from agentrl.weights.transports.nccl import GroupTransport
 
 
 def fake(tmp_path: Path) -> tuple[LaunchPlan, Path]:
@@ -35,14 +36,6 @@ def fake(tmp_path: Path) -> tuple[LaunchPlan, Path]:
     program, ids = tmp_path / "fake.py", tmp_path / "ids"
     program.write_text(FAKE)
     return plan(sys.executable, str(program), str(ids)), ids
-
-
-def alive(pid: int) -> bool:
-    """Whether it runs: what nobody has waited for yet does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 def pids(file: Path) -> list[int]:
@@ -78,7 +71,7 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize("how", ["stop", "kill"])
 async def test_what_it_named_in_shared_memory_is_gone_with_it(tmp_path: Path, how: str) -> None:
-    """Python's tracker removes what it knows of, where it is not killed as well; the keeper what SGLang leaves."""
+    """Python's tracker removes what it knows of, where it is not killed as well; the supervisor what SGLang leaves."""
     _, ids = fake(tmp_path)
     (tmp_path / "named.py").write_text(NAMED)
     words = (sys.executable, str(tmp_path / "named.py"), str(ids), str(tmp_path / "fake.py"))
@@ -256,11 +249,11 @@ async def test_one_of_two_real_servers_is_killed_in_mid_run(
         await both.health()
         work = [asyncio.create_task(both.generate(p, greedy, f"{i}")) for i, p in enumerate(prompts)]
         (member,) = [m for m in both._fleet.pool.members if m.url == launched.url]
-        begun = member.moved
-        while not (member.flights and member.moved > begun):
+        begun = member.last_seen
+        while not (member.calls and member.last_seen > begun):
             await asyncio.sleep(0.01)
-        assert launched._keeper is not None
-        kill_schedulers(launched._keeper.pid)
+        assert launched._tree is not None
+        kill_schedulers(launched._tree.pid)
         made = await asyncio.gather(*work)
     finally:
         await both.close()
@@ -286,15 +279,15 @@ async def test_two_real_servers_one_killed_in_mid_update(
     model, last = altered(31), altered(32)
     async with aiohttp.ClientSession(headers=authorization(engine._fleet._sessions.key)) as session:
         servers = [WeightServer(url, session, 60.0) for url in (sglang_url, launched.url)]
-        channel = WeightChannel(servers, FromDistributed(timeout=20.0, bucket_bytes=200_000))
+        channel = WeightChannel(servers, GroupTransport(timeout=20.0, bucket_bytes=200_000))
         assert not (await channel.publish(31, ModelWeights(model))).failed
         for server in servers:
             check_answer(await ask(session, server.url), [(model, 0, 16)])
 
         def kill(i: int) -> None:
             if i == 20:
-                assert launched._keeper is not None
-                kill_schedulers(launched._keeper.pid)
+                assert launched._tree is not None
+                kill_schedulers(launched._tree.pid)
 
         done = await channel.publish(32, Weights(ModelWeights(last), before=kill))
         assert done.good == (sglang_url,)

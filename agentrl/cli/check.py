@@ -29,7 +29,6 @@ def check_command(
     from agentrl.plugins.rewards import make_rewards
     from agentrl.plugins.toolbox import Toolbox
     from agentrl.recipe.load import load_recipe, show_recipe
-    from agentrl.recipe.secrets import shown
     from agentrl.rollout.blocking import Runner
     from agentrl.training.preflight import check_names
 
@@ -57,7 +56,7 @@ def check_command(
             if unread is not None:
                 raise unread
             if first is None:
-                raise UserError(f"environment {env.name!r} (source {shown(checked)['env']['source']}) has no task")
+                raise UserError(f"environment {env.name!r} (source {checked.shown()['env']['source']}) has no task")
             opening = runner.run(_opening(env, first, checked.rollout.timeout, checked.train.seed))
             _show_prompt(out, checked, opening, env, toolbox, first)
         finally:
@@ -79,9 +78,8 @@ def _show_tasks(out: "Console", recipe: "Recipe", env: "Environment", toolbox: "
     from agentrl.errors import UserError, nearest
     from agentrl.plugins.registry import tasks_of
     from agentrl.plugins.toolbox import offered
-    from agentrl.recipe.secrets import shown
 
-    source = "" if recipe.env.mix else f", source {shown(recipe)['env']['source']}"
+    source = "" if recipe.env.mix else f", source {recipe.shown()['env']['source']}"
     _title(out, f"tasks of environment {env.name}{source}")
     for split in recipe.eval.splits or ():
         if split not in env.splits:

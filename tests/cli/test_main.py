@@ -24,9 +24,9 @@ def refused(capsys, *arguments: str) -> str:
 MISTAKES = [
     (["check", RECIPE, "rollout.m=3"], r"command line: rollout.m: unknown key"),
     (["check", RECIPE, "train.lrr=3"], r"train.lrr: unknown key; did you mean 'train.lr'\?"),
-    (["check", RECIPE, "rollout.n=many"], r"rollout.n: wants a whole number, got the text 'many'"),
+    (["check", RECIPE, "rollout.n=many"], r"rollout.n: expected a whole number, got the text 'many'"),
     (["check", RECIPE, "rollout.n=1"], r"gsm8k_tool.yaml: rollout.n is 1, but grpo"),
-    (["check", RECIPE, "fast"], r"'fast' is no override; write key=value"),
+    (["check", RECIPE, "fast"], r"'fast' is not key=value"),
     (["check", RECIPE, "tools=[calculater]"], r"no tool 'calculater' is installed; did you mean 'calculator'"),
     (["check", RECIPE, "tools.calculator.args.max_op=2"], r"tools.calculator.args.max_op: .*'max_operations'"),
     (["check", RECIPE, "env.name=gsm9k"], r"no environment 'gsm9k' is installed; did you mean 'gsm8k'\?"),

@@ -1,4 +1,4 @@
-"""`agentrl check`: what a recipe would run, without a model."""
+"""`agentrl check`: show what a recipe would run, without loading a model."""
 
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,21 +15,20 @@ if TYPE_CHECKING:
     from agentrl.plugins.types import Message, Task
     from agentrl.recipe.schema import Recipe
 
-FIRST_TASKS = 3  # shown of each split
+FIRST_TASKS = 3  # tasks of each split to show
 
 
 def check_command(
-    recipe: Annotated[str, typer.Argument(help="A recipe.")],
+    recipe: Annotated[str, typer.Argument(help="A recipe: a file, or the name of one that ships.")],
     overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Keys to change.")] = None,
 ) -> None:
-    """Print the resolved recipe, its tasks, its tools and the first prompt, without a model."""
+    """Print the resolved recipe, its tasks and tools, the memory it needs and the first prompt, without a model."""
     from agentrl.cli.common import console
     from agentrl.errors import UserError
     from agentrl.plugins.registry import find, make_environment
     from agentrl.plugins.rewards import make_rewards
     from agentrl.plugins.toolbox import Toolbox
     from agentrl.recipe.load import load_recipe, show_recipe
-    from agentrl.recipe.secrets import shown
     from agentrl.rollout.blocking import Runner
     from agentrl.training.preflight import check_names
 
@@ -49,7 +48,7 @@ def check_command(
         try:
             try:
                 first = _show_tasks(out, checked, env, toolbox)
-            except UserError as error:  # the rest is told all the same
+            except UserError as error:  # show the rest all the same
                 unread = error
                 out.print("(they cannot be read, see below)", style="dim")
             _show_tools(out, env, toolbox)
@@ -57,7 +56,7 @@ def check_command(
             if unread is not None:
                 raise unread
             if first is None:
-                raise UserError(f"environment {env.name!r} (source {shown(checked)['env']['source']}) has no task")
+                raise UserError(f"environment {env.name!r} (source {checked.shown()['env']['source']}) has no task")
             opening = runner.run(_opening(env, first, checked.rollout.timeout, checked.train.seed))
             _show_prompt(out, checked, opening, env, toolbox, first)
         finally:
@@ -74,14 +73,13 @@ async def _close(toolbox: "Toolbox", env: "Environment") -> None:
 
 
 def _show_tasks(out: "Console", recipe: "Recipe", env: "Environment", toolbox: "Toolbox") -> "Task | None":
-    """Prints every split's size and first tasks. Returns the first one to train on."""
+    """Print the size and first tasks of every split. Returns the first task to train on."""
     from agentrl.cli.common import shortened
     from agentrl.errors import UserError, nearest
     from agentrl.plugins.registry import tasks_of
     from agentrl.plugins.toolbox import offered
-    from agentrl.recipe.secrets import shown
 
-    source = "" if recipe.env.mix else f", source {shown(recipe)['env']['source']}"
+    source = "" if recipe.env.mix else f", source {recipe.shown()['env']['source']}"
     _title(out, f"tasks of environment {env.name}{source}")
     for split in recipe.eval.splits or ():
         if split not in env.splits:
@@ -115,7 +113,7 @@ def _show_tools(out: "Console", env: "Environment", toolbox: "Toolbox") -> None:
 
 
 def _show_memory(out: "Console", recipe: "Recipe", fetch: bool) -> None:
-    """fetch: the hub may be asked for a configuration that is not here."""
+    """Print the memory plan. fetch: ask the hub for a configuration that is not on this machine."""
     from agentrl.models.memory import plan_memory, plan_pools
 
     _title(out, f"memory of the trainer ({recipe.model.path}, {recipe.model.dtype})")
@@ -125,19 +123,19 @@ def _show_memory(out: "Console", recipe: "Recipe", fetch: bool) -> None:
     if plan is None:
         out.print("(unknown: the model's configuration is not on this machine)", style="dim")
     else:
-        trained = "" if plan.trained is None else f", of which {plan.trained / 1e6:,.2f} M train (LoRA)"
+        trained = "" if plan.trained is None else f", of which {plan.trained / 1e6:,.2f} M are trained (LoRA)"
         out.print(f"{plan.parameters / 1e6:,.1f} M parameters{trained}")
         _show_plan(out, recipe, plan, "of the actor" if recipe.cluster.pools else "", recipe.cluster.size)
         _show_traffic(out, recipe)
         for pool, own in plan_pools(recipe):
             _show_plan(out, recipe, own, f"of the pool ({', '.join(pool.roles)})", pool.workers)
-        out.print(f"the engine's cache takes {_size(plan.cache_token)} a token", highlight=False)
+        out.print(f"the engine's cache takes {_size(plan.cache_token)} per token", highlight=False)
     for line in _missing(recipe, plan):
         out.print(f"missing: {line}", style="yellow", markup=False, soft_wrap=True)
 
 
 def _fetched(recipe: "Recipe") -> bool:
-    """Get configurations and tokenizer from the hub, some MB, as a run would. Whether the configurations are here."""
+    """Download configurations and tokenizer (some MB), as a run would. Returns whether the configurations are here."""
     from transformers import AutoConfig, AutoTokenizer
 
     from agentrl.models.load import resolve
@@ -159,25 +157,25 @@ PARTS = (
 
 
 def _show_plan(out: "Console", recipe: "Recipe", plan: "MemoryPlan", whose: str, workers: int) -> None:
-    """A worker's memory, part by part."""
+    """Print the memory of one worker, part by part."""
     if recipe.cluster.used:
         place = "a GPU each" if recipe.cluster.gpus else "on CPUs"
         names = " ".join(word for word in (f"{workers} worker{'s' if workers > 1 else ''}", whose) if word)
         out.print(f"{names}, {place}; {_size(plan.device)} on each:", highlight=False)
     else:
-        out.print(f"{_size(plan.device)} in all:", highlight=False)
+        out.print(f"{_size(plan.device)} in total:", highlight=False)
     notes = {
         "activations": f"of {recipe.train.micro_batch_tokens:,} packed tokens"
-        + (", layers computed again" if recipe.model.checkpointing else ""),
-        "gathered": "whole layers, while they run",
-        "step": "an optimizer step's own, after activations are freed",
+        + (", with activation checkpointing" if recipe.model.checkpointing else ""),
+        "gathered": "whole layers while they are computed",
+        "step": "temporary memory of an optimizer step, after activations are freed",
     }
     for name in PARTS:
         if size := getattr(plan, name):
             note = f" ({notes[name]})" if name in notes else ""
             out.print(f"  {name:<12}{_size(size):>10}{note}", highlight=False)
     if plan.host:
-        out.print(f"and {_size(plan.host)} of each worker on the CPU (cluster.offload)", highlight=False)
+        out.print(f"and {_size(plan.host)} of CPU memory for each worker (cluster.offload)", highlight=False)
 
 
 def _show_traffic(out: "Console", recipe: "Recipe") -> None:
@@ -189,14 +187,14 @@ def _show_traffic(out: "Console", recipe: "Recipe") -> None:
     if how.shard > 1 and shape is not None:
         moved = Traffic.of(shape, how)
         out.print(
-            f"a micro-batch makes each worker receive {_size(moved.update)} of weights and {_size(moved.gradients)} of "
-            "gradients",
+            f"each worker receives {_size(moved.update)} of weights and {_size(moved.gradients)} of gradients per "
+            "micro-batch",
             highlight=False,
         )
 
 
 def _missing(recipe: "Recipe", plan: "MemoryPlan | None") -> list[str]:
-    """What this machine lacks to run the recipe, or to be one of the machines of its cluster."""
+    """Return what this machine lacks to run the recipe, or to be one of the machines of its cluster."""
     import torch
 
     from agentrl.training.needs import lacking, lacking_gpus
@@ -211,7 +209,7 @@ def _missing(recipe: "Recipe", plan: "MemoryPlan | None") -> list[str]:
 
 
 def _size(count: float) -> str:
-    """Bytes for people."""
+    """Return a number of bytes in words."""
     for unit in ("B", "KB", "MB"):
         if count < 1000:
             return f"{count:.0f} {unit}"
@@ -250,7 +248,7 @@ async def _opening(env: "Environment", task: "Task", seconds: float, seed: int) 
 
 
 def _rendered(recipe: "Recipe", messages: "Sequence[Message]", tools: list[dict[str, Any]]) -> tuple[str, str]:
-    """The prompt as the model reads it and its length; the messages where the tokenizer is not on this machine."""
+    """Return the prompt as the model reads it, and its length; the messages if the tokenizer is not on this machine."""
     from agentrl.chat.load import load_chat
     from agentrl.models.load import resolve
 

@@ -1,4 +1,4 @@
-"""`agentrl data NAME --out DIR`: a dataset as parquet files, one a split.
+"""`agentrl data NAME --out DIR`: write a dataset as Parquet files, one per split.
 
 NAME is an entry point of the group `agentrl.data`: a function called with `source` and the further arguments, which
 returns the rows of every split: a mapping of sequences of mappings, or a generator of such.
@@ -15,39 +15,38 @@ if TYPE_CHECKING:
 
 
 def data_command(
-    name: Annotated[
-        str | None, typer.Argument(help="What to prepare, such as gsm8k; without it they are listed.")
-    ] = None,
+    name: Annotated[str | None, typer.Argument(help="Dataset to prepare, such as gsm8k; without it, list all.")] = None,
     arguments: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Further arguments of what is prepared.")
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Further arguments of the dataset.")
     ] = None,
-    out: Annotated[Path | None, typer.Option("--out", help="The folder to write to.")] = None,
-    source: Annotated[str | None, typer.Option("--source", help="A file, a hub name, or what it knows.")] = None,
-    limit: Annotated[int | None, typer.Option("--limit", min=1, help="At most this many rows of a split.")] = None,
+    out: Annotated[Path | None, typer.Option("--out", help="Folder to write to.")] = None,
+    source: Annotated[
+        str | None,
+        typer.Option("--source", help="Source of its rows: a file, or a name on the hub."),
+    ] = None,
+    limit: Annotated[int | None, typer.Option("--limit", min=1, help="Most rows to write of each split.")] = None,
 ) -> None:
-    """Write a dataset as parquet files, one a split, to train from with env.name=dataset."""
-    from agentrl.cli.common import console
+    """Write a dataset as Parquet files, one per split, to train on with env.name=dataset."""
+    from agentrl.cli.common import console, key_values
     from agentrl.cli.listing import show_group
     from agentrl.errors import UserError
     from agentrl.plugins.registry import find
 
     if name is None:
-        show_group("data", lambda made: made.__doc__)
+        show_group("data")
         return
     find("data", name)
     if out is None:
-        raise UserError(f"say where to write it: agentrl data {name} --out DIR")
+        raise UserError(f"--out is missing: agentrl data {name} --out DIR")
     if out.exists() and not out.is_dir():
-        raise UserError(f"--out: {out} is a file; wants a folder")
-    splits = _prepare(name, {**_values(arguments or []), **({} if source is None else {"source": source})})
+        raise UserError(f"--out: {out} is a file, expected a folder")
+    splits = _prepare(name, key_values(arguments or []) | ({} if source is None else {"source": source}))
     shown = console()
     for split, rows in splits.items():
         path = out / f"{split}.parquet"
         count = _write(path, rows[:limit] if limit else rows, split, shown)
         shown.print(f"{path}: {count} rows", markup=False, soft_wrap=True)
-    shown.print(
-        f"to train from it: agentrl train RECIPE env.name=dataset env.source={out}", markup=False, soft_wrap=True
-    )
+    shown.print(f"to train on it: agentrl train RECIPE env.name=dataset env.source={out}", markup=False, soft_wrap=True)
 
 
 def _prepare(name: str, values: Mapping[str, Any]) -> Mapping[str, Sequence[Mapping[str, Any]]]:
@@ -56,26 +55,8 @@ def _prepare(name: str, values: Mapping[str, Any]) -> Mapping[str, Sequence[Mapp
 
     made = construct(load("data", name), values, f"data {name}")
     if not isinstance(made, Mapping) or not made:
-        raise UserError(f"data {name!r} returned {made!r:.60}; wants the rows of each split by its name")
+        raise UserError(f"data {name!r} returned {made!r:.60}; expected the rows of each split by its name")
     return made
-
-
-def _values(arguments: Sequence[str]) -> dict[str, Any]:
-    """`key=value`, the value as YAML reads it."""
-    import yaml
-
-    from agentrl.errors import UserError
-
-    values = {}
-    for argument in arguments:
-        key, equals, text = argument.partition("=")
-        if not equals or not key.isidentifier():
-            raise UserError(f"{argument!r} is no KEY=VALUE")
-        try:
-            values[key] = yaml.safe_load(text) if text else ""
-        except yaml.YAMLError:
-            values[key] = text
-    return values
 
 
 def _write(path: Path, rows: Sequence[Mapping[str, Any]], split: str, shown: "Console") -> int:

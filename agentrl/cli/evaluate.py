@@ -1,4 +1,4 @@
-"""`agentrl eval`: accuracy on held-out tasks."""
+"""`agentrl eval`: measure accuracy on held-out tasks."""
 
 from typing import Annotated
 
@@ -6,18 +6,21 @@ import typer
 
 
 def eval_command(
-    recipe: Annotated[str, typer.Argument(help="A recipe, or a run's folder: its recipe and best checkpoint.")],
+    recipe: Annotated[
+        str,
+        typer.Argument(help="A recipe's file or name, or a run folder: its recipe and best checkpoint."),
+    ],
     overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Keys to change.")] = None,
     model: Annotated[
         str | None,
         typer.Option("--model", metavar="DIR", help="A model, checkpoint or run folder, instead of the recipe's."),
     ] = None,
     split: Annotated[
-        list[str] | None, typer.Option("--split", help="A held-out split; may be given again (default: all).")
+        list[str] | None, typer.Option("--split", help="A held-out split to evaluate; can be repeated (default: all).")
     ] = None,
-    samples: Annotated[int | None, typer.Option("--samples", min=1, help="Samples a task, for pass@k.")] = None,
+    samples: Annotated[int | None, typer.Option("--samples", min=1, help="Samples per task, for pass@k.")] = None,
     json_file: Annotated[
-        str | None, typer.Option("--json", metavar="FILE", help="Write the results there too.")
+        str | None, typer.Option("--json", metavar="FILE", help="Also write the results to this file.")
     ] = None,
 ) -> None:
     """Evaluate a model on held-out tasks."""

@@ -1,26 +1,30 @@
-"""`agentrl tools`, `envs`, `rewards`: what is installed and where from. A broken plugin is listed with the reason."""
+"""`agentrl tools`, `envs`, `rewards` ...: list what is installed, and where from. A broken plugin is listed with the
+reason."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from agentrl.plugins.registry import Plugin
+
+LISTED = {
+    "tools": "tools", "envs": "environments", "rewards": "reward functions", "advantages": "advantage estimators",
+    "losses": "policy losses", "trackers": "trackers", "engines": "engines",
+}  # fmt: skip
+"""Command, and entry-point group below `agentrl.` -> what it lists, in words."""
 
 
-def tools_command() -> None:
-    """List the tools that are installed, and where from."""
-    show_group("tools", lambda made: getattr(made, "description", None) or made.__doc__)
+def list_command(group: str) -> Callable[[], None]:
+    """Return the command that lists a group."""
+
+    def command() -> None:
+        show_group(group)
+
+    return command
 
 
-def envs_command() -> None:
-    """List the environments that are installed, and where from."""
-    show_group("envs", lambda made: made.__doc__)
-
-
-def rewards_command() -> None:
-    """List the reward functions that are installed, and where from."""
-    show_group("rewards", lambda made: made.__doc__)
-
-
-def show_group(group: str, describe: Callable[[Any], str | None]) -> None:
-    """A table of the plugins of an entry-point group; `describe` finds an imported one's own words."""
+def show_group(group: str) -> None:
+    """Print a table of what is installed in an entry-point group, and of what is built in."""
     from rich.markup import escape
     from rich.table import Table
 
@@ -29,15 +33,37 @@ def show_group(group: str, describe: Callable[[Any], str | None]) -> None:
     from agentrl.plugins.registry import installed, load_path
 
     table = Table("name", "from", "object", "what it is", box=None, header_style="bold", pad_edge=False)
-    plugins = installed(group)
+    plugins = [*_built_in(group), *installed(group)]
     names = [plugin.name for plugin in plugins]
     for plugin in plugins:
         try:
-            what = escape(first_line(describe(load_path(plugin.value, plugin.name))))
+            what = escape(first_line(_description(load_path(plugin.value, plugin.name), group)))
         except UserError as error:
             what = f"[red]broken: {escape(str(error))}[/red]"
         if names.count(plugin.name) > 1:
             what = f"[red]clash: {names.count(plugin.name)} distributions offer this name[/red]"
         origin = f"{plugin.distribution} {plugin.version}"
         table.add_row(escape(plugin.name), escape(origin), escape(plugin.value), what)
-    console().print(table if plugins else f"no plugin is installed in the group agentrl.{group}")
+    console().print(table if plugins else f"nothing is installed in the group agentrl.{group}")
+
+
+def _built_in(group: str) -> "list[Plugin]":
+    """Return the advantages and losses of agentrl's own, which need no entry point."""
+    if group not in ("advantages", "losses"):
+        return []
+    from agentrl import __version__, algo
+    from agentrl.plugins.registry import Plugin
+
+    return [
+        Plugin(f"agentrl.{group}", name, f"{function.__module__}:{function.__qualname__}", "agentrl", __version__)
+        for name, function in sorted(getattr(algo, group).functions.items())
+    ]
+
+
+def _description(made: Any, group: str) -> str | None:
+    """Return a plugin's own words: its `description`, else its docstring; of an engine, that of its module."""
+    import sys
+
+    module = sys.modules.get(getattr(made, "__module__", None) or "")
+    own = getattr(made, "description", None) if group == "tools" else None
+    return own or (module.__doc__ if group == "engines" and module is not None else None) or made.__doc__

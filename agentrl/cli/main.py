@@ -1,6 +1,6 @@
-"""The command line. A mistake of the user's is one line on stderr and exit code 2; Ctrl-C is 130; a bug is a traceback.
+"""The command line. A user's mistake is one line on stderr and exit code 2; Ctrl-C is 130; a bug is a traceback.
 
-Nothing heavy is imported here: the commands' modules import typer alone, and the rest when they run.
+Nothing heavy is imported here: the modules of the commands import only typer, and the rest when they run.
 """
 
 import atexit
@@ -17,8 +17,9 @@ from agentrl import __version__
 from agentrl.cli.check import check_command
 from agentrl.cli.data import data_command
 from agentrl.cli.evaluate import eval_command
-from agentrl.cli.listing import envs_command, rewards_command, tools_command
+from agentrl.cli.listing import LISTED, list_command
 from agentrl.cli.new import new_app
+from agentrl.cli.recipes import recipes_command
 from agentrl.cli.sft import sft_command
 from agentrl.cli.train import train_command
 from agentrl.cli.try_ import try_command
@@ -26,7 +27,7 @@ from agentrl.errors import UserError, printable
 
 BAD_USAGE = 2
 INTERRUPTED = 130
-GRACE = 5.0  # seconds that threads of plugins have to end in, once a command is done
+GRACE = 5.0  # seconds for threads of plugins to end, once a command is done
 SAVING = "agentrl-save"  # the name of a thread that writes a checkpoint
 # typer brings its own copy of click in some versions and uses the package in others; this finds the base class in both.
 _ClickError: type[Exception] = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
@@ -61,17 +62,18 @@ app.command("train")(train_command)
 app.command("eval")(eval_command)
 app.command("sft")(sft_command)
 app.command("check")(check_command)
-app.command("tools")(tools_command)
-app.command("envs")(envs_command)
-app.command("rewards")(rewards_command)
-app.command("data")(data_command)
-app.add_typer(new_app, name="new")
 app.command("try")(try_command)
+app.add_typer(new_app, name="new")
+app.command("data")(data_command)
+app.command("recipes")(recipes_command)
+for _group, _what in LISTED.items():
+    _help = f"List the {_what} that are installed, and where they come from."
+    app.command(_group, help=_help, rich_help_panel="What is installed")(list_command(_group))
 app.command("version")(version_command)
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run one command in this process; returns the exit code."""
+    """Run one command in this process and return the exit code."""
     try:
         code = app(args=list(arguments), prog_name="agentrl", standalone_mode=False)
     except UserError as error:
@@ -84,35 +86,38 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def main() -> None:
-    os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # a hub that is away is told in one line, not in every try's
+    """Run the command of `sys.argv`, and end the process with its exit code."""
+    os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # report an unreachable hub in one line, not at every try
     if (here := os.getcwd()) not in sys.path:
-        sys.path.append(here)  # so that a recipe may name `my_module:thing` of a file beside it, as `python -m` would
+        sys.path.append(here)  # so that a recipe can name `my_module:thing` of a file here, as with `python -m`
     code = 1  # that of a traceback
     try:
         code = run(sys.argv[1:])
     finally:
-        if code == INTERRUPTED:  # everything is closed by now but a tool's thread that hangs
+        if code == INTERRUPTED:  # all is closed by now, except a tool's thread that hangs
             _exit_now(code)
         _exit_soon(code)
     sys.exit(code)
 
 
 def _exit_soon(code: int) -> None:
-    """The interpreter waits for threads at its end, for ever where a plugin's hangs: give them a little time. What is
-    done after they have ended (`atexit`) has all the time it needs."""
+    """End the process when threads of plugins still run after GRACE; the interpreter would wait for them forever.
+
+    What runs after they have ended (`atexit`) has all the time it needs.
+    """
     joined = threading.Event()
-    atexit.register(joined.set)  # the last that is registered is the first to be called
+    atexit.register(joined.set)  # the last registered is called first
 
     def leave() -> None:
         for thread in threading.enumerate():
-            if thread.name == SAVING:  # a checkpoint is written to its end
+            if thread.name == SAVING:  # let it finish a checkpoint
                 thread.join()
         if not joined.wait(GRACE):
             names = ", ".join(
                 t.name for t in threading.enumerate() if not t.daemon and t is not threading.main_thread()
             )
             with suppress(OSError, ValueError):
-                typer.echo(f"agentrl: left with a plugin's thread still running ({names})", err=True)
+                typer.echo(f"agentrl: exited while a plugin's thread was still running ({names})", err=True)
             _exit_now(code)
 
     threading.Thread(target=leave, name="agentrl-exit", daemon=True).start()
@@ -120,7 +125,7 @@ def _exit_soon(code: int) -> None:
 
 def _exit_now(code: int) -> None:
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):  # nobody reads it any more
+        with suppress(OSError, ValueError):  # no one reads it any more
             stream.flush()
     os._exit(code)
 
@@ -133,17 +138,8 @@ def _say(message: str) -> int:
     return BAD_USAGE
 
 
-def _flush() -> None:
-    """Write out what is left, and drop what nobody takes any more: Python would end with a code of its own for it."""
-    for stream in filter(None, (sys.stdout, sys.stderr)):
-        try:
-            stream.flush()
-        except OSError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-
-
 def _usage(error: BaseException) -> str:
-    """click's message and where the help for it is."""
+    """Return click's message, and the command that shows the help."""
     context = getattr(error, "ctx", None)
     command = context.command_path if context else "agentrl"
     message = getattr(error, "format_message", error.__str__)()

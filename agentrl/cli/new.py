@@ -1,4 +1,4 @@
-"""`agentrl new`: a small installable package with a tool or an environment, ready to be changed."""
+"""`agentrl new`: write a small installable package with a tool or an environment, to be changed."""
 
 import importlib.util
 import keyword
@@ -23,20 +23,20 @@ FILES = {
 
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
 
-new_app = typer.Typer(help="Write a small package with a tool or an environment of your own.")
-Name = Annotated[str, typer.Argument(metavar="NAME", help="Its name, as a Python module: letters, digits, _.")]
-Into = Annotated[str, typer.Option("--into", metavar="DIR", help="Where the folder NAME is made.")]
+new_app = typer.Typer(help="Write a small package with a new tool or environment.")
+Name = Annotated[str, typer.Argument(metavar="NAME", help="Name of its Python module: small letters, digits and _.")]
+Into = Annotated[str, typer.Option("--into", metavar="DIR", help="Folder in which to make the folder NAME.")]
 
 
 @new_app.command("tool")
 def new_tool_command(name: Name, into: Into = ".") -> None:
-    """Write the package of a new tool."""
+    """Write a package with a new tool."""
     _new("tool", name, into)
 
 
 @new_app.command("env")
 def new_env_command(name: Name, into: Into = ".") -> None:
-    """Write the package of a new environment."""
+    """Write a package with a new environment."""
     _new("env", name, into)
 
 
@@ -51,7 +51,7 @@ def _new(kind: Literal["tool", "env"], name: str, into: str) -> None:
 
 
 def write_package(kind: str, name: str, folder: Path) -> None:
-    """Raises UserError when the folder is there already, or cannot be written."""
+    """Write the package of a new tool or env (kind). Raises UserError if the folder exists or cannot be written."""
     from importlib.resources import files
 
     words = {"name": name, "class_name": _class_name(name), "distribution": f"agentrl-{name.replace('_', '-')}"}
@@ -61,7 +61,7 @@ def write_package(kind: str, name: str, folder: Path) -> None:
         for source, target in FILES.items()
     }
     if folder.exists():
-        raise UserError(f"{folder} is there already: take another name, or another place by --into")
+        raise UserError(f"{folder} already exists: choose another name, or another folder by --into")
     try:
         for target, template in texts.items():
             file = folder / target
@@ -76,15 +76,15 @@ def _class_name(name: str) -> str:
 
 
 def _check_name(kind: str, name: str) -> None:
-    """It becomes a module, an entry point and part of a distribution's name. Raises UserError."""
+    """Raise UserError unless the name can be a module, an entry point and part of a distribution's name."""
     from agentrl.plugins.registry import installed
 
     if not _NAME.fullmatch(name) or name.endswith("_"):
-        raise UserError(f"{name!r} is no name for a module: a small letter, then small letters, digits and _")
+        raise UserError(f"{name!r} cannot name a module: use a small letter, then small letters, digits and _")
     if keyword.iskeyword(name) or keyword.issoftkeyword(name):
-        raise UserError(f"{name!r} is a word of Python's own: take another name")
+        raise UserError(f"{name!r} is a Python keyword: choose another name")
     for plugin in installed(f"{kind}s"):
         if plugin.name == name:
-            raise UserError(f"{name!r} is installed already, from {plugin.origin}: two cannot share a name")
+            raise UserError(f"{name!r} is already installed from {plugin.origin}: choose another name")
     if name in sys.stdlib_module_names or importlib.util.find_spec(name) is not None:
-        raise UserError(f"there is a module {name!r} already, which would hide it: take another name")
+        raise UserError(f"a module {name!r} already exists and would hide it: choose another name")

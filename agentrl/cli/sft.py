@@ -1,4 +1,4 @@
-"""`agentrl sft`: a warm start on an environment's demonstrations."""
+"""`agentrl sft`: supervised fine-tuning on an environment's demonstrations."""
 
 from typing import Annotated
 
@@ -6,13 +6,13 @@ import typer
 
 
 def sft_command(
-    recipe: Annotated[str, typer.Argument(help="A recipe with an `sft` section.")],
+    recipe: Annotated[str, typer.Argument(help="Recipe with an `sft` section: a file, or the name of one that ships.")],
     overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Keys to change.")] = None,
     out: Annotated[
-        str | None, typer.Option("--out", help="The folder of the model (default: in the run folder).")
+        str | None, typer.Option("--out", help="Folder to write the model to (default: in the run folder).")
     ] = None,
 ) -> None:
-    """Train a model on demonstrations; the loss mask is the one of reinforcement learning."""
+    """Train a model on demonstrations, with the same loss mask as reinforcement learning."""
     from agentrl.recipe.schema import Recipe
     from agentrl.sft.run import sft
 

@@ -1,4 +1,4 @@
-"""`agentrl train`: learn from a recipe."""
+"""`agentrl train`: train by a recipe."""
 
 from typing import Annotated
 
@@ -8,28 +8,32 @@ import typer
 def train_command(
     arguments: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[RECIPE] [KEY=VALUE]...", help="A recipe, then keys to change: train.steps=50"),
+        typer.Argument(
+            metavar="[RECIPE] [KEY=VALUE]...",
+            help="A recipe's file or name, then keys to change: train.steps=50.",
+        ),
     ] = None,
     resume: Annotated[
-        str | None, typer.Option("--resume", metavar="RUN", help="Go on with this run from its last checkpoint.")
+        str | None, typer.Option("--resume", metavar="RUN", help="Continue this run from its last checkpoint.")
     ] = None,
     force: Annotated[
-        bool, typer.Option("--force", help="With --resume: go on with another environment, tools, model or algorithm.")
+        bool,
+        typer.Option("--force", help="With --resume: allow another environment, tools, model or algorithm."),
     ] = False,
 ) -> None:
-    """Train a model by reinforcement learning, as a recipe says."""
+    """Train a model by reinforcement learning."""
     try:
         interrupted = _train(list(arguments or []), resume, force)
-    except KeyboardInterrupt as interrupt:  # typer would drop what it says
-        if said := str(interrupt):
-            typer.echo(said, err=True)
+    except KeyboardInterrupt as interrupt:  # typer would drop its message
+        if message := str(interrupt):
+            typer.echo(message, err=True)
         interrupted = True
     if interrupted:
         raise typer.Exit(130)
 
 
 def _train(given: list[str], resume: str | None, force: bool) -> bool:
-    """Returns whether it was interrupted. given: the recipe, where it is named, and overrides."""
+    """Return whether it was interrupted. given: the recipe, if it is named, and overrides."""
     from agentrl.errors import UserError
     from agentrl.recipe.load import load_recipe, recipe_name
 
@@ -42,9 +46,9 @@ def _train(given: list[str], resume: str | None, force: bool) -> bool:
 
         result = resume_run(resume, recipe=path, overrides=given, force=force)
     elif force:
-        raise UserError("--force goes with --resume RUN")
+        raise UserError("--force needs --resume RUN")
     elif path is None:
-        raise UserError("train needs a recipe, such as recipes/gsm8k_tool.yaml, or --resume RUN")
+        raise UserError("train needs a recipe, such as gsm8k_tool (see `agentrl recipes`), or --resume RUN")
     else:
         recipe = load_recipe(path, given)  # before anything heavy is imported
         from agentrl.training.run import train

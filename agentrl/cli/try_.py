@@ -1,15 +1,17 @@
-"""`agentrl try`: call a tool, or play one task, by the driver that training uses."""
+"""`agentrl try`: call a tool or play one task, through the driver that training uses."""
 
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from agentrl.cli.common import key_values
+
 _RECIPES = (".yaml", ".yml")
 
 
 def try_command(
-    what: Annotated[str, typer.Argument(help="A tool, an environment (installed, or module:attribute), or a recipe.")],
+    what: Annotated[str, typer.Argument(help="A tool or environment (installed, or module:attribute), or a recipe.")],
     rest: Annotated[
         list[str] | None,
         typer.Argument(
@@ -19,38 +21,43 @@ def try_command(
     ] = None,
     args: Annotated[
         list[str] | None,
-        typer.Option("--args", metavar="KEY=VALUE", help="An argument of its class; may be given again."),
+        typer.Option("--args", metavar="KEY=VALUE", help="An argument of its class; can be repeated."),
     ] = None,
     create: Annotated[
         list[str] | None,
-        typer.Option("--create", metavar="KEY=VALUE", help="For a tool: what a task would hand to its `create`."),
+        typer.Option("--create", metavar="KEY=VALUE", help="For a tool: an argument of its `create` hook."),
     ] = None,
     tool: Annotated[
-        str | None, typer.Option("--tool", metavar="NAME", help="For a source of tools: which of them to call.")
+        str | None, typer.Option("--tool", metavar="NAME", help="For a source of several tools: the one to call.")
     ] = None,
     images: Annotated[
-        str | None, typer.Option("--images", metavar="DIR", help="Where images go (default: a temporary folder).")
+        str | None,
+        typer.Option("--images", metavar="DIR", help="Folder for images (default: a temporary one)."),
     ] = None,
     source: Annotated[
-        str | None, typer.Option("--source", help="For an environment: where its tasks come from (env.source).")
+        str | None, typer.Option("--source", help="For an environment: source of its tasks (env.source).")
     ] = None,
     tools: Annotated[
-        list[str] | None, typer.Option("--tools", metavar="NAME", help="For an environment: a tool to offer as well.")
+        list[str] | None,
+        typer.Option("--tools", metavar="NAME", help="For an environment: a tool to offer."),
     ] = None,
-    task: Annotated[str, typer.Option("--task", help="Which task: its number in the split, or its id.")] = "0",
-    split: Annotated[str, typer.Option("--split", help="train, or a held-out split.")] = "train",
+    task: Annotated[str, typer.Option("--task", help="The task: its number in the split, or its id.")] = "0",
+    split: Annotated[str, typer.Option("--split", help="Split of the task: train, or a held-out one.")] = "train",
     replies: Annotated[
         str | None,
         typer.Option(
-            "--replies", metavar="FILE", help="The agent's turns: .jsonl, or text with a line --- between turns."
+            "--replies",
+            metavar="FILE",
+            help="File of the agent's turns: .jsonl, or text with --- lines between turns.",
         ),
     ] = None,
     model: Annotated[
-        str | None, typer.Option("--model", metavar="PATH", help="Let this model play (`tiny`, a folder, a hub name).")
+        str | None,
+        typer.Option("--model", metavar="PATH", help="Let a model play: `tiny`, a folder, or a hub name."),
     ] = None,
-    seed: Annotated[int, typer.Option("--seed", help="Of the model's sampling and of what the plugins draw.")] = 0,
+    seed: Annotated[int, typer.Option("--seed", help="Seed of the model's sampling and of the plugins.")] = 0,
 ) -> None:
-    """Call a tool, or play one task: yourself, by a file of replies, or by a model.
+    """Call a tool, or play one task: yourself, from a file of replies, or by a model.
 
     agentrl try calculator '{"expression": "2*3"}'
 
@@ -58,14 +65,16 @@ def try_command(
     """
     from agentrl.errors import UserError
 
-    given, keys = list(rest or []), _keys(args or [], "--args")
+    given, keys = list(rest or []), key_values(args or [], "--args ")
     if replies is not None and model is not None:
-        raise UserError("--replies and --model: give one of them; without either you play yourself")
+        raise UserError("--replies and --model exclude each other; without either you play yourself")
     kind = _kind(what)
     if kind == "tool":
         from agentrl.cli.try_tool import try_tool
 
-        code = try_tool(what, keys, given, create=_keys(create or [], "--create"), tool=tool, images=images, seed=seed)
+        code = try_tool(
+            what, keys, given, create=key_values(create or [], "--create "), tool=tool, images=images, seed=seed
+        )
     else:
         from agentrl.cli.try_env import Choice, try_env
 
@@ -75,9 +84,10 @@ def try_command(
 
 
 def _kind(what: str) -> str:
-    """`tool`, `environment` or `recipe`."""
+    """Return `tool`, `environment` or `recipe`; a tool or environment wins over a shipped recipe of the same name."""
     from agentrl.errors import UserError, nearest
     from agentrl.plugins.registry import installed, load
+    from agentrl.recipe.shipped import shipped_recipes
 
     if what.endswith(_RECIPES) or Path(what).is_file():
         return "recipe"
@@ -88,9 +98,11 @@ def _kind(what: str) -> str:
         return "environment" if isinstance(made, type) and issubclass(made, Environment) else "tool"
     tools, envs = ({plugin.name for plugin in installed(group)} for group in ("tools", "envs"))
     if what in tools and what in envs:
-        raise UserError(f"{what!r} is the name of a tool and of an environment: name it as module:attribute")
+        raise UserError(f"{what!r} names a tool and an environment: write it as module:attribute")
     if what not in tools | envs:
-        raise UserError(f"no tool or environment {what!r} is installed{nearest(what, tools | envs)}")
+        if what in shipped_recipes():
+            return "recipe"
+        raise UserError(f"no tool, environment or recipe {what!r} is installed{nearest(what, tools | envs)}")
     return "tool" if what in tools else "environment"
 
 
@@ -102,28 +114,10 @@ def _recipe(what: str, kind: str, given: list[str], args: dict[str, Any], source
     if kind == "recipe":
         if args or source is not None or tools:
             raise UserError(
-                "a recipe says its environment and tools itself: change its keys instead, such as env.source=FILE"
+                "a recipe names its environment and tools itself: change its keys instead, such as env.source=FILE"
             )
         return load_recipe(what, given)
     if given:
-        raise UserError(f"{given[0]!r}: an environment takes no arguments here; see agentrl try --help")
+        raise UserError(f"{given[0]!r}: an environment takes no positional arguments; see agentrl try --help")
     section = EnvSection(name=what, args=args) if source is None else EnvSection(name=what, source=source, args=args)
     return Recipe(env=section, tools=tuple(ToolSection(name=name) for name in tools))
-
-
-def _keys(texts: list[str], option: str) -> dict[str, Any]:
-    """`key=value` as a mapping, the values read as YAML."""
-    import yaml
-
-    from agentrl.errors import UserError
-
-    found: dict[str, Any] = {}
-    for text in texts:
-        key, equals, value = text.partition("=")
-        if not equals or not key.strip().isidentifier():
-            raise UserError(f"{option} {text}: wants KEY=VALUE, such as {option} max_operations=2")
-        try:
-            found[key.strip()] = yaml.safe_load(value)
-        except yaml.YAMLError:
-            found[key.strip()] = value
-    return found

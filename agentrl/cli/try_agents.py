@@ -1,4 +1,4 @@
-"""Who plays in `agentrl try ENV`: a person at the terminal, or a file of replies."""
+"""Players of `agentrl try ENV`: a person at the terminal, or a file of replies."""
 
 import asyncio
 import json
@@ -10,18 +10,18 @@ from typing import Any
 
 from agentrl.errors import UserError
 
-HINT = "One line is one turn; end it with \\ to go on in the next. Ctrl-D leaves; ? shows this again."
+HINT = "One line is one turn; end it with \\ to continue on the next. Ctrl-D quits; ? shows this again."
 HINT_CALL = " A call is /{tool} {example}"
 
 
 class Person:
-    """Types the turns."""
+    """A person who types the turns. hint: shown for `?`, through say."""
 
     def __init__(self, hint: str, say: Callable[[str], None]) -> None:
         self._hint, self._say = hint, say
 
     async def turn(self, number: int) -> str | None:
-        """The next turn's text; None where the input ends."""
+        """Return the next turn's text; None at the end of the input."""
         lines: list[str] = []
         while True:
             line = await _read_line("you> " if not lines else "...> ")
@@ -36,8 +36,8 @@ class Person:
 
 
 async def _read_line(prompt: str) -> str | None:
-    """A line of stdin without its end, None at the end of the input. The thread that waits for it is nobody's to wait
-    for, so that Ctrl-C ends the command at once."""
+    """Return a line of stdin without its end, None at the end of the input. It is read in a daemon thread, so that
+    Ctrl-C ends the command at once."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[str] = loop.create_future()
 
@@ -48,7 +48,7 @@ async def _read_line(prompt: str) -> str | None:
     def read() -> None:
         try:
             line = sys.stdin.readline()
-        except (ValueError, OSError):  # closed, or no text
+        except (ValueError, OSError):  # closed, or not text
             line = ""
         if not loop.is_closed():
             loop.call_soon_threadsafe(deliver, line)
@@ -61,24 +61,24 @@ async def _read_line(prompt: str) -> str | None:
 
 
 def read_replies(path: str) -> list[str]:
-    """The turns of a reply file. Raises UserError with file and line.
+    """Return the turns of a reply file. Raises UserError with file and line.
 
-    .jsonl: a line is a text, or an object with `content` and `tool_calls` (each `name` and `arguments`). Any other file
-    is text, with a line `---` between turns and calls as `/name {...}` lines.
+    .jsonl: each line is a text, or an object with `content` and `tool_calls` (each `name` and `arguments`). Any other
+    file is text, with a line `---` between turns and calls as `/name {...}` lines.
     """
     try:
         text = Path(path).read_text(encoding="utf-8")
     except OSError as error:
         raise UserError(f"--replies {path}: cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise UserError(f"--replies {path}: is not UTF-8 text: {error.reason}") from error
+        raise UserError(f"--replies {path}: not a text file in UTF-8: {error.reason}") from error
     if path.endswith(".jsonl"):
         lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
         turns = [_turn(line, f"--replies {path}, line {number}") for number, line in lines]
     else:
         turns = _parts(text)
     if not turns:
-        raise UserError(f"--replies {path}: holds no reply")
+        raise UserError(f"--replies {path}: contains no reply")
     return turns
 
 
@@ -105,11 +105,11 @@ def _turn(line: str, where: str) -> str:
     if isinstance(value, str):
         return value
     if not isinstance(value, dict) or (unknown := sorted(value.keys() - {"role", "content", "tool_calls"})):
-        what = f"has no field {unknown[0]!r}" if isinstance(value, dict) else "is no reply"
-        raise UserError(f"{where}: {what}; wants a text, or an object with content and tool_calls")
+        what = f"has no field {unknown[0]!r}" if isinstance(value, dict) else "is not a reply"
+        raise UserError(f"{where}: {what}; expected a text, or an object with content and tool_calls")
     content = value.get("content") or ""
     if not isinstance(content, str) or not isinstance(value.get("tool_calls") or [], list):
-        raise UserError(f"{where}: content wants text, tool_calls a list")
+        raise UserError(f"{where}: content must be text, tool_calls a list")
     lines = [said(content)] if content else []
     return "\n".join(lines + [_call(call, where) for call in value.get("tool_calls") or []])
 
@@ -120,5 +120,5 @@ def _call(value: Any, where: str) -> str:
     inner = value.get("function", value) if isinstance(value, dict) else {}
     name, arguments = inner.get("name"), inner.get("arguments", {})
     if not isinstance(name, str):
-        raise UserError(f"{where}: a tool call wants name and arguments, got {value!r:.60}")
+        raise UserError(f"{where}: a tool call needs name and arguments, got {value!r:.60}")
     return f"/{name} {arguments}" if isinstance(arguments, str) else call(name, **arguments)

@@ -1,4 +1,4 @@
-"""`agentrl try ENV`: one task, played by the driver from the first hook to the last."""
+"""`agentrl try ENV`: play one task with the driver, from the first hook to the last."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -20,23 +20,27 @@ if TYPE_CHECKING:
 FAILED = 1
 INTERRUPTED = 130
 PATIENCE = 1e6
-"""Seconds that a person has, instead of `rollout.timeout` and `rollout.turn_timeout`."""
+"""Seconds allowed for a person, instead of `rollout.timeout` and `rollout.turn_timeout`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Which task, and who plays: replies is a file, model a path; a person where both are None."""
+    """The task, and the player: a person where replies and model are None."""
 
     split: str
     task: str
+    """Its number in the split, or its id."""
     replies: str | None
+    """File with the agent's turns."""
     model: str | None
+    """Path of the model that plays."""
     seed: int
     images: str | None
+    """Folder to write images to; None: a temporary one."""
 
 
 def try_env(recipe: "Recipe", choice: Choice) -> int:
-    """The exit code: 1 where the task was not played to its end."""
+    """Return the exit code: 1 if the task was not played to its end."""
     from agentrl.plugins.registry import make_environment
     from agentrl.rollout.blocking import run
 
@@ -72,11 +76,11 @@ async def _try(
             changes = {"timeout": PATIENCE, "turn_timeout": PATIENCE} if turns is None else {}
             scorer = Scorer(rewards, recipe.rollout.turn_timeout)
             stage = Stage(env, toolbox.tools, recipe.rollout, scorer, changes)
-            told = Person(_hint(tools), narrator.say).turn if turns is None else scripted(turns)
+            play = Person(_hint(tools), narrator.say).turn if turns is None else scripted(turns)
 
             async def turn(number: int) -> str | None:
                 narrator.follow(request)
-                return await told(number)
+                return await play(number)
 
             request = stage.request(task, turn, seed=choice.seed)
             if turns is None:
@@ -122,7 +126,7 @@ async def _by_model(recipe: "Recipe", env: "Environment", choice: Choice, narrat
 
 
 class _Watched:
-    """An engine that calls `before` when it is asked to go on."""
+    """An engine that calls `before` each time it is asked for a turn."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
@@ -137,7 +141,7 @@ class _Watched:
 
 
 def _task(env: "Environment", split: str, which: str) -> "Task":
-    """By its number in the split or by its id. Raises UserError."""
+    """Return a task by its number in the split or by its id. Raises UserError."""
     from agentrl.plugins.registry import tasks_of
 
     splits = ("train", *env.splits)
@@ -147,12 +151,12 @@ def _task(env: "Environment", split: str, which: str) -> "Task":
     count = len(tasks)
     if which.lstrip("-").isdecimal():
         if not 0 <= int(which) < count:
-            most = f"wants 0 to {count - 1}" if count else "it has none"
+            most = f"expected 0 to {count - 1}" if count else "it has none"
             raise UserError(f"--task {which}: {split} of {env.name!r} has {count} tasks: {most}")
         return tasks[int(which)]
     found = next((tasks[i] for i in range(count) if tasks[i].id == which), None)
     if found is None:
-        raise UserError(f"--task {which}: {split} of {env.name!r} has no task with that id; a number will do")
+        raise UserError(f"--task {which}: {split} of {env.name!r} has no task with that id; use its number")
     return found
 
 
@@ -187,7 +191,7 @@ def _conclude(narrator: Narrator, request: "AsyncRolloutRequest", played: "Traje
         return FAILED
     turns, calls = _count(len(played.turns), "turn"), _count(len(played.tool_uses), "tool call")
     if played.finish is FinishReason.ABORTED:
-        narrator.say(f"\nleft after {turns}: released, without a reward", style="red")
+        narrator.say(f"\nquit after {turns}: released, without a reward", style="red")
         return FAILED
     narrator.say(f"ended by {played.finish} after {turns} and {calls}", style="bold")
     narrator.say(rewards_line(played), style="bold")

@@ -1,4 +1,4 @@
-"""What `agentrl try` prints: messages as they come, then how it ended and the reward's parts."""
+"""Output of `agentrl try`: messages as they come, then how it ended and the parts of the reward."""
 
 import json
 import shutil
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 
 
 class Images:
-    """Writes images to files of a folder, made when the first one comes."""
+    """Writes images to a folder, which is made for the first one. folder: None for a temporary one."""
 
     def __init__(self, folder: str | None) -> None:
         self._folder = None if folder is None else Path(folder)
         self._count = 0
 
     def write(self, image: Any) -> Path:
-        """Its file. `image`: a path, bytes, or an object that can `save` itself, such as PIL's."""
+        """Write an image and return its file. image: a path, bytes, or an object with `save`, such as PIL's."""
         if self._folder is None:
             self._folder = Path(tempfile.mkdtemp(prefix="agentrl-try-"))
         self._count += 1
@@ -45,7 +45,7 @@ def _write(image: Any, stem: Path) -> Path:
         file = stem.with_suffix(".png")
         image.save(file)
     else:
-        raise UserError(f"an image is {type(image).__name__}: wants a path, bytes or a PIL image")
+        raise UserError(f"an image is {type(image).__name__}: expected a path, bytes or a PIL image")
     return file
 
 
@@ -55,9 +55,9 @@ def _ending(head: bytes) -> str:
 
 
 class Narrator:
-    """Prints what is new in a request since it was last asked to.
+    """Prints what is new in a request since the last time.
 
-    mine: the reader wrote the assistant's turns, and needs no echo. calls_only: there is nothing to see but calls.
+    mine: the reader wrote the assistant's turns, and needs no echo. calls_only: print only calls and their results.
     """
 
     def __init__(self, images: Images, mine: bool = False, calls_only: bool = False) -> None:
@@ -70,9 +70,11 @@ class Narrator:
         self._paid = 0
 
     def say(self, text: str, style: str | None = None) -> None:
+        """Print one line."""
         self._out.print(text, markup=False, soft_wrap=True, style=style)
 
     def follow(self, request: "AsyncRolloutRequest") -> None:
+        """Print the messages and tool results that came since the last call."""
         new = request.messages[self._shown :]
         self._shown += len(new)
         for message in new:
@@ -99,7 +101,7 @@ class Narrator:
             self.say(text if isinstance(arguments, str) else f"/{call['function']['name']} {text}")
 
     def _results(self, request: "AsyncRolloutRequest") -> None:
-        """Time and metrics of the calls since, and the step rewards of the turns since."""
+        """Print time and metrics of new calls, and step rewards of new turns."""
         uses = request.tool_uses[self._uses :]
         self._uses += len(uses)
         for use in uses:
@@ -114,7 +116,7 @@ class Narrator:
 
 
 def rewards_line(trajectory: "Trajectory") -> str:
-    """`reward 1.05: answer 1, step 0.1 x 0.5`."""
+    """Return the reward and its parts, such as `reward 1.05: answer 1, step 0.1 x 0.5`."""
     parts = []
     for name, value in trajectory.rewards.items():
         weight = trajectory.weights.get(name, 1.0)

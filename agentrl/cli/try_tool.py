@@ -1,4 +1,4 @@
-"""`agentrl try TOOL`: its calls as one request of the driver, one call a turn, so that every hook is the real one."""
+"""`agentrl try TOOL`: run its calls as one request of the driver, one call per turn, through every hook."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -23,7 +23,7 @@ def try_tool(
     images: str | None,
     seed: int,
 ) -> int:
-    """The exit code: 1 where a call was answered by an error."""
+    """Return the exit code: 1 if a call was answered by an error."""
     from agentrl.recipe.schema import ToolSection
     from agentrl.rollout.blocking import run
 
@@ -37,9 +37,9 @@ def _arguments(text: str, number: int) -> dict[str, Any]:
     try:
         value = json.loads(text)
     except ValueError as error:
-        raise UserError(f'{where} is not JSON: {error}; write it like \'{{"expression": "2*3"}}\'') from None
+        raise UserError(f'{where} is not JSON: {error}; write it as in \'{{"expression": "2*3"}}\'') from None
     if not isinstance(value, dict):
-        raise UserError(f"{where}: wants a JSON object with the arguments by name")
+        raise UserError(f"{where}: expected a JSON object with the arguments by name")
     return value
 
 
@@ -68,7 +68,7 @@ async def _try(
 
 
 def _choose(tools: "Sequence[Tool]", name: str, chosen: str | None, narrator: Narrator, called: bool) -> "Tool | None":
-    """The tool to call; None when its source's tools were listed instead."""
+    """Return the tool to call; None if the tools of its source were listed instead."""
     from agentrl.plugins.schema import outline
 
     names = [tool.name for tool in tools]
@@ -79,7 +79,7 @@ def _choose(tools: "Sequence[Tool]", name: str, chosen: str | None, narrator: Na
     if len(tools) == 1:
         return tools[0]
     if called:
-        raise UserError(f"{name} offers {len(tools)} tools: say which by --tool: {', '.join(names) or 'none'}")
+        raise UserError(f"{name} offers {len(tools)} tools: choose one by --tool: {', '.join(names) or 'none'}")
     for tool in tools:
         narrator.say(f"{tool.name} {outline(tool.parameters)}")
         narrator.say(f"  {tool.description}")
@@ -122,7 +122,7 @@ async def _play(
     if played.failure is not None:
         narrator.say(f"failed ({played.failure.boundary}): {played.failure.message}", style="red")
         return FAILED
-    narrator.say(rewards_line(played) if played.rewards else "reward: none of its own", style="bold")
+    narrator.say(rewards_line(played) if played.rewards else "reward: the tool gives none", style="bold")
     if left := len(calls) - len(played.tool_uses):
         narrator.say(f"it ended the episode: {left} {'call was' if left == 1 else 'calls were'} not made")
     return FAILED if any(use.error for use in played.tool_uses) or played.extra.get("release_errors") else 0

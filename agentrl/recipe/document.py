@@ -117,7 +117,7 @@ def read_file(path: Path) -> Document:
     if document.value is None:
         return Document({})
     if not isinstance(document.value, dict):
-        raise UserError(f"{path}: wants `key: value` lines at the top, got {describe(document.value)}")
+        raise UserError(f"{path}: expected `key: value` lines at the top, got {describe(document.value)}")
     return document
 
 
@@ -190,7 +190,7 @@ class _Reader:
             return self.read(node, node.value, node.tag, key)
         text, tag = self.interpolate(node.value, key, self.where(node)), node.tag
         if node.style is None and tag == TAG + "str":
-            tag = self.loader.resolve(yaml.ScalarNode, text, (True, False))
+            tag = self.loader.resolve(yaml.ScalarNode, text, (True, False))  # type: ignore[no-untyped-call]
         value = self.read(node, text, tag, key)
         reference = Reference(node.value, node.style is None, value)
         if reference.variables:

@@ -1,4 +1,4 @@
-"""What is wrong with a recipe, as one line: where it was written, the key, what is wanted and what was given."""
+"""Explain what is wrong with a recipe in one line: where it was written, the key, what was expected, what was given."""
 
 import difflib
 import types
@@ -6,13 +6,13 @@ import typing
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from agentrl.errors import nearest
 from agentrl.recipe.document import Document, Key, describe, dotted
-from agentrl.recipe.schema import Recipe
 
-_WANTED = {
+_EXPECTED = {
     "int": "a whole number",
     "float": "a number",
     "bool": "true or false",
@@ -24,7 +24,7 @@ _WANTED = {
 }
 _GONE: dict[Key, str] = {
     ("algorithm", "normalize_std"): (
-        "is no key any more: for false write `algorithm.advantage: dr_grpo` (in place of grpo), for true leave it out"
+        "was removed: for false write `algorithm.advantage: dr_grpo` (in place of grpo), for true leave it out"
     ),
 }
 _LIMITS = {
@@ -35,55 +35,57 @@ _LIMITS = {
 }
 
 
-def explain(error: ValidationError, document: Document, file: str) -> str:
-    """The first mistake (unknown keys before all else) and how many more there are."""
+def explain(error: ValidationError, document: Document, file: str, model: type[BaseModel]) -> str:
+    """Return the first mistake (unknown keys before all else) and how many more there are."""
     errors = sorted(error.errors(), key=lambda e: e["type"] != "extra_forbidden")
     first, key = errors[0], tuple(errors[0]["loc"])
     reference = document.references.get(key)  # whose value may be a secret
-    said = f"what {reference.variables} holds" if reference else describe(first["input"])
-    line = f"{_origin(document, key, file)}: " + (f"{dotted(key)}: " if key else "") + _what(first, key, said)
+    given = f"what {reference.variables} holds" if reference else describe(first["input"])
+    line = f"{_origin(document, key, file)}: " + (f"{dotted(key)}: " if key else "") + _what(first, key, given, model)
     return line + (f" (and {len(errors) - 1} more)" if len(errors) > 1 else "")
 
 
-def known_keys(model: type[BaseModel] = Recipe, prefix: str = "") -> list[str]:
-    """Every key of a recipe as a dotted path, sections included; what lies in a list is left out."""
-    keys = []
+def known_fields(model: type[BaseModel], lists: bool = False, prefix: str = "") -> dict[str, FieldInfo]:
+    """Return every field below a model by its dotted key, sections included. lists: also `tools.N.name`."""
+    found = {}
     for name, info in model.model_fields.items():
-        keys.append(prefix + name)
-        if section := _section(info.annotation):
-            keys += known_keys(section, f"{prefix}{name}.")
-    return keys
+        found[prefix + name] = info
+        if section := section_of(info.annotation):
+            found |= known_fields(section, lists, f"{prefix}{name}.")
+        elif lists and (section := section_of(info.annotation, lists=True)):
+            found |= known_fields(section, lists, f"{prefix}{name}.N.")
+    return found
 
 
 def _origin(document: Document, key: Key, file: str) -> str:
-    """Where the key, or the nearest thing above it, was written. A combination of keys belongs to the whole file."""
+    """Return where the key, or the nearest one above it, was written. Several keys together belong to the file."""
     for end in range(len(key), 0, -1):
         if key[:end] in document.origins:
             return document.origins[key[:end]]
     return file
 
 
-def _what(error: ErrorDetails, key: Key, said: str) -> str:
-    """said: what was given, in words."""
-    kind, given = error["type"], error["input"]
+def _what(error: ErrorDetails, key: Key, given: str, model: type[BaseModel]) -> str:
+    """Return what is wrong. given: the value, in words."""
+    kind = error["type"]
     if kind == "extra_forbidden":
-        return _GONE.get(key) or "unknown key" + _nearest_key(key)
+        return _GONE.get(key) or "unknown key" + _nearest_key(key, model)
     if kind == "missing":
         return "is missing"
     if kind == "value_error":
         return str(error["ctx"]["error"])
     if kind in _LIMITS:
         name, words = _LIMITS[kind]
-        return f"wants {words} {error['ctx'][name]:g}, got {said.removeprefix('the number ')}"
+        return f"expected {words} {error['ctx'][name]:g}, got {given.removeprefix('the number ')}"
     if kind == "literal_error":
-        wanted = error["ctx"]["expected"].replace(" or ", ", ").replace("'", "")
-        one_of = "one of " if "," in wanted else ""
-        return f"wants {one_of}{wanted}, got {said}" + _near_word(given, wanted.split(", "))
+        expected = error["ctx"]["expected"].replace(" or ", ", ").replace("'", "")
+        one_of = "one of " if "," in expected else ""
+        return f"expected {one_of}{expected}, got {given}" + _near_word(error["input"], expected.split(", "))
     if kind in ("too_short", "too_long", "missing_argument"):
         return f"has the wrong number of entries: {error['msg'].lower()}"
     stem = kind.removesuffix("_type").removesuffix("_parsing").removesuffix("_from_float")
-    if stem in _WANTED:
-        return f"wants {_WANTED[stem]}, got {said}"
+    if stem in _EXPECTED:
+        return f"expected {_EXPECTED[stem]}, got {given}"
     return error["msg"][:1].lower() + error["msg"][1:]
 
 
@@ -92,32 +94,31 @@ def _near_word(given: Any, words: list[str]) -> str:
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
-def _nearest_key(key: Key) -> str:
-    """Keys beside it that look alike, else keys elsewhere that end alike, else the keys beside it."""
-    model, prefix = _model_at(key[:-1]), "".join(f"{part}." for part in key[:-1])
+def _nearest_key(key: Key, root: type[BaseModel]) -> str:
+    """Return a hint: keys elsewhere with the same ending, else similar keys beside it, else all keys beside it."""
+    model, prefix = _model_at(root, key[:-1]), "".join(f"{part}." for part in key[:-1])
     name, beside = str(key[-1]), list(model.model_fields)
     close = [prefix + k for k in difflib.get_close_matches(name, beside, n=2, cutoff=0.6)]
-    elsewhere = [k for k in known_keys() if k.rsplit(".", 1)[-1] == name]
+    elsewhere = [k for k in known_fields(root) if k.rsplit(".", 1)[-1] == name]
     if found := elsewhere or close:
         return "; did you mean " + " or ".join(repr(k) for k in found[:2]) + "?"
     return nearest(name, beside)
 
 
-def _model_at(key: Key) -> type[BaseModel]:
-    model: type[BaseModel] = Recipe
+def _model_at(model: type[BaseModel], key: Key) -> type[BaseModel]:
     for part in key:
         if isinstance(part, str) and part in model.model_fields:
-            model = _section(model.model_fields[part].annotation, lists=True) or model
+            model = section_of(model.model_fields[part].annotation, lists=True) or model
     return model
 
 
-def _section(annotation: Any, lists: bool = False) -> type[BaseModel] | None:
-    """The section class in an annotation: `Section`, `Section | None` and, with `lists`, `tuple[Section, ...]`."""
+def section_of(annotation: Any, lists: bool = False) -> type[BaseModel] | None:
+    """Return the section class in `Section` and `Section | None`; with `lists`, in `tuple[Section, ...]` too."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     origin = typing.get_origin(annotation)
     if origin in (typing.Union, types.UnionType, typing.Annotated) or (lists and origin is tuple):
         for inner in typing.get_args(annotation):
-            if found := _section(inner, lists):
+            if found := section_of(inner, lists):
                 return found
     return None

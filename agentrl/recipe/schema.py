@@ -1,256 +1,423 @@
-"""What a recipe may say. Every key has a reader, a unit and a default that was tried; an unknown key is an error."""
+"""The keys of a recipe: each with its type, its unit, a default that was tried and what it means.
 
-from collections.abc import Mapping
+Everything here is read by code, and an unknown key is an error. The docstring below a key is its description: errors
+and `docs/reference/recipe.md` (`agentrl/recipe/reference.py`) take it from there.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, model_validator
 
 from agentrl.errors import nearest
 from agentrl.recipe.document import Key, Reference
+from agentrl.recipe.reader import read_recipe
+from agentrl.recipe.secrets import masked, plain
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """What a number counts or measures, such as `tokens`; a number without one has no unit."""
+
+    name: str
+
 
 Positive = Annotated[int, Field(gt=0)]
+Count = Annotated[int, Field(ge=0)]
+Above0 = Annotated[float, Field(gt=0)]
+AtLeast0 = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
-Seconds = Annotated[float, Field(gt=0)]
+Seconds = Annotated[float, Field(gt=0), Unit("seconds")]
+Tokens = Annotated[int, Field(gt=0), Unit("tokens")]
+Steps = Annotated[int, Field(ge=0), Unit("steps")]
+Workers = Annotated[int, Field(gt=0), Unit("workers")]
 
 
 class Section(BaseModel):
-    """A part of a recipe: strict about keys, and frozen once read."""
+    """A part of a recipe: it refuses unknown keys, and does not change once it is read."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
 
 def _listed(value: Any) -> Any:
     return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
 
 
+def _named(value: Any) -> Any:
+    return {"name": value} if isinstance(value, str) else value
+
+
 class LoraSection(Section):
-    """An adapter that is trained in place of the model's own weights."""
+    """A LoRA adapter (arXiv:2106.09685), trained in place of the model's own weights."""
 
     rank: Positive = 16
-    alpha: Positive = 32  # its share is scaled by alpha / rank
-    # Layers, by the end of their names, such as [q_proj, v_proj]; all-linear: all but the output layer.
+    """Rank of the two matrices that the adapter adds to each layer."""
+    alpha: Positive = 32
+    """Scale of what the adapter adds: it is multiplied by alpha / rank."""
     targets: Annotated[tuple[str, ...], Field(min_length=1), BeforeValidator(_listed)] = ("all-linear",)
-    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0  # of the adapter's input, while it is trained
-    start: str | None = None  # a folder of peft's format to go on from; None: a new adapter
+    """Layers to adapt, by the end of their names, such as [q_proj, v_proj]. all-linear: all but the output layer."""
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Dropout on the adapter's input during training."""
+    start: str | None = None
+    """A folder in peft's format to start from. null: a new adapter."""
 
 
 class ModelSection(Section):
-    path: str = "tiny"  # `tiny` (ships with the package), a Hugging Face folder, or a hub name
+    """The model to train."""
+
+    path: str = "tiny"
+    """`tiny` (ships with the package), a Hugging Face folder, or a name on the hub."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    device: str = "auto"  # of the trainer and the engine `local`: auto (a GPU where there is one), cpu, cuda, cuda:1
-    chat: str = "auto"  # auto | bridge | a family of `renderers`, such as qwen3
-    chat_template: str | None = None  # a jinja file that replaces the tokenizer's own
+    """Type of the weights that are trained."""
+    device: str = "auto"
+    """Device of the trainer and of the engine `local`: auto (a GPU where there is one), cpu, cuda, cuda:1."""
+    chat: str = "auto"
+    """How messages become tokens: auto, bridge (the model's own template), or a family of `renderers` such as qwen3."""
+    chat_template: str | None = None
+    """A jinja file that replaces the tokenizer's own chat template, relative to the working directory."""
     trust_remote_code: bool = False
-    lora: LoraSection | None = None  # None: every weight is trained
-    # What the trainer computes in. same: as dtype says. bfloat16: mixed precision, the weights stay what they are.
+    """Run the code that a model folder or the hub brings."""
+    lora: LoraSection | None = None
+    """Train an adapter; `{}` takes the defaults of its keys. null: every weight is trained."""
     compute: Literal["same", "bfloat16"] = "same"
-    checkpointing: bool = False  # compute activations again in the backward pass, instead of keeping them
+    """Type that the trainer computes in. same: that of dtype. bfloat16: mixed precision; the weights keep theirs."""
+    checkpointing: bool = False
+    """Activation checkpointing: compute activations again in the backward pass instead of keeping them."""
 
 
 class EnvPart(Section):
     """One environment of several that a recipe mixes."""
 
     name: str
+    """An installed environment (`agentrl envs` lists them), or module:attribute."""
     source: str = "generated"
+    """Where its tasks come from, as in env.source."""
     args: dict[str, Any] = Field(default_factory=dict)
-    weight: Annotated[float, Field(gt=0)] = 1.0  # its share of the training tasks
-    tools: tuple[str, ...] | None = None  # those of the recipe's tools that its tasks offer; None: all
+    """Further arguments of its class."""
+    weight: Above0 = 1.0
+    """Its share of the training tasks, relative to the weights of the others."""
+    tools: tuple[str, ...] | None = None
+    """Which of the recipe's tools its tasks offer. null: all."""
 
 
 class EnvSection(Section):
+    """The environment: it gives the tasks and computes the reward."""
+
     name: str = "gsm8k"
-    source: str = "generated"  # what the environment says: a generator, a file, a hub name
-    args: dict[str, Any] = Field(default_factory=dict)  # further arguments of the environment's class
-    mix: tuple[EnvPart, ...] = ()  # several environments at once, instead of `name`, `source` and `args`
+    """An installed environment (`agentrl envs` lists them), or module:attribute."""
+    source: str = "generated"
+    """Where tasks come from, in the environment's words: a generator, a file, a name on the hub."""
+    args: dict[str, Any] = Field(default_factory=dict)
+    """Further arguments of the environment's class."""
+    mix: tuple[EnvPart, ...] = ()
+    """Several environments at once, instead of `name`, `source` and `args`."""
 
 
 class ToolSection(Section):
+    """A tool, or a source of tools, that every task offers; `tools: [calculator]` is short for `{name: calculator}`."""
+
     name: str
-    args: dict[str, Any] = Field(default_factory=dict)  # arguments of the tool's class
-
-
-def _named(value: Any) -> Any:
-    return {"name": value} if isinstance(value, str) else value
+    """An installed tool (`agentrl tools` lists them), or module:attribute."""
+    args: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of the tool's class."""
 
 
 class RolloutSection(Section):
-    n: Positive = 8  # samples a task
-    tasks: Positive = 16  # tasks a step
-    temperature: Annotated[float, Field(ge=0)] = 1.0
+    """How conversations are sampled, and their limits."""
+
+    n: Annotated[Positive, Unit("samples per task")] = 8
+    """Samples of each task: the size of a group."""
+    tasks: Annotated[Positive, Unit("tasks per step")] = 16
+    """Tasks of each step; a step trains on rollout.n x rollout.tasks samples."""
+    temperature: AtLeast0 = 1.0
+    """Sampling temperature; 0 takes the likeliest token."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    top_k: Annotated[int, Field(ge=0)] = 0  # 0: off
-    max_turns: Positive = 6  # assistant turns a request
-    max_tool_calls: Positive = 16  # calls a request
-    max_tool_calls_per_turn: Positive = 3  # further ones are refused, and the model is told
-    max_turn_tokens: Positive = 512
-    max_tokens: Positive = 4096  # a trajectory, prompt included
-    max_tool_tokens: Positive = 256  # what one tool response may add; longer ones are cut in the middle
-    tool_timeout: Seconds = 30.0  # seconds a call
-    turn_timeout: Seconds = 300.0  # seconds a turn, sampling and tools
-    timeout: Seconds = 900.0  # seconds a request
-    retries: Annotated[int, Field(ge=0)] = 1  # of a request that FAILED
-    concurrency: Positive = 1024  # requests in flight
-    # none: a step samples, then trains. one_step: the next step's samples are drawn while this one trains. async:
-    # sampling never stops, and new weights land in the middle of requests.
+    """Sample from the likeliest tokens that together have this probability; 1: from all."""
+    top_k: Annotated[Count, Unit("tokens")] = 0
+    """Sample from this many of the likeliest tokens; 0: from all."""
+    max_turns: Annotated[Positive, Unit("turns")] = 6
+    """Assistant turns of a request."""
+    max_tool_calls: Annotated[Positive, Unit("calls")] = 16
+    """Tool calls of a request."""
+    max_tool_calls_per_turn: Annotated[Positive, Unit("calls")] = 3
+    """Tool calls of one turn; further ones are refused, and the model is told."""
+    max_turn_tokens: Tokens = 512
+    """Tokens that the model may sample in one turn."""
+    max_tokens: Tokens = 4096
+    """Length of a whole trajectory, prompt included."""
+    max_tool_tokens: Tokens = 256
+    """What one tool response may add; longer ones are cut in the middle."""
+    tool_timeout: Seconds = 30.0
+    """Time allowed for one tool call."""
+    turn_timeout: Seconds = 300.0
+    """Time allowed for one turn: sampling and tools."""
+    timeout: Seconds = 900.0
+    """Time allowed for one request."""
+    retries: Annotated[Count, Unit("attempts")] = 1
+    """Further attempts at a request that FAILED."""
+    concurrency: Annotated[Positive, Unit("requests")] = 1024
+    """Requests in flight at once."""
     overlap: Literal["none", "one_step", "async"] = "none"
-    max_staleness: Annotated[int, Field(ge=1)] = 2  # updates between a sample's first token and its training (async)
+    """none: sample, then train. one_step: sample the next step's batch while this one trains. async: never stop
+    sampling; new weights arrive in the middle of requests."""
+    max_staleness: Annotated[int, Field(ge=1), Unit("updates")] = 2
+    """Updates allowed between a sample's first token and its training (overlap: async)."""
 
 
 class RewardSection(Section):
+    """A reward function; `functions: [match]` is short for `{name: match}`."""
+
     name: str
-    part: str | None = None  # the reward part that it fills; None: its own name
-    args: dict[str, Any] = Field(default_factory=dict)  # arguments of its class or function
-    # Run it in so many processes, each killed and replaced when a call takes too long; 0: in this one.
-    processes: Annotated[int, Field(ge=0)] = 0
+    """An installed reward function (`agentrl rewards` lists them), or module:attribute."""
+    part: str | None = None
+    """Name of the reward part that it gives. null: its own name."""
+    args: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of its class or function."""
+    processes: Annotated[Count, Unit("processes")] = 0
+    """Run it in this many processes, each killed and replaced when a call takes too long; 0: in the run's own."""
 
 
 class RewardsSection(Section):
-    weights: dict[str, float] = Field(default_factory=dict)  # of named parts; a part that is not named counts 1
-    functions: tuple[Annotated[RewardSection, BeforeValidator(_named)], ...] = ()  # besides environment and tools
-    model: str | None = None  # a sequence classifier, whose score of a finished trajectory is the part `model`
+    """Rewards beside those of environment and tools, and how parts are added up."""
+
+    weights: dict[str, float] = Field(default_factory=dict)
+    """Weight of each part, by its name; a part that is not named has weight 1."""
+    functions: tuple[Annotated[RewardSection, BeforeValidator(_named)], ...] = ()
+    """Reward functions besides environment and tools."""
+    model: str | None = None
+    """A sequence classifier, whose score of a finished trajectory is the part `model`."""
 
 
 class EngineSection(Section):
+    """The engine that samples tokens."""
+
     name: str = "local"
-    max_batch: Positive = 128  # rows decoded at once
-    sleep: bool = False  # give the engine's memory back while the trainer works: for one device that both share
-    args: dict[str, Any] = Field(default_factory=dict)  # further arguments of the engine's class
+    """An installed engine (`agentrl engines` lists them), or module:attribute."""
+    max_batch: Annotated[Positive, Unit("sequences")] = 128
+    """Sequences decoded at once."""
+    sleep: bool = False
+    """Give the engine's memory back while the trainer works: for one device that both share."""
+    args: dict[str, Any] = Field(default_factory=dict)
+    """Further arguments of the engine's class."""
 
 
 COMPARING = ("grpo", "dr_grpo", "rloo", "opo", "grpo_passk", "reinforce_plus_plus_baseline")
-"""Advantages of our own that are 0 where a task has one sample."""
+"""Our own advantages that are 0 where a task has one sample."""
 
 
 class AlgorithmSection(Section):
+    """Advantages and the policy loss."""
+
     advantage: str = "grpo"
-    gamma: Fraction = 1.0  # discount a sampled token (gae)
-    lam: Fraction = 1.0  # of gae: 1 takes returns as they come, 0 trusts the critic
+    """An advantage estimator (`agentrl advantages` lists them), or module:attribute."""
+    gamma: Fraction = 1.0
+    """Discount for each sampled token (gae)."""
+    lam: Fraction = 1.0
+    """Lambda of gae: 1 takes returns as they come, 0 relies on the critic."""
     loss: str = "ppo_clip"
+    """A policy loss (`agentrl losses` lists them), or module:attribute."""
     clip_low: Fraction = 0.2
-    clip_high: Annotated[float, Field(ge=0)] = 0.2
-    clip_dual: Annotated[float, Field(gt=1)] | None = 3.0  # None: off
-    kl_coef: Annotated[float, Field(ge=0)] = 0.0  # of the KL against the reference; 0: no reference is kept
-    # loss: a term beside the policy's (k3). reward: each token's log-ratio (k1) is taken off its reward.
+    """How far below 1 the probability ratio may fall before it is clipped."""
+    clip_high: AtLeast0 = 0.2
+    """How far above 1 the probability ratio may rise before it is clipped."""
+    clip_dual: Annotated[float, Field(gt=1)] | None = 3.0
+    """Dual clip: bound of the ratio where the advantage is negative (arXiv:1912.09729). null: off."""
+    kl_coef: AtLeast0 = 0.0
+    """Coefficient of the KL divergence from the reference model; 0: no reference is kept."""
     kl_in: Literal["loss", "reward"] = "loss"
-    entropy_coef: Annotated[float, Field(ge=0)] = 0.0
+    """loss: the KL (k3) is a term beside the policy loss. reward: each token's log-ratio (k1) is subtracted from its
+    reward."""
+    entropy_coef: AtLeast0 = 0.0
+    """Coefficient of the entropy bonus."""
     aggregation: Literal["token_mean", "sequence_mean"] = "token_mean"
-    # The weight of a token that the engine sampled with another probability than the trainer's. auto: token_tis where
-    # engine and trainer are apart (another engine than `local`, or rollout.overlap), else none.
+    """token_mean: every token of a step counts the same. sequence_mean: every sample does."""
     off_policy: Literal["auto", "none", "token_tis", "sequence_tis", "token_mask"] = "auto"
-    off_policy_cap: Annotated[float, Field(ge=1)] = 2.0  # of that weight
+    """Importance weight of a token that the engine sampled with another probability than the trainer's. auto:
+    token_tis where the two are apart (an engine other than `local`, or rollout.overlap), else none."""
+    off_policy_cap: Annotated[float, Field(ge=1)] = 2.0
+    """Upper bound of the importance weights."""
 
 
 class TrainSection(Section):
-    steps: Annotated[int, Field(ge=0)] = 100
-    lr: Annotated[float, Field(gt=0)] = 1e-6
+    """Steps, optimizer and checkpoints."""
+
+    steps: Steps = 100
+    """Training steps, each of one batch of samples."""
+    lr: Above0 = 1e-6
+    """Peak learning rate of AdamW."""
     schedule: Literal["constant", "cosine", "linear"] = "constant"
-    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    """Course of the learning rate after the warm-up."""
+    warmup_steps: Steps = 0
+    """Steps in which the learning rate rises from 0 to its peak."""
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
-    weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
-    mini_batches: Positive = 1  # optimizer updates an epoch
-    epochs: Positive = 1  # passes over a step's samples
-    micro_batch_tokens: Positive = 16384  # packed tokens a forward; gradients add up exactly
-    save_every: Annotated[int, Field(ge=0)] = 50  # steps; 0: at the end only
-    keep: Positive = 2  # checkpoints kept
+    """Decay rates of AdamW's two moving averages."""
+    weight_decay: AtLeast0 = 0.0
+    """AdamW's weight decay."""
+    max_grad_norm: Above0 = 1.0
+    """Gradients with a larger norm are scaled down to it."""
+    mini_batches: Annotated[Positive, Unit("updates per epoch")] = 1
+    """Optimizer updates in each epoch, each on its part of the step's samples."""
+    epochs: Annotated[Positive, Unit("passes")] = 1
+    """Passes over a step's samples."""
+    micro_batch_tokens: Tokens = 16384
+    """Packed tokens of one forward pass. It bounds memory and changes no gradient."""
+    save_every: Steps = 50
+    """Steps between checkpoints; 0: at the end only."""
+    keep: Annotated[Positive, Unit("checkpoints")] = 2
+    """Newest checkpoints to keep, besides the best one."""
     seed: int = 0
-    threads: Annotated[int, Field(ge=0)] = 0  # of torch on a CPU; 0: all cores
+    """Seed of all randomness of a run."""
+    threads: Annotated[Count, Unit("threads")] = 0
+    """Threads of torch on a CPU; 0: one for each core."""
 
 
 class EvalSection(Section):
-    every: Annotated[int, Field(ge=0)] = 20  # steps, on the split for validation; 0: before and after training only
-    tasks: Positive = 128  # of each split
-    samples: Positive = 1  # a task
-    temperature: Annotated[float, Field(ge=0)] | None = None  # None: that of rollout
-    splits: tuple[str, ...] | None = None  # held-out splits before and after training; None: all but validation
+    """Evaluation on held-out tasks."""
+
+    every: Steps = 20
+    """Steps between evaluations on the split for validation; 0: before and after training only."""
+    tasks: Annotated[Positive, Unit("tasks")] = 128
+    """Tasks of each split."""
+    samples: Annotated[Positive, Unit("samples per task")] = 1
+    """Samples of each task."""
+    temperature: AtLeast0 | None = None
+    """Sampling temperature. null: that of rollout."""
+    splits: tuple[str, ...] | None = None
+    """Held-out splits to evaluate before and after training. null: all but validation."""
 
 
 class SftStage(Section):
-    style: str = "clean"  # what the environment's `demonstrate` knows
-    steps: Positive = 1000
-    lr: Annotated[float, Field(gt=0)] = 1e-3
-    batch: Positive = 32  # demonstrations a step
-    optimizer: Literal["adamw", "muon"] = "adamw"  # muon: for the matrices of the blocks, adamw for the rest
-    muon_lr: Annotated[float, Field(gt=0)] = 0.02  # where lr is at its peak; it follows the same schedule
-    warmup_steps: Annotated[int, Field(ge=0)] = 60
-    weight_decay: Annotated[float, Field(ge=0)] = 0.05
+    """One stage of supervised training on demonstrations."""
+
+    style: str = "clean"
+    """Style of demonstrations, as the environment's `demonstrate` knows it."""
+    steps: Annotated[Positive, Unit("steps")] = 1000
+    """Training steps of the stage."""
+    lr: Above0 = 1e-3
+    """Peak learning rate."""
+    batch: Annotated[Positive, Unit("demonstrations per step")] = 32
+    """Demonstrations of each step."""
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """muon: Muon for the matrices of the blocks, AdamW for the rest."""
+    muon_lr: Above0 = 0.02
+    """Muon's peak learning rate; it follows the same schedule as lr."""
+    warmup_steps: Steps = 60
+    """Steps in which the learning rate rises from 0 to its peak."""
+    weight_decay: AtLeast0 = 0.05
+    """Weight decay of the optimizer."""
 
 
 QWEN3 = {
     "num_hidden_layers": 4, "hidden_size": 128, "intermediate_size": 384, "num_attention_heads": 2,
     "num_key_value_heads": 1, "head_dim": 64, "max_position_embeddings": 1024,
 }  # fmt: skip
-"""What may be said of a new model's shape, by the names of Hugging Face's Qwen3Config, and what holds unless said."""
+"""Shape of a new model, by the names of Hugging Face's Qwen3Config, with the defaults."""
 
 
 def _qwen3(config: dict[str, int]) -> dict[str, int]:
     for name in config:
         if name not in QWEN3:
-            raise ValueError(f"{name!r} is no name of the model's shape{nearest(name, QWEN3)}")
+            raise ValueError(f"{name!r} is not part of the model's shape{nearest(name, QWEN3)}")
     return QWEN3 | config
 
 
 class NewModel(Section):
-    """A model and tokenizer made from nothing (Qwen3 architecture), instead of starting from `model.path`."""
+    """A model (Qwen3 architecture) and tokenizer made from nothing, instead of starting from `model.path`."""
 
     config: Annotated[dict[str, Positive], AfterValidator(_qwen3)] = Field(QWEN3, validate_default=True)
-    vocabulary: Positive = 832
-    texts: Positive = 16_000  # demonstrations, over all splits, that the tokenizer learns from
-    chat_template: str  # a jinja file, relative to the recipe
-    tokens: tuple[str, ...] = ()  # texts that become one token each, such as the frame of a call's JSON
+    """Shape of the model, by the names of Hugging Face's Qwen3Config."""
+    vocabulary: Tokens = 832
+    """Size of the tokenizer's vocabulary."""
+    texts: Annotated[Positive, Unit("demonstrations")] = 16_000
+    """Demonstrations, over all splits, that the tokenizer learns from."""
+    chat_template: str
+    """A jinja file, relative to the recipe."""
+    tokens: tuple[str, ...] = ()
+    """Texts that become one token each, such as the frame of a call's JSON."""
 
 
 class SftSection(Section):
+    """Supervised fine-tuning on an environment's demonstrations (`agentrl sft`)."""
+
     new_model: NewModel | None = None
+    """Make a model from nothing. null: start from `model.path`."""
     stages: Annotated[tuple[SftStage, ...], Field(min_length=1)] = (SftStage(),)
+    """Stages of training, one after the other."""
 
 
 class CriticSection(Section):
-    """A value model, trained beside the policy, for advantages that want one (gae)."""
+    """A value model, trained beside the policy, for advantages that need one (gae)."""
 
-    path: str | None = None  # the model whose backbone it begins with; None: model.path
-    lr: Annotated[float, Field(gt=0)] = 1e-5
-    warmup_steps: Annotated[int, Field(ge=0)] = 0  # steps at the start in which it alone learns
-    clip: Annotated[float, Field(gt=0)] = 0.2  # how far a value may move in one step's updates
+    path: str | None = None
+    """The model whose backbone it starts from. null: model.path."""
+    lr: Above0 = 1e-5
+    """Peak learning rate; it follows the schedule and warm-up of `train`."""
+    warmup_steps: Steps = 0
+    """Steps at the start in which only the critic learns."""
+    clip: Above0 = 0.2
+    """How far a value may move in the updates of one step."""
 
 
 class PoolSection(Section):
     """Workers of their own for some roles, apart from the actor's."""
 
     roles: Annotated[tuple[Literal["reference", "critic", "reward_model"], ...], Field(min_length=1)]
-    workers: Positive = 1
+    """Roles that these workers hold."""
+    workers: Workers = 1
+    """Processes of the pool."""
 
 
 class ClusterSection(Section):
-    workers: Positive = 1  # processes that train together; 1: this one, without Ray
-    nodes: Positive = 1  # machines that they are spread over
-    gpus: Annotated[int, Field(ge=0)] = 0  # of each machine, one a worker: workers = nodes x gpus; 0: on CPUs
-    address: str | None = None  # of a Ray cluster that runs already (`auto`: the one here); None: one is started
-    restarts: Annotated[int, Field(ge=0)] = 0  # times that the run goes on from its last checkpoint by itself
-    timeout: Seconds = 600.0  # seconds without an answer after which a worker is lost
-    pools: tuple[PoolSection, ...] = ()  # roles that do not share the actor's workers
-    shard: Annotated[int, Field(ge=0)] = 0  # workers that hold one copy of the weights; 0: all of them. Fewer: HSDP
-    offload: bool = False  # parameters and optimizer stay in the memory of the CPU
-    sequence_parallel: Positive = 1  # workers that share each sequence
+    """Processes, machines and GPUs of the trainer."""
+
+    workers: Workers = 1
+    """Processes that train together; 1: the run's own, without Ray."""
+    nodes: Annotated[Positive, Unit("machines")] = 1
+    """Machines that the workers are spread over."""
+    gpus: Annotated[Count, Unit("GPUs per machine")] = 0
+    """GPUs of each machine, one for each worker: workers = nodes x gpus; 0: on CPUs."""
+    address: str | None = None
+    """Address of a running Ray cluster (`auto`: the one on this machine). null: one is started."""
+    restarts: Annotated[Count, Unit("restarts")] = 0
+    """Times that the run continues from its last checkpoint by itself after it lost a worker."""
+    timeout: Seconds = 600.0
+    """Time without an answer after which a worker counts as lost."""
+    pools: tuple[PoolSection, ...] = ()
+    """Workers for roles that do not share the actor's."""
+    shard: Annotated[Count, Unit("workers")] = 0
+    """Workers that hold one copy of the weights together; 0: all of them. Fewer: HSDP."""
+    offload: bool = False
+    """Keep parameters and optimizer state in CPU memory."""
+    sequence_parallel: Workers = 1
+    """Workers that share each sequence (Ulysses, arXiv:2309.14509)."""
 
     @property
     def size(self) -> int:
-        """Workers of the actor."""
+        """Return the number of the actor's workers."""
         return self.nodes * self.gpus if self.gpus else self.workers
 
     @property
     def used(self) -> bool:
-        """Whether the tensor work is done by other processes."""
+        """Return whether other processes do the tensor work."""
         return self.size > 1 or self.address is not None or bool(self.pools) or self.gpus > 0
 
 
 class ProfileSection(Section):
-    steps: Annotated[tuple[int, ...], BeforeValidator(_listed)] = ()  # steps of which a trace is written
+    """Traces of single steps."""
+
+    steps: Annotated[tuple[int, ...], BeforeValidator(_listed), Unit("steps")] = ()
+    """Steps to write a trace of, by their numbers."""
 
 
 class TrackSection(Section):
-    trackers: tuple[str, ...] = ()  # besides metrics.jsonl and the display: entry points of `agentrl.trackers`
-    trajectories: bool = True  # write trajectories/step_N.jsonl
+    """What a run writes besides metrics.jsonl and the display."""
+
+    trackers: tuple[str, ...] = ()
+    """Further trackers: installed ones (`agentrl trackers` lists them), or module:attribute."""
+    trajectories: bool = True
+    """Write trajectories/step_N.jsonl."""
 
 
 class Recipe(Section):
@@ -259,6 +426,7 @@ class Recipe(Section):
     model: ModelSection = ModelSection()
     env: EnvSection = EnvSection()
     tools: tuple[Annotated[ToolSection, BeforeValidator(_named)], ...] = ()
+    """Tools that every task offers."""
     rewards: RewardsSection = RewardsSection()
     rollout: RolloutSection = RolloutSection()
     engine: EngineSection = EngineSection()
@@ -266,44 +434,53 @@ class Recipe(Section):
     train: TrainSection = TrainSection()
     eval: EvalSection = EvalSection()
     sft: SftSection | None = None
+    """Supervised fine-tuning, for `agentrl sft`. null: none."""
     critic: CriticSection | None = None
+    """Train a critic; `{}` takes the defaults of its keys. null: none."""
     cluster: ClusterSection = ClusterSection()
     track: TrackSection = TrackSection()
     profile: ProfileSection = ProfileSection()
-    output: str | None = None  # the run folder; None: runs/<recipe>-<number>
+    output: str | None = None
+    """The run folder. null: runs/<recipe>-<number>."""
     _references: dict[Key, Reference] = PrivateAttr(default_factory=dict)
 
     @classmethod
-    def load(cls, path: str, overrides: list[str] | tuple[str, ...] = ()) -> "Recipe":
-        """Read a YAML recipe. Raises UserError: one line with the key's path and what to do."""
-        from agentrl.recipe.load import load_recipe
+    def load(cls, path: str | Path, overrides: Sequence[str] = ()) -> "Recipe":
+        """Read, extend, override and check a recipe: a file, or the name of one that ships.
 
-        return load_recipe(path, overrides)
-
-    def with_references(self, references: Mapping[Key, Reference]) -> "Recipe":
-        """This recipe, which remembers where a `${VAR}` stood in what it was read from."""
-        recipe = self.model_copy()
+        overrides: `rollout.n=16`, `env.args.names=[a, b]`, `tools.0.args.max_operations=4` (or
+        `tools.calculator.args...`); the value is YAML and replaces what stands at its key.
+        Raises UserError: one line with the key's path and what to do.
+        """
+        recipe, references = read_recipe(cls, path, overrides)
         recipe._references = dict(references)
         return recipe
 
     def written(self) -> dict[str, Any]:
-        """Every key as JSON values, with a Reference where a `${VAR}` stood and its value was not changed since. This,
-        and not `model_dump`, is what is written, printed and sent: values of variables may be secrets."""
+        """Return every key as JSON values, with a Reference where a `${VAR}` stood and its value is still the same.
+
+        Write, print and send this, not `model_dump`: values of variables may be secrets.
+        """
         tree = self.model_dump(mode="json")
         for key, reference in self._references.items():
             _refer(tree, key, reference)
         return tree
 
+    def shown(self) -> dict[str, Any]:
+        """Return every key as JSON values for people: secrets hidden, `${VAR}` where one stood."""
+        found: dict[str, Any] = plain(masked(self.written()))
+        return found
+
     @property
     def roles(self) -> list[str]:
-        """Which parts do tensor work beside the engine: actor, and reference, critic, reward_model where wanted."""
-        wanted = {
+        """Return the parts that do tensor work beside the engine: actor; reference, critic, reward_model if used."""
+        used = {
             "actor": True,
             "reference": self.algorithm.kl_coef > 0,
             "critic": self.critic is not None,
             "reward_model": self.rewards.model is not None,
         }
-        return [role for role, needed in wanted.items() if needed]
+        return [role for role, needed in used.items() if needed]
 
     @model_validator(mode="after")
     def _combinations(self) -> "Recipe":
@@ -313,13 +490,13 @@ class Recipe(Section):
             default = EnvSection.model_fields[key].get_default(call_default_factory=True)
             if getattr(self.env, key) != default:
                 raise ValueError(
-                    f"env.{key} does nothing beside env.mix: say it in a part; here leave it at {default!r}"
+                    f"env.{key} has no effect beside env.mix: set it in the parts, and leave it at {default!r}"
                 )
         self._check_cluster()
         if never := [step for step in self.profile.steps if not 1 <= step <= self.train.steps]:
             raise ValueError(f"profile.steps: there is no step {never[0]}; train.steps is {self.train.steps}")
         if self.engine.sleep and self.rollout.overlap != "none":
-            raise ValueError("engine.sleep stops sampling while the trainer works, rollout.overlap goes on: choose one")
+            raise ValueError("engine.sleep stops sampling during training, rollout.overlap does not: choose one")
         if self.rollout.max_turn_tokens > self.rollout.max_tokens:
             raise ValueError("rollout.max_turn_tokens is larger than rollout.max_tokens, so it can never be reached")
         if self.train.mini_batches > self.rollout.n * self.rollout.tasks:
@@ -333,7 +510,7 @@ class Recipe(Section):
         cluster = self.cluster
         if cluster.gpus and cluster.workers not in (1, cluster.size):
             raise ValueError(
-                f"cluster.workers is {cluster.workers}, but nodes x gpus is {cluster.size}: leave workers out"
+                f"cluster.workers is {cluster.workers}, but nodes x gpus is {cluster.size}: leave out workers"
             )
         for key, value in (("shard", cluster.shard), ("sequence_parallel", cluster.sequence_parallel)):
             if value and cluster.size % value:
@@ -344,21 +521,21 @@ class Recipe(Section):
             raise ValueError("cluster.restarts is for workers on a cluster: set cluster.workers, or leave it at 0")
         if cluster.offload and not cluster.used:
             raise ValueError(
-                "cluster.offload is for workers on a cluster; one process alone keeps all where model.device says: "
+                "cluster.offload is for workers on a cluster; a single process keeps everything on model.device: "
                 "set cluster.workers or cluster.gpus, or leave it out"
             )
         roles = [role for pool in cluster.pools for role in pool.roles]
         for role in roles:
             if roles.count(role) > 1:
-                raise ValueError(f"cluster.pools: {role} stands in two of them")
+                raise ValueError(f"cluster.pools: {role} is in two of them")
         absent = {"critic": self.critic is None, "reward_model": self.rewards.model is None}
         absent["reference"] = self.algorithm.kl_coef == 0 or self.model.lora is not None
         if idle := [role for role in roles if absent[role]]:
-            raise ValueError(f"cluster.pools: this recipe has no {idle[0]} that could be placed apart")
+            raise ValueError(f"cluster.pools: this recipe has no {idle[0]} to place there")
 
 
 def _refer(tree: Any, key: Key, reference: Reference) -> None:
-    """Put `reference` at `key`; what may be written short (`tools: [name]`, `profile.steps: 3`) is long in a tree."""
+    """Put `reference` at `key`; what may be written short (`tools: [name]`, `lora.targets: x`) is long in a tree."""
     place: Any = {"": tree}
     step: str | int = ""
     for part in key:

@@ -1,4 +1,4 @@
-"""What is shown of a recipe that may hold secrets: their keys, and `***` for their values.
+"""Hide secrets in what is shown of a recipe: their keys stay, their values become `***`.
 
 Secrets belong into `${VAR}`, which is kept and written as it stands. This hides those that were written out all the
 same: by people, and by versions that wrote the values of variables into their run folders.
@@ -9,11 +9,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from agentrl.recipe.document import Reference
-from agentrl.recipe.schema import Recipe
 
 MASK = "***"
 FREE = "args"
-"""Keys of a recipe's own hold no secrets; below `args` is whatever a plugin takes."""
+"""A recipe's own keys hold no secrets; below `args` lies what a plugin takes."""
 
 _WORDS = r"(?:key|token|secret|pass(?:word|wd|phrase)?|credential|auth(?:orization|entication)?|cookie)s?"
 _NAME = re.compile(rf"(?:.*[^a-z])?(?:api|access|private)?{_WORDS}", re.IGNORECASE | re.DOTALL)
@@ -35,7 +34,7 @@ _IN_TEXT = (
 
 
 def masked(value: Any, free: bool = False) -> Any:
-    """A recipe's tree, as `Recipe.written` gives it, without secrets. free: it lies below a plugin's arguments."""
+    """Return a recipe's tree (`Recipe.written`) without secrets. free: it lies below a plugin's arguments."""
     if isinstance(value, dict):
         return {
             key: _hidden(item) if free and is_secret(key, item) else masked(item, free or key == FREE)
@@ -48,22 +47,17 @@ def masked(value: Any, free: bool = False) -> Any:
     return masked_text(value) if isinstance(value, str) else value
 
 
-def shown(recipe: Recipe) -> dict[str, Any]:
-    """The recipe as JSON values, without secrets, with the text of a reference where a `${VAR}` stood."""
-    found: dict[str, Any] = _plain(masked(recipe.written()))
-    return found
-
-
-def _plain(tree: Any) -> Any:
+def plain(tree: Any) -> Any:
+    """Return a tree with the text of each Reference in its place."""
     if isinstance(tree, dict):
-        return {key: _plain(item) for key, item in tree.items()}
+        return {key: plain(item) for key, item in tree.items()}
     if isinstance(tree, list):
-        return [_plain(item) for item in tree]
+        return [plain(item) for item in tree]
     return tree.text if isinstance(tree, Reference) else tree
 
 
 def masked_words(words: Sequence[Any]) -> list[Any]:
-    """A list, such as the arguments of a command: what follows `--token` is hidden as what lies at `token` is."""
+    """Return a list, such as the arguments of a command, without secrets: what follows `--token` is hidden too."""
     found = []
     for before, word in zip((None, *words), words, strict=False):
         option = isinstance(before, str) and before.startswith("-") and is_secret(before, word)
@@ -72,20 +66,20 @@ def masked_words(words: Sequence[Any]) -> list[Any]:
 
 
 def masked_text(text: str) -> str:
-    """Passwords of URLs, `token=...` and the like in any text."""
+    """Return a text without passwords of URLs, `token=...` and the like."""
     for pattern, shown in _IN_TEXT:
         text = pattern.sub(shown, text)
     return text
 
 
 def is_secret(name: str, value: Any) -> bool:
-    """Whether what lies at a key of this name is hidden. `max_tokens: 256` is a count."""
+    """Return whether to hide what lies at a key of this name. `max_tokens: 256` is a count."""
     counted = isinstance(value, int | float) and name.endswith("s")
     return name.lower() in _ALL_BELOW or (not counted and _NAME.fullmatch(_CAMEL.sub("_", name)) is not None)
 
 
 def _hidden(value: Any) -> Any:
-    """Names stay, and variables; values go, but for what is no secret: a switch, nothing."""
+    """Keep names and variables; hide values, except those that are no secret: a switch, nothing."""
     if isinstance(value, dict):
         return {key: _hidden(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -10,7 +10,6 @@ from typing import Any
 from agentrl.errors import UserError
 from agentrl.recipe.load import load_recipe
 from agentrl.recipe.schema import Recipe
-from agentrl.recipe.secrets import shown
 
 SHOWN = 8
 BOUND = ("env", "tools", "rewards", "model", "algorithm", "critic", "train.seed")
@@ -53,7 +52,7 @@ def _differing(before: Recipe, now: Recipe) -> list[str]:
 
 
 def _told(keys: list[str], before: Recipe, now: Recipe) -> str:
-    old, new = (dict(_leaves(shown(recipe))) for recipe in (before, now))
+    old, new = (dict(_leaves(recipe.shown())) for recipe in (before, now))
     said = [f"{key} {_value(old.get(key))} -> {_value(new.get(key))}" for key in keys[:SHOWN]]
     return ", ".join(said + ([f"and {len(keys) - SHOWN} more"] if len(keys) > SHOWN else []))
 

@@ -22,7 +22,6 @@ from agentrl.plugins.types import Task
 from agentrl.profiling.step import PROFILE, StepProfiler
 from agentrl.recipe.load import dump_recipe
 from agentrl.recipe.schema import Recipe
-from agentrl.recipe.secrets import shown
 from agentrl.rollout.model_reward import add_reward_model
 from agentrl.rollout.player import Player
 from agentrl.training.display import Display
@@ -101,7 +100,7 @@ def set_up(start: Start) -> Loop:
     learner = Learner(recipe, role_host)
     profiler.over(learner)
     trackers = Trackers(display.note)
-    trackers.start(start.checked.trackers, folder.path, shown(recipe), stack)
+    trackers.start(start.checked.trackers, folder.path, recipe.shown(), stack)
     contrast = ContrastWatch(recipe)
     if line := contrast.beforehand():
         display.note(line)

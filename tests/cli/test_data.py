@@ -83,7 +83,7 @@ def test_what_there_is_to_prepare(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (["gsm8"], "no data 'gsm8' is installed; did you mean 'gsm8k'?"),
         (["gsm8k"], "--out DIR"),
-        (["gsm8k", "--out", "{tmp}/file"], "file is a file; wants a folder"),
+        (["gsm8k", "--out", "{tmp}/file"], "file is a file, expected a folder"),
         (["gsm8k", "--out", "{tmp}/file/new", "--source", "generated", "--limit", "1"], "cannot be written"),
         (["gsm8k", "--out", "{tmp}/out", "--source", "none.jsonl"], "there is no file none.jsonl"),
         (
@@ -91,10 +91,10 @@ def test_what_there_is_to_prepare(capsys: pytest.CaptureFixture[str]) -> None:
             "gsm8k.sead: multi_turn takes no such argument; did you mean 'seed'",
         ),
         (["gsm8k", "--out", "{tmp}/out", "seed=x"], "data gsm8k.seed"),
-        (["gsm8k", "--out", "{tmp}/out", "seed"], "'seed' is no KEY=VALUE"),
+        (["gsm8k", "--out", "{tmp}/out", "seed"], "seed: expected KEY=VALUE"),
         (["gsm8k", "--out", "{tmp}/out", "--limit", "0"], "--limit"),
         (["data_functions:rows", "--out", "{tmp}/out", "--source", "x"], "takes no such argument"),
-        (["data_functions:nothing", "--out", "{tmp}/out", "split=x"], "returned None; wants the rows of each split"),
+        (["data_functions:nothing", "--out", "{tmp}/out", "split=x"], "returned None; expected the rows of each split"),
     ],
 )
 def test_what_is_refused(

@@ -3,12 +3,14 @@
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from paths import ROOT
 
 from agentrl import __version__
 from agentrl.cli import main
+from agentrl.recipe.load import load_recipe
 
 RECIPE = str(ROOT / "recipes" / "gsm8k_tool.yaml")
 
@@ -24,9 +26,9 @@ def refused(capsys, *arguments: str) -> str:
 MISTAKES = [
     (["check", RECIPE, "rollout.m=3"], r"command line: rollout.m: unknown key"),
     (["check", RECIPE, "train.lrr=3"], r"train.lrr: unknown key; did you mean 'train.lr'\?"),
-    (["check", RECIPE, "rollout.n=many"], r"rollout.n: wants a whole number, got the text 'many'"),
+    (["check", RECIPE, "rollout.n=many"], r"rollout.n: expected a whole number, got the text 'many'"),
     (["check", RECIPE, "rollout.n=1"], r"gsm8k_tool.yaml: rollout.n is 1, but grpo"),
-    (["check", RECIPE, "fast"], r"'fast' is no override; write key=value"),
+    (["check", RECIPE, "fast"], r"'fast' is not key=value"),
     (["check", RECIPE, "tools=[calculater]"], r"no tool 'calculater' is installed; did you mean 'calculator'"),
     (["check", RECIPE, "tools.calculator.args.max_op=2"], r"tools.calculator.args.max_op: .*'max_operations'"),
     (["check", RECIPE, "env.name=gsm9k"], r"no environment 'gsm9k' is installed; did you mean 'gsm8k'\?"),
@@ -43,6 +45,9 @@ MISTAKES = [
     (["check", RECIPE, "--fast"], r"No such option.*--fast.*; see agentrl check --help"),
     (["chek"], r"No such command 'chek'.*; see agentrl --help"),
     (["train"], r"train needs a recipe"),
+    (["check", "gsm8k_tol"], r"gsm8k_tol: no such recipe file; did you mean .*gsm8k_tool"),
+    (["recipes", "gsm8k_tol"], r"no recipe 'gsm8k_tol' ships with agentrl; did you mean 'gsm8k_tool'"),
+    (["recipes", "--copy"], r"--copy needs a name"),
     (["eval", RECIPE, "--samples", "x"], r"Invalid value for '--samples'.*; see agentrl eval --help"),
 ]
 
@@ -139,14 +144,78 @@ def test_check_refuses_a_model_folder_that_is_none(capsys):
     assert "model.path: ./nowhere is no folder" in refused(capsys, "check", RECIPE, "model.path=./nowhere")
 
 
-def test_lists_say_what_is_installed_and_where_from(capsys):
-    assert main.run(["tools"]) == 0
+@pytest.mark.parametrize(
+    ("command", "rows"),
+    [
+        ("tools", [r"calculator +{agentrl} +agentrl_tools.calculator:\w+ +Works out"]),
+        ("envs", [r"gsm8k +{agentrl} +agentrl_envs.gsm8k.environment:Gsm8k +\w"]),
+        ("rewards", [r"match +{agentrl} +agentrl_tools.rewards.match:Match +\w"]),
+        (
+            "advantages",
+            [r"grpo +{agentrl} +agentrl.algo.advantage:grpo +Group-relative", r"own +own 1.0 +own:f +My own"],
+        ),
+        ("losses", [r"ppo_clip +{agentrl} +agentrl.algo.loss:ppo_clip +\w", r"own +own 1.0 +own:f +My own"]),
+        ("trackers", [r"own +own 1.0 +own:f +My own"]),
+        ("engines", [r"local +{agentrl} +agentrl.engine.local.engine:LocalEngine +\S", r"sglang +{agentrl}"]),
+    ],
+)
+def test_lists_say_what_is_installed_and_where_from(capsys, tmp_path, monkeypatch, command, rows):
+    info = tmp_path / "own-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: own\nVersion: 1.0\n")
+    groups = ("advantages", "losses", "trackers")
+    (info / "entry_points.txt").write_text("".join(f"[agentrl.{group}]\nown = own:f\n" for group in groups))
+    (tmp_path / "own.py").write_text('def f(): "My own."')
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert main.run([command]) == 0
     out = capsys.readouterr().out
-    assert re.search(
-        rf"^calculator +agentrl {re.escape(__version__)} +agentrl_tools.calculator:\w+ +Works out", out, re.M
+    for row in rows:
+        assert re.search("^" + row.replace("{agentrl}", rf"agentrl {re.escape(__version__)}"), out, re.M)
+    assert "broken" not in out
+
+
+def test_an_empty_list_says_so(capsys):
+    assert main.run(["trackers"]) == 0
+    assert capsys.readouterr().out == "nothing is installed in the group agentrl.trackers\n"
+
+
+def test_recipes_are_listed_printed_and_copied(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main.run(["recipes"]) == 0
+    listed = capsys.readouterr().out
+    for path in (ROOT / "recipes").glob("*.yaml"):
+        first = path.read_text().splitlines()[0].removeprefix("# ")
+        assert re.search(rf"^{path.stem} +{re.escape(first)}$", listed, re.M)
+        assert main.run(["recipes", path.stem]) == 0
+        assert capsys.readouterr().out == path.read_text()
+        into = tmp_path / "copies" / path.stem
+        assert main.run(["recipes", path.stem, "--copy", "--into", str(into)]) == 0
+        assert f"wrote {into / path.name}\n" in capsys.readouterr().out
+        assert (into / path.name).read_text() == path.read_text()
+        monkeypatch.setenv("AGENTRL_SGLANG_VENV", "/venv")
+        recipe = load_recipe(into / path.name)  # with what it extends
+        if recipe.sft is not None and recipe.sft.new_model is not None:
+            assert Path(recipe.sft.new_model.chat_template).parent == into
+            assert Path(recipe.sft.new_model.chat_template).is_file()
+
+
+def test_a_copy_overwrites_nothing(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main.run(["recipes", "text_game", "--copy"]) == 0
+    assert main.run(["recipes", "tiny_warmstart", "--copy"]) == 0  # whose template is there already, unchanged
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["text_game.yaml", "tiny_template.jinja", "tiny_warmstart.yaml"]
+    capsys.readouterr()
+    assert "text_game.yaml already exists: remove it, or choose another" in refused(
+        capsys, "recipes", "text_game", "--copy"
     )
-    assert main.run(["envs"]) == 0
-    assert re.search(r"^gsm8k +agentrl .* agentrl_envs.gsm8k.environment:Gsm8k ", capsys.readouterr().out, re.M)
+    (tmp_path / "text_game.yaml").unlink()
+    (tmp_path / "tiny_template.jinja").write_text("mine")
+    assert "tiny_template.jinja already exists" in refused(capsys, "recipes", "text_game", "--copy")
+    assert not (tmp_path / "text_game.yaml").exists()
+    assert "cannot be written: Not a directory" in refused(
+        capsys, "recipes", "user_sim", "--copy", "--into", "tiny_warmstart.yaml/x"
+    )
 
 
 def test_a_broken_plugin_is_listed_with_the_reason(capsys, tmp_path, monkeypatch):
@@ -214,23 +283,28 @@ def test_version(capsys, arguments):
     assert capsys.readouterr().out == f"agentrl {__version__}\n"
 
 
+COMMANDS = (
+    "train", "eval", "sft", "check", "try", "new", "data", "recipes", "version", "tools", "envs", "rewards",
+    "advantages", "losses", "trackers", "engines",
+)  # fmt: skip
+
+
 def test_help_names_every_command(capsys):
     assert main.run(["--help"]) == 0
     out = capsys.readouterr().out
-    assert all(re.search(rf"\b{c}\b", out) for c in ("train", "eval", "sft", "check", "tools", "envs", "version"))
+    assert all(re.search(rf"\b{c}\b", out) for c in COMMANDS)
     assert main.run([]) == 2
     assert "train" in capsys.readouterr().out
 
 
-def test_modules_of_the_folder_can_be_named(monkeypatch, tmp_path, capsys):
-    monkeypatch.setenv("HF_HUB_VERBOSITY", "error")  # which main would set for good
+def test_modules_of_the_folder_can_be_named(tmp_path):
+    """In a process of its own, which `main` ends."""
     (tmp_path / "beside_the_recipe.py").write_text("def tools(): ...")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [place for place in sys.path if place])
-    monkeypatch.setattr(sys, "argv", ["agentrl", "check", RECIPE, "tools=[beside_the_recipe:tool]"])
-    with pytest.raises(SystemExit, match="2"):
-        main.main()
-    assert "has no 'tool'; did you mean 'tools'?" in capsys.readouterr().err
+    arguments = ["agentrl", "check", RECIPE, "tools=[beside_the_recipe:tool]"]
+    code = f"import sys; sys.path.remove(''); sys.argv = {arguments!r}; from agentrl.cli.main import main; main()"
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "has no 'tool'; did you mean 'tools'?" in done.stderr
 
 
 def test_ctrl_c_is_130(monkeypatch):

@@ -145,7 +145,7 @@ MISTAKES = [
     ("a-b", "no name for a module"),
     ("../x", "no name for a module"),
     ("calculator", "'calculator' is installed already, from agentrl"),
-    ("old", "old is there already"),
+    ("old", "old already exists"),
 ]
 
 

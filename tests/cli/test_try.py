@@ -317,19 +317,19 @@ def test_a_model_plays_by_real_sampling(capsys):
 
 
 MISTAKES = [
-    (("calculatr",), r"no tool or environment 'calculatr' is installed; did you mean 'calculator'\?"),
+    (("calculatr",), r"no tool, environment or recipe 'calculatr' is installed; did you mean 'calculator'\?"),
     (("calculator", "{bad"), r"call 1: '\{bad' is not JSON"),
-    (("calculator", "{}", "[1]"), r"call 2: '\[1\]': wants a JSON object"),
+    (("calculator", "{}", "[1]"), r"call 2: '\[1\]': expected a JSON object"),
     (("calculator", "{}", "--args", "max_operation=2"), r"takes no such argument; did you mean 'max_operations'"),
-    (("calculator", "{}", "--args", "max_operations"), r"--args max_operations: wants KEY=VALUE"),
-    (("calculator", "{}", "--create", "=3"), r"--create =3: wants KEY=VALUE"),
-    (("gsm8k", "--task", "50000"), r"--task 50000: train of 'gsm8k' has 50000 tasks: wants 0 to 49999"),
-    (("gsm8k", "--task", "-1"), r"--task -1: .*wants 0 to 49999"),
+    (("calculator", "{}", "--args", "max_operations"), r"--args max_operations: expected KEY=VALUE"),
+    (("calculator", "{}", "--create", "=3"), r"--create =3: expected KEY=VALUE"),
+    (("gsm8k", "--task", "50000"), r"--task 50000: train of 'gsm8k' has 50000 tasks: expected 0 to 49999"),
+    (("gsm8k", "--task", "-1"), r"--task -1: .*expected 0 to 49999"),
     ((f"{__name__}:Talk", "--task", "nine"), r"--task nine: train of 'talk' has no task with that id"),
     (("gsm8k", "--split", "tset"), r"--split tset: environment 'gsm8k' has no such split; did you mean 'test'\?"),
     (("gsm8k", "--replies", "nowhere.txt"), r"--replies nowhere.txt: cannot be read: No such file"),
     (("gsm8k", "--replies", "a", "--model", "b"), r"--replies and --model: give one"),
-    (("gsm8k", "{}"), r"an environment takes no arguments here"),
+    (("gsm8k", "{}"), r"an environment takes no positional arguments"),
     (("gsm8k", "--tools", "calculater"), r"no tool 'calculater' is installed; did you mean 'calculator'"),
     (("gsm8k", "--source", "none.jsonl"), r"none.jsonl"),
     (("gsm8k", "--model", "./none"), r"model.path: ./none is no folder"),
@@ -348,10 +348,10 @@ def test_a_mistake_is_one_line(capsys, arguments, words):
 
 BAD_FILES = [
     ("r.jsonl", '"a"\n{bad', r"r.jsonl, line 2: is not JSON"),
-    ("r.jsonl", '{"text": "a"}', r"line 1: has no field 'text'; wants a text, or an object with content"),
+    ("r.jsonl", '{"text": "a"}', r"line 1: has no field 'text'; expected a text, or an object with content"),
     ("r.jsonl", "[1]", r"line 1: is no reply"),
-    ("r.jsonl", '{"tool_calls": [{"arguments": {}}]}', r"a tool call wants name and arguments"),
-    ("r.jsonl", '{"content": 3}', r"content wants text"),
+    ("r.jsonl", '{"tool_calls": [{"arguments": {}}]}', r"a tool call needs name and arguments"),
+    ("r.jsonl", '{"content": 3}', r"content must be text"),
     ("r.txt", "\n \n", r"holds no reply"),
 ]
 

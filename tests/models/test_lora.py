@@ -271,7 +271,7 @@ def test_the_memory_plan_counts_the_adapter_alone(capsys: pytest.CaptureFixture[
     assert (plan.weights, plan.gradients, plan.optimizer) == (2 * base + 4 * own, 4 * own, 8 * own)
     assert plan.reference == 0
     assert run(["check", "recipes/gsm8k_tool.yaml", "model.lora.rank=4"]) == 0
-    assert f"of which {own / 1e6:.2f} M train (LoRA)" in capsys.readouterr().out
+    assert f"of which {own / 1e6:.2f} M are trained (LoRA)" in capsys.readouterr().out
 
 
 def test_a_new_adapter_follows_from_the_seed_and_its_layers_names_alone() -> None:

@@ -216,7 +216,7 @@ def test_the_recipe_of_eight_gpus_says_what_each_needs(
     assert "8 workers, a GPU each; " in said
     assert "optimizer       741 MB" in said
     assert "gathered" in said
-    assert "layers computed again" in said
+    assert "with activation checkpointing" in said
     assert "each worker receive 1.5 GB of weights and 1.7 GB of gradients" in said
     assert "missing: needs 8 GPUs on this machine (8 of the trainer, 8 of the engine, which share them), 0 here" in said
     assert "model.device" not in said  # a controller beside a cluster computes nothing

@@ -6,13 +6,15 @@ import re
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from paths import RECIPES
+from paths import RECIPES, ROOT
 
-from agentrl import Recipe, UserError
+from agentrl import Recipe, UserError, __version__
+from agentrl.recipe import reader
 from agentrl.recipe.document import dump, read_document
 from agentrl.recipe.load import dump_recipe, load_recipe, recipe_name, show_recipe
-from agentrl.recipe.mistakes import known_keys
-from agentrl.recipe.secrets import masked_text, shown
+from agentrl.recipe.mistakes import known_fields, section_of
+from agentrl.recipe.reference import reference
+from agentrl.recipe.secrets import masked_text
 
 SHIPPED = RECIPES
 
@@ -69,7 +71,7 @@ def test_an_empty_mapping_empties_what_it_extends(write):
     recipe = load_recipe(write("extends: base.yaml\nenv: {mix: [{name: a}, {name: b}], args: {}}\n"))
     assert recipe.env.args == {}
     assert recipe.engine.args == {"flags": {"a": 1}}
-    with pytest.raises(UserError, match=r"env.args does nothing beside env.mix: .* leave it at \{\}"):
+    with pytest.raises(UserError, match=r"env.args has no effect beside env.mix: .* leave it at \{\}"):
         load_recipe(write("extends: base.yaml\nenv: {mix: [{name: a}, {name: b}]}\n"))
 
 
@@ -143,31 +145,31 @@ env:
 MISTAKES = {
     "rollout: {m: 3}": r"r.yaml:1: rollout.m: unknown key; known: concurrency, max_",
     "rolout: {n: 3}": r"rolout: unknown key; did you mean 'rollout'\?",
-    "algorithm: {normalize_std: false}": r"r.yaml:1: algorithm.normalize_std: is no key any more: for false write",
+    "algorithm: {normalize_std: false}": r"r.yaml:1: algorithm.normalize_std: was removed: for false write",
     "lr: 1": r"lr: unknown key; did you mean 'train.lr' or 'critic.lr'\?",
     "rollout:\n  lr: 1": r"r.yaml:2: rollout.lr: unknown key; did you mean 'train.lr' or 'critic.lr'\?",
     "tools: [{name: a, arg: {}}]": r"tools.0.arg: unknown key; did you mean 'tools.0.args'\?",
     "sft: {stages: [{stile: clean}]}": r"sft.stages.0.stile: unknown key; did you mean 'sft.stages.0.style'",
-    "train: {lr: fast}": r"train.lr: wants a number, got the text 'fast'",
-    "rollout: {n: '8'}": r"rollout.n: wants a whole number, got the text '8'",
-    "rollout: {n: true}": r"rollout.n: wants a whole number, got true",
-    "rollout: {n: 1.5}": r"rollout.n: wants a whole number, got the number 1.5",
-    "rollout: 8": r"rollout: wants a mapping of keys, got the number 8",
-    "rollout:\n": r"rollout: wants a mapping of keys, got nothing",
-    "tools: calculator": r"tools: wants a list, got the text 'calculator'",
-    "tools: [3]": r"tools.0: wants a mapping of keys, got the number 3",
+    "train: {lr: fast}": r"train.lr: expected a number, got the text 'fast'",
+    "rollout: {n: '8'}": r"rollout.n: expected a whole number, got the text '8'",
+    "rollout: {n: true}": r"rollout.n: expected a whole number, got true",
+    "rollout: {n: 1.5}": r"rollout.n: expected a whole number, got the number 1.5",
+    "rollout: 8": r"rollout: expected a mapping of keys, got the number 8",
+    "rollout:\n": r"rollout: expected a mapping of keys, got nothing",
+    "tools: calculator": r"tools: expected a list, got the text 'calculator'",
+    "tools: [3]": r"tools.0: expected a mapping of keys, got the number 3",
     "tools: [{args: {}}]": r"tools.0.name: is missing",
     "train: {betas: [0.9]}": r"train.betas.1: is missing",
-    "train: {lr: 0}": r"train.lr: wants more than 0, got 0",
-    "train: {lr: 1e999}": r"train.lr: wants a number, got the text '1e999'",
-    "rollout: {top_p: 2}": r"rollout.top_p: wants at most 1, got 2",
-    "train: {schedule: cosin}": r"train.schedule: wants one of .*; did you mean 'cosine'\?",
+    "train: {lr: 0}": r"train.lr: expected more than 0, got 0",
+    "train: {lr: 1e999}": r"train.lr: expected a number, got the text '1e999'",
+    "rollout: {top_p: 2}": r"rollout.top_p: expected at most 1, got 2",
+    "train: {schedule: cosin}": r"train.schedule: expected one of .*; did you mean 'cosine'\?",
     "rollout: {n: 1}": r"rollout.n is 1, but grpo",
     "rollout: {n: 1}\nalgorithm: {advantage: rloo}": r"rollout.n is 1, but rloo compares",
     "tools: [a, a]": r"tools: a is listed twice",
-    "env: {name: code, mix: [{name: gsm8k}]}": r"env.name does nothing beside env.mix",
-    "env: {args: {size: 1}, mix: [{name: gsm8k}]}": r"env.args does nothing beside env.mix",
-    "- a\n- b": r"r.yaml: wants `key: value` lines at the top, got a list",
+    "env: {name: code, mix: [{name: gsm8k}]}": r"env.name has no effect beside env.mix",
+    "env: {args: {size: 1}, mix: [{name: gsm8k}]}": r"env.args has no effect beside env.mix",
+    "- a\n- b": r"r.yaml: expected `key: value` lines at the top, got a list",
     "rollout: {n: 8": r"r.yaml:1: not valid YAML",
     "a: b: c": r"r.yaml:1: not valid YAML",
     "train:\n\tlr: 1": r"r.yaml:2: not valid YAML",
@@ -178,7 +180,7 @@ MISTAKES = {
     "env: {args: {a: !!int x}}": r"env.args.a: tag !!int is not supported",
     "x: &a {n: 3}\nrollout: {<<: *a}": r"rollout.<<: merge keys are not supported",
     "env: {args: &a {x: *a}}": r"env.args.x: an alias refers to itself",
-    "extends: [a, b]": r"r.yaml:1: extends: wants the path of one recipe, got a list",
+    "extends: [a, b]": r"r.yaml:1: extends: expected the path of one recipe, got a list",
     "extends: nothere.yaml": r"r.yaml:1: extends: .*nothere.yaml: no such recipe file",
     "extends: r.yaml": r"extends: files extend each other in a circle: r.yaml -> r.yaml",
     "rollout: {m: 3}\ntrain: {lrr: 1, lr: x}": r"\(and 2 more\)",
@@ -196,13 +198,13 @@ def test_a_mistake_in_a_file_is_one_line(write, text):
 
 
 OVERRIDE_MISTAKES = {
-    "foo": r"'foo' is no override; write key=value",
-    "=3": r"'=3' is no override",
-    "rollout..n=3": r"'rollout..n=3' is no override",
+    "foo": r"'foo' is not key=value",
+    "=3": r"'=3' is not key=value",
+    "rollout..n=3": r"'rollout..n=3' is not key=value",
     "zzz=1": r"zzz: unknown key; known: algorithm, .*train",
     "rollout.samples=1": r"rollout.samples: unknown key",
-    "rollout.n=x": r"rollout.n: wants a whole number, got the text 'x'",
-    "rollout.n.x=1": r"rollout.n is the number 4, so nothing lies below it",
+    "rollout.n=x": r"rollout.n: expected a whole number, got the text 'x'",
+    "rollout.n.x=1": r"rollout.n is the number 4, so it has no keys",
     "tools.5.args.x=1": r"tools has 1 entry, and '5' is none of them",
     "tools.calc.args.x=1": r"'calc' is none of them; did you mean 'calculator'\?",
     "env.args.x=[1": r"env.args.x: not valid YAML",
@@ -236,7 +238,7 @@ def test_a_missing_file_names_the_nearest(write, tmp_path):
     write("", "gsm8k_tool.yaml")
     with pytest.raises(UserError, match=r"no such recipe file; did you mean .*gsm8k_tool.yaml\?"):
         load_recipe(tmp_path / "gsm8k_tol.yaml")
-    with pytest.raises(UserError, match=r"is a folder, wants a recipe file; known: .*gsm8k_tool.yaml"):
+    with pytest.raises(UserError, match=r"is a folder, expected a recipe file; known: .*gsm8k_tool.yaml"):
         load_recipe(tmp_path)
 
 
@@ -290,11 +292,89 @@ def test_the_name_of_a_recipe():
     assert recipe_name("recipes/gsm8k_tool.yaml") == "gsm8k_tool"
 
 
-def test_there_are_fewer_than_a_hundred_keys():
+def test_every_key_is_described_and_there_are_at_most_220():
     """Those that hold a value; a section is where they are found."""
-    keys = known_keys()
-    assert {"train.lr", "sft.new_model.config", "rollout.n", "model.lora.rank"} <= set(keys)
-    assert len([key for key in keys if not any(other.startswith(f"{key}.") for other in keys)]) < 100
+    fields = known_fields(Recipe, lists=True)
+    keys = {key: info for key, info in fields.items() if not any(other.startswith(f"{key}.") for other in fields)}
+    assert {"train.lr", "sft.new_model.config", "rollout.n", "model.lora.rank", "tools.N.args"} <= keys.keys()
+    assert [key for key, info in keys.items() if not info.description] == []
+    assert [key for key, info in fields.items() if not (info.description or section_of(info.annotation).__doc__)] == []
+    assert 100 < len(keys) <= 220
+
+
+def test_the_reference_of_the_recipe_is_up_to_date():
+    """Write it anew by: python -m agentrl.recipe.reference > docs/reference/recipe.md"""
+    page = reference()
+    assert page == (ROOT / "docs" / "reference" / "recipe.md").read_text(encoding="utf-8")
+    for row in (
+        "| `train.lr` | number > 0 |  | `1e-06` | Peak learning rate of AdamW. |",
+        "| `rollout.tool_timeout` | number > 0 | seconds | `30.0` | Time allowed for one tool call. |",
+        "| `tools.N.name` | text |  | required | An installed tool",
+    ):
+        assert row in page
+
+
+@pytest.fixture
+def renamed(monkeypatch):
+    monkeypatch.setattr(reader, "RENAMED", {"rollout.samples": "rollout.n", "learning": "train", "seed": "train.seed"})
+    reader._say_renamed.cache_clear()
+
+
+def test_a_renamed_key_is_read_by_its_old_name_with_a_line(write, renamed, capsys, monkeypatch):
+    monkeypatch.setenv("AGENTRL_TEST_N", "12")
+    write("rollout: {samples: 3}\nseed: 5", "base.yaml")
+    path = write("extends: base.yaml\nrollout:\n  n: 4\nlearning:\n  steps: ${AGENTRL_TEST_N}\n")
+    recipe = load_recipe(path)
+    assert (recipe.rollout.n, recipe.train.seed, recipe.train.steps) == (4, 5, 12)
+    assert "steps: ${AGENTRL_TEST_N}\n" in dump_recipe(recipe)
+    told = capsys.readouterr().err
+    assert re.search(r"base.yaml:1: rollout.samples is now called rollout.n; the old name is read until 0.3.0\n", told)
+    assert told.count("\n") == 3
+    load_recipe(path)
+    assert capsys.readouterr().err == ""  # once a process
+    assert load_recipe(write(""), ["rollout.samples=6", "learning.lr=1e-4", "seed=2"]).rollout.n == 6
+    assert "command line: learning is now called train" in capsys.readouterr().err
+    with pytest.raises(UserError, match=r"r.yaml:2: train.lr: expected a number, got the text 'fast'"):
+        load_recipe(write("learning:\n  lr: fast"))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("rollout: {samples: 3, n: 4}", r"r.yaml:1: rollout.samples is the old name of rollout.n, which is given too"),
+        ("train: 3\nseed: 4", r"r.yaml:2: seed is now train.seed, which cannot stand in the number 3"),
+    ],
+)
+def test_an_old_name_that_cannot_be_moved_is_refused(write, renamed, text, message):
+    with pytest.raises(UserError, match=message):
+        load_recipe(write(text))
+
+
+def test_renamed_keys_lead_to_keys_and_end_with_their_version():
+    fields = known_fields(Recipe)
+    assert all(new in fields and old not in fields for old, new in reader.RENAMED.items())
+    assert version(__version__) < version(reader.RENAMED_UNTIL) or not reader.RENAMED
+
+
+def version(text):
+    return [int(part) for part in text.split(".")]
+
+
+def test_a_recipe_that_ships_is_read_by_its_name(write, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert load_recipe("gsm8k_tool") == load_recipe(SHIPPED / "gsm8k_tool.yaml")
+    assert load_recipe(write("extends: gsm8k_tool\nrollout: {n: 3}")).rollout.n == 3
+    with pytest.raises(UserError, match=r"^gsm8k_tol: no such recipe file; did you mean gsm8k_tool"):
+        load_recipe("gsm8k_tol")
+    with pytest.raises(UserError, match=r"^recipes/gsm8k_tool.yaml: no such .*; did you mean gsm8k_tool"):
+        load_recipe("recipes/gsm8k_tool.yaml")
+    with pytest.raises(
+        UserError, match=r"r.yaml:1: extends: .*gsm8k_tol: no such recipe file; did you mean gsm8k_tool"
+    ):
+        load_recipe(write("extends: gsm8k_tol"))
+    write("rollout: {n: 2}", "gsm8k_tool")  # a path that exists wins
+    assert load_recipe("gsm8k_tool").rollout.n == 2
+    assert load_recipe(write("extends: gsm8k_tool")).rollout.n == 2
 
 
 def test_a_dump_does_not_depend_on_the_environment(write, monkeypatch):
@@ -308,13 +388,13 @@ def test_a_dump_does_not_depend_on_the_environment(write, monkeypatch):
     [
         (["cluster.workers=3", "cluster.shard=2"], r"cluster\.shard is 2, which does not divide the 3 workers"),
         (["cluster.workers=3", "cluster.sequence_parallel=2"], r"cluster\.sequence_parallel is 2, which does not"),
-        (["cluster.nodes=2", "cluster.gpus=8", "cluster.workers=3"], r"nodes x gpus is 16: leave workers out"),
+        (["cluster.nodes=2", "cluster.gpus=8", "cluster.workers=3"], r"nodes x gpus is 16: leave out workers"),
         (["cluster.nodes=2"], r"cluster\.nodes is 2, but there are only 1 workers"),
         (["profile.steps=[0]"], r"profile\.steps: there is no step 0; train\.steps is 80"),
         (["train.steps=5", "profile.steps=[5, 6]"], r"profile\.steps: there is no step 6; train\.steps is 5"),
         (["cluster.restarts=1"], r"cluster\.restarts is for workers on a cluster"),
         (["cluster.offload=true"], r"cluster\.offload is for workers on a cluster"),
-        (["cluster.pools=[{roles: [critic]}]"], r"this recipe has no critic that could be placed apart"),
+        (["cluster.pools=[{roles: [critic]}]"], r"this recipe has no critic to place there"),
     ],
 )
 def test_keys_that_do_not_add_up(overrides, said):
@@ -376,7 +456,7 @@ def test_a_value_that_replaces_a_variable_is_written_itself(write, monkeypatch):
 def test_a_mistake_in_a_variable_is_told_without_its_value(write, monkeypatch):
     monkeypatch.setenv("AGENTRL_TEST_SECRET", "hunter2")
     with pytest.raises(
-        UserError, match=r"train.lr: wants a number, got what \$\{AGENTRL_TEST_SECRET\} holds"
+        UserError, match=r"train.lr: expected a number, got what \$\{AGENTRL_TEST_SECRET\} holds"
     ) as caught:
         load_recipe(write("train:\n  lr: ${AGENTRL_TEST_SECRET}\n"))
     assert "hunter2" not in str(caught.value)
@@ -406,7 +486,7 @@ def test_secrets_that_were_written_out_are_not_shown(write):
     ):  # fmt: skip
         assert told in text
     assert "hunter2" in dump_recipe(recipe)  # what a resumed run needs
-    assert "hunter2" not in repr(shown(recipe))
+    assert "hunter2" not in repr(recipe.shown())
 
 
 def test_secrets_in_what_others_say_are_hidden():

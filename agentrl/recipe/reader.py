@@ -1,0 +1,238 @@
+"""Read a YAML recipe and command-line overrides into a checked model; every mistake is one line that names its key.
+
+A recipe may have `extends: other.yaml`, relative to its own file, or the name of a recipe that ships: mappings merge,
+lists and scalars replace, and an empty mapping (`args: {}`) empties what the other file has there.
+`sft.new_model.chat_template` in a file is relative to that file too, because it ships beside the recipe. Every other
+path (`env.source`, `model.path`, `output`) is relative to the working directory, in a file as on the command line.
+"""
+
+import difflib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from agentrl.errors import UserError, nearest
+from agentrl.recipe.document import Document, Key, Reference, describe, dotted, read_document, read_file
+from agentrl.recipe.mistakes import explain
+from agentrl.recipe.shipped import shipped_recipes
+from agentrl.terminal import terminal
+
+Model = TypeVar("Model", bound=BaseModel)
+
+RENAMED: dict[str, str] = {}
+"""Old key -> new key, both dotted and outside of lists. The old one is still read, with a line, until RENAMED_UNTIL."""
+RENAMED_UNTIL = "0.3.0"
+
+COMMAND_LINE = "command line"
+_BESIDE_THE_RECIPE: tuple[Key, ...] = (("sft", "new_model", "chat_template"),)
+"""Keys whose paths are relative to the recipe that names them."""
+
+
+def read_recipe(model: type[Model], path: str | Path, overrides: Sequence[str]) -> tuple[Model, dict[Key, Reference]]:
+    """Read a recipe as a `model`. Returns it, and what stood in the file where a `${VAR}` was. Raises UserError."""
+    file = _existing(Path(path))
+    document = _extended(file, ())
+    for text in overrides:
+        _override(document, text)
+    try:
+        # JSON mode is strict about types (no text for a number, no true for 1) and takes lists where tuples are kept.
+        recipe = model.model_validate_json(json.dumps(document.value), strict=True)
+    except ValidationError as error:
+        raise UserError(explain(error, document, str(file), model)) from None
+    return recipe, document.references
+
+
+def _existing(path: Path, where: str = "") -> Path:
+    """Return a file: `path`, or the recipe of that name that ships. where: begins the UserError."""
+    if path.is_file():
+        return path
+    if path.is_dir():
+        raise UserError(f"{where}{path}: is a folder, expected a recipe file{_files_in(path, '')}")
+    shipped = shipped_recipes()
+    if str(path) in shipped:
+        return shipped[str(path)]
+    folder = path.parent if path.parent.is_dir() else Path(".")
+    raise UserError(f"{where}{path}: no such recipe file{_files_in(folder, path.name)}")
+
+
+def _files_in(folder: Path, name: str) -> str:
+    """Return a hint: recipes of the folder, or recipes that ship, with a name like `name`; else all that are known."""
+    folders = [folder, *([folder / "recipes"] if (folder / "recipes").is_dir() else [])]
+    files = {p.name: str(p) for d in folders for p in d.iterdir() if p.suffix in (".yaml", ".yml")}
+    shipped = list(shipped_recipes())
+    close = [files[c] for c in difflib.get_close_matches(name, files, n=2, cutoff=0.5)]
+    if close := close or difflib.get_close_matches(Path(name).stem, shipped, n=2, cutoff=0.5):
+        return "; did you mean " + " or ".join(close) + "?"
+    return f"; known: {', '.join(sorted(files.values()) or shipped)}"
+
+
+def _extended(path: Path, seen: tuple[Path, ...]) -> Document:
+    if path.resolve() in seen:
+        chain = " -> ".join(p.name for p in (*seen, path))
+        raise UserError(f"{path}: extends: files extend each other in a circle: {chain}")
+    document = read_file(path)
+    _rename(document)
+    parent = document.value.pop("extends", None)
+    document.references.pop(("extends",), None)
+    _anchor_paths(document, path)
+    if parent is None:
+        return document
+    where = document.origins[("extends",)]
+    if not isinstance(parent, str):
+        raise UserError(f"{where}: extends: expected the path of one recipe, got {describe(parent)}")
+    beside = path.parent / parent
+    named = Path(parent) if parent in shipped_recipes() and not beside.exists() else beside
+    base = _extended(_existing(named, f"{where}: extends: "), (*seen, path.resolve()))
+    kept = {key: reference for key, reference in base.references.items() if _stands(key, document.value)}
+    merged = _merged(base.value, document.value)
+    return Document(merged, base.origins | document.origins, kept | document.references)
+
+
+def _mapping_at(tree: Any, key: Key) -> dict[str, Any] | None:
+    """Return the mapping that lies at `key`; None where something else does, or nothing."""
+    for part in key:
+        tree = tree.get(part) if isinstance(tree, dict) else None
+    return tree if isinstance(tree, dict) else None
+
+
+def _rename(document: Document) -> None:
+    """Move what stands at an old key to the new one. Raises UserError where both are there."""
+    for old, new in RENAMED.items():
+        source, target = tuple(old.split(".")), tuple(new.split("."))
+        place = _mapping_at(document.value, source[:-1])
+        if place is None or source[-1] not in place:
+            continue
+        where = document.origins[source]
+        there: Any = document.value
+        for part in target[:-1]:
+            there = there.setdefault(part, {})
+            if not isinstance(there, dict):
+                raise UserError(f"{where}: {old} is now {new}, which cannot stand in {describe(there)}")
+        if target[-1] in there:
+            raise UserError(f"{where}: {old} is the old name of {new}, which is given too: leave out {old}")
+        there[target[-1]] = place.pop(source[-1])
+        for table in (document.origins, document.references):
+            _move(table, source, target)
+        _say_renamed(where, old, new)
+
+
+def _move(table: dict[Key, Any], source: Key, target: Key) -> None:
+    for key in [key for key in table if key[: len(source)] == source]:
+        table[(*target, *key[len(source) :])] = table.pop(key)
+
+
+@cache  # a run reads its recipe more than once
+def _say_renamed(where: str, old: str, new: str) -> None:
+    line = f"{where}: {old} is now called {new}; the old name is read until {RENAMED_UNTIL}"
+    terminal(stderr=True).print(line, style="yellow", markup=False, soft_wrap=True)
+
+
+def _anchor_paths(document: Document, file: Path) -> None:
+    """Make paths that are relative to `file` absolute."""
+    for key in _BESIDE_THE_RECIPE:
+        place = _mapping_at(document.value, key[:-1])
+        if place is None or not isinstance(place.get(str(key[-1])), str):
+            continue
+        path = Path(place[str(key[-1])])
+        place[str(key[-1])] = anchored = str((file.parent / path).resolve())
+        if (reference := document.references.get(key)) is not None:
+            text = reference.text if path.is_absolute() else f"{file.parent.resolve()}/{reference.text}"
+            document.references[key] = replace(reference, text=text, value=anchored)
+
+
+def _merged(base: Mapping[str, Any], top: Mapping[str, Any]) -> dict[str, Any]:
+    value = dict(base)
+    for name, new in top.items():
+        old = value.get(name)
+        value[name] = _merged(old, new) if isinstance(old, dict) and isinstance(new, dict) and new else new
+    return value
+
+
+def _stands(key: Key, top: Any) -> bool:
+    """Return whether what lies at `key` is still there once `top` is merged over it."""
+    place = top
+    for part in key:
+        if not isinstance(place, dict) or (not place and place is not top):
+            return False
+        if part not in place:
+            return True
+        place = place[part]
+    return False
+
+
+def _override(document: Document, text: str) -> None:
+    name, equals, raw = text.partition("=")
+    name = name.strip()
+    if not equals or not name or "" in name.split("."):
+        raise UserError(f"{COMMAND_LINE}: {text!r} is not key=value, such as rollout.n=16")
+    name = _new_name(name)
+    given = read_document(raw, f"{COMMAND_LINE}: {name}", numbered=False)
+    parts = name.split(".")
+    place: Any = document.value
+    key: Key = ()
+    for i, part in enumerate(parts):
+        step = _step(place, part, key, name)
+        key = (*key, step)
+        if i == len(parts) - 1:
+            _put(place, step, given.value)
+        else:
+            place = _descend(place, step)
+    document.origins[key] = COMMAND_LINE
+    document.origins.update({(*key, *below): COMMAND_LINE for below in given.origins})
+    for gone in [former for former in document.references if former[: len(key)] == key]:
+        del document.references[gone]
+    document.references.update({(*key, *below): reference for below, reference in given.references.items()})
+
+
+def _new_name(name: str) -> str:
+    """Return the key of an override by its present name."""
+    for old, new in RENAMED.items():
+        if name == old or name.startswith(f"{old}."):
+            _say_renamed(COMMAND_LINE, old, new)
+            return new + name.removeprefix(old)
+    return name
+
+
+def _step(place: Any, part: str, key: Key, name: str) -> str | int:
+    """Return the key or index that `part` stands for in `place`. A list entry is found by its index or its `name`."""
+    if isinstance(place, dict):
+        return part
+    if not isinstance(place, list):
+        raise UserError(f"{COMMAND_LINE}: {name}: {dotted(key)} is {describe(place)}, so it has no keys")
+    if part.isdecimal() and int(part) <= len(place):
+        return int(part)
+    names = [_name_of(entry) for entry in place]
+    if part in names:
+        return names.index(part)
+    entries = "1 entry" if len(place) == 1 else f"{len(place)} entries"
+    known = nearest(part, [n for n in names if n])
+    raise UserError(f"{COMMAND_LINE}: {name}: {dotted(key)} has {entries}, and {part!r} is none of them{known}")
+
+
+def _name_of(entry: Any) -> str | None:
+    return entry if isinstance(entry, str) else entry.get("name") if isinstance(entry, dict) else None
+
+
+def _put(place: Any, step: str | int, value: Any) -> None:
+    if isinstance(place, list) and step == len(place):
+        place.append(value)
+    else:
+        place[step] = value
+
+
+def _descend(place: Any, step: str | int) -> Any:
+    """Return what lies at `step`, a new mapping if it is absent; an entry that is only a name becomes `{name: ...}`."""
+    if isinstance(place, list):
+        if step == len(place):
+            place.append({})
+        elif isinstance(place[int(step)], str):
+            place[int(step)] = {"name": place[int(step)]}
+        return place[int(step)]
+    if place.get(step) is None:
+        place[step] = {}
+    return place[step]

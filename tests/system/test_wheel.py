@@ -1,0 +1,57 @@
+"""The wheel: what it holds, and that it trains by a recipe's name, in an empty folder."""
+
+import os
+import subprocess
+import sys
+import zipfile
+
+import pytest
+from paths import ROOT
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("wheel")
+    command = [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", str(folder)]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    (built,) = folder.glob("agentrl-*.whl")
+    return zipfile.ZipFile(built)
+
+
+def files(*folders: str) -> set[str]:
+    """Names of the checkout's files below folders, relative to its root."""
+    paths = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.is_file()]
+    return {path.relative_to(ROOT).as_posix() for path in paths if path.parent.name != "__pycache__"}
+
+
+def test_it_holds_the_packages_and_recipes_and_no_tests(wheel):
+    expected = files("agentrl") | {f"agentrl/{name}" for name in files("recipes")}
+    expected |= {name.partition("/")[2] for name in files("tools", "envs")}
+    found = {name for name in wheel.namelist() if ".dist-info/" not in name}
+    assert found == expected
+    assert {"agentrl/py.typed", "agentrl/models/tiny/model.safetensors", "agentrl/scaffold/tool/test.py.tmpl"} <= found
+    assert not [name for name in found if "test_" in name or name.startswith("tests")]
+
+
+def run(unpacked, folder, *arguments):
+    """A command of the unpacked wheel, whose packages and entry points come before those of the checkout."""
+    environment = {**os.environ, "PYTHONPATH": str(unpacked), "OMP_NUM_THREADS": "1"}
+    code = "import agentrl, sys; print(agentrl.__file__, file=sys.stderr); from agentrl.cli.main import main; main()"
+    command = [sys.executable, "-c", code, *arguments]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.startswith(str(unpacked))
+    return done.stdout
+
+
+def test_it_trains_by_the_name_of_a_recipe(wheel, tmp_path):
+    unpacked, empty = tmp_path / "site", tmp_path / "empty"
+    wheel.extractall(unpacked)
+    empty.mkdir()
+    small = ["train.steps=1", "rollout.tasks=2", "rollout.n=2", "eval.tasks=2", "eval.every=0", "train.threads=1"]
+    run(unpacked, empty, "train", "gsm8k_tool", *small)
+    assert (empty / "runs" / "gsm8k_tool-001" / "checkpoints" / "step_1" / "model.safetensors").is_file()
+    assert '{"step": 1, ' in (empty / "runs" / "gsm8k_tool-001" / "metrics.jsonl").read_text()
+    assert "advantage: gae" in run(unpacked, empty, "check", "gsm8k_ppo")  # extends another
+    template = unpacked / "agentrl" / "recipes" / "tiny_template.jinja"
+    assert f"chat_template: {template}" in run(unpacked, empty, "check", "text_game")

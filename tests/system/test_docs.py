@@ -125,5 +125,5 @@ def test_every_metric_that_a_run_writes_is_documented(tmp_path: Path) -> None:
     matches = {
         key: next((d for d in specific if re.fullmatch(re.sub(r"<\w+>", r"\\w+", d), key)), None) for key in seen
     }
-    assert {key for key, page in matches.items() if page is None} == set()
+    assert {key for key, name in matches.items() if name is None} == set()
     assert documented - set(OWN) - UNSEEN - set(matches.values()) == set()

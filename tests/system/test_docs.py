@@ -17,6 +17,7 @@ from agentrl.recipe.schema import Recipe
 
 DOCS = ROOT / "docs"
 PAGES = ("README.md", "CONTRIBUTING.md", *(f"docs/{path.relative_to(DOCS)}" for path in sorted(DOCS.rglob("*.md"))))
+REFERENCE = "docs/reference/recipe.md"
 ELSEWHERE = ("recipes/exchange_rate.yaml",)  # of the package that `agentrl new` writes
 NOT_RUN = ("gpu",)  # its commands need a GPU; their recipes are read all the same
 FENCE = re.compile(r'^```(\w+)(?: title="([^"]+)")?\n(.*?)^```', re.M | re.S)
@@ -94,6 +95,27 @@ def test_a_recipe_takes_the_keys_that_a_page_gives_it(page: str, monkeypatch: py
         recipe, *others = shlex.split(command)[2:]
         if recipe not in ELSEWHERE:
             Recipe.load(recipe, [key for key in others if re.match(r"[a-z_]+(\.\w+)*=", key)])
+
+
+def test_every_recipe_key_that_a_page_names_is_in_the_reference() -> None:
+    keys = set(re.findall(r"^\| `([\w.]+)` \|", read(REFERENCE), re.M))
+    sections = "|".join(sorted({key.partition(".")[0] for key in keys if "." in key}))
+    named = re.compile(rf"`((?:{sections})\.(?!jsonl|py|sbatch|yaml)[a-z_]+(?:\.[a-z_]+)*)(?=[`=:\[])")
+    theirs = re.compile(r"^\| [^|]* \|", re.M)  # the first column of a translation
+    unknown = {
+        (page, key)
+        for page in PAGES
+        for key in named.findall(theirs.sub("", read(page)) if page == "docs/coming_from.md" else read(page))
+        if page != REFERENCE and not is_key(key, keys)
+    }
+    assert unknown == set()
+
+
+def is_key(name: str, keys: set[str]) -> bool:
+    """Whether `name` is a key, a section, or lies within a plugin's `args`."""
+    return name in keys or any(
+        key.startswith(f"{name}.") or (key.endswith(".args") and name.startswith(f"{key}.")) for key in keys
+    )
 
 
 @pytest.mark.slow

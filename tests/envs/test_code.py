@@ -155,7 +155,7 @@ async def test_every_reference_passes_its_own_tests(env: Code, split: str) -> No
         made = problem(split, i)
         if made.kind in kinds:
             kinds.remove(made.kind)
-            verdict = await env._judge.by_results(made.reference, made.entry_point, made.tests)
+            verdict = await env._runner.by_results(made.reference, made.entry_point, made.tests)
             assert verdict.all_passed, (made, verdict)
     assert not kinds
 
@@ -181,8 +181,8 @@ async def test_clean_demonstrations_are_right_and_their_trials_what_the_tool_say
         env.demonstrate(env.tasks("train")[0], Random(0), "clear")
 
 
-async def test_the_tool_and_the_judge_see_nothing_of_each_other(env: Code) -> None:
-    """What a model leaves in its interpreter does not help it before the judge."""
+async def test_the_tool_and_the_test_runner_see_nothing_of_each_other(env: Code) -> None:
+    """What a model leaves in its interpreter does not help it in the tests."""
     task, tool = env.tasks("train")[2], Python(pool=1)
     made = problem("train", 2)
     name = made.entry_point
@@ -194,7 +194,7 @@ async def test_the_tool_and_the_judge_see_nothing_of_each_other(env: Code) -> No
     assert played.rewards == {"passed": 0.0, "fraction": 0.0, "format": 1.0}
 
 
-async def test_a_judge_that_cannot_serve_fails_the_request_and_pays_nothing(
+async def test_a_runner_that_cannot_serve_fails_the_request_and_pays_nothing(
     env: Code, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def away() -> None:
@@ -234,7 +234,7 @@ def _file(path: Path, rows: list[dict]) -> str:
     return str(path)
 
 
-async def test_rows_of_mbpp_and_humaneval_are_judged_by_their_own_tests(tmp_path: Path, made: Code) -> None:
+async def test_rows_of_mbpp_and_humaneval_are_tested_by_their_own_tests(tmp_path: Path, made: Code) -> None:
     _file(tmp_path / "train.jsonl", [*MBPP, HUMAN_EVAL])
     env = Code(source=_file(tmp_path / "test.jsonl", MBPP[:1]), pool=1)
     assert (env.splits, len(env.tasks("train")), len(env.tasks("test"))) == (("test",), 3, 1)
@@ -255,7 +255,7 @@ async def test_rows_of_mbpp_and_humaneval_are_judged_by_their_own_tests(tmp_path
         env.demonstrate(twice, Random(0), "clean")
 
 
-async def test_a_row_whose_tests_judge_nothing_fails_its_request_by_name(tmp_path: Path, made: Code) -> None:
+async def test_a_row_whose_tests_check_nothing_fails_its_request_by_name(tmp_path: Path, made: Code) -> None:
     row = {"text": "?", "entry_point": "f", "test_list": ["assert True"]}
     _file(tmp_path / "train.jsonl", [row])
     env = Code(source=_file(tmp_path / "test.jsonl", [row]), pool=1)
@@ -278,7 +278,7 @@ async def test_a_row_whose_tests_judge_nothing_fails_its_request_by_name(tmp_pat
         ({"prompt": "def f(): ...", "test": "def check(c): pass"}, "no field 'entry_point'"),
     ],
 )
-def test_a_row_that_cannot_be_judged_is_one_clear_line(row: dict, message: str) -> None:
+def test_a_row_that_cannot_be_tested_is_one_clear_line(row: dict, message: str) -> None:
     with pytest.raises(UserError, match=f"rows.jsonl, line 3.*{message}"):
         read_row(row, "rows.jsonl, line 3")
 

@@ -1,11 +1,11 @@
-"""What a solution may try against its judge, run for real in the sandbox: none of it passes."""
+"""What a solution may try against its runner, run for real in the sandbox: none of it passes."""
 
 import asyncio
 from collections.abc import Iterator
 
 import pytest
 from agentrl_envs.code import wire
-from agentrl_envs.code.judge import Judge, UnfitTestsError, Verdict
+from agentrl_envs.code.runner import SolutionRunner, UnfitTestsError, Verdict
 from agentrl_envs.code.wire import WireError
 from agentrl_tools.sandbox import Execution, Limits, Sandbox, SandboxSession, make_sandbox
 
@@ -93,55 +93,55 @@ def sandbox() -> Iterator[Sandbox]:
 
 
 @pytest.fixture
-def judge(sandbox: Sandbox) -> Judge:
+def runner(sandbox: Sandbox) -> SolutionRunner:
     """Patient, so that nothing fails by time alone."""
-    return Judge(sandbox, seconds=20.0, total_seconds=60.0, concurrency=4)
+    return SolutionRunner(sandbox, seconds=20.0, total_seconds=60.0, concurrency=4)
 
 
-async def _both(judge: Judge, solution: str) -> tuple[Verdict, Verdict]:
-    by_results = await judge.by_results(solution, "f", TESTS)
-    return by_results, await judge.by_script(solution, "f", "", SCRIPT)
+async def _both(runner: SolutionRunner, solution: str) -> tuple[Verdict, Verdict]:
+    by_results = await runner.by_results(solution, "f", TESTS)
+    return by_results, await runner.by_script(solution, "f", "", SCRIPT)
 
 
 @pytest.mark.parametrize("cheat", CHEATS)
-async def test_no_cheat_passes_a_single_test(judge: Judge, cheat: str) -> None:
-    for verdict in await _both(judge, CHEATS[cheat]):
+async def test_no_cheat_passes_a_single_test(runner: SolutionRunner, cheat: str) -> None:
+    for verdict in await _both(runner, CHEATS[cheat]):
         assert verdict.passed == 0
         assert verdict.why
 
 
 @pytest.mark.parametrize("hang", HANGS)
 async def test_what_never_returns_is_stopped_and_fails(sandbox: Sandbox, hang: str) -> None:
-    for verdict in await _both(Judge(sandbox, 0.3, 3.0, 4), HANGS[hang]):
+    for verdict in await _both(SolutionRunner(sandbox, 0.3, 3.0, 4), HANGS[hang]):
         assert verdict.passed == 0
         assert "stopped: wall" in verdict.why or "RuntimeError" in verdict.why
 
 
 async def test_all_calls_together_have_a_limit(sandbox: Sandbox) -> None:
     slow = "import time\ndef f(x):\n    time.sleep(0.4)\n    return x + 10"
-    verdict = await Judge(sandbox, 5.0, 1.0, 4).by_results(slow, "f", TESTS * 4)
+    verdict = await SolutionRunner(sandbox, 5.0, 1.0, 4).by_results(slow, "f", TESTS * 4)
     assert verdict.passed < 3
-    assert (await Judge(sandbox, 5.0, 60.0, 4).by_results(slow, "f", TESTS)).all_passed
+    assert (await SolutionRunner(sandbox, 5.0, 60.0, 4).by_results(slow, "f", TESTS)).all_passed
 
 
-async def test_an_honest_solution_passes(judge: Judge) -> None:
+async def test_an_honest_solution_passes(runner: SolutionRunner) -> None:
     honest = "import time\nprint('hello')\ndef f(x):\n    time.sleep(0.01)\n    return x + 10"
-    assert await _both(judge, honest) == (Verdict(3, 3), Verdict(2, 2))
-    assert await _both(judge, honest + "\nraise ValueError('after it is defined')") == (Verdict(3, 3), Verdict(2, 2))
+    assert await _both(runner, honest) == (Verdict(3, 3), Verdict(2, 2))
+    assert await _both(runner, honest + "\nraise ValueError('after it is defined')") == (Verdict(3, 3), Verdict(2, 2))
 
 
-async def test_what_is_missing_is_said(judge: Judge) -> None:
-    verdict = await judge.by_results("def g(x):\n    return 1", "f", TESTS)
+async def test_what_is_missing_is_said(runner: SolutionRunner) -> None:
+    verdict = await runner.by_results("def g(x):\n    return 1", "f", TESTS)
     assert verdict == Verdict(0, 3, "f(1): NameError: there is no f")
 
 
-async def test_each_test_counts_by_itself(judge: Judge) -> None:
-    by_results, by_script = await _both(judge, "def f(x):\n    return 11 if x == 1 else 1 / 0")
+async def test_each_test_counts_by_itself(runner: SolutionRunner) -> None:
+    by_results, by_script = await _both(runner, "def f(x):\n    return 11 if x == 1 else 1 / 0")
     assert (by_results.passed, by_results.total, by_script.passed, by_script.total) == (1, 3, 1, 2)
     assert "ZeroDivisionError" in by_results.why
 
 
-async def test_a_test_may_expect_an_exception_and_use_what_its_setup_brings(judge: Judge) -> None:
+async def test_a_test_may_expect_an_exception_and_use_what_its_setup_brings(runner: SolutionRunner) -> None:
     setup = "import math\ndef near(a, b):\n    return math.isclose(a, b)"
     tests = [
         "try:\n    f(-1)\nexcept ValueError:\n    pass\nelse:\n    assert False",
@@ -151,22 +151,22 @@ async def test_a_test_may_expect_an_exception_and_use_what_its_setup_brings(judg
         "assert {f(i) for i in (1, 4)} == {1, 2}",
     ]
     honest = "import math\ndef f(x):\n    return math.sqrt(x)"
-    assert await judge.by_script(honest, "f", setup, tests) == Verdict(5, 5)
-    assert (await judge.by_script("def f(x):\n    raise ValueError", "f", setup, tests)).passed == 1
+    assert await runner.by_script(honest, "f", setup, tests) == Verdict(5, 5)
+    assert (await runner.by_script("def f(x):\n    raise ValueError", "f", setup, tests)).passed == 1
 
 
 @pytest.mark.parametrize(
     ("tests", "message"),
     [(["assert f(lambda x: x) == 1"], "a function is no plain value"), (["assert True"], "never call f")],
 )
-async def test_tests_that_judge_nothing_are_said(judge: Judge, tests: list[str], message: str) -> None:
+async def test_tests_that_check_nothing_are_said(runner: SolutionRunner, tests: list[str], message: str) -> None:
     with pytest.raises(UnfitTestsError, match=message):
-        await judge.by_script("def f(x):\n    return 1", "f", "", tests)
+        await runner.by_script("def f(x):\n    return 1", "f", "", tests)
 
 
-async def test_what_is_judged_at_the_same_time_does_not_meet(judge: Judge) -> None:
+async def test_what_is_tested_at_the_same_time_does_not_meet(runner: SolutionRunner) -> None:
     solutions = [f"import builtins\nbuiltins.shared = {n}\ndef f(x):\n    return builtins.shared" for n in range(8)]
-    verdicts = await asyncio.gather(*(judge.by_results(s, "f", [([0], n)]) for n, s in enumerate(solutions)))
+    verdicts = await asyncio.gather(*(runner.by_results(s, "f", [([0], n)]) for n, s in enumerate(solutions)))
     assert all(v.all_passed for v in verdicts)
 
 
@@ -186,11 +186,11 @@ class _Away(Sandbox):
 
 
 async def test_a_sandbox_that_cannot_serve_gives_no_verdict() -> None:
-    judge = Judge(_Away(), 1.0, 1.0, 1)
+    runner = SolutionRunner(_Away(), 1.0, 1.0, 1)
     with pytest.raises(InfrastructureError, match="away"):
-        await judge.by_results("def f(x): return 1", "f", TESTS)
+        await runner.by_results("def f(x): return 1", "f", TESTS)
     with pytest.raises(InfrastructureError, match="away"):
-        await judge.by_script("def f(x): return 1", "f", "", SCRIPT)
+        await runner.by_script("def f(x): return 1", "f", "", SCRIPT)
 
 
 VALUES = [

@@ -1,4 +1,4 @@
-"""The recipe of `code`, short: a warm start, then training and evaluation with the interpreter and the judge."""
+"""The recipe of `code`, short: a warm start, then training and evaluation with the interpreter and the hidden tests."""
 
 import io
 from pathlib import Path

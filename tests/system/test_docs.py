@@ -1,38 +1,151 @@
-"""The examples of the documentation are code that runs, and that keeps the contract they speak of."""
+"""Hold the documentation to the code: tutorials run, links and names exist, every metric is documented."""
 
+import os
 import re
+import shlex
+import subprocess
+import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 from paths import ROOT
+from train_help import metrics, small
 
-from agentrl.plugins.reward import Sample
-from agentrl.plugins.types import Task
+import agentrl
+from agentrl.recipe.schema import Recipe
 
-RECIPE = re.compile(r"agentrl (?:train|sft|check|eval) (recipes/[\w.]+)")
-PAGES = ("plugins", "architecture", "cluster", "plan_70b")
+DOCS = ROOT / "docs"
+PAGES = ("README.md", "CONTRIBUTING.md", *(f"docs/{path.relative_to(DOCS)}" for path in sorted(DOCS.rglob("*.md"))))
+REFERENCE = "docs/reference/recipe.md"
+ELSEWHERE = ("recipes/exchange_rate.yaml",)  # of the package that `agentrl new` writes
+NOT_RUN = ("gpu",)  # its commands need a GPU; their recipes are read all the same
+FENCE = re.compile(r'^```(\w+)(?: title="([^"]+)")?\n(.*?)^```', re.M | re.S)
+COMMAND = re.compile(r"^ *(?:\$ )?(agentrl (?:train|sft|check|eval) recipes/.+)$", re.M)
+PATH = re.compile(r"`((?:agentrl|tools|envs|tests|recipes|benchmarks|examples|scripts)/[\w./]*|(?:\w+/)+\w+\.py)`")
+PLACES = (ROOT, ROOT / "agentrl", ROOT / "tools" / "agentrl_tools", ROOT / "envs" / "agentrl_envs")
+PROGRAMS = {
+    "agentrl": ("-m", "agentrl.cli.main"),
+    "mkdocs": ("-m", "mkdocs"),
+    "pytest": ("-m", "pytest", "-q", "-p", "no:cacheprovider"),
+    "python": (),
+}
 
 
-def test_the_plugins_of_the_guide_keep_their_contract() -> None:
-    text = (ROOT / "docs" / "plugins.md").read_text(encoding="utf-8")
-    space: dict[str, object] = {"__name__": "guide"}
-    for block in re.findall(r"```python\n(.*?)```", text, re.S):
-        exec(compile(block, "docs/plugins.md", "exec"), space)
-    tests = [name for name in space if name.startswith("test_")]
-    assert tests == ["test_notebook", "test_guess"]
-    for name in tests:
-        space[name]()  # type: ignore[operator]
-    samples = [Sample(Task("t", {}), (), {"found": r}, tokens=100) for r in (1.0, 0.0, 1.0)]
-    assert space["brevity"](samples[0]) == pytest.approx(-0.1)  # type: ignore[operator]
-    assert space["best_of_group"](samples) == [1.0, 0.0, 1.0]  # type: ignore[operator]
+class Block(NamedTuple):
+    """A fenced block: a file to write where it has a title, else something to run."""
+
+    language: str
+    title: str
+    text: str
 
 
-@pytest.mark.parametrize("page", ["README.md", *(f"docs/{name}.md" for name in PAGES)])
+def read(page: str) -> str:
+    return (ROOT / page).read_text(encoding="utf-8")
+
+
+def blocks(page: str) -> list[Block]:
+    return [Block(*found) for found in FENCE.findall(read(page))]
+
+
+def joined(text: str) -> str:
+    """Shell text with its continued lines put together and without comments."""
+    return re.sub(r"\s+# .*$", "", text.replace("\\\n", " "), flags=re.M)
+
+
+def run(arguments: list[str], folder: Path) -> None:
+    """One command in `folder`, by this Python; what it imports may lie there."""
+    command = [sys.executable, *PROGRAMS[arguments[0]], *arguments[1:]]
+    environment = os.environ | {"PYTHONPATH": str(folder)}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, f"{shlex.join(arguments)}\n{done.stdout}{done.stderr}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(p.stem for p in (DOCS / "tutorials").glob("*.md") if p.stem not in NOT_RUN))
+def test_a_tutorial_runs_as_it_is_written(name: str, tmp_path: Path) -> None:
+    steps = blocks(f"docs/tutorials/{name}.md")
+    assert steps
+    for block in steps:
+        if block.title:
+            (tmp_path / block.title).write_text(block.text, encoding="utf-8")
+        elif block.language == "python":
+            run(["python", "-c", block.text], tmp_path)
+        elif block.language == "sh":
+            for line in joined(block.text).splitlines():
+                run(shlex.split(line), tmp_path)
+
+
+@pytest.mark.parametrize("page", PAGES)
 def test_what_a_page_names_is_there(page: str) -> None:
-    text = (ROOT / page).read_text(encoding="utf-8")
-    for recipe in set(RECIPE.findall(text)) - {"recipes/exchange_rate.yaml"}:  # of the scaffold's own package
-        assert (ROOT / recipe).is_file(), recipe
-    for link in re.findall(r"\]\(([\w./]+)\)", text):
+    text = read(page)
+    for link in re.findall(r"\]\((?!https?:)([\w./-]+)", text):
         assert (ROOT / Path(page).parent / link).exists(), link
     for script in re.findall(r"^\| `(\w+\.py)` \|", text, re.M):
         assert (ROOT / "benchmarks" / script).is_file(), script
+    for path in set(PATH.findall(text)):
+        if path not in ELSEWHERE:
+            assert any((place / path).exists() for place in PLACES), path
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_recipe_takes_the_keys_that_a_page_gives_it(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    for command in COMMAND.findall(joined(read(page))):
+        recipe, *others = shlex.split(command)[2:]
+        if recipe not in ELSEWHERE:
+            Recipe.load(recipe, [key for key in others if re.match(r"[a-z_]+(\.\w+)*=", key)])
+
+
+def test_every_recipe_key_that_a_page_names_is_in_the_reference() -> None:
+    keys = set(re.findall(r"^\| `([\w.]+)` \|", read(REFERENCE), re.M))
+    sections = "|".join(sorted({key.partition(".")[0] for key in keys if "." in key}))
+    named = re.compile(rf"`((?:{sections})\.(?!jsonl|py|sbatch|yaml)[a-z_]+(?:\.[a-z_]+)*)(?=[`=:\[])")
+    theirs = re.compile(r"^\| [^|]* \|", re.M)  # the first column of a translation
+    unknown = {
+        (page, key)
+        for page in PAGES
+        for key in named.findall(theirs.sub("", read(page)) if page == "docs/coming_from.md" else read(page))
+        if page != REFERENCE and not is_key(key, keys)
+    }
+    assert unknown == set()
+
+
+def is_key(name: str, keys: set[str]) -> bool:
+    """Whether `name` is a key, a section, or lies within a plugin's `args`."""
+    return name in keys or any(
+        key.startswith(f"{name}.") or (key.endswith(".args") and name.startswith(f"{key}.")) for key in keys
+    )
+
+
+@pytest.mark.slow
+def test_the_site_builds_without_a_broken_link(tmp_path: Path) -> None:
+    run(["mkdocs", "build", "-q", "--strict", "-f", str(ROOT / "mkdocs.yml"), "-d", str(tmp_path)], ROOT)
+    assert (tmp_path / "reference" / "metrics" / "index.html").is_file()
+
+
+METRIC = re.compile(r"^\| `([\w/<>]+)` \|", re.M)
+VARIANTS: dict[str, dict[str, object]] = {
+    "plain": {"train__mini_batches": 2},
+    "critic": {"algorithm__advantage": "gae", "critic__lr": 1e-4},
+    "kl": {"algorithm__kl_coef": 0.01, "algorithm__kl_in": "reward", "model__lora": {"rank": 2}},
+    "overlap": {"rollout__overlap": "async", "env__name": "train_plugins:Lonely"},
+}
+OWN = ("tool/<name>/<key>", "train/<metric>")  # of somebody's tool or loss: they document them
+UNSEEN = {"memory/<phase>_<role>_gb", "time/reward_model_s", "reward_model/tflops", "reward_model/mfu"}
+"""Documented keys that only workers and a reward model write."""
+
+
+@pytest.mark.slow
+def test_every_metric_that_a_run_writes_is_documented(tmp_path: Path) -> None:
+    documented = set(METRIC.findall(read("docs/reference/metrics.md")))
+    seen = set()
+    for name, changes in VARIANTS.items():
+        folder = agentrl.train(small(tmp_path / name, **{"train__steps": 2, **changes})).folder
+        seen |= {key for row in metrics(folder) for key in row}
+    specific = sorted(documented - set(OWN), key=lambda key: "<" in key)
+    matches = {
+        key: next((d for d in specific if re.fullmatch(re.sub(r"<\w+>", r"\\w+", d), key)), None) for key in seen
+    }
+    assert {key for key, name in matches.items() if name is None} == set()
+    assert documented - set(OWN) - UNSEEN - set(matches.values()) == set()

@@ -1,6 +1,7 @@
 """Hold imports to one strict downward order, and modules to no circle: lazy and type-checking imports included."""
 
 import ast
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -70,6 +71,11 @@ def own_imports(place: str, path: Path) -> set[str]:
 
 def test_every_room_has_its_place() -> None:
     assert {path.relative_to(PACKAGE).parts[0].removesuffix(".py") for path in MODULES.values()} == set(ROOMS)
+
+
+def test_the_architecture_page_lists_the_rooms_in_their_order() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    assert tuple(re.findall(r"^\| `agentrl/(\w+)(?:/|\.py)` \|", page, re.M)) == ROOMS
 
 
 def test_imports_run_downwards_only() -> None:

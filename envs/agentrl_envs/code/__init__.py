@@ -1,1 +1,1 @@
-"""Write a function, judged by hidden tests in a sandbox: the environment `code`."""
+"""Write a function, checked by hidden tests in a sandbox: the environment `code`."""

@@ -1,4 +1,4 @@
-"""The environment `code`: a function is asked for, tools to try it with, and hidden tests to judge it."""
+"""The environment `code`: a function is asked for, tools to try it with, and hidden tests that it must pass."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ from agentrl.plugins.types import Message, Session, Task
 from agentrl_envs.code.answer import find_solution
 from agentrl_envs.code.demonstrations import STYLES, demonstrate
 from agentrl_envs.code.generate import problem
-from agentrl_envs.code.judge import Judge, UnfitTestsError, Verdict
+from agentrl_envs.code.runner import SolutionRunner, UnfitTestsError, Verdict
 from agentrl_envs.code.source import FromRows, Generated, TaskSource
 
 INSTRUCTIONS = "Answer with the whole function in one ```python block."
@@ -27,9 +27,9 @@ class Code(Environment):
     """Functions to write.
 
     source: `generated`, or files, a hub name or a function with rows as in MBPP or HumanEval. system_prompt: "" for
-    none. backend: of the sandbox that judges (auto, bwrap, e2b); pool: interpreters that it starts ahead.
+    none. backend: of the sandbox that solutions run in (auto, bwrap, e2b); pool: interpreters that it starts ahead.
     seconds: for one call of a solution; total_seconds: for all its calls; memory_mb: of one solution. concurrency:
-    solutions judged at once. seed: of the generated training tasks, and of what is held out of a file. splits, config:
+    solutions tested at once. seed: of the generated training tasks, and of what is held out of a file. splits, config:
     of real data.
     """
 
@@ -58,7 +58,7 @@ class Code(Environment):
         self.splits = self._source.splits
         limits = Limits(wall_seconds=max(seconds, 10.0), memory=memory_mb * MIB, output=_OUTPUT)
         self._sandbox = make_sandbox(backend, limits=limits, pool=pool)
-        self._judge = Judge(self._sandbox, seconds, total_seconds, concurrency)
+        self._runner = SolutionRunner(self._sandbox, seconds, total_seconds, concurrency)
 
     def tasks(self, split: str) -> Sequence[Task]:
         return self._source.tasks(split)
@@ -82,10 +82,10 @@ class Code(Environment):
     async def _verdict(self, task: Task, solution: str) -> Verdict:
         name = task.data["entry_point"]
         if "tests" in task.data:
-            return await self._judge.by_results(solution, name, task.data["tests"])
+            return await self._runner.by_results(solution, name, task.data["tests"])
         setup = task.data["setup"]
         try:
-            return await self._judge.by_script(f"{setup}\n{solution}", name, setup, task.data["script"])
+            return await self._runner.by_script(f"{setup}\n{solution}", name, setup, task.data["script"])
         except UnfitTestsError as error:
             raise UserError(f"{task.data['row']}: {error}") from error
 

@@ -1,5 +1,5 @@
 """Rows of real data in the shape of MBPP (`text` or `prompt`, `test_list`) or HumanEval (`prompt`, `test`,
-`entry_point`), checked: a row that cannot be judged is named, never skipped.
+`entry_point`), checked: a row that cannot be tested is named, never skipped.
 """
 
 import ast

@@ -1,7 +1,7 @@
-"""Judges a solution by calls of it in a sandbox. The results that are expected, and the verdict, never go there.
+"""Test a solution by calling it in a sandbox. Expected results and the verdict never enter that sandbox.
 
-Whatever a solution does in its interpreter, all that comes out of it is what a call is said to return. That a sandbox
-cannot serve is InfrastructureError, from the sandbox, and no verdict.
+Whatever a solution does in its interpreter, the only thing that comes out is what a call claims to return. A sandbox
+that cannot serve raises InfrastructureError, which is no verdict.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ _DIRECTOR_SECONDS = 10.0  # for the tests themselves, between two calls of the s
 
 
 class CallFailedError(Exception):
-    """A call of the solution gave no value. `raised` names the exception, where it was one."""
+    """A call of the solution returned no value. raised: name of the exception that it raised, or ""."""
 
     def __init__(self, why: str, raised: str = "") -> None:
         super().__init__(why)
@@ -31,31 +31,35 @@ class CallFailedError(Exception):
 
 
 class UnfitTestsError(Exception):
-    """Tests that cannot judge any solution. The text says why."""
+    """The tests cannot tell a right solution from a wrong one. The text says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Tests passed of all. why: the first that was not, for people."""
+    """The result of testing one solution."""
 
     passed: int
+    """Tests that passed."""
     total: int
+    """All tests."""
     why: str = ""
+    """The first test that failed, for people."""
 
     @property
     def all_passed(self) -> bool:
         return self.passed == self.total
 
 
-class Judge:
-    """seconds: for one call of a solution; total_seconds: for all its calls. concurrency: solutions at once."""
+class SolutionRunner:
+    """Runs solutions against tests. seconds: limit of one call of a solution; total_seconds: of all its calls.
+    concurrency: solutions tested at once."""
 
     def __init__(self, sandbox: Sandbox, seconds: float, total_seconds: float, concurrency: int) -> None:
         self._sandbox, self._seconds, self._total_seconds = sandbox, seconds, total_seconds
         self._places = PerLoop(lambda: asyncio.Semaphore(concurrency))
 
     async def by_results(self, solution: str, name: str, tests: Sequence[tuple[Sequence[Any], Any]]) -> Verdict:
-        """tests: (arguments, expected result). The results are compared here."""
+        """Test by (arguments, expected result); results are compared in this process."""
         passed, why = 0, ""
         async with self._places.here(), self._sandbox.session() as session:
             candidate = Candidate(session, solution, name, self._seconds, self._total_seconds)
@@ -72,7 +76,7 @@ class Judge:
         return Verdict(passed, len(tests), why)
 
     async def by_script(self, solution: str, name: str, setup: str, tests: Sequence[str]) -> Verdict:
-        """tests: Python text, each on its own. Raises UnfitTestsError."""
+        """Test by Python texts, each run by itself. Raises UnfitTestsError."""
         passed, why, calls = 0, "", 0
         async with self._places.here(), self._sandbox.session() as ours, self._sandbox.session() as session:
             candidate = Candidate(session, solution, name, self._seconds, self._total_seconds)
@@ -97,11 +101,11 @@ class Candidate:
         self._dead = ""
 
     async def call(self, arguments: Sequence[Any], named: Mapping[str, Any]) -> Any:
-        """What it is said to return. Raises CallFailedError; after one that had to be stopped, always."""
+        """Return what the call claims to return. Raises CallFailedError; after a call that was stopped, always."""
         return wire.read(await self.call_text(wire.write((list(arguments), dict(named)))))
 
     async def call_text(self, arguments: str) -> str:
-        """The same, both as texts of `wire`. The text returned can be read."""
+        """Like `call`, with arguments and result as texts of `wire`; the text returned is readable."""
         self.calls += 1
         if not self._begun:
             self._begun = True
@@ -119,7 +123,7 @@ class Candidate:
         return text
 
     async def _run(self, code: str) -> tuple[str | None, str | None]:
-        """The value and the error of a call."""
+        """Return the value and the error of running `code`."""
         if self._dead or self._left <= 0:
             raise CallFailedError(self._dead or "out of time")
         began = time.monotonic()
@@ -132,13 +136,13 @@ class Candidate:
 
 
 class _Script:
-    """One test's text, run by `director.py` in the session `ours`, with the candidate in another."""
+    """Runs one test's text by `director.py` in the session `ours`, while the candidate is in another."""
 
     def __init__(self, ours: SandboxSession, candidate: Candidate) -> None:
         self._ours, self._candidate = ours, candidate
 
     async def run(self, setup: str, text: str, name: str) -> str | None:
-        """None where it passed, else why not."""
+        """Return None if the test passed, else why it failed."""
         source = inspect.getsource(director)
         own = [line for line in source.splitlines() if not line.startswith(_IMPORT)]
         source = inspect.getsource(wire) + "\n".join(own)
@@ -166,7 +170,7 @@ class _Script:
 
 
 def equal(result: Any, expected: Any) -> bool:
-    """Python's `==` of plain values."""
+    """Compare plain values by `==`."""
     try:
         return bool(result == expected)
     except RecursionError:
@@ -174,7 +178,7 @@ def equal(result: Any, expected: Any) -> bool:
 
 
 def _installed(source: str) -> str:
-    """Code that makes `source` a module of its own, apart from the names of what is judged."""
+    """Return code that installs `source` as a module of its own, apart from the solution's names."""
     return (
         f"import sys, types\nsys.modules[{_WIRE!r}] = types.ModuleType({_WIRE!r})\n"
         f"exec({source!r}, sys.modules[{_WIRE!r}].__dict__)"

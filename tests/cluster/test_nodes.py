@@ -20,6 +20,7 @@ from agentrl.cluster.group import WorkerGroup
 from agentrl.cluster.pool import ResourcePool
 from agentrl.cluster.session import Session
 
+pytestmark = pytest.mark.ray
 START = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"]
 HEAD = Path(sessions.__file__).with_name("head.py")
 SECONDS = 180.0

@@ -10,7 +10,7 @@ from agentrl.eval.evaluate import Evaluation, play
 from agentrl.eval.progress import Progress
 from agentrl.recipe.load import load_recipe
 from agentrl.recipe.schema import Recipe
-from agentrl.rollout.blocking import blocking
+from agentrl.rollout.blocking import blocking, run
 from agentrl.rollout.model_reward import ask_reward_model
 
 

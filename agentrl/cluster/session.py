@@ -17,9 +17,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, ClassVar
 
-from agentrl.cluster.errors import ClusterError
+from agentrl.cluster.errors import ClusterError, tail
 from agentrl.cluster.head import ENDED
-from agentrl.cluster.tail import tail
 
 MEGABYTE = 1 << 20
 OBJECT_STORE_SHARE = 0.3

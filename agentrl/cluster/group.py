@@ -158,9 +158,7 @@ class WorkerGroup:
             elif failures:
                 break
             elif time.monotonic() > max(began, self._answered) + timeout:  # nor an answer to another thread's call
-                raise self._end(
-                    worker_hung([self._references[rank] for rank in waiting.values()], method, timeout)
-                )
+                raise self._end(worker_hung([self._references[rank] for rank in waiting.values()], method, timeout))
         if failures:
             raise self._raised(method, failures, complete=not waiting)
         return outputs
@@ -202,9 +200,7 @@ class WorkerGroup:
         ]
         refs = {actor.start.remote(settings[rank]): rank for rank, actor in enumerate(self._actors)}
         sizes = self.collect("__init__", refs, max(self.timeout, START_SECONDS))
-        self._references = [
-            replace(worker, since=since) for worker, since in zip(self._references, sizes, strict=True)
-        ]
+        self._references = [replace(worker, since=since) for worker, since in zip(self._references, sizes, strict=True)]
 
     def _payloads(self, calls: Sequence[Arguments | None]) -> list[Any]:
         """Put arguments that several ranks share into the object store, once."""

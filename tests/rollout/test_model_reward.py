@@ -163,8 +163,8 @@ def test_a_rank_without_samples_keeps_up_with_the_others() -> None:
 def score_as_one_of_two(rank: int, root: Path, port: int) -> None:
     """A gloo rank that scores its part of the batch by a sharded reward model."""
     from agentrl.compute.ranks import TorchProcessGroup
+    from agentrl.distributed.fsdp.build import build_reward_model
     from agentrl.distributed.fsdp.mesh import find_place
-    from agentrl.distributed.fsdp.reward_model import build_reward_model
     from agentrl.recipe.schema import ClusterSection
 
     torch.set_num_threads(1)

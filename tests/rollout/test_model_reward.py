@@ -191,6 +191,7 @@ def score_as_one_of_two(rank: int, root: Path, port: int) -> None:
 FAMILIES = ("qwen3", "bert")
 
 
+@pytest.mark.slow
 def test_sharded_over_two_ranks_it_scores_alike(tmp_path: Path) -> None:
     for family in FAMILIES:
         saved(tmp_path / family, make_classifier(family, pad_token_id=7))

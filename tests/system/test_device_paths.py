@@ -43,6 +43,8 @@ from agentrl.weights.source import ModelWeights
 from agentrl.weights.transports import bucket as shared
 from agentrl.weights.transports import segments
 
+pytestmark = pytest.mark.slow
+
 GROUPS = [[1.0, 0.0, 1.0, 0.0], [0.0, 0.0, 1.0, 0.0]]
 LONE = [[1.0], [0.0], [1.0]]
 SAME = ("train/loss", "train/grad_norm", "train/entropy", "mismatch/kl")

@@ -1,7 +1,7 @@
-"""A program of its own: it runs a Ray node in a session of its own, away from the terminal's Ctrl-C and from signals to
-our process group, and ends all of it when its standard input closes, however its parent ended.
+"""A program that runs a Ray node in a session of its own, out of reach of the terminal's Ctrl-C and of signals to our
+process group, and ends all of it when its standard input closes, however its parent ended.
 
-usage: python head.py FOLDER COMMAND [ARGUMENT ...]   (FOLDER is Ray's; it goes with the parent)
+usage: python head.py FOLDER COMMAND [ARGUMENT ...]   (FOLDER is Ray's; it is deleted at the end)
 """
 
 import ctypes
@@ -15,10 +15,10 @@ import time
 from pathlib import Path
 
 GRACE_SECONDS = 5.0
-"""What Ray is given to end its processes by itself."""
+"""Time for Ray to end its processes by itself."""
 POLL_SECONDS = 0.2
 ENDED = "ended"
-"""A file in FOLDER that says that Ray ended by itself."""
+"""Name of the file in FOLDER that marks that Ray ended by itself."""
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _IGNORED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
@@ -68,7 +68,7 @@ def _kill(pid: int) -> None:
 
 
 def _children(pid: int) -> list[int]:
-    """Those of a process, by the kernel's list; none where there is no such list."""
+    """Return the children of a process by the kernel's list; none on systems without such a list."""
     found: list[int] = []
     for tasks in Path(f"/proc/{pid}/task").glob("*/children"):
         try:
@@ -93,13 +93,13 @@ def _as_child() -> None:
 
 
 def _prctl(option: int, value: int) -> None:
-    """Linux only; elsewhere the polite end must do."""
+    """Call prctl, which only Linux has; elsewhere Ray has to end when asked."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
 def _closed(seconds: float) -> bool:
-    """Whether standard input ended, after at most so many seconds."""
+    """Return whether standard input has ended, after at most `seconds`."""
     ready, _, _ = select.select([sys.stdin], [], [], seconds)
     return bool(ready) and not os.read(sys.stdin.fileno(), 1)
 

@@ -53,9 +53,10 @@ def pickled(worker_class: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     from ray import cloudpickle
 
     try:
-        return cloudpickle.dumps((worker_class, args, kwargs))
+        worker: bytes = cloudpickle.dumps((worker_class, args, kwargs))
     except (TypeError, AttributeError, pickle.PicklingError) as error:
         raise TypeError(f"an argument of {worker_class.__name__} cannot go to another process: {error}") from error
+    return worker
 
 
 def starts(

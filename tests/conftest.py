@@ -1,31 +1,72 @@
-"""Fixtures that several test files share: one real SGLang server for the whole session."""
+"""Which tests run when, and the fixtures that stand for what a machine may lack.
+
+A test without a marker of `TIERS` is `quick`, and `pytest` alone runs those. `pytest -m all` runs everything but what
+is `long`, and so does `pytest FILE` or `pytest FOLDER` of what it names.
+"""
 
 import os
+import shutil
 import signal
 from collections.abc import Iterator
 
 import pytest
 from paths import SUPPORT
+from tiers import FIXTURES, TIERS
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background job, which tests of Ctrl-C would inherit
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 os.environ["PYTHONPATH"] = os.pathsep.join([str(SUPPORT), *filter(None, [os.environ.get("PYTHONPATH")])])
-"""So that subprocesses and Ray's workers find what tests share."""
+"""Subprocesses and Ray workers import the shared helpers too."""
 
 VENV = "AGENTRL_SGLANG_VENV"
-LONGEST = (
-    "test_cluster_train_faults", "test_sglang_server", "test_cluster_train_equal", "test_sglang_lora",
-    "test_cluster_faults", "test_sglang_exact", "test_cluster_train_run", "test_train_resume", "test_sharded",
-    "test_cluster_nodes", "test_new",
-)  # fmt: skip
-"""What takes long comes first where processes share the tests, so that they end at about the same time."""
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    for name, reason in {**TIERS, "quick": "has none of these markers", "all": "is not `long`"}.items():
+        config.addinivalue_line("markers", f"{name}: {reason}")
+    if not config.option.markexpr:
+        named = config.args_source is pytest.Config.ArgsSource.ARGS
+        config.option.markexpr = "all" if named else "quick"
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        order = {name: place for place, name in enumerate(LONGEST)}
-        items.sort(key=lambda item: order.get(item.path.stem, len(order)))
+    """Mark every item by its fixtures and its tier; files with slow tests come first, so that the processes that share
+    the files end at about the same time."""
+    order = list(TIERS)
+    rank: dict[object, int] = {}
+    for item in items:
+        for fixture in FIXTURES.keys() & set(getattr(item, "fixturenames", ())):
+            item.add_marker(FIXTURES[fixture])
+        tiers = [order.index(mark.name) for mark in item.iter_markers() if mark.name in TIERS]
+        if not tiers:
+            item.add_marker("quick")
+        if item.get_closest_marker("long") is None:
+            item.add_marker("all")
+        rank[item.path] = min([rank.get(item.path, len(order)), *tiers])
+    items.sort(key=lambda item: rank[item.path])
+
+
+@pytest.fixture(scope="session")
+def bubblewrap() -> None:
+    """Skips where bubblewrap is missing, or does not work."""
+    from agentrl_tools.sandbox import make_sandbox
+
+    from agentrl.errors import UserError
+
+    try:
+        make_sandbox("bwrap", pool=0)
+    except UserError as error:
+        pytest.skip(f"needs bubblewrap (apt-get install bubblewrap): {error}")
+
+
+@pytest.fixture(scope="session")
+def chromium() -> str:
+    """The path of Chromium; skips where there is none."""
+    if (path := shutil.which("chromium")) is None:
+        pytest.skip("needs the system package chromium")
+    return path
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""Many workers behind one object: a Ray session, pools of resources, groups of SPMD workers, and what their faults say.
+"""Many workers behind one object: a Ray session, pools of resources, groups of SPMD workers, and their errors.
 
-Nothing here knows of training, and nothing outside imports it unless a recipe asks for a cluster.
+This package knows nothing of training, and is imported only if a recipe asks for a cluster.
 """

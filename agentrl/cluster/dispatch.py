@@ -7,53 +7,56 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 F = TypeVar("F", bound=Callable[..., Any])
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-"""Positional and named ones of a single call."""
+"""Positional and keyword arguments of a single call."""
 MARK = "__agentrl_registered__"
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What a dispatch knows of its group. Ranks r // sequence_parallel work on the same part of the data."""
+    """The size of a group. Ranks with the same r // sequence_parallel work on the same part of the data."""
 
     workers: int
+    """Ranks of the group."""
     sequence_parallel: int = 1
+    """Ranks that share a part of the data."""
 
     @property
     def parts(self) -> int:
-        """Into how many parts data are dealt."""
+        """Number of parts that data are split into."""
         return self.workers // self.sequence_parallel
 
 
 Scatter = Callable[[Shape, tuple[Any, ...], dict[str, Any]], tuple[list[Arguments | None], Any]]
-"""The arguments of each rank (None: not called), and whatever `Gather` needs to know of how they were dealt. Where
-several ranks are given the very same object, it travels once."""
+"""Return the arguments of each rank (None: not called), and a context for `Gather`. An object that several ranks share
+is sent once."""
 Gather = Callable[[Shape, list[Any], Any], Any]
-"""The result, from one output a rank (None of those not called) and what `Scatter` kept."""
+"""Return the result, from one output a rank (None for ranks not called) and the context of `Scatter`."""
 
 
 @dataclass(frozen=True)
 class Dispatch:
-    """A mode of calling a group. `ONE_TO_ALL`, `ALL_TO_ALL`, `RANK_ZERO` and `SPLIT` ship; a user's own is made alike.
+    """A mode of calling a group. `ONE_TO_ALL`, `ALL_TO_ALL`, `RANK_ZERO` and `SPLIT` ship; users may define others.
 
-    Raises what its functions raise, before anything is sent.
+    What `scatter` raises is raised before anything is sent.
     """
 
     name: str
+    """For errors."""
     scatter: Scatter
     gather: Gather
 
 
 @runtime_checkable
 class Dealable(Protocol):
-    """Data that can be dealt: `deal(parts)` gives an object with `parts` (a list, one entry a part, any of them may be
-    empty) and `join(outputs)`, which puts the outputs of the parts together."""
+    """Data that can be split: `deal(parts)` returns an object with `parts` (a list, one entry a part, any of which may
+    be empty) and `join(outputs)`, which joins the outputs of the parts."""
 
     def deal(self, parts: int) -> Any: ...
 
 
 def register(dispatch: "Dispatch | None" = None, *, blocking: bool = True) -> Callable[[F], F]:
-    """Marks a method of a `Worker` as callable through its group. dispatch: ONE_TO_ALL if not given.
-    blocking: False gives a `Future` at once, as `group.method.future(...)` always does."""
+    """Mark a method of a `Worker` as callable through its group. dispatch: ONE_TO_ALL if not given.
+    blocking: False returns a `Future` at once, as `group.method.future(...)` always does."""
     if dispatch is not None and not isinstance(dispatch, Dispatch):
         raise TypeError(f"register() takes a Dispatch, as in @register(dispatch=SPLIT), not {dispatch!r}")
 
@@ -65,8 +68,8 @@ def register(dispatch: "Dispatch | None" = None, *, blocking: bool = True) -> Ca
 
 
 def registered(worker_class: type) -> dict[str, tuple[Dispatch, bool]]:
-    """The marked methods of a class and its bases: name -> (dispatch, blocking). A method that is overridden without
-    a mark keeps that of its base."""
+    """Return the marked methods of a class and its bases: name -> (dispatch, blocking). A method that is overridden
+    without a mark keeps that of its base."""
     found: dict[str, tuple[Dispatch, bool]] = {}
     for base in reversed(worker_class.__mro__):
         for name, member in vars(base).items():
@@ -79,7 +82,7 @@ def _named(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[int | st
     return [*enumerate(args), *kwargs.items()]
 
 
-def _outputs(shape: Shape, outputs: list[Any], kept: Any) -> list[Any]:
+def _outputs(shape: Shape, outputs: list[Any], context: Any) -> list[Any]:
     return outputs
 
 
@@ -113,7 +116,7 @@ def _dealt(shape: Shape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple
             raise ValueError(f"deal({shape.parts}) gave {len(deal.parts)} parts")
     calls: list[Arguments] = [
         (
-            tuple(deals[at].parts[part] if at in deals else value for at, value in enumerate(args)),
+            tuple(deals[index].parts[part] if index in deals else value for index, value in enumerate(args)),
             {name: deals[name].parts[part] if name in deals else value for name, value in kwargs.items()},
         )
         for part in range(shape.parts)
@@ -122,11 +125,11 @@ def _dealt(shape: Shape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple
 
 
 ONE_TO_ALL = Dispatch("one_to_all", _to_all, _outputs)
-"""The same arguments to every worker; the list of their outputs by rank."""
+"""Send the same arguments to every worker; return their outputs by rank."""
 ALL_TO_ALL = Dispatch("all_to_all", _one_each, _outputs)
-"""Each argument a list with one entry a worker; the list of their outputs by rank."""
-RANK_ZERO = Dispatch("rank_zero", _to_first, lambda shape, outputs, kept: outputs[0])
-"""Only worker 0 is called; its output."""
+"""Take a list with one entry a worker for each argument; return the outputs by rank."""
+RANK_ZERO = Dispatch("rank_zero", _to_first, lambda shape, outputs, context: outputs[0])
+"""Call worker 0 only; return its output."""
 SPLIT = Dispatch("split", _dealt, lambda shape, outputs, deal: deal.join(outputs[:: shape.sequence_parallel]))
-"""Arguments with `deal` are dealt over the data-parallel parts, others go to all; the result is what the first one's
-deal joins. No size has to divide the number of workers: that is up to `deal`."""
+"""Split arguments with `deal` over the data-parallel parts and send the others to all; return the outputs as joined by
+the first deal. No size has to divide the number of workers: that is up to `deal`."""

@@ -3,30 +3,30 @@
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from agentrl.cluster import faults
 from agentrl.cluster.dispatch import Arguments, Dispatch, Shape, registered
 from agentrl.cluster.errors import ClusterError, WorkerLost
-from agentrl.cluster.faults import WorkerReference
 from agentrl.cluster.host import Answer, Failure, Hello
 from agentrl.cluster.pool import ResourcePool
+from agentrl.cluster.post_mortem import WorkerReference, cause_of_death, worker_died, worker_hung, worker_raised
 from agentrl.cluster.session import Session
 from agentrl.cluster.spawn import greet, pickled, spawn, starts
 
 GRACE_SECONDS = 2.0
-"""What the other ranks are given once one has raised: they may say more, or wait for it for ever."""
-MAKE_SECONDS = 180.0
-"""What the making of workers has at least, whatever the group's timeout: imports alone take long on a busy machine."""
+"""Time for the other ranks to answer once one has raised: they may raise too, or wait for it for ever."""
+START_SECONDS = 180.0
+"""Minimum time allowed for starting workers, whatever the group's timeout: imports take long on a busy machine."""
 CLOSE_SECONDS = 5.0
-_WORST = {"memory": 0, "user": 1, "error": 2}
-"""Which of several failures is told of: that of which the others may be consequences."""
+_PRECEDENCE = {"memory": 0, "user": 1, "error": 2}
+"""The order in which failures of several ranks are reported: the others may be consequences of the first."""
 
 
 class Future:
-    """The result of a call that is under way."""
+    """The result of a call in flight."""
 
     def __init__(
         self, group: "WorkerGroup", method: str, refs: dict[Any, int], gather: Callable[[list[Any]], Any]
@@ -34,16 +34,16 @@ class Future:
         self._group, self._method, self._refs, self._gather = group, method, refs, gather
 
     def result(self) -> Any:
-        """Wait for it. May be called once, from any thread.
+        """Wait for the result. May be called once, from any thread.
 
-        Raises what the workers raised: UserError as it was, ClusterError for memory, other exceptions with the
-        worker's traceback as a note; WorkerLost when one died, or when none answered anything for the group's timeout.
+        Raises what the workers raised: UserError unchanged, ClusterError for memory, other exceptions with the worker's
+        traceback as a note; WorkerLost if one died, or if none answered any call within the group's timeout.
         """
         return self._gather(self._group.collect(self._method, self._refs))
 
 
 class Method:
-    """A registered method of the workers: called, it goes to all that its dispatch names."""
+    """A registered method of the workers. A call goes to the workers that its dispatch selects."""
 
     def __init__(self, group: "WorkerGroup", name: str, dispatch: Dispatch, blocking: bool) -> None:
         self._group, self._name, self._dispatch, self._blocking = group, name, dispatch, blocking
@@ -53,24 +53,24 @@ class Method:
         return future.result() if self._blocking else future
 
     def future(self, *args: Any, **kwargs: Any) -> Future:
-        """Send the call and come back at once."""
+        """Send the call and return at once."""
         shape, dispatch = self._group.shape, self._dispatch
-        calls, kept = dispatch.scatter(shape, args, kwargs)
+        calls, context = dispatch.scatter(shape, args, kwargs)
         if len(calls) != shape.workers:
             raise ValueError(f"dispatch {dispatch.name!r} gave {len(calls)} calls for {shape.workers} workers")
         refs = self._group.send(self._name, calls)
-        return Future(self._group, self._name, refs, lambda outputs: dispatch.gather(shape, outputs, kept))
+        return Future(self._group, self._name, refs, lambda outputs: dispatch.gather(shape, outputs, context))
 
 
 class WorkerGroup:
-    """SPMD workers of one class in a pool, one a place. The class's registered methods are methods of the group. Every
-    worker sees the calls in the same order, from however many threads they come.
+    """SPMD workers of one class, one for each slot of a pool. The class's registered methods are methods of the group.
+    Every worker sees the calls in the same order, from however many threads they come.
 
-    sequence_parallel: how many ranks share a part of the data. timeout: seconds without an answer after which workers
-    count as hung (their making has at least MAKE_SECONDS). logs: folder on each worker's machine, for
+    sequence_parallel: number of ranks that share a part of the data. timeout: seconds without an answer after which
+    workers count as hung (START_SECONDS at least while they start). logs: folder on each worker's machine, for
     `<name>_<rank>.log`.
 
-    Raises ClusterError when processes do not start, and what the workers' `__init__` raises.
+    Raises ClusterError if processes do not start, and what the workers' `__init__` raises.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class WorkerGroup:
         self.shape = Shape(pool.workers, sequence_parallel)
         self._advice = getattr(worker_class, "memory_advice", "give it less at once")
         self._sending = threading.Lock()
-        self._open: dict[Any, tuple[int, str]] = {}  # calls without an answer taken, oldest first: rank and method
+        self._open: dict[Any, tuple[int, str]] = {}  # calls not answered yet, oldest first: rank, method
         self._answered = 0.0
         self._lost: WorkerLost | None = None
         self._references: list[WorkerReference] = []
@@ -119,16 +119,16 @@ class WorkerGroup:
 
     @property
     def logs(self) -> list[Path]:
-        """By rank."""
-        return [witness.log for witness in self._references]
+        """The workers' log files, by rank."""
+        return [worker.log for worker in self._references]
 
     @property
     def workers(self) -> list[Hello]:
-        """Who they are, by rank."""
-        return [witness.hello for witness in self._references]
+        """The workers' processes, by rank."""
+        return [worker.hello for worker in self._references]
 
     def send(self, method: str, calls: Sequence[Arguments | None]) -> dict[Any, int]:
-        """Start a call on every rank that has arguments; object reference -> rank."""
+        """Start a call on every rank that has arguments. Returns object reference -> rank."""
         if self._lost is None and self._actors:
             payloads = self._payloads(calls)
             with self._sending:
@@ -141,10 +141,10 @@ class WorkerGroup:
                 return refs
         raise self._lost or ClusterError(f"the group {self.name!r} was closed")
 
-    def collect(self, method: str, refs: dict[Any, int], patience: float | None = None) -> list[Any]:
-        """The outputs by rank, None of those not called. patience: seconds instead of the group's timeout. See
-        `Future.result` for what it raises."""
-        timeout = self.timeout if patience is None else patience
+    def collect(self, method: str, refs: dict[Any, int], timeout: float | None = None) -> list[Any]:
+        """Return the outputs by rank, None for ranks that were not called. timeout: seconds, in place of the group's.
+        Raises as `Future.result` does."""
+        timeout = self.timeout if timeout is None else timeout
         outputs: list[Any] = [None] * self.shape.workers
         failures: dict[int, Failure] = {}
         waiting, began = dict(refs), time.monotonic()
@@ -157,16 +157,14 @@ class WorkerGroup:
                     failures[rank] = answer.failure
             elif failures:
                 break
-            elif time.monotonic() > max(began, self._answered) + timeout:  # no call of another thread either
-                raise self._end(
-                    faults.worker_hung([self._references[rank] for rank in waiting.values()], method, timeout)
-                )
+            elif time.monotonic() > max(began, self._answered) + timeout:  # nor an answer to another thread's call
+                raise self._end(worker_hung([self._references[rank] for rank in waiting.values()], method, timeout))
         if failures:
             raise self._raised(method, failures, complete=not waiting)
         return outputs
 
     def close(self) -> None:
-        """End the workers, after each has let go of what it holds."""
+        """End the workers, after each has released its resources."""
         import ray
 
         if self._actors and self._lost is None and Session.reachable():
@@ -175,7 +173,7 @@ class WorkerGroup:
         self.kill()
 
     def kill(self) -> None:
-        """End the workers as they are."""
+        """End the workers at once."""
         import ray
 
         with self._sending:
@@ -195,25 +193,26 @@ class WorkerGroup:
 
     def _start(self, worker: bytes, logs: Path) -> None:
         hellos = greet(self._actors, self.name)
-        told = starts(hellos, self._pool.by_node, worker, logs, self.name, gpu=self._pool.gpu)
-        for rank, (hello, start) in enumerate(zip(hellos, told, strict=True)):
-            self._references.append(WorkerReference(self.name, rank, hello, Path(start.log)))
-        refs = {actor.start.remote(told[rank]): rank for rank, actor in enumerate(self._actors)}
-        made = self.collect("__init__", refs, max(self.timeout, MAKE_SECONDS))
-        for witness, since in zip(self._references, made, strict=True):
-            witness.since = since
+        settings = starts(hellos, self._pool.by_node, worker, logs, self.name, gpu=self._pool.gpu)
+        self._references = [
+            WorkerReference(self.name, rank, hello, Path(start.log))
+            for rank, (hello, start) in enumerate(zip(hellos, settings, strict=True))
+        ]
+        refs = {actor.start.remote(settings[rank]): rank for rank, actor in enumerate(self._actors)}
+        sizes = self.collect("__init__", refs, max(self.timeout, START_SECONDS))
+        self._references = [replace(worker, since=since) for worker, since in zip(self._references, sizes, strict=True)]
 
     def _payloads(self, calls: Sequence[Arguments | None]) -> list[Any]:
-        """What several ranks are given alike is put into the object store once."""
+        """Put arguments that several ranks share into the object store, once."""
         import ray
 
-        given = {id(call): call for call in calls if call is not None and any(call)}
+        distinct = {id(call): call for call in calls if call is not None and any(call)}
         ids = [id(call) for call in calls]
-        shared = {key: ray.put(call) for key, call in given.items() if ids.count(key) > 1}
+        shared = {key: ray.put(call) for key, call in distinct.items() if ids.count(key) > 1}
         return [shared.get(id(call), call) for call in calls]
 
     def _next(self, method: str, waiting: dict[Any, int], seconds: float) -> tuple[int, Answer] | None:
-        """The next answer, taken from `waiting`, and its rank; None when none came in time. Raises WorkerLost."""
+        """Take the next answer off `waiting`; return its rank and it, None if none came in time. Raises WorkerLost."""
         import ray
 
         ready, _ = ray.wait(list(waiting), num_returns=1, timeout=max(seconds, 0.0))
@@ -223,21 +222,21 @@ class WorkerGroup:
         try:
             answer = ray.get(ready[0])
         except ray.exceptions.RayError as error:
-            if self._lost is not None:  # ended by another thread, with all that was under way
+            if self._lost is not None:  # another thread ended the group, with every call in flight
                 raise self._lost from None
-            cause = faults.cause(error) if Session.reachable() else "Ray itself has ended on the controller's machine"
-            raise self._end(faults.worker_died(self._references[rank], self._running(rank) or method, cause)) from None
+            cause = cause_of_death(error) if Session.reachable() else "Ray itself has ended on the controller's machine"
+            raise self._end(worker_died(self._references[rank], self._running(rank) or method, cause)) from None
         self._answered = time.monotonic()
         with self._sending:
             self._open.pop(ready[0], None)
         return rank, answer
 
     def _running(self, rank: int) -> str | None:
-        """The call in which a dead worker ended: its oldest without an answer, whichever thread waits for that one."""
+        """Return the call in which a dead worker ended: its oldest without an answer, from whichever thread."""
         import ray
 
         with self._sending:
-            calls = [(ref, method) for ref, (its, method) in self._open.items() if its == rank]
+            calls = [(ref, method) for ref, (called, method) in self._open.items() if called == rank]
         for ref, method in calls:
             try:
                 ray.get(ref, timeout=0)
@@ -246,12 +245,12 @@ class WorkerGroup:
         return None
 
     def _raised(self, method: str, failures: dict[int, Failure], complete: bool) -> Exception:
-        """What a failure of some ranks is to the caller. Where others gave no answer, the group is over."""
-        rank = min(failures, key=lambda rank: _WORST[failures[rank].kind])  # the first of equals
-        witness, failure = self._references[rank], failures[rank]
+        """Return the error for the caller when some ranks failed. If others gave no answer, the group ends."""
+        rank = min(failures, key=lambda rank: _PRECEDENCE[failures[rank].kind])  # the first of equals
+        worker, failure = self._references[rank], failures[rank]
         if not complete:
-            self._end(WorkerLost(f"the group {self.name!r} ended when {witness} failed: {failure.line}"))
-        return faults.raised(witness, method, failure, self._advice)
+            self._end(WorkerLost(f"the group {self.name!r} ended when {worker} failed: {failure.line}"))
+        return worker_raised(worker, method, failure, self._advice)
 
     def _end(self, lost: WorkerLost) -> WorkerLost:
         self._lost = lost

@@ -1,5 +1,5 @@
-"""`Host`: the Ray actor around a worker. It makes the process ready before the worker's class is even imported, and
-answers every call with an `Answer`, so that what a worker raises is told from a worker that is gone."""
+"""`Host`: the Ray actor around a worker. It prepares the process before the worker's class is imported, and answers
+every call with an `Answer`, so that an error of the worker is distinct from the loss of the worker."""
 
 import faulthandler
 import io
@@ -18,56 +18,68 @@ from agentrl.cluster.dispatch import Arguments
 from agentrl.errors import UserError
 
 STACKS = signal.SIGUSR1
-"""Makes a worker write the stacks of its threads to its log, also from within a collective that hangs."""
+"""The signal that makes a worker write its threads' stacks to its log, also while it hangs in a collective."""
 
 
 @dataclass(frozen=True)
 class Hello:
-    """Who a worker is, for people and for signals."""
+    """The process of a worker."""
 
     pid: int
     node: str
-    """Its address."""
+    """Address of its machine."""
     node_id: str
+    """Ray's name of its machine."""
     port: int
-    """Free a moment ago, for rank 0's rendezvous."""
+    """A port that was free a moment ago, for rank 0's rendezvous."""
     cores: int
+    """CPU cores that it may use."""
     oom_kills: int
-    """Of its machine so far, see `oom_kills`."""
+    """Processes that the kernel of its machine had killed for memory, see `oom_kills`."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """What a worker raised."""
+    """An error that a worker raised."""
 
     kind: Literal["user", "memory", "error"]
+    """A UserError, memory that ran out, or anything else."""
     line: str
+    """Its message in a line."""
     trace: str
+    """Its traceback."""
     error: bytes | None
-    """Pickled, where it can be."""
+    """The exception pickled; None if it cannot be."""
 
 
 @dataclass(frozen=True)
 class Answer:
+    """The outcome of a call."""
+
     value: Any = None
+    """What the method returned."""
     failure: Failure | None = None
+    """What it raised, if anything."""
 
 
 @dataclass(frozen=True)
 class Start:
-    """What a process needs before it makes its worker."""
+    """What a process needs before it constructs its worker."""
 
     environment: dict[str, str]
+    """Variables to set."""
     folder: str
+    """The controller's working folder, used if the machine has it."""
     path: list[str]
-    """Where the controller finds modules, for classes that are no part of an installed package."""
+    """The controller's `sys.path`, for classes outside of installed packages."""
     log: str
+    """Path of the log, on the worker's machine."""
     worker: bytes
     """Pickled (class, args, kwargs): opened only once the environment stands, since libraries read it on import."""
 
 
 class Host:
-    """One a process. Its methods run one after the other, in the main thread."""
+    """The actor of one process. Its methods run one after the other, in the main thread."""
 
     def __init__(self) -> None:
         self._worker: Any = None
@@ -82,7 +94,7 @@ class Host:
         return Hello(os.getpid(), ray.util.get_node_ip_address(), context.get_node_id(), port, _cores(), oom_kills())
 
     def start(self, start: Start) -> Answer:
-        """Make the worker. The value is the byte of its log from which on the log is its own."""
+        """Construct the worker. The value is the size of its log in bytes before it wrote anything."""
         since = _write_to(Path(start.log))
         os.environ.update(start.environment)
         if os.path.isdir(start.folder):
@@ -133,7 +145,7 @@ def _pickled(error: Exception) -> bytes | None:
 
 
 def _write_to(log: Path) -> int:
-    """Send what this process prints to `log`, and what the interpreter says as it crashes. Returns its size before."""
+    """Redirect what this process prints, and the interpreter's report of a crash, to `log`. Returns its size before."""
     log.parent.mkdir(parents=True, exist_ok=True)
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     since = os.fstat(file).st_size
@@ -146,8 +158,8 @@ def _write_to(log: Path) -> int:
     return since
 
 
-class _Patient(io.FileIO):
-    """Drops what a full disk does not take: what a worker prints must not end it."""
+class _LossyFile(io.FileIO):
+    """File that drops what a full disk does not take: what a worker prints must not end it."""
 
     def write(self, data: Any, /) -> int:
         try:
@@ -157,19 +169,19 @@ class _Patient(io.FileIO):
 
 
 def _lines(number: int) -> io.TextIOWrapper:
-    raw = _Patient(number, "w", closefd=False)
+    raw = _LossyFile(number, "w", closefd=False)
     return io.TextIOWrapper(io.BufferedWriter(raw), errors="replace", line_buffering=True)
 
 
 def oom_kills() -> int:
-    """How many processes the kernel has killed for want of memory, in this container, or else on this machine."""
+    """Return how many processes the kernel has killed for memory, in this container or else on this machine."""
     for counters in (Path("/sys/fs/cgroup/memory.events"), Path("/proc/vmstat")):
         try:
-            said = dict(line.split() for line in counters.read_text().splitlines())
+            counted = dict(line.split() for line in counters.read_text().splitlines())
         except OSError:
             continue
-        if "oom_kill" in said:
-            return int(said["oom_kill"])
+        if "oom_kill" in counted:
+            return int(counted["oom_kill"])
     return 0
 
 

@@ -14,25 +14,27 @@ if TYPE_CHECKING:
 
 Resources = dict[str, float]
 POLL_SECONDS = 0.2
-LEAST_SECONDS = 30.0
-"""For Ray to set aside what it has said is free."""
+RESERVE_SECONDS = 30.0
+"""Minimum time for Ray to reserve what it reported as free."""
 
 
 @dataclass(frozen=True)
 class Node:
-    """A machine of the cluster, with what it has and what of it is free."""
+    """A machine of the cluster."""
 
     address: str
     total: Resources
+    """All its resources, by Ray's names."""
     free: Resources
+    """Those not reserved."""
 
 
 class ResourcePool:
-    """`workers` places, spread evenly over `nodes` machines (the first ones hold one more where they do not divide).
+    """Slots for `workers` workers, spread evenly over `nodes` machines (the first ones hold one more if that does not
+    divide).
 
-    gpu: each worker gets a GPU of its own, beside its CPU. patience: seconds that resources in use by others are waited
-    for; what no machine has is refused at once. Raises ClusterError that says what is needed and what is there.
-    """
+    gpu: each worker gets a GPU of its own, beside its CPU. patience: seconds to wait for resources that others use;
+    what no machine has is refused at once. Raises ClusterError with what is needed and what exists."""
 
     def __init__(self, workers: int, nodes: int = 1, *, gpu: bool = False, patience: float = 10.0) -> None:
         if not 1 <= nodes <= workers:
@@ -47,7 +49,7 @@ class ResourcePool:
             if time.monotonic() > until:
                 self._check(lambda node: node.free, "free")
             time.sleep(POLL_SECONDS)
-        self._hold(max(patience, LEAST_SECONDS))
+        self._hold(max(patience, RESERVE_SECONDS))
 
     def __enter__(self) -> "ResourcePool":
         return self
@@ -56,11 +58,11 @@ class ResourcePool:
         self.release()
 
     def needs(self, workers: int = 1) -> Resources:
-        """What so many workers take of one node."""
+        """Return the resources that `workers` workers take of one node."""
         return {"CPU": float(workers), **({"GPU": float(workers)} if self.gpu else {})}
 
     def release(self) -> None:
-        """Give the resources back. Groups in the pool are to be closed before."""
+        """Release the resources. Close the groups in the pool first."""
         import ray
 
         if self._held is not None and Session.reachable():
@@ -68,18 +70,19 @@ class ResourcePool:
         self._held = None
 
     def take(self, group: str) -> "ResourcePool":
-        """Claim the places for a group, one at a time. Roles that share processes are objects of one worker."""
+        """Claim the slots for a group; a pool holds one at a time. Roles that share processes are objects of one
+        worker."""
         if self._group is not None:
             raise ClusterError(f"the pool holds the group {self._group!r}; make another pool for {group!r}")
         self._group = group
         return self
 
     def give(self) -> None:
-        """The group has ended; another may come."""
+        """Free the slots for another group, after this one has ended."""
         self._group = None
 
     def place(self, node: int) -> dict[str, Any]:
-        """Options of Ray for an actor on the pool's node `node`."""
+        """Return Ray's options for an actor on the pool's node number `node`."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         if self._held is None:
@@ -92,7 +95,7 @@ class ResourcePool:
         }
 
     def _hold(self, timeout: float) -> None:
-        """One bundle a node, all of them or none."""
+        """Reserve one bundle a node: all of them or none."""
         import ray
 
         bundles = [self.needs(workers) for workers in self.by_node]
@@ -103,7 +106,7 @@ class ResourcePool:
             raise ClusterError(f"Ray did not set {self._needed()} aside within {timeout:.0f} seconds; see `ray status`")
 
     def _places(self, resources: Resources) -> int:
-        """How many of our workers a node can hold."""
+        """Return how many workers a node can hold."""
         return int(min(resources.get(name, 0.0) / amount for name, amount in self.needs().items()))
 
     def _check(self, has: Callable[[Node], Resources], word: str) -> None:
@@ -121,19 +124,19 @@ class ResourcePool:
 
 
 def spread(workers: int, nodes: int) -> list[int]:
-    """How many workers lie on each node."""
+    """Return the number of workers on each node."""
     return [workers // nodes + (node < workers % nodes) for node in range(nodes)]
 
 
 def fits(by_node: list[int], places: list[int]) -> bool:
-    """Whether each number of workers finds a node of its own, of nodes with so many places."""
+    """Return whether each number of workers fits on a node of its own. places: the slots of each node."""
     return len(by_node) <= len(places) and all(
         need <= has for need, has in zip(sorted(by_node, reverse=True), sorted(places, reverse=True), strict=False)
     )
 
 
 def cluster_nodes() -> list[Node]:
-    """The machines that are alive."""
+    """Return the machines that are alive."""
     import ray
     from ray._private.state import available_resources_per_node
 

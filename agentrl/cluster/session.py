@@ -1,4 +1,4 @@
-"""`Session`: Ray on this machine, started for this run and ended with it, or an existing cluster, left as it was."""
+"""`Session`: Ray on this machine, started and ended with the run, or a connection to an existing cluster."""
 
 import logging
 import os
@@ -16,33 +16,32 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, ClassVar
 
-from agentrl.cluster.errors import ClusterError
-from agentrl.cluster.tail import tail
+from agentrl.cluster.errors import ClusterError, tail
 from agentrl.process_tree import ProcessTree
 
 MEGABYTE = 1 << 20
 OBJECT_STORE_SHARE = 0.3
-"""Of what is free in /dev/shm. Batches and weights pass through, nothing is kept."""
-OBJECT_STORE_MOST = 8 << 30
-OBJECT_STORE_LEAST = 80 * MEGABYTE
-"""Ray takes no less than 75 MiB."""
+"""Share of the free space in /dev/shm. Batches and weights pass through, nothing is kept."""
+OBJECT_STORE_MAX = 8 << 30
+OBJECT_STORE_MIN = 80 * MEGABYTE
+"""Ray needs 75 MiB at least."""
 CONNECT_SECONDS = 30.0
 GRACE_SECONDS = 5.0
 """Time for Ray to end its processes by itself."""
 _BUSY = "timed out during startup"
-_LONGEST_TEMP = 20
+_MAX_TEMP_LENGTH = 20
 """The paths of Ray's sockets, which are 85 characters longer, may have 107."""
 
 
 class Session:
     """A connection to Ray, one at a time in a process. Leave it by `close` or as a context.
 
-    address: of an existing cluster, HOST:PORT of its head, or `auto`: what RAY_ADDRESS says, or else the one that this
-    machine belongs to. None starts Ray on this machine, where it ends with this process however that ends. cpus, gpus:
-    how many to count on, for a Ray that is started (None: those there are). object_store: bytes of shared memory,
-    likewise. timeout: seconds; a machine that is busy takes a minute.
+    address: of an existing cluster: HOST:PORT of its head, or `auto`: that of RAY_ADDRESS, or else of the cluster that
+    this machine belongs to. None starts Ray on this machine; it ends with this process however that ends. cpus, gpus:
+    the numbers that a Ray started here offers (None: all there are). object_store: its shared memory in bytes. timeout:
+    seconds; a busy machine takes a minute.
 
-    Raises ClusterError when Ray cannot be started or reached.
+    Raises ClusterError if Ray cannot be started or reached.
     """
 
     _current: ClassVar["Session | None"] = None
@@ -59,7 +58,7 @@ class Session:
         self._node: ProcessTree | None = None
         self._connected = False
         self.folder: Path | None = None
-        """Ray's files, where we started it; they go with it."""
+        """Ray's files, deleted with it; None if this process did not start Ray."""
         self.address = address or ""
         _be_quiet()
         _check()
@@ -83,18 +82,18 @@ class Session:
 
     @classmethod
     def reachable(cls) -> bool:
-        """Whether this process is connected to a Ray that runs."""
+        """Return whether this process is connected to a Ray that runs."""
         import ray
 
         return ray.is_initialized() and (cls._current is None or cls._current.alive)
 
     @property
     def alive(self) -> bool:
-        """False once a Ray that we started has ended by itself: whatever is asked of it then would wait for ever."""
+        """False once a Ray that this process started has ended by itself: calls to it would wait for ever."""
         return self._node is None or self._node.running
 
     def close(self) -> None:
-        """End our workers, and Ray where we started it. Nothing of it is left afterwards: no process, port, file."""
+        """End our workers, and Ray if this process started it. No process, port or file of it is left afterwards."""
         if self._connected:
             import ray
 
@@ -111,7 +110,8 @@ class Session:
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def _start(self, cpus: int | None, gpus: int | None, object_store: int, timeout: float) -> str:
-        """Start Ray's node. Returns its address. Ray itself gives its node 30 seconds, too few for a busy machine."""
+        """Start Ray's node and return its address. Retry, as Ray allows its node 30 seconds, too few on a busy
+        machine."""
         until = time.monotonic() + timeout
         while True:
             try:
@@ -126,8 +126,8 @@ class Session:
         output = folder / "start.log"
         with output.open("wb") as file:
             self._node = _launch(folder, _command(folder, cpus, gpus, object_store), file)
-        said = folder / "ray_current_cluster"  # written by `ray start` once it is up
-        while not (said.is_file() and (address := said.read_text().strip())):
+        started = folder / "ray_current_cluster"  # written by `ray start` once it is up
+        while not (started.is_file() and (address := started.read_text().strip())):
             if not self.alive:
                 raise ClusterError(f"Ray did not start on this machine: {_reason(tail(output))}")
             if time.monotonic() > until:
@@ -137,15 +137,16 @@ class Session:
 
 
 def object_store_bytes() -> int:
-    """What the object store may have of this machine's shared memory, in bytes."""
+    """Return the size of the object store in this machine's shared memory, in bytes. Raises ClusterError if that is too
+    little."""
     shared = Path("/dev/shm")
     free = shutil.disk_usage(shared if shared.is_dir() else tempfile.gettempdir()).free
-    if free < OBJECT_STORE_LEAST:
+    if free < OBJECT_STORE_MIN:
         raise ClusterError(
-            f"Ray needs {OBJECT_STORE_LEAST // MEGABYTE} MiB of shared memory and {shared} has {free // MEGABYTE} MiB "
+            f"Ray needs {OBJECT_STORE_MIN // MEGABYTE} MiB of shared memory and {shared} has {free // MEGABYTE} MiB "
             f"free; free some, or give a container more, as with docker run --shm-size=2g"
         )
-    return max(OBJECT_STORE_LEAST, min(OBJECT_STORE_MOST, int(free * OBJECT_STORE_SHARE)))
+    return max(OBJECT_STORE_MIN, min(OBJECT_STORE_MAX, int(free * OBJECT_STORE_SHARE)))
 
 
 def _be_quiet() -> None:
@@ -155,8 +156,8 @@ def _be_quiet() -> None:
 
 
 def _protect() -> None:
-    """Ray listens on every interface, and whoever reaches it may run code: so it gets a token that only our processes
-    know. It stays in the environment, since Ray reads it once a process; a user's own choice stands."""
+    """Set a token for Ray that only our processes know: it listens on every interface, and whoever reaches it may run
+    code. The token stays in the environment, since Ray reads it once a process; a user's own choice is kept."""
     if "RAY_AUTH_MODE" in os.environ:
         return
     os.environ["RAY_AUTH_MODE"] = "token"
@@ -168,7 +169,7 @@ def _protect() -> None:
 
 def _new_folder() -> Path:
     parent = tempfile.gettempdir()
-    return Path(tempfile.mkdtemp(prefix="agentrl-ray-", dir=parent if len(parent) <= _LONGEST_TEMP else "/tmp"))
+    return Path(tempfile.mkdtemp(prefix="agentrl-ray-", dir=parent if len(parent) <= _MAX_TEMP_LENGTH else "/tmp"))
 
 
 def _command(folder: Path, cpus: int | None, gpus: int | None, object_store: int) -> list[str]:
@@ -187,7 +188,7 @@ def _launch(folder: Path, command: list[str], output: IO[bytes]) -> ProcessTree:
 
 
 def _check() -> None:
-    """Raises ClusterError where this process cannot have a session at all."""
+    """Raise ClusterError if this process cannot have a session at all."""
     try:
         import ray
     except ImportError as error:
@@ -197,8 +198,8 @@ def _check() -> None:
 
 
 def reach(address: str) -> str:
-    """The address HOST:PORT that `cluster.address` stands for, where something listens. Raises ClusterError: Ray itself
-    would try for minutes, and print what it tries."""
+    """Return the HOST:PORT that `cluster.address` stands for, once something answers there. Raises ClusterError: Ray
+    itself would try for minutes, and print each try."""
     named = _find() if address == "auto" else address
     host, _, port = named.rpartition(":")
     if not host or not port.isdigit() or not set("/@").isdisjoint(host):
@@ -217,7 +218,7 @@ def reach(address: str) -> str:
 
 
 def _speaks_http2(connection: socket.socket) -> bool:
-    """Whether who listens answers as the servers of gRPC do: with a frame of settings (RFC 9113, 3.4 and 6.5)."""
+    """Return whether the peer answers as gRPC servers do: with a frame of settings (RFC 9113, 3.4 and 6.5)."""
     connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + b"\4" + bytes(5))
     frame = b""
     while len(frame) < 9 and (more := connection.recv(9 - len(frame))):
@@ -226,7 +227,7 @@ def _speaks_http2(connection: socket.socket) -> bool:
 
 
 def _find() -> str:
-    """What `auto` stands for: RAY_ADDRESS, or the cluster of this machine, by Ray's own rules."""
+    """Return the address that `auto` stands for: RAY_ADDRESS, or the cluster of this machine, by Ray's own rules."""
     if (named := os.environ.get("RAY_ADDRESS", "").strip()) not in ("", "auto"):
         return named
     from ray._private.services import get_ray_address_from_environment
@@ -240,19 +241,19 @@ def _find() -> str:
 
 
 def _connect(address: str, timeout: float) -> None:
-    """Raises ClusterError, with what Ray says of it."""
+    """Connect to Ray. Raises ClusterError with Ray's reason."""
     import ray
 
     ray._private.worker._worker_logs_enabled = False  # else the deaths of workers are printed besides, in long lines
     until = time.monotonic() + timeout
     while True:
-        said: list[bytes] = []
+        printed: list[bytes] = []
         try:
-            with _our_signals(), _hushed(said):
+            with _our_signals(), _captured_stderr(printed):
                 ray.init(address=address, log_to_driver=False, configure_logging=False, logging_level=logging.ERROR)
             return
         except (ConnectionError, RuntimeError, ValueError, TimeoutError, ray.exceptions.RayError) as error:
-            if b"InvalidAuthToken" in b"".join(said):
+            if b"InvalidAuthToken" in b"".join(printed):
                 raise ClusterError(
                     f"the Ray cluster at {address!r} does not take our token: set RAY_AUTH_MODE=token and "
                     "RAY_AUTH_TOKEN here to what they were where `ray start` was called"
@@ -263,8 +264,8 @@ def _connect(address: str, timeout: float) -> None:
 
 
 @contextmanager
-def _hushed(said: list[bytes]) -> Iterator[None]:
-    """What Ray's libraries print of each try of theirs goes into `said` instead: they know of no logging."""
+def _captured_stderr(printed: list[bytes]) -> Iterator[None]:
+    """Append to `printed` what Ray's libraries write to standard error for each try: they do not use logging."""
     with tempfile.TemporaryFile() as file:
         errors = os.dup(2)
         os.dup2(file.fileno(), 2)
@@ -274,12 +275,12 @@ def _hushed(said: list[bytes]) -> Iterator[None]:
             os.dup2(errors, 2)
             os.close(errors)
             file.seek(0)
-            said.append(file.read())
+            printed.append(file.read())
 
 
 @contextmanager
 def _our_signals() -> Iterator[None]:
-    """Ray takes SIGTERM for itself; the handlers of the run stay."""
+    """Keep the run's signal handlers: Ray installs its own for SIGTERM."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -292,5 +293,5 @@ def _our_signals() -> Iterator[None]:
 
 
 def _reason(lines: list[str]) -> str:
-    """The last line that says something."""
+    """Return the last line that is not empty."""
     return next((line.strip() for line in reversed(lines) if line.strip()), "it said nothing")

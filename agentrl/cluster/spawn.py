@@ -1,4 +1,4 @@
-"""Starting the processes of a group, and what each is told before its worker is made."""
+"""Start the processes of a group, and compute what each needs before its worker is constructed."""
 
 import os
 import pickle
@@ -7,20 +7,20 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from agentrl.cluster import faults
 from agentrl.cluster.errors import ClusterError
 from agentrl.cluster.host import Hello, Host, Start
 from agentrl.cluster.pool import ResourcePool
+from agentrl.cluster.post_mortem import cause_of_death
 from agentrl.cluster.worker import NODE
 
 SPAWN_SECONDS = 180.0
-"""Until the processes run; what their workers load comes after it."""
+"""Time for the processes to start; their workers load their models after it."""
 FORWARDED = ("NCCL_", "GLOO_", "TORCH", "PYTORCH_", "HF_", "TRANSFORMERS_", "TOKENIZERS_", "OMP_", "MKL_", "AGENTRL_")
-"""Variables of the controller that workers get too, on whatever machine they run."""
+"""Prefixes of the controller's environment variables that workers get too, on whatever machine they run."""
 
 
 def spawn(pool: ResourcePool) -> list[Any]:
-    """The actors, by rank: node by node."""
+    """Return the actors, by rank: node by node."""
     import ray
 
     host = ray.remote(Host)
@@ -32,7 +32,7 @@ def spawn(pool: ResourcePool) -> list[Any]:
 
 
 def greet(actors: list[Any], group: str, seconds: float = SPAWN_SECONDS) -> list[Hello]:
-    """Wait until the processes run; who they are. Raises ClusterError when some do not start in time, or at all."""
+    """Wait until the processes run. Raises ClusterError if some do not start in time, or at all."""
     import ray
 
     refs = [actor.hello.remote() for actor in actors]
@@ -45,23 +45,24 @@ def greet(actors: list[Any], group: str, seconds: float = SPAWN_SECONDS) -> list
     try:
         return ray.get(ready)
     except ray.exceptions.RayError as error:
-        raise ClusterError(f"a process of {group!r} did not start: {faults.cause(error)}") from None
+        raise ClusterError(f"a process of {group!r} did not start: {cause_of_death(error)}") from None
 
 
 def pickled(worker_class: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
-    """A worker before it is made. Raises TypeError for arguments that cannot leave this process."""
+    """Pickle a worker's class and arguments. Raises TypeError for arguments that cannot leave this process."""
     from ray import cloudpickle
 
     try:
-        return cloudpickle.dumps((worker_class, args, kwargs))
+        worker: bytes = cloudpickle.dumps((worker_class, args, kwargs))
     except (TypeError, AttributeError, pickle.PicklingError) as error:
         raise TypeError(f"an argument of {worker_class.__name__} cannot go to another process: {error}") from error
+    return worker
 
 
 def starts(
     hellos: list[Hello], by_node: list[int], worker: bytes, logs: Path, group: str, *, gpu: bool = False
 ) -> list[Start]:
-    """What each rank's process is told. gpu: Ray gave each one of its own."""
+    """Return the `Start` of each rank. gpu: Ray gave each rank a GPU of its own."""
     folder = os.getcwd()
     return [
         Start(environment, folder, list(sys.path), str(logs.absolute() / f"{group}_{rank}.log"), worker)
@@ -70,7 +71,7 @@ def starts(
 
 
 def environments(hellos: list[Hello], by_node: list[int], gpu: bool) -> list[dict[str, str]]:
-    """The variables of each rank. Those that torchrun sets are ours; of the others a person's own choice stands."""
+    """Return the environment of each rank: what torchrun sets, and otherwise the user's own choice, if any."""
     forwarded = {name: value for name, value in os.environ.items() if name.startswith(FORWARDED)}
     if len(by_node) == 1:  # else gloo looks for the interface of the machine's name, which may be anything
         forwarded.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")

@@ -1,4 +1,4 @@
-"""`Worker`: the base of what runs in each process of a group. It knows its place before `__init__` begins."""
+"""`Worker`: the base class of what runs in each process of a group. Its rank is known before `__init__` runs."""
 
 import os
 from collections.abc import Mapping
@@ -10,22 +10,25 @@ if TYPE_CHECKING:
     import torch
 
 NODE = "AGENTRL_NODE"
-PATIENCE = 2.0
-"""How much longer a collective waits for its peers than the group for an answer."""
+COLLECTIVE_FACTOR = 2.0
+"""Time-out of collectives, as a multiple of the group's time-out for an answer."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a worker stands among its peers. Read from the variables that torchrun sets too."""
+    """The position of a worker in its group, from the variables that torchrun sets too."""
 
     rank: int
     world_size: int
+    """Workers of the group."""
     local_rank: int
+    """Its number among the workers on its machine."""
     node: str
+    """Address of its machine."""
 
     @classmethod
     def of(cls, environment: Mapping[str, str]) -> "Place":
-        """Alone, where nothing is said."""
+        """Read it from environment variables; without them, it is that of a single worker."""
         return cls(
             rank=int(environment.get("RANK", "0")),
             world_size=int(environment.get("WORLD_SIZE", "1")),
@@ -35,11 +38,12 @@ class Place:
 
 
 class Worker:
-    """Subclasses take whatever `WorkerGroup` is given for them, and mark methods with `@register`. Several roles in one
-    process are several objects of one worker; roles with processes of their own are groups in pools of their own."""
+    """Base class of workers. Subclasses take the arguments that `WorkerGroup` passes on, and mark methods with
+    `@register`. Several roles in one process are several objects of one worker; roles with processes of their own are
+    groups in pools of their own."""
 
     memory_advice: ClassVar[str] = "give it less at once, or use more workers"
-    """What a person may lower when a call runs out of memory."""
+    """What users may change when a call runs out of memory; part of the error."""
     place: Place
 
     def __new__(cls, *args: Any, **kwargs: Any) -> "Worker":
@@ -67,15 +71,15 @@ class Worker:
 
     @property
     def device(self) -> "torch.device":
-        """Its GPU, where Ray gave it one; else the CPU. A worker sees its own GPU only, so that is number 0."""
+        """Its GPU, if Ray gave it one, else the CPU. A worker sees its own GPU only, as number 0."""
         import torch
 
         return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
     def connect(self, timeout: float) -> None:
-        """Start torch's process group over all workers of the group: gloo on CPUs, NCCL (and gloo for what lies on the
-        CPU) on GPUs. timeout: the seconds that the group waits for an answer; collectives wait longer, so that it is
-        the group that tells which rank hangs. Call it once, on every rank."""
+        """Start torch's process group over all workers: gloo on CPUs; NCCL, and gloo for CPU tensors, on GPUs. Call it
+        once, on every rank. timeout: seconds that the group waits for an answer; collectives wait longer, so that the
+        group finds out which rank hangs."""
         import torch
         import torch.distributed as dist
 
@@ -84,11 +88,11 @@ class Worker:
             torch.cuda.set_device(self.device)
         backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
         dist.init_process_group(
-            backend, rank=self.rank, world_size=self.world_size, timeout=timedelta(seconds=timeout * PATIENCE)
+            backend, rank=self.rank, world_size=self.world_size, timeout=timedelta(seconds=timeout * COLLECTIVE_FACTOR)
         )
 
     def close(self) -> None:
-        """Let go of what the worker holds. Called on every rank when a healthy group ends."""
+        """Release the worker's resources. Called on every rank when a healthy group ends."""
         import sys
 
         if (torch := sys.modules.get("torch")) is not None and torch.distributed.is_initialized():

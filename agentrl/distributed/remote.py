@@ -1,4 +1,4 @@
-"""`RayRoles`: a workplace of Ray workers. Roles are objects here that call the groups which hold them."""
+"""`RayRoles`: the role host on Ray workers. Its roles are objects here that call the groups of workers."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -20,20 +20,23 @@ from agentrl.weights.source import NamedTensor, WeightSource
 
 Floats = npt.NDArray[np.float32]
 POLL_SECONDS = 0.1
-"""Between two questions whether a save has ended."""
+"""Interval between two checks whether a save has ended."""
 
 
 class RemoteActor:
-    """See `Actor`. description, trained: as rank 0 says. updates: those that workers were asked for, for one that fails
-    may have changed the weights of some."""
+    """`Actor` on workers."""
 
     def __init__(self, group: WorkerGroup) -> None:
         self._group = group
-        said = group.describe()
-        self.description: str = said["description"]
-        self.trained: int = said["trained"]
-        self.adapter: str = said["adapter"]
+        about = group.describe()
+        self.description: str = about["description"]
+        """How rank 0 computes, a line for people."""
+        self.trained: int = about["trained"]
+        """Number of trained parameters."""
+        self.adapter: str = about["adapter"]
+        """The adapter, a line for people; empty without one."""
         self.updates = 0
+        """Updates sent to the workers: one that fails may have changed the weights of some."""
 
     def logprobs(self, batch: Batch) -> Floats:
         found: Floats = self._group.logprobs(batch)
@@ -46,7 +49,7 @@ class RemoteActor:
 
 
 class RemoteReference:
-    """See `Reference`."""
+    """`Reference` on workers."""
 
     def __init__(self, group: WorkerGroup) -> None:
         self._group = group
@@ -57,7 +60,7 @@ class RemoteReference:
 
 
 class RemoteCritic:
-    """See `Critic`. updates: as `RemoteActor`'s."""
+    """`Critic` on workers. updates: as `RemoteActor.updates`."""
 
     def __init__(self, group: WorkerGroup) -> None:
         self._group = group
@@ -74,7 +77,7 @@ class RemoteCritic:
 
 
 class RemoteRewardModel:
-    """See `RewardModel`."""
+    """`RewardModel` on workers."""
 
     def __init__(self, group: WorkerGroup) -> None:
         self._group = group
@@ -105,7 +108,7 @@ class RemoteWeights(WeightSource):
 
 
 class RemotePublisher:
-    """See `Publisher`: carried out by all ranks of `group`, answered by rank 0. groups: all that may share GPUs with
+    """`Publisher` on workers: all ranks of `group` take part, rank 0 answers. groups: all that may share GPUs with
     servers."""
 
     def __init__(self, group: WorkerGroup, groups: Sequence[WorkerGroup]) -> None:
@@ -127,7 +130,7 @@ class RemotePublisher:
         return failed
 
     def make_room(self) -> None:
-        """Every worker gives back the GPU memory that it keeps for its next step."""
+        """Free the GPU memory that every worker keeps for its next step."""
         for future in [group.make_room.future() for group in self._groups]:
             future.result()
 
@@ -136,7 +139,7 @@ class RemotePublisher:
 
 
 class RemoteSave:
-    """A save that the workers of every group are at."""
+    """A save in progress on the workers of every group."""
 
     def __init__(self, groups: list[WorkerGroup], folder: Path) -> None:
         self._groups = groups
@@ -147,7 +150,7 @@ class RemoteSave:
         return all(all(group.saved()) for group in self._groups)
 
     def result(self) -> None:
-        """Raises UserError: the disk refused. Workers are asked rather than made to wait: they have steps to do."""
+        """Wait until it is written. Raises UserError for errors of the disk. Polls, so that workers can train."""
         while not self.done():
             sleep(POLL_SECONDS)
         for future in [group.finish_save.future() for group in self._groups]:
@@ -157,8 +160,8 @@ class RemoteSave:
 class RayRoles:
     """The roles of `recipe` on Ray workers, in the actor's group or in pools of their own, as `cluster` says.
 
-    model: what the policy begins as, where that is not what the recipe names (a checkpoint). logs: folder for the
-    workers' output, by the same path on every machine. say, phase: told lines that stay, and what goes on.
+    begins: the recipe with the model that the policy starts from (a checkpoint, for example). logs: folder for the
+    workers' output, by the same path on every machine. say, phase: called with lines that stay, and with progress.
 
     Raises ClusterError (Ray, resources, a worker), and UserError of the workers: a model that does not load.
     """
@@ -187,8 +190,8 @@ class RayRoles:
             where = session.address if cluster.address else "this machine"
             say(f"cluster: {sum(len(g) for g in set(self._groups.values()))} workers on {where}, logs in {logs}")
             self.actor = RemoteActor(self._groups["actor"])
-            judge = self._groups.get("reward_model")
-            self.reward_model = RemoteRewardModel(judge) if judge is not None else None
+            scorer = self._groups.get("reward_model")
+            self.reward_model = RemoteRewardModel(scorer) if scorer is not None else None
         except BaseException:
             self.close()
             raise
@@ -227,11 +230,11 @@ class RayRoles:
         return found
 
     def measure(self) -> dict[str, float]:
-        """Of the worker that took the most in each group, which is called by its first role."""
-        asked = {group: group.measure.future() for group in dict.fromkeys(self._groups.values())}
+        """Return the largest values of any worker of each group, by the name of its first role."""
+        futures = {group: group.measure.future() for group in dict.fromkeys(self._groups.values())}
         found: dict[str, float] = {}
         for role, group in self._groups.items():
-            if (future := asked.pop(group, None)) is not None:
+            if (future := futures.pop(group, None)) is not None:
                 for key, value in (item for rank in future.result() for item in rank.items()):
                     name = key.replace("_gb", f"_{role}_gb")
                     found[name] = max(value, found.get(name, 0.0))
@@ -247,7 +250,8 @@ class RayRoles:
         return lines + ([f"reward model: {self.reward_model.description}"] if self.reward_model is not None else [])
 
     def weights(self) -> RemoteWeights:
-        """An engine in this process copies tensors; servers are sent them by the workers that hold them."""
+        """Return the source of the weights: an engine in this process copies its tensors; servers are sent them by the
+        workers that hold them."""
         return self._weights
 
     def save(self, folder: Path) -> RemoteSave:
@@ -261,6 +265,6 @@ class RayRoles:
         self._stack.close()
 
     def _trained(self) -> list[WorkerGroup]:
-        """The groups with something to save."""
+        """Return the groups with trained roles."""
         groups = [self._groups[role] for role in ("actor", "critic") if role in self._groups]
         return list(dict.fromkeys(groups))

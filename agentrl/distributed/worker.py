@@ -1,4 +1,4 @@
-"""`TrainWorker`: the roles of one rank, sharded by FSDP2. Every method is called on every rank, in the same order."""
+"""`TrainWorker`: the roles of one rank, sharded by FSDP2. All ranks call every method, in the same order."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -16,9 +16,8 @@ from agentrl.compute.batch import Batch
 from agentrl.compute.classifier import RewardModel
 from agentrl.compute.flops import ROLES, Cost, costs, peak_of
 from agentrl.compute.micro_batches import TorchProcessGroup
-from agentrl.distributed.fsdp.build import build_critic, build_policy, build_reference
+from agentrl.distributed.fsdp.build import build_critic, build_policy, build_reference, build_reward_model
 from agentrl.distributed.fsdp.mesh import find_place
-from agentrl.distributed.fsdp.reward_model import build_reward_model
 from agentrl.learner.actor import Actor
 from agentrl.learner.critic import Critic
 from agentrl.learner.metrics import MicroBatchMetrics
@@ -34,12 +33,12 @@ from agentrl.weights.source import ModelWeights, NamedTensor, buckets
 
 Floats = npt.NDArray[np.float32]
 BUCKET_BYTES = 256 << 20
-"""Of whole tensors handed over at once: twice as much exists at a time."""
+"""Bytes of whole tensors handed over at once; two buckets exist at a time."""
 
 
 class TrainWorker(InstrumentedWorker):
-    """recipe: as JSON; its `model` is what the policy begins as, `base` (a ModelSection) what the reference is. roles:
-    those of this group, of actor, reference, critic and reward_model."""
+    """recipe: as JSON; the policy starts from its `model`. base: a ModelSection as JSON, the reference. roles: those of
+    this group, of actor, reference, critic and reward_model."""
 
     memory_advice = "lower train.micro_batch_tokens, set model.checkpointing or cluster.offload, or use more workers"
 
@@ -79,18 +78,18 @@ class TrainWorker(InstrumentedWorker):
 
     @property
     def roles(self) -> dict[str, RoleState]:
-        """Those that are trained here."""
+        """The trained roles of this rank."""
         return {name: getattr(self, name) for name in ("actor", "critic") if hasattr(self, name)}
 
     @register(RANK_ZERO)
     def describe(self) -> dict[str, Any]:
-        """Of the actor: `description`, `trained` (parameters), `adapter` (a line, empty without one)."""
+        """Describe the actor: `description`, `trained` (parameters), `adapter` (a line, empty without one)."""
         adapter = lora.describe(self.actor.model) if lora.layers(self.actor.model) else ""
         return {"description": self.actor.description, "trained": self.actor.trained, "adapter": adapter}
 
     @register(RANK_ZERO)
     def work(self) -> tuple[dict[str, Cost], float | None]:
-        """What the passes of each role here cost, and what this rank's device could do (FLOP/s; None: not known)."""
+        """Return the cost of each role's passes, and the peak of this rank's device (FLOP/s; None: not known)."""
         some = next(role for name in ROLES if (role := getattr(self, name, None)) is not None)
         return costs(self), peak_of(some.model, self.recipe, self.device)
 
@@ -111,14 +110,13 @@ class TrainWorker(InstrumentedWorker):
 
     @register(ONE_TO_ALL)
     def begin_weights(self) -> None:
-        """Hand the policy's weights over, from the first: whole tensors by the names of the plain module, an adapter
-        merged into them."""
+        """Start handing over the policy's weights: whole tensors by the names of the plain module, adapters merged."""
         self._weights = buckets(ModelWeights(self.actor.model, own_names=True), BUCKET_BYTES)
 
     @register(ONE_TO_ALL)
     @instrumented("actor", SYNC)
     def next_weights(self) -> list[NamedTensor] | None:
-        """The next bucket, on rank 0; None after the last. Gathered tensor by tensor, so all ranks take part."""
+        """Return the next bucket on rank 0, None after the last. All ranks take part in gathering each tensor."""
         with torch.no_grad():
             bucket = next(self._weights, None)
         if bucket is None or self.rank:
@@ -151,7 +149,7 @@ class TrainWorker(InstrumentedWorker):
 
     @register(ONE_TO_ALL)
     def make_room(self) -> None:
-        """Give memory of the GPU that torch keeps for later back to the driver, for servers that share it."""
+        """Return GPU memory that torch has cached to the driver, for servers that share the GPU."""
         torch.cuda.empty_cache()
 
     def close(self) -> None:
@@ -180,22 +178,22 @@ class TrainWorker(InstrumentedWorker):
 
     @register(ONE_TO_ALL)
     def begin_save(self, folder: str) -> None:
-        """See `save_roles`: it goes on while the roles learn."""
+        """Start a save (see `save_roles`), which goes on while the roles learn."""
         self._save = save_roles(self.roles, Path(folder), group=self._saving)
 
     @register(ONE_TO_ALL)
     def saved(self) -> bool:
-        """Whether this rank's part is written, or was given up."""
+        """Return whether this rank's part is written, or failed."""
         return self._save is None or self._save.done()
 
     @register(ONE_TO_ALL)
     def finish_save(self) -> None:
-        """Wait for it. Raises UserError: the disk refused."""
+        """Wait for the save. Raises UserError for errors of the disk."""
         if self._save is not None:
             pending, self._save = self._save, None
             pending.result()
 
     @register(ONE_TO_ALL)
     def load(self, folder: str) -> None:
-        """See `load_roles`."""
+        """Load the roles from a checkpoint (see `load_roles`)."""
         load_roles(self.roles, Path(folder), rank=self.rank)

@@ -21,6 +21,8 @@ from agentrl.chat.families import FamilyChat, known_families
 from agentrl.chat.load import load_chat
 from agentrl.errors import UserError
 
+pytestmark = pytest.mark.slow
+
 fast = settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck))
 
 SERVED = [

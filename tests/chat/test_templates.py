@@ -216,6 +216,7 @@ def written_turn(chat: BridgeChat, turn: dict[str, Any]) -> str:
     return text[shared(before, text) :].rstrip("\n")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in WITH_TOOLS if name not in NO_CALLS])
 @given(data=st.data())
 @fast

@@ -91,6 +91,7 @@ def every_kill(first: Path, save: Callable[[Path], None]) -> Iterator[Path]:
         yield folder
 
 
+@pytest.mark.long
 def test_killed_at_any_moment_of_a_save_the_last_whole_checkpoint_is_left(tmp_path: Path) -> None:
     role = learned(1, model=small())
     before = everything(role)
@@ -120,6 +121,7 @@ def written(aside: Path, content: str) -> None:
     sharded.write({"x": torch.ones(1)}, aside / "trainer" / "actor")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [1, 2], ids=["again", "anew"])
 def test_killed_at_any_moment_of_the_renames_the_next_save_cleans_up(tmp_path: Path, step: int) -> None:
     label(tmp_path / "first", 1, "first")

@@ -78,6 +78,7 @@ def run(folder: Path, shape: tuple[int, ...], make: Callable[[int], Any], start:
     return to, [torch.load(held.with_suffix(f".{rank}")) for rank in range(size)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [plain, half, adapted])
 def test_two_ranks_save_and_others_go_on(tmp_path: Path, make: Callable[[int], Any]) -> None:
     two, (first, second) = run(tmp_path, (2,), make, None)
@@ -104,6 +105,7 @@ def test_two_ranks_save_and_others_go_on(tmp_path: Path, make: Callable[[int], A
         assert names(two / "adapter") == ["adapter_config.json", "adapter_model.safetensors"]
 
 
+@pytest.mark.slow
 def test_ranks_go_on_with_their_own_random_numbers_and_new_ones_with_others(tmp_path: Path) -> None:
     two, before = run(tmp_path, (2,), plain, None)
     _, after = run(tmp_path, (3,), plain, two)
@@ -112,6 +114,7 @@ def test_ranks_go_on_with_their_own_random_numbers_and_new_ones_with_others(tmp_
     assert not any(torch.equal(after[2]["numbers"], after[rank]["numbers"]) for rank in (0, 1))
 
 
+@pytest.mark.slow
 def test_one_process_saves_and_ranks_go_on_hybrid_ones_too(tmp_path: Path) -> None:
     alone = learned(1, 2)
     start = tmp_path / "alone"
@@ -180,6 +183,7 @@ def one_disk_is_full(rank: int, size: int, where: str, to: Path) -> None:
     save_roles({"actor": role}, to, group=group).result()  # and the group is fit for the next
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["trainer", "begin", "weights"])
 def test_the_disk_of_one_rank_is_full(tmp_path: Path, where: str) -> None:
     on_ranks(2, one_disk_is_full, where, tmp_path)

@@ -108,6 +108,7 @@ def test_what_is_refused(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_a_run_that_nothing_pays_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "poems.jsonl"
     path.write_text("".join(json.dumps({"prompt": f"Poem {n}"}) + "\n" for n in range(60)))

@@ -315,6 +315,7 @@ def test_ctrl_c_is_130(monkeypatch):
     assert main.run(["check", RECIPE]) == 130
 
 
+@pytest.mark.slow
 def test_ctrl_c_before_the_first_step_says_what_it_cost(monkeypatch, capsys):
     def interrupt(*_args, **_kwargs):
         raise KeyboardInterrupt("interrupted before the first step: there is nothing to save")

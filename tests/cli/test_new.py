@@ -67,6 +67,7 @@ def house(tmp_path_factory):
     return made
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["doubler", "apples"])
 def test_its_own_test_passes_and_would_notice(house, name):
     folder = house.folder / name
@@ -86,6 +87,7 @@ def test_its_own_test_passes_and_would_notice(house, name):
         source.write_text(whole)
 
 
+@pytest.mark.slow
 def test_it_is_listed_beside_those_that_cannot_be_imported(house):
     tools, envs = house.agentrl("tools"), house.agentrl("envs")
     assert re.search(r"^doubler +agentrl-doubler 0.1.0 +doubler:Doubler +Works out one operation", tools, re.M)
@@ -95,12 +97,14 @@ def test_it_is_listed_beside_those_that_cannot_be_imported(house):
     assert re.search(r"^calculator ", tools, re.M)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["sick_tool", "sick_env"])
 def test_a_broken_plugin_breaks_who_names_it(house, name):
     line = house.agentrl("try", name, fails=True)
     assert re.fullmatch(rf"error: .*{name!r} of agentrl-{name} 0.1.0 cannot be imported.*\n", line)
 
 
+@pytest.mark.slow
 def test_it_can_be_tried(house):
     out = house.agentrl("try", "doubler", '{"expression": "2*3"}')
     assert "\n6\n" in out
@@ -113,6 +117,7 @@ def test_it_can_be_tried(house):
     assert re.search(r"^solved: no$", out, re.M)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["doubler", "apples"])
 def test_it_trains_the_embedded_model(house, name):
     folder = house.folder / name
@@ -124,6 +129,7 @@ def test_it_trains_the_embedded_model(house, name):
     assert metrics[-1]["tool/calculator/calls"] > 0, "the new tool goes by the name that the embedded model knows"
 
 
+@pytest.mark.slow
 def test_it_evaluates(house):
     out = house.agentrl("eval", "doubler/recipes/doubler.yaml", "eval.tasks=4", "train.threads=1")
     assert "accuracy" in out

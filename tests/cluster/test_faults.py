@@ -11,7 +11,6 @@ import tempfile
 import textwrap
 import threading
 import time
-from collections import namedtuple
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,15 +18,13 @@ import pytest
 from cluster_help import STORE, Probe, alive, descendants, gone
 from paths import SUPPORT
 
-from agentrl.cluster import faults
 from agentrl.cluster.errors import ClusterError, WorkerLost
-from agentrl.cluster.faults import WorkerReference
 from agentrl.cluster.group import WorkerGroup
-from agentrl.cluster.host import Hello
 from agentrl.cluster.pool import ResourcePool
-from agentrl.cluster.post_mortem import PostMortem, stack
-from agentrl.cluster.session import Session, object_store_bytes
+from agentrl.cluster.session import Session
 from agentrl.errors import UserError
+
+pytestmark = pytest.mark.ray
 
 
 @pytest.fixture(scope="module")
@@ -92,13 +89,6 @@ def test_the_call_that_it_died_in_is_named_whichever_is_waited_for(group: Worker
         running.result()
 
 
-@pytest.mark.parametrize(("alive", "said"), [(False, "it was killed"), (True, "Ray has lost touch with it")])
-def test_a_process_that_ray_lost_is_looked_for(monkeypatch: pytest.MonkeyPatch, alive: bool, said: str) -> None:
-    monkeypatch.setattr(faults, "visit", lambda _: [PostMortem(["bye"], "", [], 0, alive)])
-    witness = WorkerReference("probe", 1, Hello(7, "127.0.0.1", "node", 1, 1, 0), Path("probe_1.log"))
-    assert f"died in 'end': {said}" in str(faults.worker_died(witness, "end", faults.UNREACHED))
-
-
 def test_a_worker_that_hangs_is_told_from_those_that_wait_for_it(collective: WorkerGroup, tmp_path: Path) -> None:
     collective.total()
     collective.timeout = 3.0
@@ -130,31 +120,10 @@ def test_one_that_raises_while_the_other_waits_for_it(group: WorkerGroup) -> Non
         group.total()
 
 
-def test_what_ray_says_of_the_dead() -> None:
-    class NodeDiedError(Exception):
-        pass
-
-    class RayTaskError(Exception):
-        pass
-
-    assert faults.cause(RuntimeError("x\nworker killed, node running low on memory\n")).startswith("Ray ended it")
-    assert faults.cause(NodeDiedError("gone")) == "its machine left the cluster"
-    assert faults.cause(RuntimeError("\n  first line\nsecond")) == "first line"
-    assert faults.cause(RayTaskError("ray::Host.call()\n  File x\nOSError: full\n")) == "OSError: full"
-
-
 def test_the_kernels_killings_are_counted(group: WorkerGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("agentrl.cluster.post_mortem.oom_kills", lambda: group.workers[0].oom_kills + 1)
     with pytest.raises(WorkerLost, match="the kernel killed a process of its machine since, for memory ran out"):
         group.end("SIGKILL", 0)
-
-
-def test_the_last_stack_of_a_log() -> None:
-    dump = ["Thread 0x1 (most recent call first):", '  File "/a/other.py", line 1 in wait']
-    main = ["Current thread 0x2 (most recent call first):", '  File "/a b/it.py", line 7 in <lambda>', "", "said"]
-    assert stack([*main, *dump, *main]) == ["/a b/it.py:7 <lambda>"]
-    assert stack([*main, *dump], "Current") == ["/a b/it.py:7 <lambda>"]
-    assert stack(["no stacks"]) == []
 
 
 CONTROLLER = """
@@ -261,17 +230,6 @@ def test_ray_that_takes_too_long_is_ended(unconnected: None, place: Path) -> Non
         Session(cpus=1, object_store=STORE, timeout=0.2)
     assert list(place.iterdir()) == []
     assert set(descendants(os.getpid())) <= before
-
-
-def test_too_little_shared_memory_is_said_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    usage = namedtuple("usage", "total used free")
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(64 << 20, 0, 64 << 20))
-    with pytest.raises(ClusterError, match=r"/dev/shm has 64 MiB free; .* docker run --shm-size"):
-        object_store_bytes()
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(1 << 40, 0, 1 << 30))
-    assert object_store_bytes() == int((1 << 30) * 0.3)
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(1 << 40, 0, 1 << 40))
-    assert object_store_bytes() == 8 << 30
 
 
 def test_one_session_at_a_time(session: Session) -> None:

@@ -18,6 +18,8 @@ from agentrl.cluster.session import Session
 from agentrl.cluster.worker import Worker
 from agentrl.errors import UserError
 
+pytestmark = pytest.mark.ray
+
 
 @pytest.fixture(scope="module")
 def session() -> Iterator[Session]:

@@ -19,6 +19,7 @@ from agentrl.cluster.pool import ResourcePool
 from agentrl.cluster.session import GRACE_SECONDS, Session
 from agentrl.process_tree import ProcessTree
 
+pytestmark = pytest.mark.ray
 START = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"]
 SECONDS = 180.0
 

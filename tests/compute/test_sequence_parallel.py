@@ -154,6 +154,7 @@ def same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
         torch.testing.assert_close(found[name], gradient, atol=1e-5, rtol=1e-5, msg=f"{name} differs")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", ROWS)
 @pytest.mark.parametrize("name", MODELS)
 def test_two_ranks_compute_what_one_process_does(name: str, row: str, ranks: list[dict[str, Any]]) -> None:
@@ -166,6 +167,7 @@ def test_two_ranks_compute_what_one_process_does(name: str, row: str, ranks: lis
     same(added(found[0]["gradients"], found[1]["gradients"]), wanted["gradients"])
 
 
+@pytest.mark.slow
 def test_under_fsdp_the_averaged_gradient_is_exact(ranks: list[dict[str, Any]]) -> None:
     model = make_model("qwen3")
     logprobs, _ = ModuleForward(model)(row_named("even"), 0.8)
@@ -175,6 +177,7 @@ def test_under_fsdp_the_averaged_gradient_is_exact(ranks: list[dict[str, Any]]) 
         same(found["gradients"], {n: p.grad for n, p in model.named_parameters() if p.grad is not None})
 
 
+@pytest.mark.slow
 def test_layers_computed_again_exchange_alike(ranks: list[dict[str, Any]]) -> None:
     wanted = [rank["qwen3, even"] for rank in ranks]
     found = [rank["checkpointed"] for rank in ranks]
@@ -182,6 +185,7 @@ def test_layers_computed_again_exchange_alike(ranks: list[dict[str, Any]]) -> No
         same(got["gradients"], expected["gradients"])
 
 
+@pytest.mark.slow
 def test_a_rank_keeps_half_the_activations(ranks: list[dict[str, Any]]) -> None:
     alone = kept(ModuleForward(make_model("qwen3")), long_row())
     assert alone > 4 << 20

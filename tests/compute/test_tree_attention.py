@@ -46,6 +46,7 @@ def tensors(tokens: int, heads: int = 4, groups: int = 2) -> tuple[Tensor, Tenso
     return torch.randn(tokens, heads, 16), torch.randn(tokens, groups, 16), torch.randn(tokens, groups, 16)
 
 
+@pytest.mark.slow
 @settings(max_examples=8, deadline=None)
 @given(shapes)
 @pytest.mark.filterwarnings("ignore:flex_attention called without")

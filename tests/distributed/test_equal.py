@@ -21,6 +21,7 @@ from agentrl.learner.roles import LocalRoles, RoleHost
 from agentrl.models.load import load_model
 from agentrl.recipe.schema import Recipe
 
+pytestmark = pytest.mark.ray
 STEPS = 10
 Rows = list[dict[str, float]]
 Weights = dict[str, torch.Tensor]

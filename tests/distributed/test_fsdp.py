@@ -26,7 +26,7 @@ EXACT = ("tied", "untied", "adapter", "critic", "copies", "offload", "checkpoint
 NARROW_LOSS, NARROW_WEIGHTS = 0.01, 0.01
 MIXED_LOSS, MIXED_WEIGHTS = 0.01, 0.01
 """nats, and units of weights that are about 0.2"""
-pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::FutureWarning")]
 
 
 @pytest.fixture(scope="module")

@@ -17,6 +17,7 @@ from agentrl.recipe.load import dump_recipe
 from agentrl.recipe.schema import Recipe
 from agentrl.training.run import TrainResult, resume_run
 
+pytestmark = pytest.mark.ray
 STOPS = {"track__trackers": ["cluster_plugins:StopsAfterTwo"]}
 GOES_ON = ["track.trackers=[]"]
 

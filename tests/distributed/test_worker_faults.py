@@ -11,12 +11,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 from cluster_plugins import FATES
 from train_help import metrics, small
 
 from agentrl.cli import main
 from agentrl.recipe.load import dump_recipe
 
+pytestmark = pytest.mark.ray
 PATIENCE = 240.0  # seconds until a test gives up; no test asserts a time
 
 

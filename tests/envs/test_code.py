@@ -39,11 +39,8 @@ HUMAN_EVAL = {
 
 
 @pytest.fixture(scope="module")
-def made() -> Code:
-    try:
-        env = make_environment(EnvSection(name="code", args={"seconds": 10, "pool": 1}))
-    except UserError as error:
-        pytest.skip(f"needs bubblewrap: {error}")
+def made(bubblewrap: None) -> Code:
+    env = make_environment(EnvSection(name="code", args={"seconds": 10, "pool": 1}))
     assert isinstance(env, Code)
     return env
 

@@ -9,7 +9,6 @@ from agentrl_envs.code.runner import SolutionRunner, UnfitTestsError, Verdict
 from agentrl_envs.code.wire import WireError
 from agentrl_tools.sandbox import Execution, Limits, Sandbox, SandboxSession, make_sandbox
 
-from agentrl.errors import UserError
 from agentrl.plugins.types import InfrastructureError
 
 TESTS = [([1], 11), ([5], 15), ([-10], 0)]  # f(x) = x + 10
@@ -82,12 +81,9 @@ def f(x):
 
 
 @pytest.fixture(scope="module")
-def sandbox() -> Iterator[Sandbox]:
+def sandbox(bubblewrap: None) -> Iterator[Sandbox]:
     """One for all tests, each of which has a loop of its own."""
-    try:
-        made = make_sandbox("bwrap", limits=Limits(output=200_000), pool=2)
-    except UserError as error:
-        pytest.skip(f"needs bubblewrap: {error}")
+    made = make_sandbox("bwrap", limits=Limits(output=200_000), pool=2)
     yield made
     asyncio.run(made.close())
 

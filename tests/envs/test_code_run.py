@@ -4,13 +4,11 @@ import io
 from pathlib import Path
 
 import pytest
-from agentrl_tools.sandbox import make_sandbox
 from paths import RECIPES
 from rich.console import Console
 from train_help import lines, metrics
 
 import agentrl
-from agentrl.errors import UserError
 from agentrl.recipe.load import load_recipe
 from agentrl.sft.run import sft
 
@@ -21,11 +19,9 @@ SHORT = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("bubblewrap")
 def test_the_recipe_warm_starts_trains_and_evaluates(tmp_path: Path) -> None:
-    try:
-        make_sandbox()
-    except UserError as error:
-        pytest.skip(f"needs bubblewrap: {error}")
     made = sft(load_recipe(RECIPE, SHORT), str(tmp_path / "coder"), console=Console(file=io.StringIO()))
     assert made.steps == 3
     result = agentrl.train(load_recipe(RECIPE, [*SHORT, f"model.path={made.folder}", f"output={tmp_path / 'run'}"]))

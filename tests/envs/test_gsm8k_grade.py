@@ -202,6 +202,7 @@ def test_any_text_is_read_or_refused(text: str) -> None:
     assert isinstance(read_number(text), Fraction | None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "unit",
     ["9", "1,", ",111", "#### ", "\\boxed{", "\\frac{", "{", "1 1/", " ", "1e", "-", ".", "\\boxed 1 1", "\\boxed{}"],

@@ -141,6 +141,7 @@ SMALL = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_the_recipe_runs_from_its_warm_start_to_its_last_step(tmp_path):
     start = sft(load_recipe(RECIPE, SMALL), str(tmp_path / "start"), console=quiet())
     recipe = load_recipe(RECIPE, [*SMALL, f"model.path={start.folder}", f"output={tmp_path / 'run'}"])

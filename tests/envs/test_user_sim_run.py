@@ -5,6 +5,7 @@ import io
 from pathlib import Path
 from random import Random
 
+import pytest
 from agentrl_envs.user_sim.environment import UserSim
 from paths import RECIPES
 from rich.console import Console
@@ -27,6 +28,7 @@ SHORT = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_the_recipe_warm_starts_trains_and_evaluates(tmp_path: Path) -> None:
     recipe = load_recipe(RECIPE, SHORT)
     made = sft(recipe, str(tmp_path / "clerk"), console=Console(file=io.StringIO()))

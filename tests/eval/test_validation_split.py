@@ -46,6 +46,7 @@ def _user_sim(task: Task) -> Any:
     return made.kind.name, *made.facts.items()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "asked"),
     [
@@ -96,6 +97,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[TrainResult, str]:
     return result, console.file.getvalue()  # type: ignore[attr-defined]
 
 
+@pytest.mark.slow
 def test_training_is_evaluated_and_chosen_by_the_validation_split(run: tuple[TrainResult, str]) -> None:
     result, said = run
     evaluated = [sorted(k.split("/")[1] for k in row if k.startswith("eval/")) for row in metrics(result.folder)]
@@ -109,6 +111,7 @@ def test_training_is_evaluated_and_chosen_by_the_validation_split(run: tuple[Tra
     assert "is chosen on" not in said
 
 
+@pytest.mark.slow
 def test_the_final_table_has_intervals(run: tuple[TrainResult, str]) -> None:
     result, said = run
     for split, value in result.after.items():
@@ -117,6 +120,7 @@ def test_the_final_table_has_intervals(run: tuple[TrainResult, str]) -> None:
         assert f"{value:.1%} ({low:.1%} to {high:.1%})" in line
 
 
+@pytest.mark.slow
 def test_every_session_of_a_run_has_an_id_of_its_own(run: tuple[TrainResult, str]) -> None:
     files = sorted((run[0].folder / "trajectories").iterdir())
     ids = [record["request"] for file in files for record in lines(file)]
@@ -124,6 +128,7 @@ def test_every_session_of_a_run_has_an_id_of_its_own(run: tuple[TrainResult, str
     assert len(set(ids)) == len(ids)
 
 
+@pytest.mark.slow
 def test_the_intervals_before_training_outlive_a_stop(run: tuple[TrainResult, str]) -> None:
     state = json.loads((run[0].checkpoint / "trainer" / "state.json").read_text())
     for split, saved in state["extra"]["before"].items():
@@ -132,6 +137,7 @@ def test_the_intervals_before_training_outlive_a_stop(run: tuple[TrainResult, st
     assert str(Accuracy.read(0.25)) == "25.0%"  # as runs of before are written
 
 
+@pytest.mark.slow
 def test_own_data_without_one_is_chosen_on_what_is_reported_and_says_so(tmp_path: Path) -> None:
     rows = [{"question": f"What is {i} + 1?", "answer": f"#### {i + 1}"} for i in range(8)]
     for name in ("train", "test"):
@@ -171,6 +177,7 @@ def test_which_splits_are_reported_and_which_one_chooses(
     assert choosing_split(env, recipe, found) == choosing
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", [None, RECIPE])
 def test_a_runs_folder_stands_for_its_best_checkpoint(
     run: tuple[TrainResult, str], tmp_path: Path, recipe: str | None

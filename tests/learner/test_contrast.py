@@ -75,6 +75,7 @@ def test_samples_that_cannot_differ_are_told_before_the_first(changes: Changes, 
         assert not any(watch.warning(step, STEP) for step in range(1, 9))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "words"),
     [

@@ -262,6 +262,7 @@ def test_explained_variance_and_means() -> None:
     assert set(critic_metrics(MicroBatchMetrics()).values()) == {0.0}
 
 
+@pytest.mark.slow
 def test_values_regress_to_returns(folder: Path) -> None:
     """Samples that begin with one token earn 1, the others 0: the critic learns to tell from there on."""
     rng = np.random.default_rng(0)

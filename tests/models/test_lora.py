@@ -198,6 +198,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return agentrl.train(small_lora(tmp_path_factory.mktemp("lora") / "whole", train__save_every=1, train__keep=9))
 
 
+@pytest.mark.slow
 def test_a_run_trains_an_adapter(whole: Any) -> None:
     rows = metrics(whole.folder)
     assert [row["step"] for row in rows] == [0, 1, 2, 3]
@@ -205,6 +206,7 @@ def test_a_run_trains_an_adapter(whole: Any) -> None:
     assert {row["train/parameters"] for row in rows[1:]} == {sum(p.numel() for p in lora.adapter_parameters(tiny()))}
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_a_whole_model_with_the_adapter_beside_it(whole: Any) -> None:
     from peft import PeftModel
 
@@ -219,6 +221,7 @@ def test_a_checkpoint_is_a_whole_model_with_the_adapter_beside_it(whole: Any) ->
     assert sorted(merged.state_dict()) == sorted(plain().state_dict())
 
 
+@pytest.mark.slow
 def test_a_resumed_run_is_the_run(whole: Any, tmp_path: Path) -> None:
     again = tmp_path / "again"
     shutil.copytree(whole.folder, again)
@@ -236,6 +239,7 @@ def test_a_resumed_run_is_the_run(whole: Any, tmp_path: Path) -> None:
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_what_is_saved_of_a_step_is_restored_to_the_bit(whole: Any) -> None:
     first = alone(tiny(), recipe())
     first.update(batch())
@@ -252,6 +256,7 @@ def test_what_is_saved_of_a_step_is_restored_to_the_bit(whole: Any) -> None:
         assert torch.equal(a, b)
 
 
+@pytest.mark.slow
 async def test_a_checkpoint_plays_without_a_second_adapter(whole: Any) -> None:
     """As `agentrl eval RUN/recipe.yaml --model RUN/checkpoints/step_3` does, whose recipe says model.lora."""
     player = await Player.build(load_recipe(str(whole.folder / "recipe.yaml")), str(whole.checkpoint))

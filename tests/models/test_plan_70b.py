@@ -193,6 +193,7 @@ def test_the_tables_say_what_the_functions_compute(rows: Any) -> None:
     assert not missing, "docs/plan_70b.md lacks:\n" + "\n".join(missing)
 
 
+@pytest.mark.slow
 def test_the_text_says_them_too() -> None:
     parameters, less = shape().parameters, planned(lora=True)
     checkpoint = (2 + 12) * parameters / TERA

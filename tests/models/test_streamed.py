@@ -22,7 +22,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from agentrl.distributed.fsdp.source import open_source
+from agentrl.distributed.fsdp.scatter import open_source
 from agentrl.errors import UserError
 from agentrl.models import embedded_path
 from agentrl.models.load import load_model

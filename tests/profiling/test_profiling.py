@@ -428,6 +428,7 @@ def test_the_benchmark_of_gpus_says_in_a_line_that_there_are_none(
     assert capsys.readouterr().err == "training on GPUs: missing: 2 GPU(s), torch sees 0\n"
 
 
+@pytest.mark.slow
 def test_a_run_writes_down_what_its_steps_took_and_the_traces_it_was_asked_for(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

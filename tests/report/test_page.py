@@ -1,5 +1,4 @@
 import json
-import shutil
 import subprocess
 from pathlib import Path
 
@@ -126,13 +125,12 @@ def test_ticks_are_round_and_inside() -> None:
     assert ticks(0, 130, 6) == pytest.approx([0, 25, 50, 75, 100, 125])
 
 
-@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs the system package chromium")
-def test_a_browser_draws_the_page(tmp_path: Path) -> None:
+def test_a_browser_draws_the_page(chromium: str, tmp_path: Path) -> None:
     page = write_report(run_folder(tmp_path), "job-001")
     shot = tmp_path / "page.png"
     flags = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"]
     flags += ["--disable-component-update", "--disable-sync", f"--user-data-dir={tmp_path / 'browser'}"]
-    command = ["chromium", *flags, "--window-size=1100,900", f"--screenshot={shot}", "--dump-dom", page.as_uri()]
+    command = [chromium, *flags, "--window-size=1100,900", f"--screenshot={shot}", "--dump-dom", page.as_uri()]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     assert shot.stat().st_size > 20_000  # a blank page of this size is far smaller

@@ -163,8 +163,8 @@ def test_a_rank_without_samples_keeps_up_with_the_others() -> None:
 def score_as_one_of_two(rank: int, root: Path, port: int) -> None:
     """A gloo rank that scores its part of the batch by a sharded reward model."""
     from agentrl.compute.micro_batches import TorchProcessGroup
+    from agentrl.distributed.fsdp.build import build_reward_model
     from agentrl.distributed.fsdp.mesh import find_place
-    from agentrl.distributed.fsdp.reward_model import build_reward_model
     from agentrl.recipe.schema import ClusterSection
 
     torch.set_num_threads(1)
@@ -191,6 +191,7 @@ def score_as_one_of_two(rank: int, root: Path, port: int) -> None:
 FAMILIES = ("qwen3", "bert")
 
 
+@pytest.mark.slow
 def test_sharded_over_two_ranks_it_scores_alike(tmp_path: Path) -> None:
     for family in FAMILIES:
         saved(tmp_path / family, make_classifier(family, pad_token_id=7))

@@ -265,6 +265,7 @@ def hasty(monkeypatch):
         monkeypatch.setattr(module, "GRACE", 0.02)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("hook", "name", "act", "boundary"), CASES, ids=[f"{c[0]}-{c[1]}" for c in CASES])
 def test_a_fault_of_a_plugin_costs_its_own_samples_and_is_counted(hook, name, act, boundary, tmp_path, hasty):
     hooks = Hooks()

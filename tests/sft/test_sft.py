@@ -132,6 +132,7 @@ SMALL = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_model_is_made_from_nothing_and_can_be_taught_further(tmp_path: Path) -> None:
     clean = "{style: clean, steps: 12, batch: 4, lr: 1e-2, warmup_steps: 2}"
     stages = [f"sft.stages=[{clean}, {{style: careless, steps: 2, batch: 3}}]"]
@@ -148,6 +149,7 @@ def test_a_model_is_made_from_nothing_and_can_be_taught_further(tmp_path: Path) 
         sft(again, str(tmp_path / "two"), console=quiet())
 
 
+@pytest.mark.slow
 def test_the_same_seed_makes_the_same_model(tmp_path: Path) -> None:
     recipe = load_recipe(
         RECIPES / "tiny_warmstart.yaml", [*SMALL, "sft.stages=[{style: clean, steps: 2, batch: 2, lr: 1e-2}]"]
@@ -167,6 +169,7 @@ def test_texts_can_be_made_one_token_each() -> None:
     assert len(tokenizer) <= 400
 
 
+@pytest.mark.slow
 def test_muon_trains_the_blocks_and_adamw_the_rest(tmp_path: Path) -> None:
     stages = ["sft.stages=[{style: clean, steps: 12, batch: 4, lr: 1e-2, optimizer: muon, warmup_steps: 2}]"]
     result = sft(
@@ -175,6 +178,7 @@ def test_muon_trains_the_blocks_and_adamw_the_rest(tmp_path: Path) -> None:
     assert result.loss < 0.8 * np.log(320)
 
 
+@pytest.mark.slow
 def test_without_a_named_folder_a_run_folder_keeps_recipe_and_metrics(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -190,6 +194,7 @@ def test_without_a_named_folder_a_run_folder_keeps_recipe_and_metrics(
     assert lines[-1]["train/tokens"] == result.tokens
 
 
+@pytest.mark.slow
 def test_a_demonstration_longer_than_the_context_is_said(tmp_path: Path) -> None:
     recipe = load_recipe(RECIPES / "tiny_warmstart.yaml", [*SMALL, "sft.new_model.config.max_position_embeddings=64"])
     with pytest.raises(UserError, match=r"has \d+ tokens, but the model's context only 64"):
@@ -222,6 +227,7 @@ def test_what_is_wrong_with_a_shape_is_one_line(override: str, message: str) -> 
         load_recipe(RECIPES / "tiny_warmstart.yaml", [f"sft.new_model.config.{override}"])
 
 
+@pytest.mark.slow
 def test_a_recipe_without_the_section_says_so() -> None:
     with pytest.raises(UserError, match="no `sft` section"):
         sft(load_recipe(RECIPES / "gsm8k_tool.yaml"))

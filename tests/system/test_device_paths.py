@@ -42,6 +42,8 @@ from agentrl.weights.group import agree_with_servers
 from agentrl.weights.source import ModelWeights
 from agentrl.weights.transports import shared_memory
 
+pytestmark = pytest.mark.slow
+
 GROUPS = [[1.0, 0.0, 1.0, 0.0], [0.0, 0.0, 1.0, 0.0]]
 LONE = [[1.0], [0.0], [1.0]]
 SAME = ("train/loss", "train/grad_norm", "train/entropy", "mismatch/kl")

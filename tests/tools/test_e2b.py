@@ -3,7 +3,6 @@
 import asyncio
 import base64
 import json
-import shutil
 import socket
 from collections.abc import AsyncIterator
 from typing import Any
@@ -17,7 +16,7 @@ from aiohttp import web
 
 from agentrl import InfrastructureError, UserError
 
-pytestmark = pytest.mark.skipif(shutil.which("bwrap") is None, reason="needs bubblewrap (apt-get install bubblewrap)")
+pytestmark = pytest.mark.usefixtures("bubblewrap")
 
 
 @pytest.fixture(autouse=True)

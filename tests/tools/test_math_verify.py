@@ -65,6 +65,7 @@ async def test_equal_as_mathematics(reward: MathVerify, truth: str, said: str, s
     assert await reward.score(sample(truth, said)) == score
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("said", ["$9^{9^{9^{9}}}$", "\\boxed{(((9^9)^9)^9)^{9999999}}", "\\boxed{1000000000!}"])
 @pytest.mark.asyncio(loop_scope="module")
 async def test_what_never_ends_is_stopped_and_the_next_works(reward: MathVerify, said: str) -> None:
@@ -92,6 +93,7 @@ async def test_a_truth_that_cannot_be_read_raises(reward: MathVerify, truth: str
         await reward.score(sample(truth, "5"))
 
 
+@pytest.mark.slow
 @pytest.mark.asyncio(loop_scope="module")
 async def test_a_process_that_is_killed_is_replaced(reward: MathVerify) -> None:
     assert await reward.score(sample("5", "#### 5")) == 1.0

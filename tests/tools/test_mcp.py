@@ -23,7 +23,7 @@ from agentrl import ArgumentError, InfrastructureError, Task, Tool
 from agentrl.errors import UserError
 from agentrl.trajectory import Boundary, FinishReason
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
 
 @pytest.fixture(autouse=True)

@@ -2,7 +2,6 @@
 
 import asyncio
 import random
-import shutil
 from collections.abc import AsyncIterator
 
 import pytest
@@ -13,7 +12,7 @@ from agentrl import InfrastructureError, Session, Task, ToolResponse, UserError
 from agentrl.plugins.registry import make_tool
 from agentrl.recipe.schema import ToolSection
 
-pytestmark = pytest.mark.skipif(shutil.which("bwrap") is None, reason="needs bubblewrap (apt-get install bubblewrap)")
+pytestmark = pytest.mark.usefixtures("bubblewrap")
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from sandbox_help import MARK, descendants, left
 
 from agentrl import InfrastructureError, UserError
 
-pytestmark = pytest.mark.skipif(shutil.which("bwrap") is None, reason="needs bubblewrap (apt-get install bubblewrap)")
+pytestmark = pytest.mark.usefixtures("bubblewrap")
 
 LIMITS = Limits(wall_seconds=10, memory=256 * MIB, image_bytes=MARK)
 PNG = b"\x89PNG\r\n\x1a\n"

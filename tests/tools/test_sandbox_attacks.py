@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import shutil
 import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -13,7 +12,7 @@ from agentrl_tools.sandbox.base import MIB
 from agentrl_tools.sandbox.bwrap import BwrapSandbox
 from sandbox_help import MARK, descendants
 
-pytestmark = pytest.mark.skipif(shutil.which("bwrap") is None, reason="needs bubblewrap (apt-get install bubblewrap)")
+pytestmark = pytest.mark.usefixtures("bubblewrap")
 
 LIMITS = Limits(
     wall_seconds=8.0, cpu_seconds=0.6, memory=192 * MIB, processes=12, file_size=4 * MIB, disk=8 * MIB, files=300,

@@ -34,6 +34,7 @@ def write(path: Path, rows: list[tuple[str, str]]) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_real_rows_go_through_training_and_evaluation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = write(tmp_path / "train.jsonl", ROWS)
     write(tmp_path / "test.jsonl", ROWS[::-1])
@@ -90,6 +91,7 @@ def test_a_bad_row_is_one_line_before_the_model_is_loaded(
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.slow
 def test_a_test_file_alone_can_be_evaluated_but_not_trained_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -99,6 +101,7 @@ def test_a_test_file_alone_can_be_evaluated_but_not_trained_on(
     assert main.run(["eval", RECIPE, f"env.source={source}", "eval.tasks=1"]) == 0
 
 
+@pytest.mark.slow
 def test_prompts_that_do_not_fit_are_counted_said_and_left_out(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -115,6 +118,7 @@ def test_prompts_that_do_not_fit_are_counted_said_and_left_out(
     assert len(lines(tmp_path / "run" / "trajectories" / "eval_test_0.jsonl")) == 4
 
 
+@pytest.mark.slow
 def test_when_no_prompt_fits_the_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"4 of 4 test prompts .* none is left; raise rollout.max_tokens"):
         agentrl.train(small(tmp_path / "run", env__name="train_plugins:TooLong"))
@@ -123,6 +127,7 @@ def test_when_no_prompt_fits_the_run_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_what_is_held_out_of_a_file_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     source = write(tmp_path / "problems.jsonl", [(f"What is {i} plus 1?", f"#### {i + 1}") for i in range(40)])
     with caplog.at_level(logging.WARNING):

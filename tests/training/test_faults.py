@@ -34,6 +34,8 @@ from agentrl.training import loop
 from agentrl.training.preflight import check_algorithm
 from agentrl.training.run import TrainResult, resume_run
 
+pytestmark = pytest.mark.slow
+
 
 def moved(result: TrainResult) -> bool:
     """Whether the last checkpoint's weights differ from those that the run began with."""

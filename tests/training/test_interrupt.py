@@ -16,6 +16,8 @@ from agentrl.cli import main
 from agentrl.recipe.load import dump_recipe
 from agentrl.training.display import Display
 
+pytestmark = pytest.mark.slow
+
 PATIENCE = 120.0  # seconds until a test gives up; no test asserts a time
 
 

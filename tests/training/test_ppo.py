@@ -16,6 +16,8 @@ from agentrl.recipe.load import dump_recipe
 from agentrl.recipe.schema import Recipe
 from agentrl.training.run import TrainResult, resume_run
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def classifier(tmp_path_factory: pytest.TempPathFactory) -> str:

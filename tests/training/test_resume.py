@@ -17,6 +17,8 @@ from agentrl.plugins.types import Task
 from agentrl.recipe.schema import Recipe
 from agentrl.training.run import TrainResult, resume_run
 
+pytestmark = pytest.mark.slow
+
 STEPS = 6
 
 

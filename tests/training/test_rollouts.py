@@ -25,6 +25,7 @@ def tasks(result: TrainResult) -> Counter[str]:
     return Counter(t["task"] for path in paths for t in lines(path))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("overlap", "oldest"), [("one_step", 1), ("async", 2)])
 def test_a_run_trains_on_every_task_once_and_on_none_too_old(tmp_path: Path, overlap: str, oldest: int) -> None:
     result = agentrl.train(job(tmp_path / "run", overlap))
@@ -39,6 +40,7 @@ def test_a_run_trains_on_every_task_once_and_on_none_too_old(tmp_path: Path, ove
     assert all(row["train/updates"] == 1 for row in rows[1:])
 
 
+@pytest.mark.slow
 def test_one_step_off_gives_the_same_run_twice(tmp_path: Path) -> None:
     first, second = (agentrl.train(job(tmp_path / name, "one_step", eval__every=2)) for name in "ab")
     for ours, theirs in zip(metrics(first.folder), metrics(second.folder), strict=True):
@@ -46,6 +48,7 @@ def test_one_step_off_gives_the_same_run_twice(tmp_path: Path) -> None:
             assert ours.get(key, -1) == pytest.approx(theirs.get(key, -1), rel=1e-3, abs=2e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overlap", ["one_step", "async"])
 def test_a_stopped_run_goes_on_with_the_tasks_that_were_in_flight(tmp_path: Path, overlap: str) -> None:
     trackers = {"track__trackers": ["train_plugins:StopsAfterThree"]}
@@ -61,6 +64,7 @@ def test_a_stopped_run_goes_on_with_the_tasks_that_were_in_flight(tmp_path: Path
     assert tasks(result) == tasks(whole)
 
 
+@pytest.mark.slow
 def test_an_engine_that_sleeps_while_the_trainer_works_gives_the_same_run(tmp_path: Path) -> None:
     asleep, awake = (
         agentrl.train(small(tmp_path / str(sleep), engine={"sleep": sleep}, eval__splits=[])) for sleep in (True, False)

@@ -46,10 +46,12 @@ def result(recipe: Recipe) -> TrainResult:
     return agentrl.train(recipe)
 
 
+@pytest.mark.slow
 def test_the_recipe_in_the_folder_loads_to_an_equal_one(recipe: Recipe, result: TrainResult) -> None:
     assert Recipe.load(str(result.folder / "recipe.yaml")) == recipe
 
 
+@pytest.mark.slow
 def test_metrics_hold_the_named_keys_and_one_row_a_step(result: TrainResult) -> None:
     rows = metrics(result.folder)
     assert [row["step"] for row in rows] == [0, 1, 2, 3]
@@ -61,6 +63,7 @@ def test_metrics_hold_the_named_keys_and_one_row_a_step(result: TrainResult) -> 
     assert "eval/test/accuracy" not in rows[1]
 
 
+@pytest.mark.slow
 def test_metrics_agree_with_each_other_and_with_the_trajectories(result: TrainResult) -> None:
     for row in metrics(result.folder)[1:]:
         played = lines(result.folder / "trajectories" / f"step_{row['step']}.jsonl")
@@ -76,23 +79,27 @@ def test_metrics_agree_with_each_other_and_with_the_trajectories(result: TrainRe
         assert 0 < row["train/grad_norm"] < 100
 
 
+@pytest.mark.slow
 def test_the_reference_stays_while_the_policy_moves(result: TrainResult) -> None:
     rows = metrics(result.folder)
     assert rows[1]["train/kl"] == pytest.approx(0, abs=1e-5)
     assert rows[3]["train/kl"] > 10 * abs(rows[1]["train/kl"])
 
 
+@pytest.mark.slow
 def test_evaluations_are_kept_too(result: TrainResult) -> None:
     names = {path.name for path in (result.folder / "trajectories").iterdir()}
     assert names == {"step_1.jsonl", "step_2.jsonl", "step_3.jsonl", "eval_test_0.jsonl", "eval_test_3.jsonl"}
 
 
+@pytest.mark.slow
 def test_the_page_shows_the_run(result: TrainResult) -> None:
     page = (result.folder / "report.html").read_text()
     assert "Held-out accuracy" in page
     assert "after step 3" in page
 
 
+@pytest.mark.slow
 def test_transformers_loads_the_checkpoint(result: TrainResult) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -109,6 +116,7 @@ def test_transformers_loads_the_checkpoint(result: TrainResult) -> None:
     assert torch.isfinite(trained(ids).logits).all()
 
 
+@pytest.mark.slow
 def test_evaluating_the_checkpoint_gives_the_accuracy_that_the_run_ended_with(
     recipe: Recipe, result: TrainResult
 ) -> None:
@@ -116,6 +124,7 @@ def test_evaluating_the_checkpoint_gives_the_accuracy_that_the_run_ended_with(
     assert again["test"].accuracy == result.after["test"]
 
 
+@pytest.mark.slow
 def test_a_tracker_is_told_everything_in_order(result: TrainResult) -> None:
     book = lines(result.folder / "book.jsonl")
     assert [entry["what"] for entry in book] == ["start", "log", "log", "log", "log", "finish"]
@@ -124,6 +133,7 @@ def test_a_tracker_is_told_everything_in_order(result: TrainResult) -> None:
     assert [entry["keys"] for entry in book[1:5]] == [sorted(row) for row in metrics(result.folder)]
 
 
+@pytest.mark.slow
 def test_a_tracker_that_fails_is_said_once_and_switched_off(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The run goes on without it, and so do the others; what it cannot finish either ends nothing."""
     trackers = {"track__trackers": ["train_plugins:Refusing", "train_plugins:Diary"]}
@@ -163,6 +173,7 @@ def test_a_tracker_that_cannot_start_is_said_before_the_run_begins(tmp_path: Pat
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_run_with_no_step_evaluates_and_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     recipe = small(train__steps=0)
@@ -286,6 +297,7 @@ def test_a_file_where_the_runs_should_lie_is_said_at_once(
         agentrl.train(small(output))
 
 
+@pytest.mark.slow
 def test_a_run_may_keep_no_trajectories_and_has_its_folder_for_itself(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -306,6 +318,7 @@ def test_a_run_may_keep_no_trajectories_and_has_its_folder_for_itself(
     assert len(refused) == 2
 
 
+@pytest.mark.slow
 async def test_inside_a_running_loop_as_in_a_notebook(tmp_path: Path) -> None:
     recipe = small(tmp_path / "run", train__steps=1)
     result = agentrl.train(recipe)

@@ -1,4 +1,4 @@
-"""From a recipe to the sharded model of each role, and how that is computed. Every rank calls these in step."""
+"""Build the sharded model of each role from a recipe. Every rank calls these functions, in the same order."""
 
 import math
 from collections.abc import Iterator
@@ -10,20 +10,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from agentrl.compute.classifier import (
+    ModuleScores,
+    SequenceScores,
+    classifier_folder,
+    classifier_shape,
+    load_classifier,
+)
+from agentrl.compute.classifier import probe_of as classifier_probe
 from agentrl.compute.forward import ModuleForward, SequenceForward, local_attention, probe_of
 from agentrl.compute.micro_batches import TorchProcessGroup
 from agentrl.compute.sequence_parallel import SequenceParallelForward, SequenceParallelValues
 from agentrl.compute.value_head import CONFIDENCE_FEATURES, ModuleValues, SequenceValues, ValueModel
-from agentrl.distributed.fsdp.choose import Ways
+from agentrl.distributed.fsdp.choose import Candidates
 from agentrl.distributed.fsdp.mesh import Place
 from agentrl.distributed.fsdp.role import Built, Role, build
+from agentrl.distributed.fsdp.scatter import Source, open_source
 from agentrl.distributed.fsdp.shard import Options
-from agentrl.distributed.fsdp.source import Source, open_source
 from agentrl.errors import UserError
 from agentrl.learner.critic import critic_model
 from agentrl.models.load import load_model, load_shape, resolve
 from agentrl.models.lora import add_adapter
-from agentrl.models.streamed import stream_model
+from agentrl.models.streamed import stream, stream_model
 from agentrl.recipe.schema import ModelSection, Recipe
 
 NAME = "module with shared-prefix attention"
@@ -31,55 +39,73 @@ NAME = "module with shared-prefix attention"
 
 @dataclass(frozen=True, slots=True)
 class Sharded:
-    """model: the module, whose parameters are DTensors. forward: the root of FSDP2, to be called as one would call the
-    way that it computes by. description: a line for people."""
+    """The model of one role over the ranks."""
 
     model: Any
+    """The module; its parameters are DTensors."""
     forward: Any
+    """The root of FSDP2, called like the computation that it wraps."""
     description: str
+    """A line for people."""
 
 
 def build_policy(recipe: Recipe, place: Place) -> Sharded:
-    """The model of the recipe, to be trained. forward: a `Forward`."""
+    """Build the policy, to be trained. forward: a `Forward`."""
     return _causal(recipe, place, recipe.model, trained=True)
 
 
 def build_reference(recipe: Recipe, place: Place) -> Sharded:
-    """The same before any training, frozen, without the adapter (a policy that trains one is its own reference)."""
+    """Build the policy as it was before training, frozen, without an adapter (with one it is its own reference)."""
     return _causal(recipe, place, recipe.model.model_copy(update={"lora": None}), trained=False)
 
 
 def build_critic(recipe: Recipe, place: Place) -> Sharded:
-    """The value model of the recipe's `critic`. forward: a `ValueForward`."""
+    """Build the value model of the recipe's `critic`. forward: a `ValueForward`."""
     section = critic_model(recipe)
 
     def load() -> Source:
         source = _open(section, recipe.train.seed, headless=True)
         return replace(source, model=ValueModel(source.model))
 
-    def ways(model: ValueModel) -> Ways:
+    def candidates(model: ValueModel) -> Candidates:
         backbone, group = model.model, place.sequence
         fast = partial(ModuleValues, model) if group is None else partial(SequenceParallelValues, model, group)
         slow = SequenceValues(model, most=TorchProcessGroup(device=place.device).most)
         probe = probe_of(backbone)
         features = torch.zeros(len(probe.predict), CONFIDENCE_FEATURES, device=place.device)
-        return _ways(backbone, fast, slow, (probe, features), partial(_telling_apart, model))
+        return _candidates(backbone, fast, slow, (probe, features), partial(_distinguishing_states, model))
 
-    built = build(Role(lambda: ValueModel(_skeleton(section)), load, ways), recipe, place)
-    return _shared(recipe, place, built)
+    built = build(Role(lambda: ValueModel(_skeleton(section)), load, candidates), recipe, place)
+    return _sharded(recipe, place, built)
+
+
+def build_reward_model(recipe: Recipe, place: Place) -> Sharded:
+    """Build the recipe's reward model, frozen. forward: a `ScoreForward`. Raises as `load_classifier` does."""
+
+    def load() -> Source:
+        kind, folder = type(classifier_shape(recipe)), classifier_folder(str(recipe.rewards.model))
+        return open_source(partial(stream, kind, folder, recipe.model), partial(load_classifier, recipe))
+
+    def candidates(model: Any) -> Candidates:
+        slow = SequenceScores(model, TorchProcessGroup(device=place.device).most)
+        probe = (classifier_probe(model),)
+        return Candidates(partial(ModuleScores, model), slow, probe, "packed, prompts shared", relative=True)
+
+    built = build(Role(lambda: classifier_shape(recipe), load, candidates), recipe, place, trained=False)
+    return Sharded(built.model, built.root, built.description)
 
 
 def _causal(recipe: Recipe, place: Place, section: ModelSection, trained: bool) -> Sharded:
-    def ways(model: Any) -> Ways:
+    def candidates(model: Any) -> Candidates:
         group = place.sequence
         fast = partial(ModuleForward, model) if group is None else partial(SequenceParallelForward, model, group)
         slow = SequenceForward(model, most=TorchProcessGroup(device=place.device).most)
-        return _ways(model, fast, slow, (probe_of(model), 1.0))
+        return _candidates(model, fast, slow, (probe_of(model), 1.0))
 
-    role = Role(lambda: _skeleton(section), lambda: _open(section, recipe.train.seed), ways)
+    role = Role(lambda: _skeleton(section), lambda: _open(section, recipe.train.seed), candidates)
     built = build(role, recipe, place, trained)
     built.model.generation_config = built.known
-    return _shared(recipe, place, built)
+    return _sharded(recipe, place, built)
 
 
 def _skeleton(section: ModelSection) -> Any:
@@ -97,16 +123,16 @@ def _open(section: ModelSection, seed: int, headless: bool = False) -> Source:
     )
 
 
-def _ways(transformer: Any, fast: Any, slow: Any, probe: tuple[Any, ...], around: Any = None) -> Ways:
-    """around: what both are tried in, where they do not give log-probs."""
-    ways = Ways(fast, slow, probe, NAME, local_attention(transformer), kernels=transformer)
-    return ways if around is None else replace(ways, around=around, relative=True)
+def _candidates(transformer: Any, fast: Any, slow: Any, probe: tuple[Any, ...], around: Any = None) -> Candidates:
+    """around: the context that both are compared in, if they do not give log-probs."""
+    found = Candidates(fast, slow, probe, NAME, local_attention(transformer), kernels=transformer)
+    return found if around is None else replace(found, around=around, relative=True)
 
 
 @contextmanager
-def _telling_apart(model: ValueModel) -> Iterator[None]:
-    """Inside the block a value is a fixed mixture of a hidden state's numbers, as the output layer, which begins as 0,
-    gives all states the same."""
+def _distinguishing_states(model: ValueModel) -> Iterator[None]:
+    """Make values a fixed mixture of the hidden states inside the block: the output layer, which begins as 0, gives all
+    states the same value."""
 
     def mixed(states: Tensor) -> Tensor:
         mixture = torch.randn(states.shape[-1], 1, generator=torch.Generator().manual_seed(0))
@@ -119,9 +145,9 @@ def _telling_apart(model: ValueModel) -> Iterator[None]:
         del model.of
 
 
-def _shared(recipe: Recipe, place: Place, built: Built) -> Sharded:
-    """Raises UserError when the ranks are to share sequences that only one at a time can compute."""
-    if place.sequence is not None and isinstance(built.root.way, SequenceForward):
+def _sharded(recipe: Recipe, place: Place, built: Built) -> Sharded:
+    """Complete the description. Raises UserError if ranks share sequences that the model computes singly."""
+    if place.sequence is not None and isinstance(built.root.computation, SequenceForward):
         raise UserError(f"cluster.sequence_parallel: the model runs {built.description}; leave it at 1")
     return Sharded(built.model, built.root, f"{built.description}, {_spread(recipe, place)}")
 

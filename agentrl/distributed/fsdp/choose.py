@@ -1,7 +1,7 @@
-"""Which way of computing a sharded model is exact: found out on the shards themselves, by all ranks together.
+"""Choose how a sharded model is computed: by the fast computation, if it equals the slow one on the shards.
 
-Nobody ever has the whole model, so both ways run through the root, on the device and in the precision of training. All
-ranks compute the same small row, and go by what rank 0 found, so that they run the same collectives afterwards.
+No rank has the whole model, so both run through the root, on the device and in the precision of training. All ranks
+compute the same small row and follow rank 0's result, so that they run the same collectives afterwards.
 """
 
 from collections.abc import Callable
@@ -20,71 +20,76 @@ from agentrl.distributed.fsdp.mesh import Place
 from agentrl.distributed.fsdp.scatter import everywhere, share
 from agentrl.distributed.fsdp.shard import Root
 
-MISFITS = (Unsupported, RuntimeError, TypeError, ValueError, KeyError, AttributeError, IndexError)
-"""What a module says that cannot be computed in the fast way."""
+MISMATCHES = (Unsupported, RuntimeError, TypeError, ValueError, KeyError, AttributeError, IndexError)
+"""What a module raises that the fast computation does not fit."""
 
 
 @dataclass(frozen=True, slots=True)
-class Ways:
-    """fast: makes the one that is wanted, called `name`; slow: the one that is right for every model. probe: the
-    arguments that both are tried with. declined: what speaks against the fast one before it is tried. relative:
-    differences are measured by the largest number. around: what both are tried in. kernels: the modules that may get
-    other kernels (None: they may not)."""
+class Candidates:
+    """A fast and a slow computation of one model."""
 
     fast: Callable[[], Any]
+    """Make the fast computation. May raise Unsupported."""
     slow: Any
+    """The computation that is right for every model."""
     probe: tuple[Any, ...]
+    """Arguments that both are compared on."""
     name: str
+    """Of the fast one, for people."""
     declined: str | None = None
+    """Why the fast one is not even tried; None: it is."""
     relative: bool = False
+    """Measure differences relative to the largest output, where that is above 1."""
     around: Callable[[], AbstractContextManager[Any]] = nullcontext
+    """The context that both are compared in."""
     kernels: Any = None
+    """The modules that may get liger kernels; None: none."""
 
 
 @torch.no_grad()
-def choose(ways: Ways, root: Root, place: Place, compute: torch.dtype) -> tuple[Any, str]:
-    """The fastest exact one of the ways, and a line for people. compute: the type that is computed in.
+def choose(candidates: Candidates, root: Root, place: Place, compute: torch.dtype) -> tuple[Any, str]:
+    """Return the fastest exact computation, and a line for people. compute: the dtype of its matrix products.
 
-    Raises UserError: as `ways.fast` does; kernels that are there and do not fit.
+    Raises UserError: as `candidates.fast` does; kernels that are installed and change the results.
     """
-    with ways.around():
-        why = share(ways.declined or _misfit(ways, root, compute), place)
+    with candidates.around():
+        why = share(candidates.declined or _mismatch(candidates, root, compute), place)
         if why is not None:
-            return ways.slow, f"one sequence at a time (no {ways.name}: {why})"
-        fast = ways.fast()
-        if ways.kernels is None or not everywhere(liger.fits(ways.kernels, place.device), place):
-            return fast, ways.name
-        liger.put_in_and_compare(ways.kernels, lambda: _run(root, fast, ways), TOLERANCE.get(compute, 0.25))
-        return fast, f"{ways.name}, {liger.SAID}"
+            return candidates.slow, f"one sequence at a time (no {candidates.name}: {why})"
+        fast = candidates.fast()
+        if candidates.kernels is None or not everywhere(liger.fits(candidates.kernels, place.device), place):
+            return fast, candidates.name
+        liger.put_in_and_compare(candidates.kernels, lambda: _run(root, fast, candidates), TOLERANCE.get(compute, 0.25))
+        return fast, f"{candidates.name}, {liger.SAID}"
 
 
-def _misfit(ways: Ways, root: Root, compute: torch.dtype) -> str | None:
-    """Why the fast way will not do, or None."""
+def _mismatch(candidates: Candidates, root: Root, compute: torch.dtype) -> str | None:
+    """Return why the fast computation cannot be used, or None."""
     try:
-        fast = ways.fast()
+        fast = candidates.fast()
     except Unsupported as error:
         return f"Unsupported: {error}"
-    found = _run(root, partial(_attempt, fast), ways)
-    wanted = _run(root, ways.slow, ways)  # also after a failure, which left layers gathered
+    found = _run(root, partial(_attempt, fast), candidates)
+    wanted = _run(root, candidates.slow, candidates)  # also after a failure, which left layers gathered
     if isinstance(found, str):
         return found
     off = float((found - wanted).abs().max())
-    scale = max(1.0, float(wanted.abs().max())) if ways.relative else 1.0
+    scale = max(1.0, float(wanted.abs().max())) if candidates.relative else 1.0
     tolerance = TOLERANCE.get(compute, 0.25) * scale
     return None if off <= tolerance else f"it differs by {off:.2g} from single sequences"
 
 
-def _run(root: Root, way: Any, ways: Ways) -> Any:
-    root.way = way
-    found = root(*ways.probe)
+def _run(root: Root, computation: Any, candidates: Candidates) -> Any:
+    root.computation = computation
+    found = root(*candidates.probe)
     return found[0] if isinstance(found, tuple) else found
 
 
-def _attempt(way: Any, *arguments: Any) -> Tensor | str:
-    """Inside the root's forward, so that its hooks see a forward that ends."""
+def _attempt(computation: Any, *arguments: Any) -> Tensor | str:
+    """Catch errors inside the root's forward, so that its hooks see a forward that ends."""
     try:
-        found = way(*arguments)
-    except MISFITS as error:
+        found = computation(*arguments)
+    except MISMATCHES as error:
         return f"{type(error).__name__}: {error}".splitlines()[0]
     first: Tensor = found[0] if isinstance(found, tuple) else found
     return first

@@ -1,4 +1,4 @@
-"""`Place`: where this process stands among the ranks of a torch process group that is initialised already."""
+"""`Place`: the position of this process among the ranks of an initialised torch process group."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -13,30 +13,31 @@ from agentrl.recipe.schema import ClusterSection
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """rank of `size`, computing on `device`. The weights are sharded over the last dimension of `mesh` (`shard`), and
-    copied along the first where there are two (`replicate`, HSDP: the ranks of a shard group are neighbours).
-
-    sequence: the process group of the neighbouring ranks that share each sequence with this one; None: nobody does.
-    """
+    """The position of one rank, and how the weights lie over all of them."""
 
     rank: int
     size: int
+    """Number of ranks."""
     device: torch.device
+    """The device that this rank computes on."""
     mesh: DeviceMesh
+    """The weights are sharded over its last dimension (`shard`), and copied along the first if there are two
+    (`replicate`, HSDP: the ranks of a shard group are neighbours)."""
     sequence: Any = None
+    """The process group of the neighbouring ranks that share each sequence with this one; None: there are none."""
 
     @property
     def shards(self) -> int:
-        """Ranks that hold one copy of the weights."""
+        """Number of ranks that together hold one copy of the weights."""
         return int(self.mesh.shape[-1])
 
     def shard_of(self, rank: int) -> int:
-        """Which shard `rank` holds."""
+        """Return the index of the shard that `rank` holds."""
         return rank % self.shards
 
 
 def find_place(cluster: ClusterSection, device: torch.device) -> Place:
-    """Of this rank of the default process group, which computes on `device`. A collective.
+    """Return the position of this rank of the default process group, which computes on `device`. A collective.
 
     Raises UserError: a `cluster.shard` or `cluster.sequence_parallel` that does not divide the number of ranks.
     """

@@ -1,5 +1,9 @@
-"""Tensors of rank 0 dealt out one by one, each shard to the rank that holds it: nobody else sees a whole one."""
+"""Read the weights of a model on rank 0, and send each rank its shard, one tensor at a time: no other rank ever holds a
+whole one."""
 
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -8,18 +12,47 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from agentrl.distributed.fsdp.mesh import Place
-from agentrl.distributed.fsdp.source import Source
+from agentrl.models.streamed import NotStreamed, Read
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where rank 0 has the weights from."""
+
+    model: Any
+    """Modules whose parameters and buffers `read` gives the values of; nothing else may be done with them."""
+    read: Read
+    """Return the value of one of them, on the CPU."""
+    known: Any = None
+    """What the other ranks need to know of the model: small and picklable."""
+    note: str = ""
+    """What people need to know."""
+
+
+def open_source(stream: Callable[[], tuple[Any, Read]], whole: Callable[[], Any]) -> Source:
+    """Read the files of a model one tensor at a time by `stream`, or, if that raises NotStreamed because the files hold
+    other tensors than the modules do, load the model by `whole`."""
+    try:
+        model, read = stream()
+        note = ""
+    except NotStreamed as why:
+        model, read = whole(), Tensor.detach
+        note = f"read whole by the first ({why})"
+        _log.warning("the model is %s", note)
+    return Source(model, read, getattr(model, "generation_config", None), note)
 
 
 def share(value: Any, place: Place) -> Any:
-    """What rank 0 has, to all: a small picklable object."""
+    """Broadcast a small picklable object from rank 0 to all ranks."""
     box = [value]
     dist.broadcast_object_list(box, src=0, device=place.device)
     return box[0]
 
 
 def everywhere(value: bool, place: Place) -> bool:
-    """Whether it holds on all ranks."""
+    """Return whether `value` is true on all ranks."""
     found = torch.tensor([int(value)], device=place.device)
     dist.all_reduce(found, op=dist.ReduceOp.MIN)
     return bool(found)
@@ -27,21 +60,22 @@ def everywhere(value: bool, place: Place) -> bool:
 
 @torch.no_grad()
 def fill(model: nn.Module, source: Source | None, place: Place) -> None:
-    """Give every parameter, buffer and other tensor of `model` (sharded, uninitialised) the value that it has in
-    `source`, which rank 0 has and the others do not (None): one is read, and dealt out, at a time."""
+    """Set every parameter, buffer and other tensor of `model` (sharded, uninitialised) to its value in `source` (None
+    except on rank 0), one at a time."""
     values = dict(source.model.named_parameters()) if source is not None else {}
     for name, parameter in model.named_parameters():
-        deal = _scatter if isinstance(parameter, DTensor) else _broadcast
-        deal(parameter, source.read(values[name]) if source is not None else None, place)  # nobody else keeps it
-    places, kept = _unsharded(model), _unsharded(source.model) if source is not None else {}
-    for name, (owner, key, tensor) in places.items():
+        send = _scatter if isinstance(parameter, DTensor) else _broadcast
+        send(parameter, source.read(values[name]) if source is not None else None, place)  # nobody else keeps it
+    stored = _unsharded(source.model) if source is not None else {}
+    for name, (owner, key, tensor) in _unsharded(model).items():
         target = torch.empty_like(tensor, device=place.device)
-        _broadcast(target, source.read(kept[name][2]) if source is not None else None, place)
+        _broadcast(target, source.read(stored[name][2]) if source is not None else None, place)
         setattr(owner, key, target)
 
 
 def _scatter(parameter: Any, whole: Tensor | None, place: Place) -> None:
-    """FSDP2 cuts the first dimension as torch.chunk does: the last shards may be short, or empty."""
+    """Send each rank its shard of a tensor. FSDP2 cuts the first dimension as torch.chunk does: the last shards may be
+    short, or empty."""
     rows = -(-parameter.shape[0] // place.shards)
     shape = (rows, *parameter.shape[1:])
     received = torch.empty(shape, dtype=parameter.dtype, device=place.device)
@@ -70,12 +104,12 @@ def _broadcast(tensor: Tensor, whole: Tensor | None, place: Place) -> None:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """The same memory as bytes: not every backend carries every type."""
+    """View the same memory as bytes: not every backend carries every type."""
     return tensor.reshape(-1).view(torch.uint8)
 
 
 def _unsharded(model: nn.Module) -> dict[str, tuple[nn.Module, str, Tensor]]:
-    """Buffers, and tensors that modules keep as plain attributes: owner, attribute and value by name."""
+    """Return the buffers, and tensors that modules keep as plain attributes: name -> owner, attribute, value."""
     found = {}
     for path, module in model.named_modules():
         own = {**module._buffers, **{k: v for k, v in vars(module).items() if isinstance(v, Tensor)}}

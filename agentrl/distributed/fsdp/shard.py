@@ -1,6 +1,6 @@
-"""FSDP2 on a computation: its blocks one by one, then the root, whose own forward reads what is outside of the blocks.
+"""Apply FSDP2 to a computation: to each block, then to the root, whose own forward reads what lies outside of blocks.
 
-The hooks of FSDP2 gather a module's weights around its `forward`, and only there. So what is called is the root, and
+The hooks of FSDP2 gather a module's weights around its `forward`, and only there. So the root is called, and
 embeddings, final norm and output layer are whole inside its forward and nowhere else.
 """
 
@@ -25,11 +25,12 @@ from agentrl.recipe.schema import Recipe
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """compute: what is computed in (None: what the weights are kept in). offload: the shards, their gradients and the
-    optimizer stay on the CPU."""
+    """What a recipe says about sharding."""
 
     compute: torch.dtype | None = None
+    """Dtype of matrix products; None: that of the weights."""
     offload: bool = False
+    """Keep shards, gradients and optimizer state on the CPU."""
 
     @classmethod
     def of(cls, recipe: Recipe) -> "Options":
@@ -37,18 +38,18 @@ class Options:
 
 
 class Root(nn.Module):
-    """Calls `way` as its forward. way: any callable over `model`, which is registered here, so that FSDP2 finds its
-    parameters; names of parameters are those of `model`.
+    """Module whose forward is `computation`: any callable over `model`, which is registered here for FSDP2 to find its
+    parameters.
 
-    After a pass without gradients the weights go back to shards at once; with gradients they do in the backward pass.
+    After a pass without gradients the weights are resharded at once; with gradients, in the backward pass.
     """
 
-    def __init__(self, model: nn.Module, way: Any) -> None:
+    def __init__(self, model: nn.Module, computation: Any) -> None:
         super().__init__()
-        self.model, self.way = model, way
+        self.model, self.computation = model, computation
 
     def forward(self, *arguments: Any, **options: Any) -> Any:
-        found = self.way(*arguments, **options)
+        found = self.computation(*arguments, **options)
         return found.clone() if isinstance(found, Tensor) else found  # FSDP2 hooks onto it, which no view survives
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
@@ -59,7 +60,7 @@ class Root(nn.Module):
 
 
 def shard(root: nn.Module, blocks: Sequence[nn.Module], place: Place, options: Options) -> None:
-    """Apply FSDP2 in place, to parameters on whatever device. Gradients are averaged over all ranks, in float32."""
+    """Apply FSDP2 in place, on any device. Gradients are averaged over all ranks, in float32."""
     precision = MixedPrecisionPolicy(param_dtype=options.compute, reduce_dtype=torch.float32)
     offload = CPUOffloadPolicy(pin_memory=place.device.type == "cuda") if options.offload else OffloadPolicy()
     settings: dict[str, Any] = {"mesh": place.mesh, "mp_policy": precision, "offload_policy": offload}

@@ -168,6 +168,7 @@ async def test_what_is_known_at_the_start_is_said_in_a_line(monkeypatch):
         await OpenAIEngine(model="m", base_url=url, retries=0).health()
 
 
+@pytest.mark.slow
 def test_eval_plays_the_recipes_tasks_and_tools_through_the_endpoint(tmp_path, capsys):
     env = make_environment(EnvSection(name="gsm8k"))
     gold = {}

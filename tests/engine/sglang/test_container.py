@@ -1,7 +1,6 @@
 """Servers in containers, which do not end with the client that starts them. A stand-in for docker runs them."""
 
 import os
-import shutil
 import signal
 import sys
 import urllib.request
@@ -19,10 +18,8 @@ RUNTIME = SUPPORT / "container_runtime.py"
 
 
 @pytest.fixture
-def docker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def docker(bubblewrap: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The stand-in, by docker's name; whatever it runs ends with the test."""
-    if shutil.which("bwrap") is None:
-        pytest.skip("no bubblewrap (bwrap) to make a container with")
     containers = tmp_path / "containers"
     containers.mkdir()
     monkeypatch.setenv("STAND_IN_CONTAINERS", str(containers))

@@ -1,15 +1,17 @@
-"""`cluster.address`: what is no Ray head is told from one before Ray is asked, which would try for minutes."""
+"""`Session` without a Ray: `cluster.address` is checked before Ray, which would try for minutes; shared memory."""
 
 import os
+import shutil
 import socket
 import threading
+from collections import namedtuple
 from collections.abc import Iterator
 
 import pytest
 
 from agentrl.cluster import session
 from agentrl.cluster.errors import ClusterError
-from agentrl.cluster.session import reach
+from agentrl.cluster.session import object_store_bytes, reach
 
 
 @pytest.fixture
@@ -89,3 +91,14 @@ def test_a_wrong_token_ends_the_tries_at_once_and_in_one_line(
     assert tries == ["10.0.0.1:6379"]
     os.write(2, b"and it is heard again")
     assert capfd.readouterr().err == "and it is heard again"
+
+
+def test_too_little_shared_memory_is_said_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(64 << 20, 0, 64 << 20))
+    with pytest.raises(ClusterError, match=r"/dev/shm has 64 MiB free; .* docker run --shm-size"):
+        object_store_bytes()
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(1 << 40, 0, 1 << 30))
+    assert object_store_bytes() == int((1 << 30) * 0.3)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(1 << 40, 0, 1 << 40))
+    assert object_store_bytes() == 8 << 30

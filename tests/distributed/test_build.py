@@ -1,0 +1,68 @@
+"""A sharded model on a single rank, in this process: it computes what the plain model does."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from agentrl.compute.confidence import COLUMNS
+from sharded_help import FOLDERS, ROW, SCENARIOS, apart, make_folders, whole
+
+from agentrl.compute.forward import SequenceForward
+from agentrl.distributed.fsdp.build import build_critic, build_policy, build_reference
+from agentrl.distributed.fsdp.mesh import Place, find_place
+from agentrl.errors import UserError
+from agentrl.models.load import load_model
+from agentrl.recipe.schema import ClusterSection
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
+
+
+@pytest.fixture(scope="module")
+def place() -> Iterator[Place]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield find_place(ClusterSection(), torch.device("cpu"))
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    make_folders(folder := tmp_path_factory.mktemp("models"))
+    return folder
+
+
+@pytest.mark.parametrize("name", ["tied", "untied", "window"])
+def test_policy_and_reference_compute_what_the_plain_model_does(name: str, place: Place, root: Path) -> None:
+    recipe = SCENARIOS[name].recipe(root)
+    plain = load_model(recipe.model)[0]
+    wanted = SequenceForward(plain)(ROW, 1.0)[0]
+    policy, reference = build_policy(recipe, place), build_reference(recipe, place)
+    for built in (policy, reference):
+        assert built.description.endswith(", whole")
+        torch.testing.assert_close(built.forward(ROW, 1.0)[0], wanted, atol=1e-5, rtol=1e-5)
+    assert not any(p.requires_grad for p in reference.model.parameters())
+    policy.forward(ROW, 1.0)[0].sum().backward()
+    wanted.sum().backward()
+    found = {n: whole(p.grad) for n, p in policy.model.named_parameters() if p.grad is not None}
+    assert apart(found, {n: p.grad for n, p in plain.named_parameters() if p.grad is not None}) < 1e-4
+
+
+def test_a_critic_begins_with_values_of_0(place: Place, root: Path) -> None:
+    critic = build_critic(SCENARIOS["critic"].recipe(root), place)
+    confidence = torch.zeros(len(ROW.predict), COLUMNS)
+    assert critic.forward(ROW, confidence).abs().max() == 0
+
+
+@pytest.mark.parametrize("key", ["shard", "sequence_parallel"])
+def test_what_does_not_divide_the_ranks_is_refused(key: str, place: Place) -> None:
+    with pytest.raises(UserError, match=f"^cluster.{key} is 3, which does not divide the 1 workers$"):
+        find_place(ClusterSection.model_validate({"workers": 3, key: 3}), torch.device("cpu"))
+
+
+def test_a_folder_that_is_none_is_refused(place: Place, root: Path) -> None:
+    assert "nowhere" not in FOLDERS
+    recipe = SCENARIOS["tied"].recipe(root)
+    recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"path": str(root / "nowhere")})})
+    with pytest.raises(UserError, match="nowhere is no folder"):
+        build_policy(recipe, place)

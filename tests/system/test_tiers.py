@@ -1,0 +1,51 @@
+"""The quick tier covers every package: `pytest` alone tests something of each."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from paths import ROOT
+from tiers import FIXTURES, TIERS
+
+TESTS = ROOT / "tests"
+NOT_QUICK = TIERS.keys() | FIXTURES.keys() | {"sglang_url"}
+ROOMS = sorted(
+    {path.parent.name for path in (ROOT / "agentrl").glob("*/__init__.py")} - {"scaffold"} | {"envs", "tools", "system"}
+)
+"""The templates of `scaffold` are tested by `tests/cli/test_new.py`."""
+
+
+def names_in(node: ast.AST) -> set[str]:
+    """The attributes, arguments and strings below a node."""
+    found: set[str] = set()
+    for inner in ast.walk(node):
+        found |= {value for value in vars(inner).values() if isinstance(value, str)}
+    return found
+
+
+def quick_tests(path: Path) -> Iterator[str]:
+    """Yield the names of a file's quick tests. Fixtures of fixtures are not followed."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    marks = [node for node in tree.body if isinstance(node, ast.Assign) and "pytestmark" in names_in(node)]
+    if any(names_in(node) & NOT_QUICK for node in marks):
+        return
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("test_"):
+            around = [names_in(part) for part in (*node.decorator_list, node.args)]
+            if not NOT_QUICK & set().union(*around):
+                yield node.name
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_every_room_has_quick_tests(room: str) -> None:
+    assert any(name for path in sorted((TESTS / room).rglob("test_*.py")) for name in quick_tests(path))
+
+
+def test_a_marker_is_seen_wherever_it_stands(tmp_path: Path) -> None:
+    file = tmp_path / "test_it.py"
+    marked = "@pytest.mark.slow\ndef test_a(): ...\ndef test_b(sglang_url): ...\ndef test_c(): ...\n"
+    file.write_text(marked)
+    assert list(quick_tests(file)) == ["test_c"]
+    file.write_text(f"pytestmark = [pytest.mark.ray]\n{marked}")
+    assert list(quick_tests(file)) == []

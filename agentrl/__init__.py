@@ -8,13 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from agentrl.errors import UserError
-    from agentrl.eval.rewarded import evaluate
+    from agentrl.eval.evaluate import evaluate
     from agentrl.plugins.decorator import tool
-    from agentrl.plugins.environment import Environment
-    from agentrl.plugins.lazy import LazyTasks
+    from agentrl.plugins.environment import Environment, LazyTasks
     from agentrl.plugins.reward import GroupReward, Reward, Sample
-    from agentrl.plugins.source import ToolSource
-    from agentrl.plugins.tool import Tool
+    from agentrl.plugins.tool import Tool, ToolSource
     from agentrl.plugins.types import (
         ArgumentError,
         InfrastructureError,
@@ -34,7 +32,7 @@ _HOMES = {
     "Environment": "agentrl.plugins.environment",
     "GroupReward": "agentrl.plugins.reward",
     "InfrastructureError": "agentrl.plugins.types",
-    "LazyTasks": "agentrl.plugins.lazy",
+    "LazyTasks": "agentrl.plugins.environment",
     "Message": "agentrl.plugins.types",
     "Recipe": "agentrl.recipe.schema",
     "Reply": "agentrl.plugins.types",
@@ -45,9 +43,9 @@ _HOMES = {
     "Tool": "agentrl.plugins.tool",
     "ToolKwargs": "agentrl.plugins.types",
     "ToolResponse": "agentrl.plugins.types",
-    "ToolSource": "agentrl.plugins.source",
+    "ToolSource": "agentrl.plugins.tool",
     "UserError": "agentrl.errors",
-    "evaluate": "agentrl.eval.rewarded",
+    "evaluate": "agentrl.eval.evaluate",
     "sft": "agentrl.sft.run",
     "tool": "agentrl.plugins.decorator",
     "train": "agentrl.training.run",

@@ -17,8 +17,7 @@ from agentrl.errors import UserError, nearest, reason
 from agentrl.plugins.environment import Environment
 from agentrl.plugins.exits import contained
 from agentrl.plugins.mixture import Mixture
-from agentrl.plugins.source import ToolSource
-from agentrl.plugins.tool import Tool
+from agentrl.plugins.tool import Tool, ToolSource
 from agentrl.plugins.types import Task
 from agentrl.recipe.schema import EngineSection, EnvPart, EnvSection, ToolSection
 from agentrl.recipe.secrets import MASK, is_secret, masked

@@ -16,45 +16,18 @@ import subprocess
 import sys
 import threading
 import traceback
-from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
 from agentrl.errors import UserError
-from agentrl.plugins.reward import GroupReward, Reward, Sample
+from agentrl.plugins.reward import GroupReward, Reward, make_reward
 from agentrl.plugins.types import InfrastructureError
 from agentrl.recipe.schema import RewardSection
 from agentrl.threads import DaemonThreads
 
 _SIZE = 8  # bytes before each message, which hold its length
 _LINE = 500  # characters of a foreign error's text
-
-
-class ProcessReward(Reward):
-    def __init__(self, made: Reward, section: RewardSection, where: str) -> None:
-        self.name, self._made, self._processes = made.name, made, Processes(made.name, section, where)
-
-    async def score(self, sample: Sample) -> float:
-        found: float = await self._processes.ask(sample)
-        return found
-
-    async def close(self) -> None:
-        self._processes.close()
-        await self._made.close()
-
-
-class ProcessGroupReward(GroupReward):
-    def __init__(self, made: GroupReward, section: RewardSection, where: str) -> None:
-        self.name, self._made, self._processes = made.name, made, Processes(made.name, section, where)
-
-    async def score(self, samples: Sequence[Sample]) -> Sequence[float]:
-        found: Sequence[float] = await self._processes.ask(samples)
-        return found
-
-    async def close(self) -> None:
-        self._processes.close()
-        await self._made.close()
 
 
 class Processes:
@@ -129,6 +102,33 @@ class Processes:
                 process.end()
             self._idle.clear()
         self._threads.shutdown()
+
+
+class _InProcesses:
+    """A reward whose `score` runs in processes; `made` is the same reward in this process, which only gets closed."""
+
+    def __init__(self, made: Reward | GroupReward, section: RewardSection, where: str) -> None:
+        self.name, self._made, self._processes = made.name, made, Processes(made.name, section, where)
+
+    async def score(self, given: Any) -> Any:
+        return await self._processes.ask(given)
+
+    async def close(self) -> None:
+        self._processes.close()
+        await self._made.close()
+
+
+class _ProcessReward(_InProcesses, Reward):
+    """The reward of one sample, in processes."""
+
+
+class _ProcessGroupReward(_InProcesses, GroupReward):
+    """The reward of a group, in processes."""
+
+
+def in_processes(made: Reward | GroupReward, section: RewardSection, where: str) -> Reward | GroupReward:
+    """Return the reward `made`, scored by `section.processes` processes. where: of its arguments, for an error."""
+    return (_ProcessReward if isinstance(made, Reward) else _ProcessGroupReward)(made, section, where)
 
 
 class _Request:
@@ -254,8 +254,6 @@ def main() -> None:
 
 
 def _import(begin: dict[str, Any]) -> Reward | GroupReward:
-    from agentrl.plugins.rewards import make_reward
-
     if begin["seed"] is not None:
         random.seed(begin["seed"])
     made = make_reward(RewardSection.model_validate(begin["section"]), begin["where"])

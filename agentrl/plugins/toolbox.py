@@ -9,8 +9,7 @@ from agentrl.errors import UserError, described, nearest
 from agentrl.plugins.environment import Environment
 from agentrl.plugins.exits import contained
 from agentrl.plugins.registry import find, make_tool
-from agentrl.plugins.source import ToolSource
-from agentrl.plugins.tool import Tool
+from agentrl.plugins.tool import Tool, ToolSource
 from agentrl.plugins.types import Task
 from agentrl.recipe.schema import ToolSection
 

@@ -24,10 +24,8 @@ from agentrl.rollout import hooks
 from agentrl.rollout.calls import Caller, as_text, assistant_message, bounded
 from agentrl.rollout.deadline import GRACE, CancelledFromWithinError, DeadlineExceededError, DeadlineTimer
 from agentrl.rollout.failures import describe
-from agentrl.rollout.request import AsyncRolloutRequest, Opening
+from agentrl.rollout.request import AsyncRolloutRequest, Opening, RequestState, Seed, TransitionError, derive, nth
 from agentrl.rollout.scorer import Scorer
-from agentrl.rollout.seeds import Seed, derive, nth
-from agentrl.rollout.state import RequestState, TransitionError
 from agentrl.trajectory import Boundary, Failure, FinishReason, InvariantError, Trajectory, check_invariants
 
 _DRIVER = Boundary.INFRASTRUCTURE, "driver"

@@ -15,8 +15,7 @@ from agentrl.plugins.exits import contained, said
 from agentrl.plugins.tool import Tool
 from agentrl.plugins.types import Message, Session, ToolKwargs
 from agentrl.rollout.deadline import GRACE, DeadlineExceededError, DeadlineTimer, OwnedTask, leave_behind
-from agentrl.rollout.request import AsyncRolloutRequest, Begun
-from agentrl.rollout.seeds import nth
+from agentrl.rollout.request import AsyncRolloutRequest, Begun, nth
 from agentrl.trajectory import Boundary
 
 RELEASE_SECONDS = 10.0

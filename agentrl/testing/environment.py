@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from agentrl.plugins.environment import Environment
-from agentrl.plugins.parts import known_parts
 from agentrl.plugins.registry import make_environment, make_tool
+from agentrl.plugins.rewards import known_parts
 from agentrl.plugins.tool import Tool
 from agentrl.plugins.types import Task
 from agentrl.recipe.schema import EnvSection, RolloutSection, ToolSection

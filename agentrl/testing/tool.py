@@ -5,8 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from agentrl.plugins.registry import make_tool
-from agentrl.plugins.source import ToolSource
-from agentrl.plugins.tool import Tool
+from agentrl.plugins.tool import Tool, ToolSource
 from agentrl.plugins.types import ArgumentError, Session, Task, ToolKwargs, ToolResponse
 from agentrl.recipe.schema import ToolSection
 from agentrl.testing.agent import call as call_line

@@ -11,14 +11,14 @@ import pytest
 from agentrl_envs.code.generate import problem as code_problem
 from agentrl_envs.gsm8k.problems import problem as gsm8k_problem
 from agentrl_envs.user_sim.generate import scenario
+from paths import RECIPES
 from rich.console import Console
 from train_help import lines, metrics, small
 
 import agentrl
 from agentrl.cli import main
-from agentrl.eval.evaluate import choosing_split, chosen_splits
+from agentrl.eval.evaluate import choosing_split, chosen_splits, model_of
 from agentrl.eval.result import Accuracy
-from agentrl.eval.rewarded import model_of
 from agentrl.eval.statistics import wilson
 from agentrl.plugins.registry import make_environment
 from agentrl.plugins.types import Task
@@ -26,7 +26,7 @@ from agentrl.recipe.schema import EnvSection
 from agentrl.training.display import Display
 from agentrl.training.run import TrainResult
 
-RECIPE = str(Path(__file__).parent.parent / "recipes" / "gsm8k_tool.yaml")
+RECIPE = str(RECIPES / "gsm8k_tool.yaml")
 Name = Callable[[Task], Any]
 
 

@@ -5,7 +5,7 @@ import re
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentrl.rollout.text import bound_text
+from agentrl.rollout.calls import bound_text
 
 
 def by_character(text):

@@ -84,7 +84,7 @@ HOLDS = """
 import ctypes, threading
 from agentrl.rollout import watchdog
 watchdog.SECONDS = 1.0
-from agentrl.plugins.rewards import _Function
+from agentrl.plugins.reward import _Function
 from agentrl.rollout.blocking import Runner
 
 def catastrophe(sample):
@@ -92,7 +92,7 @@ def catastrophe(sample):
 
 def work(runner, function):
     async def go():
-        await function(None)
+        await function.score(None)
     runner.run(go())
 
 import agentrl.rollout.blocking as blocking

@@ -25,7 +25,7 @@ def try_tool(
 ) -> int:
     """The exit code: 1 where a call was answered by an error."""
     from agentrl.recipe.schema import ToolSection
-    from agentrl.rollout.blocking import run
+    from agentrl.rollout.event_loop import run
 
     arguments = [_arguments(text, i) for i, text in enumerate(calls, 1)]
     section = ToolSection(name=name, args=dict(args))

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Protocol
 
+from agentrl.errors import PlainError
+
 
 class GenerationFinish(StrEnum):
     """Why the engine stopped."""
@@ -41,7 +43,7 @@ class Generation:
     weight_version: int | Sequence[int] = 0
 
 
-class EngineError(Exception):
+class EngineError(PlainError):
     """The engine could not do its work: the request becomes FAILED with boundary `engine`, it is no reward of 0."""
 
 

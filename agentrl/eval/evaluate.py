@@ -15,7 +15,7 @@ from agentrl.plugins.environment import Environment, is_validation
 from agentrl.plugins.registry import make_environment, tasks_of
 from agentrl.recipe.load import load_recipe
 from agentrl.recipe.schema import Recipe
-from agentrl.rollout.blocking import blocking, run
+from agentrl.rollout.event_loop import blocking, run
 from agentrl.rollout.model_reward import ask_reward_model
 from agentrl.rollout.player import Player
 

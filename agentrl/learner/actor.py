@@ -20,7 +20,7 @@ from agentrl.compute.forward import Forward, choose, computed_in
 from agentrl.compute.micro_batches import EMPTY, aligned_micro_batches, column_at, token_column
 from agentrl.compute.packing import Packed
 from agentrl.compute.ranks import SINGLE_PROCESS, ProcessGroup
-from agentrl.errors import UserError, ask
+from agentrl.errors import UserError, call_plugin
 from agentrl.learner.metrics import Meter
 from agentrl.learner.optimizer import Optimizer
 from agentrl.models import lora
@@ -113,7 +113,7 @@ def loss_terms(loss: Any, tokens: Tokens, config: AlgorithmSection) -> LossTerms
     type or shape. Whether it is finite is not asked, which would wait for the device: see `Optimizer.step`.
     """
     whose = f"algorithm.loss {config.loss!r}"
-    found = ask(whose, loss, tokens, config)
+    found = call_plugin(whose, loss, tokens, config)
     if not isinstance(found, LossTerms):
         raise UserError(f"{whose} gave {type(found).__name__}, not LossTerms")
     if not isinstance(found.metrics, Mapping):

@@ -13,9 +13,8 @@ from typing import Any, get_type_hints
 
 from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError
 
-from agentrl.errors import UserError, nearest, reason
+from agentrl.errors import UserError, contained, describe, nearest
 from agentrl.plugins.environment import Environment
-from agentrl.plugins.exits import contained
 from agentrl.plugins.mixture import Mixture
 from agentrl.plugins.tool import Tool, ToolSource
 from agentrl.plugins.types import Task
@@ -82,7 +81,7 @@ def load_path(path: str, what: str) -> Any:
     try:
         value: Any = import_module(module.strip())
     except (Exception, SystemExit) as error:  # the boundary: a module may raise anything
-        raise UserError(f"{what} cannot be imported from {module!r}: {reason(error)}") from error
+        raise UserError(f"{what} cannot be imported from {module!r}: {describe(error, place=False)}") from error
     for part in attribute.split("."):
         if not hasattr(value, part):
             raise UserError(f"{what}: {module!r} has no {attribute!r}{nearest(part, _public(value))}")
@@ -160,7 +159,9 @@ def tasks_of(env: Environment, split: str) -> Sequence[Task]:
     except UserError:
         raise
     except BaseException as error:  # the boundary: an environment may raise anything
-        raise UserError(f"environment {env.name!r}: tasks({split!r}) failed: {reason(contained(error))}") from error
+        raise UserError(
+            f"environment {env.name!r}: tasks({split!r}) failed: {describe(contained(error), place=False)}"
+        ) from error
 
 
 def _makes(made: Any, wanted: type | tuple[type, ...]) -> bool:
@@ -175,7 +176,7 @@ def construct(maker: Callable[..., Any], args: Mapping[str, Any], where: str) ->
         return maker(**typed)
     except (TypeError, ValueError) as error:
         name = getattr(maker, "__name__", str(maker))
-        raise UserError(f"{where}: {name} refuses its arguments: {reason(error)}") from error
+        raise UserError(f"{where}: {name} refuses its arguments: {describe(error, place=False)}") from error
 
 
 def _checked(maker: Callable[..., Any], args: Mapping[str, Any], where: str, whole: bool = True) -> dict[str, Any]:

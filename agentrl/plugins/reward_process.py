@@ -15,19 +15,16 @@ import signal
 import subprocess
 import sys
 import threading
-import traceback
 from contextlib import suppress
-from pathlib import Path
 from typing import IO, Any
 
-from agentrl.errors import UserError
+from agentrl.errors import describe
 from agentrl.plugins.reward import GroupReward, Reward, make_reward
 from agentrl.plugins.types import InfrastructureError
 from agentrl.recipe.schema import RewardSection
 from agentrl.threads import DaemonThreads
 
 _SIZE = 8  # bytes before each message, which hold its length
-_LINE = 500  # characters of a foreign error's text
 
 
 class Processes:
@@ -245,7 +242,7 @@ def main() -> None:
     try:
         made = _import(begin)
     except BaseException as error:  # noqa: BLE001 - the boundary of the process: a module may raise anything
-        _write(outgoing, _error(f"it cannot be imported in a process of its own: {_reason(error)}"))
+        _write(outgoing, _error(f"it cannot be imported in a process of its own: {describe(error)}"))
         return
     _write(outgoing, b'{"value": null}')
     with asyncio.Runner() as runner:
@@ -269,12 +266,12 @@ def _answer(runner: asyncio.Runner, made: Reward | GroupReward, payload: bytes) 
     try:
         given = pickle.loads(payload)
     except BaseException as error:  # noqa: BLE001 - the boundary of the process
-        return _error(f"the sample cannot be read in a process of its own: {_reason(error)}")
+        return _error(f"the sample cannot be read in a process of its own: {describe(error)}")
     try:
         value = runner.run(_scored(made, given))
         return json.dumps({"value": list(value) if isinstance(made, GroupReward) else value}, default=float).encode()
     except BaseException as error:  # noqa: BLE001 - the boundary of the process
-        return _error(_reason(error))
+        return _error(describe(error))
 
 
 async def _scored(made: Reward | GroupReward, given: Any) -> Any:
@@ -283,14 +280,6 @@ async def _scored(made: Reward | GroupReward, given: Any) -> Any:
 
 def _error(line: str) -> bytes:
     return json.dumps({"error": line}).encode()
-
-
-def _reason(error: BaseException) -> str:
-    from agentrl.plugins.registry import reason
-
-    frames = traceback.extract_tb(error.__traceback__)
-    place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
-    return reason(error)[:_LINE] + ("" if isinstance(error, UserError) else place)
 
 
 def _end_with(alive: int) -> None:

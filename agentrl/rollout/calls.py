@@ -10,8 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from agentrl.chat.base import Chat, ParsedCall, ParsedTurn
-from agentrl.errors import nearest
-from agentrl.plugins.exits import contained, said, text_of
+from agentrl.errors import contained, describe, nearest, text_of
 from agentrl.plugins.tool import Tool
 from agentrl.plugins.types import ArgumentError, InfrastructureError, Message, ToolKwargs, ToolResponse
 from agentrl.recipe.schema import RolloutSection
@@ -239,7 +238,7 @@ class Caller:
             side, what = "tool", f"it did not answer within {self._limits.tool_timeout:g} seconds"
             answer.late = True
         else:
-            side, what = "tool", said(error)
+            side, what = "tool", describe(error, place=False)
         answer.text, answer.response, answer.error = f"Error: {what}", _EMPTY, f"{side}: {_line(what)}"
 
     def _refusal(self, calls: Sequence[ParsedCall], name: str, exhausted: bool) -> Answer:

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from agentrl.plugins.exits import contained
+from agentrl.errors import PlainError, contained
 
 GRACE = 2.0
 """Seconds between asking work to end and cancelling it, and between one cancellation and the next."""
@@ -22,15 +22,18 @@ _left_behind: set["asyncio.Task[Any]"] = set()
 _log = logging.getLogger("agentrl.rollout")
 
 
-class DeadlineExceededError(Exception):
+class DeadlineExceededError(PlainError):
     """The awaited work did not end by its deadline, and was cancelled."""
+
+    def __init__(self) -> None:
+        super().__init__("took too long (rollout.turn_timeout, rollout.timeout)")
 
 
 class SelfCancelledError(Exception):
     """The awaited work raised CancelledError although nobody cancelled it."""
 
 
-class CancelledFromWithinError(Exception):
+class CancelledFromWithinError(PlainError):
     """The awaited work cancelled the task that it runs in, which is not its own."""
 
     def __init__(self) -> None:

@@ -10,8 +10,8 @@ import random
 import time
 from collections.abc import Mapping, Sequence
 
+from agentrl.errors import PlainError, contained, describe
 from agentrl.plugins.environment import Environment
-from agentrl.plugins.exits import contained, said
 from agentrl.plugins.tool import Tool
 from agentrl.plugins.types import Message, Session, ToolKwargs
 from agentrl.rollout.deadline import GRACE, DeadlineExceededError, DeadlineTimer, OwnedTask, leave_behind
@@ -32,7 +32,7 @@ _NO_KWARGS = ToolKwargs()
 _log = logging.getLogger("agentrl.rollout")
 
 
-class PluginError(Exception):
+class PluginError(PlainError):
     """A hook returned what its contract does not allow."""
 
 
@@ -148,7 +148,7 @@ async def _release(request: AsyncRolloutRequest, begun: list[Begun]) -> None:
             except DeadlineExceededError:
                 _release_error(request, one, f"took longer than {RELEASE_SECONDS:g} s")
             except BaseException as error:  # noqa: BLE001 - the next plugin is still to be released
-                _release_error(request, one, said(contained(error)))
+                _release_error(request, one, describe(contained(error), place=False))
     finally:
         timer.close()
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import zstandard
 
-from agentrl.plugins.exits import contained
+from agentrl.errors import contained
 from agentrl.trajectory import Group, Trajectory
 
 _DEPTH = 100  # lists and mappings in each other that are written out

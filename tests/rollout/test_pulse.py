@@ -7,10 +7,10 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 from fakes import Echo, Env, Hooks, ScriptedEngine, call, make_driver, until
+from paths import SUPPORT
 
 from agentrl.plugins.reward import GroupReward
 from agentrl.plugins.rewards import Rewards
@@ -145,6 +145,7 @@ async def test_the_thread_that_ticks_ends_with_the_last_roll_out():
 
 PROGRAM = """
 import asyncio, json, sys, time
+from paths import SUPPORT
 from fakes import Echo, Env, make_driver, call
 from agentrl.plugins.types import Task
 from agentrl.rollout import pulse
@@ -174,7 +175,7 @@ print(json.dumps({**rollout_metrics(groups), "calls": calls}), flush=True)
 
 
 def start(what):
-    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
+    env = {**os.environ, "PYTHONPATH": str(SUPPORT)}
     return subprocess.Popen(
         [sys.executable, "-c", PROGRAM, what], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env
     )

@@ -108,6 +108,7 @@ def _of_function(function: Callable[..., Any], section: RewardSection, where: st
         return args
 
     bind.__name__ = function.__name__
+    bind.__wrapped__ = function  # type: ignore[attr-defined]  # its module resolves annotations that are texts
     bind.__signature__ = _without_first(function)  # type: ignore[attr-defined]
     bind.__annotations__ = {k: v for k, v in function.__annotations__.items() if k not in (parameters[0], "return")}
     args = construct(bind, section.args, where)

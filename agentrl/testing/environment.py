@@ -92,6 +92,7 @@ def _made(env: Environment | type[Environment] | str) -> Environment:
         return make_environment(EnvSection(name=env))
     made: Any = env() if isinstance(env, type) else env
     require(isinstance(made, Environment), f"{env!r} is no environment: derive it from agentrl.Environment")
+    assert isinstance(made, Environment)
     return made
 
 

@@ -64,6 +64,7 @@ def _made(tool: Tool | type[Tool] | str) -> Tool:
     require(
         isinstance(made, Tool), f"{tool!r} is no tool: derive it from agentrl.Tool, or decorate a function with @tool"
     )
+    assert isinstance(made, Tool)
     return made
 
 
@@ -175,6 +176,7 @@ class _Contract:
             return ToolResponse(result)
         require(isinstance(result, ToolResponse), f"{what}: it must return text or a ToolResponse, got {result!r}")
         require(isinstance(result.text, str), f"{what}: ToolResponse.text must be text, got {result.text!r}")
+        assert isinstance(result, ToolResponse)
         return result
 
     async def reward(self, begun: Session) -> dict[str, float]:

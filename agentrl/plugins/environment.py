@@ -76,8 +76,8 @@ class Environment(ABC):
 
 
 def declared_parts(plugin: Environment | Tool) -> tuple[str, ...] | None:
-    """Its `reward_parts`; None where it does not say, or where a class below the one that says has a `calc_reward` of
-    its own."""
+    """Return its `reward_parts`; None where it declares none, or where a class below the one that does overrides
+    `calc_reward`."""
     for kind in type(plugin).__mro__:
         if "reward_parts" in vars(kind):
             return plugin.reward_parts

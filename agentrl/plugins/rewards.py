@@ -50,13 +50,14 @@ def make_rewards(section: RewardsSection) -> Rewards:
 
 
 def known_parts(plugins: Iterable[Environment | Tool], others: Iterable[str]) -> set[str] | None:
-    """All that may be given; others: parts that do not come of plugins. None: a plugin does not say."""
+    """Return the reward parts that may be given, or None where a plugin does not declare its own. others: parts that
+    come from elsewhere."""
     each = [declared_parts(plugin) for plugin in plugins]
     return None if None in each else {*others, *(name for names in each for name in names or ())}
 
 
 def check_weights(weights: Mapping[str, float], known: set[str] | None) -> None:
-    """Raises UserError for a weight of a part that nobody gives. known: as of `known_parts`."""
+    """Raises UserError for a weight of a part that no plugin gives. known: from `known_parts`."""
     if known is not None and (unknown := next((part for part in weights if part not in known), None)):
-        said = f"rewards.weights: no environment, tool or function here gives the part {unknown!r}"
-        raise UserError(f"{said}{nearest(unknown, known)}")
+        line = f"rewards.weights: no environment, tool or function here gives the part {unknown!r}"
+        raise UserError(f"{line}{nearest(unknown, known)}")

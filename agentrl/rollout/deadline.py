@@ -1,4 +1,4 @@
-"""`OwnedTask`: strangers' code in a task of its own. `DeadlineTimer`: deadlines for what one task awaits.
+"""`OwnedTask`: a plugin's code in a task of its own. `DeadlineTimer`: deadlines for what one task awaits.
 
 The work runs in the request's own task: a task for every call would cost more than the rest of a turn. A deadline that
 moves later costs nothing: the timer that is set fires, sees that it came early and sets itself again.
@@ -42,8 +42,11 @@ class CancelledFromWithinError(PlainError):
 
 @dataclass(slots=True, eq=False)
 class OwnedTask:
-    """The task that strangers' code runs in. From outside it is cancelled by `stop` alone, so that any other
-    cancellation is known to come from the code itself. stopped: whether it was."""
+    """The task that plugins' code runs in. From outside it is cancelled by `stop` alone, so that any other cancellation
+    is known to come from the code itself.
+
+    stopped: whether `stop` was called since the last `run` began.
+    """
 
     stopped: bool = False
     _task: "asyncio.Task[Any] | None" = None
@@ -77,15 +80,15 @@ class OwnedTask:
 class DeadlineTimer:
     """Belongs to the task that makes it, and serves one `wait` at a time. `close` it at the end.
 
-    own: tells cancellations from outside from those of the work; without it, all that are not the watch's are from
-    outside.
+    own: distinguishes cancellations from outside from those of the work; without it, every cancellation that is not
+    this timer's counts as one from outside.
     """
 
     __slots__ = ("_armed", "_base", "_cancels", "_gentle", "_handle", "_loop", "_own", "_task", "_when", "expired")
 
     def __init__(self, own: OwnedTask | None = None) -> None:
         task = asyncio.current_task()
-        assert task is not None, "a Watch is made inside a task"
+        assert task is not None, "a DeadlineTimer is made inside a task"
         self._own, self._task = own, task
         self._loop = asyncio.get_running_loop()
         self._handle: asyncio.TimerHandle | None = None

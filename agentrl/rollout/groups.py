@@ -19,8 +19,8 @@ from agentrl.trajectory import Boundary, Failure, FinishReason, Group, Trajector
 
 
 class Contrast(StrEnum):
-    """What the rewards of a group tell by comparison. An advantage that compares trains nothing by a group that is not
-    varied; a critic, a KL, an entropy bonus or a comparison over the whole step may train by it all the same."""
+    """Whether the rewards of a group differ. An advantage that compares within groups is 0 for a group that is not
+    varied; a critic, a KL, an entropy bonus or a comparison over the whole step may still train on it."""
 
     VARIED = "varied"
     EQUAL = "equal"  # all rewards are equal
@@ -28,6 +28,7 @@ class Contrast(StrEnum):
 
 
 def contrast(group: Group) -> Contrast:
+    """Return whether the rewards of the valid samples differ by 1e-9 or more."""
     rewards = [t.reward for t in group.trajectories]
     if len(rewards) < 2:
         return Contrast.FEW

@@ -52,11 +52,11 @@ async def create_all(request: AsyncRolloutRequest, environment: Environment, tim
         await timer.wait(tool.create(session, **kwargs.create_kwargs), request.deadline)
 
 
-def checked_messages(said: object, what: str = "messages") -> "list[Message]":
-    """What an environment says. Raises PluginError unless these are messages, each with its role."""
-    if not isinstance(said, Sequence) or isinstance(said, str | bytes):
-        raise PluginError(f"it returned no {what} but {type(said).__name__}")
-    messages = list(said)
+def checked_messages(given: object, what: str = "messages") -> "list[Message]":
+    """Return the messages of an environment. Raises PluginError unless these are messages, each with its role."""
+    if not isinstance(given, Sequence) or isinstance(given, str | bytes):
+        raise PluginError(f"it returned no {what} but {type(given).__name__}")
+    messages = list(given)
     for message in messages:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise PluginError(f"it returned no {what}: one has no role")

@@ -7,14 +7,15 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from agentrl.algo.terms import LossTerms, Samples, TokenAdvantages, Tokens
+    from agentrl.engine.base import Engine, Generation, Sampling
     from agentrl.errors import UserError
-    from agentrl.eval.rewarded import evaluate
+    from agentrl.eval.evaluate import evaluate
     from agentrl.plugins.decorator import tool
-    from agentrl.plugins.environment import Environment
-    from agentrl.plugins.lazy import LazyTasks
+    from agentrl.plugins.environment import Environment, LazyTasks
     from agentrl.plugins.reward import GroupReward, Reward, Sample
-    from agentrl.plugins.source import ToolSource
-    from agentrl.plugins.tool import Tool
+    from agentrl.plugins.tool import Tool, ToolSource
+    from agentrl.plugins.tracker import Tracker
     from agentrl.plugins.types import (
         ArgumentError,
         InfrastructureError,
@@ -31,23 +32,31 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "ArgumentError": "agentrl.plugins.types",
+    "Engine": "agentrl.engine.base",
     "Environment": "agentrl.plugins.environment",
+    "Generation": "agentrl.engine.base",
     "GroupReward": "agentrl.plugins.reward",
     "InfrastructureError": "agentrl.plugins.types",
-    "LazyTasks": "agentrl.plugins.lazy",
+    "LazyTasks": "agentrl.plugins.environment",
+    "LossTerms": "agentrl.algo.terms",
     "Message": "agentrl.plugins.types",
     "Recipe": "agentrl.recipe.schema",
     "Reply": "agentrl.plugins.types",
     "Reward": "agentrl.plugins.reward",
     "Sample": "agentrl.plugins.reward",
+    "Samples": "agentrl.algo.terms",
+    "Sampling": "agentrl.engine.base",
     "Session": "agentrl.plugins.types",
     "Task": "agentrl.plugins.types",
+    "TokenAdvantages": "agentrl.algo.terms",
+    "Tokens": "agentrl.algo.terms",
     "Tool": "agentrl.plugins.tool",
     "ToolKwargs": "agentrl.plugins.types",
     "ToolResponse": "agentrl.plugins.types",
-    "ToolSource": "agentrl.plugins.source",
+    "ToolSource": "agentrl.plugins.tool",
+    "Tracker": "agentrl.plugins.tracker",
     "UserError": "agentrl.errors",
-    "evaluate": "agentrl.eval.rewarded",
+    "evaluate": "agentrl.eval.evaluate",
     "sft": "agentrl.sft.run",
     "tool": "agentrl.plugins.decorator",
     "train": "agentrl.training.run",
@@ -56,21 +65,29 @@ _HOMES = {
 __version__ = "0.1.0"
 __all__ = [
     "ArgumentError",
+    "Engine",
     "Environment",
+    "Generation",
     "GroupReward",
     "InfrastructureError",
     "LazyTasks",
+    "LossTerms",
     "Message",
     "Recipe",
     "Reply",
     "Reward",
     "Sample",
+    "Samples",
+    "Sampling",
     "Session",
     "Task",
+    "TokenAdvantages",
+    "Tokens",
     "Tool",
     "ToolKwargs",
     "ToolResponse",
     "ToolSource",
+    "Tracker",
     "UserError",
     "evaluate",
     "sft",

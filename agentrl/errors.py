@@ -1,16 +1,24 @@
-"""Errors that a person can act on. Each is one line: what was wrong, where, what to do."""
+"""Errors that a person can act on, each one line: what was wrong, where, what to do; and the exceptions of plugins.
+
+A plugin may raise anything, what ends a program included. `contained` makes an Exception of it, `call_plugin` a
+UserError, and `describe` one line; what a real Ctrl-C or another signal raised goes through.
+"""
 
 import difflib
 import re
+import signal
 import sysconfig
+import threading
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from types import CodeType
 from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-_LINE = 500  # characters of a foreign error's text
+_LINE = 500  # characters of a foreign error, its type included
+_PLAIN_LINE = 2_000  # characters of an error whose text is a whole line
 _LIBRARIES = (str(Path(__file__).parent), sysconfig.get_path("stdlib"))
 _INSTALLED = ("site-packages", "dist-packages")
 
@@ -22,16 +30,16 @@ _ORDERS = re.compile(
 tags, halves of surrogate pairs."""
 
 
-class UserError(Exception):
+class PlainError(Exception):
+    """An error whose text is a whole line for people: `describe` adds neither its type nor where it was raised."""
+
+
+class UserError(PlainError):
     """Bad input: a recipe, a data row, a plugin, a folder. The command line prints it as one line and exits with 2."""
 
 
-class StoppedAgain(KeyboardInterrupt):
-    """A person asked a second time that the run stop. Any other KeyboardInterrupt was raised by code."""
-
-
 class PluginExitError(Exception):
-    """A plugin raised what is no Exception; `__cause__` is what."""
+    """A plugin raised what is no Exception (SystemExit, a panic of native code); `__cause__` is what."""
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
@@ -43,60 +51,108 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f"; known: {', '.join(names)}" if names else ""
 
 
-def ask(whose: str, function: Callable[..., T], *arguments: Any) -> T:
-    """`function(*arguments)`, which is a stranger's code.
+def contained(error: BaseException) -> Exception:
+    """Return what came out of a plugin's asynchronous code as an Exception.
 
-    Raises UserError for whatever it raises, an exit included: whose function, what it raised, and where. Only want of
-    memory stays as it is, for that has remedies of its own.
+    Raises it again where it is not the plugin's: a cancellation, what the handler of a signal raised, the end of a
+    coroutine that nobody runs any more.
+    """
+    if isinstance(error, Exception):
+        return error
+    import asyncio  # takes longer than all of this module
+
+    closed = isinstance(error, GeneratorExit) and not _in_task()
+    if closed or isinstance(error, asyncio.CancelledError) or from_signal(error):
+        raise error
+    failure = PluginExitError(describe(error, place=False))
+    failure.__cause__ = error
+    return failure
+
+
+def call_plugin(whose: str, function: Callable[..., T], *arguments: Any) -> T:
+    """Return `function(*arguments)`, a plugin's synchronous function.
+
+    Raises UserError for whatever it raises, an exit included: whose function, what it raised, and where. What the
+    handler of a signal raised stays as it is, and so does want of memory, which has remedies of its own.
     """
     try:
         return function(*arguments)
-    except StoppedAgain:
-        raise
     except BaseException as error:
-        if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or from_signal(error):
             raise
-        frames = traceback.extract_tb(error.__traceback__)[1:]
-        told = f": {reason(error)}" if isinstance(error, UserError) else f" raised {reason(error)}"
-        raise UserError(f"{whose}{told}{_at(_blamed(frames, 0)) if frames else _defined(function)}") from error
+        inside = error.__traceback__.tb_next if error.__traceback__ is not None else None
+        joint = ": " if isinstance(error, PlainError) else " raised "
+        place = _defined(function) if inside is None else ""
+        raise UserError(f"{whose}{joint}{describe(error.with_traceback(inside))}{place}") from error
 
 
-def reason(error: BaseException) -> str:
-    """An exception as one line: its type and its message."""
-    if isinstance(error, PluginExitError) and error.__cause__ is not None:
-        error = error.__cause__
+def from_signal(error: BaseException) -> bool:
+    """Return whether the handler of a signal raised it to end the program, as a real Ctrl-C does."""
+    if isinstance(error, Exception):
+        return False
+    if isinstance(error, BaseExceptionGroup):
+        return any(from_signal(one) for one in error.exceptions)
+    handlers = {_code(signal.getsignal(number)) for number in signal.valid_signals()}
+    if any(frame.f_code in handlers for frame, _ in traceback.walk_tb(error.__traceback__)):
+        return True
+    plain = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # written in C: it leaves no frame
+    return plain and isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread()
+
+
+def _code(handler: Any) -> CodeType | None:
+    """Return what a handler runs, out of partials and methods."""
+    while hasattr(handler, "func"):
+        handler = handler.func
+    return getattr(getattr(handler, "__func__", handler), "__code__", None)
+
+
+def _in_task() -> bool:
+    import asyncio
+
     try:
-        text = " ".join(str(error).split())[:_LINE]
-    except Exception:  # noqa: BLE001 - it is a stranger's, whose `__str__` may raise too
-        text = "it has no message that can be read"
-    if isinstance(error, UserError):
-        return text
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+        return asyncio.current_task() is not None
+    except RuntimeError:  # no event loop runs
+        return False
 
 
-def described(error: BaseException) -> str:
-    """`reason`, and the line of code that it comes from: the last that belongs to no library, where there is one."""
+def describe(error: BaseException, *, place: bool = True) -> str:
+    """Return an exception as one line: its type, its text and the line of code that it comes from.
+
+    Of a PlainError, the text alone. place: whether to name the line of code: the last that belongs to no library, else
+    the first that is neither agentrl's nor Python's.
+    """
     if isinstance(error, PluginExitError) and error.__cause__ is not None:
         error = error.__cause__
-    frames = traceback.extract_tb(error.__traceback__)
-    return reason(error) + (_at(_blamed(frames, -1)) if frames else "")
+    text = " ".join(text_of(error)[: 4 * _PLAIN_LINE].split())
+    if isinstance(error, PlainError):
+        return text[:_PLAIN_LINE]
+    name = type(error).__name__
+    return (f"{name}: {text}" if text else name)[:_LINE] + (_place(error) if place else "")
 
 
-def _blamed(frames: Sequence[traceback.FrameSummary], otherwise: int) -> traceback.FrameSummary:
-    theirs = [frame for frame in frames if not _in_library(frame.filename)]
-    return theirs[-1] if theirs else frames[otherwise]
+def text_of(error: BaseException) -> str:
+    """Return `str(error)`, also where that raises."""
+    try:
+        return str(error)
+    except BaseException as another:  # noqa: BLE001 - boundary: a plugin's class may do anything here
+        contained(another)
+        return f"its message cannot be read ({type(another).__name__})"
 
 
-def _in_library(file: str) -> bool:
-    return file.startswith(("<", *_LIBRARIES)) or any(part in _INSTALLED for part in Path(file).parts)
+def _place(error: BaseException) -> str:
+    lines = [(frame.f_code.co_filename, number) for frame, number in traceback.walk_tb(error.__traceback__)]
+    outside = [line for line in lines if not line[0].startswith(("<", *_LIBRARIES)) or _installed(line[0])]
+    own = [line for line in outside if not _installed(line[0])]
+    found = own[-1:] or outside[:1] or lines[-1:]
+    return "".join(f" ({Path(file).name}:{number})" for file, number in found)
 
 
-def _at(frame: traceback.FrameSummary) -> str:
-    return f" ({Path(frame.filename).name}:{frame.lineno})"
+def _installed(file: str) -> bool:
+    return any(part in _INSTALLED for part in Path(file).parts)
 
 
 def _defined(function: Callable[..., Any]) -> str:
-    """Where a function begins that could not even be called."""
+    """Return where a function begins that could not even be called."""
     code = getattr(function, "__code__", None)
     return f" ({Path(code.co_filename).name}:{code.co_firstlineno})" if code is not None else ""
 

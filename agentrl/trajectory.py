@@ -37,7 +37,7 @@ class Boundary(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why a request FAILED."""
+    """Why a request FAILED. boundary: whose fault it is. message: one line, which names the hook and the error."""
 
     boundary: Boundary
     message: str
@@ -45,7 +45,8 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One assistant turn: ids[start:end] were sampled. `reward`: step rewards of its tools and of the reply to it."""
+    """One assistant turn: ids[start:end] were sampled. reward: the sum of the step rewards of its tools and of the
+    environment's reply to it."""
 
     start: int
     end: int
@@ -54,7 +55,12 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """One call, for the metrics. `error` is None, or `model` / `tool` with a line. cut: it said more than it may."""
+    """One call of a tool, for the metrics.
+
+    name: as the model wrote it, at most 64 characters. turn: index of the assistant turn. seconds: wall time of
+    `execute`. error: None, or `model: ...` or `tool: ...`, one line. metrics: the tool's own, finite. cut: whether the
+    answer was longer than `rollout.max_tool_tokens`.
+    """
 
     name: str
     turn: int
@@ -66,12 +72,18 @@ class ToolUse:
 
 @dataclass(frozen=True, slots=True)
 class Trajectory:
-    """ids int32 [T], loss_mask uint8 [T], logprobs float32 [T], weight_version int32 [T] (-1 where not sampled).
+    """A finished conversation of T tokens.
 
-    prompt_length: the opening prompt is ids[:prompt_length]. rewards: by name, calc_reward parts, those of the recipe's
-    functions, and `step` (the sum of the turns' step rewards), as they were given; `reward` is their sum by `weights`
-    (1 where a part has none). seconds: `total`, and in `engine`, `tools`, `environment` (its
-    replies) and `hooks` (create and calc_reward). extra: `retried` and `release_errors`, tuples of lines, where any.
+    request_id: unique in a run. task, sample: which task, and which of its samples.
+    ids: int32 [T], all tokens; the opening prompt is ids[:prompt_length]. loss_mask: uint8 [T], 1 where sampled.
+    logprobs: float32 [T], natural, the engine's; 0 where not sampled. weight_version: int32 [T], updates that the
+    engine's weights had seen; -1 where not sampled.
+    turns: the sampled spans, in order. messages: the conversation, in the shape of the OpenAI API.
+    rewards: by part, unweighted: those of `calc_reward`, of the recipe's functions, and `step`, the sum of the turns'
+    step rewards. weights: by part, 1 where a part has none. finish: why it ended. failure: None unless it FAILED.
+    tool_uses: every call, in order. tools: names of the tools that the task offered.
+    seconds: wall time in all (`total`), and in `engine`, `tools`, `environment` (its replies) and `hooks` (`create` and
+    `calc_reward`). extra: `retried` and `release_errors`, tuples of lines, where there are any.
     """
 
     request_id: str
@@ -95,6 +107,7 @@ class Trajectory:
 
     @property
     def reward(self) -> float:
+        """The weighted sum of the reward parts."""
         return sum(value * self.weights.get(part, 1.0) for part, value in self.rewards.items())
 
     @property
@@ -104,6 +117,7 @@ class Trajectory:
 
     @property
     def sampled_tokens(self) -> int:
+        """Number of sampled tokens."""
         return int(self.loss_mask.sum())
 
 
@@ -112,8 +126,8 @@ class InvariantError(AssertionError):
 
 
 def check_invariants(t: Trajectory) -> None:
-    """Lengths agree; the mask is 1 on exactly the turns' spans; a logprob is finite and at most 0 there, and 0
-    elsewhere; turns are ordered and lie after the prompt. Raises InvariantError."""
+    """Check that lengths agree; the mask is 1 on exactly the turns' spans; a logprob is finite and at most 0 there, and
+    0 elsewhere; turns are ordered and lie after the prompt. Raises InvariantError."""
     n = len(t.ids)
     if not (len(t.loss_mask) == len(t.logprobs) == len(t.weight_version) == n):
         lengths = (n, len(t.loss_mask), len(t.logprobs), len(t.weight_version))
@@ -138,7 +152,7 @@ def check_invariants(t: Trajectory) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """All samples of one task. `trajectories` holds the valid ones in sample order, `failed` the rest."""
+    """All samples of one task. trajectories: the valid ones, in sample order. failed: the rest."""
 
     task: Task
     trajectories: tuple[Trajectory, ...]

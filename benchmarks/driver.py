@@ -118,6 +118,7 @@ class NullChat:
     """Knows its two turns by heart."""
 
     stop_ids = (1,)
+    images = False
     rewrites_history = None
 
     def __init__(self, history: int) -> None:

@@ -4,25 +4,22 @@ import asyncio
 import contextvars
 import os
 import threading
-import time
 from pathlib import Path
 
 import pytest
 from fakes import TASK, Env, ScriptedEngine, make_driver
+from reward_functions import free, hang, where
 
 from agentrl.errors import UserError
 from agentrl.plugins.decorator import tool
 from agentrl.plugins.rewards import make_rewards
 from agentrl.plugins.types import Task
 from agentrl.recipe.schema import RewardsSection
-from agentrl.rollout.blocking import Runner
 from agentrl.rollout.driver import Driver
+from agentrl.rollout.event_loop import Runner
 from agentrl.rollout.groups import roll_out
 from agentrl.rollout.scorer import Scorer
 from agentrl.threads import MOST_ABANDONED, Abandoned, DaemonThreads, check_abandoned, name_of
-
-free = threading.Event()
-"""Lets every call that hangs here return."""
 
 
 @pytest.fixture(autouse=True)
@@ -30,48 +27,6 @@ def released():
     free.clear()
     yield
     free.set()
-
-
-def hang(sample) -> float:
-    free.wait()
-    return 1.0
-
-
-def hang_when_told(sample) -> float:
-    if sample.task.data["hang"]:
-        free.wait()
-    return 1.0
-
-
-def stops(sample) -> float:
-    return next(iter(()))
-
-
-def where(sample, scale: float = 1.0) -> float:
-    return scale * os.getpid()
-
-
-def hang_in_a_process(sample, mark: str) -> float:
-    Path(mark).write_text(str(os.getpid()))
-    while sample.task.data["hang"]:
-        time.sleep(0.01)
-    return 1.0
-
-
-def crash(sample) -> float:
-    os._exit(7)
-
-
-def leave(sample) -> float:
-    raise SystemExit("enough")
-
-
-def setting(sample) -> float:
-    return float(os.environ["AGENTRL_TEST_SETTING"])
-
-
-def places(samples) -> list[float]:
-    return [float(len(s.answer)) for s in samples]
 
 
 def driver_of(*functions, seconds=60.0, **limits):
@@ -84,7 +39,7 @@ def driver_of(*functions, seconds=60.0, **limits):
 
 
 def function(name, **more):
-    return {"name": f"test_threads:{name}", **more}
+    return {"name": f"reward_functions:{name}", **more}
 
 
 async def test_a_call_in_a_thread_keeps_its_context_and_what_it_raises():
@@ -151,8 +106,8 @@ def test_a_function_has_its_name_through_partials_and_contexts():
     from functools import partial
 
     context = contextvars.copy_context()
-    assert name_of(partial(context.run, partial(hang, 1), 2)) == f"{__name__}.hang"
-    assert name_of(partial(partial(hang), 1)) == f"{__name__}.hang"
+    assert name_of(partial(context.run, partial(hang, 1), 2)) == "reward_functions.hang"
+    assert name_of(partial(partial(hang), 1)) == "reward_functions.hang"
 
 
 async def test_a_reward_that_hangs_now_and_then_costs_its_own_samples_alone():
@@ -169,7 +124,7 @@ async def test_too_many_calls_that_hang_end_the_roll_out_in_one_line():
     made, driver = driver_of(function("hang"), seconds=0.05, retries=0)
     with pytest.raises(UserError) as error:
         await roll_out(driver, [Task(str(i), {}) for i in range(2 * MOST_ABANDONED)], 1)
-    assert str(error.value).startswith(f"reward {__name__}.hang: 32 calls hang, each in a thread of its own; ")
+    assert str(error.value).startswith("reward reward_functions.hang: 32 calls hang, each in a thread of its own; ")
     assert "processes: 2" in str(error.value)
     await made.close()
     check_abandoned()  # the next run in this process begins with none
@@ -214,10 +169,8 @@ def test_a_loop_ends_although_a_thread_and_a_task_hang():
         await asyncio.sleep(0)
 
     kept: list[object] = []
-    import agentrl.rollout.blocking as blocking_module
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(blocking_module, "GRACE", 0.01)
+        patch.setattr("agentrl.rollout.event_loop.GRACE", 0.01)
         with Runner() as runner:
             runner.run(main())
     assert not free.is_set()
@@ -260,7 +213,7 @@ async def test_a_process_has_the_environment_and_scores_groups(monkeypatch):
     ("name", "data", "line"),
     [
         ("crash", {}, "crash: its process ended by exit code 7"),
-        ("leave", {}, "leave: SystemExit: enough (test_threads.py:"),
+        ("leave", {}, "leave: SystemExit: enough (reward_functions.py:"),
         ("where", {"f": lambda: 0}, "where: the sample cannot be sent to a process ("),
     ],
 )

@@ -29,7 +29,7 @@ def check_command(
     from agentrl.plugins.rewards import make_rewards
     from agentrl.plugins.toolbox import Toolbox
     from agentrl.recipe.load import load_recipe, show_recipe
-    from agentrl.rollout.blocking import Runner
+    from agentrl.rollout.event_loop import Runner
     from agentrl.training.preflight import check_names
 
     checked = load_recipe(recipe, overrides or [])

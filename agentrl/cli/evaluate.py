@@ -33,7 +33,7 @@ def eval_command(
 
     if json_file is not None:
         check_writable(json_file)
-    from agentrl.eval.rewarded import evaluate
+    from agentrl.eval.evaluate import evaluate
 
     result = evaluate(checked, model=model or run, splits=split, samples=samples)
     show(result)

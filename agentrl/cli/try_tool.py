@@ -25,7 +25,7 @@ def try_tool(
 ) -> int:
     """Return the exit code: 1 if a call was answered by an error."""
     from agentrl.recipe.schema import ToolSection
-    from agentrl.rollout.blocking import run
+    from agentrl.rollout.event_loop import run
 
     arguments = [_arguments(text, i) for i, text in enumerate(calls, 1)]
     section = ToolSection(name=name, args=dict(args))

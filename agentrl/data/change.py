@@ -7,8 +7,7 @@ from typing import Any
 
 from agentrl.data.files import Parquet
 from agentrl.data.rows import Listed, Row, Rows
-from agentrl.errors import UserError, reason
-from agentrl.plugins.exits import contained
+from agentrl.errors import UserError, contained, describe
 from agentrl.plugins.registry import load_path
 
 _log = logging.getLogger("agentrl.data")
@@ -61,7 +60,9 @@ class _Call:
             return self.function(fields)
         except BaseException as error:  # noqa: BLE001 - a user's function may raise anything; a cause may not pickle
             place = f"row {row[_NUMBER]} of {self.what}"
-            raise UserError(f"{self._key} {self.path} raised at {place}: {reason(contained(error))}") from None
+            raise UserError(
+                f"{self._key} {self.path} raised at {place}: {describe(contained(error), place=False)}"
+            ) from None
 
     @property
     def _key(self) -> str:

@@ -106,7 +106,8 @@ class Parquet(Rows):
         self._columns = list(zip(table.column_names, table.columns, strict=True))
 
     def __len__(self) -> int:
-        return self.table.num_rows
+        count: int = self.table.num_rows
+        return count
 
     def row(self, index: int) -> Row:
         return {name: column[index].as_py() for name, column in self._columns}

@@ -9,9 +9,8 @@ from functools import cache
 from time import monotonic
 
 from agentrl.chat.base import Chat, Measuring, Opening
-from agentrl.errors import UserError
+from agentrl.errors import UserError, contained, describe
 from agentrl.plugins.environment import Environment
-from agentrl.plugins.exits import contained, said
 from agentrl.plugins.tool import Tool
 from agentrl.plugins.toolbox import offered
 from agentrl.plugins.types import Message, Session, Task
@@ -80,7 +79,7 @@ def _length(chat: Chat, opening: Opening) -> int:
     try:
         return len(chat.render(*opening))
     except Exception as error:  # noqa: BLE001 - said and counted when its requests fail alike
-        _log.debug("an opening cannot be rendered: %s", said(error))
+        _log.debug("an opening cannot be rendered: %s", describe(error))
         return 0
 
 
@@ -92,7 +91,7 @@ async def _opening(env: Environment, task: Task) -> Sequence[Message]:
         async with asyncio.timeout(OPENING_SECONDS):
             messages = await env.create(session, **task.create_kwargs)
     except BaseException as error:  # noqa: BLE001 - said and counted when its requests fail alike
-        _log.debug("%s: %s.create: %s", task.id, env.name, said(contained(error)))
+        _log.debug("%s: %s.create: %s", task.id, env.name, describe(contained(error)))
     finally:
         await _release(env, session)
     return messages
@@ -103,4 +102,4 @@ async def _release(env: Environment, session: Session) -> None:
         async with asyncio.timeout(OPENING_SECONDS):
             await env.release(session)
     except BaseException as error:  # noqa: BLE001 - one environment's release must not end the run
-        _log.warning("%s: %s.release: %s", session.id, env.name, said(contained(error)))
+        _log.warning("%s: %s.release: %s", session.id, env.name, describe(contained(error)))

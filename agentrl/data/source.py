@@ -16,8 +16,7 @@ from typing import Any, Protocol
 from agentrl.data.change import Change
 from agentrl.data.files import WANTED, file_type, read_files, stem
 from agentrl.data.rows import Chosen, Listed, Row, Rows
-from agentrl.errors import UserError, nearest, reason
-from agentrl.plugins.exits import contained
+from agentrl.errors import UserError, contained, describe, nearest
 from agentrl.plugins.registry import load_path
 
 _log = logging.getLogger("agentrl.data")
@@ -182,7 +181,7 @@ class _Function:
         except UserError:
             raise
         except BaseException as error:  # the boundary: a user's function may raise anything
-            raise UserError(f"env.source: {what} raised: {reason(contained(error))}") from error
+            raise UserError(f"env.source: {what} raised: {describe(contained(error), place=False)}") from error
         return _some(rows)
 
 

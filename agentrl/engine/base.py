@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from agentrl.weights.source import WeightSource
 
+from agentrl.errors import PlainError
+
 
 class GenerationFinish(StrEnum):
     """Why the engine stopped."""
@@ -44,7 +46,7 @@ class Generation:
     weight_version: int | Sequence[int] = 0
 
 
-class EngineError(Exception):
+class EngineError(PlainError):
     """The engine could not do its work: the request becomes FAILED with boundary `engine`, it is no reward of 0."""
 
 

@@ -1,16 +1,22 @@
-"""`Evaluation`: a model on held-out tasks, without training it."""
+"""`evaluate`: a model on held-out tasks, scored by all that the recipe would train it by."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from agentrl.checkpoint.checkpoints import Checkpoints
+from agentrl.checkpoint.run_folder import MODEL, RunFolder, recipe_of
 from agentrl.errors import UserError, nearest
 from agentrl.eval.held_out import HeldOut
 from agentrl.eval.progress import Progress
 from agentrl.eval.result import SplitResult, failures
 from agentrl.plugins.environment import Environment, is_validation
 from agentrl.plugins.registry import make_environment, tasks_of
+from agentrl.recipe.load import load_recipe
 from agentrl.recipe.schema import Recipe
+from agentrl.rollout.event_loop import blocking, run
+from agentrl.rollout.model_reward import ask_reward_model
 from agentrl.rollout.player import Player
 
 
@@ -30,11 +36,55 @@ class Evaluation:
         return {"model": self.model, "env": self.env, "splits": {r.split: r.json() for r in self.splits}}
 
 
+def evaluate(
+    recipe: Recipe | str,
+    *,
+    overrides: Sequence[str] = (),
+    model: str | None = None,
+    splits: Sequence[str] | None = None,
+    samples: int | None = None,
+    progress: Progress | None = None,
+) -> Evaluation:
+    """Evaluate a model on `eval.tasks` tasks of each split, `samples` (else `eval.samples`) times each.
+
+    recipe: a Recipe, a recipe's path, or a run's folder, whose recipe then is taken with its best checkpoint. model: a
+    folder, a run's folder (its best checkpoint), or a hub name, in place of the recipe's. splits: in place of
+    `eval.splits`. A reward model (`rewards.model`) is loaded into this process and asked. Raises UserError; what can be
+    known without a model is said before one is loaded.
+    """
+    if isinstance(recipe, str):
+        path, folder = recipe_of(recipe)
+        recipe, model = load_recipe(path, overrides), model or folder
+    elif overrides:
+        raise UserError("overrides go with a recipe's path; a Recipe object is complete")
+    model = model_of(model) if model is not None else None
+    changed = {"samples": samples or recipe.eval.samples, "splits": tuple(splits) if splits else recipe.eval.splits}
+    recipe = recipe.model_copy(update={"eval": recipe.eval.model_copy(update=changed)})
+    extend = None if recipe.rewards.model is None else ask_reward_model
+    with progress or Progress() as shown:
+        return blocking(lambda: run(play(recipe, model, shown, extend)))
+
+
+def model_of(path: str) -> str:
+    """Return the folder of a run's best checkpoint (the last, where none was evaluated), or of the model that a warm
+    start left there; any other path or name as it is. Raises UserError for a run without a checkpoint."""
+    if recipe_of(path)[1] is None:
+        return path
+    folder = RunFolder(Path(path))
+    checkpoints = Checkpoints(folder.checkpoints, 1)
+    if (saved := checkpoints.best() or checkpoints.latest()) is not None:
+        return str(saved.path)
+    if (folder.path / MODEL / "config.json").is_file():
+        return str(folder.path / MODEL)
+    raise UserError(f"{path}: this run has saved no checkpoint to be evaluated")
+
+
 async def play(
     recipe: Recipe, model: str | None, progress: Progress, extend: Callable[[Player], None] | None = None
 ) -> Evaluation:
-    """As the recipe's `eval` says. model: a folder or hub name in place of the recipe's. extend: called once with what
-    plays, before it does. Raises UserError; what can be known without a model is said before one is loaded."""
+    """Evaluate as the recipe's `eval` says. model: a folder or hub name in place of the recipe's. extend: called once
+    with the player, before it plays. Raises UserError; what can be known without a model is raised before
+    one is loaded."""
     env = make_environment(recipe.env)
     chosen = chosen_splits(env, recipe)
     if empty := [split for split in chosen if not len(tasks_of(env, split))]:
@@ -59,8 +109,8 @@ async def play(
 
 
 def chosen_splits(env: Environment, recipe: Recipe) -> tuple[str, ...]:
-    """Those to report: the recipe's, or all held-out ones but those for validation, where there are others. Raises
-    UserError for one that the environment does not have."""
+    """Return the splits to report: the recipe's, or all held-out ones but those for validation, where there are
+    others. Raises UserError for one that the environment does not have."""
     if recipe.eval.splits is None:
         return reported(env)
     for split in recipe.eval.splits:
@@ -70,13 +120,13 @@ def chosen_splits(env: Environment, recipe: Recipe) -> tuple[str, ...]:
 
 
 def reported(env: Environment) -> tuple[str, ...]:
-    """The held-out splits that are not for validation; all where there is no other."""
+    """Return the held-out splits that are not for validation; all where there is no other."""
     return tuple(split for split in env.splits if not is_validation(split)) or tuple(env.splits)
 
 
 def choosing_split(env: Environment, recipe: Recipe, splits: tuple[str, ...]) -> str | None:
-    """The one that is evaluated during training, to choose the best checkpoint by: for validation, or else the first of
-    `splits`, those that are reported. None: the recipe evaluates nothing."""
+    """Return the split that is evaluated during training, to choose the best checkpoint by: for validation, or
+    else the first of `splits`, those that are reported. None: the recipe evaluates nothing."""
     own = next((split for split in env.splits if is_validation(split)), None)
     if not splits or own is None or not 0 < recipe.eval.every < recipe.train.steps:
         return splits[0] if splits else None

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from agentrl.errors import UserError, ask
+from agentrl.errors import UserError, call_plugin
 from agentrl.eval.result import SplitResult, summarize
 from agentrl.plugins.registry import tasks_of
 from agentrl.plugins.types import Task
@@ -62,7 +62,7 @@ class HeldOut:
         """The environment's word on a finished trajectory. Raises UserError for an error of it, and for no word."""
         env = self.player.env
         whose = f"environment {env.name!r}: `solved` of task {trajectory.task.id}"
-        found = ask(whose, env.solved, trajectory.rewards, trajectory.task)
+        found = call_plugin(whose, env.solved, trajectory.rewards, trajectory.task)
         if not isinstance(found, bool | np.bool_):
             raise UserError(f"{whose} gave {type(found).__name__}, not True or False")
         return bool(found)

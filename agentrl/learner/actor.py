@@ -26,7 +26,7 @@ from agentrl.compute.micro_batches import (
     token_column,
 )
 from agentrl.compute.packing import Packed
-from agentrl.errors import UserError, ask
+from agentrl.errors import UserError, call_plugin
 from agentrl.learner.metrics import MicroBatchMetrics, mismatch_columns
 from agentrl.learner.optimizer import Optimizer
 from agentrl.models import lora
@@ -122,7 +122,7 @@ def loss_terms(loss: Any, tokens: Tokens, config: AlgorithmSection) -> LossTerms
     type or shape. Whether it is finite is not asked, which would wait for the device: see `Optimizer.step`.
     """
     whose = f"algorithm.loss {config.loss!r}"
-    found = ask(whose, loss, tokens, config)
+    found = call_plugin(whose, loss, tokens, config)
     if not isinstance(found, LossTerms):
         raise UserError(f"{whose} gave {type(found).__name__}, not LossTerms")
     if not isinstance(found.metrics, Mapping):

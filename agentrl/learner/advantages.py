@@ -10,7 +10,7 @@ from torch import Tensor
 
 from agentrl.algo.terms import Samples, TokenAdvantages
 from agentrl.compute.batch import Batch
-from agentrl.errors import UserError, ask
+from agentrl.errors import UserError, call_plugin
 from agentrl.recipe.schema import AlgorithmSection
 from agentrl.rollout.hooks import STEP
 from agentrl.trajectory import Trajectory
@@ -41,7 +41,7 @@ def with_advantages(batch: Batch, estimator: Any, config: AlgorithmSection) -> B
         values=None if values is None else torch.from_numpy(values[sampled]),
         earned=None if penalty is None else torch.from_numpy(earned),
     )
-    found = ask(_named(config), estimator, samples, config)
+    found = call_plugin(_named(config), estimator, samples, config)
     each = found if isinstance(found, TokenAdvantages) else _spread(found, samples.lengths, config)
     if values is not None and each.returns is None:
         raise UserError(f"{_named(config)} gave no returns, which the critic learns from")

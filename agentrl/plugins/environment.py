@@ -1,9 +1,9 @@
 """The environment: where tasks come from, the same four hooks as a tool, and who decides that it is over."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from random import Random
-from typing import Any
+from typing import Any, overload
 
 from agentrl.plugins.tool import Tool
 from agentrl.plugins.types import Message, Reply, Session, Task
@@ -73,3 +73,36 @@ class Environment(ABC):
 
     async def close(self) -> None:  # noqa: B027 - a hook with a default
         """Free what the whole run held, once, when the run ends."""
+
+
+def declared_parts(plugin: Environment | Tool) -> tuple[str, ...] | None:
+    """Return its `reward_parts`; None where it declares none, or where a class below the one that does overrides
+    `calc_reward`."""
+    for kind in type(plugin).__mro__:
+        if "reward_parts" in vars(kind):
+            return plugin.reward_parts
+        if "calc_reward" in vars(kind):
+            return None
+    return None
+
+
+class LazyTasks(Sequence[Task]):
+    """`size` tasks; `make(index)` makes one, always the same for an index in 0 .. size - 1."""
+
+    def __init__(self, size: int, make: Callable[[int], Task]) -> None:
+        self._size, self._make = size, make
+
+    def __len__(self) -> int:
+        return self._size
+
+    @overload
+    def __getitem__(self, index: int) -> Task: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Task]: ...
+    def __getitem__(self, index: int | slice) -> Task | list[Task]:
+        if isinstance(index, slice):
+            return [self._make(i) for i in range(*index.indices(self._size))]
+        at = index + self._size if index < 0 else index
+        if not 0 <= at < self._size:
+            raise IndexError(f"there are {self._size} tasks, asked for {index}")
+        return self._make(at)

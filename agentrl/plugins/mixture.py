@@ -9,9 +9,7 @@ from random import Random
 from typing import Any
 
 from agentrl.errors import UserError
-from agentrl.plugins.environment import Environment
-from agentrl.plugins.lazy import LazyTasks
-from agentrl.plugins.parts import declared_parts
+from agentrl.plugins.environment import Environment, LazyTasks, declared_parts
 from agentrl.plugins.tool import Tool
 from agentrl.plugins.types import Message, Reply, Session, Task
 from agentrl.recipe.schema import EnvPart

@@ -6,19 +6,18 @@ Wherever a name is wanted, an import path `package.module:attribute` will do.
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Any, get_type_hints
 
-from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, PydanticUserError, TypeAdapter, ValidationError
+from pydantic_core import ErrorDetails
 
-from agentrl.errors import UserError, nearest, reason
+from agentrl.errors import UserError, contained, describe, nearest
 from agentrl.plugins.environment import Environment
-from agentrl.plugins.exits import contained
 from agentrl.plugins.mixture import Mixture
-from agentrl.plugins.source import ToolSource
-from agentrl.plugins.tool import Tool
+from agentrl.plugins.tool import Tool, ToolSource
 from agentrl.plugins.types import Task
 from agentrl.recipe.schema import EngineSection, EnvPart, EnvSection, ToolSection
 from agentrl.recipe.secrets import MASK, is_secret, masked
@@ -83,7 +82,7 @@ def load_path(path: str, what: str) -> Any:
     try:
         value: Any = import_module(module.strip())
     except (Exception, SystemExit) as error:  # the boundary: a module may raise anything
-        raise UserError(f"{what} cannot be imported from {module!r}: {reason(error)}") from error
+        raise UserError(f"{what} cannot be imported from {module!r}: {describe(error, place=False)}") from error
     for part in attribute.split("."):
         if not hasattr(value, part):
             raise UserError(f"{what}: {module!r} has no {attribute!r}{nearest(part, _public(value))}")
@@ -161,7 +160,9 @@ def tasks_of(env: Environment, split: str) -> Sequence[Task]:
     except UserError:
         raise
     except BaseException as error:  # the boundary: an environment may raise anything
-        raise UserError(f"environment {env.name!r}: tasks({split!r}) failed: {reason(contained(error))}") from error
+        raise UserError(
+            f"environment {env.name!r}: tasks({split!r}) failed: {describe(contained(error), place=False)}"
+        ) from error
 
 
 def _makes(made: Any, wanted: type | tuple[type, ...]) -> bool:
@@ -170,18 +171,24 @@ def _makes(made: Any, wanted: type | tuple[type, ...]) -> bool:
 
 
 def construct(maker: Callable[..., Any], args: Mapping[str, Any], where: str) -> Any:
-    """Call a class with arguments that its signature allows, of the types that it annotates."""
+    """Call a class with arguments that its signature allows, of the types that it annotates.
+
+    One that takes a pydantic model or a dataclass, beside `source` at most, gets its arguments as such an object.
+    Raises UserError, one line that begins with the key of the recipe.
+    """
     typed = _checked(maker, args, where)
     try:
         return maker(**typed)
     except (TypeError, ValueError) as error:
         name = getattr(maker, "__name__", str(maker))
-        raise UserError(f"{where}: {name} refuses its arguments: {reason(error)}") from error
+        raise UserError(f"{where}: {name} refuses its arguments: {describe(error, place=False)}") from error
 
 
 def _checked(maker: Callable[..., Any], args: Mapping[str, Any], where: str, whole: bool = True) -> dict[str, Any]:
     """The arguments, as `construct` gives them. whole: none that has to be there may be absent."""
     name = getattr(maker, "__name__", str(maker))
+    if (found := _config_of(maker)) is not None and found[0] not in args:
+        return _with_config(*found, name, args, where, whole)
     try:
         parameters = dict(inspect.signature(maker).parameters)
     except (TypeError, ValueError):
@@ -198,22 +205,70 @@ def _checked(maker: Callable[..., Any], args: Mapping[str, Any], where: str, who
     return {key: _typed(maker, key, value, where) for key, value in args.items()}
 
 
-def _typed(maker: Callable[..., Any], key: str, value: Any, where: str) -> Any:
-    """`value` as the annotation of argument `key` wants it, or as it is where there is no annotation to check."""
+def _hints(maker: Callable[..., Any]) -> dict[str, Any]:
+    """Return the types that a class or a function annotates its arguments with; none where they cannot be read."""
     try:
-        hints = get_type_hints(vars(maker).get("__init__", maker) if isinstance(maker, type) else maker)
-        adapter = TypeAdapter(hints[key], config=ConfigDict(arbitrary_types_allowed=True))
-    except (KeyError, NameError, TypeError, PydanticUserError):
+        return get_type_hints(vars(maker).get("__init__", maker) if isinstance(maker, type) else maker)
+    except (NameError, TypeError):
+        return {}
+
+
+def _config_of(maker: Callable[..., Any]) -> tuple[str, type[Any]] | None:
+    """Return the name and the type of the one argument that holds all others: a pydantic model or a dataclass."""
+    hints = {key: kind for key, kind in _hints(maker).items() if key not in ("source", "return")}
+    if len(hints) != 1:
+        return None
+    (key, kind), parameters = *hints.items(), dict(inspect.signature(maker).parameters)
+    if not isinstance(kind, type) or not (issubclass(kind, BaseModel) or is_dataclass(kind)):
+        return None
+    return (key, kind) if parameters.keys() - {"source"} == {key} else None
+
+
+def _with_config(
+    key: str, kind: type[Any], name: str, args: Mapping[str, Any], where: str, whole: bool
+) -> dict[str, Any]:
+    """Return the arguments with all but `source` as one object of type `kind`."""
+    if issubclass(kind, BaseModel):
+        known, extra = list(kind.model_fields), kind.model_config.get("extra") == "allow"
+    else:
+        known, extra = [field.name for field in fields(kind) if field.init], False
+    given = {one: value for one, value in args.items() if one != "source"}
+    if not extra and (unknown := next((one for one in given if one not in known), None)) is not None:
+        raise UserError(f"{_key(where, unknown)}: {name} takes no such argument{nearest(unknown, known)}")
+    try:
+        made: object = TypeAdapter(kind).validate_python(given)
+    except ValidationError as error:
+        first = next((one for one in error.errors() if whole or one["type"] not in _MISSING), None)
+        if first is None:
+            return dict(args)
+        path = ".".join(map(str, (where, *first["loc"])))
+        if first["type"] in _MISSING:
+            raise UserError(f"{path}: {name} needs it, and it is missing") from None
+        raise UserError(f"{path}: {_mistake(first)}") from None
+    return {**{one: args[one] for one in args if one == "source"}, key: made}
+
+
+_MISSING = ("missing", "missing_argument")
+
+
+def _mistake(error: ErrorDetails, *names: str) -> str:
+    """Return what pydantic found, as our errors say it. names: the keys that lead to the value."""
+    text = error["msg"].partition(", unable")[0].replace("Input should", "should", 1)
+    return f"{text}, got {_shown((*names, *error['loc']), error['input'])}"
+
+
+def _typed(maker: Callable[..., Any], key: str, value: Any, where: str) -> Any:
+    """Return `value` as the annotation of argument `key` wants it, as it is where there is no annotation to check."""
+    try:
+        adapter = TypeAdapter(_hints(maker)[key], config=ConfigDict(arbitrary_types_allowed=True))
+    except (KeyError, TypeError, PydanticUserError):
         return value
     try:
         return adapter.validate_python(value)
     except ValidationError as error:
         first = error.errors()[0]
         inside = "".join(f".{part}" for part in first["loc"])
-        text = first["msg"].partition(", unable")[0].replace("Input should", "should", 1)
-        raise UserError(
-            f"{_key(where, key)}{inside}: {text}, got {_shown((key, *first['loc']), first['input'])}"
-        ) from None
+        raise UserError(f"{_key(where, key)}{inside}: {_mistake(first, key)}") from None
 
 
 def _shown(names: tuple[str | int, ...], value: Any) -> str:

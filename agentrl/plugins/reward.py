@@ -3,16 +3,24 @@
 A reward that raises is never a 0: its sample is FAILED with boundary `reward`, is tried again, or is left out.
 """
 
+import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from agentrl.errors import UserError
+from agentrl.plugins.registry import construct, load
 from agentrl.plugins.types import Message, Task
+from agentrl.recipe.schema import RewardSection
+from agentrl.threads import Abandoned, DaemonThreads
 
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
+
+_THREADS = 32  # calls of a synchronous function at once
+_REMEDY = "give it a time-out of its own, write it `async def`, or run it in processes (`processes: 2` beside its name)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,3 +80,69 @@ class GroupReward(ABC):
 
     async def close(self) -> None:  # noqa: B027 - a hook with a default
         """Free what the whole run held, once, when the run ends."""
+
+
+def make_reward(section: RewardSection, where: str) -> Reward | GroupReward:
+    """The reward that a section names, in this process. `where`: of its arguments, as an error says it."""
+    found = load("rewards", section.name)
+    if isinstance(found, type) and issubclass(found, Reward | GroupReward):
+        made = construct(found, section.args, where)
+    elif inspect.isroutine(found):
+        made = _of_function(found, section, where)
+    else:
+        raise UserError(f"reward {section.name!r} is no Reward or GroupReward class and no function")
+    if not isinstance(made, Reward | GroupReward):
+        raise UserError(f"reward {section.name!r} made something that is no Reward")
+    if not isinstance(getattr(made, "name", None), str) or not made.name:
+        raise UserError(f"reward {section.name!r}: its class sets no `name`")
+    return made
+
+
+def _of_function(function: Callable[..., Any], section: RewardSection, where: str) -> Reward | GroupReward:
+    """The function called with `args` for every sample or group; its first parameter says which."""
+    parameters = list(inspect.signature(function).parameters)
+    if not parameters:
+        raise UserError(f"reward {section.name!r} takes no argument; wants `sample`, or `samples` for a whole group")
+
+    def bind(**args: Any) -> dict[str, Any]:
+        return args
+
+    bind.__name__ = function.__name__
+    bind.__wrapped__ = function  # type: ignore[attr-defined]  # its module resolves annotations that are texts
+    bind.__signature__ = _without_first(function)  # type: ignore[attr-defined]
+    bind.__annotations__ = {k: v for k, v in function.__annotations__.items() if k not in (parameters[0], "return")}
+    args = construct(bind, section.args, where)
+    made = _GroupFunction if parameters[0] == "samples" else _SampleFunction
+    return made(function, args)
+
+
+def _without_first(function: Callable[..., Any]) -> inspect.Signature:
+    signature = inspect.signature(function)
+    return signature.replace(parameters=list(signature.parameters.values())[1:])
+
+
+class _Function:
+    """A plain function as a reward. An async one is awaited; any other runs in threads of its own."""
+
+    def __init__(self, function: Callable[..., Any], args: Mapping[str, Any]) -> None:
+        self.name, self._function, self._args = function.__name__, function, args
+        self._threads: DaemonThreads | None = None
+        if not inspect.iscoroutinefunction(function):
+            self._threads = DaemonThreads(f"reward-{self.name}", _THREADS, Abandoned("reward", _REMEDY))
+
+    async def score(self, given: Any) -> Any:
+        if self._threads is None:
+            return await self._function(given, **self._args)
+        return await self._threads.call(self._function, given, **self._args)
+
+    async def close(self) -> None:
+        if self._threads is not None:
+            self._threads.shutdown()
+
+
+class _SampleFunction(_Function, Reward):
+    """A function whose first parameter is one sample."""
+
+
+class _GroupFunction(_Function, GroupReward):
+    """A function whose first parameter is called `samples`."""

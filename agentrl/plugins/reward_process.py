@@ -15,46 +15,16 @@ import signal
 import subprocess
 import sys
 import threading
-import traceback
-from collections.abc import Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import IO, Any
 
-from agentrl.errors import UserError
-from agentrl.plugins.reward import GroupReward, Reward, Sample
+from agentrl.errors import describe
+from agentrl.plugins.reward import GroupReward, Reward, make_reward
 from agentrl.plugins.types import InfrastructureError
 from agentrl.recipe.schema import RewardSection
 from agentrl.threads import DaemonThreads
 
 _SIZE = 8  # bytes before each message, which hold its length
-_LINE = 500  # characters of a foreign error's text
-
-
-class ProcessReward(Reward):
-    def __init__(self, made: Reward, section: RewardSection, where: str) -> None:
-        self.name, self._made, self._processes = made.name, made, Processes(made.name, section, where)
-
-    async def score(self, sample: Sample) -> float:
-        found: float = await self._processes.ask(sample)
-        return found
-
-    async def close(self) -> None:
-        self._processes.close()
-        await self._made.close()
-
-
-class ProcessGroupReward(GroupReward):
-    def __init__(self, made: GroupReward, section: RewardSection, where: str) -> None:
-        self.name, self._made, self._processes = made.name, made, Processes(made.name, section, where)
-
-    async def score(self, samples: Sequence[Sample]) -> Sequence[float]:
-        found: Sequence[float] = await self._processes.ask(samples)
-        return found
-
-    async def close(self) -> None:
-        self._processes.close()
-        await self._made.close()
 
 
 class Processes:
@@ -129,6 +99,33 @@ class Processes:
                 process.end()
             self._idle.clear()
         self._threads.shutdown()
+
+
+class _InProcesses:
+    """A reward whose `score` runs in processes; `made` is the same reward in this process, which only gets closed."""
+
+    def __init__(self, made: Reward | GroupReward, section: RewardSection, where: str) -> None:
+        self.name, self._made, self._processes = made.name, made, Processes(made.name, section, where)
+
+    async def score(self, given: Any) -> Any:
+        return await self._processes.ask(given)
+
+    async def close(self) -> None:
+        self._processes.close()
+        await self._made.close()
+
+
+class _ProcessReward(_InProcesses, Reward):
+    """The reward of one sample, in processes."""
+
+
+class _ProcessGroupReward(_InProcesses, GroupReward):
+    """The reward of a group, in processes."""
+
+
+def in_processes(made: Reward | GroupReward, section: RewardSection, where: str) -> Reward | GroupReward:
+    """Return the reward `made`, scored by `section.processes` processes. where: of its arguments, for an error."""
+    return (_ProcessReward if isinstance(made, Reward) else _ProcessGroupReward)(made, section, where)
 
 
 class _Request:
@@ -245,7 +242,7 @@ def main() -> None:
     try:
         made = _import(begin)
     except BaseException as error:  # noqa: BLE001 - the boundary of the process: a module may raise anything
-        _write(outgoing, _error(f"it cannot be imported in a process of its own: {_reason(error)}"))
+        _write(outgoing, _error(f"it cannot be imported in a process of its own: {describe(error)}"))
         return
     _write(outgoing, b'{"value": null}')
     with asyncio.Runner() as runner:
@@ -254,8 +251,6 @@ def main() -> None:
 
 
 def _import(begin: dict[str, Any]) -> Reward | GroupReward:
-    from agentrl.plugins.rewards import make_reward
-
     if begin["seed"] is not None:
         random.seed(begin["seed"])
     made = make_reward(RewardSection.model_validate(begin["section"]), begin["where"])
@@ -271,12 +266,12 @@ def _answer(runner: asyncio.Runner, made: Reward | GroupReward, payload: bytes) 
     try:
         given = pickle.loads(payload)
     except BaseException as error:  # noqa: BLE001 - the boundary of the process
-        return _error(f"the sample cannot be read in a process of its own: {_reason(error)}")
+        return _error(f"the sample cannot be read in a process of its own: {describe(error)}")
     try:
         value = runner.run(_scored(made, given))
         return json.dumps({"value": list(value) if isinstance(made, GroupReward) else value}, default=float).encode()
     except BaseException as error:  # noqa: BLE001 - the boundary of the process
-        return _error(_reason(error))
+        return _error(describe(error))
 
 
 async def _scored(made: Reward | GroupReward, given: Any) -> Any:
@@ -285,14 +280,6 @@ async def _scored(made: Reward | GroupReward, given: Any) -> Any:
 
 def _error(line: str) -> bytes:
     return json.dumps({"error": line}).encode()
-
-
-def _reason(error: BaseException) -> str:
-    from agentrl.plugins.registry import reason
-
-    frames = traceback.extract_tb(error.__traceback__)
-    place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
-    return reason(error)[:_LINE] + ("" if isinstance(error, UserError) else place)
 
 
 def _end_with(alive: int) -> None:

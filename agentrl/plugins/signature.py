@@ -12,8 +12,7 @@ from typing_extensions import TypedDict  # pydantic refuses typing's own before 
 
 from agentrl.errors import UserError, nearest
 from agentrl.plugins.docstring import read_docstring
-from agentrl.plugins.scalars import named, shown
-from agentrl.plugins.schema import outline
+from agentrl.plugins.schema import named, outline, shown
 from agentrl.plugins.types import ArgumentError, Session
 
 _typed_dict: Any = TypedDict

@@ -1,7 +1,7 @@
 """The tool: four hooks, all async, called by the driver and by nobody else."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from agentrl.errors import UserError
@@ -53,3 +53,14 @@ class Tool(ABC):
             raise UserError(f"tool {self.name!r}: {error}") from None
         function = {"name": self.name, "description": self.description, "parameters": parameters}
         return {"type": "function", "function": function}
+
+
+class ToolSource(ABC):
+    """Stands in `tools` of a recipe like a tool (entry point group `agentrl.tools`), and gives any number of them."""
+
+    @abstractmethod
+    async def open(self) -> Sequence[Tool]:
+        """Its tools, once a run, in the run's event loop. Raises UserError (one line) when they cannot be had."""
+
+    async def close(self) -> None:  # noqa: B027 - a hook with a default
+        """Free what `open` took, once, when the run ends; also after an `open` that failed."""

@@ -5,12 +5,10 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any, Self
 
-from agentrl.errors import UserError, described, nearest
+from agentrl.errors import UserError, contained, describe, nearest
 from agentrl.plugins.environment import Environment
-from agentrl.plugins.exits import contained
 from agentrl.plugins.registry import find, make_tool
-from agentrl.plugins.source import ToolSource
-from agentrl.plugins.tool import Tool
+from agentrl.plugins.tool import Tool, ToolSource
 from agentrl.plugins.types import Task
 from agentrl.recipe.schema import ToolSection
 
@@ -52,7 +50,7 @@ async def close_all(parts: Mapping[str, Any]) -> list[str]:
         try:
             await part.close()
         except BaseException as error:  # noqa: BLE001 - boundary: it is a stranger's code
-            lines.append(f"{name} could not be closed: {described(contained(error))}")
+            lines.append(f"{name} could not be closed: {describe(contained(error))}")
     return lines
 
 

@@ -5,12 +5,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NotRequired, Required, TypedDict
 
+from agentrl.errors import PlainError
+
 
 class ArgumentError(Exception):
     """The model's arguments are wrong. The text goes back to the model, which may try again; it is counted."""
 
 
-class InfrastructureError(Exception):
+class InfrastructureError(PlainError):
     """A plugin cannot do its work for reasons that are not the model's: a server is down, a sandbox is lost. The
     request becomes FAILED, and is tried again; the model is told nothing."""
 

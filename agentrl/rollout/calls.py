@@ -5,26 +5,26 @@ What the model did wrong comes back as a message that it can act on; nothing her
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from agentrl.chat.base import Chat, ParsedCall, ParsedTurn
-from agentrl.errors import nearest
-from agentrl.plugins.exits import contained, said, text_of
+from agentrl.errors import contained, describe, nearest, text_of
 from agentrl.plugins.tool import Tool
 from agentrl.plugins.types import ArgumentError, InfrastructureError, Message, ToolKwargs, ToolResponse
 from agentrl.recipe.schema import RolloutSection
 from agentrl.rollout.deadline import CancelledFromWithinError, DeadlineExceededError, DeadlineTimer
 from agentrl.rollout.hooks import finite
 from agentrl.rollout.request import AsyncRolloutRequest
-from agentrl.rollout.text import bound_text
 from agentrl.trajectory import Boundary, ToolUse
 
 _NAME = 64  # characters of a tool's name, as a model may write it, that are kept
 _LINE = 300  # characters of an error line that are kept for the metrics
 _DEPTH = 64  # lists and objects in each other that a call's arguments may have
 _LARGEST = 1e100  # what a tool's metric may be, so that sums of them stay finite
+_WINDOW = 16
+"""Characters a token that are looked at: a text of more than this many times its limit is cut unseen."""
 _NO_KWARGS = ToolKwargs()
 _EMPTY = ToolResponse()
 _NONE: Mapping[str, float] = {}  # one for all: thousands of requests keep theirs
@@ -238,7 +238,7 @@ class Caller:
             side, what = "tool", f"it did not answer within {self._limits.tool_timeout:g} seconds"
             answer.late = True
         else:
-            side, what = "tool", said(error)
+            side, what = "tool", describe(error, place=False)
         answer.text, answer.response, answer.error = f"Error: {what}", _EMPTY, f"{side}: {_line(what)}"
 
     def _refusal(self, calls: Sequence[ParsedCall], name: str, exhausted: bool) -> Answer:
@@ -293,3 +293,43 @@ def _line(text: str) -> str:
 
 def _wrong(call: ParsedCall, name: str, what: str) -> Answer:
     return Answer(name, call.name[:_NAME], f"Error: {what}", error=f"model: {_line(what)}")
+
+
+def bound_text(text: str, limit: int, encode: Callable[[str], Sequence[int]]) -> str:
+    """`text`, at most `limit` tokens long: a longer one loses its middle, and a note there says how many characters.
+
+    `encode` sees at most _WINDOW x `limit` characters at once, so ten megabytes cost what ten kilobytes cost.
+    """
+    if len(text) <= limit and len(text.encode("utf-8", "surrogatepass")) <= limit:
+        return text  # a token holds at least a byte
+    window = _WINDOW * limit
+    if len(text) <= window:
+        tokens = len(encode(text))
+        if tokens <= limit:
+            return text
+        keep = len(text) * limit // tokens
+    else:
+        sample = text[: window // 2] + text[-(window - window // 2) :]
+        keep = len(sample) * limit // max(1, len(encode(sample)))
+    return _cut_text(text, keep, limit, encode)
+
+
+def _cut_text(text: str, keep: int, limit: int, encode: Callable[[str], Sequence[int]]) -> str:
+    keep = min(keep, len(text) - 1)
+    while keep > 0:
+        tail = keep // 2
+        note = f"\n[... {len(text) - keep} characters left out ...]\n"
+        shorter = text[: keep - tail] + note + (text[-tail:] if tail else "")
+        tokens = len(encode(shorter))
+        if tokens <= limit:
+            return shorter
+        keep = min(keep - 1, keep * limit // tokens)
+    return _start_of_text(text, limit, encode)
+
+
+def _start_of_text(text: str, limit: int, encode: Callable[[str], Sequence[int]]) -> str:
+    """For limits that have no room for a note: the first characters that fit."""
+    start = text[:limit]
+    while start and len(encode(start)) > limit:
+        start = start[:-1]
+    return start

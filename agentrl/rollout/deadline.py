@@ -1,4 +1,4 @@
-"""`OwnedTask`: strangers' code in a task of its own. `DeadlineTimer`: deadlines for what one task awaits.
+"""`OwnedTask`: a plugin's code in a task of its own. `DeadlineTimer`: deadlines for what one task awaits.
 
 The work runs in the request's own task: a task for every call would cost more than the rest of a turn. A deadline that
 moves later costs nothing: the timer that is set fires, sees that it came early and sets itself again.
@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from agentrl.plugins.exits import contained
+from agentrl.errors import PlainError, contained
 
 GRACE = 2.0
 """Seconds between asking work to end and cancelling it, and between one cancellation and the next."""
@@ -22,15 +22,18 @@ _left_behind: set["asyncio.Task[Any]"] = set()
 _log = logging.getLogger("agentrl.rollout")
 
 
-class DeadlineExceededError(Exception):
+class DeadlineExceededError(PlainError):
     """The awaited work did not end by its deadline, and was cancelled."""
+
+    def __init__(self) -> None:
+        super().__init__("took too long (rollout.turn_timeout, rollout.timeout)")
 
 
 class SelfCancelledError(Exception):
     """The awaited work raised CancelledError although nobody cancelled it."""
 
 
-class CancelledFromWithinError(Exception):
+class CancelledFromWithinError(PlainError):
     """The awaited work cancelled the task that it runs in, which is not its own."""
 
     def __init__(self) -> None:
@@ -39,8 +42,11 @@ class CancelledFromWithinError(Exception):
 
 @dataclass(slots=True, eq=False)
 class OwnedTask:
-    """The task that strangers' code runs in. From outside it is cancelled by `stop` alone, so that any other
-    cancellation is known to come from the code itself. stopped: whether it was."""
+    """The task that plugins' code runs in. From outside it is cancelled by `stop` alone, so that any other cancellation
+    is known to come from the code itself.
+
+    stopped: whether `stop` was called since the last `run` began.
+    """
 
     stopped: bool = False
     _task: "asyncio.Task[Any] | None" = None
@@ -74,15 +80,15 @@ class OwnedTask:
 class DeadlineTimer:
     """Belongs to the task that makes it, and serves one `wait` at a time. `close` it at the end.
 
-    own: tells cancellations from outside from those of the work; without it, all that are not the watch's are from
-    outside.
+    own: distinguishes cancellations from outside from those of the work; without it, every cancellation that is not
+    this timer's counts as one from outside.
     """
 
     __slots__ = ("_armed", "_base", "_cancels", "_gentle", "_handle", "_loop", "_own", "_task", "_when", "expired")
 
     def __init__(self, own: OwnedTask | None = None) -> None:
         task = asyncio.current_task()
-        assert task is not None, "a Watch is made inside a task"
+        assert task is not None, "a DeadlineTimer is made inside a task"
         self._own, self._task = own, task
         self._loop = asyncio.get_running_loop()
         self._handle: asyncio.TimerHandle | None = None

@@ -13,9 +13,8 @@ from dataclasses import replace
 
 from agentrl.chat.base import Chat, ParsedTurn
 from agentrl.engine.base import Engine, EngineError, Generation, GenerationFinish, Sampling
-from agentrl.errors import UserError
+from agentrl.errors import UserError, contained, describe
 from agentrl.plugins.environment import Environment
-from agentrl.plugins.exits import contained
 from agentrl.plugins.tool import Tool
 from agentrl.plugins.toolbox import offered
 from agentrl.plugins.types import Message, Task
@@ -23,11 +22,8 @@ from agentrl.recipe.schema import RolloutSection
 from agentrl.rollout import hooks
 from agentrl.rollout.calls import Caller, as_text, assistant_message, bounded
 from agentrl.rollout.deadline import GRACE, CancelledFromWithinError, DeadlineExceededError, DeadlineTimer
-from agentrl.rollout.failures import describe
-from agentrl.rollout.request import AsyncRolloutRequest, Opening
+from agentrl.rollout.request import AsyncRolloutRequest, Opening, RequestState, Seed, TransitionError, derive, nth
 from agentrl.rollout.scorer import Scorer
-from agentrl.rollout.seeds import Seed, derive, nth
-from agentrl.rollout.state import RequestState, TransitionError
 from agentrl.trajectory import Boundary, Failure, FinishReason, InvariantError, Trajectory, check_invariants
 
 _DRIVER = Boundary.INFRASTRUCTURE, "driver"

@@ -1,8 +1,10 @@
 """`roll_out`: groups of samples, at most so many requests at once. A failed sample is tried again, then left out."""
 
 import asyncio
+import gc
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
@@ -10,17 +12,15 @@ from agentrl.errors import UserError
 from agentrl.plugins.types import Task
 from agentrl.rollout.deadline import OwnedTask
 from agentrl.rollout.driver import Driver
-from agentrl.rollout.garbage import rare_collections
 from agentrl.rollout.pulse import PULSE
-from agentrl.rollout.request import Opening
-from agentrl.rollout.seeds import Seed
+from agentrl.rollout.request import Opening, Seed
 from agentrl.threads import check_abandoned
 from agentrl.trajectory import Boundary, Failure, FinishReason, Group, Trajectory
 
 
 class Contrast(StrEnum):
-    """What the rewards of a group tell by comparison. An advantage that compares trains nothing by a group that is not
-    varied; a critic, a KL, an entropy bonus or a comparison over the whole step may train by it all the same."""
+    """Whether the rewards of a group differ. An advantage that compares within groups is 0 for a group that is not
+    varied; a critic, a KL, an entropy bonus or a comparison over the whole step may still train on it."""
 
     VARIED = "varied"
     EQUAL = "equal"  # all rewards are equal
@@ -28,12 +28,15 @@ class Contrast(StrEnum):
 
 
 def contrast(group: Group) -> Contrast:
+    """Return whether the rewards of the valid samples differ by 1e-9 or more."""
     rewards = [t.reward for t in group.trajectories]
     if len(rewards) < 2:
         return Contrast.FEW
     return Contrast.EQUAL if max(rewards) - min(rewards) < 1e-9 else Contrast.VARIED
 
 
+_ALLOCATIONS = 500_000  # objects more than were freed, before the young ones are walked over
+_held: list[tuple[int, int, int]] = []  # the thresholds before the first of those that hold it back now
 _AGAIN = 5  # times that a sample may be in flight while the process stands still, before it is given up
 
 
@@ -151,3 +154,22 @@ async def _score(driver: Driver, group: Group) -> Group:
         if PULSE.stops() == stops:
             break
     return scored
+
+
+@contextmanager
+def rare_collections() -> Iterator[None]:
+    """Hold Python's cyclic garbage collector back in here. Nested and concurrent uses are fine.
+
+    A request makes no cycles: counting references frees it. But the collector walks over all that is alive whenever
+    that has grown by a quarter, and with ten thousand requests in flight those walks cost more than the driver does.
+    What cycles a plugin makes are found later.
+    """
+    _held.append(gc.get_threshold() if not _held else _held[0])
+    if 0 < _held[0][0] < _ALLOCATIONS:
+        gc.set_threshold(_ALLOCATIONS, *_held[0][1:])
+    try:
+        yield
+    finally:
+        before = _held.pop()
+        if not _held:
+            gc.set_threshold(*before)

@@ -10,13 +10,12 @@ import random
 import time
 from collections.abc import Mapping, Sequence
 
+from agentrl.errors import PlainError, contained, describe
 from agentrl.plugins.environment import Environment
-from agentrl.plugins.exits import contained, said
 from agentrl.plugins.tool import Tool
 from agentrl.plugins.types import Message, Session, ToolKwargs
 from agentrl.rollout.deadline import GRACE, DeadlineExceededError, DeadlineTimer, OwnedTask, leave_behind
-from agentrl.rollout.request import AsyncRolloutRequest, Begun
-from agentrl.rollout.seeds import nth
+from agentrl.rollout.request import AsyncRolloutRequest, Begun, nth
 from agentrl.trajectory import Boundary
 
 RELEASE_SECONDS = 10.0
@@ -33,7 +32,7 @@ _NO_KWARGS = ToolKwargs()
 _log = logging.getLogger("agentrl.rollout")
 
 
-class PluginError(Exception):
+class PluginError(PlainError):
     """A hook returned what its contract does not allow."""
 
 
@@ -53,11 +52,11 @@ async def create_all(request: AsyncRolloutRequest, environment: Environment, tim
         await timer.wait(tool.create(session, **kwargs.create_kwargs), request.deadline)
 
 
-def checked_messages(said: object, what: str = "messages") -> "list[Message]":
-    """What an environment says. Raises PluginError unless these are messages, each with its role."""
-    if not isinstance(said, Sequence) or isinstance(said, str | bytes):
-        raise PluginError(f"it returned no {what} but {type(said).__name__}")
-    messages = list(said)
+def checked_messages(given: object, what: str = "messages") -> "list[Message]":
+    """Return the messages of an environment. Raises PluginError unless these are messages, each with its role."""
+    if not isinstance(given, Sequence) or isinstance(given, str | bytes):
+        raise PluginError(f"it returned no {what} but {type(given).__name__}")
+    messages = list(given)
     for message in messages:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise PluginError(f"it returned no {what}: one has no role")
@@ -149,7 +148,7 @@ async def _release(request: AsyncRolloutRequest, begun: list[Begun]) -> None:
             except DeadlineExceededError:
                 _release_error(request, one, f"took longer than {RELEASE_SECONDS:g} s")
             except BaseException as error:  # noqa: BLE001 - the next plugin is still to be released
-                _release_error(request, one, said(contained(error)))
+                _release_error(request, one, describe(contained(error), place=False))
     finally:
         timer.close()
 

@@ -1,15 +1,20 @@
 """Trajectories on disk: one JSON object a line, compressed with zstd where the file would be large."""
 
 import json
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import zstandard
 
-from agentrl.rollout.record import record
+from agentrl.errors import contained
 from agentrl.trajectory import Group, Trajectory
 
+_DEPTH = 100  # lists and mappings in each other that are written out
+_VALUES = 100_000  # values in all that are written out, of one thing
+_BITS = 10_000  # of an integer; Python reads and writes no longer ones as text
 LARGE = 4_000_000  # bytes; a larger file is compressed, and its name ends in .zst
 
 
@@ -36,3 +41,84 @@ def read_journal(path: Path) -> list[dict[str, Any]]:
     if path.suffix == ".zst":
         data = zstandard.decompress(data)
     return [json.loads(line) for line in data.split(b"\n") if line]
+
+
+def record(trajectory: Trajectory, *, tokens: bool = False, solved: bool | None = None) -> dict[str, Any]:
+    """The object; every value can be written as JSON. tokens: with ids, mask, logprobs and versions a token.
+    solved: the environment's word, None where it was not asked for."""
+    t = trajectory
+    line: dict[str, Any] = {
+        "request": t.request_id,
+        "task": _plain(t.task.id),
+        "data": _plain(t.task.data),
+        "sample": t.sample,
+        "reward": t.reward,
+        "rewards": dict(t.rewards),
+        "weights": dict(t.weights),
+        "solved": solved,
+        "finish": str(t.finish),
+        "failure": None if t.failure is None else {"boundary": str(t.failure.boundary), "message": t.failure.message},
+        "turns": [{"start": turn.start, "end": turn.end, "reward": turn.reward} for turn in t.turns],
+        "tokens": {"prompt": t.prompt_length, "sampled": t.sampled_tokens, "all": len(t.ids)},
+        "messages": _plain(t.messages),
+        "tools": list(t.tools),
+        "tool_uses": [
+            {
+                "name": u.name,
+                "turn": u.turn,
+                "seconds": round(u.seconds, 6),
+                "error": u.error,
+                "cut": u.cut,
+                "metrics": dict(u.metrics),
+            }
+            for u in t.tool_uses
+        ],
+        "seconds": {name: round(value, 6) for name, value in t.seconds.items()},
+        "extra": _plain(t.extra),
+    }
+    if tokens:
+        line["ids"] = t.ids.tolist()
+        line["loss_mask"] = t.loss_mask.tolist()
+        line["logprobs"] = [round(p, 6) for p in t.logprobs.tolist()]
+        line["weight_version"] = t.weight_version.tolist()
+    return line
+
+
+def _plain(value: Any) -> Any:
+    """JSON's own types, of anything: what has no such form (an image, an object, a list in itself) is written as its
+    name, and so is what raises as it is read."""
+    return _written(value, (), count())
+
+
+def _written(value: Any, inside: tuple[Any, ...], written: Iterator[int]) -> Any:
+    """inside: what it is in, outermost first. written: counts the values."""
+    if next(written) >= _VALUES:
+        return "<left out>"
+    if value is None or isinstance(value, str | bool):
+        return value
+    if isinstance(value, int):
+        return value if value.bit_length() <= _BITS else f"<integer of {value.bit_length()} bits>"
+    if isinstance(value, float):
+        return value if math.isfinite(value) else f"<{value}>"
+    if isinstance(value, bytes | bytearray):
+        return f"<{len(value)} bytes>"
+    if not isinstance(value, Mapping | Sequence):
+        return f"<{type(value).__name__}>"
+    if len(inside) == _DEPTH or any(one is value for one in inside):
+        return f"<{type(value).__name__} nested too deeply>"
+    inside = (*inside, value)
+    try:
+        if isinstance(value, Mapping):
+            return {str(key): _written(item, inside, written) for key, item in _some(value.items(), written)}
+        return [_written(item, inside, written) for item in _some(value, written)]
+    except BaseException as error:  # noqa: BLE001 - boundary: somebody's own mapping or sequence may do anything here
+        contained(error)
+        return f"<{type(value).__name__}>"
+
+
+def _some(items: Any, written: Iterator[int]) -> Iterator[Any]:
+    """`items`, as long as there is room."""
+    for item in items:
+        yield item
+        if next(written) >= _VALUES:
+            return

@@ -12,9 +12,8 @@ from agentrl.data.prompts import PromptLengths, measure_prompts
 from agentrl.engine.base import Engine
 from agentrl.models.load import load_model, load_shape, resolve
 from agentrl.plugins.environment import Environment
-from agentrl.plugins.parts import check_weights, known_parts
 from agentrl.plugins.registry import load, make_engine, make_environment, make_message_engine
-from agentrl.plugins.rewards import MODEL, Rewards, make_rewards
+from agentrl.plugins.rewards import MODEL, Rewards, check_weights, known_parts, make_rewards
 from agentrl.plugins.toolbox import Toolbox, close_all
 from agentrl.plugins.types import Task
 from agentrl.recipe.schema import Recipe
@@ -22,8 +21,8 @@ from agentrl.rollout.deadline import leave_behind
 from agentrl.rollout.driver import Driver
 from agentrl.rollout.groups import roll_out
 from agentrl.rollout.hooks import STEP
+from agentrl.rollout.request import Seed
 from agentrl.rollout.scorer import Scorer
-from agentrl.rollout.seeds import Seed
 from agentrl.trajectory import Group
 
 CLOSE_SECONDS = 60.0

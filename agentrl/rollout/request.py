@@ -1,8 +1,10 @@
 """`AsyncRolloutRequest`: one sample of one task while it grows. Every token is written once, and never again."""
 
+import hashlib
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 from itertools import groupby
 from typing import Any
 
@@ -14,10 +16,61 @@ from agentrl.plugins.environment import Environment
 from agentrl.plugins.tool import Tool
 from agentrl.plugins.types import Message, Session, Task
 from agentrl.rollout.deadline import OwnedTask
-from agentrl.rollout.state import RequestState, TransitionError
 from agentrl.trajectory import Boundary, Failure, FinishReason, ToolUse, Trajectory, Turn
 
+Seed = int | tuple[int, ...]
+"""A run's seed, alone or with what it is divided by (the step)."""
+
+_BITS = 63
 _UNWEIGHTED: Mapping[str, float] = {}
+
+
+def derive(*parts: object) -> int:
+    """A seed of 63 bits from any printable parts: the same parts give the same seed on every machine."""
+    text = "\x1f".join(map(str, parts)).encode("utf-8", "surrogatepass")
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> (64 - _BITS)
+
+
+def nth(seed: int, index: int) -> int:
+    """The `index`-th seed of the sequence that `seed` starts (a step of splitmix64), without hashing."""
+    x = (seed + (index + 1) * 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
+    return (x ^ (x >> 31)) >> (64 - _BITS)
+
+
+class RequestState(StrEnum):
+    """Where a request is."""
+
+    PENDING = "pending"  # made; no hook was called yet
+    RUNNING = "running"  # the engine samples, or is about to
+    TOOL_CALLING = "tool_calling"  # the tools of one turn run
+    INTERACTING = "interacting"  # the environment answers a turn without tool calls
+    COMPLETED = "completed"  # it ended and its reward is known
+    FAILED = "failed"  # the machinery did not do its work; `failure` says whose
+    ABORTED = "aborted"  # stopped from outside; its tokens are kept
+
+    nexts: tuple["RequestState", ...]  # its row of the table
+
+
+_ENDS = (RequestState.COMPLETED, RequestState.FAILED, RequestState.ABORTED)
+
+TRANSITIONS: dict[RequestState, tuple[RequestState, ...]] = {
+    RequestState.PENDING: (RequestState.RUNNING, *_ENDS),
+    RequestState.RUNNING: (RequestState.TOOL_CALLING, RequestState.INTERACTING, *_ENDS),
+    RequestState.TOOL_CALLING: (RequestState.RUNNING, *_ENDS),
+    RequestState.INTERACTING: (RequestState.RUNNING, *_ENDS),
+    RequestState.COMPLETED: (),
+    RequestState.FAILED: (),
+    RequestState.ABORTED: (RequestState.RUNNING,),  # driven on
+}
+
+for _state, _nexts in TRANSITIONS.items():
+    _state.nexts = _nexts  # an enum hashes in Python, so looking it up costs more than a turn's bookkeeping should
+
+
+class TransitionError(RuntimeError):
+    """A request was moved in a way that the table does not allow."""
 
 
 @dataclass(slots=True)

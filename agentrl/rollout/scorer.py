@@ -5,11 +5,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import islice
 
-from agentrl.plugins.exits import contained
+from agentrl.errors import contained, describe
 from agentrl.plugins.reward import GroupReward, Sample
 from agentrl.plugins.rewards import NO_REWARDS, Rewards
 from agentrl.rollout.deadline import GRACE, CancelledFromWithinError, DeadlineTimer, OwnedTask
-from agentrl.rollout.failures import describe
 from agentrl.rollout.hooks import PluginError, check_sum, finite
 from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.trajectory import Boundary, Failure, FinishReason, Group, Trajectory

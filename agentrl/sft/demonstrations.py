@@ -15,9 +15,8 @@ from agentrl.chat.base import Chat
 from agentrl.chat.encode import Encoder
 from agentrl.chat.template import Template
 from agentrl.engine.base import Generation, GenerationFinish
-from agentrl.errors import UserError
+from agentrl.errors import UserError, describe
 from agentrl.plugins.environment import Environment
-from agentrl.plugins.registry import reason
 from agentrl.plugins.tool import Tool
 from agentrl.plugins.toolbox import offered
 from agentrl.plugins.types import Message, Session, Task
@@ -37,7 +36,8 @@ def demonstration(env: Environment, task: Task, rng: Random, style: str) -> list
         what = " ".join(str(error).split()) or f"environment {env.name!r} has no demonstrations"
         raise UserError(f"{what}, which `agentrl sft` learns from: give its class `demonstrate`") from error
     except Exception as error:  # the boundary: an environment may raise anything
-        raise UserError(f"environment {env.name!r}: demonstrate({task.id!r}) failed: {reason(error)}") from error
+        why = describe(error, place=False)
+        raise UserError(f"environment {env.name!r}: demonstrate({task.id!r}) failed: {why}") from error
 
 
 class Demonstrator:

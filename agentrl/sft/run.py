@@ -26,7 +26,7 @@ from agentrl.plugins.tool import Tool
 from agentrl.plugins.toolbox import Toolbox, close_all
 from agentrl.recipe.load import dump_recipe, load_recipe
 from agentrl.recipe.schema import NewModel, Recipe, SftSection
-from agentrl.rollout.blocking import Runner
+from agentrl.rollout.event_loop import Runner
 from agentrl.sft.demonstrations import Demonstrator, demonstration
 from agentrl.sft.new_model import bare_tokenizer, new_model, read_template, train_tokenizer
 from agentrl.sft.trainer import SftTrainer

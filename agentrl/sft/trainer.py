@@ -19,7 +19,7 @@ from agentrl.learner.optimizer import MuonAdamW, Optimizer, learning_rate
 from agentrl.plugins.registry import tasks_of
 from agentrl.plugins.types import Task
 from agentrl.recipe.schema import Recipe, SftSection, SftStage
-from agentrl.rollout.blocking import Runner
+from agentrl.rollout.event_loop import Runner
 from agentrl.sft.demonstrations import Demonstrator
 from agentrl.trajectory import Trajectory
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from agentrl.plugins.environment import Environment
-from agentrl.plugins.parts import known_parts
 from agentrl.plugins.registry import make_environment, make_tool
+from agentrl.plugins.rewards import known_parts
 from agentrl.plugins.tool import Tool
 from agentrl.plugins.types import Task
 from agentrl.recipe.schema import EnvSection, RolloutSection, ToolSection
@@ -92,6 +92,7 @@ def _made(env: Environment | type[Environment] | str) -> Environment:
         return make_environment(EnvSection(name=env))
     made: Any = env() if isinstance(env, type) else env
     require(isinstance(made, Environment), f"{env!r} is no environment: derive it from agentrl.Environment")
+    assert isinstance(made, Environment)
     return made
 
 

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from agentrl.plugins.environment import Environment
 from agentrl.plugins.tool import Tool
 from agentrl.plugins.types import ArgumentError, Session, Task
-from agentrl.rollout.blocking import blocking, run
+from agentrl.rollout.event_loop import blocking, run
 
 T = TypeVar("T")
 HOOK_SECONDS = 30.0

@@ -5,8 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from agentrl.plugins.registry import make_tool
-from agentrl.plugins.source import ToolSource
-from agentrl.plugins.tool import Tool
+from agentrl.plugins.tool import Tool, ToolSource
 from agentrl.plugins.types import ArgumentError, Session, Task, ToolKwargs, ToolResponse
 from agentrl.recipe.schema import ToolSection
 from agentrl.testing.agent import call as call_line
@@ -65,6 +64,7 @@ def _made(tool: Tool | type[Tool] | str) -> Tool:
     require(
         isinstance(made, Tool), f"{tool!r} is no tool: derive it from agentrl.Tool, or decorate a function with @tool"
     )
+    assert isinstance(made, Tool)
     return made
 
 
@@ -176,6 +176,7 @@ class _Contract:
             return ToolResponse(result)
         require(isinstance(result, ToolResponse), f"{what}: it must return text or a ToolResponse, got {result!r}")
         require(isinstance(result.text, str), f"{what}: ToolResponse.text must be text, got {result.text!r}")
+        assert isinstance(result, ToolResponse)
         return result
 
     async def reward(self, begun: Session) -> dict[str, float]:

@@ -9,8 +9,7 @@ from collections.abc import Awaitable, Callable
 from types import FrameType, TracebackType
 from typing import Any, TypeVar
 
-from agentrl.errors import StoppedAgain
-from agentrl.rollout.blocking import Runner
+from agentrl.rollout.event_loop import Runner
 
 T = TypeVar("T")
 
@@ -65,7 +64,7 @@ class Interrupts:
                 self._last_resort = threading.Timer(LAST_RESORT_SECONDS, _leave)
                 self._last_resort.daemon = True
                 self._last_resort.start()
-            raise StoppedAgain
+            raise KeyboardInterrupt
         self.requested = True
         if (task := self._task) is not None:
             self._runner.get_loop().call_soon_threadsafe(task.cancel)

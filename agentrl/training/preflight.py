@@ -11,7 +11,7 @@ from agentrl.algo.registry import check_critic
 from agentrl.algo.terms import Tokens
 from agentrl.compute.batch import Array, Batch
 from agentrl.compute.classifier import classifier_config
-from agentrl.errors import UserError, reason
+from agentrl.errors import UserError, describe
 from agentrl.eval.evaluate import choosing_split, chosen_splits
 from agentrl.learner.actor import loss_terms
 from agentrl.learner.advantages import with_advantages
@@ -87,7 +87,7 @@ def check_algorithm(recipe: Recipe) -> None:
     try:
         terms.loss.sum().backward()
     except Exception as error:  # the boundary: the gradient of a stranger's function
-        raise UserError(f"{whose}: its gradient cannot be computed: {reason(error)}") from error
+        raise UserError(f"{whose}: its gradient cannot be computed: {describe(error, place=False)}") from error
 
 
 def _made_up(recipe: Recipe) -> Batch:

@@ -12,11 +12,11 @@ from agentrl.checkpoint.checkpoints import Checkpoints, NotSaved, Saved
 from agentrl.checkpoint.disk import FULL
 from agentrl.checkpoint.run_folder import ERRORS, RunFolder
 from agentrl.cluster.errors import WorkerLost
-from agentrl.errors import StoppedAgain, UserError, described
+from agentrl.errors import UserError, describe, from_signal
 from agentrl.recipe.load import load_recipe, recipe_name
 from agentrl.recipe.schema import Recipe
 from agentrl.report.page import write_report
-from agentrl.rollout.blocking import blocking
+from agentrl.rollout.event_loop import blocking
 from agentrl.training.changes import changes, check_same_run
 from agentrl.training.display import Display
 from agentrl.training.folder_lock import FolderLock
@@ -158,7 +158,7 @@ def _play(loop: Loop) -> bool:
         return loop.run()
     except BaseException as error:
         first = _first(error)
-        if isinstance(first, WorkerLost | StoppedAgain):
+        if isinstance(first, WorkerLost) or from_signal(first):
             raise first from None
         raise UserError(_after_error(loop, first)) from error
 
@@ -175,7 +175,7 @@ def _after_error(loop: Loop, error: BaseException) -> str:
     deleted = loop.folder.gone
     if isinstance(error, NotSaved) and not deleted:
         return f"{error}{_command(loop, '; ')}"
-    what, refused = described(error), isinstance(error, OSError) and error.errno in FULL
+    what, refused = describe(error), isinstance(error, OSError) and error.errno in FULL
     if deleted and isinstance(error, OSError | NotSaved):
         what = f"{loop.folder.path}: the folder of this run was deleted"
     elif refused and isinstance(error, OSError):
@@ -197,7 +197,7 @@ def _save_after(loop: Loop) -> str:
     except WorkerLost:  # the failure of one ended them all
         return _last_saved(loop)
     except Exception as error:  # noqa: BLE001 - it is said; what ended the run is what the line begins with
-        return f"step {loop.step} could not be saved: {described(error)}; {_last_saved(loop)}"
+        return f"step {loop.step} could not be saved: {describe(error)}; {_last_saved(loop)}"
     return _last_saved(loop)
 
 
@@ -255,7 +255,7 @@ def _finish(loop: Loop, interrupted: bool, seconds: float) -> TrainResult:
     try:
         write_report(folder, folder.name)
     except Exception as error:  # noqa: BLE001 - what was learned is saved, and a page is no reason to end otherwise
-        why = error.strerror if isinstance(error, OSError) and error.strerror else described(error)
+        why = error.strerror if isinstance(error, OSError) and error.strerror else describe(error)
         display.note(f"report.html could not be written: {why}")
     if interrupted:
         done = loop.step >= loop.recipe.train.steps

@@ -10,7 +10,7 @@ from agentrl.checkpoint.checkpoints import ADAPTER, Checkpoints, Saved
 from agentrl.checkpoint.run_folder import RunFolder
 from agentrl.data.prompts import PromptLengths
 from agentrl.data.sampler import TaskSampler
-from agentrl.errors import described
+from agentrl.errors import describe
 from agentrl.eval.held_out import HeldOut
 from agentrl.eval.result import Accuracy
 from agentrl.learner.contrast import ContrastWatch
@@ -68,7 +68,7 @@ class Start:
         try:
             unclosed = close()
         except Exception as error:  # noqa: BLE001 - the run has ended, well or with an error of its own
-            unclosed = [f"{what} could not be closed: {described(error)}"]
+            unclosed = [f"{what} could not be closed: {describe(error)}"]
         for line in unclosed or ():
             self.display.note(line)
 

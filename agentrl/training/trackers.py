@@ -9,8 +9,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from agentrl.errors import UserError, described
-from agentrl.plugins.exits import contained
+from agentrl.errors import UserError, contained, describe
 from agentrl.plugins.tracker import Tracker
 from agentrl.threads import DaemonThreads
 
@@ -34,7 +33,7 @@ class Trackers:
                 tracker = _Bounded(name, make)
                 tracker.start(folder, recipe)
             except BaseException as error:  # boundary: it is somebody's code, and its server
-                raise UserError(f"track.trackers: {name} cannot start: {described(contained(error))}") from error
+                raise UserError(f"track.trackers: {name} cannot start: {describe(contained(error))}") from error
             stack.callback(self._finish, name, tracker)
             self._told[name] = tracker
 
@@ -43,7 +42,7 @@ class Trackers:
             try:
                 tracker.log(step, metrics)
             except BaseException as error:  # noqa: BLE001 - boundary: the run goes on without it
-                why = described(contained(error))
+                why = describe(contained(error))
                 del self._told[name]
                 self._say(
                     f"track.trackers: {name} failed at step {step} and is told nothing more: {why} "
@@ -54,7 +53,7 @@ class Trackers:
         try:
             tracker.finish()
         except BaseException as error:  # noqa: BLE001 - boundary: the run has ended, well or with an error of its own
-            self._say(f"track.trackers: {name} could not finish: {described(contained(error))}")
+            self._say(f"track.trackers: {name} could not finish: {describe(contained(error))}")
 
 
 class _Bounded(Tracker):

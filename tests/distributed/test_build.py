@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from agentrl.compute.confidence import COLUMNS
 from sharded_help import FOLDERS, ROW, SCENARIOS, apart, make_folders, whole
 
 from agentrl.compute.forward import SequenceForward
+from agentrl.compute.value_head import CONFIDENCE_FEATURES
 from agentrl.distributed.fsdp.build import build_critic, build_policy, build_reference
 from agentrl.distributed.fsdp.mesh import Place, find_place
 from agentrl.errors import UserError
@@ -50,7 +50,7 @@ def test_policy_and_reference_compute_what_the_plain_model_does(name: str, place
 
 def test_a_critic_begins_with_values_of_0(place: Place, root: Path) -> None:
     critic = build_critic(SCENARIOS["critic"].recipe(root), place)
-    confidence = torch.zeros(len(ROW.predict), COLUMNS)
+    confidence = torch.zeros(len(ROW.predict), CONFIDENCE_FEATURES)
     assert critic.forward(ROW, confidence).abs().max() == 0
 
 

@@ -17,9 +17,8 @@ from train_help import lines, metrics, small
 
 import agentrl
 from agentrl.cli import main
-from agentrl.eval.evaluate import choosing_split, chosen_splits
+from agentrl.eval.evaluate import choosing_split, chosen_splits, model_of
 from agentrl.eval.result import Accuracy
-from agentrl.eval.rewarded import model_of
 from agentrl.eval.statistics import wilson
 from agentrl.plugins.registry import make_environment
 from agentrl.plugins.types import Task

@@ -1,14 +1,18 @@
 """Discovery by entry points, and what goes wrong with plugins. Distributions are made in a folder on sys.path."""
 
+import re
 import sys
 import textwrap
+from dataclasses import dataclass
 
 import pytest
+from pydantic import BaseModel
 
-from agentrl import Environment, Tool, UserError
+from agentrl import Environment, Reward, Sample, Task, Tool, UserError
 from agentrl.cli.main import run
 from agentrl.plugins.registry import find, installed, load, make_environment, make_tool
-from agentrl.recipe.schema import EnvSection, ToolSection
+from agentrl.plugins.reward import make_reward
+from agentrl.recipe.schema import EnvSection, RewardSection, ToolSection
 
 MODULE = """
 from agentrl import Environment, Task, Tool, tool
@@ -141,6 +145,84 @@ def test_a_mistake_is_one_line(plugins, name, args, words):
     with pytest.raises(UserError, match=words) as error:
         make_tool(ToolSection(name=name, args=args))
     assert "\n" not in str(error.value)
+
+
+class Scale(BaseModel):
+    """factor: what a number is multiplied by."""
+
+    factor: int
+    names: tuple[str, ...] = ()
+
+
+@dataclass
+class Plan:
+    factor: int
+    names: tuple[str, ...] = ()
+
+
+class Model(Tool):
+    name = "model"
+
+    def __init__(self, config: Scale) -> None:
+        self.config = config
+
+    async def execute(self, session, **arguments):
+        return ""
+
+
+class Plain(Model):
+    def __init__(self, plan: Plan) -> None:
+        self.config = plan
+
+
+class World(Environment):
+    name = "world"
+
+    def __init__(self, source: str, config: Scale) -> None:
+        self.source, self.config = source, config
+
+    tasks = create = calc_reward = None
+
+
+class Judge(Reward):
+    name = "judge"
+
+    def __init__(self, config: Scale) -> None:
+        self.config = config
+
+    async def score(self, sample):
+        return float(self.config.factor)
+
+
+def judge(sample, config: Plan) -> float:
+    return float(config.factor)
+
+
+def make(name, args):
+    """The plugin of this module, and the key of its arguments in a recipe."""
+    path = f"{__name__}:{name}"
+    if name == "World":
+        return make_environment(EnvSection(name=path, source="here", args=args)), "env.args"
+    if name in ("Judge", "judge"):
+        return make_reward(RewardSection(name=path, args=args), "rewards.functions.0.args"), "rewards.functions.0.args"
+    return make_tool(ToolSection(name=path, args=args)), f"tools.{path}.args"
+
+
+@pytest.mark.parametrize("name", ["Model", "Plain", "World", "Judge", "judge"])
+async def test_one_typed_object_may_hold_all_arguments(name):
+    made, where = make(name, {"factor": 2, "names": ["a"]})
+    config = made._args["config"] if name == "judge" else made.config
+    assert (type(config), config.factor, config.names) == (Plan if name in ("Plain", "judge") else Scale, 2, ("a",))
+    if name in ("Judge", "judge"):
+        assert await made.score(Sample(Task("t", {}), ())) == 2.0
+    for args, words in (
+        ({}, ".factor: .* needs it, and it is missing$"),
+        ({"faktor": 1}, ".faktor: .* takes no such argument; did you mean 'factor'"),
+        ({"factor": "x"}, ".factor: should be a valid integer, got 'x'$"),
+        ({"factor": 1, "names": [1]}, ".names.0: should be a valid string, got 1$"),
+    ):
+        with pytest.raises(UserError, match=re.escape(where) + words):
+            make(name, args)
 
 
 def test_environments(plugins):

@@ -8,8 +8,7 @@ from fakes import TASK, Echo, Env, call, make_driver
 
 from agentrl.errors import UserError
 from agentrl.plugins.decorator import tool
-from agentrl.plugins.source import ToolSource
-from agentrl.plugins.tool import Tool
+from agentrl.plugins.tool import Tool, ToolSource
 from agentrl.plugins.toolbox import Toolbox, offered
 from agentrl.plugins.types import InfrastructureError, Task, ToolResponse
 from agentrl.recipe.schema import ToolSection

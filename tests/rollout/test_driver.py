@@ -20,7 +20,7 @@ from fakes import (
 )
 
 from agentrl.plugins.types import Reply, Task, ToolKwargs, ToolResponse
-from agentrl.rollout.state import TRANSITIONS, RequestState, TransitionError
+from agentrl.rollout.request import TRANSITIONS, RequestState, TransitionError
 from agentrl.trajectory import Boundary, FinishReason, check_invariants
 
 USER = {"role": "user", "content": "and?"}

@@ -11,7 +11,7 @@ from agentrl.errors import UserError
 from agentrl.plugins.types import ArgumentError, Reply, ToolResponse
 from agentrl.rollout import deadline as timer
 from agentrl.rollout.metrics import rollout_metrics
-from agentrl.rollout.state import RequestState
+from agentrl.rollout.request import RequestState
 from agentrl.trajectory import Boundary, FinishReason, Group, check_invariants
 
 

@@ -12,10 +12,9 @@ from fakes import Echo, Env, Hooks, ScriptedEngine, abort_when_waiting, call, ma
 from agentrl.plugins.types import Task, ToolResponse
 from agentrl.rollout import deadline as timer
 from agentrl.rollout.driver import Driver
-from agentrl.rollout.garbage import rare_collections
-from agentrl.rollout.groups import Contrast, contrast, roll_out
+from agentrl.rollout.groups import Contrast, contrast, rare_collections, roll_out
+from agentrl.rollout.journal import record
 from agentrl.rollout.metrics import rollout_metrics
-from agentrl.rollout.record import record
 from agentrl.trajectory import Boundary, FinishReason, Group, Trajectory
 
 TASKS = [Task(f"t{i}", {"i": i}) for i in range(3)]

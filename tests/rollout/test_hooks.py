@@ -7,7 +7,7 @@ from fakes import TASK, Echo, Env, Hooks, ScriptedEngine, call, make_driver, unt
 
 from agentrl.rollout import deadline as timer
 from agentrl.rollout import hooks as hooks_module
-from agentrl.rollout.state import RequestState
+from agentrl.rollout.request import RequestState
 
 
 async def hang(*_, **__):

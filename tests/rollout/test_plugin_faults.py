@@ -19,8 +19,8 @@ from agentrl.plugins.rewards import Rewards
 from agentrl.plugins.types import Reply, Task, ToolResponse
 from agentrl.rollout import deadline as timer
 from agentrl.rollout import hooks as hooks_module
-from agentrl.rollout.blocking import run
 from agentrl.rollout.driver import Driver
+from agentrl.rollout.event_loop import run
 from agentrl.rollout.groups import roll_out
 from agentrl.rollout.journal import write_journal
 from agentrl.rollout.metrics import rollout_metrics

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentrl.plugins.types import Reply, ToolResponse
-from agentrl.rollout.state import RequestState
+from agentrl.rollout.request import RequestState
 from agentrl.trajectory import FinishReason, check_invariants
 
 TEXT = st.text(st.characters(codec="utf-8", exclude_categories=["Cs"]), max_size=30)

@@ -144,6 +144,7 @@ async def test_the_thread_that_ticks_ends_with_the_last_roll_out():
 
 PROGRAM = """
 import asyncio, json, sys, time
+from paths import SUPPORT
 from fakes import Echo, Env, make_driver, call
 from agentrl.plugins.types import Task
 from agentrl.rollout import pulse

@@ -13,8 +13,8 @@ from agentrl.plugins.types import Task
 from agentrl.recipe.schema import RewardsSection
 from agentrl.rollout.driver import Driver
 from agentrl.rollout.groups import Contrast, contrast, roll_out
+from agentrl.rollout.journal import record
 from agentrl.rollout.metrics import rollout_metrics
-from agentrl.rollout.record import record
 from agentrl.rollout.scorer import Scorer
 from agentrl.trajectory import Boundary
 

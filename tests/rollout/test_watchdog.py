@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.rollout.blocking import Runner
+from agentrl.rollout.event_loop import Runner
 from agentrl.rollout.watchdog import Frame, Watchdog, accuse, read_dump
 
 AGENTRL = str(Path(sys.modules["agentrl"].__file__).parent)
@@ -84,18 +84,18 @@ HOLDS = """
 import ctypes, threading
 from agentrl.rollout import watchdog
 watchdog.SECONDS = 1.0
-from agentrl.plugins.rewards import _Function
-from agentrl.rollout.blocking import Runner
+from agentrl.plugins.reward import _Function
+from agentrl.rollout.event_loop import Runner
 
 def catastrophe(sample):
     ctypes.PyDLL(None).sleep(3600)
 
 def work(runner, function):
     async def go():
-        await function(None)
+        await function.score(None)
     runner.run(go())
 
-import agentrl.rollout.blocking as blocking
+import agentrl.rollout.event_loop as blocking
 original = blocking.Watchdog
 blocking.Watchdog = lambda say: original(say, 1.0)
 work(Runner(print), _Function(catastrophe, {}))

@@ -24,7 +24,7 @@ from agentrl.algo.terms import LossTerms, Samples, TokenAdvantages, Tokens
 from agentrl.cli import main
 from agentrl.engine.base import EngineError
 from agentrl.engine.local.engine import LocalEngine
-from agentrl.errors import UserError, ask
+from agentrl.errors import UserError, call_plugin
 from agentrl.plugins.types import Task
 from agentrl.recipe.load import dump_recipe
 from agentrl.recipe.schema import AlgorithmSection, Recipe
@@ -299,7 +299,7 @@ def test_what_strangers_code_raises_ends_a_run_in_one_line_and_saves_the_last_wh
     folder, (name, call, error) = tmp_path / "run", trap
     monkeypatch.setitem(TRAPS, name, (call, error))
     code, said = command(trapped(folder, **changes), tmp_path / "job.yaml", capsys)
-    others = {"solved": "environment 'gsm8k': `solved` of task ", "publish": "EngineError"}
+    others = {"solved": "environment 'gsm8k': `solved` of task ", "publish": "away"}
     whose = others.get(name, f"algorithm.{name} ")
     assert code == 2
     assert said.startswith(f"error: {whose}")
@@ -477,10 +477,10 @@ def test_an_error_that_has_no_text_is_told_of_all_the_same() -> None:
     def refuse() -> None:
         raise MuteError
 
-    with pytest.raises(UserError, match=r"^mine raised MuteError: it has no message that can be read \(test_"):
-        ask("mine", refuse)
+    with pytest.raises(UserError, match=r"^mine raised MuteError: its message cannot be read \(RuntimeError\) \(test_"):
+        call_plugin("mine", refuse)
     with pytest.raises(UserError, match=r"^mine raised JSONDecodeError: .* \(\w+\.py:"):
-        ask("mine", lambda: json.loads("{"))  # the line is that of its own code, not of the library that it calls
+        call_plugin("mine", lambda: json.loads("{"))
 
 
 def test_a_reward_whose_calls_keep_hanging_ends_the_run_with_the_last_step_saved(

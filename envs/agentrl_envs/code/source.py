@@ -5,7 +5,7 @@ from typing import Any, Protocol
 
 from agentrl.data.source import Names, open_source
 from agentrl.errors import UserError, nearest
-from agentrl.plugins.lazy import LazyTasks
+from agentrl.plugins.environment import LazyTasks
 from agentrl.plugins.types import Task
 from agentrl_envs.code import generate
 from agentrl_envs.code.rows import read_row

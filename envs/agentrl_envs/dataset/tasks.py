@@ -8,7 +8,7 @@ from agentrl_tools.rewards.truth import field_of
 
 from agentrl.data.rows import Row, Rows
 from agentrl.errors import UserError, nearest
-from agentrl.plugins.lazy import LazyTasks
+from agentrl.plugins.environment import LazyTasks
 from agentrl.plugins.types import Message, Task, ToolKwargs
 from agentrl_envs.dataset.images import with_media
 

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from agentrl.data.source import Source as DataSource
 from agentrl.data.source import open_source
-from agentrl.plugins.lazy import LazyTasks
+from agentrl.plugins.environment import LazyTasks
 from agentrl.plugins.types import Task, ToolKwargs
 from agentrl_envs.gsm8k.problems import HELD_OUT_SIZE, SPLITS, problem
 from agentrl_envs.gsm8k.rows import Row, question_of, read_rows

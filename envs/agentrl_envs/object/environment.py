@@ -12,8 +12,7 @@ from typing import Any
 
 from agentrl.data.source import open_source
 from agentrl.errors import UserError
-from agentrl.plugins.environment import Environment
-from agentrl.plugins.lazy import LazyTasks
+from agentrl.plugins.environment import Environment, LazyTasks
 from agentrl.plugins.registry import load_path
 from agentrl.plugins.tool import Tool
 from agentrl.plugins.types import Message, Session, Task

@@ -1,6 +1,6 @@
 """The splits as sequences of tasks, each made as it is looked at."""
 
-from agentrl.plugins.lazy import LazyTasks
+from agentrl.plugins.environment import LazyTasks
 from agentrl.plugins.types import Task
 from agentrl_envs.text_game.maps import HELD_OUT_SIZE, make_map
 

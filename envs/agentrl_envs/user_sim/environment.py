@@ -5,8 +5,7 @@ from random import Random
 from typing import Any
 
 from agentrl.errors import UserError, nearest
-from agentrl.plugins.environment import Environment
-from agentrl.plugins.lazy import LazyTasks
+from agentrl.plugins.environment import Environment, LazyTasks
 from agentrl.plugins.tool import Tool
 from agentrl.plugins.types import Message, Reply, Session, Task
 from agentrl_envs.user_sim.demonstrations import STYLES, demonstrate

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from agentrl import InfrastructureError, Session, Tool, ToolResponse
 from agentrl.errors import UserError, nearest
-from agentrl.plugins.source import ToolSource
+from agentrl.plugins.tool import ToolSource
 from agentrl_tools.loops import PerLoop
 from agentrl_tools.mcp.connection import BrokenError, ConnectError, Connection, RefusedError, connect
 from agentrl_tools.mcp.endpoint import Command, Endpoint, Url

@@ -16,8 +16,7 @@ from pydantic import ValidationError
 
 from agentrl.errors import UserError
 from agentrl.plugins.registry import load_path
-from agentrl.plugins.source import ToolSource
-from agentrl.plugins.tool import Tool
+from agentrl.plugins.tool import Tool, ToolSource
 from agentrl.plugins.types import Session, ToolResponse
 from agentrl_tools.verl.stand_in import OpenAIFunctionToolSchema, installed, stand_in
 

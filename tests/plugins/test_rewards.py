@@ -9,8 +9,9 @@ from agentrl_envs.search_qa.environment import SearchQa
 from agentrl_tools.calculator import Calculator
 
 from agentrl.errors import UserError
+from agentrl.plugins.environment import declared_parts
 from agentrl.plugins.mixture import Mixture
-from agentrl.plugins.parts import check_weights, declared_parts, known_parts
+from agentrl.plugins.rewards import check_weights, known_parts
 from agentrl.plugins.tool import Tool
 from agentrl.plugins.types import Session
 from agentrl.recipe.schema import EnvPart

@@ -1,12 +1,17 @@
-"""Calls that block, over asynchronous work: from a plain program, and from inside a running event loop. They end when
-their work has ended, whatever plugins leave behind."""
+"""The event loop that plugins run in: it survives their exits, and ends whatever they leave behind.
+
+asyncio hands SystemExit and KeyboardInterrupt of any task or callback to whoever runs the event loop, which ends the
+run. `errors.contained` catches those of requests before they leave their task; `PluginProofLoop` goes on after those
+of tasks and callbacks that a plugin starts itself.
+"""
 
 import asyncio
-from collections.abc import Callable, Coroutine
+import logging
+from collections.abc import Awaitable, Callable, Coroutine, Generator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from agentrl.plugins.exits import PluginProofLoop
+from agentrl.errors import describe, from_signal
 from agentrl.rollout.deadline import GRACE, leave_behind
 from agentrl.rollout.watchdog import Watchdog
 from agentrl.threads import Abandoned, DaemonThreads
@@ -14,6 +19,7 @@ from agentrl.threads import Abandoned, DaemonThreads
 T = TypeVar("T")
 _THREADS = 32  # calls of `asyncio.to_thread` at once
 _ROUNDS = 3  # times that what still runs at the end is cancelled
+_log = logging.getLogger("agentrl.plugins")
 
 
 def blocking(work: Callable[[], T]) -> T:
@@ -28,6 +34,26 @@ def blocking(work: Callable[[], T]) -> T:
         return thread.submit(work).result()
     finally:
         thread.shutdown(wait=False)
+
+
+class PluginProofLoop(asyncio.SelectorEventLoop):
+    """An event loop that goes on when a task or a callback raises SystemExit or KeyboardInterrupt, unless it is the
+    work that it runs, or a signal's handler, that raised it. Whoever awaits such a task is told as ever."""
+
+    def run_until_complete(self, future: Generator[Any, None, T] | Awaitable[T]) -> T:
+        work: asyncio.Future[T] = asyncio.ensure_future(future, loop=self)  # type: ignore[arg-type]
+        while True:
+            try:
+                return super().run_until_complete(work)
+            except (SystemExit, KeyboardInterrupt) as error:
+                if from_signal(error):
+                    raise
+                if work.done():
+                    return work.result()
+                _log.warning(
+                    "a task or a callback that a plugin started raised %s; the run goes on",
+                    describe(error, place=False),
+                )
 
 
 class Runner:

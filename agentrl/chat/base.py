@@ -9,44 +9,50 @@ from agentrl.plugins.types import Message
 
 @dataclass(frozen=True, slots=True)
 class ParsedCall:
-    """One tool call of an assistant turn. `error` says why it cannot be run (bad JSON, unclosed, not an object).
-    `id` is the id that the model itself wrote, where its format has one: the result must carry it."""
+    """One tool call of an assistant turn."""
 
     name: str
+    """The tool's name as the model wrote it."""
     arguments: dict[str, Any]
+    """By name; empty where they cannot be read."""
     raw: str
+    """The call as the model wrote it."""
     error: str | None = None
+    """Why it cannot be run (bad JSON, unclosed, not an object), or None."""
     id: str | None = None
+    """The id that the model wrote, where its format has one: the result must carry it."""
 
 
 @dataclass(frozen=True, slots=True)
 class ParsedTurn:
-    """An assistant turn as people and plugins see it. `content` is without calls and without thinking."""
+    """An assistant turn as people and plugins see it."""
 
     content: str
+    """Text without calls and without thinking."""
     calls: tuple[ParsedCall, ...] = ()
+    """Tool calls in the order in which they were written."""
     reasoning: str | None = None
+    """Thinking, or None where there is none."""
 
 
 class Chat(Protocol):
-    """One model family's way of writing a conversation. One object serves a run; every method is pure.
-
-    stop_ids: the ids that end an assistant turn (given to the engine, and kept as the last id of a turn).
-    rewrites_history: None, or what the template rewrites in earlier turns (said at start-up).
-    description: which way serves, and why, in a line for people. images: whether contents may hold images.
-    """
+    """The format of conversations of one model family. One object serves a run; every method is pure."""
 
     stop_ids: tuple[int, ...]
+    """Ids that end an assistant turn: given to the engine, and kept as the last id of a turn."""
     rewrites_history: str | None
+    """What the template rewrites in earlier turns (reported at the start of a run), or None."""
     description: str
+    """Which implementation serves, and why: one line for people."""
     images: bool
+    """Whether contents may hold images."""
 
     def render(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> list[int]:
-        """The opening prompt, generation prompt included. `tools` as in `Tool.schema`."""
+        """Return the ids of the opening prompt, generation prompt included. tools: as `Tool.schema`."""
         ...
 
     def bridge(self, turn_ids: Sequence[int], messages: Sequence[Message]) -> list[int]:
-        """The ids between the sampled assistant turn `turn_ids` and the next sampled token.
+        """Return the ids between the sampled assistant turn `turn_ids` and the next sampled token.
 
         They close the turn where it was cut off or where the template puts something after the stop id, hold `messages`
         (tool results, user or environment messages) and end with the generation prompt. Costs O(turn + messages), never
@@ -55,20 +61,20 @@ class Chat(Protocol):
         ...
 
     def parse(self, turn_ids: Sequence[int]) -> ParsedTurn:
-        """The assistant turn (stop id included or not). Never raises on what a model may write."""
+        """Parse an assistant turn (stop id included or not). Raises on nothing that a model may write."""
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text for people, special tokens included."""
+        """Return text for people, special tokens included."""
         ...
 
     def encode_text(self, text: str) -> list[int]:
-        """Ids of plain text (special tokens in it are not interpreted), to bound what tools return, in tokens."""
+        """Encode plain text without interpreting special tokens in it; used to limit tool results by tokens."""
         ...
 
 
 Opening = tuple[Sequence[Message], Sequence[dict[str, Any]]]
-"""What `Chat.render` takes: the messages, and the schemas of the tools."""
+"""The arguments of `Chat.render`: messages, and the schemas of the tools."""
 
 
 @runtime_checkable
@@ -76,5 +82,5 @@ class Measuring(Protocol):
     """A chat that counts the tokens of many openings faster than by rendering each."""
 
     def lengths(self, openings: Sequence[Opening]) -> list[int]:
-        """For each, exactly `len(render(*opening))`."""
+        """Return `len(render(*opening))` of each opening, exactly."""
         ...

@@ -1,4 +1,4 @@
-"""What stands between an assistant turn and the next one, as fixed ids and places to fill in."""
+"""Frames: the ids between an assistant turn and the next one, as fixed ids and slots to fill in."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,21 +13,28 @@ Shape = tuple[tuple[str, bool], ...]
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """A place for one field of message `index`. `default` stands where the message lacks it."""
+    """A place for one field of a message."""
 
     index: int
+    """The message, by its position among those that the frame holds."""
     field: str
+    """The message's key whose text is filled in."""
     transform: Callable[[str], str] | None
+    """What the template does to the text, or None."""
     default: str = ""
+    """The text where the message lacks the field."""
 
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """A stretch of plain text with slots in it, encoded in one go: `left` and `right` tell what tokens swallow."""
+    """A stretch of plain text with slots in it, encoded as one text."""
 
     pieces: tuple[str | Slot, ...]
+    """Fixed texts and slots, in order."""
     left: bool = False
+    """The token before the gap absorbs spaces at its start."""
     right: bool = False
+    """The token after the gap absorbs spaces at its end."""
 
 
 Parts = tuple[tuple[int, ...] | Gap, ...]
@@ -35,28 +42,31 @@ Parts = tuple[tuple[int, ...] | Gap, ...]
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """close: the ids that end the turn where it was cut off. opener: `close` begins the next message, so a turn that
-    stopped at another id still needs it. cut: its place among the tokens after the turn's last sentinel (-1: none).
-    parts: fixed ids, and gaps to fill; None: no frame describes it, it is to be rendered each time."""
+    """The ids between an assistant turn and the next one, for all messages of one shape."""
 
     close: tuple[int, ...]
+    """Ids that end the turn where it was cut off."""
     opener: bool
+    """Whether `close` begins the next message, so that a turn that stopped at another id still needs it."""
     cut: int
+    """Position of `close` among the tokens after the turn's last sentinel; -1: none."""
     parts: Parts | None
+    """Fixed ids and gaps to fill; None: no frame describes this shape, so it is rendered each time."""
 
     def fill(self, encoder: Encoder, messages: Sequence[Message]) -> list[int]:
+        """Return the ids with the texts of `messages` filled in."""
         ids: list[int] = []
         for part in self.parts or ():
             ids += encoder.plain(_filled(part, messages)) if isinstance(part, Gap) else part
         return ids
 
     def texts(self, messages: Sequence[Message]) -> list[str]:
-        """The texts that `fill` encodes."""
+        """Return the texts that `fill` encodes."""
         return [_filled(part, messages) for part in self.parts or () if isinstance(part, Gap)]
 
     @property
     def fixed(self) -> int:
-        """How many ids `fill` always puts."""
+        """The number of fixed ids that `fill` returns."""
         return sum(len(part) for part in self.parts or () if not isinstance(part, Gap))
 
 
@@ -75,7 +85,7 @@ def _value(slot: Slot, message: Message) -> str:
 
 
 def text_of(content: object) -> str:
-    """The text of a content: text, nothing, or a list of parts that are all text. Raises UserError on other parts."""
+    """Return the text of a content: text, nothing, or a list of text parts. Raises UserError for other parts."""
     if isinstance(content, str):
         return content
     texts = []

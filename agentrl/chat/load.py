@@ -1,4 +1,4 @@
-"""Which chat serves a model: a `renderers` family that is proven to write what the template writes, else our bridge."""
+"""Choose the chat of a model: a `renderers` family proven to write what the template writes, else our own bridge."""
 
 import json
 from collections.abc import Sequence
@@ -23,13 +23,12 @@ def load_chat(
     chat_template: str | None = None,
     tools: Sequence[dict[str, Any]] = (),
 ) -> Chat:
-    """The chat of a run. Renders some probe conversations; takes well under a second.
+    """Return the chat of a run. Renders some probe conversations; takes well under a second.
 
-    model_path: where the model's config.json and generation_config.json are looked for, before where the tokenizer
-    came from. kind: `auto`, `bridge`, or a
-    family of `renderers` that must then prove itself. chat_template: a jinja file, or its text, in place of the
-    tokenizer's own. tools: as in `Tool.schema`, all that a task may offer. Raises UserError where the template cannot
-    carry the job: none there, tools that it does not show, results that it cannot express.
+    model_path: where config.json and generation_config.json are looked for first; then where the tokenizer came from.
+    kind: `auto`, `bridge`, or a family of `renderers` that must then prove itself. chat_template: a jinja file, or its
+    text, in place of the tokenizer's own. tools: schemas (`Tool.schema`) of all tools that a task may offer. Raises
+    UserError where the template cannot serve: there is none, it does not show tools, or it cannot express results.
     """
     template = Template(tokenizer, _template_text(chat_template), tools)
     check_tools(template)
@@ -50,7 +49,7 @@ def load_chat(
 def _chosen(
     bridge: BridgeChat, tokenizer: Any, template: Template, kind: str, places: tuple[str, str]
 ) -> BridgeChat | FamilyChat:
-    """A family that is proven, or our bridge, with the reason in its description."""
+    """Return a proven family, or our bridge with the reason in its description."""
     if kind != "auto" and kind not in known_families():
         raise UserError(f"unknown chat {kind!r}{nearest(kind, ['auto', 'bridge', *known_families()])}")
     family, why = find_family(
@@ -76,14 +75,14 @@ def _template_text(source: str | None) -> str | None:
 
 
 def _eos_ids(tokenizer: Any, places: Sequence[str]) -> frozenset[int]:
-    """The ids that the tokenizer and the model's generation_config.json declare as ends."""
+    """Return the ids that the tokenizer and the model's generation_config.json declare as ends."""
     declared = _read(places, "generation_config.json").get("eos_token_id")
     ids = declared if isinstance(declared, list) else [declared]
     return frozenset(i for i in [tokenizer.eos_token_id, *ids] if isinstance(i, int))
 
 
 def _read(places: Sequence[str], name: str) -> dict[str, Any]:
-    """A JSON file of the first folder that has it, or of the hub's copy that is here already; {} where none has."""
+    """Read a JSON file from the first folder, or local copy of the hub's, that has it; {} if none has."""
     from transformers.utils.hub import cached_file
 
     for place in filter(None, places):

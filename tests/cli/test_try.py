@@ -328,7 +328,7 @@ MISTAKES = [
     ((f"{__name__}:Talk", "--task", "nine"), r"--task nine: train of 'talk' has no task with that id"),
     (("gsm8k", "--split", "tset"), r"--split tset: environment 'gsm8k' has no such split; did you mean 'test'\?"),
     (("gsm8k", "--replies", "nowhere.txt"), r"--replies nowhere.txt: cannot be read: No such file"),
-    (("gsm8k", "--replies", "a", "--model", "b"), r"--replies and --model: give one"),
+    (("gsm8k", "--replies", "a", "--model", "b"), r"--replies and --model exclude each other"),
     (("gsm8k", "{}"), r"an environment takes no positional arguments"),
     (("gsm8k", "--tools", "calculater"), r"no tool 'calculater' is installed; did you mean 'calculator'"),
     (("gsm8k", "--source", "none.jsonl"), r"none.jsonl"),

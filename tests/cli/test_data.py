@@ -55,7 +55,7 @@ def test_generated_problems_are_written_and_trained_from(tmp_path: Path) -> None
     out = tmp_path / "out"
     command = ["data", "gsm8k", "--out", str(out), "--source", "generated", "--limit", "20", "system_prompt="]
     assert run(command) == 0
-    assert {path.stem for path in out.iterdir()} == {"train", "test", "phrasing", "large"}
+    assert {path.stem for path in out.iterdir()} == {"train", "test", "phrasing", "large", "validation"}
     first = parquet.read_table(out / "train.parquet").to_pylist()[0]
     assert [message["role"] for message in first["prompt"]] == ["user"]
     overrides = [

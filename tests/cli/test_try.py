@@ -177,7 +177,7 @@ def test_a_source_lists_its_tools_and_one_is_chosen(capsys):
     out = said(capsys, f"{__name__}:Many")
     assert re.search(r"^one \{x: integer\}\n  The first.\nnoted ", out, re.M)
     assert "\n8\n" in said(capsys, f"{__name__}:Many", "--tool", "one", '{"x": 7}')
-    assert "say which by --tool: one, noted" in refused(capsys, f"{__name__}:Many", '{"x": 7}')
+    assert "choose one by --tool: one, noted" in refused(capsys, f"{__name__}:Many", '{"x": 7}')
     assert "does not offer it; did you mean 'one'" in refused(capsys, f"{__name__}:Many", "--tool", "on")
 
 
@@ -287,7 +287,7 @@ def test_a_person_plays(capsys, monkeypatch):
 def test_a_person_may_leave(capsys, monkeypatch):
     typed(monkeypatch, "hm\n")
     out = said(capsys, f"{__name__}:Talk", code=1)
-    assert "left after 1 turn: released, without a reward" in out
+    assert "quit after 1 turn: released, without a reward" in out
     assert out.count("(step reward 0.25)") == 1
     assert EVENTS == ["create", "release", "close"]
 
@@ -328,13 +328,13 @@ MISTAKES = [
     ((f"{__name__}:Talk", "--task", "nine"), r"--task nine: train of 'talk' has no task with that id"),
     (("gsm8k", "--split", "tset"), r"--split tset: environment 'gsm8k' has no such split; did you mean 'test'\?"),
     (("gsm8k", "--replies", "nowhere.txt"), r"--replies nowhere.txt: cannot be read: No such file"),
-    (("gsm8k", "--replies", "a", "--model", "b"), r"--replies and --model: give one"),
+    (("gsm8k", "--replies", "a", "--model", "b"), r"--replies and --model exclude each other"),
     (("gsm8k", "{}"), r"an environment takes no positional arguments"),
     (("gsm8k", "--tools", "calculater"), r"no tool 'calculater' is installed; did you mean 'calculator'"),
     (("gsm8k", "--source", "none.jsonl"), r"none.jsonl"),
     (("gsm8k", "--model", "./none"), r"model.path: ./none is no folder"),
     ((RECIPE, "rollout.m=3"), r"rollout.m: unknown key"),
-    ((RECIPE, "--tools", "calculator"), r"a recipe says its environment and tools itself"),
+    ((RECIPE, "--tools", "calculator"), r"a recipe names its environment and tools itself"),
     (("nowhere.yaml",), r"nowhere.yaml: no such recipe file"),
     (("no_such_module:Tool", "{}"), r"cannot be imported from 'no_such_module'"),
     ((), r"Missing argument 'what'"),
@@ -349,10 +349,10 @@ def test_a_mistake_is_one_line(capsys, arguments, words):
 BAD_FILES = [
     ("r.jsonl", '"a"\n{bad', r"r.jsonl, line 2: is not JSON"),
     ("r.jsonl", '{"text": "a"}', r"line 1: has no field 'text'; expected a text, or an object with content"),
-    ("r.jsonl", "[1]", r"line 1: is no reply"),
+    ("r.jsonl", "[1]", r"line 1: is not a reply"),
     ("r.jsonl", '{"tool_calls": [{"arguments": {}}]}', r"a tool call needs name and arguments"),
     ("r.jsonl", '{"content": 3}', r"content must be text"),
-    ("r.txt", "\n \n", r"holds no reply"),
+    ("r.txt", "\n \n", r"contains no reply"),
 ]
 
 
@@ -363,4 +363,4 @@ def test_a_bad_file_of_replies_is_named_with_its_line(capsys, tmp_path, name, co
 
 def test_a_file_that_is_no_text_is_refused(capsys, tmp_path):
     (tmp_path / "r.txt").write_bytes(b"\xff\xfe")
-    assert "is not UTF-8 text" in refused(capsys, "gsm8k", "--replies", str(tmp_path / "r.txt"))
+    assert "not a text file in UTF-8" in refused(capsys, "gsm8k", "--replies", str(tmp_path / "r.txt"))

@@ -1,4 +1,4 @@
-"""Advantage estimators that compare the samples of a task: one number a sample, for all of its tokens."""
+"""Advantage estimators that compare the samples of a task: one number per sample, for all of its tokens."""
 
 import torch
 from torch import Tensor
@@ -17,8 +17,8 @@ def grpo(samples: Samples, config: AlgorithmSection) -> Tensor:
     DeepSeekMath (arXiv:2402.03300), section 4.1.2: A_i = (r_i - mean(r)) / std(r) over the samples of a task, the
     standard deviation being that of the sample (n - 1). A group of one, or of equal rewards, has nothing to compare: 0.
 
-    Where a KL is taken off the rewards, std is that of the rewards before it: divided by their own deviation, the KLs
-    of a group that is equal otherwise, be they no more than rounding, would count as much as right against wrong.
+    Where a KL is subtracted from the rewards, std is that of the rewards before it: divided by their own deviation, the
+    KLs of a group that is equal otherwise, be they no more than rounding, would count as much as right against wrong.
     """
     groups = Groups(samples.groups)
     rewards = samples.rewards.double()
@@ -85,14 +85,14 @@ def grpo_passk(samples: Samples, config: AlgorithmSection) -> Tensor:
 
 
 def earned(samples: Samples) -> Tensor:
-    """float64 [S]: the rewards, before a KL was taken off them."""
+    """Return the rewards before a KL was subtracted from them, float64 [S]."""
     return (samples.rewards if samples.earned is None else samples.earned).double()
 
 
 class Groups:
-    """Sums over the samples of a task, said to each of them: every method takes and gives float64 [S].
+    """Statistics over the samples of each task, repeated for each of them: methods take and return float64 [S].
 
-    count: float64 [S], how many samples a sample's task has.
+    count: float64 [S], the number of samples of each sample's task.
     """
 
     def __init__(self, groups: Tensor) -> None:
@@ -107,17 +107,17 @@ class Groups:
         return self.total(values) / self.count
 
     def deviation(self, values: Tensor) -> Tensor:
-        """The standard deviation of the sample (n - 1); of a group of one 0."""
+        """Return the sample standard deviation (n - 1); 0 for a group of one."""
         squares = self.total((values - self.mean(values)) ** 2)
         return (squares / (self.count - 1).clamp(min=1)).sqrt()
 
     def best(self, values: Tensor) -> Tensor:
-        """The maximum over the samples of the task."""
+        """Return the maximum over the samples of the task."""
         nothing = torch.full((len(self._of),), -torch.inf, dtype=torch.float64)
         return nothing.scatter_reduce(0, self._of, values, "amax")[self._of]
 
     def best_of_others(self, values: Tensor) -> Tensor:
-        """The maximum over the other samples of the task; -inf where there are none."""
+        """Return the maximum over the other samples of the task; -inf where there are none."""
         best = self.best(values)
         is_best = values == best
         alone = self.total(is_best.double()) == 1

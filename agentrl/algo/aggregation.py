@@ -1,7 +1,7 @@
-"""How token losses become one number: each token has a weight, fixed by the whole update before anything is split.
+"""Aggregation of token losses: each token has a weight, fixed by the whole update before it is split.
 
 The loss of an update is sum(weight * loss) over its sampled tokens. Since the weights are known beforehand,
-micro-batches and workers add up to exactly the same gradient, in whatever way the samples are dealt out.
+micro-batches and workers add up to exactly the same gradient, however the samples are distributed.
 """
 
 from enum import StrEnum
@@ -11,16 +11,16 @@ import numpy.typing as npt
 
 
 class Aggregation(StrEnum):
-    """The names that a recipe uses."""
+    """Values of `algorithm.aggregation`."""
 
     TOKEN_MEAN = "token_mean"
-    """Every sampled token counts alike: 1 / tokens of the update (DAPO, arXiv:2503.14476, equation 8)."""
+    """Every sampled token counts equally: 1 / tokens of the update (DAPO, arXiv:2503.14476, equation 8)."""
     SEQUENCE_MEAN = "sequence_mean"
-    """Every sample counts alike: 1 / (samples x its tokens) (GRPO, arXiv:2402.03300, equation 3)."""
+    """Every sample counts equally: 1 / (samples x its tokens) (GRPO, arXiv:2402.03300, equation 3)."""
 
 
 def token_weights(lengths: npt.NDArray[np.int64], aggregation: str) -> npt.NDArray[np.float32]:
-    """The weight of each token of a sample, float32 [S], from its number of sampled tokens [S] over the WHOLE update.
+    """Return the weight of each token of a sample, float32 [S], from the sampled tokens [S] of the WHOLE update.
 
     Samples whose advantage is 0 count: leaving them out would raise the step when few samples differ. A sample without
     a sampled token weighs nothing. The weights of all tokens sum to 1.

@@ -1,4 +1,4 @@
-"""Policy losses a token, and the two regularizers. Nothing here knows of batches: `aggregation` weighs the sums."""
+"""Policy losses for each token, the value loss, and the two regularizers. `aggregation` weights their sums."""
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ def ppo_clip(tokens: Tokens, config: AlgorithmSection) -> LossTerms:
     clip_high above clip_low is DAPO's clip-higher (arXiv:2503.14476), equation 10. `clip_dual` = c > 1 is dual-clip PPO
     (arXiv:1912.09729), equation 5: where A < 0 the loss is at most -c A.
 
-    metrics: clip_fraction_high and clip_fraction_low (tokens whose gradient the clip stopped, by side), clip_fraction
+    metrics: clip_fraction_high and clip_fraction_low (tokens whose gradient the clip removed, by side), clip_fraction
     (both), clip_fraction_dual, ratio_mean, approx_kl (k3 against the old policy).
     """
     ratio = (tokens.logprobs - tokens.old).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
@@ -72,11 +72,11 @@ def reinforce(tokens: Tokens, config: AlgorithmSection) -> LossTerms:
 
 
 def value_loss(values: Tensor, old: Tensor, returns: Tensor, clip: float) -> LossTerms:
-    """The critic's loss, float32 [N]: values are held within `clip` of what they were when the step began.
+    """The critic's loss, float32 [N]: values are clipped to within `clip` of those when the step began.
 
     The reference implementation of PPO (Baselines' ppo2; described in arXiv:2005.12729, section 3): max((V - R)^2,
     (V_clipped - R)^2) / 2 with V_clipped = old + clip(V - old, -clip, clip). metrics: clip_fraction, the tokens whose
-    gradient the clip stopped.
+    gradient the clip removed.
     """
     held = old + (values - old).clamp(-clip, clip)
     free, clipped = (values - returns) ** 2, (held - returns) ** 2
@@ -101,7 +101,7 @@ def entropy(logits: Tensor) -> Tensor:
 
 
 def _clipped(ratio: Tensor, tokens: Tokens, config: AlgorithmSection) -> LossTerms:
-    """max(-rho A, -clip(rho) A), and what the clip stopped."""
+    """Return max(-rho A, -clip(rho) A), and for which tokens the clip removed the gradient."""
     advantages = tokens.advantages
     free = -advantages * ratio
     clipped = -advantages * ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
@@ -120,9 +120,10 @@ def _against_old(ratio: Tensor, tokens: Tokens) -> dict[str, Tensor]:
 
 
 def _mean_by_sample(values: Tensor, sample: Tensor | None) -> Tensor:
-    """[N] to the mean over the tokens of each token's sample, [N]."""
+    """Return, for each token, the mean of `values` [N] over the tokens of its sample, [N]."""
     if sample is None:
-        raise ValueError("a loss with one ratio a sample wants to know each token's sample")
+        raise ValueError("a loss with one ratio per sample needs `Tokens.sample`")
     _, which, count = torch.unique(sample, return_inverse=True, return_counts=True)
     total = torch.zeros(len(count), dtype=values.dtype, device=values.device).index_add(0, which, values)
-    return (total / count)[which]
+    mean: Tensor = (total / count)[which]
+    return mean

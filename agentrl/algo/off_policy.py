@@ -1,8 +1,8 @@
-"""Correction for tokens that were sampled by other probabilities than those that are trained.
+"""Correction for tokens that were sampled with other probabilities than those that are trained.
 
 Between the engine and the trainer lie other kernels and number formats and, where rollouts and updates overlap, updates
 of the weights. The policy loss is an expectation under `old`, the trainer's own probabilities; the samples come from
-the engine's. Each token's loss is therefore weighed by old / engine, truncated from above so that its variance stays
+the engine's. Each token's loss is therefore multiplied by old / engine, truncated from above so that its variance stays
 bounded: truncated importance sampling (Ionides 2008; for language models arXiv:2505.24298, section 4, and Yao et al.,
 "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training", 2025, with the bound 2).
 """
@@ -16,7 +16,7 @@ from agentrl.algo.loss import LOG_RATIO_LIMIT
 
 
 class OffPolicy(StrEnum):
-    """The names that a recipe uses, besides `auto`."""
+    """Values of `algorithm.off_policy`, besides `auto`."""
 
     NONE = "none"
     """No correction: right where engine and trainer agree and updates wait for rollouts."""
@@ -29,7 +29,7 @@ class OffPolicy(StrEnum):
 
 
 def importance_weights(old: Tensor, engine: Tensor, sample: Tensor, kind: str, cap: float) -> Tensor:
-    """The factor of each token's loss, float32 [N], without gradient.
+    """Return the factor of each token's loss, float32 [N], without gradient.
 
     old, engine: natural log-probs [N] of the same tokens, by the trainer before the update and by the engine. sample:
     int64 [N], equal for the tokens of one sample, all of whose sampled tokens are here.

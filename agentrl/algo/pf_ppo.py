@@ -1,9 +1,9 @@
-"""Advantages of PPO, weighed by a sample's rank in its task: rewards of the middle are the least to be trusted.
+"""PF-PPO: advantages of PPO weighted by a sample's rank in its task, as middle rewards are the least reliable.
 
 PF-PPO (arXiv:2409.06957) ranks the N samples of a task by their rewards, draws some of them by weights w of their
 ranks, and learns from those. Here nothing is drawn: a sample's advantages are multiplied by N x w, which in a policy
-loss is what the draw comes to on average. Ranks that are tied share their weight, and where all rewards of a task are
-equal each weighs 1. The critic learns from every sample.
+loss equals the draw in expectation. Tied ranks share their weight, and where all rewards of a task are equal each
+weighs 1. The critic learns from every sample.
 """
 
 import torch
@@ -21,7 +21,7 @@ def best_worst(samples: Samples, config: AlgorithmSection) -> TokenAdvantages:
     """The paper's BW: `gae`, with half of a task's weight on its best sample, half on its worst, none on others."""
     groups, rewards = Groups(samples.groups), earned(samples)
     best, worst = rewards == groups.best(rewards), rewards == -groups.best(-rewards)
-    return _weighed(samples, config, (_share(groups, best) + _share(groups, worst)) / 2)
+    return _weighted(samples, config, (_share(groups, best) + _share(groups, worst)) / 2)
 
 
 @advantages.register("pf_ppo_best_random", needs_values=True)
@@ -30,17 +30,17 @@ def best_random(samples: Samples, config: AlgorithmSection) -> TokenAdvantages:
     groups, rewards = Groups(samples.groups), earned(samples)
     best = rewards == groups.best(rewards)
     all_equal = groups.total(best.double()) == groups.count
-    return _weighed(samples, config, torch.where(all_equal, 1.0, (_share(groups, best) + _share(groups, ~best)) / 2))
+    return _weighted(samples, config, torch.where(all_equal, 1.0, (_share(groups, best) + _share(groups, ~best)) / 2))
 
 
 def _share(groups: Groups, chosen: Tensor) -> Tensor:
-    """N / (how many of the task are chosen) for each sample that is, 0 for the others: float64 [S]."""
+    """Return N / (chosen samples of the task) for each chosen sample, 0 for the others: float64 [S]."""
     chosen = chosen.double()
     return chosen * groups.count / groups.total(chosen).clamp(min=1)
 
 
-def _weighed(samples: Samples, config: AlgorithmSection, weights: Tensor) -> TokenAdvantages:
-    """weights: float64 [S], N x w; over a task their mean is 1."""
+def _weighted(samples: Samples, config: AlgorithmSection, weights: Tensor) -> TokenAdvantages:
+    """Return the advantages of `gae` times `weights`, float64 [S]: N x w, whose mean over a task is 1."""
     found = gae(samples, config)
     each = torch.repeat_interleave(weights, samples.lengths)
     return TokenAdvantages((found.advantages.double() * each).float(), found.returns)

@@ -1,6 +1,6 @@
-"""Advantage estimators that tell the tokens of a sample apart, over its sampled tokens alone.
+"""Advantage estimators with one number per token, over a sample's sampled tokens alone.
 
-What a tool wrote between two turns is no step of time: the last token of one turn and the first of the next are
+What a tool wrote between two turns is not a time step: the last token of one turn and the first of the next are
 neighbours, for discounts and for values.
 """
 
@@ -15,7 +15,7 @@ from agentrl.recipe.schema import AlgorithmSection
 
 @advantages.register("gae", needs_values=True)
 def gae(samples: Samples, config: AlgorithmSection) -> TokenAdvantages:
-    """Generalized advantage estimation against a critic's values, one a token, whitened over the step.
+    """Generalized advantage estimation against a critic's values, one per token, whitened over the step.
 
     arXiv:1506.02438, equations 11, 12 and 16: d_t = r_t + gamma V_t+1 - V_t, A_t = sum over l of (gamma lam)^l d_t+l,
     where V after the last token is 0. Returns are A_t + V_t, before whitening. Then A is centred over all tokens of the
@@ -32,11 +32,11 @@ def gae(samples: Samples, config: AlgorithmSection) -> TokenAdvantages:
 
 @advantages.register("reinforce_plus_plus")
 def reinforce_plus_plus(samples: Samples, config: AlgorithmSection) -> TokenAdvantages:
-    """What is still to come, one a token, whitened over the step: no critic, and no comparison within a task.
+    """The discounted reward to go, one per token, whitened over the step: no critic, no comparison within a task.
 
     REINFORCE++ (arXiv:2501.03262), its global advantage normalization: A_t = sum over l of gamma^l r_t+l, centred over
-    all tokens of the step and divided by their standard deviation. The paper takes a KL to the reference off the
-    reward of each token (`kl_in: reward`); as a loss of its own it does as well.
+    all tokens of the step and divided by their standard deviation. The paper subtracts a KL to the reference from the
+    reward of each token (`kl_in: reward`); a separate loss term works as well.
     """
     found = discounted(_token_rewards(samples), samples.lengths, config.gamma)
     return TokenAdvantages(whitened(found).float())
@@ -56,7 +56,7 @@ def reinforce_plus_plus_baseline(samples: Samples, config: AlgorithmSection) -> 
 
 
 def discounted(values: Tensor, lengths: Tensor, factor: float) -> Tensor:
-    """y_t = x_t + factor * y_t+1 within each sample: float64 [N] to [N], samples of `lengths` [S] tokens."""
+    """Return y_t = x_t + factor * y_t+1 within each sample: float64 [N] to [N], samples of `lengths` [S] tokens."""
     order = torch.argsort(lengths, descending=True, stable=True)
     lasts = (torch.cumsum(lengths, 0) - 1)[order]
     longest = int(lengths.max()) if len(lengths) else 0
@@ -72,7 +72,7 @@ def discounted(values: Tensor, lengths: Tensor, factor: float) -> Tensor:
 
 
 def whitened(values: Tensor) -> Tensor:
-    """values [N] with mean 0 and standard deviation 1; where all are equal, 0."""
+    """Return values [N] shifted and scaled to mean 0 and standard deviation 1; 0 where all are equal."""
     centred = values - values.mean() if len(values) else values
     deviation = (centred.square().sum() / max(1, len(values) - 1)).sqrt()
     if deviation <= EPSILON:
@@ -81,7 +81,7 @@ def whitened(values: Tensor) -> Tensor:
 
 
 def _following(values: Tensor, lengths: Tensor) -> Tensor:
-    """V_t+1 at t, 0 at the last token of a sample."""
+    """Return V_t+1 at t, 0 at the last token of a sample."""
     following = torch.zeros_like(values)
     following[:-1] = values[1:]
     following[(torch.cumsum(lengths, 0) - 1)[lengths > 0]] = 0.0
@@ -89,7 +89,7 @@ def _following(values: Tensor, lengths: Tensor) -> Tensor:
 
 
 def _token_rewards(samples: Samples) -> Tensor:
-    """float64 [N]; where the caller does not say when rewards came, all of it with the last token."""
+    """Return the reward of each token, float64 [N]; without `token_rewards`, all of it at the last token."""
     if samples.token_rewards is not None:
         return samples.token_rewards.double()
     found = torch.zeros(int(samples.lengths.sum()), dtype=torch.float64)

@@ -11,17 +11,18 @@ from agentrl.compute.hf_attention import recomputing
 
 
 def recompute(model: Any) -> None:
-    """From now on the layers of `model` compute their activations again, where gradients are wanted.
+    """Make the layers of `model` recompute their activations in the backward pass.
 
-    By the time of the backward pass the attention that was switched in is switched out: each layer keeps it.
+
+    By then the block that replaced the attention is left; each layer remembers its attention.
     """
     for block in blocks_of(model):
         _wrap(block, model)
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """The layers that are recomputed, and gathered, one at a time: those that transformers says must not be split, else
-    the longest list of modules that lies in no other list."""
+    """Return the layers that are recomputed, and gathered, one at a time: those that transformers says must not be
+    split, else the longest list of modules that is in no other list."""
     kinds = set(getattr(model, "_no_split_modules", None) or ())
     found = [m for m in model.modules() if type(m).__name__ in kinds and not _has_table(m)]
     if found:

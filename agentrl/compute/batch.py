@@ -13,7 +13,7 @@ from agentrl.trajectory import Group, Trajectory
 Array = npt.NDArray[Any]
 Ints = npt.NDArray[np.int64]
 
-SIZES = (np.inf, 1.0, 0.5, 0.25, 0.125, 0.0)  # largest pieces tried, in shares of a worker's part; 0: single samples
+SIZES = (np.inf, 1.0, 0.5, 0.25, 0.125, 0.0)  # of the largest piece, in shares of a part; 0: single samples
 SLACK = 1.02  # whole groups are preferred as long as the fullest part is at most this much fuller
 
 
@@ -61,37 +61,37 @@ class Batch:
 
     @property
     def lengths(self) -> npt.NDArray[np.int64]:
-        """Tokens a sample, int64 [S]."""
+        """Tokens of each sample, int64 [S]."""
         return np.diff(self.offsets)
 
     @property
     def sampled(self) -> npt.NDArray[np.int64]:
-        """Sampled (masked-in) tokens a sample, int64 [S]."""
+        """Sampled (masked-in) tokens of each sample, int64 [S]."""
         total = np.concatenate([[0], np.cumsum(self.tokens["loss_mask"], dtype=np.int64)])
         counts: npt.NDArray[np.int64] = total[self.offsets[1:]] - total[self.offsets[:-1]]
         return counts
 
     def span(self, sample: int) -> slice:
-        """Where a sample's tokens lie in the token columns."""
+        """Return the slice of a sample's tokens in the token columns."""
         return slice(int(self.offsets[sample]), int(self.offsets[sample + 1]))
 
     def spread(self, values: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-        """One value a sample [S] to its sampled tokens [T], 0 elsewhere."""
+        """Repeat one value per sample [S] over its sampled tokens [T]; 0 elsewhere."""
         spread: npt.NDArray[np.float32] = np.repeat(values, self.lengths) * self.tokens["loss_mask"]
         return spread.astype(np.float32)
 
     def with_tokens(self, **columns: Array) -> "Batch":
-        """With further (or replaced) token columns [T]."""
+        """Return the batch with further (or replaced) token columns [T]."""
         self._check(columns, int(self.offsets[-1]))
         return replace(self, tokens={**self.tokens, **columns})
 
     def with_samples(self, **columns: Array) -> "Batch":
-        """With further (or replaced) sample columns [S]."""
+        """Return the batch with further (or replaced) sample columns [S]."""
         self._check(columns, len(self))
         return replace(self, samples={**self.samples, **columns})
 
     def select(self, indices: Sequence[int] | npt.NDArray[np.int64]) -> "Batch":
-        """The samples at `indices`, in that order; an index may occur twice."""
+        """Return the samples at `indices`, in that order; an index may occur twice."""
         chosen = np.asarray(indices, np.int64)
         positions = self.positions(chosen)
         return Batch(
@@ -101,7 +101,7 @@ class Batch:
         )
 
     def positions(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Where the tokens of these samples, one after the other, lie in the token columns."""
+        """Return the indices of these samples' tokens, one sample after the other, in the token columns."""
         lengths = self.lengths[indices]
         offsets = _offsets(lengths)
         where: npt.NDArray[np.int64] = np.arange(offsets[-1]) + np.repeat(
@@ -110,16 +110,16 @@ class Batch:
         return where
 
     def deal(self, parts: int) -> "Deal":
-        """The samples dealt over `parts` workers, balanced by packed tokens; see `deal`."""
+        """Distribute the samples over `parts` workers, balanced by packed tokens; see `deal`."""
         return deal(self, parts)
 
     def split(self, parts: int) -> "list[Batch]":
-        """`parts` runs of consecutive samples whose sizes differ by at most one; some may be empty."""
+        """Return `parts` runs of consecutive samples whose sizes differ by at most one; some may be empty."""
         bounds = [len(self) * i // parts for i in range(parts + 1)]
         return [self.select(np.arange(low, high)) for low, high in pairwise(bounds)]
 
     def repeat(self, times: int) -> "Batch":
-        """Every sample `times` times, the copies next to each other."""
+        """Return every sample `times` times, the copies next to each other."""
         return self.select(np.repeat(np.arange(len(self)), times))
 
     @staticmethod
@@ -193,7 +193,7 @@ class Deal:
     order: Ints
 
     def join(self, outputs: Sequence[Any]) -> Any:
-        """What the workers gave for their parts, as if one had done the whole batch.
+        """Join the workers' outputs for their parts, as if one worker had computed the whole batch.
 
         Arrays [a part's tokens, ...] or [a part's samples, ...] are put in the batch's order, as are batches; objects
         with `merge(others)` are merged; None stays None. Raises ValueError for anything else.
@@ -234,7 +234,10 @@ class _Piece:
 
 
 def deal(batch: Batch, parts: int) -> Deal:
-    """The samples in `parts` parts, each in the order of the batch; the same batch is always dealt alike.
+    """Distribute the samples over `parts` parts, each in the order of the batch, deterministically.
+
+    Groups stay whole where that balances: a worker computes a group's prompt once, for all samples of it that it has.
+    Where it does not, they are split, and several workers compute their prompt.
 
     Samples without a sampled token are never computed, so they weigh nothing and stay with the sample before them.
     """
@@ -332,5 +335,5 @@ def _exchanged(full: list[_Piece], other: list[_Piece], gap: float, shared: Sequ
 
 
 def _load(pieces: Sequence[_Piece], shared: Sequence[int]) -> int:
-    """Packed tokens of a part."""
+    """Return the packed tokens of a part."""
     return sum(piece.tokens for piece in pieces) + sum(shared[group] for group in {piece.group for piece in pieces})

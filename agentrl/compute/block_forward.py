@@ -14,7 +14,7 @@ SMALL = 50_000_000  # parameters: up to here joined and folded copies of the wei
 
 
 class FastForward:
-    """Built once a run; `model` is one that `unsupported` has nothing against."""
+    """Our own forward pass; built once per run for a model that `fits`."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -23,7 +23,7 @@ class FastForward:
 
     @staticmethod
     def fits(model: nn.Module) -> str | None:
-        """Why it cannot run this model, or None."""
+        """Return why it cannot run this model, or None."""
         if next(model.parameters()).dtype != torch.float32:
             return "its weights are not float32"
         if adapted := layers(model):
@@ -34,21 +34,21 @@ class FastForward:
         return unsupported(model)
 
     def __call__(self, packed: Packed, temperature: float) -> tuple[Tensor, Tensor]:
-        """Log-probs and entropies of the packed row's predictions, float32 [N] each."""
+        """Return log-probs and entropies of the packed row's predictions, float32 [N] each."""
         states, head = self.states(packed)
         return token_logprobs(states, head, None, torch.from_numpy(packed.target).to(head.device), temperature)
 
     def states(self, packed: Packed) -> tuple[Tensor, Tensor]:
-        """Hidden states [N, D] of the tokens that predict, and the output layer's matrix [V, D] that goes with them:
+        """Return hidden states [N, D] of the tokens that predict, and the output layer's matrix [V, D]:
         the final norm's gain may be in the one or in the other."""
         weights = weights_of(self.model, copy=self.copies, interleave=self.copies)
         device = weights.embed.device
-        turn = self.rope(torch.from_numpy(packed.positions).to(device))
+        rotation = self.rope(torch.from_numpy(packed.positions).to(device))
         ids, predict = (torch.from_numpy(indices).to(device) for indices in (packed.ids, packed.predict))
-        return _hidden(weights, ids, turn, plan(packed.segments, device), predict), _head(weights)
+        return _hidden(weights, ids, rotation, plan(packed.segments, device), predict), _head(weights)
 
 
-def _hidden(weights: Weights, ids: Tensor, turn: Tensor, layout: Layout, predict: Tensor) -> Tensor:
+def _hidden(weights: Weights, ids: Tensor, rotation: Tensor, layout: Layout, predict: Tensor) -> Tensor:
     """ids [P] to hidden states [N, D] after the final norm, of the tokens `predict` [N] alone: after the last
     attention the others have no more work to do."""
     s = weights.shape
@@ -58,7 +58,7 @@ def _hidden(weights: Weights, ids: Tensor, turn: Tensor, layout: Layout, predict
         qk, v = y[:, : s.heads + s.kv_heads], y[:, s.heads + s.kv_heads :]
         if layer.qk_gain is not None:
             qk = rms_norm(qk, layer.qk_gain, s.eps)
-        qk = rotate(qk, turn, weights.interleaved)
+        qk = rotate(qk, rotation, weights.interleaved)
         mixed = attend(qk[:, : s.heads], qk[:, s.heads :], v, layout, s.head_dim**-0.5)
         if i == s.layers - 1:
             x, mixed = x.index_select(0, predict), mixed.index_select(0, predict)

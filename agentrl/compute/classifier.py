@@ -28,7 +28,7 @@ Floats = npt.NDArray[np.float32]
 
 
 class ScoreForward(Protocol):
-    """A way to score the sequences of a packed row, each of which predicts one token: the one its score is read at."""
+    """Scores the sequences of a packed row, each of which predicts one token: the one its score is read at."""
 
     model: Any
 
@@ -61,7 +61,8 @@ class RewardModel:
     def scores(self, batch: Batch) -> Floats:
         """Of every sample, float32 [S]; batch: as `to_score` makes it. Ids are of the classifier's own vocabulary."""
         placed = _placed(batch, self._pad)
-        return token_column(placed, self._tokens, self.ranks, self.forward)[placed.tokens["loss_mask"].astype(bool)]
+        scores: Floats = token_column(placed, self._tokens, self.ranks, self.forward)
+        return scores[placed.tokens["loss_mask"].astype(bool)]
 
 
 class ModuleScores:
@@ -120,7 +121,7 @@ def to_score(rows: Sequence[npt.NDArray[np.int32]], groups: Sequence[int]) -> Ba
 
 
 def choose(model: Any) -> tuple[str, str]:
-    """The name of the fastest way that is exact for `model`, and a line for people."""
+    """Return the name of the fastest implementation that is exact for `model`, and a line about it."""
     packed = probe_of(model)
     with torch.no_grad():
         wanted = SequenceScores(model)(packed)
@@ -136,7 +137,7 @@ def choose(model: Any) -> tuple[str, str]:
 
 
 def probe_of(model: Any) -> Packed:
-    """A small packed row that ways to score are compared on."""
+    """Return a small packed row on which implementations are compared."""
     rng = np.random.default_rng(0)
     vocabulary = int(model.get_input_embeddings().weight.shape[0])
     opening = rng.integers(0, vocabulary, 5)
@@ -170,7 +171,7 @@ def load_classifier(recipe: Recipe, device: Any = "cpu") -> Any:
     )
     if info["missing_keys"]:
         missing = ", ".join(sorted(info["missing_keys"])[:2])
-        raise UserError(f"rewards.model: {path} is no trained classifier: it has no weights for {missing}")
+        raise UserError(f"rewards.model: {path} is not a trained classifier: it has no weights for {missing}")
     return model.to(device).eval().requires_grad_(False)
 
 
@@ -213,7 +214,7 @@ def classifier_folder(path: str) -> str:
             raise UserError(f"rewards.model: {path} holds no config.json; give a folder that `save_pretrained` wrote")
         return str(folder)
     if folder.exists() or path.startswith((".", "/", "~")) or path.count("/") > 1:
-        raise UserError(f"rewards.model: {path} is no folder; give an existing one, or a hub name")
+        raise UserError(f"rewards.model: {path} is not a folder; give an existing one, or a hub name")
     return path
 
 
@@ -235,7 +236,7 @@ def loaded(path: str, what: str, load: Callable[[], Any]) -> Any:
 
 
 def padding_of(config: Any) -> int | None:
-    """The id that a classifier looks past when it seeks the end of a sequence."""
+    """Return the id that a classifier skips when it looks for the end of a sequence."""
     pad: int | None = config.get_text_config().pad_token_id
     return pad
 

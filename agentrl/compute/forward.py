@@ -1,7 +1,8 @@
-"""Log-probs and entropies of a packed row, by the fastest way that is proven exact for the model at hand.
+"""Log-probs and entropies of a packed row, by the fastest implementation that is exact for the model.
 
-Three ways: our own forward (fast.py), the Hugging Face module with its attention replaced, and the module on one
-sequence after another. `choose` tries them on a small forest at start-up and takes the first that agrees with the last.
+There are three: our own forward (block_forward.py), the Hugging Face module with its attention replaced, and the module
+on one sequence after another. `choose` tries them on a small packed row at start-up, and takes the first that agrees
+with the last.
 """
 
 from collections.abc import Callable, Iterator
@@ -32,17 +33,19 @@ M = TypeVar("M", bound=nn.Module)
 
 
 class Forward(Protocol):
-    """A way to compute what the loss needs, with gradients to the parameters of `model`."""
+    """Computes what the loss needs, with gradients to the parameters of `model`."""
 
     model: Any
 
     def __call__(self, packed: Packed, temperature: float) -> tuple[Tensor, Tensor]:
-        """Log-probs and entropies (natural, of softmax(logits / temperature)) of the predictions: float32 [N] each."""
+        """Return log-probs and entropies (in nats, of softmax(logits / temperature)) of the predictions: float32
+        [N].
+        """
         ...
 
 
 class ModuleForward:
-    """The Hugging Face module with its attention replaced by that over the forest.
+    """The Hugging Face module with its attention replaced by that over shared-prefix trees.
 
     compute: the type that matrix products are made in (None: that of the weights), while the weights, their gradients
     and what is returned stay float32.
@@ -67,7 +70,9 @@ class ModuleForward:
 def hidden_states(
     model: PreTrainedModel, base: Any, packed: Packed, device: torch.device, compute: torch.dtype | None = None
 ) -> Tensor:
-    """What `base`, the part of `model` before its output layer, makes of the packed tokens: [P, D]."""
+    """Return the hidden states of `base`, the part of `model` before its output layer, for the packed tokens: [P,
+    D].
+    """
     with attending(model, partial(attend, plan=plan(packed.segments, device))), _computing(device, compute):
         states: Tensor = base(
             input_ids=torch.from_numpy(packed.ids).to(device)[None],
@@ -142,14 +147,14 @@ class SequenceForward(SequenceRunner[nn.Module]):
 
 
 def computed_in(section: ModelSection) -> torch.dtype | None:
-    """The type that the recipe's `model.compute` names; None: that of the weights."""
+    """Return the type that the recipe's `model.compute` names; None: that of the weights."""
     return torch.bfloat16 if section.compute == "bfloat16" else None
 
 
 def choose(
     model: PreTrainedModel, compute: torch.dtype | None = None, checkpointing: bool = False
 ) -> tuple[Forward, str]:
-    """The fastest exact way for `model`, and a line for people that says which and why not a faster one.
+    """Return the fastest exact implementation for `model`, and a line that says which, and why not a faster one.
 
     compute: see ModuleForward. checkpointing: the activations of a layer are computed again in the backward pass, from
     then on, whoever calls the module.
@@ -168,7 +173,7 @@ def choose(
         probe = probe_of(model)
         with torch.no_grad():
             liger.put_in_and_compare(model, lambda: ModuleForward(model)(probe, 1.0)[0], _tolerance(model))
-        name = f"{name}, {liger.SAID}"
+        name = f"{name}, {liger.DESCRIPTION}"
     if checkpointing:
         recompute(model)
     forward = kind(model) if kind is FastForward else kind(model, compute)
@@ -182,7 +187,7 @@ WAYS: tuple[tuple[Any, str], ...] = (
 
 
 def _declines(kind: Any, compute: torch.dtype | None, checkpointing: bool) -> str | None:
-    """What speaks against our own forward, whatever the model."""
+    """Return why our own forward cannot be used, whatever the model, or None."""
     if kind is not FastForward:
         return None
     if compute is not None:
@@ -195,7 +200,7 @@ def _computing(device: torch.device, compute: torch.dtype | None) -> AbstractCon
 
 
 def _try(kind: Any, model: Any, sequences: SequenceForward) -> str | None:
-    """Why `kind` cannot serve `model`, or None."""
+    """Return why `kind` cannot be used for `model`, or None."""
     if kind is FastForward and (reason := FastForward.fits(model)):
         return reason
     if kind is ModuleForward and (reason := local_attention(model)):
@@ -211,7 +216,7 @@ def _try(kind: Any, model: Any, sequences: SequenceForward) -> str | None:
 
 
 def probe_of(model: Any) -> Packed:
-    """A small packed row that ways to compute `model` are compared on."""
+    """Return a small packed row on which implementations are compared."""
     return _probe(int(model.get_input_embeddings().weight.shape[0]))
 
 
@@ -220,7 +225,7 @@ def _tolerance(model: nn.Module) -> float:
 
 
 def local_attention(model: PreTrainedModel) -> str | None:
-    """Why its attention is none that packed rows can replace, as far as the configuration tells; or None."""
+    """Return why packed rows cannot replace the model's attention, as far as its configuration tells; or None."""
     kinds = set(getattr(model.config, "layer_types", None) or ["full_attention"])
     if kinds != {"full_attention"}:
         return f"its layers are {', '.join(sorted(kinds))}"

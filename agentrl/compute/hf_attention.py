@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 
-class Unsupported(Exception):  # noqa: N818 - a reason, not a failure: the next way is tried
-    """Why a way does not fit a model."""
+class Unsupported(Exception):  # noqa: N818 - a reason, not a failure: the next implementation is tried
+    """Why an implementation does not support a model."""
 
 
 Mix = Callable[..., Tensor]
@@ -41,7 +41,7 @@ AttentionInterface.register(_NAME, _attention)
 
 @contextmanager
 def attending(model: Any, mix: Mix) -> Iterator[None]:
-    """The module attends by `mix` inside the block, and as before after it: the engine shares it."""
+    """Replace the module's attention by `mix` inside the block; the engine, which shares it, sees no change after."""
     before = model.config._attn_implementation
     token = _MIX.set(mix)
     model.set_attn_implementation(_NAME)

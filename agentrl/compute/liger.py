@@ -14,11 +14,11 @@ from torch import Tensor
 
 from agentrl.errors import UserError
 
-SAID = "norms and gates by liger-kernel"
+DESCRIPTION = "norms and gates by liger-kernel"
 
 
 def fits(model: Any, device: torch.device) -> bool:
-    """Whether it is installed, for such a device, and knows the architecture."""
+    """Return whether it is installed, the device is a CUDA device, and it knows the architecture."""
     if device.type != "cuda" or find_spec("liger_kernel") is None:
         return False
     from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
@@ -47,8 +47,10 @@ def put_in_and_compare(model: Any, logprobs: Callable[[], Tensor], tolerance: fl
     try:
         off = float((logprobs() - before).abs().max())
     except Exception as error:
-        said = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise UserError(f"liger-kernel is installed, but its kernels do not run here ({said}); uninstall it") from error
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise UserError(
+            f"liger-kernel is installed, but its kernels do not run here ({reason}); uninstall it"
+        ) from error
     if not off <= tolerance:
         raise UserError(
             f"liger-kernel is installed, but with it the model's log-probs differ by {off:.2g}; install another version"

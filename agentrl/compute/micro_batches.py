@@ -1,4 +1,4 @@
-"""Forward passes over a batch: as many on every rank, and what they give put where it belongs."""
+"""Run the same number of forward passes on every rank and scatter the outputs into batch order."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -15,23 +15,26 @@ from agentrl.compute.packing import Packed, Segment, micro_batches
 
 _NONE = np.zeros(0, np.int64)
 EMPTY = Packed(np.zeros(1, np.int64), np.zeros(1, np.int64), (Segment(0, 1),), _NONE, _NONE, _NONE)
-"""A pass that computes one token and predicts none: for a rank that has fewer passes than its peers."""
+"""A pass that computes one token and predicts none, for a rank with fewer micro-batches than others."""
 
 
 class ProcessGroup(Protocol):
-    """size: ranks whose gradients are averaged, so that each scales its share of a loss by it."""
+    """The ranks of an SPMD computation.
+
+    size: ranks whose gradients are averaged, so that each scales its share of a loss by it.
+    """
 
     @property
     def size(self) -> int: ...
 
     def most(self, count: int) -> int:
-        """The maximum of `count` over the ranks, all of which call this: so many passes does every one of them make."""
+        """Return the maximum of `count` over the ranks, all of which call this: every rank runs that many passes."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class SingleProcess:
-    """One process."""
+    """A group of one process."""
 
     size: int = 1
 
@@ -56,9 +59,9 @@ class TorchProcessGroup:
 
 
 def aligned_micro_batches(batch: Batch, tokens: int, ranks: ProcessGroup = SINGLE_PROCESS) -> Iterator[Packed]:
-    """The batch in micro-batches of at most `tokens`, and EMPTY ones up to as many as the rank with the most has."""
+    """Yield micro-batches of at most `tokens`, then EMPTY ones up to the maximum number over the ranks."""
     parts = list(micro_batches(batch, tokens))
-    idle = ranks.most(len(parts)) - len(parts)  # asked before the first pass, in which the ranks meet in other calls
+    idle = ranks.most(len(parts)) - len(parts)  # before the first pass, which has collectives of its own
     yield from parts
     yield from [EMPTY] * idle
 
@@ -66,7 +69,7 @@ def aligned_micro_batches(batch: Batch, tokens: int, ranks: ProcessGroup = SINGL
 def token_column(
     batch: Batch, tokens: int, ranks: ProcessGroup, compute: Callable[[Packed], Tensor]
 ) -> npt.NDArray[np.float32]:
-    """compute(packed) [N] without gradient, as a token column of the batch: float32 [T], 0 where nothing is sampled."""
+    """Return compute(packed) [N], without gradient, as a token column: float32 [T], 0 where nothing is sampled."""
     found = np.zeros(int(batch.offsets[-1]), np.float32)
     with torch.no_grad():
         for packed in aligned_micro_batches(batch, tokens, ranks):
@@ -75,5 +78,5 @@ def token_column(
 
 
 def column_at(batch: Batch, name: str, packed: Packed, device: Any) -> Tensor:
-    """The token column `name` at the packed row's predictions, [N]."""
+    """Return the token column `name` at the packed row's predictions, [N]."""
     return torch.from_numpy(batch.tokens[name][packed.source]).to(device)

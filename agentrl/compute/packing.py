@@ -1,4 +1,4 @@
-"""A batch laid out for the model: a forest in one row, where a prompt that samples share stands once.
+"""A batch packed into one row of shared-prefix trees: a prompt that samples share is laid out once.
 
 A tree is [prompt | answer 1 | ... | answer G], positions running along each path; a lone sequence is a tree with an
 empty prompt and one leaf. A leaf attends to its prompt and to itself, so every path sees exactly what it would see as a
@@ -45,10 +45,10 @@ class Packed:
 
 
 def micro_batches(batch: Batch, tokens: int) -> Iterator[Packed]:
-    """The batch in packed parts of at most `tokens` tokens each, groups kept together where they fit.
+    """Yield the batch in packed parts of at most `tokens` tokens each, groups kept together where they fit.
 
-    A group that is larger is dealt out over several parts, its prompt in each; one path that is larger than `tokens`
-    is a part of its own. Samples without a sampled token are left out: they predict nothing.
+    A larger group is split over several parts, its prompt in each; a path larger than `tokens` is a part of its own.
+    Samples without a sampled token are left out: they predict nothing.
     """
     kept = np.flatnonzero(batch.sampled > 0)
     part: list[PrefixTree] = []
@@ -65,7 +65,7 @@ def micro_batches(batch: Batch, tokens: int) -> Iterator[Packed]:
 
 
 def pack(batch: Batch, trees: Sequence[PrefixTree]) -> Packed:
-    """Lay the trees out one after another."""
+    """Lay the trees out in one row, one after another."""
     pieces: list[tuple[int, int, int]] = []  # (start in the batch, end, first position)
     segments: list[Segment] = []
     predict: list[Ints] = []
@@ -105,7 +105,7 @@ def _cost(tree: PrefixTree, lengths: Ints) -> int:
 
 
 def _bounded(trees: Sequence[PrefixTree], lengths: Ints, tokens: int) -> Iterator[PrefixTree]:
-    """The trees, those larger than `tokens` dealt out."""
+    """Yield the trees, those larger than `tokens` split."""
     for tree in trees:
         part: list[int] = []
         used = tree.shared

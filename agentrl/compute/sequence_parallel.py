@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from agentrl.compute.forward import ModuleForward, attending
+from agentrl.compute.forward import ModuleForward
+from agentrl.compute.hf_attention import attending
 from agentrl.compute.kernels import token_logprobs
 from agentrl.compute.packing import Packed
 from agentrl.compute.tree_attention import Layout, attend, plan
@@ -116,8 +117,8 @@ class SequenceParallelValues(ModuleValues):
     def __call__(self, packed: Packed, features: Tensor) -> Tensor:
         device = self.model.lm_head.weight.device
         states, own = self._sharing.states(packed, device)
-        mine = features[torch.from_numpy(own).to(device)]  # of others' tokens they have the gradient
-        values = self.model.of_states(states)[:, 0] + self.model.of_features(mine)
+        own_features = features[torch.from_numpy(own).to(device)]  # the other ranks have the gradient of theirs
+        values = self.model.of_states(states)[:, 0] + self.model.of_features(own_features)
         return self._sharing.gathered(values[None], own, len(packed.predict))[0]
 
 

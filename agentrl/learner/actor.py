@@ -1,4 +1,4 @@
-"""`Actor`: the tensor work of the policy, in one process or as one rank of several. What it is given is a share of a
+"""`Actor`: the tensor work of the policy, in one process or as one rank of several. It is given a share of a
 batch whose weights in the loss are fixed already, so that micro-batches and ranks add up to exactly the gradient of
 the whole.
 """
@@ -36,7 +36,8 @@ from agentrl.recipe.schema import AlgorithmSection, Recipe
 class Actor:
     """Trains `model` in place by `recipe`. `description` says in a line how it computes log-probs.
 
-    forward: how log-probs are computed (None: the fastest exact way for a model that is whole here).
+    forward: how log-probs are computed (None: the fastest exact implementation for a model that is whole in this
+    process).
     """
 
     def __init__(
@@ -68,12 +69,12 @@ class Actor:
         return self.optimizer.begun
 
     def logprobs(self, batch: Batch) -> npt.NDArray[np.float32]:
-        """Of the sampled tokens under the current weights, float32 [T], 0 elsewhere."""
+        """Return the log-probs of the sampled tokens under the current weights, float32 [T], 0 elsewhere."""
         tokens = self.recipe.train.micro_batch_tokens
         return token_column(batch, tokens, self.ranks, lambda packed: self.forward(packed, self.temperature)[0])
 
     def update(self, batch: Batch, rate: float) -> MicroBatchMetrics:
-        """One optimizer update at learning rate `rate` by this rank's share of it; returns what was measured.
+        """Make one optimizer update at learning rate `rate`, by this rank's share of it; return its metrics.
 
         Token columns: `weight` (in the loss), `advantages`, `logprobs` of the engine, and, where there are any,
         `old_logprobs` (else those of the pass that is differentiated) and `reference_logprobs`.
@@ -87,7 +88,7 @@ class Actor:
         return metrics
 
     def _loss(self, packed: Packed, batch: Batch, metrics: MicroBatchMetrics) -> Tensor:
-        """This micro-batch's share of the update's loss."""
+        """Return this micro-batch's share of the update's loss, and add it to `metrics`."""
         algorithm = self.recipe.algorithm
         logprobs, entropy = self.forward(packed, self.temperature)
         if packed is EMPTY:
@@ -116,7 +117,7 @@ class Actor:
 
 
 def loss_terms(loss: Any, tokens: Tokens, config: AlgorithmSection) -> LossTerms:
-    """What a loss of algo's registry `losses` makes of these tokens.
+    """Call a loss of algo's registry `losses`, and check its result.
 
     config: the recipe's `algorithm`. Raises UserError for an error of the loss, and when it gives something of another
     type or shape. Whether it is finite is not asked, which would wait for the device: see `Optimizer.step`.
@@ -137,7 +138,7 @@ def loss_terms(loss: Any, tokens: Tokens, config: AlgorithmSection) -> LossTerms
 
 
 def off_policy_of(recipe: Recipe) -> str:
-    """How the recipe weighs tokens that others sampled, `auto` resolved."""
+    """Return the recipe's `algorithm.off_policy`, with `auto` resolved."""
     chosen = recipe.algorithm.off_policy
     if chosen != "auto":
         return chosen

@@ -1,4 +1,4 @@
-"""Advantages of a step, from its rewards and values: over the whole batch at once, before anything is dealt out."""
+"""Advantages of a step, from its rewards, values and the KL in the reward: over the whole batch, before it is split."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,11 +19,11 @@ Floats = npt.NDArray[np.float32]
 
 
 def with_advantages(batch: Batch, estimator: Any, config: AlgorithmSection) -> Batch:
-    """`batch` with the token column `advantages`, and `returns` where the estimator gives them, float32 [T], 0 where
-    nothing was sampled; and with the sample column `advantage`, the mean over a sample's tokens.
+    """Return `batch` with the token column `advantages`, and `returns` where the estimator gives them, float32 [T], 0
+    where nothing was sampled; and with the sample column `advantage`, the mean over a sample's tokens.
 
     It reads the sample columns `reward` and `group`, and, where they are, the token columns `step_rewards`, `values`
-    and `kl_penalty` (what is taken off each token's reward, and its sum over a sample off the sample's).
+    and `kl_penalty` (subtracted from each token's reward, its sum over a sample from the sample's).
     estimator: as algo's registry `advantages` gives it; config: the recipe's `algorithm`. Raises UserError for an error
     of the estimator, and when it gives something of another type or shape, or not finite.
     """
@@ -51,14 +51,14 @@ def with_advantages(batch: Batch, estimator: Any, config: AlgorithmSection) -> B
 
 
 def carries_gradient(batch: Batch) -> npt.NDArray[np.bool_]:
-    """Which samples have a token whose advantage is not 0, bool [S]."""
+    """Return which samples have a token whose advantage is not 0, bool [S]."""
     total = np.concatenate([[0], np.cumsum(batch.tokens["advantages"] != 0)])
     some: npt.NDArray[np.bool_] = total[batch.offsets[1:]] > total[batch.offsets[:-1]]
     return some
 
 
 def token_rewards(batch: Batch) -> Floats:
-    """Every sample's reward at its tokens, float32 [T]: what `step_rewards` says at its place, and all else at the last
+    """Return every sample's reward at its tokens, float32 [T]: the column `step_rewards`, and the rest at the last
     sampled token. A sample without a sampled token earns nothing."""
     found = batch.tokens.get("step_rewards", np.zeros(int(batch.offsets[-1]), np.float32)).copy()
     at = np.flatnonzero(batch.tokens["loss_mask"])
@@ -69,10 +69,10 @@ def token_rewards(batch: Batch) -> Floats:
 
 
 def step_rewards(trajectories: Sequence[Trajectory]) -> Floats:
-    """The weighed step rewards of the turns, each at the last sampled token of its turn: float32 [T] over all of them.
+    """Return the weighted step rewards of the turns, each at the last sampled token of its turn, float32 [T].
 
-    A turn that sampled nothing pays at the last token sampled before it; before the first, its reward is left to the
-    end of the sample.
+    The reward of a turn that sampled nothing is at the last token sampled before it; before the first, at the end of
+    the sample.
     """
     columns = [np.zeros(0, np.float32)]
     for t in trajectories:
@@ -114,9 +114,10 @@ def _named(config: AlgorithmSection) -> str:
 
 
 def sums(batch: Batch, column: Floats) -> Floats:
-    """A token column [T] summed over each sample, [S]."""
+    """Sum a token column [T] over each sample, [S]."""
     total = np.concatenate([[0.0], np.cumsum(column, dtype=np.float64)])
-    return (total[batch.offsets[1:]] - total[batch.offsets[:-1]]).astype(np.float32)
+    summed: Floats = (total[batch.offsets[1:]] - total[batch.offsets[:-1]]).astype(np.float32)
+    return summed
 
 
 def _with_columns(batch: Batch, advantages: Floats, others: dict[str, Floats]) -> Batch:
@@ -125,7 +126,7 @@ def _with_columns(batch: Batch, advantages: Floats, others: dict[str, Floats]) -
 
 
 def with_kl_penalty(batch: Batch, actor: Any, reference: Any, coefficient: float) -> Batch:
-    """With the token columns `old_logprobs`, `reference_logprobs` and `kl_penalty`, coefficient x (old - reference):
+    """Return the batch with `old_logprobs`, `reference_logprobs` and `kl_penalty`, coefficient x (old - reference):
     float32 [T], 0 where nothing was sampled.
 
     Ziegler et al. (arXiv:1909.08593), equation 2, token by token, as REINFORCE++ (arXiv:2501.03262) does. The
@@ -141,14 +142,16 @@ def with_kl_penalty(batch: Batch, actor: Any, reference: Any, coefficient: float
 
 
 def penalty_metrics(batch: Batch) -> dict[str, float]:
-    """reward/kl_penalty: the mean over the samples of what was taken off; nothing where the batch has no penalty."""
+    """Return reward/kl_penalty, the mean over the samples of what was subtracted; nothing where the batch has none."""
     if "kl_penalty" not in batch.tokens:
         return {}
     return {"reward/kl_penalty": float(sums(batch, batch.tokens["kl_penalty"]).sum()) / max(1, len(batch))}
 
 
 def scattered(batch: Batch, chosen: npt.NDArray[np.bool_], compute: Callable[[Batch], Floats]) -> Floats:
-    """compute(the chosen samples) as a token column of the whole batch, 0 for the others; not called for none."""
+    """Return compute(the chosen samples) as a token column of the whole batch, 0 for the others; not called for
+    none.
+    """
     found = np.zeros(int(batch.offsets[-1]), np.float32)
     if chosen.any():
         found[np.repeat(chosen, batch.lengths)] = compute(batch.select(np.flatnonzero(chosen)))

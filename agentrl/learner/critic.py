@@ -64,14 +64,14 @@ class Critic:
         return self.optimizer.begun
 
     def values(self, batch: Batch) -> npt.NDArray[np.float32]:
-        """Of the state before each sampled token, float32 [T], 0 elsewhere."""
-        told = batch.with_tokens(confidence=confidence_features(batch))
+        """Return the value of the state before each sampled token, float32 [T], 0 elsewhere."""
+        batch = batch.with_tokens(confidence=confidence_features(batch))
         return token_column(
-            batch, self.recipe.train.micro_batch_tokens, self.ranks, lambda packed: self._of(packed, told)
+            batch, self.recipe.train.micro_batch_tokens, self.ranks, lambda packed: self._of(packed, batch)
         )
 
     def update(self, batch: Batch, rate: float) -> MicroBatchMetrics:
-        """One optimizer update at learning rate `rate` by this rank's share of it; returns what was measured.
+        """Make one optimizer update at learning rate `rate`, by this rank's share of it; return its metrics.
 
         Token columns: `weight` (in the loss), `values` (when the step began) and `returns`.
         """
@@ -84,11 +84,11 @@ class Critic:
         return metrics
 
     def _of(self, packed: Packed, batch: Batch) -> Tensor:
-        """The row's values, float32 [N]; `batch` has the column `confidence`."""
+        """Return the row's values, float32 [N]; `batch` has the column `confidence`."""
         return self.forward(packed, column_at(batch, "confidence", packed, self.model.lm_head.weight.device))
 
     def _loss(self, packed: Packed, batch: Batch, metrics: MicroBatchMetrics) -> Tensor:
-        """This micro-batch's share of the update's loss."""
+        """Return this micro-batch's share of the update's loss, and add it to `metrics`."""
         values = self._of(packed, batch)
         if packed is EMPTY:
             return values.sum()

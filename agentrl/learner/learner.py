@@ -51,15 +51,17 @@ class Learner:
         return self.actor.updates + (self.critic.updates if self.critic is not None else 0)
 
     def learn(self, groups: Sequence[Group]) -> dict[str, float]:
-        """One step: values, advantages, old log-probs, reference, updates. Returns the metrics of `update`. Where a KL
-        is part of the reward, log-probs come before advantages."""
+        """Make one step: values, advantages, old log-probs, reference, updates. Return the metrics of `update`.
+        Where a KL is part of the reward, log-probs come before advantages.
+        """
         batch = Batch.from_groups(groups)
         trajectories = [t for group in groups for t in group.trajectories]
         return self.update(self.with_advantages(batch.with_tokens(step_rewards=step_rewards(trajectories))))
 
     def with_advantages(self, batch: Batch) -> Batch:
-        """With the token column `advantages`; with `values` and `returns` where there is a critic; with log-probs, old
-        and of the reference, and `kl_penalty` where the recipe takes a KL off the rewards."""
+        """Return the batch with the token column `advantages`; with `values` and `returns` where there is a critic;
+        with log-probs, old and of the reference, and `kl_penalty` where the recipe takes a KL off the rewards.
+        """
         if self.critic is not None:
             batch = batch.with_tokens(values=self.critic.values(batch))
         if self.reference is not None and self.recipe.algorithm.kl_in == "reward":
@@ -67,13 +69,13 @@ class Learner:
         return with_advantages(batch, self.advantage, self.recipe.algorithm)
 
     def update(self, batch: Batch) -> dict[str, float]:
-        """One step of the loop: mini-batches x epochs of optimizer updates on `batch`, which has `advantages`.
+        """Make one step of the loop: mini-batches x epochs of optimizer updates on `batch`, which has `advantages`.
 
         With one update the old log-probs are those of the pass that is differentiated: they cost no pass of their own,
         unless the batch has them already.
         Metrics, under train/: loss, grad_norm, lr, entropy, clip fractions and what else the loss measures, kl (with a
         reference), tokens and samples (computed); mismatch/... (see `policy_metrics`); critic/..., where there is one;
-        reward/kl_penalty, what a KL takes off a sample's reward on average, where it does.
+        reward/kl_penalty, what a KL subtracts from a sample's reward on average, where it does.
         In the critic's warm-up it alone is updated.
         """
         train, critic = self.recipe.train, self.recipe.critic
@@ -84,7 +86,7 @@ class Learner:
             batch = self._with_old(batch)
         for part in self._mini_batches(batch):
             if self.critic is not None:
-                values.add(self.critic.update(self._weighed(part), self._critic_rate()))
+                values.add(self.critic.update(self._weighted(part), self._critic_rate()))
             if not waits:
                 self._update_actor(part, rate, policy)
         self.steps += 1
@@ -92,7 +94,7 @@ class Learner:
         return {**policy_metrics(policy), **learned, **penalty_metrics(batch), "train/parameters": self.actor.trained}
 
     def _with_old(self, batch: Batch) -> Batch:
-        """With the log-probs that the loss compares with, of the samples that carry a gradient."""
+        """Return the batch with the log-probs that the loss compares with, for the samples that have a gradient."""
         train, useful = self.recipe.train, self._useful(batch)
         if train.mini_batches * train.epochs > 1 and useful.any() and "old_logprobs" not in batch.tokens:
             batch = batch.with_tokens(old_logprobs=scattered(batch, useful, self.actor.logprobs))
@@ -102,21 +104,21 @@ class Learner:
 
     def _update_actor(self, batch: Batch, rate: float, metrics: MicroBatchMetrics) -> None:
         """Fix the weights by the whole update, leave out what carries no gradient, let the actor do the rest."""
-        weighed = self._weighed(batch).select(np.flatnonzero(self._useful(batch)))
-        if len(weighed):
-            metrics.add(self.actor.update(weighed, rate), len(weighed))
+        weighted = self._weighted(batch).select(np.flatnonzero(self._useful(batch)))
+        if len(weighted):
+            metrics.add(self.actor.update(weighted, rate), len(weighted))
 
     def _critic_rate(self) -> float:
         train, critic = self.recipe.train, self.recipe.critic
         assert critic is not None
         return learning_rate(self.steps, train.steps, critic.lr, train.schedule, train.warmup_steps)
 
-    def _weighed(self, batch: Batch) -> Batch:
+    def _weighted(self, batch: Batch) -> Batch:
         weights = token_weights(batch.sampled, self.recipe.algorithm.aggregation)
         return batch.with_tokens(weight=batch.spread(weights))
 
     def _useful(self, batch: Batch) -> Bools:
-        """Which samples can carry a gradient, bool [S]."""
+        """Return which samples can have a gradient, bool [S]."""
         algorithm = self.recipe.algorithm
         pulled = algorithm.kl_coef > 0 and algorithm.kl_in == "loss"
         if pulled or algorithm.entropy_coef > 0 or not self._vanishes:
@@ -124,7 +126,7 @@ class Learner:
         return carries_gradient(batch) & (batch.sampled > 0)
 
     def _mini_batches(self, batch: Batch) -> Iterator[Batch]:
-        """Every epoch in a new order of groups, seeded by the step."""
+        """Yield the mini-batches of every epoch, in a new order of groups seeded by the step."""
         train = self.recipe.train
         if train.mini_batches == 1:
             yield from (batch for _ in range(train.epochs))

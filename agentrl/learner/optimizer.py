@@ -16,7 +16,8 @@ MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 def learning_rate(
     step: int, total: int, peak: float, schedule: str = "constant", warmup: int = 0, floor: float = 0.0
 ) -> float:
-    """Of step 0 .. total - 1: linear warm-up over `warmup` steps, then constant, or down to `floor` x peak.
+    """Return the rate of step 0 .. total - 1: linear warm-up over `warmup` steps, then constant, or down to `floor` x
+    peak.
 
     schedule: constant, linear or cosine (SGDR, arXiv:1608.03983, equation 5, without restarts).
     """
@@ -35,7 +36,7 @@ def learning_rate(
 
 
 class Optimizer:
-    """AdamW (arXiv:1711.05101) on the parameters that want gradients; only matrices decay.
+    """AdamW (arXiv:1711.05101) on the parameters that require gradients; only matrices decay.
 
     Parameters of less precision than float32 get a float32 master, or small updates would be rounded away. Sharded
     parameters (DTensors) have sharded masters and moments; every rank calls every method in step with the others.
@@ -65,7 +66,7 @@ class Optimizer:
     def step(self, rate: float) -> float:
         """Apply the gradients at learning rate `rate`, and clear them. Returns their norm before clipping.
 
-        Gradients that are not finite are thrown away: the norm that is returned says so.
+        Gradients that are not finite are discarded; the returned norm is then not finite.
         """
         norm = self._clip()
         if math.isfinite(norm):
@@ -96,10 +97,11 @@ class Optimizer:
                 parameter.copy_(master)
 
     def named_state(self) -> dict[str, Tensor]:
-        """The tensors that it keeps, themselves: `exp_avg.<parameter>`, `exp_avg_sq.<parameter>`, `step.<parameter>`,
-        and `master.<parameter>` where there is one. What AdamW has not made yet is made now, as 0.
+        """Return the tensors of its state, not copies: `exp_avg.<parameter>`, `exp_avg_sq.<parameter>`,
+        `step.<parameter>`, and `master.<parameter>` where there is one. State that AdamW has not created yet is created
+        as 0.
 
-        Written to in place (through `load_named_state`) they are what the next step goes on from.
+        Written in place (through `load_named_state`), they are the state of the next step.
         """
         found: dict[str, Tensor] = {}
         for name, parameter, master in zip(self.names, self.parameters, self.masters, strict=True):
@@ -114,8 +116,8 @@ class Optimizer:
 
     @torch.no_grad()
     def load_named_state(self, state: Mapping[str, Tensor]) -> None:
-        """The inverse of `named_state`: the weights without a master are loaded already. Raises KeyError for a tensor
-        that is not there."""
+        """Load what `named_state` returned; weights without a master are loaded already. Raises KeyError for a missing
+        tensor."""
         for name, tensor in self.named_state().items():
             if state[name] is not tensor:
                 tensor.copy_(state[name])
@@ -123,7 +125,7 @@ class Optimizer:
 
 
 def orthogonal(matrix: Tensor) -> Tensor:
-    """`matrix` (rows, columns) with its singular values pushed to about 1, its singular vectors kept."""
+    """Return `matrix` (rows, columns) with its singular values near 1, its singular vectors unchanged."""
     a, b, c = COEFFICIENTS
     tall = matrix.shape[0] > matrix.shape[1]
     x = matrix.T if tall else matrix
@@ -136,7 +138,11 @@ def orthogonal(matrix: Tensor) -> Tensor:
 
 
 class Muon:
-    """One momentum a matrix. `parameters` are float32 and 2-D."""
+    """Muon (Jordan et al., 2024, https://kellerjordan.github.io/posts/muon/): orthogonalized momentum for matrices.
+
+    A tiny model learns to copy and to combine from far fewer examples than with AdamW. Float32 throughout, so that a
+    CPU without fast bfloat16 is not slowed down. `parameters` are float32 and 2-D, each with one momentum buffer.
+    """
 
     def __init__(self, parameters: Sequence[nn.Parameter], momentum: float = 0.95, weight_decay: float = 0.05) -> None:
         self.parameters = list(parameters)
@@ -158,7 +164,7 @@ class Muon:
 class MuonAdamW:
     """Muon on the matrices of the blocks, which alone decay, at `share` x the rate; AdamW on embeddings and vectors.
 
-    For training from nothing; it keeps no state between runs.
+    For training from scratch; its state is not saved.
     """
 
     def __init__(

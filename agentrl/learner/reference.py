@@ -24,15 +24,15 @@ class Reference:
 
     @classmethod
     def alone(cls, recipe: Recipe, model: Any, forward: Forward) -> "Reference":
-        """In one process: the policy `model` without its adapter where it has one, else loaded anew (also when a run is
-        resumed). forward: the policy's."""
+        """Return the reference of one process: the policy `model` without its adapter where it has one, else the
+        recipe's model, loaded again (also when a run is resumed). forward: the policy's."""
         if lora.layers(model):
             return cls(recipe, WithoutAdapter(model, forward))
         frozen = load_model(recipe.model)[0].requires_grad_(False)
         return cls(recipe, choose(frozen, computed_in(recipe.model))[0])
 
     def logprobs(self, batch: Batch) -> npt.NDArray[np.float32]:
-        """Of the sampled tokens, float32 [T], 0 elsewhere."""
+        """Return the log-probs of the sampled tokens, float32 [T], 0 elsewhere."""
         return token_column(
             batch, self._tokens, self._ranks, lambda packed: self._forward(packed, self._temperature)[0]
         )

@@ -1,4 +1,4 @@
-"""`RoleHost`: where a run's roles are. The loop and the learner ask it, and do not know which kind it is."""
+"""`RoleHost`: the roles of a run, in this process or on a cluster. Loop and learner do not know which."""
 
 from collections.abc import Mapping
 from pathlib import Path

@@ -37,7 +37,7 @@ MISTAKES = [
     (["check", RECIPE, "engine.name=locl"], r"no engine 'locl' is installed; did you mean 'local'\?"),
     (["check", RECIPE, "algorithm.loss=ppo_clop"], r"no loss 'ppo_clop'; did you mean 'ppo_clip'"),
     (["check", RECIPE, "algorithm.advantage=grop"], r"no advantage 'grop'; did you mean 'grpo'"),
-    (["check", RECIPE, "rewards.model=./nowhere"], r"rewards.model: ./nowhere is no folder"),
+    (["check", RECIPE, "rewards.model=./nowhere"], r"rewards.model: ./nowhere is not a folder"),
     (["check", RECIPE, "track.trackers=[wandb]"], r"no tracker 'wandb' is installed"),
     (["check", RECIPE, "eval.splits=[tset]"], r"eval.splits: environment 'gsm8k' has no 'tset'; did you mean 'test'"),
     (["check", RECIPE.replace("tool", "tol")], r"no such recipe file; did you mean .*gsm8k_tool.yaml"),

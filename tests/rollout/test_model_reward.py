@@ -243,8 +243,8 @@ def test_what_is_no_reward_model_is_one_clear_line(tmp_path: Path) -> None:
     saved(broken, make_classifier())
     (broken / "model.safetensors").write_bytes(b"no weights")
     paths = {
-        str(tmp_path / "nothing"): "is no folder",
-        str(tmp_path / "file"): "is no folder",
+        str(tmp_path / "nothing"): "is not a folder",
+        str(tmp_path / "file"): "is not a folder",
         str(tmp_path): "holds no config.json",
         saved(tmp_path / "causal", causal): "no weights for score.weight",
         saved(tmp_path / "two", Qwen3ForSequenceClassification(two)): "has 2 labels",

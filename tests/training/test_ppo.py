@@ -105,7 +105,7 @@ def test_an_evaluation_asks_the_reward_model_where_it_can(run: TrainResult, clas
     [
         ({"algorithm__advantage": "gae"}, "needs a critic, and the recipe has none: add `critic: {}`"),
         ({"critic": {}}, "critic: algorithm.advantage 'grpo' uses no critic"),
-        ({"rewards__model": "./nowhere"}, "rewards.model: ./nowhere is no folder"),
+        ({"rewards__model": "./nowhere"}, "rewards.model: ./nowhere is not a folder"),
     ],
 )
 def test_what_does_not_go_together_is_said_before_a_model_is_loaded(

@@ -133,7 +133,9 @@ def main() -> None:
         with contextlib.suppress(OSError):
             os.unlink(path)
     if folder:
-        Path(folder, ENDED).write_text(result)
+        aside = Path(folder, f".{ENDED}")
+        aside.write_text(result)
+        aside.rename(Path(folder, ENDED))  # whole as soon as it is there
         while ended and word is None and os.getppid() == parent:  # until the parent has read why
             word = _read_word(POLL_SECONDS)
         shutil.rmtree(folder, ignore_errors=True)

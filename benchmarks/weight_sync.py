@@ -4,10 +4,10 @@
     AGENTRL_SGLANG_VENV=VENV python benchmarks/weight_sync.py --mb 100    the second one of about 100 MB
     python benchmarks/weight_sync.py --url http://127.0.0.1:30000         the embedded model, on a server that runs
 
-One real server a model (dummy weights, float32 on both sides). A row is one transport: from the pause to the resume, the
-best of `--repeat` updates after a first one that is not counted but checked bit for bit. The plain copy is `copy_` of all
-tensors in this process, once; `ratio` is the row's rate over the copy's. A safetensors file on /dev/shm is from_disk.
-"""
+One real server a model (dummy weights, float32 on both sides). A row is one transport: from the pause to the resume,
+the best of `--repeat` updates after a first one that is not counted but checked bit for bit. The plain copy is `copy_`
+of all tensors in this process, once; `ratio` is the row's rate over the copy's. A safetensors file on /dev/shm is
+from_disk."""
 
 import argparse
 import asyncio

@@ -3,12 +3,11 @@
 import os
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from cluster_help import alive
+from sglang_server_help import until
 
 from agentrl.process_tree import ENDED, ProcessTree
 
@@ -30,13 +29,6 @@ with open(os.devnull, "wb") as output:
     tree = ProcessTree(sys.argv[2:], output, os.environ, folder=pathlib.Path(sys.argv[1]))
 time.sleep(1000)
 """
-
-
-def until(done: Callable[[], bool], seconds: float = 60.0) -> None:
-    end = time.monotonic() + seconds
-    while not done():
-        assert time.monotonic() < end
-        time.sleep(0.02)
 
 
 def orphan(ids: Path) -> int:

@@ -4,9 +4,8 @@
     AGENTRL_SGLANG_VENV=VENV python benchmarks/gpu/weight_sync.py --mb 16000 --tp 2
 
 bfloat16, dummy weights. With one GPU the server shares it with the trainer: NCCL does not join two processes on one
-device, so that transport wants a second one, as `--tp 2` wants two for the server. Rows are those of
-benchmarks/weight_sync.py.
-"""
+device, so that transport wants a second one, as `--tp 2` wants two for the server. A row is as in
+benchmarks/weight_sync.py."""
 
 import argparse
 import asyncio

@@ -30,6 +30,7 @@ from agentrl.distributed.remote import RemotePublisher
 from agentrl.engine.base import Sampling
 from agentrl.engine.local import engine as local_engine
 from agentrl.engine.local.engine import LocalEngine
+from agentrl.engine.sglang.client import Sessions
 from agentrl.engine.sglang.engine import SglangEngine
 from agentrl.engine.sglang.sync import Sync
 from agentrl.learner import actor
@@ -319,7 +320,7 @@ async def test_trainers_give_memory_back_before_servers_wake(call: str, monkeypa
             future = SimpleNamespace(result=lambda: order.append(f"{name} freed"))
             self.make_room = SimpleNamespace(future=lambda: future)
 
-    sync = Sync(make_model(), None, Path, "auto", print)  # type: ignore[arg-type]
+    sync = Sync(make_model(), Sessions(), Path, "auto", print)
     sync._publisher = RemotePublisher(Group("actor"), [Group("actor"), Group("critic")])  # type: ignore[assignment, arg-type, list-item]
     engine = SglangEngine.__new__(SglangEngine)
     engine._started = engine._asleep = True

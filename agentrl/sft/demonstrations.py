@@ -15,9 +15,8 @@ from agentrl.chat.base import Chat
 from agentrl.chat.encode import Encoder
 from agentrl.chat.template import Template
 from agentrl.engine.base import Generation, GenerationFinish
-from agentrl.errors import UserError
+from agentrl.errors import UserError, reason
 from agentrl.plugins.environment import Environment
-from agentrl.plugins.registry import reason
 from agentrl.plugins.tool import Tool
 from agentrl.plugins.toolbox import offered
 from agentrl.plugins.types import Message, Session, Task

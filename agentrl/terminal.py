@@ -1,7 +1,7 @@
-"""The one console of whatever is printed: no text can give it orders.
+"""The console of everything that is printed: no text can control the terminal.
 
-Tools, models, data and errors bring text that nobody has read. On a terminal an escape sequence moves the cursor,
-rewrites what stands there or fills the clipboard; a carriage return covers a line; bidirectional marks turn it around.
+Tools, models, data and errors bring text that nobody has read. In a terminal an escape sequence moves the cursor,
+rewrites the screen or fills the clipboard; a carriage return covers a line; bidirectional marks reverse it.
 """
 
 from collections.abc import Iterable
@@ -13,11 +13,11 @@ from rich.text import Text
 
 from agentrl.errors import printable
 
-PIPED_WIDTH = 160  # columns when the output goes to a file or a pipe
+PIPED_WIDTH = 160  # columns, in a file or a pipe
 
 
 class Terminal(Console):
-    """rich's console, which shows the control characters of texts (see `printable`); styles and cursor are rich's."""
+    """rich's console, but with the control characters of texts made visible (see `printable`)."""
 
     def render_str(self, text: str, **how: Any) -> Text:
         return super().render_str(printable(text), **how)
@@ -28,7 +28,7 @@ class Terminal(Console):
 
 
 def terminal(stderr: bool = False) -> Terminal:
-    """Made anew so that it follows a redirected stdout; wide enough to be read where it is no terminal. Numbers and
-    paths are not coloured, `:smile:` stays what it is."""
+    """Return a console on the current stdout (or stderr), PIPED_WIDTH columns wide if that is not a terminal; without
+    colours for numbers and paths, without emoji."""
     made = Terminal(stderr=stderr, highlight=False, emoji=False)
     return made if made.is_terminal else Terminal(stderr=stderr, highlight=False, emoji=False, width=PIPED_WIDTH)

@@ -1,8 +1,8 @@
-"""Checkpoints: `step_N/` is written aside, flushed, then renamed, so what bears its name is whole.
+"""Checkpoints: `step_N/` is written under another name, flushed, then renamed, so that it is always complete.
 
-A folder is a Hugging Face model (weights, tokenizer, chat template) with the trainer's state in `trainer/`: that of
-each role (see `saving/roles.py`), `state.json`, and `checksums.json` of all of it. It is written while the run goes on;
-one at a time.
+It is a Hugging Face model (weights, tokenizer, chat template) with the trainer's state in `trainer/`: the state of each
+role (see `roles.py`), `state.json`, and `checksums.json` of all files. It is written while the run goes on, one at a
+time.
 """
 
 import json
@@ -26,12 +26,12 @@ __all__ = ["ADAPTER", "Checkpoints", "NotSaved", "Saved", "save_model"]
 BEST = "best.json"
 STATE = "state.json"
 CHECKSUMS = "checksums.json"
-"""Below `trainer/`: the sha256 of every other file of the checkpoint."""
+"""In `trainer/`: the sha256 of every other file of the checkpoint."""
 _NAME = re.compile(r"step_(\d+)")
 
 
-class NotSaved(UserError):  # noqa: N818 - what happened reads better than NotSavedError
-    """A checkpoint was lost, in one line that says which one stands."""
+class NotSaved(UserError):  # noqa: N818 - reads better than NotSavedError
+    """A checkpoint could not be written; the message names the last one that was."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,18 +43,20 @@ class Saved:
 
     @property
     def extra(self) -> dict[str, Any]:
-        """What was given to `begin`. Raises UserError."""
+        """The `extra` that was given to `begin`. Raises UserError."""
         return dict(self._state()["extra"])
 
     @property
     def accuracy(self) -> float | None:
-        """On `split`, where it was evaluated at this step."""
-        return self._rating("accuracy")
+        """Accuracy (0..1) on `split`; None: not evaluated at this step."""
+        accuracy: float | None = self._rating("accuracy")
+        return accuracy
 
     @property
     def split(self) -> str | None:
-        """The split that checkpoints were chosen on when this one was saved; None: of no accuracy, or not known."""
-        return self._rating("split")
+        """The split that chose the best checkpoint when this one was saved; None: not evaluated, or not known."""
+        split: str | None = self._rating("split")
+        return split
 
     def _rating(self, key: str) -> Any:
         with suppress(UserError):
@@ -68,12 +70,14 @@ class Saved:
             raise self.damaged(f"{TRAINER}/{STATE} is not what this version writes")
         accuracy = state.get("accuracy")
         if accuracy is not None and (type(accuracy) not in (int, float) or not 0 <= accuracy <= 1):
-            raise self.damaged(f"{TRAINER}/{STATE} is not what this version writes: its accuracy is no share")
+            raise self.damaged(
+                f"{TRAINER}/{STATE} is not what this version writes: its accuracy is not between 0 and 1"
+            )
         return {**state, "accuracy": accuracy}
 
     def verify(self) -> None:
-        """Raises UserError: a file is missing, or has other bytes than were written. Where older versions wrote it
-        nothing is known of its bytes. Reads all of it."""
+        """Read every file. Raises UserError: one is missing or its bytes changed. A checkpoint of an older version has
+        no checksums, and passes."""
         path = self.path / TRAINER / CHECKSUMS
         if not path.exists():
             return
@@ -82,7 +86,7 @@ class Saved:
             raise self.damaged(f"{TRAINER}/{CHECKSUMS} is not what this version writes")
         for name in sums:
             if not disk.lies_in(self.path, name):
-                raise self.damaged(f"{TRAINER}/{CHECKSUMS} names {name!r}, which is no file of it")
+                raise self.damaged(f"{TRAINER}/{CHECKSUMS} names {name!r}, which is not a file of it")
         try:
             found = disk.checksums(self.path, list(sums))
         except OSError as error:
@@ -94,7 +98,7 @@ class Saved:
             )
 
     def damaged(self, what: str) -> UserError:
-        """The error that says so, in one line."""
+        """Return the error, one line, for a checkpoint that cannot be read."""
         return UserError(f"{self.path}: the trainer's state cannot be restored: {what}")
 
     def _json(self, path: Path) -> Any:
@@ -105,8 +109,8 @@ class Saved:
 
 
 class Checkpoints:
-    """Those of one run, in `folder`. The last `keep` are kept, and the best by its accuracy. `tokenizer` is saved with
-    each. The process of the loop alone uses this; workers write parts (see `save_roles`).
+    """The checkpoints of one run, in `folder`: the last `keep`, and the best by accuracy. `tokenizer` is saved with
+    each. Only the process of the loop uses this; workers write parts (see `save_roles`).
     """
 
     def __init__(self, folder: str | Path, keep: int, tokenizer: Any = None) -> None:
@@ -115,13 +119,14 @@ class Checkpoints:
         self._names = threading.Lock()
 
     def latest(self) -> Saved | None:
+        """Return the checkpoint of the highest step."""
         with self._names:
-            self._put_back()
+            self._restore_names()
             return max(self._all(), key=lambda saved: saved.step, default=None)
 
     def best(self) -> Saved | None:
-        """That of the highest accuracy, the last of equal ones, of those that were chosen by the same split as the last
-        that was; None: none was evaluated."""
+        """Return the checkpoint of the highest accuracy (the last of equal ones) among those evaluated on the same
+        split as the last evaluated one; None: none was evaluated."""
         rated = [(s.step, s, accuracy) for s in self._all() if (accuracy := s.accuracy) is not None]
         if not rated:
             return None
@@ -147,64 +152,64 @@ class Checkpoints:
         extra: Mapping[str, Any],
         rated: tuple[str | None, float] | None = None,
     ) -> None:
-        """Begin `step_<step>`, once the one before is finished. `save` writes the roles into a folder that is there: it
-        returns as soon as they may go on learning. extra: JSON. rated: the split to choose by, and the accuracy on it
-        at this step.
+        """Begin to write `step_<step>`, once the save before it is finished.
 
-        Raises NotSaved: the save before, or the beginning of this one, failed.
+        save: writes the roles into an existing folder, and returns as soon as they may go on learning. extra: JSON.
+        rated: the split that chooses the best checkpoint, and the accuracy (0..1) on it at this step.
+
+        Raises NotSaved: the save before, or the start of this one, failed.
         """
         self.finish()
-        aside = self.folder / f".step_{step}.part"
+        partial = self.folder / f".step_{step}.part"
         split, accuracy = rated or (None, None)
         state = {"step": step, "extra": dict(extra), "accuracy": accuracy, "split": split}
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._sweep()
-            aside.mkdir()
+            partial.mkdir()
             if self.tokenizer is not None:
-                self.tokenizer.save_pretrained(aside)
-            pending = save(aside)
+                self.tokenizer.save_pretrained(partial)
+            pending = save(partial)
         except BaseException as error:
-            self._failed(step, aside, error)
+            self._failed(step, partial, error)
             raise
-        self._open = Pending(lambda: self._complete(step, aside, pending, state))
+        self._open = Pending(lambda: self._complete(step, partial, pending, state))
 
     def check(self) -> None:
-        """Raises NotSaved if the save that was begun last has failed. Waits for nothing."""
+        """Raises NotSaved if the current save has failed already; does not wait."""
         if self._open is not None and self._open.done():
             self.finish()
 
     def finish(self) -> None:
-        """Wait until the save that was begun is whole under its name. Raises NotSaved when it failed; the checkpoint
-        before it stands."""
+        """Wait until the current save is complete. Raises NotSaved if it failed; the checkpoint before it is kept."""
         if self._open is not None:
             pending, self._open = self._open, None
             pending.result()
 
-    def _complete(self, step: int, aside: Path, pending: PendingLike, state: Mapping[str, Any]) -> None:
+    def _complete(self, step: int, partial: Path, pending: PendingLike, state: Mapping[str, Any]) -> None:
         try:
             pending.result()
-            check_whole(aside)
-            (aside / TRAINER / STATE).write_text(json.dumps(state), encoding="utf-8")
-            sums = disk.checksums(aside, disk.files(aside))
-            (aside / TRAINER / CHECKSUMS).write_text(json.dumps(sums, indent=1), encoding="utf-8")
-            disk.flush(aside)
+            check_whole(partial)
+            (partial / TRAINER / STATE).write_text(json.dumps(state), encoding="utf-8")
+            sums = disk.checksums(partial, disk.files(partial))
+            (partial / TRAINER / CHECKSUMS).write_text(json.dumps(sums, indent=1), encoding="utf-8")
+            disk.flush(partial)
             with self._names:
-                self._name(step, aside)
-            self._thin_out()
+                self._name(step, partial)
+            self._remove_old()
         except BaseException as error:
-            self._failed(step, aside, error)
+            self._failed(step, partial, error)
             raise
 
-    def _name(self, step: int, aside: Path) -> None:
+    def _name(self, step: int, partial: Path) -> None:
         final = self.folder / f"step_{step}"
         if final.exists():
             final.rename(self.folder / f".step_{step}.old")
-        aside.rename(final)
+        partial.rename(final)
         disk.flush_folder(self.folder)
 
-    def _thin_out(self) -> None:
-        """Say which is the best, and remove all but that one and the last."""
+    def _remove_old(self) -> None:
+        """Write `best.json`, and remove all checkpoints but the best and the last `keep`."""
         best = self.best()
         if best is not None:
             record = {"step": best.step, "accuracy": best.accuracy, "split": best.split, "path": best.path.name}
@@ -214,15 +219,15 @@ class Checkpoints:
             if best is None or saved.step != best.step:
                 disk.remove(saved.path)
 
-    def _failed(self, step: int, aside: Path, error: BaseException) -> None:
-        """Nothing of it stays. Raises NotSaved, one line, for what a disk or a worker said of itself; a worker that
-        is lost is left to who can start another."""
-        line = str(error) if type(error) is UserError else disk.refused(aside, error)
-        shutil.rmtree(aside, ignore_errors=True)
+    def _failed(self, step: int, partial: Path, error: BaseException) -> None:
+        """Remove what was written. Raises NotSaved, one line, if a disk or a worker refused; other errors, such as a
+        lost worker, are left to the caller."""
+        line = str(error) if type(error) is UserError else disk.refused(partial, error)
+        shutil.rmtree(partial, ignore_errors=True)
         if line is not None:
             last = self.latest()
-            stands = f"that of step {last.step} stands" if last else "there was none before"
-            raise NotSaved(f"{line}; the checkpoint of step {step} is lost, {stands}") from error
+            kept = f"that of step {last.step} is kept" if last else "there was none before"
+            raise NotSaved(f"{line}; the checkpoint of step {step} is lost, {kept}") from error
 
     def _all(self) -> list[Saved]:
         if not self.folder.is_dir():
@@ -230,16 +235,16 @@ class Checkpoints:
         found = [(_NAME.fullmatch(entry.name), entry) for entry in self.folder.iterdir() if entry.is_dir()]
         return [Saved(int(match[1]), entry) for match, entry in found if match]
 
-    def _put_back(self) -> None:
-        """A folder that was set aside, and whose successor never came, gets its name back."""
+    def _restore_names(self) -> None:
+        """Restore the name of a checkpoint that was being replaced when the process was killed."""
         for entry in self.folder.glob(".step_*.old"):
             whole = self.folder / entry.name[1:].removesuffix(".old")
             if not whole.exists():
                 entry.rename(whole)
 
     def _sweep(self) -> None:
-        """Remove what a killed run left half done."""
+        """Remove what a killed process left incomplete."""
         with self._names:
-            self._put_back()
+            self._restore_names()
             for entry in self.folder.glob(".step_*"):
                 shutil.rmtree(entry)

@@ -1,4 +1,4 @@
-"""Files that are there after a power cut, and one line for what a disk refuses."""
+"""Files that survive a power cut, and one line for what a disk refuses."""
 
 import errno
 import hashlib
@@ -8,23 +8,23 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
-"""The disk has no room, or this user no share of it."""
+"""The disk is full, or the user's quota is."""
 
 
 def files(folder: Path) -> list[str]:
-    """Every file below `folder`, relative to it."""
+    """Return the paths of all files below `folder`, relative to it."""
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
 
 
 def lies_in(folder: Path, name: str) -> bool:
-    """Whether `name`, which may come from anybody, is a file below `folder`, and nothing that a link leads to."""
+    """Return whether `name`, which may come from anybody, is a file below `folder`, links resolved."""
     path = folder / name
     return path.is_file() and path.resolve().is_relative_to(folder.resolve())
 
 
 def checksums(folder: Path, names: Sequence[str]) -> dict[str, str]:
-    """Name -> sha256 in hexadecimal digits. Raises OSError. (One by one: a save that goes on while the process ends can
-    start no thread.)"""
+    """Return name -> sha256 in hexadecimal digits. Raises OSError. (Without threads: none can be started while the
+    process exits, and a save goes on then.)"""
     found = {}
     for name in names:
         with (folder / name).open("rb") as file:
@@ -33,14 +33,14 @@ def checksums(folder: Path, names: Sequence[str]) -> dict[str, str]:
 
 
 def flush(folder: Path) -> None:
-    """Every file and folder below `folder`, and itself, reach the disk."""
+    """Flush `folder` and every file and folder below it to the disk."""
     for path in folder.rglob("*"):
         _flush_one(path)
     flush_folder(folder)
 
 
 def flush_folder(folder: Path) -> None:
-    """The names in `folder` reach the disk."""
+    """Flush the names in `folder` to the disk."""
     _flush_one(folder)
 
 
@@ -53,7 +53,7 @@ def _flush_one(path: Path) -> None:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write or replace a small file: whoever reads it sees the former text or the new one."""
+    """Write or replace a small file atomically: a reader sees the former text or the new one."""
     beside = path.with_name(f".{path.name}.new")
     beside.write_text(text, encoding="utf-8")
     _flush_one(beside)
@@ -62,24 +62,24 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Take the name away first: a kill while files go must not leave a folder that looks whole."""
+    """Remove `folder`, renamed first: a kill in between must not leave a folder that looks complete."""
     gone = folder.with_name(f".{folder.name}.part")
     folder.rename(gone)
     shutil.rmtree(gone)
 
 
 def _refusal(error: BaseException) -> str | None:
-    """Why the operating system refused, from anywhere in what `error` came from: "No space left on device". None: it
-    is about something else."""
+    """Return the operating system's message ("No space left on device") from `error` or its causes; None: it is about
+    something else."""
     found = next((e for e in _chain(error) if isinstance(e, OSError) and e.strerror), None)
     if found is not None:
         return found.strerror
-    written = any("file write failed" in str(e) for e in _chain(error))  # of torch's own writer, which keeps no errno
-    return "a file could not be written whole" if written else None
+    written = any("file write failed" in str(e) for e in _chain(error))  # by torch's writer, without an errno
+    return "a file could not be written completely" if written else None
 
 
 def _chain(error: BaseException, depth: int = 8) -> Iterator[BaseException]:
-    """The error, what caused it, and what several ranks reported."""
+    """Yield the error, its causes, and the errors that several ranks reported."""
     if not depth:
         return
     yield error
@@ -89,13 +89,13 @@ def _chain(error: BaseException, depth: int = 8) -> Iterator[BaseException]:
 
 
 def _reported(error: BaseException) -> list[BaseException]:
-    """Of torch's CheckpointException: rank -> (what it raised, its traceback)."""
+    """Return the errors in torch's CheckpointException, whose `failures` is rank -> (error, traceback)."""
     failures = getattr(error, "failures", None)
     return [each[0] for each in failures.values()] if isinstance(failures, dict) else []
 
 
 def refused(folder: Path, error: BaseException) -> str | None:
-    """One line for people when the file system refused to take `folder`; None: `error` is about something else."""
+    """Return one line if the file system refused to write `folder`; None: `error` is about something else."""
     reason = _refusal(error)
     return (
         reason and f"{folder.parent}: a checkpoint could not be written: {reason} ({_free(folder.parent)} free there)"
@@ -103,7 +103,7 @@ def refused(folder: Path, error: BaseException) -> str | None:
 
 
 def _free(folder: Path) -> str:
-    """The free space of the disk that `folder` is on, for people."""
+    """Format the free space of the disk that `folder` is on."""
     size = float(shutil.disk_usage(next(p for p in (folder, *folder.parents) if p.exists())).free)
     units = ["bytes", "KB", "MB", "GB", "TB"]
     while size >= 1000 and len(units) > 1:

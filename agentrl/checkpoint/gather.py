@@ -1,4 +1,4 @@
-"""`Gatherer`: sharded tensors put together on rank 0, one at a time; no other rank ever holds a whole one."""
+"""`Gatherer`: gathers sharded tensors on rank 0, one at a time; no other rank ever holds a whole one."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -12,16 +12,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 Span = tuple[tuple[int, ...], tuple[int, ...]]
-"""Size and offset of a rank's part of a tensor, by dimension."""
+"""Sizes and offsets of a rank's part of a tensor, by dimension."""
 
 
 def local(tensor: Tensor) -> Tensor:
-    """What this rank holds of it."""
+    """Return this rank's part of `tensor`."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 class Gatherer:
-    """Of tensors that are sharded (DTensor) or whole, over `group`: a gloo group of all ranks that nobody else uses
+    """Gathers tensors, sharded (DTensor) or whole, over `group`: a gloo group of all ranks that nobody else uses
     meanwhile (None: there is one process)."""
 
     def __init__(self, group: Any = None) -> None:
@@ -29,8 +29,8 @@ class Gatherer:
         self._rank = dist.get_rank(group) if group is not None else 0
 
     def __call__(self, tensor: Tensor) -> Tensor:
-        """All ranks call this for the same tensors in the same order. Rank 0 gets it whole, on the CPU; the others an
-        empty one of its shape on the meta device."""
+        """Return the whole tensor on the CPU on rank 0, an empty one of its shape on the meta device on other ranks.
+        All ranks call this for the same tensors in the same order."""
         if self._group is None or not isinstance(tensor, DTensor):
             found = local(tensor).detach()
             return found.cpu() if self._rank == 0 else found.to("meta")
@@ -54,37 +54,41 @@ class Gatherer:
 
 @lru_cache(maxsize=1024)
 def _owners(shape: tuple[int, ...], placements: tuple[Placement, ...], mesh: DeviceMesh) -> dict[int, Span]:
-    """Rank -> its part, of the ranks whose parts are not empty and no copy of a lower rank's."""
-    places = {int(mesh.mesh[place]): place for place in product(*map(range, mesh.mesh.shape))}
+    """Return rank -> its part, without ranks whose parts are empty or copies of a lower rank's."""
+    positions = {int(mesh.mesh[position]): position for position in product(*map(range, mesh.mesh.shape))}
     found: dict[int, Span] = {}
     seen: set[Span] = set()
-    for rank in sorted(places):
-        span = span_of(shape, placements, tuple(mesh.mesh.shape), places[rank])
+    for rank in sorted(positions):
+        span = span_of(shape, placements, tuple(mesh.mesh.shape), positions[rank])
         if all(span[0]) and span not in seen:
             found[rank] = span
             seen.add(span)
     return found
 
 
-def span_of(shape: Sequence[int], placements: Sequence[Placement], ranks: Sequence[int], place: Sequence[int]) -> Span:
-    """The part of a tensor that the rank at `place` holds. placements, ranks, place: by dimension of the mesh.
+def span_of(
+    shape: Sequence[int], placements: Sequence[Placement], ranks: Sequence[int], position: Sequence[int]
+) -> Span:
+    """Return the part of a tensor that one rank holds.
 
-    A dimension is cut as `torch.chunk` does, first by the mesh's first dimension: the last parts may be short, or
-    empty. Raises NotImplementedError for any other placement.
+    placements, ranks (their number), position (of the rank): by dimension of the mesh. A dimension of the tensor is cut
+    as by `torch.chunk`, first by the mesh's first dimension: the last parts may be short or empty.
+
+    Raises NotImplementedError for a placement other than Replicate and Shard.
     """
     size, offset = list(shape), [0] * len(shape)
-    for placement, parts, index in zip(placements, ranks, place, strict=True):
+    for placement, parts, index in zip(placements, ranks, position, strict=True):
         if type(placement) is Replicate:
             continue
         if type(placement) is not Shard:
             raise NotImplementedError(f"tensors placed as {placement}")
         d = placement.dim
-        most = -(-size[d] // parts)
-        start = min(size[d], most * index)
-        size[d], offset[d] = min(most, size[d] - start), offset[d] + start
+        largest = -(-size[d] // parts)
+        start = min(size[d], largest * index)
+        size[d], offset[d] = min(largest, size[d] - start), offset[d] + start
     return tuple(size), tuple(offset)
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """The same memory: not every backend carries every type."""
+    """View the same memory as bytes: not every backend sends every dtype."""
     return tensor.contiguous().reshape(-1).view(torch.uint8)

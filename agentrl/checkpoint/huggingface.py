@@ -1,7 +1,7 @@
-"""A Hugging Face folder of a model that may be sharded, written tensor by tensor.
+"""A Hugging Face folder of a model, sharded or not, written tensor by tensor.
 
-What is to be written is fixed at once (`HuggingFace.of`); the values come when it is written, from a snapshot where the
-model goes on learning meanwhile. Nothing but the tensor at hand is ever whole, and that on rank 0 alone.
+Names and shapes are fixed when `HuggingFace` is constructed; the values are read when they are written, from a snapshot
+if the model goes on learning. Only one tensor at a time is whole, and only on rank 0.
 """
 
 import json
@@ -22,37 +22,40 @@ from agentrl.weights.source import as_saved
 
 ADAPTER = "adapter"
 SHARD = 4_000_000_000
-"""Bytes of a file with weights, at most."""
+"""Maximum bytes of a file with weights."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """A tensor of the model as it would be without an adapter. layer: that whose adapter is merged into it."""
+    """A tensor of the model without its adapter."""
 
     name: str
     tensor: Tensor
     layer: Any
+    """The layer whose adapter is merged into the tensor; None: there is none."""
     slots: tuple[Slot, ...]
-    """What it is called on disk, mostly one thing: experts of a layer are kept as one tensor, and saved one by one."""
+    """Its names on disk, mostly one: the experts of a layer are one tensor, but saved one by one."""
 
     def parts(self) -> tuple[Tensor, ...]:
-        """The tensors that it is made of."""
+        """Return the tensors that it is computed from."""
         return (self.tensor,) if self.layer is None else _parts(self.layer)
 
 
 class HuggingFace:
-    """What a folder of `model` will hold. `snapshot` gives the tensor that stands for a parameter of the model (its
-    float32 master, a copy, or itself)."""
+    """Writes the folder of `model`. `snapshot` returns the tensor whose values are written for a parameter: its float32
+    master, a copy, or itself."""
 
     def __init__(self, model: Any, snapshot: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> None:
         self._model = model
-        self._entries = sorted(_entries(model), key=lambda entry: -entry.slots[0].dtype.itemsize)  # keeps all aligned
+        self._entries = sorted(
+            _entries(model), key=lambda entry: -entry.slots[0].dtype.itemsize
+        )  # keeps values aligned
         self._adapter = _adapter_slots(model)
-        self._stands = {id(part): snapshot(part) for entry in self._entries for part in entry.parts()}
+        self._values = {id(part): snapshot(part) for entry in self._entries for part in entry.parts()}
         self._layers = {entry.name: _frozen(entry.layer) for entry in self._entries if entry.layer is not None}
 
     def begin(self, folder: Path, tokenizer: Any = None) -> None:
-        """Everything but the weights; for one rank. Raises OSError."""
+        """Write everything but the weights, on one rank. Raises OSError."""
         progress.disable_progress_bar()
         self._model.save_pretrained(folder, state_dict={})
         for leftover in folder.glob("*.safetensors*"):
@@ -65,14 +68,14 @@ class HuggingFace:
             tokenizer.save_pretrained(folder)
 
     def write(self, folder: Path, group: Any = None, shard: int = SHARD) -> None:
-        """The weights; every rank of `group` calls this (see Gatherer). Raises OSError on rank 0."""
+        """Write the weights; every rank of `group` calls this (see Gatherer). Raises OSError on rank 0."""
         import torch.distributed as dist
 
         gather = Gatherer(group)
         weights, adapter = self._weights(gather), self._adapters(gather)
         if group is not None and dist.get_rank(group) != 0:
-            _run_out(weights)
-            _run_out(adapter)
+            _exhaust(weights)
+            _exhaust(adapter)
             return
         try:
             slots = [slot for entry in self._entries for slot in entry.slots]
@@ -80,16 +83,16 @@ class HuggingFace:
             if self._adapter:
                 write_file(folder / ADAPTER / lora.WEIGHTS, [slot for slot, _ in self._adapter], adapter)
         except (OSError, ValueError):
-            _run_out(weights)  # or the other ranks would wait for ever to be asked for their parts
-            _run_out(adapter)
+            _exhaust(weights)  # the other ranks still send their parts
+            _exhaust(adapter)
             raise
 
     def _weights(self, gather: Gatherer) -> Iterator[Tensor]:
-        """In the order of the slots; on other ranks than 0 on the meta device."""
+        """Yield the tensors in the order of the slots; on ranks other than 0 on the meta device."""
         for entry in self._entries:
 
             def whole(tensor: Tensor) -> Tensor:
-                return gather(self._stands[id(tensor)]).to(tensor.dtype)
+                return gather(self._values[id(tensor)]).to(tensor.dtype)
 
             layer = self._layers.get(entry.name)
             with torch.no_grad():
@@ -98,13 +101,13 @@ class HuggingFace:
 
     def _adapters(self, gather: Gatherer) -> Iterator[Tensor]:
         for _, tensor in self._adapter:
-            yield gather(self._stands[id(tensor)]).to(tensor.dtype)
+            yield gather(self._values[id(tensor)]).to(tensor.dtype)
 
 
 def save_model(model: Any, tokenizer: Any, folder: Path) -> None:
-    """A folder that `from_pretrained` loads: config.json, model.safetensors in the model's dtype, the tokenizer.
+    """Write a folder that `from_pretrained` loads: config.json, model.safetensors in the model's dtype, the tokenizer.
 
-    An adapter is merged into the weights; by itself it lies in `adapter/`, in peft's format.
+    An adapter is merged into the weights, and also written to `adapter/` in peft's format.
     """
     found = HuggingFace(model)
     folder.mkdir(parents=True, exist_ok=True)
@@ -134,7 +137,7 @@ def _parts(layer: Any) -> tuple[Tensor, ...]:
 
 
 def _frozen(layer: Any) -> Any:
-    """The layer's parameters as they are registered now: FSDP2 puts others in their place while it computes."""
+    """Return the layer's parameters as they are registered now: FSDP2 replaces them while it computes."""
     a, b, base = (SimpleNamespace(weight=part) for part in _parts(layer))
     return SimpleNamespace(lora_A={lora.ADAPTER: a}, lora_B={lora.ADAPTER: b}, base_layer=base, scaling=layer.scaling)
 
@@ -143,9 +146,9 @@ def _adapter_slots(model: Any) -> list[tuple[Slot, Tensor]]:
     names, parameters = lora.adapter_state(model), lora.adapter_parameters(model)
     return [
         (Slot(name, p.dtype, tuple(p.shape)), p) for name, p in zip(names, parameters, strict=True)
-    ]  # both go through the layers in the same order
+    ]  # both list the layers in the same order
 
 
-def _run_out(tensors: Iterator[Tensor]) -> None:
+def _exhaust(tensors: Iterator[Tensor]) -> None:
     for _ in tensors:
         pass

@@ -1,4 +1,4 @@
-"""`Pending`: work that goes on in a thread while the caller does other things."""
+"""`Pending`: work in a thread, with its result."""
 
 import threading
 from collections.abc import Callable
@@ -6,25 +6,27 @@ from typing import Protocol
 
 
 class PendingLike(Protocol):
-    """What a controller asks of a save, wherever it is done: here, or in many workers."""
+    """A save in progress, in this process or in many workers."""
 
     def done(self) -> bool:
-        """Whether it has ended, well or not."""
+        """Return whether it has ended, well or not."""
         ...
 
     def result(self) -> None:
-        """Wait for its end; raises what it raised."""
+        """Wait for its end, and raise its error if it failed."""
         ...
 
 
 class Pending:
-    """Runs `work` at once: in a thread of its own, or (`asynchronous` false) before this returns. The thread is no
-    daemon: a process that ends waits for it, so that what is being written is written to its end."""
+    """Runs `work` in a thread, or (`asynchronous` false) before the constructor returns. The thread is not a daemon:
+    the process waits for it before it exits, so that a checkpoint is written to its end."""
 
     def __init__(self, work: Callable[[], None], asynchronous: bool = True) -> None:
         self._error: BaseException | None = None
         self._work = work
-        self._thread = threading.Thread(target=self._run, name="agentrl-save")  # cli.main knows it by its name
+        self._thread = threading.Thread(
+            target=self._run, name="agentrl-save"
+        )  # cli.main waits for threads of this name
         if asynchronous:
             self._thread.start()
         else:
@@ -45,4 +47,4 @@ class Pending:
         except BaseException as error:  # noqa: BLE001 - the boundary of the thread; `result` raises it
             self._error = error
         finally:
-            del self._work  # and with it the snapshot
+            del self._work  # frees the snapshot

@@ -1,18 +1,22 @@
-"""What a role needs to go on, written by each rank and read by as many or others.
+"""The state of roles: written by every rank, read by any number of ranks.
 
-`trainer/<role>/` is a torch distributed checkpoint of these tensors, by the names of parameters that know nothing of
-sharding: `weight.<p>` (the float32 master where there is one), `buffer.<b>`, what the optimizer keeps of each
-(`exp_avg.<p>`, `exp_avg_sq.<p>`, `step.<p>`), `rng.<rank>`. Parameters that are not trained are not in it.
+`trainer/<role>/` is a torch distributed checkpoint of these tensors, by parameter names without sharding:
+`weight.<p>` (the float32 master if there is one), `buffer.<b>`, the optimizer's state of each parameter
+(`exp_avg.<p>`, `exp_avg_sq.<p>`, `step.<p>`), and the state of torch's random numbers on each rank (`rng.<rank>`,
+`rng_cuda.<rank>`). Parameters that are not trained are not in it.
 """
 
+import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 
-from agentrl.checkpoint import disk, rng, sharded
+from agentrl.checkpoint import disk, sharded
 from agentrl.checkpoint.huggingface import HuggingFace
 from agentrl.checkpoint.pending import Pending
 from agentrl.errors import UserError
@@ -20,27 +24,33 @@ from agentrl.errors import UserError
 ACTOR = "actor"
 TRAINER = "trainer"
 WEIGHT, BUFFER, MASTER = "weight.", "buffer.", "master."
+RNG = RNG_CPU, RNG_CUDA = "rng.", "rng_cuda."
 WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
-"""What wrappers around a module put into the names of its parameters."""
+"""Prefixes that wrappers of modules add to the names of parameters."""
 
 
-class Kept(Protocol):
-    """An optimizer: what it keeps of each parameter, by `<kind>.<parameter's name>`; a `master.` is what is trained in
-    the place of a parameter of less precision."""
+class OptimizerState(Protocol):
+    """An optimizer whose state can be saved."""
 
-    def named_state(self) -> dict[str, Tensor]: ...
+    def named_state(self) -> dict[str, Tensor]:
+        """Return its tensors by `<kind>.<parameter's name>`; a `master.` replaces a parameter of lower precision."""
+        ...
 
-    def load_named_state(self, state: Mapping[str, Tensor]) -> None: ...
+    def load_named_state(self, state: Mapping[str, Tensor]) -> None:
+        """Take over what `named_state` returned, and copy the masters into the model."""
+        ...
 
 
 class RoleState(Protocol):
-    """A role that is trained: an actor, a critic. Its model may be sharded by FSDP2."""
+    """A role that is trained: an actor, a critic."""
 
     @property
-    def model(self) -> Any: ...
+    def model(self) -> Any:
+        """A transformers model, sharded by FSDP2 or whole."""
+        ...
 
     @property
-    def optimizer(self) -> Kept: ...
+    def optimizer(self) -> OptimizerState: ...
 
 
 def save_roles(
@@ -51,14 +61,12 @@ def save_roles(
     group: Any = None,
     asynchronous: bool = True,
 ) -> Pending:
-    """Write `roles` below `folder`, which exists: `trainer/<role>/` of each, and the Hugging Face folder of `actor`
-    into `folder` itself (with `tokenizer`, where one is given).
+    """Write `trainer/<role>/` for each of `roles` below `folder`, which exists, and the Hugging Face model of `actor`
+    (with `tokenizer`, if given) into `folder` itself.
 
-    group: of all ranks that hold these roles, all of which call this; gloo, and used for nothing else (None: there is
-    one process). Asynchronous: this returns once a copy is taken, on the CPU, of what is trained; the roles may go on
-    learning, and the Pending tells how the writing ended.
-
-    The Pending raises UserError, one line, when the disk refused.
+    group: a gloo group of all ranks that hold these roles, used for nothing else; every rank calls this (None: there
+    is one process). asynchronous: return as soon as the trained tensors are copied to the CPU; the roles may go on
+    learning while a thread writes. The Pending raises UserError, one line, if the disk refused.
     """
     rank = dist.get_rank(group) if group is not None else 0
     copied = {name: _state(role, rank, copy=asynchronous) for name, role in roles.items()}
@@ -75,7 +83,7 @@ def save_roles(
                 sharded.write(tensors, folder / TRAINER / name, group)
             if exported is not None:
                 exported.write(folder, group)
-        except (OSError, RuntimeError, sharded.CheckpointException) as error:
+        except (OSError, RuntimeError, CheckpointException) as error:
             if line := disk.refused(folder, error):
                 raise UserError(line) from error
             raise
@@ -84,13 +92,13 @@ def save_roles(
 
 
 def check_whole(folder: Path) -> None:
-    """Raises UserError unless all that the ranks have written to `folder` can be seen from here."""
-    roles = [place for place in (folder / TRAINER).glob("*") if place.is_dir()]
-    lacks = next((place / name for place in roles if (name := sharded.missing(place))), None if roles else folder)
-    if lacks is not None:
+    """Raises UserError unless everything that the ranks wrote to `folder` is visible to this process."""
+    roles = [path for path in (folder / TRAINER).glob("*") if path.is_dir()]
+    absent = next((path / name for path in roles if (name := sharded.missing(path))), None if roles else folder)
+    if absent is not None:
         raise UserError(
-            f"{lacks} was written by a worker, and cannot be seen by the process of the loop: give a run on several "
-            "machines an output folder that all of them share"
+            f"{absent} was written by a worker, but is not visible to the controller: give a run on several machines "
+            "an output folder that all of them share"
         )
 
 
@@ -103,7 +111,7 @@ def _begin(exported: HuggingFace, folder: Path, tokenizer: Any) -> OSError | Non
 
 
 def _agree(refused: OSError | None, group: Any) -> None:
-    """Raises what rank 0 was refused, on every rank: none goes on to wait for it."""
+    """Raise the error of rank 0 on every rank, so that none waits for it."""
     box = [refused]
     if group is not None:
         dist.broadcast_object_list(box, group_src=0, group=group)
@@ -112,34 +120,34 @@ def _agree(refused: OSError | None, group: Any) -> None:
 
 
 def load_roles(roles: Mapping[str, RoleState], folder: Path, *, rank: int = 0) -> None:
-    """The inverse of `save_roles`, whatever number of ranks saved; each rank reads its own parts, and no other's.
+    """Read what `save_roles` wrote, with any number of ranks; each rank reads its own parts only.
 
-    Raises UserError: a role that was not saved, of another model, damaged files.
+    Raises UserError: a role was not saved, is of another model, or its files are damaged.
     """
     for name, role in roles.items():
-        place = folder / TRAINER / name
+        path = folder / TRAINER / name
         try:
-            _load(role, place, rank)
+            _load(role, path, rank)
         except sharded.UNREADABLE as error:
-            raise UserError(f"{folder}: the trainer's state cannot be restored: {_why(error, name, place)}") from error
+            raise UserError(f"{folder}: the trainer's state cannot be restored: {_why(error, name, path)}") from error
 
 
-def _why(error: BaseException, name: str, place: Path) -> str:
-    if place.with_suffix(".pt").exists():
+def _why(error: BaseException, name: str, path: Path) -> str:
+    if path.with_suffix(".pt").exists():
         return "an older version of agentrl wrote it; its model can be trained on (model.path), the run cannot go on"
-    if not place.is_dir():
+    if not path.is_dir():
         return f"no {name} was saved there"
     return f"{name}: {sharded.line(error)}"
 
 
 def parameters(model: Any) -> dict[str, Tensor]:
-    """Those that are trained, by name; sharded ones as the shards that are kept, not as what a pass gathers."""
-    model.state_dict(keep_vars=True)  # where FSDP2 has gathered weights, this brings the shards back
+    """Return the trained parameters by name; sharded ones as shards."""
+    model.state_dict(keep_vars=True)  # makes FSDP2 reshard what a forward pass has gathered
     return {_plain(name): p for name, p in model.named_parameters() if p.requires_grad}
 
 
 def _buffers(model: Any) -> dict[str, Tensor]:
-    """Those that are saved with a model."""
+    """Return the buffers that are saved with a model."""
     saved = model.state_dict(keep_vars=True)
     return {_plain(name): b for name, b in model.named_buffers() if name in saved}
 
@@ -151,7 +159,7 @@ def _plain(name: str) -> str:
 
 
 def _tensors(role: RoleState) -> dict[str, Tensor]:
-    """What is saved of a role: the tensors themselves, by the names they are saved by."""
+    """Return the tensors of a role that are saved, by the names in the checkpoint."""
     trained = parameters(role.model)
     optimized = {_plain(name): tensor for name, tensor in role.optimizer.named_state().items()}
     if unknown := [name for name in optimized if name.partition(".")[2] not in trained]:
@@ -168,29 +176,29 @@ def _state(role: RoleState, rank: int, copy: bool) -> dict[str, Tensor]:
     kept = {name: tensor.detach() for name, tensor in _tensors(role).items()}
     if copy:
         kept = {name: tensor.to("cpu", copy=True) for name, tensor in kept.items()}
-    return {**kept, **rng.state(rank)}
+    return {**kept, **rng_state(rank)}
 
 
 def _stand_in(role: RoleState, state: Mapping[str, Tensor]) -> Any:
-    """Which tensor of the copy stands for a parameter of the model; what is not trained stands for itself."""
-    places = {id(p): state[WEIGHT + name] for name, p in parameters(role.model).items()}
-    places |= {id(b): state[BUFFER + name] for name, b in _buffers(role.model).items()}
-    return lambda tensor: places.get(id(tensor), tensor.detach())
+    """Return a function from a tensor of the model to its copy; a tensor that is not trained has no copy."""
+    copies = {id(p): state[WEIGHT + name] for name, p in parameters(role.model).items()}
+    copies |= {id(b): state[BUFFER + name] for name, b in _buffers(role.model).items()}
+    return lambda tensor: copies.get(id(tensor), tensor.detach())
 
 
-def _load(role: RoleState, place: Path, rank: int) -> None:
-    saved = sharded.describe(place)
+def _load(role: RoleState, path: Path, rank: int) -> None:
+    saved = sharded.describe(path)
     live = _tensors(role)
     _compare(live, saved)
-    states = rng.wanted(saved, rank)
-    sharded.read({**{name: tensor.detach() for name, tensor in live.items()}, **states}, place)
-    role.optimizer.load_named_state(role.optimizer.named_state())  # the masters' values go into the model
-    rng.restore(states, rank)
+    states = _empty_rng(saved, rank)
+    sharded.read({**{name: tensor.detach() for name, tensor in live.items()}, **states}, path)
+    role.optimizer.load_named_state(role.optimizer.named_state())  # copies the masters into the model
+    restore_rng(states, rank)
 
 
 def _compare(live: Mapping[str, Tensor], saved: sharded.Described) -> None:
-    """Raises ValueError: what differs first, in words."""
-    differ = {name for name in saved if not name.startswith(rng.KINDS)} ^ live.keys()
+    """Raises ValueError for the first difference."""
+    differ = {name for name in saved if not name.startswith(RNG)} ^ live.keys()
     if odd := sorted(differ, key=lambda name: (not name.startswith(WEIGHT), name)):
         lacks = "it lacks" if odd[0] in live else "the model lacks"
         raise ValueError(f"it is of another model: {lacks} {odd[0]} (and {len(odd) - 1} more)")
@@ -198,3 +206,30 @@ def _compare(live: Mapping[str, Tensor], saved: sharded.Described) -> None:
         if saved[name][0] != tuple(tensor.shape):
             shapes = f"{list(saved[name][0])}, the model's {list(tensor.shape)}"
             raise ValueError(f"it is of another model: {name} is {shapes}")
+
+
+def rng_state(rank: int) -> dict[str, Tensor]:
+    """Return the state of torch's random numbers in this process, by name."""
+    found = {f"{RNG_CPU}{rank}": torch.get_rng_state()}
+    if torch.cuda.is_initialized():
+        found[f"{RNG_CUDA}{rank}"] = torch.cuda.get_rng_state()
+    return found
+
+
+def _empty_rng(saved: sharded.Described, rank: int) -> dict[str, Tensor]:
+    """Return tensors for the saved states of this rank, or of rank 0 if there was no such rank."""
+    source = rank if f"{RNG_CPU}{rank}" in saved else 0
+    names = [name for kind in RNG if (name := f"{kind}{source}") in saved]
+    return {name: torch.zeros(saved[name][0], dtype=torch.uint8) for name in names}
+
+
+def restore_rng(states: Mapping[str, Tensor], rank: int) -> None:
+    """Continue the saved random numbers. A new rank derives its seed from rank 0's state and its own number: the same
+    every time, and different from every other rank's."""
+    if f"{RNG_CPU}{rank}" not in states:
+        digest = hashlib.sha256(states[f"{RNG_CPU}0"].numpy().tobytes() + rank.to_bytes(4, "little")).digest()
+        torch.manual_seed(int.from_bytes(digest[:7], "little"))  # of the GPU's as well
+        return
+    torch.set_rng_state(states[f"{RNG_CPU}{rank}"])
+    if torch.cuda.is_available() and f"{RNG_CUDA}{rank}" in states:
+        torch.cuda.set_rng_state(states[f"{RNG_CUDA}{rank}"])

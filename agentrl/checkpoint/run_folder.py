@@ -1,10 +1,13 @@
-"""The run folder: a new one a run; one that holds a run is never written over."""
+"""The run folder and its lock. Every run has a new one; a folder that holds a run is never overwritten."""
 
+import fcntl
 import json
 import math
 import os
 import re
+import socket
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +16,16 @@ from agentrl.errors import UserError
 
 RECIPE, METRICS, TRAJECTORIES, CHECKPOINTS = "recipe.yaml", "metrics.jsonl", "trajectories", "checkpoints"
 ERRORS = "error.log"
-"""Tracebacks of what ended the run, which is told in one line."""
-MODEL = "model"  # that a warm start leaves
+"""Traceback of the error that ended the run, which is printed in one line."""
+LOCK = ".lock"
+MODEL = "model"
+"""Folder of the model that `agentrl sft` makes."""
 _LATER = re.compile(r"recipe\.resumed_(\d+)\.yaml")
-"""What a resumed run goes by, where that is not what it went by before."""
+"""Recipe of a resumed run, if it differs from the one before."""
 
 
 def recipe_of(path: str) -> tuple[str, str | None]:
-    """The recipe at `path`, and the run's folder where it is one."""
+    """Return the recipe's path, and the run folder if `path` is one."""
     folder = Path(path)
     return (str(RunFolder(folder).recipe()), path) if (folder / RECIPE).is_file() else (path, None)
 
@@ -34,7 +39,7 @@ class RunFolder:
 
     @classmethod
     def create(cls, output: str | None, name: str, root: Path = Path("runs")) -> "RunFolder":
-        """`output` as it is, or runs/<name>-<number> with the next free number. Raises UserError for one in use."""
+        """Make `output`, or runs/<name>-<number> with the next free number. Raises UserError if it is in use."""
         cls.check_free(output, root)
         if output is None:
             return cls(_next_numbered(root, name))
@@ -44,19 +49,19 @@ class RunFolder:
 
     @staticmethod
     def check_free(output: str | None, root: Path = Path("runs")) -> None:
-        """Raises UserError when `output` cannot take a new run. Makes nothing: to be asked before costly work."""
+        """Raises UserError if `output` cannot take a new run. Makes nothing: call it before costly work."""
         path = root if output is None else Path(output)
         if (path / RECIPE).exists() or (path / METRICS).exists():
             raise UserError(f"output: {path} already holds a run; name another folder, or go on with --resume {path}")
         there = next(p for p in (path, *path.parents) if p.exists())
         if not there.is_dir():
-            raise UserError(f"output: {there} is a file; a run needs a folder")
+            raise UserError(f"output: {there} is not a folder")
         if not os.access(there, os.W_OK | os.X_OK):
             raise UserError(f"output: {there} cannot be written to; name another folder by output=...")
 
     @classmethod
     def existing(cls, path: str) -> "RunFolder":
-        """The folder of a run to go on with. Raises UserError when it holds none."""
+        """Return the folder of a run to resume. Raises UserError if it holds none."""
         folder = cls(Path(path))
         if not (folder.path / RECIPE).exists():
             raise UserError(f"--resume {path}: no run there ({RECIPE} is missing)")
@@ -64,16 +69,16 @@ class RunFolder:
 
     @property
     def gone(self) -> bool:
-        """Whether it was deleted, or so much of it that nothing can be resumed there."""
+        """Whether it was deleted, or its recipe, without which it cannot be resumed."""
         return not (self.path / RECIPE).exists()
 
     def remember(self) -> None:
-        """Keep in memory what `put_back` writes."""
+        """Keep the recipe in memory, for `put_back`."""
         self._recipe = (self.path / RECIPE).read_text(encoding="utf-8")
 
     def put_back(self) -> bool:
-        """Make a folder that is gone anew, with its recipe, so that the run can be saved and resumed there. Returns
-        whether it was gone. Raises UserError: it cannot be made, or not be written to."""
+        """Make a deleted folder again, with its recipe, so that the run can be saved and resumed there; return whether
+        it was gone. Raises UserError: it cannot be made or written to."""
         if not self.gone or self._recipe is None:
             return False
         _make(self.path)
@@ -85,17 +90,17 @@ class RunFolder:
         return self.path / CHECKPOINTS
 
     def recipe(self) -> Path:
-        """The file of the recipe that the run goes by: what it began with, or what it was resumed with last."""
+        """Return the path of the recipe in force: the first one, or the one that the run was last resumed with."""
         return self._later()[1]
 
     def _later(self) -> tuple[int, Path]:
-        """How often the run was resumed with another recipe, and the last one."""
+        """Return how often the run was resumed with another recipe, and the path of the last recipe."""
         found = [(int(m[1]), path) for path in self.path.iterdir() if (m := _LATER.fullmatch(path.name))]
         return max(found, default=(0, self.path / RECIPE))
 
     def write_recipe(self, text: str, step: int = 0) -> None:
-        """What the run goes by after `step`. The recipe that it began with is never written over: another one is kept
-        beside it. Raises UserError: the disk refuses it."""
+        """Write the recipe in force after `step`. The first one is never overwritten: another is kept beside it. Raises
+        UserError: the disk refuses it."""
         number, path = self._later()
         try:
             if path.exists():
@@ -108,8 +113,8 @@ class RunFolder:
             raise UserError(f"output: cannot write into {self.path}: {getattr(error, 'strerror', error)}") from error
 
     def append_metrics(self, metrics: Mapping[str, Any]) -> list[str]:
-        """A line of its own. Returns the keys whose values are NaN or infinite, which JSON does not have: the line
-        holds these names, as `not_finite`, in their place."""
+        """Append one line. Returns the keys whose values are NaN or infinite, which JSON does not have: the line lists
+        them as `not_finite` instead."""
         bad = [key for key, value in metrics.items() if isinstance(value, float) and not math.isfinite(value)]
         row = {key: value for key, value in metrics.items() if key not in bad} | ({"not_finite": bad} if bad else {})
         with (self.path / METRICS).open("a") as file:
@@ -117,8 +122,7 @@ class RunFolder:
         return bad
 
     def metrics(self) -> list[dict[str, Any]]:
-        """Every whole line so far; a last line that a kill cut short is left out. Raises UserError: any other line that
-        is no row."""
+        """Return every row; a last line that a kill cut short is left out. Raises UserError for any other bad line."""
         path = self.path / METRICS
         try:
             lines = path.read_bytes().split(b"\n") if path.exists() else []
@@ -142,7 +146,7 @@ class RunFolder:
 
 
 def _row(line: bytes, path: Path, number: int, last: bool) -> dict[str, Any] | None:
-    """None: the last line, which has no end, and is cut short."""
+    """Parse one line; None: the last one, cut short."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError):
@@ -151,7 +155,7 @@ def _row(line: bytes, path: Path, number: int, last: bool) -> dict[str, Any] | N
         row = None
     if not isinstance(row, dict) or type(row.get("step")) is not int:
         raise UserError(
-            f"{path}:{number}: is no row of metrics (an object with a whole `step`): mend or remove the line"
+            f"{path}:{number}: not a row of metrics (an object with an integer `step`): correct or remove the line"
         )
     return row
 
@@ -177,3 +181,52 @@ def _next_numbered(root: Path, name: str) -> Path:
             number += 1
         except OSError as error:
             raise UserError(f"output: cannot make the folder {path}: {error.strerror}") from error
+
+
+class FolderLock:
+    """Lets one process at a time train in a run folder: acquired when constructed, held until `release`.
+
+    The kernel holds the lock, so it ends with its process, however that ends; a killed process leaves at most the
+    file, which locks nothing. A file system without locks gives none. Raises UserError: another process holds the
+    lock, or the folder cannot be written to.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / LOCK
+        self._handle = self._open()
+        while not self._has_name():  # its holder removed the file between our opening and our locking
+            os.close(self._handle)
+            self._handle = self._open()
+
+    def _open(self) -> int:
+        try:
+            handle = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError as error:
+            raise UserError(f"output: cannot write into {self._path.parent}: {error.strerror}") from error
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.pread(handle, 200, 0).decode(errors="replace").strip() or "another process"
+            os.close(handle)
+            raise UserError(
+                f"{self._path.parent}: {holder} trains in this folder; end that run, or wait for it, and go on with "
+                f"--resume {self._path.parent}, or give this one a folder of its own (output=...)"
+            ) from None
+        except OSError:  # some network file systems have no locks
+            return handle
+        with suppress(OSError):  # a full disk is reported when something is lost
+            os.ftruncate(handle, 0)
+            os.pwrite(handle, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+        return handle
+
+    def _has_name(self) -> bool:
+        try:
+            return os.path.samestat(os.fstat(self._handle), self._path.stat())
+        except FileNotFoundError:
+            return False
+
+    def release(self) -> None:
+        """Remove the file, while nobody else can hold the lock, and release it."""
+        with suppress(OSError):
+            self._path.unlink()
+        os.close(self._handle)

@@ -1,6 +1,6 @@
-"""safetensors files written tensor by tensor: nothing but the tensor at hand is ever in memory.
+"""Write safetensors files tensor by tensor: only one tensor at a time is in memory.
 
-The format: eight bytes with the header's length, a header in JSON (name -> dtype, shape, place), then the values.
+The format: eight bytes with the header's length, a header in JSON (name -> dtype, shape, offsets), then the values.
 https://github.com/huggingface/safetensors#format
 """
 
@@ -23,7 +23,7 @@ ALIGNED = 8
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """What is known of a tensor before it is there."""
+    """Name, dtype and shape of a tensor that is written later."""
 
     name: str
     dtype: torch.dtype
@@ -31,12 +31,12 @@ class Slot:
 
     @property
     def size(self) -> int:
-        """Bytes."""
+        """Size in bytes."""
         return self.dtype.itemsize * int(torch.Size(self.shape).numel())
 
 
 def write_file(path: Path, slots: Sequence[Slot], tensors: Iterable[Tensor]) -> None:
-    """`tensors` come in the order of `slots`. Raises OSError; ValueError for one that is not what its slot says."""
+    """Write `tensors`, in the order of `slots`. Raises OSError; ValueError for one that does not match its slot."""
     with path.open("wb") as file:
         file.write(_header(slots))
         for slot, tensor in zip(slots, tensors, strict=True):
@@ -62,7 +62,7 @@ def _write_values(file: IO[bytes], tensor: Tensor) -> None:
 
 
 def shards(slots: Iterable[Slot], limit: int) -> Iterator[list[Slot]]:
-    """In order, runs of at most `limit` bytes together; a larger tensor stands alone."""
+    """Split `slots`, in order, into runs of at most `limit` bytes; a larger tensor is a run of its own."""
     run: list[Slot] = []
     size = 0
     for slot in slots:
@@ -76,7 +76,8 @@ def shards(slots: Iterable[Slot], limit: int) -> Iterator[list[Slot]]:
 
 
 def write_model(folder: Path, slots: Sequence[Slot], tensors: Iterable[Tensor], limit: int) -> None:
-    """`model.safetensors`, or numbered files of at most `limit` bytes with the index that `from_pretrained` reads."""
+    """Write `model.safetensors`, or numbered files of at most `limit` bytes and the index that `from_pretrained`
+    reads. `tensors` come in the order of `slots`."""
     runs = list(shards(slots, limit))
     names = ["model.safetensors"]
     if len(runs) != 1:

@@ -197,7 +197,7 @@ def _missing(recipe: "Recipe", plan: "MemoryPlan | None") -> list[str]:
     """Return what this machine lacks to run the recipe, or to be one of the machines of its cluster."""
     import torch
 
-    from agentrl.training.needs import lacking, lacking_gpus
+    from agentrl.training.preflight import lacking, lacking_gpus
 
     lines = lacking(recipe)
     lines += [line for line in lacking_gpus(recipe, everywhere=True) if line not in lines]

@@ -12,7 +12,7 @@ COLOURS = ("#2f6fdb", "#d9682b", "#2a9d72", "#a34fc4", "#8a8f98")
 
 
 def ticks(low: float, high: float, count: int = 5, whole: bool = False) -> list[float]:
-    """About `count` round numbers that span low..high. whole: no fractions, for what is counted."""
+    """Return about `count` round numbers between low and high. whole: no fractions, for counts."""
     if high <= low:
         return [low]
     raw = max((high - low) / count, 1.0 if whole else 0.0)
@@ -24,7 +24,7 @@ def ticks(low: float, high: float, count: int = 5, whole: bool = False) -> list[
 
 
 def number(value: float) -> str:
-    """12,300 or 0.25 or 3e-06: as short as it can be read."""
+    """Format as 12,300 or 0.25 or 3e-06."""
     if value == 0:
         return "0"
     if abs(value) >= 1000:
@@ -33,9 +33,9 @@ def number(value: float) -> str:
 
 
 def line_chart(title: str, series: Mapping[str, Points], bounds: tuple[float, float] | None = None) -> str:
-    """One figure. Points that are not finite are left out; a series without points draws nothing.
+    """Return one figure as HTML, without points that are not finite; empty if none is left.
 
-    bounds: of the y axis (None: those of the points, from 0 where all are positive).
+    series: label -> points (x, y). bounds: of the y axis (None: those of the points, from 0 if all are positive).
     """
     kept = {name: [(x, y) for x, y in points if math.isfinite(y)] for name, points in series.items()}
     kept = {name: points for name, points in kept.items() if points}
@@ -57,7 +57,7 @@ def line_chart(title: str, series: Mapping[str, Points], bounds: tuple[float, fl
 
 
 class _Frame:
-    """Maps values to the drawing."""
+    """Maps values to coordinates of the drawing."""
 
     def __init__(self, x0: float, x1: float, y0: float, y1: float):
         self.x0, self.x1, self.y0, self.y1 = x0, x1 if x1 > x0 else x0 + 1, y0, y1

@@ -1,4 +1,4 @@
-"""`report.html`: a run as pictures, and some of its conversations to read. One file, nothing fetched from anywhere."""
+"""`report.html`: charts of a run and some of its conversations, in one file without external resources."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -10,7 +10,7 @@ from agentrl.report.chart import Points, line_chart
 from agentrl.rollout.journal import read_journal
 
 SHOWN = 6  # conversations of each evaluation
-# By what the environment said of the conversation; None: it was not asked.
+# By `solved` of the record; None: the environment was not asked.
 MARKS = {True: '<b class="good">✓</b>', False: '<b class="bad">✗</b>', None: ""}
 
 STYLE = """
@@ -38,23 +38,23 @@ summary { cursor:pointer } .talk { display:grid; gap:6px; padding:8px 0 }
 
 FIGURES: tuple[tuple[str, tuple[tuple[str, str], ...], tuple[float, float] | None], ...] = (
     ("Reward", (("mean", "reward/mean"),), None),
-    ("Tokens a second", (("sampled", "rollout/tokens_per_s"), ("trained", "train/tokens_per_s")), None),
-    ("Turns a sample", (("turns", "rollout/turns_mean"),), None),
+    ("Tokens per second", (("sampled", "rollout/tokens_per_s"), ("trained", "train/tokens_per_s")), None),
+    ("Turns per sample", (("turns", "rollout/turns_mean"),), None),
     ("Entropy of the sampled tokens (nats)", (("entropy", "train/entropy"),), None),
     ("Gradient norm", (("before clipping", "train/grad_norm"),), None),
-    ("What the critic foresees of the returns", (("explained variance", "critic/explained_variance"),), None),
+    ("Returns explained by the critic", (("explained variance", "critic/explained_variance"),), None),
     (
         "Trainer against engine, |log-prob difference|",
         (("max", "mismatch/logprob_max"), ("mean", "mismatch/logprob_mean")),
         None,
     ),
-    ("Seconds a step", (("all", "time/step_s"), ("sampling", "time/rollout_s"), ("training", "time/train_s")), None),
+    ("Seconds per step", (("all", "time/step_s"), ("sampling", "time/rollout_s"), ("training", "time/train_s")), None),
 )
 
 
 def write_report(folder: Path, title: str) -> Path:
-    """From `metrics.jsonl` and `trajectories/` of a run folder, as far as they are there; returns the page's path."""
-    metrics = folder / "metrics.jsonl"  # absent where the first evaluation was cut short
+    """Write `report.html` from a run folder's `metrics.jsonl` and `trajectories/`, if they exist; return its path."""
+    metrics = folder / "metrics.jsonl"  # missing if the first evaluation was interrupted
     lines = metrics.read_text(encoding="utf-8").split("\n") if metrics.exists() else []
     rows = [json.loads(line) for line in lines if line]
     page = folder / "report.html"
@@ -65,7 +65,7 @@ def write_report(folder: Path, title: str) -> Path:
 def render(
     title: str, rows: Sequence[Mapping[str, Any]], evaluations: Mapping[str, Sequence[Mapping[str, Any]]]
 ) -> str:
-    """rows: those of metrics.jsonl. evaluations: heading -> trajectory records."""
+    """Return the page. rows: of metrics.jsonl. evaluations: heading -> trajectory records."""
     talks = "".join(
         f"<h2>{escape(heading)}</h2>" + "".join(_talk(record) for record in records[:SHOWN])
         for heading, records in evaluations.items()
@@ -74,7 +74,7 @@ def render(
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
         f'<meta name="viewport" content="width=device-width,initial-scale=1"><style>{STYLE}</style></head><body><main>'
         f"<h1>{escape(title)}</h1><p>{max((r['step'] for r in rows), default=0)} steps</p>"
-        f'<div class="cards">{_cards(rows)}</div><h2>How it went</h2><div class="figures">{_figures(rows)}</div>'
+        f'<div class="cards">{_cards(rows)}</div><h2>Training</h2><div class="figures">{_figures(rows)}</div>'
         f"{talks}</main></body></html>\n"
     )
 
@@ -84,7 +84,7 @@ def _series(rows: Sequence[Mapping[str, Any]], key: str) -> Points:
 
 
 def _accuracy(rows: Sequence[Mapping[str, Any]]) -> dict[str, Points]:
-    """By split, in the order of the evaluations."""
+    """Return held-out accuracy by split, in the order of the evaluations."""
     keys = dict.fromkeys(k for row in rows for k in row if k.startswith("eval/") and k.endswith("/accuracy"))
     return {key.split("/")[1]: _series(rows, key) for key in keys}
 
@@ -94,10 +94,10 @@ def _cards(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _card(split: str, points: Points) -> str:
-    """Before and after; what was evaluated once shows no way that it went."""
+    """Return accuracy before and after, or alone if there was one evaluation."""
     (first, before), (last, after) = points[0], points[-1]
     value = f"{before:.1%} → {after:.1%}" if last > first else f"{after:.1%}"
-    steps = f"steps {first} and {last}" if last > first else f"step {first} alone"
+    steps = f"steps {first} and {last}" if last > first else f"step {first}"
     return f'<div class="card"><span>{escape(split)}, held out, {steps}</span><b>{value}</b></div>'
 
 
@@ -105,14 +105,14 @@ def _figures(rows: Sequence[Mapping[str, Any]]) -> str:
     drawn = [line_chart("Held-out accuracy", _accuracy(rows), (0.0, 1.0))]
     for title, lines, bounds in FIGURES:
         drawn.append(line_chart(title, {label: _series(rows, key) for label, key in lines}, bounds))
-    drawn.append(line_chart("Most memory of each phase (GB)", _family(rows, "memory/", "_gb")))
+    drawn.append(line_chart("Peak memory of each phase (GB)", _family(rows, "memory/", "_gb")))
     drawn.append(line_chart("Why samples ended", _family(rows, "stop/", "")))
-    drawn.append(line_chart("Tool errors a step", _family(rows, "tool/", "/errors")))
+    drawn.append(line_chart("Tool errors per step", _family(rows, "tool/", "/errors")))
     return "".join(drawn)
 
 
 def _family(rows: Sequence[Mapping[str, Any]], prefix: str, suffix: str) -> dict[str, Points]:
-    """The series of all keys of one form that are ever other than 0, by what stands between prefix and suffix."""
+    """Return the series of all keys `<prefix><label><suffix>` that are not always 0, by label."""
     keys = sorted({k for row in rows for k, v in row.items() if k.startswith(prefix) and k.endswith(suffix) and v})
     return {key.removeprefix(prefix).removesuffix(suffix): _series(rows, key) for key in keys}
 
@@ -130,7 +130,7 @@ def _talk(record: Mapping[str, Any]) -> str:
 
 
 def _parts(record: Mapping[str, Any]) -> str:
-    """The reward's named parts, before they are weighted, and the turns that were given a step reward."""
+    """Return the reward's named parts, before they are weighted, and the step rewards of turns."""
     given = [f"{name} {value:g}" for name, value in record.get("rewards", {}).items()]
     steps = [(i, turn["reward"]) for i, turn in enumerate(record.get("turns", ()), 1) if turn["reward"]]
     given += [f"turn {i} {value:+g}" for i, value in steps]
@@ -145,21 +145,21 @@ def _text(message: Mapping[str, Any]) -> str:
 
 
 def _content(message: Mapping[str, Any]) -> str:
-    """As text: a part that is none, such as an image, by its kind and what is known of it."""
+    """Return the content as text; a part of another kind, such as an image, by its kind and name."""
     content = message.get("content") or ""
     if isinstance(content, str):
         return content
-    return "\n".join(part["text"] if part["type"] == "text" else f"[{_named(part)}]" for part in content)
+    return "\n".join(part["text"] if part["type"] == "text" else f"[{_label(part)}]" for part in content)
 
 
-def _named(part: Mapping[str, Any]) -> str:
-    """`image: plot.png`, or `image: <70 bytes>` where the journal kept no more; of a data URL its beginning."""
+def _label(part: Mapping[str, Any]) -> str:
+    """Return `image: plot.png`, or `image: <70 bytes>` if the journal kept no more; a data URL is cut."""
     what = part.get(part["type"])
     return f"{part['type']}: {what[:60]}" if isinstance(what, str) else str(part["type"])
 
 
 def _evaluations(folder: Path) -> dict[str, list[dict[str, Any]]]:
-    """The first and the last evaluation of the leading split of each environment, as headings and records."""
+    """Return the records of the first and the last evaluation of each environment's leading split, by heading."""
     found = {}
     for path in (folder / "trajectories").glob("eval_*.jsonl*"):
         name = path.name.removesuffix(".zst").removesuffix(".jsonl").removeprefix("eval_")

@@ -6,6 +6,7 @@ from time import monotonic
 from typing import Any
 
 import numpy as np
+import torch
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -128,7 +129,7 @@ class SftTrainer:
         for packed in micro_batches(batch, self.recipe.train.micro_batch_tokens):
             logprobs, _ = self.forward(packed, 1.0)
             loss = -logprobs.sum() / count
-            loss.backward()
+            torch.autograd.backward(loss)
             total += float(loss.detach())
             self.tokens += len(packed.ids)
         return total

@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on, and at its end. On a terminal it is live; elsewhere it is a line a step."""
+"""Progress of a run and its result: live on a terminal, elsewhere one line per step."""
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -23,7 +23,7 @@ WIDTH = 48  # of a curve, in characters
 
 
 def sparkline(values: Sequence[float], low: float = 0.0, high: float = 1.0) -> str:
-    """A curve in block characters; long ones are averaged down to WIDTH columns."""
+    """Return a curve in block characters, averaged down to at most WIDTH columns."""
     if not values:
         return ""
     columns = min(len(values), WIDTH)
@@ -34,7 +34,7 @@ def sparkline(values: Sequence[float], low: float = 0.0, high: float = 1.0) -> s
 
 
 def clock(seconds: float) -> str:
-    """1:05, or 2:01:05."""
+    """Return seconds as 1:05 or 2:01:05."""
     minutes, s = divmod(round(seconds), 60)
     hours, m = divmod(minutes, 60)
     return f"{hours}:{m:02d}:{s:02d}" if hours else f"{m}:{s:02d}"
@@ -46,17 +46,17 @@ def _with_interval(accuracy: Accuracy) -> str:
 
 
 class Display:
-    """Shows step, reward, held-out accuracy, tokens a second and the time left."""
+    """Shows step, reward, held-out accuracy, tokens per second and the time left."""
 
     def __init__(self, steps: int, title: str, console: Console | None = None, first_step: int = 0):
         self.console = console or terminal()
         self.steps, self.title, self.first_step = steps, title, first_step
         self.rewards: list[float] = []
         self.accuracies: list[float] = []
-        self._began = monotonic()
+        self._start = monotonic()
         self.latest: dict[str, float] = {}
         self._phase = ""
-        self._over = False
+        self._ended = False
         self._progress = Progress(
             TextColumn("[bold]{task.description}"),
             BarColumn(bar_width=40),
@@ -78,32 +78,33 @@ class Display:
             self._live.stop()
 
     def _print(self, shown: Any, **how: Any) -> None:
-        """Raises UserError, once: whoever reads it has gone, or what it is written to takes no more."""
+        """Raises UserError, once, if stdout was closed or cannot be written to."""
         try:
             self.console.print(shown, **how)
-        except (OSError, SystemExit) as error:  # an exit is what rich makes of a pipe that nobody reads
+        except (OSError, SystemExit) as error:  # rich exits when a pipe has no reader
             self.console.quiet = True
             why = f": {error.strerror}" if isinstance(error, OSError) and error.strerror else ""
-            if not self._over:
-                raise UserError(f"stdout was closed, so nobody sees what the run says{why}") from None
+            if not self._ended:
+                raise UserError(f"stdout was closed, so nobody sees the progress of the run{why}") from None
 
-    def over(self) -> None:
-        """The run has ended: from here on nothing is lost if nobody reads what is said."""
-        self._over = True
+    def end(self) -> None:
+        """From here on, ignore a closed stdout: the run has ended, and nothing is lost."""
+        self._ended = True
 
     def note(self, text: str) -> None:
-        """A line that stays."""
+        """Print a line, which stays above the live display."""
         self._print(masked_text(text), highlight=False, markup=False, soft_wrap=True)
 
     def phase(self, name: str) -> None:
-        """What goes on right now (loading, sampling, training, evaluating)."""
+        """Show what the run does now (loading, sampling, training, evaluating)."""
         self._phase = name
 
     def begin(self) -> None:
-        """The first step begins now: the time left is counted from here."""
-        self._began = monotonic()
+        """Start the clock of the first step, from which the time left is estimated."""
+        self._start = monotonic()
 
     def step(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Show a finished step."""
         self.latest = dict(metrics)
         self.rewards.append(metrics["reward/mean"])
         self._progress.update(self._bar, completed=step)
@@ -111,16 +112,16 @@ class Display:
             self._print(self._line(step, metrics), highlight=False, soft_wrap=True)
 
     def evaluation(self, step: int, found: Mapping[str, Accuracy], followed: str | None) -> None:
-        """found: by split. followed: the one whose curve is drawn."""
+        """Show an evaluation after `step`. found: by split. followed: the split whose curve is shown."""
         if followed is not None and followed in found:
             self.accuracies.append(found[followed].value)
         shown = "  ".join(f"{split} {accuracy.value:.1%}" for split, accuracy in found.items())
         self.note(f"step {step:>4}  held-out accuracy: {shown}")
 
     def time_left(self, step: int) -> float | None:
-        """Seconds, from the mean of the steps so far; None before the first."""
+        """Return seconds, from the mean of the steps so far; None before the first."""
         done = step - self.first_step
-        return (monotonic() - self._began) / done * (self.steps - step) if done > 0 else None
+        return (monotonic() - self._start) / done * (self.steps - step) if done > 0 else None
 
     def _line(self, step: int, metrics: Mapping[str, Any]) -> str:
         left = self.time_left(step)
@@ -141,13 +142,13 @@ class Display:
             )
         if self.latest:
             speed = f"{self.latest['rollout/tokens_per_s']:,.0f}"
-            table.add_row("sampled tokens/s", speed, f"{self.latest['time/step_s']:.2f} s a step")
+            table.add_row("sampled tokens/s", speed, f"{self.latest['time/step_s']:.2f} s per step")
         left = self.time_left(step)
         table.add_row("time left", clock(left) if left is not None else "…", Text(self._phase, style="dim"))
         return Group(self._progress, table)
 
     def final(self, rows: Sequence[tuple[str, Accuracy, Accuracy]], folder: str, seconds: float) -> None:
-        """The table at the end: (split, accuracy before, accuracy after), with intervals, and where the run lies."""
+        """Print the result. rows: (split, accuracy before, accuracy after). seconds: of the whole run."""
         caption = "in brackets: 95 % intervals, by tasks"
         table = Table(title=escape(self.title), title_justify="left", caption=caption, caption_justify="left")
         for column in ("held-out split", "before", "after"):
@@ -157,4 +158,4 @@ class Display:
         self._print(table)
         if self.rewards:
             self._print(f"reward {sparkline(self.rewards)}  {self.rewards[0]:.2f} → {self.rewards[-1]:.2f}")
-        self._print(f"{clock(seconds)} in all. The run lies in [bold]{escape(folder)}[/bold]", highlight=False)
+        self._print(f"{clock(seconds)} in total. Run folder: [bold]{escape(folder)}[/bold]", highlight=False)

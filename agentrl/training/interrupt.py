@@ -1,4 +1,4 @@
-"""Ctrl-C during a run: the first ends it in good order, the second at once."""
+"""Ctrl-C during a run: the first stops it after the last whole step, the second at once."""
 
 import asyncio
 import os
@@ -14,25 +14,27 @@ from agentrl.rollout.event_loop import Runner
 T = TypeVar("T")
 
 LAST_RESORT_SECONDS = 3.0
-"""What the second signal leaves to plugins to let go; a tool that holds the event loop is not waited for longer."""
+"""Time after the second signal until the process exits even if a plugin blocks the event loop."""
 EXIT_CODE = 130
 
 
-class Interrupted(Exception):  # noqa: N818 - it is no error
-    """The run was asked to stop: what is under way is dropped, what is complete is saved."""
+class Interrupted(Exception):  # noqa: N818 - not an error
+    """The run was asked to stop: the current step is dropped, the last whole one is saved."""
 
 
 class Interrupts:
-    """While entered, SIGINT and SIGTERM set `requested` and cancel what `run` awaits, so that no update is cut in two.
+    """Runs asynchronous work on the run's one event loop. While entered, SIGINT and SIGTERM set `requested` and cancel
+    what `run` awaits, so that no update is cut in two.
 
-    Entered outside the main thread, where Python takes no signals, it only offers `run`. The work may be done in
-    another thread than the one that entered; it ends with `close`, in its own thread. say: told of a plugin that holds
-    up the event loop.
+    Outside the main thread, where Python has no signals, entering does nothing. `run` and `close` may be called in
+    another thread than the one that entered, but both in the same.
     """
 
     def __init__(self) -> None:
         self.requested = False
-        self.say: Callable[[str], None] = print
+        """Whether a stop was asked for."""
+        self.notify: Callable[[str], None] = print
+        """Called with a line about a plugin that blocks the event loop."""
         self._runner = self._new_runner()
         self._task: asyncio.Task[Any] | None = None
         self._former: dict[int, Any] = {}
@@ -51,17 +53,17 @@ class Interrupts:
             self._last_resort.cancel()
 
     def close(self) -> None:
-        """Close the event loop, after what still runs in it is cancelled. A run that is taken up again gets another."""
+        """Cancel what still runs, close the event loop, and make another for a run that is restarted."""
         self._runner.close()
         self._runner = self._new_runner()
 
     def _new_runner(self) -> Runner:
-        return Runner(lambda line: self.say(line))
+        return Runner(lambda line: self.notify(line))
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self.requested:
             if self._last_resort is None:
-                self._last_resort = threading.Timer(LAST_RESORT_SECONDS, _leave)
+                self._last_resort = threading.Timer(LAST_RESORT_SECONDS, _exit)
                 self._last_resort.daemon = True
                 self._last_resort.start()
             raise KeyboardInterrupt
@@ -70,20 +72,16 @@ class Interrupts:
             self._runner.get_loop().call_soon_threadsafe(task.cancel)
 
     def check(self) -> None:
-        """Raises Interrupted when a stop was asked for. Called between the parts of a step."""
+        """Raises Interrupted if a stop was asked for. Called between the parts of a step."""
         if self.requested:
             raise Interrupted
 
     def complete(self, work: Callable[[], Awaitable[T]]) -> T:
-        """Run asynchronous work to its end, whatever is requested: what must follow an update."""
-
-        async def body() -> T:
-            return await work()
-
-        return self._runner.run(body())
+        """Run asynchronous work to its end, even if a stop was asked for: what must follow an update."""
+        return self._runner.run(_await(work))
 
     def run(self, work: Callable[[], Awaitable[T]]) -> T:
-        """Run asynchronous work on the run's one event loop. Raises Interrupted when it was cancelled by a signal."""
+        """Run asynchronous work. Raises Interrupted if a signal cancelled it."""
         self.check()
 
         async def body() -> T:
@@ -102,8 +100,12 @@ class Interrupts:
             raise
 
 
-def _leave() -> None:
-    """End the process as it is."""
+async def _await(work: Callable[[], Awaitable[T]]) -> T:
+    return await work()
+
+
+def _exit() -> None:
+    """End the process at once."""
     if sys.stdout.isatty():
         os.write(sys.stdout.fileno(), b"\x1b[?25h\n")  # a live display had hidden the cursor
     os._exit(EXIT_CODE)

@@ -1,7 +1,8 @@
-"""What can be looked at before a model is loaded, so that a mistake costs no waiting."""
+"""What is checked before a model is loaded, so that a mistake costs no waiting."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -9,34 +10,40 @@ import torch
 from agentrl.algo import advantages, losses
 from agentrl.algo.registry import check_critic
 from agentrl.algo.terms import Tokens
+from agentrl.cluster.session import reach
 from agentrl.compute.batch import Array, Batch
 from agentrl.compute.classifier import classifier_config
 from agentrl.errors import UserError, describe
 from agentrl.eval.evaluate import choosing_split, chosen_splits
 from agentrl.learner.actor import loss_terms
 from agentrl.learner.advantages import with_advantages
+from agentrl.models.load import find_device, resolve
 from agentrl.plugins.environment import Environment
-from agentrl.plugins.registry import load, make_environment, tasks_of
+from agentrl.plugins.registry import check_engine, load, make_environment, tasks_of
 from agentrl.plugins.tracker import Tracker
 from agentrl.plugins.types import Task
 from agentrl.recipe.schema import Recipe
-from agentrl.training.needs import lacking
+
+REMEDY = "Lower cluster.workers (or cluster.nodes, cluster.gpus), or add machines to the cluster"
 
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """splits: those that are held out and reported. choosing: see `choosing_split`. tasks: to train on. trackers: what
-    makes them, by their names."""
+    """What the checks have loaded."""
 
     env: Environment
     splits: tuple[str, ...]
+    """Held-out splits that are reported."""
     choosing: str | None
+    """Split that chooses the best checkpoint; None: no split is evaluated."""
     tasks: Sequence[Task]
+    """Tasks to train on."""
     trackers: Mapping[str, Callable[[], Tracker]]
+    """Factories of the trackers, by name."""
 
 
 def check_names(recipe: Recipe) -> None:
-    """Look up advantage, loss and reward model. Raises UserError: one line."""
+    """Look up advantage, loss and reward model. Raises UserError."""
     check_critic(recipe)
     losses.get(recipe.algorithm.loss)
     if recipe.rewards.model is not None:
@@ -44,18 +51,22 @@ def check_names(recipe: Recipe) -> None:
 
 
 def check_run(recipe: Recipe) -> Checked:
-    """Raises UserError: one line."""
+    """Check names, algorithm, machine, environment and tasks. Raises UserError."""
     trackers = {name: load("agentrl.trackers", name) for name in recipe.track.trackers}
     check_names(recipe)
     check_algorithm(recipe)
     if getattr(load("engines", recipe.engine.name), "brings_chat", False):
-        raise UserError(f"engine.name {recipe.engine.name!r} plays a model that cannot be trained: use `agentrl eval`")
+        raise UserError(
+            f"engine.name {recipe.engine.name!r} samples from a model that cannot be trained: use `agentrl eval`"
+        )
     if missing := lacking(recipe):
         more = f" (and {len(missing) - 1} more, which `agentrl check` lists)" if len(missing) > 1 else ""
         raise UserError(missing[0] + more)
     env = make_environment(recipe.env)
     if not (env.pays or recipe.tools or env.tools() or recipe.rewards.functions or recipe.rewards.model):
-        raise UserError(f"environment {env.name!r} pays nothing, and no tool can: name a reward in rewards.functions")
+        raise UserError(
+            f"environment {env.name!r} gives no reward, and neither does a tool: name one in rewards.functions"
+        )
     splits = chosen_splits(env, recipe)
     choosing = choosing_split(env, recipe, splits)
     tasks = tasks_of(env, "train")
@@ -66,33 +77,30 @@ def check_run(recipe: Recipe) -> Checked:
 
 
 def check_algorithm(recipe: Recipe) -> None:
-    """Ask the recipe's advantage and loss once, about a step that is made up.
+    """Call the recipe's advantage and loss once, on an invented step.
 
-    Raises UserError unless each can be called as it will be, and gives back what a step needs. A mistake that their
-    signature or their result shows is found before anything is sampled.
+    Raises UserError for a mistake that their signature or their result shows.
     """
-    algorithm, batch = recipe.algorithm, _made_up(recipe)
+    algorithm, batch = recipe.algorithm, _invented_step(recipe)
     found = with_advantages(batch, advantages.get(algorithm.advantage).function, algorithm)
     logprobs = torch.from_numpy(batch.tokens["logprobs"]).requires_grad_()
     sample = torch.from_numpy(np.repeat(np.arange(len(batch)), batch.lengths))
     tokens = Tokens(logprobs * 1.0, logprobs.detach(), torch.from_numpy(found.tokens["advantages"]), sample)
-    terms, whose = (
-        loss_terms(losses.get(algorithm.loss).function, tokens, algorithm),
-        f"algorithm.loss {algorithm.loss!r}",
-    )
+    where = f"algorithm.loss {algorithm.loss!r}"
+    terms = loss_terms(losses.get(algorithm.loss).function, tokens, algorithm)
     if not bool(torch.isfinite(terms.loss).all()):
-        raise UserError(f"{whose} gave a loss that is not finite")
+        raise UserError(f"{where} gave a loss that is not finite")
     if not terms.loss.requires_grad:
-        raise UserError(f"{whose} gave a loss without a gradient: it is no function of `tokens.logprobs`")
+        raise UserError(f"{where} gave a loss without a gradient: it does not depend on `tokens.logprobs`")
     try:
-        terms.loss.sum().backward()
-    except Exception as error:  # the boundary: the gradient of a stranger's function
-        raise UserError(f"{whose}: its gradient cannot be computed: {describe(error, place=False)}") from error
+        torch.autograd.backward(terms.loss.sum())
+    except Exception as error:  # boundary: a plugin's function
+        raise UserError(f"{where}: its gradient cannot be computed: {describe(error, place=False)}") from error
 
 
-def _made_up(recipe: Recipe) -> Batch:
-    """A step as large in samples as the recipe's own, of one to four tokens each; in every task some are right and some
-    wrong. With the columns that the recipe's estimator may read."""
+def _invented_step(recipe: Recipe) -> Batch:
+    """Return as many samples as the recipe's step has, of one to four tokens, some right and some wrong in every
+    task, with the columns that the recipe's advantage may read."""
     limits = recipe.rollout
     size = limits.tasks * limits.n
     lengths = 1 + np.arange(size) % 4
@@ -116,3 +124,78 @@ def _made_up(recipe: Recipe) -> Batch:
             "reward": (np.arange(size) % limits.n % 2).astype(np.float32),
         },
     )
+
+
+def lacking(recipe: Recipe) -> list[str]:
+    """List, one line each, what the recipe needs and this machine lacks: paths, devices, CPUs, Ray, programs.
+
+    Loads nothing. Raises UserError for arguments that the engine does not take.
+    """
+    check_engine(recipe.engine)
+    engine = load("engines", recipe.engine.name)
+    computes_here = not recipe.cluster.used or recipe.engine.name == "local"
+    missing = getattr(engine, "missing", None)
+    return [
+        *(_error_line(lambda: find_device(recipe.model.device)) if computes_here else []),
+        *_error_line(lambda: resolve(recipe.model.path)),
+        *_lacking_critic(recipe),
+        *(_lacking_cluster(recipe) if recipe.cluster.used else []),
+        *lacking_gpus(recipe),
+        *(missing(recipe.engine.args) if missing else []),
+    ]
+
+
+def lacking_gpus(recipe: Recipe, everywhere: bool = False) -> list[str]:
+    """List the missing GPUs of the workers and of the servers that are launched here.
+
+    everywhere: check the workers' GPUs even if a running Ray cluster provides them, as for a machine of that cluster.
+    """
+    engine, cluster, here = load("engines", recipe.engine.name), recipe.cluster, torch.cuda.device_count()
+    try:
+        served = engine.gpus(recipe.engine.args) if hasattr(engine, "gpus") else 0
+    except ValueError as error:
+        raise UserError(f"engine.args.flags: expected a number of devices: {error}") from error
+    if not cluster.gpus:  # without a GPU servers run on the CPU, as the trainer does
+        return [f"needs {served} GPUs on this machine (all of the engine), {here} here"] if 0 < here < served else []
+    if cluster.address is not None and not everywhere:
+        return []
+    trains = cluster.gpus + sum(pool.workers for pool in cluster.pools)
+    needed = max(trains, served) if recipe.engine.sleep else trains + served
+    share = "which share them" if recipe.engine.sleep else "each has its own"
+    parts = f"{trains} of the trainer, {served} of the engine, {share}" if served else "all of the trainer"
+    return [f"needs {needed} GPUs on this machine ({parts}), {here} here"] if here < needed else []
+
+
+def _lacking_critic(recipe: Recipe) -> list[str]:
+    path = recipe.critic.path if recipe.critic is not None else None
+    return [line.replace("model.path", "critic.path", 1) for line in _error_line(lambda: resolve(path))] if path else []
+
+
+def _lacking_cluster(recipe: Recipe) -> list[str]:
+    cluster = recipe.cluster
+    if (address := cluster.address) is not None:
+        return _error_line(lambda: reach(address))
+    if cluster.nodes > 1:
+        return [
+            f"cluster.nodes is {cluster.nodes}, but a Ray that the run starts has only this machine: name a running "
+            "cluster in cluster.address"
+        ]
+    try:
+        from ray._private.utils import get_num_cpus
+    except ImportError as error:
+        return [f"a cluster needs Ray, which cannot be imported ({error}): pip install ray"]
+    apart = sum(pool.workers for pool in cluster.pools)
+    needed, there = cluster.size + apart, int(get_num_cpus())
+    parts = f" ({cluster.size} for the actor, {apart} for cluster.pools)" if apart else ""
+    if needed <= there:
+        return []
+    return [f"needed: one node with {needed} CPUs{parts}; there: this machine with {there} CPUs. {REMEDY}"]
+
+
+def _error_line(check: Callable[[], Any]) -> list[str]:
+    """Return the message of the UserError that `check` raises."""
+    try:
+        check()
+    except UserError as error:
+        return [str(error)]
+    return []

@@ -1,8 +1,9 @@
-"""Where the loop's batches come from: sampled and trained on in turn, or sampled while others train."""
+"""Where the loop's groups come from: sampled before each update, or while the update runs."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from time import perf_counter
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from agentrl.data.sampler import TaskSampler
 from agentrl.plugins.types import Task
@@ -17,43 +18,11 @@ from agentrl.weights.source import WeightSource
 
 T = TypeVar("T")
 Weights = Callable[[], WeightSource | None]
-"""Returns what the engine is given for a new version; None where it knows the trainer's model."""
+"""Returns what the engine is given for a new version: None for an engine that shares the trainer's weights."""
 
 
-class Rollouts(Protocol):
-    """What the loop asks for, in the order of a step."""
-
-    def next(self, step: int) -> tuple[list[Group], dict[str, Any]]:
-        """The groups that step `step` trains on, and their metrics. Raises Interrupted."""
-        ...
-
-    def learn(self, work: Callable[[], T]) -> T:
-        """Do the step's update, to its end whatever is requested."""
-        ...
-
-    def publish(self, step: int) -> None:
-        """The weights of `step` are whole: let the engine have them, now or as soon as it may."""
-        ...
-
-    def current(self) -> None:
-        """Let the engine have the last weights before an evaluation. Raises Interrupted."""
-        ...
-
-    def state(self) -> dict[str, Any]:
-        """What a resumed run needs to draw the tasks that come next; JSON."""
-        ...
-
-    def restore(self, step: int, state: Mapping[str, Any]) -> None:
-        """The inverse of `state`, after step `step`."""
-        ...
-
-    async def close(self) -> None:
-        """Give up what is in flight."""
-        ...
-
-
-class Serial:
-    """One after the other: every token comes from the weights that are trained."""
+class Rollouts(ABC):
+    """Gives each step its groups, and the engine its weights. Methods in the order in which a step calls them."""
 
     def __init__(
         self,
@@ -62,18 +31,49 @@ class Serial:
         tasks: Sequence[Task],
         sampler: TaskSampler,
         interrupts: Interrupts,
-        weights: Weights,
+        weights: Weights = lambda: None,
     ) -> None:
         self._recipe, self._player, self._tasks = recipe, player, tasks
         self._sampler, self._interrupts, self._weights = sampler, interrupts, weights
 
+    @abstractmethod
     def next(self, step: int) -> tuple[list[Group], dict[str, Any]]:
-        began = perf_counter()
+        """Return the groups that step `step` trains on, and their metrics. Raises Interrupted."""
+
+    @abstractmethod
+    def learn(self, work: Callable[[], T]) -> T:
+        """Run the step's update to its end, even if the run is interrupted."""
+
+    @abstractmethod
+    def publish(self, step: int) -> None:
+        """Give the engine the weights of `step`, now or as soon as it may take them."""
+
+    @abstractmethod
+    def sync_engine(self) -> None:
+        """Give the engine the last weights, before an evaluation. Raises Interrupted."""
+
+    def state(self) -> dict[str, Any]:
+        """Return what a resumed run needs to choose the same tasks next, as JSON."""
+        return self._sampler.state()
+
+    def restore(self, step: int, state: Mapping[str, Any]) -> None:
+        """Continue from `state`, which was returned after step `step`."""
+        self._sampler.restore(dict(state))
+
+    async def close(self) -> None:  # noqa: B027 - between steps, nothing is in flight unless a subclass overlaps
+        """Cancel what is in flight."""
+
+
+class SerialRollouts(Rollouts):
+    """Samples, then trains: every token is sampled with the weights that are trained on it."""
+
+    def next(self, step: int) -> tuple[list[Group], dict[str, Any]]:
+        start = perf_counter()
         limits, seed = self._recipe.rollout, (self._recipe.train.seed, step)
         tasks = [self._tasks[i] for i in self._sampler.draw(limits.tasks)]
         groups = self._interrupts.run(lambda: self._player.play(tasks, limits.n, seed=seed, occasion=f"step_{step}"))
-        seconds = perf_counter() - began
-        return groups, _measured(groups, waited=seconds, since=seconds)
+        seconds = perf_counter() - start
+        return groups, _with_speed(groups, seconds, seconds)
 
     def learn(self, work: Callable[[], T]) -> T:
         if self._recipe.engine.sleep:
@@ -88,38 +88,21 @@ class Serial:
         if self._recipe.engine.sleep:
             await self._player.engine.wake()
 
-    def current(self) -> None:
-        """It is."""
-
-    def state(self) -> dict[str, Any]:
-        return self._sampler.state()
-
-    def restore(self, step: int, state: Mapping[str, Any]) -> None:
-        self._sampler.restore(dict(state))
-
-    async def close(self) -> None:
-        """Nothing is in flight between steps."""
+    def sync_engine(self) -> None:
+        """Do nothing: `publish` has done it."""
 
 
-class Overlapped:
-    """Sampling goes on in the event loop while the update runs in a thread.
+class OverlappedRollouts(Rollouts):
+    """Samples in the event loop while the update runs in a thread.
 
-    one_step: new weights wait until the batch in flight is whole, so that every token of a step has one version, which
-    is one update old when it is trained on. async: they are published at once, in the middle of requests.
+    rollout.overlap: one_step: new weights wait until the batch in flight is complete, so that all tokens of a step
+    have one version, one update older than the weights that are trained. async: they are published at once, in the
+    middle of requests.
     """
 
-    def __init__(
-        self,
-        recipe: Recipe,
-        player: Player,
-        tasks: Sequence[Task],
-        sampler: TaskSampler,
-        interrupts: Interrupts,
-        weights: Weights,
-    ) -> None:
-        self._recipe, self._player, self._tasks = recipe, player, tasks
-        self._sampler, self._interrupts, self._weights = sampler, interrupts, weights
-        self._in_order = recipe.rollout.overlap == "one_step"
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._in_order = self._recipe.rollout.overlap == "one_step"
         self._published = self._trained = 0
         self._taken = perf_counter()
         self._stream = self._make_stream(0, ())
@@ -133,13 +116,13 @@ class Overlapped:
         return Stream(driver, self._tasks, lambda: draw(1)[0], plan, version=step, first=first)
 
     def next(self, step: int) -> tuple[list[Group], dict[str, Any]]:
-        began = perf_counter()
+        start = perf_counter()
         flights = self._interrupts.run(self._stream.take)
-        waited, since, self._taken = perf_counter() - began, perf_counter() - self._taken, perf_counter()
+        waited, elapsed, self._taken = perf_counter() - start, perf_counter() - self._taken, perf_counter()
         if self._in_order:
-            self._hand_over()  # the batch is whole, and nothing else is in flight
+            self._update_engine()  # the batch is complete, and nothing else is in flight
         groups = [flight.work.result()[0] for flight in flights]
-        return groups, {**_measured(groups, waited, since), **self._staleness(flights)}
+        return groups, {**_with_speed(groups, waited, elapsed), **self._staleness(flights)}
 
     def learn(self, work: Callable[[], T]) -> T:
         return self._interrupts.complete(lambda: in_thread(work))
@@ -147,25 +130,26 @@ class Overlapped:
     def publish(self, step: int) -> None:
         self._trained = step
         if not self._in_order:
-            self._hand_over()
+            self._update_engine()
 
-    def current(self) -> None:
+    def sync_engine(self) -> None:
         if self._in_order:
             self._interrupts.run(self._stream.settle)
-            self._hand_over()
+            self._update_engine()
 
-    def _hand_over(self) -> None:
-        """The engine gets the last weights, and more may begin."""
-        self._interrupts.complete(self._update_engine)
+    def _update_engine(self) -> None:
+        """Give the engine the last weights, and let further groups begin."""
 
-    async def _update_engine(self) -> None:
-        if self._published != self._trained:
-            await self._player.engine.update_weights(self._trained, self._weights())
-            self._published = self._trained
-        self._stream.advance(self._published)
+        async def update() -> None:
+            if self._published != self._trained:
+                await self._player.engine.update_weights(self._trained, self._weights())
+                self._published = self._trained
+            self._stream.advance(self._published)
+
+        self._interrupts.complete(update)
 
     def _staleness(self, flights: Sequence[Flight]) -> dict[str, Any]:
-        """In updates, of each group's first token when it is trained on."""
+        """Updates between the weights that sampled each group's first token and those that are trained."""
         ages = [self._trained - flight.version for flight in flights]
         return {
             "rollout/staleness_mean": sum(ages) / len(ages),
@@ -174,10 +158,10 @@ class Overlapped:
         }
 
     def state(self) -> dict[str, Any]:
-        return {**self._sampler.state(), "outstanding": self._stream.outstanding}
+        return {**super().state(), "outstanding": self._stream.outstanding}
 
     def restore(self, step: int, state: Mapping[str, Any]) -> None:
-        self._sampler.restore(dict(state))
+        super().restore(step, state)
         self._published = self._trained = step
         self._stream = self._make_stream(step, state.get("outstanding", ()))
 
@@ -185,20 +169,8 @@ class Overlapped:
         await self._stream.close()
 
 
-def make_rollouts(
-    recipe: Recipe,
-    player: Player,
-    tasks: Sequence[Task],
-    sampler: TaskSampler,
-    interrupts: Interrupts,
-    weights: Weights = lambda: None,
-) -> Rollouts:
-    """As `rollout.overlap` says."""
-    kind = Serial if recipe.rollout.overlap == "none" else Overlapped
-    return kind(recipe, player, tasks, sampler, interrupts, weights)
-
-
-def _measured(groups: Sequence[Group], waited: float, since: float) -> dict[str, Any]:
-    """since: seconds since the last batch came, in which these and others were sampled."""
+def _with_speed(groups: Sequence[Group], waited: float, elapsed: float) -> dict[str, Any]:
+    """Metrics of `groups`. waited: seconds of this step; elapsed: seconds since the last batch, in which these and
+    others were sampled."""
     sampled = sum(t.sampled_tokens for g in groups for t in (*g.trajectories, *g.failed))
-    return {**rollout_metrics(groups), "time/rollout_s": waited, "rollout/tokens_per_s": sampled / since}
+    return {**rollout_metrics(groups), "time/rollout_s": waited, "rollout/tokens_per_s": sampled / elapsed}

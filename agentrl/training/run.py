@@ -1,54 +1,64 @@
-"""`train`: from a recipe to a result, taken up again where a worker is lost."""
+"""`train` and `resume_run`: from a recipe to a result, restarted from the last checkpoint where a worker is lost."""
 
 import shlex
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import monotonic
+from typing import Any
 
 from agentrl.checkpoint.checkpoints import Checkpoints, NotSaved, Saved
 from agentrl.checkpoint.disk import FULL
-from agentrl.checkpoint.run_folder import ERRORS, RunFolder
+from agentrl.checkpoint.run_folder import ERRORS, FolderLock, RunFolder
 from agentrl.cluster.errors import WorkerLost
 from agentrl.errors import UserError, describe, from_signal
 from agentrl.recipe.load import load_recipe, recipe_name
 from agentrl.recipe.schema import Recipe
 from agentrl.report.page import write_report
 from agentrl.rollout.event_loop import blocking
-from agentrl.training.changes import changes, check_same_run
 from agentrl.training.display import Display
-from agentrl.training.folder_lock import FolderLock
 from agentrl.training.interrupt import Interrupted, Interrupts
 from agentrl.training.loop import Loop
 from agentrl.training.preflight import check_run
 from agentrl.training.setup import Start, set_up
 
+FIXED = ("env", "tools", "rewards", "model", "algorithm", "critic", "train.seed")
+"""Keys that a resumed run keeps: they say what was trained. Others (steps, learning rate, sampling, limits, evaluation,
+machines) may change, and the change is printed."""
+FREE = ("model.device", "model.checkpointing", "model.compute", "model.trust_remote_code")
+"""Keys below `FIXED` that may change: they say where and how the same is computed."""
+SHOWN = 8  # changed keys that a line lists
+
 
 @dataclass(frozen=True, slots=True)
 class TrainResult:
-    """folder: the run's. steps: how many are done. before, after: held-out accuracy by split (0..1), where evaluated.
-
-    checkpoint: the last one, a folder that `transformers` loads. interrupted: stopped by Ctrl-C, and can be resumed.
-    """
+    """What a run leaves behind."""
 
     folder: Path
+    """The run folder."""
     steps: int
+    """Whole steps, those before a resumption included."""
     checkpoint: Path
+    """The last checkpoint: a folder that `transformers` loads."""
     before: dict[str, float] = field(default_factory=dict)
+    """Held-out accuracy (0..1) before the first step, by split, where evaluated."""
     after: dict[str, float] = field(default_factory=dict)
+    """Held-out accuracy (0..1) after the last step, by split, where evaluated."""
     interrupted: bool = False
+    """Whether Ctrl-C stopped the run; it can be resumed."""
 
 
 def train(
     recipe: Recipe | str, *, overrides: Sequence[str] = (), name: str | None = None, display: Display | None = None
 ) -> TrainResult:
-    """Train from the beginning, in a new run folder. `recipe`: a path, or a Recipe (then `name` names the folder).
+    """Train from the first step, in a new run folder.
 
-    Raises UserError: one line, before anything is sampled, for what can be known by then, and later for whatever ends
-    the run, with the step that is saved; KeyboardInterrupt when it is stopped before the first evaluation has begun,
-    with nothing to be saved.
+    recipe: a path, or a Recipe (then `name` names the folder). overrides: `key=value`, for a path.
+
+    Raises UserError: one line, before anything is sampled where that can be known, later with the step that is saved;
+    KeyboardInterrupt: stopped before the first evaluation, when there is nothing to save.
     """
     if isinstance(recipe, str):
         name, recipe = name or recipe_name(recipe), load_recipe(recipe, overrides)
@@ -65,9 +75,9 @@ def resume_run(
     force: bool = False,
     display: Display | None = None,
 ) -> TrainResult:
-    """Go on with a run from its last checkpoint, by its own recipe, or by `recipe`; `overrides` change either.
+    """Continue a run from its last checkpoint, by its own recipe or by `recipe`; `overrides` change either.
 
-    Raises UserError for one that makes it another run (see `changes.py`), unless `force`.
+    Raises UserError; unless `force`, also for a recipe that changes what is trained (`FIXED`).
     """
     folder = RunFolder.existing(run)
     found = load_recipe(recipe or folder.recipe(), overrides)
@@ -78,23 +88,23 @@ def resume_run(
 
 def _start(recipe: Recipe, name: str, resumed: RunFolder | None, display: Display | None) -> TrainResult:
     with Interrupts() as interrupts:
-        return blocking(lambda: _run_on(recipe, name, resumed, display, interrupts))
+        return blocking(lambda: _run_with_restarts(recipe, name, resumed, display, interrupts))
 
 
-def _run_on(
+def _run_with_restarts(
     recipe: Recipe, name: str, resumed: RunFolder | None, display: Display | None, interrupts: Interrupts
 ) -> TrainResult:
-    """The run, taken up again from its last checkpoint as often as `cluster.restarts` says when a worker is lost."""
+    """Run; where a worker is lost, restart from the last checkpoint, `cluster.restarts` times."""
     folder = resumed
     for left in range(recipe.cluster.restarts, -1, -1):
-        start = _begin(recipe, name, folder, display, interrupts, again=left < recipe.cluster.restarts)
+        start = _prepare(recipe, name, folder, display, interrupts, restarted=left < recipe.cluster.restarts)
         try:
             return _run(start)
         except WorkerLost as lost:
             folder = start.folder or folder
             if not left or interrupts.requested:
                 raise UserError(f"{lost}{_remedy(folder)}") from lost
-            Display(recipe.train.steps, name).note(f"{lost}; going on by itself, {left} restarts are left")
+            Display(recipe.train.steps, name).note(f"{lost}; restarting the run, {left} restarts are left")
     raise AssertionError("a range that ends with 0 returns or raises")
 
 
@@ -104,34 +114,46 @@ def _remedy(folder: RunFolder | None) -> str:
     return f"; step {saved.step} is saved, go on with --resume {folder.path}, or set cluster.restarts"
 
 
-def _begin(
+def _prepare(
     recipe: Recipe,
     name: str,
     resumed: RunFolder | None,
     display: Display | None,
     interrupts: Interrupts,
-    again: bool,
+    restarted: bool,
 ) -> Start:
-    """again: not by a person's wish, so that a folder without a checkpoint is begun anew."""
+    """Lock the folder, find the checkpoint, check the recipe. restarted: by the program, so that a folder without a
+    checkpoint starts from the first step."""
     saved = None
     with ExitStack() as stack:
         if resumed is None:
             RunFolder.check_free(recipe.output)
         else:
             stack.callback(FolderLock(resumed.path).release)
-            saved = _last_checkpoint(recipe, resumed, again)
+            saved = _last_checkpoint(recipe, resumed, restarted)
         display = display or Display(recipe.train.steps, name, first_step=saved.step if saved else 0)
-        if resumed and not again and (line := changes(resumed.recipe(), recipe)):
+        if resumed and not restarted and (line := changes(resumed.recipe(), recipe)):
             display.note(line)
         return Start(recipe, name, resumed, saved, check_run(recipe), display, interrupts, stack.pop_all())
 
 
+def _last_checkpoint(recipe: Recipe, resumed: RunFolder, restarted: bool) -> Saved | None:
+    saved = Checkpoints(resumed.checkpoints, recipe.train.keep).latest()
+    if saved is None and restarted:
+        return None
+    if saved is None:
+        raise UserError(f"--resume {resumed.path}: no checkpoint was saved there; start a new run")
+    if saved.step >= recipe.train.steps:
+        raise UserError(f"--resume: step {saved.step} of {recipe.train.steps} is done; set train.steps higher to go on")
+    return saved
+
+
 def _run(start: Start) -> TrainResult:
-    began = monotonic()
+    started = monotonic()
     with start.stack as stack:
         stack.callback(start.interrupts.close)
         stack.enter_context(start.display)
-        start.interrupts.say = start.display.note
+        start.interrupts.notify = start.display.note
         try:
             loop = set_up(start)
         except Interrupted:
@@ -139,39 +161,40 @@ def _run(start: Start) -> TrainResult:
         except UserError as error:
             if start.saved is None or str(start.saved.path) not in str(error):
                 raise
-            raise UserError(f"{error}{_one_before(start.saved)}") from error
+            raise UserError(f"{error}{_older_checkpoint(start.saved)}") from error
         try:
-            interrupted = _play(loop)
+            interrupted = _run_loop(loop)
         finally:
-            start.display.over()
-    return _finish(loop, interrupted, monotonic() - began)
+            start.display.end()
+    return _finish(loop, interrupted, monotonic() - started)
 
 
-def _play(loop: Loop) -> bool:
-    """The loop to its end; returns whether it was interrupted. The one place that knows what may end it otherwise.
+def _older_checkpoint(saved: Saved) -> str:
+    """How to resume from the checkpoint before `saved`, which cannot be read."""
+    names = (path.name.removeprefix("step_") for path in saved.path.parent.glob("step_*"))
+    older = [int(name) for name in names if name.isdecimal() and int(name) < saved.step]
+    return f"; to go on from step {max(older)}, move {saved.path} away" if older else ""
 
-    Raises UserError, one line, of whatever that is, an exit that somebody's code asked for included: what went wrong,
-    which step is saved, how to go on. WorkerLost, with nobody left who could save anything, and a second Ctrl-C stay
-    what they are.
+
+def _run_loop(loop: Loop) -> bool:
+    """Run the loop to its end; return whether it was interrupted.
+
+    Raises UserError, one line, for whatever else ends it, a plugin's `sys.exit` included: what went wrong, which step
+    is saved, how to go on. WorkerLost, after which nobody is left to save, and a second Ctrl-C are raised as they are.
     """
     try:
         return loop.run()
     except BaseException as error:
-        first = _first(error)
+        first: BaseException = error
+        while isinstance(first, BaseExceptionGroup):  # raised by concurrent work
+            first = first.exceptions[0]
         if isinstance(first, WorkerLost) or from_signal(first):
             raise first from None
         raise UserError(_after_error(loop, first)) from error
 
 
-def _first(error: BaseException) -> BaseException:
-    """The error itself, out of the groups that concurrent work raises."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
-
-
 def _after_error(loop: Loop, error: BaseException) -> str:
-    """What went wrong, and what there is to go on from; the last whole step is saved where it still can be."""
+    """Return what went wrong and how to go on; the last whole step is saved if that is still possible."""
     deleted = loop.folder.gone
     if isinstance(error, NotSaved) and not deleted:
         return f"{error}{_command(loop, '; ')}"
@@ -182,21 +205,21 @@ def _after_error(loop: Loop, error: BaseException) -> str:
         what = f"{error.filename or loop.folder.path}: {error.strerror}"
     elif isinstance(error, UserError):
         what = str(error)
-    traced = "" if deleted or refused else _keep_traceback(loop, error)
-    return f"{what}{traced}; {_save_after(loop)}"
+    traced = "" if deleted or refused else _save_traceback(loop, error)
+    return f"{what}{traced}; {_save_step(loop)}"
 
 
-def _save_after(loop: Loop) -> str:
-    """Save the last whole step after an error; what there is to go on from, in a few words."""
+def _save_step(loop: Loop) -> str:
+    """Save the last whole step after an error; return which step is saved."""
     if not loop.whole:
         return f"the update of step {loop.step + 1} had begun, and is not saved; {_last_saved(loop)}"
     try:
         loop.save_after_error()
     except NotSaved as refused:
         return f"{refused}{_command(loop, '; ')}"
-    except WorkerLost:  # the failure of one ended them all
+    except WorkerLost:  # the failure of one has ended them all
         return _last_saved(loop)
-    except Exception as error:  # noqa: BLE001 - it is said; what ended the run is what the line begins with
+    except Exception as error:  # noqa: BLE001 - it becomes part of the line; what ended the run comes first
         return f"step {loop.step} could not be saved: {describe(error)}; {_last_saved(loop)}"
     return _last_saved(loop)
 
@@ -210,15 +233,14 @@ def _last_saved(loop: Loop) -> str:
 
 
 def _command(loop: Loop, joint: str) -> str:
-    """How to go on from the newest checkpoint; empty where there is none."""
+    """How to go on from the newest checkpoint; empty if there is none."""
     if loop.checkpoints.latest() is None:
         return ""
     return f"{joint}go on with: agentrl train --resume {shlex.quote(str(loop.folder.path))}"
 
 
-def _keep_traceback(loop: Loop, error: BaseException) -> str:
-    """Write down where an error came from, which the line leaves out; where that lies, in a few words. Empty for a
-    line that says it all."""
+def _save_traceback(loop: Loop, error: BaseException) -> str:
+    """Append the traceback to `error.log`; return where it is. Empty for an error whose line is complete."""
     if isinstance(error, UserError) and error.__cause__ is None:
         return ""
     path = loop.folder.path / ERRORS
@@ -230,31 +252,14 @@ def _keep_traceback(loop: Loop, error: BaseException) -> str:
     return f"; the traceback is in {path}"
 
 
-def _one_before(saved: Saved) -> str:
-    """What there is to go on from where `saved` cannot be read."""
-    names = (path.name.removeprefix("step_") for path in saved.path.parent.glob("step_*"))
-    older = [int(name) for name in names if name.isdecimal() and int(name) < saved.step]
-    return f"; to go on from step {max(older)}, move {saved.path} away" if older else ""
-
-
-def _last_checkpoint(recipe: Recipe, resumed: RunFolder, again: bool) -> Saved | None:
-    saved = Checkpoints(resumed.checkpoints, recipe.train.keep).latest()
-    if saved is None and again:
-        return None
-    if saved is None:
-        raise UserError(f"--resume {resumed.path}: no checkpoint was saved there; start it anew")
-    if saved.step >= recipe.train.steps:
-        raise UserError(f"--resume: step {saved.step} of {recipe.train.steps} is done; set train.steps higher to go on")
-    return saved
-
-
 def _finish(loop: Loop, interrupted: bool, seconds: float) -> TrainResult:
+    """Write the report and print the result."""
     folder, display = loop.folder.path, loop.display
     last = Checkpoints(loop.folder.checkpoints, loop.recipe.train.keep).latest()
     assert last is not None  # the loop saves before it returns
     try:
         write_report(folder, folder.name)
-    except Exception as error:  # noqa: BLE001 - what was learned is saved, and a page is no reason to end otherwise
+    except Exception as error:  # noqa: BLE001 - the checkpoint is saved, and the run succeeds without its report
         why = error.strerror if isinstance(error, OSError) and error.strerror else describe(error)
         display.note(f"report.html could not be written: {why}")
     if interrupted:
@@ -270,3 +275,56 @@ def _finish(loop: Loop, interrupted: bool, seconds: float) -> TrainResult:
             display.note(f"The best checkpoint is that of step {best.step} ({rated}): {best.path}")
     before, after = ({s: a.value for s, a in found.items()} for found in (loop.before, loop.after))
     return TrainResult(folder, loop.step, last.path, before, after, interrupted)
+
+
+def changes(former: Path, recipe: Recipe) -> str | None:
+    """Return a line with the keys in which `recipe` differs from the recipe at `former`, and both values; None: they
+    are equal. The values of `${VAR}` are compared, and not shown."""
+    try:
+        before = load_recipe(former)
+    except UserError as error:
+        return f"what changed since the run began is not known: {error}"
+    keys = _differing(before, recipe)
+    return f"changed since the run began: {_describe_changes(keys, before, recipe)}" if keys else None
+
+
+def check_same_run(former: Path, recipe: Recipe) -> None:
+    """Raises UserError: `recipe` changes what the run at `former` trains, or its recipe cannot be read."""
+    force = "start a new run with it, or go on all the same with --force"
+    try:
+        before = load_recipe(former)
+    except UserError as error:
+        raise UserError(f"--resume: the run's own recipe cannot be compared: {error}; {force}") from error
+    if keys := [key for key in _differing(before, recipe) if _below(key, FIXED) and not _below(key, FREE)]:
+        described = _describe_changes(keys, before, recipe)
+        raise UserError(f"--resume: this is not what the run began with: {described}; {force}")
+
+
+def _below(key: str, parents: tuple[str, ...]) -> bool:
+    return any(key == parent or key.startswith(f"{parent}.") for parent in parents)
+
+
+def _differing(before: Recipe, now: Recipe) -> list[str]:
+    """Dotted keys whose values differ, in the order of the former recipe, except `output`."""
+    old, new = (dict(_leaves(recipe.model_dump(mode="json"))) for recipe in (before, now))
+    return [key for key in old | new if old.get(key) != new.get(key) and key != "output"]
+
+
+def _describe_changes(keys: list[str], before: Recipe, now: Recipe) -> str:
+    old, new = (dict(_leaves(recipe.shown())) for recipe in (before, now))
+    listed = [f"{key} {_short(old.get(key))} -> {_short(new.get(key))}" for key in keys[:SHOWN]]
+    return ", ".join(listed + ([f"and {len(keys) - SHOWN} more"] if len(keys) > SHOWN else []))
+
+
+def _leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    items = value.items() if isinstance(value, dict) else enumerate(value)
+    for key, item in items:
+        if isinstance(item, dict | list):
+            yield from _leaves(item, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", item
+
+
+def _short(value: Any) -> str:
+    text = "none" if value is None else str(value)
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,4 +1,4 @@
-"""The parts of a run put together, in the order in which a mistake costs least."""
+"""Make the parts of a run, in the order in which a mistake costs least."""
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.checkpoint.checkpoints import ADAPTER, Checkpoints, Saved
-from agentrl.checkpoint.run_folder import RunFolder
+from agentrl.checkpoint.run_folder import FolderLock, RunFolder
 from agentrl.data.prompts import PromptLengths
 from agentrl.data.sampler import TaskSampler
 from agentrl.errors import describe
@@ -25,43 +25,46 @@ from agentrl.recipe.schema import Recipe
 from agentrl.rollout.model_reward import add_reward_model
 from agentrl.rollout.player import Player
 from agentrl.training.display import Display
-from agentrl.training.folder_lock import FolderLock
 from agentrl.training.interrupt import Interrupts
 from agentrl.training.loop import Loop
 from agentrl.training.preflight import Checked
-from agentrl.training.rollouts import make_rollouts
+from agentrl.training.rollouts import OverlappedRollouts, SerialRollouts
 from agentrl.training.trackers import Trackers
 
 
 @dataclass(slots=True)
 class Start:
-    """What a run begins with. resumed: the folder of the run that goes on; saved: the checkpoint that it goes on from,
-    None: from the beginning. stack: gets what must be closed at the end. folder: the run's, once there is one."""
+    """What is known of a run before its parts are made."""
 
     recipe: Recipe
     name: str
+    """Of a numbered run folder, where the recipe names no `output`."""
     resumed: RunFolder | None
+    """The folder of the run that is resumed."""
     saved: Saved | None
+    """The checkpoint that it continues from; None: from the first step."""
     checked: Checked
     display: Display
     interrupts: Interrupts
     stack: ExitStack
+    """Closes the parts when the run ends."""
     folder: RunFolder | None = None
+    """The run's folder, once it exists."""
 
     def open_folder(self) -> RunFolder:
-        """The run's folder, made and locked if it is new. What failed before it wrote anything leaves none behind."""
+        """Return the run's folder, created and locked if it is new; removed at the end if nothing was written there."""
         if self.folder is None and self.resumed is not None:
-            self.folder = self.resumed  # which is locked since its checkpoint was looked for
+            self.folder = self.resumed  # locked since its checkpoint was looked for
         if self.folder is None:
             self.folder = RunFolder.create(self.recipe.output, self.name)
-            self.stack.callback(_drop_if_empty, self.folder.path)
+            self.stack.callback(_remove_if_empty, self.folder.path)
             self.stack.callback(FolderLock(self.folder.path).release)
-            RunFolder.check_free(str(self.folder.path))  # another run may have come and gone since it was asked
+            RunFolder.check_free(str(self.folder.path))  # another run may have come and gone before we had the lock
         return self.folder
 
     def at_end(self, what: str, close: Callable[[], Any]) -> None:
-        """`close()` when the run ends, however it does. What that raises is a line, as are those that it may return:
-        nothing is lost by it any more."""
+        """Call `close` when the run ends, however it does. The lines that it may return are printed, and so is what it
+        raises: nothing can be lost any more."""
         self.stack.callback(self._close, what, close)
 
     def _close(self, what: str, close: Callable[[], Any]) -> None:
@@ -73,24 +76,25 @@ class Start:
             self.display.note(line)
 
 
-def _drop_if_empty(folder: Path) -> None:
+def _remove_if_empty(folder: Path) -> None:
     with suppress(OSError):
         folder.rmdir()
 
 
 def set_up(start: Start) -> Loop:
-    """The parts of the run, put together."""
+    """Make the parts of the run. Raises UserError; Interrupted."""
     recipe, display, interrupts, stack = start.recipe, start.display, start.interrupts, start.stack
     _check_resumed(start)
-    begins, player = _make_player(start)
-    held_out, sampler = _measure(start, player)
-    role_host = _make_workplace(start, begins, player)
+    initial, player = _make_player(start)
+    held_out, sampler = _prepare_tasks(start, player)
+    role_host = _make_role_host(start, initial, player)
     profiler = StepProfiler(
         role_host, start.open_folder().path / PROFILE, recipe.profile.steps, engine=recipe.engine.name == "local"
     )
     if profiler.reward_model is not None:
         add_reward_model(player, profiler.reward_model.scores)
-    rollouts = make_rollouts(recipe, player, start.checked.tasks, sampler, interrupts, role_host.weights)
+    kind = SerialRollouts if recipe.rollout.overlap == "none" else OverlappedRollouts
+    rollouts = kind(recipe, player, start.checked.tasks, sampler, interrupts, role_host.weights)
     start.at_end("the rollouts", lambda: interrupts.complete(rollouts.close))
     interrupts.check()
     folder = start.open_folder()
@@ -124,48 +128,48 @@ def set_up(start: Start) -> Loop:
         _restore(loop, start.saved, len(start.checked.tasks))
     elif start.resumed:
         folder.rewind(-1)
-    if not role_host.here:  # the engine's model is what the recipe names; that of the workers may be further
+    if not role_host.here:  # the engine has loaded the recipe's model; the workers may have restored a later one
         interrupts.complete(lambda: player.engine.update_weights(loop.step, role_host.weights()))
     display.note(f"run folder: {folder.path}")
     return loop
 
 
 def _check_resumed(start: Start) -> None:
-    """Raises UserError: what the run is to go on from is damaged."""
+    """Raises UserError: the checkpoint or metrics.jsonl is damaged."""
     if start.saved is not None:
         start.display.phase("checking the checkpoint")
         start.saved.verify()
-        _progress(start.saved, len(start.checked.tasks))
+        _read_progress(start.saved, len(start.checked.tasks))
     if start.resumed is not None:
         start.resumed.metrics()
 
 
 def _make_player(start: Start) -> tuple[Recipe, Player]:
-    """And the recipe with the model that the policy begins as."""
+    """Return the recipe with the policy's initial model, and the player that samples from it."""
     recipe, saved, display = start.recipe, start.saved, start.display
     display.phase("loading")
-    begins, apart = _beginning(recipe, saved), recipe.cluster.used
-    named, path = (recipe, begins.model.path) if saved and recipe.model.lora is None else (begins, None)
+    initial, apart = _with_initial_model(recipe, saved), recipe.cluster.used
+    named, path = (recipe, initial.model.path) if saved and recipe.model.lora is None else (initial, None)
     player = start.interrupts.run(
         lambda: Player.build(named, path, start.checked.env, display.note, display.phase, apart)
     )
     start.at_end("the player", lambda: start.interrupts.complete(player.close))
     display.note(player.describe())
     if recipe.sft is not None:
-        display.note("sft: no part of this run: `agentrl sft RECIPE --out DIR` does it first, then model.path=DIR")
-    return begins, player
+        display.note("sft: not part of this run: run `agentrl sft RECIPE --out DIR` first, then set model.path=DIR")
+    return initial, player
 
 
-def _measure(start: Start, player: Player) -> tuple[HeldOut, TaskSampler]:
-    """The held-out tasks, and who draws those to train on: without those whose prompts do not fit."""
+def _prepare_tasks(start: Start, player: Player) -> tuple[HeldOut, TaskSampler]:
+    """Return the held-out tasks and the sampler of training tasks, both without those whose prompts are too long."""
     recipe, checked = start.recipe, start.checked
     start.display.phase("measuring the prompts")
     held_out, notes = start.interrupts.run(lambda: HeldOut.prepare(player, recipe, checked.splits, checked.choosing))
     sampler = TaskSampler(len(checked.tasks), recipe.train.seed)
-    notes += _leave_out_long(recipe, player, checked.tasks, sampler, start.interrupts)
+    notes += _exclude_long(recipe, player, checked.tasks, sampler, start.interrupts)
     if checked.choosing in checked.splits and 0 < recipe.eval.every < recipe.train.steps:
         notes.append(
-            f"the best checkpoint is chosen on {checked.choosing}, which is reported too and so flatters it"
+            f"the best checkpoint is chosen on {checked.choosing}, which is also reported and therefore biased upwards"
             + ("" if is_validation(checked.choosing) else "; a split called validation would keep the two apart")
         )
     for note in notes:
@@ -173,42 +177,10 @@ def _measure(start: Start, player: Player) -> tuple[HeldOut, TaskSampler]:
     return held_out, sampler
 
 
-def _make_workplace(start: Start, begins: Recipe, player: Player) -> RoleHost:
-    """Where the roles are: here, or on a cluster, whose workers write their output into the run's folder."""
-    recipe, display = start.recipe, start.display
-    display.note(f"chat: {player.chat.description}")
-    if player.chat.rewrites_history:
-        display.note(f"chat: the template rewrites its history: {player.chat.rewrites_history}")
-    role_host: RoleHost
-    if recipe.cluster.used:
-        from agentrl.distributed.remote import RayRoles
-
-        role_host = RayRoles(recipe, begins, start.open_folder().path / "logs", display.note, display.phase)
-    else:
-        role_host = LocalRoles(recipe, player.model)
-    start.at_end("the workplace", role_host.close)
-    for line in role_host.describe():
-        display.note(line)
-    return role_host
-
-
-def _beginning(recipe: Recipe, saved: Saved | None) -> Recipe:
-    """The recipe with the model that the policy begins as: what is saved, where a run goes on. An adapter goes back
-    into the base that it was trained on, which the merged weights no longer show."""
-    if saved is None:
-        return recipe
-    section = recipe.model
-    if section.lora is None:
-        update: dict[str, Any] = {"path": str(saved.path)}
-    else:
-        update = {"lora": section.lora.model_copy(update={"start": str(saved.path / ADAPTER)})}
-    return recipe.model_copy(update={"model": section.model_copy(update=update)})
-
-
-def _leave_out_long(
+def _exclude_long(
     recipe: Recipe, player: Player, tasks: Sequence[Task], sampler: TaskSampler, interrupts: Interrupts
 ) -> list[str]:
-    """Measure the tasks that this run will draw, and let the sampler pass over those that do not fit."""
+    """Measure the prompts of the tasks that this run will use, exclude those that are too long; return a note."""
     need = min(recipe.train.steps * recipe.rollout.tasks, len(tasks))
     probe = TaskSampler(len(tasks), recipe.train.seed)
     found: dict[int, int] = {}
@@ -222,24 +194,56 @@ def _leave_out_long(
     return [line] if line else []
 
 
-def _progress(saved: Saved, tasks: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The held-out accuracies before the run, by split, and the sampler's position. Raises UserError."""
+def _make_role_host(start: Start, initial: Recipe, player: Player) -> RoleHost:
+    """Return the host of the roles: this process, or a cluster whose workers log into the run folder."""
+    recipe, display = start.recipe, start.display
+    display.note(f"chat: {player.chat.description}")
+    if player.chat.rewrites_history:
+        display.note(f"chat: the template rewrites its history: {player.chat.rewrites_history}")
+    role_host: RoleHost
+    if recipe.cluster.used:
+        from agentrl.distributed.remote import RayRoles
+
+        role_host = RayRoles(recipe, initial, start.open_folder().path / "logs", display.note, display.phase)
+    else:
+        role_host = LocalRoles(recipe, player.model)
+    start.at_end("the roles", role_host.close)
+    for line in role_host.describe():
+        display.note(line)
+    return role_host
+
+
+def _with_initial_model(recipe: Recipe, saved: Saved | None) -> Recipe:
+    """Return the recipe with the saved model in `model`, if there is one; an adapter is loaded into the base that it
+    was trained on, which the merged weights no longer show."""
+    if saved is None:
+        return recipe
+    section = recipe.model
+    if section.lora is None:
+        update: dict[str, Any] = {"path": str(saved.path)}
+    else:
+        update = {"lora": section.lora.model_copy(update={"start": str(saved.path / ADAPTER)})}
+    return recipe.model_copy(update={"model": section.model_copy(update=update)})
+
+
+def _read_progress(saved: Saved, tasks: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the held-out accuracies before the run, by split, and the sampler's state. Raises UserError."""
     before, sampler = (saved.extra.get(name) for name in ("before", "sampler"))
     if not isinstance(before, dict) or not all(map(_is_accuracy, before.values())):
-        raise saved.damaged("`before` in its state.json is no mapping of accuracies")
+        raise saved.damaged("`before` in its state.json is not a mapping of accuracies")
     outstanding = sampler.get("outstanding", []) if isinstance(sampler, dict) else None
     if not isinstance(sampler, dict) or not isinstance(outstanding, list):
-        raise saved.damaged("`sampler` in its state.json is no position among the tasks")
+        raise saved.damaged("`sampler` in its state.json is not a position among the tasks")
     counts = [sampler.get("epoch"), sampler.get("position"), *outstanding]
     if not all(type(count) is int and count >= 0 for count in counts):
-        raise saved.damaged("`sampler` in its state.json is no position among the tasks")
+        raise saved.damaged("`sampler` in its state.json is not a position among the tasks")
     if max(counts[1:]) >= tasks:
         raise saved.damaged(f"it was at task {max(counts[1:])}, and now there are {tasks} tasks to train on")
     return before, sampler
 
 
 def _is_accuracy(value: Any) -> bool:
-    """Whether it is an accuracy with its interval, or alone, as older versions wrote it."""
+    """Whether it is an accuracy with its interval, or without one, as older versions wrote it."""
     first, *interval = value if isinstance(value, list) and len(value) == len(Accuracy._fields) else [value]
     return type(first) in (int, float) and all(type(bound) in (int, float, type(None)) for bound in interval)
 
@@ -247,15 +251,15 @@ def _is_accuracy(value: Any) -> bool:
 def _restore(loop: Loop, saved: Saved, tasks: int) -> None:
     loop.role_host.load(saved.path)
     loop.step = loop.learner.steps = saved.step
-    before, sampler = _progress(saved, tasks)
+    before, sampler = _read_progress(saved, tasks)
     loop.before = {split: Accuracy.read(value) for split, value in before.items()}
     if (best := loop.checkpoints.best()) is not None and best.split == loop.held_out.choosing:
         loop.best = best.accuracy or 0.0
     loop.rollouts.restore(saved.step, sampler)
-    loop.folder.rewind(saved.step or -1)  # before the first step is done, step 0 is evaluated anew
+    loop.folder.rewind(saved.step or -1)  # before the first step is done, step 0 is evaluated again
     row = saved.extra.get("unwritten")
     if row and (not isinstance(row, dict) or type(row.get("step")) is not int):
-        raise saved.damaged("`unwritten` in its state.json is no row of metrics")
+        raise saved.damaged("`unwritten` in its state.json is not a row of metrics")
     if saved.step and row and row["step"] not in {written["step"] for written in loop.folder.metrics()}:
         loop.folder.append_metrics(row)
     loop.display.note(f"resumed after step {saved.step}")

@@ -1,7 +1,7 @@
-"""`Trackers`: those that a recipe names, beside `metrics.jsonl`, which has everything in any case.
+"""`Trackers`: the trackers that a recipe names, beside `metrics.jsonl`, which has everything in any case.
 
-One that cannot start is the user's to mend, before anything is sampled. One that fails later is said in one line and
-told nothing more: a run of days does not end with somebody's server.
+One that cannot start is an error before anything is sampled. One that fails later is reported in one line and switched
+off: a run of days does not end with somebody's server.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,38 +14,39 @@ from agentrl.plugins.tracker import Tracker
 from agentrl.threads import DaemonThreads
 
 SECONDS = 300.0
-"""What a tracker may take to start, to take a step's metrics, or to finish."""
+"""Time limit for a tracker to start, to take a step's metrics, or to finish."""
 
 
 class Trackers:
-    """say: told in a line of one that fails."""
+    """Sends metrics to every tracker that has not failed. notify: called with a line for each that fails."""
 
-    def __init__(self, say: Callable[[str], None]) -> None:
-        self._say = say
-        self._told: dict[str, Tracker] = {}
+    def __init__(self, notify: Callable[[str], None]) -> None:
+        self._notify = notify
+        self._active: dict[str, Tracker] = {}
 
     def start(
         self, makers: Mapping[str, Callable[[], Tracker]], folder: Path, recipe: Mapping[str, Any], stack: ExitStack
     ) -> None:
-        """makers: by the names of the recipe. stack: gets what finishes each. Raises UserError for one that raises."""
+        """Start one tracker for each of `makers`, by name; `stack` finishes them. Raises UserError for one that
+        fails."""
         for name, make in makers.items():
             try:
-                tracker = _Bounded(name, make)
+                tracker = _TimeLimited(name, make)
                 tracker.start(folder, recipe)
             except BaseException as error:  # boundary: it is somebody's code, and its server
                 raise UserError(f"track.trackers: {name} cannot start: {describe(contained(error))}") from error
             stack.callback(self._finish, name, tracker)
-            self._told[name] = tracker
+            self._active[name] = tracker
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        for name, tracker in list(self._told.items()):
+        for name, tracker in list(self._active.items()):
             try:
                 tracker.log(step, metrics)
             except BaseException as error:  # noqa: BLE001 - boundary: the run goes on without it
                 why = describe(contained(error))
-                del self._told[name]
-                self._say(
-                    f"track.trackers: {name} failed at step {step} and is told nothing more: {why} "
+                del self._active[name]
+                self._notify(
+                    f"track.trackers: {name} failed at step {step} and is switched off: {why} "
                     "(metrics.jsonl has everything)"
                 )
 
@@ -53,15 +54,15 @@ class Trackers:
         try:
             tracker.finish()
         except BaseException as error:  # noqa: BLE001 - boundary: the run has ended, well or with an error of its own
-            self._say(f"track.trackers: {name} could not finish: {describe(contained(error))}")
+            self._notify(f"track.trackers: {name} could not finish: {describe(contained(error))}")
 
 
-class _Bounded(Tracker):
-    """A tracker in a thread of its own, where all that it does is done, so that one that hangs has failed."""
+class _TimeLimited(Tracker):
+    """A tracker that runs in a thread of its own, where a call that takes longer than SECONDS fails."""
 
     def __init__(self, name: str, make: Callable[[], Tracker]) -> None:
         self._thread = DaemonThreads(f"tracker-{name}", 1)
-        self._lost = False
+        self._hangs = False
         self._tracker: Tracker = self._call(make)
 
     def start(self, folder: Path, recipe: Mapping[str, Any]) -> None:
@@ -71,9 +72,9 @@ class _Bounded(Tracker):
         self._call(self._tracker.log, step, metrics)
 
     def finish(self) -> None:
-        """Nothing where it hangs already, which has been said."""
+        """Finish the tracker, unless it hangs already, which has been reported."""
         try:
-            if not self._lost:
+            if not self._hangs:
                 self._call(self._tracker.finish)
         finally:
             self._thread.shutdown()
@@ -83,8 +84,8 @@ class _Bounded(Tracker):
         try:
             return call.result(SECONDS)
         except TimeoutError:
-            if call.done():  # its own
+            if call.done():  # the tracker raised it
                 raise
-            self._lost = True
+            self._hangs = True
             call.cancel()
-            raise TimeoutError(f"it does not answer within {SECONDS:g} s") from None
+            raise TimeoutError(f"no answer within {SECONDS:g} s") from None

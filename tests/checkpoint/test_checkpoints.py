@@ -16,11 +16,11 @@ from lora_help import merged_state
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
-from agentrl.checkpoint import rng, sharded
+from agentrl.checkpoint import sharded
 from agentrl.checkpoint.checkpoints import Checkpoints
 from agentrl.checkpoint.huggingface import HuggingFace, save_model
 from agentrl.checkpoint.pending import Pending
-from agentrl.checkpoint.roles import load_roles, save_roles
+from agentrl.checkpoint.roles import load_roles, restore_rng, rng_state, save_roles
 from agentrl.errors import UserError
 from agentrl.models import lora
 from agentrl.recipe.schema import LoraSection
@@ -68,9 +68,9 @@ def test_a_rank_that_did_not_exist_follows_from_the_first_one_and_its_own_number
     found = []
     for seed, rank in ((1, 2), (1, 3), (4, 2), (1, 2)):
         torch.manual_seed(seed)
-        saved = rng.state(0)
+        saved = rng_state(0)
         torch.manual_seed(77)  # what the rank has before does not matter
-        rng.restore(saved, rank)
+        restore_rng(saved, rank)
         found.append(torch.rand(4))
     assert torch.equal(found[0], found[3])
     assert len({tuple(numbers.tolist()) for numbers in found}) == 3
@@ -272,8 +272,8 @@ def places() -> Iterator[Any]:
 
     yield pytest.param(Path, "mkdir", 1, id="folder")
     yield pytest.param(HuggingFace, "begin", 0, id="config")
-    yield pytest.param(sharded.dcp.FileSystemWriter, "write_data", 0, id="trainer")
-    yield pytest.param(sharded.dcp.FileSystemWriter, "finish", 0, id="metadata")
+    yield pytest.param(sharded.FileSystemWriter, "write_data", 0, id="trainer")
+    yield pytest.param(sharded.FileSystemWriter, "finish", 0, id="metadata")
     yield pytest.param(tensor_files, "_write_values", 3, id="weights")
     yield pytest.param(huggingface, "write_model", 0, id="shard")
     yield pytest.param(Path, "write_text", 0, id="state")
@@ -297,7 +297,7 @@ def test_a_full_disk_is_one_line_and_the_last_checkpoint_stands(
             checkpoints.save(2, saver(actor=role), {})
     line = str(told.value)
     assert line.startswith(f"{folder}: a checkpoint could not be written: No space left on device (")
-    assert line.endswith("B free there); the checkpoint of step 2 is lost, that of step 1 stands")
+    assert line.endswith("B free there); the checkpoint of step 2 is lost, that of step 1 is kept")
     assert "\n" not in line
     assert names(folder) == ["step_1"]
     saved = checkpoints.latest()
@@ -315,7 +315,7 @@ def test_a_failure_in_the_background_is_told_at_the_next_opportunity_and_once(
 ) -> None:
     role, checkpoints = learned(1), Checkpoints(tmp_path, 2)
     with monkeypatch.context() as patch:
-        refuses(patch, sharded.dcp.FileSystemWriter, "write_data")
+        refuses(patch, sharded.FileSystemWriter, "write_data")
         checkpoints.begin(1, saver(actor=role), {})
         while names(tmp_path):
             pass

@@ -161,7 +161,7 @@ def test_a_disk_that_is_really_full(tmp_path: Path) -> None:
             if share < 1:
                 with pytest.raises(UserError, match=f"^{disk}: a checkpoint could not be written: ") as told:
                     save(disk, role, 2)
-                assert str(told.value).endswith("the checkpoint of step 2 is lost, that of step 1 stands")
+                assert str(told.value).endswith("the checkpoint of step 2 is lost, that of step 1 is kept")
                 expected, there = before, ["best.json", "step_1"]
             else:
                 save(disk, role, 2)
@@ -185,7 +185,7 @@ def test_a_file_that_may_not_grow_is_one_line_too(tmp_path: Path) -> None:
         save(folder, role, 1)
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-        with pytest.raises(UserError, match=f"{os.strerror(errno.EFBIG)}|could not be written whole"):
+        with pytest.raises(UserError, match=f"{os.strerror(errno.EFBIG)}|could not be written completely"):
             save(folder, role, 2)
         assert names(folder) == ["best.json", "step_1"]
 

@@ -7,12 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.checkpoint.run_folder import RunFolder
+from agentrl.checkpoint.run_folder import FolderLock, RunFolder
 from agentrl.errors import UserError
 from agentrl.recipe.load import dump_recipe
 from agentrl.recipe.schema import Recipe
-from agentrl.training.changes import changes
-from agentrl.training.folder_lock import FolderLock
+from agentrl.training.run import changes
 
 
 def test_every_run_gets_the_next_number(tmp_path: Path) -> None:
@@ -33,7 +32,7 @@ def test_a_named_folder_is_used_as_it_is_and_refused_when_it_holds_a_run(tmp_pat
 
 def test_a_file_in_place_of_the_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="is a file"):
+    with pytest.raises(UserError, match="is not a folder"):
         RunFolder.create(str(tmp_path / "file"), "job")
 
 
@@ -48,7 +47,7 @@ def test_one_process_at_a_time_and_a_killed_one_leaves_no_lock(tmp_path: Path) -
         FolderLock(tmp_path)
     held.release()
     assert not list(tmp_path.iterdir())
-    killed = "import os; from pathlib import Path; from agentrl.training.folder_lock import FolderLock as L\n"
+    killed = "import os; from pathlib import Path; from agentrl.checkpoint.run_folder import FolderLock as L\n"
     killed += f"lock = L(Path({str(tmp_path)!r})); os.kill(os.getpid(), 9)"
     assert subprocess.run([sys.executable, "-c", killed]).returncode == -9
     assert list(tmp_path.iterdir()) == [tmp_path / ".lock"]

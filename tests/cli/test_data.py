@@ -114,5 +114,5 @@ def test_a_run_that_nothing_pays_is_refused(tmp_path: Path, capsys: pytest.Captu
     path.write_text("".join(json.dumps({"prompt": f"Poem {n}"}) + "\n" for n in range(60)))
     overrides = ["env.name=dataset", f"env.source={path}", "env.args.reward=none", f"output={tmp_path / 'run'}"]
     assert run(["train", "recipes/gsm8k_tool.yaml", "tools=[]", *overrides]) == BAD_USAGE
-    assert "pays nothing, and no tool can: name a reward in rewards.functions" in capsys.readouterr().err
+    assert "gives no reward, and neither does a tool: name one in rewards.functions" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()

@@ -148,7 +148,7 @@ def test_a_killed_worker_costs_a_restart_and_a_hung_one_ends_the_run_with_a_line
     said = " ".join(said.split())
     assert re.search(r"worker 1 of 'trainer' \(pid \d+, node [^)]*\) died in 'update': it was killed", said)
     assert "about to be killed" in said  # the end of its log
-    assert "going on by itself" in said
+    assert "restarting the run" in said
     assert run.steps() == list(range(len(run.steps())))
     gone(processes, folders)
 

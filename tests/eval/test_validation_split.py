@@ -147,7 +147,7 @@ def test_own_data_without_one_is_chosen_on_what_is_reported_and_says_so(tmp_path
     console = Console(file=io.StringIO(), width=200)
     result = agentrl.train(recipe, display=Display(3, "own", console))
     said = console.file.getvalue()  # type: ignore[attr-defined]
-    assert said.count("the best checkpoint is chosen on test, which is reported too") == 1
+    assert said.count("the best checkpoint is chosen on test, which is also reported") == 1
     assert json.loads((result.folder / "checkpoints" / "best.json").read_text())["split"] == "test"
 
 

@@ -85,7 +85,7 @@ def test_what_was_evaluated_once_shows_no_way_that_it_went(tmp_path: Path) -> No
     rows[0]["eval/large/accuracy"] = 0.125
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     page = write_report(folder, "job-001").read_text()
-    assert "<span>large, held out, step 0 alone</span><b>12.5%</b>" in page
+    assert "<span>large, held out, step 0</span><b>12.5%</b>" in page
     first = page.index("<span>test, held out, steps 0 and 10</span><b>25.0% → 93.8%</b>")
     assert first < page.index("large, held out")  # as they were evaluated
 

@@ -338,7 +338,7 @@ def test_a_bug_in_the_bookkeeping_takes_no_step_with_it(
     assert said.startswith("error: KeyError: 'ids' (")
     assert said.endswith(f"{SAVED}, {go_on(tmp_path / 'run')}")
     assert [row["step"] for row in metrics(tmp_path / "run")] == [0, 1, 2]
-    assert "in _keep_trajectories" in (tmp_path / "run" / "error.log").read_text()
+    assert "in _save_trajectories" in (tmp_path / "run" / "error.log").read_text()
 
 
 class Deleting(Book):
@@ -517,6 +517,6 @@ def test_a_tracker_that_hangs_is_left_behind(
         Stuck.free.set()
     assert result.steps == 3
     said = " ".join(capsys.readouterr().out.split())
-    assert "failed at step 2 and is told nothing more: TimeoutError: it does not answer within 1 s" in said
+    assert "failed at step 2 and is switched off: TimeoutError: no answer within 1 s" in said
     assert "could not finish" not in said
     assert [row["step"] for row in lines(tmp_path / "run" / "book.jsonl") if row["what"] == "log"] == [0, 1, 2]

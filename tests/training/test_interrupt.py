@@ -91,7 +91,7 @@ def test_a_reader_that_goes_away_ends_the_run_in_one_line_with_the_last_whole_st
         process.stderr.close()
     done = metrics(folder)[-1]["step"]
     told = f"step {done} is saved, go on with: agentrl train --resume {folder}"
-    assert said == f"error: stdout was closed, so nobody sees what the run says; {told}\n"
+    assert said == f"error: stdout was closed, so nobody sees the progress of the run; {told}\n"
     assert (folder / "checkpoints" / f"step_{done}" / "model.safetensors").exists()
 
 

@@ -231,14 +231,14 @@ def unsigned(folder: Path) -> None:
 DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "shard": (lambda run: flip(run / SHARD), "trainer/actor/__0_0.distcp is not what was written"),
     "weights": (lambda run: flip(run / "checkpoints/step_3/model.safetensors"), "model.safetensors is not what was"),
-    "gone": (lambda run: (run / SHARD).unlink(), "names 'trainer/actor/__0_0.distcp', which is no file of it"),
+    "gone": (lambda run: (run / SHARD).unlink(), "names 'trainer/actor/__0_0.distcp', which is not a file of it"),
     "state": (lambda run: edited(run / STATE, accuracy=0.5), "trainer/state.json is not what was written"),
     "state list": (lambda run: (run / STATE).write_text("[1]"), "state.json is not what was written"),
-    "sums": (lambda run: (run / SUMS).write_text('{"../../../recipe.yaml": "1"}'), "which is no file of it"),
+    "sums": (lambda run: (run / SUMS).write_text('{"../../../recipe.yaml": "1"}'), "which is not a file of it"),
     "sums list": (lambda run: (run / SUMS).write_text("[[[["), "Expecting value"),
-    "row": (lambda run: (run / "metrics.jsonl").write_text('{"step": 0}\n[1]\n'), "metrics.jsonl:2: is no row"),
-    "step": (lambda run: (run / "metrics.jsonl").write_text('{"step": "0"}\n'), "metrics.jsonl:1: is no row"),
-    "text": (lambda run: (run / "metrics.jsonl").write_text('oh\n{"step": 0}\n'), "metrics.jsonl:1: is no row"),
+    "row": (lambda run: (run / "metrics.jsonl").write_text('{"step": 0}\n[1]\n'), "metrics.jsonl:2: not a row"),
+    "step": (lambda run: (run / "metrics.jsonl").write_text('{"step": "0"}\n'), "metrics.jsonl:1: not a row"),
+    "text": (lambda run: (run / "metrics.jsonl").write_text('oh\n{"step": 0}\n'), "metrics.jsonl:1: not a row"),
 }  # fmt: skip
 SHAPES: dict[str, Any] = {
     "[]": "is not what this version writes",
@@ -375,7 +375,7 @@ def test_a_full_disk_ends_the_run_in_one_line(
     assert len(said) == 1
     if what == "checkpoint":
         assert f"{folder}/checkpoints: a checkpoint could not be written: No space left on device (" in said[0]
-        stands = "the checkpoint of step 2 is lost, that of step 1 stands"
+        stands = "the checkpoint of step 2 is lost, that of step 1 is kept"
         assert said[0].endswith(f"{stands}; go on with: agentrl train --resume {folder}")
         assert [p.name for p in (folder / "checkpoints").iterdir()] == ["step_1"]
     else:

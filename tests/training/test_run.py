@@ -14,10 +14,10 @@ from train_help import lines, metrics, small
 from train_plugins import Absent, Refusing
 
 import agentrl
+from agentrl.checkpoint.run_folder import FolderLock
 from agentrl.cli import main
 from agentrl.errors import UserError
 from agentrl.recipe.schema import Recipe
-from agentrl.training.folder_lock import FolderLock
 from agentrl.training.loop import Loop
 from agentrl.training.run import TrainResult, resume_run
 from agentrl.training.trackers import Trackers
@@ -140,13 +140,11 @@ def test_a_tracker_that_fails_is_said_once_and_switched_off(tmp_path: Path, caps
     agentrl.train(small(tmp_path / "run", eval__splits=[], sft={}, **trackers))
     said = capsys.readouterr().out
     assert said.count("nobody listens") == 2
-    failed = (
-        r"^track\.trackers: train_plugins:Refusing failed at step 2 and is told nothing more: ConnectionError: nobody "
-    )
+    failed = r"^track\.trackers: train_plugins:Refusing failed at step 2 and is switched off: ConnectionError: nobody "
     assert len(re.findall(failed, said, re.M)) == 1
     assert "train_plugins:Refusing could not finish: ConnectionError: nobody listens" in said
     assert [entry.get("step") for entry in lines(tmp_path / "run" / "diary.jsonl")] == [None, 0, 1, 2, 3, None]
-    assert "sft: no part of this run: `agentrl sft RECIPE --out DIR` does it first, then model.path=DIR" in said
+    assert "sft: not part of this run: run `agentrl sft RECIPE --out DIR` first, then set model.path=DIR" in said
     assert [entry["what"] for entry in lines(tmp_path / "run" / "book.jsonl")] == [
         "start",
         "log",
@@ -200,7 +198,7 @@ MISTAKES = [
     (["model.path=./nowhere"], r"model.path: ./nowhere is no folder"),
     (["critic.path=./nowhere", "algorithm.advantage=gae"], r"critic.path: ./nowhere is no folder"),
     (["cluster.workers=999"], r"needed: one node with 999 CPUs; there: this machine with \d+ CPUs"),
-    (["cluster.nodes=2", "cluster.workers=2"], r"cluster.nodes is 2, .* name a cluster that runs already"),
+    (["cluster.nodes=2", "cluster.workers=2"], r"cluster.nodes is 2, .* name a running cluster"),
     (["cluster.address=me:secret@host:6379"], r"cluster.address is 'auto' or HOST:PORT of a Ray head"),
     (["cluster.address=127.0.0.1:1"], r"no Ray cluster at '127.0.0.1:1': .*start one with `ray start --head`"),
     (["engine.name=sglang", "engine.args.venv=nowhere"], r"engine.args.venv: nowhere is not a virtual environment"),
@@ -293,7 +291,7 @@ def test_a_file_where_the_runs_should_lie_is_said_at_once(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("runs").write_text("")
-    with pytest.raises(UserError, match="output: runs is a file"):
+    with pytest.raises(UserError, match="output: runs is not a folder"):
         agentrl.train(small(output))
 
 

@@ -3,9 +3,10 @@
 from typing import Any
 
 from agentrl.cluster.session import reach
+from agentrl.engine.base import engine_class
 from agentrl.errors import UserError
 from agentrl.models.load import find_device, resolve
-from agentrl.plugins.registry import check_engine, load
+from agentrl.plugins.registry import check_engine
 from agentrl.recipe.schema import Recipe
 
 REMEDY = "Lower cluster.workers (or cluster.nodes, cluster.gpus), or add machines to the cluster"
@@ -15,16 +16,14 @@ def lacking(recipe: Recipe) -> list[str]:
     """Looks at paths, devices, Ray's address and the engine's programs. Loads nothing. Raises UserError for arguments
     that the engine does not take."""
     check_engine(recipe.engine)
-    engine = load("engines", recipe.engine.name)
     computes_here = not recipe.cluster.used or recipe.engine.name == "local"
-    missing = getattr(engine, "missing", None)
     return [
         *(_said(lambda: find_device(recipe.model.device)) if computes_here else []),
         *_said(lambda: resolve(recipe.model.path)),
         *_critic(recipe),
         *(_cluster(recipe) if recipe.cluster.used else []),
         *lacking_gpus(recipe),
-        *(missing(recipe.engine.args) if missing else []),
+        *engine_class(recipe.engine.name).missing(recipe.engine.args),
     ]
 
 
@@ -33,9 +32,9 @@ def lacking_gpus(recipe: Recipe, everywhere: bool = False) -> list[str]:
     is to have those of the workers: what this machine lacks to be one of it."""
     import torch
 
-    engine, cluster, here = load("engines", recipe.engine.name), recipe.cluster, torch.cuda.device_count()
+    cluster, here = recipe.cluster, torch.cuda.device_count()
     try:
-        served = engine.gpus(recipe.engine.args) if hasattr(engine, "gpus") else 0
+        served = engine_class(recipe.engine.name).gpus(recipe.engine.args)
     except ValueError as error:
         raise UserError(f"engine.args.flags: a number of devices is none: {error}") from error
     if not cluster.gpus:  # without a GPU servers run on the CPU, as the trainer does

@@ -11,6 +11,7 @@ from agentrl.algo.registry import check_critic
 from agentrl.algo.terms import Tokens
 from agentrl.compute.batch import Array, Batch
 from agentrl.compute.classifier import classifier_config
+from agentrl.engine.base import engine_class
 from agentrl.errors import UserError, reason
 from agentrl.eval.evaluate import choosing_split, chosen_splits
 from agentrl.learner.actor import loss_terms
@@ -48,7 +49,7 @@ def check_run(recipe: Recipe) -> Checked:
     trackers = {name: load("agentrl.trackers", name) for name in recipe.track.trackers}
     check_names(recipe)
     check_algorithm(recipe)
-    if getattr(load("engines", recipe.engine.name), "brings_chat", False):
+    if engine_class(recipe.engine.name).brings_chat:
         raise UserError(f"engine.name {recipe.engine.name!r} plays a model that cannot be trained: use `agentrl eval`")
     if missing := lacking(recipe):
         more = f" (and {len(missing) - 1} more, which `agentrl check` lists)" if len(missing) > 1 else ""

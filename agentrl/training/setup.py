@@ -96,8 +96,7 @@ def set_up(start: Start) -> Loop:
     interrupts.check()
     folder = start.open_folder()
     folder.write_recipe(dump_recipe(recipe), start.saved.step if start.saved else 0)
-    if hasattr(player.engine, "keep_logs"):
-        player.engine.keep_logs(folder.path)
+    player.engine.keep_logs(folder.path)
     learner = Learner(recipe, role_host)
     profiler.over(learner)
     trackers = Trackers(display.note)

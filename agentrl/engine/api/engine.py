@@ -8,14 +8,14 @@ from typing import Any
 from agentrl.chat.base import Chat
 from agentrl.engine.api.chat import ApiChat, Opening
 from agentrl.engine.api.ledger import Ledger
-from agentrl.engine.base import EngineError, Generation, GenerationFinish, Sampling
+from agentrl.engine.base import Engine, EngineError, Generation, GenerationFinish, Sampling
 from agentrl.errors import UserError, nearest
 
 FOREVER = 1 << 30  # ids: the endpoint bounds its context itself
 LINE = 300  # characters of an endpoint's error that are kept
 
 
-class OpenAIEngine:
+class OpenAIEngine(Engine):
     """Chat completions with the endpoint's own tool calls.
 
     model: its name there. base_url: None is OpenAI's. api_key_env: the environment variable that holds the key; an
@@ -123,21 +123,6 @@ class OpenAIEngine:
 
     async def update_weights(self, version: int, weights: Any = None) -> None:
         raise EngineError("the weights behind an endpoint cannot be trained: engine openai is for evaluation")
-
-    async def pause(self, mode: str = "retract") -> None:
-        raise EngineError("engine openai cannot pause")
-
-    async def resume(self) -> None:
-        raise EngineError("engine openai cannot pause")
-
-    def flush(self) -> None:
-        """The endpoint's cache is its own."""
-
-    async def sleep(self) -> None:
-        """It holds no memory here."""
-
-    async def wake(self) -> None:
-        """See `sleep`."""
 
     async def health(self) -> None:
         """Whether the endpoint knows the model. An endpoint without a list of models is believed."""

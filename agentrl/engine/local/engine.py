@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from agentrl.engine.base import EngineError, Generation, GenerationFinish, Sampling
+from agentrl.engine.base import Engine, EngineError, Generation, GenerationFinish, Sampling
 from agentrl.engine.local.choose import runner_for
 from agentrl.engine.local.receive import copy_into
 from agentrl.engine.local.request import Request
@@ -34,7 +34,7 @@ back by then, and need not miss a step."""
 DEFAULT_CONTEXT = 4096  # of a model whose configuration does not say
 
 
-class LocalEngine:
+class LocalEngine(Engine):
     """`model`: a transformers causal language model, its weights read in place. max_batch: rows decoded at once.
 
     max_context: tokens of prompt and answer together (None: what the configuration says and the cache can hold).
@@ -73,7 +73,7 @@ class LocalEngine:
         self._stepping: asyncio.Future[Any] | None = None
         self._thread: ThreadPoolExecutor | None = None
         self._step_seconds = 0.0
-        self._paused = self._closed = self._updating = False
+        self._asleep = self._closed = self._updating = False
         self._partial: str | None = None  # why the weights are those of no step
 
     @property
@@ -82,7 +82,7 @@ class LocalEngine:
 
     @property
     def _still(self) -> bool:
-        return self._paused or self._updating
+        return self._asleep or self._updating
 
     @property
     def weight_version(self) -> int:
@@ -104,7 +104,7 @@ class LocalEngine:
         request = Request(request_id, prompt, sampling, key, room, future)
         self._requests[request_id] = request
         self._scheduler.add(request)
-        self._wake()
+        self._start_loop()
         try:
             return await future
         finally:
@@ -142,7 +142,7 @@ class LocalEngine:
         finally:
             self._updating = False
             if self._scheduler.busy:
-                self._wake()
+                self._start_loop()
 
     async def _receive(self, version: int, weights: Any) -> None:
         """Copy them; what goes wrong fails the requests under way too, whose tokens would be of no step."""
@@ -153,32 +153,16 @@ class LocalEngine:
             self._fail(error)
             raise
 
-    async def pause(self, mode: str = "retract") -> None:
-        """Stop decoding. `retract`: running requests give up what they computed; `in_place`: they keep it; `abort`:
-        they end."""
-        if mode not in ("retract", "in_place", "abort"):
-            raise EngineError(f"pause mode {mode!r} is unknown; known: retract, in_place, abort")
-        self._paused = True
-        await self._between_steps()
-        if mode == "retract":
-            self._scheduler.retract()
-        elif mode == "abort":
-            self.abort()
-
-    async def resume(self) -> None:
-        self._paused = False
-        self._wake()
-
-    def flush(self) -> None:
-        self._scheduler.flush()
-
     async def sleep(self) -> None:
-        """Pause, and free the cache and the fused weights; requests wait until `wake`."""
-        await self.pause("retract")
+        """Stop decoding, and free the cache and the fused weights; requests wait until `wake`."""
+        self._asleep = True
+        await self._between_steps()
+        self._scheduler.retract()
         self._runner.clear()
 
     async def wake(self) -> None:
-        await self.resume()
+        self._asleep = False
+        self._start_loop()
 
     async def health(self) -> None:
         if self._closed:
@@ -186,7 +170,7 @@ class LocalEngine:
 
     async def close(self) -> None:
         """Running requests end with finish `abort`; memory and the worker thread are given back."""
-        self._closed = self._paused = True
+        self._closed = self._asleep = True
         await self._between_steps()
         self.abort()
         self._scheduler.reset()
@@ -209,7 +193,7 @@ class LocalEngine:
             raise EngineError(f"request {request_id!r}: id {wrong} is outside the model's vocabulary of {self._vocab}")
         return prompt
 
-    def _wake(self) -> None:
+    def _start_loop(self) -> None:
         if not self._still and (self._loop is None or self._loop.done()):
             self._loop = asyncio.get_running_loop().create_task(self._run(), name="agentrl-local-engine")
 

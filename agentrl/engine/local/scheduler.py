@@ -81,13 +81,6 @@ class Scheduler:
             if request is not None and request.request_id == request_id:
                 request.last = True
 
-    def flush(self) -> None:
-        """Forget every conversation that is between turns, and every prompt that others could copy."""
-        for c in [c for c in self.slots.at if c is not None]:
-            self.slots.forget_opening(c)
-            if c.running is None:
-                self.slots.free(c)
-
     def retract(self) -> None:
         """Every running request waits again, with what it sampled as part of its prompt; nothing computed is kept."""
         self._retract(list(self._running))

@@ -14,9 +14,9 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
-from agentrl.engine.base import EngineError, Generation, GenerationFinish, Sampling
+from agentrl.engine.base import Engine, EngineError, Generation, GenerationFinish, Sampling
 from agentrl.engine.sglang.adapters import needs_of
-from agentrl.engine.sglang.call import Call, post
+from agentrl.engine.sglang.call import Call
 from agentrl.engine.sglang.client import LostAdapterError, RefusedError, ServerError
 from agentrl.engine.sglang.command import Flag, launch_command, sizes_of
 from agentrl.engine.sglang.fleet import Fleet
@@ -30,10 +30,9 @@ ATTEMPTS = 8
 """Failures of one request, on whichever servers, before it is given up."""
 BACK_OFF_SECONDS = 0.1, 2.0
 """Before a second try on a server that answers: from, to."""
-PAUSE_MODES = ("retract", "in_place", "abort")
 
 
-class SglangEngine:
+class SglangEngine(Engine):
     """`model`: the trainer's, whose weights the servers are given. max_batch: requests in flight a server, at most, and
     what a launched server decodes at once. model_path: what launched servers load. tokenizer: what theirs is compared
     with. say, phase: told lines that stay, and what goes on right now. lora: of the adapter that is trained, where
@@ -160,20 +159,6 @@ class SglangEngine:
         await self._fleet.update(version, "retract")
         self._asleep = False  # what took the weights is awake again
 
-    async def pause(self, mode: str = "retract") -> None:
-        if mode not in PAUSE_MODES:
-            raise EngineError(f"pause mode {mode!r} is unknown; known: {', '.join(PAUSE_MODES)}")
-        self._fleet.quiet = True
-        await self._tell_all("/pause_generation", {"mode": mode})
-
-    async def resume(self) -> None:
-        await self._tell_all("/continue_generation", {})
-        self._fleet.quiet = False
-
-    def flush(self) -> None:
-        for member in self._fleet.pool.up:
-            self._errand(post(member, "/flush_cache"))
-
     async def sleep(self) -> None:
         """Pause, and give back the memory of weights, keys and values; requests wait until new weights come. Twice is
         once: a server ends when it is told to release what it has released."""
@@ -297,11 +282,6 @@ class SglangEngine:
                 f"request {request_id!r}: id {wrong} is outside the model's vocabulary of {self._vocabulary}"
             )
         return prompt
-
-    async def _tell_all(self, path: str, body: Mapping[str, Any]) -> None:
-        """Raises EngineError when a server that is up does not do it."""
-        await self._ready()
-        await asyncio.gather(*(m.client.post(path, body) for m in self._fleet.pool.up))
 
     def _errand(self, work: Any) -> None:
         """Something that nobody waits for."""

@@ -67,11 +67,11 @@ async def disturb(engine: LocalEngine, rng: random.Random) -> None:
     while True:
         await idle(rng, 60)
         await asyncio.sleep(0)
-        match rng.randint(0, 9):
-            case 0 | 1 | 2 | 3:
+        match rng.randint(0, 6):
+            case 0 | 1:
                 running = [r.request_id for r in engine._scheduler.requests()]
                 engine.abort(rng.choice(running or ["nobody"]))
-            case 4 | 5:
+            case 2 | 3:
                 await engine.update_weights(engine.weight_version + 1)
             case _:
                 await engine.sleep()

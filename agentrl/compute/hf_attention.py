@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 
-class Unsupported(Exception):  # noqa: N818 - a reason, not a failure: the next way is tried
+class Unsupported(ValueError):  # noqa: N818 - a reason, not a failure: the next way is tried
     """Why a way does not fit a model."""
 
 

@@ -19,9 +19,7 @@ from agentrl.compute.hf_attention import Unsupported
 from agentrl.distributed.fsdp.mesh import Place
 from agentrl.distributed.fsdp.scatter import everywhere, share
 from agentrl.distributed.fsdp.shard import Root
-
-MISFITS = (Unsupported, RuntimeError, TypeError, ValueError, KeyError, AttributeError, IndexError)
-"""What a module says that cannot be computed in the fast way."""
+from agentrl.models.prove import attempt, difference
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,23 +66,19 @@ def _misfit(ways: Ways, root: Root, compute: torch.dtype) -> str | None:
     wanted = _run(root, ways.slow, ways)  # also after a failure, which left layers gathered
     if isinstance(found, str):
         return found
-    off = float((found - wanted).abs().max())
-    scale = max(1.0, float(wanted.abs().max())) if ways.relative else 1.0
-    tolerance = TOLERANCE.get(compute, 0.25) * scale
-    return None if off <= tolerance else f"it differs by {off:.2g} from single sequences"
+    return difference(found, wanted, TOLERANCE.get(compute, 0.25), ways.relative)
 
 
 def _run(root: Root, way: Any, ways: Ways) -> Any:
     root.way = way
-    found = root(*ways.probe)
+    return _first(root(*ways.probe))
+
+
+def _first(found: Any) -> Any:
+    """The log-probs where there are entropies too."""
     return found[0] if isinstance(found, tuple) else found
 
 
 def _attempt(way: Any, *arguments: Any) -> Tensor | str:
     """Inside the root's forward, so that its hooks see a forward that ends."""
-    try:
-        found = way(*arguments)
-    except MISFITS as error:
-        return f"{type(error).__name__}: {error}".splitlines()[0]
-    first: Tensor = found[0] if isinstance(found, tuple) else found
-    return first
+    return attempt(lambda: _first(way(*arguments)))

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from agentrl.engine.local.fast import BlockRunner
 from agentrl.engine.local.generic import ModuleRunner
@@ -12,6 +13,7 @@ from agentrl.engine.local.recompute import RecomputeRunner
 from agentrl.engine.local.runner import Chunk, Runner, Work
 from agentrl.errors import UserError
 from agentrl.models import block
+from agentrl.models.prove import disproof
 
 log = logging.getLogger(__name__)
 
@@ -49,15 +51,14 @@ def _disagreement(model: Any, runner: ModuleRunner) -> str | None:
     steps = [Work(none, none, none.astype(bool), first), Work(none, none, none.astype(bool), second), last]
     for r in (runner, plain):
         r.resize(2, longest)
-    try:
-        seen = [runner.forward(work) for work in steps]
-    except (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
-        return f"its forward does not take a slot cache ({type(error).__name__}: {str(error)[:200]})"
-    finally:
-        runner.clear()
-    wanted = [plain.forward(work) for work in steps]
-    apart = max(float((a.log_softmax(-1) - b.log_softmax(-1)).abs().max()) for a, b in zip(seen, wanted, strict=True))
-    if not runner.token_bytes or not apart <= TOLERANCE.get(runner.dtype, 0.1):
-        return f"through a slot cache its log-probs differ by {apart:.2g}"
-    runner.resize(0, 0)
-    return None
+
+    def logprobs(r: Runner) -> Tensor:
+        return torch.cat([r.forward(work).log_softmax(-1) for work in steps])
+
+    reason = disproof(lambda: logprobs(runner), lambda: logprobs(plain), TOLERANCE.get(runner.dtype, 0.1))
+    runner.clear()
+    if reason is None and not runner.token_bytes:
+        reason = "its forward leaves no keys and values in it"
+    if reason is None:
+        runner.resize(0, 0)
+    return reason and f"through a slot cache: {reason}"

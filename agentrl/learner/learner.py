@@ -22,7 +22,7 @@ from agentrl.learner.critic import CriticMeter
 from agentrl.learner.kl_reward import penalty_metrics, scattered, with_kl_penalty
 from agentrl.learner.metrics import Meter
 from agentrl.learner.optimizer import learning_rate
-from agentrl.learner.roles import RoleHost
+from agentrl.learner.roles import Roles
 from agentrl.recipe.schema import Recipe
 from agentrl.trajectory import Group
 
@@ -32,9 +32,9 @@ Bools = npt.NDArray[np.bool_]
 class Learner:
     """Learns by `recipe`. `steps`: updates of the loop so far."""
 
-    def __init__(self, recipe: Recipe, role_host: RoleHost) -> None:
-        self.recipe, self.actor = recipe, role_host.actor
-        self.reference, self.critic = role_host.reference, role_host.critic
+    def __init__(self, recipe: Recipe, roles: Roles) -> None:
+        self.recipe, self.actor = recipe, roles.actor
+        self.reference, self.critic = roles.reference, roles.critic
         self.advantage = advantages.get(recipe.algorithm.advantage)
         self._vanishes = getattr(losses.get(recipe.algorithm.loss), "vanishes_with_advantage", False)
         self.steps = 0

@@ -65,7 +65,7 @@ class Scores(Protocol):
     def scores(self, batch: Batch) -> Floats: ...
 
 
-class RoleHost(Protocol):
+class Roles(Protocol):
     """The roles, ready to work. reference, critic, reward_model: None where the recipe has none."""
 
     @property
@@ -79,6 +79,10 @@ class RoleHost(Protocol):
 
     @property
     def reward_model(self) -> Scores | None: ...
+
+
+class RoleHost(Roles, Protocol):
+    """The roles, and where they are."""
 
     @property
     def here(self) -> bool:

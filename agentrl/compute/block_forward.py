@@ -56,4 +56,4 @@ class FastForward:
 
 def _head(weights: Weights) -> Tensor:
     """The matrix [V, D] that maps hidden states to logits."""
-    return weights.head.weights[0].t() if weights.head.turned else weights.head.weights[0]
+    return weights.head.weights[0].t() if weights.head.transposed else weights.head.weights[0]

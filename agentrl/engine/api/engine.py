@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from agentrl.chat.base import Chat
-from agentrl.engine.api.chat import ApiChat, Opening
-from agentrl.engine.api.ledger import Ledger
+from agentrl.engine.api.chat import ApiChat, Ledger, Opening
 from agentrl.engine.base import Engine, EngineError, Generation, GenerationFinish, Sampling
 from agentrl.errors import UserError, nearest
 

@@ -7,9 +7,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from agentrl.engine.local.fast import BlockRunner
-from agentrl.engine.local.generic import ModuleRunner
-from agentrl.engine.local.recompute import RecomputeRunner
+from agentrl.engine.local.block_runner import BlockRunner
+from agentrl.engine.local.module_runner import ModuleRunner
+from agentrl.engine.local.recompute_runner import RecomputeRunner
 from agentrl.engine.local.runner import Chunk, Runner, Work
 from agentrl.errors import UserError
 from agentrl.models import block

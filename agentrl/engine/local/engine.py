@@ -10,20 +10,21 @@ import copy
 import os
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from agentrl.engine.base import Engine, EngineError, Generation, GenerationFinish, Sampling
 from agentrl.engine.local.choose import runner_for
-from agentrl.engine.local.receive import copy_into
-from agentrl.engine.local.request import Request
 from agentrl.engine.local.sampler import key_of
 from agentrl.engine.local.scheduler import Scheduler
+from agentrl.engine.local.slots import Request
 from agentrl.errors import UserError
+from agentrl.models.lora import layers
 from agentrl.threads import in_thread
 
 INLINE_SECONDS = 0.025
@@ -251,6 +252,29 @@ class LocalEngine(Engine):
 def _deliver(request: Request, generation: Generation) -> None:
     if not request.future.done():
         request.future.set_result(generation)
+
+
+@torch.no_grad()
+def copy_into(model: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
+    """weights: name and whole tensor, by the names of `model.state_dict()`, read once to the end; what is tied, under
+    any one of its names. Raises EngineError; `model` then holds a part of them."""
+    if layers(model):
+        raise EngineError("the engine's model has an adapter of its own, which whole weights would be merged with")
+    state = model.state_dict(keep_vars=True)
+    due = {id(tensor): name for name, tensor in state.items()}
+    for name, tensor in weights:
+        target = state.get(name)
+        if target is None:
+            raise EngineError(f"the weights do not fit the engine's model: it has no {name}")
+        if tensor.shape != target.shape:
+            given, own = list(tensor.shape), list(target.shape)
+            raise EngineError(f"the weights do not fit the engine's model: {name} is {given}, its own is {own}")
+        if due.pop(id(target), None) is None:
+            raise EngineError(f"the weights do not fit the engine's model: {name} was given twice")
+        target.copy_(tensor)
+    if due:
+        more = f" (and {len(due) - 1} more)" if len(due) > 1 else ""
+        raise EngineError(f"the weights do not fit the engine's model: {min(due.values())} was not given{more}")
 
 
 def context_of(model: Any) -> int:

@@ -13,10 +13,9 @@ import numpy.typing as npt
 import torch
 
 from agentrl.engine.base import Generation, GenerationFinish
-from agentrl.engine.local.request import Request
 from agentrl.engine.local.runner import Chunk, Ints, Runner, Work
 from agentrl.engine.local.sampler import Choice, sample
-from agentrl.engine.local.slots import Conversation, Slots
+from agentrl.engine.local.slots import Conversation, Request, Slots
 
 FEED_TOKENS = 2048
 """Prompt tokens computed in one step at most: longer prompts take several, so decoding rows need not wait for them."""

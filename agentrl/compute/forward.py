@@ -1,7 +1,8 @@
 """Log-probs and entropies of a packed row, by the fastest way that is proven exact for the model at hand.
 
-Three ways: our own forward (block_forward.py), the Hugging Face module with its attention replaced, and the module on one
-sequence after another. `choose` tries them on a small forest at start-up and takes the first that agrees with the last.
+Three ways: our own forward (block_forward.py), the Hugging Face module with its attention replaced, and the module on
+one sequence after another. `choose` tries them on a small forest at start-up and takes the first that agrees with the
+last.
 """
 
 from collections.abc import Callable

@@ -23,7 +23,7 @@ FAMILIES = ("qwen2", "qwen3", "llama", "mistral")
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Sizes of a model of this family; eps is that of every RMS norm."""
+    """Sizes of a model of these families; eps is that of every RMS norm."""
 
     layers: int
     hidden: int
@@ -63,7 +63,7 @@ class Weights:
 
 
 def unsupported(model: Any) -> str | None:
-    """Why this forward does not fit `model`, in one line; None: it fits."""
+    """Return why this forward does not fit `model`, in one line; None: it fits."""
     config: Any = getattr(model, "config", None)
     family = getattr(config, "model_type", None)
     if family not in FAMILIES:
@@ -97,7 +97,7 @@ def shape_of(model: Any) -> Shape:
 
 
 def weights_of(model: Any, copy: bool = True, interleave: bool = False) -> Weights:
-    """The weights of `model` as `hidden` wants them.
+    """Return the weights of `model` in the form that `hidden` reads.
 
     copy: concatenate q|k|v and gate|up, fold the norms' gains, lay the matrices out for speed. Costs one copy of the
     model and pays for small ones; under autograd the copies carry gradients back to the parameters, so build them anew

@@ -17,7 +17,8 @@ from torch import Tensor
 @functools.cache
 def prefers_onednn() -> bool:
     """Whether float32 products should bypass MKL: it runs at half its speed on CPUs of another maker than Intel."""
-    if not (torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()):
+    mkl: Any = torch.backends.mkl
+    if not (mkl.is_available() and torch.backends.mkldnn.is_available()):
         return False
     return "AuthenticAMD" in _cpu_name()
 
@@ -59,7 +60,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return F.linear(x, weight, bias)
     if not torch.is_grad_enabled():
         return _onednn(x.contiguous(), weight, bias)
-    y: Tensor = _OneDnnLinear.apply(x.contiguous(), weight)
+    apply: Any = _OneDnnLinear.apply
+    y: Tensor = apply(x.contiguous(), weight)
     return y if bias is None else y + bias
 
 

@@ -2,8 +2,8 @@
 
 A role is wrapped before the learner is built, not changed: each call of it by a batch adds what the batch needs to the
 step's arithmetic, wherever the role is. The reward model's calls, made while samples are drawn, are counted and timed
-by themselves. A role of this process is recorded here where the recipe asks for a trace of the step; workers are told
-through the role host which steps to record, and asked for their memory.
+by themselves. A role of this process is recorded here where the recipe asks for a trace of the step; workers learn
+through the role host which steps to record, and report their memory through it.
 """
 
 from collections.abc import Callable, Collection, Iterator
@@ -40,7 +40,7 @@ class InstrumentedRoles:
 
 
 class StepProfiler:
-    """One for a run. `roles` are those of `role_host`, instrumented: whoever calls them counts.
+    """One for a run. `roles` are those of `role_host`, instrumented.
 
     folder: of the traces. steps: those to record. engine: whether the engine computes in this process, and is to be
     recorded too.

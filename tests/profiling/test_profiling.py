@@ -251,7 +251,7 @@ def test_measuring_a_cpu_takes_a_moment_however_slow_it_is(monkeypatch: pytest.M
 
 class Trainer(InstrumentedWorker):
     def __init__(self) -> None:
-        self.watch()
+        self.start_measuring()
 
     @register(ONE_TO_ALL)
     @instrumented("actor")

@@ -53,7 +53,7 @@ class Ledger:
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """What a conversation begins with."""
+    """The messages and tool schemas that a conversation begins with, in the API's form."""
 
     messages: tuple[dict[str, Any], ...]
     tools: tuple[dict[str, Any], ...]
@@ -77,8 +77,7 @@ class ApiChat:
         return self._ledger.add(tuple(map(outgoing, messages)))
 
     def parse(self, turn_ids: Sequence[int]) -> ParsedTurn:
-        (said,) = self._ledger.find(turn_ids)
-        (message,) = said
+        ((message,),) = self._ledger.find(turn_ids)
         calls = tuple(_call(call) for call in message.get("tool_calls") or ())
         return ParsedTurn(message.get("content") or "", calls)
 
@@ -94,15 +93,15 @@ def _call(call: dict[str, Any]) -> ParsedCall:
     try:
         arguments = json.loads(raw)
     except (ValueError, RecursionError) as error:
-        return ParsedCall(name, {}, raw, f"the arguments are no JSON: {error}", call.get("id"))
+        return ParsedCall(name, {}, raw, f"the arguments are not valid JSON: {error}", call.get("id"))
     if not isinstance(arguments, dict):
-        return ParsedCall(name, {}, raw, "the arguments are no JSON object", call.get("id"))
+        return ParsedCall(name, {}, raw, "the arguments are not a JSON object", call.get("id"))
     return ParsedCall(name, arguments, raw, id=call.get("id"))
 
 
 def outgoing(message: Message) -> dict[str, Any]:
-    """A message as the API takes it: arguments as text, images as data URLs. Where a tool returned images, they follow
-    in its text's place as parts."""
+    """Return a message as the API takes it: arguments as text, images as data URLs. Where a tool returned images,
+    text and images are parts of its content."""
     sent: dict[str, Any] = {key: value for key, value in message.items() if key not in ("reasoning_content", "name")}
     content = message.get("content")
     if isinstance(content, list):

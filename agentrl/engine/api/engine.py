@@ -1,4 +1,4 @@
-"""`OpenAIEngine`: a model behind an OpenAI-compatible endpoint plays the tasks. Without log-probs, it cannot train."""
+"""`OpenAIEngine`: a model behind an OpenAI-compatible endpoint plays the tasks, without log-probs to train on."""
 
 import asyncio
 import os
@@ -92,10 +92,10 @@ class OpenAIEngine(Engine):
             raise EngineError(f"{self.name}: the endpoint's answer holds no choice")
         choice = answer.choices[0]
         message = choice.message.model_dump(exclude_none=True)
-        said = {key: message[key] for key in ("role", "content", "tool_calls") if key in message}
-        said.setdefault("content", None)
+        turn = {key: message[key] for key in ("role", "content", "tool_calls") if key in message}
+        turn.setdefault("content", None)
         tokens = max(1, answer.usage.completion_tokens if answer.usage else 1)
-        ids = self._ledger.add((said,), tokens)
+        ids = self._ledger.add((turn,), tokens)
         self._known.setdefault(request_id, []).append(ids[0])
         finish = GenerationFinish.LENGTH if choice.finish_reason == "length" else GenerationFinish.STOP
         return Generation(ids, [0.0] * len(ids), finish)

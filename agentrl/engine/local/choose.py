@@ -1,4 +1,4 @@
-"""Which runner serves a model: our own forward, the module over slots, or recomputation; proved, not believed."""
+"""The choice of a model's runner: our own forward, the module over slots, or recomputation, proved on a probe."""
 
 import logging
 from typing import Any
@@ -23,7 +23,7 @@ TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}
 
 
 def runner_for(model: Any) -> Runner:
-    """The fastest runner that is exact for `model`. Raises UserError if it is no causal language model."""
+    """Return the fastest runner that is exact for `model`. Raises UserError if it is no causal language model."""
     if getattr(model.config, "is_encoder_decoder", False) or model.get_output_embeddings() is None:
         raise UserError(f"model.path: {type(model).__name__} is not a causal language model, which the engine needs")
     if block.unsupported(model) is None:
@@ -37,7 +37,7 @@ def runner_for(model: Any) -> Runner:
 
 
 def _disagreement(model: Any, runner: ModuleRunner) -> str | None:
-    """Why slots do not serve this module: ragged prompts in two pieces and one token more, beside the plain forward."""
+    """Return why slots do not serve this module, by ragged prompts in two pieces and one token more; None: they do."""
     window = runner._window if isinstance(runner._window, int) else 0
     longest = PROBE_TOKENS + (window if window <= 128 else 0)
     plain = RecomputeRunner(model)

@@ -32,7 +32,7 @@ RETURN_TICKS = 4
 """Turns of the event loop before the next step, at most, once requests have finished: with an instant tool they are
 back by then, and need not miss a step."""
 
-DEFAULT_CONTEXT = 4096  # of a model whose configuration does not say
+DEFAULT_CONTEXT = 4096  # of a model whose configuration names none
 
 
 class LocalEngine(Engine):
@@ -127,7 +127,7 @@ class LocalEngine(Engine):
 
         weights: of a trainer in other processes: name and whole tensor, by the names of the model's state dict, what is
         tied once. They are read in a thread, in which they may wait; requests wait meanwhile. Raises EngineError where
-        they do not fit, or reading them does: nobody samples until an update came whole.
+        they do not fit, or reading them does: nothing is sampled until a whole update came.
         """
         self._updating = True
         try:
@@ -146,7 +146,7 @@ class LocalEngine(Engine):
                 self._start_loop()
 
     async def _receive(self, version: int, weights: Any) -> None:
-        """Copy them; what goes wrong fails the requests under way too, whose tokens would be of no step."""
+        """Copy them; an error fails the requests in flight too, whose tokens would belong to no step."""
         self._partial = f"the weights of step {version} came only in part"
         try:
             await in_thread(copy_into, self._model, weights)

@@ -1,8 +1,8 @@
 """`fused_step`: one step of a small float32 model, compiled once to a graph that runs without the interpreter.
 
-The same computation as `block.hidden`, tied to fused weights. A step is some two hundred operations of a few
-microseconds; called from Python one by one they take a third longer at 64 rows, and twice as long at the few rows of a
-rollout's end.
+The same computation as `block.hidden`, which it cannot call: TorchScript takes no closures and no classes such as
+`Dense`. A step is some two hundred operations of a few microseconds; called from Python one by one they take a third
+longer at 64 rows, and twice as long at the few rows of a rollout's end.
 TorchScript is deprecated but shipped: where it cannot compile, the very same function runs as Python.
 """
 
@@ -67,11 +67,14 @@ def _inverse_rms(x: Tensor, eps: Tensor) -> Tensor:
 
 
 def _step(
-    w: Fused, keys: list[Tensor], values: list[Tensor], ids: Tensor, rotation: Tensor, target: Tensor, n: int, width: int,
-    bias: Tensor | None, buckets: list[Bucket], pick: Tensor | None,
+    w: Fused, keys: list[Tensor], values: list[Tensor], ids: Tensor, rotation: Tensor, target: Tensor, n: int,
+    width: int, bias: Tensor | None, buckets: list[Bucket], pick: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """ids [N]: n rows, then chunks; rotation [N, 1, D / 2]; target [N * kv_heads]: where their keys go in the flat cache.
-    Logits [N, vocab], or of the tokens `pick`."""
+    """Return logits [N, vocab], or those of the tokens `pick`.
+
+    ids [N]: n rows, then chunks. rotation: complex [N, 1, D / 2]. target [N * kv_heads]: where their keys go in the
+    flat cache.
+    """
     both = w.heads + w.kv_heads
     x = F.embedding(ids, w.embed)
     for i in range(len(w.qkv)):
@@ -99,7 +102,7 @@ _compiled: Callable[..., Tensor] | None = None
 
 
 def fused_step() -> Callable[..., Tensor]:
-    """`_step`, compiled where TorchScript can (half a second, once a process)."""
+    """Return `_step`, compiled where TorchScript can (half a second, once per process)."""
     global _compiled
     if _compiled is None:
         with warnings.catch_warnings():
@@ -112,7 +115,7 @@ def fused_step() -> Callable[..., Tensor]:
 
 
 def fuse(weights: block.Weights) -> Fused:
-    """The lists that `_step` reads, sharing the memory of `weights` (copied, interleaved)."""
+    """Return `weights` (copied, interleaved) as the lists that `_step` reads; they share memory."""
     s, layers = weights.shape, weights.layers
     halves = [layer.gate_up.halves() for layer in layers]
     biases: list[Any] = [

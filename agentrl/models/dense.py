@@ -17,8 +17,8 @@ from torch import Tensor
 @functools.cache
 def prefers_onednn() -> bool:
     """Whether float32 products should bypass MKL: it runs at half its speed on CPUs of another maker than Intel."""
-    mkl: Any = torch.backends.mkl
-    if not (mkl.is_available() and torch.backends.mkldnn.is_available()):
+    backends: Any = torch.backends
+    if not (backends.mkl.is_available() and backends.mkldnn.is_available()):
         return False
     return "AuthenticAMD" in _cpu_name()
 

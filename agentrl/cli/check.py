@@ -179,9 +179,8 @@ def _show_plan(out: "Console", recipe: "Recipe", plan: "MemoryPlan", whose: str,
 
 
 def _show_traffic(out: "Console", recipe: "Recipe") -> None:
-    from agentrl.models.memory import Setting
+    from agentrl.models.memory import Setting, Traffic
     from agentrl.models.shape import read_shape
-    from agentrl.models.traffic import Traffic
 
     how, shape = Setting.of(recipe, recipe.cluster.size), read_shape(recipe.model)
     if how.shard > 1 and shape is not None:

@@ -1,15 +1,16 @@
 """Our own training forward for the Qwen2/Qwen3/Llama block, on the module's own parameters."""
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from agentrl.compute.kernels import rms_norm, swiglu, token_logprobs
 from agentrl.compute.packing import Packed
-from agentrl.compute.tree_attention import Layout, attend, plan
-from agentrl.models.block import Rope, Weights, rotate, unsupported, weights_of
+from agentrl.compute.tree_attention import attend, plan
+from agentrl.models import block
+from agentrl.models.block import Rope, Weights, unsupported, weights_of
 from agentrl.models.lora import has_dropout, layers
 
+KERNELS = block.Kernels(rms_norm, swiglu)
 SMALL = 50_000_000  # parameters: up to here joined and folded copies of the weights, made anew each pass, pay
 
 
@@ -45,28 +46,14 @@ class FastForward:
         device = weights.embed.device
         rotation = self.rope(torch.from_numpy(packed.positions).to(device))
         ids, predict = (torch.from_numpy(indices).to(device) for indices in (packed.ids, packed.predict))
-        return _hidden(weights, ids, rotation, plan(packed.segments, device), predict), _head(weights)
+        layout, scale = plan(packed.segments, device), weights.shape.head_dim**-0.5
 
+        def mix(_: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return attend(q, k, v, layout, scale)
 
-def _hidden(weights: Weights, ids: Tensor, rotation: Tensor, layout: Layout, predict: Tensor) -> Tensor:
-    """ids [P] to hidden states [N, D] after the final norm, of the tokens `predict` [N] alone: after the last
-    attention the others have no more work to do."""
-    s = weights.shape
-    x = F.embedding(ids, weights.embed)
-    for i, layer in enumerate(weights.layers):
-        y = layer.qkv(rms_norm(x, layer.attention_gain, s.eps)).view(-1, s.heads + 2 * s.kv_heads, s.head_dim)
-        qk, v = y[:, : s.heads + s.kv_heads], y[:, s.heads + s.kv_heads :]
-        if layer.qk_gain is not None:
-            qk = rms_norm(qk, layer.qk_gain, s.eps)
-        qk = rotate(qk, rotation, weights.interleaved)
-        mixed = attend(qk[:, : s.heads], qk[:, s.heads :], v, layout, s.head_dim**-0.5)
-        if i == s.layers - 1:
-            x, mixed = x.index_select(0, predict), mixed.index_select(0, predict)
-        x = layer.out.plus(x, mixed)
-        x = layer.down.plus(x, swiglu(layer.gate_up(rms_norm(x, layer.mlp_gain, s.eps))))
-    return rms_norm(x, weights.final_gain, s.eps)
+        return block.hidden(weights, ids, rotation, mix, KERNELS, predict), _head(weights)
 
 
 def _head(weights: Weights) -> Tensor:
     """The matrix [V, D] that maps hidden states to logits."""
-    return weights.head.weights[0].t() if weights.head.turned else weights.head.weights[0]
+    return weights.head.weights[0].t() if weights.head.transposed else weights.head.weights[0]

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from agentrl.compute.batch import Batch, prefix_trees
 from agentrl.compute.forward import TOLERANCE, hidden_states
-from agentrl.compute.hf_attention import Unsupported
 from agentrl.compute.micro_batches import SINGLE_PROCESS, ProcessGroup, token_column
 from agentrl.compute.packing import Packed, Segment, pack
 from agentrl.errors import UserError
 from agentrl.models.load import find_device
+from agentrl.models.prove import disproof
 from agentrl.recipe.schema import ModelSection, Recipe
 
 Ints = npt.NDArray[np.int64]
@@ -122,17 +122,13 @@ def to_score(rows: Sequence[npt.NDArray[np.int32]], groups: Sequence[int]) -> Ba
 
 def choose(model: Any) -> tuple[str, str]:
     """Return the name of the fastest implementation that is exact for `model`, and a line about it."""
-    packed = probe_of(model)
+    packed, tolerance = probe_of(model), TOLERANCE.get(next(model.parameters()).dtype, 0.25)
     with torch.no_grad():
-        wanted = SequenceScores(model)(packed)
-        try:
-            off = float((ModuleScores(model)(packed) - wanted).abs().max())
-        except (Unsupported, RuntimeError, TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
-            why = f"{type(error).__name__}: {error}".splitlines()[0]
-            return SequenceScores.__name__, f"one sequence at a time ({why})"
-    tolerance = TOLERANCE.get(next(model.parameters()).dtype, 0.25) * max(1.0, float(wanted.abs().max()))
-    if off > tolerance:
-        return SequenceScores.__name__, f"one sequence at a time (packed, scores differ by {off:.2g})"
+        why = disproof(
+            lambda: ModuleScores(model)(packed), lambda: SequenceScores(model)(packed), tolerance, scaled=True
+        )
+    if why is not None:
+        return SequenceScores.__name__, f"one sequence at a time ({why})"
     return ModuleScores.__name__, "packed, prompts shared"
 
 

@@ -24,6 +24,7 @@ from agentrl.compute.hf_attention import Unsupported, attending
 from agentrl.compute.kernels import token_logprobs
 from agentrl.compute.packing import Packed, pack
 from agentrl.compute.tree_attention import attend, plan
+from agentrl.models.prove import disproof
 from agentrl.recipe.schema import ModelSection
 
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.05}  # nats; wrong attention is off by more
@@ -206,13 +207,8 @@ def _try(kind: Any, model: Any, sequences: SequenceForward) -> str | None:
     if kind is ModuleForward and (reason := local_attention(model)):
         return reason
     probe = probe_of(model)
-    try:
-        with torch.no_grad():
-            found, wanted = kind(model)(probe, 1.0)[0], sequences(probe, 1.0)[0]
-    except (Unsupported, RuntimeError, TypeError, ValueError, KeyError, AttributeError) as error:
-        return f"{type(error).__name__}: {error}".splitlines()[0]
-    off = float((found - wanted).abs().max())
-    return None if off <= _tolerance(model) else f"log-probs differ by {off:.2g} from those of single sequences"
+    with torch.no_grad():
+        return disproof(lambda: kind(model)(probe, 1.0)[0], lambda: sequences(probe, 1.0)[0], _tolerance(model))
 
 
 def probe_of(model: Any) -> Packed:

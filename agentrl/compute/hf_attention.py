@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 
-class Unsupported(Exception):  # noqa: N818 - a reason, not a failure: the next implementation is tried
+class Unsupported(ValueError):  # noqa: N818 - a reason, not a failure: the next implementation is tried
     """Why an implementation does not support a model."""
 
 

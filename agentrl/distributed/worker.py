@@ -51,7 +51,7 @@ class TrainWorker(InstrumentedWorker):
         if self.recipe.engine.name == "sglang" and self.recipe.engine.args.get("weights") != "from_tensor":
             agree_with_servers()
         self.connect(self.recipe.cluster.timeout)
-        self.watch()
+        self.start_measuring()
         cluster = self.recipe.cluster
         if "actor" not in roles:  # a pool of its own is sharded over itself
             cluster = cluster.model_copy(update={"shard": 0, "sequence_parallel": 1})

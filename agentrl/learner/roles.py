@@ -67,7 +67,7 @@ class Scores(Protocol):
 
 
 class Roles(Protocol):
-    """The roles of the learner. reference, critic: None where the recipe has none."""
+    """The roles, ready to work. reference, critic, reward_model: None where the recipe has none."""
 
     @property
     def actor(self) -> Policy: ...
@@ -78,12 +78,12 @@ class Roles(Protocol):
     @property
     def critic(self) -> Values | None: ...
 
-
-class RoleHost(Roles, Protocol):
-    """All roles of a run, ready to work, in this process or on a cluster. reward_model: None where there is none."""
-
     @property
     def reward_model(self) -> Scores | None: ...
+
+
+class RoleHost(Roles, Protocol):
+    """The roles, and where they are."""
 
     @property
     def here(self) -> bool:

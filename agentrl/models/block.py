@@ -23,7 +23,7 @@ FAMILIES = ("qwen2", "qwen3", "llama", "mistral")
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Sizes of a model of this family; eps is that of every RMS norm."""
+    """Sizes of a model of these families; eps is that of every RMS norm."""
 
     layers: int
     hidden: int
@@ -63,7 +63,7 @@ class Weights:
 
 
 def unsupported(model: Any) -> str | None:
-    """Why this forward does not fit `model`, in one line; None: it fits."""
+    """Return why this forward does not fit `model`, in one line; None: it fits."""
     config: Any = getattr(model, "config", None)
     family = getattr(config, "model_type", None)
     if family not in FAMILIES:
@@ -97,7 +97,7 @@ def shape_of(model: Any) -> Shape:
 
 
 def weights_of(model: Any, copy: bool = True, interleave: bool = False) -> Weights:
-    """The weights of `model` as `hidden` wants them.
+    """Return the weights of `model` in the form that `hidden` reads.
 
     copy: concatenate q|k|v and gate|up, fold the norms' gains, lay the matrices out for speed. Costs one copy of the
     model and pays for small ones; under autograd the copies carry gradients back to the parameters, so build them anew
@@ -153,9 +153,10 @@ def _interleave(w: Tensor, head_dim: int) -> Tensor:
 
 
 def rms_norm(x: Tensor, gain: Tensor | None, eps: float) -> Tensor:
-    """x / rms(x) over the last dimension, in float32, times gain."""
+    """Return x / rms(x) over the last dimension, computed in float32, times gain ([D], or one [H, D] by heads)."""
     if torch.is_grad_enabled() or x.dtype != torch.float32:
-        return F.rms_norm(x, (x.shape[-1],), gain, eps)
+        y = F.rms_norm(x, (x.shape[-1],), None if gain is None or gain.dim() > 1 else gain, eps)
+        return y if gain is None or gain.dim() == 1 else y * gain
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)  # one pass; F.rms_norm makes four on a CPU
     y = x * norm.square_().mul_(1 / x.shape[-1]).add_(eps).rsqrt_()
     return y if gain is None else y.mul_(gain)
@@ -184,12 +185,12 @@ class Rope:
         return self._table
 
 
-def rotate(x: Tensor, turn: Tensor, interleaved: bool) -> Tensor:
-    """x [N, heads, D] rotated by turn [N, 1, D / 2] (complex), in float32."""
+def rotate(x: Tensor, rotation: Tensor, interleaved: bool) -> Tensor:
+    """x [N, heads, D] rotated by `rotation` [N, 1, D / 2] (complex), in float32."""
     if interleaved:
         pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
-        return torch.view_as_real(pairs * turn).flatten(-2)
-    cos, sin = turn.real, turn.imag
+        return torch.view_as_real(pairs * rotation).flatten(-2)
+    cos, sin = rotation.real, rotation.imag
     a, b = x.float().chunk(2, -1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
 
@@ -200,17 +201,38 @@ def swiglu(gate_up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
-def hidden(weights: Weights, ids: Tensor, turn: Tensor, attend: Attend) -> Tensor:
-    """ids [N] int64, turn = rope(positions) -> hidden states [N, hidden] after the final norm; logits are
-    `weights.head` of them (the final gain is folded into it where the weights are copied)."""
-    s = weights.shape
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """The functions of `hidden` that depend on who computes: the training forward brings its own gradients."""
+
+    rms_norm: Callable[[Tensor, Tensor | None, float], Tensor] = rms_norm
+    """(x [..., D], gain [D] or [H, D] or None, eps) -> [..., D]"""
+
+    swiglu: Callable[[Tensor], Tensor] = swiglu
+    """gate_up [N, 2 F] -> silu(gate) * up [N, F]"""
+
+
+def hidden(
+    weights: Weights, ids: Tensor, rotation: Tensor, attend: Attend,
+    kernels: Kernels = Kernels(), predict: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Return the hidden states [N, hidden] after the final norm of the tokens `ids` [N] (int64).
+
+    rotation: `rope(positions)`, complex64 [N, 1, D / 2]. predict [M]: the tokens whose states are wanted (None: all);
+    the others are not computed beyond the last attention. Logits are `weights.head` of the states: the final gain is
+    folded into it where the weights are copied.
+    """
+    s, rms_norm, swiglu = weights.shape, kernels.rms_norm, kernels.swiglu
     x = F.embedding(ids, weights.embed)
     for i, layer in enumerate(weights.layers):
         y = layer.qkv(rms_norm(x, layer.attention_gain, s.eps)).view(-1, s.heads + 2 * s.kv_heads, s.head_dim)
         qk, v = y[:, : s.heads + s.kv_heads], y[:, s.heads + s.kv_heads :]
         if layer.qk_gain is not None:
-            qk = rms_norm(qk, None, s.eps) * layer.qk_gain
-        qk = rotate(qk, turn, weights.interleaved).to(x.dtype)
-        x = layer.out.plus(x, attend(i, qk[:, : s.heads], qk[:, s.heads :], v))
+            qk = rms_norm(qk, layer.qk_gain, s.eps)
+        qk = rotate(qk, rotation, weights.interleaved).to(x.dtype)
+        mixed = attend(i, qk[:, : s.heads], qk[:, s.heads :], v)
+        if predict is not None and i == s.layers - 1:
+            x, mixed = x.index_select(0, predict), mixed.index_select(0, predict)
+        x = layer.out.plus(x, mixed)
         x = layer.down.plus(x, swiglu(layer.gate_up(rms_norm(x, layer.mlp_gain, s.eps))))
     return rms_norm(x, weights.final_gain, s.eps)

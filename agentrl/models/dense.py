@@ -17,7 +17,8 @@ from torch import Tensor
 @functools.cache
 def prefers_onednn() -> bool:
     """Whether float32 products should bypass MKL: it runs at half its speed on CPUs of another maker than Intel."""
-    if not (torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()):
+    backends: Any = torch.backends
+    if not (backends.mkl.is_available() and backends.mkldnn.is_available()):
         return False
     return "AuthenticAMD" in _cpu_name()
 
@@ -59,7 +60,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return F.linear(x, weight, bias)
     if not torch.is_grad_enabled():
         return _onednn(x.contiguous(), weight, bias)
-    y: Tensor = _OneDnnLinear.apply(x.contiguous(), weight)
+    apply: Any = _OneDnnLinear.apply
+    y: Tensor = apply(x.contiguous(), weight)
     return y if bias is None else y + bias
 
 
@@ -71,18 +73,18 @@ class Dense:
     copy one weight is held by reference, several are applied one by one.
     """
 
-    __slots__ = ("bias", "turned", "weights")
+    __slots__ = ("bias", "transposed", "weights")
 
     def __init__(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None] = (), copy: bool = True) -> None:
         given = [b for b in biases if b is not None]
         self.bias = torch.cat(given) if given else None
-        self.turned = copy and not (weights[0].dtype == torch.float32 and prefers_onednn())
+        self.transposed = copy and not (weights[0].dtype == torch.float32 and prefers_onednn())
         joined = [torch.cat(list(weights)) if len(weights) > 1 else weights[0]] if copy else list(weights)
-        self.weights = [w.t().contiguous() for w in joined] if self.turned else joined
+        self.weights = [w.t().contiguous() for w in joined] if self.transposed else joined
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [N, in] -> [N, sum of out_i]."""
-        if self.turned:
+        if self.transposed:
             w = self.weights[0]
             return torch.mm(x, w) if self.bias is None else torch.addmm(self.bias, x, w)
         if len(self.weights) == 1:
@@ -92,13 +94,13 @@ class Dense:
 
     def plus(self, residual: Tensor, x: Tensor) -> Tensor:
         """residual [N, out] + self(x)."""
-        if self.turned and self.bias is None:
+        if self.transposed and self.bias is None:
             return torch.addmm(residual, x, self.weights[0])
         return residual + self(x)
 
     def halves(self) -> tuple[Tensor, Tensor]:
         """The weight of the first and of the second half of the outputs, as views."""
-        first, second = self.weights[0].chunk(2, 1 if self.turned else 0)
+        first, second = self.weights[0].chunk(2, 1 if self.transposed else 0)
         return first, second
 
     def bias_halves(self) -> tuple[Tensor | None, Tensor | None]:

@@ -1,4 +1,4 @@
-"""From a recipe's `model` section to a module and its tokenizer. What is wrong is said in one line."""
+"""Load the module and the tokenizer that a recipe's `model` section names. Errors are one line each."""
 
 import json
 from collections.abc import Collection
@@ -13,7 +13,8 @@ ADAPTER_CONFIG = "adapter_config.json"  # peft's
 
 
 def load_model(section: ModelSection, seed: int = 0, *, headless: bool = False) -> tuple[Any, Any]:
-    """The causal LM on `model.device`, weights of `model.dtype`, in evaluation mode (no dropout), and its tokenizer.
+    """Return the causal LM on `model.device`, weights of `model.dtype`, in evaluation mode (no dropout), and its
+    tokenizer.
 
     Nothing in it is drawn at random but a new adapter, by `seed`. headless: the output layer will not be read, and may
     be absent from the files.
@@ -46,8 +47,8 @@ def load_model(section: ModelSection, seed: int = 0, *, headless: bool = False) 
 
 
 def load_shape(section: ModelSection) -> tuple[Any, Any]:
-    """The model without its weights (on the meta device, without an adapter), and its tokenizer: for a process in which
-    nobody computes with it. Raises UserError likewise."""
+    """Return the model without its weights (on the meta device, without an adapter), and its tokenizer: for a process
+    that does not compute with it. Raises UserError likewise."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -61,7 +62,7 @@ def load_shape(section: ModelSection) -> tuple[Any, Any]:
 
 
 def load_tokenizer(section: ModelSection) -> Any:
-    """With the recipe's chat template. Raises UserError likewise."""
+    """Return the tokenizer, with the recipe's chat template. Raises UserError likewise."""
     from transformers import AutoTokenizer
 
     place = resolve(section.path)
@@ -76,7 +77,7 @@ def load_tokenizer(section: ModelSection) -> Any:
 
 
 def find_device(name: str) -> Any:
-    """The torch device that `model.device` names. Raises UserError when it is not there."""
+    """Return the torch device that `model.device` names. Raises UserError when it is not there."""
     import torch
 
     if name == "auto":
@@ -91,7 +92,7 @@ def find_device(name: str) -> Any:
 
 
 def resolve(path: str) -> str:
-    """What `from_pretrained` is given for `model.path`: a folder that exists, or a hub name. Raises UserError."""
+    """Return what `from_pretrained` is given for `model.path`: an existing folder, or a hub name. Raises UserError."""
     if path == EMBEDDED:
         return str(embedded_path())
     folder = Path(path).expanduser()
@@ -150,7 +151,7 @@ def _read(template: str) -> str:
 
 
 def _load(path: str, what: str, load: Any) -> Any:
-    """`load()`, its errors as one line. This is the boundary to files and to the hub."""
+    """Return `load()`, its errors as one line: this is the boundary to files and to the hub."""
     try:
         return load()
     except UserError:

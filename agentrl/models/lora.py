@@ -1,6 +1,6 @@
 """LoRA (arXiv:2106.09685) by peft: an adapter in the linear layers of a model, which alone is trained.
 
-The invariant: the base's weights never change, and nobody outside sees how the adapter is kept. A layer computes with
+The invariant: the base's weights never change, and how the adapter is kept shows nowhere else. A layer computes with
 `weight_of`; the merged model has the names of the base (`merged_tensors`); on disk an adapter has peft's own format.
 """
 
@@ -86,8 +86,8 @@ def adapter_parameters(model: nn.Module) -> list[nn.Parameter]:
 
 
 def weight_of(layer: Any) -> Tensor:
-    """What a linear layer multiplies with, [out, in]: with the adapter's share where one is on, differentiable down to
-    the adapter (its dropout is left out)."""
+    """Return what a linear layer multiplies with, [out, in]: with the adapter's share where one is on, differentiable
+    down to the adapter (its dropout is left out)."""
     weight: Tensor = layer.weight
     return merged(layer) if is_adapted(layer) and not layer.disable_adapters else weight
 

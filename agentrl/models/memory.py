@@ -1,4 +1,7 @@
-"""What training needs in memory, a worker, before anything is loaded: from the model's shape and the recipe."""
+"""What training needs of each worker before anything is loaded: memory, and traffic between the workers of FSDP2.
+
+All of it follows from the model's shape and the recipe.
+"""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -19,17 +22,22 @@ LOGIT_COPIES = 4  # logits, their log-softmax, its exponential and the gradient,
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """How a model is spread and computed. size, compute: bytes of a weight as it is kept, and as it is computed with.
-    shard: workers that hold one copy. sequence: workers that share a sequence. tokens: packed ones of a micro-batch.
-    """
+    """How a model is spread over workers and computed."""
 
     size: int = 4
+    """Bytes of a weight as it is kept."""
     compute: int = 4
+    """Bytes of a weight as it is computed with."""
     shard: int = 1
+    """Workers that hold one copy together."""
     sequence: int = 1
+    """Workers that share a sequence."""
     tokens: int = 16384
+    """Packed tokens of a micro-batch."""
     offload: bool = False
+    """Whether the state between steps lies in the CPU's memory."""
     checkpointing: bool = False
+    """Whether a layer's activations are computed again in the backward pass."""
 
     @classmethod
     def of(cls, recipe: Recipe, workers: int, *, actor: bool = True) -> "Setting":
@@ -48,39 +56,45 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Bytes of one worker. weights, gradients, optimizer: of the policy. reference, critic (with its gradients and
-    optimizer), reward_model: likewise. gathered: layers that FSDP2 makes whole while they run, their gradients, and
-    what lies outside of layers. activations: of one micro-batch, at the widest moment. logits: of one chunk of
-    predictions. step: what an optimizer step takes for itself, when activations are gone.
-
-    parameters: of the policy and its adapter; trained: those of the adapter, which then are float32 and the only ones
-    with gradients (None: every one is trained). cache_token: bytes of keys and values a token in the engine, over all
-    of its GPUs.
-    """
+    """The memory of one worker, in bytes."""
 
     parameters: int
+    """The number of parameters of the policy and its adapter."""
     trained: int | None
+    """The number of those of the adapter, which are float32 and alone have gradients (None: all are trained)."""
     weights: int
+    """Of the policy."""
     gradients: int
+    """Of the policy."""
     optimizer: int
+    """State of the policy's optimizer."""
     reference: int
+    """Weights."""
     critic: int
+    """Weights, gradients and optimizer."""
     reward_model: int
+    """Weights."""
     gathered: int
+    """Layers that FSDP2 makes whole while they run, their gradients, and what lies outside of layers."""
     activations: int
+    """Of one micro-batch, at their peak."""
     logits: int
+    """Of one chunk of predictions."""
     step: int
+    """What an optimizer step takes for itself, once activations are freed."""
     cache_token: int
+    """Keys and values of one token in the engine, over all of its GPUs."""
     offload: bool
+    """Whether the state between steps lies in the CPU's memory."""
 
     @property
     def kept(self) -> int:
-        """What stays between steps: on the CPU, where it is offloaded."""
+        """State that stays between steps: on the CPU, where it is offloaded."""
         return self.weights + self.gradients + self.optimizer + self.reference + self.critic + self.reward_model
 
     @property
     def device(self) -> int:
-        """The most that the worker's device holds."""
+        """The peak on the worker's device."""
         passing = self.gathered + self.activations + self.logits
         return passing if self.offload else self.kept + max(passing, self.step)
 
@@ -187,3 +201,36 @@ def _activations(shape: Shape, how: Setting, trains: bool) -> int:
 def _logits(shape: Shape, how: Setting) -> int:
     rows = min(how.tokens, max(LOGIT_ROWS, LOGIT_ELEMENTS // shape.vocabulary))
     return rows * shape.vocabulary * 4 * LOGIT_COPIES
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """What FSDP2 moves in one micro-batch: bytes that each worker receives."""
+
+    forward: int
+    """Weights gathered for a pass without gradients."""
+    update: int
+    """Weights gathered for a pass with gradients, which gathers every layer again in the backward pass."""
+    gradients: int
+    """Gradients averaged over the workers that hold one copy."""
+
+    @classmethod
+    def of(cls, shape: Shape, how: Setting) -> "Traffic":
+        layers = shape.parameters - shape.root
+        trained = shape.adapter or shape.parameters
+
+        def received(numbers: int, size: int) -> int:
+            return numbers * size * (how.shard - 1) // how.shard
+
+        return cls(
+            forward=received(shape.parameters, how.compute),
+            update=received(2 * layers + shape.root, how.compute),
+            gradients=received(trained, REDUCE_BYTES),
+        )
+
+
+def into_node(received: int, workers: int, nodes: int) -> float:
+    """Of what each of `workers` workers receives, the bytes that come into each of their `nodes` machines: what one of
+    its workers has received, the others take from it."""
+    whole = received * workers / (workers - 1)
+    return whole * (1 - 1 / nodes)

@@ -9,19 +9,25 @@ from agentrl.recipe.schema import LoraSection, ModelSection
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """parameters: of the model; adapter: of its LoRA adapter, besides. layers: how many blocks; layer: parameters of
-    the largest one; root: parameters outside of them (embeddings, final norm, output layer). hidden, wide: widths of
-    the residual stream and of the feed-forward. kv: numbers that a token's keys and values take, over all layers."""
+    """The size of a model."""
 
     parameters: int
+    """The number of parameters, without the adapter's."""
     adapter: int
+    """The number of parameters of its LoRA adapter."""
     layers: int
+    """The number of blocks."""
     layer: int
+    """Parameters of the largest block."""
     root: int
+    """Parameters outside of blocks: embeddings, final norm, output layer."""
     hidden: int
+    """The width of the residual stream."""
     wide: int
+    """The width of the feed-forward."""
     vocabulary: int
     kv: int
+    """Numbers that a token's keys and values take, over all layers."""
 
     @classmethod
     def of(cls, config: Any, lora: LoraSection | None = None, trust_remote_code: bool = False) -> "Shape":

@@ -112,7 +112,7 @@ def stream(kind: Any, place: str, section: ModelSection, unread: Sequence[str] =
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """What the loader would say of stand-ins that it cannot use is said in one line, by the caller."""
+    """Silence the loader about stand-ins that it cannot use: the caller reports them in one line."""
     from transformers.utils import logging
 
     logging.disable_progress_bar()

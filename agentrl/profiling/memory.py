@@ -1,7 +1,7 @@
-"""The most memory that each phase of a step took: of the process on a CPU, of torch's allocator on a GPU.
+"""The peak memory of each phase of a step: of the process on a CPU, of torch's allocator on a GPU.
 
 Phases may overlap (sampling goes on while the update runs): at every boundary the peak since the last one is counted
-for each phase that was under way. Costs a fifth of a millisecond a boundary.
+for each phase that was under way. Costs a fifth of a millisecond per boundary.
 """
 
 import resource

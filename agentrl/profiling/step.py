@@ -1,113 +1,131 @@
-"""`StepProfiler`: what a run measures of its own steps, around the loop's phases and the learner's roles.
+"""`StepProfiler`: the arithmetic, memory and traces of a run's steps, measured around the loop's phases and the roles.
 
-A role is wrapped, not changed: each call of it by a batch adds what the batch needs to the step's arithmetic, wherever
-the role is. The reward model's calls, made while samples are drawn, are counted and timed by themselves. A role of this
-process is recorded here where the recipe wants a trace of the step; those of workers are told of the steps to record,
-and asked for their memory, through the workplace.
+A role is wrapped before the learner is built, not changed: each call of it by a batch adds what the batch needs to the
+step's arithmetic, wherever the role is. The reward model's calls, made while samples are drawn, are counted and timed
+by themselves. A role of this process is recorded here where the recipe asks for a trace of the step; workers learn
+through the role host which steps to record, and report their memory through it.
 """
 
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeVar, cast
 
 from agentrl.compute.batch import Batch
 from agentrl.compute.flops import Cost, Need, peak_together, utilisation
+from agentrl.learner.roles import Frozen, Policy, RoleHost, Scores, Values
 from agentrl.profiling.memory import PeakMemory
 from agentrl.profiling.trace import Profiler
 
-if TYPE_CHECKING:
-    from agentrl.learner.learner import Learner
-    from agentrl.learner.roles import RoleHost
-
 ROLLOUT, TRAIN, SYNC = "rollout", "train", "sync"
-PROFILE = "profile"  # the folder of traces, in that of the run
-JUDGE = "reward_model"
+PROFILE = "profile"
+"""The folder of traces, inside the run's."""
+
+REWARD_MODEL = "reward_model"
 FORWARD, UPDATE = ("logprobs", "values", "scores"), ("update",)
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class InstrumentedRoles:
+    """The roles of a host, their calls counted and recorded; None where the recipe has no such role."""
+
+    actor: Policy
+    reference: Frozen | None
+    critic: Values | None
+    reward_model: Scores | None
 
 
 class StepProfiler:
-    """One for a run. folder: of the traces. steps: those to record. engine: whether that computes in this process, and
-    is to be recorded too. most: the run's highest memory/... so far. reward_model: the workplace's, watched."""
+    """One for a run. `roles` are those of `role_host`, instrumented.
 
-    def __init__(self, role_host: "RoleHost", folder: Path, steps: Collection[int] = (), *, engine: bool) -> None:
-        self._workplace, self._folder, self._steps = role_host, folder, frozenset(steps)
+    folder: of the traces. steps: those to record. engine: whether the engine computes in this process, and is to be
+    recorded too.
+    """
+
+    def __init__(self, role_host: RoleHost, folder: Path, steps: Collection[int] = (), *, engine: bool) -> None:
+        self._role_host, self._folder, self._steps = role_host, folder, frozenset(steps)
         self._work = dict(role_host.work)
-        judge = self._work.get(JUDGE)
-        self._peak = peak_together(work for name, work in self._work.items() if name != JUDGE)
-        self._judge_peak = None if judge is None else judge.peak
-        self._peaks = PeakMemory(role_host.device)
+        scoring = self._work.get(REWARD_MODEL)
+        self._peak_flops = peak_together(work for name, work in self._work.items() if name != REWARD_MODEL)
+        self._scoring_peak_flops = None if scoring is None else scoring.peak
+        self._memory = PeakMemory(role_host.device)
         self._engine = Profiler(folder, "engine", steps=steps if engine else ())
-        self.most: dict[str, float] = {}
+        self._run_peaks: dict[str, float] = {}
         self.step = 0
-        self.reward_model = self._watched(role_host.reward_model, JUDGE)
-        self._counting = Lock()
-        self._flops = self._judged = self._judging = 0.0
-
-    def over(self, learner: "Learner") -> None:
-        """Its roles are watched from now on."""
-        learner.actor = self._watched(learner.actor, "actor")
-        learner.reference = self._watched(learner.reference, "reference")
-        learner.critic = self._watched(learner.critic, "critic")
+        self._lock = Lock()
+        self._flops = self._scoring_flops = self._scoring_seconds = 0.0
+        self.roles = InstrumentedRoles(
+            self._instrumented(role_host.actor, "actor"),
+            self._instrumented(role_host.reference, "reference"),
+            self._instrumented(role_host.critic, "critic"),
+            self._instrumented(role_host.reward_model, REWARD_MODEL),
+        )
 
     def count(self, name: str, flops: float, seconds: float) -> None:
-        """A call of a role; of the reward model in any thread."""
-        if name != JUDGE:
+        """Add a call of the role `name`; those of the reward model may come from any thread."""
+        if name != REWARD_MODEL:
             self._flops += flops
             return
-        with self._counting:
-            self._judged, self._judging = self._judged + flops, self._judging + seconds
+        with self._lock:
+            self._scoring_flops += flops
+            self._scoring_seconds += seconds
 
     @contextmanager
     def phase(self, name: str, step: int) -> Iterator[None]:
-        """Around a phase of step `step`."""
+        """Measure a phase of step `step`."""
         self.step = step
         recorded = step in self._steps
         with ExitStack() as stack:
-            stack.enter_context(self._peaks.phase(name))
+            stack.enter_context(self._memory.phase(name))
             if name == ROLLOUT:
                 stack.enter_context(self._engine.step(step))
             if recorded:
-                self._workplace.record(step, self._folder)
+                self._role_host.record(step, self._folder)
             yield
             if recorded:
-                self._workplace.record(0, self._folder)
+                self._role_host.record(0, self._folder)
 
     def take(self, seconds: float) -> dict[str, float]:
-        """The metrics of a step, whose training took so long: train/tflops, train/mfu, memory/<phase>_gb, and
-        memory/<phase>_<role>_gb of roles in other processes (of the worker that took the most). Of a reward model that
-        was asked since the last step, reward_model/tflops and mfu, over time/reward_model_s, what its calls took."""
-        memory = {**self._peaks.take(), **self._workplace.measure()}
+        """Return the metrics of a step whose training took `seconds`: train/tflops, train/mfu, memory/<phase>_gb, and
+        memory/<phase>_<role>_gb of roles in other processes (of the worker that took the most). Where the reward model
+        was called since the last step also reward_model/tflops and mfu, over the duration of its calls,
+        time/reward_model_s."""
+        memory = {**self._memory.take(), **self._role_host.measure()}
         for name, value in memory.items():
-            self.most[name] = max(value, self.most.get(name, 0.0))
-        with self._counting:
-            flops, judged, judging = self._flops, self._judged, self._judging
-            self._flops = self._judged = self._judging = 0.0
-        found = utilisation(flops, seconds, self._peak) | memory
-        if judging:
-            found |= utilisation(judged, judging, self._judge_peak, JUDGE) | {f"time/{JUDGE}_s": judging}
+            self._run_peaks[name] = max(value, self._run_peaks.get(name, 0.0))
+        with self._lock:
+            flops, scoring_flops, scoring_seconds = self._flops, self._scoring_flops, self._scoring_seconds
+            self._flops = self._scoring_flops = self._scoring_seconds = 0.0
+        found = utilisation(flops, seconds, self._peak_flops) | memory
+        if scoring_seconds:
+            found |= utilisation(scoring_flops, scoring_seconds, self._scoring_peak_flops, REWARD_MODEL)
+            found[f"time/{REWARD_MODEL}_s"] = scoring_seconds
         return found
 
     def describe(self) -> str:
-        """The most of every phase, in a line; empty before the first step."""
-        said = [f"{name.removeprefix('memory/').removesuffix('_gb')} {most:.2f} GB" for name, most in self.most.items()]
-        return f"most memory: {', '.join(said)}" if said else ""
+        """Return the run's peak memory by phase, in a line; empty before the first step."""
+        peaks = [
+            f"{key.removeprefix('memory/').removesuffix('_gb')} {gb:.2f} GB" for key, gb in self._run_peaks.items()
+        ]
+        return f"peak memory: {', '.join(peaks)}" if peaks else ""
 
-    def _watched(self, role: Any, name: str) -> Any:
-        """None where there is no such role."""
+    def _instrumented(self, role: T, name: str) -> T:
+        """Return `role` wrapped; None stays None."""
         if role is None:
-            return None
-        steps = self._steps if self._workplace.here else ()
-        return _Instrumented(role, name, Profiler(self._folder, name, steps=steps), self, self._work[name].cost)
+            return role
+        profiler = Profiler(self._folder, name, steps=self._steps if self._role_host.here else ())
+        return cast(T, _InstrumentedRole(role, name, profiler, self, self._work[name].cost))
 
 
-class _Instrumented:
+class _InstrumentedRole:
     """A role whose calls by a batch are counted and recorded; all else is the role's own."""
 
-    def __init__(self, role: Any, name: str, profiler: Profiler, watch: StepProfiler, cost: Cost) -> None:
-        self._role, self._name, self._profiler, self._watch, self._cost = role, name, profiler, watch, cost
+    def __init__(self, role: Any, name: str, profiler: Profiler, steps: StepProfiler, cost: Cost) -> None:
+        self._role, self._name, self._profiler, self._steps, self._cost = role, name, profiler, steps, cost
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._role, name)
@@ -118,9 +136,9 @@ class _Instrumented:
     def _counted(self, method: Callable[..., Any], flops: Callable[[Need], float]) -> Callable[..., Any]:
         def call(batch: Batch, *arguments: Any) -> Any:
             needed, began = flops(Need.of(batch)), perf_counter()
-            with self._profiler.step(self._watch.step):
+            with self._profiler.step(self._steps.step):
                 found = method(batch, *arguments)
-            self._watch.count(self._name, needed, perf_counter() - began)
+            self._steps.count(self._name, needed, perf_counter() - began)
             return found
 
         return call

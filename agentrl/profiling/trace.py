@@ -2,7 +2,7 @@
 chrome://tracing or ui.perfetto.dev, and beside it the operations that took longest, as text.
 
 torch records one trace a process at a time. Where two roles of a process work at once (rollout.overlap), the one that
-began first is recorded, its threads and the other's, and the other's file says how often it was not.
+began first is recorded, with its threads and the other's, and the other's file counts how often it was not.
 """
 
 import gzip
@@ -26,7 +26,7 @@ _RECORDING = Lock()  # of this process: two recordings at once crash torch
 
 @dataclass(slots=True)
 class _Sums:
-    """What one step's recordings of a role add up to."""
+    """The sums of one step's recordings of a role."""
 
     trace: dict[str, Any] | None = None
     by_name: OwnTimes = field(default_factory=dict)
@@ -64,7 +64,7 @@ class Profiler:
             _RECORDING.release()
 
     def path(self, ending: str) -> Path:
-        """Of the current step's files."""
+        """Return the path of one of the current step's files."""
         return self.folder / f"step_{self._step}_{self.role}_{self.rank}.{ending}"
 
     def _add(self, recording: Any) -> None:
@@ -90,7 +90,7 @@ class Profiler:
         self.path("txt").write_text(self._table(), encoding="utf-8")
 
     def _table(self) -> str:
-        """The TOP operations by their own time, on the device where it has any."""
+        """Return the table of the TOP operations by their own time, on the device where it has any."""
         sums = self._sums
         rows = sorted(sums.by_name.items(), key=lambda row: max(row[1][1:]), reverse=True)
         on_cpu = sum(cpu for _, (_, cpu, _) in rows)
@@ -106,7 +106,7 @@ class Profiler:
 
 
 def add_own_times(events: Sequence[Mapping[str, Any]], found: OwnTimes) -> None:
-    """Add those of a trace. torch's own account of them takes as many seconds as this takes milliseconds."""
+    """Add the own times of a trace to `found`; torch's own sums take as many seconds as this takes milliseconds."""
     threads: dict[Any, list[Mapping[str, Any]]] = {}
     for event in events:
         if event.get("cat") in (*ON_CPU, *ON_DEVICE) and event.get("ph") == "X":

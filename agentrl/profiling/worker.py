@@ -1,4 +1,4 @@
-"""`InstrumentedWorker`: a worker whose memory by phase is known, and whose roles are recorded in chosen steps."""
+"""`InstrumentedWorker`: a worker that measures its memory by phase and records its roles in chosen steps."""
 
 from collections.abc import Callable
 from functools import wraps
@@ -11,12 +11,12 @@ from agentrl.profiling.memory import PeakMemory
 from agentrl.profiling.step import TRAIN
 from agentrl.profiling.trace import Profiler
 
-EVERY = range(1, 1 << 62)  # step that is recorded: which, the controller says
+EVERY = range(1, 1 << 62)  # steps: the controller chooses those that are recorded
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 def instrumented(role: str, phase: str = TRAIN) -> Callable[[F], F]:
-    """Marks a method as work of `role` in `phase`. Stands below `@register`."""
+    """Mark a method as work of `role` in `phase`. Stands below `@register`."""
 
     def mark(method: F) -> F:
         @wraps(method)
@@ -33,9 +33,9 @@ _NEVER = Profiler(Path(), "")
 
 
 class InstrumentedWorker(Worker):
-    """Calls `watch()` once its device is known."""
+    """A worker that calls `start_measuring()` once its device is known."""
 
-    def watch(self) -> None:
+    def start_measuring(self) -> None:
         self._peaks = PeakMemory(self.device)
         self._profilers: dict[str, Profiler] = {}
         self._recorded = 0
@@ -43,17 +43,16 @@ class InstrumentedWorker(Worker):
 
     @register(ONE_TO_ALL)
     def measure(self) -> dict[str, float]:
-        """memory/<phase>_gb of this process since the last call."""
+        """Return memory/<phase>_gb of this process since the last call."""
         return self._peaks.take()
 
     @register(ONE_TO_ALL)
     def record(self, step: int, folder: str) -> None:
-        """From now on the roles work on step `step`, and write its traces to `folder`. 0: no traces until the next
-        call."""
+        """Write traces of the roles into `folder` from now on, as of step `step`; 0: none until the next call."""
         self._recorded, self._folder = step, Path(folder)
 
     def _profiler(self, role: str) -> Profiler:
-        """The one of this role, which goes on with what it recorded of the same step before."""
+        """Return the profiler of this role, which goes on with what it recorded of the same step before."""
         if not self._recorded:
             return _NEVER
         if role not in self._profilers:

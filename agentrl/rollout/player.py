@@ -9,10 +9,10 @@ from typing import Any
 from agentrl.chat.base import Chat
 from agentrl.chat.load import load_chat
 from agentrl.data.prompts import PromptLengths, measure_prompts
-from agentrl.engine.base import Engine
+from agentrl.engine.base import Engine, engine_class
 from agentrl.models.load import load_model, load_shape, resolve
 from agentrl.plugins.environment import Environment
-from agentrl.plugins.registry import load, make_engine, make_environment, make_message_engine
+from agentrl.plugins.registry import make_engine, make_environment, make_message_engine
 from agentrl.plugins.rewards import MODEL, Rewards, check_weights, known_parts, make_rewards
 from agentrl.plugins.toolbox import Toolbox, close_all
 from agentrl.plugins.types import Task
@@ -83,7 +83,7 @@ class Player:
         phase: Callable[[str], None] | None,
         apart: bool,
     ) -> "Player":
-        if getattr(load("engines", recipe.engine.name), "brings_chat", False):
+        if engine_class(recipe.engine.name).brings_chat:
             engine = make_message_engine(recipe.engine)
             await engine.health()
             return cls(recipe, env, toolbox, rewards, None, None, engine.chat, engine)

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from agentrl.chat.base import ParsedCall, ParsedTurn
-from agentrl.engine.base import EngineError, Generation, GenerationFinish, Sampling
+from agentrl.engine.base import Engine, EngineError, Generation, GenerationFinish, Sampling
 from agentrl.plugins.types import Message
 from agentrl.recipe.schema import RolloutSection
 
@@ -85,7 +85,7 @@ def _parsed(name: str, body: str, line: str) -> ParsedCall:
     return ParsedCall(name, arguments, line)
 
 
-class TextEngine:
+class TextEngine(Engine):
     """Says what the agent of each request says. `seat` comes before the request is driven."""
 
     max_context = _NO_LIMIT
@@ -109,25 +109,6 @@ class TextEngine:
     def finish(self, request_id: str) -> None:
         self._agents.pop(request_id, None)
         self._turns.pop(request_id, None)
-
-    def abort(self, request_id: str | None = None) -> None:
-        """There is nothing to stop: the driver cancels what waits for an agent."""
-
-    async def update_weights(self, version: int, weights: Any = None) -> None: ...
-
-    async def pause(self, mode: str = "retract") -> None: ...
-
-    async def resume(self) -> None: ...
-
-    def flush(self) -> None: ...
-
-    async def sleep(self) -> None: ...
-
-    async def wake(self) -> None: ...
-
-    async def health(self) -> None: ...
-
-    async def close(self) -> None: ...
 
 
 def scripted(turns: Sequence[str]) -> Turn:

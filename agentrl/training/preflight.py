@@ -13,6 +13,7 @@ from agentrl.algo.terms import Tokens
 from agentrl.cluster.session import reach
 from agentrl.compute.batch import Array, Batch
 from agentrl.compute.classifier import classifier_config
+from agentrl.engine.base import engine_class
 from agentrl.errors import UserError, describe
 from agentrl.eval.evaluate import choosing_split, chosen_splits
 from agentrl.learner.actor import loss_terms
@@ -55,7 +56,7 @@ def check_run(recipe: Recipe) -> Checked:
     trackers = {name: load("agentrl.trackers", name) for name in recipe.track.trackers}
     check_names(recipe)
     check_algorithm(recipe)
-    if getattr(load("engines", recipe.engine.name), "brings_chat", False):
+    if engine_class(recipe.engine.name).brings_chat:
         raise UserError(
             f"engine.name {recipe.engine.name!r} samples from a model that cannot be trained: use `agentrl eval`"
         )
@@ -132,16 +133,14 @@ def lacking(recipe: Recipe) -> list[str]:
     Loads nothing. Raises UserError for arguments that the engine does not take.
     """
     check_engine(recipe.engine)
-    engine = load("engines", recipe.engine.name)
     computes_here = not recipe.cluster.used or recipe.engine.name == "local"
-    missing = getattr(engine, "missing", None)
     return [
         *(_error_line(lambda: find_device(recipe.model.device)) if computes_here else []),
         *_error_line(lambda: resolve(recipe.model.path)),
         *_lacking_critic(recipe),
         *(_lacking_cluster(recipe) if recipe.cluster.used else []),
         *lacking_gpus(recipe),
-        *(missing(recipe.engine.args) if missing else []),
+        *engine_class(recipe.engine.name).missing(recipe.engine.args),
     ]
 
 
@@ -150,9 +149,9 @@ def lacking_gpus(recipe: Recipe, everywhere: bool = False) -> list[str]:
 
     everywhere: check the workers' GPUs even if a running Ray cluster provides them, as for a machine of that cluster.
     """
-    engine, cluster, here = load("engines", recipe.engine.name), recipe.cluster, torch.cuda.device_count()
+    cluster, here = recipe.cluster, torch.cuda.device_count()
     try:
-        served = engine.gpus(recipe.engine.args) if hasattr(engine, "gpus") else 0
+        served = engine_class(recipe.engine.name).gpus(recipe.engine.args)
     except ValueError as error:
         raise UserError(f"engine.args.flags: expected a number of devices: {error}") from error
     if not cluster.gpus:  # without a GPU servers run on the CPU, as the trainer does

@@ -91,18 +91,16 @@ def set_up(start: Start) -> Loop:
     profiler = StepProfiler(
         role_host, start.open_folder().path / PROFILE, recipe.profile.steps, engine=recipe.engine.name == "local"
     )
-    if profiler.reward_model is not None:
-        add_reward_model(player, profiler.reward_model.scores)
+    if profiler.roles.reward_model is not None:
+        add_reward_model(player, profiler.roles.reward_model.scores)
     kind = SerialRollouts if recipe.rollout.overlap == "none" else OverlappedRollouts
     rollouts = kind(recipe, player, start.checked.tasks, sampler, interrupts, role_host.weights)
     start.at_end("the rollouts", lambda: interrupts.complete(rollouts.close))
     interrupts.check()
     folder = start.open_folder()
     folder.write_recipe(dump_recipe(recipe), start.saved.step if start.saved else 0)
-    if hasattr(player.engine, "keep_logs"):
-        player.engine.keep_logs(folder.path)
-    learner = Learner(recipe, role_host)
-    profiler.over(learner)
+    player.engine.keep_logs(folder.path)
+    learner = Learner(recipe, profiler.roles)
     trackers = Trackers(display.note)
     trackers.start(start.checked.trackers, folder.path, recipe.shown(), stack)
     contrast = ContrastWatch(recipe)

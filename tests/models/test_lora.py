@@ -20,10 +20,10 @@ from agentrl.compute.batch import Batch
 from agentrl.compute.block_forward import FastForward
 from agentrl.compute.forward import ModuleForward, SequenceForward, _probe, choose
 from agentrl.engine.base import Sampling
+from agentrl.engine.local.block_runner import BlockRunner
 from agentrl.engine.local.choose import runner_for
 from agentrl.engine.local.engine import LocalEngine
-from agentrl.engine.local.fast import BlockRunner
-from agentrl.engine.local.generic import ModuleRunner
+from agentrl.engine.local.module_runner import ModuleRunner
 from agentrl.errors import UserError
 from agentrl.models import embedded_path, lora
 from agentrl.models.load import load_model, resolve

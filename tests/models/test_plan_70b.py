@@ -11,9 +11,8 @@ from paths import ROOT
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from agentrl.compute.flops import Cost, Need, known_peak
-from agentrl.models.memory import MemoryPlan, Setting, plan
+from agentrl.models.memory import MemoryPlan, Setting, Traffic, into_node, plan
 from agentrl.models.shape import Shape
-from agentrl.models.traffic import Traffic, into_node
 from agentrl.recipe.load import load_recipe
 from agentrl.recipe.schema import LoraSection, Recipe
 

@@ -250,7 +250,7 @@ def test_measuring_a_cpu_takes_a_moment_however_slow_it_is(monkeypatch: pytest.M
 
 class Trainer(InstrumentedWorker):
     def __init__(self) -> None:
-        self.watch()
+        self.start_measuring()
 
     @register(ONE_TO_ALL)
     @instrumented("actor")
@@ -293,8 +293,8 @@ def test_a_worker_says_what_each_phase_took() -> None:
     assert {"measure", "record", "update"} <= set(registered(Trainer))
 
 
-class Place:
-    """A workplace whose roles are elsewhere."""
+class Host:
+    """A role host whose roles are elsewhere."""
 
     here, device = False, "cpu"
     cost = Cost(body=10, head=3, trained_body=10, trained_head=3, pair=8)
@@ -302,7 +302,7 @@ class Place:
 
     def __init__(self) -> None:
         self.recorded: list[int] = []
-        self.reward_model = Role()
+        self.actor, self.reference, self.critic, self.reward_model = Role(), Role(), None, Role()
         kinds = {"actor": (self.cost, 1e6, "a"), "critic": (self.cost, 1e6, "a"), "reference": (self.frozen, 5e5, "b")}
         self.work = {name: Work(*kind) for name, kind in kinds.items()} | {"reward_model": Work(self.frozen, 2e3, "c")}
 
@@ -326,11 +326,9 @@ class Role:
         return len(batch)
 
 
-def watched_learner(place: Any, folder: Path, steps: tuple[int, ...] = ()) -> tuple[StepProfiler, Any]:
-    learner = SimpleNamespace(actor=Role(), reference=Role(), critic=None)
-    watch = StepProfiler(place, folder, steps, engine=False)
-    watch.over(learner)  # type: ignore[arg-type]
-    return watch, learner
+def profiled(host: Any, folder: Path, steps: tuple[int, ...] = ()) -> tuple[StepProfiler, Any]:
+    profiler = StepProfiler(host, folder, steps, engine=False)
+    return profiler, profiler.roles
 
 
 def lone(length: int) -> Batch:
@@ -342,31 +340,31 @@ def lone(length: int) -> Batch:
 
 
 def test_a_step_costs_what_its_roles_were_asked(tmp_path: Path) -> None:
-    watch, learner = watched_learner(Place(), tmp_path)
-    with watch.phase("train", 1):
-        assert learner.actor.update(lone(6), 0.5) == 0.5
-        assert learner.reference.logprobs(lone(5)) == 1
-    assert (learner.actor.description, learner.critic) == ("far away", None)
-    found = watch.take(2.0)
+    profiler, roles = profiled(Host(), tmp_path)
+    with profiler.phase("train", 1):
+        assert roles.actor.update(lone(6), 0.5) == 0.5
+        assert roles.reference.logprobs(lone(5)) == 1
+    assert (roles.actor.description, roles.critic) == ("far away", None)
+    found = profiler.take(2.0)
     passes = 3 * (2 * (10 * 6 + 3 * 4) + 8 * 21) + 2 * (20 * 5 + 1 * 3) + 4 * 15
     assert found["train/tflops"] == pytest.approx(passes / 2 / 1e12)
     assert found["train/mfu"] == pytest.approx(passes / 2 / 1.5e6)  # of the devices of both, not of the reward model's
     assert found["memory/train_actor_gb"] == 4.0
-    assert watch.take(1.0)["train/tflops"] == 0
+    assert profiler.take(1.0)["train/tflops"] == 0
 
 
 def test_a_reward_model_is_counted_over_its_own_calls(tmp_path: Path) -> None:
     """While samples are drawn, which is no time of training's."""
-    watch, learner = watched_learner(Place(), tmp_path)
-    assert watch.reward_model.scores(lone(6)) == watch.reward_model.scores(lone(5)) == 1
-    learner.actor.update(lone(6), 0.5)
-    found = watch.take(2.0)
+    profiler, roles = profiled(Host(), tmp_path)
+    assert roles.reward_model.scores(lone(6)) == roles.reward_model.scores(lone(5)) == 1
+    roles.actor.update(lone(6), 0.5)
+    found = profiler.take(2.0)
     scored = 2 * (20 * 11 + 1 * (4 + 3)) + 4 * (21 + 15)
     took = found["time/reward_model_s"]
     assert found["reward_model/tflops"] == pytest.approx(scored / took / 1e12)
     assert found["reward_model/mfu"] == pytest.approx(scored / took / 2e3)
     assert found["train/tflops"] == pytest.approx(3 * (2 * (10 * 6 + 3 * 4) + 8 * 21) / 2 / 1e12)
-    assert "reward_model/mfu" not in watch.take(2.0)
+    assert "reward_model/mfu" not in profiler.take(2.0)
 
 
 def test_each_role_costs_what_its_own_model_is(tmp_path: Path) -> None:
@@ -386,32 +384,32 @@ def test_each_role_costs_what_its_own_model_is(tmp_path: Path) -> None:
     assert found["critic"].head == found["critic"].trained_head == 32
 
 
-def test_the_most_of_a_run_is_said(tmp_path: Path) -> None:
-    watch, _ = watched_learner(Place(), tmp_path, steps=(1,))
-    assert watch.describe() == ""
-    watch.take(1.0)
-    with watch.phase("train", 1):
+def test_the_peaks_of_a_run_are_described(tmp_path: Path) -> None:
+    profiler, _ = profiled(Host(), tmp_path, steps=(1,))
+    assert profiler.describe() == ""
+    profiler.take(1.0)
+    with profiler.phase("train", 1):
         pass
-    assert watch.take(1.0)["memory/train_actor_gb"] < 4
-    assert "train_actor 4.00 GB" in watch.describe()
+    assert profiler.take(1.0)["memory/train_actor_gb"] < 4
+    assert "train_actor 4.00 GB" in profiler.describe()
 
 
 def test_workers_are_told_of_the_steps_to_record_and_when_to_stop(tmp_path: Path) -> None:
-    place = Place()
-    watch, _ = watched_learner(place, tmp_path, steps=(2,))
+    host = Host()
+    profiler, _ = profiled(host, tmp_path, steps=(2,))
     for step in (1, 2, 3):
-        with watch.phase("train", step):
+        with profiler.phase("train", step):
             pass
-    assert place.recorded == [2, 0]
+    assert host.recorded == [2, 0]
 
 
 def test_roles_here_are_recorded_here(tmp_path: Path) -> None:
-    place = Place()
-    place.here = True
-    watch, learner = watched_learner(place, tmp_path, steps=(2,))
+    host = Host()
+    host.here = True
+    profiler, roles = profiled(host, tmp_path, steps=(2,))
     for step in (1, 2):
-        with watch.phase("train", step):
-            learner.actor.update(lone(4), 0.1)
+        with profiler.phase("train", step):
+            roles.actor.update(lone(4), 0.1)
     assert [p.name for p in sorted(tmp_path.glob("*.gz"))] == ["step_2_actor_0.json.gz"]
 
 
@@ -447,4 +445,4 @@ def test_a_run_writes_down_what_its_steps_took_and_the_traces_it_was_asked_for(
     for role in kinds:
         names = {event["name"] for event in read(result.folder / "profile" / f"step_2_{role}_0.json.gz")}
         assert any("Backward" in name for name in names) == (role == "actor")
-    assert "most memory: rollout " in capsys.readouterr().out
+    assert "peak memory: rollout " in capsys.readouterr().out

@@ -19,9 +19,7 @@ from agentrl.compute.hf_attention import Unsupported
 from agentrl.distributed.fsdp.mesh import Place
 from agentrl.distributed.fsdp.scatter import everywhere, share
 from agentrl.distributed.fsdp.shard import Root
-
-MISMATCHES = (Unsupported, RuntimeError, TypeError, ValueError, KeyError, AttributeError, IndexError)
-"""What a module raises that the fast computation does not fit."""
+from agentrl.models.prove import attempt, difference
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,23 +71,19 @@ def _mismatch(candidates: Candidates, root: Root, compute: torch.dtype) -> str |
     wanted = _run(root, candidates.slow, candidates)  # also after a failure, which left layers gathered
     if isinstance(found, str):
         return found
-    off = float((found - wanted).abs().max())
-    scale = max(1.0, float(wanted.abs().max())) if candidates.relative else 1.0
-    tolerance = TOLERANCE.get(compute, 0.25) * scale
-    return None if off <= tolerance else f"it differs by {off:.2g} from single sequences"
+    return difference(found, wanted, TOLERANCE.get(compute, 0.25), candidates.relative)
 
 
 def _run(root: Root, computation: Any, candidates: Candidates) -> Any:
     root.computation = computation
-    found = root(*candidates.probe)
+    return _first(root(*candidates.probe))
+
+
+def _first(found: Any) -> Any:
+    """Return the log-probs where there are entropies too."""
     return found[0] if isinstance(found, tuple) else found
 
 
 def _attempt(computation: Any, *arguments: Any) -> Tensor | str:
     """Catch errors inside the root's forward, so that its hooks see a forward that ends."""
-    try:
-        found = computation(*arguments)
-    except MISMATCHES as error:
-        return f"{type(error).__name__}: {error}".splitlines()[0]
-    first: Tensor = found[0] if isinstance(found, tuple) else found
-    return first
+    return attempt(lambda: _first(computation(*arguments)))

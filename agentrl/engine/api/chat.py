@@ -9,15 +9,51 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.chat.base import ParsedCall, ParsedTurn
-from agentrl.engine.api.ledger import Ledger
 from agentrl.plugins.types import Message
 
 CHARACTERS_A_TOKEN = 4  # of English text, to bound what tools return
 
 
+FILLER = 0
+
+
+class Ledger:
+    """Gives ids to pieces of conversations and finds them again, so that a conversation which an API keeps as messages
+    runs like any other. The first id of a piece stands for its messages; fillers follow, so that lengths count what was
+    generated."""
+
+    def __init__(self) -> None:
+        self._pieces: dict[int, Any] = {}
+        self._openings: dict[str, int] = {}
+        self._next = FILLER + 1
+
+    def add(self, piece: Any, length: int = 1) -> list[int]:
+        """`length` ids, of which the first stands for `piece`."""
+        self._pieces[self._next] = piece
+        self._next += 1
+        return [self._next - 1] + [FILLER] * (length - 1)
+
+    def opening(self, key: str, piece: Any) -> list[int]:
+        """Likewise, with equal ids for equal keys: the samples of a task share their opening."""
+        if key not in self._openings:
+            (self._openings[key],) = self.add(piece)
+        return [self._openings[key]]
+
+    def find(self, ids: Sequence[int]) -> list[Any]:
+        """The pieces that `ids` stand for, in order."""
+        return [self._pieces[i] for i in ids if i != FILLER]
+
+    def forget(self, ids: Sequence[int]) -> None:
+        """Drop what `ids` stand for, except openings."""
+        kept = set(self._openings.values())
+        for i in ids:
+            if i not in kept:
+                self._pieces.pop(i, None)
+
+
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """What a conversation begins with."""
+    """The messages and tool schemas that a conversation begins with, in the API's form."""
 
     messages: tuple[dict[str, Any], ...]
     tools: tuple[dict[str, Any], ...]
@@ -41,8 +77,7 @@ class ApiChat:
         return self._ledger.add(tuple(map(outgoing, messages)))
 
     def parse(self, turn_ids: Sequence[int]) -> ParsedTurn:
-        (said,) = self._ledger.find(turn_ids)
-        (message,) = said
+        ((message,),) = self._ledger.find(turn_ids)
         calls = tuple(_call(call) for call in message.get("tool_calls") or ())
         return ParsedTurn(message.get("content") or "", calls)
 
@@ -58,15 +93,15 @@ def _call(call: dict[str, Any]) -> ParsedCall:
     try:
         arguments = json.loads(raw)
     except (ValueError, RecursionError) as error:
-        return ParsedCall(name, {}, raw, f"the arguments are no JSON: {error}", call.get("id"))
+        return ParsedCall(name, {}, raw, f"the arguments are not valid JSON: {error}", call.get("id"))
     if not isinstance(arguments, dict):
-        return ParsedCall(name, {}, raw, "the arguments are no JSON object", call.get("id"))
+        return ParsedCall(name, {}, raw, "the arguments are not a JSON object", call.get("id"))
     return ParsedCall(name, arguments, raw, id=call.get("id"))
 
 
 def outgoing(message: Message) -> dict[str, Any]:
-    """A message as the API takes it: arguments as text, images as data URLs. Where a tool returned images, they follow
-    in its text's place as parts."""
+    """Return a message as the API takes it: arguments as text, images as data URLs. Where a tool returned images,
+    text and images are parts of its content."""
     sent: dict[str, Any] = {key: value for key, value in message.items() if key not in ("reasoning_content", "name")}
     content = message.get("content")
     if isinstance(content, list):

@@ -1,4 +1,4 @@
-"""`OpenAIEngine`: a model behind an OpenAI-compatible endpoint plays the tasks. Without log-probs, it cannot train."""
+"""`OpenAIEngine`: a model behind an OpenAI-compatible endpoint plays the tasks, without log-probs to train on."""
 
 import asyncio
 import os
@@ -6,16 +6,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from agentrl.chat.base import Chat
-from agentrl.engine.api.chat import ApiChat, Opening
-from agentrl.engine.api.ledger import Ledger
-from agentrl.engine.base import EngineError, Generation, GenerationFinish, Sampling
+from agentrl.engine.api.chat import ApiChat, Ledger, Opening
+from agentrl.engine.base import Engine, EngineError, Generation, GenerationFinish, Sampling
 from agentrl.errors import UserError, nearest
 
 FOREVER = 1 << 30  # ids: the endpoint bounds its context itself
 LINE = 300  # characters of an endpoint's error that are kept
 
 
-class OpenAIEngine:
+class OpenAIEngine(Engine):
     """Chat completions with the endpoint's own tool calls.
 
     model: its name there. base_url: None is OpenAI's. api_key_env: the environment variable that holds the key; an
@@ -93,10 +92,10 @@ class OpenAIEngine:
             raise EngineError(f"{self.name}: the endpoint's answer holds no choice")
         choice = answer.choices[0]
         message = choice.message.model_dump(exclude_none=True)
-        said = {key: message[key] for key in ("role", "content", "tool_calls") if key in message}
-        said.setdefault("content", None)
+        turn = {key: message[key] for key in ("role", "content", "tool_calls") if key in message}
+        turn.setdefault("content", None)
         tokens = max(1, answer.usage.completion_tokens if answer.usage else 1)
-        ids = self._ledger.add((said,), tokens)
+        ids = self._ledger.add((turn,), tokens)
         self._known.setdefault(request_id, []).append(ids[0])
         finish = GenerationFinish.LENGTH if choice.finish_reason == "length" else GenerationFinish.STOP
         return Generation(ids, [0.0] * len(ids), finish)
@@ -123,21 +122,6 @@ class OpenAIEngine:
 
     async def update_weights(self, version: int, weights: Any = None) -> None:
         raise EngineError("the weights behind an endpoint cannot be trained: engine openai is for evaluation")
-
-    async def pause(self, mode: str = "retract") -> None:
-        raise EngineError("engine openai cannot pause")
-
-    async def resume(self) -> None:
-        raise EngineError("engine openai cannot pause")
-
-    def flush(self) -> None:
-        """The endpoint's cache is its own."""
-
-    async def sleep(self) -> None:
-        """It holds no memory here."""
-
-    async def wake(self) -> None:
-        """See `sleep`."""
 
     async def health(self) -> None:
         """Whether the endpoint knows the model. An endpoint without a list of models is believed."""

@@ -1,17 +1,19 @@
-"""Which runner serves a model: our own forward, the module over slots, or recomputation; proved, not believed."""
+"""The choice of a model's runner: our own forward, the module over slots, or recomputation, proved on a probe."""
 
 import logging
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from agentrl.engine.local.fast import BlockRunner
-from agentrl.engine.local.generic import ModuleRunner
-from agentrl.engine.local.recompute import RecomputeRunner
+from agentrl.engine.local.block_runner import BlockRunner
+from agentrl.engine.local.module_runner import ModuleRunner
+from agentrl.engine.local.recompute_runner import RecomputeRunner
 from agentrl.engine.local.runner import Chunk, Runner, Work
 from agentrl.errors import UserError
 from agentrl.models import block
+from agentrl.models.prove import disproof
 
 log = logging.getLogger(__name__)
 
@@ -21,7 +23,7 @@ TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}
 
 
 def runner_for(model: Any) -> Runner:
-    """The fastest runner that is exact for `model`. Raises UserError if it is no causal language model."""
+    """Return the fastest runner that is exact for `model`. Raises UserError if it is no causal language model."""
     if getattr(model.config, "is_encoder_decoder", False) or model.get_output_embeddings() is None:
         raise UserError(f"model.path: {type(model).__name__} is not a causal language model, which the engine needs")
     if block.unsupported(model) is None:
@@ -35,7 +37,7 @@ def runner_for(model: Any) -> Runner:
 
 
 def _disagreement(model: Any, runner: ModuleRunner) -> str | None:
-    """Why slots do not serve this module: ragged prompts in two pieces and one token more, beside the plain forward."""
+    """Return why slots do not serve this module, by ragged prompts in two pieces and one token more; None: they do."""
     window = runner._window if isinstance(runner._window, int) else 0
     longest = PROBE_TOKENS + (window if window <= 128 else 0)
     plain = RecomputeRunner(model)
@@ -49,15 +51,14 @@ def _disagreement(model: Any, runner: ModuleRunner) -> str | None:
     steps = [Work(none, none, none.astype(bool), first), Work(none, none, none.astype(bool), second), last]
     for r in (runner, plain):
         r.resize(2, longest)
-    try:
-        seen = [runner.forward(work) for work in steps]
-    except (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
-        return f"its forward does not take a slot cache ({type(error).__name__}: {str(error)[:200]})"
-    finally:
-        runner.clear()
-    wanted = [plain.forward(work) for work in steps]
-    apart = max(float((a.log_softmax(-1) - b.log_softmax(-1)).abs().max()) for a, b in zip(seen, wanted, strict=True))
-    if not runner.token_bytes or not apart <= TOLERANCE.get(runner.dtype, 0.1):
-        return f"through a slot cache its log-probs differ by {apart:.2g}"
-    runner.resize(0, 0)
-    return None
+
+    def logprobs(r: Runner) -> Tensor:
+        return torch.cat([r.forward(work).log_softmax(-1) for work in steps])
+
+    reason = disproof(lambda: logprobs(runner), lambda: logprobs(plain), TOLERANCE.get(runner.dtype, 0.1))
+    runner.clear()
+    if reason is None and not runner.token_bytes:
+        reason = "its forward leaves no keys and values in it"
+    if reason is None:
+        runner.resize(0, 0)
+    return reason and f"through a slot cache: {reason}"

@@ -10,20 +10,21 @@ import copy
 import os
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from agentrl.engine.base import EngineError, Generation, GenerationFinish, Sampling
+from agentrl.engine.base import Engine, EngineError, Generation, GenerationFinish, Sampling
 from agentrl.engine.local.choose import runner_for
-from agentrl.engine.local.receive import copy_into
-from agentrl.engine.local.request import Request
 from agentrl.engine.local.sampler import key_of
 from agentrl.engine.local.scheduler import Scheduler
+from agentrl.engine.local.slots import Request
 from agentrl.errors import UserError
+from agentrl.models.lora import layers
 from agentrl.threads import in_thread
 
 INLINE_SECONDS = 0.025
@@ -31,10 +32,10 @@ RETURN_TICKS = 4
 """Turns of the event loop before the next step, at most, once requests have finished: with an instant tool they are
 back by then, and need not miss a step."""
 
-DEFAULT_CONTEXT = 4096  # of a model whose configuration does not say
+DEFAULT_CONTEXT = 4096  # of a model whose configuration names none
 
 
-class LocalEngine:
+class LocalEngine(Engine):
     """`model`: a transformers causal language model, its weights read in place. max_batch: rows decoded at once.
 
     max_context: tokens of prompt and answer together (None: what the configuration says and the cache can hold).
@@ -73,7 +74,7 @@ class LocalEngine:
         self._stepping: asyncio.Future[Any] | None = None
         self._thread: ThreadPoolExecutor | None = None
         self._step_seconds = 0.0
-        self._paused = self._closed = self._updating = False
+        self._asleep = self._closed = self._updating = False
         self._partial: str | None = None  # why the weights are those of no step
 
     @property
@@ -82,7 +83,7 @@ class LocalEngine:
 
     @property
     def _still(self) -> bool:
-        return self._paused or self._updating
+        return self._asleep or self._updating
 
     @property
     def weight_version(self) -> int:
@@ -104,7 +105,7 @@ class LocalEngine:
         request = Request(request_id, prompt, sampling, key, room, future)
         self._requests[request_id] = request
         self._scheduler.add(request)
-        self._wake()
+        self._start_loop()
         try:
             return await future
         finally:
@@ -126,7 +127,7 @@ class LocalEngine:
 
         weights: of a trainer in other processes: name and whole tensor, by the names of the model's state dict, what is
         tied once. They are read in a thread, in which they may wait; requests wait meanwhile. Raises EngineError where
-        they do not fit, or reading them does: nobody samples until an update came whole.
+        they do not fit, or reading them does: nothing is sampled until a whole update came.
         """
         self._updating = True
         try:
@@ -142,10 +143,10 @@ class LocalEngine:
         finally:
             self._updating = False
             if self._scheduler.busy:
-                self._wake()
+                self._start_loop()
 
     async def _receive(self, version: int, weights: Any) -> None:
-        """Copy them; what goes wrong fails the requests under way too, whose tokens would be of no step."""
+        """Copy them; an error fails the requests in flight too, whose tokens would belong to no step."""
         self._partial = f"the weights of step {version} came only in part"
         try:
             await in_thread(copy_into, self._model, weights)
@@ -153,32 +154,16 @@ class LocalEngine:
             self._fail(error)
             raise
 
-    async def pause(self, mode: str = "retract") -> None:
-        """Stop decoding. `retract`: running requests give up what they computed; `in_place`: they keep it; `abort`:
-        they end."""
-        if mode not in ("retract", "in_place", "abort"):
-            raise EngineError(f"pause mode {mode!r} is unknown; known: retract, in_place, abort")
-        self._paused = True
-        await self._between_steps()
-        if mode == "retract":
-            self._scheduler.retract()
-        elif mode == "abort":
-            self.abort()
-
-    async def resume(self) -> None:
-        self._paused = False
-        self._wake()
-
-    def flush(self) -> None:
-        self._scheduler.flush()
-
     async def sleep(self) -> None:
-        """Pause, and free the cache and the fused weights; requests wait until `wake`."""
-        await self.pause("retract")
+        """Stop decoding, and free the cache and the fused weights; requests wait until `wake`."""
+        self._asleep = True
+        await self._between_steps()
+        self._scheduler.retract()
         self._runner.clear()
 
     async def wake(self) -> None:
-        await self.resume()
+        self._asleep = False
+        self._start_loop()
 
     async def health(self) -> None:
         if self._closed:
@@ -186,7 +171,7 @@ class LocalEngine:
 
     async def close(self) -> None:
         """Running requests end with finish `abort`; memory and the worker thread are given back."""
-        self._closed = self._paused = True
+        self._closed = self._asleep = True
         await self._between_steps()
         self.abort()
         self._scheduler.reset()
@@ -209,7 +194,7 @@ class LocalEngine:
             raise EngineError(f"request {request_id!r}: id {wrong} is outside the model's vocabulary of {self._vocab}")
         return prompt
 
-    def _wake(self) -> None:
+    def _start_loop(self) -> None:
         if not self._still and (self._loop is None or self._loop.done()):
             self._loop = asyncio.get_running_loop().create_task(self._run(), name="agentrl-local-engine")
 
@@ -267,6 +252,29 @@ class LocalEngine:
 def _deliver(request: Request, generation: Generation) -> None:
     if not request.future.done():
         request.future.set_result(generation)
+
+
+@torch.no_grad()
+def copy_into(model: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
+    """weights: name and whole tensor, by the names of `model.state_dict()`, read once to the end; what is tied, under
+    any one of its names. Raises EngineError; `model` then holds a part of them."""
+    if layers(model):
+        raise EngineError("the engine's model has an adapter of its own, which whole weights would be merged with")
+    state = model.state_dict(keep_vars=True)
+    due = {id(tensor): name for name, tensor in state.items()}
+    for name, tensor in weights:
+        target = state.get(name)
+        if target is None:
+            raise EngineError(f"the weights do not fit the engine's model: it has no {name}")
+        if tensor.shape != target.shape:
+            given, own = list(tensor.shape), list(target.shape)
+            raise EngineError(f"the weights do not fit the engine's model: {name} is {given}, its own is {own}")
+        if due.pop(id(target), None) is None:
+            raise EngineError(f"the weights do not fit the engine's model: {name} was given twice")
+        target.copy_(tensor)
+    if due:
+        more = f" (and {len(due) - 1} more)" if len(due) > 1 else ""
+        raise EngineError(f"the weights do not fit the engine's model: {min(due.values())} was not given{more}")
 
 
 def context_of(model: Any) -> int:

@@ -1,4 +1,4 @@
-"""What the scheduler asks of a model: extend many conversations at once, and keep their state in numbered slots."""
+"""`Runner`: a model as the scheduler uses it, which extends many conversations at once and keeps them in slots."""
 
 from dataclasses import dataclass
 from typing import Protocol

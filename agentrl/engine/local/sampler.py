@@ -14,14 +14,18 @@ _MIX1, _MIX2 = U64(0xBF58476D1CE4E5B9), U64(0x94D049BB133111EB)
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """How each of N rows samples. key: hashed seed, uint64; position: of the token to be sampled; temperature 0 is
-    greedy; top_p 1 and top_k 0 are off."""
+    """How each of N rows samples; every array is [N]."""
 
     key: npt.NDArray[np.uint64]
+    """The hashed seed."""
     position: npt.NDArray[np.int64]
+    """The position of the token to be sampled."""
     temperature: npt.NDArray[np.float32]
+    """0 is greedy."""
     top_p: npt.NDArray[np.float32]
+    """1: off."""
     top_k: npt.NDArray[np.int64]
+    """0: off."""
 
 
 def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
@@ -32,7 +36,7 @@ def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 def key_of(seed: int) -> int:
-    """A seed of any size to 64 mixed bits."""
+    """Return 64 mixed bits of a seed of any size."""
     return int(_mix(np.array([seed & 0xFFFFFFFFFFFFFFFF], U64) + _GOLDEN)[0])
 
 
@@ -67,7 +71,7 @@ def sample(logits: Tensor, choice: Choice) -> tuple[npt.NDArray[np.int64], npt.N
 def _inverse_cdf(p: Tensor, u: Tensor) -> Tensor:
     """p [N, V] not negative, u [N, 1] in [0, 1) -> the first index whose cumulated p exceeds u times the total.
 
-    A GPU adds up in parts, in the type that it is told: in float32 their sums round apart, and tokens of no probability
+    A GPU adds up in parts, in the type that it is given: in float32 their sums round apart, and tokens of probability 0
     would be drawn where two parts meet. A CPU adds in float64 whatever it returns.
     """
     cdf = p.cumsum(-1, dtype=None if p.is_cpu else torch.float64)

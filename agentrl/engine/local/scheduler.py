@@ -1,4 +1,4 @@
-"""`Scheduler`: which rows take part in a step. `plan`, then `compute` (tensors only, any thread), then `commit`.
+"""`Scheduler`: continuous batching. Each step is `plan`, then `compute` (tensors only, any thread), then `commit`.
 
 Invariant: state changes in `plan` and `commit` and in calls between steps, all on one thread; while a step computes,
 others may stop requests or free slots, but nothing is placed or moved, so `commit` need only look who is still there.
@@ -13,10 +13,9 @@ import numpy.typing as npt
 import torch
 
 from agentrl.engine.base import Generation, GenerationFinish
-from agentrl.engine.local.request import Request
 from agentrl.engine.local.runner import Chunk, Ints, Runner, Work
 from agentrl.engine.local.sampler import Choice, sample
-from agentrl.engine.local.slots import Conversation, Slots
+from agentrl.engine.local.slots import Conversation, Request, Slots
 
 FEED_TOKENS = 2048
 """Prompt tokens computed in one step at most: longer prompts take several, so decoding rows need not wait for them."""
@@ -26,15 +25,20 @@ Done = tuple[Request, Generation]
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """feeds[j]: the request of chunk j and where its prompt will stand. slots: whose next token is sampled: 0..n, then
-    those of `openers` (whose prompt is complete); pick: their rows among the logits (None: all, in order)."""
+    """One step."""
 
     work: Work
+    """What the runner computes."""
     feeds: tuple[tuple[Request, int], ...]
+    """The request of each chunk, and how many tokens of its prompt are computed after the step."""
     openers: tuple[Request, ...]
+    """Requests whose prompt is complete after the step."""
     slots: Ints
+    """The slots whose next token is sampled: 0..n, then those of `openers`."""
     pick: Ints | None
+    """The rows of `slots` among the logits (None: all, in order)."""
     choice: Choice
+    """How each of `slots` samples."""
 
 
 class Scheduler:
@@ -60,19 +64,19 @@ class Scheduler:
         self.waiting.append(request)
 
     def stop(self, request: Request) -> Generation:
-        """Take a request out, wherever it is; what it sampled so far."""
+        """Remove a request, wherever it is; return what it sampled so far."""
         if request in self._running:
             return self._leave(request, GenerationFinish.ABORT)
         self.waiting.remove(request)
         return Generation(request.done_ids, request.done_logprobs, GenerationFinish.ABORT, self._versions(request, 0))
 
     def cancel(self, request: Request) -> None:
-        """Nobody awaits it any more; a step may have ended it just before."""
+        """Remove a request that is no longer awaited; a step may have ended it just before."""
         if request in self._running or request in self.waiting:
             self.stop(request)
 
     def finish(self, request_id: str) -> None:
-        """No further turn comes: the slot is freed, now or when the running turn ends."""
+        """End a conversation: its slot is freed now, or when the running turn ends."""
         c = self.slots.by_id.get(request_id)
         if c is not None and c.running is None:
             self.slots.free(c)
@@ -81,20 +85,13 @@ class Scheduler:
             if request is not None and request.request_id == request_id:
                 request.last = True
 
-    def flush(self) -> None:
-        """Forget every conversation that is between turns, and every prompt that others could copy."""
-        for c in [c for c in self.slots.at if c is not None]:
-            self.slots.forget_opening(c)
-            if c.running is None:
-                self.slots.free(c)
-
     def retract(self) -> None:
-        """Every running request waits again, with what it sampled as part of its prompt; nothing computed is kept."""
+        """Let every running request wait again, what it sampled a part of its prompt; keep nothing computed."""
         self._retract(list(self._running))
         self.slots.free_all()
 
     def reset(self) -> list[Request]:
-        """After a failure: everything is dropped; the requests that were there."""
+        """Drop everything after a failure; return the requests that were there."""
         requests = self.requests()
         self.waiting.clear()
         self._running.clear()
@@ -104,7 +101,7 @@ class Scheduler:
         return requests
 
     def plan(self) -> Plan | None:
-        """None: nothing can run."""
+        """Return the next step; None: nothing can run."""
         self.slots.step += 1
         self._grow()
         self._admit()
@@ -129,7 +126,7 @@ class Scheduler:
         return Plan(work, tuple(feeds), tuple(openers), slots, pick, rows.choice(slots, positions + 1))
 
     def compute(self, plan: Plan) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
-        """Token and log-prob for each of plan.slots. Touches the runner and the plan only."""
+        """Return token and log-prob for each of plan.slots. Uses the runner and the plan only."""
         logits = self.runner.forward(plan.work)
         with torch.inference_mode():
             if plan.pick is not None:
@@ -141,7 +138,7 @@ class Scheduler:
     def commit(
         self, plan: Plan, tokens: npt.NDArray[np.int64], logprobs: npt.NDArray[np.float32]
     ) -> list[tuple[Request, Generation]]:
-        """Take the step's result in; the turns that are over."""
+        """Take in the step's result; return the turns that are over."""
         rows, n = self.slots.rows, len(plan.work.ids)
         here = np.zeros(len(plan.slots), np.bool_)
         here[:n] = plan.work.active & rows.active[:n]
@@ -190,7 +187,7 @@ class Scheduler:
         return True
 
     def _resume(self, c: Conversation, request: Request) -> None:
-        """A further turn: the ids that it shares with what is computed are not computed again."""
+        """Begin a further turn: the ids that it shares with what is computed are not computed again."""
         known = min(int(self.slots.rows.length[c.slot]), len(request.ids) - 1)
         differ = np.flatnonzero(c.ids[:known] != request.ids[:known])
         request.fed = int(differ[0]) if len(differ) else known
@@ -199,7 +196,7 @@ class Scheduler:
             self.slots.forget_opening(c)
 
     def _open(self, c: Conversation, request: Request, leaders: dict[bytes, Request]) -> Request | None:
-        """A first turn: look who computes, or has computed, the same prompt. Returns the request to wait for."""
+        """Begin a first turn; return the running request that computes the same prompt, if there is one to wait for."""
         key = request.ids.tobytes()
         if key in leaders:
             return leaders[key]
@@ -215,7 +212,7 @@ class Scheduler:
         return None
 
     def _grow(self) -> None:
-        """Room for one more token of every row; if memory is short the latest requests wait again."""
+        """Make room for one more token of every row; if memory is short the latest requests wait again."""
         rows = self.slots.rows
         while self._running:
             longest = max((int(rows.length[rows.active].max(initial=0)) + 1, *(len(r.ids) for r in self._feeding)))
@@ -235,7 +232,7 @@ class Scheduler:
             self.slots.free(c)
 
     def _feed(self) -> tuple[list[Chunk], list[tuple[Request, int]]]:
-        """The next piece of every prompt that is not computed yet."""
+        """Return the next piece of every prompt that is not computed yet."""
         left, chunks, feeds = FEED_TOKENS, [], []
         for request in self._feeding:
             end = min(len(request.ids), request.fed + left)
@@ -278,7 +275,7 @@ class Scheduler:
         return request, self._leave(request, GenerationFinish.STOP if stopped else GenerationFinish.LENGTH)
 
     def _leave(self, request: Request, finish: GenerationFinish) -> Generation:
-        """The turn ends; its conversation stays in the slot for the next one, unless none will come."""
+        """End a turn; its conversation stays in the slot for the next one, unless none will come."""
         ids, logprobs = self.slots.rows.sampled(request.slot) if request.slot is not None else ([], [])
         c = self._detach(request)
         c.ids = np.concatenate([request.ids, np.array(ids, np.int64)])
@@ -301,8 +298,8 @@ class Scheduler:
         return c
 
     def _versions(self, request: Request, new: int) -> int | list[int]:
-        """Of every id of a turn whose last `new` ids were sampled since the weights changed; one number where it can
-        be."""
+        """Return the version of every id of a turn whose last `new` ids were sampled since the weights changed; one
+        number if all are equal."""
         if not request.done_versions:
             return self.version
         return request.done_versions + [self.version] * new

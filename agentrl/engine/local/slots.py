@@ -3,30 +3,143 @@
 Invariant: a slot is free, or holds exactly one conversation, of which the first `rows.length[slot]` ids are computed.
 """
 
+import asyncio
 import heapq
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from agentrl.engine.local.request import Request
-from agentrl.engine.local.rows import Rows
+from agentrl.engine.base import Generation, Sampling
 from agentrl.engine.local.runner import Runner
+from agentrl.engine.local.sampler import Choice
 
 COLUMNS = 64  # slots grow in multiples of this many tokens
 LINGER = 4  # steps an idle slot stays among the decoding ones: a fast tool is back by then
+NO_TOKEN = -1
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One turn that a caller awaits, from `generate` until its `Generation`."""
+
+    request_id: str
+    """The conversation."""
+    ids: npt.NDArray[np.int64]
+    """The prompt; after a retraction also the tokens sampled by then."""
+    sampling: Sampling
+    key: int
+    """The hashed seed, 64 bits."""
+    room: int
+    """How many tokens may still be sampled."""
+    future: asyncio.Future[Generation]
+    slot: int | None = None
+    """The slot where it runs (None: it waits)."""
+    fed: int = 0
+    """How many of `ids` the slot has computed while the prompt is being fed."""
+    last: bool = False
+    """Whether the conversation ends with this turn."""
+    done_ids: list[int] = field(default_factory=list)
+    """Tokens sampled before a retraction."""
+    done_logprobs: list[float] = field(default_factory=list)
+    """The log-prob of each of `done_ids`."""
+    done_versions: list[int] = field(default_factory=list)
+    """The version of the weights that sampled each of `done_ids`."""
 
 
 @dataclass(slots=True, eq=False)
 class Conversation:
-    """`ids`: what was said, of which a prefix is computed. running: its turn in progress. opening: its first prompt's
-    bytes while that prompt is computed here, for others to copy."""
+    """What lies in a slot."""
 
     request_id: str
     slot: int
     ids: npt.NDArray[np.int64]
+    """All tokens so far, of which a prefix is computed."""
     running: Request | None = None
+    """The turn in progress."""
     opening: bytes | None = None
+    """The first prompt's bytes while that prompt is computed here, for others to copy."""
+
+
+class Rows:
+    """The numbers of every slot as arrays, so that a decode step runs no Python per row.
+
+    Per slot: `active` decodes at every step; `length` tokens are computed, and `last` is sampled but not computed;
+    `room` tokens may still be sampled; `ids` and `logprobs` [slots, width] hold the `count` sampled in this turn.
+    """
+
+    _arrays = (
+        "active", "length", "last", "room", "count", "key", "temperature", "top_p", "top_k", "stops", "ids", "logprobs",
+        "idle_since",
+    )  # fmt: skip
+
+    def __init__(self) -> None:
+        self.active = np.zeros(0, np.bool_)
+        self.length = np.zeros(0, np.int64)
+        self.last = np.zeros(0, np.int64)
+        self.room = np.zeros(0, np.int64)
+        self.count = np.zeros(0, np.int64)
+        self.key = np.zeros(0, np.uint64)
+        self.temperature = np.zeros(0, np.float32)
+        self.top_p = np.zeros(0, np.float32)
+        self.top_k = np.zeros(0, np.int64)
+        self.stops = np.full((0, 1), NO_TOKEN, np.int64)
+        self.ids = np.zeros((0, 64), np.int64)
+        self.logprobs = np.zeros((0, 64), np.float32)
+        self.idle_since = np.zeros(0, np.int64)  # the step at which it stopped decoding
+
+    def resize(self, slots: int) -> None:
+        for name in self._arrays:
+            old: npt.NDArray[Any] = getattr(self, name)
+            new = np.zeros((slots, *old.shape[1:]), old.dtype)
+            kept = min(slots, len(old))
+            new[:kept] = old[:kept]
+            setattr(self, name, new)
+
+    def swap(self, a: Sequence[int], b: Sequence[int]) -> None:
+        ab, ba = [*a, *b], [*b, *a]
+        for name in self._arrays:
+            array: npt.NDArray[Any] = getattr(self, name)
+            array[ab] = array[ba]
+
+    def start(self, slot: int, sampling: Sampling, key: int, room: int) -> None:
+        """Begin a turn of at most `room` tokens in `slot`."""
+        self.room[slot], self.count[slot], self.key[slot] = room, 0, key
+        self.temperature[slot], self.top_p[slot] = sampling.temperature, sampling.top_p
+        self.top_k[slot] = sampling.top_k
+        wide = len(sampling.stop_ids) - self.stops.shape[1]
+        if wide > 0:
+            self.stops = np.pad(self.stops, ((0, 0), (0, wide)), constant_values=NO_TOKEN)
+        self.stops[slot] = NO_TOKEN
+        self.stops[slot, : len(sampling.stop_ids)] = sampling.stop_ids
+
+    def choice(self, slots: npt.NDArray[np.int64], position: npt.NDArray[np.int64]) -> Choice:
+        """Return how `slots` sample their token at `position`: copies, as the rows may change meanwhile."""
+        return Choice(self.key[slots], position, self.temperature[slots], self.top_p[slots], self.top_k[slots])
+
+    def append(
+        self, slots: npt.NDArray[np.int64], tokens: npt.NDArray[np.int64], logprobs: npt.NDArray[np.float32]
+    ) -> npt.NDArray[np.int64]:
+        """Add one sampled token to each of `slots`; return those whose turn is over."""
+        count = self.count[slots]
+        if len(slots) and int(count.max()) >= self.ids.shape[1]:
+            self.ids = np.pad(self.ids, ((0, 0), (0, self.ids.shape[1])))
+            self.logprobs = np.pad(self.logprobs, ((0, 0), (0, self.logprobs.shape[1])))
+        self.ids[slots, count] = tokens
+        self.logprobs[slots, count] = logprobs
+        self.count[slots] = count + 1
+        self.last[slots] = tokens
+        room = self.room[slots] - 1
+        self.room[slots] = room
+        over: npt.NDArray[np.bool_] = (tokens[:, None] == self.stops[slots]).any(1) | (room <= 0)
+        return slots[over]
+
+    def sampled(self, slot: int) -> tuple[list[int], list[float]]:
+        """Return ids and log-probs of the turn so far."""
+        n = int(self.count[slot])
+        return self.ids[slot, :n].tolist(), self.logprobs[slot, :n].tolist()
 
 
 class Slots:
@@ -42,7 +155,7 @@ class Slots:
         self._max_batch, self._max_context, self._bytes = max_batch, max_context, cache_bytes
 
     def place(self, request: Request) -> Conversation | None:
-        """A slot for a conversation that has none; None: all are in use."""
+        """Give a slot to a conversation that has none; None: all are in use."""
         if not self.reserve(len(request.ids)) or not (self._free or self._add_slots() or self._evict()):
             return None
         c = Conversation(request.request_id, heapq.heappop(self._free), request.ids)
@@ -51,7 +164,7 @@ class Slots:
         return c
 
     def free(self, c: Conversation) -> None:
-        """The slot is nobody's."""
+        """Make the slot of `c` available."""
         self.forget_opening(c)
         if self.by_id.get(c.request_id) is c:
             del self.by_id[c.request_id]
@@ -76,8 +189,8 @@ class Slots:
         c.opening = None
 
     def reserve(self, tokens: int) -> bool:
-        """Room for `tokens` in every slot. Where memory is short idle conversations are given up; False: too many
-        run."""
+        """Make room for `tokens` in every slot. Where memory is short idle conversations are evicted; False: too many
+        are running."""
         if tokens <= self.runner.columns:
             return True
         need = min(-(-tokens // COLUMNS) * COLUMNS, self._max_context)
@@ -96,7 +209,7 @@ class Slots:
         return True
 
     def _limit(self, columns: int) -> int:
-        """How many slots of so many columns fit in memory."""
+        """Return how many slots of so many columns fit in memory."""
         return self._bytes // (self.runner.token_bytes * (columns + 1))
 
     def _add_slots(self) -> bool:

@@ -14,12 +14,12 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
-from agentrl.engine.base import EngineError, Generation, GenerationFinish, Sampling
+from agentrl.engine.base import Engine, EngineError, Generation, GenerationFinish, Sampling
 from agentrl.engine.sglang.adapters import needs_of
 from agentrl.engine.sglang.client import LostAdapterError, RefusedError, ServerError
 from agentrl.engine.sglang.command import Flag, launch_command, sizes_of
 from agentrl.engine.sglang.fleet import Fleet
-from agentrl.engine.sglang.pool import Call, Member, post
+from agentrl.engine.sglang.pool import Call, Member
 from agentrl.engine.sglang.settings import Settings
 from agentrl.engine.sglang.wire import Answer, PieceEnd, Reader, finish_of, request_body
 from agentrl.errors import UserError
@@ -30,10 +30,9 @@ ATTEMPTS = 8
 """Failures of one request, on any servers, before it is given up."""
 BACK_OFF_SECONDS = 0.1, 2.0
 """Time before a second try on a server that answers: shortest, longest."""
-PAUSE_MODES = ("retract", "in_place", "abort")
 
 
-class SglangEngine:
+class SglangEngine(Engine):
     """model: the trainer's, whose weights the servers are given; or its shape, on the meta device, where it is trained
     in other processes. max_batch: requests in flight on one server, at most, and what a launched server decodes at
     once. model_path: what launched servers load. tokenizer: compared with that of the servers. say, phase: called with
@@ -160,20 +159,6 @@ class SglangEngine:
         await self._fleet.update(version, "retract")
         self._asleep = False  # servers that took the weights are awake again
 
-    async def pause(self, mode: str = "retract") -> None:
-        if mode not in PAUSE_MODES:
-            raise EngineError(f"pause mode {mode!r} is unknown; known: {', '.join(PAUSE_MODES)}")
-        self._fleet.paused = True
-        await self._post_all("/pause_generation", {"mode": mode})
-
-    async def resume(self) -> None:
-        await self._post_all("/continue_generation", {})
-        self._fleet.paused = False
-
-    def flush(self) -> None:
-        for member in self._fleet.pool.up:
-            self._in_background(post(member, "/flush_cache"))
-
     async def sleep(self) -> None:
         """Pause, and release the memory of weights, keys and values; requests wait until new weights come. Does nothing
         where the servers sleep: one crashes when it is to release what it has released."""
@@ -294,11 +279,6 @@ class SglangEngine:
                 f"request {request_id!r}: id {wrong} is outside the model's vocabulary of {self._vocabulary}"
             )
         return prompt
-
-    async def _post_all(self, path: str, body: Mapping[str, Any]) -> None:
-        """Raise EngineError when a server that is up fails at it."""
-        await self._ready()
-        await asyncio.gather(*(m.client.post(path, body) for m in self._fleet.pool.up))
 
     def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)

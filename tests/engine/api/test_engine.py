@@ -111,8 +111,8 @@ async def test_arguments_that_are_no_json_go_back_to_the_model():
     async with Endpoint(script) as endpoint:
         t = await drive(endpoint, tools=[Echo()])
     told = [m["content"] for m in t.messages if m["role"] == "tool"]
-    assert told[0].startswith("Error: the arguments are no JSON: ")
-    assert told[1] == "Error: the arguments are no JSON object"
+    assert told[0].startswith("Error: the arguments are not valid JSON: ")
+    assert told[1] == "Error: the arguments are not a JSON object"
     assert t.reward == 1.0
 
 

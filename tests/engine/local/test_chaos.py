@@ -1,4 +1,4 @@
-"""Random crowds, cancelled, aborted, paused and evicted at random: whoever gets an answer gets the right one."""
+"""Random crowds, cancelled, aborted, sent to sleep and evicted at random: whoever gets an answer gets the right one."""
 
 import asyncio
 import random
@@ -67,16 +67,11 @@ async def disturb(engine: LocalEngine, rng: random.Random) -> None:
     while True:
         await idle(rng, 60)
         await asyncio.sleep(0)
-        match rng.randint(0, 9):
-            case 0 | 1 | 2:
-                engine.flush()
-            case 3 | 4:
+        match rng.randint(0, 6):
+            case 0 | 1:
                 running = [r.request_id for r in engine._scheduler.requests()]
                 engine.abort(rng.choice(running or ["nobody"]))
-            case 5 | 6:
-                await engine.pause(rng.choice(["retract", "in_place"]))
-                await engine.resume()
-            case 7:
+            case 2 | 3:
                 await engine.update_weights(engine.weight_version + 1)
             case _:
                 await engine.sleep()

@@ -25,11 +25,11 @@ from transformers import (
 )
 
 from agentrl.engine.base import Generation, GenerationFinish, Sampling
+from agentrl.engine.local.block_runner import BlockRunner
 from agentrl.engine.local.engine import LocalEngine
-from agentrl.engine.local.fast import BlockRunner
-from agentrl.engine.local.generic import ModuleRunner
-from agentrl.engine.local.recompute import RecomputeRunner
-from agentrl.engine.local.step import _step, fused_step
+from agentrl.engine.local.fused_step import _step, fused_step
+from agentrl.engine.local.module_runner import ModuleRunner
+from agentrl.engine.local.recompute_runner import RecomputeRunner
 from agentrl.errors import UserError
 from agentrl.models import block
 
@@ -184,12 +184,12 @@ async def test_bfloat16_is_close_to_the_module() -> None:
 
 async def test_a_prompt_longer_than_one_feed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("agentrl.engine.local.scheduler.FEED_TOKENS", 16)
-    monkeypatch.setattr("agentrl.engine.local.fast.SCORES_AT_ONCE", 500)
+    monkeypatch.setattr("agentrl.engine.local.block_runner.SCORES_AT_ONCE", 500)
     await crowd(MODELS["qwen3"][0](), True, max_batch=16)
 
 
 async def test_without_copies_of_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agentrl.engine.local.fast.COPY_BELOW", 0)
+    monkeypatch.setattr("agentrl.engine.local.block_runner.COPY_BELOW", 0)
     for name in ("qwen3", "qwen2"):
         await crowd(MODELS[name][0](), True, max_batch=16)
 
@@ -204,7 +204,7 @@ async def test_products_of_other_cpus_and_steps_that_cannot_be_compiled(
 ) -> None:
     monkeypatch.setattr("agentrl.models.dense.prefers_onednn", lambda: True)
     await crowd(MODELS[name][0](), True, max_batch=16)
-    monkeypatch.setattr("agentrl.engine.local.fast.fused_step", lambda: _step)
+    monkeypatch.setattr("agentrl.engine.local.block_runner.fused_step", lambda: _step)
     await crowd(MODELS[name][0](), True, max_batch=16)
     monkeypatch.setattr("agentrl.models.dense.prefers_onednn", lambda: False)
     await crowd(MODELS[name][0](), True, max_batch=16)

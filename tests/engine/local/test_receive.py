@@ -37,8 +37,7 @@ async def test_it_samples_from_what_it_was_given(tied: bool) -> None:
     assert engine.weight_version == 7
     with torch.no_grad():  # they are the engine's own now
         trainer.model.norm.weight.mul_(-1)
-    engine.flush()
-    assert await answer(engine) == await answer(LocalEngine(tiny(1, tied), max_batch=4))
+    assert await answer(engine, "b") == await answer(LocalEngine(tiny(1, tied), max_batch=4))
 
 
 async def test_experts_that_checkpoints_call_otherwise_arrive_too() -> None:
@@ -133,16 +132,16 @@ async def test_what_fails_as_they_are_read_leaves_no_half_update() -> None:
     assert engine.weight_version == 0
 
 
-async def test_a_pause_outlasts_an_update() -> None:
+async def test_sleep_outlasts_an_update() -> None:
     engine, trainer = LocalEngine(tiny(0), max_batch=4), tiny(1)
     task = asyncio.create_task(answer(engine))
     await asyncio.sleep(0)
-    await engine.pause()
+    await engine.sleep()
     await engine.update_weights(1, ModelWeights(trainer))
     for _ in range(100):
         await asyncio.sleep(0)
     assert not task.done()
-    await engine.resume()
+    await engine.wake()
     assert await task
 
 

@@ -111,7 +111,7 @@ async def test_what_would_kill_the_server_never_leaves(engines: Any) -> None:
 
 async def test_abort_keeps_every_token(engines: Any, parts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     (model, tokenizer), (remote, _) = parts, engines
-    monkeypatch.setattr("agentrl.engine.sglang.call.ABORT_SECONDS", 60.0)  # a busy machine takes its time
+    monkeypatch.setattr("agentrl.engine.sglang.pool.ABORT_SECONDS", 60.0)  # a busy machine takes its time
     prompt = prompts(tokenizer, 1)[0]
     running = [asyncio.create_task(remote.generate(prompt, Sampling(900), f"a{i}")) for i in range(4)]
     client = remote._fleet.pool.up[0].client

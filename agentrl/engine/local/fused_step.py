@@ -1,8 +1,8 @@
 """`fused_step`: one step of a small float32 model, compiled once to a graph that runs without the interpreter.
 
-The same computation as `block.hidden`, tied to fused weights. A step is some two hundred operations of a few
-microseconds; called from Python one by one they take a third longer at 64 rows, and twice as long at the few rows of a
-rollout's end.
+The same computation as `block.hidden`, which it cannot call: TorchScript takes no closures and no classes such as
+`Dense`. A step is some two hundred operations of a few microseconds; called from Python one by one they take a third
+longer at 64 rows, and twice as long at the few rows of a rollout's end.
 TorchScript is deprecated but shipped: where it cannot compile, the very same function runs as Python.
 """
 
@@ -29,13 +29,13 @@ else:
 
 
 class Fused(NamedTuple):
-    """`block.Weights` as plain lists, one entry a layer. turned: matrices lie [in, out], for `mm`; else [out, in].
+    """`block.Weights` as plain lists, one entry a layer. transposed: matrices lie [in, out], for `mm`; else [out, in].
     bias: of qkv, out, gate, up and down, each None or [out]; qk_gain: empty where the family has none."""
 
     heads: int
     kv_heads: int
     head_dim: int
-    turned: bool
+    transposed: bool
     eps: Tensor
     embed: Tensor
     head: Tensor
@@ -48,17 +48,17 @@ class Fused(NamedTuple):
     bias: list[list[Tensor | None]]
 
 
-def _product(x: Tensor, weight: Tensor, bias: Tensor | None, turned: bool) -> Tensor:
-    if not turned:
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
+    if not transposed:
         return _linear(x, weight, bias)
     return torch.mm(x, weight) if bias is None else torch.addmm(bias, x, weight)
 
 
-def _add_product(residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, turned: bool) -> None:
-    if turned and bias is None:
+def _add_product(residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> None:
+    if transposed and bias is None:
         residual.addmm_(x, weight)
     else:
-        residual.add_(_product(x, weight, bias, turned))
+        residual.add_(_product(x, weight, bias, transposed))
 
 
 def _inverse_rms(x: Tensor, eps: Tensor) -> Tensor:
@@ -67,39 +67,42 @@ def _inverse_rms(x: Tensor, eps: Tensor) -> Tensor:
 
 
 def _step(
-    w: Fused, keys: list[Tensor], values: list[Tensor], ids: Tensor, turn: Tensor, target: Tensor, n: int, width: int,
-    bias: Tensor | None, buckets: list[Bucket], pick: Tensor | None,
+    w: Fused, keys: list[Tensor], values: list[Tensor], ids: Tensor, rotation: Tensor, target: Tensor, n: int,
+    width: int, bias: Tensor | None, buckets: list[Bucket], pick: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """ids [N]: n rows, then chunks; turn [N, 1, D / 2]; target [N * kv_heads]: where their keys go in the flat cache.
-    Logits [N, vocab], or of the tokens `pick`."""
+    """Return logits [N, vocab], or those of the tokens `pick`.
+
+    ids [N]: n rows, then chunks. rotation: complex [N, 1, D / 2]. target [N * kv_heads]: where their keys go in the
+    flat cache.
+    """
     both = w.heads + w.kv_heads
     x = F.embedding(ids, w.embed)
     for i in range(len(w.qkv)):
         b = w.bias[i]
-        y = _product(x * _inverse_rms(x, w.eps), w.qkv[i], b[0], w.turned).view(-1, both + w.kv_heads, w.head_dim)
+        y = _product(x * _inverse_rms(x, w.eps), w.qkv[i], b[0], w.transposed).view(-1, both + w.kv_heads, w.head_dim)
         qk = y[:, :both]
         if len(w.qk_gain) > 0:
             qk.mul_(_inverse_rms(qk, w.eps)).mul_(w.qk_gain[i])
         pairs = torch.view_as_complex(qk.unflatten(-1, [w.head_dim // 2, 2]))
-        qk = torch.view_as_real(pairs * turn).flatten(-2)
+        qk = torch.view_as_real(pairs * rotation).flatten(-2)
         keys[i].view(-1, w.head_dim).index_copy_(0, target, qk[:, w.heads :].reshape(-1, w.head_dim))
         values[i].view(-1, w.head_dim).index_copy_(0, target, y[:, both:].reshape(-1, w.head_dim))
         o = attend(qk[:, : w.heads], keys[i], values[i], n, width, bias, buckets)
-        _add_product(x, o, w.out[i], b[1], w.turned)
+        _add_product(x, o, w.out[i], b[1], w.transposed)
         h = x * _inverse_rms(x, w.eps)
-        gate = _product(h, w.gate[i], b[2], w.turned)
-        up = _product(h, w.up[i], b[3], w.turned)
-        _add_product(x, F.silu(gate, True).mul_(up), w.down[i], b[4], w.turned)
+        gate = _product(h, w.gate[i], b[2], w.transposed)
+        up = _product(h, w.up[i], b[3], w.transposed)
+        _add_product(x, F.silu(gate, True).mul_(up), w.down[i], b[4], w.transposed)
     if pick is not None:
         x = x.index_select(0, pick)
-    return _product(x * _inverse_rms(x, w.eps), w.head, None, w.turned)
+    return _product(x * _inverse_rms(x, w.eps), w.head, None, w.transposed)
 
 
 _compiled: Callable[..., Tensor] | None = None
 
 
 def fused_step() -> Callable[..., Tensor]:
-    """`_step`, compiled where TorchScript can (half a second, once a process)."""
+    """Return `_step`, compiled where TorchScript can (half a second, once per process)."""
     global _compiled
     if _compiled is None:
         with warnings.catch_warnings():
@@ -112,14 +115,14 @@ def fused_step() -> Callable[..., Tensor]:
 
 
 def fuse(weights: block.Weights) -> Fused:
-    """The lists that `_step` reads, sharing the memory of `weights` (copied, interleaved)."""
+    """Return `weights` (copied, interleaved) as the lists that `_step` reads; they share memory."""
     s, layers = weights.shape, weights.layers
     halves = [layer.gate_up.halves() for layer in layers]
     biases: list[Any] = [
         [layer.qkv.bias, layer.out.bias, *layer.gate_up.bias_halves(), layer.down.bias] for layer in layers
     ]
     return Fused(
-        s.heads, s.kv_heads, s.head_dim, weights.head.turned,
+        s.heads, s.kv_heads, s.head_dim, weights.head.transposed,
         torch.full((1,), s.eps), weights.embed.detach(), weights.head.weights[0],
         [layer.qkv.weights[0] for layer in layers], [layer.out.weights[0] for layer in layers],
         [gate for gate, _ in halves], [up for _, up in halves], [layer.down.weights[0] for layer in layers],

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from agentrl.engine.local.generic import evaluating
+from agentrl.engine.local.module_runner import evaluating
 from agentrl.engine.local.runner import Ints, Work
 
 TOKENS_AT_ONCE = 8192

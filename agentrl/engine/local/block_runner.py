@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from agentrl.engine.local.attention import Bucket, attend
-from agentrl.engine.local.cached import CachedRunner
+from agentrl.engine.local.cache import CachedRunner
+from agentrl.engine.local.fused_step import Fused, fuse, fused_step
 from agentrl.engine.local.runner import Bools, Chunk, Ints, Work
-from agentrl.engine.local.step import Fused, fuse, fused_step
 from agentrl.models import block
 
 COPY_BELOW = 200_000_000
@@ -28,7 +28,7 @@ class BlockRunner(CachedRunner):
         super().__init__()
         self.model = model
         self.shape = block.shape_of(model)
-        # q and k are both turned, so this factor makes their product the scaled score
+        # q and k are both rotated, so this factor makes their product the scaled score
         self.rope = block.Rope(model, factor=self.shape.head_dim**-0.25)
         self.device = model.model.embed_tokens.weight.device
         dtype = model.model.embed_tokens.weight.dtype
@@ -62,10 +62,10 @@ class BlockRunner(CachedRunner):
             target = (target + rows * (s.kv_heads - 1) * (self.cache.columns + 1))[:, None]
             target = (target + np.arange(s.kv_heads) * (self.cache.columns + 1)).reshape(-1)
         width = int(work.positions.max()) + 1 if n else 0
-        turn = self.rope.table(int(positions.max()) + 1).index_select(0, self._tensor(positions))[:, None]
+        rotation = self.rope.table(int(positions.max()) + 1).index_select(0, self._tensor(positions))[:, None]
         bias, buckets = self._bias(work.positions, work.active, width), list(self._buckets(chunks))
         run = self._fused_step if self._fused is not None else self._plain_step
-        return run(self._tensor(ids), turn, self._tensor(target), n, width, bias, buckets, pick)
+        return run(self._tensor(ids), rotation, self._tensor(target), n, width, bias, buckets, pick)
 
     def _prepare(self) -> None:
         """Weights as the step wants them, and a cache to write to."""
@@ -82,7 +82,7 @@ class BlockRunner(CachedRunner):
         return fused_step()(self._fused, self.cache.keys, self.cache.values, *inputs)
 
     def _plain_step(
-        self, ids: Tensor, turn: Tensor, target: Tensor, n: int, width: int, bias: Tensor | None,
+        self, ids: Tensor, rotation: Tensor, target: Tensor, n: int, width: int, bias: Tensor | None,
         buckets: list[Bucket], pick: Tensor | None,
     ) -> Tensor:  # fmt: skip
         """The same through `block.hidden`: any dtype, weights by reference or copied."""
@@ -95,7 +95,7 @@ class BlockRunner(CachedRunner):
             values.view(-1, size).index_copy_(0, target, v.reshape(-1, size))
             return attend(q, keys, values, n, width, bias, buckets)
 
-        x = block.hidden(self._weights, ids, turn, attention_of)
+        x = block.hidden(self._weights, ids, rotation, attention_of)
         return self._weights.head(x if pick is None else x[pick]).float()
 
     def _tensor(self, array: Any) -> Tensor:

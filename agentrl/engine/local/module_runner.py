@@ -11,8 +11,7 @@ from torch import Tensor
 from transformers import DynamicLayer
 from transformers.cache_utils import Cache
 
-from agentrl.engine.local.cache import SlotCache
-from agentrl.engine.local.cached import CachedRunner
+from agentrl.engine.local.cache import CachedRunner, SlotCache
 from agentrl.engine.local.runner import Chunk, Ints, Work
 
 KINDS = {"full_attention", "sliding_attention"}

@@ -1,0 +1,38 @@
+"""The proof that a fast computation equals the module's own forward: both run on a small probe before one is chosen.
+
+It lies in `models` because the local engine, which proves its slot cache, lies below `compute`, which proves its packed
+rows: both know torch models and nothing of each other.
+"""
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+MISFITS = (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError)
+"""Exceptions that a model raises where it cannot be computed in the fast way."""
+
+
+def disproof(
+    fast: Callable[[], Tensor], slow: Callable[[], Tensor], tolerance: float, scaled: bool = False
+) -> str | None:
+    """Return why `fast` may not replace `slow`, in a line, or None where both agree.
+
+    scaled: `tolerance` is a share of the largest number that `slow` gives, if that is above 1.
+    """
+    found = attempt(fast)
+    return found if isinstance(found, str) else difference(found, slow(), tolerance, scaled)
+
+
+def attempt(fast: Callable[[], Tensor]) -> Tensor | str:
+    """Return the result of `fast`, or a line about the exception by which the model refuses it."""
+    try:
+        return fast()
+    except MISFITS as error:
+        return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+def difference(found: Tensor, wanted: Tensor, tolerance: float, scaled: bool = False) -> str | None:
+    """Compare the largest difference with `tolerance`, as `disproof` does; NaN is beyond any."""
+    off = float((found - wanted).abs().max())
+    scale = max(1.0, float(wanted.abs().max())) if scaled else 1.0
+    return None if off <= tolerance * scale else f"it differs by {off:.2g} from the module's own forward"

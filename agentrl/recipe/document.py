@@ -190,7 +190,7 @@ class _Reader:
             return self.read(node, node.value, node.tag, key)
         text, tag = self.interpolate(node.value, key, self.where(node)), node.tag
         if node.style is None and tag == TAG + "str":
-            tag = self.loader.resolve(yaml.ScalarNode, text, (True, False))  # type: ignore[no-untyped-call]
+            tag = self.loader.resolve(yaml.ScalarNode, text, (True, False))
         value = self.read(node, text, tag, key)
         reference = Reference(node.value, node.style is None, value)
         if reference.variables:

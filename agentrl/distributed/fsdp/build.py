@@ -138,7 +138,7 @@ def _distinguishing_states(model: ValueModel) -> Iterator[None]:
         mixture = torch.randn(states.shape[-1], 1, generator=torch.Generator().manual_seed(0))
         return states.float() @ mixture.to(states.device) / math.sqrt(len(mixture))
 
-    model.of = mixed  # type: ignore[method-assign]
+    model.of = mixed  # type: ignore[assignment]
     try:
         yield
     finally:

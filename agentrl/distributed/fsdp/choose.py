@@ -58,7 +58,7 @@ def choose(candidates: Candidates, root: Root, place: Place, compute: torch.dtyp
         if candidates.kernels is None or not everywhere(liger.fits(candidates.kernels, place.device), place):
             return fast, candidates.name
         liger.put_in_and_compare(candidates.kernels, lambda: _run(root, fast, candidates), TOLERANCE.get(compute, 0.25))
-        return fast, f"{candidates.name}, {liger.SAID}"
+        return fast, f"{candidates.name}, {liger.DESCRIPTION}"
 
 
 def _mismatch(candidates: Candidates, root: Root, compute: torch.dtype) -> str | None:

@@ -17,7 +17,8 @@ TRAIN_SIZE = 50_000
 
 
 class Source(Protocol):
-    splits: tuple[str, ...]
+    @property
+    def splits(self) -> tuple[str, ...]: ...
 
     def tasks(self, split: str) -> Sequence[Task]: ...
 

@@ -81,6 +81,11 @@ class Registry(Generic[Entry]):
 
         return keep
 
+    @property
+    def functions(self) -> dict[str, Callable[..., Any]]:
+        """The registered functions by name, those of agentrl among them."""
+        return {name: entry.function for name, entry in self._entries.items()}
+
     def get(self, name: str) -> Entry:
         """Return the entry of a registered name, an entry point or an import path `module:attribute`.
 

@@ -143,14 +143,14 @@ def refused(capsys, *arguments: str) -> str:
 
 
 MISTAKES = [
-    ("json", "there is a module 'json' already"),
-    ("yaml", "there is a module 'yaml' already"),
-    ("class", "a word of Python's own"),
-    ("match", "a word of Python's own"),
-    ("Doubler", "no name for a module"),
-    ("a-b", "no name for a module"),
-    ("../x", "no name for a module"),
-    ("calculator", "'calculator' is installed already, from agentrl"),
+    ("json", "a module 'json' already exists"),
+    ("yaml", "a module 'yaml' already exists"),
+    ("class", "is a Python keyword"),
+    ("match", "is a Python keyword"),
+    ("Doubler", "cannot name a module"),
+    ("a-b", "cannot name a module"),
+    ("../x", "cannot name a module"),
+    ("calculator", "'calculator' is already installed from agentrl"),
     ("old", "old already exists"),
 ]
 
@@ -163,7 +163,7 @@ def test_a_name_that_will_not_do_is_refused(capsys, tmp_path, name, words):
 
 
 def test_more_mistakes(capsys, tmp_path):
-    assert "'gsm8k' is installed already" in refused(capsys, "new", "env", "gsm8k", "--into", str(tmp_path))
+    assert "'gsm8k' is already installed" in refused(capsys, "new", "env", "gsm8k", "--into", str(tmp_path))
     (tmp_path / "file").write_text("")
     assert "cannot be written" in refused(capsys, "new", "env", "fresh", "--into", str(tmp_path / "file"))
     assert "Missing command" in refused(capsys, "new")

@@ -216,10 +216,10 @@ def test_the_recipe_makes_the_configuration_that_the_package_ships() -> None:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("hidden=32", "config: 'hidden' is no name of the model's shape; did you mean 'hidden_size'"),
-        ("hidden_size=wide", "sft.new_model.config.hidden_size: wants a whole number, got the text 'wide'"),
-        ("num_hidden_layers=0", "config.num_hidden_layers: wants more than 0, got 0"),
-        ("head_dim=2.5", "config.head_dim: wants a whole number, got the number 2.5"),
+        ("hidden=32", "config: 'hidden' is not part of the model's shape; did you mean 'hidden_size'"),
+        ("hidden_size=wide", "sft.new_model.config.hidden_size: expected a whole number, got the text 'wide'"),
+        ("num_hidden_layers=0", "config.num_hidden_layers: expected more than 0, got 0"),
+        ("head_dim=2.5", "config.head_dim: expected a whole number, got the number 2.5"),
     ],
 )
 def test_what_is_wrong_with_a_shape_is_one_line(override: str, message: str) -> None:
@@ -260,7 +260,7 @@ def test_an_environment_without_demonstrations_is_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, words: str
 ) -> None:
     recipe = tmp_path / "sft.yaml"
-    recipe.write_text(f"env: {{name: 'test_sft:{name}'}}\nsft: {{stages: [{{style: clean}}]}}\n")
+    recipe.write_text(f"env: {{name: '{__name__}:{name}'}}\nsft: {{stages: [{{style: clean}}]}}\n")
     assert main.run(["sft", str(recipe), "--out", str(tmp_path / "out")]) == 2
     said = capsys.readouterr()
     assert re.search(words, said.err)

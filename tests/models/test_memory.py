@@ -217,13 +217,13 @@ def test_the_recipe_of_eight_gpus_says_what_each_needs(
     assert "optimizer       741 MB" in said
     assert "gathered" in said
     assert "with activation checkpointing" in said
-    assert "each worker receive 1.5 GB of weights and 1.7 GB of gradients" in said
+    assert "each worker receives 1.5 GB of weights and 1.7 GB of gradients" in said
     assert "missing: needs 8 GPUs on this machine (8 of the trainer, 8 of the engine, which share them), 0 here" in said
     assert "model.device" not in said  # a controller beside a cluster computes nothing
     own = said_by_check(capsys, "recipes/gsm8k_tool_8gpu.yaml", f"model.path={folder}", "engine.sleep=false")
     assert "needs 16 GPUs on this machine (8 of the trainer, 8 of the engine, each has its own), 0 here" in own
     offloaded = said_by_check(capsys, "recipes/gsm8k_tool_8gpu.yaml", f"model.path={folder}", "cluster.offload=true")
-    assert "of each worker on the CPU" in offloaded
+    assert "of CPU memory for each worker (cluster.offload)" in offloaded
 
 
 def test_a_gpu_that_is_too_small_is_said(

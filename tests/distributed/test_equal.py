@@ -186,7 +186,9 @@ def test_what_a_worker_raises_is_one_line(workers: WorkerGroup, tiny: Path, tmp_
     recipe = job(tiny, algorithm={"loss": "cluster_plugins:fateful"})
     with on_cluster(recipe, tmp_path, workers) as role_host:
         learner = Learner(recipe, role_host)
-        with pytest.raises(UserError, match=r"^the loss wants another recipe$"):
+        with pytest.raises(
+            UserError, match=r"^algorithm.loss 'cluster_plugins:fateful': the loss wants another recipe$"
+        ):
             learner.learn(make_groups(UNEVEN))
         (fates / "memory_1").touch()
         with pytest.raises(ClusterError) as memory:

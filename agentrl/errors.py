@@ -115,16 +115,16 @@ def _in_task() -> bool:
         return False
 
 
-def describe(error: BaseException, *, place: bool = True) -> str:
+def describe(error: BaseException, *, place: bool = True, plain: bool = True) -> str:
     """Return an exception as one line: its type, its text and the line of code that it comes from.
 
     Of a PlainError, the text alone. place: whether to name the line of code: the last that belongs to no library, else
-    the first that is neither agentrl's nor Python's.
+    the first that is neither agentrl's nor Python's. plain: False treats a PlainError as any other.
     """
     if isinstance(error, PluginExitError) and error.__cause__ is not None:
         error = error.__cause__
     text = " ".join(text_of(error)[: 4 * _PLAIN_LINE].split())
-    if isinstance(error, PlainError):
+    if plain and isinstance(error, PlainError):
         return text[:_PLAIN_LINE]
     name = type(error).__name__
     return (f"{name}: {text}" if text else name)[:_LINE] + (_place(error) if place else "")

@@ -198,7 +198,7 @@ def _after_error(loop: Loop, error: BaseException) -> str:
     deleted = loop.folder.gone
     if isinstance(error, NotSaved) and not deleted:
         return f"{error}{_command(loop, '; ')}"
-    what, refused = describe(error), isinstance(error, OSError) and error.errno in FULL
+    what, refused = describe(error, plain=False), isinstance(error, OSError) and error.errno in FULL
     if deleted and isinstance(error, OSError | NotSaved):
         what = f"{loop.folder.path}: the folder of this run was deleted"
     elif refused and isinstance(error, OSError):

@@ -299,13 +299,11 @@ def test_what_strangers_code_raises_ends_a_run_in_one_line_and_saves_the_last_wh
     folder, (name, call, error) = tmp_path / "run", trap
     monkeypatch.setitem(TRAPS, name, (call, error))
     code, said = command(trapped(folder, **changes), tmp_path / "job.yaml", capsys)
-    others = {"solved": "environment 'gsm8k': `solved` of task ", "publish": "away"}
+    others = {"solved": "environment 'gsm8k': `solved` of task ", "publish": "EngineError"}
     whose = others.get(name, f"algorithm.{name} ")
     assert code == 2
     assert said.startswith(f"error: {whose}")
     place = f" ({Path(__file__).name}:{line_of('# the trap', Path(__file__))})"
-    if name == "publish":  # an engine's error says all by itself
-        place = ""
     assert f"{words}{place}; the traceback is in {folder}/error.log; {saved}" in said
     assert "the trap" in (folder / "error.log").read_text()
     kept = [path.name for path in (folder / "checkpoints").glob("step_*")]

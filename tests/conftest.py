@@ -7,7 +7,7 @@ is `long`, and so does `pytest FILE` or `pytest FOLDER` of what it names.
 import os
 import shutil
 import signal
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 import pytest
 from paths import SUPPORT
@@ -28,6 +28,24 @@ def pytest_configure(config: pytest.Config) -> None:
     if not config.option.markexpr:
         named = config.args_source is pytest.Config.ArgsSource.ARGS
         config.option.markexpr = "all" if named else "quick"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Escape what UTF-8 cannot encode in a failure's text: one lone surrogate would end a run in several processes."""
+    report = yield
+    if report.longrepr is not None and not _encodable(report.longreprtext):
+        report.longrepr = _escaped(report.longreprtext)
+    report.sections = [(title, text if _encodable(text) else _escaped(text)) for title, text in report.sections]
+    return report
+
+
+def _encodable(text: str) -> bool:
+    return not any("\ud800" <= letter <= "\udfff" for letter in text)
+
+
+def _escaped(text: str) -> str:
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -57,6 +57,7 @@ def _built_in(group: str) -> "list[Plugin]":
     return [
         Plugin(f"agentrl.{group}", name, f"{function.__module__}:{function.__qualname__}", "agentrl", __version__)
         for name, function in sorted(getattr(algo, group).functions.items())
+        if function.__module__.startswith("agentrl.")
     ]
 
 

@@ -106,12 +106,12 @@ def test_kernels_that_do_not_run_are_named(install: Install) -> None:
 
 def test_the_description_says_it(install: Install, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = install(1.0)
-    assert liger.SAID not in choose(make_model("qwen3"), checkpointing=True)[1]  # on a CPU
+    assert liger.DESCRIPTION not in choose(make_model("qwen3"), checkpointing=True)[1]  # on a CPU
     assert not calls
     monkeypatch.setattr(forward.liger, "fits", lambda model, device: True)
     found, said = choose(make_model("qwen3"), checkpointing=True)
     assert isinstance(found, ModuleForward)
-    assert said.startswith(f"module with shared-prefix attention, {liger.SAID}")
+    assert said.startswith(f"module with shared-prefix attention, {liger.DESCRIPTION}")
     assert len(calls) == 1
-    assert liger.SAID not in choose(make_model("qwen3"))[1]  # our own forward has no use for it
+    assert liger.DESCRIPTION not in choose(make_model("qwen3"))[1]  # our own forward has no use for it
     assert len(calls) == 1

@@ -33,6 +33,7 @@ from agentrl.engine.local.engine import LocalEngine
 from agentrl.engine.sglang.client import Sessions
 from agentrl.engine.sglang.engine import SglangEngine
 from agentrl.engine.sglang.sync import Sync
+from agentrl.errors import UserError
 from agentrl.learner import actor
 from agentrl.learner.critic import Critic
 from agentrl.learner.learner import Learner
@@ -212,9 +213,9 @@ def test_a_checkpoint_is_taken_from_there_and_put_back(
 
 
 def test_a_tensor_left_on_the_cpu_is_found(chosen: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    at = actor.at
-    monkeypatch.setattr(actor, "at", lambda batch, name, packed, device: at(batch, name, packed, "cpu"))
-    with pretending(monkeypatch), pytest.raises(RuntimeError, match="at least two devices"):
+    column_at = actor.column_at
+    monkeypatch.setattr(actor, "column_at", lambda batch, name, packed, device: column_at(batch, name, packed, "cpu"))
+    with pretending(monkeypatch), pytest.raises(UserError, match="at least two devices"):
         learned(to_gpu(make_model()), make_recipe(), GROUPS)
 
 

@@ -244,8 +244,8 @@ def test_an_ordinary_user_can_run_it() -> None:
     )
     root = ROOT
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
-        for source, name in (("agentrl", "agentrl"), ("tools", "agentrl_tools")):
-            shutil.copytree(root / source, f"{folder}/{name}", ignore=shutil.ignore_patterns("__pycache__"))
+        for source in (root / "agentrl", root / "tools" / "agentrl_tools"):
+            shutil.copytree(source, f"{folder}/{source.name}", ignore=shutil.ignore_patterns("__pycache__"))
         os.chmod(folder, 0o755)
         environment = {"PATH": os.environ["PATH"], "PYTHONPATH": folder}
         command = [pythons[0], "-c", code]

@@ -102,7 +102,7 @@ def test_a_run_that_is_done_ends_although_a_plugin_left_threads_and_tasks_that_h
     finally:
         process.kill()
     assert process.returncode == 0, said
-    assert "agentrl: left with a plugin's thread still running (forever)" in said
+    assert "agentrl: exited while a plugin's thread was still running (forever)" in said
     assert (tmp_path / "run" / "checkpoints" / "step_1" / "config.json").is_file()
     assert (tmp_path / "run" / "report.html").is_file()
 

@@ -1,4 +1,5 @@
-"""Ctrl-C during a run: the first stops it after the last whole step, the second at once."""
+"""Ctrl-C during a run, or a terminal that closes: the first signal stops it after the last whole step, the second at
+once."""
 
 import asyncio
 import os
@@ -23,8 +24,8 @@ class Interrupted(Exception):  # noqa: N818 - not an error
 
 
 class Interrupts:
-    """Runs asynchronous work on the run's one event loop. While entered, SIGINT and SIGTERM set `requested` and cancel
-    what `run` awaits, so that no update is cut in two.
+    """Runs asynchronous work on the run's one event loop. While entered, SIGINT, SIGTERM and SIGHUP (unless `nohup` has
+    it ignored) set `requested` and cancel what `run` awaits, so that no update is cut in two.
 
     Outside the main thread, where Python has no signals, entering does nothing. `run` and `close` may be called in
     another thread than the one that entered, but both in the same.
@@ -42,8 +43,9 @@ class Interrupts:
 
     def __enter__(self) -> "Interrupts":
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
-                self._former[number] = signal.signal(number, self._on_signal)
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+                    self._former[number] = signal.signal(number, self._on_signal)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:

@@ -95,6 +95,27 @@ def test_a_reader_that_goes_away_ends_the_run_in_one_line_with_the_last_whole_st
     assert (folder / "checkpoints" / f"step_{done}" / "model.safetensors").exists()
 
 
+@pytest.mark.parametrize("ignored", [False, True])
+def test_a_terminal_that_closes_leaves_the_last_whole_step_saved(tmp_path: Path, ignored: bool) -> None:
+    """Under `nohup`, which ignores the signal, the run goes on."""
+    folder = tmp_path / "run"
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)
+    try:
+        process = start(tmp_path, train__steps=6 if ignored else 500)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    try:
+        wait_for(process, lambda: (folder / "metrics.jsonl").exists() and len(metrics(folder)) > 2)
+        process.send_signal(signal.SIGHUP)
+        said, _ = process.communicate(timeout=PATIENCE)
+    finally:
+        process.kill()
+    assert process.returncode == (0 if ignored else 130), said
+    done = metrics(folder)[-1]["step"]
+    assert (done == 6) is ignored
+    assert (folder / "checkpoints" / f"step_{done}" / "model.safetensors").exists()
+
+
 def test_a_run_that_is_done_ends_although_a_plugin_left_threads_and_tasks_that_hang(tmp_path: Path) -> None:
     process = start(tmp_path, env__name="train_plugins:LeavesThreads", train__steps=1)
     try:

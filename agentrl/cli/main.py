@@ -4,6 +4,7 @@ Nothing heavy is imported here: the modules of the commands import only typer, a
 """
 
 import atexit
+import logging
 import os
 import sys
 import threading
@@ -74,6 +75,7 @@ app.command("version")(version_command)
 
 def run(arguments: Sequence[str]) -> int:
     """Run one command in this process and return the exit code."""
+    _show_log_lines()
     try:
         code = app(args=list(arguments), prog_name="agentrl", standalone_mode=False)
     except UserError as error:
@@ -98,6 +100,21 @@ def main() -> None:
             _exit_now(code)
         _exit_soon(code)
     sys.exit(code)
+
+
+class _LogLines(logging.Handler):
+    """Writes each log record to the current stderr, with its control characters made visible."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with suppress(OSError, ValueError):  # nobody reads it any more
+            sys.stderr.write(printable(self.format(record)) + "\n")
+
+
+def _show_log_lines() -> None:
+    """Print the warnings of agentrl's loggers so that the texts of plugins in them cannot control the terminal."""
+    log = logging.getLogger("agentrl")
+    if not any(isinstance(handler, _LogLines) for handler in log.handlers):
+        log.addHandler(_LogLines(logging.WARNING))
 
 
 def _exit_soon(code: int) -> None:

@@ -130,10 +130,14 @@ class Loud(Noted):
 
 def test_what_tools_say_gives_the_terminal_no_orders(capsys):
     arguments = [f'{{"word": "{word}"}}' for word in ("a", "error", "raise")]
-    out = said(capsys, f"{__name__}:Loud", *arguments, code=1) + said(capsys, f"{__name__}:Loud")
+    assert main.run(["try", f"{__name__}:Loud", *arguments]) == 1
+    assert main.run(["try", f"{__name__}:Loud"]) == 0
+    out, logged = capsys.readouterr()
     assert re.search(r"[^\n\x20-\x7e]", out) is None
     on_one_line = SHOWN.replace(r"\x0d", " ")  # what is raised is told in one line
     assert out.count(SHOWN) + out.count(on_one_line) >= 5
+    assert on_one_line in logged
+    assert re.search(r"[^\n\x20-\x7e]", logged) is None
 
 
 def test_a_shipped_tool(capsys):

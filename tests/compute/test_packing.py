@@ -1,6 +1,7 @@
 """Packed losses and gradients equal those of separate sequences, for every shape and way."""
 
 import pickle
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -19,6 +20,7 @@ from agentrl.compute.batch import Batch, prefix_trees
 from agentrl.compute.block_forward import FastForward
 from agentrl.compute.forward import Forward, ModuleForward, SequenceForward, choose
 from agentrl.compute.hf_attention import recomputing
+from agentrl.compute.micro_batches import EMPTY, aligned_micro_batches
 from agentrl.compute.packing import micro_batches, pack
 
 
@@ -197,6 +199,42 @@ def test_micro_batches_predict_every_sampled_token_once(
             sample = int(np.searchsorted(batch.offsets, position, "right")) - 1
             assert row.positions[i] == position - batch.offsets[sample] - 1
             assert row.ids[i] == batch.tokens["ids"][position - 1]
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """A rank beside others, of which the fullest needs `fullest` micro-batches."""
+
+    fullest: int
+    size: int = 2
+
+    def most(self, count: int) -> int:
+        return max(count, self.fullest)
+
+
+@settings(max_examples=60, deadline=None)
+@given(shapes, st.integers(1, 60), st.integers(0, 12))
+def test_ranks_make_as_many_micro_batches_as_the_fullest(
+    drawn: list[tuple[int, list[int]]], budget: int, fullest: int
+) -> None:
+    batch = make_batch(drawn)
+    alone = len(list(micro_batches(batch, budget)))
+    rows = list(aligned_micro_batches(batch, budget, Ranks(fullest)))
+    assert len(rows) == max(alone, fullest)
+    sources = np.sort(np.concatenate([row.source for row in rows])) if rows else np.zeros(0, int)
+    assert np.array_equal(sources, np.flatnonzero(batch.tokens["loss_mask"]))
+    sizes = [len(row.ids) for row in rows if row is not EMPTY]
+    assert sizes == sorted(sizes, reverse=True)
+    assert max(sizes, default=0) <= max(budget, int(batch.lengths.max()))
+
+
+def test_micro_batches_are_even_and_no_more_than_needed() -> None:
+    rng = np.random.default_rng(0)
+    batch = make_batch([(20, rng.integers(10, 200, 16).tolist()) for _ in range(12)])
+    sizes = [len(row.ids) for row in micro_batches(batch, 1500)]
+    assert len(sizes) <= -(-sum(sizes) // 1500) + 1
+    assert np.mean(sizes) > 0.95 * max(sizes)
+    assert [len(row.ids) for row in micro_batches(batch, 100_000)] == [len(pack(batch, prefix_trees(batch)).ids)]
 
 
 def test_a_shared_prompt_is_computed_once() -> None:

@@ -140,7 +140,7 @@ def main() -> None:
     options = parser.parse_args()
     batch = make_step(options.tasks, options.samples)
     print(f"{len(batch)} samples, {int(batch.offsets[-1]) / 1e6:.1f} M tokens, {options.ranks} ranks")
-    print("limit   updates  cut     passes  computed M  path M  busy  |  operations 1e15  busy  |  s a rank   times greedy")
+    print("limit   updates  cut     passes  computed M  path M  busy  |  operations 1e15  busy  |  s a rank   times")
     for limit in LIMITS:
         for updates in (1, 4):
             parts = batch.split(updates)[0].deal(options.ranks).parts

@@ -25,6 +25,7 @@ def check_command(
     """Print the resolved recipe, its tasks and tools, the memory it needs and the first prompt, without a model."""
     from agentrl.cli.common import console
     from agentrl.errors import UserError
+    from agentrl.models.load import resolve_types
     from agentrl.plugins.registry import find, make_environment
     from agentrl.plugins.rewards import make_rewards
     from agentrl.plugins.toolbox import Toolbox
@@ -32,7 +33,7 @@ def check_command(
     from agentrl.rollout.event_loop import Runner
     from agentrl.training.preflight import check_names
 
-    checked = load_recipe(recipe, overrides or [])
+    checked = resolve_types(load_recipe(recipe, overrides or []))
     env = make_environment(checked.env)
     make_rewards(checked.rewards)
     check_names(checked)
@@ -116,7 +117,8 @@ def _show_memory(out: "Console", recipe: "Recipe", fetch: bool) -> None:
     """Print the memory plan. fetch: ask the hub for a configuration that is not on this machine."""
     from agentrl.models.memory import plan_memory, plan_pools
 
-    _title(out, f"memory of the trainer ({recipe.model.path}, {recipe.model.dtype})")
+    computed = ", computed in bfloat16" if recipe.model.mixed else ""
+    _title(out, f"memory of the trainer ({recipe.model.path}, {recipe.model.dtype}{computed})")
     plan = plan_memory(recipe)
     if plan is None and fetch and _fetched(recipe):
         plan = plan_memory(recipe)
@@ -152,7 +154,6 @@ def _fetched(recipe: "Recipe") -> bool:
 
 PARTS = (
     "weights", "gradients", "optimizer", "reference", "critic", "reward_model", "gathered", "activations", "logits",
-    "step",
 )  # fmt: skip
 
 
@@ -168,7 +169,6 @@ def _show_plan(out: "Console", recipe: "Recipe", plan: "MemoryPlan", whose: str,
         "activations": f"of {recipe.train.micro_batch_tokens:,} packed tokens"
         + (", with activation checkpointing" if recipe.model.checkpointing else ""),
         "gathered": "whole layers while they are computed",
-        "step": "temporary memory of an optimizer step, after activations are freed",
     }
     for name in PARTS:
         if size := getattr(plan, name):

@@ -178,6 +178,7 @@ def choose(
     if checkpointing:
         recompute(model)
     forward = kind(model) if kind is FastForward else kind(model, compute)
+    name += ", in bfloat16" if compute == torch.bfloat16 else ""
     return forward, name + (f" ({'; '.join(reasons)})" if reasons else "")
 
 

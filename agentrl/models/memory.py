@@ -12,6 +12,7 @@ from agentrl.recipe.schema import PoolSection, Recipe
 BYTES = {"float32": 4, "bfloat16": 2}
 MOMENT_BYTES = 8  # two float32 moments a parameter
 MASTER_BYTES = 4  # a float32 copy of each parameter of less precision
+GRADIENT_BYTES = 4  # gradients add up in float32
 REDUCE_BYTES = 4  # gradients are averaged in float32
 LAYER_TENSORS, WIDE_TENSORS = 16, 4
 """Activations of a layer that its backward pass wants for a token: so many of the hidden size (projections, norms,
@@ -80,8 +81,6 @@ class MemoryPlan:
     """Of one micro-batch, at their peak."""
     logits: int
     """Of one chunk of predictions."""
-    step: int
-    """What an optimizer step takes for itself, once activations are freed."""
     cache_token: int
     """Keys and values of one token in the engine, over all of its GPUs."""
     offload: bool
@@ -96,12 +95,12 @@ class MemoryPlan:
     def device(self) -> int:
         """The peak on the worker's device."""
         passing = self.gathered + self.activations + self.logits
-        return passing if self.offload else self.kept + max(passing, self.step)
+        return passing if self.offload else self.kept + passing
 
     @property
     def host(self) -> int:
         """Of the CPU's memory, where the device is another."""
-        return self.kept + self.step if self.offload else 0
+        return self.kept if self.offload else 0
 
 
 def plan_memory(recipe: Recipe) -> MemoryPlan | None:
@@ -133,21 +132,20 @@ def plan(
     trains = actor or "critic" in roles
     weights, gradients, optimizer = _trained(shape, how) if actor else (0, 0, 0)
     value = sum(_trained(critic or shape, how)) if "critic" in roles else 0
-    reward = (reward_model or shape).parameters * how.size // how.shard if "reward_model" in roles else 0
+    reward = (reward_model or shape).parameters * how.compute // how.shard if "reward_model" in roles else 0
     return MemoryPlan(
         parameters=shape.parameters + shape.adapter,
         trained=shape.adapter or None,
         weights=weights,
         gradients=gradients,
         optimizer=optimizer,
-        reference=shape.parameters * how.size // how.shard if "reference" in roles and not shape.adapter else 0,
+        reference=shape.parameters * how.compute // how.shard if "reference" in roles and not shape.adapter else 0,
         critic=value,
         reward_model=reward,
         gathered=_gathered(shape, how, trains),
         activations=_activations(shape, how, trains),
         logits=_logits(shape, how) if actor else 0,
-        step=0 if shape.adapter or not trains or how.size == 4 else MASTER_BYTES * shape.parameters // how.shard,
-        cache_token=shape.kv * how.size,
+        cache_token=shape.kv * how.compute,
         offload=how.offload,
     )
 
@@ -167,10 +165,9 @@ def _plan_roles(recipe: Recipe, roles: Collection[str], how: Setting) -> MemoryP
 def _trained(shape: Shape, how: Setting) -> tuple[int, int, int]:
     """Weights, gradients and optimizer; those of an adapter are float32."""
     weights = shape.parameters * how.size + shape.adapter * 4
-    if shape.adapter:
-        return weights // how.shard, shape.adapter * 4 // how.shard, shape.adapter * MOMENT_BYTES // how.shard
-    state = MOMENT_BYTES + (MASTER_BYTES if how.size < 4 else 0)
-    return weights // how.shard, shape.parameters * how.size // how.shard, shape.parameters * state // how.shard
+    trained = shape.adapter or shape.parameters
+    state = MOMENT_BYTES + (MASTER_BYTES if how.size < 4 and not shape.adapter else 0)
+    return weights // how.shard, trained * GRADIENT_BYTES // how.shard, trained * state // how.shard
 
 
 def _gathered(shape: Shape, how: Setting, trains: bool) -> int:

@@ -16,6 +16,7 @@ from transformers import (
 )
 
 from agentrl.compute import tree_attention as attention
+from agentrl.compute.activation_checkpointing import recompute
 from agentrl.compute.batch import Batch, prefix_trees
 from agentrl.compute.block_forward import FastForward
 from agentrl.compute.forward import Forward, ModuleForward, SequenceForward, choose
@@ -165,6 +166,18 @@ def test_the_module_attends_as_before_afterwards() -> None:
     before = model.config._attn_implementation
     ModuleForward(model)(pack(make_batch(SHAPES), prefix_trees(make_batch(SHAPES))), 1.0)
     assert model.config._attn_implementation == before
+
+
+def test_modules_are_walked_once_to_replace_their_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not in each pass, nor for each layer that is computed again: that is milliseconds of Python each time."""
+    model, batch = make_model("qwen3"), make_batch(SHAPES)
+    walks: list[str] = []
+    walk = model.set_attn_implementation
+    monkeypatch.setattr(model, "set_attn_implementation", lambda name: walks.append(name) or walk(name))
+    recompute(model)
+    packed(ModuleForward(model), batch, torch.ones(int(batch.offsets[-1])), 1.0, 40)
+    assert len(walks) == 1
+    assert model.config._attn_implementation == make_model("qwen3").config._attn_implementation
 
 
 def test_layers_computed_again_in_the_backward_pass_attend_alike() -> None:

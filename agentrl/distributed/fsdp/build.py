@@ -56,7 +56,7 @@ def build_policy(recipe: Recipe, place: Place) -> Sharded:
 
 def build_reference(recipe: Recipe, place: Place) -> Sharded:
     """Build the policy as it was before training, frozen, without an adapter (with one it is its own reference)."""
-    return _causal(recipe, place, recipe.model.model_copy(update={"lora": None}), trained=False)
+    return _causal(recipe, place, recipe.model.frozen, trained=False)
 
 
 def build_critic(recipe: Recipe, place: Place) -> Sharded:
@@ -84,7 +84,7 @@ def build_reward_model(recipe: Recipe, place: Place) -> Sharded:
 
     def load() -> Source:
         kind, folder = type(classifier_shape(recipe)), classifier_folder(str(recipe.rewards.model))
-        return open_source(partial(stream, kind, folder, recipe.model), partial(load_classifier, recipe))
+        return open_source(partial(stream, kind, folder, recipe.model.frozen), partial(load_classifier, recipe))
 
     def candidates(model: Any) -> Candidates:
         slow = SequenceScores(model, TorchProcessGroup(device=place.device).most)
@@ -156,4 +156,5 @@ def _spread(recipe: Recipe, place: Place) -> str:
     copies = place.size // place.shards
     spread = f"sharded over {place.shards} workers" if place.shards > 1 else "whole"
     offloaded = ", offloaded to the CPU" if Options.of(recipe).offload else ""
+    spread += ", in bfloat16" if Options.of(recipe).compute == torch.bfloat16 else ""
     return spread + (f", in {copies} copies" if copies > 1 else "") + offloaded

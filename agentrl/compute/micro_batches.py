@@ -31,6 +31,10 @@ class ProcessGroup(Protocol):
         """Return the maximum of `count` over the ranks, all of which call this: every rank runs that many passes."""
         ...
 
+    def beat(self) -> None:
+        """Say that a pass is done: whoever waits for the ranks sees that they make progress."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class SingleProcess:
@@ -41,15 +45,20 @@ class SingleProcess:
     def most(self, count: int) -> int:
         return count
 
+    def beat(self) -> None:
+        """Nobody waits."""
+
 
 SINGLE_PROCESS = SingleProcess()
 
 
 class TorchProcessGroup:
-    """The ranks of torch's default process group; a collective over tensors on `device`."""
+    """The ranks of torch's default process group; a collective over tensors on `device`.
 
-    def __init__(self, device: Any = "cpu") -> None:
-        self._device = device
+    beat: called after each pass."""
+
+    def __init__(self, device: Any = "cpu", beat: Callable[[], None] = lambda: None) -> None:
+        self._device, self.beat = device, beat
         self.size: int = dist.get_world_size()
 
     def most(self, count: int) -> int:
@@ -69,9 +78,9 @@ def aligned_micro_batches(batch: Batch, tokens: int, ranks: ProcessGroup = SINGL
     count = ranks.most(len(parts))  # before the first pass, which has collectives of its own
     if len(parts) < count and len(more := bins(batch, tokens, count)) <= count:
         parts = more
-    for trees in parts:
-        yield pack(batch, trees)
-    yield from [EMPTY] * (count - len(parts))
+    for index in range(count):
+        yield pack(batch, parts[index]) if index < len(parts) else EMPTY
+        ranks.beat()
 
 
 def token_column(

@@ -1,7 +1,7 @@
 """Packed losses and gradients equal those of separate sequences, for every shape and way."""
 
 import pickle
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -220,9 +220,13 @@ class Ranks:
 
     fullest: int
     size: int = 2
+    beats: list[int] = field(default_factory=list)
 
     def most(self, count: int) -> int:
         return max(count, self.fullest)
+
+    def beat(self) -> None:
+        self.beats.append(len(self.beats))
 
 
 @settings(max_examples=60, deadline=None)
@@ -232,8 +236,9 @@ def test_ranks_make_as_many_micro_batches_as_the_fullest(
 ) -> None:
     batch = make_batch(drawn)
     alone = len(list(micro_batches(batch, budget)))
-    rows = list(aligned_micro_batches(batch, budget, Ranks(fullest)))
-    assert len(rows) == max(alone, fullest)
+    ranks = Ranks(fullest)
+    rows = list(aligned_micro_batches(batch, budget, ranks))
+    assert len(rows) == len(ranks.beats) == max(alone, fullest)
     sources = np.sort(np.concatenate([row.source for row in rows])) if rows else np.zeros(0, int)
     assert np.array_equal(sources, np.flatnonzero(batch.tokens["loss_mask"]))
     sizes = [len(row.ids) for row in rows if row is not EMPTY]

@@ -168,7 +168,9 @@ def _show_plan(out: "Console", recipe: "Recipe", plan: "MemoryPlan", whose: str,
     notes = {
         "activations": f"of {recipe.train.micro_batch_tokens:,} packed tokens"
         + (", with activation checkpointing" if recipe.model.checkpointing else ""),
-        "gathered": "whole layers while they are computed",
+        "gathered": "whole layers while they are computed"
+        if recipe.cluster.used
+        else "the weights in the type that is computed in",
     }
     for name in PARTS:
         if size := getattr(plan, name):

@@ -6,6 +6,7 @@ All of it follows from the model's shape and the recipe.
 from collections.abc import Collection
 from dataclasses import dataclass
 
+from agentrl.models.load import on_gpu
 from agentrl.models.shape import Shape, read_shape
 from agentrl.recipe.schema import PoolSection, Recipe
 
@@ -17,8 +18,9 @@ REDUCE_BYTES = 4  # gradients are averaged in float32
 LAYER_TENSORS, WIDE_TENSORS = 16, 4
 """Activations of a layer that its backward pass wants for a token: so many of the hidden size (projections, norms,
 residuals) and of the feed-forward's."""
-LOGIT_ROWS, LOGIT_ELEMENTS = 512, 1 << 22  # predictions whose logits exist at once: at least, and by their number
-LOGIT_COPIES = 4  # logits, their log-softmax, its exponential and the gradient, float32
+LOGIT_ROWS, GPU_LOGIT_ROWS, LOGIT_ELEMENTS = 512, 1024, 1 << 22
+"""Predictions whose logits exist at once: at least, likewise on a GPU, and by the logits' number."""
+LOGIT_COPIES = 3  # log-softmax, its exponential and their product, or the gradient, float32
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +41,8 @@ class Setting:
     """Whether the state between steps lies in the CPU's memory."""
     checkpointing: bool = False
     """Whether a layer's activations are computed again in the backward pass."""
+    rows: int = LOGIT_ROWS
+    """Predictions whose logits exist at once, at least."""
 
     @classmethod
     def of(cls, recipe: Recipe, workers: int, *, actor: bool = True) -> "Setting":
@@ -52,6 +56,7 @@ class Setting:
             tokens=recipe.train.micro_batch_tokens,
             offload=cluster.offload,
             checkpointing=recipe.model.checkpointing,
+            rows=GPU_LOGIT_ROWS if on_gpu(recipe) else LOGIT_ROWS,
         )
 
 
@@ -76,11 +81,12 @@ class MemoryPlan:
     reward_model: int
     """Weights."""
     gathered: int
-    """Layers that FSDP2 makes whole while they run, their gradients, and what lies outside of layers."""
+    """Layers that FSDP2 makes whole while they run, their gradients, and what lies outside of layers. In one process,
+    the copy of the weights in the type that is computed in."""
     activations: int
     """Of one micro-batch, at their peak."""
     logits: int
-    """Of one chunk of predictions."""
+    """Of one chunk of predictions, and the gradient of the output layer with a chunk's share of it."""
     cache_token: int
     """Keys and values of one token in the engine, over all of its GPUs."""
     offload: bool
@@ -174,7 +180,7 @@ def _gathered(shape: Shape, how: Setting, trains: bool) -> int:
     """The root, the layer that runs and the next one; backwards also a layer's gradients, whole, on their way to be
     averaged, and those of the root, which are averaged last."""
     if how.shard == 1 and not how.offload:
-        return 0
+        return shape.parameters * how.compute if how.compute < how.size else 0
     whole = (shape.root + 2 * shape.layer) * how.compute
     if shape.adapter or not trains:
         return whole
@@ -196,8 +202,9 @@ def _activations(shape: Shape, how: Setting, trains: bool) -> int:
 
 
 def _logits(shape: Shape, how: Setting) -> int:
-    rows = min(how.tokens, max(LOGIT_ROWS, LOGIT_ELEMENTS // shape.vocabulary))
-    return rows * shape.vocabulary * 4 * LOGIT_COPIES
+    rows = min(how.tokens, max(how.rows, LOGIT_ELEMENTS // shape.vocabulary))
+    head = 0 if shape.adapter else shape.vocabulary * shape.hidden * (GRADIENT_BYTES + how.compute)
+    return rows * shape.vocabulary * 4 * LOGIT_COPIES + head
 
 
 @dataclass(frozen=True, slots=True)

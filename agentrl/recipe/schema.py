@@ -397,7 +397,7 @@ class ClusterSection(Section):
     restarts: Annotated[Count, Unit("restarts")] = 0
     """Times that the run continues from its last checkpoint by itself after it lost a worker."""
     timeout: Seconds = 600.0
-    """Time without an answer after which a worker counts as lost."""
+    """Time without an answer, or a finished micro-batch, after which a worker counts as lost."""
     pools: tuple[PoolSection, ...] = ()
     """Workers for roles that do not share the actor's."""
     shard: Annotated[Count, Unit("workers")] = 0

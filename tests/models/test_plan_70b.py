@@ -46,7 +46,8 @@ def cost() -> Cost:
 
 
 def setting(**changes: Any) -> Setting:
-    return Setting(**{"size": 4, "compute": 2, "shard": GPUS, "tokens": 8192, "checkpointing": True, **changes})
+    own = {"size": 4, "compute": 2, "shard": GPUS, "tokens": 8192, "checkpointing": True, "rows": 1024}
+    return Setting(**{**own, **changes})
 
 
 def planned(lora: bool = False, **changes: Any) -> MemoryPlan:
@@ -80,7 +81,8 @@ def memory_rows() -> list[str]:
     parts = {
         "weights": "weights (float32)", "gradients": "gradients (float32)", "optimizer": "optimizer (8 bytes each)",
         "reference": "reference (bfloat16)", "gathered": "layers gathered, and the root",
-        "activations": "activations, layers computed again", "logits": "logits of 512 predictions",
+        "activations": "activations, layers computed again",
+        "logits": "logits of 1024 predictions, gradient of their layer",
     }  # fmt: skip
     rows = []
     for name, label in parts.items():

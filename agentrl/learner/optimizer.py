@@ -8,6 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic iteration: steep at 0, within 0.7 .. 1.2 near 1
 ITERATIONS = 5
@@ -63,7 +64,7 @@ class Optimizer:
         self.masters = [p if p.dtype == torch.float32 else p.detach().float().clone() for p in self.parameters]
         for parameter, master in zip(self.parameters, self.masters, strict=True):
             if master is not parameter:
-                parameter.register_post_accumulate_grad_hook(partial(_move_gradient, weakref.ref(master)))
+                _take_gradients(parameter, master)
         groups = [
             {"params": [m for m in self.masters if m.dim() > 1], "weight_decay": weight_decay},
             {"params": [m for m in self.masters if m.dim() <= 1], "weight_decay": 0.0},
@@ -129,6 +130,17 @@ class Optimizer:
             if state[name] is not tensor:
                 tensor.copy_(state[name])
         self._publish()
+
+
+_TAKEN: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+"""Parameter -> the handle of the hook that moves its gradients."""
+
+
+def _take_gradients(parameter: Tensor, master: Tensor) -> None:
+    """Let the gradients of `parameter` go to this master, and no longer to that of an optimizer before."""
+    if (former := _TAKEN.get(parameter)) is not None:
+        former.remove()
+    _TAKEN[parameter] = parameter.register_post_accumulate_grad_hook(partial(_move_gradient, weakref.ref(master)))
 
 
 def _move_gradient(master: "weakref.ref[Tensor]", parameter: Tensor) -> None:

@@ -1,7 +1,7 @@
 """Packed losses and gradients equal those of separate sequences, for every shape and way."""
 
 import pickle
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -15,6 +15,7 @@ from transformers import (
     PreTrainedModel,
 )
 
+from agentrl.compute import forward as forward_module
 from agentrl.compute import tree_attention as attention
 from agentrl.compute.activation_checkpointing import recompute
 from agentrl.compute.batch import Batch, prefix_trees
@@ -22,7 +23,9 @@ from agentrl.compute.block_forward import FastForward
 from agentrl.compute.forward import Forward, ModuleForward, SequenceForward, choose
 from agentrl.compute.hf_attention import recomputing
 from agentrl.compute.micro_batches import EMPTY, aligned_micro_batches
-from agentrl.compute.packing import micro_batches, pack
+from agentrl.compute.packing import Segment, micro_batches, pack
+from agentrl.models.load import load_model
+from agentrl.recipe.schema import ModelSection
 
 
 def separate(model: PreTrainedModel, batch: Batch, weight: torch.Tensor, temperature: float) -> torch.Tensor:
@@ -288,3 +291,34 @@ def test_a_batch_pickles_as_flat_arrays() -> None:
     blob = pickle.dumps(batch, protocol=5)
     assert len(blob) < batch.offsets[-1] * 5 + 20_000
     assert np.array_equal(pickle.loads(blob).tokens["ids"], batch.tokens["ids"])
+
+
+WRONG: dict[str, Any] = {
+    "across sequences": lambda s: (Segment(0, max(x.end for x in s)),),
+    "no prompt": lambda s: tuple(Segment(x.start, x.end, predictions=x.predictions) for x in s),
+    "another prompt": lambda s: tuple(replace(x, prefix_start=0, prefix_end=5) if x.prefix_end else x for x in s),
+}
+
+
+@pytest.mark.parametrize("wrong", [None, *WRONG])
+def test_in_half_precision_rounding_is_told_from_wrong_attention(
+    wrong: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rounding at one unlikely token may exceed any fixed bound that a wrong mask on a small model stays below."""
+    model = load_model(ModelSection(dtype="bfloat16"))[0]
+    noise = 0.05 * torch.randn(29, generator=torch.Generator().manual_seed(0))
+    noise[3] = 0.3
+    exact = ModuleForward.__call__
+
+    def noisy(self: Any, row: Any, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+        logprobs, entropy = exact(self, row, temperature)
+        return logprobs + noise, entropy
+
+    if wrong is None:
+        monkeypatch.setattr(ModuleForward, "__call__", noisy)
+    else:
+        planned = forward_module.plan
+        monkeypatch.setattr(forward_module, "plan", lambda s, device: planned(WRONG[wrong](s), device))
+    chosen, said = choose(model)
+    assert isinstance(chosen, ModuleForward if wrong is None else SequenceForward), said
+    assert wrong is None or "where other prompts make" in said

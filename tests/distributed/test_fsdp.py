@@ -147,14 +147,16 @@ def test_kernels_are_put_in_where_every_rank_has_them_and_agrees(pair: list[dict
     """A stand-in for those of a GPU: they are chosen by what the ranks find with them in place, on the shards."""
     for rank in pair:
         said, put = rank["kernels"]["fits"]
-        assert all(line.startswith(f"module with shared-prefix attention, {liger.SAID}") for line in said)
+        assert all(line.startswith(f"module with shared-prefix attention, {liger.DESCRIPTION}") for line in said)
         assert put == len(said) == 2
         said, put = rank["kernels"]["here alone"]
         assert put == 0
-        assert not any(liger.SAID in line for line in said)
+        assert not any(liger.DESCRIPTION in line for line in said)
         (said,), put = rank["kernels"]["differs"]
         assert put == 1
-        assert said.startswith("liger-kernel is installed, but with it the model's log-probs differ by")
+        assert said.startswith(
+            "liger-kernel is installed, but the model does not compute with it as without: it differs by"
+        )
 
 
 def test_every_rank_is_told_what_is_wrong(pair: list[dict[str, Any]]) -> None:

@@ -100,7 +100,8 @@ def _causal(recipe: Recipe, place: Place, section: ModelSection, trained: bool) 
         group = place.sequence
         fast = partial(ModuleForward, model) if group is None else partial(SequenceParallelForward, model, group)
         slow = SequenceForward(model, most=TorchProcessGroup(device=place.device).most)
-        return _candidates(model, fast, slow, (probe_of(model), 1.0))
+        found = _candidates(model, fast, slow, (probe_of(model), 1.0))
+        return replace(found, other=(probe_of(model, other=True), 1.0))
 
     role = Role(lambda: _skeleton(section), lambda: _open(section, recipe.train.seed), candidates)
     built = build(role, recipe, place, trained)

@@ -134,6 +134,8 @@ def _show_memory(out: "Console", recipe: "Recipe", fetch: bool) -> None:
         out.print(f"the engine's cache takes {_size(plan.cache_token)} per token", highlight=False)
     for line in _missing(recipe, plan):
         out.print(f"missing: {line}", style="yellow", markup=False, soft_wrap=True)
+    for line in _advice(recipe, plan):
+        out.print(f"advice: {line}", style="dim", markup=False, soft_wrap=True)
 
 
 def _fetched(recipe: "Recipe") -> bool:
@@ -206,6 +208,26 @@ def _missing(recipe: "Recipe", plan: "MemoryPlan | None") -> list[str]:
     if plan is not None and sizes and recipe.model.device != "cpu" and min(sizes) < plan.device:
         who = "each worker" if recipe.cluster.used else "the trainer"
         lines.append(f"{who} needs {_size(plan.device)}, the smallest GPU here has {_size(min(sizes))}")
+    return lines
+
+
+LARGE = 200e6
+"""Parameters from which the engine `local` is far slower on a GPU than a server."""
+
+
+def _advice(recipe: "Recipe", plan: "MemoryPlan | None") -> list[str]:
+    """Return what would make the run faster on a GPU."""
+    from importlib.util import find_spec
+
+    from agentrl.models.load import on_gpu
+
+    if not on_gpu(recipe):
+        return []
+    lines = []
+    if find_spec("liger_kernel") is None:
+        lines.append("norms and gates run as one kernel each with liger-kernel: pip install 'agentrl[gpu]'")
+    if recipe.engine.name == "local" and plan is not None and plan.parameters > LARGE:
+        lines.append("the engine `local` decodes on one GPU, without CUDA graphs: engine.name=sglang is far faster")
     return lines
 
 

@@ -23,7 +23,7 @@ from agentrl.compute.block_forward import FastForward
 from agentrl.compute.hf_attention import Unsupported, attending
 from agentrl.compute.kernels import token_logprobs
 from agentrl.compute.packing import Packed, pack
-from agentrl.compute.tree_attention import attend, plan
+from agentrl.compute.tree_attention import attend, faults, plan
 from agentrl.models.prove import attempt, difference, differs_like_others
 from agentrl.recipe.schema import ModelSection
 
@@ -179,6 +179,7 @@ def choose(
         recompute(model)
     forward = kind(model) if kind is FastForward else kind(model, compute)
     name += ", in bfloat16" if compute == torch.bfloat16 else ""
+    name += f", attention in buckets, which is slow ({why})" if (why := faults()) else ""
     return forward, name + (f" ({'; '.join(reasons)})" if reasons else "")
 
 

@@ -247,3 +247,11 @@ def test_a_pool_of_its_own_is_shown_apart(folder: Path, capsys: pytest.CaptureFi
     )  # fmt: skip
     assert "2 workers of the actor, on CPUs; " in said
     assert "1 worker of the pool (critic), on CPUs; " in said
+
+
+def test_what_makes_a_gpu_faster_is_said(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = "recipes/gsm8k_tool_1gpu.yaml"
+    said = said_by_check(capsys, recipe, f"model.path={folder}", "engine={name: local}")
+    assert "advice: norms and gates run as one kernel each with liger-kernel: pip install 'agentrl[gpu]'" in said
+    assert "advice: the engine `local` decodes on one GPU" in said
+    assert "advice" not in said_by_check(capsys, recipe, f"model.path={folder}", "model.device=cpu")

@@ -21,6 +21,7 @@ from agentrl.compute.classifier import probe_of as classifier_probe
 from agentrl.compute.forward import ModuleForward, SequenceForward, local_attention, probe_of
 from agentrl.compute.micro_batches import TorchProcessGroup
 from agentrl.compute.sequence_parallel import SequenceParallelForward, SequenceParallelValues
+from agentrl.compute.tree_attention import faults
 from agentrl.compute.value_head import CONFIDENCE_FEATURES, ModuleValues, SequenceValues, ValueModel
 from agentrl.distributed.fsdp.choose import Candidates
 from agentrl.distributed.fsdp.mesh import Place
@@ -158,4 +159,5 @@ def _spread(recipe: Recipe, place: Place) -> str:
     spread = f"sharded over {place.shards} workers" if place.shards > 1 else "whole"
     offloaded = ", offloaded to the CPU" if Options.of(recipe).offload else ""
     spread += ", in bfloat16" if Options.of(recipe).compute == torch.bfloat16 else ""
+    spread += f", attention in buckets, which is slow ({why})" if (why := faults()) else ""
     return spread + (f", in {copies} copies" if copies > 1 else "") + offloaded

@@ -25,6 +25,7 @@ def check_command(
     """Print the resolved recipe, its tasks and tools, the memory it needs and the first prompt, without a model."""
     from agentrl.cli.common import console
     from agentrl.errors import UserError
+    from agentrl.models.load import resolve_types
     from agentrl.plugins.registry import find, make_environment
     from agentrl.plugins.rewards import make_rewards
     from agentrl.plugins.toolbox import Toolbox
@@ -32,7 +33,7 @@ def check_command(
     from agentrl.rollout.event_loop import Runner
     from agentrl.training.preflight import check_names
 
-    checked = load_recipe(recipe, overrides or [])
+    checked = resolve_types(load_recipe(recipe, overrides or []))
     env = make_environment(checked.env)
     make_rewards(checked.rewards)
     check_names(checked)
@@ -116,7 +117,8 @@ def _show_memory(out: "Console", recipe: "Recipe", fetch: bool) -> None:
     """Print the memory plan. fetch: ask the hub for a configuration that is not on this machine."""
     from agentrl.models.memory import plan_memory, plan_pools
 
-    _title(out, f"memory of the trainer ({recipe.model.path}, {recipe.model.dtype})")
+    computed = ", computed in bfloat16" if recipe.model.mixed else ""
+    _title(out, f"memory of the trainer ({recipe.model.path}, {recipe.model.dtype}{computed})")
     plan = plan_memory(recipe)
     if plan is None and fetch and _fetched(recipe):
         plan = plan_memory(recipe)
@@ -132,6 +134,8 @@ def _show_memory(out: "Console", recipe: "Recipe", fetch: bool) -> None:
         out.print(f"the engine's cache takes {_size(plan.cache_token)} per token", highlight=False)
     for line in _missing(recipe, plan):
         out.print(f"missing: {line}", style="yellow", markup=False, soft_wrap=True)
+    for line in _advice(recipe, plan):
+        out.print(f"advice: {line}", style="dim", markup=False, soft_wrap=True)
 
 
 def _fetched(recipe: "Recipe") -> bool:
@@ -152,7 +156,6 @@ def _fetched(recipe: "Recipe") -> bool:
 
 PARTS = (
     "weights", "gradients", "optimizer", "reference", "critic", "reward_model", "gathered", "activations", "logits",
-    "step",
 )  # fmt: skip
 
 
@@ -167,8 +170,9 @@ def _show_plan(out: "Console", recipe: "Recipe", plan: "MemoryPlan", whose: str,
     notes = {
         "activations": f"of {recipe.train.micro_batch_tokens:,} packed tokens"
         + (", with activation checkpointing" if recipe.model.checkpointing else ""),
-        "gathered": "whole layers while they are computed",
-        "step": "temporary memory of an optimizer step, after activations are freed",
+        "gathered": "whole layers while they are computed"
+        if recipe.cluster.used
+        else "the weights in the type that is computed in",
     }
     for name in PARTS:
         if size := getattr(plan, name):
@@ -204,6 +208,26 @@ def _missing(recipe: "Recipe", plan: "MemoryPlan | None") -> list[str]:
     if plan is not None and sizes and recipe.model.device != "cpu" and min(sizes) < plan.device:
         who = "each worker" if recipe.cluster.used else "the trainer"
         lines.append(f"{who} needs {_size(plan.device)}, the smallest GPU here has {_size(min(sizes))}")
+    return lines
+
+
+LARGE = 200e6
+"""Parameters from which the engine `local` is far slower on a GPU than a server."""
+
+
+def _advice(recipe: "Recipe", plan: "MemoryPlan | None") -> list[str]:
+    """Return what would make the run faster on a GPU."""
+    from importlib.util import find_spec
+
+    from agentrl.models.load import on_gpu
+
+    if not on_gpu(recipe):
+        return []
+    lines = []
+    if find_spec("liger_kernel") is None:
+        lines.append("norms and gates run as one kernel each with liger-kernel: pip install 'agentrl[gpu]'")
+    if recipe.engine.name == "local" and plan is not None and plan.parameters > LARGE:
+        lines.append("the engine `local` decodes on one GPU, without CUDA graphs: engine.name=sglang is far faster")
     return lines
 
 

@@ -12,7 +12,14 @@ from agentrl.cluster.dispatch import Arguments, Dispatch, Shape, registered
 from agentrl.cluster.errors import ClusterError, WorkerLost
 from agentrl.cluster.host import Answer, Failure, Hello
 from agentrl.cluster.pool import ResourcePool
-from agentrl.cluster.post_mortem import WorkerReference, cause_of_death, worker_died, worker_hung, worker_raised
+from agentrl.cluster.post_mortem import (
+    WorkerReference,
+    cause_of_death,
+    silence,
+    worker_died,
+    worker_hung,
+    worker_raised,
+)
 from agentrl.cluster.session import Session
 from agentrl.cluster.spawn import greet, pickled, spawn, starts
 
@@ -37,7 +44,8 @@ class Future:
         """Wait for the result. May be called once, from any thread.
 
         Raises what the workers raised: UserError unchanged, ClusterError for memory, other exceptions with the worker's
-        traceback as a note; WorkerLost if one died, or if none answered any call within the group's timeout.
+        traceback as a note; WorkerLost if one died, or if none answered any call, or gave a sign of progress, within
+        the group's timeout.
         """
         return self._gather(self._group.collect(self._method, self._refs))
 
@@ -66,9 +74,9 @@ class WorkerGroup:
     """SPMD workers of one class, one for each slot of a pool. The class's registered methods are methods of the group.
     Every worker sees the calls in the same order, from however many threads they come.
 
-    sequence_parallel: number of ranks that share a part of the data. timeout: seconds without an answer after which
-    workers count as hung (START_SECONDS at least while they start). logs: folder on each worker's machine, for
-    `<name>_<rank>.log`.
+    sequence_parallel: number of ranks that share a part of the data. timeout: seconds without an answer
+    or a sign of progress (`Worker.beat`) after which workers count as hung (START_SECONDS at least while they start).
+    logs: folder on each worker's machine, for `<name>_<rank>.log`.
 
     Raises ClusterError if processes do not start, and what the workers' `__init__` raises.
     """
@@ -93,7 +101,7 @@ class WorkerGroup:
         self._advice = getattr(worker_class, "memory_advice", "give it less at once")
         self._sending = threading.Lock()
         self._open: dict[Any, tuple[int, str]] = {}  # calls not answered yet, oldest first: rank, method
-        self._answered = 0.0
+        self._alive = 0.0  # when a worker last answered, or gave a sign of progress as far as that was asked
         self._lost: WorkerLost | None = None
         self._references: list[WorkerReference] = []
         self._bind(worker_class)
@@ -149,7 +157,7 @@ class WorkerGroup:
         failures: dict[int, Failure] = {}
         waiting, began = dict(refs), time.monotonic()
         while waiting:
-            until = max(began, self._answered) + (GRACE_SECONDS if failures else timeout)
+            until = max(began, self._alive) + (GRACE_SECONDS if failures else timeout)
             if (answered := self._next(method, waiting, until - time.monotonic())) is not None:
                 rank, answer = answered
                 outputs[rank] = answer.value
@@ -157,8 +165,11 @@ class WorkerGroup:
                     failures[rank] = answer.failure
             elif failures:
                 break
-            elif time.monotonic() > max(began, self._answered) + timeout:  # nor an answer to another thread's call
-                raise self._end(worker_hung([self._references[rank] for rank in waiting.values()], method, timeout))
+            elif time.monotonic() > max(began, self._alive) + timeout:  # nor an answer to another thread's call
+                silent = [self._references[rank] for rank in waiting.values()]
+                self._alive = max(self._alive, time.monotonic() - silence(silent))
+                if time.monotonic() > max(began, self._alive) + timeout:
+                    raise self._end(worker_hung(silent, method, timeout))
         if failures:
             raise self._raised(method, failures, complete=not waiting)
         return outputs
@@ -226,7 +237,7 @@ class WorkerGroup:
                 raise self._lost from None
             cause = cause_of_death(error) if Session.reachable() else "Ray itself has ended on the controller's machine"
             raise self._end(worker_died(self._references[rank], self._running(rank) or method, cause)) from None
-        self._answered = time.monotonic()
+        self._alive = time.monotonic()
         with self._sending:
             self._open.pop(ready[0], None)
         return rank, answer

@@ -1,17 +1,21 @@
 """Errors of workers that died, hang or raised: one line with the worker, its call, the end of its log or its stack."""
 
+import math
 import os
 import pickle
 import re
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from agentrl.cluster.errors import ClusterError, WorkerLost, tail
 from agentrl.cluster.host import STACKS, Failure, Hello, oom_kills
+from agentrl.cluster.worker import last_beat
 from agentrl.errors import UserError
 
+T = TypeVar("T")
 KILLED = "it was killed (SIGKILL)"
 DISCONNECTED = "Ray has lost touch with it"
 STACKS_SHOWN = 2
@@ -142,6 +146,24 @@ def cause_of_death(error: Exception) -> str:
 def examine(workers: list[WorkerReference], ask: bool = False) -> list[PostMortem | None]:
     """Look at workers, each on its machine, all machines at once. ask: make them write their stacks first. None for
     those on a machine that does not answer."""
+    return _on_machines(workers, examine_here, ask)
+
+
+def silence(workers: list[WorkerReference]) -> float:
+    """Return for how many seconds the worker that has been silent the longest has given no sign of progress (see
+    `Worker.beat`); infinity where one has never given any, or its machine does not answer."""
+    found = _on_machines(workers, silence_here)
+    return max((math.inf if seconds is None else seconds for seconds in found), default=math.inf)
+
+
+def silence_here(workers: list[WorkerReference]) -> list[float]:
+    """Return the seconds of each worker of this machine since its last sign of progress."""
+    return [time.time() - at if (at := last_beat(worker.log)) is not None else math.inf for worker in workers]
+
+
+def _on_machines(workers: list[WorkerReference], look: Callable[..., list[T]], *arguments: Any) -> list[T | None]:
+    """Call `look(workers, *arguments)` with the workers of each machine on that machine, all at once; return what it
+    gives for each worker, None for those on a machine that does not answer."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -150,15 +172,15 @@ def examine(workers: list[WorkerReference], ask: bool = False) -> list[PostMorte
     for worker in workers:
         by_node.setdefault(worker.hello.node_id, []).append(worker)
     tasks: dict[str, Any] = {
-        node_id: ray.remote(examine_here)
+        node_id: ray.remote(look)
         .options(num_cpus=0, max_retries=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False))
-        .remote(there, ask)
+        .remote(there, *arguments)
         for node_id, there in by_node.items()
         if node_id != own_node
     }
-    found: dict[WorkerReference, PostMortem] = {}
+    found: dict[WorkerReference, T] = {}
     if own := by_node.get(own_node):
-        found.update(zip(own, examine_here(own, ask), strict=True))
+        found.update(zip(own, look(own, *arguments), strict=True))
     if tasks:
         ray.wait(list(tasks.values()), num_returns=len(tasks), timeout=NODE_SECONDS)
     for node_id, task in tasks.items():

@@ -75,6 +75,8 @@ def environments(hellos: list[Hello], by_node: list[int], gpu: bool) -> list[dic
     forwarded = {name: value for name, value in os.environ.items() if name.startswith(FORWARDED)}
     if len(by_node) == 1:  # else gloo looks for the interface of the machine's name, which may be anything
         forwarded.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    if gpu and not any(name in forwarded for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")):
+        forwarded["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"  # micro-batches differ: blocks would fragment
     if not gpu:  # Ray leaves a worker that asked for none with all of them, and each would take the first
         forwarded["CUDA_VISIBLE_DEVICES"] = ""
     local = [(rank, count) for count in by_node for rank in range(count)]

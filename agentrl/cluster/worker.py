@@ -1,17 +1,34 @@
 """`Worker`: the base class of what runs in each process of a group. Its rank is known before `__init__` runs."""
 
 import os
+import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
     import torch
 
 NODE = "AGENTRL_NODE"
+BEAT = "AGENTRL_BEAT"
 COLLECTIVE_FACTOR = 2.0
 """Time-out of collectives, as a multiple of the group's time-out for an answer."""
+
+
+def beat_file(log: Path) -> Path:
+    """Return the file beside a worker's log whose time of change is that of the worker's last sign of progress."""
+    return log.with_suffix(".beat")
+
+
+def last_beat(log: Path) -> float | None:
+    """Return when the worker with that log last gave a sign of progress, by the clock of its machine; None: never."""
+    try:
+        return beat_file(log).stat().st_mtime
+    except OSError:
+        return None
 
 
 @dataclass(frozen=True)
@@ -76,10 +93,17 @@ class Worker:
 
         return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
+    def beat(self) -> None:
+        """Say that a long call makes progress: the group's timeout counts from here on. Costs microseconds."""
+        if (file := os.environ.get(BEAT)) is not None:
+            now = time.time_ns()  # of this machine: a file server may have another clock
+            with suppress(OSError), open(file, "ab"):  # a full disk must not end the call
+                os.utime(file, ns=(now, now))
+
     def connect(self, timeout: float) -> None:
         """Start torch's process group over all workers: gloo on CPUs; NCCL, and gloo for CPU tensors, on GPUs. Call it
-        once, on every rank. timeout: seconds that the group waits for an answer; collectives wait longer, so that the
-        group finds out which rank hangs."""
+        once, on every rank. timeout: seconds that the group waits for a sign of progress; collectives wait longer, so
+        that the group finds out which rank hangs."""
         import torch
         import torch.distributed as dist
 

@@ -225,7 +225,7 @@ class Deal:
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
+class Piece:
     """Answers of one group that stay together: their tokens without the prompt, their samples."""
 
     group: int
@@ -247,7 +247,7 @@ def deal(batch: Batch, parts: int) -> Deal:
     shared = [tree.shared for tree in trees]
     answers = [[(int(lengths[s]) - tree.shared, s) for s in tree.samples] for tree in trees]
     owner = np.full(len(batch), -1)
-    for part, pieces in enumerate(_balanced(shared, answers, parts)):
+    for part, pieces in enumerate(balanced(shared, answers, parts)):
         for piece in pieces:
             owner[kept[list(piece.samples)]] = part
     known = np.maximum.accumulate(np.where(owner >= 0, np.arange(len(batch)), 0))
@@ -256,19 +256,23 @@ def deal(batch: Batch, parts: int) -> Deal:
     return Deal([batch.select(indices) for indices in chosen], np.concatenate(chosen))
 
 
-def _balanced(shared: Sequence[int], answers: Sequence[list[tuple[int, int]]], parts: int) -> list[list[_Piece]]:
-    """The pieces of each part: of several ways to cut the groups the one that cuts least, unless it is fuller."""
+def balanced(shared: Sequence[int], answers: Sequence[list[tuple[int, int]]], parts: int) -> list[list[Piece]]:
+    """Distribute groups over `parts` parts of about equal packed tokens; return the pieces of each, some maybe none.
+
+    shared: tokens of each group's prompt. answers: of each group, (tokens without the prompt, sample). Of several ways
+    to cut the groups the one that cuts least is taken, unless its fullest part is fuller.
+    """
     ideal = sum(shared, sum(tokens for group in answers for tokens, _ in group)) / parts
-    found: list[tuple[float, list[list[_Piece]]]] = []
+    found: list[tuple[float, list[list[Piece]]]] = []
     for size in SIZES:
         pieces = [p for g, group in enumerate(answers) for p in _cut(g, shared[g], group, size * ideal)]
         placed = _evened(_placed(pieces, shared, parts), shared)
-        found.append((max(_load(part, shared) for part in placed), placed))
+        found.append((max(packed_tokens(part, shared) for part in placed), placed))
     fullest = min(load for load, _ in found)
     return next(placed for load, placed in found if load <= SLACK * fullest)
 
 
-def _cut(group: int, shared: int, answers: list[tuple[int, int]], size: float) -> Iterator[_Piece]:
+def _cut(group: int, shared: int, answers: list[tuple[int, int]], size: float) -> Iterator[Piece]:
     """A group in the fewest pieces of at most `size` tokens with their prompt (or of one answer), about equal ones."""
     tokens = sum(length for length, _ in answers)
     count = 1 if shared + tokens <= size else min(len(answers), int(-(-tokens // max(1.0, size - shared))))
@@ -279,15 +283,15 @@ def _cut(group: int, shared: int, answers: list[tuple[int, int]], size: float) -
         bins[place].append(answer)
         loads[place] += max(1, answer[0])
     for chosen in bins:
-        yield _Piece(group, sum(length for length, _ in chosen), tuple(sorted(s for _, s in chosen)))
+        yield Piece(group, sum(length for length, _ in chosen), tuple(sorted(s for _, s in chosen)))
 
 
-def _placed(pieces: Sequence[_Piece], shared: Sequence[int], parts: int) -> list[list[_Piece]]:
+def _placed(pieces: Sequence[Piece], shared: Sequence[int], parts: int) -> list[list[Piece]]:
     """The largest piece first, each where the load is least afterwards (LPT, Graham 1969; a prompt that a part has
     already costs nothing). Pieces of a group in one part become one."""
     loads = np.zeros(parts)
     there: dict[int, list[int]] = {}  # group -> the parts that compute its prompt
-    placed: list[dict[int, list[_Piece]]] = [{} for _ in range(parts)]
+    placed: list[dict[int, list[Piece]]] = [{} for _ in range(parts)]
     for piece in sorted(pieces, key=lambda p: (-(p.tokens + shared[p.group]), p.samples)):
         after = loads + piece.tokens + shared[piece.group]
         after[there.get(piece.group, [])] -= shared[piece.group]
@@ -299,15 +303,15 @@ def _placed(pieces: Sequence[_Piece], shared: Sequence[int], parts: int) -> list
     return [[_merged(pieces) for pieces in part.values()] for part in placed]
 
 
-def _merged(pieces: Sequence[_Piece]) -> _Piece:
+def _merged(pieces: Sequence[Piece]) -> Piece:
     samples = sorted(sample for piece in pieces for sample in piece.samples)
-    return _Piece(pieces[0].group, sum(piece.tokens for piece in pieces), tuple(samples))
+    return Piece(pieces[0].group, sum(piece.tokens for piece in pieces), tuple(samples))
 
 
-def _evened(parts: list[list[_Piece]], shared: Sequence[int]) -> list[list[_Piece]]:
+def _evened(parts: list[list[Piece]], shared: Sequence[int]) -> list[list[Piece]]:
     """Pieces moved from the fullest part, or exchanged with another's, as long as that makes the two fullest less."""
     for _ in range(8 * len(parts)):
-        loads = np.array([_load(part, shared) for part in parts])
+        loads = np.array([packed_tokens(part, shared) for part in parts])
         full = int(loads.argmax())
         for other in np.argsort(loads, kind="stable").tolist():
             if _exchanged(parts[full], parts[other], loads[full] - loads[other], shared):
@@ -317,7 +321,7 @@ def _evened(parts: list[list[_Piece]], shared: Sequence[int]) -> list[list[_Piec
     return parts
 
 
-def _exchanged(full: list[_Piece], other: list[_Piece], gap: float, shared: Sequence[int]) -> bool:
+def _exchanged(full: list[Piece], other: list[Piece], gap: float, shared: Sequence[int]) -> bool:
     """Give the piece, or exchange the two, whose difference in tokens is nearest to half the gap; False if none is."""
     given = np.array([p.tokens + shared[p.group] for p in full], float)
     taken = np.array([0, *(p.tokens + shared[p.group] for p in other)], float)
@@ -334,6 +338,6 @@ def _exchanged(full: list[_Piece], other: list[_Piece], gap: float, shared: Sequ
     return True
 
 
-def _load(pieces: Sequence[_Piece], shared: Sequence[int]) -> int:
+def packed_tokens(pieces: Sequence[Piece], shared: Sequence[int]) -> int:
     """Return the packed tokens of a part."""
     return sum(piece.tokens for piece in pieces) + sum(shared[group] for group in {piece.group for piece in pieces})

@@ -151,7 +151,7 @@ def load_classifier(recipe: Recipe, device: Any = "cpu") -> Any:
     """
     from transformers import AutoModelForSequenceClassification
 
-    section, path = recipe.model, str(recipe.rewards.model)
+    section, path = recipe.model.frozen, str(recipe.rewards.model)
     place = classifier_folder(path)
     config = classifier_config(path, section)
     model, info = loaded(
@@ -177,7 +177,7 @@ def classifier_shape(recipe: Recipe) -> Any:
 
     config = classifier_config(str(recipe.rewards.model), recipe.model)
     return AutoModelForSequenceClassification.from_config(
-        config, dtype=getattr(torch, recipe.model.dtype), trust_remote_code=recipe.model.trust_remote_code
+        config, dtype=getattr(torch, recipe.model.frozen.dtype), trust_remote_code=recipe.model.trust_remote_code
     ).eval()
 
 

@@ -23,12 +23,13 @@ from agentrl.compute.block_forward import FastForward
 from agentrl.compute.hf_attention import Unsupported, attending
 from agentrl.compute.kernels import token_logprobs
 from agentrl.compute.packing import Packed, pack
-from agentrl.compute.tree_attention import attend, plan
-from agentrl.models.prove import disproof
+from agentrl.compute.tree_attention import attend, faults, plan
+from agentrl.models.prove import attempt, difference, differs_like_others
 from agentrl.recipe.schema import ModelSection
 
-TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.05}  # nats; wrong attention is off by more
-
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.05}
+"""Nats, or shares of the largest value; log-probs in half precision are judged by `differs_like_others` instead."""
+EXACT = (torch.float32, torch.float64)
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -162,7 +163,7 @@ def choose(
     """
     reasons: list[str] = []
     sequences = SequenceForward(model)
-    chosen: tuple[Any, str] = SequenceForward, "one sequence at a time"
+    chosen: tuple[Any, str] = SequenceForward, ALONE
     for kind, name in WAYS:
         reason = _declines(kind, compute, checkpointing) or _try(kind, model, sequences)
         if reason is None:
@@ -171,16 +172,19 @@ def choose(
         reasons.append(f"no {name}: {reason}")
     kind, name = chosen
     if kind is ModuleForward and liger.fits(model, next(model.parameters()).device):
-        probe = probe_of(model)
         with torch.no_grad():
-            liger.put_in_and_compare(model, lambda: ModuleForward(model)(probe, 1.0)[0], _tolerance(model))
+            liger.put_in_and_compare(model, lambda: ModuleForward(model)(probe_of(model), 1.0)[0], _judge(model))
         name = f"{name}, {liger.DESCRIPTION}"
     if checkpointing:
         recompute(model)
     forward = kind(model) if kind is FastForward else kind(model, compute)
+    name += ", in bfloat16" if compute == torch.bfloat16 else ""
+    name += f", attention in buckets, which is slow ({why})" if (why := faults()) else ""
     return forward, name + (f" ({'; '.join(reasons)})" if reasons else "")
 
 
+ALONE = "one sequence at a time"
+"""How a model is computed that nothing faster is exact for."""
 WAYS: tuple[tuple[Any, str], ...] = (
     (FastForward, "own forward"),
     (ModuleForward, "module with shared-prefix attention"),
@@ -206,18 +210,24 @@ def _try(kind: Any, model: Any, sequences: SequenceForward) -> str | None:
         return reason
     if kind is ModuleForward and (reason := local_attention(model)):
         return reason
-    probe = probe_of(model)
     with torch.no_grad():
-        return disproof(lambda: kind(model)(probe, 1.0)[0], lambda: sequences(probe, 1.0)[0], _tolerance(model))
+        found = attempt(lambda: kind(model)(probe_of(model), 1.0)[0])
+        return found if isinstance(found, str) else _judge(model)(found, sequences(probe_of(model), 1.0)[0])
 
 
-def probe_of(model: Any) -> Packed:
-    """Return a small packed row on which implementations are compared."""
-    return _probe(int(model.get_input_embeddings().weight.shape[0]))
+def _judge(model: Any) -> Callable[[Tensor, Tensor], str | None]:
+    """Return what says why log-probs of the probe are not those that the model gives by itself, or None."""
+    kind = next(model.parameters()).dtype
+    if kind in EXACT:
+        return lambda found, wanted: difference(found, wanted, TOLERANCE[torch.float32])
+    with torch.no_grad():
+        other = SequenceForward(model)(probe_of(model, other=True), 1.0)[0]
+    return lambda found, wanted: differs_like_others(found, wanted, other)
 
 
-def _tolerance(model: nn.Module) -> float:
-    return TOLERANCE.get(next(model.parameters()).dtype, 0.25)
+def probe_of(model: Any, other: bool = False) -> Packed:
+    """Return a small packed row on which implementations are compared. other: the same answers to other prompts."""
+    return _probe(int(model.get_input_embeddings().weight.shape[0]), other)
 
 
 def local_attention(model: PreTrainedModel) -> str | None:
@@ -230,12 +240,12 @@ def local_attention(model: PreTrainedModel) -> str | None:
     return None
 
 
-def _probe(vocabulary: int) -> Packed:
+def _probe(vocabulary: int, other: bool = False) -> Packed:
     """Two groups with a shared prompt and a lone sequence."""
     rng = np.random.default_rng(0)
     rows, prompts, groups = [], [], []
     for group, (prompt, answers) in enumerate([(5, (3, 6, 4)), (7, (5, 2)), (4, (9,))]):
-        opening = rng.integers(0, vocabulary, prompt)
+        opening = (rng.integers(0, vocabulary, prompt) + other * (vocabulary // 2)) % vocabulary
         for answer in answers:
             rows.append(np.concatenate([opening, rng.integers(0, vocabulary, answer)]))
             prompts.append(prompt)

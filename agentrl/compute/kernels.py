@@ -13,6 +13,7 @@ from agentrl.models.dense import linear
 
 CHUNK = 1 << 22  # logits held at once, in elements: 16 MiB of float32 ...
 CHUNK_ROWS = 512  # ... or as many rows, so that a large head is not read anew for a handful
+GPU_ROWS = 1024  # likewise on a GPU, whose products want more rows, and where each chunk moves a gradient of the head
 KEPT = 1 << 25  # probabilities kept for the backward pass; beyond it they are computed again
 
 
@@ -76,7 +77,7 @@ class TokenLogprobs(torch.autograd.Function):
     """hidden [N, D], head [V, D], bias [V] or None, target [N] -> log p(target) [N] and entropy [N], in nats.
 
     p = softmax((hidden head^T + bias) / temperature). Logits exist CHUNK elements (or CHUNK_ROWS rows) at a time, in
-    both passes: [N, V] never stands.
+    both passes: [N, V] never stands. Gradients of head and bias add up over chunks in float32.
     """
 
     @staticmethod
@@ -87,7 +88,7 @@ class TokenLogprobs(torch.autograd.Function):
         entropy = torch.empty_like(logprobs)
         keep = len(hidden) * len(head) <= KEPT and any(ctx.needs_input_grad)
         kept = []
-        for rows in _chunks(len(hidden), len(head)):
+        for rows in _chunks(hidden, head):
             logprobs[rows], entropy[rows], p = _of_chunk(hidden[rows], head, bias, target[rows], temperature)
             if keep:
                 kept.append(p)
@@ -104,21 +105,25 @@ class TokenLogprobs(torch.autograd.Function):
         d_entropy = gradients[1]
         bias = biases[0] if biases else None
         d_hidden = torch.empty_like(hidden)
-        d_head = torch.zeros_like(head) if ctx.needs_input_grad[1] else None
-        d_bias = torch.zeros_like(bias) if bias is not None and ctx.needs_input_grad[2] else None
-        for i, rows in enumerate(_chunks(len(hidden), len(head))):
+        d_head = torch.zeros_like(head, dtype=torch.float32) if ctx.needs_input_grad[1] else None
+        d_bias = None
+        if bias is not None and ctx.needs_input_grad[2]:
+            d_bias = torch.zeros_like(bias, dtype=torch.float32)
+        for i, rows in enumerate(_chunks(hidden, head)):
             p = ctx.kept[i] if ctx.kept else _log_softmax(hidden[rows], head, bias, ctx.temperature).exp_()
             slope = None if d_entropy is None else d_entropy[rows]
-            d_logits = _d_logits(p, target[rows], entropy[rows], d_logprobs[rows], slope)
+            d_logits = _d_logits(p, target[rows], entropy[rows], d_logprobs[rows], slope, kept=bool(ctx.kept))
             del p
-            d_logits = d_logits.mul_(1 / ctx.temperature).to(hidden.dtype)
+            if ctx.temperature != 1.0:
+                d_logits.mul_(1 / ctx.temperature)
+            d_logits = d_logits.to(hidden.dtype)
             d_hidden[rows] = linear(d_logits, head.t())
             if d_head is not None:
                 d_head += linear(d_logits.t(), hidden[rows].t())
             if d_bias is not None:
                 d_bias += d_logits.sum(0)
             del d_logits
-        return d_hidden, d_head, d_bias, None, None
+        return d_hidden, _as(head, d_head), _as(bias, d_bias), None, None
 
 
 def token_logprobs(
@@ -129,9 +134,14 @@ def token_logprobs(
     return logprobs, entropy
 
 
-def _chunks(rows: int, columns: int) -> list[slice]:
-    step = max(CHUNK_ROWS, CHUNK // columns)
+def _chunks(hidden: Tensor, head: Tensor) -> list[slice]:
+    rows = len(hidden)
+    step = max(GPU_ROWS if hidden.is_cuda else CHUNK_ROWS, CHUNK // len(head))
     return [slice(i, min(i + step, rows)) for i in range(0, rows, step)]
+
+
+def _as(parameter: Tensor | None, gradient: Tensor | None) -> Tensor | None:
+    return None if parameter is None or gradient is None else gradient.to(parameter.dtype)
 
 
 def _of_chunk(
@@ -150,10 +160,12 @@ def _log_softmax(hidden: Tensor, head: Tensor, bias: Tensor | None, temperature:
     return logits.log_softmax(-1)
 
 
-def _d_logits(p: Tensor, target: Tensor, entropy: Tensor, d_logprobs: Tensor, d_entropy: Tensor | None) -> Tensor:
-    """d log p(t) / d logits = [t] - p; d H / d logits = -p (log p + H)."""
+def _d_logits(
+    p: Tensor, target: Tensor, entropy: Tensor, d_logprobs: Tensor, d_entropy: Tensor | None, kept: bool
+) -> Tensor:
+    """d log p(t) / d logits = [t] - p; d H / d logits = -p (log p + H). kept: p is wanted afterwards."""
     if d_entropy is None:
-        d_logits = p * -d_logprobs[:, None]
+        d_logits = torch.mul(p, -d_logprobs[:, None], out=None if kept else p)
     else:
         log_p = p.clamp(min=torch.finfo(p.dtype).tiny).log_()
         d_logits = log_p.add_(entropy[:, None]).mul_(d_entropy[:, None]).add_(d_logprobs[:, None]).mul_(p).neg_()

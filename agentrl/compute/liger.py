@@ -38,21 +38,24 @@ def put_into(model: Any) -> None:
     family.update(before)  # it also names its classes as the family's, for models that are yet to be made
 
 
-def put_in_and_compare(model: Any, logprobs: Callable[[], Tensor], tolerance: float) -> None:
+def put_in_and_compare(
+    model: Any, logprobs: Callable[[], Tensor], judge: Callable[[Tensor, Tensor], str | None]
+) -> None:
     """`put_into`, and see that `logprobs` stay as they are.
 
-    Raises UserError when they differ by more than `tolerance` nats, or the kernels do not run."""
+    judge: says why the log-probs after (its first argument) are not those before, None where they are. Raises UserError
+    when they are not, or the kernels do not run."""
     before = logprobs()
     put_into(model)
     try:
-        off = float((logprobs() - before).abs().max())
+        after = logprobs()
     except Exception as error:
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         raise UserError(
             f"liger-kernel is installed, but its kernels do not run here ({reason}); uninstall it"
         ) from error
-    if not off <= tolerance:
+    if (why := judge(after, before)) is not None:
         raise UserError(
-            f"liger-kernel is installed, but with it the model's log-probs differ by {off:.2g}; install another version"
-            " of it, or uninstall it"
+            f"liger-kernel is installed, but the model does not compute with it as without: {why}; install another "
+            "version of it, or uninstall it"
         )

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from agentrl.compute.batch import Batch
-from agentrl.compute.packing import Packed, Segment, micro_batches
+from agentrl.compute.packing import Packed, Segment, bins, pack
 
 _NONE = np.zeros(0, np.int64)
 EMPTY = Packed(np.zeros(1, np.int64), np.zeros(1, np.int64), (Segment(0, 1),), _NONE, _NONE, _NONE)
@@ -31,6 +31,10 @@ class ProcessGroup(Protocol):
         """Return the maximum of `count` over the ranks, all of which call this: every rank runs that many passes."""
         ...
 
+    def beat(self) -> None:
+        """Say that a pass is done: whoever waits for the ranks sees that they make progress."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class SingleProcess:
@@ -41,15 +45,20 @@ class SingleProcess:
     def most(self, count: int) -> int:
         return count
 
+    def beat(self) -> None:
+        """Nobody waits."""
+
 
 SINGLE_PROCESS = SingleProcess()
 
 
 class TorchProcessGroup:
-    """The ranks of torch's default process group; a collective over tensors on `device`."""
+    """The ranks of torch's default process group; a collective over tensors on `device`.
 
-    def __init__(self, device: Any = "cpu") -> None:
-        self._device = device
+    beat: called after each pass."""
+
+    def __init__(self, device: Any = "cpu", beat: Callable[[], None] = lambda: None) -> None:
+        self._device, self.beat = device, beat
         self.size: int = dist.get_world_size()
 
     def most(self, count: int) -> int:
@@ -59,11 +68,19 @@ class TorchProcessGroup:
 
 
 def aligned_micro_batches(batch: Batch, tokens: int, ranks: ProcessGroup = SINGLE_PROCESS) -> Iterator[Packed]:
-    """Yield micro-batches of at most `tokens`, then EMPTY ones up to the maximum number over the ranks."""
-    parts = list(micro_batches(batch, tokens))
-    idle = ranks.most(len(parts)) - len(parts)  # before the first pass, which has collectives of its own
-    yield from parts
-    yield from [EMPTY] * idle
+    """Yield as many micro-batches as every other rank does, of at most `tokens` packed tokens, the largest first.
+
+    FSDP2 lets ranks meet in every layer, so that each pass takes as long as the largest of any rank. Therefore each
+    rank spreads its samples evenly over as many micro-batches as the rank with the most needs; what it still lacks are
+    EMPTY ones.
+    """
+    parts = bins(batch, tokens)
+    count = ranks.most(len(parts))  # before the first pass, which has collectives of its own
+    if len(parts) < count and len(more := bins(batch, tokens, count)) <= count:
+        parts = more
+    for index in range(count):
+        yield pack(batch, parts[index]) if index < len(parts) else EMPTY
+        ranks.beat()
 
 
 def token_column(

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from agentrl.compute.batch import Batch, Ints, PrefixTree, prefix_trees
+from agentrl.compute.batch import Batch, Ints, Piece, PrefixTree, balanced, packed_tokens, prefix_trees
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,23 +45,35 @@ class Packed:
 
 
 def micro_batches(batch: Batch, tokens: int) -> Iterator[Packed]:
-    """Yield the batch in packed parts of at most `tokens` tokens each, groups kept together where they fit.
+    """Yield the batch in packed parts of at most `tokens` tokens each; see `bins`."""
+    for trees in bins(batch, tokens):
+        yield pack(batch, trees)
 
-    A larger group is split over several parts, its prompt in each; a path larger than `tokens` is a part of its own.
-    Samples without a sampled token are left out: they predict nothing.
+
+def bins(batch: Batch, tokens: int, count: int = 0) -> list[list[PrefixTree]]:
+    """Distribute the samples over bins of about equal packed tokens, `tokens` at most; return them, the fullest first.
+
+    count: how many bins are wanted; there are more where `tokens` would be exceeded, and fewer where there are fewer
+    samples. A sample larger than `tokens` has a bin of its own. Groups are cut where that evens the bins, their prompt
+    in each. Samples without a sampled token are left out: they predict nothing.
     """
     kept = np.flatnonzero(batch.sampled > 0)
-    part: list[PrefixTree] = []
-    used = 0
-    for tree in _bounded(prefix_trees(batch.select(kept)), batch.lengths[kept], tokens):
-        cost = _cost(tree, batch.lengths[kept])
-        if part and used + cost > tokens:
-            yield pack(batch, _renamed(part, kept))
-            part, used = [], 0
-        part.append(tree)
-        used += cost
-    if part:
-        yield pack(batch, _renamed(part, kept))
+    lengths = batch.lengths[kept]
+    large = np.flatnonzero(lengths > tokens)
+    found = [(int(lengths[s]), [PrefixTree(0, (int(kept[s]),))]) for s in large]
+    shared: list[int] = []
+    answers: list[list[tuple[int, int]]] = []
+    for tree in prefix_trees(batch.select(kept)):
+        if fitting := [(int(lengths[s]) - tree.shared, s) for s in tree.samples if lengths[s] <= tokens]:
+            shared.append(tree.shared)
+            answers.append(fitting)
+    for pieces in _even(shared, answers, tokens, count - len(large)):
+        own: dict[int, list[int]] = {}  # a bin may hold several pieces of a group
+        for piece in pieces:
+            own.setdefault(piece.group, []).extend(piece.samples)
+        joined = [_tree(shared[group], kept[sorted(own[group])]) for group in sorted(own)]
+        found.append((packed_tokens(pieces, shared), joined))
+    return [trees for _, trees in sorted(found, key=lambda part: (-part[0], part[1][0].samples))]
 
 
 def pack(batch: Batch, trees: Sequence[PrefixTree]) -> Packed:
@@ -100,24 +112,19 @@ def pack(batch: Batch, trees: Sequence[PrefixTree]) -> Packed:
     )
 
 
-def _cost(tree: PrefixTree, lengths: Ints) -> int:
-    return tree.shared + int(sum(lengths[s] - tree.shared for s in tree.samples))
+def _even(
+    shared: Sequence[int], answers: Sequence[list[tuple[int, int]]], tokens: int, count: int
+) -> list[list[Piece]]:
+    """Return the pieces of each bin: `count` bins or more, as few as hold `tokens` at most; none is empty."""
+    total = sum(shared) + sum(own for group in answers for own, _ in group)
+    parts = max(1, count, -(-total // tokens))
+    while True:
+        placed = balanced(shared, answers, parts)
+        if all(packed_tokens(pieces, shared) <= tokens for pieces in placed):
+            return [pieces for pieces in placed if pieces]
+        parts += max(1, parts // 32)
 
 
-def _bounded(trees: Sequence[PrefixTree], lengths: Ints, tokens: int) -> Iterator[PrefixTree]:
-    """Yield the trees, those larger than `tokens` split."""
-    for tree in trees:
-        part: list[int] = []
-        used = tree.shared
-        for sample in tree.samples:
-            cost = int(lengths[sample]) - tree.shared
-            if part and used + cost > tokens:
-                yield PrefixTree(tree.shared, tuple(part))
-                part, used = [], tree.shared
-            part.append(sample)
-            used += cost
-        yield PrefixTree(tree.shared, tuple(part))
-
-
-def _renamed(trees: Sequence[PrefixTree], kept: Ints) -> list[PrefixTree]:
-    return [PrefixTree(tree.shared, tuple(int(kept[s]) for s in tree.samples)) for tree in trees]
+def _tree(shared: int, samples: Ints) -> PrefixTree:
+    """A lone sample shares its prompt with nobody."""
+    return PrefixTree(shared if len(samples) > 1 else 0, tuple(samples.tolist()))

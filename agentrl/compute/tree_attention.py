@@ -31,6 +31,9 @@ log = logging.getLogger(__name__)
 SHORT = 512  # keys: up to here a bucket keeps its probabilities for the backward pass
 STEP = 1024  # queries that a long bucket with prefixes runs at once, so that its mask stays small
 HALVED = 256  # from here on a short segment without a prefix is two, the second behind the first: a quarter less work
+GROUPED = ("cpu",)
+"""Devices whose fused kernels take fewer key heads beside a mask. On a GPU only the one that makes all scores does,
+which at 8192 keys no memory is enough for: there each key is repeated for the query heads that it serves."""
 BLOCK = 128
 KINDS = 64
 """Of tensors that flex_attention may be compiled for in one process."""
@@ -153,6 +156,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, plan: Layout, scale: float
 def _long(query: Tensor, key: Tensor, value: Tensor, plan: Plan, scale: float) -> Tensor:
     outputs: list[Tensor] = []
     parts: list[Tensor] = []
+    repeats = query.shape[1] // key.shape[1] if query.device.type not in GROUPED else 1
     for bucket in plan.buckets:
         q, k, v = query[bucket.own], key[bucket.keys], value[bucket.keys]
         reach, width = bucket.seen.shape[1], bucket.own.shape[1]
@@ -162,17 +166,22 @@ def _long(query: Tensor, key: Tensor, value: Tensor, plan: Plan, scale: float) -
             mask = bucket.mask(start, end)[:, None].to(query.dtype) if reach else None
             attended = F.scaled_dot_product_attention(
                 q[:, start:end].transpose(1, 2),
-                k[:, : reach + end].transpose(1, 2),
-                v[:, : reach + end].transpose(1, 2),
+                _for_heads(k[:, : reach + end].transpose(1, 2), repeats),
+                _for_heads(v[:, : reach + end].transpose(1, 2), repeats),
                 attn_mask=mask,
                 is_causal=mask is None,
                 scale=scale,
-                enable_gqa=query.shape[1] != key.shape[1],
+                enable_gqa=repeats == 1 and query.shape[1] != key.shape[1],
             )
             parts.append(attended.transpose(1, 2).flatten(2))
         outputs.append(torch.cat(parts, 1).flatten(0, 1))
         parts.clear()
     return torch.cat(outputs).index_select(0, plan.back)
+
+
+def _for_heads(states: Tensor, repeats: int) -> Tensor:
+    """Keys or values [B, G, K, D] for every query head, [B, G * repeats, K, D]."""
+    return states if repeats == 1 else states.repeat_interleave(repeats, 1)
 
 
 class _Short(torch.autograd.Function):
@@ -344,7 +353,10 @@ def by_flex(query: Tensor, key: Tensor, value: Tensor, row: Row, scale: float) -
     more = padded(len(query)) - len(query)
     q, k, v = (F.pad(x, (0, 0, 0, 0, 0, more)).transpose(0, 1)[None] for x in (query, key, value))
     same = query.shape[1] == key.shape[1]
-    mixed: Any = _flex(query.device.type)(q, k, v, block_mask=row.mask, scale=scale, enable_gqa=not same)
+    options: dict[str, Any] = {"block_mask": row.mask, "scale": scale, "enable_gqa": not same}
+    if query.is_cuda:  # the compiler cannot know that the row was padded to whole blocks, and would check every bound
+        options["kernel_options"] = {"IS_DIVISIBLE": True}
+    mixed: Any = _flex(query.device.type)(q, k, v, **options)
     found: Tensor = mixed[0].transpose(0, 1)[: len(query)]
     return found
 
@@ -360,17 +372,22 @@ def by_flash(query: Tensor, key: Tensor, value: Tensor, row: Row, scale: float) 
     return out
 
 
-@functools.cache
 def _flex(device: str) -> Any:
     """Compiled where that pays; as it is, it makes all scores, which serves small tests alone.
 
     Each type and shape of heads is compiled by itself, with and without gradients, and torch gives up after eight: it
-    would go on uncompiled, which no GPU has the memory for. So it may compile more, and must not go on without.
+    would go on uncompiled, which no GPU has the memory for. So it may compile more, and must not go on without. The
+    limit is set here since it is each thread's own: layers that are computed again run in autograd's.
     """
     if device != "cuda":
         return flex_attention
     settings: Any = torch._dynamo.config
     settings.recompile_limit = max(settings.recompile_limit, KINDS)
+    return _compiled()
+
+
+@functools.cache
+def _compiled() -> Any:
     return torch.compile(flex_attention, dynamic=True, fullgraph=True)
 
 
@@ -455,7 +472,17 @@ def _fault(kernel: Kernel, device: str, dtype: torch.dtype, heads: int, groups: 
         fault = f"{type(error).__name__}: {error}".splitlines()[0]
     if fault is not None:
         log.warning("attention over packed rows runs in buckets, not %s: %s", kernel.__name__, fault)
+        _FAULTS[kernel.__name__] = fault
     return fault
+
+
+_FAULTS: dict[str, str] = {}
+"""Kernel -> why it does not serve some tensors of this process."""
+
+
+def faults() -> str:
+    """Return which kernels do not serve in this process, and why, in a line; empty where all that were wanted do."""
+    return "; ".join(f"{name} does not run here: {why}" for name, why in _FAULTS.items())
 
 
 def _difference(kernel: Kernel, device: torch.device, dtype: torch.dtype, heads: int, groups: int, size: int) -> float:

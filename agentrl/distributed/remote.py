@@ -14,6 +14,7 @@ from agentrl.cluster.session import Session
 from agentrl.compute.batch import Batch
 from agentrl.compute.flops import Work
 from agentrl.learner.metrics import MicroBatchMetrics
+from agentrl.learner.roles import forward_lines
 from agentrl.recipe.schema import Recipe
 from agentrl.weights.request import WeightRequest, WeightResult
 from agentrl.weights.source import NamedTensor, WeightSource
@@ -245,7 +246,7 @@ class RayRoles:
             group.record(step, str(folder))
 
     def describe(self) -> list[str]:
-        lines = [f"training forward: {self.actor.description}"]
+        lines = forward_lines(self.actor.description)
         lines += [f"trained: {self.actor.adapter}"] if self.actor.adapter else []
         return lines + ([f"reward model: {self.reward_model.description}"] if self.reward_model is not None else [])
 

@@ -11,6 +11,7 @@ from agentrl.errors import UserError, nearest
 from agentrl.eval.held_out import HeldOut
 from agentrl.eval.progress import Progress
 from agentrl.eval.result import SplitResult, failures
+from agentrl.models.load import resolve_types
 from agentrl.plugins.environment import Environment, is_validation
 from agentrl.plugins.registry import make_environment, tasks_of
 from agentrl.recipe.load import load_recipe
@@ -59,7 +60,7 @@ def evaluate(
         raise UserError("overrides go with a recipe's path; a Recipe object is complete")
     model = model_of(model) if model is not None else None
     changed = {"samples": samples or recipe.eval.samples, "splits": tuple(splits) if splits else recipe.eval.splits}
-    recipe = recipe.model_copy(update={"eval": recipe.eval.model_copy(update=changed)})
+    recipe = resolve_types(recipe.model_copy(update={"eval": recipe.eval.model_copy(update=changed)}))
     extend = None if recipe.rewards.model is None else ask_reward_model
     with progress or Progress() as shown:
         return blocking(lambda: run(play(recipe, model, shown, extend)))

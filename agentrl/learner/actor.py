@@ -142,5 +142,5 @@ def off_policy_of(recipe: Recipe) -> str:
     chosen = recipe.algorithm.off_policy
     if chosen != "auto":
         return chosen
-    apart = recipe.engine.name != "local" or recipe.rollout.overlap != "none"
+    apart = recipe.engine.name != "local" or recipe.rollout.overlap != "none" or recipe.model.mixed
     return OffPolicy.TOKEN_TIS if apart else OffPolicy.NONE

@@ -40,8 +40,17 @@ def _causes(recipe: Recipe) -> str:
         causes.append(f"rollouts older than the weights (rollout.max_staleness {recipe.rollout.max_staleness})")
     if recipe.engine.name != "local":
         causes.append("weights that did not reach the engine (see weight_version in the trajectories)")
-        causes.append(f"another number format there than model.dtype {recipe.model.dtype}, or other kernels")
+        causes.append(f"another number format there than {_computed(recipe)}, or other kernels")
     causes.append("a learning rate so high that mini-batches of a step differ much")
+    if recipe.engine.name == "local" and recipe.model.mixed:
+        causes.append(
+            f"weights of {recipe.model.dtype} that the engine samples with and the trainer rounds to bfloat16"
+        )
     if recipe.engine.name == "local":
         causes.append("an architecture that the engine computes otherwise (dropout, routing)")
     return "; ".join(causes)
+
+
+def _computed(recipe: Recipe) -> str:
+    model = recipe.model
+    return f"model.compute {model.compute}" if model.mixed else f"model.dtype {model.dtype}"

@@ -1,11 +1,14 @@
 """AdamW with gradient clipping and a learning rate that is a function of the step, so that nothing drifts on resume."""
 
 import math
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic iteration: steep at 0, within 0.7 .. 1.2 near 1
 ITERATIONS = 5
@@ -38,8 +41,10 @@ def learning_rate(
 class Optimizer:
     """AdamW (arXiv:1711.05101) on the parameters that require gradients; only matrices decay.
 
-    Parameters of less precision than float32 get a float32 master, or small updates would be rounded away. Sharded
-    parameters (DTensors) have sharded masters and moments; every rank calls every method in step with the others.
+    Parameters of less precision than float32 get a float32 master, or small updates would be rounded away. Their
+    gradients are moved there as soon as autograd (or FSDP2) gives them, so that those of micro-batches add up in
+    float32 too. Sharded parameters (DTensors) have sharded masters and moments; every rank calls every method in step
+    with the others.
 
     parameters: with their names, as `named_parameters` gives them, or without (then they are called by number).
     """
@@ -57,6 +62,9 @@ class Optimizer:
         self.max_norm = max_norm
         self.begun = 0  # steps that changed the weights, or began to
         self.masters = [p if p.dtype == torch.float32 else p.detach().float().clone() for p in self.parameters]
+        for parameter, master in zip(self.parameters, self.masters, strict=True):
+            if master is not parameter:
+                _take_gradients(parameter, master)
         groups = [
             {"params": [m for m in self.masters if m.dim() > 1], "weight_decay": weight_decay},
             {"params": [m for m in self.masters if m.dim() <= 1], "weight_decay": 0.0},
@@ -85,8 +93,8 @@ class Optimizer:
 
     def _clip(self) -> float:
         for parameter, master in zip(self.parameters, self.masters, strict=True):
-            if master is not parameter and parameter.grad is not None:
-                master.grad = parameter.grad.float()
+            if master is not parameter:  # a gradient that was set, not computed
+                _move_gradient(weakref.ref(master), parameter)
         norm = nn.utils.clip_grad_norm_(self.masters, self.max_norm)
         return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
@@ -122,6 +130,29 @@ class Optimizer:
             if state[name] is not tensor:
                 tensor.copy_(state[name])
         self._publish()
+
+
+_TAKEN: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+"""Parameter -> the handle of the hook that moves its gradients."""
+
+
+def _take_gradients(parameter: Tensor, master: Tensor) -> None:
+    """Let the gradients of `parameter` go to this master, and no longer to that of an optimizer before."""
+    if (former := _TAKEN.get(parameter)) is not None:
+        former.remove()
+    _TAKEN[parameter] = parameter.register_post_accumulate_grad_hook(partial(_move_gradient, weakref.ref(master)))
+
+
+def _move_gradient(master: "weakref.ref[Tensor]", parameter: Tensor) -> None:
+    """Add the gradient of `parameter` to that of its master, unless its optimizer is gone, and free it."""
+    owner, gradient = master(), parameter.grad
+    if owner is None or gradient is None:
+        return
+    if owner.grad is None:
+        owner.grad = gradient.float()
+    else:
+        owner.grad += gradient
+    parameter.grad = None
 
 
 def orthogonal(matrix: Tensor) -> Tensor:

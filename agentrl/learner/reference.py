@@ -7,7 +7,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from agentrl.compute.batch import Batch
-from agentrl.compute.forward import Forward, choose, computed_in
+from agentrl.compute.forward import Forward, choose
 from agentrl.compute.micro_batches import SINGLE_PROCESS, ProcessGroup, token_column
 from agentrl.compute.packing import Packed
 from agentrl.models import lora
@@ -28,8 +28,8 @@ class Reference:
         recipe's model, loaded again (also when a run is resumed). forward: the policy's."""
         if lora.layers(model):
             return cls(recipe, WithoutAdapter(model, forward))
-        frozen = load_model(recipe.model)[0].requires_grad_(False)
-        return cls(recipe, choose(frozen, computed_in(recipe.model))[0])
+        frozen = load_model(recipe.model.frozen)[0].requires_grad_(False)
+        return cls(recipe, choose(frozen)[0])
 
     def logprobs(self, batch: Batch) -> npt.NDArray[np.float32]:
         """Return the log-probs of the sampled tokens, float32 [T], 0 elsewhere."""

@@ -12,6 +12,7 @@ from agentrl.checkpoint.roles import RoleState, load_roles, save_roles
 from agentrl.compute.batch import Batch
 from agentrl.compute.classifier import RewardModel
 from agentrl.compute.flops import Work, costs, peak_of
+from agentrl.compute.forward import ALONE
 from agentrl.learner.actor import Actor
 from agentrl.learner.critic import Critic
 from agentrl.learner.metrics import MicroBatchMetrics
@@ -129,6 +130,17 @@ class RoleHost(Roles, Protocol):
         ...
 
 
+def forward_lines(description: str) -> list[str]:
+    """Return lines for the start of a run: how the policy is computed, and a warning where that is slow."""
+    lines = [f"training forward: {description}"]
+    if description.startswith(ALONE):
+        lines.append(
+            "warning: training is slow: prompts that samples share are computed for each, and the logits of a whole "
+            "sequence stand at once; the line above says why"
+        )
+    return lines
+
+
 class LocalRoles:
     """In this process, on `model`, in place."""
 
@@ -156,7 +168,7 @@ class LocalRoles:
         return {"actor": self.actor} | ({"critic": self.critic} if self.critic is not None else {})
 
     def describe(self) -> list[str]:
-        lines = [f"training forward: {self.actor.description}"]
+        lines = forward_lines(self.actor.description)
         lines += [f"trained: {lora.describe(self.model)}"] if lora.layers(self.model) else []
         lines += [f"critic: {self.critic.description}"] if self.critic is not None else []
         return lines + ([f"reward model: {self.reward_model.description}"] if self.reward_model is not None else [])

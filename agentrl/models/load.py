@@ -7,7 +7,7 @@ from typing import Any
 
 from agentrl.errors import UserError
 from agentrl.models import EMBEDDED, embedded_path
-from agentrl.recipe.schema import ModelSection
+from agentrl.recipe.schema import ModelSection, Recipe
 
 ADAPTER_CONFIG = "adapter_config.json"  # peft's
 
@@ -89,6 +89,26 @@ def find_device(name: str) -> Any:
         line = str(error).strip().partition("\n")[0]
         raise UserError(f"model.device: {name} cannot be used here: {line}") from error
     return device
+
+
+def on_gpu(recipe: Recipe) -> bool:
+    """Return whether the trainer of `recipe` computes on GPUs, its workers' or this machine's."""
+    import torch
+
+    if recipe.cluster.used:
+        return recipe.cluster.gpus > 0
+    device = recipe.model.device
+    return torch.cuda.is_available() if device == "auto" else device.startswith("cuda")
+
+
+def resolve_types(recipe: Recipe) -> Recipe:
+    """Return the recipe with `model.compute: auto` resolved for the device that it trains on."""
+    section = recipe.model
+    if section.compute != "auto":
+        return recipe
+    mixed = on_gpu(recipe) and (section.dtype == "float32" or section.lora is not None)
+    chosen = section.model_copy(update={"compute": "bfloat16" if mixed else "same"})
+    return recipe.model_copy(update={"model": chosen})
 
 
 def resolve(path: str) -> str:

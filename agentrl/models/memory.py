@@ -6,18 +6,21 @@ All of it follows from the model's shape and the recipe.
 from collections.abc import Collection
 from dataclasses import dataclass
 
+from agentrl.models.load import on_gpu
 from agentrl.models.shape import Shape, read_shape
 from agentrl.recipe.schema import PoolSection, Recipe
 
 BYTES = {"float32": 4, "bfloat16": 2}
 MOMENT_BYTES = 8  # two float32 moments a parameter
 MASTER_BYTES = 4  # a float32 copy of each parameter of less precision
+GRADIENT_BYTES = 4  # gradients add up in float32
 REDUCE_BYTES = 4  # gradients are averaged in float32
 LAYER_TENSORS, WIDE_TENSORS = 16, 4
 """Activations of a layer that its backward pass wants for a token: so many of the hidden size (projections, norms,
 residuals) and of the feed-forward's."""
-LOGIT_ROWS, LOGIT_ELEMENTS = 512, 1 << 22  # predictions whose logits exist at once: at least, and by their number
-LOGIT_COPIES = 4  # logits, their log-softmax, its exponential and the gradient, float32
+LOGIT_ROWS, GPU_LOGIT_ROWS, LOGIT_ELEMENTS = 512, 1024, 1 << 22
+"""Predictions whose logits exist at once: at least, likewise on a GPU, and by the logits' number."""
+LOGIT_COPIES = 3  # log-softmax, its exponential and their product, or the gradient, float32
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +41,8 @@ class Setting:
     """Whether the state between steps lies in the CPU's memory."""
     checkpointing: bool = False
     """Whether a layer's activations are computed again in the backward pass."""
+    rows: int = LOGIT_ROWS
+    """Predictions whose logits exist at once, at least."""
 
     @classmethod
     def of(cls, recipe: Recipe, workers: int, *, actor: bool = True) -> "Setting":
@@ -51,6 +56,7 @@ class Setting:
             tokens=recipe.train.micro_batch_tokens,
             offload=cluster.offload,
             checkpointing=recipe.model.checkpointing,
+            rows=GPU_LOGIT_ROWS if on_gpu(recipe) else LOGIT_ROWS,
         )
 
 
@@ -75,13 +81,12 @@ class MemoryPlan:
     reward_model: int
     """Weights."""
     gathered: int
-    """Layers that FSDP2 makes whole while they run, their gradients, and what lies outside of layers."""
+    """Layers that FSDP2 makes whole while they run, their gradients, and what lies outside of layers. In one process,
+    the copy of the weights in the type that is computed in."""
     activations: int
     """Of one micro-batch, at their peak."""
     logits: int
-    """Of one chunk of predictions."""
-    step: int
-    """What an optimizer step takes for itself, once activations are freed."""
+    """Of one chunk of predictions, and the gradient of the output layer with a chunk's share of it."""
     cache_token: int
     """Keys and values of one token in the engine, over all of its GPUs."""
     offload: bool
@@ -96,12 +101,12 @@ class MemoryPlan:
     def device(self) -> int:
         """The peak on the worker's device."""
         passing = self.gathered + self.activations + self.logits
-        return passing if self.offload else self.kept + max(passing, self.step)
+        return passing if self.offload else self.kept + passing
 
     @property
     def host(self) -> int:
         """Of the CPU's memory, where the device is another."""
-        return self.kept + self.step if self.offload else 0
+        return self.kept if self.offload else 0
 
 
 def plan_memory(recipe: Recipe) -> MemoryPlan | None:
@@ -133,21 +138,20 @@ def plan(
     trains = actor or "critic" in roles
     weights, gradients, optimizer = _trained(shape, how) if actor else (0, 0, 0)
     value = sum(_trained(critic or shape, how)) if "critic" in roles else 0
-    reward = (reward_model or shape).parameters * how.size // how.shard if "reward_model" in roles else 0
+    reward = (reward_model or shape).parameters * how.compute // how.shard if "reward_model" in roles else 0
     return MemoryPlan(
         parameters=shape.parameters + shape.adapter,
         trained=shape.adapter or None,
         weights=weights,
         gradients=gradients,
         optimizer=optimizer,
-        reference=shape.parameters * how.size // how.shard if "reference" in roles and not shape.adapter else 0,
+        reference=shape.parameters * how.compute // how.shard if "reference" in roles and not shape.adapter else 0,
         critic=value,
         reward_model=reward,
         gathered=_gathered(shape, how, trains),
         activations=_activations(shape, how, trains),
         logits=_logits(shape, how) if actor else 0,
-        step=0 if shape.adapter or not trains or how.size == 4 else MASTER_BYTES * shape.parameters // how.shard,
-        cache_token=shape.kv * how.size,
+        cache_token=shape.kv * how.compute,
         offload=how.offload,
     )
 
@@ -167,17 +171,16 @@ def _plan_roles(recipe: Recipe, roles: Collection[str], how: Setting) -> MemoryP
 def _trained(shape: Shape, how: Setting) -> tuple[int, int, int]:
     """Weights, gradients and optimizer; those of an adapter are float32."""
     weights = shape.parameters * how.size + shape.adapter * 4
-    if shape.adapter:
-        return weights // how.shard, shape.adapter * 4 // how.shard, shape.adapter * MOMENT_BYTES // how.shard
-    state = MOMENT_BYTES + (MASTER_BYTES if how.size < 4 else 0)
-    return weights // how.shard, shape.parameters * how.size // how.shard, shape.parameters * state // how.shard
+    trained = shape.adapter or shape.parameters
+    state = MOMENT_BYTES + (MASTER_BYTES if how.size < 4 and not shape.adapter else 0)
+    return weights // how.shard, trained * GRADIENT_BYTES // how.shard, trained * state // how.shard
 
 
 def _gathered(shape: Shape, how: Setting, trains: bool) -> int:
     """The root, the layer that runs and the next one; backwards also a layer's gradients, whole, on their way to be
     averaged, and those of the root, which are averaged last."""
     if how.shard == 1 and not how.offload:
-        return 0
+        return shape.parameters * how.compute if how.compute < how.size else 0
     whole = (shape.root + 2 * shape.layer) * how.compute
     if shape.adapter or not trains:
         return whole
@@ -199,8 +202,9 @@ def _activations(shape: Shape, how: Setting, trains: bool) -> int:
 
 
 def _logits(shape: Shape, how: Setting) -> int:
-    rows = min(how.tokens, max(LOGIT_ROWS, LOGIT_ELEMENTS // shape.vocabulary))
-    return rows * shape.vocabulary * 4 * LOGIT_COPIES
+    rows = min(how.tokens, max(how.rows, LOGIT_ELEMENTS // shape.vocabulary))
+    head = 0 if shape.adapter else shape.vocabulary * shape.hidden * (GRADIENT_BYTES + how.compute)
+    return rows * shape.vocabulary * 4 * LOGIT_COPIES + head
 
 
 @dataclass(frozen=True, slots=True)

@@ -81,10 +81,23 @@ class ModelSection(Section):
     """Run the code that a model folder or the hub brings."""
     lora: LoraSection | None = None
     """Train an adapter; `{}` takes the defaults of its keys. null: every weight is trained."""
-    compute: Literal["same", "bfloat16"] = "same"
-    """Type that the trainer computes in. same: that of dtype. bfloat16: mixed precision; the weights keep theirs."""
+    compute: Literal["auto", "same", "bfloat16"] = "auto"
+    """Type that the trainer computes in. same: that of dtype. bfloat16: mixed precision; trained weights keep theirs,
+    frozen models are kept in it. auto: bfloat16 on a GPU where weights of float32 are trained, else same."""
     checkpointing: bool = False
     """Activation checkpointing: compute activations again in the backward pass instead of keeping them."""
+
+    @property
+    def mixed(self) -> bool:
+        """Return whether the trainer computes in another type than that of the weights it trains."""
+        return self.compute == "bfloat16" and (self.dtype != "bfloat16" or self.lora is not None)
+
+    @property
+    def frozen(self) -> "ModelSection":
+        """Return the section of a model that is not trained: without an adapter, kept in the type that it is computed
+        in."""
+        kept = {"dtype": "bfloat16", "compute": "same"} if self.compute == "bfloat16" else {}
+        return self.model_copy(update={"lora": None, **kept})
 
 
 class EnvPart(Section):
@@ -235,7 +248,8 @@ class AlgorithmSection(Section):
     """token_mean: every token of a step counts the same. sequence_mean: every sample does."""
     off_policy: Literal["auto", "none", "token_tis", "sequence_tis", "token_mask"] = "auto"
     """Importance weight of a token that the engine sampled with another probability than the trainer's. auto:
-    token_tis where the two are apart (an engine other than `local`, or rollout.overlap), else none."""
+    token_tis where the two are apart (an engine other than `local`, rollout.overlap, or `local` beside mixed precision,
+    which it does not sample in), else none."""
     off_policy_cap: Annotated[float, Field(ge=1)] = 2.0
     """Upper bound of the importance weights."""
 
@@ -383,7 +397,7 @@ class ClusterSection(Section):
     restarts: Annotated[Count, Unit("restarts")] = 0
     """Times that the run continues from its last checkpoint by itself after it lost a worker."""
     timeout: Seconds = 600.0
-    """Time without an answer after which a worker counts as lost."""
+    """Time without an answer, or a finished micro-batch, after which a worker counts as lost."""
     pools: tuple[PoolSection, ...] = ()
     """Workers for roles that do not share the actor's."""
     shard: Annotated[Count, Unit("workers")] = 0

@@ -19,7 +19,7 @@ from agentrl.checkpoint.checkpoints import save_model
 from agentrl.checkpoint.run_folder import MODEL, RunFolder
 from agentrl.errors import UserError
 from agentrl.eval.evaluate import reported
-from agentrl.models.load import load_model
+from agentrl.models.load import load_model, resolve_types
 from agentrl.plugins.environment import Environment
 from agentrl.plugins.registry import make_environment, tasks_of
 from agentrl.plugins.tool import Tool
@@ -54,6 +54,7 @@ def sft(
     """
     if isinstance(recipe, str):
         name, recipe = Path(recipe).stem, load_recipe(recipe)
+    recipe = resolve_types(recipe)
     if recipe.sft is None:
         raise UserError("the recipe has no `sft` section: nothing says what to demonstrate")
     console = console or terminal()

@@ -14,6 +14,7 @@ from agentrl.checkpoint.disk import FULL
 from agentrl.checkpoint.run_folder import ERRORS, FolderLock, RunFolder
 from agentrl.cluster.errors import WorkerLost
 from agentrl.errors import UserError, describe, from_signal
+from agentrl.models.load import resolve_types
 from agentrl.recipe.load import load_recipe, recipe_name
 from agentrl.recipe.schema import Recipe
 from agentrl.report.page import write_report
@@ -124,7 +125,7 @@ def _prepare(
 ) -> Start:
     """Lock the folder, find the checkpoint, check the recipe. restarted: by the program, so that a folder without a
     checkpoint starts from the first step."""
-    saved = None
+    recipe, saved = resolve_types(recipe), None
     with ExitStack() as stack:
         if resumed is None:
             RunFolder.check_free(recipe.output)

@@ -59,6 +59,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     from agentrl.compute.flops import Need, utilisation
     from agentrl.distributed.remote import RayRoles
     from agentrl.learner.learner import Learner
+    from agentrl.models.load import resolve_types
     from agentrl.models.memory import plan_memory
     from agentrl.models.shape import read_shape
     from agentrl.recipe.schema import Recipe
@@ -71,8 +72,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
             f"train.micro_batch_tokens={options.micro_batch or MICRO_BATCH}", *options.overrides,
         ],
     )  # fmt: skip
-    if not options.micro_batch:
-        recipe = fitting(recipe)
+    recipe = resolve_types(recipe if options.micro_batch else fitting(recipe))
     shape, plan = read_shape(recipe.model), plan_memory(recipe)
     assert shape is not None
     assert plan is not None

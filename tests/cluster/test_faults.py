@@ -113,6 +113,13 @@ def test_a_call_waits_for_those_before_it(group: WorkerGroup) -> None:
     elsewhere.join()
 
 
+def test_a_worker_that_makes_progress_is_waited_for(group: WorkerGroup) -> None:
+    group.timeout = 2.0
+    assert group.works(5.0, 4.5).result() == [0, 1]
+    with pytest.raises(WorkerLost, match=r"no answer to 'works' from rank 0, 1 of 'probe' within 2 seconds"):
+        group.works(60.0, 1.0).result()
+
+
 def test_one_that_raises_while_the_other_waits_for_it(group: WorkerGroup) -> None:
     with pytest.raises(UserError, match=r"^rank 1 cannot go on$"):
         group.end("raise", 1)

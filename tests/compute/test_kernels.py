@@ -132,3 +132,21 @@ def test_the_measure_sees_logits_that_do_stand() -> None:
     with Held() as held:
         textbook(hidden, head, None, target, 0.9)[0].sum().backward()
     assert held.most >= 4 * 4096 * 32_000
+
+
+def test_the_gradient_of_a_large_head_adds_up_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In bfloat16 the chunks after the first would be rounded away: here each adds 2**-10 of what is there."""
+    monkeypatch.setattr(kernels, "CHUNK", 0)
+    monkeypatch.setattr(kernels, "CHUNK_ROWS", 1)
+    hidden = torch.ones(65, 8, dtype=torch.bfloat16)
+    head = torch.zeros(2, 8, dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.tensor([1.0, *[2.0**-10] * 64])
+    (token_logprobs(hidden, head, None, torch.zeros(65, dtype=torch.long), 1.0)[0] * weight).sum().backward()
+    assert head.grad is not None
+    assert torch.equal(head.grad[0], torch.full((8,), 0.53125, dtype=torch.bfloat16))
+
+
+def test_a_gpu_takes_more_rows_at_once() -> None:
+    head = torch.empty(150_000, 8, device="meta")
+    there = type("Cuda", (), {"is_cuda": True, "__len__": lambda self: 4000})()
+    assert [len(range(4000)[rows]) for rows in kernels._chunks(there, head)] == [1024, 1024, 1024, 928]

@@ -1,6 +1,7 @@
 """Packed losses and gradients equal those of separate sequences, for every shape and way."""
 
 import pickle
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -14,12 +15,17 @@ from transformers import (
     PreTrainedModel,
 )
 
+from agentrl.compute import forward as forward_module
 from agentrl.compute import tree_attention as attention
+from agentrl.compute.activation_checkpointing import recompute
 from agentrl.compute.batch import Batch, prefix_trees
 from agentrl.compute.block_forward import FastForward
 from agentrl.compute.forward import Forward, ModuleForward, SequenceForward, choose
 from agentrl.compute.hf_attention import recomputing
-from agentrl.compute.packing import micro_batches, pack
+from agentrl.compute.micro_batches import EMPTY, aligned_micro_batches
+from agentrl.compute.packing import Segment, micro_batches, pack
+from agentrl.models.load import load_model
+from agentrl.recipe.schema import ModelSection
 
 
 def separate(model: PreTrainedModel, batch: Batch, weight: torch.Tensor, temperature: float) -> torch.Tensor:
@@ -165,6 +171,18 @@ def test_the_module_attends_as_before_afterwards() -> None:
     assert model.config._attn_implementation == before
 
 
+def test_modules_are_walked_once_to_replace_their_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not in each pass, nor for each layer that is computed again: that is milliseconds of Python each time."""
+    model, batch = make_model("qwen3"), make_batch(SHAPES)
+    walks: list[str] = []
+    walk = model.set_attn_implementation
+    monkeypatch.setattr(model, "set_attn_implementation", lambda name: walks.append(name) or walk(name))
+    recompute(model)
+    packed(ModuleForward(model), batch, torch.ones(int(batch.offsets[-1])), 1.0, 40)
+    assert len(walks) == 1
+    assert model.config._attn_implementation == make_model("qwen3").config._attn_implementation
+
+
 def test_layers_computed_again_in_the_backward_pass_attend_alike() -> None:
     model, batch = make_model("qwen3"), make_batch(SHAPES)
     weight = torch.ones(int(batch.offsets[-1]))
@@ -197,6 +215,47 @@ def test_micro_batches_predict_every_sampled_token_once(
             sample = int(np.searchsorted(batch.offsets, position, "right")) - 1
             assert row.positions[i] == position - batch.offsets[sample] - 1
             assert row.ids[i] == batch.tokens["ids"][position - 1]
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """A rank beside others, of which the fullest needs `fullest` micro-batches."""
+
+    fullest: int
+    size: int = 2
+    beats: list[int] = field(default_factory=list)
+
+    def most(self, count: int) -> int:
+        return max(count, self.fullest)
+
+    def beat(self) -> None:
+        self.beats.append(len(self.beats))
+
+
+@settings(max_examples=60, deadline=None)
+@given(shapes, st.integers(1, 60), st.integers(0, 12))
+def test_ranks_make_as_many_micro_batches_as_the_fullest(
+    drawn: list[tuple[int, list[int]]], budget: int, fullest: int
+) -> None:
+    batch = make_batch(drawn)
+    alone = len(list(micro_batches(batch, budget)))
+    ranks = Ranks(fullest)
+    rows = list(aligned_micro_batches(batch, budget, ranks))
+    assert len(rows) == len(ranks.beats) == max(alone, fullest)
+    sources = np.sort(np.concatenate([row.source for row in rows])) if rows else np.zeros(0, int)
+    assert np.array_equal(sources, np.flatnonzero(batch.tokens["loss_mask"]))
+    sizes = [len(row.ids) for row in rows if row is not EMPTY]
+    assert sizes == sorted(sizes, reverse=True)
+    assert max(sizes, default=0) <= max(budget, int(batch.lengths.max()))
+
+
+def test_micro_batches_are_even_and_no_more_than_needed() -> None:
+    rng = np.random.default_rng(0)
+    batch = make_batch([(20, rng.integers(10, 200, 16).tolist()) for _ in range(12)])
+    sizes = [len(row.ids) for row in micro_batches(batch, 1500)]
+    assert len(sizes) <= -(-sum(sizes) // 1500) + 1
+    assert np.mean(sizes) > 0.95 * max(sizes)
+    assert [len(row.ids) for row in micro_batches(batch, 100_000)] == [len(pack(batch, prefix_trees(batch)).ids)]
 
 
 def test_a_shared_prompt_is_computed_once() -> None:
@@ -232,3 +291,34 @@ def test_a_batch_pickles_as_flat_arrays() -> None:
     blob = pickle.dumps(batch, protocol=5)
     assert len(blob) < batch.offsets[-1] * 5 + 20_000
     assert np.array_equal(pickle.loads(blob).tokens["ids"], batch.tokens["ids"])
+
+
+WRONG: dict[str, Any] = {
+    "across sequences": lambda s: (Segment(0, max(x.end for x in s)),),
+    "no prompt": lambda s: tuple(Segment(x.start, x.end, predictions=x.predictions) for x in s),
+    "another prompt": lambda s: tuple(replace(x, prefix_start=0, prefix_end=5) if x.prefix_end else x for x in s),
+}
+
+
+@pytest.mark.parametrize("wrong", [None, *WRONG])
+def test_in_half_precision_rounding_is_told_from_wrong_attention(
+    wrong: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rounding at one unlikely token may exceed any fixed bound that a wrong mask on a small model stays below."""
+    model = load_model(ModelSection(dtype="bfloat16"))[0]
+    noise = 0.05 * torch.randn(29, generator=torch.Generator().manual_seed(0))
+    noise[3] = 0.3
+    exact = ModuleForward.__call__
+
+    def noisy(self: Any, row: Any, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+        logprobs, entropy = exact(self, row, temperature)
+        return logprobs + noise, entropy
+
+    if wrong is None:
+        monkeypatch.setattr(ModuleForward, "__call__", noisy)
+    else:
+        planned = forward_module.plan
+        monkeypatch.setattr(forward_module, "plan", lambda s, device: planned(WRONG[wrong](s), device))
+    chosen, said = choose(model)
+    assert isinstance(chosen, ModuleForward if wrong is None else SequenceForward), said
+    assert wrong is None or "where other prompts make" in said

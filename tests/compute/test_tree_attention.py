@@ -2,6 +2,7 @@
 torch has them (flex_attention's forward pass), and stand-ins say the rest."""
 
 import logging
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from agentrl.compute.tree_attention import (
     bucketed,
     by_flash,
     by_flex,
+    faults,
     kernel_for,
     mask_of,
     padded,
@@ -119,6 +121,7 @@ def test_a_kernel_that_fails_leaves_the_work_to_the_buckets(untried: None, caplo
             assert torch.equal(row.attend(query, key, value, 0.3), wanted)
     assert len(caplog.records) == 1
     assert "runs in buckets, not by_flex" in caplog.text
+    assert faults().startswith("by_flex does not run here: ")
 
 
 def test_a_kernel_that_computes_something_else_is_not_used(
@@ -144,3 +147,22 @@ def test_the_trial_inside_a_layer_that_is_computed_again(untried: None) -> None:
     torch.utils.checkpoint.checkpoint(layer, query, key, value, use_reentrant=False).sum().backward()
     assert query.grad is not None
     assert np.isfinite(query.grad.float().numpy()).all()
+
+
+@pytest.mark.parametrize("reach", [0, 70])
+def test_keys_are_repeated_for_their_heads_where_a_mask_forbids_fewer(
+    reach: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tree_attention, "SHORT", 3)
+    row = bucketed(segments_of([(reach, [5, 60]), (4, [3])]), CPU)
+    query, key, value = tensors(row.tokens, groups=2)
+    wanted = row.attend(query, key, value, 0.3)
+    monkeypatch.setattr(tree_attention, "GROUPED", ())
+    torch.testing.assert_close(row.attend(query, key, value, 0.3), wanted)
+
+
+def test_each_thread_may_compile_as_many_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers that are computed again compile in autograd's thread, whose configuration is its own."""
+    monkeypatch.setattr(tree_attention, "_compiled", lambda: torch._dynamo.config.recompile_limit)
+    with ThreadPoolExecutor(1) as other:
+        assert other.submit(tree_attention._flex, "cuda").result() >= tree_attention.KINDS

@@ -154,7 +154,9 @@ def test_kernels_are_put_in_where_every_rank_has_them_and_agrees(pair: list[dict
         assert not any(liger.DESCRIPTION in line for line in said)
         (said,), put = rank["kernels"]["differs"]
         assert put == 1
-        assert said.startswith("liger-kernel is installed, but with it the model's log-probs differ by")
+        assert said.startswith(
+            "liger-kernel is installed, but the model does not compute with it as without: it differs by"
+        )
 
 
 def test_every_rank_is_told_what_is_wrong(pair: list[dict[str, Any]]) -> None:

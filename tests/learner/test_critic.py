@@ -216,6 +216,9 @@ class TwoRanks:
     def most(self, count: int) -> int:
         return max(count, 3)
 
+    def beat(self) -> None:
+        """Nobody waits."""
+
 
 def test_ranks_add_up_to_the_whole(folder: Path) -> None:
     recipe = make_recipe(folder)

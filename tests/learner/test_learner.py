@@ -173,6 +173,17 @@ def test_small_updates_survive_in_bfloat16() -> None:
     torch.testing.assert_close(parameter.float(), torch.full((4, 4), 0.99), atol=4e-3, rtol=0)
 
 
+def test_gradients_of_less_precision_add_up_in_float32() -> None:
+    """1 + 2**-10 is 1 in bfloat16: micro-batches after the first would count for nothing."""
+    parameter = torch.nn.Parameter(torch.ones(4, 4, dtype=torch.bfloat16))
+    former, optimizer = (Optimizer([parameter], (0.9, 0.95), 0.0, 1e9) for _ in range(2))
+    for share in (1.0, *[2.0**-10] * 64):
+        (parameter * share).sum().backward()
+        assert parameter.grad is None
+    assert former.step(1e-4) == 0
+    assert optimizer.step(1e-4) == pytest.approx(4 * (1 + 64 / 1024), rel=1e-6)
+
+
 def test_learning_rates() -> None:
     assert [learning_rate(i, 10, 1.0, "constant", 4) for i in (0, 3, 9)] == [0.25, 1.0, 1.0]
     assert learning_rate(5, 10, 1.0, "linear") == pytest.approx(0.5)

@@ -9,8 +9,9 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from agentrl.errors import UserError
-from agentrl.models.load import find_device, load_model, resolve
-from agentrl.recipe.schema import ModelSection
+from agentrl.learner.actor import off_policy_of
+from agentrl.models.load import find_device, load_model, resolve, resolve_types
+from agentrl.recipe.schema import ModelSection, Recipe
 from agentrl.sft.new_model import train_tokenizer
 
 TINY = Qwen3Config(
@@ -100,3 +101,30 @@ def test_the_model_goes_to_its_device() -> None:
     model, _ = load_model(ModelSection(device="cpu"))
     assert {p.device.type for p in model.parameters()} == {"cpu"}
     assert find_device("auto").type == ("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "gpu", "compute", "frozen"),
+    [
+        ([], False, "same", "float32"),
+        ([], True, "bfloat16", "bfloat16"),
+        (["model.device=cpu"], True, "same", "float32"),
+        (["model.device=cuda:1"], False, "bfloat16", "bfloat16"),
+        (["model.compute=same"], True, "same", "float32"),
+        (["model.compute=bfloat16"], False, "bfloat16", "bfloat16"),
+        (["model.dtype=bfloat16"], True, "same", "bfloat16"),
+        (["model.dtype=bfloat16", "model.lora.rank=4"], True, "bfloat16", "bfloat16"),
+        (["cluster.workers=2"], True, "same", "float32"),
+        (["cluster.gpus=2"], False, "bfloat16", "bfloat16"),
+    ],
+)
+def test_a_gpu_computes_in_bfloat16_unless_told_otherwise(
+    overrides: list[str], gpu: bool, compute: str, frozen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    recipe = resolve_types(Recipe.load("gsm8k_tool", overrides))
+    assert recipe.model.compute == compute
+    assert resolve_types(recipe) == recipe
+    assert recipe.model.frozen.dtype == frozen
+    apart = compute == "bfloat16" and (recipe.model.dtype == "float32" or recipe.model.lora is not None)
+    assert off_policy_of(recipe) == ("token_tis" if apart else "none")

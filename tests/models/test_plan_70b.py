@@ -11,6 +11,7 @@ from paths import ROOT
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from agentrl.compute.flops import Cost, Need, known_peak
+from agentrl.models.load import resolve_types
 from agentrl.models.memory import MemoryPlan, Setting, Traffic, into_node, plan
 from agentrl.models.shape import Shape
 from agentrl.recipe.load import load_recipe
@@ -45,7 +46,8 @@ def cost() -> Cost:
 
 
 def setting(**changes: Any) -> Setting:
-    return Setting(**{"size": 2, "compute": 2, "shard": GPUS, "tokens": 8192, "checkpointing": True, **changes})
+    own = {"size": 4, "compute": 2, "shard": GPUS, "tokens": 8192, "checkpointing": True, "rows": 1024}
+    return Setting(**{**own, **changes})
 
 
 def planned(lora: bool = False, **changes: Any) -> MemoryPlan:
@@ -77,9 +79,10 @@ def decode_seconds(conversations: float, servers_gpus: int = A_NODE) -> tuple[fl
 def memory_rows() -> list[str]:
     here, away, copies = planned(), planned(offload=True), planned(shard=32)
     parts = {
-        "weights": "weights (bfloat16)", "gradients": "gradients (bfloat16)", "optimizer": "optimizer (12 bytes each)",
+        "weights": "weights (float32)", "gradients": "gradients (float32)", "optimizer": "optimizer (8 bytes each)",
         "reference": "reference (bfloat16)", "gathered": "layers gathered, and the root",
-        "activations": "activations, layers computed again", "logits": "logits of 512 predictions",
+        "activations": "activations, layers computed again",
+        "logits": "logits of 1024 predictions, gradient of their layer",
     }  # fmt: skip
     rows = []
     for name, label in parts.items():
@@ -194,8 +197,8 @@ def test_the_tables_say_what_the_functions_compute(rows: Any) -> None:
 
 @pytest.mark.slow
 def test_the_text_says_them_too() -> None:
-    parameters, less = shape().parameters, planned(lora=True)
-    checkpoint = (2 + 12) * parameters / TERA
+    parameters, less = shape().parameters, planned(lora=True, size=2)
+    checkpoint = (4 + 8) * parameters / TERA
     node = Traffic.of(shape(), setting(shard=A_NODE))
     assert node.update < Traffic.of(shape(), setting()).update
     for said in (
@@ -207,7 +210,7 @@ def test_the_text_says_them_too() -> None:
         f"{checkpoint:.2f} TB",
         f"{2 * shape().vocabulary * shape().hidden / GIGA:.1f} GB of memory on the first node, its largest tensor",
         f"The files, {2 * parameters / GIGA:.0f} GB, are read twice",
-        f"`model.lora` leaves {less.device / GIGA:.0f} GB",
+        f"`model.lora` with `dtype: bfloat16` leaves {less.device / GIGA:.0f} GB",
     ):
         assert said in " ".join(PAGE.split()), said
 
@@ -223,7 +226,7 @@ def test_the_recipe_of_the_page_is_the_plan(tmp_path: Path) -> None:
     shared, split = (load_recipe(tmp_path / name) for name in ("plan.yaml", "apart.yaml"))
     assert as_planned(shared, GPUS, 8)
     assert as_planned(split, 40, 3)
-    assert Setting.of(shared, shared.cluster.size) == setting()
+    assert Setting.of(resolve_types(shared), shared.cluster.size) == setting()
     assert shared.engine.sleep
     assert (split.engine.sleep, split.rollout.overlap) == (False, "one_step")
 

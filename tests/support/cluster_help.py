@@ -105,6 +105,16 @@ class Probe(Worker):
         time.sleep(seconds)
         return self.rank
 
+    @register(blocking=False)
+    def works(self, seconds: float, beats: float) -> int:
+        """For so long, with a sign of progress every 0.2 seconds during `beats` of them."""
+        began = time.monotonic()
+        while (spent := time.monotonic() - began) < seconds:
+            if spent < beats:
+                self.beat()
+            time.sleep(0.2)
+        return self.rank
+
     @register()
     def note(self, number: int) -> None:
         self.seen.append(number)

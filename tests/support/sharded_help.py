@@ -93,10 +93,14 @@ SCENARIOS = {
     ),
     "narrow": Scenario("untied", {"model": {"dtype": "bfloat16"}, "algorithm": KL}),
     "narrow adapter": Scenario("tied", {"model": {"dtype": "bfloat16", "lora": LORA}}),
-    "mixed": Scenario("untied", {"model": {"compute": "bfloat16"}}, alone={"model": {"compute": "same"}}),
+    "mixed": Scenario(
+        "untied",
+        {"model": {"compute": "bfloat16"}, "algorithm": {"off_policy": "none"}},
+        alone={"model": {"compute": "same"}},
+    ),
     "mixed adapter": Scenario(
         "untied",
-        {"model": {"compute": "bfloat16", "lora": LORA}, "algorithm": KL},
+        {"model": {"compute": "bfloat16", "lora": LORA}, "algorithm": {**KL, "off_policy": "none"}},
         alone={"model": {"compute": "same"}},
     ),
 }

@@ -51,7 +51,16 @@ LONE = [[1.0], [0.0], [1.0]]
 SAME = ("train/loss", "train/grad_norm", "train/entropy", "mismatch/kl")
 
 
-def flex(query: Tensor, key: Tensor, value: Tensor, *, block_mask: Any, scale: float, enable_gqa: bool) -> Tensor:
+def flex(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    block_mask: Any,
+    scale: float,
+    enable_gqa: bool,
+    kernel_options: Any = None,
+) -> Tensor:
     """What flex_attention is documented to do, over the whole mask."""
     steps = torch.arange(query.shape[2], device=query.device)
     nothing = torch.zeros((), dtype=torch.long, device=query.device)
@@ -295,6 +304,12 @@ def test_workers_see_no_gpu_but_their_own(monkeypatch: pytest.MonkeyPatch) -> No
     hellos = [Hello(pid=i, node="n", node_id="n", port=1, cores=2, oom_kills=0) for i in range(2)]
     assert [e["CUDA_VISIBLE_DEVICES"] for e in environments(hellos, [2], gpu=False)] == ["", ""]
     assert all("CUDA_VISIBLE_DEVICES" not in e for e in environments(hellos, [2], gpu=True))
+    assert [environments(hellos, [2], gpu)[0].get("PYTORCH_ALLOC_CONF") for gpu in (True, False)] == [
+        "expandable_segments:True",
+        None,
+    ]
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:512")
+    assert "PYTORCH_ALLOC_CONF" not in environments(hellos, [2], gpu=True)[0]
 
 
 def test_nccl_is_set_up_as_servers_set_it_up(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,7 @@ from agentrl.compute.classifier import probe_of as classifier_probe
 from agentrl.compute.forward import ModuleForward, SequenceForward, local_attention, probe_of
 from agentrl.compute.micro_batches import TorchProcessGroup
 from agentrl.compute.sequence_parallel import SequenceParallelForward, SequenceParallelValues
+from agentrl.compute.tree_attention import faults
 from agentrl.compute.value_head import CONFIDENCE_FEATURES, ModuleValues, SequenceValues, ValueModel
 from agentrl.distributed.fsdp.choose import Candidates
 from agentrl.distributed.fsdp.mesh import Place
@@ -56,7 +57,7 @@ def build_policy(recipe: Recipe, place: Place) -> Sharded:
 
 def build_reference(recipe: Recipe, place: Place) -> Sharded:
     """Build the policy as it was before training, frozen, without an adapter (with one it is its own reference)."""
-    return _causal(recipe, place, recipe.model.model_copy(update={"lora": None}), trained=False)
+    return _causal(recipe, place, recipe.model.frozen, trained=False)
 
 
 def build_critic(recipe: Recipe, place: Place) -> Sharded:
@@ -84,7 +85,7 @@ def build_reward_model(recipe: Recipe, place: Place) -> Sharded:
 
     def load() -> Source:
         kind, folder = type(classifier_shape(recipe)), classifier_folder(str(recipe.rewards.model))
-        return open_source(partial(stream, kind, folder, recipe.model), partial(load_classifier, recipe))
+        return open_source(partial(stream, kind, folder, recipe.model.frozen), partial(load_classifier, recipe))
 
     def candidates(model: Any) -> Candidates:
         slow = SequenceScores(model, TorchProcessGroup(device=place.device).most)
@@ -100,7 +101,8 @@ def _causal(recipe: Recipe, place: Place, section: ModelSection, trained: bool) 
         group = place.sequence
         fast = partial(ModuleForward, model) if group is None else partial(SequenceParallelForward, model, group)
         slow = SequenceForward(model, most=TorchProcessGroup(device=place.device).most)
-        return _candidates(model, fast, slow, (probe_of(model), 1.0))
+        found = _candidates(model, fast, slow, (probe_of(model), 1.0))
+        return replace(found, other=(probe_of(model, other=True), 1.0))
 
     role = Role(lambda: _skeleton(section), lambda: _open(section, recipe.train.seed), candidates)
     built = build(role, recipe, place, trained)
@@ -156,4 +158,6 @@ def _spread(recipe: Recipe, place: Place) -> str:
     copies = place.size // place.shards
     spread = f"sharded over {place.shards} workers" if place.shards > 1 else "whole"
     offloaded = ", offloaded to the CPU" if Options.of(recipe).offload else ""
+    spread += ", in bfloat16" if Options.of(recipe).compute == torch.bfloat16 else ""
+    spread += f", attention in buckets, which is slow ({why})" if (why := faults()) else ""
     return spread + (f", in {copies} copies" if copies > 1 else "") + offloaded

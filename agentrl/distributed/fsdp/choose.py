@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from agentrl.compute import liger
-from agentrl.compute.forward import TOLERANCE
+from agentrl.compute.forward import ALONE, EXACT, TOLERANCE
 from agentrl.compute.hf_attention import Unsupported
 from agentrl.distributed.fsdp.mesh import Place
 from agentrl.distributed.fsdp.scatter import everywhere, share
 from agentrl.distributed.fsdp.shard import Root
-from agentrl.models.prove import attempt, difference
+from agentrl.models.prove import attempt, difference, differs_like_others
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +40,9 @@ class Candidates:
     """Measure differences relative to the largest output, where that is above 1."""
     around: Callable[[], AbstractContextManager[Any]] = nullcontext
     """The context that both are compared in."""
+    other: tuple[Any, ...] | None = None
+    """Arguments for which log-probs in half precision have to differ far more (see `differs_like_others`); None:
+    outputs of any precision are compared by their largest difference."""
     kernels: Any = None
     """The modules that may get liger kernels; None: none."""
 
@@ -53,11 +56,12 @@ def choose(candidates: Candidates, root: Root, place: Place, compute: torch.dtyp
     with candidates.around():
         why = share(candidates.declined or _mismatch(candidates, root, compute), place)
         if why is not None:
-            return candidates.slow, f"one sequence at a time (no {candidates.name}: {why})"
+            return candidates.slow, f"{ALONE} (no {candidates.name}: {why})"
         fast = candidates.fast()
         if candidates.kernels is None or not everywhere(liger.fits(candidates.kernels, place.device), place):
             return fast, candidates.name
-        liger.put_in_and_compare(candidates.kernels, lambda: _run(root, fast, candidates), TOLERANCE.get(compute, 0.25))
+        judge = _judge(candidates, root, compute)
+        liger.put_in_and_compare(candidates.kernels, lambda: _run(root, fast, candidates), judge)
         return fast, f"{candidates.name}, {liger.DESCRIPTION}"
 
 
@@ -69,9 +73,19 @@ def _mismatch(candidates: Candidates, root: Root, compute: torch.dtype) -> str |
         return f"Unsupported: {error}"
     found = _run(root, partial(_attempt, fast), candidates)
     wanted = _run(root, candidates.slow, candidates)  # also after a failure, which left layers gathered
+    judge = _judge(candidates, root, compute)
     if isinstance(found, str):
         return found
-    return difference(found, wanted, TOLERANCE.get(compute, 0.25), candidates.relative)
+    return judge(found, wanted)
+
+
+def _judge(candidates: Candidates, root: Root, compute: torch.dtype) -> Callable[[Tensor, Tensor], str | None]:
+    """Return what says why outputs for the probe are not those wanted, or None. A collective."""
+    if candidates.other is None or compute in EXACT:
+        return lambda found, wanted: difference(found, wanted, TOLERANCE.get(compute, 0.25), candidates.relative)
+    root.computation = candidates.slow
+    other = _first(root(*candidates.other))
+    return lambda found, wanted: differs_like_others(found, wanted, other)
 
 
 def _run(root: Root, computation: Any, candidates: Candidates) -> Any:

@@ -25,7 +25,7 @@ from agentrl.plugins.registry import make_tool
 from agentrl.plugins.tool import Tool
 from agentrl.plugins.types import Session, Task
 from agentrl.recipe.schema import ToolSection
-from agentrl.training.preflight import check_run
+from agentrl.training.preflight import lacking_gpus
 
 GIGA = 1e9
 DRIVERS = {12: 525, 13: 580}
@@ -41,8 +41,7 @@ TOOL = "python"
 
 def devices(subject: Subject) -> str:
     """Devices, their memory, and which of them reach each other's."""
-    check_run(subject.recipe)
-    device, count = subject.device, torch.cuda.device_count()
+    count, recipe = torch.cuda.device_count(), subject.recipe
     cores, memory = len(os.sched_getaffinity(0)), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     shared = shutil.disk_usage("/dev/shm").free if Path("/dev/shm").is_dir() else 0
     host = f"{cores} cores, {memory / GIGA:.0f} GB, {shared / GIGA:.1f} GB free in /dev/shm"
@@ -52,8 +51,12 @@ def devices(subject: Subject) -> str:
                 f"the machine has an NVIDIA driver ({driver()}), and torch {torch.__version__} sees no GPU",
                 "package torch: install a build for CUDA, or set CUDA_VISIBLE_DEVICES",
             )
-        return f"no GPU; trains on {device}; {host}"
-    torch.zeros(1, device=device).item()
+        if recipe.cluster.gpus or recipe.model.device.startswith("cuda"):
+            raise NotHereError(f"no GPU, which the recipe asks for; {host}")
+        return f"no GPU; trains on {subject.device}; {host}"
+    if lines := lacking_gpus(recipe):
+        raise CheckError(f"the recipe {lines[0]}", "cluster.gpus, or flags tp-size and servers in engine.args")
+    torch.zeros(1, device=subject.device).item()
     names = [torch.cuda.get_device_properties(i) for i in range(count)]
     shown = ", ".join(f"{n.name} {n.total_memory / GIGA:.0f} GB" for n in names)
     apart = [

@@ -32,6 +32,9 @@ GIVEN_BACK = 1 << 16
 
 def engine(subject: Subject) -> str:
     """The engine starts, and several requests sample at once."""
+    section = subject.recipe.engine
+    if missing := engine_class(section.name).missing(section.args):
+        raise NotHereError(missing[0])
     began = perf_counter()
     player = subject.player
     started, began = perf_counter() - began, perf_counter()

@@ -58,8 +58,9 @@ def no_gpu_build(subject: Subject, patch: Patch, folder: Path) -> None:
     on_path(patch, folder, "nvidia-smi", "echo 580.65.06")
 
 
-def unknown_device(subject: Subject, patch: Patch, folder: Path) -> None:
-    subject.recipe = small(model__device="cuda:77")
+def too_few_gpus(subject: Subject, patch: Patch, folder: Path) -> None:
+    patch.setattr(torch.cuda, "device_count", lambda: 2)
+    subject.recipe = small(cluster__gpus=8)
 
 
 def old_package(subject: Subject, patch: Patch, folder: Path) -> None:
@@ -174,7 +175,7 @@ def wakes_wrong(subject: Subject, patch: Patch, folder: Path) -> None:
 Fault = Callable[[Subject, Patch, Path], None]
 FAULTS: list[tuple[str, Fault, str, str]] = [
     ("devices", no_gpu_build, r"has an NVIDIA driver \(580.65.06\), and torch \S+ sees no GPU", "package torch"),
-    ("devices", unknown_device, "model.device: cuda:77 cannot be used here", "model.device"),
+    ("devices", too_few_gpus, "the recipe needs 8 GPUs on this machine .*, 2 here", "cluster.gpus"),
     ("versions", old_package, "torch is 2.*; >=99 is needed", "package torch"),
     ("versions", old_driver, "needs driver 580; the driver is 525.60.13", "NVIDIA driver"),
     ("versions", other_nccl, "NCCL is None here and 2.30.7 in the server's", "engine.args.weights"),
@@ -228,6 +229,24 @@ def wrong_turns(patch: Patch, spoil: Callable[[Any], Any]) -> None:
         return turn
 
     patch.setattr(LocalEngine, "generate", spoiled)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "line"),
+    [
+        ("devices", {"model__device": "cuda:1"}, "no GPU, which the recipe asks for"),
+        ("devices", {"cluster__gpus": 2}, "no GPU, which the recipe asks for"),
+        ("engine", {"engine__name": "sglang"}, "say where servers run"),
+    ],
+)
+def test_what_the_machine_does_not_have_is_no_failure(
+    name: str, changes: dict[str, Any], line: str, subject: Subject, monkeypatch: Patch
+) -> None:
+    monkeypatch.delenv("AGENTRL_SGLANG_VENV", raising=False)
+    subject.recipe = small(**changes)
+    found = finding(name, subject)
+    assert found.status is Status.ABSENT
+    assert line in found.figure
 
 
 def test_an_engine_with_one_way_to_take_weights_has_no_others(subject: Subject) -> None:

@@ -17,6 +17,7 @@ import typer
 from agentrl import __version__
 from agentrl.cli.check import check_command
 from agentrl.cli.data import data_command
+from agentrl.cli.doctor import doctor_command
 from agentrl.cli.evaluate import eval_command
 from agentrl.cli.listing import LISTED, list_command
 from agentrl.cli.new import new_app
@@ -63,6 +64,7 @@ app.command("train")(train_command)
 app.command("eval")(eval_command)
 app.command("sft")(sft_command)
 app.command("check")(check_command)
+app.command("doctor")(doctor_command)
 app.command("try")(try_command)
 app.add_typer(new_app, name="new")
 app.command("data")(data_command)

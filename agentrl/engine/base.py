@@ -79,6 +79,10 @@ class Engine(Protocol):
     brings_chat: ClassVar[bool] = False
     """Whether the engine takes messages: it is made without a model, and its own `chat` replaces the tokenizer's."""
 
+    in_process: ClassVar[bool] = False
+    """Whether the engine computes with the run's model in this process: it is then given the weights also where they
+    are trained in others."""
+
     chat: Chat | None = None
     """The chat of an engine that brings one."""
 

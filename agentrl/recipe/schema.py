@@ -425,13 +425,28 @@ class ProfileSection(Section):
     """Steps to write a trace of, by their numbers."""
 
 
+class TrajectoriesSection(Section):
+    """Which conversations a run writes down."""
+
+    every: Steps = 1
+    """Steps between two that are written; 0: none is, and no evaluation either."""
+    keep: Annotated[Count, Unit("files")] = 200
+    """Newest files of steps, and of evaluations of each split beside the first, that are kept; 0: all."""
+    sample: Annotated[Count, Unit("tasks")] = 0
+    """Tasks of a step that are written, with all of their samples; 0: all. Evaluations are written whole."""
+
+
+def _switched(value: Any) -> Any:
+    return {"every": int(value)} if isinstance(value, bool) else value
+
+
 class TrackSection(Section):
     """What a run writes besides metrics.jsonl and the display."""
 
     trackers: tuple[str, ...] = ()
     """Further trackers: installed ones (`agentrl trackers` lists them), or module:attribute."""
-    trajectories: bool = True
-    """Write trajectories/step_N.jsonl."""
+    trajectories: Annotated[TrajectoriesSection, BeforeValidator(_switched)] = TrajectoriesSection()
+    """Conversations in trajectories/step_N.jsonl and eval_SPLIT_N.jsonl; `false` is short for `{every: 0}`."""
 
 
 class Recipe(Section):

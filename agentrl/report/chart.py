@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from html import escape
+from itertools import pairwise
 
 Points = Sequence[tuple[float, float]]
 
@@ -21,6 +22,18 @@ def ticks(low: float, high: float, count: int = 5, whole: bool = False) -> list[
     step = next(m * unit for m in round_ones if m * unit >= raw)
     first = math.ceil(low / step - 1e-9)
     return [i * step for i in range(first, math.floor(high / step + 1e-9) + 1)]
+
+
+def thinned(points: Points, most: int) -> Points:
+    """Return at most `most` points: means of as many runs of neighbours, so that a page does not grow with a run. The
+    first and the last stay as they are."""
+    if len(points) <= most:
+        return points
+    inner, runs = points[1:-1], most - 2
+    edges = [i * len(inner) // runs for i in range(runs + 1)]
+    parts = [inner[a:b] for a, b in pairwise(edges)]
+    means = [(sum(x for x, _ in part) / len(part), sum(y for _, y in part) / len(part)) for part in parts]
+    return [points[0], *means, points[-1]]
 
 
 def number(value: float) -> str:
@@ -79,7 +92,7 @@ class _Frame:
         return "".join(parts)
 
     def line(self, name: str, points: Points, colour: str) -> str:
-        path = " ".join(f"{self.x(x):.1f},{self.y(y):.1f}" for x, y in points)
+        path = " ".join(f"{self.x(x):.1f},{self.y(y):.1f}" for x, y in thinned(points, 2 * WIDTH))
         dots = ""
         if len(points) <= 30:
             dots = "".join(

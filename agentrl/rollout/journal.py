@@ -1,5 +1,6 @@
 """Trajectories on disk: one JSON object a line, compressed with zstd where the file would be large."""
 
+import glob
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -10,12 +11,50 @@ from typing import Any
 import zstandard
 
 from agentrl.errors import contained
+from agentrl.recipe.schema import TrajectoriesSection
 from agentrl.trajectory import Group, Trajectory
 
 _DEPTH = 100  # lists and mappings in each other that are written out
 _VALUES = 100_000  # values in all that are written out, of one thing
 _BITS = 10_000  # of an integer; Python reads and writes no longer ones as text
+STEP, EVALUATION = "step_", "eval_"  # how names of files begin
 LARGE = 4_000_000  # bytes; a larger file is compressed, and its name ends in .zst
+
+
+class Journal:
+    """The trajectories of a run, in files by step and evaluation, as `track.trajectories` says."""
+
+    def __init__(self, policy: TrajectoriesSection, folder: Callable[[], Path]) -> None:
+        """folder: returns that of the files, and makes it where it is not there."""
+        self._policy, self._folder = policy, folder
+
+    def step(self, step: int, groups: Sequence[Group]) -> None:
+        """Write the step, if it is due, and remove files that are no longer kept."""
+        if not self._policy.every or step % self._policy.every:
+            return
+        if 0 < (most := self._policy.sample) < len(groups):
+            groups = [groups[i * len(groups) // most] for i in range(most)]
+        write_journal(self._folder(), f"{STEP}{step}", groups)
+        self._prune(STEP)
+
+    def evaluation(self, split: str, step: int, groups: Sequence[Group], solved: Callable[[Trajectory], bool]) -> None:
+        """Write the evaluation of `split` after `step`; the first one of the run is kept, for the report."""
+        if self._policy.every:
+            write_journal(self._folder(), f"{EVALUATION}{split}_{step}", groups, solved)
+            self._prune(f"{EVALUATION}{split}_", first=1)
+
+    def _prune(self, prefix: str, first: int = 0) -> None:
+        """Remove all but the `first` oldest and the `keep` newest files `<prefix><step>`."""
+        if not self._policy.keep:
+            return
+        found: dict[int, list[Path]] = {}
+        for path in self._folder().glob(f"{glob.escape(prefix)}*.jsonl*"):
+            number = path.name.removeprefix(prefix).partition(".")[0]
+            if number.isdecimal():
+                found.setdefault(int(number), []).append(path)
+        for step in sorted(found)[first : max(first, len(found) - self._policy.keep)]:
+            for path in found[step]:
+                path.unlink(missing_ok=True)
 
 
 def write_journal(

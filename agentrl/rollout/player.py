@@ -92,7 +92,7 @@ class Player:
             section = section.model_copy(update={"path": model_path, "lora": None})
         if apart:
             section = section.model_copy(update={"lora": None})
-        shape_only = apart and recipe.engine.name != "local"
+        shape_only = apart and not engine_class(recipe.engine.name).in_process
         model, tokenizer = load_shape(section) if shape_only else load_model(section, recipe.train.seed)
         chat = load_chat(
             tokenizer,
@@ -198,5 +198,5 @@ def prepare_torch(recipe: Recipe) -> None:
     torch.manual_seed(recipe.train.seed)
     if recipe.train.threads:
         torch.set_num_threads(recipe.train.threads)
-    elif recipe.rollout.overlap != "none" and recipe.engine.name == "local":
+    elif recipe.rollout.overlap != "none" and engine_class(recipe.engine.name).in_process:
         torch.set_num_threads(max(1, torch.get_num_threads() // 2))  # the engine and the trainer work at once

@@ -5,7 +5,7 @@ logged whole or not at all: what an interrupt cuts short leaves no trace.
 """
 
 import errno
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,13 +24,13 @@ from agentrl.learner.roles import RoleHost
 from agentrl.profiling.step import ROLLOUT, SYNC, TRAIN, StepProfiler
 from agentrl.recipe.schema import Recipe
 from agentrl.rollout.hooks import STEP
-from agentrl.rollout.journal import write_journal
+from agentrl.rollout.journal import Journal
 from agentrl.rollout.player import Player
 from agentrl.training.display import Display
 from agentrl.training.interrupt import Interrupted, Interrupts
 from agentrl.training.rollouts import Rollouts
 from agentrl.training.trackers import Trackers
-from agentrl.trajectory import Group, Trajectory
+from agentrl.trajectory import Group
 
 
 @dataclass(slots=True)
@@ -45,6 +45,7 @@ class Loop:
     rollouts: Rollouts
     held_out: HeldOut
     folder: RunFolder
+    journal: Journal
     checkpoints: Checkpoints
     display: Display
     interrupts: Interrupts
@@ -132,7 +133,7 @@ class Loop:
                 self.display.note(line)
         metrics["time/step_s"] = perf_counter() - start
         self.display.step(step, metrics)
-        self._save_trajectories(f"step_{step}", groups)
+        self.journal.step(step, groups)
         metrics |= self._evaluate_when_due(step)
 
     def _evaluate_when_due(self, step: int) -> dict[str, Any]:
@@ -154,7 +155,7 @@ class Loop:
             result, groups = self.interrupts.run(partial(self.held_out.play, split, after=self.step))
             found[split] = result.interval
             self._report_failures(f"evaluation of {split} after step {self.step}", groups)
-            self._save_trajectories(f"eval_{split}_{self.step}", groups, self.held_out.solved)
+            self.journal.evaluation(split, self.step, groups, self.held_out.solved)
         if found:
             self.display.evaluation(self.step, found, self.held_out.choosing)
         return found
@@ -170,12 +171,6 @@ class Loop:
         if unused and parts and not self._weights_checked:
             self.display.note(f"rewards.weights: no {', '.join(unused)} in this step{nearest(unused[0], parts)}")
         self._weights_checked = True
-
-    def _save_trajectories(
-        self, name: str, groups: Sequence[Group], solved: Callable[[Trajectory], bool] | None = None
-    ) -> None:
-        if self.recipe.track.trajectories:
-            write_journal(self.folder.trajectories, name, groups, solved)
 
     def _log(self, metrics: Mapping[str, Any]) -> None:
         try:

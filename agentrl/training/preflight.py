@@ -133,7 +133,7 @@ def lacking(recipe: Recipe) -> list[str]:
     Loads nothing. Raises UserError for arguments that the engine does not take.
     """
     check_engine(recipe.engine)
-    computes_here = not recipe.cluster.used or recipe.engine.name == "local"
+    computes_here = not recipe.cluster.used or engine_class(recipe.engine.name).in_process
     return [
         *(_error_line(lambda: find_device(recipe.model.device)) if computes_here else []),
         *_error_line(lambda: resolve(recipe.model.path)),

@@ -22,6 +22,7 @@ from agentrl.plugins.types import Task
 from agentrl.profiling.step import PROFILE, StepProfiler
 from agentrl.recipe.load import dump_recipe
 from agentrl.recipe.schema import Recipe
+from agentrl.rollout.journal import Journal
 from agentrl.rollout.model_reward import add_reward_model
 from agentrl.rollout.player import Player
 from agentrl.training.display import Display
@@ -115,6 +116,7 @@ def set_up(start: Start) -> Loop:
         rollouts=rollouts,
         held_out=held_out,
         folder=folder,
+        journal=Journal(recipe.track.trajectories, lambda: folder.trajectories),
         checkpoints=Checkpoints(folder.checkpoints, recipe.train.keep, player.tokenizer),
         display=display,
         interrupts=interrupts,

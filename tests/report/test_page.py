@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.report.chart import line_chart, ticks
+from agentrl.report.chart import line_chart, thinned, ticks
 from agentrl.report.page import write_report
 
 RECORD = {
@@ -42,6 +42,17 @@ def test_the_page_shows_what_the_run_wrote_and_escapes_what_the_model_said(tmp_p
     assert "&lt;script&gt;" in page
     assert "→ calculator({&quot;expression&quot;: &quot;3-2&quot;})" in page
     assert page.index("test, after step 0") < page.index("test, after step 10")
+
+
+@pytest.mark.parametrize("count", [1, 2, 9, 10, 11, 1000, 12_345])
+def test_a_line_has_no_more_points_than_it_can_show(count: int) -> None:
+    points = [(float(step), 3.0 * step) for step in range(count)]
+    found = thinned(points, 10)
+    assert len(found) == min(count, 10)
+    assert (found[0], found[-1]) == (points[0], points[-1])
+    assert all(y == pytest.approx(3 * x) for x, y in found)
+    drawn = line_chart("Reward", {"mean": points})
+    assert len(drawn) < 20_000
 
 
 def test_a_mark_is_the_word_of_the_environment_not_the_sign_of_the_reward(tmp_path: Path) -> None:

@@ -28,9 +28,8 @@ from agentrl.errors import UserError, call_plugin
 from agentrl.plugins.types import Task
 from agentrl.recipe.load import dump_recipe
 from agentrl.recipe.schema import AlgorithmSection, Recipe
-from agentrl.rollout import player
+from agentrl.rollout import journal, player
 from agentrl.rollout.scorer import Scorer
-from agentrl.training import loop
 from agentrl.training.preflight import check_algorithm
 from agentrl.training.run import TrainResult, resume_run
 
@@ -325,20 +324,20 @@ def test_what_strangers_code_raises_ends_a_run_in_one_line_and_saves_the_last_wh
 def test_a_bug_in_the_bookkeeping_takes_no_step_with_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    kept = loop.write_journal
+    kept = journal.write_journal
 
     def write(folder: Path, name: str, *arguments: Any) -> Any:
         if name == "step_2":
             raise KeyError("ids")
         return kept(folder, name, *arguments)
 
-    monkeypatch.setattr(loop, "write_journal", write)
+    monkeypatch.setattr(journal, "write_journal", write)
     code, said = command(trapped(tmp_path / "run", eval__splits=[]), tmp_path / "job.yaml", capsys)
     assert code == 2
     assert said.startswith("error: KeyError: 'ids' (")
     assert said.endswith(f"{SAVED}, {go_on(tmp_path / 'run')}")
     assert [row["step"] for row in metrics(tmp_path / "run")] == [0, 1, 2]
-    assert "in _save_trajectories" in (tmp_path / "run" / "error.log").read_text()
+    assert "in write" in (tmp_path / "run" / "error.log").read_text()
 
 
 class Deleting(Book):

@@ -12,7 +12,7 @@ import secrets
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -43,6 +43,8 @@ class LocalEngine(Engine):
     accelerator). overlap: whether it samples while the trainer changes `model` (`rollout.overlap`): it then keeps a
     copy of the weights, which `update_weights` brings up to date.
     """
+
+    in_process: ClassVar[bool] = True
 
     def __init__(
         self,

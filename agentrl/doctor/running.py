@@ -1,0 +1,212 @@
+"""Checks of whole runs: a checkpoint that a kill interrupts, two workers, one step of the recipe, and an estimate."""
+
+import json
+import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from agentrl.checkpoint.checkpoints import Checkpoints
+from agentrl.checkpoint.run_folder import CHECKPOINTS, METRICS, RunFolder
+from agentrl.cluster.session import OBJECT_STORE_MIN
+from agentrl.compute.batch import Batch
+from agentrl.distributed.remote import RayRoles
+from agentrl.doctor.check import CheckError, NotHereError
+from agentrl.doctor.subject import Subject, embedded, small
+from agentrl.learner.roles import LocalRoles
+from agentrl.models.load import load_model
+from agentrl.models.memory import plan_memory
+from agentrl.recipe.load import dump_recipe
+from agentrl.recipe.schema import ClusterSection, Recipe
+from agentrl.training.run import train
+
+WORKERS = 2
+STEP = "step.json"
+"""What the step measured, in the folder that checks share."""
+MANY = 1000
+"""Steps of the run that is killed: it does not get there."""
+WAIT_SECONDS = 120.0
+POLL_SECONDS = 0.05
+GIGA = 1e9
+
+
+def checkpoint(subject: Subject) -> str:
+    """A run is killed as it trains, and resumed from its checkpoint."""
+    folder = subject.folder / "killed"
+    shutil.rmtree(folder, ignore_errors=True)
+    recipe = embedded(subject.recipe, folder)
+    recipe = recipe.model_copy(update={"train": recipe.train.model_copy(update={"steps": MANY, "save_every": 1})})
+    path = subject.folder / "killed.yaml"
+    path.write_text(dump_recipe(recipe), encoding="utf-8")
+    kill_after_checkpoint([str(path)], folder)
+    step = check_saved(folder)
+    resumed = _train("--resume", str(folder), f"train.steps={step + 1}")
+    said, _ = resumed.communicate()
+    if resumed.returncode:
+        raise CheckError(f"the run could not be resumed from step {step}: {said.strip()[-400:]}")
+    rows = [row["step"] for row in RunFolder(folder).metrics()]
+    if rows != list(range(step + 2)):
+        raise CheckError(f"the resumed run wrote the steps {rows}, not each of 0 to {step + 1} once")
+    return f"killed after step {step}, resumed, {step + 1} steps in {METRICS}"
+
+
+def kill_after_checkpoint(arguments: list[str], folder: Path) -> None:
+    """Train until a checkpoint stands in `folder`, and kill the run. Raises CheckError where it ends before."""
+    process = _train(*arguments)
+    until = time.monotonic() + WAIT_SECONDS
+    while not any((folder / CHECKPOINTS).glob("step_*")):
+        if process.poll() is not None or time.monotonic() > until:
+            process.kill()
+            said, _ = process.communicate()
+            raise CheckError(f"the run wrote no checkpoint: {said.strip()[-400:]}")
+        time.sleep(POLL_SECONDS)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+
+
+def check_saved(folder: Path) -> int:
+    """Return the step of the newest checkpoint. Raises CheckError unless it is whole, UserError where it is damaged."""
+    saved = Checkpoints(folder / CHECKPOINTS, 1).latest()
+    if saved is None:
+        raise CheckError(f"no whole checkpoint was left in {folder / CHECKPOINTS}")
+    saved.verify()
+    return saved.step
+
+
+def _train(*arguments: str) -> "subprocess.Popen[str]":
+    words = [sys.executable, "-m", "agentrl.cli.main", "train", *arguments]
+    return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
+
+
+def workers(subject: Subject) -> str:
+    """Two workers under Ray compute and learn what one process does."""
+    gpus = torch.cuda.device_count() >= WORKERS and subject.device.type == "cuda"
+    if not gpus and len(os.sched_getaffinity(0)) < WORKERS:
+        raise NotHereError("one core, and no two GPUs")
+    if (free := shutil.disk_usage("/dev/shm").free) < 2 * OBJECT_STORE_MIN:
+        raise CheckError(
+            f"/dev/shm has {free / 1e6:.0f} MB free, and Ray needs {2 * OBJECT_STORE_MIN / 1e6:.0f}",
+            "/dev/shm: make it larger (docker run --shm-size=8g)",
+        )
+    subject.free()
+    recipe = embedded(subject.recipe, subject.folder / "workers", None if gpus else "cpu")
+    model, _ = load_model(recipe.model)
+    alone = LocalRoles(recipe, model)
+    cluster = ClusterSection(gpus=WORKERS) if gpus else ClusterSection(workers=WORKERS)
+    spread = recipe.model_copy(update={"cluster": cluster})
+    batch = made_up(model.get_input_embeddings().weight.shape[0])
+    began = time.perf_counter()
+    together = RayRoles(spread, spread, subject.folder / "logs", print, print)
+    try:
+        started = time.perf_counter() - began
+        off = 0.0
+        for _ in range(2):  # the second time, after an update
+            wanted, found = alone.actor.logprobs(batch), together.actor.logprobs(batch)
+            off = max(off, float(np.abs(wanted - found).max()))
+            for roles in (alone, together):
+                roles.actor.update(batch, 1e-3)
+    finally:
+        together.close()
+    if not off < 1e-3:
+        raise CheckError(f"log-probs of {WORKERS} workers differ from those of one process by {off:.2g} nats")
+    where = "GPUs" if gpus else "CPU"
+    return f"{WORKERS} workers on {where} in {started:.0f} s; log-probs differ by {off:.1g} nats, before and after"
+
+
+def made_up(vocabulary: int) -> Batch:
+    """Return eight samples of four prompts, with all that an update reads."""
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(0, vocabulary, 12) for _ in range(4)]
+    rows = [np.concatenate([prompts[i // 2], rng.integers(0, vocabulary, 8 + i)]) for i in range(8)]
+    mask = np.concatenate([np.arange(len(row)) >= 12 for row in rows])
+    tokens = len(mask)
+    return Batch(
+        np.cumsum([0, *(len(row) for row in rows)]),
+        {
+            "ids": np.concatenate(rows).astype(np.int32),
+            "loss_mask": mask.astype(np.uint8),
+            "logprobs": np.where(mask, -1.0, 0.0).astype(np.float32),
+            "advantages": np.where(mask, rng.standard_normal(tokens), 0.0).astype(np.float32),
+            "weight": (mask / mask.sum()).astype(np.float32),
+        },
+        {"prompt_length": np.full(8, 12, np.int32), "group": np.arange(8) // 2},
+    )
+
+
+def step(subject: Subject) -> str:
+    """One whole step of the recipe, with few and short samples."""
+    subject.free()
+    folder = subject.folder / "step"
+    shutil.rmtree(folder, ignore_errors=True)
+    result = train(small(subject.recipe, folder))
+    row = RunFolder(result.folder).metrics()[-1]
+    check_step(row)
+    Checkpoints(result.folder / CHECKPOINTS, 1).latest()
+    (subject.folder / STEP).write_text(json.dumps(row), encoding="utf-8")
+    memory = max((value for key, value in row.items() if key.startswith("memory/")), default=math.nan)
+    return (
+        f"{row['time/step_s']:.1f} s: sampled {row['time/rollout_s']:.1f}, trained {row['time/train_s']:.1f}, "
+        f"published {row['time/sync_s']:.1f}; reward {row['reward/mean']:.2f}; {memory:.2f} GB"
+    )
+
+
+def check_step(row: Mapping[str, Any]) -> None:
+    """Raise CheckError for metrics of a step that something is wrong with."""
+    if bad := row.get("not_finite"):
+        raise CheckError(f"not finite: {', '.join(bad)}", "model.dtype or train.lr")
+    if not row["rollout/trajectories"]:
+        raise CheckError(f"all {row['rollout/failed']} samples failed", "env, tools: see the log in the report")
+    if not 0 <= row.get("mismatch/logprob_mean", 0.0) < 0.2:
+        raise CheckError(
+            f"engine and trainer differ by {row['mismatch/logprob_mean']:.2g} nats in the mean of the step",
+            "engine.args.flags.dtype, model.dtype",
+        )
+
+
+def estimate(subject: Subject) -> str:
+    """Time and memory of the whole run, from the step that was tried and the shape of the model."""
+    recipe = subject.recipe
+    row = json.loads((subject.folder / STEP).read_text(encoding="utf-8"))
+    seconds = step_seconds(recipe, row)
+    whole = seconds * recipe.train.steps
+    said = f"about {seconds:.0f} s a step, {whole / 3600:.1f} h for {recipe.train.steps} steps without evaluation"
+    plan = plan_memory(recipe)
+    if plan is None:
+        return f"{said}; memory is not known"
+    free = total_memory(subject.device)
+    if plan.device > free:
+        raise CheckError(
+            f"{said}; the trainer needs {plan.device / GIGA:.1f} GB on each device, which has {free / GIGA:.1f}",
+            "train.micro_batch_tokens (lower), model.checkpointing: true, model.lora, or more cluster.gpus",
+        )
+    return f"{said}; the trainer needs {plan.device / GIGA:.2g} of {free / GIGA:.0f} GB"
+
+
+def total_memory(device: torch.device) -> float:
+    """Return the bytes that a device has."""
+    if device.type == "cuda":
+        return float(torch.cuda.get_device_properties(device).total_memory)
+    return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+
+
+def step_seconds(recipe: Recipe, row: Mapping[str, Any]) -> float:
+    """Return seconds of a step of the recipe, by the metrics of a small one: training in proportion to the samples,
+    sampling to their number over that of those decoded at once, publishing as it was. A guess: few samples are slower
+    each."""
+    tried = small(recipe, Path()).rollout
+    more = recipe.rollout.n * recipe.rollout.tasks / (tried.n * tried.tasks)
+    width = recipe.engine.max_batch * int(recipe.engine.args.get("servers", 1))
+    rounds = max(1.0, recipe.rollout.n * recipe.rollout.tasks / width)
+    longer = recipe.rollout.max_turn_tokens / tried.max_turn_tokens
+    rollout, learned = row["time/rollout_s"] * rounds * longer, row["time/train_s"] * more * longer
+    together = max(rollout, learned) if recipe.rollout.overlap != "none" else rollout + learned
+    return float(together + row["time/sync_s"])

@@ -1,0 +1,250 @@
+"""Checks of the engine: it starts, samples what the trainer computes, takes weights, and gives memory back."""
+
+import asyncio
+import copy
+import gc
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from agentrl.doctor.check import CheckError, NotHereError
+from agentrl.doctor.computing import free_memory, gap, is_half, logprobs_of
+from agentrl.doctor.subject import Subject
+from agentrl.engine.base import Engine, Generation, GenerationFinish, Sampling, engine_class
+from agentrl.engine.local.engine import LocalEngine
+from agentrl.errors import describe
+from agentrl.models.lora import adapter_parameters
+from agentrl.weights.channel import TRANSPORTS
+from agentrl.weights.source import ModelWeights
+
+TEXT = "A shop sells 7 pens for 3 coins each. How much do they cost together?"
+REQUESTS, TOKENS = 8, 32
+LOCAL = "local"
+GIVEN_BACK = 1 << 16
+"""Bytes that an engine on a CPU frees at least as it goes to sleep; on a GPU, a thousand times as much."""
+
+
+def engine(subject: Subject) -> str:
+    """The engine starts, and several requests sample at once."""
+    section = subject.recipe.engine
+    if missing := engine_class(section.name).missing(section.args):
+        raise NotHereError(missing[0])
+    began = perf_counter()
+    player = subject.player
+    started, began = perf_counter() - began, perf_counter()
+    turns = subject.wait(lambda: _sample(player.engine, prompt_of(subject)))
+    seconds = perf_counter() - began
+    vocabulary = player.model.get_input_embeddings().weight.shape[0]
+    for turn in turns:
+        _check_turn(turn, vocabulary)
+    tokens = sum(len(turn.ids) for turn in turns)
+    return f"started in {started:.1f} s; {tokens / seconds:,.0f} tokens/s in {REQUESTS} requests"
+
+
+async def _sample(engine: Engine, prompt: list[int]) -> list[Generation]:
+    asked = [(f"doctor/{i}", Sampling(TOKENS, seed=i)) for i in range(REQUESTS)]
+    turns = await asyncio.gather(*(engine.generate(prompt, sampling, name) for name, sampling in asked))
+    for name, _ in asked:
+        engine.finish(name)
+    return list(turns)
+
+
+def _check_turn(turn: Generation, vocabulary: int) -> None:
+    if not turn.ids or len(turn.ids) != len(turn.logprobs):
+        raise CheckError(f"the engine returned {len(turn.ids)} tokens with {len(turn.logprobs)} log-probs")
+    if not all(0 <= i < vocabulary for i in turn.ids):
+        raise CheckError(f"the engine returned ids outside the vocabulary of {vocabulary}")
+    if not all(-1e4 < p <= 1e-5 for p in turn.logprobs):
+        raise CheckError("the engine returned log-probs that are not finite, or above 0")
+    if turn.finish is GenerationFinish.ABORT:
+        raise CheckError("the engine aborted a request that nobody aborted")
+
+
+def prompt_of(subject: Subject) -> list[int]:
+    """Return the ids of a short conversation, as the recipe's chat renders it."""
+    return list(subject.player.chat.render([{"role": "user", "content": TEXT}], []))
+
+
+def parity(subject: Subject) -> str:
+    """Greedy sampling: the engine takes the tokens that the trainer finds likeliest, with its log-probs."""
+    player = subject.player
+    prompt = prompt_of(subject)
+    turn = subject.wait(lambda: greedy(player.engine, prompt))
+    if (wrong := compare(turn, player.model, prompt)) is not None:
+        raise CheckError(wrong)
+    second = subject.wait(lambda: greedy(player.engine, prompt))
+    same = "the same tokens twice" if second.ids == turn.ids else "other tokens the second time (rounding)"
+    wanted = logprobs_of(player.model, prompt, turn.ids)
+    off = (torch.tensor(turn.logprobs) - wanted).abs()
+    return f"{len(turn.ids)} tokens, log-probs differ by {float(off.mean()):.2g} nats in the mean; {same}"
+
+
+async def greedy(engine: Engine, prompt: list[int]) -> Generation:
+    """Return a turn of the likeliest tokens."""
+    try:
+        return await engine.generate(prompt, Sampling(TOKENS, temperature=0), "doctor/greedy")
+    finally:
+        engine.finish("doctor/greedy")
+
+
+def compare(turn: Generation, model: Any, prompt: list[int]) -> str | None:
+    """Return why a greedy turn is not the model's, or None."""
+    wanted = logprobs_of(model, prompt, turn.ids)
+    found = torch.tensor(turn.logprobs)
+    wrong = gap(found, wanted, is_half(model)) or _unlikely(turn, model, prompt, wanted)
+    return wrong and f"engine and trainer differ: {wrong}"
+
+
+@torch.no_grad()
+def _unlikely(turn: Generation, model: Any, prompt: list[int], wanted: Tensor) -> str | None:
+    """Return which token is not the likeliest, by more than log-probs may differ."""
+    device = model.get_input_embeddings().weight.device
+    row = torch.tensor([[*prompt, *turn.ids]], device=device)
+    best = model(input_ids=row, use_cache=False).logits[0, len(prompt) - 1 : -1].float().log_softmax(-1).amax(-1).cpu()
+    if gap(best, wanted, is_half(model)) is None:
+        return None
+    place = int((best - wanted).argmax())
+    return f"token {place} of a greedy turn is {float((best - wanted)[place]):.2g} nats less likely than the likeliest"
+
+
+def weights(subject: Subject) -> str:
+    """New weights reach the engine as the recipe says, and are noticed where they are others than the trainer's."""
+    player = subject.player
+    return updated(subject, player.engine, player.model)
+
+
+def updated(subject: Subject, engine: Engine, model: Any, received: bool = False) -> str:
+    """Change the model's weights, give them to the engine, compare; then change them back. Returns how long an update
+    took. received: the engine is given the weights as those of a trainer in other processes."""
+    prompt = prompt_of(subject)
+    right = copy.deepcopy(model.state_dict())
+    if (wrong := compare(subject.wait(lambda: greedy(engine, prompt)), model, prompt)) is not None:
+        raise CheckError(f"before an update {wrong}")  # and it keeps what it has computed with these weights
+    try:
+        with _changed(model):
+            seconds = _update(subject, engine, model, received)
+            turn = subject.wait(lambda: greedy(engine, prompt))
+            if (wrong := compare(turn, model, prompt)) is not None:
+                raise CheckError(f"after an update {wrong}")
+        if compare(turn, model, prompt) is None:
+            raise CheckError("wrong weights were not noticed: changing them did not change the log-probs")
+    finally:
+        model.load_state_dict(right)
+    _update(subject, engine, model, received)
+    turn = subject.wait(lambda: greedy(engine, prompt))
+    if (wrong := compare(turn, model, prompt)) is not None:
+        raise CheckError(f"after a second update {wrong}")
+    size = sum(p.nbytes for p in model.parameters()) / 1e9
+    return f"{seconds:.2f} s for {size:.3g} GB; wrong weights were noticed"
+
+
+def _update(subject: Subject, engine: Engine, model: Any, received: bool) -> float:
+    subject.version += 1
+    source = ModelWeights(model) if received else None
+    began = perf_counter()
+    subject.wait(lambda: engine.update_weights(subject.version, source))
+    return perf_counter() - began
+
+
+@contextmanager
+def _changed(model: Any) -> Iterator[None]:
+    """Weights that give clearly other log-probs: those of the adapter where there is one, else those of the last
+    norm."""
+    adapter = adapter_parameters(model)
+    norms = [p for name, p in model.named_parameters() if "norm" in name and p.dim() == 1]
+    chosen = adapter or norms[-1:] or list(model.parameters())[-1:]
+    kept = [p.detach().clone() for p in chosen]
+    given = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for p in chosen:
+            p.copy_(0.2 * torch.randn(p.shape, generator=given) if adapter else p * 0.25)
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for p, former in zip(chosen, kept, strict=True):
+                p.copy_(former)
+
+
+def transports(subject: Subject) -> str:
+    """A weight update by every other way that the engine knows."""
+    name = subject.recipe.engine.name
+    if name == LOCAL:
+        return _local_ways(subject)
+    if "weights" not in inspect.signature(engine_class(name)).parameters:
+        raise NotHereError(f"the engine {name} has one way only to take weights")
+    found = {way: _by_transport(subject, way) for way in TRANSPORTS if way != "auto"}
+    asked = subject.recipe.engine.args.get("weights", "auto")
+    if asked != "auto" and found[asked][0] is False:
+        raise CheckError(f"{asked}: {found[asked][1]}", "engine.args.weights: auto")
+    if not any(works for works, _ in found.values()):
+        raise CheckError("; ".join(f"{way}: {line}" for way, (_, line) in found.items()))
+    return "; ".join(f"{way}: {line}" for way, (_, line) in found.items())
+
+
+def _local_ways(subject: Subject) -> str:
+    """A copy that follows the trainer's model, and one that is given the weights tensor by tensor."""
+    model = subject.player.model
+    ways = {"copied": (LocalEngine(model, max_batch=REQUESTS, overlap=True), False)}
+    if not adapter_parameters(model):
+        ways["received"] = (LocalEngine(copy.deepcopy(model), max_batch=REQUESTS), True)
+    lines = []
+    for way, (made, received) in ways.items():
+        lines.append(f"{way} {updated(subject, made, model, received)}")
+        subject.wait(made.close)
+    return "; ".join(lines)
+
+
+def _by_transport(subject: Subject, way: str) -> tuple[bool, str]:
+    """Start the engine anew with a transport. Returns whether it works, and a line."""
+    recipe = subject.recipe
+    section = recipe.engine.model_copy(update={"args": {**recipe.engine.args, "weights": way}})
+    try:
+        subject.adopt(subject.build(recipe.model_copy(update={"engine": section})))
+        return True, updated(subject, subject.player.engine, subject.player.model)
+    except Exception as error:  # noqa: BLE001 - the next transport is tried all the same
+        return False, f"cannot be used here: {describe(error)}"
+    finally:
+        subject.free()
+
+
+def sleep(subject: Subject) -> str:
+    """The engine gives memory back while it sleeps, and samples the same once it is awake."""
+    recipe = subject.recipe
+    if recipe.engine.name != LOCAL and not recipe.engine.sleep:
+        raise NotHereError("engine.sleep is off")
+    if recipe.engine.name != LOCAL and not torch.cuda.is_available():
+        raise NotHereError("a server on a CPU frees nothing")
+    player, prompt = subject.player, prompt_of(subject)
+    turn = subject.wait(lambda: greedy(player.engine, prompt))
+    before = _held(subject)
+    subject.wait(player.engine.sleep)
+    freed = before - _held(subject)
+    subject.version += 1
+    subject.wait(lambda: player.engine.update_weights(subject.version))
+    subject.wait(player.engine.wake)
+    least = GIVEN_BACK * (1000 if subject.device.type == "cuda" else 1)
+    if freed < least:
+        raise CheckError(f"the engine gave back {freed / 1e6:.1f} MB as it went to sleep")
+    again = subject.wait(lambda: greedy(player.engine, prompt))
+    if (wrong := compare(again, player.model, prompt)) is not None:
+        raise CheckError(f"once awake {wrong}")
+    same = "the same tokens" if again.ids == turn.ids else "other tokens (rounding)"
+    return f"{freed / 1e6:,.1f} MB given back; {same} once awake"
+
+
+def _held(subject: Subject) -> float:
+    """Return the bytes that are taken: on a GPU by all processes, on a CPU by the tensors of this one."""
+    gc.collect()
+    if subject.device.type == "cuda":
+        torch.cuda.empty_cache()
+        return -free_memory(subject.device)
+    tensors = [found for found in gc.get_objects() if type(found) in (Tensor, Parameter)]
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t.device.type == "cpu"}
+    return float(sum(storages.values()))

@@ -34,6 +34,8 @@ class Hello:
     """A port that was free a moment ago, for rank 0's rendezvous."""
     cores: int
     """CPU cores that it may use."""
+    gpus: tuple[str, ...]
+    """Names of the GPUs that Ray gave it; none: it asked for none."""
     oom_kills: int
     """Processes that the kernel of its machine had killed for memory, see `oom_kills`."""
 
@@ -91,7 +93,9 @@ class Host:
             free.bind(("", 0))
             port = free.getsockname()[1]
         context = ray.get_runtime_context()
-        return Hello(os.getpid(), ray.util.get_node_ip_address(), context.get_node_id(), port, _cores(), oom_kills())
+        gpus = tuple(map(str, context.get_accelerator_ids().get("GPU", ())))
+        node = ray.util.get_node_ip_address()
+        return Hello(os.getpid(), node, context.get_node_id(), port, _cores(), gpus, oom_kills())
 
     def start(self, start: Start) -> Answer:
         """Construct the worker. The value is the size of its log in bytes before it wrote anything."""

@@ -291,7 +291,7 @@ def test_shared_memory_lies_in_plain_segments(monkeypatch: pytest.MonkeyPatch) -
 def test_workers_see_no_gpu_but_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray hides all but one from those that ask for one, and none from those that ask for none."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
-    hellos = [Hello(pid=i, node="n", node_id="n", port=1, cores=2, oom_kills=0) for i in range(2)]
+    hellos = [Hello(pid=i, node="n", node_id="n", port=1, cores=2, gpus=(), oom_kills=0) for i in range(2)]
     assert [e["CUDA_VISIBLE_DEVICES"] for e in environments(hellos, [2], gpu=False)] == ["", ""]
     assert all("CUDA_VISIBLE_DEVICES" not in e for e in environments(hellos, [2], gpu=True))
 

@@ -56,6 +56,8 @@ class LaunchPlan:
     """Address to listen on, unless the flags name a `host`."""
     key: str | None = None
     """Key that servers ask callers for."""
+    devices: Sequence[Sequence[int]] = ()
+    """The GPUs of each server, neighbours, as this process counts them; empty: from the first on."""
     grace: float = 0.0
     """Seconds between asking a server to end and killing it. SGLang only waits in them."""
 
@@ -105,9 +107,16 @@ class LaunchPlan:
         if self.adapter is not None and self.adapted:
             flags |= self.adapter.flags(self.cpu)
         given = self._given()
-        if not self.cpu and index and "base-gpu-id" not in given:
-            flags["base-gpu-id"] = index * int(given.get("tp-size") or given.get("tp") or 1)
+        if not self.cpu:
+            given["base-gpu-id"] = self._first_device(index)
         return [*self.command, *_flags(flags | given)]
+
+    def _first_device(self, index: int) -> int:
+        """Return the first GPU of server `index`: by the table of the run's devices, or one server after the other."""
+        if index < len(self.devices) and self.devices[index]:
+            return self.devices[index][0]
+        given = self._given()
+        return int(given.get("base-gpu-id") or 0) + index * ranks_of(given)
 
     def environment(self) -> dict[str, str]:
         """Return this process's environment with the server's variables."""
@@ -125,10 +134,22 @@ class LaunchPlan:
         return {**ours, **self.env}
 
     def _given(self) -> dict[str, Flag]:
-        return {key.replace("_", "-").removeprefix("--"): value for key, value in self.flags.items()}
+        return plain_flags(self.flags)
 
     def _cpu_tokens(self) -> int:
         return max(self.context, min(self.max_batch * self.context, CACHE_BYTES // max(1, self.token_bytes)))
+
+
+def plain_flags(flags: Mapping[str, Flag]) -> dict[str, Flag]:
+    """Return flags by their names as SGLang writes them: `tp_size` and `--tp-size` are `tp-size`."""
+    return {key.replace("_", "-").removeprefix("--"): value for key, value in flags.items()}
+
+
+def ranks_of(flags: Mapping[str, Flag]) -> int:
+    """Return the GPUs of one server: tensor x pipeline parallelism. Raises ValueError for what is no number."""
+    tensor = flags.get("tp-size") or flags.get("tp") or flags.get("tensor-parallel-size") or 1
+    pipeline = flags.get("pp-size") or flags.get("pp") or flags.get("pipeline-parallel-size") or 1
+    return int(tensor) * int(pipeline)
 
 
 def _flags(flags: Flags) -> list[str]:

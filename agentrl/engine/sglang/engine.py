@@ -14,10 +14,11 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
+from agentrl.cluster.placement import Launched
 from agentrl.engine.base import Engine, EngineError, Generation, GenerationFinish, Sampling
 from agentrl.engine.sglang.adapters import needs_of
 from agentrl.engine.sglang.client import LostAdapterError, RefusedError, ServerError
-from agentrl.engine.sglang.command import Flag, launch_command, sizes_of
+from agentrl.engine.sglang.command import Flag, launch_command, plain_flags, ranks_of, sizes_of
 from agentrl.engine.sglang.fleet import Fleet
 from agentrl.engine.sglang.pool import Call, Member
 from agentrl.engine.sglang.settings import Settings
@@ -37,7 +38,8 @@ class SglangEngine(Engine):
     in other processes. max_batch: requests in flight on one server, at most, and what a launched server decodes at
     once. model_path: what launched servers load. tokenizer: compared with that of the servers. say, phase: called with
     lines that stay, and with what goes on right now. lora: of the adapter that is trained, where `model` is a shape.
-    cluster: address of a Ray cluster whose machines are to reach launched servers. The rest is described in `Settings`.
+    cluster: address of a Ray cluster whose machines are to reach launched servers. devices: the GPUs of each launched
+    server, neighbours, as this process counts them; empty: from the first on. The rest is described in `Settings`.
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class SglangEngine(Engine):
         phase: Callable[[str], None] | None = None,
         lora: LoraSection | None = None,
         cluster: str | None = None,
+        devices: Sequence[Sequence[int]] = (),
         urls: tuple[str, ...] | str = (),
         servers: int = 1,
         venv: str | None = None,
@@ -73,7 +76,7 @@ class SglangEngine(Engine):
         _, self._own_context = sizes_of(model)
         self._vocabulary = model.get_input_embeddings().weight.shape[0]
         needs = needs_of(model, lora)
-        plan = settings.plan(model, model_path, max_batch, needs, cluster)
+        plan = settings.plan(model, model_path, max_batch, needs, cluster, devices)
         quiet: Callable[[str], None] = lambda line: None  # noqa: E731
         self._fleet = Fleet(model, tokenizer, settings, plan, needs, max_batch, say or quiet, phase or quiet)
         self._calls: dict[str, Call] = {}
@@ -93,14 +96,18 @@ class SglangEngine(Engine):
         return []
 
     @staticmethod
-    def gpus(args: Mapping[str, Any]) -> int:
-        """Return how many GPUs of this machine servers launched by these `engine.args` take."""
+    def launched(args: Mapping[str, Any]) -> Launched:
+        """See `Engine.launched`."""
         if args.get("urls"):
-            return 0
-        flags = {key.replace("_", "-").removeprefix("--"): value for key, value in (args.get("flags") or {}).items()}
-        tensor_parallel = int(flags.get("tp-size") or flags.get("tp") or 1)
-        replicas = int(flags.get("dp-size") or flags.get("dp") or 1)
-        return int(args.get("servers", 1)) * tensor_parallel * replicas
+            return Launched()
+        flags = plain_flags(args.get("flags") or {})
+        first, share = flags.get("base-gpu-id"), flags.get("mem-fraction-static")
+        return Launched(
+            servers=int(args.get("servers", 1)),
+            ranks=ranks_of(flags),
+            first=None if first is None else int(first),
+            share=None if share is None else float(share),
+        )
 
     @property
     def max_context(self) -> int:

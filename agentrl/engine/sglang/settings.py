@@ -1,6 +1,6 @@
 """What a recipe may say in `engine.args` of the engine `sglang`."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -69,10 +69,11 @@ class Settings:
         max_batch: int,
         adapter: AdapterNeeds | None,
         cluster: str | None = None,
+        devices: Sequence[Sequence[int]] = (),
     ) -> LaunchPlan | None:
         """Return how to launch servers for `model`, a transformers module at `model_path`; None where they run already.
-        cluster: address of the Ray cluster whose machines are to reach them. Raises UserError where nothing says what
-        launches one."""
+        cluster: address of the Ray cluster whose machines are to reach them. devices: see `LaunchPlan`. Raises
+        UserError where nothing says what launches one."""
         if self.urls:
             return None
         command = launch_command(self.command, self.venv)
@@ -91,6 +92,7 @@ class Settings:
             env=self.env,
             adapter=adapter,
             listen=listen_host(cluster),
+            devices=devices,
             grace=GRACE_SECONDS if self.command is not None else 0.0,
         )
         return replace(plan, key=plan.flag("api-key") or (None if is_loopback(plan.host) else new_key()))

@@ -11,6 +11,7 @@ from agentrl.chat.base import Chat
 from agentrl.cluster.placement import Launched
 from agentrl.errors import PlainError, UserError
 from agentrl.plugins.registry import load
+from agentrl.recipe.schema import Recipe
 from agentrl.weights.source import WeightSource
 
 
@@ -84,8 +85,9 @@ class Engine(Protocol):
     """The chat of an engine that brings one."""
 
     @staticmethod
-    def missing(args: Mapping[str, Any]) -> list[str]:
-        """Return what this machine lacks to start the engine with these `engine.args`, one line each."""
+    def missing(recipe: Recipe) -> list[str]:
+        """Return what this machine lacks to run the engine as `recipe` says, and what of it cannot work, one line
+        each. Starts nothing."""
         return []
 
     @staticmethod

@@ -118,6 +118,7 @@ class Player:
             lora=recipe.model.lora,
             cluster=recipe.cluster.address,
             devices=placement.servers if placement is not None else (),
+            dtype="bfloat16" if section.compute == "bfloat16" else section.dtype,
             overlap=recipe.rollout.overlap != "none" and not apart,
         )
         await engine.health()

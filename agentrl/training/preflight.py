@@ -143,7 +143,7 @@ def lacking(recipe: Recipe) -> list[str]:
         *_lacking_critic(recipe),
         *(_lacking_cluster(recipe) if recipe.cluster.used else []),
         *lacking_gpus(recipe),
-        *engine_class(recipe.engine.name).missing(recipe.engine.args),
+        *engine_class(recipe.engine.name).missing(recipe),
     ]
 
 

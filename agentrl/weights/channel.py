@@ -12,11 +12,12 @@ from time import perf_counter
 from typing import Any
 
 import aiohttp
+import torch
 
 from agentrl.errors import UserError, nearest
 from agentrl.weights.addresses import same_host
 from agentrl.weights.server import PauseMode, WeightServer, WeightUpdateError
-from agentrl.weights.source import WeightSource
+from agentrl.weights.source import Rounded, WeightSource
 from agentrl.weights.transports.base import Failures, Transport, each
 from agentrl.weights.transports.disk import DiskTransport
 from agentrl.weights.transports.nccl import GroupTransport
@@ -99,6 +100,8 @@ class WeightChannel:
             failures: Failures = {}
             ready = await each(self.servers, lambda server: self._open(server, version, mode), failures)
             hashing = [facts for server in ready if (facts := await server.facts()).hashes_whole]
+            if ready and all([(await server.facts()).dtype == "bfloat16" for server in ready]):
+                weights = Rounded(weights, torch.bfloat16)
             sent = Fingerprint(weights, checking and bool(hashing), [facts.dtype for facts in hashing])
             flush = mode is not PauseMode.IN_PLACE or bool(self._released)
             failures |= await self.transport.send(version, ready, sent, flush)

@@ -58,7 +58,7 @@ class Fleet:
         self._all_out_since: float | None = None
         self.pool = Pool((Member(Client(url, self._sessions)) for url in settings.urls), limit)
         self.sync = Sync(model, self._sessions, self._weights.path, settings.weights, say)
-        self._admission = Admission(model, tokenizer, self.sync, say)
+        self._admission = Admission(model, tokenizer, self.sync, say, settings.start_timeout)
         self.version = 0
         self._epoch = 0  # counts updates: a server that was sent weights before one is not let in after it
         self.max_context = 0

@@ -28,6 +28,10 @@ class RefusedError(ServerError):
     """A server refused a request (4xx): asking again would not help."""
 
 
+class LateError(ServerError):
+    """A server did not answer in time, or this process was too busy to read it."""
+
+
 class LostAdapterError(ServerError):
     """A server does not know the adapter that it was sent: it was restarted."""
 
@@ -109,7 +113,7 @@ class Client:
             async with asyncio.timeout(timeout), session.request(method, self.url + path, json=body) as response:
                 data = await response.read()
         except TimeoutError as error:
-            raise ServerError(f"{self.url}{path}: no answer within {timeout:g} seconds") from error
+            raise LateError(f"{self.url}{path}: no answer within {timeout:g} seconds") from error
         except (aiohttp.ClientError, OSError) as error:
             raise self._fault(path, error) from error
         if response.status != 200:

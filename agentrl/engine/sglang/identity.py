@@ -16,11 +16,10 @@ FIRST_SECONDS = 60.0
 """Time for a server to answer a request, where nothing else is said; the first one may have to compile kernels."""
 PROBE_TOKENS = 24
 PROBE_TEXT = 'Hello, Wörld! 3 + 4.5 = 7.5\n\t{"name": [1, 2]} 漢字 '
-LIKELY_TEXT = (
-    "The quick brown fox jumps over the lazy dog. Once upon a time there was a little girl who lived in a small house "
-    "near the edge of the forest."
-)
-"""Text that a language model expects: two exact computations in bfloat16 differ most where a token is unlikely."""
+OPENING = "Once upon a time there was a little girl who lived"
+OPENING_TOKENS = 8
+"""Tokens of the opening, after which the model goes on by itself: two exact computations in bfloat16 differ most where
+a token is unlikely, so those are compared that it sampled."""
 EXACT = "float32"
 TOLERANCE, LIMIT = 1e-3, 1e-3
 """Mean difference between log-probs, in nats, from which on a server is given our weights, and with which it is refused
@@ -61,7 +60,7 @@ class Probe:
     ids: tuple[int, ...]
     """Token ids of the prompt."""
     logprobs: tuple[float, ...]
-    """Log-probs of ids[1:], natural log."""
+    """Log-probs of the last ids, natural log: those that are compared."""
     tolerance: float
     """Mean difference from a server's log-probs up to which it surely has our weights, in nats."""
     limit: float
@@ -143,7 +142,7 @@ async def difference(client: Client, probe: Probe, adapter: str | None = None, t
     named = body if adapter is None else {**body, "lora_path": adapter}
     answer = await client.post("/generate", named, timeout=timeout)
     try:
-        theirs = [pair[0] for pair in answer["meta_info"]["input_token_logprobs"]][1:]
+        theirs = [pair[0] for pair in answer["meta_info"]["input_token_logprobs"]][-len(probe.logprobs) :]
         gaps = [abs(a - b) for a, b in zip(theirs, probe.logprobs, strict=True)]
     except (TypeError, KeyError, ValueError, IndexError) as error:
         raise UserError(f"engine: {client.url} returns no log-probs of a prompt: {answer!r:.200}") from error
@@ -151,19 +150,25 @@ async def difference(client: Client, probe: Probe, adapter: str | None = None, t
 
 
 def probe_of(model: Any, tokenizer: Any = None) -> Probe:
-    """Return a prompt and what `model` (a transformers causal LM) gives it: words that it expects; without a tokenizer,
-    ids spread over the vocabulary."""
+    """Return a prompt that `model` (a transformers causal LM) sampled, after the opening or, without a tokenizer, ids
+    spread over the vocabulary; and what it gives it."""
     import torch
 
-    vocabulary = model.get_input_embeddings().weight.shape[0]
-    ids = [(7 + 104_729 * i) % vocabulary for i in range(PROBE_TOKENS)]
+    embedding = model.get_input_embeddings().weight
+    ids = [(7 + 104_729 * i) % embedding.shape[0] for i in range(OPENING_TOKENS)]
     if tokenizer is not None:
-        words = list(tokenizer.encode(LIKELY_TEXT, add_special_tokens=False))[:PROBE_TOKENS]
-        ids = words if len(words) == PROBE_TOKENS and max(words) < vocabulary else ids
-    device = model.get_input_embeddings().weight.device
-    with torch.no_grad():
-        logits = model(input_ids=torch.tensor([ids], device=device), use_cache=False).logits[0].float()
-    chosen = torch.log_softmax(logits[:-1], -1).gather(1, torch.tensor(ids[1:], device=device)[:, None])[:, 0]
+        words = list(tokenizer.encode(OPENING, add_special_tokens=False))[:OPENING_TOKENS]
+        ids = words if words and max(words) < embedding.shape[0] else ids
+    start, chance = len(ids), torch.Generator().manual_seed(0)
+
+    def logprobs() -> Any:
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([ids], device=embedding.device), use_cache=False).logits[0]
+        return torch.log_softmax(logits.float(), -1)
+
+    while len(ids) < PROBE_TOKENS:
+        ids.append(int(torch.multinomial(logprobs()[-1].exp().cpu(), 1, generator=chance)))
+    chosen = logprobs()[start - 1 : -1].cpu().gather(1, torch.tensor(ids[start:])[:, None])[:, 0]
     exact = next(model.parameters()).dtype == torch.float32
     limits = (TOLERANCE, LIMIT) if exact else (LOOSE_TOLERANCE, LOOSE_LIMIT)
     return Probe(tuple(ids), tuple(chosen.tolist()), *limits)
@@ -172,8 +177,8 @@ def probe_of(model: Any, tokenizer: Any = None) -> Probe:
 def other_weights(client: Client, gap: float, probe: Probe, limit: float | None = None) -> str:
     """Return the line for a server whose log-probs differ from ours. limit: what is allowed, else the tolerance."""
     return (
-        f"{client.url} samples from other weights than model.path: the log-probs of {len(probe.ids)} tokens differ by "
-        f"{gap:.3g} nats in the mean, and {probe.tolerance if limit is None else limit:g} is allowed"
+        f"{client.url} samples from other weights than model.path: the log-probs of {len(probe.logprobs)} tokens "
+        f"differ by {gap:.3g} nats in the mean, and {probe.tolerance if limit is None else limit:g} is allowed"
     )
 
 

@@ -22,6 +22,7 @@ from agentrl.weights.transports.base import Failures, Transport, each
 from agentrl.weights.transports.disk import DiskTransport
 from agentrl.weights.transports.nccl import GroupTransport
 from agentrl.weights.transports.shared_memory import SharedMemoryTransport
+from agentrl.weights.transports.split import SplitTransport
 from agentrl.weights.verify import Fingerprint, check
 
 TRANSPORTS = ("auto", "from_tensor", "from_distributed", "from_disk")
@@ -31,9 +32,10 @@ CHECK_EVERY = 50
 PARTIAL = "partial-"
 """Prefix of the version of a server that holds a part of an update."""
 
-KEYS_AND_VALUES = ("kv_cache",)
+KEYS_AND_VALUES = ("cuda_graph", "kv_cache")
 MEMORY = ("weights", *KEYS_AND_VALUES)
-"""What a server started with `--enable-memory-saver` can release, and take again separately. A CPU frees nothing."""
+"""What a server started with `--enable-memory-saver` can release, and take again separately: graphs where it has
+SGLANG_MEMORY_SAVER_CUDA_GRAPH=1 besides, as launched ones do. A CPU frees nothing."""
 
 CHANGED = "the trainer changed its weights while they were sent"
 
@@ -200,16 +202,25 @@ async def open_channel(
     servers = [WeightServer(url, session, timeout) for url in urls]
     for server in servers:
         await server.facts()
-    why = "as the recipe says"
-    if transport == "auto":
-        apart = [server.url for server in servers if not same_host(server.url)]
-        transport = "from_distributed" if apart else "from_tensor"
-        why = f"{apart[0]} does not share this machine's memory" if apart else "servers share this machine's memory"
-    say(f"weights: {transport} ({why})")
-    return WeightChannel(servers, _transport(transport, folder), check_every, former)
+    chosen, how = _by_server(servers, transport, folder)
+    say(f"weights: {how}")
+    return WeightChannel(servers, chosen, check_every, former)
 
 
-def _transport(name: str, folder: Path) -> Transport:
-    if name == "from_disk":
-        return DiskTransport(folder)
-    return GroupTransport() if name == "from_distributed" else SharedMemoryTransport()
+def _by_server(servers: Sequence[WeightServer], transport: str, folder: Path) -> tuple[Transport, str]:
+    """Return how to send to each of the servers, and a line about it."""
+    if transport == "from_disk":
+        return DiskTransport(folder), "from_disk (as the recipe says)"
+    if transport != "auto":
+        by_group = transport == "from_distributed"
+        return GroupTransport() if by_group else SharedMemoryTransport(), f"{transport} (as the recipe says)"
+    near = [server.url for server in servers if same_host(server.url)]
+    apart = [server.url for server in servers if server.url not in near]
+    if not apart:
+        return SharedMemoryTransport(), "from_tensor (servers share this machine's memory)"
+    why = f"from_distributed over gloo ({apart[0]} does not share this machine's memory"
+    why += f", nor do {len(apart) - 1} more)" if len(apart) > 1 else ")"
+    group = GroupTransport(nccl=False)  # which version a server has is not known, and NCCL wants its own
+    if not near:
+        return group, why
+    return SplitTransport(SharedMemoryTransport(), group, near), f"from_tensor to {len(near)} servers, {why}"

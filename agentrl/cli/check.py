@@ -132,6 +132,7 @@ def _show_memory(out: "Console", recipe: "Recipe", fetch: bool) -> None:
         for pool, own in plan_pools(recipe):
             _show_plan(out, recipe, own, f"of the pool ({', '.join(pool.roles)})", pool.workers)
         out.print(f"the engine's cache takes {_size(plan.cache_token)} per token", highlight=False)
+    _show_devices(out, recipe, plan)
     for line in _missing(recipe, plan):
         out.print(f"missing: {line}", style="yellow", markup=False, soft_wrap=True)
     for line in _advice(recipe, plan):
@@ -196,6 +197,37 @@ def _show_traffic(out: "Console", recipe: "Recipe") -> None:
         )
 
 
+def _show_devices(out: "Console", recipe: "Recipe", plan: "MemoryPlan | None") -> None:
+    """Print which part of the run gets which device, and what it is expected to take of it."""
+    import torch
+
+    from agentrl.cluster.placement import Expected, Row, named
+    from agentrl.models.memory import plan_pools
+    from agentrl.training.preflight import placement_of
+
+    pools = {pool: own.device for pool, own in plan_pools(recipe)} if plan is not None else {}
+    weights = plan.parameters * (4 if recipe.model.dtype == "float32" else 2) if plan is not None else None
+    expected = Expected(plan and plan.device, tuple(pools.get(pool) for pool in recipe.cluster.pools), weights)
+    placement = placement_of(recipe, member=True, expected=expected)
+    sizes = [torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count())]
+
+    def cells(row: Row) -> tuple[str, str, str, str]:
+        where = {None: "where Ray has room", 0: "this machine"}.get(row.node, f"machine {(row.node or 0) + 1}")
+        unknown = f"{row.workers} GPUs" if row.node is None else "CPUs"
+        cost = _size(row.memory) if row.memory is not None else ""
+        if row.share is not None:
+            held = [sizes[device] for device in row.devices if device < len(sizes)]
+            cost = f"{row.share:g} of the GPU" + (f", {_size(row.share * min(held))}" if held else "")
+        return where, named(row.devices) if row.devices else unknown, row.part, cost
+
+    found = [cells(row) for row in placement.rows]
+    widths = [max(len(cell[column]) for cell in found) for column in range(4)]
+    _title(out, "devices" + (", shared: the engine sleeps while the trainer works" if placement.shared else ""))
+    for row in found:
+        line = "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()
+        out.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
 def _missing(recipe: "Recipe", plan: "MemoryPlan | None") -> list[str]:
     """Return what this machine lacks to run the recipe, or to be one of the machines of its cluster."""
     import torch
@@ -203,7 +235,7 @@ def _missing(recipe: "Recipe", plan: "MemoryPlan | None") -> list[str]:
     from agentrl.training.preflight import lacking, lacking_gpus
 
     lines = lacking(recipe)
-    lines += [line for line in lacking_gpus(recipe, everywhere=True) if line not in lines]
+    lines += [line for line in lacking_gpus(recipe, member=True) if line not in lines]
     sizes = [torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count())]
     if plan is not None and sizes and recipe.model.device != "cpu" and min(sizes) < plan.device:
         who = "each worker" if recipe.cluster.used else "the trainer"

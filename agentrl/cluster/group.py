@@ -204,6 +204,7 @@ class WorkerGroup:
 
     def _start(self, worker: bytes, logs: Path) -> None:
         hellos = greet(self._actors, self.name)
+        self._pool.check_devices([(hello.node, hello.gpus) for hello in hellos])
         settings = starts(hellos, self._pool.by_node, worker, logs, self.name, gpu=self._pool.gpu)
         self._references = [
             WorkerReference(self.name, rank, hello, Path(start.log))

@@ -18,6 +18,7 @@ from agentrl.cluster.dispatch import Arguments
 from agentrl.cluster.worker import BEAT, beat_file
 from agentrl.errors import UserError
 
+_SIOCGIFADDR = 0x8915
 STACKS = signal.SIGUSR1
 """The signal that makes a worker write its threads' stacks to its log, also while it hangs in a collective."""
 
@@ -35,6 +36,10 @@ class Hello:
     """A port that was free a moment ago, for rank 0's rendezvous."""
     cores: int
     """CPU cores that it may use."""
+    interface: str
+    """Network interface that has `node`; empty: not known."""
+    gpus: tuple[str, ...]
+    """Names of the GPUs that Ray gave it; none: it asked for none."""
     oom_kills: int
     """Processes that the kernel of its machine had killed for memory, see `oom_kills`."""
 
@@ -92,7 +97,10 @@ class Host:
             free.bind(("", 0))
             port = free.getsockname()[1]
         context = ray.get_runtime_context()
-        return Hello(os.getpid(), ray.util.get_node_ip_address(), context.get_node_id(), port, _cores(), oom_kills())
+        gpus = tuple(map(str, context.get_accelerator_ids().get("GPU", ())))
+        node = ray.util.get_node_ip_address()
+        known = context.get_node_id(), port, _cores(), interface_of(node), gpus
+        return Hello(os.getpid(), node, *known, oom_kills())
 
     def start(self, start: Start) -> Answer:
         """Construct the worker. The value is the size of its log in bytes before it wrote anything."""
@@ -185,6 +193,24 @@ def oom_kills() -> int:
         if "oom_kill" in counted:
             return int(counted["oom_kill"])
     return 0
+
+
+def interface_of(address: str) -> str:
+    """Return the name of this machine's network interface that has an IPv4 address; empty: none, or not known here."""
+    if sys.platform != "linux":
+        return ""
+    import fcntl
+    import struct
+
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            try:
+                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name[:15].encode()))
+            except OSError:
+                continue  # it has no address
+            if socket.inet_ntoa(answer[20:24]) == address:
+                return name
+    return ""
 
 
 def _cores() -> int:

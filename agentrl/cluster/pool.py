@@ -1,7 +1,7 @@
 """`ResourcePool`: the CPUs or GPUs of n workers over one or several nodes, held until `release`."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 Resources = dict[str, float]
 POLL_SECONDS = 0.2
+NODE_SHARE = 0.001
+"""Of the resource with a node's name, of which each node has 1: asking for it says where."""
 RESERVE_SECONDS = 30.0
 """Minimum time for Ray to reserve what it reported as free."""
 
@@ -29,23 +31,45 @@ class Node:
     """Those not reserved."""
 
 
+@dataclass(frozen=True)
+class Home:
+    """What the table of a run's devices says about the controller's machine, whose GPUs are not the workers' alone."""
+
+    address: str
+    """Its address, as Ray knows it."""
+    workers: frozenset[str] | None = None
+    """Names of the GPUs that workers there are to have, and the first ones are there; None: any but `engine`."""
+    engine: frozenset[str] = frozenset()
+    """Names of GPUs of the engine that are not the workers' too; they are reserved beside `workers`."""
+
+    @property
+    def here(self) -> bool:
+        """Whether the first workers lie there."""
+        return self.workers is not None
+
+
 class ResourcePool:
     """Slots for `workers` workers, spread evenly over `nodes` machines (the first ones hold one more if that does not
     divide).
 
-    gpu: each worker gets a GPU of its own, beside its CPU. patience: seconds to wait for resources that others use;
+    gpu: each worker gets a GPU of its own, beside its CPU. home: the controller's machine and its GPUs, where an engine
+    has some of them. patience: seconds to wait for resources that others use;
     what no machine has is refused at once. Raises ClusterError with what is needed and what exists."""
 
-    def __init__(self, workers: int, nodes: int = 1, *, gpu: bool = False, patience: float = 10.0) -> None:
+    def __init__(
+        self, workers: int, nodes: int = 1, *, gpu: bool = False, home: Home | None = None, patience: float = 10.0
+    ) -> None:
         if not 1 <= nodes <= workers:
             raise ClusterError(f"{workers} workers cannot lie on {nodes} nodes; each node takes at least one")
-        self.workers, self.gpu = workers, gpu
+        self.workers, self.gpu, self._home = workers, gpu, home
         self.by_node = spread(workers, nodes)
         self._held: PlacementGroup | None = None
         self._group: str | None = None
         self._check(lambda node: node.total, "there")
+        if home is not None:
+            _check_whole(home.address)
         until = time.monotonic() + patience
-        while not fits(self.by_node, [self._places(node.free) for node in cluster_nodes()]):
+        while not self._fits(lambda node: node.free, cluster_nodes()):
             if time.monotonic() > until:
                 self._check(lambda node: node.free, "free")
             time.sleep(POLL_SECONDS)
@@ -99,11 +123,46 @@ class ResourcePool:
         import ray
 
         bundles = [self.needs(workers) for workers in self.by_node]
+        if self._home is not None and self._home.here:
+            bundles[0] = self._first()
         self._held = ray.util.placement_group(bundles, strategy="STRICT_SPREAD" if len(bundles) > 1 else "PACK")
         if not self._held.wait(timeout):
             self.release()
             self._check(lambda node: node.free, "free")
             raise ClusterError(f"Ray did not set {self._needed()} aside within {timeout:.0f} seconds; see `ray status`")
+
+    def _first(self) -> Resources:
+        """Return the resources that are reserved on the controller's machine: with those of the engine, so that nobody
+        else takes them, and its name, so that the first bundle lies there."""
+        assert self._home is not None
+        needs = self.needs(self.by_node[0])
+        needs["GPU"] = needs.get("GPU", 0.0) + len(self._home.engine)
+        return needs | {f"node:{self._home.address}": NODE_SHARE}
+
+    def check_devices(self, given: Sequence[tuple[str, Sequence[str]]]) -> None:
+        """Raise ClusterError where Ray gave workers other GPUs of the controller's machine than the run's table of
+        devices says: an engine has those, or would take others'. given: node's address and GPUs' names, by rank."""
+        home = self._home
+        if home is None:
+            return
+        names = {name for node, gpus in given if node == home.address for name in gpus}
+        if (home.workers is not None and names != home.workers) or names & home.engine:
+            planned = "any" if home.workers is None else ", ".join(sorted(home.workers))
+            raise ClusterError(
+                f"Ray gave the workers the GPUs {', '.join(sorted(names))} of {home.address}, where the run's table "
+                f"says {planned}, and {', '.join(sorted(home.engine)) or 'the same'} for the engine: something else "
+                "holds GPUs of this machine; free them, or start the servers yourself (engine.args.urls)"
+            )
+
+    def _fits(self, has: Callable[[Node], Resources], nodes: list[Node]) -> bool:
+        """Return whether these nodes have what is needed."""
+        by_node = self.by_node
+        if self._home is not None and self._home.here:
+            first = [node for node in nodes if node.address == self._home.address]
+            if not first or any(has(first[0]).get(name, 0.0) < amount for name, amount in self._first().items()):
+                return False
+            by_node, nodes = by_node[1:], [node for node in nodes if node not in first]
+        return fits(by_node, [self._places(has(node)) for node in nodes])
 
     def _places(self, resources: Resources) -> int:
         """Return how many workers a node can hold."""
@@ -111,7 +170,7 @@ class ResourcePool:
 
     def _check(self, has: Callable[[Node], Resources], word: str) -> None:
         nodes = cluster_nodes()
-        if not fits(self.by_node, [self._places(has(node)) for node in nodes]):
+        if not self._fits(has, nodes):
             raise ClusterError(
                 f"needed: {self._needed()}; {word}: "
                 + "; ".join(f"node {node.address} with {_amounts(has(node))}" for node in nodes)
@@ -120,7 +179,11 @@ class ResourcePool:
 
     def _needed(self) -> str:
         most = _amounts(self.needs(self.by_node[0]))
-        return f"one node with {most}" if len(self.by_node) == 1 else f"{len(self.by_node)} nodes with {most} each"
+        needed = f"one node with {most}" if len(self.by_node) == 1 else f"{len(self.by_node)} nodes with {most} each"
+        if self._home is not None and self._home.here:
+            needed += f", the first of them {self._home.address}"
+            needed += f" with {len(self._home.engine)} GPUs more for the engine" if self._home.engine else ""
+        return needed
 
 
 def spread(workers: int, nodes: int) -> list[int]:
@@ -146,6 +209,24 @@ def cluster_nodes() -> list[Node]:
         for node in ray.nodes()
         if node["Alive"]
     ]
+
+
+def own_address() -> str:
+    """Return this machine's address, as Ray knows it."""
+    import ray
+
+    return str(ray.util.get_node_ip_address())
+
+
+def _check_whole(address: str) -> None:
+    """Raise ClusterError where a machine's GPUs are shared by fraction: a server takes whole ones."""
+    found = [node for node in cluster_nodes() if node.address == address]
+    for amount in (amount for node in found for amount in (node.total.get("GPU", 0.0), node.free.get("GPU", 0.0))):
+        if amount != int(amount):
+            raise ClusterError(
+                f"{amount:g} GPUs of {address} are shared by fraction, and the run's engine takes whole ones there: "
+                "end what shares them, or start the servers yourself (engine.args.urls)"
+            )
 
 
 def _amounts(resources: Resources) -> str:

@@ -10,13 +10,14 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import IO, ClassVar
 
 from agentrl.cluster.errors import ClusterError, tail
+from agentrl.cluster.placement import VISIBLE
 from agentrl.process_tree import ProcessTree
 
 MEGABYTE = 1 << 20
@@ -38,7 +39,8 @@ class Session:
 
     address: of an existing cluster: HOST:PORT of its head, or `auto`: that of RAY_ADDRESS, or else of the cluster that
     this machine belongs to. None starts Ray on this machine; it ends with this process however that ends. cpus, gpus:
-    the numbers that a Ray started here offers (None: all there are). object_store: its shared memory in bytes. timeout:
+    the numbers that a Ray started here offers (None: all there are). devices: names of the GPUs that it is shown (None:
+    those of this process), as CUDA_VISIBLE_DEVICES has them. object_store: its shared memory in bytes. timeout:
     seconds; a busy machine takes a minute.
 
     Raises ClusterError if Ray cannot be started or reached.
@@ -52,6 +54,7 @@ class Session:
         *,
         cpus: int | None = None,
         gpus: int | None = None,
+        devices: Sequence[str] | None = None,
         object_store: int | None = None,
         timeout: float = 180.0,
     ) -> None:
@@ -65,7 +68,8 @@ class Session:
         try:
             if address is None:
                 _protect()
-                self.address = self._start(cpus, gpus, object_store or object_store_bytes(), timeout)
+                command = _arguments(cpus, gpus, object_store or object_store_bytes())
+                self.address = self._start(command, devices, timeout)
             else:
                 self.address = reach(self.address)
             _connect(self.address, timeout)
@@ -109,23 +113,23 @@ class Session:
         if self.folder is not None:
             shutil.rmtree(self.folder, ignore_errors=True)
 
-    def _start(self, cpus: int | None, gpus: int | None, object_store: int, timeout: float) -> str:
+    def _start(self, arguments: list[str], devices: Sequence[str] | None, timeout: float) -> str:
         """Start Ray's node and return its address. Retry, as Ray allows its node 30 seconds, too few on a busy
         machine."""
         until = time.monotonic() + timeout
         while True:
             try:
-                return self._try(cpus, gpus, object_store, until)
+                return self._try(arguments, devices, until)
             except ClusterError as error:
                 if _BUSY not in str(error) or time.monotonic() > until:
                     raise
                 self._end()
 
-    def _try(self, cpus: int | None, gpus: int | None, object_store: int, until: float) -> str:
+    def _try(self, arguments: list[str], devices: Sequence[str] | None, until: float) -> str:
         self.folder = folder = _new_folder()
         output = folder / "start.log"
         with output.open("wb") as file:
-            self._node = _launch(folder, _command(folder, cpus, gpus, object_store), file)
+            self._node = _launch(folder, arguments, devices, file)
         started = folder / "ray_current_cluster"  # written by `ray start` once it is up
         while not (started.is_file() and (address := started.read_text().strip())):
             if not self.alive:
@@ -172,18 +176,21 @@ def _new_folder() -> Path:
     return Path(tempfile.mkdtemp(prefix="agentrl-ray-", dir=parent if len(parent) <= _MAX_TEMP_LENGTH else "/tmp"))
 
 
-def _command(folder: Path, cpus: int | None, gpus: int | None, object_store: int) -> list[str]:
+def _arguments(cpus: int | None, gpus: int | None, object_store: int) -> list[str]:
+    """Return what `ray start` is told of this machine's resources."""
+    arguments = [f"--object-store-memory={object_store}"]
+    arguments += [f"--num-cpus={cpus}"] if cpus is not None else []
+    arguments += [f"--num-gpus={gpus}"] if gpus is not None else []
+    return arguments
+
+
+def _launch(folder: Path, arguments: list[str], devices: Sequence[str] | None, output: IO[bytes]) -> ProcessTree:
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--port=0"]
-    command += ["--include-dashboard=false", "--disable-usage-stats", f"--temp-dir={folder}"]
-    command += [f"--object-store-memory={object_store}"]
-    command += [f"--num-cpus={cpus}"] if cpus is not None else []
-    command += [f"--num-gpus={gpus}"] if gpus is not None else []
-    return command
-
-
-def _launch(folder: Path, command: list[str], output: IO[bytes]) -> ProcessTree:
+    command += ["--include-dashboard=false", "--disable-usage-stats", f"--temp-dir={folder}", *arguments]
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     environment.setdefault("RAY_worker_niceness", "0")  # else whatever runs beside them starves the workers
+    if devices is not None:
+        environment[VISIBLE] = ",".join(devices)
     return ProcessTree(command, output, environment, grace=GRACE_SECONDS, folder=folder)
 
 

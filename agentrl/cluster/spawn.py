@@ -79,10 +79,20 @@ def environments(hellos: list[Hello], by_node: list[int], gpu: bool) -> list[dic
         forwarded["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"  # micro-batches differ: blocks would fragment
     if not gpu:  # Ray leaves a worker that asked for none with all of them, and each would take the first
         forwarded["CUDA_VISIBLE_DEVICES"] = ""
+    apart = len(by_node) > 1
     local = [(rank, count) for count in by_node for rank in range(count)]
     return [
-        _environment(forwarded, hello, hellos[0], rank, len(hellos), *local[rank]) for rank, hello in enumerate(hellos)
+        _environment(_interfaces(hello, apart) | forwarded, hello, hellos[0], rank, len(hellos), *local[rank])
+        for rank, hello in enumerate(hellos)
     ]
+
+
+def _interfaces(hello: Hello, apart: bool) -> dict[str, str]:
+    """Return the variables that name the interface by which the other machines reach this one, where there are others:
+    gloo would take that of the machine's name, which Ubuntu gives a loopback address."""
+    if not apart or not hello.interface:
+        return {}
+    return {"GLOO_SOCKET_IFNAME": hello.interface, "NCCL_SOCKET_IFNAME": f"={hello.interface}"}
 
 
 def _environment(

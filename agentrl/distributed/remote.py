@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from time import sleep
 
@@ -9,13 +10,14 @@ import numpy as np
 import numpy.typing as npt
 
 from agentrl.cluster.group import Future, WorkerGroup
-from agentrl.cluster.pool import ResourcePool
+from agentrl.cluster.placement import Placement, names_of
+from agentrl.cluster.pool import Home, ResourcePool, own_address
 from agentrl.cluster.session import Session
 from agentrl.compute.batch import Batch
 from agentrl.compute.flops import Work
 from agentrl.learner.metrics import MicroBatchMetrics
 from agentrl.learner.roles import forward_lines
-from agentrl.recipe.schema import Recipe
+from agentrl.recipe.schema import ClusterSection, Recipe
 from agentrl.weights.request import WeightRequest, WeightResult
 from agentrl.weights.source import NamedTensor, WeightSource
 
@@ -163,6 +165,7 @@ class RayRoles:
 
     begins: the recipe with the model that the policy starts from (a checkpoint, for example). logs: folder for the
     workers' output, by the same path on every machine. say, phase: called with lines that stay, and with progress.
+    placement: the run's devices (None: as Ray gives them).
 
     Raises ClusterError (Ray, resources, a worker), and UserError of the workers: a model that does not load.
     """
@@ -176,18 +179,21 @@ class RayRoles:
         logs: Path,
         say: Callable[[str], None] = lambda line: None,
         phase: Callable[[str], None] = lambda line: None,
+        placement: Placement | None = None,
     ) -> None:
         cluster = recipe.cluster
         self._stack, self._recipe, self._begins, self._logs = ExitStack(), recipe, begins, logs
         self._groups: dict[str, WorkerGroup] = {}
         try:
             phase("starting Ray")
-            session = self._stack.enter_context(Session(cluster.address, gpus=None if cluster.gpus else 0))
-            roles = recipe.roles
-            for pool in cluster.pools:
-                self._start(pool.workers, 1, list(pool.roles), phase)
-                roles = [role for role in roles if role not in pool.roles]
-            self._start(cluster.size, cluster.nodes, roles, phase)
+            session = self._stack.enter_context(_session(cluster, placement))
+            roles, home = recipe.roles, _home(cluster, placement)
+            own = self._reserve(cluster.size, cluster.nodes, home)  # first: it has the table's first devices
+            for apart in cluster.pools:
+                beside = home and replace(home, workers=None)
+                self._start(self._reserve(apart.workers, 1, beside), list(apart.roles), phase)
+                roles = [role for role in roles if role not in apart.roles]
+            self._start(own, roles, phase)
             where = session.address if cluster.address else "this machine"
             say(f"cluster: {sum(len(g) for g in set(self._groups.values()))} workers on {where}, logs in {logs}")
             self.actor = RemoteActor(self._groups["actor"])
@@ -201,12 +207,14 @@ class RayRoles:
         self.reference = RemoteReference(self._groups["reference"]) if "reference" in self._groups else None
         self.critic = RemoteCritic(self._groups["critic"]) if "critic" in self._groups else None
 
-    def _start(self, workers: int, nodes: int, roles: list[str], phase: Callable[[str], None]) -> None:
+    def _reserve(self, workers: int, nodes: int, home: Home | None) -> ResourcePool:
+        return self._stack.enter_context(ResourcePool(workers, nodes, gpu=self._recipe.cluster.gpus > 0, home=home))
+
+    def _start(self, pool: ResourcePool, roles: list[str], phase: Callable[[str], None]) -> None:
         from agentrl.distributed.worker import TrainWorker
 
         recipe, actor = self._recipe, "actor" in roles
-        phase(f"starting {workers} workers ({', '.join(roles)})")
-        pool = self._stack.enter_context(ResourcePool(workers, nodes, gpu=recipe.cluster.gpus > 0))
+        phase(f"starting {pool.workers} workers ({', '.join(roles)})")
         group = WorkerGroup(
             pool,
             TrainWorker,
@@ -269,3 +277,22 @@ class RayRoles:
         """Return the groups with trained roles."""
         groups = [self._groups[role] for role in ("actor", "critic") if role in self._groups]
         return list(dict.fromkeys(groups))
+
+
+def _session(cluster: ClusterSection, placement: Placement | None) -> Session:
+    """Connect to the cluster, or start a Ray that is shown the trainer's devices alone, so that no worker gets an
+    engine's."""
+    if cluster.address is not None or not cluster.gpus or placement is None:
+        return Session(cluster.address, gpus=None if cluster.gpus else 0)
+    devices = names_of(placement.devices("trainer"))
+    return Session(gpus=len(devices), devices=devices)
+
+
+def _home(cluster: ClusterSection, placement: Placement | None) -> Home | None:
+    """Return what the actor's pool has to know of this machine; None where Ray's choice is as good as any: no engine
+    has GPUs here, or Ray was shown the trainer's alone."""
+    if cluster.address is None or not cluster.gpus or placement is None or not placement.engine:
+        return None
+    engine = frozenset(names_of([d for d in placement.engine if d not in placement.devices("trainer")]))
+    workers = placement.devices("trainer")
+    return Home(own_address(), frozenset(names_of(workers)) if workers else None, engine)

@@ -48,7 +48,7 @@ class TrainWorker(InstrumentedWorker):
         if self.recipe.train.threads:
             torch.set_num_threads(self.recipe.train.threads)
         torch.manual_seed(self.recipe.train.seed)
-        if self.recipe.engine.name == "sglang" and self.recipe.engine.args.get("weights") != "from_tensor":
+        if self.recipe.engine.name == "sglang" and self.recipe.engine.args.get("weights") == "from_distributed":
             agree_with_servers()
         self.connect(self.recipe.cluster.timeout)
         self.start_measuring()

@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 from agentrl.chat.base import Chat
+from agentrl.cluster.placement import Launched
 from agentrl.errors import PlainError, UserError
 from agentrl.plugins.registry import load
+from agentrl.recipe.schema import Recipe
 from agentrl.weights.source import WeightSource
 
 
@@ -87,17 +89,19 @@ class Engine(Protocol):
     """The chat of an engine that brings one."""
 
     @staticmethod
-    def missing(args: Mapping[str, Any]) -> list[str]:
-        """Return what this machine lacks to start the engine with these `engine.args`, one line each."""
+    def missing(recipe: Recipe) -> list[str]:
+        """Return what this machine lacks to run the engine as `recipe` says, and what of it cannot work, one line
+        each. Starts nothing."""
         return []
 
     @staticmethod
-    def gpus(args: Mapping[str, Any]) -> int:
-        """Return how many GPUs of this machine the engine takes for itself with these `engine.args`.
+    def launched(args: Mapping[str, Any]) -> Launched:
+        """Return the servers that the engine launches on this machine with these `engine.args`, for the table of
+        devices (`cluster/placement.py`), which gives an engine whose class takes `devices` those of each server.
 
         Raises ValueError for an argument that should be a number and is not.
         """
-        return 0
+        return Launched()
 
     @property
     @abstractmethod

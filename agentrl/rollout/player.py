@@ -8,6 +8,7 @@ from typing import Any
 
 from agentrl.chat.base import Chat
 from agentrl.chat.load import load_chat
+from agentrl.cluster.placement import Placement
 from agentrl.data.prompts import PromptLengths, measure_prompts
 from agentrl.engine.base import Engine, engine_class
 from agentrl.models.load import load_model, load_shape, resolve
@@ -51,13 +52,15 @@ class Player:
         say: Callable[[str], None] | None = None,
         phase: Callable[[str], None] | None = None,
         apart: bool = False,
+        placement: Placement | None = None,
     ) -> "Player":
         """From what the recipe names; `model_path` replaces `model.path`, adapter and all. Raises UserError: one line.
 
         env: made already by whoever had something to ask of it before a model is loaded. say, phase: told what an
         engine has to say as it starts, in lines that stay, and what it does right now. apart: the model is trained in
         other processes, which give the engine its weights: here it has no adapter, and weights only where the engine
-        computes with them. Sets torch's seed and, where the recipe says so, its threads.
+        computes with them. placement: the devices of the engine, and of a model that it computes with here. Sets
+        torch's seed and, where the recipe says so, its threads.
         """
         prepare_torch(recipe)
         env = env or make_environment(recipe.env)
@@ -67,7 +70,7 @@ class Player:
             stack.push_async_callback(toolbox.close)
             others = (STEP, *rewards.samples, *rewards.groups, *((MODEL,) if recipe.rewards.model else ()))
             check_weights(recipe.rewards.weights, known_parts((env, *toolbox.tools, *env.tools()), others))
-            player = await cls._build(recipe, model_path, env, toolbox, rewards, say, phase, apart)
+            player = await cls._build(recipe, model_path, env, toolbox, rewards, say, phase, apart, placement)
             stack.pop_all()
         return player
 
@@ -82,6 +85,7 @@ class Player:
         say: Callable[[str], None] | None,
         phase: Callable[[str], None] | None,
         apart: bool,
+        placement: Placement | None,
     ) -> "Player":
         if engine_class(recipe.engine.name).brings_chat:
             engine = make_message_engine(recipe.engine)
@@ -92,6 +96,8 @@ class Player:
             section = section.model_copy(update={"path": model_path, "lora": None})
         if apart:
             section = section.model_copy(update={"lora": None})
+        if placement is not None and placement.embedded is not None:
+            section = section.model_copy(update={"device": f"cuda:{placement.embedded}"})
         shape_only = apart and not engine_class(recipe.engine.name).in_process
         model, tokenizer = load_shape(section) if shape_only else load_model(section, recipe.train.seed)
         chat = load_chat(
@@ -111,6 +117,8 @@ class Player:
             phase=phase,
             lora=recipe.model.lora,
             cluster=recipe.cluster.address,
+            devices=placement.servers if placement is not None else (),
+            dtype="bfloat16" if section.compute == "bfloat16" else section.dtype,
             overlap=recipe.rollout.overlap != "none" and not apart,
         )
         await engine.health()

@@ -10,6 +10,7 @@ import torch
 from agentrl.algo import advantages, losses
 from agentrl.algo.registry import check_critic
 from agentrl.algo.terms import Tokens
+from agentrl.cluster.placement import Expected, Placement, place
 from agentrl.cluster.session import reach
 from agentrl.compute.batch import Array, Batch
 from agentrl.compute.classifier import classifier_config
@@ -41,6 +42,8 @@ class Checked:
     """Tasks to train on."""
     trackers: Mapping[str, Callable[[], Tracker]]
     """Factories of the trackers, by name."""
+    placement: Placement
+    """The devices of each part."""
 
 
 def check_names(recipe: Recipe) -> None:
@@ -74,7 +77,7 @@ def check_run(recipe: Recipe) -> Checked:
     needed = dict.fromkeys(("train", *splits, *((choosing,) if choosing is not None else ())))
     if empty := [split for split in needed if not len(tasks_of(env, split))]:
         raise UserError(f"environment {env.name!r} (source {recipe.env.source}) has no task in {', '.join(empty)}")
-    return Checked(env, splits, choosing, tasks, trackers)
+    return Checked(env, splits, choosing, tasks, trackers, placement_of(recipe))
 
 
 def check_algorithm(recipe: Recipe) -> None:
@@ -140,29 +143,26 @@ def lacking(recipe: Recipe) -> list[str]:
         *_lacking_critic(recipe),
         *(_lacking_cluster(recipe) if recipe.cluster.used else []),
         *lacking_gpus(recipe),
-        *engine_class(recipe.engine.name).missing(recipe.engine.args),
+        *engine_class(recipe.engine.name).missing(recipe),
     ]
 
 
-def lacking_gpus(recipe: Recipe, everywhere: bool = False) -> list[str]:
-    """List the missing GPUs of the workers and of the servers that are launched here.
-
-    everywhere: check the workers' GPUs even if a running Ray cluster provides them, as for a machine of that cluster.
-    """
-    cluster, here = recipe.cluster, torch.cuda.device_count()
+def placement_of(recipe: Recipe, *, member: bool = False, expected: Expected | None = None) -> Placement:
+    """Return the table of the run's devices on this machine; see `place`. Raises UserError for flags of servers that
+    should be numbers."""
     try:
-        served = engine_class(recipe.engine.name).gpus(recipe.engine.args)
-    except ValueError as error:
-        raise UserError(f"engine.args.flags: expected a number of devices: {error}") from error
-    if not cluster.gpus:  # without a GPU servers run on the CPU, as the trainer does
-        return [f"needs {served} GPUs on this machine (all of the engine), {here} here"] if 0 < here < served else []
-    if cluster.address is not None and not everywhere:
-        return []
-    trains = cluster.gpus + sum(pool.workers for pool in cluster.pools)
-    needed = max(trains, served) if recipe.engine.sleep else trains + served
-    share = "which share them" if recipe.engine.sleep else "each has its own"
-    parts = f"{trains} of the trainer, {served} of the engine, {share}" if served else "all of the trainer"
-    return [f"needs {needed} GPUs on this machine ({parts}), {here} here"] if here < needed else []
+        launched = engine_class(recipe.engine.name).launched(recipe.engine.args)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"engine.args.flags: expected a number: {error}") from error
+    return place(recipe, launched, torch.cuda.device_count(), expected=expected or Expected(), member=member)
+
+
+def lacking_gpus(recipe: Recipe, member: bool = False) -> list[str]:
+    """List what keeps the run's devices from this machine. member: it is to be one of a running cluster's."""
+    here = torch.cuda.device_count()
+    if not here and not recipe.cluster.gpus:
+        return []  # it computes on the CPU, or `model.device` is not there, which is said by itself
+    return placement_of(recipe, member=member).lacking(here)
 
 
 def _lacking_critic(recipe: Recipe) -> list[str]:

@@ -151,7 +151,9 @@ def _make_player(start: Start) -> tuple[Recipe, Player]:
     initial, apart = _with_initial_model(recipe, saved), recipe.cluster.used
     named, path = (recipe, initial.model.path) if saved and recipe.model.lora is None else (initial, None)
     player = start.interrupts.run(
-        lambda: Player.build(named, path, start.checked.env, display.note, display.phase, apart)
+        lambda: Player.build(
+            named, path, start.checked.env, display.note, display.phase, apart, start.checked.placement
+        )
     )
     start.at_end("the player", lambda: start.interrupts.complete(player.close))
     display.note(player.describe())
@@ -204,7 +206,8 @@ def _make_role_host(start: Start, initial: Recipe, player: Player) -> RoleHost:
     if recipe.cluster.used:
         from agentrl.distributed.remote import RayRoles
 
-        role_host = RayRoles(recipe, initial, start.open_folder().path / "logs", display.note, display.phase)
+        logs, placement = start.open_folder().path / "logs", start.checked.placement
+        role_host = RayRoles(recipe, initial, logs, display.note, display.phase, placement)
     else:
         role_host = LocalRoles(recipe, player.model)
     start.at_end("the roles", role_host.close)

@@ -12,15 +12,17 @@ from time import perf_counter
 from typing import Any
 
 import aiohttp
+import torch
 
 from agentrl.errors import UserError, nearest
 from agentrl.weights.addresses import same_host
 from agentrl.weights.server import PauseMode, WeightServer, WeightUpdateError
-from agentrl.weights.source import WeightSource
+from agentrl.weights.source import Rounded, WeightSource
 from agentrl.weights.transports.base import Failures, Transport, each
 from agentrl.weights.transports.disk import DiskTransport
 from agentrl.weights.transports.nccl import GroupTransport
 from agentrl.weights.transports.shared_memory import SharedMemoryTransport
+from agentrl.weights.transports.split import SplitTransport
 from agentrl.weights.verify import Fingerprint, check
 
 TRANSPORTS = ("auto", "from_tensor", "from_distributed", "from_disk")
@@ -30,9 +32,10 @@ CHECK_EVERY = 50
 PARTIAL = "partial-"
 """Prefix of the version of a server that holds a part of an update."""
 
-KEYS_AND_VALUES = ("kv_cache",)
+KEYS_AND_VALUES = ("cuda_graph", "kv_cache")
 MEMORY = ("weights", *KEYS_AND_VALUES)
-"""What a server started with `--enable-memory-saver` can release, and take again separately. A CPU frees nothing."""
+"""What a server started with `--enable-memory-saver` can release, and take again separately: graphs where it has
+SGLANG_MEMORY_SAVER_CUDA_GRAPH=1 besides, as launched ones do. A CPU frees nothing."""
 
 CHANGED = "the trainer changed its weights while they were sent"
 
@@ -99,6 +102,8 @@ class WeightChannel:
             failures: Failures = {}
             ready = await each(self.servers, lambda server: self._open(server, version, mode), failures)
             hashing = [facts for server in ready if (facts := await server.facts()).hashes_whole]
+            if ready and all([(await server.facts()).dtype == "bfloat16" for server in ready]):
+                weights = Rounded(weights, torch.bfloat16)
             sent = Fingerprint(weights, checking and bool(hashing), [facts.dtype for facts in hashing])
             flush = mode is not PauseMode.IN_PLACE or bool(self._released)
             failures |= await self.transport.send(version, ready, sent, flush)
@@ -197,16 +202,25 @@ async def open_channel(
     servers = [WeightServer(url, session, timeout) for url in urls]
     for server in servers:
         await server.facts()
-    why = "as the recipe says"
-    if transport == "auto":
-        apart = [server.url for server in servers if not same_host(server.url)]
-        transport = "from_distributed" if apart else "from_tensor"
-        why = f"{apart[0]} does not share this machine's memory" if apart else "servers share this machine's memory"
-    say(f"weights: {transport} ({why})")
-    return WeightChannel(servers, _transport(transport, folder), check_every, former)
+    chosen, how = _by_server(servers, transport, folder)
+    say(f"weights: {how}")
+    return WeightChannel(servers, chosen, check_every, former)
 
 
-def _transport(name: str, folder: Path) -> Transport:
-    if name == "from_disk":
-        return DiskTransport(folder)
-    return GroupTransport() if name == "from_distributed" else SharedMemoryTransport()
+def _by_server(servers: Sequence[WeightServer], transport: str, folder: Path) -> tuple[Transport, str]:
+    """Return how to send to each of the servers, and a line about it."""
+    if transport == "from_disk":
+        return DiskTransport(folder), "from_disk (as the recipe says)"
+    if transport != "auto":
+        by_group = transport == "from_distributed"
+        return GroupTransport() if by_group else SharedMemoryTransport(), f"{transport} (as the recipe says)"
+    near = [server.url for server in servers if same_host(server.url)]
+    apart = [server.url for server in servers if server.url not in near]
+    if not apart:
+        return SharedMemoryTransport(), "from_tensor (servers share this machine's memory)"
+    why = f"from_distributed over gloo ({apart[0]} does not share this machine's memory"
+    why += f", nor do {len(apart) - 1} more)" if len(apart) > 1 else ")"
+    group = GroupTransport(nccl=False)  # which version a server has is not known, and NCCL wants its own
+    if not near:
+        return group, why
+    return SplitTransport(SharedMemoryTransport(), group, near), f"from_tensor to {len(near)} servers, {why}"

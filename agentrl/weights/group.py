@@ -4,7 +4,8 @@ import asyncio
 import os
 import socket
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import accumulate
@@ -17,10 +18,13 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.distributed_c10d import GroupName
 
+from agentrl.cluster.host import interface_of
 from agentrl.threads import in_thread
 from agentrl.weights.addresses import own_address
 from agentrl.weights.server import WeightServer, WeightUpdateError
 from agentrl.weights.transports.base import Failures, each
+
+GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +39,13 @@ class Group:
     """torch's process group."""
     store: Any
     """torch's store, which must live as long as the group."""
+    backend: str
+    """`nccl` or `gloo`."""
 
     def broadcast(self, tensor: Tensor) -> None:
         """Send `tensor` to every rank of every server; blocks. Raises RuntimeError when one is gone or does not take it
-        in time."""
-        self.handle.broadcast(tensor, 0).wait()
+        in time. On gloo from the CPU, wherever the tensor is."""
+        self.handle.broadcast(tensor if self.backend == "nccl" else tensor.cpu(), 0).wait()
 
     def abort(self) -> None:
         """End it on this side at once; a broadcast in flight raises."""
@@ -63,18 +69,36 @@ async def open_group(servers: Sequence[WeightServer], backend: str, timeout: flo
 
     joining = asyncio.create_task(each(servers, join, failures))
     try:
-        handle, store = await in_thread(_start, port, world, name, backend, timeout)
+        with _reached_by([server.url for server in servers]):
+            handle, store = await in_thread(_start, port, world, name, backend, timeout)
     except (RuntimeError, ValueError) as error:
         joining.cancel()
         await asyncio.gather(joining, return_exceptions=True)
         line = " ".join(str(error).split())[:200]
         raise WeightUpdateError(f"the {backend} group of {len(servers)} servers did not form: {line}") from error
     joined = await joining
-    group = Group(name, tuple(joined), handle, store)
+    group = Group(name, tuple(joined), handle, store, backend)
     if len(joined) < len(servers):
         group.abort()
         raise WeightUpdateError(f"the {backend} group of {len(servers)} servers did not form")
     return group
+
+
+@contextmanager
+def _reached_by(urls: Sequence[str]) -> Iterator[None]:
+    """Have gloo listen, inside, where these servers reach this process, whichever interface it otherwise uses: on one
+    machine that is loopback."""
+    parts = [urlsplit(url) for url in urls]
+    names = {interface_of(own_address(part.hostname or "", part.port or 80)) for part in parts}
+    before = os.environ.get(GLOO_INTERFACE)
+    if len(names) == 1 and (name := names.pop()) and before in (None, "lo", "lo0"):
+        os.environ[GLOO_INTERFACE] = name
+    try:
+        yield
+    finally:
+        os.environ.pop(GLOO_INTERFACE, None)
+        if before is not None:
+            os.environ[GLOO_INTERFACE] = before
 
 
 def agree_with_servers() -> None:

@@ -84,6 +84,21 @@ class ModelWeights(WeightSource):
         return hashlib.sha256(torch.cat(heads).cpu().numpy().tobytes()).hexdigest()
 
 
+class Rounded(WeightSource):
+    """`weights` with matrices in `dtype`, in which servers hold them: half the bytes where the trainer keeps float32.
+    Vectors, which servers may hold in float32, stay."""
+
+    def __init__(self, weights: WeightSource, dtype: torch.dtype) -> None:
+        self._weights, self._dtype, self.repeatable = weights, dtype, weights.repeatable
+
+    def __iter__(self) -> Iterator[NamedTensor]:
+        for name, tensor in self._weights:
+            yield name, tensor.to(self._dtype) if tensor.dim() > 1 and tensor.dtype == torch.float32 else tensor
+
+    def intact(self) -> bool:
+        return self._weights.intact()
+
+
 class _SharedIterator:
     """An iterator that several threads may read, one after another."""
 

@@ -4,11 +4,12 @@ from collections.abc import Sequence
 
 import pytest
 
+from agentrl.cluster.placement import Launched
 from agentrl.engine.base import Engine, Generation, GenerationFinish, Sampling, engine_class
 from agentrl.engine.sglang.engine import SglangEngine
 from agentrl.errors import UserError
 from agentrl.plugins.registry import make_engine
-from agentrl.recipe.schema import EngineSection
+from agentrl.recipe.schema import EngineSection, Recipe
 
 
 class Mute(Engine):
@@ -40,7 +41,7 @@ def importable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def test_what_an_engine_does_not_define_has_a_default(tmp_path) -> None:
     kind = engine_class("my_engines:Mute")
-    assert (kind.brings_chat, kind.missing({}), kind.gpus({})) == (False, [], 0)
+    assert (kind.brings_chat, kind.missing(Recipe()), kind.launched({})) == (False, [], Launched())
     engine = make_engine(EngineSection(name="my_engines:Mute"), None)
     engine.keep_logs(tmp_path)
     for call in (engine.health(), engine.update_weights(1), engine.sleep(), engine.wake(), engine.close()):

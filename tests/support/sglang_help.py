@@ -26,6 +26,10 @@ from agentrl.recipe.schema import ModelSection
 PIECE = 4
 ADAPTER = AdapterNeeds(4, frozenset(("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")))
 """What the session's server has room for."""
+UPDATE_PATHS = (
+    "/pause_generation", "/begin_weight_update", "/update_weights_from_tensor", "/end_weight_update",
+    "/continue_generation", "/weights_checker",
+)  # fmt: skip
 STAND_INS = ROOT / "scripts" / "sglang_cpu" / "stand_ins"
 
 
@@ -79,6 +83,9 @@ class StandIn:
     model_path: str = "stand-in"
     shift: float = 0.0  # added to the log-probs of a prompt, until weights are sent
     dead: bool = False  # every request is refused
+    dtype: str = ""  # that it tells; empty: none
+    late: float = 0.0  # seconds that it takes to answer /model_info
+    takes_weights: bool = False  # any update, without a change of what it samples
     calls: "Counter[str]" = field(default_factory=Counter)
     asked: list[list[int]] = field(default_factory=list)
     running: int = 0
@@ -105,6 +112,8 @@ class StandIn:
         app.router.add_post("/generate", self._generate)
         app.router.add_post("/abort_request", self._abort)
         app.router.add_post("/update_weight_version", self._set_version)
+        for path in UPDATE_PATHS if self.takes_weights else ():
+            app.router.add_post(path, self._taken)
 
     async def __aexit__(self, *error: object) -> None:
         self._held.set()
@@ -119,10 +128,14 @@ class StandIn:
             raise web.HTTPServiceUnavailable
         return await handler(request)
 
+    async def _taken(self, request: web.Request) -> web.Response:
+        return web.json_response({"success": True, "ranks": [{"checksums": {"a": "1"}}]})
+
     async def _ok(self, request: web.Request) -> web.Response:
         return web.Response()
 
     async def _model_info(self, request: web.Request) -> web.Response:
+        await asyncio.sleep(self.late)
         info = {
             "model_path": self.model_path, "served_model_name": "stand-in", "is_generation": True,
             "weight_version": self.version, "architectures": [self.architecture],
@@ -131,7 +144,7 @@ class StandIn:
 
     async def _server_info(self, request: web.Request) -> web.Response:
         info = {"version": "stand-in", "max_req_input_len": 1018, "incremental_streaming_output": self.incremental}
-        return web.json_response({**info, "tp_size": 1})
+        return web.json_response({**info, "tp_size": 1, **({"dtype": self.dtype} if self.dtype else {})})
 
     async def _tokenize(self, request: web.Request) -> web.Response:
         body = await request.json()

@@ -21,7 +21,7 @@ from torch.nn.attention import varlen
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig, MambaConfig, MambaForCausalLM
 
 from agentrl.checkpoint import roles, sharded
-from agentrl.cluster.host import Hello
+from agentrl.cluster.host import Hello, interface_of
 from agentrl.cluster.spawn import environments
 from agentrl.compute import tree_attention
 from agentrl.compute.batch import Batch
@@ -298,10 +298,36 @@ def test_shared_memory_lies_in_plain_segments(monkeypatch: pytest.MonkeyPatch) -
     assert found == {"PYTORCH_ALLOC_CONF": "expandable_segments:False"}
 
 
+def hello(pid: int, interface: str = "") -> Hello:
+    return Hello(pid=pid, node="n", node_id="n", port=1, cores=2, interface=interface, gpus=(), oom_kills=0)
+
+
+def test_machines_talk_by_the_interface_that_the_others_reach(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.delenv(name, raising=False)
+    hellos = [hello(0, "eth0"), hello(1, "ens5")]
+    found = environments(hellos, [1, 1], gpu=True)
+    assert [env["GLOO_SOCKET_IFNAME"] for env in found] == ["eth0", "ens5"]
+    assert [env["NCCL_SOCKET_IFNAME"] for env in found] == ["=eth0", "=ens5"]
+    assert {env["GLOO_SOCKET_IFNAME"] for env in environments(hellos, [2], gpu=True)} == {"lo"}
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "mine")
+    assert {env["GLOO_SOCKET_IFNAME"] for env in environments(hellos, [1, 1], gpu=True)} == {"mine"}
+    assert interface_of("127.0.0.1") == "lo"
+    assert interface_of("203.0.113.9") == ""
+
+
+def test_older_versions_of_torch_read_our_handles() -> None:
+    """Of plain memory, whose layout is as before; one of an expandable segment stays what it is."""
+    assert shared_memory.readable(b"\x03c" + bytes(64)) == b"\x02c" + bytes(64)
+    assert shared_memory.readable(b"\x03e123") == b"\x03e123"
+    assert shared_memory.readable(b"\x01c123") == b"\x01c123"
+    assert shared_memory.readable(b"") == b""
+
+
 def test_workers_see_no_gpu_but_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray hides all but one from those that ask for one, and none from those that ask for none."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
-    hellos = [Hello(pid=i, node="n", node_id="n", port=1, cores=2, oom_kills=0) for i in range(2)]
+    hellos = [hello(i) for i in range(2)]
     assert [e["CUDA_VISIBLE_DEVICES"] for e in environments(hellos, [2], gpu=False)] == ["", ""]
     assert all("CUDA_VISIBLE_DEVICES" not in e for e in environments(hellos, [2], gpu=True))
     assert [environments(hellos, [2], gpu)[0].get("PYTORCH_ALLOC_CONF") for gpu in (True, False)] == [
@@ -340,6 +366,7 @@ async def test_trainers_give_memory_back_before_servers_wake(call: str, monkeypa
     sync._publisher = RemotePublisher(Group("actor"), [Group("actor"), Group("critic")])  # type: ignore[assignment, arg-type, list-item]
     engine = SglangEngine.__new__(SglangEngine)
     engine._started = engine._asleep = True
+    engine._pause = "retract"
     fleet: Any = SimpleNamespace(sync=sync, update=note("servers woken"), wake=note("servers woken"))
     engine._fleet = fleet
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: order.append("here freed"))

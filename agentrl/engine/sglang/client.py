@@ -10,12 +10,14 @@ from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
 import aiohttp
+from pydantic_core import to_json
 
 from agentrl.engine.base import EngineError
 from agentrl.weights.addresses import authorization
 from agentrl.weights.publisher import KEEP_ALIVE_SECONDS
 
 CONNECT_SECONDS = 10.0
+_JSON = {"Content-Type": "application/json"}
 _RETRYABLE = (408, 425, 429)
 _BUSY_OR_BROKEN = 500
 
@@ -26,6 +28,10 @@ class ServerError(EngineError):
 
 class RefusedError(ServerError):
     """A server refused a request (4xx): asking again would not help."""
+
+
+class LateError(ServerError):
+    """A server did not answer in time, or this process was too busy to read it."""
 
 
 class LostAdapterError(ServerError):
@@ -86,7 +92,7 @@ class Client:
         """
         session = self._sessions.get()
         try:
-            async with session.post(self.url + path, json=body) as response:
+            async with session.post(self.url + path, data=to_json(body), headers=_JSON) as response:
                 if response.status != 200:
                     raise self._refusal(path, response.status, await response.read())
                 buffer, done = b"", False
@@ -109,7 +115,7 @@ class Client:
             async with asyncio.timeout(timeout), session.request(method, self.url + path, json=body) as response:
                 data = await response.read()
         except TimeoutError as error:
-            raise ServerError(f"{self.url}{path}: no answer within {timeout:g} seconds") from error
+            raise LateError(f"{self.url}{path}: no answer within {timeout:g} seconds") from error
         except (aiohttp.ClientError, OSError) as error:
             raise self._fault(path, error) from error
         if response.status != 200:

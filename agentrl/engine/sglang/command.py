@@ -2,8 +2,10 @@
 IMAGE COMMAND`; and its flags."""
 
 import os
+import re
 import shlex
 import shutil
+import subprocess
 import uuid
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +24,10 @@ is a large part of the machine's memory, which takes a minute to allocate."""
 Flag = str | int | float | bool | None
 Flags = Mapping[str, Flag | list[str]]
 RUNTIMES = ("docker", "podman", "nerdctl")
+OURS_ALONE = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
+"""Variables of this process that belong to its own Python."""
+LIBRARY_PATH = "LD_LIBRARY_PATH"
+_CUDA = re.compile(r"""cuda[^=\n]*=\s*['"](\d+)\.""")
 _RUN = "run"
 _CONTAINER_OPTIONS = {"--rm": (), "--init": (), "--network": ("--net",)}
 """Options that are added unless the recipe gives them -> their other names."""
@@ -56,6 +62,8 @@ class LaunchPlan:
     """Address to listen on, unless the flags name a `host`."""
     key: str | None = None
     """Key that servers ask callers for."""
+    devices: Sequence[Sequence[int]] = ()
+    """The GPUs of each server, neighbours, as this process counts them; empty: from the first on."""
     grace: float = 0.0
     """Seconds between asking a server to end and killing it. SGLang only waits in them."""
 
@@ -100,18 +108,35 @@ class LaunchPlan:
                 "sampling-backend": "pytorch",
                 "grammar-backend": "none",
                 "max-total-tokens": self._cpu_tokens(),
-                "sleep-on-idle": True,  # its polling takes a core from the trainer
             }
+        if self.cpu or self._memory_saver:
+            flags["sleep-on-idle"] = True  # its polling takes a core from the trainer
         if self.adapter is not None and self.adapted:
             flags |= self.adapter.flags(self.cpu)
         given = self._given()
-        if not self.cpu and index and "base-gpu-id" not in given:
-            flags["base-gpu-id"] = index * int(given.get("tp-size") or given.get("tp") or 1)
+        if not self.cpu:
+            given["base-gpu-id"] = self._first_device(index)
         return [*self.command, *_flags(flags | given)]
 
+    def _first_device(self, index: int) -> int:
+        """Return the first GPU of server `index`: by the table of the run's devices, or one server after the other."""
+        if index < len(self.devices) and self.devices[index]:
+            return self.devices[index][0]
+        given = self._given()
+        return int(given.get("base-gpu-id") or 0) + index * ranks_of(given)
+
     def environment(self) -> dict[str, str]:
-        """Return this process's environment with the server's variables."""
-        return {**os.environ, **self._variables()}
+        """Return this process's environment with the server's variables. One of a virtual environment gets that of its
+        own in place of ours: it compiles kernels with what is on PATH."""
+        inherited = dict(os.environ)
+        if (venv := venv_of(self.command)) is not None:
+            inherited = {name: value for name, value in inherited.items() if name not in OURS_ALONE}
+            inherited["VIRTUAL_ENV"] = str(venv)
+            inherited["PATH"] = os.pathsep.join([str(venv / "bin"), *filter(None, [inherited.get("PATH")])])
+            if self._memory_saver:
+                libraries = [*cuda_libraries(venv), *filter(None, [inherited.get(LIBRARY_PATH)])]
+                inherited |= {LIBRARY_PATH: os.pathsep.join(libraries)} if libraries else {}
+        return {**inherited, **self._variables()}
 
     def _variables(self) -> dict[str, str]:
         # log-probs must be those of the temperature that is asked for
@@ -120,15 +145,80 @@ class LaunchPlan:
             ours |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
         if Path(self.model_path).is_dir():
             ours["HF_HUB_OFFLINE"] = "1"
-        if self._given().get("enable-memory-saver"):  # the two do not go together
-            ours |= without_expandable(os.environ)
+        if self._memory_saver:
+            ours |= without_expandable(os.environ)  # the two do not go together
+            ours["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] = "1"  # graphs are released too, by the tag `cuda_graph`
+            # a restart beside the trainer finds GPUs of unequal free memory
+            ours["SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"] = "0"
         return {**ours, **self.env}
 
+    @property
+    def _memory_saver(self) -> bool:
+        return bool(self._given().get("enable-memory-saver"))
+
     def _given(self) -> dict[str, Flag]:
-        return {key.replace("_", "-").removeprefix("--"): value for key, value in self.flags.items()}
+        return plain_flags(self.flags)
 
     def _cpu_tokens(self) -> int:
         return max(self.context, min(self.max_batch * self.context, CACHE_BYTES // max(1, self.token_bytes)))
+
+
+def venv_of(command: Sequence[str]) -> Path | None:
+    """Return the virtual environment whose Python these words start, as `launch_command` writes them; None: another
+    program."""
+    program = Path(command[0])
+    is_venv = program.name.startswith("python") and (program.parent.parent / "pyvenv.cfg").is_file()
+    return program.parent.parent if is_venv else None
+
+
+def cuda_libraries(venv: Path) -> list[str]:
+    """Return the folders with the CUDA libraries that pip installed into a virtual environment. The loader does not
+    look there for what the hook of SGLang's memory saver needs, which is loaded before anything else (LD_PRELOAD)."""
+    found = venv.glob("lib/python*/site-packages/nvidia/*/lib")
+    return sorted(str(folder) for folder in found if any(folder.glob("libcudart.so*")))
+
+
+def memory_saver_fault(venv: Path, environment: Mapping[str, str]) -> str | None:
+    """Return why processes of SGLang's memory saver would not start there, in the loader's words; None: they do. Tries
+    its hooks, those for the CUDA of that torch where they say which they are for."""
+    site = next(iter(venv.glob("lib/python*/site-packages")), venv)
+    version = site / "torch" / "version.py"
+    major = _CUDA.search(version.read_text(encoding="utf-8")) if version.is_file() else None
+    hooks = sorted(site.glob("torch_memory_saver_hook_mode_preload*.so"))
+    own = [hook for hook in hooks if major is not None and f"_cu{major[1]}" in hook.name]
+    if not hooks:
+        return "torch_memory_saver is not installed"
+    for hook in own or hooks:
+        variables = {**environment, "LD_PRELOAD": str(hook)}
+        done = subprocess.run(
+            [str(venv / "bin" / "python"), "-c", "pass"], env=variables, capture_output=True, text=True, check=False
+        )
+        said = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+        if done.returncode or any("cannot be preloaded" in line for line in said):
+            return said[-1] if said else f"exit code {done.returncode}"
+    return None
+
+
+def nccl_version(venv: Path) -> tuple[int, ...]:
+    """Return the version of NCCL that torch has in a virtual environment; empty: it has none, or does not say."""
+    done = subprocess.run(
+        [str(venv / "bin" / "python"), "-c", "import torch; print(*torch.cuda.nccl.version())"],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    words = done.stdout.split()
+    return tuple(map(int, words)) if all(word.isdigit() for word in words) else ()
+
+
+def plain_flags(flags: Mapping[str, Flag]) -> dict[str, Flag]:
+    """Return flags by their names as SGLang writes them: `tp_size` and `--tp-size` are `tp-size`."""
+    return {key.replace("_", "-").removeprefix("--"): value for key, value in flags.items()}
+
+
+def ranks_of(flags: Mapping[str, Flag]) -> int:
+    """Return the GPUs of one server: tensor x pipeline parallelism. Raises ValueError for what is no number."""
+    tensor = flags.get("tp-size") or flags.get("tp") or flags.get("tensor-parallel-size") or 1
+    pipeline = flags.get("pp-size") or flags.get("pp") or flags.get("pipeline-parallel-size") or 1
+    return int(tensor) * int(pipeline)
 
 
 def _flags(flags: Flags) -> list[str]:

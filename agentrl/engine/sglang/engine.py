@@ -14,16 +14,19 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from agentrl.cluster.placement import Launched
 from agentrl.engine.base import Engine, EngineError, Generation, GenerationFinish, Sampling
 from agentrl.engine.sglang.adapters import needs_of
 from agentrl.engine.sglang.client import LostAdapterError, RefusedError, ServerError
-from agentrl.engine.sglang.command import Flag, launch_command, sizes_of
+from agentrl.engine.sglang.command import Flag, launch_command, plain_flags, ranks_of, sizes_of
 from agentrl.engine.sglang.fleet import Fleet
 from agentrl.engine.sglang.pool import Call, Member
-from agentrl.engine.sglang.settings import Settings
+from agentrl.engine.sglang.settings import Settings, faults, refused, settings_of
 from agentrl.engine.sglang.wire import Answer, PieceEnd, Reader, finish_of, request_body
 from agentrl.errors import UserError
-from agentrl.recipe.schema import LoraSection
+from agentrl.recipe.schema import LoraSection, Recipe
 from agentrl.weights.source import WeightSource
 
 ATTEMPTS = 8
@@ -37,7 +40,9 @@ class SglangEngine(Engine):
     in other processes. max_batch: requests in flight on one server, at most, and what a launched server decodes at
     once. model_path: what launched servers load. tokenizer: compared with that of the servers. say, phase: called with
     lines that stay, and with what goes on right now. lora: of the adapter that is trained, where `model` is a shape.
-    cluster: address of a Ray cluster whose machines are to reach launched servers. The rest is described in `Settings`.
+    cluster: address of a Ray cluster whose machines are to reach launched servers. devices: the GPUs of each launched
+    server, neighbours, as this process counts them; empty: from the first on. dtype: of the weights on launched
+    servers, which they compute in (None: that of `model`). The rest is described in `Settings`.
     """
 
     def __init__(
@@ -51,6 +56,8 @@ class SglangEngine(Engine):
         phase: Callable[[str], None] | None = None,
         lora: LoraSection | None = None,
         cluster: str | None = None,
+        devices: Sequence[Sequence[int]] = (),
+        dtype: str | None = None,
         urls: tuple[str, ...] | str = (),
         servers: int = 1,
         venv: str | None = None,
@@ -62,18 +69,20 @@ class SglangEngine(Engine):
         patience: float = 120.0,
         restarts: int = 3,
         weights: str = "auto",
+        pause: str = "retract",
         log_dir: str | None = None,
     ) -> None:
         given = (urls,) if isinstance(urls, str) else urls
         settings = Settings(
             urls=tuple(url.rstrip("/") for url in given), servers=servers, venv=venv, command=command,
             flags=flags or {}, env=env or {}, start_timeout=start_timeout, stall=stall, patience=patience,
-            restarts=restarts, weights=weights, log_dir=log_dir,
+            restarts=restarts, weights=weights, pause=pause, log_dir=log_dir,
         )  # fmt: skip
+        self._pause = settings.pause
         _, self._own_context = sizes_of(model)
         self._vocabulary = model.get_input_embeddings().weight.shape[0]
         needs = needs_of(model, lora)
-        plan = settings.plan(model, model_path, max_batch, needs, cluster)
+        plan = settings.plan(model, model_path, max_batch, needs, cluster, devices, dtype)
         quiet: Callable[[str], None] = lambda line: None  # noqa: E731
         self._fleet = Fleet(model, tokenizer, settings, plan, needs, max_batch, say or quiet, phase or quiet)
         self._calls: dict[str, Call] = {}
@@ -82,25 +91,31 @@ class SglangEngine(Engine):
         self._started = self._closed = self._asleep = False
 
     @staticmethod
-    def missing(args: Mapping[str, Any]) -> list[str]:
-        """Return what this machine lacks to launch servers by these `engine.args`, in lines."""
-        if args.get("urls"):
+    def missing(recipe: Recipe) -> list[str]:
+        """See `Engine.missing`."""
+        given, gpu = settings_of(recipe.engine.args), torch.cuda.is_available()
+        if given.urls:
             return []
         try:
-            launch_command(args.get("command"), args.get("venv"))
+            command = launch_command(given.command, given.venv)
         except UserError as error:
             return [str(error)]
-        return []
+        found = refused(given, sleep=recipe.engine.sleep, lora=recipe.model.lora is not None, gpus=gpu)
+        return found + (faults(given, command) if gpu else [])
 
     @staticmethod
-    def gpus(args: Mapping[str, Any]) -> int:
-        """Return how many GPUs of this machine servers launched by these `engine.args` take."""
+    def launched(args: Mapping[str, Any]) -> Launched:
+        """See `Engine.launched`."""
         if args.get("urls"):
-            return 0
-        flags = {key.replace("_", "-").removeprefix("--"): value for key, value in (args.get("flags") or {}).items()}
-        tensor_parallel = int(flags.get("tp-size") or flags.get("tp") or 1)
-        replicas = int(flags.get("dp-size") or flags.get("dp") or 1)
-        return int(args.get("servers", 1)) * tensor_parallel * replicas
+            return Launched()
+        flags = plain_flags(args.get("flags") or {})
+        first, share = flags.get("base-gpu-id"), flags.get("mem-fraction-static")
+        return Launched(
+            servers=int(args.get("servers", 1)),
+            ranks=ranks_of(flags),
+            first=None if first is None else int(first),
+            share=None if share is None else float(share),
+        )
 
     @property
     def max_context(self) -> int:
@@ -149,14 +164,15 @@ class SglangEngine(Engine):
                 call.abort(self._in_background)
 
     async def update_weights(self, version: int, weights: WeightSource | None = None) -> None:
-        """Send the model's weights to every server. Requests in flight wait meanwhile, and go on with the new weights;
+        """Send the model's weights to every server. Requests in flight wait meanwhile, and go on with the new weights,
+        over keys and values computed anew or, as `engine.args.pause` says, those of the old ones;
         where only an adapter is sent they keep the old one to their end. weights: their publisher sends them, where
         `model` is only a shape. Raises UserError when no server took them."""
         await self._fleet.sync.use(weights.publisher if weights is not None else None)
         await self._ready()
         if self._asleep:
             await self._fleet.sync.make_room()
-        await self._fleet.update(version, "retract")
+        await self._fleet.update(version, self._pause)
         self._asleep = False  # servers that took the weights are awake again
 
     async def sleep(self) -> None:

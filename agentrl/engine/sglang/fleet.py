@@ -11,7 +11,7 @@ from typing import Any
 
 from agentrl.engine.sglang.adapters import AdapterNeeds, why_merged
 from agentrl.engine.sglang.admission import Admission
-from agentrl.engine.sglang.client import Client, LostAdapterError, ServerError, Sessions
+from agentrl.engine.sglang.client import Client, LateError, LostAdapterError, ServerError, Sessions
 from agentrl.engine.sglang.command import LaunchPlan
 from agentrl.engine.sglang.identity import ServerFacts
 from agentrl.engine.sglang.pool import Member, Pool
@@ -23,8 +23,9 @@ from agentrl.weights.scratch import LOGS, WEIGHTS, Scratch
 
 FAULTS = 3
 """Failed requests in a row that take a server out although it answers."""
-ALIVE_SECONDS = 5.0
-"""Time for a server to answer when a request on it failed."""
+ALIVE_SECONDS, UPDATE_SECONDS = 5.0, 30.0
+"""Time for a server to answer when a request on it failed, and before an update, each twice: a thread of ours that
+trains may hold up this event loop for as long."""
 LATE_SECONDS = 1.0
 """Delay of the monitor from which on the event loop stood still, not the servers."""
 FIRST_RETRY_SECONDS, LAST_RETRY_SECONDS = 1.0, 30.0
@@ -58,7 +59,7 @@ class Fleet:
         self._all_out_since: float | None = None
         self.pool = Pool((Member(Client(url, self._sessions)) for url in settings.urls), limit)
         self.sync = Sync(model, self._sessions, self._weights.path, settings.weights, say)
-        self._admission = Admission(model, tokenizer, self.sync, say)
+        self._admission = Admission(model, tokenizer, self.sync, say, settings.start_timeout)
         self.version = 0
         self._epoch = 0  # counts updates: a server that was sent weights before one is not let in after it
         self.max_context = 0
@@ -136,17 +137,41 @@ class Fleet:
         else:
             await self._check_alive(member, error)
 
-    async def _check_alive(self, member: Member, why: ServerError | None = None) -> None:
-        try:
-            await member.client.get("/model_info", timeout=ALIVE_SECONDS)
-        except ServerError as error:
-            self._take_out(member, str(why or error))
+    async def _check_alive(self, member: Member, why: ServerError) -> None:
+        """Take out a server that does not answer."""
+        if await self._asked(member, ALIVE_SECONDS) is not None:
+            self._take_out(member, str(why))
+
+    async def _check_before_update(self, member: Member) -> None:
+        """Take out a server that has ended or refuses to answer. One that is merely late is sent the weights, which has
+        a deadline of its own."""
+        server = self._servers.get(member)
+        if server is not None and not server.running:
+            self._take_out(member, f"it ended: {server.reason()}")
+            return
+        error = await self._asked(member, UPDATE_SECONDS)
+        if error is not None and not isinstance(error, LateError):
+            self._take_out(member, str(error))
+
+    async def _asked(self, member: Member, seconds: float) -> ServerError | None:
+        """Ask a server for a sign of life, twice where it is late. Returns why there is none."""
+        error: ServerError | None = None
+        for _ in range(2):
+            try:
+                await member.client.get("/model_info", timeout=seconds)
+            except LateError as late:
+                error = late
+            except ServerError as found:
+                return found
+            else:
+                return None
+        return error
 
     async def update(self, version: int, mode: str) -> None:
         """Send our weights to every server that is up; one that does not take them whole is out. Raises UserError when
         none is left."""
         self._epoch += 1
-        await asyncio.gather(*(self._check_alive(member) for member in self.pool.up))
+        await asyncio.gather(*map(self._check_before_update, self.pool.up))
         members = self.pool.up
         self.paused = True
         try:

@@ -3,7 +3,7 @@ prompt."""
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from agentrl.engine.sglang.adapters import AdapterRoom
@@ -12,11 +12,20 @@ from agentrl.engine.sglang.wire import Features
 from agentrl.errors import UserError
 from agentrl.threads import in_thread
 
+FIRST_SECONDS = 60.0
+"""Time for a server to answer a request, where nothing else is said; the first one may have to compile kernels."""
 PROBE_TOKENS = 24
 PROBE_TEXT = 'Hello, Wörld! 3 + 4.5 = 7.5\n\t{"name": [1, 2]} 漢字 '
-TOLERANCE = {"float32": 1e-3}
-"""Largest mean difference between log-probs, in nats; other dtypes round more."""
-LOOSE_TOLERANCE = 0.1
+OPENING = "Once upon a time there was a little girl who lived"
+OPENING_TOKENS = 8
+"""Tokens of the opening, after which the model goes on by itself: two exact computations in bfloat16 differ most where
+a token is unlikely, so those are compared that it sampled."""
+EXACT = "float32"
+TOLERANCE, LIMIT = 1e-3, 1e-3
+"""Mean difference between log-probs, in nats, from which on a server is given our weights, and with which it is refused
+once it has them, where both sides compute in float32."""
+LOOSE_TOLERANCE, LOOSE_LIMIT = 0.1, 0.5
+"""The same in other types, which round logits of 16 to 32 by up to 0.06; other weights differ by more than 1."""
 SIZES = (
     "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
     "num_experts", "num_local_experts", "moe_intermediate_size",
@@ -40,6 +49,8 @@ class ServerFacts:
     """Whether it was started with a tokenizer."""
     adapters: AdapterRoom
     """The adapters that it takes."""
+    dtype: str = ""
+    """Of its weights, such as `bfloat16`, or `auto`; empty: it does not tell."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +60,16 @@ class Probe:
     ids: tuple[int, ...]
     """Token ids of the prompt."""
     logprobs: tuple[float, ...]
-    """Log-probs of ids[1:], natural log."""
+    """Log-probs of the last ids, natural log: those that are compared."""
     tolerance: float
-    """Largest mean difference from a server's log-probs, in nats."""
+    """Mean difference from a server's log-probs up to which it surely has our weights, in nats."""
+    limit: float
+    """The same, up to which it may have them, and rounds otherwise."""
+
+    def on(self, dtype: str) -> "Probe":
+        """Return it for a server that computes in `dtype`."""
+        exact = dtype in ("", EXACT)
+        return self if exact else replace(self, tolerance=LOOSE_TOLERANCE, limit=LOOSE_LIMIT)
 
 
 async def facts_of(client: Client) -> ServerFacts:
@@ -75,6 +93,7 @@ async def facts_of(client: Client) -> ServerFacts:
         weight_version=str(model.get("weight_version")),
         has_tokenizer=not server.get("skip_tokenizer_init"),
         adapters=AdapterRoom.of(server),
+        dtype=str(server.get("dtype") or ""),
     )
 
 
@@ -87,15 +106,15 @@ async def check_kind(client: Client, config: Any) -> None:
         raise UserError(_other_model(client, info, f"a {theirs[0]}", f"a {ours[0]}"))
 
 
-async def check_vocabulary(client: Client, size: int) -> None:
+async def check_vocabulary(client: Client, size: int, timeout: float = FIRST_SECONDS) -> None:
     """Raise UserError where its vocabulary is not exactly the ids 0 to `size` - 1.
 
     Asks for log-probs of given ids, which the server checks: an id out of range in a prompt would crash it.
     """
     info = await client.get("/model_info")
-    if not await _knows(client, size - 1):
+    if not await _knows(client, size - 1, timeout):
         raise UserError(_other_model(client, info, "a smaller vocabulary", f"{size} ids"))
-    if await _knows(client, size):
+    if await _knows(client, size, timeout):
         raise UserError(_other_model(client, info, "a larger vocabulary", f"{size} ids"))
 
 
@@ -113,41 +132,53 @@ async def check_tokenizer(client: Client, tokenizer: Any) -> None:
         )
 
 
-async def difference(client: Client, probe: Probe, adapter: str | None = None) -> float:
+async def difference(client: Client, probe: Probe, adapter: str | None = None, timeout: float = FIRST_SECONDS) -> float:
     """Return the mean absolute difference between its log-probs of the probe's ids and ours, in nats. adapter: name of
-    one that the server holds."""
+    one that the server holds. timeout: seconds to answer."""
     body = {
         "input_ids": list(probe.ids), "sampling_params": {"max_new_tokens": 1, "temperature": 0.0},
         "return_logprob": True, "logprob_start_len": 0,
     }  # fmt: skip
-    answer = await client.post("/generate", body if adapter is None else {**body, "lora_path": adapter})
+    named = body if adapter is None else {**body, "lora_path": adapter}
+    answer = await client.post("/generate", named, timeout=timeout)
     try:
-        theirs = [pair[0] for pair in answer["meta_info"]["input_token_logprobs"]][1:]
+        theirs = [pair[0] for pair in answer["meta_info"]["input_token_logprobs"]][-len(probe.logprobs) :]
         gaps = [abs(a - b) for a, b in zip(theirs, probe.logprobs, strict=True)]
     except (TypeError, KeyError, ValueError, IndexError) as error:
         raise UserError(f"engine: {client.url} returns no log-probs of a prompt: {answer!r:.200}") from error
     return sum(gaps) / len(gaps) if all(map(math.isfinite, gaps)) else math.inf
 
 
-def probe_of(model: Any) -> Probe:
-    """Return a prompt spread over the vocabulary, and what `model` (a transformers causal LM) gives it."""
+def probe_of(model: Any, tokenizer: Any = None) -> Probe:
+    """Return a prompt that `model` (a transformers causal LM) sampled, after the opening or, without a tokenizer, ids
+    spread over the vocabulary; and what it gives it."""
     import torch
 
-    vocabulary = model.get_input_embeddings().weight.shape[0]
-    ids = [(7 + 104_729 * i) % vocabulary for i in range(PROBE_TOKENS)]
-    device = model.get_input_embeddings().weight.device
-    with torch.no_grad():
-        logits = model(input_ids=torch.tensor([ids], device=device), use_cache=False).logits[0].float()
-    chosen = torch.log_softmax(logits[:-1], -1).gather(1, torch.tensor(ids[1:], device=device)[:, None])[:, 0]
-    dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
-    return Probe(tuple(ids), tuple(chosen.tolist()), TOLERANCE.get(dtype, LOOSE_TOLERANCE))
+    embedding = model.get_input_embeddings().weight
+    ids = [(7 + 104_729 * i) % embedding.shape[0] for i in range(OPENING_TOKENS)]
+    if tokenizer is not None:
+        words = list(tokenizer.encode(OPENING, add_special_tokens=False))[:OPENING_TOKENS]
+        ids = words if words and max(words) < embedding.shape[0] else ids
+    start, chance = len(ids), torch.Generator().manual_seed(0)
+
+    def logprobs() -> Any:
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([ids], device=embedding.device), use_cache=False).logits[0]
+        return torch.log_softmax(logits.float(), -1)
+
+    while len(ids) < PROBE_TOKENS:
+        ids.append(int(torch.multinomial(logprobs()[-1].exp().cpu(), 1, generator=chance)))
+    chosen = logprobs()[start - 1 : -1].cpu().gather(1, torch.tensor(ids[start:])[:, None])[:, 0]
+    exact = next(model.parameters()).dtype == torch.float32
+    limits = (TOLERANCE, LIMIT) if exact else (LOOSE_TOLERANCE, LOOSE_LIMIT)
+    return Probe(tuple(ids), tuple(chosen.tolist()), *limits)
 
 
-def other_weights(client: Client, gap: float, probe: Probe) -> str:
-    """Return the line for a server whose log-probs differ from ours."""
+def other_weights(client: Client, gap: float, probe: Probe, limit: float | None = None) -> str:
+    """Return the line for a server whose log-probs differ from ours. limit: what is allowed, else the tolerance."""
     return (
-        f"{client.url} samples from other weights than model.path: the log-probs of {len(probe.ids)} tokens differ by "
-        f"{gap:.3g} nats in the mean, and {probe.tolerance:g} is allowed"
+        f"{client.url} samples from other weights than model.path: the log-probs of {len(probe.logprobs)} tokens "
+        f"differ by {gap:.3g} nats in the mean, and {probe.tolerance if limit is None else limit:g} is allowed"
     )
 
 
@@ -156,13 +187,13 @@ def _other_model(client: Client, info: dict[str, Any], theirs: str, ours: str) -
     return f"engine: {client.url} serves another model: {served} has {theirs}, model.path has {ours}"
 
 
-async def _knows(client: Client, token: int) -> bool:
+async def _knows(client: Client, token: int, timeout: float) -> bool:
     body = {
         "input_ids": [0], "sampling_params": {"max_new_tokens": 1, "temperature": 0.0}, "return_logprob": True,
         "token_ids_logprob": [token],
     }  # fmt: skip
     try:
-        await client.post("/generate", body)
+        await client.post("/generate", body, timeout=timeout)
     except RefusedError:
         return False
     return True

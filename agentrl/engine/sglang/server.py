@@ -1,6 +1,8 @@
 """`Server`: one SGLang server that this run launched. It ends with `stop`, and with this process however that ends."""
 
 import asyncio
+import contextlib
+import random
 import socket
 import time
 from collections.abc import Callable
@@ -17,6 +19,8 @@ from agentrl.weights.addresses import ANY, LOOPBACK, url_of
 POLL_SECONDS = 0.5
 HEALTH_SECONDS = 25.0
 """More than the 20 seconds that the server itself gives its scheduler to answer."""
+LOWEST_PORT, USUAL_EPHEMERAL, PORT_TRIES = 22_000, 32_768, 64
+"""Ports of servers: from this one on, below that one where the system does not tell, tries at a free one."""
 _PORT_TAKEN = "address already in use"
 _STARTS = 3
 
@@ -138,11 +142,26 @@ class Server:
 
 
 def free_port(host: str = LOOPBACK) -> int:
-    """Return a free port of this machine. Raises UserError where `host` is not an address of it."""
+    """Return a free port of this machine, below those that the system hands out by itself: the server binds it a minute
+    later. Raises UserError where `host` is not an address of it."""
+    address = "" if host in ANY else host
     try:
         family = socket.getaddrinfo(None if host in ANY else host, 0, type=socket.SOCK_STREAM)[0][0]
+        for port in random.sample(range(LOWEST_PORT, _ephemeral_ports()), PORT_TRIES):
+            with contextlib.suppress(OSError), socket.socket(family) as probe:
+                probe.bind((address, port))
+                return port
         with socket.socket(family) as probe:
-            probe.bind(("" if host in ANY else host, 0))
+            probe.bind((address, 0))
             return int(probe.getsockname()[1])
     except OSError as error:
         raise UserError(f"engine sglang: a server cannot listen on {host}: {error.strerror}") from error
+
+
+def _ephemeral_ports() -> int:
+    """Return the lowest port that the system gives a socket that asks for none."""
+    try:
+        lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text(encoding="utf-8").split()[0])
+    except (OSError, ValueError, IndexError):
+        lowest = USUAL_EPHEMERAL
+    return lowest if lowest >= LOWEST_PORT + PORT_TRIES else USUAL_EPHEMERAL

@@ -3,7 +3,6 @@
 An answer may come in several pieces, from several servers; `Answer` holds the tokens so far. A piece is added only
 after it was checked whole: one log-prob for each id, of that very id, and as many as the server says it sampled."""
 
-import json
 import math
 from array import array
 from collections.abc import Mapping, Sequence
@@ -11,13 +10,19 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from pydantic_core import from_json
+
 from agentrl.engine.base import Generation, GenerationFinish, Sampling
 from agentrl.engine.sglang.client import RefusedError, ServerError
 
-INTERVAL = 16
-"""Tokens between two pieces of an answer: what is lost with a server that dies."""
+INTERVAL = 64
+"""Tokens between two pieces of an answer: what is lost with a server that dies. Each piece costs this process what some
+tens of tokens do (`benchmarks/sglang_client.py`)."""
 PIECES = 8
 """Pieces of an answer at most, where each holds all that came before it (a server without incremental streaming)."""
+
+
+_INTEGERS, _NUMBERS = frozenset((int,)), frozenset((int, float))
 
 
 class PieceEnd(StrEnum):
@@ -104,7 +109,7 @@ class Reader:
         """Add what is new in a piece, and return why the server is done, or None. Raises ServerError where the piece is
         malformed or holds an error; then nothing of it was added."""
         try:
-            piece = json.loads(payload)
+            piece = from_json(payload)
         except ValueError as error:
             raise self._malformed("not JSON") from error
         if not isinstance(piece, dict):
@@ -135,12 +140,14 @@ class Reader:
             count = len(pairs) if isinstance(pairs, list) else "no"
             raise self._malformed(f"{len(ids)} ids came with {count} log-probs")
         ids, pairs = ids[-new:], pairs[-new:]
-        logprobs = []
-        for token, pair in zip(ids, pairs, strict=True):
-            value = pair[0] if isinstance(pair, list) and len(pair) > 1 and pair[1] == token else None
-            if type(token) is not int or not isinstance(value, float | int) or not math.isfinite(value):
-                raise self._malformed(f"id {token} came with the log-prob {pair}")
-            logprobs.append(value)
+        try:
+            logprobs, named = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+            right = named == ids and _INTEGERS.issuperset(map(type, ids)) and _NUMBERS.issuperset(map(type, logprobs))
+            right = right and math.isfinite(sum(logprobs))
+        except (TypeError, LookupError):
+            right = False
+        if not right:
+            raise self._malformed(_first_wrong(ids, pairs))
         return ids, logprobs
 
     def _runs_with(self, new: int, meta: Mapping[str, Any]) -> list[tuple[int, int]]:
@@ -184,6 +191,15 @@ class Reader:
 
     def _malformed(self, what: str) -> ServerError:
         return ServerError(f"{self._url}/generate: the answer is malformed: {what}")
+
+
+def _first_wrong(ids: list[Any], pairs: list[Any]) -> str:
+    """Return a line about the first id whose log-prob is not one of it."""
+    for token, pair in zip(ids, pairs, strict=True):
+        value = pair[0] if isinstance(pair, list) and len(pair) > 1 and pair[1] == token else None
+        if type(token) is not int or not isinstance(value, float | int) or not math.isfinite(value):
+            return f"id {token} came with the log-prob {pair}"
+    return "its log-probs are out of range"
 
 
 def finish_of(end: PieceEnd, answer: Answer, sampling: Sampling, room: int) -> GenerationFinish | None:

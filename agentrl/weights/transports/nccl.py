@@ -17,18 +17,21 @@ from agentrl.weights.source import NamedTensor, WeightSource, buckets
 from agentrl.weights.transports.base import Failures, each
 
 BUCKET_BYTES = 256 << 20
+DEADLINE_SHARE = 0.75
+"""Of the group's time-out: after that, NCCL's own watchdog ends this process over a broadcast that hangs."""
 BROKEN = "the process group broke"
 GRACE_SECONDS = 5.0
 """Time between one server's refusal and giving up the broadcast to the others."""
 
 
 class GroupTransport:
-    """timeout: seconds for the group to form, and for each broadcast. bucket_bytes: of tensors in one call."""
+    """timeout: seconds for the group to form, and for each broadcast. bucket_bytes: of tensors in one call. nccl:
+    whether NCCL serves where all members have GPUs: it wants one version of it on both sides, and no GPU shared."""
 
     name = "from_distributed"
 
-    def __init__(self, timeout: float = 120.0, bucket_bytes: int = BUCKET_BYTES) -> None:
-        self._timeout, self._limit = timeout, bucket_bytes
+    def __init__(self, timeout: float = 120.0, bucket_bytes: int = BUCKET_BYTES, nccl: bool = True) -> None:
+        self._timeout, self._limit, self._nccl = timeout, bucket_bytes, nccl
         self._group: Group | None = None
         self._broke = BROKEN
 
@@ -68,9 +71,10 @@ class GroupTransport:
         if self._group is not None and {s.url for s in self._group.servers} == {s.url for s in servers}:
             return self._group
         await self.close()
-        gpus = device.type == "cuda" and all([(await server.facts()).device == "cuda" for server in servers])
+        kinds = {device.type, *[(await server.facts()).device for server in servers]}
+        backend = "nccl" if self._nccl and kinds == {"cuda"} else "gloo"
         try:
-            self._group = await open_group(servers, "nccl" if gpus else "gloo", self._timeout, failures)
+            self._group = await open_group(servers, backend, self._timeout, failures)
         except WeightUpdateError as error:
             if not any(server.url in failures for server in servers):  # no single one is to blame
                 failures |= dict.fromkeys((s.url for s in servers), str(error))
@@ -85,14 +89,17 @@ class GroupTransport:
         before = len(failures)
         loading = asyncio.create_task(each(group.servers, load, failures))
         sending = asyncio.create_task(in_thread(_broadcast, group, batch))
-        await asyncio.wait((loading, sending), return_when=asyncio.FIRST_COMPLETED)
-        if loading.done() and len(failures) > before:
+        patience = DEADLINE_SHARE * self._timeout
+        done, _ = await asyncio.wait((loading, sending), timeout=patience, return_when=asyncio.FIRST_COMPLETED)
+        if not done:
+            self._broke = f"{BROKEN}: no broadcast ended within {patience:.0f} seconds"
+        elif loading.done() and len(failures) > before:
             await asyncio.wait((sending,), timeout=GRACE_SECONDS)
         elif sending.done() and sending.exception() is not None:
             await asyncio.wait((loading,), timeout=GRACE_SECONDS)
         else:
-            await asyncio.wait((loading, sending))
-        if len(failures) == before and loading.done() and sending.exception() is None:
+            await asyncio.wait((loading, sending), timeout=patience)
+        if len(failures) == before and loading.done() and sending.done() and sending.exception() is None:
             return True
         if sending.done() and (error := sending.exception()) is not None:
             self._broke = f"{BROKEN}: {' '.join(str(error).split())[:200]}"

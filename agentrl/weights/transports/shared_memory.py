@@ -30,6 +30,7 @@ ALIGNMENT = 16
 """Bytes; a tensor of any dtype may start at a multiple."""
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """Variables that configure torch's allocator; the first counts."""
+PLAIN_VERSION = 2
 EXPANDABLE, PLAIN = "expandable_segments:True", "expandable_segments:False"
 
 
@@ -178,7 +179,16 @@ def _reduce_cuda(tensor: Tensor) -> Any:
     """Pickle as torch does, with the device by its UUID: the server may number the devices differently."""
     _, arguments = reductions.reduce_tensor(tensor)
     uuid = str(torch.cuda.get_device_properties(tensor.device).uuid)
-    return reductions.rebuild_cuda_tensor, (*arguments[:6], uuid, *arguments[7:])
+    handle = readable(arguments[7]) if isinstance(arguments[7], bytes) else arguments[7]
+    return reductions.rebuild_cuda_tensor, (*arguments[:6], uuid, handle, *arguments[8:])
+
+
+def readable(handle: bytes) -> bytes:
+    """Return a handle of CUDA IPC that older versions of torch read too. Its first byte is the version of its layout, 3
+    since torch 2.13, its second the kind of memory; that of plain memory (`c`) is laid out as in version 2, and a
+    reader refuses only what is newer than itself."""
+    plain = len(handle) > 1 and handle[0] > PLAIN_VERSION and handle[1:2] == b"c"
+    return bytes([PLAIN_VERSION]) + handle[1:] if plain else handle
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from sglang_help import StandIn, tiny
 from agentrl.engine.base import EngineError, Generation, GenerationFinish, Sampling
 from agentrl.engine.local.engine import LocalEngine
 from agentrl.engine.sglang.engine import ATTEMPTS, SglangEngine
+from agentrl.engine.sglang.identity import OPENING_TOKENS, PROBE_TOKENS, probe_of
 from agentrl.errors import UserError
 
 GREEDY = Sampling(24, temperature=0.0)
@@ -271,6 +272,62 @@ async def test_other_weights_that_cannot_be_replaced(parts: Any) -> None:
         with pytest.raises(UserError, match=f"engine: {server.url}"):
             await start(parts, urls=(server.url,))
         assert server.calls["/pause_generation"] > 0  # ours were offered
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shift", "given", "fine"),
+    [
+        ("bfloat16", -0.05, False, True),  # it rounds
+        ("bfloat16", -0.3, True, True),  # it rounds much, or is another step's: it is given ours, and believed
+        ("bfloat16", -1.2, True, False),  # it samples from others whatever it is given
+        ("float32", -0.01, True, False),
+        ("", -0.01, True, False),
+    ],
+)
+async def test_a_right_server_is_not_refused_for_how_it_rounds(
+    parts: Any, dtype: str, shift: float, given: bool, fine: bool
+) -> None:
+    async with StandIn(parts[0], parts[1], shift=shift, dtype=dtype, takes_weights=True) as server:
+        if fine:
+            await start(parts, urls=(server.url,))
+        else:
+            with pytest.raises(
+                UserError, match=r"nats in the mean, and (0\.5|0\.001) is allowed, also after it was given"
+            ):
+                await start(parts, urls=(server.url,))
+        assert (server.calls["/pause_generation"] > 0) == given
+
+
+def test_what_the_model_expects_is_compared(parts: Any) -> None:
+    """Tokens that it samples, where two kernels agree best, not those of the vocabulary's tail."""
+    for probe in (probe_of(*parts), probe_of(parts[0])):
+        assert len(probe.ids) == PROBE_TOKENS == len(probe.logprobs) + OPENING_TOKENS
+        assert sum(probe.logprobs) / len(probe.logprobs) > -4  # random ids have -10 here
+        assert probe_of(parts[0]) == probe_of(parts[0])
+        assert probe.on("bfloat16").limit > probe.limit == probe.on("float32").limit
+
+
+async def test_a_late_server_is_not_a_lost_one(parts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before an update: a thread of ours may have held the event loop. One that is gone is left out."""
+    monkeypatch.setattr("agentrl.engine.sglang.fleet.UPDATE_SECONDS", 0.05)
+    model, tokenizer = parts
+    said: list[str] = []
+    async with AsyncExitStack() as stack:
+        servers = [StandIn(model, tokenizer, takes_weights=True) for _ in range(2)]
+        for server in servers:
+            await stack.enter_async_context(server)
+        urls = tuple(server.url for server in servers)
+        engine = SglangEngine(model, max_batch=4, tokenizer=tokenizer, say=said.append, urls=urls)
+        stack.push_async_callback(engine.close)
+        await engine.health()
+        before, servers[0].late = servers[0].calls["/model_info"], 0.2
+        await engine.update_weights(1)
+        assert servers[0].calls["/model_info"] == before + 2
+        assert [server.version for server in servers] == ["1", "1"]
+        assert not any("taken out" in line for line in said)
+        servers[0].late, servers[1].dead = 0.0, True
+        await engine.update_weights(2)
+        assert [servers[1].url in line for line in said if "taken out" in line] == [True]
 
 
 async def test_a_server_of_another_kind(parts: Any) -> None:

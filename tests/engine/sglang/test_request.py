@@ -1,10 +1,14 @@
-"""An answer whose ids were sampled from several weights, in the trajectory."""
+"""An answer as a server sends it, and one whose ids were sampled from several weights, in the trajectory."""
 
+import json
+import random
 from array import array
 
 import pytest
 
 from agentrl.engine.base import EngineError, Generation, GenerationFinish
+from agentrl.engine.sglang.client import ServerError
+from agentrl.engine.sglang.wire import Answer, Reader
 from agentrl.plugins.types import Task
 from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.trajectory import check_invariants
@@ -39,3 +43,36 @@ def test_versions_that_do_not_match_the_ids_are_an_engine_error() -> None:
         made.add_sampled(generation([4, 5], [1, 1, 1]))
     assert made.ids.tolist() == [1, 2, 3]  # nothing of it is kept
     assert not made.versions
+
+
+def piece_of(ids: list[object], logprobs: list[object], total: int) -> bytes:
+    pairs = [[value, token, None] for token, value in zip(ids, logprobs, strict=True)]
+    meta = {"completion_tokens": total, "output_token_logprobs": pairs, "weight_version": "0", "finish_reason": None}
+    return json.dumps({"output_ids": ids, "meta_info": meta}).encode()
+
+
+def test_log_probs_are_read_to_the_last_digit() -> None:
+    chance = random.Random(0)
+    values = [-chance.expovariate(0.5) for _ in range(500)] + [-5e-324, -1.7976931348623157e308, 0.0, -0.0]
+    answer = Answer()
+    Reader(answer, "u", 0).add(piece_of(list(range(len(values))), list(values), len(values)))
+    assert answer.logprobs.tolist() == values
+    assert answer.ids == list(range(len(values)))
+
+
+@pytest.mark.parametrize(
+    ("ids", "logprobs", "said"),
+    [
+        ([3, True], [-1.0, -1.0], "id True came with the log-prob"),
+        ([3, 4.0], [-1.0, -1.0], "id 4.0 came with the log-prob"),
+        ([3, 4], [-1.0, None], r"id 4 came with the log-prob \[None, 4, None\]"),
+        ([3, 4], [float("nan"), -1.0], r"id 3 came with the log-prob \[nan, 3, None\]"),
+        ([3, 4], [float("-inf"), float("inf")], r"id 3 came with the log-prob \[-inf"),
+        ([3, 4], ["-1.0", -1.0], "id 3 came with the log-prob"),
+    ],
+)
+def test_what_is_no_log_prob_of_an_id_is_malformed(ids: list[object], logprobs: list[object], said: str) -> None:
+    answer = Answer()
+    with pytest.raises(ServerError, match=f"^u/generate: the answer is malformed: {said}"):
+        Reader(answer, "u", 0).add(piece_of(ids, logprobs, len(ids)))
+    assert answer.ids == []

@@ -1,0 +1,179 @@
+"""How servers are launched: the environment, the flags, the port, and what is refused before a launch."""
+
+import os
+import shutil
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from sglang_help import tiny
+
+from agentrl.engine.sglang import server
+from agentrl.engine.sglang.command import LaunchPlan, cuda_libraries, memory_saver_fault, venv_of
+from agentrl.engine.sglang.engine import SglangEngine
+from agentrl.engine.sglang.server import free_port
+from agentrl.engine.sglang.settings import Settings, faults, refused, settings_of
+from agentrl.errors import UserError
+from agentrl.recipe.schema import Recipe
+
+LOADER = "error while loading shared libraries: libcudart.so.13: cannot open shared object file"
+
+
+def venv_at(folder: Path, program: str = "#!/bin/sh\nexit 0\n") -> Path:
+    """A virtual environment as pip leaves it, whose Python is `program`."""
+    site = folder / "lib" / "python3.11" / "site-packages"
+    for library in ("cu13", "nccl"):
+        (site / "nvidia" / library / "lib").mkdir(parents=True)
+    (site / "nvidia" / "cu13" / "lib" / "libcudart.so.13").touch()
+    (site / "torch").mkdir()
+    (site / "torch" / "version.py").write_text("__version__ = '2.13.0'\ncuda: Optional[str] = '13.0'\n")
+    for major in (12, 13):
+        (site / f"torch_memory_saver_hook_mode_preload_cu{major}.abi3.so").touch()
+    (folder / "pyvenv.cfg").touch()
+    (folder / "bin").mkdir()
+    (folder / "bin" / "python").write_text(program)
+    (folder / "bin" / "python").chmod(0o755)
+    return folder
+
+
+def plan_of(venv: Path, flags: Mapping[str, Any] | None = None, **rest: Any) -> LaunchPlan:
+    command = (str(venv / "bin" / "python"), "-m", "sglang.launch_server")
+    return LaunchPlan(command, "m", "bfloat16", flags or {}, 4, 1, 64, **{"cpu": False, **rest})
+
+
+def test_a_server_runs_in_its_own_virtual_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    venv = venv_at(tmp_path)
+    monkeypatch.setenv("PATH", "/ours/bin")
+    monkeypatch.setenv("PYTHONPATH", "/ours/code")
+    monkeypatch.setenv("LD_LIBRARY_PATH", "/system")
+    found = plan_of(venv, env={"MORE": "1"}).environment()
+    assert (found["PATH"], found["VIRTUAL_ENV"], found["MORE"]) == (f"{venv}/bin:/ours/bin", str(venv), "1")
+    assert "PYTHONPATH" not in found
+    assert found["LD_LIBRARY_PATH"] == "/system"
+    assert plan_of(venv, env={"PYTHONPATH": "/theirs"}).environment()["PYTHONPATH"] == "/theirs"
+    command = replace(plan_of(venv), command=("apptainer", "exec", "x"))
+    assert command.environment()["PYTHONPATH"] == "/ours/code"
+    assert venv_of(command.command) is None
+
+
+def test_the_memory_savers_hook_finds_its_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    venv = venv_at(tmp_path)
+    library = f"{venv}/lib/python3.11/site-packages/nvidia/cu13/lib"
+    assert cuda_libraries(venv) == [library]
+    monkeypatch.delenv("LD_LIBRARY_PATH", raising=False)
+    found = plan_of(venv, {"enable-memory-saver": True}).environment()
+    assert found["LD_LIBRARY_PATH"] == library
+    assert found["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] == "1"
+    assert found["SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"] == "0"
+    monkeypatch.setenv("LD_LIBRARY_PATH", "/system")
+    assert plan_of(venv, {"enable_memory_saver": True}).environment()["LD_LIBRARY_PATH"] == f"{library}:/system"
+    assert "SGLANG_MEMORY_SAVER_CUDA_GRAPH" not in plan_of(venv).environment()
+    assert "--sleep-on-idle" in plan_of(venv, {"enable-memory-saver": True}).arguments(1, 0)
+    assert "--sleep-on-idle" not in plan_of(venv).arguments(1, 0)
+
+
+def test_a_hook_that_does_not_load_is_quoted(tmp_path: Path) -> None:
+    """The loader's own words, for the hook of that torch's CUDA alone."""
+    program = f'#!/bin/sh\ncase "$LD_PRELOAD" in *_cu13.abi3.so) echo "python: {LOADER}" >&2; exit 127;; esac\n'
+    venv = venv_at(tmp_path, program)
+    assert memory_saver_fault(venv, os.environ) == f"python: {LOADER}"
+    settings = Settings(venv=str(venv), flags={"enable-memory-saver": True})
+    (line,) = faults(settings, (str(venv / "bin" / "python"), "-m", "sglang.launch_server"))
+    assert line == f"engine.args.flags.enable-memory-saver: servers of {venv} would not start: python: {LOADER}"
+    maps = Path("/proc/self/maps").read_text().split()
+    (hook,) = venv.glob("lib/*/*/torch_memory_saver*_cu13.abi3.so")
+    shutil.copy(next(word for word in maps if "/libm.so" in word or "/libm-" in word), hook)  # one that loads
+    (venv / "bin" / "python").write_text('#!/bin/sh\ncase "$LD_PRELOAD" in *_cu12*) exit 1;; esac\n')
+    assert memory_saver_fault(venv, os.environ) is None
+    for hook in venv.glob("lib/*/*/torch_memory_saver*"):
+        hook.unlink()
+    assert memory_saver_fault(venv, os.environ) == "torch_memory_saver is not installed"
+
+
+def test_a_library_that_is_not_there_is_found_out_by_a_real_loader(tmp_path: Path) -> None:
+    venv = venv_at(tmp_path, f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    assert "torch_memory_saver_hook_mode_preload_cu13" in str(memory_saver_fault(venv, os.environ))  # an empty file
+
+
+def test_nccl_of_another_version_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 29, 7))
+    venv = venv_at(tmp_path, "#!/bin/sh\necho 2 30 7\n")
+    command = (str(venv / "bin" / "python"), "-m", "sglang.launch_server")
+    (line,) = faults(Settings(venv=str(venv), weights="from_distributed"), command)
+    assert f"NCCL is 2.30.7 in {venv} and 2.29.7 here" in line
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 30, 7))
+    assert faults(Settings(venv=str(venv), weights="from_distributed"), command) == []
+    (venv / "bin" / "python").write_text("#!/bin/sh\necho 'no such module' >&2; exit 1\n")
+    assert "NCCL is not there" in faults(Settings(venv=str(venv), weights="from_distributed"), command)[0]
+
+
+SAVER = {"enable-memory-saver": True}
+
+
+@pytest.mark.parametrize(
+    ("args", "how", "said"),
+    [
+        ({"flags": {"dp-size": 2}, "servers": 2}, {}, "set engine.args.servers=4 instead"),
+        ({"flags": {"dp_size": 4}}, {"lora": True}, "set engine.args.servers=4 instead"),
+        ({"flags": {"quantization": "fp8"}}, {}, "weights of fp8 cannot be replaced"),
+        ({"flags": {}}, {"sleep": True}, "engine.sleep releases nothing of a server without"),
+        ({"flags": SAVER, "weights": "from_distributed"}, {"sleep": True}, "NCCL connects no two processes that share"),
+        ({"flags": {"quantization": "fp8"}}, {"lora": True}, None),
+        ({"flags": {"dp-size": 1}}, {}, None),
+        ({"flags": SAVER}, {"sleep": True}, None),
+        ({"flags": {}}, {"sleep": True, "gpus": False}, None),
+    ],
+)
+def test_what_would_fail_later_is_refused(args: dict[str, Any], how: dict[str, bool], said: str | None) -> None:
+    found = refused(settings_of(args), **{"sleep": False, "lora": False, "gpus": True, **how})
+    assert len(found) == (said is not None)
+    assert said is None or said in found[0]
+
+
+def test_check_tells_all_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    venv = venv_at(tmp_path, f"#!/bin/sh\necho '{LOADER}' >&2; exit 127\n")
+    given = [f"engine.args={{venv: {venv}, flags: {{dp-size: 2, enable-memory-saver: true}}}}", "engine.name=sglang"]
+    recipe = Recipe.load("gsm8k_tool", given)
+    assert [line.partition(":")[0] for line in SglangEngine.missing(recipe)] == ["engine.args.flags.dp-size"]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert len(SglangEngine.missing(recipe)) == 2
+
+
+def test_servers_begin_at_the_devices_of_the_table(tmp_path: Path) -> None:
+    venv = venv_at(tmp_path)
+
+    def first(plan: LaunchPlan, index: int) -> str:
+        words = plan.arguments(1, index)
+        return words[words.index("--base-gpu-id") + 1]
+
+    assert [first(plan_of(venv, {"tp": 2}), i) for i in range(3)] == ["0", "2", "4"]
+    assert [first(plan_of(venv, {"base-gpu-id": 4, "pp_size": 2}), i) for i in range(2)] == ["4", "6"]
+    assert [first(plan_of(venv, {"base-gpu-id": 4}, devices=((6,), (7,))), i) for i in range(2)] == ["6", "7"]
+    assert "--base-gpu-id" not in plan_of(venv, cpu=True).arguments(1, 1)
+
+
+@pytest.mark.parametrize(("given", "dtype"), [(None, "float32"), ("bfloat16", "bfloat16")])
+def test_servers_hold_the_weights_in_the_type_that_the_trainer_computes_in(given: str | None, dtype: str) -> None:
+    plan = Settings(command="true").plan(tiny()[0], "m", 4, None, dtype=given)
+    assert plan is not None
+    words = plan.arguments(1, 0)
+    assert words[words.index("--dtype") + 1] == dtype
+
+
+def test_a_servers_port_is_none_that_the_system_hands_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    found = {free_port() for _ in range(8)}
+    assert all(server.LOWEST_PORT <= port < lowest for port in found)
+    assert len(found) > 1
+    with pytest.raises(UserError, match=r"a server cannot listen on 203\.0\.113\.9: "):
+        free_port("203.0.113.9")
+
+
+def test_what_an_update_does_to_requests_is_named() -> None:
+    assert settings_of({"pause": "in_place", "urls": "http://a:1"}).pause == "in_place"
+    with pytest.raises(UserError, match=r"engine\.args\.pause is 'abort'; it is retract or in_place"):
+        Settings(pause="abort")

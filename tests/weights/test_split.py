@@ -1,0 +1,192 @@
+"""Servers of one run that are reached in different ways: each by the one that suits it, from one reading of the
+weights."""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import aiohttp
+import pytest
+import torch
+from aiohttp import web
+from sglang_weights_help import FaultyServer, Weights
+
+from agentrl.threads import in_thread
+from agentrl.weights import WeightChannel, WeightServer, open_channel
+from agentrl.weights.group import Group
+from agentrl.weights.source import NamedTensor, Rounded, WeightSource
+from agentrl.weights.transports import nccl
+from agentrl.weights.transports.disk import DiskTransport
+from agentrl.weights.transports.nccl import GroupTransport
+from agentrl.weights.transports.shared_memory import SharedMemoryTransport
+from agentrl.weights.transports.split import Shared, SplitTransport
+
+TENSORS = [(f"layer.{i}", torch.full((10,), float(i))) for i in range(6)]
+BUCKET = 80  # bytes: two tensors
+
+
+@pytest.fixture
+async def session() -> AsyncIterator[aiohttp.ClientSession]:
+    async with aiohttp.ClientSession() as found:
+        yield found
+
+
+class Once(WeightSource):
+    """Weights that can be read once, like those of shards."""
+
+    def __init__(self) -> None:
+        self.read: list[str] = []
+
+    def __iter__(self) -> Iterator[NamedTensor]:
+        assert not self.read, "it is read twice"
+        for name, tensor in TENSORS:
+            self.read.append(name)
+            yield name, tensor
+
+
+def split(close: FaultyServer, folder: Path) -> SplitTransport:
+    return SplitTransport(SharedMemoryTransport(BUCKET), DiskTransport(folder, shard_bytes=BUCKET), [close.url])
+
+
+def channel_to(servers: list[Any], session: Any, transport: Any) -> WeightChannel:
+    return WeightChannel([WeightServer(s.url, session, 20.0) for s in servers], transport, check_every=0)
+
+
+async def test_each_server_gets_all_weights_by_its_own_way(session: Any, tmp_path: Path) -> None:
+    async with FaultyServer() as close, FaultyServer() as apart:
+        channel = channel_to([close, apart], session, split(close, tmp_path))
+        weights = Once()
+        done = await channel.publish(1, weights)
+        assert (done.failed, len(done.good), done.transport) == ({}, 2, "from_tensor and from_disk")
+        assert weights.read == [name for name, _ in TENSORS]
+        assert close.calls.count("/update_weights_from_tensor") == 3
+        assert apart.calls.count("/update_weights_from_disk") == 1
+        for server in (close, apart):
+            assert {n: t.tolist() for n, t in server.tensors.items()} == {n: t.tolist() for n, t in TENSORS}
+        await channel.close()
+
+
+@pytest.mark.parametrize("bad", ["close", "apart"])
+async def test_one_that_fails_holds_up_no_other(bad: str, session: Any, tmp_path: Path) -> None:
+    async with FaultyServer() as close, FaultyServer() as apart:
+        failing, good = (close, apart) if bad == "close" else (apart, close)
+        failing.faults = {"/update_weights_from_tensor": (1, 500), "/update_weights_from_disk": (0, 500)}
+        channel = channel_to([close, apart], session, split(close, tmp_path))
+        done = await asyncio.wait_for(channel.publish(1, Once()), 20)
+        assert (list(done.failed), done.good) == ([failing.url], (good.url,))
+
+
+async def test_a_transport_that_raises_lets_the_other_read_on(session: Any, tmp_path: Path) -> None:
+    class Raises(DiskTransport):
+        def _write(self, version: int, weights: WeightSource) -> Path:
+            raise OSError("the disk is full")
+
+    async with FaultyServer() as close, FaultyServer() as apart:
+        transport = SplitTransport(SharedMemoryTransport(BUCKET), Raises(tmp_path), [close.url])
+        with pytest.raises(OSError, match="the disk is full"):
+            await asyncio.wait_for(channel_to([close, apart], session, transport).publish(1, Once()), 20)
+        assert len(close.tensors) == len(TENSORS)
+
+
+async def test_readers_stay_in_step() -> None:
+    """No reader gets further than one tensor ahead: a whole model never stands between two of them."""
+    weights = Once()
+    first, second = (iter(branch) for branch in Shared(weights, 2).branches)
+    assert next(first)[0] == "layer.0"
+    ahead = asyncio.create_task(in_thread(next, first))
+    await asyncio.sleep(0.05)
+    assert not ahead.done()
+    assert weights.read == ["layer.0"]
+    assert next(second)[0] == "layer.0"
+    assert (await ahead)[0] == "layer.1"
+
+
+async def test_the_way_is_chosen_for_each_server(session: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    async with FaultyServer() as close, FaultyServer() as apart:
+        monkeypatch.setattr("agentrl.weights.channel.same_host", lambda url: url == close.url)
+        kinds = {
+            (close.url, apart.url): SplitTransport,
+            (close.url,): SharedMemoryTransport,
+            (apart.url,): GroupTransport,
+        }
+        for urls, kind in kinds.items():
+            channel = await open_channel(urls, session, folder=tmp_path, say=said.append)
+            assert type(channel.transport) is kind
+    far = f"from_distributed over gloo ({apart.url} does not share this machine's memory)"
+    assert said == [
+        f"weights: from_tensor to 1 servers, {far}",
+        "weights: from_tensor (servers share this machine's memory)",
+        f"weights: {far}",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("asked", "device", "backend"), [(True, "cuda", "nccl"), (False, "cuda", "gloo"), (True, "cpu", "gloo")]
+)
+async def test_nccl_serves_only_where_it_was_asked_for_and_all_have_gpus(
+    asked: bool, device: str, backend: str, session: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[str] = []
+
+    async def open_group(servers: Any, backend: str, timeout: float, failures: Any) -> None:
+        opened.append(backend)
+
+    monkeypatch.setattr(nccl, "open_group", open_group)
+    async with FaultyServer() as server:
+        target = WeightServer(server.url, session)
+        target._facts = replace(await target.facts(), device="cuda")
+        await GroupTransport(nccl=asked)._joined([target], torch.device(device), {})
+    assert opened == [backend]
+
+
+async def test_a_broadcast_that_hangs_is_given_up_before_nccl_ends_the_process(
+    session: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended = threading.Event()
+
+    class Hanging:
+        def broadcast(self, tensor: torch.Tensor, root: int) -> Any:
+            return SimpleNamespace(wait=self._wait)
+
+        def _wait(self) -> None:
+            assert ended.wait(30)
+            raise RuntimeError("aborted")
+
+        def abort(self) -> None:
+            ended.set()
+
+    async def open_group(servers: Any, backend: str, timeout: float, failures: Any) -> Group:
+        return Group("name", tuple(servers), Hanging(), None, backend)
+
+    monkeypatch.setattr(nccl, "open_group", open_group)
+    async with FaultyServer({"/update_weights_from_distributed": (0, None)}) as server:
+        transport = GroupTransport(timeout=0.4, bucket_bytes=BUCKET)
+        weights = Once()
+        done = await asyncio.wait_for(channel_to([server], session, transport).publish(1, weights), 20)
+    assert "the process group broke" in done.failed[server.url]
+    assert ended.is_set()
+    assert len(weights.read) == len(TENSORS)  # other ranks gather in step
+
+
+class Half(FaultyServer):
+    def _do(self, path: str, body: Any) -> web.Response:
+        if path == "/server_info":
+            return web.json_response({"device": "cpu", "dtype": "bfloat16", "tp_size": 1, "version": "0"})
+        return super()._do(path, body)
+
+
+async def test_matrices_travel_in_the_type_that_servers_hold(session: Any) -> None:
+    tensors = [("matrix", torch.randn(4, 4)), ("norm", torch.randn(4)), ("half", torch.ones(2, 2, dtype=torch.float16))]
+    kinds = {name: tensor.dtype for name, tensor in Rounded(Weights(tensors), torch.bfloat16)}
+    assert kinds == {"matrix": torch.bfloat16, "norm": torch.float32, "half": torch.float16}
+    async with Half() as half, FaultyServer() as full:
+        done = await channel_to([half], session, SharedMemoryTransport()).publish(1, Weights(tensors))
+        assert done.bytes == 32 + 16 + 8
+        done = await channel_to([half, full], session, SharedMemoryTransport()).publish(2, Weights(tensors))
+        assert done.bytes == 64 + 16 + 8
+        assert half.tensors["matrix"].dtype == torch.float32

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agentrl_tools.rewards.judge import Judge
-from agentrl_tools.rewards.judge_prompt import DEFAULT_PATTERN, ScoreReader, fill, read_template
+from agentrl_tools.rewards.judge import DEFAULT_PATTERN, Judge, ScoreReader, fill, read_template
 from aiohttp import web
 
 from agentrl import InfrastructureError, Sample, Task, UserError
@@ -192,7 +191,7 @@ async def test_two_processes_share_a_cache(server: Server, tmp_path: Path) -> No
     program = """
 import asyncio, sys
 from pathlib import Path
-from agentrl_tools.rewards.judge_cache import ReplyCache
+from agentrl_tools.rewards.judge import ReplyCache
 
 async def main():
     cache = ReplyCache(Path(sys.argv[1]))
@@ -206,7 +205,7 @@ asyncio.run(main())
     path = str(tmp_path / "cache.sqlite")
     both = [subprocess.Popen([sys.executable, "-c", program, path, name]) for name in ("a", "b")]
     assert [process.wait(60) for process in both] == [0, 0]
-    from agentrl_tools.rewards.judge_cache import ReplyCache
+    from agentrl_tools.rewards.judge import ReplyCache
 
     cache = ReplyCache(Path(path))
     kept = [await cache.get(f"{name}-{i}") for name in ("a", "b") for i in range(150)]

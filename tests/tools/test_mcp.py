@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from agentrl_tools.mcp import McpSource, connection, pool, stdio
+from agentrl_tools.mcp import McpSource, connection, endpoint
 from fakes import Env, Hooks, call, make_driver
 from mcp_help import SERVER, STDIO, ask, children, gone, offers, session, until
 
@@ -29,7 +29,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch):
     monkeypatch.setattr(connection, "_FIRST_PAUSE", 0.01)
-    monkeypatch.setattr(stdio, "GRACE_SECONDS", 0.3)
+    monkeypatch.setattr(endpoint, "GRACE_SECONDS", 0.3)
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
@@ -307,7 +307,7 @@ async def test_those_who_wait_for_a_dead_server_share_one_attempt(monkeypatch, t
         raise connection.ConnectError("gone for good")
 
     pid = int((await ask(tools["pid"])).text)
-    monkeypatch.setattr(pool, "connect", no_connection)
+    monkeypatch.setattr(connection, "connect", no_connection)
     os.kill(pid, signal.SIGKILL)
     await until(lambda: gone(pid))
     outcomes = await asyncio.gather(*(ask(tools["add"], a=i) for i in range(200)), return_exceptions=True)

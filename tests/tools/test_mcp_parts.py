@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from agentrl_tools.mcp import McpSource
-from agentrl_tools.mcp.tool import McpTool, parameters_of
+from agentrl_tools.mcp.source import McpTool, parameters_of
 from mcp_help import STDIO, ask, gone, offers
 from mcp_types import Tool as Offer
 from train_help import metrics, small
@@ -152,7 +152,7 @@ def test_several_event_loops_one_after_another():
 
 
 async def test_an_image_that_is_none():
-    from agentrl_tools.mcp.results import response_of
+    from agentrl_tools.mcp.source import response_of
     from mcp_types import AudioContent, CallToolResult, ImageContent, ResourceLink
 
     with pytest.raises(InfrastructureError, match="not base64"):

@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 from agentrl_tools.sandbox import Limits, Sandbox, SandboxSession, make_sandbox, seccomp
 from agentrl_tools.sandbox.base import MIB
-from agentrl_tools.sandbox.bwrap import BwrapSandbox, runs_as_ordinary
-from agentrl_tools.sandbox.reply import BrokenReplyError, read_reply
+from agentrl_tools.sandbox.bwrap import BrokenReplyError, BwrapSandbox, read_reply, runs_as_ordinary
 from paths import ROOT
 from sandbox_help import MARK, descendants, left
 

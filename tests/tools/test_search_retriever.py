@@ -7,9 +7,8 @@ import time
 
 import pytest
 from agentrl_tools.search import Search
-from agentrl_tools.search import limits as limits_module
-from agentrl_tools.search.batching import Batcher
-from agentrl_tools.search.retriever import retry_after
+from agentrl_tools.search import retriever as retriever_module
+from agentrl_tools.search.retriever import Batcher, retry_after
 from aiohttp import web
 from fakes import Env, Hooks, call, make_driver
 from search_help import PASSAGE, good, retriever, session
@@ -21,7 +20,7 @@ from agentrl.trajectory import Boundary, FinishReason
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch):
-    monkeypatch.setattr(limits_module, "_FIRST", 0.01)
+    monkeypatch.setattr(retriever_module, "_FIRST", 0.01)
 
 
 async def ask(tool: Search, query: str = "France", **kwargs) -> str:

@@ -1,5 +1,10 @@
-"""Rows to tasks: which columns hold the prompt, the answer, what tools are given. A bad row is named, never skipped."""
+"""Convert rows to tasks: which columns hold the prompt, the answer and the arguments of tools.
 
+A bad row raises an error that names it, and is never skipped. `<image>` and `<video>` in a prompt become content parts,
+one for each image or video of the row, in their order.
+"""
+
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -10,7 +15,6 @@ from agentrl.data.rows import Row, Rows
 from agentrl.errors import UserError, nearest
 from agentrl.plugins.environment import LazyTasks
 from agentrl.plugins.types import Message, Task, ToolKwargs
-from agentrl_envs.dataset.images import with_media
 
 ANSWERS = ("reward_model.ground_truth", "ground_truth", "answer")
 """Where the answer is looked for when nobody says."""
@@ -144,3 +148,52 @@ def _row_tools(row: Row, kwargs: Mapping[str, ToolKwargs], where: str) -> tuple[
     if not isinstance(named, list) or not all(isinstance(name, str) for name in named):
         raise UserError(f"{where}, field 'tools': wants a list of names of tools, got {named!r:.60}")
     return tuple(named)
+
+
+_TAG = re.compile(r"<(image|video)>")
+
+
+def with_media(messages: Sequence[Message], media: Mapping[str, Any], where: str) -> list[Message]:
+    """media: what the row has for `image` and `video`: None, one, or a list. A tag of a kind that the row has none of
+    stays text. Raises UserError when tags and media are not equally many."""
+    left = {kind: list(_each_image(value)) for kind, value in media.items() if value is not None}
+    had = {kind: len(values) for kind, values in left.items()}
+    if not any(had.values()):
+        return list(messages)
+    tags = dict.fromkeys(had, 0)
+    shaped: list[Message] = [{**message, "content": _parts(message["content"], left, tags)} for message in messages]
+    for kind, count in had.items():
+        if tags[kind] != count:
+            raise UserError(f"{where}: has {count} {kind}s, and the prompt has {tags[kind]} <{kind}> tags for them")
+    return shaped
+
+
+def _each_image(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, list | tuple) else (value,)
+
+
+def _parts(content: Any, left: dict[str, list[Any]], tags: dict[str, int]) -> Any:
+    """A text cut at the tags of what the row has; anything else as it is."""
+    if not isinstance(content, str):
+        return content
+    parts: list[dict[str, Any]] = []
+    at = 0
+    for match in _TAG.finditer(content):
+        kind = match[1]
+        if not left.get(kind) and not tags.get(kind):
+            continue
+        parts += [{"type": "text", "text": content[at : match.start()]}] if match.start() > at else []
+        tags[kind] += 1
+        if left[kind]:
+            parts.append({"type": kind, kind: _medium(left[kind].pop(0))})
+        at = match.end()
+    if not parts:
+        return content
+    return parts + ([{"type": "text", "text": content[at:]}] if at < len(content) else [])
+
+
+def _medium(value: Any) -> Any:
+    """A path or address, or the bytes of a file: parquet holds `{bytes, path}`."""
+    if isinstance(value, Mapping) and {"bytes", "path", "image"} & set(value):
+        return next((value[name] for name in ("bytes", "image", "path") if value.get(name) is not None), None)
+    return value

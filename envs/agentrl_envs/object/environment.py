@@ -17,8 +17,7 @@ from agentrl.plugins.registry import load_path
 from agentrl.plugins.tool import Tool
 from agentrl.plugins.types import Message, Session, Task
 from agentrl.threads import Abandoned
-from agentrl_envs.object.lane import Lane
-from agentrl_envs.object.methods import Live, Method, closes, tool_methods
+from agentrl_envs.object.methods import Lane, Live, Method, closes, tool_methods
 from agentrl_envs.object.scoring import call_function, load_functions
 
 Files = str | list[str]

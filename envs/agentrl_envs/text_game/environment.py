@@ -10,8 +10,7 @@ from agentrl.plugins.tool import Tool
 from agentrl.plugins.types import Message, Reply, Session, Task, ToolResponse
 from agentrl_envs.text_game.demonstrations import STYLES, demonstrate
 from agentrl_envs.text_game.game import VIEWS, Game, Outcome
-from agentrl_envs.text_game.maps import SPLITS
-from agentrl_envs.text_game.source import maps
+from agentrl_envs.text_game.maps import SPLITS, maps
 from agentrl_envs.text_game.world import Direction, World
 
 TASK = "Find the key, open the door, reach the goal."

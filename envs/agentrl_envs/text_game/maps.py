@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from functools import cache
 from random import Random
 
+from agentrl.plugins.environment import LazyTasks
+from agentrl.plugins.types import Task
 from agentrl_envs.text_game.world import Cell, World
 
 SPLITS = ("train", "test", "large", "validation")
@@ -84,3 +86,19 @@ def _room(rng: Random, columns: range, across: int) -> list[Cell]:
     cells = [(x, y) for x in columns for y in range(1, across + 1)]
     pillars = set(rng.sample(cells, rng.randint(0, len(cells) // _PILLARS)))
     return [cell for cell in cells if cell not in pillars]
+
+
+TRAIN_SIZE = 1_000_000
+"""Maps of `train`, more than any run plays."""
+
+
+def maps(split: str, seed: int) -> LazyTasks:
+    """A split of the generator. Train depends on the seed; the held-out splits never do, so that runs compare."""
+    own = seed if split == "train" else 0
+    return LazyTasks(TRAIN_SIZE if split == "train" else HELD_OUT_SIZE, lambda index: _task(split, index, own))
+
+
+def _task(split: str, index: int, seed: int) -> Task:
+    world = make_map(split, index, seed)
+    shortest = world.distances()[world.start, False]
+    return Task(id=f"{split}-{index}", data={"map": world.draw(), "shortest": shortest})

@@ -10,10 +10,9 @@ from typing import Any, Protocol
 from agentrl import ArgumentError, Session, Tool, ToolResponse
 from agentrl.errors import UserError
 from agentrl_tools.loops import PerLoop
-from agentrl_tools.search.batching import Batcher
 from agentrl_tools.search.corpus import Document
 from agentrl_tools.search.index import Bm25Index, Hit, Settings, open_index
-from agentrl_tools.search.retriever import Retriever
+from agentrl_tools.search.retriever import Batcher, Retriever
 
 _BATCH = 64  # queries that one thread answers before it is asked for its results
 NOTHING = "nothing found"

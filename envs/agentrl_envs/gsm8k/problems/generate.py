@@ -12,8 +12,7 @@ from functools import cache
 from agentrl_envs.gsm8k.problems import buying, comparing, counting, rates, sharing
 from agentrl_envs.gsm8k.problems.draw import Draw
 from agentrl_envs.gsm8k.problems.expression import Expression, parse, steps
-from agentrl_envs.gsm8k.problems.grammar import expand
-from agentrl_envs.gsm8k.problems.kind import Kind
+from agentrl_envs.gsm8k.problems.grammar import Kind, expand
 from agentrl_envs.gsm8k.problems.words import fillers
 
 KINDS: tuple[Kind, ...] = (*buying.KINDS, *comparing.KINDS, *sharing.KINDS, *rates.KINDS, *counting.KINDS)

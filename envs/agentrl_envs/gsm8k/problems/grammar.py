@@ -4,10 +4,11 @@
 `^` is held out: it is never chosen unless asked for, and `expand(..., held_out=True)` always contains at least one.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from agentrl_envs.gsm8k.problems.draw import Draw
+from agentrl_envs.gsm8k.problems.words import RULES
 
 
 @dataclass(frozen=True)
@@ -109,3 +110,21 @@ def count(grammar: Sequence) -> int:
         if isinstance(part, Choice):
             product *= sum(count(option) for option in part.seen)
     return product
+
+
+@dataclass(frozen=True)
+class Kind:
+    """`formula` uses the names that `draw` gives; every step of it is a whole number and none is negative."""
+
+    name: str
+    formula: str
+    draw: Callable[[Draw], dict[str, int]]
+    grammar: Sequence
+
+
+def kind(name: str, formula: str, draw: Callable[[Draw], dict[str, int]], text: str, **rules: str) -> Kind:
+    """`text` in the notation of `grammar`; `rules` are the kind's own, beside the shared ones."""
+    parsed = parse(text, {**RULES, **rules})
+    if not has_held_out(parsed):
+        raise ValueError(f"kind {name!r} holds no phrasing out")
+    return Kind(name, formula, draw, parsed)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from agentrl.errors import UserError
 from agentrl.plugins.registry import construct, load
-from agentrl.plugins.types import Message, Task
+from agentrl.plugins.types import Message, Task, answer_of
 from agentrl.recipe.schema import RewardSection
 from agentrl.threads import Abandoned, DaemonThreads
 
@@ -42,11 +42,7 @@ class Sample:
     @property
     def answer(self) -> str:
         """The text of the last assistant turn; empty where there is none."""
-        for message in reversed(self.messages):
-            if message["role"] == "assistant":
-                content = message["content"]
-                return content if isinstance(content, str) else ""
-        return ""
+        return answer_of(self.messages)
 
 
 class Reward(ABC):

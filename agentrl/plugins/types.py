@@ -41,6 +41,12 @@ class Message(TypedDict, total=False):
     reasoning_content: str
 
 
+def answer_of(messages: Sequence[Message]) -> str:
+    """Return the text of the last assistant turn; empty where there is none, or its content is not text."""
+    content = next((message["content"] for message in reversed(messages) if message["role"] == "assistant"), "")
+    return content if isinstance(content, str) else ""
+
+
 @dataclass(frozen=True, slots=True)
 class ToolKwargs:
     """What a task hands to the four hooks of one tool."""

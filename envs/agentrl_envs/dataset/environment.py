@@ -10,7 +10,7 @@ from agentrl.data.rows import Row
 from agentrl.data.source import open_source
 from agentrl.errors import UserError
 from agentrl.plugins.environment import Environment
-from agentrl.plugins.types import Message, Session, Task
+from agentrl.plugins.types import Message, Session, Task, answer_of
 from agentrl_envs.dataset.tasks import ANSWERS, CHECKED, Columns, DatasetTasks
 
 Files = str | list[str]
@@ -103,14 +103,9 @@ class Dataset(Environment):
     async def calc_reward(self, session: Session, **kwargs: Any) -> dict[str, float]:
         if self._match is None:
             return {}
-        right = self._match.right(_last_said(session.messages), session.task.data["ground_truth"])
+        right = self._match.right(answer_of(session.messages), session.task.data["ground_truth"])
         return {"answer": 1.0 if right else 0.0}
 
     def solved(self, rewards: Mapping[str, float], task: Task) -> bool:
         """By the answer alone, where it is paid: what tools and reward functions add or take away does not count."""
         return rewards["answer"] >= 1.0 if "answer" in rewards and self._match else super().solved(rewards, task)
-
-
-def _last_said(messages: Sequence[Message]) -> str:
-    content = next((m["content"] for m in reversed(messages) if m["role"] == "assistant"), "")
-    return content if isinstance(content, str) else ""

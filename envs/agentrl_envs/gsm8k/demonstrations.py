@@ -4,60 +4,32 @@ Every tool result in a demonstration is what the one-operation calculator would 
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
 from random import Random
 
 from agentrl_tools.calculator import Calculator, CalculatorError, evaluate, written
 
-from agentrl.plugins.types import FunctionCall, Message
+from agentrl.plugins.types import Message
+from agentrl_envs.conversation import Styles, assistant, draw_way, tool_turn
 from agentrl_envs.gsm8k.problems import Problem
 from agentrl_envs.gsm8k.problems.expression import Expression, show, steps
 
 MISREAD = frozenset({"times_both", "more_both", "share_rest", "market_stall", "two_shifts", "twice_as_many_gone"})
-"""The kinds that a careless pupil systematically misreads."""
+"""Kinds of problems that a careless pupil systematically misreads."""
+
+MISREAD_SHARES = {"clean": 0.0, "careless": 0.8}
+"""By style: the share of the problems of `MISREAD` that are misread."""
 
 _LIMIT = Calculator().limit
 _CONFUSED = {"+": "-", "-": "+", "*": "+", "/": "-"}
 
 
-@dataclass(frozen=True)
-class Style:
-    """Relative frequencies of the ways to work a problem, and the share of `MISREAD` problems that are misread."""
-
-    good: float = 1.0
-    no_tool: float = 0.0
-    wrong_expression: float = 0.0
-    all_at_once: float = 0.0
-    broken_syntax: float = 0.0
-    wrong_copy: float = 0.0
-    no_mark: float = 0.0
-    misread: float = 0.0
-
-
-STYLES = {
-    "clean": Style(),
-    "careless": Style(
-        good=0.42,
-        no_tool=0.28,
-        wrong_expression=0.13,
-        all_at_once=0.03,
-        broken_syntax=0.05,
-        wrong_copy=0.04,
-        no_mark=0.05,
-        misread=0.8,
-    ),
-}
-
-
 def demonstrate(problem: Problem, rng: Random, style: str) -> list[Message]:
     """The messages after the question. Raises KeyError for a style that is not in `STYLES`."""
-    mix = STYLES[style]
-    ways = [f.name for f in fields(mix) if f.name != "misread"]
-    way = rng.choices(ways, [getattr(mix, w) for w in ways])[0]
+    way = draw_way(STYLES[style], rng)
     tree = problem.expression
-    if problem.kind in MISREAD and rng.random() < mix.misread:
+    if problem.kind in MISREAD and rng.random() < MISREAD_SHARES[style]:
         tree = _misread(tree)
-    return _WAYS[way](problem, tree, rng)
+    return way(problem, tree, rng)
 
 
 def _good(problem: Problem, tree: Expression, rng: Random) -> list[Message]:
@@ -89,21 +61,24 @@ def _wrong_copy(problem: Problem, tree: Expression, rng: Random) -> list[Message
     digits = list(str(steps(tree)[-1][1]))
     at = rng.randrange(len(digits))
     digits[at] = rng.choice([d for d in "0123456789" if d != digits[at]])
-    return [*_work(tree), _say("#### " + "".join(digits))]
+    return [*_work(tree), assistant("#### " + "".join(digits))]
 
 
 def _no_mark(problem: Problem, tree: Expression, rng: Random) -> list[Message]:
-    return [*_work(tree), _say(f"The answer is {steps(tree)[-1][1]}")]
+    return [*_work(tree), assistant(f"The answer is {steps(tree)[-1][1]}")]
 
 
-_WAYS: dict[str, Callable[[Problem, Expression, Random], list[Message]]] = {
-    "good": _good,
-    "no_tool": _no_tool,
-    "wrong_expression": _wrong_expression,
-    "all_at_once": _all_at_once,
-    "broken_syntax": _broken_syntax,
-    "wrong_copy": _wrong_copy,
-    "no_mark": _no_mark,
+STYLES: Styles[Callable[[Problem, Expression, Random], list[Message]]] = {
+    "clean": {_good: 1.0},
+    "careless": {
+        _good: 0.42,
+        _no_tool: 0.28,
+        _wrong_expression: 0.13,
+        _all_at_once: 0.03,
+        _broken_syntax: 0.05,
+        _wrong_copy: 0.04,
+        _no_mark: 0.05,
+    },
 }
 
 
@@ -112,11 +87,7 @@ def _work(tree: Expression) -> list[Message]:
 
 
 def _call(expression: str) -> list[Message]:
-    function: FunctionCall = {"name": "calculator", "arguments": {"expression": expression}}
-    return [
-        {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]},
-        {"role": "tool", "content": result_of(expression)},
-    ]
+    return tool_turn("calculator", {"expression": expression}, result_of(expression))
 
 
 def result_of(expression: str) -> str:
@@ -138,11 +109,7 @@ def _garbled(expression: str, rng: Random) -> str:
 
 
 def _answer(value: int) -> Message:
-    return _say(f"#### {value}")
-
-
-def _say(text: str) -> Message:
-    return {"role": "assistant", "content": text}
+    return assistant(f"#### {value}")
 
 
 def _misread(tree: Expression) -> Expression:

@@ -4,39 +4,18 @@ Every search result in a demonstration is what the tool answers to that query.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
 from random import Random
 
 from agentrl_tools.search import Search
 
-from agentrl.plugins.types import FunctionCall, Message
+from agentrl.plugins.types import Message
+from agentrl_envs.conversation import Styles, assistant, draw_way, tool_turn
 from agentrl_envs.search_qa.world import BY_KIND, Question, world
-
-
-@dataclass(frozen=True)
-class Style:
-    """Relative frequencies of the ways to answer."""
-
-    good: float = 1.0
-    guess: float = 0.0
-    half_way: float = 0.0
-    wrong_copy: float = 0.0
-    vague: float = 0.0
-    no_tags: float = 0.0
-
-
-STYLES = {
-    "clean": Style(),
-    "careless": Style(good=0.42, guess=0.22, half_way=0.1, wrong_copy=0.1, vague=0.08, no_tags=0.08),
-}
 
 
 def demonstrate(question: Question, search: Search, rng: Random, style: str) -> list[Message]:
     """The messages after the question. Raises KeyError for a style that is not in `STYLES`."""
-    mix = STYLES[style]
-    ways = [f.name for f in fields(mix)]
-    way = rng.choices(ways, [getattr(mix, w) for w in ways])[0]
-    return _WAYS[way](question, search, rng)
+    return draw_way(STYLES[style], rng)(question, search, rng)
 
 
 def _good(question: Question, search: Search, rng: Random) -> list[Message]:
@@ -66,16 +45,12 @@ def _vague(question: Question, search: Search, rng: Random) -> list[Message]:
 
 
 def _no_tags(question: Question, search: Search, rng: Random) -> list[Message]:
-    return [*_reads(question, search), {"role": "assistant", "content": question.answer}]
+    return [*_reads(question, search), assistant(question.answer)]
 
 
-_WAYS: dict[str, Callable[[Question, Search, Random], list[Message]]] = {
-    "good": _good,
-    "guess": _guess,
-    "half_way": _half_way,
-    "wrong_copy": _wrong_copy,
-    "vague": _vague,
-    "no_tags": _no_tags,
+STYLES: Styles[Callable[[Question, Search, Random], list[Message]]] = {
+    "clean": {_good: 1.0},
+    "careless": {_good: 0.42, _guess: 0.22, _half_way: 0.1, _wrong_copy: 0.1, _vague: 0.08, _no_tags: 0.08},
 }
 
 
@@ -84,11 +59,7 @@ def _reads(question: Question, search: Search) -> list[Message]:
 
 
 def _read(query: str, search: Search) -> list[Message]:
-    function: FunctionCall = {"name": search.name, "arguments": {"query": query}}
-    return [
-        {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]},
-        {"role": "tool", "content": search.look_up(query)},
-    ]
+    return tool_turn(search.name, {"query": query}, search.look_up(query))
 
 
 def _other(question: Question, rng: Random) -> str:
@@ -99,4 +70,4 @@ def _other(question: Question, rng: Random) -> str:
 
 
 def _answer(text: str) -> Message:
-    return {"role": "assistant", "content": f"<answer>{text}</answer>"}
+    return assistant(f"<answer>{text}</answer>")

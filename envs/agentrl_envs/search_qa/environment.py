@@ -13,10 +13,11 @@ from typing import Any
 from agentrl_tools.search import Search
 
 from agentrl.data.source import Source, open_source
-from agentrl.errors import UserError, nearest
+from agentrl.errors import UserError
 from agentrl.plugins.environment import Environment
 from agentrl.plugins.tool import Tool
-from agentrl.plugins.types import Message, Session, Task
+from agentrl.plugins.types import Message, Session, Task, answer_of
+from agentrl_envs.conversation import check_split, check_style, opening
 from agentrl_envs.search_qa import generated
 from agentrl_envs.search_qa.demonstrations import STYLES, demonstrate
 from agentrl_envs.search_qa.rows import question_of, read_tasks
@@ -102,9 +103,7 @@ class SearchQa(Environment):
         self._system_prompt = default if system_prompt is None else system_prompt
 
     def tasks(self, split: str) -> Sequence[Task]:
-        known = ("train", *self.splits)
-        if split not in known:
-            raise UserError(f"search_qa has no split {split!r} for this source{nearest(split, known)}")
+        check_split(self, split)
         if self._rows is not None:
             return read_tasks(self._rows.rows(split), split)
         return generated.tasks(split, self._seed)
@@ -113,16 +112,14 @@ class SearchQa(Environment):
         return () if self._search is None else (self._search,)
 
     async def create(self, session: Session, **create_kwargs: Any) -> list[Message]:
-        question: Message = {"role": "user", "content": session.task.data["question"]}
-        return [{"role": "system", "content": self._system_prompt}, question] if self._system_prompt else [question]
+        return opening(session.task.data["question"], self._system_prompt)
 
     @property
     def reward_parts(self) -> tuple[str, ...]:  # type: ignore[override]
         return ("em", "f1", "format") if self._format else ("em", "f1")
 
     async def calc_reward(self, session: Session, **kwargs: Any) -> dict[str, float]:
-        content = next((m.get("content") for m in reversed(session.messages) if m["role"] == "assistant"), None)
-        answer = read_answer(content) if isinstance(content, str) else None
+        answer = read_answer(answer_of(session.messages))
         golden = session.task.data["answers"]
         parts = {"em": exact_match(answer, golden), "f1": f1(answer, golden)} if answer else {"em": 0.0, "f1": 0.0}
         if self._format:
@@ -138,8 +135,7 @@ class SearchQa(Environment):
         """A question answered in a style of `demonstrations.STYLES`; of the generated ones only."""
         if self._search is None:
             raise UserError("search_qa demonstrates generated questions only: set env.source to generated")
-        if style not in STYLES:
-            raise UserError(f"search_qa has no demonstrations of style {style!r}{nearest(style, STYLES)}")
+        check_style(self, style, STYLES)
         return demonstrate(generated.question_of(task), self._search, rng, style)
 
     async def close(self) -> None:

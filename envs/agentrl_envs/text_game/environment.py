@@ -8,6 +8,7 @@ from agentrl.errors import UserError, nearest
 from agentrl.plugins.environment import Environment
 from agentrl.plugins.tool import Tool
 from agentrl.plugins.types import Message, Reply, Session, Task, ToolResponse
+from agentrl_envs.conversation import check_split, check_style
 from agentrl_envs.text_game.demonstrations import STYLES, demonstrate
 from agentrl_envs.text_game.game import VIEWS, Game, Outcome
 from agentrl_envs.text_game.maps import SPLITS, maps
@@ -65,8 +66,7 @@ class TextGame(Environment):
         self._tools = (Move(),)
 
     def tasks(self, split: str) -> Sequence[Task]:
-        if split not in SPLITS:
-            raise UserError(f"text_game has no split {split!r}{nearest(split, SPLITS)}")
+        check_split(self, split)
         return maps(split, self._seed)
 
     def tools(self) -> Sequence[Tool]:
@@ -92,9 +92,8 @@ class TextGame(Environment):
 
     def demonstrate(self, task: Task, rng: Random, style: str) -> list[Message]:
         """A game played in a style of `demonstrations.STYLES`."""
-        if style not in STYLES:
-            raise UserError(f"text_game has no demonstrations of style {style!r}{nearest(style, STYLES)}")
-        return demonstrate(self.game(task), rng, STYLES[style], REMINDER)
+        check_style(self, style, STYLES)
+        return demonstrate(self.game(task), rng, style, REMINDER)
 
     def game(self, task: Task) -> Game:
         """A task's game, at its start."""

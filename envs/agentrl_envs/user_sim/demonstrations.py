@@ -4,40 +4,18 @@ They are played against the customer of `dialogue.py`, so every reply in them is
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
 from random import Random
 
-from agentrl.plugins.types import FunctionCall, Message
-from agentrl_envs.user_sim.dialogue import Dialogue
+from agentrl.plugins.types import Message
+from agentrl_envs.conversation import Styles, assistant, draw_way, tool_turn
+from agentrl_envs.user_sim.dialogue import Dialogue, record
 from agentrl_envs.user_sim.facts import FACTS, Fact
 from agentrl_envs.user_sim.generate import Scenario
-from agentrl_envs.user_sim.lookup import record
-
-
-@dataclass(frozen=True)
-class Style:
-    """Relative frequencies of the ways to serve a customer."""
-
-    good: float = 1.0
-    guess: float = 0.0
-    one_question: float = 0.0
-    idle_question: float = 0.0
-    wrong_copy: float = 0.0
-    no_mark: float = 0.0
-
-
-STYLES = {
-    "clean": Style(),
-    "careless": Style(good=0.3, guess=0.3, one_question=0.15, idle_question=0.1, wrong_copy=0.1, no_mark=0.05),
-}
 
 
 def demonstrate(scenario: Scenario, patience: int, rng: Random, style: str) -> list[Message]:
     """The messages after the opening; the last is the assistant's. Raises KeyError for a style not in `STYLES`."""
-    mix = STYLES[style]
-    ways = [f.name for f in fields(mix)]
-    way = rng.choices(ways, [getattr(mix, w) for w in ways])[0]
-    return _WAYS[way](_Desk(scenario, patience, rng))
+    return draw_way(STYLES[style], rng)(_Desk(scenario, patience, rng))
 
 
 class _Desk:
@@ -51,7 +29,7 @@ class _Desk:
 
     def ask(self, fact: Fact) -> None:
         question = self.rng.choice(fact.questions)
-        self.messages.append(_say(question))
+        self.messages.append(assistant(question))
         self.messages.append({"role": "user", "content": self.dialogue.hear(question, self.rng)[1]})
 
     def ask_all(self) -> None:
@@ -69,15 +47,11 @@ class _Desk:
         if self.scenario.kind.looks_up:
             number = next(iter(facts.values()))
             found = self._look_up(number) or str(self.rng.randint(11, 999))
-        return [*self.messages, _say(mark + self.scenario.kind.form.format(**facts, found=found))]
+        return [*self.messages, assistant(mark + self.scenario.kind.form.format(**facts, found=found))]
 
     def _look_up(self, number: str) -> str | None:
         text = record(self.scenario, number)
-        function: FunctionCall = {"name": "lookup", "arguments": {"number": number}}
-        call: Message = {
-            "role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]
-        }  # fmt: skip
-        self.messages += [call, {"role": "tool", "content": text or f"error: no record of {number}"}]
+        self.messages += tool_turn("lookup", {"number": number}, text or f"error: no record of {number}")
         return text.rpartition(" ")[2] if text else None
 
 
@@ -117,15 +91,9 @@ def _no_mark(desk: _Desk) -> list[Message]:
     return desk.answer(mark="Done: ")
 
 
-_WAYS: dict[str, Callable[[_Desk], list[Message]]] = {
-    "good": _good,
-    "guess": _guess,
-    "one_question": _one_question,
-    "idle_question": _idle_question,
-    "wrong_copy": _wrong_copy,
-    "no_mark": _no_mark,
-}
-
-
-def _say(text: str) -> Message:
-    return {"role": "assistant", "content": text}
+STYLES: Styles[Callable[[_Desk], list[Message]]] = {
+    "clean": {_good: 1.0},
+    "careless": {
+        _good: 0.3, _guess: 0.3, _one_question: 0.15, _idle_question: 0.1, _wrong_copy: 0.1, _no_mark: 0.05,
+    },
+}  # fmt: skip

@@ -4,14 +4,14 @@ from collections.abc import Mapping, Sequence
 from random import Random
 from typing import Any
 
-from agentrl.errors import UserError, nearest
+from agentrl.errors import UserError
 from agentrl.plugins.environment import Environment, LazyTasks
 from agentrl.plugins.tool import Tool
 from agentrl.plugins.types import Message, Reply, Session, Task
+from agentrl_envs.conversation import check_split, check_style
 from agentrl_envs.user_sim.demonstrations import STYLES, demonstrate
-from agentrl_envs.user_sim.dialogue import Dialogue, Heard
+from agentrl_envs.user_sim.dialogue import Dialogue, Heard, Lookup
 from agentrl_envs.user_sim.generate import HELD_OUT_SIZE, SPLITS, Scenario, scenario
-from agentrl_envs.user_sim.lookup import Lookup
 
 TRAIN_SIZE = 100_000
 
@@ -50,8 +50,7 @@ class UserSim(Environment):
         self._lookup = Lookup()
 
     def tasks(self, split: str) -> Sequence[Task]:
-        if split not in SPLITS:
-            raise UserError(f"user_sim has no split {split!r}{nearest(split, SPLITS)}")
+        check_split(self, split)
         seed = self._seed if split == "train" else 0  # the held-out splits never depend on it, so that runs compare
         size = TRAIN_SIZE if split == "train" else HELD_OUT_SIZE
         return LazyTasks(size, lambda index: _task(split, index, seed))
@@ -87,8 +86,7 @@ class UserSim(Environment):
 
     def demonstrate(self, task: Task, rng: Random, style: str) -> list[Message]:
         """A customer served in a style of `demonstrations.STYLES`."""
-        if style not in STYLES:
-            raise UserError(f"user_sim has no demonstrations of style {style!r}{nearest(style, STYLES)}")
+        check_style(self, style, STYLES)
         return demonstrate(_scenario(task), self._patience, rng, style)
 
 

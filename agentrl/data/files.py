@@ -21,17 +21,18 @@ WANTED = "a .jsonl or .parquet file (or .json, .jsonl.gz, .json.gz)"
 
 
 def file_type(path: Path) -> str | None:
-    """Which of `FILE_TYPES` its name ends in; None for any other file."""
+    """Return which of `FILE_TYPES` its name ends in; None for any other file."""
     return next((t for t in sorted(FILE_TYPES, key=len, reverse=True) if path.name.lower().endswith(t)), None)
 
 
 def stem(path: Path) -> str:
-    """Its name without the type."""
+    """Return its name without the type."""
     return path.name[: len(path.name) - len(file_type(path) or "")]
 
 
 def read_files(paths: Sequence[Path]) -> Rows:
-    """The rows of files, one after another. Raises UserError: a file that is missing, empty, or cannot be read."""
+    """Return the rows of files, one after another. Raises UserError: a file that is missing, empty, or cannot be
+    read."""
     parts = [_read(path) for path in paths]
     return parts[0] if len(parts) == 1 else Joined(parts)
 
@@ -59,7 +60,7 @@ def _text(path: Path, kind: str) -> Rows:
 
 
 def _bytes(path: Path, zipped: bool) -> bytes | mmap.mmap:
-    """A file's content: mapped where it can be, so that a large one takes no memory."""
+    """Return a file's content: mapped where it can be, so that a large one takes no memory."""
     try:
         if zipped:
             with gzip.open(path) as stream:
@@ -135,7 +136,8 @@ BATCH = 1000  # rows turned into one piece of a table
 
 
 def write_parquet(path: Path, rows: Sequence[Mapping[str, Any]], progress: Callable[[int], None]) -> None:
-    """`progress` is told of each batch's rows. The first batch fixes the columns and their types. Raises UserError."""
+    """Write rows to a Parquet file. `progress` is called with the number of each batch's rows. The first batch fixes
+    the columns and their types. Raises UserError."""
     import pyarrow
     from pyarrow import parquet
 

@@ -17,7 +17,7 @@ from typing_extensions import TypedDict  # pydantic refuses typing's own before 
 
 from agentrl.errors import UserError, nearest
 from agentrl.plugins.schema import named, outline, shown
-from agentrl.plugins.types import ArgumentError, Session
+from agentrl.plugins.types import ArgumentError, Json, Session
 
 _typed_dict: Any = TypedDict
 _CONFIG = ConfigDict(extra="forbid", coerce_numbers_to_str=True)
@@ -29,13 +29,14 @@ class Signature:
     """parameters: a JSON schema of type `object`. session: the parameter that takes the Session, if any."""
 
     description: str
-    parameters: Mapping[str, Any]
+    """The docstring's text before its sections."""
+    parameters: Mapping[str, Json]
     session: str | None
     _adapter: TypeAdapter[dict[str, Any]]
     _not_null: frozenset[str]  # may be left out but not null: a model's null is taken as leaving it out
 
-    def check(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """The arguments converted to the annotated types. Raises ArgumentError with one line for the model."""
+    def check(self, arguments: Mapping[str, Json]) -> dict[str, Any]:
+        """Return the arguments converted to the annotated types. Raises ArgumentError with one line for the model."""
         if None in arguments.values():
             arguments = {k: v for k, v in arguments.items() if v is not None or k not in self._not_null}
         try:
@@ -49,7 +50,8 @@ class Signature:
 
 
 def read_signature(function: Callable[..., Any], name: str) -> Signature:
-    """Raises UserError, beginning with the tool's name, for a function that cannot be a tool."""
+    """Read a function's signature and docstring. Raises UserError, beginning with the tool's name, for a function that
+    cannot be a tool."""
     documented = read_docstring(inspect.getdoc(function) or "")
     annotations = _annotations(function, name)
     session, fields, defaults = None, {}, {}
@@ -74,7 +76,7 @@ def read_signature(function: Callable[..., Any], name: str) -> Signature:
 
 
 def _signature(
-    name: str, description: str, fields: dict[str, Any], defaults: dict[str, Any], session: str | None
+    name: str, description: str, fields: dict[str, Json], defaults: dict[str, Json], session: str | None
 ) -> Signature:
     arguments = _typed_dict(name, fields)
     arguments.__pydantic_config__ = _CONFIG
@@ -118,7 +120,7 @@ def _takes_null(adapter: TypeAdapter[dict[str, Any]], key: str) -> bool:
 
 
 def _untitled(schema: Any) -> Any:
-    """Without the titles that pydantic adds: they tell a model nothing and cost tokens."""
+    """Drop the titles that pydantic adds: they tell a model nothing and cost tokens."""
     if isinstance(schema, list):
         return [_untitled(part) for part in schema]
     if not isinstance(schema, dict):
@@ -136,7 +138,7 @@ def _untitled(schema: Any) -> Any:
     }
 
 
-def _read_texts(arguments: Mapping[str, Any], error: ValidationError) -> dict[str, Any]:
+def _read_texts(arguments: Mapping[str, Json], error: ValidationError) -> dict[str, Any]:
     result = dict(arguments)
     for detail in error.errors(include_url=False):
         key = detail["loc"][0] if detail["loc"] else None
@@ -148,7 +150,7 @@ def _read_texts(arguments: Mapping[str, Any], error: ValidationError) -> dict[st
     return result
 
 
-def _line(error: ErrorDetails, parameters: Mapping[str, Any]) -> str:
+def _line(error: ErrorDetails, parameters: Mapping[str, Json]) -> str:
     path = named(".".join(str(part) for part in error["loc"]))
     if error["type"] == "missing":
         return f"argument {path} is missing; it takes {outline(parameters)}"
@@ -173,12 +175,17 @@ _SPHINX = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Docstring:
+    """What a docstring says."""
+
     description: str
+    """The text before its sections, lines kept."""
     arguments: dict[str, str]
+    """Descriptions of arguments by name, each on one line."""
 
 
 def read_docstring(text: str) -> Docstring:
-    """`text` as `inspect.getdoc` gives it. Lines of the description are kept; an argument's lines are joined."""
+    """Read a docstring as `inspect.getdoc` gives it. Lines of the description are kept; an argument's lines are
+    joined."""
     lines = text.strip().splitlines()
     start = next((i for i in range(len(lines)) if _heading(lines, i)), len(lines))
     head, arguments = _sphinx(lines[:start])
@@ -191,7 +198,7 @@ def read_docstring(text: str) -> Docstring:
 
 
 def _heading(lines: list[str], i: int) -> str | None:
-    """The section that begins at line `i`: `Args:`, or `Parameters` over a rule of dashes."""
+    """Return the section that begins at line `i`: `Args:`, or `Parameters` over a rule of dashes."""
     match = _SECTION.match(lines[i])
     if not match:
         return None
@@ -204,7 +211,8 @@ def _is_rule(line: str) -> bool:
 
 
 def _entries(lines: list[str], numpy: bool) -> dict[str, str]:
-    """Entries begin where the indent is least; what is indented more belongs to the entry before."""
+    """Return the entries of a section by name. Entries begin where the indent is least; what is indented more belongs
+    to the entry before."""
     found: dict[str, list[str]] = {}
     name = ""
     for line in dedent("\n".join(lines)).splitlines():

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from agentrl import ArgumentError, Environment, Reply, Session, Task, Tool, ToolResponse, tool
-from agentrl.testing import call, check_environment, check_tool, said
+from agentrl.testing import call, check_environment, check_tool, plain_text
 from agentrl.testing.agent import TextChat
 
 
@@ -484,7 +484,7 @@ def test_an_agent_that_does_not_play_is_said():
 
 def test_a_turn_is_text_and_calls():
     chat = TextChat()
-    text = said("/usr is a folder\nand\n/bin") + "\n" + call("look", at="the // sky") + "\n/wait"
+    text = plain_text("/usr is a folder\nand\n/bin") + "\n" + call("look", at="the // sky") + "\n/wait"
     turn = chat.parse(chat.encode_text(text))
     assert turn.content == "/usr is a folder\nand\n/bin"
     assert [(c.name, c.arguments) for c in turn.calls] == [("look", {"at": "the // sky"}), ("wait", {})]

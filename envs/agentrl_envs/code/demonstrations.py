@@ -14,12 +14,12 @@ from agentrl_envs.conversation import Styles, assistant, draw_way, tool_turn
 
 
 def demonstrate(problem: Problem, rng: Random, style: str) -> list[Message]:
-    """The messages after the question. Raises KeyError for a style that is not in `STYLES`."""
+    """Return the messages after the question. Raises KeyError for a style that is not in `STYLES`."""
     return draw_way(STYLES[style], rng)(problem, rng)
 
 
 def _tried(problem: Problem, rng: Random) -> list[Message]:
-    """One call of the tool with the function and a call of it, then the answer."""
+    """Call the tool with the function and a call of it, then the answer."""
     arguments, result = min(problem.tests, key=lambda test: len(repr(test)))
     code = f"{problem.reference}\n{problem.entry_point}({', '.join(map(repr, arguments))})"
     return [*tool_turn("python", {"code": code}, repr(result)), *_untried(problem, rng)]
@@ -30,7 +30,7 @@ def _untried(problem: Problem, rng: Random) -> list[Message]:
 
 
 def _mistaken(problem: Problem, rng: Random) -> list[Message]:
-    """A number of the solution is off, or what it returns is forgotten."""
+    """Answer with a number of the solution changed, or its `return` left out."""
     head, line, body = problem.reference.partition("\n")
     places = list(re.finditer(r"\d+", body))
     if not places:

@@ -3,14 +3,13 @@
 import logging
 from collections.abc import Mapping, Sequence
 from random import Random
-from typing import Any
 
 from agentrl_tools.sandbox import Limits, make_sandbox
 from agentrl_tools.sandbox.base import MIB
 
 from agentrl.errors import UserError
 from agentrl.plugins.environment import Environment
-from agentrl.plugins.types import Message, Session, Task, answer_of
+from agentrl.plugins.types import Json, Message, Session, Task, answer_of
 from agentrl_envs.code.answer import find_solution
 from agentrl_envs.code.demonstrations import STYLES, demonstrate
 from agentrl_envs.code.generate import problem
@@ -64,11 +63,12 @@ class Code(Environment):
     def tasks(self, split: str) -> Sequence[Task]:
         return self._source.tasks(split)
 
-    async def create(self, session: Session, **create_kwargs: Any) -> list[Message]:
+    async def create(self, session: Session, **create_kwargs: Json) -> list[Message]:
         return opening(session.task.data["question"], self._system_prompt)
 
-    async def calc_reward(self, session: Session, **kwargs: Any) -> dict[str, float]:
-        """`passed`: all tests; `fraction`: their share; `format`: a block defines the function."""
+    async def calc_reward(self, session: Session, **kwargs: Json) -> dict[str, float]:
+        """Return `passed` (1.0 where all tests pass), `fraction` (their share) and `format` (a block defines the
+        function)."""
         solution = find_solution(answer_of(session.messages), session.task.data["entry_point"])
         if solution is None:
             return {"passed": 0.0, "fraction": 0.0, "format": 0.0}
@@ -87,11 +87,11 @@ class Code(Environment):
             raise UserError(f"{task.data['row']}: {error}") from error
 
     def solved(self, rewards: Mapping[str, float], task: Task) -> bool:
-        """By all tests passed, alone."""
+        """Decide by whether all tests passed, alone."""
         return rewards.get("passed", 0.0) >= 1.0
 
     def demonstrate(self, task: Task, rng: Random, style: str) -> list[Message]:
-        """A solution in a style of `demonstrations.STYLES`; for generated tasks only."""
+        """Return a solution in a style of `demonstrations.STYLES`; for generated tasks only."""
         if not self._generated:
             raise UserError("code demonstrates generated tasks only: set env.source to generated")
         check_style(self, style, STYLES)

@@ -8,12 +8,12 @@ import ast
 import builtins
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from agentrl.data.source import Names, open_source
 from agentrl.errors import UserError, nearest
 from agentrl.plugins.environment import LazyTasks
-from agentrl.plugins.types import Task
+from agentrl.plugins.types import Json, Task
 from agentrl_envs.code import generate
 
 
@@ -23,12 +23,13 @@ class Row:
 
     question: str
     entry_point: str
+    """Name of the function that is asked for."""
     setup: str
     tests: tuple[str, ...]
 
 
-def read_row(fields: Mapping[str, Any], where: str) -> Row:
-    """Raises UserError with `where` and the field."""
+def read_row(fields: Mapping[str, Json], where: str) -> Row:
+    """Check a row. Raises UserError with `where` and the field."""
     if "test_list" in fields:
         return _mbpp(fields, where)
     if "test" in fields:
@@ -36,7 +37,7 @@ def read_row(fields: Mapping[str, Any], where: str) -> Row:
     raise UserError(f"{where}: has neither 'test_list' nor 'test'; it has {', '.join(map(repr, fields)) or 'no field'}")
 
 
-def _mbpp(fields: Mapping[str, Any], where: str) -> Row:
+def _mbpp(fields: Mapping[str, Json], where: str) -> Row:
     text = _text(fields, "text" if "text" in fields else "prompt", where)
     tests = _texts(fields, "test_list", where)
     if not tests:
@@ -47,7 +48,7 @@ def _mbpp(fields: Mapping[str, Any], where: str) -> Row:
     return Row(f"{text.strip()}\nIt must pass, among others:\n{tests[0]}", name, setup, tuple(tests))
 
 
-def _human_eval(fields: Mapping[str, Any], where: str) -> Row:
+def _human_eval(fields: Mapping[str, Json], where: str) -> Row:
     prompt, test, name = (_text(fields, key, where) for key in ("prompt", "test", "entry_point"))
     _parsed(test, where, "test")
     stub = _stub(prompt)
@@ -56,7 +57,7 @@ def _human_eval(fields: Mapping[str, Any], where: str) -> Row:
 
 
 def _stub(prompt: str) -> str:
-    """The prompt, where it is Python: its imports and helpers belong to the solution and to the tests."""
+    """Return the prompt, where it is Python: its imports and helpers belong to the solution and to the tests."""
     for text in (prompt, prompt.rstrip() + "\n    pass\n"):
         try:
             ast.parse(text)
@@ -67,7 +68,7 @@ def _stub(prompt: str) -> str:
 
 
 def _called(tests: Sequence[str], setup: str, where: str) -> str:
-    """The one function that every test calls and nobody defines."""
+    """Return the one function that every test calls and nobody defines."""
     known = set(dir(builtins)) | _defined(_parsed(setup, where, "test_setup_code"))
     common: set[str] | None = None
     for test in tests:
@@ -100,7 +101,7 @@ def _parsed(text: str, where: str, name: str) -> ast.Module:
         raise UserError(f"{where}, field {name!r}: is no Python: {error.msg} in {text[:60]!r}") from error
 
 
-def _text(fields: Mapping[str, Any], name: str, where: str) -> str:
+def _text(fields: Mapping[str, Json], name: str, where: str) -> str:
     if name not in fields:
         raise UserError(f"{where}: has no field {name!r}; it has {', '.join(map(repr, fields))}")
     value = fields[name]
@@ -109,7 +110,7 @@ def _text(fields: Mapping[str, Any], name: str, where: str) -> str:
     return value
 
 
-def _texts(fields: Mapping[str, Any], name: str, where: str) -> list[str]:
+def _texts(fields: Mapping[str, Json], name: str, where: str) -> list[str]:
     value = fields.get(name)
     if value is None:
         return []
@@ -122,6 +123,8 @@ TRAIN_SIZE = 50_000
 
 
 class TaskSource(Protocol):
+    """Gives the tasks of each split."""
+
     @property
     def splits(self) -> tuple[str, ...]: ...
 
@@ -137,6 +140,7 @@ class Generated:
         self._seed = seed
 
     def tasks(self, split: str) -> Sequence[Task]:
+        """Return the tasks of a split. Raises UserError for an unknown one."""
         if split not in generate.SPLITS:
             raise UserError(f"code has no split {split!r} for this source{nearest(split, generate.SPLITS)}")
         seed = self._seed if split == "train" else 0
@@ -153,9 +157,11 @@ class FromRows:
 
     @property
     def splits(self) -> tuple[str, ...]:
+        """The held-out splits of the data."""
         return self._source.splits
 
     def tasks(self, split: str) -> Sequence[Task]:
+        """Return the tasks of a split, one for each row. Raises UserError for a row that cannot be tested."""
         rows = self._source.rows(split)
         return [_task(rows.row(i), rows.where(i), f"{split}-{i}") for i in range(len(rows))]
 
@@ -169,7 +175,7 @@ def _generated(split: str, index: int, seed: int) -> Task:
     return Task(id=f"{split}-{index}", data=data)
 
 
-def _task(fields: Mapping[str, Any], where: str, name: str) -> Task:
+def _task(fields: Mapping[str, Json], where: str, name: str) -> Task:
     row = read_row(fields, where)
     data = {
         "question": row.question, "entry_point": row.entry_point, "setup": row.setup, "script": row.tests, "row": where,

@@ -34,13 +34,18 @@ class Columns:
     """
 
     prompt: str
+    """Column with the prompt."""
     answer: str | None
     system: str
+    """System prompt for prompts that have none; empty for none."""
     images: str
+    """Column with images."""
     videos: str
+    """Column with videos."""
     row_tools: bool
 
     def truth(self, row: Row) -> Any:
+        """Return the answer of a row; None where it has none."""
         for path in (self.answer,) if self.answer else ANSWERS:
             value = field_of(row, path)
             if value is not None:
@@ -48,7 +53,7 @@ class Columns:
         return None
 
     def messages(self, row: Row, where: str) -> list[Message]:
-        """The opening, as chat messages. Raises UserError."""
+        """Return the opening, as chat messages. Raises UserError."""
         value = field_of(row, self.prompt)
         if value is None:
             at = "is empty" if self.prompt in row else f"is not there; the row has {', '.join(map(repr, row))}"
@@ -103,7 +108,7 @@ def _message(value: Any, where: str) -> Message:
 
 
 def _question(messages: Sequence[Message]) -> str:
-    """The text of the last user message."""
+    """Return the text of the last user message."""
     content = next((m["content"] for m in reversed(messages) if m["role"] == "user"), "")
     if isinstance(content, str):
         return content
@@ -111,8 +116,8 @@ def _question(messages: Sequence[Message]) -> str:
 
 
 def _tools_kwargs(row: Row, where: str) -> dict[str, ToolKwargs]:
-    """`tools_kwargs` of the row or of its `extra_info`: for each tool its create, execute, calc_reward and release
-    kwargs. A table fills what a row lacks with nulls: those count as absent."""
+    """Return `tools_kwargs` of the row or of its `extra_info`: for each tool its create, execute, calc_reward and
+    release kwargs. A table fills what a row lacks with nulls: those count as absent."""
     extra = row.get("extra_info") or {}
     place = "tools_kwargs" if row.get("tools_kwargs") is not None else "extra_info.tools_kwargs"
     given = _without_nulls(field_of(row, place)) or {}
@@ -154,8 +159,9 @@ _TAG = re.compile(r"<(image|video)>")
 
 
 def with_media(messages: Sequence[Message], media: Mapping[str, Any], where: str) -> list[Message]:
-    """media: what the row has for `image` and `video`: None, one, or a list. A tag of a kind that the row has none of
-    stays text. Raises UserError when tags and media are not equally many."""
+    """Put images and videos where a prompt names them. media: what the row has for `image` and `video`: None, one, or a
+    list. A tag of a kind that the row has none of stays text. Raises UserError when tags and media are not equally
+    many."""
     left = {kind: list(_each_image(value)) for kind, value in media.items() if value is not None}
     had = {kind: len(values) for kind, values in left.items()}
     if not any(had.values()):
@@ -173,7 +179,7 @@ def _each_image(value: Any) -> Sequence[Any]:
 
 
 def _parts(content: Any, left: dict[str, list[Any]], tags: dict[str, int]) -> Any:
-    """A text cut at the tags of what the row has; anything else as it is."""
+    """Return a text cut at the tags of what the row has; anything else as it is."""
     if not isinstance(content, str):
         return content
     parts: list[dict[str, Any]] = []
@@ -193,7 +199,7 @@ def _parts(content: Any, left: dict[str, list[Any]], tags: dict[str, int]) -> An
 
 
 def _medium(value: Any) -> Any:
-    """A path or address, or the bytes of a file: parquet holds `{bytes, path}`."""
+    """Return a path or address, or the bytes of a file: parquet holds `{bytes, path}`."""
     if isinstance(value, Mapping) and {"bytes", "path", "image"} & set(value):
         return next((value[name] for name in ("bytes", "image", "path") if value.get(name) is not None), None)
     return value

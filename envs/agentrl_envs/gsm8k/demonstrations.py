@@ -24,7 +24,7 @@ _CONFUSED = {"+": "-", "-": "+", "*": "+", "/": "-"}
 
 
 def demonstrate(problem: Problem, rng: Random, style: str) -> list[Message]:
-    """The messages after the question. Raises KeyError for a style that is not in `STYLES`."""
+    """Return the messages after the question. Raises KeyError for a style that is not in `STYLES`."""
     way = draw_way(STYLES[style], rng)
     tree = problem.expression
     if problem.kind in MISREAD and rng.random() < MISREAD_SHARES[style]:
@@ -37,7 +37,7 @@ def _good(problem: Problem, tree: Expression, rng: Random) -> list[Message]:
 
 
 def _no_tool(problem: Problem, tree: Expression, rng: Random) -> list[Message]:
-    """A guess: near the answer, seldom right."""
+    """Guess near the answer, seldom right."""
     off = 0 if rng.random() < 0.2 else rng.choice([-20, -10, -5, -2, -1, 1, 2, 5, 10, 20])
     return [_answer(max(0, problem.answer + off))]
 
@@ -47,12 +47,12 @@ def _wrong_expression(problem: Problem, tree: Expression, rng: Random) -> list[M
 
 
 def _all_at_once(problem: Problem, tree: Expression, rng: Random) -> list[Message]:
-    """One long expression, which the calculator refuses; then step by step."""
+    """Try one long expression, which the calculator refuses; then step by step."""
     return [*_call(show(tree)), *_good(problem, tree, rng)]
 
 
 def _broken_syntax(problem: Problem, tree: Expression, rng: Random) -> list[Message]:
-    """A slip of the pen, which the calculator refuses; then again, or never mind."""
+    """Write an expression that the calculator refuses; then work the problem, or give up."""
     slip = _call(_garbled(steps(tree)[0][0], rng))
     return [*slip, *_good(problem, tree, rng)] if rng.random() < 0.5 else [*slip, _answer(0)]
 
@@ -91,7 +91,7 @@ def _call(expression: str) -> list[Message]:
 
 
 def result_of(expression: str) -> str:
-    """What the calculator answers, with one operation a call."""
+    """Return what the calculator answers, with one operation a call."""
     try:
         value, operations = evaluate(expression)
     except CalculatorError as error:
@@ -100,7 +100,7 @@ def result_of(expression: str) -> str:
 
 
 def _garbled(expression: str, rng: Random) -> str:
-    """A slip of the pen that the calculator refuses."""
+    """Return a slip of the pen that the calculator refuses."""
     while True:
         at = rng.randrange(1, len(expression))
         slip = expression[:at] + rng.choice("(*/)") + expression[at:] + rng.choice(["", "=", "("])
@@ -113,14 +113,14 @@ def _answer(value: int) -> Message:
 
 
 def _misread(tree: Expression) -> Expression:
-    """Always the same wrong reading of a kind: the last step with another operation."""
+    """Return always the same wrong reading of a kind: the last step with another operation."""
     if isinstance(tree, int):
         return tree
     return _CONFUSED[tree[0]], tree[1], tree[2]
 
 
 def _spoil(tree: Expression, numbers: list[int], rng: Random) -> Expression:
-    """Another tree with whole results: the last step forgotten, an operation or a number mistaken."""
+    """Return another tree with whole results: the last step forgotten, an operation or a number mistaken."""
     while True:
         spoiled = _mistake(tree, numbers, rng)
         if spoiled != tree and not isinstance(spoiled, int) and _whole(spoiled):

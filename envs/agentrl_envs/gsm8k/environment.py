@@ -2,11 +2,10 @@
 
 from collections.abc import Mapping, Sequence
 from random import Random
-from typing import Any
 
 from agentrl.errors import UserError
 from agentrl.plugins.environment import Environment
-from agentrl.plugins.types import Message, Session, Task, answer_of
+from agentrl.plugins.types import Json, Message, Session, Task, answer_of
 from agentrl_envs.conversation import check_split, check_style, opening
 from agentrl_envs.gsm8k.demonstrations import STYLES, demonstrate
 from agentrl_envs.gsm8k.grade import grade
@@ -45,19 +44,19 @@ class Gsm8k(Environment):
         check_split(self, split)
         return self._source.tasks(split)
 
-    async def create(self, session: Session, **create_kwargs: Any) -> list[Message]:
+    async def create(self, session: Session, **create_kwargs: Json) -> list[Message]:
         return opening(session.task.data["question"], self._system_prompt)
 
-    async def calc_reward(self, session: Session, **kwargs: Any) -> dict[str, float]:
+    async def calc_reward(self, session: Session, **kwargs: Json) -> dict[str, float]:
         right = grade(answer_of(session.messages), session.task.data["answer"])
         return {"answer": 1.0 if right else 0.0}
 
     def solved(self, rewards: Mapping[str, float], task: Task) -> bool:
-        """By the answer alone: what tools add or take away does not count."""
+        """Decide by the answer alone: what tools add or take away does not count."""
         return rewards.get("answer", 0.0) >= 1.0
 
     def demonstrate(self, task: Task, rng: Random, style: str) -> list[Message]:
-        """A worked problem in a style of `demonstrations.STYLES`; for generated problems only."""
+        """Return a worked problem in a style of `demonstrations.STYLES`; for generated problems only."""
         if not self._generated:
             raise UserError("gsm8k demonstrates generated problems only: set env.source to generated")
         check_style(self, style, STYLES)

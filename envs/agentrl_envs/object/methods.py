@@ -11,10 +11,10 @@ from types import MethodType
 from typing import Any
 
 from agentrl.errors import UserError, nearest
-from agentrl.plugins.decorator import text_of
+from agentrl.plugins.decorator import result_text
 from agentrl.plugins.signature import read_signature
 from agentrl.plugins.tool import Tool
-from agentrl.plugins.types import Session, ToolResponse
+from agentrl.plugins.types import Json, Session, ToolResponse
 from agentrl.threads import Abandoned, Call
 
 
@@ -31,8 +31,8 @@ class Lane:
         self._calls: SimpleQueue[Call | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    async def call(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """The function's result. When this is cancelled before its turn came, it is not called."""
+    async def call(self, function: Callable[..., Any], /, *args: Any, **kwargs: Json) -> Any:
+        """Return the function's result. When this is cancelled before its turn came, it is not called."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
             self._thread.start()
@@ -41,7 +41,7 @@ class Lane:
         return await asyncio.wrap_future(call)
 
     def end(self) -> None:
-        """No call comes any more: the thread ends after those that wait."""
+        """Let the thread end after the calls that wait."""
         if self._thread is not None:
             self._calls.put(None)
 
@@ -61,11 +61,13 @@ class Live:
     """
 
     made: Any
+    """The object."""
     lane: Lane
+    """The thread of its synchronous code."""
     opening: int = 0
     running: int = field(default=0)
 
-    async def call(self, name: str, arguments: Mapping[str, Any]) -> Any:
+    async def call(self, name: str, arguments: Mapping[str, Json]) -> Any:
         """Call a method: an async one here, any other in the object's thread."""
         method = getattr(self.made, name)
         self.running += 1
@@ -95,14 +97,14 @@ class Method(Tool):
                 f"{owner.__name__}.{name}: a tool needs a docstring for the model to read; if it is none, let its "
                 f"name begin with _, or list the others in env.args.methods"
             )
-        self.parameters: Mapping[str, Any] = self._signature.parameters
+        self.parameters: Mapping[str, Json] = self._signature.parameters
         self._session = self._signature.session
         self._done = done
 
-    def check(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    def check(self, arguments: Mapping[str, Json]) -> dict[str, Any]:
         return self._signature.check(arguments)
 
-    async def execute(self, session: Session, **arguments: Any) -> ToolResponse:
+    async def execute(self, session: Session, **arguments: Json) -> ToolResponse:
         assert session.environment is not None, "an environment's own tool has its session"
         live: Live = session.environment.state
         if self._session:
@@ -114,8 +116,8 @@ class Method(Tool):
 
 
 def tool_methods(owner: type, wanted: Sequence[str] | None, not_tools: Sequence[str]) -> list[str]:
-    """The names of those that are tools: `wanted`, or all public functions of the class but its hooks, by name as TRL
-    lists them. A `close` that needs no argument is a hook. Raises UserError for a name that is no method."""
+    """Return the names of those that are tools: `wanted`, or all public functions of the class but its hooks, by name
+    as TRL lists them. A `close` that needs no argument is a hook. Raises UserError for a name that is no method."""
     functions = [name for name, _ in inspect.getmembers(owner, inspect.isfunction)]
     if wanted is not None:
         if unknown := [name for name in wanted if name not in functions]:
@@ -128,7 +130,7 @@ def tool_methods(owner: type, wanted: Sequence[str] | None, not_tools: Sequence[
 
 
 def closes(owner: type) -> bool:
-    """Whether it has a `close` that can be called without arguments."""
+    """Return whether it has a `close` that can be called without arguments."""
     close = getattr(owner, "close", None)
     if not callable(close):
         return False
@@ -142,7 +144,8 @@ def closes(owner: type) -> bool:
 
 
 def _response(result: Any) -> ToolResponse:
-    """Text, a ToolResponse, a list of content parts with text and images, or anything that JSON can hold."""
+    """Convert a result: text, a ToolResponse, a list of content parts with text and images, or anything that JSON can
+    hold."""
     if isinstance(result, ToolResponse):
         return result
     if isinstance(result, str):
@@ -150,4 +153,4 @@ def _response(result: Any) -> ToolResponse:
     if isinstance(result, list) and result and all(isinstance(part, dict) and "type" in part for part in result):
         text = "\n".join(str(part.get("text", "")) for part in result if part["type"] == "text")
         return ToolResponse(text, images=tuple(part["image"] for part in result if part["type"] == "image"))
-    return ToolResponse(text_of(result))
+    return ToolResponse(result_text(result))

@@ -14,7 +14,7 @@ from agentrl_envs.search_qa.world import BY_KIND, Question, world
 
 
 def demonstrate(question: Question, search: Search, rng: Random, style: str) -> list[Message]:
-    """The messages after the question. Raises KeyError for a style that is not in `STYLES`."""
+    """Return the messages after the question. Raises KeyError for a style that is not in `STYLES`."""
     return draw_way(STYLES[style], rng)(question, search, rng)
 
 
@@ -23,24 +23,24 @@ def _good(question: Question, search: Search, rng: Random) -> list[Message]:
 
 
 def _guess(question: Question, search: Search, rng: Random) -> list[Message]:
-    """Without a look: some value that such a question may have."""
+    """Answer without a search: some value that such a question may have."""
     return [_answer(_other(question, rng))]
 
 
 def _half_way(question: Question, search: Search, rng: Random) -> list[Message]:
-    """One article is read where two are needed, and its fact is taken for the answer."""
+    """Read one article where two are needed, and take its fact for the answer."""
     return [*_read(question.titles[0], search), _answer(world().facts[question.subject][question.path[0]])]
 
 
 def _wrong_copy(question: Question, search: Search, rng: Random) -> list[Message]:
-    """The right article, and another of its facts."""
+    """Read the right article, and answer with another of its facts."""
     facts = world().facts[question.titles[-1]]
     others = [value for name, value in facts.items() if name != question.path[-1]]
     return [*_reads(question, search), _answer(rng.choice(others))]
 
 
 def _vague(question: Question, search: Search, rng: Random) -> list[Message]:
-    """A search without the name that matters, then a guess."""
+    """Search without the name that matters, then a guess."""
     return [*_read(question.path[0], search), _answer(_other(question, rng))]
 
 
@@ -63,7 +63,7 @@ def _read(query: str, search: Search) -> list[Message]:
 
 
 def _other(question: Question, rng: Random) -> str:
-    """A value of the same relation, of anybody."""
+    """Return a value of the same relation, of anybody."""
     entities = world().entities
     kind = next(kind for kind, known in BY_KIND.items() if question.path[-1] in [r.name for r in known])
     return world().facts[rng.choice(entities[kind])][question.path[-1]]

@@ -8,7 +8,6 @@ import string
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from random import Random
-from typing import Any
 
 from agentrl_tools.search import Search
 
@@ -16,7 +15,7 @@ from agentrl.data.source import Source, open_source
 from agentrl.errors import UserError
 from agentrl.plugins.environment import Environment
 from agentrl.plugins.tool import Tool
-from agentrl.plugins.types import Message, Session, Task, answer_of
+from agentrl.plugins.types import Json, Message, Session, Task, answer_of
 from agentrl_envs.conversation import check_split, check_style, opening
 from agentrl_envs.search_qa import generated
 from agentrl_envs.search_qa.demonstrations import STYLES, demonstrate
@@ -29,24 +28,24 @@ _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def read_answer(text: str) -> str | None:
-    """What stands in the last `<answer>...</answer>`; None where there is none."""
+    """Return what stands in the last `<answer>...</answer>`; None where there is none."""
     found = _ANSWER.findall(text)
     return found[-1].strip() if found else None
 
 
 def exact_match(answer: str, golden: Sequence[str]) -> float:
-    """1.0 when the answer is one of the golden ones, else 0.0."""
+    """Return 1.0 when the answer is one of the golden ones, else 0.0."""
     said = normalized(answer)
     return float(any(said == normalized(gold) for gold in golden))
 
 
 def f1(answer: str, golden: Sequence[str]) -> float:
-    """The best harmonic mean of precision and recall over words, from 0 to 1."""
+    """Return the best harmonic mean of precision and recall over words, from 0 to 1."""
     return max((_f1(normalized(answer).split(), normalized(gold).split()) for gold in golden), default=0.0)
 
 
 def normalized(text: str) -> str:
-    """Lower case, without punctuation and articles, words one blank apart."""
+    """Return a text in lower case, without punctuation and articles, words one blank apart."""
     return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
 
 
@@ -111,14 +110,14 @@ class SearchQa(Environment):
     def tools(self) -> Sequence[Tool]:
         return () if self._search is None else (self._search,)
 
-    async def create(self, session: Session, **create_kwargs: Any) -> list[Message]:
+    async def create(self, session: Session, **create_kwargs: Json) -> list[Message]:
         return opening(session.task.data["question"], self._system_prompt)
 
     @property
     def reward_parts(self) -> tuple[str, ...]:  # type: ignore[override]
         return ("em", "f1", "format") if self._format else ("em", "f1")
 
-    async def calc_reward(self, session: Session, **kwargs: Any) -> dict[str, float]:
+    async def calc_reward(self, session: Session, **kwargs: Json) -> dict[str, float]:
         answer = read_answer(answer_of(session.messages))
         golden = session.task.data["answers"]
         parts = {"em": exact_match(answer, golden), "f1": f1(answer, golden)} if answer else {"em": 0.0, "f1": 0.0}
@@ -128,11 +127,11 @@ class SearchQa(Environment):
         return parts
 
     def solved(self, rewards: Mapping[str, float], task: Task) -> bool:
-        """By exact match alone."""
+        """Decide by exact match alone."""
         return rewards.get("em", 0.0) >= 1.0
 
     def demonstrate(self, task: Task, rng: Random, style: str) -> list[Message]:
-        """A question answered in a style of `demonstrations.STYLES`; of the generated ones only."""
+        """Return a question answered in a style of `demonstrations.STYLES`; of the generated ones only."""
         if self._search is None:
             raise UserError("search_qa demonstrates generated questions only: set env.source to generated")
         check_style(self, style, STYLES)

@@ -16,7 +16,7 @@ the map does not allow, `talk` none."""
 
 
 def demonstrate(game: Game, rng: Random, style: str, reminder: str) -> list[Message]:
-    """The messages after the opening, to the end of the game. `game` is played."""
+    """Return the messages after the opening, to the end of the game. `game` is played."""
     said: list[Message] = []
     while not game.over:
         way = draw_way(STYLES[style], rng)
@@ -29,7 +29,7 @@ def demonstrate(game: Game, rng: Random, style: str, reminder: str) -> list[Mess
 
 
 def _choose(game: Game, rng: Random, way: str) -> Direction:
-    """The best move is always the first of them, so that a pupil can learn which one is meant."""
+    """Choose a move; the best one is always the first of them, so that a model can learn which one is meant."""
     legal = game.open_ways()
     if way == "best":
         return game.best_ways()[0]

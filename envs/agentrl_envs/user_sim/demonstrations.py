@@ -14,11 +14,12 @@ from agentrl_envs.user_sim.generate import Scenario
 
 
 def demonstrate(scenario: Scenario, patience: int, rng: Random, style: str) -> list[Message]:
-    """The messages after the opening; the last is the assistant's. Raises KeyError for a style not in `STYLES`."""
-    return draw_way(STYLES[style], rng)(_Desk(scenario, patience, rng))
+    """Return the messages after the opening; the last is the assistant's. Raises KeyError for a style not in
+    `STYLES`."""
+    return draw_way(STYLES[style], rng)(_Service(scenario, patience, rng))
 
 
-class _Desk:
+class _Service:
     """Writes both sides of a conversation down. `guessed` stand in for facts that were never asked for."""
 
     def __init__(self, scenario: Scenario, patience: int, rng: Random) -> None:
@@ -38,7 +39,7 @@ class _Desk:
                 self.ask(fact)
 
     def answer(self, mark: str = "#### ") -> list[Message]:
-        """The final line from what is known, and guesses for the rest."""
+        """Return the final line from what is known, and guesses for the rest."""
         facts = {n: v if n in self.dialogue.known else self.guessed[n] for n, v in self.scenario.facts.items()}
         return self.finish(facts, mark)
 
@@ -55,43 +56,43 @@ class _Desk:
         return text.rpartition(" ")[2] if text else None
 
 
-def _good(desk: _Desk) -> list[Message]:
-    desk.ask_all()
-    return desk.answer()
+def _good(service: _Service) -> list[Message]:
+    service.ask_all()
+    return service.answer()
 
 
-def _guess(desk: _Desk) -> list[Message]:
-    return desk.answer()
+def _guess(service: _Service) -> list[Message]:
+    return service.answer()
 
 
-def _one_question(desk: _Desk) -> list[Message]:
-    """Asks for one thing and guesses the others; where one thing is missing, that is all there is to ask."""
-    missing = [f for f in desk.scenario.kind.facts if f.name not in desk.dialogue.known]
-    desk.ask(desk.rng.choice(missing))
-    return desk.answer()
+def _one_question(service: _Service) -> list[Message]:
+    """Ask for one thing and guess the others; where one thing is missing, that is all there is to ask."""
+    missing = [f for f in service.scenario.kind.facts if f.name not in service.dialogue.known]
+    service.ask(service.rng.choice(missing))
+    return service.answer()
 
 
-def _idle_question(desk: _Desk) -> list[Message]:
-    """Asks for something that does not matter, then gives up half of the time."""
-    needed = {f.name for f in desk.scenario.kind.facts}
-    desk.ask(desk.rng.choice([f for f in FACTS if f.name not in needed]))
-    if desk.dialogue.over:
-        return desk.messages[:-1]
-    return _good(desk) if desk.rng.random() < 0.5 else desk.answer()
+def _idle_question(service: _Service) -> list[Message]:
+    """Ask for something that does not matter, then gives up half of the time."""
+    needed = {f.name for f in service.scenario.kind.facts}
+    service.ask(service.rng.choice([f for f in FACTS if f.name not in needed]))
+    if service.dialogue.over:
+        return service.messages[:-1]
+    return _good(service) if service.rng.random() < 0.5 else service.answer()
 
 
-def _wrong_copy(desk: _Desk) -> list[Message]:
-    desk.ask_all()
-    wrong = desk.rng.choice(list(desk.scenario.facts))
-    return desk.finish({**desk.scenario.facts, wrong: desk.guessed[wrong]})
+def _wrong_copy(service: _Service) -> list[Message]:
+    service.ask_all()
+    wrong = service.rng.choice(list(service.scenario.facts))
+    return service.finish({**service.scenario.facts, wrong: service.guessed[wrong]})
 
 
-def _no_mark(desk: _Desk) -> list[Message]:
-    desk.ask_all()
-    return desk.answer(mark="Done: ")
+def _no_mark(service: _Service) -> list[Message]:
+    service.ask_all()
+    return service.answer(mark="Done: ")
 
 
-STYLES: Styles[Callable[[_Desk], list[Message]]] = {
+STYLES: Styles[Callable[[_Service], list[Message]]] = {
     "clean": {_good: 1.0},
     "careless": {
         _good: 0.3, _guess: 0.3, _one_question: 0.15, _idle_question: 0.1, _wrong_copy: 0.1, _no_mark: 0.05,

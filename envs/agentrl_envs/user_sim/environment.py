@@ -2,12 +2,11 @@
 
 from collections.abc import Mapping, Sequence
 from random import Random
-from typing import Any
 
 from agentrl.errors import UserError
 from agentrl.plugins.environment import Environment, LazyTasks
 from agentrl.plugins.tool import Tool
-from agentrl.plugins.types import Message, Reply, Session, Task
+from agentrl.plugins.types import Json, Message, Reply, Session, Task
 from agentrl_envs.conversation import check_split, check_style
 from agentrl_envs.user_sim.demonstrations import STYLES, demonstrate
 from agentrl_envs.user_sim.dialogue import Dialogue, Heard, Lookup
@@ -61,7 +60,7 @@ class UserSim(Environment):
     def tools_for(self, task: Task) -> Sequence[Tool]:
         return (self._lookup,) if task.data["looks_up"] else ()
 
-    async def create(self, session: Session, **create_kwargs: Any) -> list[Message]:
+    async def create(self, session: Session, **create_kwargs: Json) -> list[Message]:
         made = _scenario(session.task)
         session.state = Dialogue(made, self._patience)
         system = self._system_prompt.replace("{form}", made.kind.shown_form)
@@ -76,16 +75,16 @@ class UserSim(Environment):
         reward = self._fact_reward * new / len(dialogue.scenario.missing) if new else None
         return Reply(({"role": "user", "content": said},), reward, done=dialogue.gone)
 
-    async def calc_reward(self, session: Session, **kwargs: Any) -> dict[str, float]:
+    async def calc_reward(self, session: Session, **kwargs: Json) -> dict[str, float]:
         dialogue: Dialogue = session.state
         return {"answer": float(dialogue.right), "questions": -self._question_cost * dialogue.asked}
 
     def solved(self, rewards: Mapping[str, float], task: Task) -> bool:
-        """By the answer alone: how it was asked for does not count."""
+        """Decide by the answer alone: how it was asked for does not count."""
         return rewards.get("answer", 0.0) >= 1.0
 
     def demonstrate(self, task: Task, rng: Random, style: str) -> list[Message]:
-        """A customer served in a style of `demonstrations.STYLES`."""
+        """Return a customer served in a style of `demonstrations.STYLES`."""
         check_style(self, style, STYLES)
         return demonstrate(_scenario(task), self._patience, rng, style)
 

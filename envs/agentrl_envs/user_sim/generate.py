@@ -36,6 +36,7 @@ class Kind:
 
     name: str
     facts: tuple[Fact, ...]
+    """The facts that the wish needs."""
     form: str
     openings: tuple[str, ...]
     other_openings: tuple[str, ...]
@@ -132,6 +133,7 @@ class Scenario:
     number, or None. other_words: said in the held-out wordings."""
 
     kind: Kind
+    """What the customer wants."""
     facts: dict[str, str]
     told: tuple[str, ...]
     found: str | None
@@ -140,6 +142,7 @@ class Scenario:
 
     @property
     def missing(self) -> tuple[str, ...]:
+        """Names of the facts that the opening leaves out."""
         return tuple(name for name in self.facts if name not in self.told)
 
     @property
@@ -149,7 +152,7 @@ class Scenario:
 
 
 def scenario(split: str, index: int, seed: int = 0) -> Scenario:
-    """The scenario at `index` (0 or more) of a split. Raises ValueError for an unknown split."""
+    """Return the scenario at `index` (0 or more) of a split. Raises ValueError for an unknown split."""
     if split not in SPLITS:
         raise ValueError(f"no split {split!r}; known: {', '.join(SPLITS)}")
     rng = Random(f"user_sim/{seed}/{split}/{index}")
@@ -172,14 +175,14 @@ def _wish(rng: Random, split: str) -> tuple[Kind, dict[str, str]]:
 
 @cache
 def _tested() -> frozenset[tuple[object, ...]]:
-    """Kinds and facts of `test` and `wording`."""
+    """Return kinds and facts of `test` and `wording`."""
     places = [f"user_sim/0/{split}/{index}" for split in ("test", "wording") for index in range(HELD_OUT_SIZE)]
     wishes = [_wish(Random(place), "test") for place in places]
     return frozenset((kind.name, *facts.items()) for kind, facts in wishes)
 
 
 def _told(kind: Kind, rng: Random) -> list[Fact]:
-    """What the opening says: anything that leaves enough open."""
+    """Return what the opening says: anything that leaves enough open."""
     while True:
         told = [fact for fact in kind.facts if rng.random() < 0.4]
         if prod(fact.size for fact in kind.facts if fact not in told) >= FEWEST:

@@ -27,7 +27,7 @@ _KEPT_LINES = 6
 _KEPT_CHARACTERS = 300  # of a line
 
 
-class Diary:
+class ServerLog:
     """What a server let us know besides its answers: the last lines of its standard error, its exit, HTTP refusals."""
 
     def __init__(self) -> None:
@@ -38,12 +38,13 @@ class Diary:
         self.process_group: int | None = None  # until it was killed
 
     def write(self, text: str) -> None:
+        """Add text that the server wrote; the last lines are kept."""
         *lines, self._open = (self._open + text).split("\n")
         self._lines.extend(line.strip()[:_KEPT_CHARACTERS] for line in lines if line.strip())
         self._open = self._open[-_KEPT_CHARACTERS:]
 
-    def told(self) -> str:
-        """As the end of a sentence, on one line."""
+    def summary(self) -> str:
+        """Return it as the end of a sentence, on one line."""
         ended = "" if self.exit_code is None else f"; it ended with exit code {self.exit_code}"
         lines = [*self._lines, *([self._open.strip()] if self._open.strip() else [])][-_KEPT_LINES:]
         return ended + (f"; its last words: {' | '.join(lines)}" if lines else "")
@@ -54,46 +55,57 @@ class Command:
     """env: besides the few harmless variables that the official client hands on (PATH, HOME, ...)."""
 
     command: str
+    """The program, by name or path."""
     args: tuple[str, ...] = ()
+    """Its arguments."""
     env: Mapping[str, str] = field(default_factory=dict, repr=False)
     cwd: str | None = None
+    """Its working folder; None: this process's own."""
 
     def __str__(self) -> str:
         return f"MCP server {Path(self.command).name} {' '.join(masked_words(self.args))}".strip()[:120]
 
     def check(self) -> None:
+        """Raise UserError where the working folder is missing."""
         if self.cwd is not None and not Path(self.cwd).is_dir():
             raise UserError(f"{self}: its cwd {self.cwd} is not a folder")
 
     @asynccontextmanager
-    async def transport(self, diary: Diary) -> AsyncIterator[Any]:
+    async def transport(self, log: ServerLog) -> AsyncIterator[Any]:
+        """Start the server, and yield its two streams."""
         from mcp.client.stdio import get_default_environment
 
-        async with serve(self, get_default_environment() | dict(self.env), diary) as streams:
+        async with serve(self, get_default_environment() | dict(self.env), log) as streams:
             yield streams
 
 
 @dataclass(frozen=True)
 class Url:
+    """A server that is reached over streamable HTTP."""
+
     url: str
+    """Its address, with http:// or https://."""
     headers: Mapping[str, str] = field(default_factory=dict, repr=False)
+    """HTTP headers of every request."""
 
     def __str__(self) -> str:
         parts = urlsplit(self.url)
         return f"MCP server {parts._replace(netloc=parts.netloc.rpartition('@')[2], query='').geturl()}"
 
     def check(self) -> None:
+        """Raise UserError for an address without http:// or https://."""
         if not self.url.startswith(("http://", "https://")):
             raise UserError(f"tool source 'mcp': url {masked_text(self.url)!r} does not begin with http:// or https://")
 
     @asynccontextmanager
-    async def transport(self, diary: Diary) -> AsyncIterator[Any]:
+    async def transport(self, log: ServerLog) -> AsyncIterator[Any]:
+        """Connect to the server, and yield its two streams."""
         import httpx2
         from mcp.client.streamable_http import streamable_http_client
 
         async def note(response: httpx2.Response) -> None:
             if response.status_code >= 400 and response.request.method == "POST":
-                diary.write(f"HTTP {response.status_code} {response.reason_phrase}\n")
+                log.write(f"HTTP {response.status_code} {response.reason_phrase}\n")
 
         patient = httpx2.Timeout(connect=10.0, write=30.0, read=None, pool=None)  # a call has a deadline of its own
         client = httpx2.AsyncClient(
@@ -110,7 +122,7 @@ Endpoint = Command | Url
 
 
 def kill_group(process_group: int) -> None:
-    """All that a server started and that did not leave its process group, at once."""
+    """Kill all that a server started and that did not leave its process group, at once."""
     with suppress(ProcessLookupError, PermissionError):  # gone already, or only zombies are left of it
         os.killpg(process_group, signal.SIGKILL)
 
@@ -124,25 +136,25 @@ _CHUNK = 1 << 16
 
 
 @asynccontextmanager
-async def serve(command: Command, env: Mapping[str, str], diary: Diary) -> AsyncIterator[Any]:
-    """The two streams of a server that was started. Raises OSError when it cannot be."""
+async def serve(command: Command, env: Mapping[str, str], log: ServerLog) -> AsyncIterator[Any]:
+    """Start a server, and yield its two streams. Raises OSError when it cannot be."""
     process = await asyncio.create_subprocess_exec(
         command.command, *command.args, env=dict(env), cwd=command.cwd,
         stdin=PIPE, stdout=PIPE, stderr=PIPE, start_new_session=True,
     )  # fmt: skip
-    diary.process_group = process.pid
+    log.process_group = process.pid
     incoming, read = anyio.create_memory_object_stream[SessionMessage | Exception](0)
     write, outgoing = anyio.create_memory_object_stream[SessionMessage](0)
     try:
         async with anyio.create_task_group() as group, incoming, read, write, outgoing:
-            group.start_soon(_receive, process, incoming, diary)
+            group.start_soon(_receive, process, incoming, log)
             group.start_soon(_send, process, outgoing, incoming)
-            group.start_soon(_listen, process, diary)
-            group.start_soon(_watch, process, diary)
+            group.start_soon(_listen, process, log)
+            group.start_soon(_watch, process, log)
             try:
                 yield read, write
             finally:
-                diary.ending = True
+                log.ending = True
                 with anyio.CancelScope(shield=True):
                     read.close()
                     write.close()
@@ -151,14 +163,14 @@ async def serve(command: Command, env: Mapping[str, str], diary: Diary) -> Async
                 group.cancel_scope.cancel()
     finally:
         kill_group(process.pid)
-        diary.process_group = None
+        log.process_group = None
         with suppress(asyncio.CancelledError, TimeoutError):
             await asyncio.wait_for(_ended(process), GRACE_SECONDS)
         _close_pipes(process)
 
 
-async def _receive(process: Process, incoming: Any, diary: Diary) -> None:
-    """A line that is no message is handed on as an error, which the session passes over."""
+async def _receive(process: Process, incoming: Any, log: ServerLog) -> None:
+    """Hand the messages on; a line that is no message becomes an error, which the session passes over."""
     assert process.stdout is not None
     rest = b""
     async with incoming:
@@ -172,7 +184,7 @@ async def _receive(process: Process, incoming: Any, diary: Diary) -> None:
                         await incoming.send(_message(line))
                     except (anyio.BrokenResourceError, anyio.ClosedResourceError):
                         return
-        diary.silent = not diary.ending
+        log.silent = not log.ending
 
 
 def _message(line: bytes) -> SessionMessage | Exception:
@@ -194,22 +206,23 @@ async def _send(process: Process, outgoing: Any, incoming: Any) -> None:
         await incoming.aclose()  # so that whoever waits for an answer learns that none will come
 
 
-async def _listen(process: Process, diary: Diary) -> None:
+async def _listen(process: Process, log: ServerLog) -> None:
     assert process.stderr is not None
     while chunk := await process.stderr.read(_CHUNK):
-        diary.write(chunk.decode(errors="replace"))
+        log.write(chunk.decode(errors="replace"))
 
 
-async def _watch(process: Process, diary: Diary) -> None:
-    """Once the server is dead, end what it started too: it holds the pipes, so that nobody would learn of the death."""
+async def _watch(process: Process, log: ServerLog) -> None:
+    """Wait for the end of the server, and end what it started too: it holds the pipes, so that nobody would learn of
+    the death."""
     await _ended(process)
-    if diary.silent or not diary.ending:
-        diary.exit_code = process.returncode
+    if log.silent or not log.ending:
+        log.exit_code = process.returncode
     kill_group(process.pid)
 
 
 async def _end(process: Process) -> None:
-    """The end that the protocol wants: close its input, wait, terminate, wait; killing it follows in any case."""
+    """End the server as the protocol wants: close its input, wait, terminate, wait; killing it follows in any case."""
     assert process.stdin is not None
     process.stdin.close()
     for last in (False, True):
@@ -222,13 +235,13 @@ async def _end(process: Process) -> None:
 
 
 async def _ended(process: Process) -> None:
-    """Not `process.wait()`, which waits for the pipes as well, and others may hold those."""
+    """Wait for the exit; not by `process.wait()`, which waits for the pipes as well, and others may hold those."""
     while process.returncode is None:
         await asyncio.sleep(_POLL_SECONDS)
 
 
 def _close_pipes(process: Process) -> None:
-    """What asyncio would leave to the garbage collector, with a warning, where somebody else holds a pipe."""
+    """Close what asyncio would leave to the garbage collector, with a warning, where somebody else holds a pipe."""
     transport = getattr(process, "_transport", None)
     if transport is not None:
         transport.close()

@@ -13,14 +13,15 @@ from typing import Any, Literal, Protocol
 from agentrl import InfrastructureError, Session, Tool, ToolResponse
 from agentrl.errors import UserError, nearest
 from agentrl.plugins.tool import ToolSource
+from agentrl.plugins.types import Json
 from agentrl_tools.loops import PerLoop
 from agentrl_tools.mcp.connection import BrokenError, ConnectError, Connection, Pool, RefusedError, connect
 from agentrl_tools.mcp.endpoint import Command, Endpoint, Url
 
 
 def response_of(result: Any) -> ToolResponse:
-    """Text as text, images as images, other content by a line that says what it is; structured content as JSON where
-    there is no other. Raises InfrastructureError for an image that is none."""
+    """Return text as text, images as images, other content by a line that says what it is; structured content as JSON
+    where there is no other. Raises InfrastructureError for an image that is none."""
     texts: list[str] = []
     images: list[bytes] = []
     for block in result.content:
@@ -68,40 +69,40 @@ class Server(Protocol):
 
     async def give_back(self, session: Session) -> None: ...
 
-    async def call(self, name: str, arguments: dict[str, Any], session: Session) -> ToolResponse: ...
+    async def call(self, name: str, arguments: dict[str, Json], session: Session) -> ToolResponse: ...
 
 
 class McpTool(Tool):
     """name: for the model. remote: its name at the server."""
 
-    def __init__(self, server: Server, remote: str, prefix: str, description: str, schema: Mapping[str, Any]) -> None:
+    def __init__(self, server: Server, remote: str, prefix: str, description: str, schema: Mapping[str, Json]) -> None:
         self._server, self.remote = server, remote
         self.name = _ODD.sub("_", prefix + remote)[:64]
         self.description = description
         self.parameters = parameters_of(schema)
 
-    async def create(self, session: Session, **create_kwargs: Any) -> None:
+    async def create(self, session: Session, **create_kwargs: Json) -> None:
         session.state = await self._server.lease(session)
 
-    async def execute(self, session: Session, **arguments: Any) -> ToolResponse:
+    async def execute(self, session: Session, **arguments: Json) -> ToolResponse:
         return await self._server.call(self.remote, arguments, session)
 
-    async def release(self, session: Session, **kwargs: Any) -> None:
+    async def release(self, session: Session, **kwargs: Json) -> None:
         if session.state is not None:
             await self._server.give_back(session)
             session.state = None
 
-    def check(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """Where the schema says what our checks do not know, the server alone judges the arguments."""
+    def check(self, arguments: Mapping[str, Json]) -> dict[str, Any]:
+        """Check arguments. Where the schema says what our checks do not know, the server alone judges the arguments."""
         try:
             return super().check(arguments)
         except _UNREADABLE:
             return dict(arguments)
 
 
-def parameters_of(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """A schema with the keys that templates and checks rely on. Unknown arguments are refused where the schema lists
-    the known ones and nothing else in it can name further ones: a slip of the model is then told to it."""
+def parameters_of(schema: Mapping[str, Json]) -> dict[str, Any]:
+    """Return a schema with the keys that templates and checks rely on. Unknown arguments are refused where the schema
+    lists the known ones and nothing else in it can name further ones: a slip of the model is then told to it."""
     made = {"properties": {}, **schema, "type": "object"}
     if not isinstance(made["properties"], Mapping):
         made["properties"] = {}
@@ -188,7 +189,7 @@ class McpSource(ToolSource):
         await asyncio.gather(*(lease.connection.close() for lease in leases), *([pool.close()] if pool else []))
 
     async def lease(self, session: Session) -> _Lease | None:
-        """What a request needs for itself. Raises InfrastructureError."""
+        """Return what a request needs for itself. Raises InfrastructureError."""
         if not self._own:
             return None
         if lease := self._leases.get(session.id):
@@ -211,8 +212,8 @@ class McpSource(ToolSource):
             del self._leases[session.id]
             await lease.connection.close()
 
-    async def call(self, name: str, arguments: dict[str, Any], session: Session) -> ToolResponse:
-        """One call. Raises InfrastructureError when the server cannot be asked, or not be understood."""
+    async def call(self, name: str, arguments: dict[str, Json], session: Session) -> ToolResponse:
+        """Make one call. Raises InfrastructureError when the server cannot be asked, or not be understood."""
         try:
             if self._own:
                 return response_of(await session.state.connection.call(name, arguments))
@@ -222,7 +223,7 @@ class McpSource(ToolSource):
         except (BrokenError, ConnectError) as error:
             raise InfrastructureError(f"{self._endpoint}, tool {name}: {error}") from error
 
-    async def _shared(self, name: str, arguments: dict[str, Any]) -> Any:
+    async def _shared(self, name: str, arguments: dict[str, Json]) -> Any:
         self._kill_orphans()
         pool = self._pools.here()
         async with pool.turns:
@@ -243,7 +244,8 @@ class McpSource(ToolSource):
             pool.kill()
 
     def chosen(self, offered: Sequence[Any]) -> list[Tool]:
-        """Those of `mcp_types.Tool` that the recipe wants. Raises UserError: none, or a name that fits nothing."""
+        """Return those of `mcp_types.Tool` that the recipe wants. Raises UserError: none, or a name that fits
+        nothing."""
         names = [tool.name for tool in offered]
         for pattern in [*(self._include or ()), *self._exclude]:
             if not any(fnmatchcase(name, pattern) for name in names):

@@ -40,7 +40,7 @@ _PLACE = re.compile(r"\{(\w+)\}")
 
 
 def read_template(template: str) -> str:
-    """The text, or that of the file which it names. Raises ValueError for a place that nothing fills."""
+    """Return the text, or that of the file which it names. Raises ValueError for a place that nothing fills."""
     if "\n" not in template and "{" not in template and Path(template).is_file():
         template = Path(template).read_text(encoding="utf-8")
     places = set(_PLACE.findall(template))
@@ -54,7 +54,8 @@ def read_template(template: str) -> str:
 
 
 def fill(template: str, sample: Sample, truth: str | None) -> str:
-    """In one pass: what an answer writes in braces stays as it is. Raises ValueError where a task has no truth."""
+    """Fill a template in one pass: what an answer writes in braces stays as it is. Raises ValueError where a task has
+    no truth."""
     return _PLACE.sub(lambda place: _FILLERS[place[1]](sample, truth), template)
 
 
@@ -103,7 +104,7 @@ class ScoreReader:
         self._field, self._scale = field, scale
 
     def read(self, reply: str) -> float | None:
-        """The score from 0 to 1; None where there is no number, or one off the scale."""
+        """Return the score from 0 to 1; None where there is no number, or one off the scale."""
         found = self._of_json(reply) if self._field else self._of_text(reply)
         try:
             number = float(str(found))
@@ -119,7 +120,7 @@ class ScoreReader:
             return None
 
     def _of_json(self, reply: str) -> object:
-        """Of the last object that has the field."""
+        """Return the field of the last object that has it."""
         decoder, at, found = json.JSONDecoder(), 0, None
         while (at := reply.find("{", at)) >= 0:
             try:
@@ -136,7 +137,7 @@ _WAIT = 30.0  # seconds for another process that writes
 
 
 def default_path() -> Path:
-    """`judge.sqlite` in the user's cache folder."""
+    """Return `judge.sqlite` in the user's cache folder."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "agentrl" / "judge.sqlite"
 
 
@@ -149,9 +150,11 @@ class ReplyCache:
         self._open: sqlite3.Connection | None = None
 
     async def get(self, key: str) -> str | None:
+        """Return the reply that was kept under `key`, or None."""
         return await in_thread(self._get, key)
 
     async def put(self, key: str, reply: str) -> None:
+        """Keep a reply under `key`."""
         await in_thread(self._put, key, reply)
 
     def _get(self, key: str) -> str | None:
@@ -167,7 +170,7 @@ class ReplyCache:
         if self._open is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             connection = sqlite3.connect(self.path, timeout=_WAIT, check_same_thread=False)
-            _keep_a_journal(connection)
+            _use_write_ahead_log(connection)
             connection.execute("PRAGMA synchronous=NORMAL")
             with connection:
                 connection.execute("CREATE TABLE IF NOT EXISTS replies (key TEXT PRIMARY KEY, reply TEXT NOT NULL)")
@@ -180,14 +183,16 @@ class ReplyCache:
             self._connection()
 
     def close(self) -> None:
+        """Close the file; the next use opens it again."""
         with self._lock:
             if self._open is not None:
                 self._open.close()
                 self._open = None
 
 
-def _keep_a_journal(connection: sqlite3.Connection) -> None:
-    """Another process may be about to do the same, and sqlite does not wait for that by itself."""
+def _use_write_ahead_log(connection: sqlite3.Connection) -> None:
+    """Switch to write-ahead logging. Another process may be about to do the same, and sqlite does not wait for that by
+    itself."""
     until = time.monotonic() + _WAIT
     while True:
         try:
@@ -319,7 +324,7 @@ class _Line:
 
 
 def _key(name: str, base_url: str | None) -> str:
-    """A server of one's own often wants no key; OpenAI's does."""
+    """Return the key; a server of one's own often wants none, OpenAI's does."""
     key = os.environ.get(name)
     if key is None and base_url is None and "OPENAI_BASE_URL" not in os.environ:
         raise UserError(f"judge: the environment variable {name} is not set; set it, or give base_url")

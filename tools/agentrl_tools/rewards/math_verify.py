@@ -64,7 +64,8 @@ class MathPool:
         self._live: set[_Worker] = set()
 
     def compare(self, gold: str, answer: str) -> bool:
-        """Whether the answer equals the truth; an answer that takes too long does not. Blocks: call it in `threads`.
+        """Return whether the answer equals the truth; an answer that takes too long does not. Blocks: call it in
+        `threads`.
 
         Raises ValueError for a truth that cannot be read, InfrastructureError when processes die of something else.
         """
@@ -95,7 +96,7 @@ class MathPool:
         return worker
 
     def close(self) -> None:
-        """Nothing runs afterwards, whatever was going on."""
+        """Kill all processes, whatever they do."""
         self._closed.set()
         for worker in list(self._live):
             worker.kill()
@@ -133,7 +134,8 @@ class _Worker:
             raise InfrastructureError("the process of math_verify is gone") from error
 
     def _reply(self) -> dict[str, Any]:
-        """The next line. A process that the kernel ended for its CPU time was late; any other end is an error."""
+        """Return the next line. A process that the kernel ended for its CPU time was late; any other end is an
+        error."""
         end = time.monotonic() + WALL
         stream = self._process.stdout
         assert stream is not None
@@ -160,7 +162,7 @@ class _Worker:
         return self._said.read().decode(errors="replace").strip().rpartition("\n")[2]
 
     def kill(self) -> None:
-        """Whoever waits for its reply is told; that thread does the rest."""
+        """Kill the process; the thread that waits for its reply gets an error, and does the rest."""
         self._process.kill()
 
     def stop(self) -> None:

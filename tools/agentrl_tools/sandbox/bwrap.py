@@ -22,18 +22,18 @@ class BrokenReplyError(Exception):
 
 
 def request(code: str, seconds: float) -> bytes:
-    """A call, as the supervisor reads it."""
+    """Return a call, as the supervisor reads it."""
     data = code.encode("utf-8", "surrogatepass")
     return struct.pack("<Id", len(data), seconds) + data
 
 
 def longest_reply(limits: Limits) -> int:
-    """Bytes that no reply exceeds."""
+    """Return bytes that no reply exceeds."""
     return 16 * limits.output + 2 * limits.image_bytes + (1 << 20)
 
 
 def read_reply(data: bytes, limits: Limits, lost_before: bool, seconds: float) -> tuple[Execution, bool]:
-    """The execution, and whether the sandbox itself is spoilt. Raises BrokenReplyError."""
+    """Return the execution, and whether the sandbox itself is spoilt. Raises BrokenReplyError."""
     texts: dict[bytes, str] = {}
     images: list[bytes] = []
     cut = False
@@ -103,7 +103,7 @@ class BwrapSandbox(Sandbox):
         return BwrapSession(self, await self.take())
 
     async def take(self) -> Process:
-        """An interpreter that nobody has used, ready. Raises InfrastructureError when none can be started."""
+        """Return an interpreter that nobody has used, ready. Raises InfrastructureError when none can be started."""
         said = ""
         for _ in range(_ATTEMPTS):
             process = self._next()

@@ -40,7 +40,7 @@ class StoredDocuments(Sequence[Document]):
 
     @classmethod
     def open(cls, folder: Path) -> "StoredDocuments":
-        """Raises ValueError or OSError for files that do not fit each other."""
+        """Open documents. Raises ValueError or OSError for files that do not fit each other."""
         import numpy
 
         lines = numpy.memmap(folder / _LINES, dtype=numpy.uint8, mode="r")
@@ -73,6 +73,8 @@ _log = logging.getLogger("agentrl.tools.search")
 
 
 class Hit(NamedTuple):
+    """A document that was found, and its score: higher is better."""
+
     document: Document
     score: float
 
@@ -95,6 +97,7 @@ class Bm25Index:
 
     @classmethod
     def build(cls, documents: Sequence[Document], settings: Settings) -> "Bm25Index":
+        """Build an index of documents in memory."""
         bm25s = _bm25s()
         engine = bm25s.BM25(k1=settings.k1, b=settings.b, method="lucene")
         texts = [f"{d.title} {d.text}" for d in documents]
@@ -103,7 +106,7 @@ class Bm25Index:
         return cls(documents, engine, settings)
 
     def search(self, queries: Sequence[str], k: int) -> list[list[Hit]]:
-        """For each query its best documents, best first, without those that share no word with it."""
+        """Return for each query its best documents, best first, without those that share no word with it."""
         words = _bm25s().tokenize(
             list(queries),
             token_pattern=_WORD,
@@ -114,7 +117,7 @@ class Bm25Index:
         return [self._best([w for w in said if w], k) for said in words]
 
     def _best(self, words: list[str], k: int) -> list[Hit]:
-        """Among those that share a word with the query: most documents do not."""
+        """Return the best among those that share a word with the query: most documents do not."""
         import numpy
 
         if not words:
@@ -135,7 +138,7 @@ class Bm25Index:
 
     @classmethod
     def load(cls, folder: Path, settings: Settings) -> "Bm25Index":
-        """Memory-map it. Raises ValueError or OSError for one that is not whole."""
+        """Load an index by mapping it into memory. Raises ValueError or OSError for one that is not whole."""
         manifest = json.loads((folder / _MANIFEST).read_text())
         for name, (size, total) in manifest["files"].items():
             if (folder / name).stat().st_size != size or _sum(folder / name) != total:
@@ -147,7 +150,7 @@ class Bm25Index:
 
 
 def open_index(corpus: Path, settings: Settings, cache: Path | None) -> Bm25Index:
-    """The index of a corpus on disk, from the cache where it is there and whole.
+    """Return the index of a corpus on disk, from the cache where it is there and whole.
 
     cache: a folder; None: `agentrl/search` in the user's cache folder. Raises UserError for the corpus, and when the
     cache cannot be written.
@@ -193,7 +196,7 @@ def _build_in(root: Path, folder: Path, documents: Sequence[Document], settings:
 
 
 def _remove(folder: Path) -> None:
-    """Out of the way in one step, so that nobody opens half of it."""
+    """Remove it in one step, so that nobody opens half of it."""
     aside = Path(tempfile.mkdtemp(prefix=f"{folder.name}.building-", dir=folder.parent))
     try:
         folder.rename(aside / "damaged")
@@ -214,14 +217,14 @@ def _remove_stale(root: Path) -> None:
 
 
 def _key(corpus: Path, files: Sequence[Path], settings: Settings) -> str:
-    """By what the corpus is (names, sizes, times of change) and how it is indexed."""
+    """Return a key made of what the corpus is (names, sizes, times of change) and how it is indexed."""
     stamps = [(str(p.relative_to(corpus.parent)), p.stat().st_size, p.stat().st_mtime_ns) for p in files]
     what = [_FORMAT, _bm25s().__version__, str(corpus.resolve()), settings, stamps]
     return hashlib.sha256(json.dumps(what).encode()).hexdigest()[:32]
 
 
 def _sum(path: Path) -> int:
-    """A checksum, or 0 for a file that would take long."""
+    """Return a checksum, or 0 for a file that would take long."""
     return zlib.crc32(path.read_bytes()) if path.stat().st_size <= _SUMMED else 0
 
 

@@ -38,7 +38,7 @@ class Batcher(Generic[Q, A]):
         self._workers: set[asyncio.Task[None]] = set()
 
     async def ask(self, question: Q) -> A:
-        """Its answer. Raises what `answer` raised for its batch."""
+        """Return its answer. Raises what `answer` raised for its batch."""
         future: asyncio.Future[A] = asyncio.get_running_loop().create_future()
         self._waiting.append((question, future))
         if len(self._workers) < self._concurrency:
@@ -110,6 +110,7 @@ class Pace:
         self._next = 0.0
 
     async def turn(self) -> None:
+        """Wait for a turn, so that calls stand apart."""
         if not self._apart:
             return
         now = time.monotonic()
@@ -120,7 +121,8 @@ class Pace:
 
 
 async def persist(work: Callable[[float], Awaitable[T]], retries: int, deadline: float) -> T:
-    """The result of `work(seconds left)`, tried again after a TryAgainError with exponential back-off and jitter.
+    """Return the result of `work(seconds left)`, tried again after a TryAgainError with exponential back-off and
+    jitter.
 
     deadline: on the clock of time.monotonic(). Raises GaveUpError after `retries` further attempts or when the next
     one would come too late; what else the work raises, it raises.
@@ -142,7 +144,8 @@ async def persist(work: Callable[[float], Awaitable[T]], retries: int, deadline:
 
 
 def _backoff(attempt: int) -> float:
-    """Half of it fixed, half of it random, so that those who failed together do not come back together."""
+    """Return seconds to wait: half of it fixed, half of it random, so that those who failed together do not come back
+    together."""
     most = min(_LONGEST, _FIRST * 2.0 ** (attempt - 1))
     return most * (0.5 + 0.5 * random.random())
 
@@ -178,7 +181,7 @@ class Retriever:
         self._lines: PerLoop[_Line] = PerLoop(self._open)
 
     async def search(self, query: str, before: float) -> list[Hit]:
-        """The passages of a query. before: on the clock of time.monotonic().
+        """Return the passages of a query. before: on the clock of time.monotonic().
 
         Raises InfrastructureError when the retriever does not answer, refuses, or answers what cannot be read.
         """
@@ -193,6 +196,7 @@ class Retriever:
             raise InfrastructureError(f"{self._name}: no answer within {self._deadline:g} s") from None
 
     async def close(self) -> None:
+        """Close the connection of the running loop."""
         if line := self._lines.take():
             await line.batcher.close()
             await line.session.close()
@@ -201,7 +205,7 @@ class Retriever:
         return _Line(self)
 
     async def ask(self, line: "_Line", queries: Sequence[str]) -> list[list[Hit]]:
-        """One question, with its retries."""
+        """Ask a question, with its retries."""
         try:
             return await persist(
                 lambda left: self._post(line, queries, min(left, self._timeout)),
@@ -261,7 +265,7 @@ class _Line:
 
 
 async def _bounded(content: Any) -> bytes:
-    """The body. Raises TryAgainError where it is cut off, InfrastructureError where it is too long."""
+    """Return the body. Raises TryAgainError where it is cut off, InfrastructureError where it is too long."""
     raw = bytearray()
     async for chunk in content.iter_any():
         raw += chunk
@@ -271,7 +275,7 @@ async def _bounded(content: Any) -> bytes:
 
 
 def read_answer(raw: bytes, queries: int) -> list[list[Hit]]:
-    """Raises ValueError: one line that says what is wrong with it."""
+    """Read the reply of a retriever. Raises ValueError: one line that says what is wrong with it."""
     try:
         answer = json.loads(raw)
     except (ValueError, RecursionError) as error:
@@ -289,7 +293,8 @@ def _hits(passages: Any) -> list[Hit]:
 
 
 def _hit(passage: Any) -> Hit:
-    """With a score, `{"document": {...}, "score": x}`; without, the document itself, as Search-R1 answers then."""
+    """Read a passage: with a score, `{"document": {...}, "score": x}`; without, the document itself, as Search-R1
+    answers then."""
     document = passage.get("document", passage) if isinstance(passage, dict) else None
     score = passage.get("score", 0.0) if isinstance(passage, dict) else None
     if not isinstance(document, dict) or not isinstance(score, int | float):
@@ -308,7 +313,7 @@ def _without_password(url: str) -> str:
 
 
 def retry_after(value: str | None) -> float | None:
-    """Seconds of a `Retry-After`, which is a number or a date; None where there is none that can be read."""
+    """Return seconds of a `Retry-After`, which is a number or a date; None where there is none that can be read."""
     if value is None:
         return None
     try:

@@ -8,6 +8,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from processes import eventually
+
 from agentrl.chat.base import ParsedCall, ParsedTurn
 from agentrl.engine.base import Generation, GenerationFinish, Sampling
 from agentrl.plugins.environment import Environment
@@ -240,15 +242,9 @@ class Echo(Tool):
         await _act(self.actions["release"], session, **kwargs)
 
 
-async def until(reached: Callable[[], bool]) -> None:
-    """Let everybody else run until then."""
-    while not reached():
-        await asyncio.sleep(0.001)
-
-
 async def abort_when_waiting(engine: ScriptedEngine, requests: int) -> None:
     """Abort all, once so many requests wait for their tokens."""
-    await until(lambda: len(engine.stopping) == requests)
+    await eventually(lambda: len(engine.stopping) == requests)
     engine.abort()
 
 

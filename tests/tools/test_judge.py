@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from agentrl_tools.rewards.judge import DEFAULT_PATTERN, Judge, ScoreReader, fill, read_template
 from aiohttp import web
+from serving import serving
 
 from agentrl import InfrastructureError, Sample, Task, UserError
 
@@ -53,15 +54,9 @@ class Server:
 @pytest.fixture
 async def server() -> AsyncIterator[Server]:
     made = Server()
-    app = web.Application()
-    app.router.add_post("/v1/chat/completions", made.answer)
-    runner = web.AppRunner(app, shutdown_timeout=0.1)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    made.url = f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}/v1"  # type: ignore[union-attr]
-    yield made
-    await runner.cleanup()
+    async with serving({"POST /v1/chat/completions": made.answer}) as url:
+        made.url = f"{url}/v1"
+        yield made
 
 
 def sample(said: str = "It is Paris", **data: Any) -> Sample:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from serving import serving
 from sglang_adapter_help import _until
 from sglang_help import StandIn, tiny
 
@@ -274,17 +275,9 @@ async def test_other_weights_that_cannot_be_replaced(parts: Any) -> None:
 
 
 async def test_a_server_of_another_kind(parts: Any) -> None:
-    from aiohttp import web
-
-    runner = web.AppRunner(web.Application())
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    try:
+    async with serving({}) as url:
         with pytest.raises(UserError, match="does not speak SGLang's API"):
-            await start(parts, urls=(f"http://127.0.0.1:{runner.addresses[0][1]}",))
-    finally:
-        await runner.cleanup()
+            await start(parts, urls=(url,))
 
 
 class _Bytes:

@@ -34,18 +34,10 @@ def bare_tokenizer(template: str) -> Any:
     return train_tokenizer([], 0, template, 1 << 30)
 
 
-def train_tokenizer(
-    texts: Iterable[str], vocabulary: int, template: str, context: int, tokens: Sequence[str] = ()
-) -> Any:
-    """Train byte-level BPE (Sennrich et al., arXiv:1508.07909) on rendered conversations, `vocabulary` tokens in all.
+def byte_level_bpe() -> Any:
+    """Return a tokenizer of bytes, without merges and added tokens, that splits texts as `SPLIT` says."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
-    tokens: further texts that are one token each; like the template's tags they are read as plain text."""
-    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
-
-    special = list(dict.fromkeys([END_OF_TEXT, *SPECIAL.findall(template)]))
-    tags = list(dict.fromkeys([*TAGS.findall(template), *tokens]))
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -54,6 +46,22 @@ def train_tokenizer(
         ]
     )
     tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def train_tokenizer(
+    texts: Iterable[str], vocabulary: int, template: str, context: int, tokens: Sequence[str] = ()
+) -> Any:
+    """Train byte-level BPE (Sennrich et al., arXiv:1508.07909) on rendered conversations, `vocabulary` tokens in all.
+
+    tokens: further texts that are one token each; like the template's tags they are read as plain text."""
+    from tokenizers import AddedToken, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    special = list(dict.fromkeys([END_OF_TEXT, *SPECIAL.findall(template)]))
+    tags = list(dict.fromkeys([*TAGS.findall(template), *tokens]))
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    tokenizer = byte_level_bpe()
     trainer = trainers.BpeTrainer(
         vocab_size=max(vocabulary - len(tags), len(special) + len(alphabet)), special_tokens=special,
         initial_alphabet=alphabet, min_frequency=2, show_progress=False,

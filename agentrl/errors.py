@@ -123,14 +123,14 @@ def describe(error: BaseException, *, place: bool = True, plain: bool = True) ->
     """
     if isinstance(error, PluginExitError) and error.__cause__ is not None:
         error = error.__cause__
-    text = " ".join(text_of(error)[: 4 * _PLAIN_LINE].split())
+    text = " ".join(message_of(error)[: 4 * _PLAIN_LINE].split())
     if plain and isinstance(error, PlainError):
         return text[:_PLAIN_LINE]
     name = type(error).__name__
     return (f"{name}: {text}" if text else name)[:_LINE] + (_place(error) if place else "")
 
 
-def text_of(error: BaseException) -> str:
+def message_of(error: BaseException) -> str:
     """Return `str(error)`, also where that raises."""
     try:
         return str(error)

@@ -6,8 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from cluster_help import alive
-from sglang_server_help import until
+from processes import alive, until
 
 from agentrl.process_tree import ENDED, ProcessTree
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
-from agentrl.plugins.types import Message
+from agentrl.plugins.types import Json, Message
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,7 +13,7 @@ class ParsedCall:
 
     name: str
     """The tool's name as the model wrote it."""
-    arguments: dict[str, Any]
+    arguments: dict[str, Json]
     """By name; empty where they cannot be read."""
     raw: str
     """The call as the model wrote it."""
@@ -47,7 +47,7 @@ class Chat(Protocol):
     images: bool
     """Whether contents may hold images."""
 
-    def render(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> list[int]:
+    def render(self, messages: Sequence[Message], tools: Sequence[dict[str, Json]]) -> list[int]:
         """Return the ids of the opening prompt, generation prompt included. tools: as `Tool.schema`."""
         ...
 

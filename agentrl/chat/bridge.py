@@ -6,13 +6,13 @@ from typing import Any
 
 from agentrl.chat.base import Opening, ParsedTurn
 from agentrl.chat.encode import Encoder, Marks
-from agentrl.chat.frame import Frame, Shape, shape_of, text_of
+from agentrl.chat.frame import Frame, Shape, content_text, shape_of
 from agentrl.chat.frame_maker import FrameMaker
 from agentrl.chat.parse import TurnParser
 from agentrl.chat.probe import TurnEnds
 from agentrl.chat.template import Template, TemplateRefusalError
 from agentrl.errors import UserError
-from agentrl.plugins.types import Message
+from agentrl.plugins.types import Json, Message
 
 _KEPT_OPENINGS = 256
 
@@ -49,22 +49,22 @@ class BridgeChat:
         self._stops = self._parser.stops = frozenset(self.stop_ids)
 
     def whole_ids(self, text: str) -> list[int]:
-        """Ids of a rendered text."""
+        """Return ids of a rendered text."""
         return self._encoder.whole(text)
 
     def structural_in(self, messages: Sequence[Message]) -> bool:
-        """Whether a content spells a token that has a meaning of its own."""
-        return any(self._encoder.structural_in(text_of(message.get("content"))) for message in messages)
+        """Return whether a content spells a token that has a meaning of its own."""
+        return any(self._encoder.structural_in(content_text(message.get("content"))) for message in messages)
 
-    def render(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> list[int]:
-        """See base. What users and tools say is plain text, whatever tokens it spells."""
+    def render(self, messages: Sequence[Message], tools: Sequence[dict[str, Json]]) -> list[int]:
+        """See `Chat.render`. What users and tools say is plain text, whatever tokens it spells."""
         frame = self._opening(messages, tools)
         if frame is not None and not self._sought(messages):
             return frame.fill(self._encoder, messages)
         return self._rendered(messages, tools)
 
     def lengths(self, openings: Sequence[Opening]) -> list[int]:
-        """See base."""
+        """See `Measuring.lengths`."""
         found: dict[int, int] = {}
         gaps: list[tuple[int, str]] = []
         for i, (messages, tools) in enumerate(openings):
@@ -78,8 +78,8 @@ class BridgeChat:
             found[i] += length
         return [found[i] for i in range(len(openings))]
 
-    def _opening(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> Frame | None:
-        """The frame of openings like this one, made once: same tools, roles and system prompts."""
+    def _opening(self, messages: Sequence[Message], tools: Sequence[dict[str, Json]]) -> Frame | None:
+        """Return the frame of openings like this one, made once: same tools, roles and system prompts."""
         shape_of(messages)
         if not all(m["role"] in ("system", "user") and isinstance(m.get("content"), str) for m in messages):
             return None
@@ -91,18 +91,18 @@ class BridgeChat:
             self._openings[key] = self._opening_frame(messages, tools), list(tools)
         return self._openings[key][0]
 
-    def _opening_frame(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> Frame | None:
+    def _opening_frame(self, messages: Sequence[Message], tools: Sequence[dict[str, Json]]) -> Frame | None:
         try:
             return self._maker.opening(messages, tools)
         except TemplateRefusalError:
             return None
 
     def _sought(self, messages: Sequence[Message]) -> bool:
-        """Whether the template would look at what a content says, and not only write it."""
+        """Return whether the template would look at what a content says, and not only write it."""
         sought = self.template.looks_for
-        return sought is not None and any(sought.search(text_of(message.get("content"))) for message in messages)
+        return sought is not None and any(sought.search(content_text(message.get("content"))) for message in messages)
 
-    def _rendered(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> list[int]:
+    def _rendered(self, messages: Sequence[Message], tools: Sequence[dict[str, Json]]) -> list[int]:
         said = [message for message in messages if message["role"] in ("user", "tool")]
         marks = None
         if self.structural_in(said):
@@ -126,7 +126,7 @@ class BridgeChat:
         return {**message, "content": parts}
 
     def bridge(self, turn_ids: Sequence[int], messages: Sequence[Message]) -> list[int]:
-        """See base."""
+        """See `Chat.bridge`."""
         shape = shape_of(messages)
         frame = self._frames.get(shape)
         if frame is None:
@@ -150,13 +150,13 @@ class BridgeChat:
         return self._maker.make(shape)
 
     def parse(self, turn_ids: Sequence[int]) -> ParsedTurn:
-        """See base."""
+        """See `Chat.parse`."""
         return self._parser.parse(turn_ids)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """See base."""
+        """See `Chat.decode`."""
         return self._encoder.decode(ids)
 
     def encode_text(self, text: str) -> list[int]:
-        """See base."""
+        """See `Chat.encode_text`."""
         return self._encoder.plain(text)

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from agentrl.chat.base import ParsedCall
+from agentrl.plugins.types import Json
 
 _MAX_LITERAL = 100_000  # characters; Python's parser is not meant for more
 MAX_DEPTH = 64
@@ -24,7 +25,7 @@ def _no_constant(name: str) -> Any:
 
 
 def finite(text: str) -> float:
-    """Raises ValueError where no float is as large."""
+    """Return a number as a finite float. Raises ValueError where no float is as large."""
     value = float(text)
     if not math.isfinite(value):
         raise ValueError(f"{text[:40]} is too large for a number")
@@ -36,7 +37,7 @@ _SPACE = re.compile(r"\s*")
 
 
 def read_json(text: str) -> Any:
-    """Strict JSON of bounded depth, with finite numbers and text that can be encoded. Raises CallError."""
+    """Read strict JSON of bounded depth, with finite numbers and text that can be encoded. Raises CallError."""
     try:
         value = _decoder.decode(text)
         if text.count("[") + text.count("{") > MAX_DEPTH and _deeper(value, MAX_DEPTH):
@@ -58,13 +59,15 @@ def _deeper(value: Any, depth: int) -> bool:
 
 
 def after_space(text: str, at: int) -> int:
+    """Return the position of the first character from `at` on that is not white space."""
     match = _SPACE.match(text, at)
     assert match is not None
     return match.end()
 
 
 def json_end(text: str, at: int) -> int:
-    """Where the JSON value that stands at `at`, and the white space around it, ends; -1 where none stands there."""
+    """Return where the JSON value that stands at `at`, and the white space around it, ends; -1 where none stands
+    there."""
     try:
         return after_space(text, _decoder.raw_decode(text, after_space(text, at))[1])
     except (ValueError, RecursionError):
@@ -72,11 +75,12 @@ def json_end(text: str, at: int) -> int:
 
 
 def failed(raw: str, why: object, name: str = "") -> ParsedCall:
+    """Return a call that cannot be run. raw: as the model wrote it; why: ends the error that the model reads."""
     return ParsedCall(name, {}, raw, f"this tool call cannot be read: {why}")
 
 
 def call_of(value: Any, raw: str) -> ParsedCall:
-    """A call from `{"name": ..., "arguments": {...}}` (or `parameters`, or arguments as a JSON string)."""
+    """Return a call from `{"name": ..., "arguments": {...}}` (or `parameters`, or arguments as a JSON string)."""
     if not isinstance(value, dict):
         return failed(raw, f"it must be a JSON object with name and arguments, not {_kind(value)}")
     identity = value.get("id", value.get("tool_call_id"))
@@ -86,7 +90,7 @@ def call_of(value: Any, raw: str) -> ParsedCall:
 
 
 def identified(call: ParsedCall, identity: object) -> ParsedCall:
-    """The call with the id that the model wrote, if it wrote one."""
+    """Return the call with the id that the model wrote, if it wrote one."""
     return replace(call, id=identity) if isinstance(identity, str) and identity else call
 
 
@@ -108,7 +112,7 @@ def _call_of(value: dict[str, Any], raw: str) -> ParsedCall:
 
 
 def calls_of_json(body: str, raw: str) -> list[ParsedCall]:
-    """The call, or the list of calls, that a JSON text holds."""
+    """Return the call, or the list of calls, that a JSON text holds."""
     try:
         value = read_json(body)
     except CallError as error:
@@ -119,7 +123,7 @@ def calls_of_json(body: str, raw: str) -> list[ParsedCall]:
 
 
 def named_json(name: str, body: str, raw: str) -> ParsedCall:
-    """A call whose name stands before its JSON arguments."""
+    """Return a call whose name stands before its JSON arguments."""
     name = name.strip()
     if not name:
         return failed(raw, "it has no name of a tool")
@@ -139,7 +143,7 @@ def _kind(value: Any) -> str:
 class Schemas:
     """What types the tools' parameters have, for formats that write values without quotes."""
 
-    def __init__(self, tools: Sequence[Mapping[str, Any]]) -> None:
+    def __init__(self, tools: Sequence[Mapping[str, Json]]) -> None:
         self._types: dict[str, dict[str, frozenset[str]]] = {}
         for tool in tools:
             function = tool.get("function", tool)
@@ -147,7 +151,8 @@ class Schemas:
             self._types[function["name"]] = {key: _types(schema) for key, schema in properties.items()}
 
     def value(self, tool: str, key: str, text: str) -> Any:
-        """The value that an unquoted text means: JSON where the schema allows that type, else the text itself."""
+        """Return the value that an unquoted text means: JSON where the schema allows that type, else the text
+        itself."""
         types = self._types.get(tool, {}).get(key, frozenset())
         if types == {"string"}:
             return text
@@ -183,7 +188,7 @@ def _types(schema: Any) -> frozenset[str]:
 
 
 def calls_of_python(body: str, raw: str) -> list[ParsedCall]:
-    """Calls written as Python: `[name(key='value', other=3)]`. Literals only; nothing is run."""
+    """Return calls written as Python: `[name(key='value', other=3)]`. Literals only; nothing is run."""
     if len(body) > _MAX_LITERAL:
         return [failed(raw, f"it is longer than {_MAX_LITERAL} characters")]
     try:
@@ -205,7 +210,7 @@ _VERBATIM = re.compile(
 
 
 def _parsed_python(body: str) -> ast.expr:
-    """Raises what `ast.parse` raises."""
+    """Parse an expression, within limits. Raises what `ast.parse` raises."""
     body = body.strip().replace("\0", "\\x00")
     try:
         return ast.parse(body, mode="eval").body
@@ -252,7 +257,7 @@ def _bounded(value: Any) -> Any:
 
 
 def _sound(text: str) -> str:
-    """The text with its surrogate pairs, as JSON writes them, made one character each."""
+    """Return the text with its surrogate pairs, as JSON writes them, made one character each."""
     try:
         return text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16")
     except UnicodeDecodeError as error:
@@ -262,8 +267,8 @@ def _sound(text: str) -> str:
 def tagged_values(
     body: str, at: int, head: re.Pattern[str], tail: re.Pattern[str]
 ) -> tuple[list[tuple[str, str]], int]:
-    """The pairs of a head's text (its first group) and the value up to the next `tail`, in a row from `at` on, and
-    where they end. Raises CallError with the head of a value that nothing closes."""
+    """Return the pairs of a head's text (its first group) and the value up to the next `tail`, in a row from `at` on,
+    and where they end. Raises CallError with the head of a value that nothing closes."""
     pairs = []
     while match := head.match(body, at):
         end = tail.search(body, match.end())
@@ -275,5 +280,5 @@ def tagged_values(
 
 
 def trimmed(value: str) -> str:
-    """A value without the one line break that templates put on either side of it."""
+    """Return a value without the one line break that templates put on either side of it."""
     return value.removeprefix("\n").removesuffix("\n")

@@ -57,7 +57,7 @@ class Encoder:
         self._breaks = re.compile("|".join(broken))
 
     def _cuts_exactly(self) -> bool:
-        """Whether text after a structural token is encoded as `plain` does it."""
+        """Return whether text after a structural token is encoded as `plain` does it."""
         tokens = [t for t in self.structural if not any(self.swallows[t])]
         return all(
             self._full.encode(token + text, add_special_tokens=False).ids[1:] == self.plain(text)
@@ -66,17 +66,18 @@ class Encoder:
         )
 
     def _self_made(self, names: Sequence[str]) -> re.Pattern[str] | None:
-        """Structural tokens that the vocabulary itself would make of their text: such texts are broken in two."""
+        """Return structural tokens that the vocabulary itself would make of their text: such texts are broken in
+        two."""
         ids = frozenset(self.structural.values())
         bad = [t for t in names if ids.intersection(self.plain(t))]
         return re.compile("|".join(map(re.escape, bad))) if bad else None
 
     def whole(self, text: str) -> list[int]:
-        """Ids of a text whose structural tokens mean what they say."""
+        """Return ids of a text whose structural tokens mean what they say."""
         return _ids(self._full, text)
 
     def plain(self, text: str) -> list[int]:
-        """Ids of a text that lies after a structural token and in which nothing is structural."""
+        """Return ids of a text that lies after a structural token and in which nothing is structural."""
         if not text:
             return []
         if self._breaks is None:
@@ -89,7 +90,7 @@ class Encoder:
         return ids + self._encoded(text[at:])
 
     def plain_lengths(self, texts: Sequence[str]) -> list[int]:
-        """For each text exactly `len(plain(text))`; many at once run in the tokenizer's own threads."""
+        """Return `len(plain(text))` of each text; many at once run in the tokenizer's own threads."""
         lead = _SEPARATOR if self._separated else ""
         easy = [i for i, text in enumerate(texts) if text and not (self._breaks and self._breaks.search(text))]
         try:
@@ -106,11 +107,13 @@ class Encoder:
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of ids, special tokens included."""
         text: str = self._full.decode(ids, skip_special_tokens=False)
         return text
 
     def split(self, text: str) -> list[tuple[int | None, str]]:
-        """The text cut at its structural tokens: (id, token) and (None, what lies between and is not swallowed)."""
+        """Return the text cut at its structural tokens: (id, token) and (None, what lies between and is not
+        swallowed)."""
         pieces: list[tuple[int | None, str]] = []
         at = 0
         for match in self._pattern.finditer(text):
@@ -124,16 +127,16 @@ class Encoder:
         return pieces
 
     def structural_in(self, text: str) -> bool:
-        """Whether a structural token is written in this text."""
+        """Return whether a structural token is written in this text."""
         return self._named.search(text) is not None
 
     def mark(self, text: str, marks: "Marks") -> str:
-        """The text with a character of `marks` for each structural token written in it."""
+        """Return the text with a character of `marks` for each structural token written in it."""
         return self._named.sub(lambda match: marks.of(match.group()), text)
 
     def marked(self, text: str, marks: "Marks | None", lead: str = "") -> list[int]:
-        """Ids of a text with marks: its own structural tokens mean what they say, the marked ones are plain text.
-        `lead` is the structural token that stands before it, if any."""
+        """Return ids of a text with marks: its own structural tokens mean what they say, the marked ones are plain
+        text. `lead` is the structural token that stands before it, if any."""
         if marks is None or not marks.used:
             return self.whole(lead + text)[1:] if lead else self.whole(text)
         ids: list[int] = []
@@ -154,9 +157,11 @@ class Marks:
 
     @property
     def used(self) -> bool:
+        """True once a mark was handed out."""
         return bool(self._marks)
 
     def of(self, token: str) -> str:
+        """Return the mark of a token, a new one for a token that has none."""
         mark = self._marks.get(token)
         if mark is None:
             mark = next(self._free, None)
@@ -167,13 +172,13 @@ class Marks:
         return mark
 
     def restored(self, text: str) -> str:
-        """The tokens in place of their marks, which a template may have escaped as JSON does."""
+        """Return the tokens in place of their marks, which a template may have escaped as JSON does."""
         pattern = "|".join(map(re.escape, self._tokens))
         return re.sub(pattern, lambda match: self._tokens[match.group()], text)
 
 
 def _ids(tokenizer: Any, text: str) -> list[int]:
-    """Half a surrogate pair, which no tokenizer takes, becomes U+FFFD."""
+    """Encode a text; half a surrogate pair, which no tokenizer takes, becomes U+FFFD."""
     try:
         ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
     except TypeError:
@@ -183,7 +188,7 @@ def _ids(tokenizer: Any, text: str) -> list[int]:
 
 
 def _without(spec: dict[str, Any], structural: frozenset[str]) -> tuple[Any, dict[int, int]]:
-    """The tokenizer without its structural tokens, and the true ids of those that got another id by that."""
+    """Return the tokenizer without its structural tokens, and the true ids of those that got another id by that."""
     from tokenizers import Tokenizer
 
     kept = [t for t in spec["added_tokens"] if t["content"] not in structural]
@@ -193,7 +198,8 @@ def _without(spec: dict[str, Any], structural: frozenset[str]) -> tuple[Any, dic
 
 
 def _pattern(names: Sequence[str], swallows: dict[str, tuple[bool, bool]]) -> re.Pattern[str]:
-    """Leftmost, longest first, one group each, with the white space that it swallows."""
+    """Return a pattern of the tokens: leftmost, longest first, one group each, with the white space that each
+    swallows."""
     space = ("", r"\s*")
     forms = [f"{space[swallows[t][0]]}({re.escape(t)}){space[swallows[t][1]]}" for t in names]
     return re.compile("|".join(forms) or r"(?!)")

@@ -10,10 +10,10 @@ from typing import Any
 
 from agentrl.chat.base import Opening, ParsedCall, ParsedTurn
 from agentrl.chat.bridge import BridgeChat
-from agentrl.chat.frame import text_of
+from agentrl.chat.frame import content_text
 from agentrl.chat.template import Template, TemplateRefusalError
 from agentrl.errors import UserError
-from agentrl.plugins.types import Message
+from agentrl.plugins.types import Json, Message
 
 _BY_MODEL_TYPE = {
     "qwen3": ("qwen3", "prime-qwen3"),
@@ -41,17 +41,21 @@ class Family:
     """
 
     name: str
+    """The family's name in the package `renderers`."""
     renderer: Any
+    """Its renderer, an object of `renderers`."""
     bare_tools: bool
     lead: tuple[int, ...] = ()
     after_stop: bool = False
     after_cut: bool = False
 
-    def tools(self, tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]] | None:
+    def tools(self, tools: Sequence[dict[str, Json]]) -> list[dict[str, Any]] | None:
+        """Return the schemas in the form that the renderer takes; None where there are none."""
         return [tool.get("function", tool) if self.bare_tools else tool for tool in tools] or None
 
 
 def known_families() -> list[str]:
+    """Return the names of all families that `renderers` knows, sorted."""
     from renderers.base import MODEL_RENDERER_MAP
 
     return sorted(set(MODEL_RENDERER_MAP.values()))
@@ -60,7 +64,7 @@ def known_families() -> list[str]:
 def find_family(
     tokenizer: Any, template: Template, bridge: BridgeChat, *, kind: str, model_path: str, config: dict[str, Any]
 ) -> tuple[Family | None, str]:
-    """The first candidate that is proven, or None, and why."""
+    """Return the first candidate that is proven, or None, and why."""
     if template.parts:
         return None, "the template takes lists of parts"
     tried: list[str] = []
@@ -94,7 +98,7 @@ def _candidates(kind: str, model_path: str, tokenizer: Any, config: dict[str, An
 
 
 def _renderers(name: str, tokenizer: Any) -> Iterator[Any]:
-    """The family's renderers: with its defaults, and with thinking switched off or on."""
+    """Return the family's renderers: with its defaults, and with thinking switched off or on."""
     from renderers.base import create_renderer
     from renderers.configs import config_from_name
 
@@ -111,8 +115,8 @@ def _renderers(name: str, tokenizer: Any) -> Iterator[Any]:
 
 
 def _talks() -> list[list[Message]]:
-    """Conversations as far as a job writes them: user, tool call, result, answer, user; with thoughts, two calls, and
-    arguments of every type."""
+    """Return conversations as far as a job writes them: user, tool call, result, answer, user; with thoughts, two
+    calls, and arguments of every type."""
 
     def call(i: int, **more: Any) -> Any:
         function = {"name": "calculator", "arguments": {"expression": f"{i} * 3", **more}}
@@ -141,7 +145,8 @@ def _ids(family: Family, template: Template, messages: Sequence[Message]) -> lis
 
 
 def _proven(family: Family, template: Template, bridge: BridgeChat) -> bool:
-    """Whether it renders every probe conversation as the template does (those that the template refuses set aside)."""
+    """Return whether it renders every probe conversation as the template does (those that the template refuses set
+    aside)."""
     compared = 0
     for talk in _talks():
         try:
@@ -163,7 +168,7 @@ def _with_bridges(family: Family, template: Template, bridge: BridgeChat) -> Fam
 
 
 def _agrees(family: Family, template: Template, bridge: BridgeChat, turn: Sequence[int]) -> bool:
-    """Whether, where its bridge adds anything after such a turn, our frames add the same."""
+    """Return whether, where its bridge adds anything after such a turn, our frames add the same."""
     talk = _talks()[2]
     for messages in ([talk[2]], [talk[2], talk[2]], [talk[4]]):
         theirs = _their_bridge(family, template, turn, messages)
@@ -180,7 +185,7 @@ def _their_bridge(
     family: Family, template: Template, turn_ids: Sequence[int], messages: Sequence[Message]
 ) -> list[int] | None:
     turn = list(turn_ids)
-    shaped = [{**message, "content": text_of(message.get("content"))} for message in messages]
+    shaped = [{**message, "content": content_text(message.get("content"))} for message in messages]
     found = family.renderer.bridge_to_next_turn(list(family.lead), turn, shaped, tools=family.tools(template.tools))
     done = [*family.lead, *turn]
     return list(found.token_ids[len(done) :]) if found is not None and found.token_ids[: len(done)] == done else None
@@ -206,17 +211,17 @@ class FamilyChat:
             f"calls as {reader}"
         )
 
-    def render(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> list[int]:
-        """See base. The template's own rendering: a family that agrees on every probe may still cut other contents
-        into tokens in another way."""
+    def render(self, messages: Sequence[Message], tools: Sequence[dict[str, Json]]) -> list[int]:
+        """See `Chat.render`. The template's own rendering: a family that agrees on every probe may still cut other
+        contents into tokens in another way."""
         return self._bridge.render(messages, tools)
 
     def lengths(self, openings: Sequence[Opening]) -> list[int]:
-        """See base."""
+        """See `Measuring.lengths`."""
         return self._bridge.lengths(openings)
 
     def bridge(self, turn_ids: Sequence[int], messages: Sequence[Message]) -> list[int]:
-        """See base."""
+        """See `Chat.bridge`."""
         stopped = len(turn_ids) > 0 and turn_ids[-1] in self.stop_ids
         agrees = self._family.after_stop if stopped else self._family.after_cut
         if not agrees and not self._bridge.structural_in(messages):
@@ -226,7 +231,7 @@ class FamilyChat:
         return self._bridge.bridge(turn_ids, messages)
 
     def parse(self, turn_ids: Sequence[int]) -> ParsedTurn:
-        """See base."""
+        """See `Chat.parse`."""
         if self._bridge.call_format is not None:
             return self._bridge.parse(turn_ids)
         family = self._family
@@ -237,11 +242,11 @@ class FamilyChat:
         return ParsedTurn(found.content.strip(), calls, found.reasoning_content or None)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """See base."""
+        """See `Chat.decode`."""
         return self._bridge.decode(ids)
 
     def encode_text(self, text: str) -> list[int]:
-        """See base."""
+        """See `Chat.encode_text`."""
         return self._bridge.encode_text(text)
 
 

@@ -27,8 +27,11 @@ class Reading:
     """An assistant's text taken apart."""
 
     content: list[str] = field(default_factory=list)
+    """Pieces of text outside of calls and thoughts."""
     calls: list[ParsedCall] = field(default_factory=list)
+    """Calls in the order in which they were written."""
     reasoning: list[str] = field(default_factory=list)
+    """Pieces of thinking."""
 
 
 BodyReader = Callable[[str, str, Schemas], list[ParsedCall]]
@@ -61,7 +64,8 @@ class _Bodies:
     left: int
 
     def read(self, start: int, inner: int, end: int, closing: int) -> tuple[list[ParsedCall], int]:
-        """The calls of the body at `inner`, and where its tag of `closing` characters stands: at `end`, or later."""
+        """Return the calls of the body at `inner`, and where its tag of `closing` characters stands: at `end`, or
+        later."""
         calls = self.body(self.text[inner:end], self.text[start : end + closing], self.schemas)
         if not any(call.error for call in calls) or self.left <= 0:
             return calls, end
@@ -77,7 +81,7 @@ class _Bodies:
 def _tagged(
     name: str, opening: str, closing: str, body: BodyReader, reach: Reach, *, drop: Iterable[str] = ()
 ) -> Format:
-    """Calls between two tags. `drop`: wrappers around all calls, which are no content."""
+    """Return calls between two tags. `drop`: wrappers around all calls, which are no content."""
     dropped = tuple(drop)
 
     def read(text: str, closed: bool, schemas: Schemas) -> Reading:
@@ -104,7 +108,7 @@ def _tagged(
 
 
 def _after_json(*leads: str, closing: str, tail: str = "") -> Reach:
-    """The closing tag after a JSON value, which stands after the first of `leads` that is found."""
+    """Return the closing tag after a JSON value, which stands after the first of `leads` that is found."""
 
     def reach(text: str, at: int, first: int) -> int:
         for lead in leads:
@@ -120,8 +124,8 @@ def _after_json(*leads: str, closing: str, tail: str = "") -> Reach:
 
 
 def _after_tags(pattern: str) -> Reach:
-    """The closing tag in the first match, which a group of it holds. The pattern also finds where a call that is not
-    whole ends and another one begins: that one must not become a value of this one."""
+    """Return the closing tag in the first match, which a group of it holds. The pattern also finds where a call that is
+    not whole ends and another one begins: that one must not become a value of this one."""
     ends = re.compile(pattern)
 
     def reach(text: str, at: int, first: int) -> int:
@@ -135,7 +139,7 @@ _PYTHON_TEXT = r"""'''(?:[^\\]|\\.)*?(?:'''|\Z)|'(?:[^'\\]|\\.)*+'?|"(?:[^"\\]|\
 
 
 def _outside_of_texts(closing: str) -> Reach:
-    """The closing tag that stands in none of Python's texts."""
+    """Return the closing tag that stands in none of Python's texts."""
     pieces = re.compile(f"{_PYTHON_TEXT}|({re.escape(closing)})", re.DOTALL)
 
     def reach(text: str, at: int, first: int) -> int:
@@ -167,7 +171,7 @@ _PARAMETER_END = re.compile(r"</parameter>(?=\s*(?:<parameter=|</function>\s*(?:
 
 
 def _function_tags(body: str, raw: str, schemas: Schemas) -> list[ParsedCall]:
-    """`<function=name>` around `<parameter=key>` value `</parameter>`."""
+    """Return `<function=name>` around `<parameter=key>` value `</parameter>`."""
     calls: list[ParsedCall] = []
     at = max(body.find("<function="), 0)
     while at < len(body) or not calls:
@@ -193,7 +197,7 @@ _VALUE_END = re.compile(r"</arg_value>(?=\s*(?:<arg_key>|\Z))")
 
 
 def _argument_tags(body: str, raw: str, schemas: Schemas) -> list[ParsedCall]:
-    """A name, then `<arg_key>` key `</arg_key>` `<arg_value>` value `</arg_value>` by turns."""
+    """Return a name, then `<arg_key>` key `</arg_key>` `<arg_value>` value `</arg_value>` by turns."""
     head = body.partition("<arg_key>")[0]
     name = head.strip()
     if not name:
@@ -209,7 +213,7 @@ def _argument_tags(body: str, raw: str, schemas: Schemas) -> list[ParsedCall]:
 
 
 def _invoke_tags(prefix: str) -> BodyReader:
-    """`<invoke name="...">` around `<parameter name="...">` value `</parameter>`, each with a prefix."""
+    """Return `<invoke name="...">` around `<parameter name="...">` value `</parameter>`, each with a prefix."""
     opening, closing = f"<{prefix}invoke", f"</{prefix}invoke>"
     invoke, invoke_end = re.compile(rf"\s*{opening}\b([^>]*)>"), re.compile(rf"\s*{closing}\s*")
     parameter = re.compile(rf"\s*<{prefix}parameter\b([^>]*)>")
@@ -259,7 +263,7 @@ def _attribute(head: str) -> str:
 
 
 def _deepseek_body(body: str, raw: str, schemas: Schemas) -> list[ParsedCall]:
-    """`function<sep>name` and a fenced JSON, or `name<sep>` and JSON."""
+    """Return `function<sep>name` and a fenced JSON, or `name<sep>` and JSON."""
     first, mark, rest = body.partition("<｜tool▁sep｜>")
     if not mark:
         return [failed(raw, "it has no <｜tool▁sep｜>")]
@@ -270,7 +274,7 @@ def _deepseek_body(body: str, raw: str, schemas: Schemas) -> list[ParsedCall]:
 
 
 def _kimi_body(body: str, raw: str, schemas: Schemas) -> list[ParsedCall]:
-    """`functions.name:0<|tool_call_argument_begin|>` and JSON. The id is what the results must name."""
+    """Return `functions.name:0<|tool_call_argument_begin|>` and JSON. The id is what the results must name."""
     head, mark, arguments = body.partition("<|tool_call_argument_begin|>")
     if not mark:
         return [failed(raw, "it has no <|tool_call_argument_begin|>")]
@@ -279,7 +283,7 @@ def _kimi_body(body: str, raw: str, schemas: Schemas) -> list[ParsedCall]:
 
 
 def _gemma_body(body: str, raw: str, schemas: Schemas) -> list[ParsedCall]:
-    """`call:name{key:value,...}`."""
+    """Return `call:name{key:value,...}`."""
     name, mark, _ = body.strip().removeprefix("call:").partition("{")
     if not mark or not name.strip():
         return [failed(raw, "it is not call:name{key:value}")]
@@ -288,7 +292,7 @@ def _gemma_body(body: str, raw: str, schemas: Schemas) -> list[ParsedCall]:
 
 
 def _read_bare(text: str, closed: bool, schemas: Schemas) -> Reading:
-    """The whole turn is a JSON call, perhaps after `<|python_tag|>`, perhaps several with `;` between."""
+    """Read a turn that is one JSON call, perhaps after `<|python_tag|>`, perhaps several with `;` between."""
     stripped = text.strip()
     tagged = stripped.startswith("<|python_tag|>")
     body = stripped.removeprefix("<|python_tag|>").strip()
@@ -306,7 +310,8 @@ _MISTRAL = "[TOOL_CALLS]"
 
 
 def _read_mistral(text: str, closed: bool, schemas: Schemas) -> Reading:
-    """`[TOOL_CALLS]` and a JSON list, or `[TOOL_CALLS]name[ARGS]{...}` once a call, perhaps with `[CALL_ID]id`."""
+    """Return `[TOOL_CALLS]` and a JSON list, or `[TOOL_CALLS]name[ARGS]{...}` once a call, perhaps with
+    `[CALL_ID]id`."""
     start = text.find(_MISTRAL)
     reading = Reading([text[:start]] if start >= 0 else [text])
     bodies = _Bodies(text + _MISTRAL, schemas, _mistral_body, _mistral_reach, 4 * len(text))
@@ -342,7 +347,7 @@ _MESSAGE_END = re.compile(r"<\|(?:end|call|return|eom|eot)\|>|<\|start\|>assista
 
 
 def _read_channels(text: str, closed: bool, schemas: Schemas) -> Reading:
-    """Messages with headers (`to=`, `<|channel|>`), the first of which stands in the generation prompt."""
+    """Return messages with headers (`to=`, `<|channel|>`), the first of which stands in the generation prompt."""
     reading = Reading()
     whole, left = text + _START, 4 * len(text)
     at = 0
@@ -379,7 +384,7 @@ def _message_end(text: str, at: int) -> int:
 
 
 def _recipient(head: str) -> tuple[str, bool]:
-    """Whom a message is for, and whether it is a thought."""
+    """Return whom a message is for, and whether it is a thought."""
     to = head.partition("to=")[2].partition("<")[0].strip().partition(" ")[0]
     channel = head.partition("<|channel|>")[2].strip().partition(" ")[0].partition("<")[0]
     return to.removeprefix("functions."), to == "self" or channel == "analysis"

@@ -80,11 +80,11 @@ def _filled(gap: Gap, messages: Sequence[Message]) -> str:
 def _value(slot: Slot, message: Message) -> str:
     value = message.get(slot.field) or slot.default
     if not isinstance(value, str):
-        value = text_of(value)
+        value = content_text(value)
     return slot.transform(value) if slot.transform is not None else value
 
 
-def text_of(content: object) -> str:
+def content_text(content: object) -> str:
     """Return the text of a content: text, nothing, or a list of text parts. Raises UserError for other parts."""
     if isinstance(content, str):
         return content
@@ -98,6 +98,7 @@ def text_of(content: object) -> str:
 
 
 def shape_of(messages: Sequence[Message]) -> Shape:
+    """Return the shape of messages: of each its role, and whether its content is empty."""
     try:
         return tuple([(message["role"], not message.get("content")) for message in messages])
     except KeyError as error:

@@ -5,10 +5,9 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import product, takewhile
-from typing import Any
 
 from agentrl.chat.encode import Encoder, Marks
-from agentrl.chat.frame import Frame, Gap, Parts, Shape, Slot, shape_of, text_of
+from agentrl.chat.frame import Frame, Gap, Parts, Shape, Slot, content_text, shape_of
 from agentrl.chat.probe import TurnEnds
 from agentrl.chat.template import (
     CONTENT,
@@ -22,7 +21,7 @@ from agentrl.chat.template import (
     shared,
 )
 from agentrl.errors import UserError
-from agentrl.plugins.types import Message
+from agentrl.plugins.types import Json, Message
 
 _NASTY = " \n Zq\"<b>&amp;\\ 'x' é漢\u2028\t{{ y }}{% z %}\n "
 _TRANSFORMS: dict[str, Callable[[str], str]] = {
@@ -43,7 +42,8 @@ class FrameMaker:
         self._template, self._encoder, self._ends = template, encoder, ends
 
     def make(self, shape: Shape) -> Frame:
-        """Raises UserError where the template cannot express messages of this shape after an assistant turn."""
+        """Make the frame of a shape. Raises UserError where the template cannot express messages of this shape after an
+        assistant turn."""
         turn, text = self._after_turn(_probes(shape, _contents(shape)))
         tail = self._tail(text, turn)
         pieces = self._encoder.split(tail)
@@ -65,8 +65,8 @@ class FrameMaker:
         parts = self._parts_of(rest, text, shape, text_with, lead=pieces[cut][1] if close else "")
         return replace(frame, parts=parts)
 
-    def opening(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> Frame | None:
-        """A frame for opening prompts that differ from this one in what the users say; None where there is none.
+    def opening(self, messages: Sequence[Message], tools: Sequence[dict[str, Json]]) -> Frame | None:
+        """Return a frame for opening prompts that differ from this one in what the users say; None where there is none.
 
         The messages are system's and users', and text. Raises TemplateRefusalError."""
         shape = shape_of(messages)
@@ -86,7 +86,7 @@ class FrameMaker:
     def _parts_of(
         self, rest: str, text: str, shape: Shape, text_with: Callable[[Sequence[str]], str], *, lead: str
     ) -> Parts | None:
-        """`rest`, a part of `text`, as fixed ids and gaps; None where filling them would not give its ids."""
+        """Return `rest`, a part of `text`, as fixed ids and gaps; None where filling them would not give its ids."""
         transforms = _transforms(shape, text, text_with)
         if transforms is None or not self._encoder.exact:
             return None
@@ -95,8 +95,8 @@ class FrameMaker:
         return frame.parts if filled == self._encoder.marked(rest, None, lead) else None
 
     def render(self, frame: Frame, messages: Sequence[Message]) -> list[int]:
-        """The ids after `close`, by rendering the messages themselves: for what no frame can describe."""
-        contents = [text_of(message.get("content")) for message in messages]
+        """Return the ids after `close`, by rendering the messages themselves: for what no frame can describe."""
+        contents = [content_text(message.get("content")) for message in messages]
         names = [str(message.get(field, "")) for message in messages for field in ("name", "tool_call_id")]
         marks = Marks([self._template.source, *contents, *names])
         hidden = [_SENTINEL.sub(lambda match: marks.of(match.group()), content) for content in contents]
@@ -117,8 +117,8 @@ class FrameMaker:
         return self._encoder.marked(_SENTINEL.sub(named, rest), marks, lead)
 
     def _after_turn(self, messages: Sequence[Message]) -> tuple[Message, str]:
-        """The probe turn that these messages may follow, and the rendering. A turn of calls shows no content where it
-        can: some templates move that behind the result."""
+        """Return the probe turn that these messages may follow, and the rendering. A turn of calls shows no content
+        where it can: some templates move that behind the result."""
         results = sum(1 for _ in takewhile(lambda message: message["role"] == "tool", messages))
         turns = [probe_turn(0, CONTENT)]
         if messages[0]["role"] == "tool":
@@ -138,11 +138,12 @@ class FrameMaker:
         raise UserError(f"the chat template cannot express {roles} after an assistant turn: {refusal}")
 
     def _tail(self, text: str, turn: Message) -> str:
-        """What follows the turn's last sentinel."""
+        """Return what follows the turn's last sentinel."""
         return text[_anchor(text, turn) :]
 
     def _rest(self, tail: str, pieces: Sequence[tuple[int | None, str]], cut: int, turn: Message) -> str:
-        """What follows the token that ends the turn; where none does, what follows the turn when it is the last."""
+        """Return what follows the token that ends the turn; where none does, what follows the turn when it is the
+        last."""
         if cut < 0:
             alone = self._template.text([{"role": "user", "content": USER}, turn], self._template.tools, generate=False)
             return tail[shared(tail, self._tail(alone, turn).rstrip()) :]
@@ -153,7 +154,7 @@ class FrameMaker:
         return tail[at:].lstrip() if swallows else tail[at:]
 
     def _place_of_close(self, tail: str, pieces: Sequence[tuple[int | None, str]], turn: Message) -> int:
-        """The index in `pieces` of what ends the turn, -1 where nothing does."""
+        """Return the index in `pieces` of what ends the turn, -1 where nothing does."""
         first = _SENTINEL.search(tail)
         kept = pieces if first is None else _up_to(pieces, tail, first.start())
         place = self._ends.close(kept, calls="tool_calls" in turn and not turn["content"])
@@ -190,7 +191,7 @@ def _contents(shape: Shape) -> list[str]:
 
 
 def _transforms(shape: Shape, text: str, text_with: Callable[[Sequence[str]], str]) -> dict[str, str] | None:
-    """What the template does to contents, by role; None where it is none of what we know."""
+    """Return what the template does to contents, by role; None where it is none of what we know."""
     roles = sorted({role for role, empty in shape if not empty})
     try:
         shown = text_with([_NASTY] * len(shape))
@@ -218,7 +219,7 @@ def _probes(shape: Shape, contents: Sequence[str]) -> list[Message]:
 
 
 def _anchor(text: str, turn: Message) -> int:
-    """Where the turn's last sentinel ends; -1 where the rendering shows none."""
+    """Return where the turn's last sentinel ends; -1 where the rendering shows none."""
     shown = [call_value(i) for i in range(len(turn.get("tool_calls", ())))]
     if turn["content"]:
         shown.append(CONTENT)
@@ -227,7 +228,7 @@ def _anchor(text: str, turn: Message) -> int:
 
 
 def _up_to(pieces: Sequence[tuple[int | None, str]], tail: str, reach: int) -> list[tuple[int | None, str]]:
-    """The pieces that begin before `reach` in the text that was cut into them."""
+    """Return the pieces that begin before `reach` in the text that was cut into them."""
     kept, at = [], 0
     for token, piece in pieces:
         at = tail.index(piece, at)

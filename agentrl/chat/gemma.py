@@ -15,7 +15,7 @@ class _WrongError(Exception):
 
 
 def read_gemma_arguments(text: str) -> tuple[dict[str, Any], str | None]:
-    """The arguments and None, or {} and what is wrong. Linear; never raises."""
+    """Return the arguments and None, or {} and what is wrong. Linear; never raises."""
     try:
         value, at = _value(text, 0, 0)
         if text[at:].strip():
@@ -26,7 +26,7 @@ def read_gemma_arguments(text: str) -> tuple[dict[str, Any], str | None]:
 
 
 def gemma_end(text: str, at: int) -> int:
-    """Where the arguments that begin at `at` end, -1 where none do."""
+    """Return where the arguments that begin at `at` end, -1 where none do."""
     try:
         return _value(text, at, 0)[1]
     except _WrongError:

@@ -13,6 +13,7 @@ from agentrl.chat.parse import TurnParser
 from agentrl.chat.probe import THINKING, check_tools, find_ends, find_rewrites, find_unshown
 from agentrl.chat.template import Template
 from agentrl.errors import UserError, nearest
+from agentrl.plugins.types import Json
 
 
 def load_chat(
@@ -21,7 +22,7 @@ def load_chat(
     model_path: str,
     kind: str = "auto",
     chat_template: str | None = None,
-    tools: Sequence[dict[str, Any]] = (),
+    tools: Sequence[dict[str, Json]] = (),
 ) -> Chat:
     """Return the chat of a run. Renders some probe conversations; takes well under a second.
 

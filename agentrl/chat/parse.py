@@ -8,7 +8,7 @@ from agentrl.chat.calls import Schemas
 from agentrl.chat.formats import FORMATS, HERMES, Format
 from agentrl.chat.probe import THINKING, after, generation_prompt
 from agentrl.chat.template import KEY, USER, Template, TemplateRefusalError, call_name, call_value, probe_turn, shared
-from agentrl.plugins.types import Message
+from agentrl.plugins.types import Json, Message
 
 _EXTRA: dict[str, Any] = {"zqn": 4, "zqd": {"zqa": [1, "zqb"]}}
 
@@ -22,7 +22,7 @@ class TurnParser:
         decode: Callable[[Sequence[int]], str],
         stop_ids: Sequence[int],
         structural: dict[str, int],
-        tools: Sequence[dict[str, Any]],
+        tools: Sequence[dict[str, Json]],
     ) -> None:
         self.format = find_format(template)
         self._formats = (self.format,) if self.format else tuple(f for f in FORMATS if f.name != "bare JSON")
@@ -45,7 +45,7 @@ class TurnParser:
         return self.parse_text(text, closed=closed)
 
     def parse_text(self, text: str, *, closed: bool) -> ParsedTurn:
-        """The same from text without its stop token."""
+        """Return the same from text without its stop token."""
         reasoning, text = self._split_thought(text)
         form = self._formats[0]
         if len(self._formats) > 1:
@@ -58,8 +58,8 @@ class TurnParser:
         return ParsedTurn("".join(reading.content).strip(), tuple(reading.calls), reasoning)
 
     def _split_thought(self, text: str) -> tuple[str | None, str]:
-        """The thought with which the turn begins, and what follows it. One that is not closed ends where a call begins,
-        or with the text."""
+        """Return the thought with which the turn begins, and what follows it. One that is not closed ends where a call
+        begins, or with the text."""
         for opening, closing, begun in self._thinking:
             if begun or text.lstrip().startswith(opening):
                 end, following = self._thought_end(text, closing)
@@ -67,7 +67,8 @@ class TurnParser:
         return None, text
 
     def _thought_end(self, text: str, closing: str) -> tuple[int, int]:
-        """Where the thought ends, and where what follows it begins. What closes it stands in no call that is whole."""
+        """Return where the thought ends, and where what follows it begins. What closes it stands in no call that is
+        whole."""
         end = text.find(closing)
         markers = [at for form in self._formats if (at := text.find(form.marker)) >= 0 and len(form.marker) > 1]
         call = min(markers, default=len(text))
@@ -76,7 +77,7 @@ class TurnParser:
         return end, end + len(closing)
 
     def _holds(self, text: str, closing: str) -> bool:
-        """Whether the first call of the text is whole and its own text holds `closing`."""
+        """Return whether the first call of the text is whole and its own text holds `closing`."""
         for form in self._formats:
             calls = form.read(text, True, self._schemas).calls[:1] if text.startswith(form.marker) else []
             if any(call.error is None and closing in call.raw for call in calls):
@@ -84,7 +85,8 @@ class TurnParser:
         return False
 
     def open_thought(self, turn_ids: Sequence[int]) -> tuple[int, ...]:
-        """The id that closes the thought in which a turn was cut off; none where it was not, or has no such id."""
+        """Return the id that closes the thought in which a turn was cut off; none where it was not, or has no such
+        id."""
         first = next((i for i in turn_ids if i in self._structural), None)
         for opening, closing, begun in self._thought_ids:
             if closing not in turn_ids and (begun or first in opening):
@@ -93,7 +95,7 @@ class TurnParser:
 
 
 def find_format(template: Template) -> Format | None:
-    """The format that reads back what the template writes of a known call."""
+    """Return the format that reads back what the template writes of a known call."""
     for identity in (None, f"functions.{call_name(0)}:0"):  # some templates write a call's id and not its name
         turn = probe_turn(1)
         turn["tool_calls"][0]["function"]["arguments"] = {KEY: call_value(0), **_EXTRA}
@@ -122,6 +124,6 @@ def _reader_of(texts: Sequence[str]) -> Format | None:
 
 
 def _endings(text: str) -> list[str]:
-    """The text without its last token or two: bare calls end where their turn does."""
+    """Return the text without its last token or two: bare calls end where their turn does."""
     cuts = [text[:at].rstrip() for token in ("<", "[") if (at := text.rfind(token)) > 0]
     return cuts

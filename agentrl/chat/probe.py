@@ -18,7 +18,7 @@ from agentrl.chat.template import (
     probe_turn,
 )
 from agentrl.errors import UserError
-from agentrl.plugins.types import Message
+from agentrl.plugins.types import Json, Message
 
 _SHOWN_AT_MOST = 6  # of what a template leaves out of schemas: a line is for people
 _DEEP = 16  # keywords and types of a schema inside of each other
@@ -50,7 +50,8 @@ class TurnEnds:
     own: frozenset[int]
 
     def close(self, pieces: Sequence[tuple[int | None, str]], *, calls: bool) -> int | None:
-        """The index in `pieces` (text after a turn's last sentinel, up to the next message) of what ends the turn."""
+        """Return the index in `pieces` (text after a turn's last sentinel, up to the next message) of what ends the
+        turn."""
         tokens = [i for i, (token, _) in enumerate(pieces) if token is not None]
         for i in tokens:
             if pieces[i][0] in self.eos or pieces[i][0] in self.own:
@@ -60,19 +61,20 @@ class TurnEnds:
 
 
 def after(text: str, sentinel: str) -> str:
-    """What follows the first occurrence of a sentinel ('' where it is missing)."""
+    """Return what follows the first occurrence of a sentinel ('' where it is missing)."""
     return text.partition(sentinel)[2]
 
 
 def before(text: str, *sentinels: str) -> str:
-    """What stands before the first of the sentinels."""
+    """Return what stands before the first of the sentinels."""
     for sentinel in sentinels:
         text = text.partition(sentinel)[0]
     return text
 
 
 def find_ends(template: Template, encoder: Encoder, eos: frozenset[int]) -> TurnEnds:
-    """What ends a turn, from a last turn, from one before a user's message, and from one before a tool's result."""
+    """Return what ends a turn, from a last turn, from one before a user's message, and from one before a tool's
+    result."""
     ends = TurnEnds((), eos, _inner_tokens(template, encoder), frozenset())
     last = encoder.split(after(_render(template, [_USER, probe_turn(0, CONTENT)]), CONTENT))
     held = _render(template, [_USER, probe_turn(0, CONTENT), _USER_2], generate=True)
@@ -103,7 +105,7 @@ def _call_tails(template: Template, encoder: Encoder) -> list[list[tuple[int | N
 
 
 def _inner_tokens(template: Template, encoder: Encoder) -> int:
-    """Structural tokens that close each call of a turn: those between two calls that also follow the last."""
+    """Return structural tokens that close each call of a turn: those between two calls that also follow the last."""
     messages = [_USER, probe_turn(2), probe_result(0, _RESULT), probe_result(1, _RESULT)]
     text = _render(template, messages, generate=True)
     between = encoder.split(before(after(text, call_value(0)), call_name(1), call_value(1)))
@@ -117,7 +119,7 @@ def _inner_tokens(template: Template, encoder: Encoder) -> int:
 
 
 def _render(template: Template, messages: Sequence[Message], *, generate: bool = False) -> str:
-    """'' where the template refuses: it has no such conversations, and the probe learns nothing from them."""
+    """Render, '' where the template refuses: it has no such conversations, and the probe learns nothing from them."""
     try:
         return template.text(messages, template.tools, generate=generate)
     except TemplateRefusalError:
@@ -125,12 +127,12 @@ def _render(template: Template, messages: Sequence[Message], *, generate: bool =
 
 
 def generation_prompt(template: Template) -> str:
-    """What `add_generation_prompt` adds after a user's message."""
+    """Return what `add_generation_prompt` adds after a user's message."""
     return after(_render(template, [_USER], generate=True), USER)
 
 
 def find_rewrites(template: Template) -> str | None:
-    """What the template rewrites in turns that are already written, for people; None when nothing was found."""
+    """Return what the template rewrites in turns that are already written, for people; None when nothing was found."""
     calls = 1 if call_value(0) in _render(template, [_USER, probe_turn(1)]) else 0
     turn, result = probe_turn(calls, CONTENT), probe_result(0, _RESULT)
     talk: list[Message] = [_USER, turn, *([result] if calls else []), probe_turn(0, ANSWER), _USER_2]
@@ -156,7 +158,7 @@ def _changes(template: Template, talk: list[Message]) -> list[str]:
 
 
 def _drifts(template: Template, calls: int) -> list[str]:
-    """Whether a later result stands between other tokens than the first one did."""
+    """Return whether a later result stands between other tokens than the first one did."""
     if not calls:
         return []
     talk: list[Message] = [_USER, probe_turn(1), probe_result(0, _RESULT)]
@@ -185,7 +187,7 @@ def _lost_thoughts(template: Template, calls: int) -> list[str]:
 
 
 def check_tools(template: Template) -> None:
-    """Raises UserError where tools are given and the template shows none, or has no way to write a tool's result."""
+    """Raise UserError where tools are given and the template shows none, or has no way to write a tool's result."""
     if not template.tools:
         return
     names = [str(tool.get("function", tool).get("name")) for tool in template.tools]
@@ -213,7 +215,7 @@ def check_tools(template: Template) -> None:
 
 
 def find_unshown(template: Template) -> str | None:
-    """What the template leaves out of the tools' schemas, for people; None when nothing was found.
+    """Return what the template leaves out of the tools' schemas, for people; None when nothing was found.
 
     A part is left out when the opening is the same without it. Of each kind of part, the first is tried.
     """
@@ -223,7 +225,7 @@ def find_unshown(template: Template) -> str | None:
         function = tool.get("function", tool)
         opening = _opening_with(template, tool, function)
 
-        def same(without: Mapping[str, Any], tool: dict[str, Any] = tool, opening: str = opening) -> bool:
+        def same(without: Mapping[str, Any], tool: dict[str, Json] = tool, opening: str = opening) -> bool:
             return opening != "" and _opening_with(template, tool, without) == opening
 
         found += _left_out(function, (), str(function.get("name")), same, tried)
@@ -231,7 +233,7 @@ def find_unshown(template: Template) -> str | None:
     return ", ".join(found[:_SHOWN_AT_MOST]) + more if found else None
 
 
-def _opening_with(template: Template, tool: dict[str, Any], function: Mapping[str, Any]) -> str:
+def _opening_with(template: Template, tool: dict[str, Json], function: Mapping[str, Json]) -> str:
     shown = {**tool, "function": function} if "function" in tool else dict(function)
     try:
         return template.text([_USER], [shown], generate=True)
@@ -246,8 +248,8 @@ def _left_out(
     same: Callable[[Mapping[str, Any]], bool],
     tried: dict[tuple[str, ...], bool],
 ) -> Iterator[str]:
-    """Keywords of `node` and of what is in it. kind: the keywords and types above it. same: whether the opening stays
-    the same with another mapping in place of `node`. tried: by kind, whether it is left out."""
+    """Return keywords of `node` and of what is in it. kind: the keywords and types above it. same: whether the opening
+    stays the same with another mapping in place of `node`. tried: by kind, whether it is left out."""
     for key, value in node.items():
         if value in ({}, [], "") or key == "name" or (key == "type" and "properties" in node) or len(kind) > _DEEP:
             continue

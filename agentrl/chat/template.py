@@ -6,20 +6,23 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from agentrl.errors import UserError
-from agentrl.plugins.types import Message
+from agentrl.plugins.types import Json, Message
 
 CONTENT, USER, KEY, ANSWER = "Zqa000x", "Zqu000x", "zqk000x", "Zqb000x"
 
 
 def call_name(i: int) -> str:
+    """Return the sentinel that stands for the name of the call with index `i`."""
     return f"zqn{i:03d}x"
 
 
 def call_id(i: int) -> str:
+    """Return the sentinel that stands for the id of the call with index `i`."""
     return f"zqID{i:05d}"  # nine letters and digits: what the strictest template asks for
 
 
 def call_value(i: int) -> str:
+    """Return the sentinel that stands for the argument of the call with index `i`."""
     return f"Zqv{i:03d}x"
 
 
@@ -28,12 +31,12 @@ class TemplateRefusalError(Exception):
 
 
 def shared(one: str, other: str) -> int:
-    """How many characters two texts begin with in common."""
+    """Return how many characters two texts begin with in common."""
     return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
 def probe_turn(calls: int, content: str = "", reasoning: str | None = None) -> Message:
-    """An assistant turn of sentinels with this many calls."""
+    """Return an assistant turn of sentinels with this many calls."""
     turn: Message = {"role": "assistant", "content": content}
     if calls:
         turn["tool_calls"] = [
@@ -50,6 +53,7 @@ def probe_turn(calls: int, content: str = "", reasoning: str | None = None) -> M
 
 
 def probe_result(i: int, content: str) -> Message:
+    """Return a tool's message with `content` for the call with index `i`."""
     return {"role": "tool", "content": content, "tool_call_id": call_id(i), "name": call_name(i)}
 
 
@@ -60,7 +64,7 @@ class Template:
     looks_for: finds in a content what the template looks for in contents; None where it looks for nothing.
     """
 
-    def __init__(self, tokenizer: Any, source: str | None, tools: Sequence[dict[str, Any]]) -> None:
+    def __init__(self, tokenizer: Any, source: str | None, tools: Sequence[dict[str, Json]]) -> None:
         self._tokenizer = tokenizer
         self.tools = list(tools)
         self.source = _source(tokenizer, source, self.tools)
@@ -93,8 +97,8 @@ class Template:
                 return form
         return "dict"
 
-    def text(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], *, generate: bool) -> str:
-        """The rendered conversation. Raises TemplateRefusalError."""
+    def text(self, messages: Sequence[Message], tools: Sequence[dict[str, Json]], *, generate: bool) -> str:
+        """Return the rendered conversation. Raises TemplateRefusalError."""
         from jinja2 import TemplateError
 
         shaped = [self._shaped(message) for message in messages]
@@ -111,7 +115,7 @@ class Template:
         return text
 
     def _shaped(self, message: Message) -> dict[str, Any]:
-        shaped: dict[str, Any] = dict(message)
+        shaped: dict[str, Json] = dict(message)
         content = shaped.get("content")
         if content is None:
             shaped["content"] = content = ""
@@ -142,13 +146,14 @@ _SOUGHT = re.compile(
 
 
 def _looks_for(source: str) -> re.Pattern[str] | None:
-    """What the template tests contents for (`'/no_think' in message.content`): such contents change what it writes."""
+    """Return what the template tests contents for (`'/no_think' in message.content`): such contents change what it
+    writes."""
     found = {match["in"] or match["of"] or match["by"] for match in _SOUGHT.finditer(source)}
     literals = sorted({text for text in found if len(text.strip()) > 1 and text.strip() != "\\n"})
     return re.compile("|".join(map(re.escape, literals)), re.IGNORECASE) if literals else None
 
 
-def _source(tokenizer: Any, source: str | None, tools: Sequence[dict[str, Any]]) -> str:
+def _source(tokenizer: Any, source: str | None, tools: Sequence[dict[str, Json]]) -> str:
     if source is not None:
         return source
     try:

@@ -63,7 +63,7 @@ def _write(path: Path, rows: Sequence[Mapping[str, Any]], split: str, shown: "Co
     from rich.markup import escape
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-    from agentrl.data.write import write_parquet
+    from agentrl.data.files import write_parquet
     from agentrl.errors import UserError
 
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()

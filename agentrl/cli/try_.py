@@ -6,6 +6,7 @@ from typing import Annotated, Any
 import typer
 
 from agentrl.cli.common import key_values
+from agentrl.plugins.types import Json
 
 _RECIPES = (".yaml", ".yml")
 
@@ -106,7 +107,7 @@ def _kind(what: str) -> str:
     return "tool" if what in tools else "environment"
 
 
-def _recipe(what: str, kind: str, given: list[str], args: dict[str, Any], source: str | None, tools: list[str]) -> Any:
+def _recipe(what: str, kind: str, given: list[str], args: dict[str, Json], source: str | None, tools: list[str]) -> Any:
     from agentrl.errors import UserError
     from agentrl.recipe.load import load_recipe
     from agentrl.recipe.schema import EnvSection, Recipe, ToolSection

@@ -100,7 +100,7 @@ def _turn(line: str, where: str) -> str:
         value = json.loads(line)
     except ValueError as error:
         raise UserError(f"{where}: is not JSON: {error}") from None
-    from agentrl.testing.agent import said
+    from agentrl.testing.agent import plain_text
 
     if isinstance(value, str):
         return value
@@ -110,7 +110,7 @@ def _turn(line: str, where: str) -> str:
     content = value.get("content") or ""
     if not isinstance(content, str) or not isinstance(value.get("tool_calls") or [], list):
         raise UserError(f"{where}: content must be text, tool_calls a list")
-    lines = [said(content)] if content else []
+    lines = [plain_text(content)] if content else []
     return "\n".join(lines + [_call(call, where) for call in value.get("tool_calls") or []])
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from agentrl.cli.try_agents import HINT, HINT_CALL, Person, read_replies
 from agentrl.cli.try_show import Images, Narrator, rewards_line
 from agentrl.errors import UserError, nearest
+from agentrl.plugins.types import Json
 
 if TYPE_CHECKING:
     from agentrl.plugins.environment import Environment
@@ -28,6 +29,7 @@ class Choice:
     """The task, and the player: a person where replies and model are None."""
 
     split: str
+    """The split of the task."""
     task: str
     """Its number in the split, or its id."""
     replies: str | None
@@ -35,6 +37,7 @@ class Choice:
     model: str | None
     """Path of the model that plays."""
     seed: int
+    """Seed of the model's sampling and of the plugins."""
     images: str | None
     """Folder to write images to; None: a temporary one."""
 
@@ -135,7 +138,7 @@ class _Watched:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
-    async def generate(self, *args: Any, **kwargs: Any) -> Any:
+    async def generate(self, *args: Any, **kwargs: Json) -> Any:
         self.before()
         return await self._engine.generate(*args, **kwargs)
 

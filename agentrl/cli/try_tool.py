@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from agentrl.cli.try_show import Images, Narrator, rewards_line
 from agentrl.errors import UserError, nearest
+from agentrl.plugins.types import Json
 
 if TYPE_CHECKING:
     from agentrl.plugins.tool import Tool
@@ -15,7 +16,7 @@ FAILED = 1
 
 def try_tool(
     name: str,
-    args: Mapping[str, Any],
+    args: Mapping[str, Json],
     calls: Sequence[str],
     *,
     create: Mapping[str, Any],

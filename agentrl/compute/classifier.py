@@ -62,7 +62,8 @@ class RewardModel:
         """Of every sample, float32 [S]; batch: as `to_score` makes it. Ids are of the classifier's own vocabulary."""
         placed = _placed(batch, self._pad)
         scores: Floats = token_column(placed, self._tokens, self.ranks, self.forward)
-        return scores[placed.tokens["loss_mask"].astype(bool)]
+        scores = scores[placed.tokens["loss_mask"].astype(bool)]
+        return scores
 
 
 class ModuleScores:

@@ -24,7 +24,7 @@ class RmsNorm(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, gain: Tensor | None, eps: float) -> Tensor:
         norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         scale = norm.square_().mul_(1 / x.shape[-1]).add_(eps).rsqrt_()
-        unit = x * scale
+        unit: Tensor = x * scale
         ctx.save_for_backward(unit, scale, *([] if gain is None else [gain]))
         return unit if gain is None else unit * gain
 

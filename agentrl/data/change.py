@@ -9,6 +9,7 @@ from agentrl.data.files import Parquet
 from agentrl.data.rows import Listed, Row, Rows
 from agentrl.errors import UserError, contained, describe
 from agentrl.plugins.registry import load_path
+from agentrl.plugins.types import Json
 
 _log = logging.getLogger("agentrl.data")
 _NUMBER = "__row__"  # the column that remembers where a row came from
@@ -24,8 +25,8 @@ class Change:
     workers: int = 1
 
     def apply(self, rows: Rows, what: str) -> Rows:
-        """The rows changed; the same object where there is nothing to do. Raises UserError: which function failed at
-        which row, or that no row is left."""
+        """Return the rows changed; the same object where there is nothing to do. Raises UserError: which function
+        failed at which row, or that no row is left."""
         if self.map is None and self.filter is None:
             return rows
         data = _dataset(rows, what)
@@ -52,7 +53,7 @@ class _Call:
     def __getstate__(self) -> dict[str, Any]:
         return {"path": self.path, "what": self.what, "function": None}
 
-    def result(self, row: Mapping[str, Any]) -> Any:
+    def result(self, row: Mapping[str, Json]) -> Any:
         if self.function is None:
             self.function = load_path(self.path, self._key)
         fields = {name: value for name, value in row.items() if name != _NUMBER}
@@ -70,7 +71,7 @@ class _Call:
 
 
 class _Map(_Call):
-    def __call__(self, row: Mapping[str, Any]) -> Row:
+    def __call__(self, row: Mapping[str, Json]) -> Row:
         made = self.result(row)
         if made is not None and not isinstance(made, Mapping):
             raise UserError(f"map {self.path} returned {made!r:.60} at row {row[_NUMBER]} of {self.what}; wants a dict")
@@ -78,12 +79,12 @@ class _Map(_Call):
 
 
 class _Filter(_Call):
-    def __call__(self, row: Mapping[str, Any]) -> bool:
+    def __call__(self, row: Mapping[str, Json]) -> bool:
         return bool(self.result(row))
 
 
 def _dataset(rows: Rows, what: str) -> Any:
-    """As a `datasets.Dataset`, with the number of each row in a column."""
+    """Return the rows as a `datasets.Dataset`, with the number of each row in a column."""
     from datasets import Dataset
 
     if isinstance(rows, Parquet):

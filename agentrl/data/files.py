@@ -1,10 +1,14 @@
-"""Rows of files: .jsonl, .json (an array, or lines), both also gzipped, and .parquet. One file is one `Rows`."""
+"""Rows read from files: .jsonl, .json (an array, or lines), both also gzipped, and .parquet. One file is one `Rows`.
+
+Rows are written as Parquet only: to a temporary file that is then renamed, so that a file is whole or not there.
+"""
 
 import gzip
 import json
 import mmap
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +21,18 @@ WANTED = "a .jsonl or .parquet file (or .json, .jsonl.gz, .json.gz)"
 
 
 def file_type(path: Path) -> str | None:
-    """Which of `FILE_TYPES` its name ends in; None for any other file."""
+    """Return which of `FILE_TYPES` its name ends in; None for any other file."""
     return next((t for t in sorted(FILE_TYPES, key=len, reverse=True) if path.name.lower().endswith(t)), None)
 
 
 def stem(path: Path) -> str:
-    """Its name without the type."""
+    """Return its name without the type."""
     return path.name[: len(path.name) - len(file_type(path) or "")]
 
 
 def read_files(paths: Sequence[Path]) -> Rows:
-    """The rows of files, one after another. Raises UserError: a file that is missing, empty, or cannot be read."""
+    """Return the rows of files, one after another. Raises UserError: a file that is missing, empty, or cannot be
+    read."""
     parts = [_read(path) for path in paths]
     return parts[0] if len(parts) == 1 else Joined(parts)
 
@@ -55,7 +60,7 @@ def _text(path: Path, kind: str) -> Rows:
 
 
 def _bytes(path: Path, zipped: bool) -> bytes | mmap.mmap:
-    """A file's content: mapped where it can be, so that a large one takes no memory."""
+    """Return a file's content: mapped where it can be, so that a large one takes no memory."""
     try:
         if zipped:
             with gzip.open(path) as stream:
@@ -125,3 +130,32 @@ def _parquet(path: Path) -> Rows:
     except (OSError, pyarrow.ArrowException) as error:
         raise UserError(f"{path}: cannot be read as parquet: {' '.join(str(error).split())}") from error
     return Parquet(path, table.combine_chunks())
+
+
+BATCH = 1000  # rows turned into one piece of a table
+
+
+def write_parquet(path: Path, rows: Sequence[Mapping[str, Any]], progress: Callable[[int], None]) -> None:
+    """Write rows to a Parquet file. `progress` is called with the number of each batch's rows. The first batch fixes
+    the columns and their types. Raises UserError."""
+    import pyarrow
+    from pyarrow import parquet
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_name(f".{path.name}.part")
+    left = iter(rows)
+    writer: Any = None
+    try:
+        while batch := list(islice(left, BATCH)):
+            table = pyarrow.Table.from_pylist(batch, schema=writer.schema if writer else None)
+            writer = writer or parquet.ParquetWriter(aside, table.schema)
+            writer.write_table(table)
+            progress(len(batch))
+        if writer is None:
+            raise UserError(f"{path}: there is no row to write")
+        writer.close()
+        aside.replace(path)
+    except pyarrow.ArrowException as error:
+        raise UserError(f"{path}: the rows make no table: {' '.join(str(error).split())}") from error
+    finally:
+        aside.unlink(missing_ok=True)

@@ -25,14 +25,17 @@ class PromptLengths:
     """Tokens of each task's opening prompt, in the order given, and the most that fit."""
 
     lengths: tuple[int, ...]
+    """Tokens of each task's opening prompt, in the order given."""
     limit: int
+    """The most tokens that fit."""
 
     @property
     def fitting(self) -> list[int]:
+        """Indices of the tasks whose prompt fits."""
         return [i for i, length in enumerate(self.lengths) if length <= self.limit]
 
     def report(self, what: str) -> str | None:
-        """None when all fit; else the line to print. Raises UserError when none fits."""
+        """Return None when all fit; else the line to print. Raises UserError when none fits."""
         fit = len(self.fitting)
         if fit == len(self.lengths):
             return None
@@ -64,7 +67,7 @@ async def measure_prompts(
 
 
 def _lengths(chat: Chat, openings: Sequence[Opening]) -> list[int]:
-    """Tokens of each; 0 where there is no message."""
+    """Return tokens of each; 0 where there is no message."""
     real = [opening for opening in openings if opening[0]]
     try:
         counted = iter(chat.lengths(real) if isinstance(chat, Measuring) else [len(chat.render(*one)) for one in real])
@@ -84,7 +87,7 @@ def _length(chat: Chat, opening: Opening) -> int:
 
 
 async def _opening(env: Environment, task: Task) -> Sequence[Message]:
-    """What `create` returns, released again; nothing where it raises or takes too long."""
+    """Return what `create` returns, released again; nothing where it raises or takes too long."""
     session = Session(f"measure/{task.id}", task, random.Random(0), monotonic() + OPENING_SECONDS)
     messages: Sequence[Message] = ()
     try:

@@ -16,14 +16,14 @@ class Rows(Sequence[Row]):
 
     @abstractmethod
     def row(self, index: int) -> Row:
-        """0 <= index < len."""
+        """Return a row, 0 <= index < len."""
 
     @abstractmethod
     def where(self, index: int) -> str:
-        """The place of a row for people: `data/train.jsonl, line 7`."""
+        """Return the place of a row for people: `data/train.jsonl, line 7`."""
 
     def number(self, index: int) -> int:
-        """Its number in what it was read from, from 0: stable whatever was left out around it."""
+        """Return its number in what it was read from, from 0: stable whatever was left out around it."""
         return index
 
     @overload
@@ -40,7 +40,7 @@ class Rows(Sequence[Row]):
 
 
 def checked(value: Any, where: str) -> Row:
-    """A row as a dict of its fields. Raises UserError for anything that is not an object."""
+    """Return a row as a dict of its fields. Raises UserError for anything that is not an object."""
     if not isinstance(value, Mapping):
         raise UserError(f"{where}: is not an object with named fields, but {value!r:.60}")
     return dict(value)

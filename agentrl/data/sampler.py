@@ -17,6 +17,7 @@ class TaskSampler:
     seed: int
     epoch: int = 0
     position: int = 0
+    """Number of indices of the epoch's order that are used up."""
     excluded: frozenset[int] = frozenset()
     _order: np.ndarray | None = None
 
@@ -25,7 +26,7 @@ class TaskSampler:
             raise ValueError("a sampler needs at least one task")
 
     def draw(self, count: int) -> list[int]:
-        """The next `count` indices; goes on into the next epoch where this one ends."""
+        """Return the next `count` indices; goes on into the next epoch where this one ends."""
         drawn: list[int] = []
         while len(drawn) < count:
             order = self._epoch_order()
@@ -42,7 +43,9 @@ class TaskSampler:
         return self._order
 
     def state(self) -> dict[str, Any]:
+        """Return what `restore` needs."""
         return {"epoch": self.epoch, "position": self.position}
 
     def restore(self, state: dict[str, Any]) -> None:
+        """Continue at the position of `state`, from `state()` of a sampler of the same size and seed."""
         self.epoch, self.position, self._order = int(state["epoch"]), int(state["position"]), None

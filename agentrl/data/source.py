@@ -70,20 +70,26 @@ class Source:
     """splits: the held-out ones, in their order; `rows` knows `train` besides."""
 
     origin: _Origin
+    """What is read."""
     named: Mapping[str, "str | _Files"] | None
+    """By split what the recipe names for it: files, or the origin's own name; None where it names nothing."""
     seed: int
+    """Seed of what is held out."""
     key: Callable[[Row, str], str]
+    """From a row and its place to a text; rows with the same text stand on the same side."""
     change: Change
+    """Maps and filters of the rows."""
     _read: dict[str, Rows] = field(default_factory=dict)
 
     @property
     def splits(self) -> tuple[str, ...]:
+        """The held-out splits, in their order."""
         if self.named is not None:
             return tuple(name for name in self.named if name != "train")
         return self.origin.splits or ("test",)
 
     def rows(self, split: str) -> Rows:
-        """Raises UserError: a split that is not there, or data that cannot be read."""
+        """Return the rows of a split. Raises UserError: a split that is not there, or data that cannot be read."""
         if split not in self._read:
             self._read |= self._load(split)
         return self._read[split]
@@ -104,7 +110,7 @@ class Source:
         return self._hold_out(self.change.apply(self.origin.read("train"), "the data"))
 
     def _hold_out(self, rows: Rows) -> dict[str, Rows]:
-        """A seeded tenth, by the key, so that the same question never stands on both sides."""
+        """Return a seeded tenth, by the key, so that the same question never stands on both sides."""
         out = [self._is_held_out(rows.row(i), rows.where(i)) for i in range(len(rows))]
         train, test = ([i for i, held in enumerate(out) if held is wanted] for wanted in (False, True))
         if not train or not test:
@@ -219,12 +225,12 @@ def _open(source: Names | None, config: str | None) -> _Origin:
 
 
 def _is_glob(text: str) -> bool:
-    """`train[:90%]` is none: it is a slice of a hub split."""
+    """Return whether a text is a glob; `train[:90%]` is none: it is a slice of a hub split."""
     return "*" in text or "?" in text or ("[" in text and file_type(Path(text)) is not None)
 
 
 def _paths(text: str, folder: Path | None = None) -> list[Path]:
-    """The files that a name or a glob stands for, sorted. Raises UserError where there is none."""
+    """Return the files that a name or a glob stands for, sorted. Raises UserError where there is none."""
     places = [text] if folder is None else [str(folder / text), text]
     for place in places:
         found = [place] if Path(place).is_file() else sorted(glob.glob(place, recursive=True))
@@ -238,7 +244,7 @@ def _paths(text: str, folder: Path | None = None) -> list[Path]:
 
 
 def _folder(folder: Path) -> _Files:
-    """A file a split, named by it, in any number of shards: `train.parquet`, `test-00000-of-00002.parquet`."""
+    """Return a file a split, named by it, in any number of shards: `train.parquet`, `test-00000-of-00002.parquet`."""
     paths = sorted(path for path in folder.iterdir() if path.is_file() and file_type(path))
     if not paths:
         raise UserError(f"env.source: the folder {folder} holds no data file; wants {WANTED}")
@@ -252,7 +258,7 @@ def _folder(folder: Path) -> _Files:
 
 
 def _grouped(what: str, paths: Sequence[Path]) -> _Files:
-    """Several files: those that are called test (or the like) are held out."""
+    """Group several files: those that are called test (or the like) are held out."""
     files: dict[str, list[Path]] = {}
     for path in paths:
         files.setdefault(_split_of(path), []).append(path)
@@ -264,7 +270,7 @@ def _split_of(path: Path) -> str:
 
 
 def _with_sibling(what: str, path: Path) -> _Files:
-    """A file, and `test.jsonl` for `train.jsonl` or the other way round, where that exists."""
+    """Return a file, and `test.jsonl` for `train.jsonl` or the other way round, where that exists."""
     mine = _split_of(path)
     files = {mine: [path]}
     for ours, theirs in ((mine, "train"),) if mine != "train" else (("train", word) for word in _HELD_OUT):
@@ -276,7 +282,7 @@ def _with_sibling(what: str, path: Path) -> _Files:
 
 
 def _named(splits: Mapping[str, Names], source: Names | None) -> dict[str, "str | _Files"]:
-    """What `splits` says: files, or the source's own name for a split."""
+    """Return what `splits` says: files, or the source's own name for a split."""
     folder = Path(source) if isinstance(source, str) and Path(source).is_dir() else None
     found: dict[str, str | _Files] = {}
     for name, value in splits.items():

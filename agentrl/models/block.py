@@ -157,7 +157,7 @@ def rms_norm(x: Tensor, gain: Tensor | None, eps: float) -> Tensor:
     if torch.is_grad_enabled() or x.dtype != torch.float32:
         y = F.rms_norm(x, (x.shape[-1],), None if gain is None or gain.dim() > 1 else gain, eps)
         return y if gain is None or gain.dim() == 1 else y * gain
-    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)  # one pass; F.rms_norm makes four on a CPU
+    norm: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)  # one pass; F.rms_norm makes four on a CPU
     y = x * norm.square_().mul_(1 / x.shape[-1]).add_(eps).rsqrt_()
     return y if gain is None else y.mul_(gain)
 

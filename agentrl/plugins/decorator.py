@@ -26,7 +26,7 @@ from pydantic_core import to_json
 from agentrl.errors import UserError
 from agentrl.plugins.signature import Signature, read_signature
 from agentrl.plugins.tool import Tool
-from agentrl.plugins.types import Session, ToolResponse
+from agentrl.plugins.types import Json, Session, ToolResponse
 from agentrl.threads import Abandoned, DaemonThreads
 
 Function = Callable[..., Any]
@@ -46,24 +46,24 @@ class FunctionTool(Tool):
             raise UserError(
                 f"tool {self.name!r}: it needs a docstring, or @tool(description=...), for the model to read"
             )
-        self.parameters: Mapping[str, Any] = self._signature.parameters
+        self.parameters: Mapping[str, Json] = self._signature.parameters
         self._session = self._signature.session
         self._threads: DaemonThreads | None = None
         self._run = self._async_runner(function, thread)
         functools.update_wrapper(self, function)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The function itself, for tests and other code."""
+    def __call__(self, *args: Any, **kwargs: Json) -> Any:
+        """Return the function itself, for tests and other code."""
         return self.function(*args, **kwargs)
 
-    def check(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    def check(self, arguments: Mapping[str, Json]) -> dict[str, Any]:
         return self._signature.check(arguments)
 
-    async def execute(self, session: Session, **arguments: Any) -> ToolResponse | str:
+    async def execute(self, session: Session, **arguments: Json) -> ToolResponse | str:
         if self._session:
             arguments[self._session] = session
         result = await self._run(arguments)
-        return result if isinstance(result, str | ToolResponse) else text_of(result)
+        return result if isinstance(result, str | ToolResponse) else result_text(result)
 
     async def close(self) -> None:
         if self._threads:
@@ -78,12 +78,12 @@ class FunctionTool(Tool):
         if thread:
             return self._in_thread
 
-        async def inline(arguments: dict[str, Any]) -> Any:
+        async def inline(arguments: dict[str, Json]) -> Any:
             return function(**arguments)
 
         return inline
 
-    async def _in_thread(self, arguments: dict[str, Any]) -> Any:
+    async def _in_thread(self, arguments: dict[str, Json]) -> Any:
         if self._threads is None:
             self._threads = DaemonThreads(f"tool-{self.name}", _THREADS, Abandoned("tool", _REMEDY))
         return await self._threads.call(self.function, **arguments)
@@ -120,8 +120,8 @@ def tool(
     return lambda f: FunctionTool(f, name, description, thread)
 
 
-def text_of(value: Any) -> str:
-    """What a function returned, as the model reads it: nothing for None, JSON for all but text."""
+def result_text(value: Any) -> str:
+    """Return what a function returned, as the model reads it: nothing for None, JSON for all but text."""
     if value is None:
         return ""
     if isinstance(value, bool | int | float):

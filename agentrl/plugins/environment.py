@@ -3,16 +3,16 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from random import Random
-from typing import Any, overload
+from typing import overload
 
 from agentrl.plugins.tool import Tool
-from agentrl.plugins.types import Message, Reply, Session, Task
+from agentrl.plugins.types import Json, Message, Reply, Session, Task
 
 VALIDATION = ("validation", "valid", "val", "dev")
 
 
 def is_validation(split: str) -> bool:
-    """Whether a held-out split is there to choose checkpoints by, as its name says (also within a mixture)."""
+    """Return whether a held-out split is there to choose checkpoints by, as its name says (also within a mixture)."""
     return split.rpartition(".")[2] in VALIDATION
 
 
@@ -33,42 +33,43 @@ class Environment(ABC):
 
     @abstractmethod
     def tasks(self, split: str) -> Sequence[Task]:
-        """The tasks of a split (`train` or one of `splits`): a sequence with random access; it may be lazy and long.
+        """Return the tasks of a split (`train` or one of `splits`): a sequence with random access; it may be lazy and
+        long.
 
         Raises UserError (file, line, field) for a row that cannot be used.
         """
 
     @abstractmethod
-    async def create(self, session: Session, **create_kwargs: Any) -> Sequence[Message]:
-        """The opening messages, once a request, before the first token."""
+    async def create(self, session: Session, **create_kwargs: Json) -> Sequence[Message]:
+        """Return the opening messages, once a request, before the first token."""
 
     async def execute(self, session: Session, message: Message) -> Reply:
-        """The assistant's turn, when it holds no tool call. By default it ends the episode."""
+        """Answer an assistant's turn that holds no tool call. By default it ends the episode."""
         return Reply(done=True)
 
     @abstractmethod
-    async def calc_reward(self, session: Session, **kwargs: Any) -> float | Mapping[str, float]:
-        """The reward, or its named parts, once, after the last token."""
+    async def calc_reward(self, session: Session, **kwargs: Json) -> float | Mapping[str, float]:
+        """Return the reward, or its named parts, once, after the last token."""
 
-    async def release(self, session: Session, **kwargs: Any) -> None:  # noqa: B027 - a hook with a default
+    async def release(self, session: Session, **kwargs: Json) -> None:  # noqa: B027 - a hook with a default
         """Free what `create` took. Called exactly once for each `create`, whatever happened."""
 
     def tools(self) -> Sequence[Tool]:
-        """Tools that the environment brings itself, besides those of the recipe: the same objects at every call. Their
-        `session.environment.state` is this environment's state of the request."""
+        """Return tools that the environment brings itself, besides those of the recipe: the same objects at every call.
+        Their `session.environment.state` is this environment's state of the request."""
         return ()
 
     def tools_for(self, task: Task) -> Sequence[Tool]:
-        """Those of `tools()` that one task offers. By default all."""
+        """Return those of `tools()` that one task offers. By default all."""
         return self.tools()
 
     def solved(self, rewards: Mapping[str, float], task: Task) -> bool:
-        """Whether a finished trajectory counts as correct in evaluation, by its reward parts before they are weighted.
-        By default: they sum to 1 or more."""
+        """Return whether a finished trajectory counts as correct in evaluation, by its reward parts before they are
+        weighted. By default: they sum to 1 or more."""
         return sum(rewards.values()) >= 1.0 - 1e-6
 
     def demonstrate(self, task: Task, rng: Random, style: str) -> Sequence[Message]:
-        """A demonstration after the opening messages, for `agentrl sft`. Optional."""
+        """Return a demonstration after the opening messages, for `agentrl sft`. Optional."""
         raise NotImplementedError(f"environment {self.name!r} has no demonstrations")
 
     async def close(self) -> None:  # noqa: B027 - a hook with a default

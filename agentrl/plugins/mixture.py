@@ -6,12 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from random import Random
-from typing import Any
 
 from agentrl.errors import UserError
 from agentrl.plugins.environment import Environment, LazyTasks, declared_parts
 from agentrl.plugins.tool import Tool
-from agentrl.plugins.types import Message, Reply, Session, Task
+from agentrl.plugins.types import Json, Message, Reply, Session, Task
 from agentrl.recipe.schema import EnvPart
 
 
@@ -37,7 +36,8 @@ class Mixture(Environment):
         return None if None in each else tuple(dict.fromkeys(name for names in each for name in names or ()))
 
     def _own_tools(self) -> tuple[Tool, ...]:
-        """By name: two environments may bring the same tool, each serving its own tasks, but not two unlike ones."""
+        """Return the tools by name: two environments may bring the same tool, each serving its own tasks, but not two
+        unlike ones."""
         tools: dict[str, Tool] = {}
         for label, (_, env) in self._parts.items():
             for tool in env.tools():
@@ -46,7 +46,7 @@ class Mixture(Environment):
         return tuple(tools.values())
 
     def tasks(self, split: str) -> Sequence[Task]:
-        """`train` mixes all by weight; a held-out split belongs to one environment."""
+        """Return the tasks of a split: `train` mixes all by weight; a held-out split belongs to one environment."""
         if split != "train":
             label, _, own = split.partition(".")
             part, env = self._parts[label]
@@ -65,18 +65,18 @@ class Mixture(Environment):
     def _of(self, task: Task) -> Environment:
         return self._parts[task.id.partition("/")[0]][1]
 
-    async def create(self, session: Session, **create_kwargs: Any) -> Sequence[Message]:
+    async def create(self, session: Session, **create_kwargs: Json) -> Sequence[Message]:
         return await self._of(session.task).create(session, **create_kwargs)
 
     async def execute(self, session: Session, message: Message) -> Reply:
         return await self._of(session.task).execute(session, message)
 
-    async def calc_reward(self, session: Session, **kwargs: Any) -> Mapping[str, float]:
+    async def calc_reward(self, session: Session, **kwargs: Json) -> Mapping[str, float]:
         env = self._of(session.task)
         reward = await env.calc_reward(session, **kwargs)
         return reward if isinstance(reward, Mapping) else {env.name: reward}
 
-    async def release(self, session: Session, **kwargs: Any) -> None:
+    async def release(self, session: Session, **kwargs: Json) -> None:
         await self._of(session.task).release(session, **kwargs)
 
     def solved(self, rewards: Mapping[str, float], task: Task) -> bool:

@@ -33,14 +33,14 @@ class Pattern:
         self.groups: int = self._pattern.groups
 
     def found(self, text: str) -> bool:
-        """Whether it occurs in a text. Raises TooHardError."""
+        """Return whether it occurs in a text. Raises TooHardError."""
         try:
             return self._pattern.search(text, timeout=left()) is not None
         except (TimeoutError, MemoryError):
             raise TooHardError from None
 
     def last(self, text: str) -> str | None:
-        """The first group (without groups: all) of the last match. Raises TooHardError."""
+        """Return the first group (without groups: all) of the last match. Raises TooHardError."""
         match = None
         try:
             for match in self._pattern.finditer(text, timeout=SECONDS):  # noqa: B007 - the last one is wanted
@@ -51,16 +51,17 @@ class Pattern:
 
 
 def begin(seconds: float = SECONDS) -> None:
-    """From here on, until `end`, all that this thread does with `found` and `left` shares these seconds."""
+    """Let all that this thread does with `found` and `left` share these seconds, until `end`."""
     _effort.until = time.thread_time() + seconds
 
 
 def end() -> None:
+    """End what `begin` began."""
     _effort.until = None
 
 
 def left() -> float:
-    """Seconds that are left. Raises TooHardError when none are."""
+    """Return seconds that are left. Raises TooHardError when none are."""
     until = getattr(_effort, "until", None)
     rest: float = SECONDS if until is None else until - time.thread_time()
     if rest <= 0:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from agentrl.errors import UserError
+from agentrl.plugins.types import Json
 
 _ORDER = (
     "type", "properties", "required", "items", "prefixItems", "additionalProperties", "anyOf", "oneOf", "allOf", "enum",
@@ -21,8 +22,8 @@ _TYPES = {bool: "boolean", int: "integer", float: "number", str: "string", type(
 _SUBSCHEMAS = 5_000  # more fills any prompt; a few references to references can mean billions
 
 
-def prompt_schema(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """The schema of a tool's arguments, rewritten; the given one is left as it is.
+def prompt_schema(parameters: Mapping[str, Json]) -> dict[str, Any]:
+    """Return the schema of a tool's arguments, rewritten; the given one is left as it is.
 
     Raises UserError for a schema that refers to itself or to nothing, and for one that is too large when written out.
     """
@@ -33,8 +34,8 @@ def prompt_schema(parameters: Mapping[str, Any]) -> dict[str, Any]:
     return _ordered({"type": "object", "properties": {}, **written})
 
 
-def target(pointer: str, root: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What a JSON pointer such as `#/$defs/Place` points to. Raises UserError."""
+def target(pointer: str, root: Mapping[str, Json]) -> Mapping[str, Any]:
+    """Return what a JSON pointer such as `#/$defs/Place` points to. Raises UserError."""
     found: Any = root
     for part in filter(None, pointer.removeprefix("#").split("/")):
         name = part.replace("~1", "/").replace("~0", "~")
@@ -48,11 +49,11 @@ def target(pointer: str, root: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 class _Writer:
-    def __init__(self, root: Mapping[str, Any]) -> None:
+    def __init__(self, root: Mapping[str, Json]) -> None:
         self._root, self._left = root, _SUBSCHEMAS
 
     def write(self, schema: Any, above: tuple[str, ...], name: str | None) -> Any:
-        """above: the references that this stands in. name: of the property that it describes."""
+        """Rewrite a schema. above: the references that this stands in. name: of the property that it describes."""
         if not isinstance(schema, Mapping):  # true, false, or what only its author understands
             return schema
         self._left -= 1
@@ -63,8 +64,8 @@ class _Writer:
         made = {key: self._value(key, value, above) for key, value in schema.items() if key not in _LEFT_OUT}
         return _ordered(_brief(_joined(made), name))
 
-    def _inlined(self, schema: Mapping[str, Any], above: tuple[str, ...]) -> tuple[Mapping[str, Any], tuple[str, ...]]:
-        """Without a reference, and without a choice where there is none; what stands beside them comes first."""
+    def _inlined(self, schema: Mapping[str, Json], above: tuple[str, ...]) -> tuple[Mapping[str, Any], tuple[str, ...]]:
+        """Resolve a reference, and a choice where there is none; what stands beside them comes first."""
         while True:
             rest = dict(schema)
             if isinstance(pointer := schema.get("$ref"), str):
@@ -98,8 +99,8 @@ def _merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     return {**base, **over}
 
 
-def _only_choice(schema: Mapping[str, Any]) -> tuple[str, Mapping[str, Any], bool] | None:
-    """The keyword, its only option besides null, and whether there is a null."""
+def _only_choice(schema: Mapping[str, Json]) -> tuple[str, Mapping[str, Any], bool] | None:
+    """Return the keyword, its only option besides null, and whether there is a null."""
     for key in ("allOf", "anyOf", "oneOf"):
         options = schema.get(key)
         if isinstance(options, list):
@@ -113,7 +114,7 @@ def _is_null(schema: Any) -> bool:
     return isinstance(schema, Mapping) and (schema.get("type") == "null" or schema.get("const", "") is None)
 
 
-def _without_null_type(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+def _without_null_type(schema: Mapping[str, Json]) -> Mapping[str, Any]:
     kinds = schema.get("type")
     if not isinstance(kinds, list) or "null" not in kinds or len(kinds) < 2:
         return schema
@@ -121,8 +122,8 @@ def _without_null_type(schema: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**schema, "type": rest[0] if len(rest) == 1 else rest, "nullable": True}
 
 
-def _with_enum(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A constant as the only choice; choices with their types."""
+def _with_enum(schema: Mapping[str, Json]) -> Mapping[str, Any]:
+    """Return a constant as the only choice; choices with their types."""
     if "const" in schema and "enum" not in schema:
         schema = {("enum" if key == "const" else key): [v] if key == "const" else v for key, v in schema.items()}
     choices = schema.get("enum")
@@ -132,8 +133,8 @@ def _with_enum(schema: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**schema, "type": kinds[0] if len(kinds) == 1 else kinds} if kinds else schema
 
 
-def _joined(schema: dict[str, Any]) -> dict[str, Any]:
-    """A choice of bare types as a list of them; null among other choices as `nullable`."""
+def _joined(schema: dict[str, Json]) -> dict[str, Any]:
+    """Return a choice of bare types as a list of them; null among other choices as `nullable`."""
     for key in ("anyOf", "oneOf"):
         options = schema.get(key)
         if not isinstance(options, list):
@@ -151,8 +152,8 @@ def _joined(schema: dict[str, Any]) -> dict[str, Any]:
     return schema
 
 
-def _brief(schema: dict[str, Any], name: str | None) -> dict[str, Any]:
-    """Without what says nothing: what is open by default, a title that repeats the name, a null that may be null."""
+def _brief(schema: dict[str, Json], name: str | None) -> dict[str, Any]:
+    """Drop what says nothing: what is open by default, a title that repeats the name, a null that may be null."""
     for key in ("items", "additionalProperties"):
         if key in schema and schema[key] in (True, {}):
             del schema[key]
@@ -170,6 +171,6 @@ def _letters(text: object) -> str:
     return "".join(filter(str.isalnum, text.casefold())) if isinstance(text, str) else "\n"
 
 
-def _ordered(schema: Mapping[str, Any], order: Sequence[str] = _ORDER) -> dict[str, Any]:
+def _ordered(schema: Mapping[str, Json], order: Sequence[str] = _ORDER) -> dict[str, Any]:
     keys = [*(key for key in order if key in schema), *(key for key in schema if key not in order)]
     return {key: schema[key] for key in keys}

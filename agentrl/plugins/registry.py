@@ -18,7 +18,7 @@ from agentrl.errors import UserError, contained, describe, nearest
 from agentrl.plugins.environment import Environment
 from agentrl.plugins.mixture import Mixture
 from agentrl.plugins.tool import Tool, ToolSource
-from agentrl.plugins.types import Task
+from agentrl.plugins.types import Json, Task
 from agentrl.recipe.schema import EngineSection, EnvPart, EnvSection, ToolSection
 from agentrl.recipe.secrets import MASK, is_secret, masked
 
@@ -43,7 +43,7 @@ class Plugin:
 
 
 def installed(group: str) -> list[Plugin]:
-    """What is installed in a group (`tools` or `agentrl.tools`), by name. Nothing is imported."""
+    """Return what is installed in a group (`tools` or `agentrl.tools`), by name. Nothing is imported."""
     group = _full(group)
     found = [
         Plugin(group, ep.name, ep.value, ep.dist.name if ep.dist else "?", ep.dist.version if ep.dist else "?")
@@ -53,7 +53,7 @@ def installed(group: str) -> list[Plugin]:
 
 
 def find(group: str, name: str) -> Plugin:
-    """The one plugin that `name` stands for, not imported. Raises UserError: unknown, or offered twice."""
+    """Return the one plugin that `name` stands for, not imported. Raises UserError: unknown, or offered twice."""
     if ":" in name:
         return Plugin(_full(group), name, name, "", "")
     found = installed(group)
@@ -69,7 +69,7 @@ def find(group: str, name: str) -> Plugin:
 
 
 def load(group: str, name: str) -> Any:
-    """The object that `name` stands for. Raises UserError: unknown, offered twice, or failing to import."""
+    """Return the object that `name` stands for. Raises UserError: unknown, offered twice, or failing to import."""
     plugin = find(group, name)
     of = f" of {plugin.distribution} {plugin.version}" if plugin.distribution else ""
     return load_path(plugin.value, f"{_kind(group)} {name!r}{of}")
@@ -91,8 +91,8 @@ def load_path(path: str, what: str) -> Any:
 
 
 def make_tool(section: ToolSection) -> Tool | ToolSource:
-    """A tool, or a source of tools, as a recipe names it: a `@tool` object as it is, a class (or factory) called with
-    `args`."""
+    """Return a tool, or a source of tools, as a recipe names it: a `@tool` object as it is, a class (or factory) called
+    with `args`."""
     made = load("tools", section.name)
     if isinstance(made, Tool):
         if section.args:
@@ -111,7 +111,7 @@ def make_tool(section: ToolSection) -> Tool | ToolSource:
 
 
 def make_engine(section: EngineSection, model: Any, **context: Any) -> Any:
-    """The engine of a recipe: its class called with the model, `max_batch` and `engine.args`.
+    """Return the engine of a recipe: its class called with the model, `max_batch` and `engine.args`.
 
     context: what else a run knows, given to a class that names it: `model_path`, `tokenizer`, `say`, `phase`,
     `lora`, `cluster`, `devices`, `dtype` and `overlap`.
@@ -122,18 +122,18 @@ def make_engine(section: EngineSection, model: Any, **context: Any) -> Any:
 
 
 def check_engine(section: EngineSection) -> None:
-    """Raises UserError where `engine.args` are not what the engine's class takes. Makes nothing."""
+    """Raise UserError where `engine.args` are not what the engine's class takes. Makes nothing."""
     made = load("engines", section.name)
     _checked(made, section.args, "engine.args", whole=False)
 
 
 def make_message_engine(section: EngineSection) -> Any:
-    """Likewise an engine that takes messages and brings its own chat: it is given no model."""
+    """Make an engine that takes messages and brings its own chat: it is given no model."""
     return construct(load("engines", section.name), {"max_batch": section.max_batch, **section.args}, "engine.args")
 
 
 def make_environment(section: EnvSection) -> Environment:
-    """The environment of a recipe, or the mixture of several: a class called with `source` and `env.args`."""
+    """Return the environment of a recipe, or the mixture of several: a class called with `source` and `env.args`."""
     if section.mix:
         return Mixture([(part, _make_environment(part, f"env.mix.{i}.")) for i, part in enumerate(section.mix)])
     return _make_environment(section, "env.")
@@ -154,7 +154,8 @@ def _make_environment(section: EnvSection | EnvPart, where: str) -> Environment:
 
 
 def tasks_of(env: Environment, split: str) -> Sequence[Task]:
-    """`env.tasks(split)`. Raises UserError, whatever the environment raises: nothing can be done without its tasks."""
+    """Return `env.tasks(split)`. Raises UserError, whatever the environment raises: nothing can be done without its
+    tasks."""
     try:
         return env.tasks(split)
     except UserError:
@@ -166,11 +167,11 @@ def tasks_of(env: Environment, split: str) -> Sequence[Task]:
 
 
 def _makes(made: Any, wanted: type | tuple[type, ...]) -> bool:
-    """Whether it is a class of that kind, or a function that may return one."""
+    """Return whether it is a class of that kind, or a function that may return one."""
     return issubclass(made, wanted) if isinstance(made, type) else inspect.isroutine(made)
 
 
-def construct(maker: Callable[..., Any], args: Mapping[str, Any], where: str) -> Any:
+def construct(maker: Callable[..., Any], args: Mapping[str, Json], where: str) -> Any:
     """Call a class with arguments that its signature allows, of the types that it annotates.
 
     One that takes a pydantic model or a dataclass, beside `source` at most, gets its arguments as such an object.
@@ -184,8 +185,8 @@ def construct(maker: Callable[..., Any], args: Mapping[str, Any], where: str) ->
         raise UserError(f"{where}: {name} refuses its arguments: {describe(error, place=False)}") from error
 
 
-def _checked(maker: Callable[..., Any], args: Mapping[str, Any], where: str, whole: bool = True) -> dict[str, Any]:
-    """The arguments, as `construct` gives them. whole: none that has to be there may be absent."""
+def _checked(maker: Callable[..., Any], args: Mapping[str, Json], where: str, whole: bool = True) -> dict[str, Any]:
+    """Return the arguments, as `construct` gives them. whole: none that has to be there may be absent."""
     name = getattr(maker, "__name__", str(maker))
     if (found := _config_of(maker)) is not None and found[0] not in args:
         return _with_config(*found, name, args, where, whole)
@@ -225,7 +226,7 @@ def _config_of(maker: Callable[..., Any]) -> tuple[str, type[Any]] | None:
 
 
 def _with_config(
-    key: str, kind: type[Any], name: str, args: Mapping[str, Any], where: str, whole: bool
+    key: str, kind: type[Any], name: str, args: Mapping[str, Json], where: str, whole: bool
 ) -> dict[str, Any]:
     """Return the arguments with all but `source` as one object of type `kind`."""
     if issubclass(kind, BaseModel):
@@ -272,7 +273,7 @@ def _typed(maker: Callable[..., Any], key: str, value: Any, where: str) -> Any:
 
 
 def _shown(names: tuple[str | int, ...], value: Any) -> str:
-    """What was given, for an error; `***` for what may be a secret."""
+    """Return what was given, for an error; `***` for what may be a secret."""
     secret = any(isinstance(name, str) and is_secret(name, value) for name in names)
     return MASK if secret else repr(masked(value, free=True))
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from agentrl.errors import UserError
 from agentrl.plugins.registry import construct, load
-from agentrl.plugins.types import Message, Task
+from agentrl.plugins.types import Json, Message, Task, answer_of
 from agentrl.recipe.schema import RewardSection
 from agentrl.threads import Abandoned, DaemonThreads
 
@@ -32,7 +32,9 @@ class Sample:
     """
 
     task: Task
+    """The task of the conversation."""
     messages: Sequence[Message]
+    """The whole conversation, opening included."""
     rewards: Mapping[str, float] = field(default_factory=dict)
     finish: str = "stop"
     turns: int = 1
@@ -42,11 +44,7 @@ class Sample:
     @property
     def answer(self) -> str:
         """The text of the last assistant turn; empty where there is none."""
-        for message in reversed(self.messages):
-            if message["role"] == "assistant":
-                content = message["content"]
-                return content if isinstance(content, str) else ""
-        return ""
+        return answer_of(self.messages)
 
 
 class Reward(ABC):
@@ -60,7 +58,7 @@ class Reward(ABC):
 
     @abstractmethod
     async def score(self, sample: Sample) -> float:
-        """A finite number."""
+        """Return the reward of a sample: a finite number."""
 
     async def close(self) -> None:  # noqa: B027 - a hook with a default
         """Free what the whole run held, once, when the run ends."""
@@ -76,14 +74,14 @@ class GroupReward(ABC):
 
     @abstractmethod
     async def score(self, samples: Sequence[Sample]) -> Sequence[float]:
-        """A finite number for each of `samples`, in their order."""
+        """Return a finite number for each of `samples`, in their order."""
 
     async def close(self) -> None:  # noqa: B027 - a hook with a default
         """Free what the whole run held, once, when the run ends."""
 
 
 def make_reward(section: RewardSection, where: str) -> Reward | GroupReward:
-    """The reward that a section names, in this process. `where`: of its arguments, as an error says it."""
+    """Return the reward that a section names, in this process. `where`: of its arguments, as an error says it."""
     found = load("rewards", section.name)
     if isinstance(found, type) and issubclass(found, Reward | GroupReward):
         made = construct(found, section.args, where)
@@ -99,7 +97,7 @@ def make_reward(section: RewardSection, where: str) -> Reward | GroupReward:
 
 
 def _of_function(function: Callable[..., Any], section: RewardSection, where: str) -> Reward | GroupReward:
-    """The function called with `args` for every sample or group; its first parameter says which."""
+    """Return the function called with `args` for every sample or group; its first parameter says which."""
     parameters = list(inspect.signature(function).parameters)
     if not parameters:
         raise UserError(f"reward {section.name!r} takes no argument; wants `sample`, or `samples` for a whole group")
@@ -124,7 +122,7 @@ def _without_first(function: Callable[..., Any]) -> inspect.Signature:
 class _Function:
     """A plain function as a reward. An async one is awaited; any other runs in threads of its own."""
 
-    def __init__(self, function: Callable[..., Any], args: Mapping[str, Any]) -> None:
+    def __init__(self, function: Callable[..., Any], args: Mapping[str, Json]) -> None:
         self.name, self._function, self._args = function.__name__, function, args
         self._threads: DaemonThreads | None = None
         if not inspect.iscoroutinefunction(function):

@@ -20,7 +20,7 @@ from typing import IO, Any
 
 from agentrl.errors import describe
 from agentrl.plugins.reward import GroupReward, Reward, make_reward
-from agentrl.plugins.types import InfrastructureError
+from agentrl.plugins.types import InfrastructureError, Json
 from agentrl.recipe.schema import RewardSection
 from agentrl.threads import DaemonThreads
 
@@ -40,7 +40,7 @@ class Processes:
         self._closed = False
 
     async def ask(self, given: Any) -> Any:
-        """What the reward says of a sample, or of the samples of a group. A cancellation kills the process.
+        """Return what the reward says of a sample, or of the samples of a group. A cancellation kills the process.
 
         Raises InfrastructureError, one line: what the reward raised, or why it could not be asked.
         """
@@ -171,7 +171,7 @@ class _Process:
     def over(self) -> bool:
         return self._child.poll() is not None
 
-    def begin(self, message: dict[str, Any]) -> None:
+    def begin(self, message: dict[str, Json]) -> None:
         """Let it import the reward. Raises InfrastructureError where it cannot."""
         self.ask(json.dumps(message).encode())
 
@@ -191,7 +191,7 @@ class _Process:
         return found["value"]
 
     def kill(self) -> None:
-        """Whoever waits for its reply is told."""
+        """Kill its process group; a caller that waits for the reply gets an error."""
         with suppress(ProcessLookupError):  # the whole session: what the reward started goes with it
             os.killpg(self._child.pid, signal.SIGKILL)
 
@@ -204,7 +204,7 @@ class _Process:
 
 
 def _pipe(mode: str) -> tuple[int, IO[bytes]]:
-    """The end for the other process, and ours."""
+    """Return the end for the other process, and ours."""
     reading, writing = os.pipe()
     theirs, ours = (reading, writing) if mode == "wb" else (writing, reading)
     return theirs, os.fdopen(ours, mode)
@@ -216,14 +216,14 @@ def _write(stream: IO[bytes], payload: bytes) -> None:
 
 
 def _read(stream: IO[bytes]) -> bytes | None:
-    """The next message; None where the stream ends."""
+    """Return the next message; None where the stream ends."""
     size = stream.read(_SIZE)
     payload = stream.read(int.from_bytes(size, "big")) if len(size) == _SIZE else b""
     return payload or None
 
 
 def _seed() -> int | None:
-    """That of the run, which is torch's here."""
+    """Return the seed of the run, which is torch's here."""
     torch = sys.modules.get("torch")
     return None if torch is None else int(torch.initial_seed())
 

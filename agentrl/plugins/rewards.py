@@ -23,6 +23,7 @@ class Rewards:
     weights: Mapping[str, float]
 
     async def close(self) -> None:
+        """Close every function, once, when the run ends."""
         functions: list[Reward | GroupReward] = [*self.samples.values(), *self.groups.values()]
         for function in functions:
             await function.close()
@@ -32,7 +33,8 @@ NO_REWARDS = Rewards({}, {}, {})
 
 
 def make_rewards(section: RewardsSection) -> Rewards:
-    """Raises UserError: one line, for an unknown name, arguments that do not fit, a part that is filled twice."""
+    """Make the reward functions of a recipe. Raises UserError: one line, for an unknown name, arguments that do not
+    fit, a part that is filled twice."""
     samples: dict[str, Reward] = {}
     groups: dict[str, GroupReward] = {}
     for i, one in enumerate(section.functions):
@@ -57,7 +59,7 @@ def known_parts(plugins: Iterable[Environment | Tool], others: Iterable[str]) ->
 
 
 def check_weights(weights: Mapping[str, float], known: set[str] | None) -> None:
-    """Raises UserError for a weight of a part that no plugin gives. known: from `known_parts`."""
+    """Raise UserError for a weight of a part that no plugin gives. known: from `known_parts`."""
     if known is not None and (unknown := next((part for part in weights if part not in known), None)):
         line = f"rewards.weights: no environment, tool or function here gives the part {unknown!r}"
         raise UserError(f"{line}{nearest(unknown, known)}")

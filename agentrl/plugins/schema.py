@@ -19,7 +19,7 @@ from typing import Any
 from agentrl.errors import UserError
 from agentrl.plugins import patterns
 from agentrl.plugins.prompt_schema import target
-from agentrl.plugins.types import ArgumentError
+from agentrl.plugins.types import ArgumentError, Json
 
 Check = Callable[[Any, str], Any]
 """Takes a value and its path (for the message); returns it as the tool wants it, or raises ArgumentError."""
@@ -30,8 +30,8 @@ _READING_SECONDS = 1.0  # of CPU time, for the largest schemas
 _compiled: dict[int, tuple[Mapping[str, Any], Check]] = {}
 
 
-def check_arguments(parameters: Mapping[str, Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """`arguments` with what is plainly meant converted and defaults filled in.
+def check_arguments(parameters: Mapping[str, Json], arguments: Mapping[str, Json]) -> dict[str, Any]:
+    """Return `arguments` with what is plainly meant converted and defaults filled in.
 
     Raises ArgumentError: one short line for the model; UserError for a schema that is none, or too large. The schema is
     compiled once an object: do not change it later.
@@ -51,8 +51,8 @@ def check_arguments(parameters: Mapping[str, Any], arguments: Mapping[str, Any])
     return result
 
 
-def _read(parameters: Mapping[str, Any]) -> Check:
-    """The check of a schema; of one that takes too long to read, a check that says so."""
+def _read(parameters: Mapping[str, Json]) -> Check:
+    """Return the check of a schema; of one that takes too long to read, a check that says so."""
     patterns.begin(_READING_SECONDS)
     try:
         return _arguments(parameters)
@@ -66,16 +66,16 @@ def _unreadable(value: Any, path: str) -> Any:
     raise UserError("a tool's parameters: the JSON schema has too many alternatives within alternatives to be read")
 
 
-def outline(parameters: Mapping[str, Any]) -> str:
-    """What a tool takes, tersely: `{expression: string, digits?: integer}`."""
+def outline(parameters: Mapping[str, Json]) -> str:
+    """Return what a tool takes, tersely: `{expression: string, digits?: integer}`."""
     required = parameters.get("required", ())
-    properties: Mapping[str, Any] = parameters.get("properties", {})
+    properties: Mapping[str, Json] = parameters.get("properties", {})
     parts = [f"{name}{'' if name in required else '?'}: {_kind(s, parameters)}" for name, s in properties.items()]
     text = "{" + ", ".join(parts) + "}"
     return text if len(text) <= 200 else "{" + ", ".join(properties) + "}"
 
 
-def _kind(schema: Any, root: Mapping[str, Any], inside: frozenset[str] = frozenset()) -> str:
+def _kind(schema: Any, root: Mapping[str, Json], inside: frozenset[str] = frozenset()) -> str:
     if isinstance(schema, Mapping) and "$ref" in schema:
         if schema["$ref"] in inside or len(inside) == 2:  # each further one could multiply what there is to say
             return "any"
@@ -95,19 +95,19 @@ def _kind(schema: Any, root: Mapping[str, Any], inside: frozenset[str] = frozens
     return "|".join(kind) if isinstance(kind, list) else str(kind)
 
 
-def _not_null(schema: Mapping[str, Any]) -> dict[str, Any]:
+def _not_null(schema: Mapping[str, Json]) -> dict[str, Any]:
     return {key: value for key, value in schema.items() if key != "nullable"}
 
 
-def _arguments(parameters: Mapping[str, Any]) -> Check:
-    """The top: here a mistake also says what the tool takes."""
+def _arguments(parameters: Mapping[str, Json]) -> Check:
+    """Compile the top level, where an error also says what the tool takes."""
     properties = parameters.get("properties", {})
     extra = parameters.get("additionalProperties", False)
     top = {**parameters, "type": "object", "additionalProperties": extra, "properties": properties}
     return _object(top, parameters, True, f"; it takes {outline(parameters)}")
 
 
-def _compile(schema: Any, root: Mapping[str, Any], lenient: bool) -> Check:
+def _compile(schema: Any, root: Mapping[str, Json], lenient: bool) -> Check:
     patterns.left()
     if schema is True or schema == {}:
         return lambda value, path: value
@@ -138,7 +138,7 @@ def _compile(schema: Any, root: Mapping[str, Any], lenient: bool) -> Check:
     return every
 
 
-def _reference(pointer: str, root: Mapping[str, Any], lenient: bool) -> Check:
+def _reference(pointer: str, root: Mapping[str, Json], lenient: bool) -> Check:
     schema = target(pointer, root)
     found: list[Check] = []  # compiled when first used, so a schema may refer to itself
 
@@ -151,7 +151,7 @@ def _reference(pointer: str, root: Mapping[str, Any], lenient: bool) -> Check:
     return check
 
 
-def _typed(schema: Mapping[str, Any], root: Mapping[str, Any], lenient: bool) -> Check:
+def _typed(schema: Mapping[str, Json], root: Mapping[str, Json], lenient: bool) -> Check:
     kind = schema["type"]
     if isinstance(kind, list):
         return _either([{**schema, "type": one} for one in kind], root, lenient)
@@ -164,7 +164,7 @@ def _typed(schema: Mapping[str, Any], root: Mapping[str, Any], lenient: bool) ->
     return SCALARS[kind](lenient)
 
 
-def _object(schema: Mapping[str, Any], root: Mapping[str, Any], lenient: bool, takes: str) -> Check:
+def _object(schema: Mapping[str, Json], root: Mapping[str, Json], lenient: bool, takes: str) -> Check:
     properties = {name: _compile(s, root, lenient) for name, s in schema.get("properties", {}).items()}
     described = {name: s for name, s in schema.get("properties", {}).items() if isinstance(s, Mapping)}
     required = list(schema.get("required", ()))
@@ -202,7 +202,7 @@ def _allows_null(rule: Check) -> bool:
     return True
 
 
-def _array(schema: Mapping[str, Any], root: Mapping[str, Any], lenient: bool) -> Check:
+def _array(schema: Mapping[str, Json], root: Mapping[str, Json], lenient: bool) -> Check:
     item = _compile(schema.get("items", True), root, lenient)
 
     def check(value: Any, path: str) -> Any:
@@ -214,8 +214,8 @@ def _array(schema: Mapping[str, Any], root: Mapping[str, Any], lenient: bool) ->
     return check
 
 
-def _either(options: Any, root: Mapping[str, Any], lenient: bool) -> Check:
-    """The first option that fits exactly, else the first that fits leniently."""
+def _either(options: Any, root: Mapping[str, Json], lenient: bool) -> Check:
+    """Return the first option that fits exactly, else the first that fits leniently."""
     checks = [_compile(option, root, False) for option in options]
     if lenient:
         checks += [_compile(option, root, True) for option in options]
@@ -249,7 +249,7 @@ def _one_of(values: list[Any], lenient: bool) -> Check:
 
 
 def _from_text(value: Any, kind: type) -> Any:
-    """A list or object that the model wrote as JSON text once too often; anything else as it is."""
+    """Return a list or object that the model wrote as JSON text once too often; anything else as it is."""
     if not isinstance(value, str):
         return value
     try:
@@ -260,24 +260,24 @@ def _from_text(value: Any, kind: type) -> Any:
 
 
 def shown(value: Any) -> str:
-    """A value that the model wrote, cut short."""
+    """Return a value that the model wrote, cut short."""
     text = json.dumps(value, ensure_ascii=False, default=str)
     return text if len(text) <= 40 else text[:37] + "..."
 
 
 def named(path: str) -> str:
-    """An argument's name, which the model may have made up, cut short."""
+    """Return an argument's name, which the model may have made up, cut short."""
     return repr(path if len(path) <= 60 else path[:57] + "...")
 
 
 def should(path: str, words: str, value: Any) -> str:
-    """The message: which argument, what it should do, what it is."""
+    """Return the message: which argument, what it should do, what it is."""
     what = f"argument {named(path)}" if path else "the arguments"
     return f"{what} should {words}, got {shown(value)}"
 
 
-def limits(schema: Mapping[str, Any]) -> list[Check]:
-    """The checks of a schema's limits on numbers, lengths and patterns; values of another type pass them."""
+def limits(schema: Mapping[str, Json]) -> list[Check]:
+    """Return the checks of a schema's limits on numbers, lengths and patterns; values of another type pass them."""
     return [_LIMITS[key](bound) for key, bound in schema.items() if key in _LIMITS]
 
 
@@ -326,72 +326,64 @@ _LIMITS: dict[str, Callable[[Any], Check]] = {
 }
 
 
-def _string(lenient: bool) -> Check:
-    def check(value: Any, path: str) -> Any:
-        if isinstance(value, str):
-            return value
-        if lenient and isinstance(value, int | float) and not isinstance(value, bool):
-            return json.dumps(value)
-        raise ArgumentError(should(path, "be a string", value))
+def _scalar(words: str, read: Callable[[Any, bool], Any]) -> Callable[[bool], Check]:
+    """Make a check, strict or lenient, of `read`, which returns `_UNFIT` for a value that does not fit."""
 
-    return check
+    def compiled(lenient: bool) -> Check:
+        def check(value: Any, path: str) -> Any:
+            found = read(value, lenient)
+            if found is _UNFIT:
+                raise ArgumentError(should(path, words, value))
+            return found
 
+        return check
 
-def _integer(lenient: bool) -> Check:
-    def check(value: Any, path: str) -> Any:
-        if isinstance(value, int) and not isinstance(value, bool):
-            return value
-        if isinstance(value, float) and value.is_integer():
-            return int(value)
-        if lenient and isinstance(value, str) and _INTEGER.fullmatch(value.strip()):
-            return int(value)
-        raise ArgumentError(should(path, "be an integer", value))
-
-    return check
+    return compiled
 
 
-def _number(lenient: bool) -> Check:
-    def check(value: Any, path: str) -> Any:
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            return value
-        if lenient and isinstance(value, str) and len(value) <= 4000:
-            if _INTEGER.fullmatch(value.strip()):
-                return int(value)
-            try:
-                number = float(value)
-            except ValueError:
-                number = math.nan
-            if math.isfinite(number):
-                return number
-        raise ArgumentError(should(path, "be a number", value))
-
-    return check
+_UNFIT = object()
 
 
-def _boolean(lenient: bool) -> Check:
-    def check(value: Any, path: str) -> Any:
-        if isinstance(value, bool):
-            return value
-        if lenient and isinstance(value, str) and value.strip().lower() in ("true", "false"):
-            return value.strip().lower() == "true"
-        raise ArgumentError(should(path, "be true or false", value))
-
-    return check
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _null(lenient: bool) -> Check:
-    def check(value: Any, path: str) -> Any:
-        if value is None:
-            return None
-        raise ArgumentError(should(path, "be null", value))
+def _string(value: Any, lenient: bool) -> Any:
+    if isinstance(value, str):
+        return value
+    return json.dumps(value) if lenient and _is_number(value) else _UNFIT
 
-    return check
+
+def _integer(value: Any, lenient: bool) -> Any:
+    if _is_number(value) and (isinstance(value, int) or value.is_integer()):
+        return int(value)
+    return int(value) if lenient and isinstance(value, str) and _INTEGER.fullmatch(value.strip()) else _UNFIT
+
+
+def _number(value: Any, lenient: bool) -> Any:
+    if _is_number(value):
+        return value
+    if not lenient or not isinstance(value, str) or len(value) > 4000:
+        return _UNFIT
+    if _INTEGER.fullmatch(value.strip()):
+        return int(value)
+    try:
+        number = float(value)
+    except ValueError:
+        return _UNFIT
+    return number if math.isfinite(number) else _UNFIT
+
+
+def _boolean(value: Any, lenient: bool) -> Any:
+    if lenient and isinstance(value, str):
+        return {"true": True, "false": False}.get(value.strip().lower(), _UNFIT)
+    return value if isinstance(value, bool) else _UNFIT
 
 
 SCALARS: dict[str, Callable[[bool], Check]] = {
-    "string": _string,
-    "integer": _integer,
-    "number": _number,
-    "boolean": _boolean,
-    "null": _null,
+    "string": _scalar("be a string", _string),
+    "integer": _scalar("be an integer", _integer),
+    "number": _scalar("be a number", _number),
+    "boolean": _scalar("be true or false", _boolean),
+    "null": _scalar("be null", lambda value, lenient: value if value is None else _UNFIT),
 }

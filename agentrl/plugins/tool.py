@@ -7,7 +7,7 @@ from typing import Any
 from agentrl.errors import UserError
 from agentrl.plugins.prompt_schema import prompt_schema
 from agentrl.plugins.schema import check_arguments
-from agentrl.plugins.types import Session, ToolResponse
+from agentrl.plugins.types import Json, Session, ToolResponse
 
 
 class Tool(ABC):
@@ -19,25 +19,25 @@ class Tool(ABC):
 
     name: str
     description: str = ""
-    parameters: Mapping[str, Any] = {"type": "object", "properties": {}}
+    parameters: Mapping[str, Json] = {"type": "object", "properties": {}}
     reward_parts: tuple[str, ...] | None = ()
 
-    async def create(self, session: Session, **create_kwargs: Any) -> None:  # noqa: B027 - a hook with a default
+    async def create(self, session: Session, **create_kwargs: Json) -> None:  # noqa: B027 - a hook with a default
         """Take what one request needs, once, before its first token."""
 
     @abstractmethod
-    async def execute(self, session: Session, **arguments: Any) -> ToolResponse | str:
-        """One call. `arguments` are checked against `parameters` first; a str is a ToolResponse with that text."""
+    async def execute(self, session: Session, **arguments: Json) -> ToolResponse | str:
+        """Run one call. `arguments` are checked against `parameters` first; a str is a ToolResponse with that text."""
 
-    async def calc_reward(self, session: Session, **kwargs: Any) -> float | Mapping[str, float] | None:
-        """The tool's part of the reward, once, after the last token. None: it has none."""
+    async def calc_reward(self, session: Session, **kwargs: Json) -> float | Mapping[str, float] | None:
+        """Return the tool's part of the reward, once, after the last token. None: it has none."""
         return None
 
-    async def release(self, session: Session, **kwargs: Any) -> None:  # noqa: B027 - a hook with a default
+    async def release(self, session: Session, **kwargs: Json) -> None:  # noqa: B027 - a hook with a default
         """Free what `create` took. Called exactly once for each `create`, whatever happened."""
 
-    def check(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """The arguments as `execute` wants them. Raises ArgumentError with a line that the model can act on."""
+    def check(self, arguments: Mapping[str, Json]) -> dict[str, Any]:
+        """Return the arguments as `execute` wants them. Raises ArgumentError with a line that the model can act on."""
         return check_arguments(self.parameters, arguments)
 
     async def close(self) -> None:  # noqa: B027 - a hook with a default
@@ -60,7 +60,8 @@ class ToolSource(ABC):
 
     @abstractmethod
     async def open(self) -> Sequence[Tool]:
-        """Its tools, once a run, in the run's event loop. Raises UserError (one line) when they cannot be had."""
+        """Return its tools, once a run, in the run's event loop. Raises UserError (one line) when they cannot be
+        had."""
 
     async def close(self) -> None:  # noqa: B027 - a hook with a default
         """Free what `open` took, once, when the run ends; also after an `open` that failed."""

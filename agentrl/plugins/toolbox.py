@@ -20,11 +20,12 @@ class Toolbox:
     tools: tuple[Tool, ...]
     origins: tuple[str, ...]
     closing: AsyncExitStack
+    """Closes what was opened."""
 
     @classmethod
     async def open(cls, sections: Sequence[ToolSection], env: Environment) -> Self:
-        """Raises UserError when one cannot be had, no model could call it, or two would have one name for the model;
-        nothing stays open."""
+        """Open all tools of a recipe. Raises UserError when one cannot be had, no model could call it, or two would
+        have one name for the model; nothing stays open."""
         async with AsyncExitStack() as stack:
             tools: list[Tool] = []
             origins: list[str] = []
@@ -38,7 +39,7 @@ class Toolbox:
         raise AssertionError("the stack swallows nothing")
 
     async def close(self) -> None:
-        """Every tool and source, last first; an error of one is raised after all were closed."""
+        """Close every tool and source, last first; an error of one is raised after all were closed."""
         await self.closing.aclose()
 
 
@@ -68,8 +69,8 @@ def _check(tools: Sequence[Tool], origins: Sequence[str], env: Environment) -> N
 
 
 def offered(task: Task, tools: Sequence[Tool], env: Environment) -> dict[str, Tool]:
-    """The tools of a task by name: those of the recipe that it names (all, where it names none), then the environment's
-    own. Raises UserError for a name that nobody has."""
+    """Return the tools of a task by name: those of the recipe that it names (all, where it names none), then the
+    environment's own. Raises UserError for a name that nobody has."""
     own = {tool.name: tool for tool in env.tools_for(task)}
     every = {tool.name: tool for tool in tools}
     if task.tools is None:

@@ -11,13 +11,13 @@ class Tracker(ABC):
 
     @abstractmethod
     def start(self, folder: Path, recipe: Mapping[str, Any]) -> None:
-        """Once, before step 0. `recipe` has every key, without secrets: `${VAR}` stands as it was written, values of
-        headers, keys and tokens are `***`."""
+        """Begin a run; called once, before step 0. `recipe` has every key, without secrets: `${VAR}` stands as it was
+        written, values of headers, keys and tokens are `***`."""
 
     @abstractmethod
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Once a step, with the object that `metrics.jsonl` gets; the run waits for it. What it raises is said in one
-        line, and this tracker is told no further step: the run goes on."""
+        """Record a step; called once a step, with the object that `metrics.jsonl` gets; the run waits for it. What it
+        raises is said in one line, and this tracker is told no further step: the run goes on."""
 
     def finish(self) -> None:  # noqa: B027 - a hook with a default
-        """Once, when the run ends, however it ends."""
+        """End; called once, when the run ends, however it ends."""

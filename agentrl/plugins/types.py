@@ -3,9 +3,15 @@
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NotRequired, Required, TypedDict
+from typing import Any, Literal, NotRequired, Required, TypeAlias, TypedDict
 
 from agentrl.errors import PlainError
+
+Json: TypeAlias = Any
+"""What JSON can hold: None, bool, int, float, str, lists, and dicts by text. Of this type are task data, hooks' keyword
+arguments, arguments of tools and JSON schemas. It is an alias of Any: an author knows the shape of his own data, and a
+recursive union would make every plugin narrow each field that it reads. What is not JSON is refused at run time.
+"""
 
 
 class ArgumentError(Exception):
@@ -18,8 +24,10 @@ class InfrastructureError(PlainError):
 
 
 class FunctionCall(TypedDict):
+    """The function of a tool call. arguments: by name, or as JSON text that the model wrote and that cannot be read."""
+
     name: str
-    arguments: dict[str, Any] | str
+    arguments: dict[str, Json] | str
 
 
 class ToolCallMessage(TypedDict):
@@ -41,14 +49,24 @@ class Message(TypedDict, total=False):
     reasoning_content: str
 
 
+def answer_of(messages: Sequence[Message]) -> str:
+    """Return the text of the last assistant turn; empty where there is none, or its content is not text."""
+    content = next((message["content"] for message in reversed(messages) if message["role"] == "assistant"), "")
+    return content if isinstance(content, str) else ""
+
+
 @dataclass(frozen=True, slots=True)
 class ToolKwargs:
     """What a task hands to the four hooks of one tool."""
 
-    create_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    execute_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    calc_reward_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    release_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    create_kwargs: Mapping[str, Json] = field(default_factory=dict)
+    """Keyword arguments of `create`."""
+    execute_kwargs: Mapping[str, Json] = field(default_factory=dict)
+    """Keyword arguments of `execute`, besides the model's."""
+    calc_reward_kwargs: Mapping[str, Json] = field(default_factory=dict)
+    """Keyword arguments of `calc_reward`."""
+    release_kwargs: Mapping[str, Json] = field(default_factory=dict)
+    """Keyword arguments of `release`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +78,12 @@ class Task:
     """
 
     id: str
-    data: Mapping[str, Any]
+    data: Mapping[str, Json]
     tools: tuple[str, ...] | None = None
     tools_kwargs: Mapping[str, ToolKwargs] = field(default_factory=dict)
-    create_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """By name of a tool what its hooks get."""
+    create_kwargs: Mapping[str, Json] = field(default_factory=dict)
+    """Keyword arguments of the environment's `create`."""
 
 
 @dataclass(slots=True)
@@ -77,6 +97,7 @@ class Session:
     """
 
     id: str
+    """Unique among the requests in flight; begins with the task's id."""
     task: Task
     rng: random.Random
     deadline: float

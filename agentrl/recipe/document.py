@@ -41,7 +41,7 @@ class _Dumper(yaml.SafeDumper):
 
 
 def _text_node(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
-    """Line breaks of Unicode survive in double quotes alone."""
+    """Represent a text; line breaks of Unicode survive in double quotes alone."""
     style = '"' if any(c in text for c in "\x85\u2028\u2029") else None
     return dumper.represent_scalar(TAG + "str", text, style=style)
 
@@ -62,6 +62,7 @@ class Reference:
     """A value as it was written, with `${VAR}` in it. plain: it stood without quotes. value: what it stands for now."""
 
     text: str
+    """The text with its `${VAR}` as written."""
     plain: bool
     value: Any = field(repr=False)
 
@@ -85,6 +86,7 @@ class Document:
 
 
 def dotted(key: Key) -> str:
+    """Return a key as text, its parts joined by dots."""
     return ".".join(str(part) for part in key)
 
 
@@ -122,13 +124,13 @@ def read_file(path: Path) -> Document:
 
 
 def dump(value: Any) -> str:
-    """YAML that `read_document` reads back to an equal value, whatever the environment holds; a Reference in `value`
-    is written as the reference that it is."""
+    """Return YAML that `read_document` reads back to an equal value, whatever the environment holds; a Reference in
+    `value` is written as the reference that it is."""
     return yaml.dump(_escaped(value), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=110)
 
 
 def describe(value: Any) -> str:
-    """A value for an error message: its kind and a short form."""
+    """Return a value for an error message: its kind and a short form."""
     if value is None:
         return "nothing"
     if isinstance(value, bool):
@@ -198,7 +200,7 @@ class _Reader:
         return value
 
     def read(self, node: yaml.ScalarNode, text: str, tag: str, key: Key) -> Any:
-        """The value of a scalar whose text is `text`, once its variables are replaced."""
+        """Return the value of a scalar whose text is `text`, once its variables are replaced."""
         match tag.removeprefix(TAG):
             case "str":
                 return text

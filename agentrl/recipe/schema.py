@@ -22,6 +22,7 @@ class Unit:
     """What a number counts or measures, such as `tokens`; a number without one has no unit."""
 
     name: str
+    """The unit, such as `seconds`."""
 
 
 Positive = Annotated[int, Field(gt=0)]

@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from agentrl.chat.base import Chat, ParsedCall, ParsedTurn
-from agentrl.errors import contained, describe, nearest, text_of
+from agentrl.errors import contained, describe, message_of, nearest
 from agentrl.plugins.tool import Tool
-from agentrl.plugins.types import ArgumentError, InfrastructureError, Message, ToolKwargs, ToolResponse
+from agentrl.plugins.types import ArgumentError, InfrastructureError, Json, Message, ToolKwargs, ToolResponse
 from agentrl.recipe.schema import RolloutSection
 from agentrl.rollout.deadline import CancelledFromWithinError, DeadlineExceededError, DeadlineTimer
 from agentrl.rollout.hooks import finite
@@ -39,18 +39,21 @@ class Answer:
     """
 
     call_id: str
+    """The id of the call, in the assistant's message and in the tool's."""
     name: str
     text: str = ""
     response: ToolResponse = _EMPTY
     error: str | None = None
+    """Whose error it was and what went wrong, `model: ...` or `tool: ...`; None where the call went well."""
     tool: Tool | None = None
-    arguments: dict[str, Any] | None = None
+    arguments: dict[str, Json] | None = None
     seconds: float = 0.0
+    """Wall time of the call."""
     late: bool = False
     broken: Exception | None = None
 
     def message(self, text: str) -> Message:
-        """The tool's message, with `text` bounded already."""
+        """Return the tool's message, with `text` bounded already."""
         images = self.response.images
         parts = [{"type": "text", "text": text}, *({"type": "image", "image": i} for i in images)] if images else text
         return {"role": "tool", "content": parts, "tool_call_id": self.call_id, "name": self.name}
@@ -61,18 +64,22 @@ class Answers:
     """What a turn's calls came to. exhausted: more calls than the request may make."""
 
     messages: list[Message]
+    """One message of a tool for each call."""
     done: bool = False
+    """True where a tool ended the episode."""
     exhausted: bool = False
     late: bool = False
+    """True where the turn or the request ran out of time."""
 
 
 def call_id(call: ParsedCall, turn: int, index: int) -> str:
-    """The id of a call, in the assistant's message and in the tool's: the model's own where it wrote one."""
+    """Return the id of a call, in the assistant's message and in the tool's: the model's own where it wrote one."""
     return call.id or f"call_{turn}_{index}"
 
 
 def assistant_message(parsed: ParsedTurn, turn: int) -> Message:
-    """What the model said in its `turn`-th turn. Arguments that cannot be read stand there as they were written."""
+    """Return what the model said in its `turn`-th turn. Arguments that cannot be read stand there as they were
+    written."""
     message: Message = {"role": "assistant", "content": parsed.content}
     if parsed.reasoning is not None:
         message["reasoning_content"] = parsed.reasoning
@@ -89,7 +96,8 @@ def assistant_message(parsed: ParsedTurn, turn: int) -> Message:
 
 
 def bounded(parsed: ParsedTurn) -> ParsedTurn:
-    """`parsed`, with an error for each call whose arguments are nested too deeply for the code that they go through."""
+    """Return `parsed`, with an error for each call whose arguments are nested too deeply for the code that they go
+    through."""
     if not any(_may_be_deep(call) for call in parsed.calls):
         return parsed
     return replace(parsed, calls=tuple(_shallow(call) if _may_be_deep(call) else call for call in parsed.calls))
@@ -110,7 +118,7 @@ def _shallow(call: ParsedCall) -> ParsedCall:
 
 
 def as_text(messages: Sequence[Message]) -> Sequence[Message]:
-    """The messages as a model that reads text only gets them: a tool's images are named, not shown."""
+    """Return the messages as a model that reads text only gets them: a tool's images are named, not shown."""
     if not any(m["role"] == "tool" and isinstance(m["content"], list) for m in messages):
         return messages
     return [_named_images(m) if m["role"] == "tool" and isinstance(m["content"], list) else m for m in messages]
@@ -213,7 +221,7 @@ class Caller:
         answer.seconds = time.monotonic() - started
 
     def _prepare(self, request: AsyncRolloutRequest, call: ParsedCall, name: str) -> Answer:
-        """An answer that says what is wrong with the call, or one that is ready to run."""
+        """Return an answer that says what is wrong with the call, or one that is ready to run."""
         if call.error is not None:
             return _wrong(call, name, call.error)
         tool = request.tools.get(call.name)
@@ -233,7 +241,7 @@ class Caller:
     def _failed(self, answer: Answer, error: Exception) -> None:
         """Turn what a tool raised into what the model reads."""
         if isinstance(error, ArgumentError):
-            side, what = "model", text_of(error)
+            side, what = "model", message_of(error)
         elif isinstance(error, DeadlineExceededError):
             side, what = "tool", f"it did not answer within {self._limits.tool_timeout:g} seconds"
             answer.late = True
@@ -242,7 +250,7 @@ class Caller:
         answer.text, answer.response, answer.error = f"Error: {what}", _EMPTY, f"{side}: {_line(what)}"
 
     def _refusal(self, calls: Sequence[ParsedCall], name: str, exhausted: bool) -> Answer:
-        """One message for all the calls that are not run."""
+        """Return one message for all the calls that are not run."""
         limits = self._limits
         most = f"{limits.max_tool_calls} in all" if exhausted else f"{limits.max_tool_calls_per_turn} a turn"
         what = "1 call was" if len(calls) == 1 else f"{len(calls)} calls were"
@@ -259,7 +267,7 @@ class Caller:
 
 
 def _take(answer: Answer, result: Any) -> None:
-    """What the tool returned. Raises TypeError where its contract does not allow it."""
+    """Take what the tool returned. Raises TypeError where its contract does not allow it."""
     if isinstance(result, str):
         answer.text = result
         return
@@ -274,7 +282,7 @@ def _take(answer: Answer, result: Any) -> None:
 
 
 def _metrics(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Numbers that can be added up and written down, by name. Raises TypeError and ValueError."""
+    """Return numbers that can be added up and written down, by name. Raises TypeError and ValueError."""
     checked = {}
     for key, value in metrics.items():
         if not isinstance(key, str):
@@ -296,7 +304,8 @@ def _wrong(call: ParsedCall, name: str, what: str) -> Answer:
 
 
 def bound_text(text: str, limit: int, encode: Callable[[str], Sequence[int]]) -> str:
-    """`text`, at most `limit` tokens long: a longer one loses its middle, and a note there says how many characters.
+    """Return `text`, at most `limit` tokens long: a longer one loses its middle, and a note there says how many
+    characters.
 
     `encode` sees at most _WINDOW x `limit` characters at once, so ten megabytes cost what ten kilobytes cost.
     """
@@ -328,7 +337,7 @@ def _cut_text(text: str, keep: int, limit: int, encode: Callable[[str], Sequence
 
 
 def _start_of_text(text: str, limit: int, encode: Callable[[str], Sequence[int]]) -> str:
-    """For limits that have no room for a note: the first characters that fit."""
+    """Shorten for limits that have no room for a note: the first characters that fit."""
     start = text[:limit]
     while start and len(encode(start)) > limit:
         start = start[:-1]

@@ -99,7 +99,7 @@ class DeadlineTimer:
         self.expired = False  # whether the last `wait` ran into its deadline
 
     async def wait(self, work: Awaitable[T], when: float, gentle: Callable[[], None] | None = None) -> T:
-        """The result of `work`, cancelled at `when` (seconds of time.monotonic) and every GRACE seconds again.
+        """Return the result of `work`, cancelled at `when` (seconds of time.monotonic) and every GRACE seconds again.
 
         gentle: called first, once; the cancellation follows GRACE seconds later where that did not end it. Raises what
         the work raises, by `contained`; DeadlineExceededError when it was cancelled here; SelfCancelledError when it
@@ -138,8 +138,8 @@ class DeadlineTimer:
         return result
 
     async def _cancelled_within(self) -> bool:
-        """Whether the work cancelled this task and left before that came to it: then it comes here, and is done with.
-        Raises CancelledError where it came from outside."""
+        """Return whether the work cancelled this task and left before that came to it: then it comes here, and is done
+        with. Raises CancelledError where it came from outside."""
         if self._own is None or self._task.cancelling() <= self._base:
             return False
         try:

@@ -47,8 +47,8 @@ class Driver:
         scorer: Scorer | None = None,
         occasion: str = "",
     ) -> None:
-        """tools: those of the recipe; the environment's own come with it. scorer: the recipe's reward functions.
-        occasion: what its requests are for, such as `step_3`; their ids begin with it."""
+        """Build a driver. tools: those of the recipe; the environment's own come with it. scorer: the recipe's reward
+        functions. occasion: what its requests are for, such as `step_3`; their ids begin with it."""
         self._engine = engine
         self._chat = chat
         self._environment = environment
@@ -64,6 +64,7 @@ class Driver:
 
     @property
     def limits(self) -> RolloutSection:
+        """The recipe's section `rollout`."""
         return self._limits
 
     @property
@@ -75,7 +76,7 @@ class Driver:
     def request(
         self, task: Task, sample: int, *, seed: Seed = 0, attempt: int = 0, opening: Opening | None = None
     ) -> AsyncRolloutRequest:
-        """A new request. Its tokens depend on `seed` (the run's and the step's), task, sample and attempt alone.
+        """Return a new request. Its tokens depend on `seed` (the run's and the step's), task, sample and attempt alone.
 
         opening: shared by the samples of a task, so that their prompt is rendered once.
         """
@@ -105,7 +106,7 @@ class Driver:
         return await self._abandon(request, str(CancelledFromWithinError()))
 
     async def _drive(self, request: AsyncRolloutRequest, resumable: bool) -> Trajectory:
-        """See `drive`. Raises CancelledError alone."""
+        """Drive a request; see `drive`. Raises CancelledError alone."""
         started = time.monotonic()
         request.deadline = started + self._limits.timeout - request.seconds["total"]
         timer = DeadlineTimer(request.own)
@@ -197,8 +198,8 @@ class Driver:
         return min(self._limits.max_tokens, self._engine.max_context)
 
     async def _turn(self, request: AsyncRolloutRequest, timer: DeadlineTimer) -> FinishReason | None:
-        """One turn: sample, parse, let tools or the environment answer, and write down what they said. Why the request
-        is over, or None."""
+        """Drive one turn: sample, parse, let tools or the environment answer, and write down what they said. Why the
+        request is over, or None."""
         limits, started = self._limits, time.monotonic()
         deadline = min(started + limits.turn_timeout, request.deadline)
         generation = await self._sample(request, timer, deadline)
@@ -227,7 +228,7 @@ class Driver:
         return FinishReason.TIMEOUT if time.monotonic() >= request.deadline else None
 
     async def _sample(self, request: AsyncRolloutRequest, timer: DeadlineTimer, deadline: float) -> Generation | None:
-        """The engine's answer, in the request already; None when it had to be cancelled."""
+        """Return the engine's answer, in the request already; None when it had to be cancelled."""
         limits, engine = self._limits, self._engine
         room = min(limits.max_turn_tokens - request.turn_tokens, self._most() - len(request.ids))
         sampling = Sampling(
@@ -248,7 +249,7 @@ class Driver:
         return generation
 
     def _stopped(self, request: AsyncRolloutRequest, expired: bool) -> FinishReason:
-        """The engine was stopped: by our own deadline, which ends the turn where it is, or from outside."""
+        """Handle an engine that was stopped: by our own deadline, which ends the turn where it is, or from outside."""
         if not expired:
             return FinishReason.ABORTED
         if request.open_turn is not None:
@@ -273,7 +274,8 @@ class Driver:
     async def _reply(
         self, request: AsyncRolloutRequest, timer: DeadlineTimer, parsed: ParsedTurn, deadline: float
     ) -> tuple[list[Message], FinishReason | None]:
-        """The environment has `turn_timeout` seconds of its own: when it needs more, the fault is not the model's."""
+        """Let the environment answer, in `turn_timeout` seconds of its own: when it needs more, the fault is not the
+        model's."""
         request.move(RequestState.INTERACTING)
         environment, started = self._environment, time.monotonic()
         request.at = Boundary.ENVIRONMENT, f"{environment.name}.execute"
@@ -308,7 +310,7 @@ class Driver:
             _log.warning("%s: engine.finish: %s", request.id, line)
 
     def _freeze(self, request: AsyncRolloutRequest) -> Trajectory:
-        """The trajectory, whose invariants hold: one whose do not is FAILED, and nobody trains on it."""
+        """Return the trajectory, whose invariants hold: one whose do not is FAILED, and nobody trains on it."""
         trajectory = request.trajectory(self._weights)
         ended = request.state in _ENDS
         try:

@@ -23,8 +23,8 @@ _log = logging.getLogger("agentrl.plugins")
 
 
 def blocking(work: Callable[[], T]) -> T:
-    """`work()`, which runs an event loop of its own: here, or in a thread where this one has a loop already, as in a
-    notebook. What a signal's handler raises while the thread is waited for is raised at once."""
+    """Call `work()`, which runs an event loop of its own: here, or in a thread where this one has a loop already, as in
+    a notebook. What a signal's handler raises while the thread is waited for is raised at once."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -73,9 +73,11 @@ class Runner:
         self.close()
 
     def get_loop(self) -> asyncio.AbstractEventLoop:
+        """Return the event loop."""
         return self._runner.get_loop()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine in the event loop, and return its result."""
         if self._threads is None:
             abandoned = Abandoned("asyncio.to_thread:", "give it a time-out of its own")
             self._threads = DaemonThreads("asyncio", _THREADS, abandoned)
@@ -87,6 +89,7 @@ class Runner:
             return self._runner.run(work)
 
     def close(self) -> None:
+        """End the event loop without waiting for what plugins left in it."""
         try:
             if self._threads is not None:
                 self._runner.run(_end_tasks())
@@ -98,7 +101,7 @@ class Runner:
 
 
 def run(work: Coroutine[Any, Any, T], say: Callable[[str], None] | None = None) -> T:
-    """`asyncio.run`, in a `Runner`."""
+    """Run a coroutine like `asyncio.run`, in a `Runner`."""
     with Runner(say) as runner:
         return runner.run(work)
 

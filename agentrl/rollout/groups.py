@@ -65,7 +65,7 @@ async def roll_out(
     on_trajectory: Callable[[Trajectory], None] | None = None,
     on_group: Callable[[Group], None] | None = None,
 ) -> list[Group]:
-    """`n` samples of each task, in the order of `tasks`; no request waits for another's turn.
+    """Return `n` samples of each task, in the order of `tasks`; no request waits for another's turn.
 
     seed: of the run and the step; the same seed, weights and tasks give the same tokens where the engine does. Requests
     in flight and retries: `rollout.concurrency`, `rollout.retries`. on_trajectory, on_group: called as each ends (also
@@ -102,7 +102,7 @@ async def roll_out(
                     on_group(group.whole)
 
     try:
-        with rare_collections(), PULSE.felt(begin_again):
+        with rare_collections(), PULSE.ticking(begin_again):
             async with asyncio.TaskGroup() as workers:
                 for _ in range(min(driver.limits.concurrency, len(jobs))):
                     workers.create_task(work())
@@ -114,7 +114,7 @@ async def roll_out(
 
 
 async def _sample(driver: Driver, group: _Growing, index: int, seed: Seed, flying: set[OwnedTask]) -> Trajectory:
-    """One sample, tried again where the machinery failed; what failed before is kept in `extra["retried"]`. One that
+    """Sample once, and again where the machinery failed; what failed before is kept in `extra["retried"]`. One that
     was in flight while the process stood still is as if it had never been. flying: told of what may be stopped."""
     failures: list[str] = []
     still = 0
@@ -147,7 +147,7 @@ async def _sample(driver: Driver, group: _Growing, index: int, seed: Seed, flyin
 
 
 async def _score(driver: Driver, group: Group) -> Group:
-    """The group scored together, and again where the process stood still meanwhile."""
+    """Return the group scored together, and again where the process stood still meanwhile."""
     for _ in range(_AGAIN):
         stops = PULSE.stops()
         scored = await driver.scorer.score_group(group)

@@ -77,8 +77,8 @@ def _begin(
 
 
 async def calc_rewards(request: AsyncRolloutRequest, timer: DeadlineTimer, seconds: float) -> dict[str, float]:
-    """Every plugin's reward by name, each hook within `seconds`. A plain number goes under the plugin's name, parts of
-    one name add up, and the turns' step rewards are `step`. Raises for a value that is no finite number."""
+    """Return every plugin's reward by name, each hook within `seconds`. A plain number goes under the plugin's name,
+    parts of one name add up, and the turns' step rewards are `step`. Raises for a value that is no finite number."""
     rewards: dict[str, float] = {}
     for begun in request.begun:
         name = begun.plugin.name
@@ -98,7 +98,7 @@ async def calc_rewards(request: AsyncRolloutRequest, timer: DeadlineTimer, secon
 
 
 def finite(value: object, what: str) -> float:
-    """`value` as a float. Raises PluginError unless it is a finite number of at most LARGEST."""
+    """Return `value` as a float. Raises PluginError unless it is a finite number of at most LARGEST."""
     try:
         number = float(value)  # type: ignore[arg-type]
     except OverflowError:
@@ -112,7 +112,7 @@ def finite(value: object, what: str) -> float:
 
 
 def check_sum(rewards: Mapping[str, float], weights: Mapping[str, float]) -> None:
-    """Raises PluginError where the parts, each of which may be fine, add up to what is not."""
+    """Raise PluginError where the parts, each of which may be fine, add up to what is not."""
     finite(sum(value * weights.get(part, 1.0) for part, value in rewards.items()), "in all")
 
 

@@ -60,7 +60,7 @@ class Journal:
 def write_journal(
     folder: Path, name: str, groups: Sequence[Group], solved: Callable[[Trajectory], bool] | None = None
 ) -> Path:
-    """All samples of `groups`, the failed ones too, as `<name>.jsonl` or `<name>.jsonl.zst`; returns the path.
+    """Return all samples of `groups`, the failed ones too, as `<name>.jsonl` or `<name>.jsonl.zst`; returns the path.
 
     solved: asked of every sample that is whole."""
     each = [t for g in groups for t in (*g.trajectories, *g.failed)]
@@ -75,7 +75,7 @@ def write_journal(
 
 
 def read_journal(path: Path) -> list[dict[str, Any]]:
-    """The objects of a file that `write_journal` wrote."""
+    """Return the objects of a file that `write_journal` wrote."""
     data = path.read_bytes()
     if path.suffix == ".zst":
         data = zstandard.decompress(data)
@@ -83,7 +83,7 @@ def read_journal(path: Path) -> list[dict[str, Any]]:
 
 
 def record(trajectory: Trajectory, *, tokens: bool = False, solved: bool | None = None) -> dict[str, Any]:
-    """The object; every value can be written as JSON. tokens: with ids, mask, logprobs and versions a token.
+    """Return the object; every value can be written as JSON. tokens: with ids, mask, logprobs and versions a token.
     solved: the environment's word, None where it was not asked for."""
     t = trajectory
     line: dict[str, Any] = {
@@ -124,13 +124,13 @@ def record(trajectory: Trajectory, *, tokens: bool = False, solved: bool | None 
 
 
 def _plain(value: Any) -> Any:
-    """JSON's own types, of anything: what has no such form (an image, an object, a list in itself) is written as its
-    name, and so is what raises as it is read."""
+    """Convert anything to JSON's own types: what has no such form (an image, an object, a list in itself) is written as
+    its name, and so is what raises as it is read."""
     return _written(value, (), count())
 
 
 def _written(value: Any, inside: tuple[Any, ...], written: Iterator[int]) -> Any:
-    """inside: what it is in, outermost first. written: counts the values."""
+    """Convert a value. inside: what it is in, outermost first. written: counts the values."""
     if next(written) >= _VALUES:
         return "<left out>"
     if value is None or isinstance(value, str | bool):
@@ -156,7 +156,7 @@ def _written(value: Any, inside: tuple[Any, ...], written: Iterator[int]) -> Any
 
 
 def _some(items: Any, written: Iterator[int]) -> Iterator[Any]:
-    """`items`, as long as there is room."""
+    """Return `items`, as long as there is room."""
     for item in items:
         yield item
         if next(written) >= _VALUES:

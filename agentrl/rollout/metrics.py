@@ -11,7 +11,7 @@ UNKNOWN = "unknown"
 
 
 def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """One step's numbers.
+    """Return the metrics of one step's groups.
 
     `rollout/tokens` sampled, `rollout/turns_mean`, `rollout/prompt_tokens_mean` a valid trajectory; `rollout/failed`
     and `rollout/failed/<boundary>` samples left out, `rollout/retried` attempts; `groups/<contrast>` counts of groups

@@ -18,7 +18,7 @@ from agentrl.compute.classifier import RewardModel, classifier_config, classifie
 from agentrl.errors import UserError
 from agentrl.plugins.reward import GroupReward, Sample
 from agentrl.plugins.rewards import MODEL
-from agentrl.plugins.types import Message
+from agentrl.plugins.types import Json, Message
 from agentrl.recipe.schema import Recipe
 from agentrl.rollout.player import Player
 from agentrl.threads import in_thread
@@ -42,6 +42,7 @@ class ModelReward(GroupReward):
     translate: Translate
     scores: Scores
     name: str = MODEL
+    """The reward part that it fills."""
     _queue: list[_Waiting] = field(default_factory=list)
     _caller: "asyncio.Task[None] | None" = None
 
@@ -68,7 +69,7 @@ class ModelReward(GroupReward):
                     waiting.scores.set_result(outcome)
 
     def _together(self, groups: Sequence[Sequence[Sample]]) -> "list[list[float] | Exception]":
-        """The scores of every group, or what was wrong with it alone."""
+        """Return the scores of every group, or what was wrong with it alone."""
         outcomes: list[list[float] | Exception] = []
         rows: list[Ids] = []
         named: list[int] = []
@@ -89,8 +90,8 @@ class ModelReward(GroupReward):
 
 
 def add_reward_model(player: Player, scores: Scores) -> None:
-    """From now on what `player` plays has the part `model`. Raises UserError: what `translation` raises, and a reward
-    function that fills the part too."""
+    """Give what `player` plays from now on the reward part `model`. Raises UserError: what `translation` raises, and a
+    reward function that fills the part too."""
     if {MODEL} & (player.rewards.samples.keys() | player.rewards.groups.keys()):
         raise UserError(
             f"rewards.functions: one of them fills the part {MODEL!r}, as rewards.model does; give it `part`"
@@ -108,8 +109,8 @@ def ask_reward_model(player: Player) -> None:
     add_reward_model(player, RewardModel(player.recipe).scores)
 
 
-def translation(recipe: Recipe, tokenizer: Any, tools: Sequence[dict[str, Any]] = ()) -> Translate:
-    """How conversations of the policy, whose `tokenizer` this is, become ids of the recipe's `rewards.model`.
+def translation(recipe: Recipe, tokenizer: Any, tools: Sequence[dict[str, Json]] = ()) -> Translate:
+    """Return how conversations of the policy, whose `tokenizer` this is, become ids of the recipe's `rewards.model`.
 
     As they are, where the reward model knows every token of the policy by the same id; else rendered anew by its own
     chat template and tokenized by its own tokenizer. tools: as in `Tool.schema`, all that a task may offer.
@@ -145,7 +146,7 @@ def _same(path: str, recipe: Recipe, tokenizer: Any, vocabulary: int, limit: int
     return translate
 
 
-def _rendered(path: str, tokenizer: Any, tools: Sequence[dict[str, Any]], limit: int | None) -> Translate:
+def _rendered(path: str, tokenizer: Any, tools: Sequence[dict[str, Json]], limit: int | None) -> Translate:
     if not getattr(tokenizer, "chat_template", None):
         raise UserError(
             f"rewards.model: {path} has another vocabulary than the policy, and its tokenizer has no chat template to "
@@ -172,13 +173,14 @@ def _rendered(path: str, tokenizer: Any, tools: Sequence[dict[str, Any]], limit:
 
 
 def _knows(theirs: Any, ours: Any) -> bool:
-    """Whether every token of `ours` has the same id in `theirs`."""
+    """Return whether every token of `ours` has the same id in `theirs`."""
     vocabulary = theirs.get_vocab()
     return all(vocabulary.get(token) == number for token, number in ours.get_vocab().items())
 
 
 def _tokenizer(path: str, trust_remote_code: bool) -> Any:
-    """The tokenizer saved beside the classifier; None where there is none (transformers then may make an empty one)."""
+    """Return the tokenizer saved beside the classifier; None where there is none (transformers then may make an empty
+    one)."""
     from transformers import AutoTokenizer
 
     try:

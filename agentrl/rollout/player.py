@@ -35,12 +35,18 @@ class Player:
     """Serves a whole run: training steps and evaluations play through one engine on one set of weights."""
 
     recipe: Recipe
+    """The recipe of the run."""
     env: Environment
+    """The environment, or the mixture of several."""
     toolbox: Toolbox
+    """The recipe's tools, opened."""
     rewards: Rewards
+    """The recipe's reward functions."""
     model: Any  # a transformers causal LM, which the trainer updates in place; None behind an endpoint
     tokenizer: Any
+    """A transformers tokenizer; None behind an endpoint that takes messages."""
     chat: Chat
+    """Converts messages to ids and back."""
     engine: Engine
 
     @classmethod
@@ -54,7 +60,8 @@ class Player:
         apart: bool = False,
         placement: Placement | None = None,
     ) -> "Player":
-        """From what the recipe names; `model_path` replaces `model.path`, adapter and all. Raises UserError: one line.
+        """Build a player from what the recipe names; `model_path` replaces `model.path`, adapter and all. Raises
+        UserError: one line.
 
         env: made already by whoever had something to ask of it before a model is loaded. say, phase: told what an
         engine has to say as it starts, in lines that stay, and what it does right now. apart: the model is trained in
@@ -130,6 +137,7 @@ class Player:
         return min(self.recipe.rollout.max_tokens, self.engine.max_context) - 1
 
     async def measure(self, tasks: Sequence[Task]) -> PromptLengths:
+        """Return the lengths of the tasks' opening prompts, and the most that fit."""
         return await measure_prompts(self.env, self.toolbox.tools, self.chat, tasks, self.prompt_limit)
 
     async def play(
@@ -142,12 +150,12 @@ class Player:
         on_group: Callable[[Group], None] | None = None,
         occasion: str = "",
     ) -> list[Group]:
-        """`n` samples of every task, groups in the order of `tasks`. temperature, occasion: as of `driver`."""
+        """Return `n` samples of every task, groups in the order of `tasks`. temperature, occasion: as of `driver`."""
         return await roll_out(self.driver(temperature, occasion), tasks, n, seed=seed, on_group=on_group)
 
     def driver(self, temperature: float | None = None, occasion: str = "") -> Driver:
-        """What drives requests; `temperature` replaces that of the recipe. occasion: see `Driver`; sessions of a run
-        have ids of their own when no two drivers of it have the same."""
+        """Return what drives requests; `temperature` replaces that of the recipe. occasion: see `Driver`; sessions of a
+        run have ids of their own when no two drivers of it have the same."""
         limits = self.recipe.rollout
         if temperature is not None:
             limits = limits.model_copy(update={"temperature": temperature})
@@ -162,7 +170,7 @@ class Player:
         )
 
     def describe(self) -> str:
-        """One line for the start of a run."""
+        """Return one line for the start of a run."""
         names = ", ".join(tool.name for tool in (*self.toolbox.tools, *self.env.tools())) or "none"
         rest = f"environment {self.env.name} · tools {names}"
         if self.model is None:
@@ -172,8 +180,8 @@ class Player:
         return f"model {self.recipe.model.path} ({size} parameters) · {rest}"
 
     async def close(self) -> list[str]:
-        """Once, when the run ends: tools and environment free what they held, the engine stops. Returns a line for each
-        that could not be closed."""
+        """Close, once, when the run ends: tools and environment free what they held, the engine stops. Returns a line
+        for each that could not be closed."""
         return await close_all(
             {
                 "tools": _Bounded(self.toolbox),
@@ -200,7 +208,7 @@ class _Bounded:
 
 
 def prepare_torch(recipe: Recipe) -> None:
-    """Seed and threads. Two runs on one machine should share its cores by `train.threads`."""
+    """Set seed and threads. Two runs on one machine should share its cores by `train.threads`."""
     import torch
 
     torch.manual_seed(recipe.train.seed)

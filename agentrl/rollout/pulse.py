@@ -33,9 +33,9 @@ class Pulse:
         self._start()
 
     @contextmanager
-    def felt(self, tell: Callable[[], None]) -> Iterator[None]:
-        """Tick in here. tell: called in the event loop that runs now, soon after the process goes on. Nested and
-        concurrent uses are fine."""
+    def ticking(self, tell: Callable[[], None]) -> Iterator[None]:
+        """Tick while the block runs. tell: called in the event loop that runs now, soon after the process goes on.
+        Nested and concurrent uses are fine."""
         with self._lock:
             if not self._tell:
                 self._start()
@@ -51,7 +51,7 @@ class Pulse:
                     self._end.set()
 
     def stops(self) -> int:
-        """How often the process stood still so far, this moment included."""
+        """Return how often the process stood still so far, this moment included."""
         with self._lock:
             wall, busy = time.clock_gettime(_CLOCK) - self._wall, time.process_time() - self._busy
             if wall > STILL and busy < wall / 2:

@@ -14,7 +14,7 @@ from agentrl.chat.base import Chat
 from agentrl.engine.base import EngineError, Generation
 from agentrl.plugins.environment import Environment
 from agentrl.plugins.tool import Tool
-from agentrl.plugins.types import Message, Session, Task
+from agentrl.plugins.types import Json, Message, Session, Task
 from agentrl.rollout.deadline import OwnedTask
 from agentrl.trajectory import Boundary, Failure, FinishReason, ToolUse, Trajectory, Turn
 
@@ -26,13 +26,13 @@ _UNWEIGHTED: Mapping[str, float] = {}
 
 
 def derive(*parts: object) -> int:
-    """A seed of 63 bits from any printable parts: the same parts give the same seed on every machine."""
+    """Return a seed of 63 bits from any printable parts: the same parts give the same seed on every machine."""
     text = "\x1f".join(map(str, parts)).encode("utf-8", "surrogatepass")
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> (64 - _BITS)
 
 
 def nth(seed: int, index: int) -> int:
-    """The `index`-th seed of the sequence that `seed` starts (a step of splitmix64), without hashing."""
+    """Return the `index`-th seed of the sequence that `seed` starts (a step of splitmix64), without hashing."""
     x = (seed + (index + 1) * 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
@@ -79,9 +79,11 @@ class Opening:
 
     messages: list[Message] | None = None
     ids: "array[int]" = field(default_factory=lambda: array("i"))
+    """Token ids of `messages`, rendered."""
 
-    def render(self, chat: Chat, messages: list[Message], schemas: Sequence[dict[str, Any]]) -> "array[int]":
-        """The ids of `messages`, as a copy of its own. The tools are the task's and so the same for all samples."""
+    def render(self, chat: Chat, messages: list[Message], schemas: Sequence[dict[str, Json]]) -> "array[int]":
+        """Return the ids of `messages`, as a copy of its own. The tools are the task's and so the same for all
+        samples."""
         if self.messages is None or self.messages != messages:
             self.ids = array("i", chat.render(messages, schemas))
             self.messages = list(messages)
@@ -94,8 +96,11 @@ class Begun:
 
     plugin: Environment | Tool
     session: Session
-    calc_reward_kwargs: Mapping[str, Any]
-    release_kwargs: Mapping[str, Any]
+    """The plugin's session of this request."""
+    calc_reward_kwargs: Mapping[str, Json]
+    """Keyword arguments of its `calc_reward`."""
+    release_kwargs: Mapping[str, Json]
+    """Keyword arguments of its `release`."""
 
 
 @dataclass(slots=True, eq=False)
@@ -113,31 +118,43 @@ class AsyncRolloutRequest:
     sample: int
     seed: int
     opening: Opening = field(default_factory=Opening)
+    """Shared by the samples of a task."""
     own: OwnedTask = field(default_factory=OwnedTask)
     state: RequestState = RequestState.PENDING
+    """Changed by `move` and `end` alone."""
     at: tuple[Boundary, str] = (Boundary.INFRASTRUCTURE, "driver")
     ids: "array[int]" = field(default_factory=lambda: array("i"))
     logprobs: "array[float]" = field(default_factory=lambda: array("f"))
     versions: "array[int]" = field(default_factory=lambda: array("i"))
     version_counts: "array[int]" = field(default_factory=lambda: array("i"))
+    """For each entry of `versions`, the number of sampled ids in a row with it."""
     prompt_length: int = 0
+    """Tokens of the opening prompt."""
     open_turn: int | None = None
     turn_starts: "array[int]" = field(default_factory=lambda: array("i"))
     turn_ends: "array[int]" = field(default_factory=lambda: array("i"))
     step_rewards: "array[float]" = field(default_factory=lambda: array("d"))
     messages: list[Message] = field(default_factory=list)
+    """The conversation so far."""
     tools: dict[str, Tool] = field(default_factory=dict)
+    """The tools that the task offers, by name."""
     begun: list[Begun] = field(default_factory=list)
+    """Plugins to be released, in the order in which they were created."""
     tool_uses: list[ToolUse] = field(default_factory=list)
+    """One entry for each call so far."""
     tool_calls: int = 0
+    """Calls that were run."""
     rewards: dict[str, float] = field(default_factory=dict)
     finish: FinishReason | None = None
+    """Why it ended; None while it runs."""
     failure: Failure | None = None
+    """What failed, where the machinery did."""
     deadline: float = 0.0
     seconds: dict[str, float] = field(
         default_factory=lambda: {"total": 0.0, "engine": 0.0, "tools": 0.0, "environment": 0.0, "hooks": 0.0}
     )
     extra: dict[str, Any] = field(default_factory=dict)
+    """Further facts for `Trajectory.extra`."""
 
     def move(self, state: RequestState) -> None:
         """Go to `state`. Raises TransitionError when the table does not allow it."""
@@ -151,7 +168,7 @@ class AsyncRolloutRequest:
         self.finish, self.failure = finish, failure
 
     def session_of(self, plugin: Environment | Tool) -> Session:
-        """The session of a plugin that was created."""
+        """Return the session of a plugin that was created."""
         for begun in self.begun:
             if begun.plugin is plugin:
                 return begun.session
@@ -198,13 +215,13 @@ class AsyncRolloutRequest:
             self.open_turn = start
 
     def _add_versions(self, versions: Sequence[int]) -> None:
-        """One an id, as counts of ids in a row."""
+        """Append one version an id, as counts of ids in a row."""
         for version, run in groupby(versions):
             self.versions.append(version)
             self.version_counts.append(len(list(run)))
 
     def close_turn(self) -> list[int]:
-        """The turn is whole: its ids."""
+        """Return the turn is whole: its ids."""
         assert self.open_turn is not None, "close_turn follows add_sampled"
         start, self.open_turn = self.open_turn, None
         self.turn_starts.append(start)
@@ -221,8 +238,8 @@ class AsyncRolloutRequest:
         self.step_rewards[-1] += reward
 
     def trajectory(self, weights: Mapping[str, float] = _UNWEIGHTED) -> Trajectory:
-        """What it leaves behind, as arrays of its own: the request may be driven on afterwards. weights: of reward
-        parts."""
+        """Return what it leaves behind, as arrays of its own: the request may be driven on afterwards. weights: of
+        reward parts."""
         turns = self.turns
         if self.open_turn is not None:
             turns.append(Turn(self.open_turn, len(self.ids)))

@@ -23,6 +23,7 @@ class Scorer:
 
     @property
     def weights(self) -> "dict[str, float]":
+        """Weights of reward parts by name; 1 for a part without one."""
         return dict(self._rewards.weights)
 
     @property
@@ -33,7 +34,7 @@ class Scorer:
     async def score(
         self, request: AsyncRolloutRequest, rewards: dict[str, float], finish: FinishReason, timer: DeadlineTimer
     ) -> dict[str, float]:
-        """`rewards` of the plugins, and every sample function's part. Raises what a function raises."""
+        """Return `rewards` of the plugins, and every sample function's part. Raises what a function raises."""
         if not self._rewards.samples:
             return rewards
         task, messages, tokens = request.task, tuple(request.messages), len(request.logprobs)
@@ -45,7 +46,7 @@ class Scorer:
         return rewards
 
     async def score_group(self, group: Group) -> Group:
-        """The group with every group function's part. Where one raises, all of its samples are FAILED."""
+        """Return the group with every group function's part. Where one raises, all of its samples are FAILED."""
         for part, reward in self._rewards.groups.items():
             if not group.trajectories:
                 break
@@ -65,7 +66,7 @@ class Scorer:
     async def _scored(
         self, own: OwnedTask, reward: GroupReward, part: str, trajectories: Sequence[Trajectory]
     ) -> tuple[Trajectory, ...] | str:
-        """The trajectories with the part, or a line that says why they cannot have it."""
+        """Return the trajectories with the part, or a line that says why they cannot have it."""
         timer = DeadlineTimer(own)
         try:
             samples = [_sample(t) for t in trajectories]

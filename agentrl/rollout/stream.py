@@ -24,6 +24,7 @@ class Flight:
     number: int
     version: int
     work: "asyncio.Task[list[Group]]"
+    """Plays the group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +74,7 @@ class Stream:
         return len(_unfinished(self._flights))
 
     async def take(self) -> list[Flight]:
-        """The next batch, whole, the oldest first. What it does not take stays in flight. Raises what `roll_out`
+        """Return the next batch, whole, the oldest first. What it does not take stays in flight. Raises what `roll_out`
         raises, as soon as it does."""
         self._fill()
         while (chosen := self._chosen()) is None:
@@ -89,7 +90,7 @@ class Stream:
             raise error
 
     def advance(self, version: int) -> None:
-        """The engine samples from `version` from now on: more may begin."""
+        """Note that the engine samples from `version` from now on: more groups may begin."""
         self.version = version
         self._fill()
 
@@ -124,7 +125,7 @@ class Stream:
         return not self._closed and room and self._begun < bound
 
     def _chosen(self) -> list[Flight] | None:
-        """The next batch; None while it is not whole."""
+        """Return the next batch; None while it is not whole."""
         waiting = sorted(self._flights, key=lambda flight: flight.number)
         if self._plan.staleness is not None:
             waiting.sort(key=lambda flight: not flight.work.done())
@@ -136,8 +137,8 @@ class Stream:
         return sorted(chosen, key=lambda flight: flight.number)
 
     def _due(self, waiting: Sequence[Flight], staleness: int) -> list[Flight]:
-        """Those of `waiting` that this batch must take: of the flights of a version and before, no more may be left
-        than the batches take that may still train on them. Finished ones first, as `waiting` is ordered."""
+        """Return those of `waiting` that this batch must take: of the flights of a version and before, no more may be
+        left than the batches take that may still train on them. Finished ones first, as `waiting` is ordered."""
         due: list[Flight] = []
         for version in sorted({flight.version for flight in waiting}):
             old = [flight for flight in waiting if flight.version <= version]

@@ -34,6 +34,8 @@ _STARTING = _PACKAGE / "plugins" / "registry.py"  # a plugin may take its time t
 
 
 class Frame(NamedTuple):
+    """One frame of a thread's stack."""
+
     file: str
     line: int
     function: str
@@ -46,9 +48,9 @@ Stack = Sequence[Frame]
 """The innermost frame first."""
 
 
-def accuse(stacks: Mapping[int, Stack], loop: int, held: bool) -> str | None:
-    """Who keeps the loop that runs in thread `loop` from running, in a few words; None where it is no plugin. held: no
-    thread runs, so that it may be any."""
+def blocking_code(stacks: Mapping[int, Stack], loop: int, held: bool) -> str | None:
+    """Name the code that keeps the loop that runs in thread `loop` from running, in a few words; None where it is no
+    plugin. held: no thread runs, so that it may be any."""
     own = stacks.get(loop, ())
     if (found := _stranger(own)) is not None:
         return _placed(found, own[0])
@@ -67,7 +69,7 @@ def _placed(frame: Frame, innermost: Frame) -> str:
 
 
 def _stranger(stack: Stack) -> Frame | None:
-    """The outermost frame of a plugin in what the loop, or a thread of plugins, does right now."""
+    """Return the outermost frame of a plugin in what the loop, or a thread of plugins, does right now."""
     turn = _turn(stack)
     caller: Path | None = None
     for frame in reversed(stack[:turn]):
@@ -83,7 +85,7 @@ def _stranger(stack: Stack) -> Frame | None:
 
 
 def _turn(stack: Stack) -> int | None:
-    """Where a turn of the loop begins."""
+    """Return where a turn of the loop begins."""
     return next((i for i, frame in enumerate(stack) if frame.file.endswith("asyncio/events.py")), None)
 
 
@@ -130,6 +132,7 @@ class Watchdog:
                 self._timer.cancel()
 
     def close(self) -> None:
+        """End the thread, and wait for it."""
         self._ended.set()
         self._thread.join()
         faulthandler.cancel_dump_traceback_later()
@@ -145,11 +148,11 @@ class Watchdog:
             if stopped or loop is None or turned == said or now - turned < self._seconds:
                 continue
             said = turned
-            if named := accuse(_stacks(), loop, held=False):
+            if named := blocking_code(_stacks(), loop, held=False):
                 self._say(_line(self._seconds, named))
 
     def _arm(self, loop: int | None) -> None:
-        """From now on, `seconds` in which this thread does not run are told to the process."""
+        """Have the process told, from now on, of `seconds` in which this thread does not run."""
         with suppress(BrokenPipeError):  # somebody ended the process: what is left is said all the same
             os.write(self._pipe, f"alive {loop or 0}\n".encode())
         faulthandler.dump_traceback_later(self._seconds, file=self._pipe)
@@ -179,7 +182,7 @@ _FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 
 
 def read_dump(text: str) -> dict[int, list[Frame]]:
-    """The stacks of what `faulthandler` wrote, by thread."""
+    """Return the stacks of what `faulthandler` wrote, by thread."""
     stacks: dict[int, list[Frame]] = {}
     stack: list[Frame] = []
     for line in text.split("\n"):
@@ -210,7 +213,7 @@ def main() -> None:
 def _accuse_in_dump(text: str, seconds: float) -> None:
     first = text.split("\n", 1)[0].split()
     loop = int(first[1]) if first[:1] == ["alive"] else 0
-    if named := accuse(read_dump(text), loop, held=True) if loop else None:
+    if named := blocking_code(read_dump(text), loop, held=True) if loop else None:
         print(f"agentrl: {_line(seconds, f'{named}, which holds the interpreter')}", file=sys.stderr, flush=True)
 
 

@@ -19,7 +19,7 @@ from agentrl.errors import UserError, describe
 from agentrl.plugins.environment import Environment
 from agentrl.plugins.tool import Tool
 from agentrl.plugins.toolbox import offered
-from agentrl.plugins.types import Message, Session, Task
+from agentrl.plugins.types import Json, Message, Session, Task
 from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.trajectory import FinishReason, Trajectory, check_invariants
 
@@ -27,7 +27,7 @@ OPENING_SECONDS = 60.0  # the deadline that an environment's `create` sees
 
 
 def demonstration(env: Environment, task: Task, rng: Random, style: str) -> list[Message]:
-    """`env.demonstrate`. Raises UserError, whatever the environment raises."""
+    """Return `env.demonstrate`. Raises UserError, whatever the environment raises."""
     try:
         return list(env.demonstrate(task, rng, style))
     except UserError:
@@ -51,7 +51,7 @@ class Demonstrator:
         self._contexts: dict[tuple[str, ...], tuple[list[Message], str]] = {}
 
     async def messages(self, task: Task, rng: Random, style: str) -> tuple[list[Message], list[Message]]:
-        """The opening messages and the demonstration after them."""
+        """Return the opening messages and the demonstration after them."""
         session = Session(f"demonstrate/{task.id}", task, rng, monotonic() + OPENING_SECONDS)
         try:
             opening = list(await self.env.create(session, **task.create_kwargs))
@@ -60,7 +60,7 @@ class Demonstrator:
         return opening, demonstration(self.env, task, rng, style)
 
     async def trajectory(self, task: Task, rng: Random, style: str) -> Trajectory:
-        """One demonstration. Raises UserError where it cannot be written: no assistant turn, or a template that
+        """Return one demonstration. Raises UserError where it cannot be written: no assistant turn, or a template that
         rewrites what stands before it."""
         opening, demonstration = await self.messages(task, rng, style)
         request = AsyncRolloutRequest(f"{task.id}/{style}", task, 0, 0, finish=FinishReason.STOP)
@@ -82,16 +82,16 @@ class Demonstrator:
         return self._checked(request)
 
     def schemas(self, task: Task) -> list[dict[str, Any]]:
-        """Of the tools that the task offers."""
+        """Return the schemas of the tools that the task offers."""
         return [tool.schema for tool in offered(task, self.tools, self.env).values()]
 
-    def _say(self, request: AsyncRolloutRequest, message: Message, schemas: list[dict[str, Any]]) -> None:
+    def _say(self, request: AsyncRolloutRequest, message: Message, schemas: list[dict[str, Json]]) -> None:
         ids = self._turn_ids(request.messages, message, schemas)
         request.add_sampled(Generation(ids, [0.0] * len(ids), GenerationFinish.STOP))
         request.close_turn()
 
-    def _turn_ids(self, before: Sequence[Message], message: Message, schemas: list[dict[str, Any]]) -> list[int]:
-        """The ids of an assistant turn, the first stop id last."""
+    def _turn_ids(self, before: Sequence[Message], message: Message, schemas: list[dict[str, Json]]) -> list[int]:
+        """Return the ids of an assistant turn, the first stop id last."""
         context, prompt = self._context(before, schemas)
         whole = self.template.text([*context, message], schemas, generate=False)
         if not whole.startswith(prompt):
@@ -106,10 +106,10 @@ class Demonstrator:
             )
         return ids[: stop + 1]
 
-    def _context(self, before: Sequence[Message], schemas: list[dict[str, Any]]) -> tuple[list[Message], str]:
-        """A conversation after which a turn is written as after `before`, and its rendering: the first one seen with
-        the same tools and role of the last message, from its last user's message on. Rendering whole histories costs
-        far more."""
+    def _context(self, before: Sequence[Message], schemas: list[dict[str, Json]]) -> tuple[list[Message], str]:
+        """Return a conversation after which a turn is written as after `before`, and its rendering: the first one seen
+        with the same tools and role of the last message, from its last user's message on. Rendering whole histories
+        costs far more."""
         key = before[-1]["role"], *(schema["function"]["name"] for schema in schemas)
         if key not in self._contexts:
             first = max((i for i, m in enumerate(before) if m["role"] == "user"), default=0)

@@ -19,7 +19,7 @@ ROPE_THETA, INIT = 10_000.0, 0.04  # for contexts of a thousand tokens, and widt
 
 
 def read_template(section: NewModel) -> str:
-    """The chat template's text. Raises UserError where there is none, or where it is not ChatML."""
+    """Return the chat template's text. Raises UserError where there is none, or where it is not ChatML."""
     try:
         text = Path(section.chat_template).read_text(encoding="utf-8").strip()
     except OSError as error:
@@ -30,22 +30,14 @@ def read_template(section: NewModel) -> str:
 
 
 def bare_tokenizer(template: str) -> Any:
-    """A tokenizer of bytes and of the template's tokens: it renders, and can already be loaded as a chat."""
+    """Return a tokenizer of bytes and of the template's tokens: it renders, and can already be loaded as a chat."""
     return train_tokenizer([], 0, template, 1 << 30)
 
 
-def train_tokenizer(
-    texts: Iterable[str], vocabulary: int, template: str, context: int, tokens: Sequence[str] = ()
-) -> Any:
-    """Byte-level BPE (Sennrich et al., arXiv:1508.07909) on rendered conversations, `vocabulary` tokens in all.
+def byte_level_bpe() -> Any:
+    """Return a tokenizer of bytes, without merges and added tokens, that splits texts as `SPLIT` says."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
-    tokens: further texts that are one token each; like the template's tags they are read as plain text."""
-    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
-
-    special = list(dict.fromkeys([END_OF_TEXT, *SPECIAL.findall(template)]))
-    tags = list(dict.fromkeys([*TAGS.findall(template), *tokens]))
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -54,6 +46,22 @@ def train_tokenizer(
         ]
     )
     tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def train_tokenizer(
+    texts: Iterable[str], vocabulary: int, template: str, context: int, tokens: Sequence[str] = ()
+) -> Any:
+    """Train byte-level BPE (Sennrich et al., arXiv:1508.07909) on rendered conversations, `vocabulary` tokens in all.
+
+    tokens: further texts that are one token each; like the template's tags they are read as plain text."""
+    from tokenizers import AddedToken, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    special = list(dict.fromkeys([END_OF_TEXT, *SPECIAL.findall(template)]))
+    tags = list(dict.fromkeys([*TAGS.findall(template), *tokens]))
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    tokenizer = byte_level_bpe()
     trainer = trainers.BpeTrainer(
         vocab_size=max(vocabulary - len(tags), len(special) + len(alphabet)), special_tokens=special,
         initial_alphabet=alphabet, min_frequency=2, show_progress=False,
@@ -67,14 +75,14 @@ def train_tokenizer(
 
 
 def _between(tokens: Iterable[str], texts: Iterable[str]) -> Iterator[str]:
-    """What lies between the tokens: merges must not cross or learn them."""
+    """Return what lies between the tokens: merges must not cross or learn them."""
     cut = re.compile("|".join(map(re.escape, sorted(tokens, key=len, reverse=True))))
     for text in texts:
         yield from (piece for piece in cut.split(text) if piece)
 
 
 def new_model(section: NewModel, tokenizer: Any, seed: int) -> Any:
-    """A Qwen3 causal LM with random float32 weights, its embeddings tied."""
+    """Return a Qwen3 causal LM with random float32 weights, its embeddings tied."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 

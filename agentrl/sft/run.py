@@ -102,7 +102,8 @@ def _check_demonstrations(env: Environment, section: SftSection) -> None:
 
 
 def _places(output: str | None, recipe: Recipe, name: str) -> tuple[Path, Callable[[dict[str, float]], object]]:
-    """The model's folder, and who takes the metrics: a new run folder unless `output` names a folder for the model."""
+    """Return the model's folder, and who takes the metrics: a new run folder unless `output` names a folder for the
+    model."""
     if output is None:
         run = RunFolder.create(recipe.output, name)
         run.write_recipe(dump_recipe(recipe))
@@ -117,7 +118,7 @@ def _places(output: str | None, recipe: Recipe, name: str) -> tuple[Path, Callab
 def _start(
     recipe: Recipe, section: SftSection, env: Environment, tools: Sequence[Tool], runner: Runner
 ) -> tuple[Any, Any, Chat]:
-    """The model, its tokenizer and its chat; all new where the recipe says so."""
+    """Return the model, its tokenizer and its chat; all new where the recipe says so."""
     if section.new_model is None:
         model, tokenizer = load_model(recipe.model, recipe.train.seed)
     elif recipe.model.lora is not None:
@@ -144,7 +145,8 @@ def _demonstrator(env: Environment, tools: Sequence[Tool], chat: Chat, tokenizer
 
 
 def _new_tokenizer(recipe: Recipe, section: NewModel, env: Environment, tools: Sequence[Tool], runner: Runner) -> Any:
-    """From rendered demonstrations of every stage's style over all splits that are trained on or reported."""
+    """Train a tokenizer on rendered demonstrations of every stage's style over all splits that are trained on or
+    reported."""
     template = read_template(section)
     bare = bare_tokenizer(template)
     demonstrator = _demonstrator(env, tools, _chat(recipe, bare, env, tools), bare)

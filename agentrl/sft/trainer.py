@@ -48,7 +48,7 @@ class SftTrainer:
         self.began = monotonic()
 
     def teach(self, section: SftSection) -> list[float]:
-        """All stages. Returns the losses of the last, one a step, in nats a token."""
+        """Return all stages. Returns the losses of the last, one a step, in nats a token."""
         losses: list[float] = []
         self.began = monotonic()
         with self._progress() as progress:
@@ -100,7 +100,8 @@ class SftTrainer:
         return MuonAdamW(self.model, share, train.betas, stage.weight_decay, train.max_grad_norm)
 
     def _batch(self, stage: SftStage, seed: str) -> Batch:
-        """The next demonstrations. All count as one group, so what their prompts have in common is computed once."""
+        """Return the next demonstrations. All count as one group, so what their prompts have in common is computed
+        once."""
 
         async def demonstrate() -> Batch:
             drawn = [self.tasks[i] for i in self.sampler.draw(stage.batch)]

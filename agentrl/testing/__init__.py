@@ -8,8 +8,8 @@
 A broken promise is an AssertionError whose one line says what to do. They block, inside a running event loop as well.
 """
 
-from agentrl.testing.agent import call, said
+from agentrl.testing.agent import call, plain_text
 from agentrl.testing.environment import check_environment
 from agentrl.testing.tool import check_tool
 
-__all__ = ["call", "check_environment", "check_tool", "said"]
+__all__ = ["call", "check_environment", "check_tool", "plain_text"]

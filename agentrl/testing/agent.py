@@ -12,7 +12,7 @@ from typing import Any
 
 from agentrl.chat.base import ParsedCall, ParsedTurn
 from agentrl.engine.base import Engine, EngineError, Generation, GenerationFinish, Sampling
-from agentrl.plugins.types import Message
+from agentrl.plugins.types import Json, Message
 from agentrl.recipe.schema import RolloutSection
 
 Turn = Callable[[int], Awaitable[str | None]]
@@ -23,18 +23,18 @@ _NO_LIMIT = 1 << 30
 _CALL = re.compile(r"/([A-Za-z_][\w.-]*)(?:\s+(.*))?$")
 
 
-def call(name: str, /, **arguments: Any) -> str:
-    """The line that calls a tool."""
+def call(name: str, /, **arguments: Json) -> str:
+    """Return the line that calls a tool."""
     return f"/{name} {json.dumps(arguments, ensure_ascii=False)}"
 
 
-def said(text: str) -> str:
-    """`text` as lines that call nothing."""
+def plain_text(text: str) -> str:
+    """Return `text` as lines of a turn that call nothing."""
     return "\n".join(f"/{line}" if line.startswith("/") else line for line in text.split("\n"))
 
 
 def without_token_limits(limits: RolloutSection, **changes: Any) -> RolloutSection:
-    """Turns, calls and seconds as they are: only what is counted in tokens has no meaning for code points."""
+    """Return `limits` without those in tokens: only what is counted in tokens has no meaning for code points."""
     endless = {"max_tokens": _NO_LIMIT, "max_turn_tokens": _NO_LIMIT, "max_tool_tokens": _NO_LIMIT}
     return limits.model_copy(update={**endless, **changes})
 
@@ -47,13 +47,16 @@ class TextChat:
     rewrites_history: str | None = None
     description = "text, as it is typed"
 
-    def render(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> list[int]:
+    def render(self, messages: Sequence[Message], tools: Sequence[dict[str, Json]]) -> list[int]:
+        """See `Chat.render`."""
         return self._messages(messages)
 
     def bridge(self, turn_ids: Sequence[int], messages: Sequence[Message]) -> list[int]:
+        """See `Chat.bridge`."""
         return self._messages(messages)
 
     def parse(self, turn_ids: Sequence[int]) -> ParsedTurn:
+        """See `Chat.parse`."""
         words: list[str] = []
         calls: list[ParsedCall] = []
         for line in self.decode(turn_ids).split("\n"):
@@ -66,9 +69,11 @@ class TextChat:
         return ParsedTurn("\n".join(words).strip("\n"), tuple(calls))
 
     def decode(self, ids: Sequence[int]) -> str:
+        """See `Chat.decode`."""
         return "".join(chr(i) for i in ids if i < END)
 
     def encode_text(self, text: str) -> list[int]:
+        """See `Chat.encode_text`."""
         return [ord(character) for character in text]
 
     def _messages(self, messages: Sequence[Message]) -> list[int]:
@@ -112,7 +117,7 @@ class TextEngine(Engine):
 
 
 def scripted(turns: Sequence[str]) -> Turn:
-    """The agent that says these turns, one after the other; wanted more often, it fails with a clear line."""
+    """Return the agent that says these turns, one after the other; wanted more often, it fails with a clear line."""
 
     async def turn(number: int) -> str:
         if number >= len(turns):

@@ -42,7 +42,7 @@ def check_environment(
     limits: Mapping[str, Any] | None = None,
     sessions: int = 16,
 ) -> None:
-    """Raises AssertionError, one line, for the first promise that an environment does not keep.
+    """Raise AssertionError, one line, for the first promise that an environment does not keep.
 
     env: an object, a class that needs no argument, or an installed name. gold, wrong: how to play a task well and
     badly: a function from the task to the turns (texts; `call(...)` makes a tool call), or from the task and the
@@ -126,7 +126,7 @@ class _Contract:
         return [tasks[i] for i in range(min(LOOK, len(tasks)))]
 
     def check_tasks(self, second: Environment | None) -> None:
-        """Well-formed, and the same whenever and by whomever they are asked for."""
+        """Check that tasks are well-formed, and the same whenever and by whomever they are asked for."""
         for split, tasks in self.looked.items():
             plain = [self.plain(task, split) for task in tasks]
             ids = [task.id for task in tasks]
@@ -162,7 +162,8 @@ class _Contract:
             require_schema(tool)
 
     async def check_openings(self, disjoint: bool) -> None:
-        """Openings are messages, equal for the samples of a task; those of held-out tasks are not trained on."""
+        """Check that openings are messages, equal for the samples of a task; those of held-out tasks are not trained
+        on."""
         train: dict[str, str] = {}
         for split, tasks in self.looked.items():
             for task in tasks:
@@ -209,7 +210,7 @@ class _Contract:
     async def check_together(
         self, gold: Agent, wrong: Agent, best: list[Trajectory], worst: list[Trajectory], sessions: int
     ) -> None:
-        """Many at once get what each got alone."""
+        """Check that many requests at once get what each got alone."""
         count = len(self.played)
 
         async def one(i: int) -> None:
@@ -243,7 +244,7 @@ class _Contract:
         return played
 
     async def check_failures(self, gold: Agent) -> None:
-        """A request that fails in its first turn, and one that is cancelled there, are released all the same."""
+        """Check that requests that fail or are cancelled in their first turn are released all the same."""
         task = self.played[0]
 
         async def fails(number: int) -> str:

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from agentrl.plugins.environment import Environment
 from agentrl.plugins.tool import Tool
-from agentrl.plugins.types import ArgumentError, Session, Task
+from agentrl.plugins.types import ArgumentError, Json, Session, Task
 from agentrl.rollout.event_loop import blocking, run
 
 T = TypeVar("T")
@@ -24,7 +24,7 @@ _KEYS = re.compile(r"[A-Za-z_]\w*")
 
 
 def require(holds: object, line: str) -> None:
-    """Raises AssertionError with `line` unless it holds."""
+    """Raise AssertionError with `line` unless it holds."""
     if not holds:
         raise AssertionError(line)
 
@@ -43,7 +43,7 @@ def run_checks(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
 
 
 def require_hooks(plugin: Tool | Environment, what: str) -> None:
-    """The four hooks are async, and take the session first."""
+    """Check that the four hooks are async, and take the session first."""
     for hook in ("create", "execute", "calc_reward", "release"):
         method = getattr(plugin, hook, None)
         require(
@@ -62,7 +62,8 @@ def require_hooks(plugin: Tool | Environment, what: str) -> None:
 
 
 def require_schema(tool: Tool) -> None:
-    """A name, a description and parameters that a model can be given, and that `execute` can take."""
+    """Check that there are a name, a description and parameters that a model can be given, and that `execute` can
+    take."""
     what = f"tool {getattr(tool, 'name', type(tool).__name__)!r}"
     name = getattr(tool, "name", None)
     require(
@@ -91,7 +92,7 @@ def require_schema(tool: Tool) -> None:
     _require_check(tool, what)
 
 
-def _require_takes(tool: Tool, properties: Mapping[str, Any], what: str) -> None:
+def _require_takes(tool: Tool, properties: Mapping[str, Json], what: str) -> None:
     signature = inspect.signature(tool.execute)
     named = [p for p in signature.parameters.values() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)][1:]
     open_ended = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
@@ -128,13 +129,13 @@ def _require_check(tool: Tool, what: str) -> None:
 
 
 def session(task: Task, number: int, environment: Session | None = None) -> Session:
-    """The `number`-th session of a task here; their `rng`s are alike, so that what they do can be compared."""
+    """Return the `number`-th session of a task here; their `rng`s are alike, so that what they do can be compared."""
     deadline = time.monotonic() + HOOK_SECONDS
     return Session(f"{task.id}#{number}", task, random.Random(0), deadline, [], environment=environment)
 
 
 async def hook(work: Awaitable[T], what: str) -> T:
-    """The result of a hook that must not raise, and must end in time."""
+    """Return the result of a hook that must not raise, and must end in time."""
     try:
         async with asyncio.timeout(HOOK_SECONDS):
             return await work
@@ -145,20 +146,21 @@ async def hook(work: Awaitable[T], what: str) -> T:
 
 
 def number(value: Any, what: str) -> float:
-    """A finite number. Raises AssertionError."""
+    """Return a finite number. Raises AssertionError."""
     good = (isinstance(value, int | float) and not isinstance(value, bool)) or hasattr(value, "__float__")
     require(good and math.isfinite(value), f"{what} must be a finite number, got {value!r}")
     return float(value)
 
 
 def sizes(plugin: object) -> dict[str, int]:
-    """How much a plugin's own containers hold, by attribute."""
+    """Return how much a plugin's own containers hold, by attribute."""
     held = vars(plugin) if hasattr(plugin, "__dict__") else {}
     return {name: len(value) for name, value in held.items() if isinstance(value, dict | list | set)}
 
 
 async def require_no_growth(plugin: object, what: str, many: Callable[[], Awaitable[Any]]) -> None:
-    """What it holds does not grow with the sessions that it has served. (A first round may fill pools and caches.)"""
+    """Check that what it holds does not grow with the sessions that it has served. (A first round may fill pools and
+    caches.)"""
     await many()
     before = sizes(plugin)
     await many()
@@ -171,7 +173,7 @@ async def require_no_growth(plugin: object, what: str, many: Callable[[], Awaita
 
 
 def first_difference(a: Sequence[Any], b: Sequence[Any]) -> int | None:
-    """The index where they begin to differ."""
+    """Return the index where they begin to differ."""
     return next((i for i in range(max(len(a), len(b))) if a[i : i + 1] != b[i : i + 1]), None)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from agentrl.engine.base import EngineError
 from agentrl.plugins.environment import Environment
 from agentrl.plugins.tool import Tool
-from agentrl.plugins.types import Message, Reply, Session, Task
+from agentrl.plugins.types import Json, Message, Reply, Session, Task
 from agentrl.recipe.schema import RolloutSection
 from agentrl.rollout.driver import Driver
 from agentrl.rollout.request import AsyncRolloutRequest
@@ -27,13 +27,13 @@ class Alone(Environment):
     def tasks(self, split: str) -> Sequence[Task]:
         return ()
 
-    async def create(self, session: Session, **create_kwargs: object) -> Sequence[Message]:
+    async def create(self, session: Session, **create_kwargs: Json) -> Sequence[Message]:
         return [{"role": "user", "content": ""}]
 
     async def execute(self, session: Session, message: Message) -> Reply:
         return Reply(done=True)
 
-    async def calc_reward(self, session: Session, **kwargs: object) -> dict[str, float]:
+    async def calc_reward(self, session: Session, **kwargs: Json) -> dict[str, float]:
         return {}
 
 
@@ -48,7 +48,7 @@ class Stage:
         scorer: Scorer | None = None,
         changes: Mapping[str, object] | None = None,
     ) -> None:
-        """limits: of a recipe, those in tokens left out; `changes` to them go first."""
+        """Build a driver. limits: of a recipe, those in tokens left out; `changes` to them go first."""
         self.engine = TextEngine()
         self.chat = TextChat()
         self.driver = Driver(
@@ -61,13 +61,13 @@ class Stage:
         )
 
     def request(self, task: Task, turn: Turn, seed: int = 0, sample: int = 0) -> AsyncRolloutRequest:
-        """A request whose turns are the agent's."""
+        """Return a request whose turns are the agent's."""
         made = self.driver.request(task, sample, seed=seed)
         self.engine.seat(made.id, turn)
         return made
 
     async def play(self, task: Task, agent: Agent, sample: int = 0) -> Trajectory:
-        """A task from the first hook to the last."""
+        """Return a task from the first hook to the last."""
         request = self.driver.request(task, sample)
         self.engine.seat(request.id, _turns(agent, task, request.messages))
         return await self.driver.drive(request)

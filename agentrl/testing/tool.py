@@ -6,7 +6,7 @@ from typing import Any
 
 from agentrl.plugins.registry import make_tool
 from agentrl.plugins.tool import Tool, ToolSource
-from agentrl.plugins.types import ArgumentError, Session, Task, ToolKwargs, ToolResponse
+from agentrl.plugins.types import ArgumentError, Json, Session, Task, ToolKwargs, ToolResponse
 from agentrl.recipe.schema import ToolSection
 from agentrl.testing.agent import call as call_line
 from agentrl.testing.hooks import (
@@ -31,12 +31,12 @@ def check_tool(
     calls: Sequence[Call] = (),
     *,
     wrong: Sequence[Mapping[str, Any]] = (),
-    create_kwargs: Mapping[str, Any] | None = None,
-    execute_kwargs: Mapping[str, Any] | None = None,
+    create_kwargs: Mapping[str, Json] | None = None,
+    execute_kwargs: Mapping[str, Json] | None = None,
     deterministic: bool = True,
     sessions: int = 16,
 ) -> None:
-    """Raises AssertionError, one line, for the first promise that a tool does not keep.
+    """Raise AssertionError, one line, for the first promise that a tool does not keep.
 
     tool: an object, a class that needs no argument, or an installed name. calls: made one after the other in every
     session; none may be refused. wrong: calls that must be refused, after which the right ones still work.
@@ -114,8 +114,8 @@ class _Contract:
         tool: Tool,
         calls: Sequence[Call],
         wrong: Sequence[Mapping[str, Any]],
-        create_kwargs: Mapping[str, Any] | None,
-        execute_kwargs: Mapping[str, Any] | None,
+        create_kwargs: Mapping[str, Json] | None,
+        execute_kwargs: Mapping[str, Json] | None,
     ) -> None:
         self.tool = tool
         self.what = f"tool {getattr(tool, 'name', type(tool).__name__)!r}"
@@ -133,11 +133,11 @@ class _Contract:
         await hook(self.tool.release(begun), f"{self.what}: `release` {when}")
 
     async def end_early(self) -> None:
-        """A request may end before the first call."""
+        """Check a request that ends before the first call."""
         await self.release(await self.begin(0), "after a session without a call")
 
     async def play(self, index: int) -> list[Any]:
-        """Every call and the reward, in a session of its own: what came of them, in plain values."""
+        """Make every call and read the reward, in a session of its own; return what came of them as plain values."""
         begun = await self.begin(index)
         came: list[Any] = [await self.answer(begun, i) for i in range(len(self.calls))]
         came.append(await self.reward(begun))
@@ -145,7 +145,7 @@ class _Contract:
         return came
 
     async def play_among(self, index: int, sessions: int) -> list[Any]:
-        """As `play`, while others do the same; alone it was right."""
+        """Play as `play` does, while others do the same; alone it was right."""
         try:
             return await self.play(index)
         except AssertionError as error:
@@ -166,7 +166,7 @@ class _Contract:
             number(value, f"{what}: its metric {key!r}")
         return response.text, response.reward, dict(response.metrics), response.done
 
-    async def execute(self, begun: Session, arguments: Mapping[str, Any], what: str) -> ToolResponse:
+    async def execute(self, begun: Session, arguments: Mapping[str, Json], what: str) -> ToolResponse:
         try:
             checked = self.tool.check(arguments)
         except ArgumentError as error:
@@ -185,7 +185,7 @@ class _Contract:
         return {str(k): number(v, f"{self.what}: `calc_reward`, part {k!r},") for k, v in parts.items()}
 
     async def play_refused(self) -> None:
-        """The wrong calls are refused, in whatever way the driver understands, and the session goes on."""
+        """Check that the wrong calls are refused, in whatever way the driver understands, and the session goes on."""
         begun = await self.begin(0)
         for arguments in self.wrong:
             require(
@@ -195,7 +195,7 @@ class _Contract:
             await self.answer(begun, index)
         await self.release(begun, "after calls that were refused")
 
-    async def refuses(self, begun: Session, arguments: Mapping[str, Any]) -> bool:
+    async def refuses(self, begun: Session, arguments: Mapping[str, Json]) -> bool:
         try:
             checked = self.tool.check(arguments)
             result = await self.tool.execute(begun, **checked, **self.kwargs.execute_kwargs)
@@ -204,7 +204,7 @@ class _Contract:
         return isinstance(result, ToolResponse) and result.error
 
     async def cancel(self) -> None:
-        """A call may be cancelled at any point; `release` still works."""
+        """Check that `release` works after a call that was cancelled."""
         begun = await self.begin(0)
         arguments = self.tool.check(self.calls[0][0])
         work = asyncio.ensure_future(self.tool.execute(begun, **arguments, **self.kwargs.execute_kwargs))
@@ -217,7 +217,7 @@ class _Contract:
         await self.release(begun, "after a cancelled call")
 
     async def drive(self) -> None:
-        """The driver itself plays all calls as one request, which must not fail."""
+        """Check that the driver itself plays all calls as one request, which must not fail."""
         lines = [call_line(self.tool.name, **arguments) for arguments, _ in self.calls]
         stage = Stage(Alone(), [self.tool], changes={"max_turns": len(lines) + 1, "max_tool_calls": len(lines) + 1})
         played = await stage.play(self.task, lambda task: [*lines, "done"])

@@ -11,6 +11,7 @@ from paths import ROOT
 from agentrl import __version__
 from agentrl.cli import main
 from agentrl.recipe.load import load_recipe
+from agentrl.sft.new_model import bare_tokenizer
 
 RECIPE = str(ROOT / "recipes" / "gsm8k_tool.yaml")
 
@@ -105,16 +106,7 @@ CHATML = """{%- if tools %}<|im_start|>system
 @pytest.fixture
 def model_folder(tmp_path):
     """A folder with a byte-level tokenizer and no weights."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(letters)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>"])
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", chat_template=CHATML)
-    fast.save_pretrained(tmp_path)
+    bare_tokenizer(CHATML).save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
     return tmp_path
 

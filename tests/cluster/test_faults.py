@@ -15,8 +15,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cluster_help import STORE, Probe, alive, descendants, gone
+from cluster_help import STORE, Probe
 from paths import SUPPORT
+from processes import alive, descendants, gone
 
 from agentrl.cluster.errors import ClusterError, WorkerLost
 from agentrl.cluster.group import WorkerGroup
@@ -232,11 +233,11 @@ def test_ray_that_does_not_start_says_why(unconnected: None, place: Path) -> Non
 
 
 def test_ray_that_takes_too_long_is_ended(unconnected: None, place: Path) -> None:
-    before = set(descendants(os.getpid()))
+    before = set(descendants())
     with pytest.raises(ClusterError, match=r"^Ray did not start on this machine in time: "):
         Session(cpus=1, object_store=STORE, timeout=0.2)
     assert list(place.iterdir()) == []
-    assert set(descendants(os.getpid())) <= before
+    assert set(descendants()) <= before
 
 
 def test_one_session_at_a_time(session: Session) -> None:

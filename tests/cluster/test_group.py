@@ -8,7 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cluster_help import STORE, Probe, Rows, Silent, gone
+from cluster_help import STORE, Probe, Rows, Silent
+from processes import gone
 
 from agentrl.cluster.dispatch import register
 from agentrl.cluster.errors import ClusterError

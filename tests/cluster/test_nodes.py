@@ -2,16 +2,15 @@
 
 import os
 import shutil
-import signal
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
-from cluster_help import STORE, Probe, alive, descendants, gone
+from cluster_help import STORE, Probe
+from processes import alive, command, descendants, gone, until
 
 from agentrl.cluster.errors import ClusterError, WorkerLost
 from agentrl.cluster.group import WorkerGroup
@@ -35,13 +34,6 @@ def node(folder: Path, *arguments: str) -> Iterator[ProcessTree]:
         yield tree
     finally:
         tree.end()
-
-
-def until(done: "callable") -> None:
-    end = time.monotonic() + SECONDS
-    while not done():
-        assert time.monotonic() < end
-        time.sleep(0.1)
 
 
 @pytest.fixture(scope="module")
@@ -134,11 +126,10 @@ def test_ray_that_ends_in_mid_run(tmp_path: Path) -> None:
     with Session(cpus=1, object_store=STORE) as session, ResourcePool(1) as pool:
         group = WorkerGroup(pool, Probe, name="probe", logs=tmp_path)
         call = group.slow(600)
-        said = {pid: Path(f"/proc/{pid}/cmdline").read_text() for pid in descendants(os.getpid())}
-        ours = {pid: line for pid, line in said.items() if str(session.folder) in line}
-        os.kill(next(pid for pid, line in ours.items() if "raylet_socket_name" in line), signal.SIGKILL)
+        ours = [process for process in descendants() if str(session.folder) in command(process)]
+        next(process for process in ours if "raylet_socket_name" in command(process)).kill()
         with pytest.raises(WorkerLost, match=r"worker 0 .* died in 'slow': Ray (itself has ended|has lost touch)"):
             call.result()
         until(lambda: not session.alive)
     assert not session.folder.exists()
-    assert gone(list(ours))
+    assert gone([process.pid for process in ours])

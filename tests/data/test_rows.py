@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from agentrl.data.change import Change
-from agentrl.data.files import read_files
+from agentrl.data.files import read_files, write_parquet
 from agentrl.data.source import open_source
-from agentrl.data.write import write_parquet
 from agentrl.errors import UserError
 
 ROWS = [{"prompt": f"question {n}", "answer": str(n), "deep": {"n": n, "tags": ["a", "b"]}} for n in range(40)]

@@ -11,7 +11,7 @@ from agentrl_envs.code.answer import find_solution
 from agentrl_envs.code.environment import INSTRUCTIONS, Code
 from agentrl_envs.code.generate import SPLITS, TESTS, is_held_out, problem
 from agentrl_envs.code.kinds import KINDS, UNSEEN
-from agentrl_envs.code.rows import read_row
+from agentrl_envs.code.source import read_row
 from agentrl_tools.python import Python
 from fakes import ScriptedEngine, call, make_driver
 

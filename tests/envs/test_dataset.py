@@ -13,7 +13,7 @@ from agentrl_envs.dataset.environment import Dataset
 from fakes import CharChat, ScriptedEngine, call
 
 from agentrl import Message, Session, Task, ToolKwargs, UserError
-from agentrl.data.write import write_parquet
+from agentrl.data.files import write_parquet
 from agentrl.recipe.schema import RolloutSection
 from agentrl.rollout.driver import Driver
 from agentrl.rollout.groups import roll_out

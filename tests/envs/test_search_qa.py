@@ -7,8 +7,7 @@ from random import Random
 import pytest
 from agentrl_envs.search_qa import generated
 from agentrl_envs.search_qa.demonstrations import STYLES
-from agentrl_envs.search_qa.environment import SYSTEM_PROMPT, SearchQa
-from agentrl_envs.search_qa.grade import exact_match, f1, normalized, read_answer
+from agentrl_envs.search_qa.environment import SYSTEM_PROMPT, SearchQa, exact_match, f1, normalized, read_answer
 from agentrl_envs.search_qa.world import world
 from fakes import call, make_driver
 from paths import RECIPES

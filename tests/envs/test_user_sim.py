@@ -9,8 +9,7 @@ import pytest
 from agentrl_envs.user_sim.dialogue import Dialogue, Heard, plain
 from agentrl_envs.user_sim.environment import UserSim
 from agentrl_envs.user_sim.facts import FACTS, is_held_out
-from agentrl_envs.user_sim.generate import FEWEST, SPLITS, Scenario, scenario
-from agentrl_envs.user_sim.kinds import KINDS
+from agentrl_envs.user_sim.generate import FEWEST, KINDS, SPLITS, Scenario, scenario
 from fakes import ScriptedEngine, call, make_driver
 
 from agentrl.errors import UserError

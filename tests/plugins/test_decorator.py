@@ -15,7 +15,7 @@ from pydantic import BaseModel, Field
 from transformers.utils import get_json_schema
 
 from agentrl import ArgumentError, Session, Task, Tool, ToolResponse, UserError, tool
-from agentrl.plugins.docstring import read_docstring
+from agentrl.plugins.signature import read_docstring
 
 
 class Unit(Enum):

@@ -16,8 +16,8 @@ from fakes import (
     call,
     logprob,
     make_driver,
-    until,
 )
+from processes import eventually
 
 from agentrl.plugins.types import Reply, Task, ToolKwargs, ToolResponse
 from agentrl.rollout.request import TRANSITIONS, RequestState, TransitionError
@@ -149,7 +149,7 @@ async def test_an_aborted_request_keeps_its_tokens_and_is_driven_on():
     driver = make_driver(engine, Env(hooks), [Echo(hooks)])
     request = driver.request(TASK, 0)
     driving = asyncio.create_task(driver.drive(request, resumable=True))
-    await until(lambda: engine.turns[request.id] == 2)
+    await eventually(lambda: engine.turns[request.id] == 2)
     engine.abort()
     first = await driving
     check_invariants(first)
@@ -193,7 +193,7 @@ async def test_a_request_to_be_driven_on_is_released_when_it_is_cancelled():
     engine = ScriptedEngine(["abcdef"], seconds=60)
     driver = make_driver(engine, Env(hooks))
     driving = asyncio.create_task(driver.drive(driver.request(TASK, 0), resumable=True))
-    await until(lambda: engine.stopping)
+    await eventually(lambda: engine.stopping)
     driving.cancel()
     with pytest.raises(asyncio.CancelledError):
         await driving

@@ -7,7 +7,8 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from fakes import Echo, Env, Hooks, ScriptedEngine, abort_when_waiting, call, make_driver, until
+from fakes import Echo, Env, Hooks, ScriptedEngine, abort_when_waiting, call, make_driver
+from processes import eventually
 
 from agentrl.plugins.types import Task, ToolResponse
 from agentrl.rollout import deadline as timer
@@ -149,7 +150,7 @@ async def test_a_cancelled_roll_out_releases_every_request():
     hooks = Hooks()
     engine = ScriptedEngine(lambda *_: "4", seconds=60)
     task = asyncio.create_task(roll_out(make_driver(engine, Env(hooks), concurrency=5), TASKS, 4))
-    await until(lambda: len(engine.stopping) == 5)
+    await eventually(lambda: len(engine.stopping) == 5)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
@@ -186,7 +187,7 @@ async def test_a_tool_that_ignores_every_cancellation_costs_its_own_request_alon
     assert (lost.finish, lost.failure.boundary) == (FinishReason.ERROR, Boundary.TOOL)
     assert "left behind" in lost.failure.message
     over.set()
-    await until(lambda: not timer._left_behind)
+    await eventually(lambda: not timer._left_behind)
     hooks.check()
 
 

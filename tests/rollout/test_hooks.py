@@ -3,7 +3,8 @@
 import asyncio
 
 import pytest
-from fakes import TASK, Echo, Env, Hooks, ScriptedEngine, call, make_driver, until
+from fakes import TASK, Echo, Env, Hooks, ScriptedEngine, call, make_driver
+from processes import eventually
 
 from agentrl.rollout import deadline as timer
 from agentrl.rollout import hooks as hooks_module
@@ -16,7 +17,7 @@ async def hang(*_, **__):
 
 async def cancel_when(driver, request, reached):
     driving = asyncio.create_task(driver.drive(request))
-    await until(reached)
+    await eventually(reached)
     driving.cancel()
     with pytest.raises(asyncio.CancelledError):
         await driving
@@ -95,7 +96,7 @@ async def test_cancelled_in_its_release_it_is_aborted():
     driver = make_driver(["4"], Env(hooks, release=slowly))
     request = driver.request(TASK, 0)
     driving = asyncio.create_task(driver.drive(request))
-    await until(lambda: hooks.total("env", "release"))
+    await eventually(lambda: hooks.total("env", "release"))
     driving.cancel()
     await asyncio.sleep(0)
     over.set()

@@ -9,7 +9,8 @@ import sys
 import time
 
 import pytest
-from fakes import Echo, Env, Hooks, ScriptedEngine, call, make_driver, until
+from fakes import Echo, Env, Hooks, ScriptedEngine, call, make_driver
+from processes import eventually
 
 from agentrl.plugins.reward import GroupReward
 from agentrl.plugins.rewards import Rewards
@@ -71,7 +72,7 @@ def stand_still():
 async def test_what_was_in_flight_is_sampled_again_with_the_same_seed_and_counted_once():
     hooks, engine = Hooks(), ScriptedEngine(lambda *_: "4", seconds=60)
     pending = asyncio.create_task(roll_out(make_driver(engine, Env(hooks), turn_timeout=30), TASKS, 2, seed=3))
-    await until(lambda: len(engine.stopping) == 4)
+    await eventually(lambda: len(engine.stopping) == 4)
     engine.seconds = 0
     stand_still()
     assert [len(group.trajectories) for group in await pending] == [2, 2]

@@ -7,6 +7,7 @@ from itertools import count
 
 import pytest
 from fakes import Echo, Env, Hooks, ScriptedEngine, call, make_driver
+from processes import eventually
 
 from agentrl.plugins.types import Task
 from agentrl.rollout.stream import Plan, Stream
@@ -180,7 +181,7 @@ async def test_new_weights_land_in_the_middle_of_a_request():
     driver = make_driver(engine, tools=[tool])
     stream = Stream(driver, TASKS, iter(range(100)).__next__, Plan(2, 1, 3, 0, 2))
     pending = asyncio.create_task(stream.take())
-    await asyncio.sleep(0.015)
+    await eventually(lambda: sum(turn > 1 for turn in engine.turns.values()) > 1)  # two requests, in their second turn
     await engine.update_weights(1)
     stream.advance(1)
     (flight,) = await pending

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from agentrl.rollout.event_loop import Runner
-from agentrl.rollout.watchdog import Frame, Watchdog, accuse, read_dump
+from agentrl.rollout.watchdog import Frame, Watchdog, blocking_code, read_dump
 
 AGENTRL = str(Path(sys.modules["agentrl"].__file__).parent)
 EVENTS = Frame(asyncio.events.__file__, 80, "_run")
@@ -40,7 +40,7 @@ SELECT = Frame(os.__file__.replace("os.py", "selectors.py"), 468, "select")
     ],
 )
 def test_a_plugin_is_accused_and_our_own_work_is_not(stacks, held, said):
-    found = accuse(stacks, 1, held)
+    found = blocking_code(stacks, 1, held)
     assert (found or "").startswith(said or "\0") if said else found is None
 
 

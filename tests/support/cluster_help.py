@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -165,34 +164,3 @@ class Silent(Probe):
 
     def __init__(self) -> None:
         return
-
-
-def alive(pid: int) -> bool:
-    """Whether a process runs; one that has ended and waits for its parent does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
-def gone(pids: Sequence[int], seconds: float = 30.0) -> bool:
-    """Whether all of them end within so many seconds."""
-    until = time.monotonic() + seconds
-    while any(map(alive, pids)) and time.monotonic() < until:
-        time.sleep(0.05)
-    return not any(map(alive, pids))
-
-
-def descendants(pid: int) -> list[int]:
-    """The processes below one, at whatever depth."""
-    below: dict[int, list[int]] = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            parent = int(stat.read_text().rpartition(")")[2].split()[1])
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        below.setdefault(parent, []).append(int(stat.parent.name))
-    found = below.get(pid, [])
-    for child in found:
-        found += below.get(child, [])
-    return found

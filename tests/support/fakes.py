@@ -8,6 +8,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from processes import eventually
+
 from agentrl.chat.base import ParsedCall, ParsedTurn
 from agentrl.engine.base import Generation, GenerationFinish, Sampling
 from agentrl.plugins.environment import Environment
@@ -147,6 +149,11 @@ class Hooks:
     def note(self, plugin: str, hook: str, session: Session) -> None:
         self.counts[plugin, hook, session.id] += 1
 
+    async def act(self, plugin: Any, hook: str, *args: Any, **kwargs: Any) -> Any:
+        """Note the call, and do the plugin's action of this hook."""
+        self.note(plugin.name, hook, args[0])
+        return await _act(plugin.actions[hook], *args, **kwargs)
+
     def total(self, plugin: str, hook: str) -> int:
         return sum(n for (p, h, _), n in self.counts.items() if (p, h) == (plugin, hook))
 
@@ -187,20 +194,16 @@ class Env(Environment):
         return [Task(f"{split}-{i}", {"question": str(i)}) for i in range(8)]
 
     async def create(self, session: Session, **create_kwargs: Any) -> Sequence[Message]:
-        self.hooks.note(self.name, "create", session)
-        return await _act(self.actions["create"], session, **create_kwargs)
+        return await self.hooks.act(self, "create", session, **create_kwargs)
 
     async def execute(self, session: Session, message: Message) -> Reply:
-        self.hooks.note(self.name, "execute", session)
-        return await _act(self.actions["execute"], session, message)
+        return await self.hooks.act(self, "execute", session, message)
 
     async def calc_reward(self, session: Session, **kwargs: Any) -> Any:
-        self.hooks.note(self.name, "calc_reward", session)
-        return await _act(self.actions["calc_reward"], session, **kwargs)
+        return await self.hooks.act(self, "calc_reward", session, **kwargs)
 
     async def release(self, session: Session, **kwargs: Any) -> None:
-        self.hooks.note(self.name, "release", session)
-        await _act(self.actions["release"], session, **kwargs)
+        return await self.hooks.act(self, "release", session, **kwargs)
 
 
 class Echo(Tool):
@@ -224,31 +227,21 @@ class Echo(Tool):
         return dict(arguments)
 
     async def create(self, session: Session, **create_kwargs: Any) -> None:
-        self.hooks.note(self.name, "create", session)
-        await _act(self.actions["create"], session, **create_kwargs)
+        return await self.hooks.act(self, "create", session, **create_kwargs)
 
     async def execute(self, session: Session, **arguments: Any) -> ToolResponse | str:
-        self.hooks.note(self.name, "execute", session)
-        return await _act(self.actions["execute"], session, **arguments)
+        return await self.hooks.act(self, "execute", session, **arguments)
 
     async def calc_reward(self, session: Session, **kwargs: Any) -> Any:
-        self.hooks.note(self.name, "calc_reward", session)
-        return await _act(self.actions["calc_reward"], session, **kwargs)
+        return await self.hooks.act(self, "calc_reward", session, **kwargs)
 
     async def release(self, session: Session, **kwargs: Any) -> None:
-        self.hooks.note(self.name, "release", session)
-        await _act(self.actions["release"], session, **kwargs)
-
-
-async def until(reached: Callable[[], bool]) -> None:
-    """Let everybody else run until then."""
-    while not reached():
-        await asyncio.sleep(0.001)
+        return await self.hooks.act(self, "release", session, **kwargs)
 
 
 async def abort_when_waiting(engine: ScriptedEngine, requests: int) -> None:
     """Abort all, once so many requests wait for their tokens."""
-    await until(lambda: len(engine.stopping) == requests)
+    await eventually(lambda: len(engine.stopping) == requests)
     engine.abort()
 
 

@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from aiohttp import web
+from serving import serving
 
 from agentrl import Session, Task
 
@@ -61,17 +62,9 @@ class Server:
 @asynccontextmanager
 async def retriever(port: int = 0) -> AsyncIterator[Server]:
     server = Server()
-    app = web.Application()
-    app.router.add_post("/retrieve", server.handle)
-    runner = web.AppRunner(app, shutdown_timeout=0.1)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", port)
-    await site.start()
-    server.url = f"http://127.0.0.1:{runner.addresses[0][1]}/retrieve"
-    try:
+    async with serving({"POST /retrieve": server.handle}, port) as url:
+        server.url = f"{url}/retrieve"
         yield server
-    finally:
-        await runner.cleanup()
 
 
 def session(seconds: float = 60.0) -> Session:

@@ -1,6 +1,5 @@
 """A stand-in for a server that takes weights and adapters, and samples by them."""
 
-import asyncio
 import copy
 import json
 from collections.abc import Mapping
@@ -29,15 +28,17 @@ class AdapterStandIn(StandIn):
     def __post_init__(self) -> None:
         self.model = copy.deepcopy(self.model)
 
-    def _add_routes(self, app: web.Application) -> None:
-        super()._add_routes(app)
-        for path in ("/pause_generation", "/continue_generation", "/begin_weight_update", "/end_weight_update"):
-            app.router.add_post(path, self._done)
-        app.router.add_post("/update_weights_from_tensor", self._load)
-        app.router.add_post("/weights_checker", self._checksums)
-        app.router.add_post("/load_lora_adapter", self._load_adapter)
-        app.router.add_post("/load_lora_adapter_from_tensors", self._load_adapter_tensors)
-        app.router.add_post("/unload_lora_adapter", self._unload_adapter)
+    def _routes(self) -> dict[str, Any]:
+        done = ("pause_generation", "continue_generation", "begin_weight_update", "end_weight_update")
+        return {
+            **super()._routes(),
+            **{f"POST /{path}": self._done for path in done},
+            "POST /update_weights_from_tensor": self._load,
+            "POST /weights_checker": self._checksums,
+            "POST /load_lora_adapter": self._load_adapter,
+            "POST /load_lora_adapter_from_tensors": self._load_adapter_tensors,
+            "POST /unload_lora_adapter": self._unload_adapter,
+        }
 
     def restart(self) -> None:
         """It is another process now, with the weights that it was launched with, whatever those are."""
@@ -111,12 +112,6 @@ class AdapterStandIn(StandIn):
             return super()._probe(ids, body)
         finally:
             self.model = own
-
-
-async def _until(done: Any) -> None:
-    async with asyncio.timeout(120):
-        while not done():
-            await asyncio.sleep(0.02)
 
 
 def adapted(**changes: Any) -> Any:

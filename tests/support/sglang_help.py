@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from aiohttp import web
 from paths import ROOT
+from serving import serving
 
 from agentrl.engine.base import Sampling
 from agentrl.engine.local.engine import LocalEngine
@@ -95,30 +96,26 @@ class StandIn:
     async def __aenter__(self) -> "StandIn":
         self._engine = LocalEngine(self.model, max_batch=32)
         self._held = asyncio.Event()
-        app = web.Application(middlewares=[self._count])
-        self._add_routes(app)
-        self._runner = web.AppRunner(app, shutdown_timeout=0.1)
-        await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", 0)
-        await site.start()
-        self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
+        self._serving = serving(self._routes(), middlewares=[self._count])
+        self.url = await self._serving.__aenter__()
         return self
 
-    def _add_routes(self, app: web.Application) -> None:
-        app.router.add_get("/health", self._ok)
-        app.router.add_get("/model_info", self._model_info)
-        app.router.add_get("/server_info", self._server_info)
-        app.router.add_post("/v1/tokenize", self._tokenize)
-        app.router.add_post("/generate", self._generate)
-        app.router.add_post("/abort_request", self._abort)
-        app.router.add_post("/update_weight_version", self._set_version)
-        for path in UPDATE_PATHS if self.takes_weights else ():
-            app.router.add_post(path, self._taken)
+    def _routes(self) -> dict[str, Any]:
+        return {
+            "GET /health": self._ok,
+            "GET /model_info": self._model_info,
+            "GET /server_info": self._server_info,
+            "POST /v1/tokenize": self._tokenize,
+            "POST /generate": self._generate,
+            "POST /abort_request": self._abort,
+            "POST /update_weight_version": self._set_version,
+            **{f"POST {path}": self._taken for path in UPDATE_PATHS if self.takes_weights},
+        }
 
     async def __aexit__(self, *error: object) -> None:
         self._held.set()
         await self._engine.close()
-        await self._runner.cleanup()
+        await self._serving.__aexit__(None, None, None)
 
     @web.middleware
     async def _count(self, request: web.Request, handler: Any) -> web.StreamResponse:

@@ -1,7 +1,5 @@
 """Starting stand-ins and real servers in tests of the server process."""
 
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 from agentrl.engine.sglang.client import Sessions
@@ -24,13 +22,6 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])
 def plan(*command: str) -> LaunchPlan:
     return LaunchPlan(command=command, model_path="m", dtype="float32", flags={}, max_batch=4, token_bytes=1,
                       context=64, cpu=True)  # fmt: skip
-
-
-def until(done: Callable[[], bool], seconds: float = 120.0) -> None:
-    end = time.monotonic() + seconds
-    while not done():
-        assert time.monotonic() < end, "it did not come to pass"
-        time.sleep(0.05)
 
 
 async def started(launch: LaunchPlan, log: Path, timeout: float = 60.0) -> Server:

@@ -13,6 +13,7 @@ import aiohttp
 import torch
 from aiohttp import web
 from safetensors.torch import load_file
+from serving import serving
 
 from agentrl.models.load import load_model
 from agentrl.recipe.schema import ModelSection
@@ -115,16 +116,12 @@ class FaultyServer:
         self._counts: Counter[str] = Counter()
 
     async def __aenter__(self) -> "FaultyServer":
-        app = web.Application()
-        app.router.add_route("*", "/{path:.*}", self._answer)
-        self._runner = web.AppRunner(app, shutdown_timeout=0.1)
-        await self._runner.setup()
-        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
-        self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
+        self._serving = serving({"* /{path:.*}": self._answer})
+        self.url = await self._serving.__aenter__()
         return self
 
     async def __aexit__(self, *error: object) -> None:
-        await self._runner.cleanup()
+        await self._serving.__aexit__(None, None, None)
 
     async def _answer(self, request: web.Request) -> web.Response:
         path = request.path

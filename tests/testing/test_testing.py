@@ -3,11 +3,12 @@
 import asyncio
 import math
 import random
+from functools import cache
 
 import pytest
 
 from agentrl import ArgumentError, Environment, Reply, Session, Task, Tool, ToolResponse, tool
-from agentrl.testing import call, check_environment, check_tool, said
+from agentrl.testing import call, check_environment, check_tool, plain_text
 from agentrl.testing.agent import TextChat
 
 
@@ -30,6 +31,51 @@ def test_the_shipped_environment_keeps_the_contract():
 
 async def test_they_can_be_called_inside_a_running_loop():
     check_tool("calculator", calls=[{"expression": "2*3"}])
+
+
+def does(act):
+    """A hook that does `act(plugin, session)`."""
+
+    async def hook(self, session, *args, **kwargs):
+        return act(self, session)
+
+    return hook
+
+
+def gives(value):
+    return does(lambda self, session: value)
+
+
+def fail(error: Exception):
+    raise error
+
+
+async def no_session(self, **kwargs):
+    return 0.0
+
+
+async def leak(self, session, **create_kwargs):
+    session.state = []
+    self.kept[object()] = session.id
+
+
+def takes(**properties):
+    return {"type": "object", "properties": properties}
+
+
+def changed(change):
+    """`tasks` with each task put through `change(environment, index, task)`."""
+    return lambda self, split: [change(self, i, task) for i, task in enumerate(Sums.tasks(self, split))]
+
+
+def bad_tool(**attributes) -> type[Tool]:
+    """The class Good with one thing done badly."""
+    return type("BadTool", (Good,), attributes)
+
+
+def bad_env(**attributes) -> type[Environment]:
+    """The class Sums with one thing done badly."""
+    return type("BadEnv", (Sums,), attributes)
 
 
 class Good(Tool):
@@ -69,49 +115,6 @@ def test_a_good_tool_passes():
     check_tool(Good())
 
 
-class Sync(Good):
-    def release(self, session, **kwargs):
-        return None
-
-
-class NoSession(Good):
-    async def calc_reward(self, **kwargs):
-        return 0.0
-
-
-class BadName(Good):
-    name = "two words"
-
-
-class NoDescription(Good):
-    description = " "
-
-
-class NoObject(Good):
-    parameters = {"type": "array"}  # noqa: RUF012
-
-
-class Unwritable(Good):
-    parameters = {"type": "object", "properties": {"word": {"type": "string", "default": {1, 2}}}}  # noqa: RUF012
-
-
-class RequiresMore(Good):
-    parameters = {**Good.parameters, "required": ["word", "more"]}  # noqa: RUF012
-
-
-class OffersMore(Good):
-    parameters = {"type": "object", "properties": {"word": {"type": "string"}, "more": {}}}  # noqa: RUF012
-
-
-class MayLeaveOut(Good):
-    parameters = {"type": "object", "properties": {"word": {"type": "string"}}}  # noqa: RUF012
-
-
-class ChecksBadly(Good):
-    def check(self, arguments):
-        return {"word": arguments["word"]}
-
-
 class Shared(Good):
     async def execute(self, session, word):
         self.kept.setdefault("all", []).append(word)
@@ -126,22 +129,6 @@ class SharedAtOnce(Good):
         mine = self.last
         await asyncio.sleep(0.001)
         return "a b same" if self.last == mine else "other"
-
-
-class Leaking(Good):
-    async def create(self, session, **create_kwargs):
-        session.state = []
-        self.kept[object()] = session.id
-
-
-class CreatesBadly(Good):
-    async def create(self, session, **create_kwargs):
-        raise OSError("no room")
-
-
-class ReleasesBadly(Good):
-    async def release(self, session, **kwargs):
-        session.state.remove("a")
 
 
 class ReleasesAfterUseOnly(Good):
@@ -169,64 +156,52 @@ class SwallowsCancellation(Good):
         return "a b"
 
 
-class BadReward(Good):
-    async def calc_reward(self, session, **kwargs):
-        return math.nan
+SPOILED = {
+    r"tool 'good': `release` is no async method; write `async def release": bad_tool(
+        release=lambda self, session, **kwargs: None
+    ),
+    r"`calc_reward` must take the session as its first argument": bad_tool(calc_reward=no_session),
+    r"set `name` to letters.*got 'two words'": bad_tool(name="two words"),
+    r"set a `description`": bad_tool(description=" "),
+    r"must be a JSON schema of type 'object'": bad_tool(parameters={"type": "array"}),
+    r"its schema cannot be written as JSON": bad_tool(parameters=takes(word={"type": "string", "default": {1, 2}})),
+    r"`required` names 'more', which is not in `properties`": bad_tool(
+        parameters={**Good.parameters, "required": ["word", "more"]}
+    ),
+    r"`execute` does not take 'more', which its schema offers": bad_tool(
+        parameters=takes(word={"type": "string"}, more={})
+    ),
+    r"`execute` needs 'word', which its schema lets a model leave out": bad_tool(
+        parameters=takes(word={"type": "string"})
+    ),
+    r"`check` raised KeyError: 'word'; what a model does wrong is an ArgumentError": bad_tool(
+        check=lambda self, arguments: {"word": arguments["word"]}
+    ),
+    r"a second session answered otherwise than the first \(call 1: .*keep what is per request": Shared,
+    r"one alone was right, 16 sessions at once are not": SharedAtOnce,
+    r"self.kept grew from \d+ to \d+ entries over sessions that were all released": bad_tool(create=leak),
+    r"`create` raised OSError: no room": bad_tool(create=does(lambda self, session: fail(OSError("no room")))),
+    r"`release` after a session without a call raised ValueError": bad_tool(
+        release=does(lambda self, session: session.state.remove("a"))
+    ),
+    r"`release` after a cancelled call raised AttributeError": ReleasesAfterUseOnly,
+    r"`calc_reward`, part 'good', must be a finite number, got nan": bad_tool(calc_reward=gives(math.nan)),
+    r"its reward must be a finite number, got inf": bad_tool(execute=gives(ToolResponse("a b", reward=math.inf))),
+    r"its metric 'length' must be a finite number, got 'long'": bad_tool(
+        execute=gives(ToolResponse("a b", metrics={"length": "long"}))
+    ),
+    r"must return text or a ToolResponse, got 3": bad_tool(execute=gives(3)),
+    r"call 1 with \{'word': 'a'\} raised ArgumentError: not today": bad_tool(
+        execute=does(lambda self, session: fail(ArgumentError("not today")))
+    ),
+    r"the call with \{\} was not refused": bad_tool(
+        check=lambda self, arguments: {"word": str(arguments.get("word", "a"))}
+    ),
+}
 
 
-class BadStep(Good):
-    async def execute(self, session, word):
-        return ToolResponse("a b", reward=math.inf)
-
-
-class BadMetric(Good):
-    async def execute(self, session, word):
-        return ToolResponse("a b", metrics={"length": "long"})
-
-
-class NoText(Good):
-    async def execute(self, session, word):
-        return 3
-
-
-class Refuses(Good):
-    async def execute(self, session, word):
-        raise ArgumentError("not today")
-
-
-class AcceptsAll(Good):
-    def check(self, arguments):
-        return {"word": str(arguments.get("word", "a"))}
-
-
-SPOILED = [
-    (Sync, r"tool 'good': `release` is no async method; write `async def release"),
-    (NoSession, r"`calc_reward` must take the session as its first argument"),
-    (BadName, r"set `name` to letters.*got 'two words'"),
-    (NoDescription, r"set a `description`"),
-    (NoObject, r"must be a JSON schema of type 'object'"),
-    (Unwritable, r"its schema cannot be written as JSON"),
-    (RequiresMore, r"`required` names 'more', which is not in `properties`"),
-    (OffersMore, r"`execute` does not take 'more', which its schema offers"),
-    (MayLeaveOut, r"`execute` needs 'word', which its schema lets a model leave out"),
-    (ChecksBadly, r"`check` raised KeyError: 'word'; what a model does wrong is an ArgumentError"),
-    (Shared, r"a second session answered otherwise than the first \(call 1: .*keep what is per request"),
-    (SharedAtOnce, r"one alone was right, 16 sessions at once are not"),
-    (Leaking, r"self.kept grew from \d+ to \d+ entries over sessions that were all released"),
-    (CreatesBadly, r"`create` raised OSError: no room"),
-    (ReleasesBadly, r"`release` after a session without a call raised ValueError"),
-    (ReleasesAfterUseOnly, r"`release` after a cancelled call raised AttributeError"),
-    (BadReward, r"`calc_reward`, part 'good', must be a finite number, got nan"),
-    (BadStep, r"its reward must be a finite number, got inf"),
-    (BadMetric, r"its metric 'length' must be a finite number, got 'long'"),
-    (NoText, r"must return text or a ToolResponse, got 3"),
-    (Refuses, r"call 1 with \{'word': 'a'\} raised ArgumentError: not today"),
-    (AcceptsAll, r"the call with \{\} was not refused"),
-]
-
-
-@pytest.mark.parametrize(("spoiled", "words"), SPOILED, ids=[s.__name__ for s, _ in SPOILED])
-def test_each_broken_promise_of_a_tool_is_named(spoiled, words):
+@pytest.mark.parametrize(("words", "spoiled"), SPOILED.items())
+def test_each_broken_promise_of_a_tool_is_named(words, spoiled):
     broken(words, check_tool, spoiled, CALLS, wrong=[{}])
 
 
@@ -296,91 +271,12 @@ def test_a_good_environment_passes():
     check_environment(Sums(), adaptive, wrong)
 
 
-class SyncEnv(Sums):
-    def create(self, session, **create_kwargs):
-        return [{"role": "user", "content": "?"}]
-
-
-class Unnamed(Sums):
-    name = ""
-
-
-class TrainHeldOut(Sums):
-    splits = ("train", "test")
-
-
-class NoTask(Sums):
-    def tasks(self, split):
-        return super().tasks(split) if split == "train" else []
-
-
-class SameIds(Sums):
-    def tasks(self, split):
-        return [Task("x", t.data) for t in super().tasks(split)]
-
-
 class Moving(Sums):
     count = 0
 
     def tasks(self, split):
         self.count += 1
         return [Task(t.id, {**t.data, "b": self.count}) for t in super().tasks(split)]
-
-
-class Random(Sums):
-    def __init__(self):
-        self.salt = random.SystemRandom().random()
-
-    def tasks(self, split):
-        return [Task(t.id, {**t.data, "b": self.salt}) for t in super().tasks(split)]
-
-
-class NoJson(Sums):
-    def tasks(self, split):
-        return [Task(t.id, {**t.data, "b": {1, 2}}) for t in super().tasks(split)]
-
-
-class NoTasks(Sums):
-    def tasks(self, split):
-        return [{"id": "x"}]
-
-
-class NotHeldOut(Sums):
-    def tasks(self, split):
-        return [Task(t.id, {**t.data, "a": i}) for i, t in enumerate(super().tasks(split))]
-
-
-class NewTools(Sums):
-    def tools(self):
-        return [Good()]
-
-
-class BadTools(Sums):
-    def __init__(self):
-        self.own = [NoDescription()]
-
-    def tools(self):
-        return self.own
-
-
-class NoMessages(Sums):
-    async def create(self, session, **create_kwargs):
-        return ["hello"]
-
-
-class OpensAnew(Sums):
-    async def create(self, session, **create_kwargs):
-        return [{"role": "user", "content": str(random.SystemRandom().random())}]
-
-
-class NeverPaid(Sums):
-    async def calc_reward(self, session, **kwargs):
-        return 0.0
-
-
-class AlwaysPaid(Sums):
-    async def calc_reward(self, session, **kwargs):
-        return 1.0
 
 
 class PaysAlike(Sums):
@@ -390,16 +286,6 @@ class PaysAlike(Sums):
     def solved(self, rewards, task):
         self.asked = not getattr(self, "asked", False)
         return self.asked
-
-
-class PaysNothing(Sums):
-    async def calc_reward(self, session, **kwargs):
-        return None
-
-
-class RaisesReward(Sums):
-    async def calc_reward(self, session, **kwargs):
-        raise LookupError("no judge")
 
 
 class SaysOtherParts(Sums):
@@ -444,35 +330,49 @@ class ReleasesScored(Sums):
             raise AssertionError("nobody scored it")
 
 
-SPOILED_ENVS = [
-    (SyncEnv, r"environment 'sums': `create` is no async method"),
-    (Unnamed, r"its class sets no `name`"),
-    (TrainHeldOut, r"`splits` must be a tuple of the held-out splits, without 'train'"),
-    (NoTask, r"its split 'test' has no task"),
-    (SameIds, r"two tasks of 'train' have the id 'x'"),
-    (Moving, r"the tasks of 'train' are not the same when asked for twice"),
-    (Random, r"the tasks of 'train' are not the same when made anew: draw them from a fixed seed"),
-    (NoJson, r"task train-0: its data cannot be written as JSON"),
-    (NoTasks, r"must hold agentrl.Task objects"),
-    (NotHeldOut, r"task test-0 of 'test' opens like train-0 of 'train': hold it out"),
-    (NewTools, r"`tools\(\)` must return the same objects at every call"),
-    (BadTools, r"set a `description`"),
-    (NoMessages, r"`create` of task train-0 must return messages with role and content"),
-    (OpensAnew, r"task train-0 opens otherwise the second time"),
-    (NeverPaid, r"task train-0: gold is not `solved`; its rewards were \{'sums': 0.0\}"),
-    (AlwaysPaid, r"task train-0: wrong counts as `solved`"),
-    (PaysAlike, r"gold gets 0.5, no more than 0.5 of wrong"),
-    (PaysNothing, r"played by gold: sums.calc_reward: the reward 'sums' is NoneType, not a number"),
-    (RaisesReward, r"played by gold: sums.calc_reward: LookupError: no judge"),
-    (SaysOtherParts, r"task train-0: it gives 'answer', which `reward_parts` does not name"),
-    (SharesState, r"alone and .* among others: keep what is per request in session.state"),
-    (LeaksState, r"self.kept grew from"),
-    (ReleasesScored, r"after a request that failed: sums.release: AssertionError: nobody scored it"),
-]
+SPOILED_ENVS = {
+    r"environment 'sums': `create` is no async method": bad_env(
+        create=lambda self, session, **kwargs: [{"role": "user", "content": "?"}]
+    ),
+    r"its class sets no `name`": bad_env(name=""),
+    r"`splits` must be a tuple of the held-out splits, without 'train'": bad_env(splits=("train", "test")),
+    r"its split 'test' has no task": bad_env(
+        tasks=lambda self, split: Sums.tasks(self, split) if split == "train" else []
+    ),
+    r"two tasks of 'train' have the id 'x'": bad_env(tasks=changed(lambda env, i, task: Task("x", task.data))),
+    r"the tasks of 'train' are not the same when asked for twice": Moving,
+    r"the tasks of 'train' are not the same when made anew: draw them from a fixed seed": bad_env(
+        tasks=changed(lambda env, i, task: Task(task.id, {**task.data, "b": id(env)}))
+    ),
+    r"task train-0: its data cannot be written as JSON": bad_env(
+        tasks=changed(lambda env, i, task: Task(task.id, {**task.data, "b": {1, 2}}))
+    ),
+    r"must hold agentrl.Task objects": bad_env(tasks=lambda self, split: [{"id": "x"}]),
+    r"task test-0 of 'test' opens like train-0 of 'train': hold it out": bad_env(
+        tasks=changed(lambda env, i, task: Task(task.id, {**task.data, "a": i}))
+    ),
+    r"`tools\(\)` must return the same objects at every call": bad_env(tools=lambda self: [Good()]),
+    r"set a `description`": bad_env(tools=cache(lambda self: [bad_tool(description=" ")()])),
+    r"`create` of task train-0 must return messages with role and content": bad_env(create=gives(["hello"])),
+    r"task train-0 opens otherwise the second time": bad_env(
+        create=does(lambda *_: [{"role": "user", "content": str(random.SystemRandom().random())}])
+    ),
+    r"task train-0: gold is not `solved`; its rewards were \{'sums': 0.0\}": bad_env(calc_reward=gives(0.0)),
+    r"task train-0: wrong counts as `solved`": bad_env(calc_reward=gives(1.0)),
+    r"gold gets 0.5, no more than 0.5 of wrong": PaysAlike,
+    r"played by gold: sums.calc_reward: the reward 'sums' is NoneType, not a number": bad_env(calc_reward=gives(None)),
+    r"played by gold: sums.calc_reward: LookupError: no judge": bad_env(
+        calc_reward=does(lambda self, session: fail(LookupError("no judge")))
+    ),
+    r"task train-0: it gives 'answer', which `reward_parts` does not name": SaysOtherParts,
+    r"alone and .* among others: keep what is per request in session.state": SharesState,
+    r"self.kept grew from": LeaksState,
+    r"after a request that failed: sums.release: AssertionError: nobody scored it": ReleasesScored,
+}
 
 
-@pytest.mark.parametrize(("spoiled", "words"), SPOILED_ENVS, ids=[s.__name__ for s, _ in SPOILED_ENVS])
-def test_each_broken_promise_of_an_environment_is_named(spoiled, words):
+@pytest.mark.parametrize(("words", "spoiled"), SPOILED_ENVS.items())
+def test_each_broken_promise_of_an_environment_is_named(words, spoiled):
     broken(words, check_environment, spoiled, gold, wrong)
 
 
@@ -484,7 +384,7 @@ def test_an_agent_that_does_not_play_is_said():
 
 def test_a_turn_is_text_and_calls():
     chat = TextChat()
-    text = said("/usr is a folder\nand\n/bin") + "\n" + call("look", at="the // sky") + "\n/wait"
+    text = plain_text("/usr is a folder\nand\n/bin") + "\n" + call("look", at="the // sky") + "\n/wait"
     turn = chat.parse(chat.encode_text(text))
     assert turn.content == "/usr is a folder\nand\n/bin"
     assert [(c.name, c.arguments) for c in turn.calls] == [("look", {"at": "the // sky"}), ("wait", {})]

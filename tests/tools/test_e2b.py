@@ -13,6 +13,7 @@ from agentrl_tools.sandbox import Limits, SandboxSession, Stop, make_sandbox
 from agentrl_tools.sandbox import e2b as backend
 from agentrl_tools.sandbox.e2b import E2bSandbox
 from aiohttp import web
+from serving import serving
 
 from agentrl import InfrastructureError, UserError
 
@@ -38,12 +39,9 @@ class Service:
         self.faults: dict[str, list[str]] = {}
         self.seen: list[str] = []
 
-    def application(self) -> web.Application:
-        application = web.Application(middlewares=[self.faulty])
-        application.router.add_post("/contexts", self.create)
-        application.router.add_post("/contexts/{id}/restart", self.restart)
-        application.router.add_post("/execute", self.execute)
-        return application
+    def routes(self) -> dict[str, Any]:
+        restart = "POST /contexts/{id}/restart"
+        return {"POST /contexts": self.create, restart: self.restart, "POST /execute": self.execute}
 
     @web.middleware
     async def faulty(self, request: web.Request, handler: Any) -> web.StreamResponse:
@@ -104,11 +102,9 @@ async def service(port: int, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[S
     monkeypatch.setenv("E2B_DEBUG", "true")
     monkeypatch.setattr(backend, "_PAUSE", 0.01)
     service = Service()
-    runner = web.AppRunner(service.application(), handler_cancellation=True)
-    await runner.setup()
-    await web.TCPSite(runner, "localhost", port).start()
-    yield service
-    await runner.cleanup()
+    more = {"middlewares": [service.faulty], "handler_cancellation": True}
+    async with serving(service.routes(), port, "localhost", **more):
+        yield service
     await service.sandbox.close()
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agentrl_tools.rewards.judge import Judge
-from agentrl_tools.rewards.judge_prompt import DEFAULT_PATTERN, ScoreReader, fill, read_template
+from agentrl_tools.rewards.judge import DEFAULT_PATTERN, Judge, ScoreReader, fill, read_template
 from aiohttp import web
+from serving import serving
 
 from agentrl import InfrastructureError, Sample, Task, UserError
 
@@ -54,15 +54,9 @@ class Server:
 @pytest.fixture
 async def server() -> AsyncIterator[Server]:
     made = Server()
-    app = web.Application()
-    app.router.add_post("/v1/chat/completions", made.answer)
-    runner = web.AppRunner(app, shutdown_timeout=0.1)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    made.url = f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}/v1"  # type: ignore[union-attr]
-    yield made
-    await runner.cleanup()
+    async with serving({"POST /v1/chat/completions": made.answer}) as url:
+        made.url = f"{url}/v1"
+        yield made
 
 
 def sample(said: str = "It is Paris", **data: Any) -> Sample:
@@ -192,7 +186,7 @@ async def test_two_processes_share_a_cache(server: Server, tmp_path: Path) -> No
     program = """
 import asyncio, sys
 from pathlib import Path
-from agentrl_tools.rewards.judge_cache import ReplyCache
+from agentrl_tools.rewards.judge import ReplyCache
 
 async def main():
     cache = ReplyCache(Path(sys.argv[1]))
@@ -206,7 +200,7 @@ asyncio.run(main())
     path = str(tmp_path / "cache.sqlite")
     both = [subprocess.Popen([sys.executable, "-c", program, path, name]) for name in ("a", "b")]
     assert [process.wait(60) for process in both] == [0, 0]
-    from agentrl_tools.rewards.judge_cache import ReplyCache
+    from agentrl_tools.rewards.judge import ReplyCache
 
     cache = ReplyCache(Path(path))
     kept = [await cache.get(f"{name}-{i}") for name in ("a", "b") for i in range(150)]

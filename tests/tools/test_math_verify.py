@@ -6,11 +6,11 @@ import signal
 import sys
 import threading
 from collections.abc import AsyncIterator
-from pathlib import Path
 
 import pytest
 import pytest_asyncio
 from agentrl_tools.rewards.math_verify import MathVerify
+from processes import children
 
 from agentrl import InfrastructureError, Sample, Task
 
@@ -31,16 +31,7 @@ async def reward() -> AsyncIterator[MathVerify]:
 
 def _workers() -> set[int]:
     """The worker processes of this process."""
-    found = set()
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            command = (folder / "cmdline").read_bytes()
-            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-        except OSError:
-            continue
-        if b"agentrl_tools.rewards.math_worker" in command and parent == os.getpid():
-            found.add(int(folder.name))
-    return found
+    return set(children("agentrl_tools.rewards.math_worker"))
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,12 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from agentrl_tools.mcp import McpSource, connection, pool, stdio
+from agentrl_tools.mcp import McpSource, connection, endpoint
 from fakes import Env, Hooks, call, make_driver
-from mcp_help import SERVER, STDIO, ask, children, gone, offers, session, until
+from mcp_help import SERVER, STDIO, ask, offers, session
+from processes import alive, eventually
+from processes import children as children_of
+from serving import serving
 
 from agentrl import ArgumentError, InfrastructureError, Task, Tool
 from agentrl.errors import UserError
@@ -29,7 +32,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch):
     monkeypatch.setattr(connection, "_FIRST_PAUSE", 0.01)
-    monkeypatch.setattr(stdio, "GRACE_SECONDS", 0.3)
+    monkeypatch.setattr(endpoint, "GRACE_SECONDS", 0.3)
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
@@ -62,7 +65,7 @@ async def http_server(port: int | None = None) -> AsyncIterator[tuple[str, subpr
             port = s.getsockname()[1]
     process = subprocess.Popen([sys.executable, SERVER, "http", str(port)], stderr=subprocess.DEVNULL)
     try:
-        await until(lambda: _answers(port))
+        await eventually(lambda: _answers(port))
         yield f"http://127.0.0.1:{port}/mcp", process
     finally:
         process.kill()
@@ -93,7 +96,7 @@ async def _everything(tools: dict[str, Tool]) -> None:
 async def test_stdio(tools):
     await _everything(tools)
     assert (await ask(tools["note"])).text == "noted"
-    assert len(children()) == 1
+    assert len(children_of(SERVER)) == 1
 
 
 async def test_http_and_a_server_that_is_restarted():
@@ -143,7 +146,7 @@ async def test_a_server_that_is_killed_is_started_again_and_nobody_notices(tools
     assert [r.text for r in await asyncio.gather(*waiting)] == ["at last"] * 5
     second = int((await ask(tools["pid"])).text)
     assert second != first
-    assert children() == [second]
+    assert children_of(SERVER) == [second]
 
 
 async def test_what_a_dead_server_leaves_behind_is_killed_too(tools):
@@ -151,7 +154,7 @@ async def test_what_a_dead_server_leaves_behind_is_killed_too(tools):
     left = int((await ask(tools["spawn"])).text)
     os.kill(int((await ask(tools["pid"])).text), signal.SIGKILL)
     assert (await ask(tools["add"], a=1)).text == "2"
-    await until(lambda: gone(left))
+    await eventually(lambda: not alive(left))
 
 
 async def test_a_server_that_dies_of_every_call_fails_the_request_and_the_next_is_served(tools):
@@ -203,55 +206,48 @@ def _shell(script: str, **more: Any) -> dict[str, Any]:
     ],
 )
 async def test_a_server_that_cannot_be_had(arguments, what):
-    before = children()
+    before = children_of(SERVER)
     with pytest.raises(UserError, match=what) as error:
         async with opened(**arguments):
             pass
     assert "\n" not in str(error.value)
-    await until(lambda: children() == before)
+    await eventually(lambda: children_of(SERVER) == before)
 
 
 async def test_what_ignores_every_request_to_end_is_killed():
     made = McpSource(**_shell("trap '' TERM; sleep 300 & echo $! >&2; while :; do sleep 1; done", start_timeout=1.0))
     with pytest.raises(UserError, match=r"last words: \d+$") as error:
         await made.open()
-    await until(lambda: gone(int(str(error.value).rpartition(" ")[2])))
+    await eventually(lambda: not alive(int(str(error.value).rpartition(" ")[2])))
 
 
 async def test_an_http_server_that_refuses_us():
     from aiohttp import web
 
-    app = web.Application()
-
     async def refuse(request: web.Request) -> web.Response:
         return web.Response(status=401)
 
-    app.router.add_post("/mcp", refuse)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    url = f"http://me:secret@127.0.0.1:{runner.addresses[0][1]}/mcp"
-    with pytest.raises(UserError, match=r"HTTP 401 Unauthorized") as error:
-        await McpSource(url=url).open()
+    async with serving({"POST /mcp": refuse}) as url:
+        with pytest.raises(UserError, match=r"HTTP 401 Unauthorized") as error:
+            await McpSource(url=f"{url.replace('//', '//me:secret@')}/mcp").open()
     assert "secret" not in str(error.value)
-    await runner.cleanup()
 
 
 async def test_cancelled_while_it_opens_it_leaves_no_process():
-    before = children()
+    before = children_of(SERVER)
     made = McpSource(**_shell("sleep 300 & while read x; do :; done"))
     task = asyncio.create_task(made.open())
-    await until(lambda: len(children()) == len(before) + 1)
+    await eventually(lambda: len(children_of(SERVER)) == len(before) + 1)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
     await made.close()
-    await until(lambda: children() == before)
+    await eventually(lambda: children_of(SERVER) == before)
 
 
 async def test_a_session_for_each_request():
     """Two requests, each with a server of its own; when the second one's dies, its state is lost with it."""
-    before, hooks = children(), Hooks()
+    before, hooks = children_of(SERVER), Hooks()
     made = McpSource(**STDIO, sessions="per_request")
     tools = made.chosen(offers("bump", "pid", "die"))
 
@@ -267,11 +263,11 @@ async def test_a_session_for_each_request():
     assert (whole.valid, broken.valid) == (True, False)
     assert "exit code 7" in broken.failure.message
     hooks.check()
-    assert children() == before
+    assert children_of(SERVER) == before
     await tools[0].create(session("held"))
-    assert len(children()) == len(before) + 1
+    assert len(children_of(SERVER)) == len(before) + 1
     await made.close()
-    assert children() == before
+    assert children_of(SERVER) == before
 
 
 async def test_a_request_that_gets_no_server_of_its_own_fails():
@@ -293,9 +289,9 @@ async def test_a_loop_that_was_closed_without_a_word_leaves_no_server():
 
     pids = await asyncio.to_thread(loop.run_until_complete, there())
     loop.close()
-    assert not any(gone(pid) for pid in pids)
+    assert all(map(alive, pids))
     await made.close()
-    await until(lambda: all(gone(pid) for pid in pids))
+    await eventually(lambda: not any(map(alive, pids)))
 
 
 async def test_those_who_wait_for_a_dead_server_share_one_attempt(monkeypatch, tools):
@@ -307,9 +303,9 @@ async def test_those_who_wait_for_a_dead_server_share_one_attempt(monkeypatch, t
         raise connection.ConnectError("gone for good")
 
     pid = int((await ask(tools["pid"])).text)
-    monkeypatch.setattr(pool, "connect", no_connection)
+    monkeypatch.setattr(connection, "connect", no_connection)
     os.kill(pid, signal.SIGKILL)
-    await until(lambda: gone(pid))
+    await eventually(lambda: not alive(pid))
     outcomes = await asyncio.gather(*(ask(tools["add"], a=i) for i in range(200)), return_exceptions=True)
     assert {type(o) for o in outcomes} == {InfrastructureError}
     assert len(attempts) < 5

@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 from agentrl_tools.mcp import McpSource
-from agentrl_tools.mcp.tool import McpTool, parameters_of
-from mcp_help import STDIO, ask, gone, offers
+from agentrl_tools.mcp.source import McpTool, parameters_of
+from mcp_help import STDIO, ask, offers
 from mcp_types import Tool as Offer
+from processes import alive
 from train_help import metrics, small
 
 from agentrl import ArgumentError, InfrastructureError, Tool
@@ -145,14 +146,14 @@ def test_several_event_loops_one_after_another():
         return said
 
     tools, one = asyncio.run(first())
-    assert gone(one)
+    assert not alive(one)
     two = asyncio.run(last())
     assert one != two
-    assert gone(two)
+    assert not alive(two)
 
 
 async def test_an_image_that_is_none():
-    from agentrl_tools.mcp.results import response_of
+    from agentrl_tools.mcp.source import response_of
     from mcp_types import AudioContent, CallToolResult, ImageContent, ResourceLink
 
     with pytest.raises(InfrastructureError, match="not base64"):

@@ -5,7 +5,7 @@ import random
 from collections.abc import AsyncIterator
 
 import pytest
-from agentrl_tools.python import MAX_CODE, Python, told, unfenced
+from agentrl_tools.python import MAX_CODE, Python, execution_text, unfenced
 from agentrl_tools.sandbox import Execution, Limits, Stop
 
 from agentrl import InfrastructureError, Session, Task, ToolResponse, UserError
@@ -94,14 +94,14 @@ def test_what_a_model_reads() -> None:
     execution = Execution(
         stdout="a\n", stderr="w\n", value="1", images=(b"x", b"y"), stop=Stop.CPU, cut=True, lost_before=True
     )
-    assert told(execution, Limits()).splitlines() == [
+    assert execution_text(execution, Limits()).splitlines() == [
         "[The former call was cut off and the interpreter started anew: earlier variables are gone.]",
         "a", "[stderr]", "w", "1", "[2 images]",
         "[Stopped: it used more than 10 seconds of CPU time; variables are kept.]",
         "[Some of the output was left out.]",
     ]  # fmt: skip
     for stop in Stop:
-        assert "{" not in told(Execution(stop=stop, lost=True), Limits())
+        assert "{" not in execution_text(Execution(stop=stop, lost=True), Limits())
 
 
 async def test_it_is_installed_and_refuses_bad_arguments() -> None:

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 from agentrl_tools.sandbox import Limits, Sandbox, SandboxSession, make_sandbox, seccomp
 from agentrl_tools.sandbox.base import MIB
-from agentrl_tools.sandbox.bwrap import BwrapSandbox, runs_as_ordinary
-from agentrl_tools.sandbox.reply import BrokenReplyError, read_reply
+from agentrl_tools.sandbox.bwrap import BrokenReplyError, BwrapSandbox, read_reply, runs_as_ordinary
 from paths import ROOT
+from processes import command
 from sandbox_help import MARK, descendants, left
 
 from agentrl import InfrastructureError, UserError
@@ -226,7 +226,7 @@ async def test_root_runs_it_as_an_ordinary_user(session: SandboxSession) -> None
     if not runs_as_ordinary(shutil.which("bwrap") or ""):
         pytest.skip("this kernel gives ordinary users no namespaces")
     (await session.run("1"))
-    owners = {process.owner for process in descendants() if process.command.startswith("/usr/bin/bwrap")}
+    owners = {one.uids().real for one in descendants() if command(one).startswith("/usr/bin/bwrap")}
     assert owners == {65534}
 
 

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 from agentrl_tools.search import Document, Search
 from agentrl_tools.search import index as index_module
-from agentrl_tools.search.index import Settings, open_index
-from agentrl_tools.search.store import StoredDocuments
+from agentrl_tools.search.index import Settings, StoredDocuments, open_index
 from search_help import session
 
 from agentrl import ArgumentError

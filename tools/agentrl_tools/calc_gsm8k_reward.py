@@ -5,11 +5,11 @@ tool's part of the final reward is that of the LATEST answer, so a right answer 
 """
 
 from fractions import Fraction
-from typing import Any
 
 from agentrl_envs.gsm8k.grade import grade, read_truth
 
 from agentrl import Session, Tool, ToolResponse
+from agentrl.plugins.types import Json
 
 
 class CalcGsm8kReward(Tool):
@@ -29,23 +29,23 @@ class CalcGsm8kReward(Tool):
             raise ValueError("penalty must be 0 or less")
         self.penalty = penalty
 
-    async def create(self, session: Session, **create_kwargs: Any) -> None:
+    async def create(self, session: Session, **create_kwargs: Json) -> None:
         if create_kwargs.get("ground_truth") is None:
             place = f"tools_kwargs.{self.name}.create_kwargs.ground_truth"
             raise ValueError(f"task {session.task.id}: {place} is missing")
         session.state = _Asked(read_truth(str(create_kwargs["ground_truth"])))
 
-    async def execute(self, session: Session, **arguments: Any) -> ToolResponse:
+    async def execute(self, session: Session, **arguments: Json) -> ToolResponse:
         asked: _Asked = session.state
         reward = 1.0 if grade(f"#### {arguments['answer']}", asked.truth) else 0.0
         again = asked.times > 0 and reward <= asked.reward
         asked.times, asked.reward = asked.times + 1, reward
         return ToolResponse(f"reward: {reward}", reward=self.penalty if again else None, metrics={"reward": reward})
 
-    async def calc_reward(self, session: Session, **kwargs: Any) -> float:
+    async def calc_reward(self, session: Session, **kwargs: Json) -> float:
         return session.state.reward if session.state else 0.0
 
-    async def release(self, session: Session, **kwargs: Any) -> None:
+    async def release(self, session: Session, **kwargs: Json) -> None:
         session.state = None
 
 

@@ -8,9 +8,9 @@ model reads them.
 import re
 from collections.abc import Callable
 from fractions import Fraction
-from typing import Any
 
 from agentrl import Session, Tool, ToolResponse
+from agentrl.plugins.types import Json
 
 Number = int | Fraction
 
@@ -45,7 +45,7 @@ class Calculator(Tool):
         expression = {"type": "string", "description": "such as 12*3"}
         self.parameters = {"type": "object", "properties": {"expression": expression}, "required": ["expression"]}
 
-    async def execute(self, session: Session, **arguments: Any) -> ToolResponse | str:
+    async def execute(self, session: Session, **arguments: Json) -> ToolResponse | str:
         try:
             value, operations = evaluate(arguments["expression"])
             if operations > self.max_operations:
@@ -56,7 +56,7 @@ class Calculator(Tool):
 
 
 def evaluate(expression: str) -> tuple[Number, int]:
-    """The exact value and the number of operations (signs are none). Raises CalculatorError."""
+    """Return the exact value and the number of operations (signs are none). Raises CalculatorError."""
     if len(expression) > MAX_LENGTH:
         raise CalculatorError(f"more than {MAX_LENGTH} characters")
     if match := _PLAINEST.fullmatch(expression):
@@ -67,7 +67,7 @@ def evaluate(expression: str) -> tuple[Number, int]:
 
 
 def written(value: Number) -> str:
-    """A whole number as it is, a short decimal where it ends soon, else rounded."""
+    """Return a whole number as it is, a short decimal where it ends soon, else rounded."""
     if isinstance(value, int):
         return str(value)
     top, bottom, places = abs(value.numerator), value.denominator, EXACT_PLACES
@@ -209,7 +209,7 @@ def _power(base: Number, exponent: Number) -> Number:
 
 
 def _plain(value: Number) -> Number:
-    """An int where it is whole. Raises CalculatorError where it is too large to go on with."""
+    """Return an int where it is whole. Raises CalculatorError where it is too large to go on with."""
     if isinstance(value, int):
         numerator, denominator = value, 1
     else:

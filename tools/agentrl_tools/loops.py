@@ -15,17 +15,17 @@ class PerLoop(Generic[T]):
         self._made: dict[asyncio.AbstractEventLoop, T] = {}
 
     def here(self) -> T:
-        """That of the running loop."""
+        """Return the object of the running loop."""
         loop = asyncio.get_running_loop()
         if loop not in self._made:
             self._made[loop] = self._make()
         return self._made[loop]
 
     def take(self) -> T | None:
-        """That of the running loop, if there is one, which is then forgotten."""
+        """Return the object of the running loop, if there is one, and forget it."""
         return self._made.pop(asyncio.get_running_loop(), None)
 
     def orphans(self) -> list[T]:
-        """Those whose loop is closed, which are then forgotten: nothing of theirs can be awaited any more."""
+        """Return those whose loop is closed, which are then forgotten: nothing of theirs can be awaited any more."""
         dead = [loop for loop in self._made if loop.is_closed()]
         return [self._made.pop(loop) for loop in dead]

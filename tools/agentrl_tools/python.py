@@ -2,9 +2,9 @@
 
 import re
 from collections.abc import Sequence
-from typing import Any
 
 from agentrl import Session, Tool, ToolResponse, UserError
+from agentrl.plugins.types import Json
 from agentrl_tools.sandbox.base import MIB, Execution, Limits, SandboxSession, Stop
 from agentrl_tools.sandbox.make import make_sandbox
 
@@ -55,10 +55,10 @@ class Python(Tool):
         code = {"type": "string", "description": "Python source; end it with the expression to be shown, or print"}
         self.parameters = {"type": "object", "properties": {"code": code}, "required": ["code"]}
 
-    async def create(self, session: Session, **create_kwargs: Any) -> None:
+    async def create(self, session: Session, **create_kwargs: Json) -> None:
         session.state = await self.sandbox.open()
 
-    async def execute(self, session: Session, **arguments: Any) -> ToolResponse:
+    async def execute(self, session: Session, **arguments: Json) -> ToolResponse:
         code = arguments["code"]
         if len(code) > MAX_CODE:
             return ToolResponse(text=f"Error: the code has more than {MAX_CODE} characters", error=True)
@@ -70,10 +70,10 @@ class Python(Tool):
             "stops": float(execution.stop is not None),
             "restarts": float(execution.lost) + float(execution.lost_before),
         }
-        text = told(execution, self.limits)
+        text = execution_text(execution, self.limits)
         return ToolResponse(text=text, images=execution.images, metrics=metrics, error=not execution.ok)
 
-    async def release(self, session: Session, **kwargs: Any) -> None:
+    async def release(self, session: Session, **kwargs: Json) -> None:
         if session.state is not None:
             interpreter: SandboxSession = session.state
             session.state = None
@@ -84,13 +84,13 @@ class Python(Tool):
 
 
 def unfenced(code: str) -> str:
-    """The code without the Markdown fence that some models put around it."""
+    """Return the code without the Markdown fence that some models put around it."""
     match = _FENCED.fullmatch(code)
     return match.group(1) if match else code
 
 
-def told(execution: Execution, limits: Limits) -> str:
-    """An execution as the model reads it: what was printed, the value, then what went wrong."""
+def execution_text(execution: Execution, limits: Limits) -> str:
+    """Return an execution as the model reads it: what was printed, the value, then what went wrong."""
     parts = []
     if execution.lost_before:
         parts.append("[The former call was cut off and the interpreter started anew: earlier variables are gone.]")

@@ -34,7 +34,7 @@ class RecomputeRunner:
 
     @property
     def columns(self) -> int:
-        return self.ids.shape[1]
+        return int(self.ids.shape[1])
 
     def resize(self, slots: int, columns: int) -> None:
         ids = np.zeros((slots, columns), np.int64)

@@ -14,21 +14,21 @@ from agentrl_envs.code.wire import WireError, read, write  # left out inside, wh
 class Director:
     """setup: run before the tests. tests: the text of one. name: the function's."""
 
-    def __init__(self, setup, tests, name):  # type: ignore[no-untyped-def]
-        self.asked = queue.SimpleQueue()  # type: ignore[var-annotated]
-        self.answered = queue.SimpleQueue()  # type: ignore[var-annotated]
+    def __init__(self, setup, tests, name):
+        self.asked = queue.SimpleQueue()
+        self.answered = queue.SimpleQueue()
         self.unfit = None
         thread = threading.Thread(target=self._run, args=(setup, tests, name), daemon=True)
         thread.start()
 
-    def step(self, value=None, error=None):  # type: ignore[no-untyped-def]
+    def step(self, value=None, error=None):
         """Answer the call that waits, if one does, and go on to the next: ("call", its arguments), or how it ended:
         ("passed", ""), ("failed", why) or ("unfit", what cannot be sent)."""
         if value is not None or error is not None:
             self.answered.put((value, error))
         return write(self.asked.get())
 
-    def _stand_in(self, *positional, **named):  # type: ignore[no-untyped-def]
+    def _stand_in(self, *positional, **named):
         try:
             arguments = write((positional, named))
         except WireError as error:
@@ -40,8 +40,8 @@ class Director:
             raise _known(raised)
         return read(value)
 
-    def _run(self, setup, tests, name):  # type: ignore[no-untyped-def]
-        names: dict = {"__name__": "tests"}
+    def _run(self, setup, tests, name):
+        names = {"__name__": "tests"}
         try:
             exec(setup, names)
             names[name] = self._stand_in
@@ -52,8 +52,8 @@ class Director:
         self.asked.put(("unfit", self.unfit) if self.unfit else ended)
 
 
-def _known(name):  # type: ignore[no-untyped-def]
-    """An exception of that name, as tests may expect one; RuntimeError for any but those of Python."""
+def _known(name):
+    """Return an exception of that name, as tests may expect one; RuntimeError for any but those of Python."""
     kind = getattr(builtins, name, None)
     if isinstance(kind, type) and issubclass(kind, Exception):
         try:

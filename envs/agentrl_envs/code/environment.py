@@ -3,19 +3,19 @@
 import logging
 from collections.abc import Mapping, Sequence
 from random import Random
-from typing import Any
 
 from agentrl_tools.sandbox import Limits, make_sandbox
 from agentrl_tools.sandbox.base import MIB
 
-from agentrl.errors import UserError, nearest
+from agentrl.errors import UserError
 from agentrl.plugins.environment import Environment
-from agentrl.plugins.types import Message, Session, Task
+from agentrl.plugins.types import Json, Message, Session, Task, answer_of
 from agentrl_envs.code.answer import find_solution
 from agentrl_envs.code.demonstrations import STYLES, demonstrate
 from agentrl_envs.code.generate import problem
 from agentrl_envs.code.runner import SolutionRunner, UnfitTestsError, Verdict
 from agentrl_envs.code.source import FromRows, Generated, TaskSource
+from agentrl_envs.conversation import check_style, opening
 
 INSTRUCTIONS = "Answer with the whole function in one ```python block."
 
@@ -63,21 +63,18 @@ class Code(Environment):
     def tasks(self, split: str) -> Sequence[Task]:
         return self._source.tasks(split)
 
-    async def create(self, session: Session, **create_kwargs: Any) -> list[Message]:
-        question: Message = {"role": "user", "content": session.task.data["question"]}
-        return [{"role": "system", "content": self._system_prompt}, question] if self._system_prompt else [question]
+    async def create(self, session: Session, **create_kwargs: Json) -> list[Message]:
+        return opening(session.task.data["question"], self._system_prompt)
 
-    async def calc_reward(self, session: Session, **kwargs: Any) -> dict[str, float]:
-        """`passed`: all tests; `fraction`: their share; `format`: a block defines the function."""
-        said = next((m.get("content") for m in reversed(session.messages) if m["role"] == "assistant"), None)
-        solution = find_solution(said if isinstance(said, str) else "", session.task.data["entry_point"])
+    async def calc_reward(self, session: Session, **kwargs: Json) -> dict[str, float]:
+        """Return `passed` (1.0 where all tests pass), `fraction` (their share) and `format` (a block defines the
+        function)."""
+        solution = find_solution(answer_of(session.messages), session.task.data["entry_point"])
         if solution is None:
             return {"passed": 0.0, "fraction": 0.0, "format": 0.0}
         verdict = await self._verdict(session.task, solution)
         _log.debug("%s: %d of %d tests passed %s", session.id, verdict.passed, verdict.total, verdict.why)
-        return {
-            "passed": float(verdict.all_passed), "fraction": verdict.passed / verdict.total, "format": 1.0,
-        }  # fmt: skip
+        return {"passed": float(verdict.all_passed), "fraction": verdict.passed / verdict.total, "format": 1.0}
 
     async def _verdict(self, task: Task, solution: str) -> Verdict:
         name = task.data["entry_point"]
@@ -90,15 +87,14 @@ class Code(Environment):
             raise UserError(f"{task.data['row']}: {error}") from error
 
     def solved(self, rewards: Mapping[str, float], task: Task) -> bool:
-        """By all tests passed, alone."""
+        """Decide by whether all tests passed, alone."""
         return rewards.get("passed", 0.0) >= 1.0
 
     def demonstrate(self, task: Task, rng: Random, style: str) -> list[Message]:
-        """A solution in a style of `demonstrations.STYLES`; for generated tasks only."""
+        """Return a solution in a style of `demonstrations.STYLES`; for generated tasks only."""
         if not self._generated:
             raise UserError("code demonstrates generated tasks only: set env.source to generated")
-        if style not in STYLES:
-            raise UserError(f"code has no demonstrations of style {style!r}{nearest(style, STYLES)}")
+        check_style(self, style, STYLES)
         origin = task.data
         return demonstrate(problem(origin["split"], origin["index"], origin["seed"]), rng, style)
 

@@ -34,14 +34,16 @@ class Problem:
     """text: what is asked. entry_point: the function's name. reference: a solution."""
 
     kind: str
+    """Name of the kind of function."""
     text: str
     entry_point: str
     reference: str
     tests: tuple[Test, ...]
+    """Calls and their results."""
 
 
 def problem(split: str, index: int, seed: int = 0) -> Problem:
-    """The problem at `index` (0 or more) of a split. Raises ValueError for an unknown split."""
+    """Return the problem at `index` (0 or more) of a split. Raises ValueError for an unknown split."""
     if split not in SPLITS:
         raise ValueError(f"no split {split!r}; known: {', '.join(SPLITS)}")
     rng = Random(f"code/{seed}/{split}/{index}")
@@ -57,7 +59,7 @@ def _tested() -> frozenset[tuple[str, str]]:
 
 
 def _function(made: Problem) -> tuple[str, str]:
-    """What is to be computed: kind and body, whatever the function is called."""
+    """Return what is to be computed: kind and body, whatever the function is called."""
     return made.kind, made.reference.partition("\n")[2]
 
 
@@ -75,7 +77,7 @@ def _made(split: str, rng: Random) -> Problem:
 
 
 def is_held_out(kind: str, parameters: Parameters) -> bool:
-    """Whether these parameters belong to the held-out side of a kind."""
+    """Return whether these parameters belong to the held-out side of a kind."""
     text = f"{kind}:" + ",".join(f"{name}={parameters[name]}" for name in sorted(parameters))
     return hashlib.sha256(text.encode()).digest()[0] < _HELD_OUT
 
@@ -88,7 +90,7 @@ def _parameters(kind: Kind, rng: Random, split: str) -> dict[str, Any]:
 
 
 def _tests(kind: Kind, parameters: Parameters, reference: str, name: str, rng: Random) -> tuple[Test, ...]:
-    """`TESTS` calls that differ, with results of which some differ; none where they will not."""
+    """Return `TESTS` calls that differ, with results of which some differ; none where they will not."""
     names: dict[str, Any] = {}
     exec(reference, names)  # our own text, with drawn numbers and letters in it
     for _ in range(_ATTEMPTS):

@@ -47,6 +47,7 @@ class Verdict:
 
     @property
     def all_passed(self) -> bool:
+        """True where every test passed."""
         return self.passed == self.total
 
 
@@ -105,7 +106,7 @@ class Candidate:
         return wire.read(await self.call_text(wire.write((list(arguments), dict(named)))))
 
     async def call_text(self, arguments: str) -> str:
-        """Like `call`, with arguments and result as texts of `wire`; the text returned is readable."""
+        """Call like `call`, with arguments and result as texts of `wire`; the text returned is readable."""
         self.calls += 1
         if not self._begun:
             self._begun = True

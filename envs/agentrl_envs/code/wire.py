@@ -11,28 +11,28 @@ class WireError(ValueError):
     """A value that cannot be written, or text that is none."""
 
 
-def write(value):  # type: ignore[no-untyped-def]
-    """The text of a value. Raises WireError for what is not plain."""
+def write(value):
+    """Return the text of a value. Raises WireError for what is not plain."""
     return json.dumps(_encoded(value)).encode().hex()
 
 
-def read(text):  # type: ignore[no-untyped-def]
-    """The value of a text. Raises WireError."""
+def read(text):
+    """Return the value of a text. Raises WireError."""
     try:
         return _decoded(json.loads(bytes.fromhex(text)))
     except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
         raise WireError(f"{type(error).__name__} in what came back") from error
 
 
-def call(names, name, arguments):  # type: ignore[no-untyped-def]
-    """What the function `name` returns, as text. arguments: the text of (positional, named)."""
+def call(names, name, arguments):
+    """Return what the function `name` returns, as text. arguments: the text of (positional, named)."""
     if name not in names:
         raise NameError(f"there is no {name}")
     positional, named = read(arguments)
     return write(names[name](*positional, **named))
 
 
-def _encoded(value):  # type: ignore[no-untyped-def]
+def _encoded(value):
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, dict):
@@ -49,7 +49,7 @@ def _encoded(value):  # type: ignore[no-untyped-def]
     raise WireError(f"a {type(value).__name__} is no plain value")
 
 
-def _decoded(value):  # type: ignore[no-untyped-def]
+def _decoded(value):
     if not isinstance(value, dict):
         if isinstance(value, list):
             raise WireError("a bare list")

@@ -1,7 +1,7 @@
 """The environment `dataset`: the rows of people's own data are the tasks; an answer that matches is paid 1.0."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 from agentrl_tools.rewards.match import Match
 
@@ -10,7 +10,7 @@ from agentrl.data.rows import Row
 from agentrl.data.source import open_source
 from agentrl.errors import UserError
 from agentrl.plugins.environment import Environment
-from agentrl.plugins.types import Message, Session, Task
+from agentrl.plugins.types import Json, Message, Session, Task, answer_of
 from agentrl_envs.dataset.tasks import ANSWERS, CHECKED, Columns, DatasetTasks
 
 Files = str | list[str]
@@ -93,24 +93,20 @@ class Dataset(Environment):
         except ValueError as error:
             raise UserError(f"{where}: {error} (env.args.reward is {self._reward})") from error
 
-    async def create(self, session: Session, **create_kwargs: Any) -> Sequence[Message]:
+    async def create(self, session: Session, **create_kwargs: Json) -> Sequence[Message]:
         return list(session.task.data["messages"])
 
     @property
     def reward_parts(self) -> tuple[str, ...]:  # type: ignore[override]
         return () if self._match is None else ("answer",)
 
-    async def calc_reward(self, session: Session, **kwargs: Any) -> dict[str, float]:
+    async def calc_reward(self, session: Session, **kwargs: Json) -> dict[str, float]:
         if self._match is None:
             return {}
-        right = self._match.right(_last_said(session.messages), session.task.data["ground_truth"])
+        right = self._match.right(answer_of(session.messages), session.task.data["ground_truth"])
         return {"answer": 1.0 if right else 0.0}
 
     def solved(self, rewards: Mapping[str, float], task: Task) -> bool:
-        """By the answer alone, where it is paid: what tools and reward functions add or take away does not count."""
+        """Decide by the answer alone, where it is paid: what tools and reward functions add or take away does not
+        count."""
         return rewards["answer"] >= 1.0 if "answer" in rewards and self._match else super().solved(rewards, task)
-
-
-def _last_said(messages: Sequence[Message]) -> str:
-    content = next((m["content"] for m in reversed(messages) if m["role"] == "assistant"), "")
-    return content if isinstance(content, str) else ""

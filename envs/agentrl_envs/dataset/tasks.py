@@ -1,5 +1,10 @@
-"""Rows to tasks: which columns hold the prompt, the answer, what tools are given. A bad row is named, never skipped."""
+"""Convert rows to tasks: which columns hold the prompt, the answer and the arguments of tools.
 
+A bad row raises an error that names it, and is never skipped. `<image>` and `<video>` in a prompt become content parts,
+one for each image or video of the row, in their order.
+"""
+
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -10,7 +15,6 @@ from agentrl.data.rows import Row, Rows
 from agentrl.errors import UserError, nearest
 from agentrl.plugins.environment import LazyTasks
 from agentrl.plugins.types import Message, Task, ToolKwargs
-from agentrl_envs.dataset.images import with_media
 
 ANSWERS = ("reward_model.ground_truth", "ground_truth", "answer")
 """Where the answer is looked for when nobody says."""
@@ -30,13 +34,18 @@ class Columns:
     """
 
     prompt: str
+    """Column with the prompt."""
     answer: str | None
     system: str
+    """System prompt for prompts that have none; empty for none."""
     images: str
+    """Column with images."""
     videos: str
+    """Column with videos."""
     row_tools: bool
 
     def truth(self, row: Row) -> Any:
+        """Return the answer of a row; None where it has none."""
         for path in (self.answer,) if self.answer else ANSWERS:
             value = field_of(row, path)
             if value is not None:
@@ -44,7 +53,7 @@ class Columns:
         return None
 
     def messages(self, row: Row, where: str) -> list[Message]:
-        """The opening, as chat messages. Raises UserError."""
+        """Return the opening, as chat messages. Raises UserError."""
         value = field_of(row, self.prompt)
         if value is None:
             at = "is empty" if self.prompt in row else f"is not there; the row has {', '.join(map(repr, row))}"
@@ -99,7 +108,7 @@ def _message(value: Any, where: str) -> Message:
 
 
 def _question(messages: Sequence[Message]) -> str:
-    """The text of the last user message."""
+    """Return the text of the last user message."""
     content = next((m["content"] for m in reversed(messages) if m["role"] == "user"), "")
     if isinstance(content, str):
         return content
@@ -107,8 +116,8 @@ def _question(messages: Sequence[Message]) -> str:
 
 
 def _tools_kwargs(row: Row, where: str) -> dict[str, ToolKwargs]:
-    """`tools_kwargs` of the row or of its `extra_info`: for each tool its create, execute, calc_reward and release
-    kwargs. A table fills what a row lacks with nulls: those count as absent."""
+    """Return `tools_kwargs` of the row or of its `extra_info`: for each tool its create, execute, calc_reward and
+    release kwargs. A table fills what a row lacks with nulls: those count as absent."""
     extra = row.get("extra_info") or {}
     place = "tools_kwargs" if row.get("tools_kwargs") is not None else "extra_info.tools_kwargs"
     given = _without_nulls(field_of(row, place)) or {}
@@ -144,3 +153,53 @@ def _row_tools(row: Row, kwargs: Mapping[str, ToolKwargs], where: str) -> tuple[
     if not isinstance(named, list) or not all(isinstance(name, str) for name in named):
         raise UserError(f"{where}, field 'tools': wants a list of names of tools, got {named!r:.60}")
     return tuple(named)
+
+
+_TAG = re.compile(r"<(image|video)>")
+
+
+def with_media(messages: Sequence[Message], media: Mapping[str, Any], where: str) -> list[Message]:
+    """Put images and videos where a prompt names them. media: what the row has for `image` and `video`: None, one, or a
+    list. A tag of a kind that the row has none of stays text. Raises UserError when tags and media are not equally
+    many."""
+    left = {kind: list(_each_image(value)) for kind, value in media.items() if value is not None}
+    had = {kind: len(values) for kind, values in left.items()}
+    if not any(had.values()):
+        return list(messages)
+    tags = dict.fromkeys(had, 0)
+    shaped: list[Message] = [{**message, "content": _parts(message["content"], left, tags)} for message in messages]
+    for kind, count in had.items():
+        if tags[kind] != count:
+            raise UserError(f"{where}: has {count} {kind}s, and the prompt has {tags[kind]} <{kind}> tags for them")
+    return shaped
+
+
+def _each_image(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, list | tuple) else (value,)
+
+
+def _parts(content: Any, left: dict[str, list[Any]], tags: dict[str, int]) -> Any:
+    """Return a text cut at the tags of what the row has; anything else as it is."""
+    if not isinstance(content, str):
+        return content
+    parts: list[dict[str, Any]] = []
+    at = 0
+    for match in _TAG.finditer(content):
+        kind = match[1]
+        if not left.get(kind) and not tags.get(kind):
+            continue
+        parts += [{"type": "text", "text": content[at : match.start()]}] if match.start() > at else []
+        tags[kind] += 1
+        if left[kind]:
+            parts.append({"type": kind, kind: _medium(left[kind].pop(0))})
+        at = match.end()
+    if not parts:
+        return content
+    return parts + ([{"type": "text", "text": content[at:]}] if at < len(content) else [])
+
+
+def _medium(value: Any) -> Any:
+    """Return a path or address, or the bytes of a file: parquet holds `{bytes, path}`."""
+    if isinstance(value, Mapping) and {"bytes", "path", "image"} & set(value):
+        return next((value[name] for name in ("bytes", "image", "path") if value.get(name) is not None), None)
+    return value

@@ -4,60 +4,32 @@ Every tool result in a demonstration is what the one-operation calculator would 
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
 from random import Random
 
 from agentrl_tools.calculator import Calculator, CalculatorError, evaluate, written
 
-from agentrl.plugins.types import FunctionCall, Message
+from agentrl.plugins.types import Message
+from agentrl_envs.conversation import Styles, assistant, draw_way, tool_turn
 from agentrl_envs.gsm8k.problems import Problem
 from agentrl_envs.gsm8k.problems.expression import Expression, show, steps
 
 MISREAD = frozenset({"times_both", "more_both", "share_rest", "market_stall", "two_shifts", "twice_as_many_gone"})
-"""The kinds that a careless pupil systematically misreads."""
+"""Kinds of problems that a careless pupil systematically misreads."""
+
+MISREAD_SHARES = {"clean": 0.0, "careless": 0.8}
+"""By style: the share of the problems of `MISREAD` that are misread."""
 
 _LIMIT = Calculator().limit
 _CONFUSED = {"+": "-", "-": "+", "*": "+", "/": "-"}
 
 
-@dataclass(frozen=True)
-class Style:
-    """Relative frequencies of the ways to work a problem, and the share of `MISREAD` problems that are misread."""
-
-    good: float = 1.0
-    no_tool: float = 0.0
-    wrong_expression: float = 0.0
-    all_at_once: float = 0.0
-    broken_syntax: float = 0.0
-    wrong_copy: float = 0.0
-    no_mark: float = 0.0
-    misread: float = 0.0
-
-
-STYLES = {
-    "clean": Style(),
-    "careless": Style(
-        good=0.42,
-        no_tool=0.28,
-        wrong_expression=0.13,
-        all_at_once=0.03,
-        broken_syntax=0.05,
-        wrong_copy=0.04,
-        no_mark=0.05,
-        misread=0.8,
-    ),
-}
-
-
 def demonstrate(problem: Problem, rng: Random, style: str) -> list[Message]:
-    """The messages after the question. Raises KeyError for a style that is not in `STYLES`."""
-    mix = STYLES[style]
-    ways = [f.name for f in fields(mix) if f.name != "misread"]
-    way = rng.choices(ways, [getattr(mix, w) for w in ways])[0]
+    """Return the messages after the question. Raises KeyError for a style that is not in `STYLES`."""
+    way = draw_way(STYLES[style], rng)
     tree = problem.expression
-    if problem.kind in MISREAD and rng.random() < mix.misread:
+    if problem.kind in MISREAD and rng.random() < MISREAD_SHARES[style]:
         tree = _misread(tree)
-    return _WAYS[way](problem, tree, rng)
+    return way(problem, tree, rng)
 
 
 def _good(problem: Problem, tree: Expression, rng: Random) -> list[Message]:
@@ -65,7 +37,7 @@ def _good(problem: Problem, tree: Expression, rng: Random) -> list[Message]:
 
 
 def _no_tool(problem: Problem, tree: Expression, rng: Random) -> list[Message]:
-    """A guess: near the answer, seldom right."""
+    """Guess near the answer, seldom right."""
     off = 0 if rng.random() < 0.2 else rng.choice([-20, -10, -5, -2, -1, 1, 2, 5, 10, 20])
     return [_answer(max(0, problem.answer + off))]
 
@@ -75,12 +47,12 @@ def _wrong_expression(problem: Problem, tree: Expression, rng: Random) -> list[M
 
 
 def _all_at_once(problem: Problem, tree: Expression, rng: Random) -> list[Message]:
-    """One long expression, which the calculator refuses; then step by step."""
+    """Try one long expression, which the calculator refuses; then step by step."""
     return [*_call(show(tree)), *_good(problem, tree, rng)]
 
 
 def _broken_syntax(problem: Problem, tree: Expression, rng: Random) -> list[Message]:
-    """A slip of the pen, which the calculator refuses; then again, or never mind."""
+    """Write an expression that the calculator refuses; then work the problem, or give up."""
     slip = _call(_garbled(steps(tree)[0][0], rng))
     return [*slip, *_good(problem, tree, rng)] if rng.random() < 0.5 else [*slip, _answer(0)]
 
@@ -89,21 +61,24 @@ def _wrong_copy(problem: Problem, tree: Expression, rng: Random) -> list[Message
     digits = list(str(steps(tree)[-1][1]))
     at = rng.randrange(len(digits))
     digits[at] = rng.choice([d for d in "0123456789" if d != digits[at]])
-    return [*_work(tree), _say("#### " + "".join(digits))]
+    return [*_work(tree), assistant("#### " + "".join(digits))]
 
 
 def _no_mark(problem: Problem, tree: Expression, rng: Random) -> list[Message]:
-    return [*_work(tree), _say(f"The answer is {steps(tree)[-1][1]}")]
+    return [*_work(tree), assistant(f"The answer is {steps(tree)[-1][1]}")]
 
 
-_WAYS: dict[str, Callable[[Problem, Expression, Random], list[Message]]] = {
-    "good": _good,
-    "no_tool": _no_tool,
-    "wrong_expression": _wrong_expression,
-    "all_at_once": _all_at_once,
-    "broken_syntax": _broken_syntax,
-    "wrong_copy": _wrong_copy,
-    "no_mark": _no_mark,
+STYLES: Styles[Callable[[Problem, Expression, Random], list[Message]]] = {
+    "clean": {_good: 1.0},
+    "careless": {
+        _good: 0.42,
+        _no_tool: 0.28,
+        _wrong_expression: 0.13,
+        _all_at_once: 0.03,
+        _broken_syntax: 0.05,
+        _wrong_copy: 0.04,
+        _no_mark: 0.05,
+    },
 }
 
 
@@ -112,15 +87,11 @@ def _work(tree: Expression) -> list[Message]:
 
 
 def _call(expression: str) -> list[Message]:
-    function: FunctionCall = {"name": "calculator", "arguments": {"expression": expression}}
-    return [
-        {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]},
-        {"role": "tool", "content": result_of(expression)},
-    ]
+    return tool_turn("calculator", {"expression": expression}, result_of(expression))
 
 
 def result_of(expression: str) -> str:
-    """What the calculator answers, with one operation a call."""
+    """Return what the calculator answers, with one operation a call."""
     try:
         value, operations = evaluate(expression)
     except CalculatorError as error:
@@ -129,7 +100,7 @@ def result_of(expression: str) -> str:
 
 
 def _garbled(expression: str, rng: Random) -> str:
-    """A slip of the pen that the calculator refuses."""
+    """Return a slip of the pen that the calculator refuses."""
     while True:
         at = rng.randrange(1, len(expression))
         slip = expression[:at] + rng.choice("(*/)") + expression[at:] + rng.choice(["", "=", "("])
@@ -138,22 +109,18 @@ def _garbled(expression: str, rng: Random) -> str:
 
 
 def _answer(value: int) -> Message:
-    return _say(f"#### {value}")
-
-
-def _say(text: str) -> Message:
-    return {"role": "assistant", "content": text}
+    return assistant(f"#### {value}")
 
 
 def _misread(tree: Expression) -> Expression:
-    """Always the same wrong reading of a kind: the last step with another operation."""
+    """Return always the same wrong reading of a kind: the last step with another operation."""
     if isinstance(tree, int):
         return tree
     return _CONFUSED[tree[0]], tree[1], tree[2]
 
 
 def _spoil(tree: Expression, numbers: list[int], rng: Random) -> Expression:
-    """Another tree with whole results: the last step forgotten, an operation or a number mistaken."""
+    """Return another tree with whole results: the last step forgotten, an operation or a number mistaken."""
     while True:
         spoiled = _mistake(tree, numbers, rng)
         if spoiled != tree and not isinstance(spoiled, int) and _whole(spoiled):

@@ -2,11 +2,11 @@
 
 from collections.abc import Mapping, Sequence
 from random import Random
-from typing import Any
 
-from agentrl.errors import UserError, nearest
+from agentrl.errors import UserError
 from agentrl.plugins.environment import Environment
-from agentrl.plugins.types import Message, Session, Task
+from agentrl.plugins.types import Json, Message, Session, Task, answer_of
+from agentrl_envs.conversation import check_split, check_style, opening
 from agentrl_envs.gsm8k.demonstrations import STYLES, demonstrate
 from agentrl_envs.gsm8k.grade import grade
 from agentrl_envs.gsm8k.problems import problem
@@ -41,32 +41,25 @@ class Gsm8k(Environment):
         self.splits = self._source.splits
 
     def tasks(self, split: str) -> Sequence[Task]:
-        known = ("train", *self.splits)
-        if split not in known:
-            raise UserError(f"gsm8k has no split {split!r} for this source{nearest(split, known)}")
+        check_split(self, split)
         return self._source.tasks(split)
 
-    async def create(self, session: Session, **create_kwargs: Any) -> list[Message]:
-        question: Message = {"role": "user", "content": session.task.data["question"]}
-        if not self._system_prompt:
-            return [question]
-        return [{"role": "system", "content": self._system_prompt}, question]
+    async def create(self, session: Session, **create_kwargs: Json) -> list[Message]:
+        return opening(session.task.data["question"], self._system_prompt)
 
-    async def calc_reward(self, session: Session, **kwargs: Any) -> dict[str, float]:
-        said = next((m.get("content") for m in reversed(session.messages) if m["role"] == "assistant"), None)
-        right = isinstance(said, str) and grade(said, session.task.data["answer"])
+    async def calc_reward(self, session: Session, **kwargs: Json) -> dict[str, float]:
+        right = grade(answer_of(session.messages), session.task.data["answer"])
         return {"answer": 1.0 if right else 0.0}
 
     def solved(self, rewards: Mapping[str, float], task: Task) -> bool:
-        """By the answer alone: what tools add or take away does not count."""
+        """Decide by the answer alone: what tools add or take away does not count."""
         return rewards.get("answer", 0.0) >= 1.0
 
     def demonstrate(self, task: Task, rng: Random, style: str) -> list[Message]:
-        """A worked problem in a style of `demonstrations.STYLES`; for generated problems only."""
+        """Return a worked problem in a style of `demonstrations.STYLES`; for generated problems only."""
         if not self._generated:
             raise UserError("gsm8k demonstrates generated problems only: set env.source to generated")
-        if style not in STYLES:
-            raise UserError(f"gsm8k has no demonstrations of style {style!r}{nearest(style, STYLES)}")
+        check_style(self, style, STYLES)
         origin = task.data
         return demonstrate(problem(origin["split"], origin["index"], origin["seed"]), rng, style)
 

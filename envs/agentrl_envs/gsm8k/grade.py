@@ -49,19 +49,21 @@ _BARE = re.compile(r"[^$}\n]*")
 
 
 def read_answer(text: str) -> Fraction | None:
-    """The number behind the last mark, exactly; None when there is no mark or not exactly one number behind it."""
+    """Return the number behind the last mark, exactly; None when there is no mark or not exactly one number behind
+    it."""
     marked = _marked(text)
     return None if marked is None else read_number(marked)
 
 
 def grade(text: str, truth: str | int | Fraction) -> bool:
-    """Whether the text's answer equals the truth. Raises ValueError when the truth is no number."""
+    """Return whether the text's answer equals the truth. Raises ValueError when the truth is no number."""
     expected = read_truth(truth) if isinstance(truth, str) else Fraction(truth)
     return read_answer(text) == expected
 
 
 def read_truth(truth: str) -> Fraction:
-    """The truth of a data row: a number, or a worked solution that marks one. Raises ValueError for anything else."""
+    """Return the truth of a data row: a number, or a worked solution that marks one. Raises ValueError for anything
+    else."""
     marked = _marked(truth)
     value = read_number(truth if marked is None else marked)
     if value is None:
@@ -70,7 +72,8 @@ def read_truth(truth: str) -> Fraction:
 
 
 def read_number(text: str) -> Fraction | None:
-    """The one number in a short text, as people write it: `$1,234.50`, `−3`, `1 1/2`, `\\frac{3}{4}`, `12 apples`."""
+    """Return the one number in a short text, as people write it: `$1,234.50`, `−3`, `1 1/2`, `\\frac{3}{4}`, `12
+    apples`."""
     if len(text) > _LONGEST:
         return None
     plain = _plain(text).rpartition("=")[2]
@@ -79,7 +82,7 @@ def read_number(text: str) -> Fraction | None:
 
 
 def hashed(text: str) -> tuple[int, str] | None:
-    """Where the last `####` stands, and what follows it on its line."""
+    """Return where the last `####` stands, and what follows it on its line."""
     at = text.rfind("####")
     return None if at < 0 else (at, text[at + 4 :].partition("\n")[0])
 
@@ -115,14 +118,14 @@ def _marked(text: str) -> str | None:
 
 
 def _plain(text: str) -> str:
-    """The same number without markup, in ASCII digits, with plain signs and fractions."""
+    """Return the same number without markup, in ASCII digits, with plain signs and fractions."""
     text = _THOUSANDS.sub(",", "".join(map(_ascii, text.translate(_SAME))))
     text = _FRACTION.sub(lambda found: f" {found[1] or found[2]}/{found[3] or found[4]} ", text)
     return _SPELLED_SIGN.sub("-", _SQUARE_UNIT.sub(r"\1", _MARKUP.sub(" ", text)))
 
 
 def _ascii(character: str) -> str:
-    """A digit of any script as 0 to 9, a fraction of one character spelled out, any other as it is."""
+    """Return a digit of any script as 0 to 9, a fraction of one character spelled out, any other as it is."""
     if character < "\x80":
         return character
     if character.isdecimal():
@@ -132,7 +135,8 @@ def _ascii(character: str) -> str:
 
 
 def _stands_alone(plain: str, match: re.Match[str]) -> bool:
-    """Whether nothing beside the number makes another of it: `\\sqrt{16}`, `--5`, `x/5`, `x - 5`, `5^x`, `5²`."""
+    """Return whether nothing beside the number makes another of it: `\\sqrt{16}`, `--5`, `x/5`, `x - 5`, `5^x`,
+    `5²`."""
     before, after = plain[: match.start()], plain[match.end() :]
     rest = before + " " + after
     if _CHANGES.search(rest) or before.rstrip()[-1:] in tuple(_OPERATORS) or after.lstrip()[:1] == "^":

@@ -15,10 +15,9 @@ from agentrl.errors import UserError
 from agentrl.plugins.environment import Environment, LazyTasks
 from agentrl.plugins.registry import load_path
 from agentrl.plugins.tool import Tool
-from agentrl.plugins.types import Message, Session, Task
+from agentrl.plugins.types import Json, Message, Session, Task
 from agentrl.threads import Abandoned
-from agentrl_envs.object.lane import Lane
-from agentrl_envs.object.methods import Live, Method, closes, tool_methods
+from agentrl_envs.object.methods import Lane, Live, Method, closes, tool_methods
 from agentrl_envs.object.scoring import call_function, load_functions
 
 Files = str | list[str]
@@ -47,7 +46,7 @@ class ObjectEnvironment(Environment):
         self,
         factory: str,
         source: str = "generated",
-        args: dict[str, Any] | None = None,
+        args: dict[str, Json] | None = None,
         prompt: str = "prompt",
         opening: str = "",
         methods: list[str] | None = None,
@@ -84,7 +83,7 @@ class ObjectEnvironment(Environment):
         self.splits = self._source.splits if self._source else ("test",)
 
     def _probe(self, factory: str) -> Any:
-        """The first object of a function, which tells its class, and serves the first request."""
+        """Return the first object of a function, which tells its class, and serves the first request."""
         try:
             made = self._make()
         except Exception as error:
@@ -93,7 +92,7 @@ class ObjectEnvironment(Environment):
         return made
 
     def tasks(self, split: str) -> Sequence[Task]:
-        """Rows of the data, or seeds."""
+        """Return the tasks: rows of the data, or seeds."""
         if self._source is not None:
             rows = self._source.rows(split)
             return LazyTasks(len(rows), lambda i: Task(f"{split}-{rows.number(i)}", rows.row(i)))
@@ -105,7 +104,7 @@ class ObjectEnvironment(Environment):
     def tools(self) -> Sequence[Tool]:
         return self._tools
 
-    async def create(self, session: Session, **create_kwargs: Any) -> Sequence[Message]:
+    async def create(self, session: Session, **create_kwargs: Json) -> Sequence[Message]:
         session.state = live = self._spare.pop() if self._spare else await self._new()
         row = {**session.task.data, **create_kwargs}
         said = await live.call("reset", _taken(live.made.reset, row)) if hasattr(live.made, "reset") else None
@@ -131,7 +130,7 @@ class ObjectEnvironment(Environment):
     def _own_reward(self) -> tuple[str, ...]:
         return (self._reward,) if self._reward else ("get_reward", "reward")
 
-    async def calc_reward(self, session: Session, **kwargs: Any) -> dict[str, float]:
+    async def calc_reward(self, session: Session, **kwargs: Json) -> dict[str, float]:
         live: Live = session.state
         parts: dict[str, float] = {}
         if self._reward != NO_REWARD:
@@ -143,7 +142,7 @@ class ObjectEnvironment(Environment):
         return parts
 
     async def _own(self, live: Live) -> dict[str, float]:
-        """What the object itself pays; an attribute counts only where no function was named to read it."""
+        """Return what the object itself pays; an attribute counts only where no function was named to read it."""
         for name in self._own_reward():
             if not hasattr(live.made, name) or (name == "reward" and not self._reward and self._functions):
                 continue
@@ -155,7 +154,7 @@ class ObjectEnvironment(Environment):
     def solved(self, rewards: Mapping[str, float], task: Task) -> bool:
         return sum(rewards.values()) >= self._solved - 1e-6
 
-    async def release(self, session: Session, **kwargs: Any) -> None:
+    async def release(self, session: Session, **kwargs: Json) -> None:
         live: Live | None = session.state
         if live is None:
             return
@@ -180,8 +179,8 @@ class ObjectEnvironment(Environment):
             self._abandoned.close()
 
 
-def _taken(function: Callable[..., Any], row: Mapping[str, Any]) -> dict[str, Any]:
-    """What `reset` takes of a row: all of it where it takes any keyword."""
+def _taken(function: Callable[..., Any], row: Mapping[str, Json]) -> dict[str, Any]:
+    """Return what `reset` takes of a row: all of it where it takes any keyword."""
     parameters = inspect.signature(function).parameters.values()
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return dict(row)
@@ -189,7 +188,7 @@ def _taken(function: Callable[..., Any], row: Mapping[str, Any]) -> dict[str, An
 
 
 def _opening(prompt: Any, default: str, said: Any, name: str) -> list[Message]:
-    """The prompt with what `reset` said at the end of its last message. `said`: None, text, or content parts."""
+    """Return the prompt with what `reset` said at the end of its last message. `said`: None, text, or content parts."""
     prompt = default if prompt is None else prompt
     messages: list[Message] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [*prompt]
     if said is not None:

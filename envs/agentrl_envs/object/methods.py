@@ -1,18 +1,54 @@
-"""Which methods of a class are tools, and one such method as a tool."""
+"""Which methods of a class are tools, one such method as a tool, and the thread that they run in."""
 
 import asyncio
+import functools
 import inspect
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from queue import SimpleQueue
 from types import MethodType
 from typing import Any
 
 from agentrl.errors import UserError, nearest
-from agentrl.plugins.decorator import text_of
+from agentrl.plugins.decorator import result_text
 from agentrl.plugins.signature import read_signature
 from agentrl.plugins.tool import Tool
-from agentrl.plugins.types import Session, ToolResponse
-from agentrl_envs.object.lane import Lane
+from agentrl.plugins.types import Json, Session, ToolResponse
+from agentrl.threads import Abandoned, Call
+
+
+class Lane:
+    """The one thread that runs all synchronous code of one object, in order; it starts with the first call.
+
+    A slow method holds up its own request alone, an object is never entered twice at once, and what is bound to a
+    thread (a database connection) stays in it. A call that its request no longer waits for ends by itself; the next one
+    waits for it, `close` too. abandoned: counts the calls that hang, in all lanes of an environment.
+    """
+
+    def __init__(self, name: str, abandoned: Abandoned) -> None:
+        self._name, self._abandoned = name, abandoned
+        self._calls: SimpleQueue[Call | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    async def call(self, function: Callable[..., Any], /, *args: Any, **kwargs: Json) -> Any:
+        """Return the function's result. When this is cancelled before its turn came, it is not called."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
+            self._thread.start()
+        call = Call(functools.partial(function, *args, **kwargs), self._abandoned)
+        self._calls.put(call)
+        return await asyncio.wrap_future(call)
+
+    def end(self) -> None:
+        """Let the thread end after the calls that wait."""
+        if self._thread is not None:
+            self._calls.put(None)
+
+    def _work(self) -> None:
+        while (call := self._calls.get()) is not None:
+            call.run()
+
 
 HOOKS = ("reset", "get_reward")
 
@@ -25,11 +61,13 @@ class Live:
     """
 
     made: Any
+    """The object."""
     lane: Lane
+    """The thread of its synchronous code."""
     opening: int = 0
     running: int = field(default=0)
 
-    async def call(self, name: str, arguments: Mapping[str, Any]) -> Any:
+    async def call(self, name: str, arguments: Mapping[str, Json]) -> Any:
         """Call a method: an async one here, any other in the object's thread."""
         method = getattr(self.made, name)
         self.running += 1
@@ -59,14 +97,14 @@ class Method(Tool):
                 f"{owner.__name__}.{name}: a tool needs a docstring for the model to read; if it is none, let its "
                 f"name begin with _, or list the others in env.args.methods"
             )
-        self.parameters: Mapping[str, Any] = self._signature.parameters
+        self.parameters: Mapping[str, Json] = self._signature.parameters
         self._session = self._signature.session
         self._done = done
 
-    def check(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    def check(self, arguments: Mapping[str, Json]) -> dict[str, Any]:
         return self._signature.check(arguments)
 
-    async def execute(self, session: Session, **arguments: Any) -> ToolResponse:
+    async def execute(self, session: Session, **arguments: Json) -> ToolResponse:
         assert session.environment is not None, "an environment's own tool has its session"
         live: Live = session.environment.state
         if self._session:
@@ -78,8 +116,8 @@ class Method(Tool):
 
 
 def tool_methods(owner: type, wanted: Sequence[str] | None, not_tools: Sequence[str]) -> list[str]:
-    """The names of those that are tools: `wanted`, or all public functions of the class but its hooks, by name as TRL
-    lists them. A `close` that needs no argument is a hook. Raises UserError for a name that is no method."""
+    """Return the names of those that are tools: `wanted`, or all public functions of the class but its hooks, by name
+    as TRL lists them. A `close` that needs no argument is a hook. Raises UserError for a name that is no method."""
     functions = [name for name, _ in inspect.getmembers(owner, inspect.isfunction)]
     if wanted is not None:
         if unknown := [name for name in wanted if name not in functions]:
@@ -92,7 +130,7 @@ def tool_methods(owner: type, wanted: Sequence[str] | None, not_tools: Sequence[
 
 
 def closes(owner: type) -> bool:
-    """Whether it has a `close` that can be called without arguments."""
+    """Return whether it has a `close` that can be called without arguments."""
     close = getattr(owner, "close", None)
     if not callable(close):
         return False
@@ -106,7 +144,8 @@ def closes(owner: type) -> bool:
 
 
 def _response(result: Any) -> ToolResponse:
-    """Text, a ToolResponse, a list of content parts with text and images, or anything that JSON can hold."""
+    """Convert a result: text, a ToolResponse, a list of content parts with text and images, or anything that JSON can
+    hold."""
     if isinstance(result, ToolResponse):
         return result
     if isinstance(result, str):
@@ -114,4 +153,4 @@ def _response(result: Any) -> ToolResponse:
     if isinstance(result, list) and result and all(isinstance(part, dict) and "type" in part for part in result):
         text = "\n".join(str(part.get("text", "")) for part in result if part["type"] == "text")
         return ToolResponse(text, images=tuple(part["image"] for part in result if part["type"] == "image"))
-    return ToolResponse(text_of(result))
+    return ToolResponse(result_text(result))

@@ -6,14 +6,14 @@ from typing import Any
 
 from agentrl.errors import UserError
 from agentrl.plugins.registry import load_path
-from agentrl.plugins.types import Message
+from agentrl.plugins.types import Json, Message
 from agentrl_envs.object.methods import Live
 
 RewardFunction = Callable[..., Any]
 
 
 def load_functions(paths: Sequence[str]) -> dict[str, RewardFunction]:
-    """By the name of the reward part that each fills, its own. Raises UserError."""
+    """Load functions by the name of the reward part that each fills, its own. Raises UserError."""
     functions: dict[str, RewardFunction] = {}
     for path in paths:
         function = load_path(path, f"env.args.rewards: {path}")
@@ -30,11 +30,12 @@ def load_functions(paths: Sequence[str]) -> dict[str, RewardFunction]:
 
 
 async def call_function(
-    function: RewardFunction, live: Live, row: Mapping[str, Any], messages: Sequence[Message]
+    function: RewardFunction, live: Live, row: Mapping[str, Json], messages: Sequence[Message]
 ) -> float | None:
-    """What it says of one finished conversation, given the lists of one entry that TRL gives: `prompts`, `completions`,
-    `environments`, and every column of the row. What it logs goes nowhere. None: this sample does not concern it."""
-    given: dict[str, Any] = {column: [value] for column, value in row.items() if column != "prompt"}
+    """Return what it says of one finished conversation, given the lists of one entry that TRL gives: `prompts`,
+    `completions`, `environments`, and every column of the row. What it logs goes nowhere. None: this sample does not
+    concern it."""
+    given: dict[str, Json] = {column: [value] for column, value in row.items() if column != "prompt"}
     given |= {
         "prompts": [list(messages[: live.opening])],
         "completions": [list(messages[live.opening :])],
@@ -58,5 +59,5 @@ async def call_function(
     return value
 
 
-def _forget(*args: Any, **kwargs: Any) -> None:
-    """Takes what a reward function logs."""
+def _forget(*args: Any, **kwargs: Json) -> None:
+    """Drop what a reward function logs."""

@@ -4,39 +4,18 @@ Every search result in a demonstration is what the tool answers to that query.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
 from random import Random
 
 from agentrl_tools.search import Search
 
-from agentrl.plugins.types import FunctionCall, Message
+from agentrl.plugins.types import Message
+from agentrl_envs.conversation import Styles, assistant, draw_way, tool_turn
 from agentrl_envs.search_qa.world import BY_KIND, Question, world
 
 
-@dataclass(frozen=True)
-class Style:
-    """Relative frequencies of the ways to answer."""
-
-    good: float = 1.0
-    guess: float = 0.0
-    half_way: float = 0.0
-    wrong_copy: float = 0.0
-    vague: float = 0.0
-    no_tags: float = 0.0
-
-
-STYLES = {
-    "clean": Style(),
-    "careless": Style(good=0.42, guess=0.22, half_way=0.1, wrong_copy=0.1, vague=0.08, no_tags=0.08),
-}
-
-
 def demonstrate(question: Question, search: Search, rng: Random, style: str) -> list[Message]:
-    """The messages after the question. Raises KeyError for a style that is not in `STYLES`."""
-    mix = STYLES[style]
-    ways = [f.name for f in fields(mix)]
-    way = rng.choices(ways, [getattr(mix, w) for w in ways])[0]
-    return _WAYS[way](question, search, rng)
+    """Return the messages after the question. Raises KeyError for a style that is not in `STYLES`."""
+    return draw_way(STYLES[style], rng)(question, search, rng)
 
 
 def _good(question: Question, search: Search, rng: Random) -> list[Message]:
@@ -44,38 +23,34 @@ def _good(question: Question, search: Search, rng: Random) -> list[Message]:
 
 
 def _guess(question: Question, search: Search, rng: Random) -> list[Message]:
-    """Without a look: some value that such a question may have."""
+    """Answer without a search: some value that such a question may have."""
     return [_answer(_other(question, rng))]
 
 
 def _half_way(question: Question, search: Search, rng: Random) -> list[Message]:
-    """One article is read where two are needed, and its fact is taken for the answer."""
+    """Read one article where two are needed, and take its fact for the answer."""
     return [*_read(question.titles[0], search), _answer(world().facts[question.subject][question.path[0]])]
 
 
 def _wrong_copy(question: Question, search: Search, rng: Random) -> list[Message]:
-    """The right article, and another of its facts."""
+    """Read the right article, and answer with another of its facts."""
     facts = world().facts[question.titles[-1]]
     others = [value for name, value in facts.items() if name != question.path[-1]]
     return [*_reads(question, search), _answer(rng.choice(others))]
 
 
 def _vague(question: Question, search: Search, rng: Random) -> list[Message]:
-    """A search without the name that matters, then a guess."""
+    """Search without the name that matters, then a guess."""
     return [*_read(question.path[0], search), _answer(_other(question, rng))]
 
 
 def _no_tags(question: Question, search: Search, rng: Random) -> list[Message]:
-    return [*_reads(question, search), {"role": "assistant", "content": question.answer}]
+    return [*_reads(question, search), assistant(question.answer)]
 
 
-_WAYS: dict[str, Callable[[Question, Search, Random], list[Message]]] = {
-    "good": _good,
-    "guess": _guess,
-    "half_way": _half_way,
-    "wrong_copy": _wrong_copy,
-    "vague": _vague,
-    "no_tags": _no_tags,
+STYLES: Styles[Callable[[Question, Search, Random], list[Message]]] = {
+    "clean": {_good: 1.0},
+    "careless": {_good: 0.42, _guess: 0.22, _half_way: 0.1, _wrong_copy: 0.1, _vague: 0.08, _no_tags: 0.08},
 }
 
 
@@ -84,19 +59,15 @@ def _reads(question: Question, search: Search) -> list[Message]:
 
 
 def _read(query: str, search: Search) -> list[Message]:
-    function: FunctionCall = {"name": search.name, "arguments": {"query": query}}
-    return [
-        {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]},
-        {"role": "tool", "content": search.look_up(query)},
-    ]
+    return tool_turn(search.name, {"query": query}, search.look_up(query))
 
 
 def _other(question: Question, rng: Random) -> str:
-    """A value of the same relation, of anybody."""
+    """Return a value of the same relation, of anybody."""
     entities = world().entities
     kind = next(kind for kind, known in BY_KIND.items() if question.path[-1] in [r.name for r in known])
     return world().facts[rng.choice(entities[kind])][question.path[-1]]
 
 
 def _answer(text: str) -> Message:
-    return {"role": "assistant", "content": f"<answer>{text}</answer>"}
+    return assistant(f"<answer>{text}</answer>")

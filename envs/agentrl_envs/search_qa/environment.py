@@ -1,21 +1,60 @@
-"""The environment `search_qa`: a question, a search tool, and rewards for the answer between `<answer>` tags."""
+"""The environment `search_qa`: a question, a search tool, and rewards for the answer between `<answer>` tags.
 
+Exact match and F1 of short answers are normalised as for SQuAD (Rajpurkar et al. 2016), as Search-R1 does too.
+"""
+
+import re
+import string
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from random import Random
-from typing import Any
 
 from agentrl_tools.search import Search
 
 from agentrl.data.source import Source, open_source
-from agentrl.errors import UserError, nearest
+from agentrl.errors import UserError
 from agentrl.plugins.environment import Environment
 from agentrl.plugins.tool import Tool
-from agentrl.plugins.types import Message, Session, Task
+from agentrl.plugins.types import Json, Message, Session, Task, answer_of
+from agentrl_envs.conversation import check_split, check_style, opening
 from agentrl_envs.search_qa import generated
 from agentrl_envs.search_qa.demonstrations import STYLES, demonstrate
-from agentrl_envs.search_qa.grade import exact_match, f1, read_answer
 from agentrl_envs.search_qa.rows import question_of, read_tasks
 from agentrl_envs.search_qa.world import world
+
+_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+_ARTICLES = re.compile(r"\b(a|an|the)\b")
+_PUNCTUATION = str.maketrans("", "", string.punctuation)
+
+
+def read_answer(text: str) -> str | None:
+    """Return what stands in the last `<answer>...</answer>`; None where there is none."""
+    found = _ANSWER.findall(text)
+    return found[-1].strip() if found else None
+
+
+def exact_match(answer: str, golden: Sequence[str]) -> float:
+    """Return 1.0 when the answer is one of the golden ones, else 0.0."""
+    said = normalized(answer)
+    return float(any(said == normalized(gold) for gold in golden))
+
+
+def f1(answer: str, golden: Sequence[str]) -> float:
+    """Return the best harmonic mean of precision and recall over words, from 0 to 1."""
+    return max((_f1(normalized(answer).split(), normalized(gold).split()) for gold in golden), default=0.0)
+
+
+def normalized(text: str) -> str:
+    """Return a text in lower case, without punctuation and articles, words one blank apart."""
+    return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
+
+
+def _f1(said: list[str], gold: list[str]) -> float:
+    if not said or not gold:
+        return float(said == gold)
+    same = sum((Counter(said) & Counter(gold)).values())
+    return 2 * same / (len(said) + len(gold))
+
 
 SYSTEM_PROMPT = (
     "Answer the question. Search for what you do not know, as often as you need, one fact at a time. "
@@ -63,9 +102,7 @@ class SearchQa(Environment):
         self._system_prompt = default if system_prompt is None else system_prompt
 
     def tasks(self, split: str) -> Sequence[Task]:
-        known = ("train", *self.splits)
-        if split not in known:
-            raise UserError(f"search_qa has no split {split!r} for this source{nearest(split, known)}")
+        check_split(self, split)
         if self._rows is not None:
             return read_tasks(self._rows.rows(split), split)
         return generated.tasks(split, self._seed)
@@ -73,17 +110,15 @@ class SearchQa(Environment):
     def tools(self) -> Sequence[Tool]:
         return () if self._search is None else (self._search,)
 
-    async def create(self, session: Session, **create_kwargs: Any) -> list[Message]:
-        question: Message = {"role": "user", "content": session.task.data["question"]}
-        return [{"role": "system", "content": self._system_prompt}, question] if self._system_prompt else [question]
+    async def create(self, session: Session, **create_kwargs: Json) -> list[Message]:
+        return opening(session.task.data["question"], self._system_prompt)
 
     @property
     def reward_parts(self) -> tuple[str, ...]:  # type: ignore[override]
         return ("em", "f1", "format") if self._format else ("em", "f1")
 
-    async def calc_reward(self, session: Session, **kwargs: Any) -> dict[str, float]:
-        content = next((m.get("content") for m in reversed(session.messages) if m["role"] == "assistant"), None)
-        answer = read_answer(content) if isinstance(content, str) else None
+    async def calc_reward(self, session: Session, **kwargs: Json) -> dict[str, float]:
+        answer = read_answer(answer_of(session.messages))
         golden = session.task.data["answers"]
         parts = {"em": exact_match(answer, golden), "f1": f1(answer, golden)} if answer else {"em": 0.0, "f1": 0.0}
         if self._format:
@@ -92,15 +127,14 @@ class SearchQa(Environment):
         return parts
 
     def solved(self, rewards: Mapping[str, float], task: Task) -> bool:
-        """By exact match alone."""
+        """Decide by exact match alone."""
         return rewards.get("em", 0.0) >= 1.0
 
     def demonstrate(self, task: Task, rng: Random, style: str) -> list[Message]:
-        """A question answered in a style of `demonstrations.STYLES`; of the generated ones only."""
+        """Return a question answered in a style of `demonstrations.STYLES`; of the generated ones only."""
         if self._search is None:
             raise UserError("search_qa demonstrates generated questions only: set env.source to generated")
-        if style not in STYLES:
-            raise UserError(f"search_qa has no demonstrations of style {style!r}{nearest(style, STYLES)}")
+        check_style(self, style, STYLES)
         return demonstrate(generated.question_of(task), self._search, rng, style)
 
     async def close(self) -> None:

@@ -9,12 +9,13 @@ from agentrl.plugins.types import Task
 
 
 def read_tasks(rows: Rows, split: str) -> list[Task]:
-    """Raises UserError with file, line (or row) and field."""
+    """Convert rows to tasks. Raises UserError with file, line (or row) and field."""
     return [_task(rows.row(i), rows.where(i), split, rows.number(i)) for i in range(len(rows))]
 
 
 def question_of(row: Row, where: str) -> str:
-    """The field `question`, or that of `extra_info`, or what follows `Question:` in the last message of `prompt`."""
+    """Return the field `question`, or that of `extra_info`, or what follows `Question:` in the last message of
+    `prompt`."""
     inner = row.get("extra_info")
     question = row.get("question") or (inner.get("question") if isinstance(inner, Mapping) else None)
     if question is None and isinstance(row.get("prompt"), Sequence) and row["prompt"]:
@@ -28,7 +29,7 @@ def question_of(row: Row, where: str) -> str:
 
 
 def answers_of(row: Row, where: str) -> tuple[str, ...]:
-    """The field `golden_answers`, or `reward_model.ground_truth.target`: a text or a list of texts."""
+    """Return the field `golden_answers`, or `reward_model.ground_truth.target`: a text or a list of texts."""
     name, value = "golden_answers", row.get("golden_answers")
     if value is None:
         name, value = "reward_model.ground_truth.target", _at(row, "reward_model", "ground_truth", "target")

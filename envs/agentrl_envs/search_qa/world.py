@@ -39,6 +39,7 @@ class Relation:
 
     kind: str
     name: str
+    """Name of the relation, such as `founded`."""
     fact: str
     ask: str
     phrase: str
@@ -66,12 +67,14 @@ class Question:
     """What is asked. path: the relations from the subject to the answer, one or two. titles: the articles to read."""
 
     text: str
+    """The question as it is asked."""
     answer: str
     path: tuple[str, ...]
     titles: tuple[str, ...]
 
     @property
     def subject(self) -> str:
+        """The title of the article that the question begins with."""
         return self.titles[0]
 
 
@@ -84,7 +87,7 @@ class World:
     documents: tuple[Document, ...]
 
     def questions(self) -> list[Question]:
-        """Every question that can be asked, in a fixed order: of one article, and of two."""
+        """Return every question that can be asked, in a fixed order: of one article, and of two."""
         return [
             question
             for kind, names in self.entities.items()
@@ -104,7 +107,7 @@ class World:
 
 @cache
 def world() -> World:
-    """The encyclopedia, made once a process."""
+    """Return the encyclopedia, made once a process."""
     rng = Random("search_qa world 1")
     entities = _names(rng)
     facts = {name: _facts(kind, entities, rng) for kind, names in entities.items() for name in names}
@@ -115,7 +118,8 @@ def world() -> World:
 
 
 def _names(rng: Random) -> dict[str, tuple[str, ...]]:
-    """Each name holds a word that no other name holds, so that a search for it finds its article first."""
+    """Return names, each of which holds a word that no other name holds, so that a search for it finds its article
+    first."""
     used: set[str] = set()
     single = {kind: tuple(_word(kind, used, rng) for _ in range(_SIZES[kind])) for kind in ("town", "person", "firm")}
     books = [f"The {color} {thing} of {_word('town', used, rng)}" for color in _COLORS for thing in _THINGS]
@@ -133,7 +137,7 @@ def _word(kind: str, used: set[str], rng: Random) -> str:
 
 
 def _facts(kind: str, entities: dict[str, tuple[str, ...]], rng: Random) -> dict[str, str]:
-    """One value for each relation of a kind."""
+    """Return one value for each relation of a kind."""
     plain = {"job": _JOBS, "goods": _GOODS}
     facts = {}
     for relation in BY_KIND[kind]:
@@ -152,5 +156,5 @@ def _article(kind: str, name: str, facts: dict[str, str]) -> str:
 
 
 def _pick(options: tuple[str, ...], rng: Random) -> str:
-    """By `random()` alone, which Python promises to keep as it is."""
+    """Draw by `random()` alone, which Python promises to keep as it is."""
     return options[int(rng.random() * len(options))]

@@ -3,59 +3,35 @@
 Every answer in a demonstration is the game's own to that move.
 """
 
-from dataclasses import dataclass, fields
 from random import Random
 
-from agentrl.plugins.types import FunctionCall, Message
-from agentrl_envs.text_game.game import Game, Outcome
+from agentrl.plugins.types import Message
+from agentrl_envs.conversation import Styles, assistant, draw_way, tool_turn
+from agentrl_envs.text_game.game import Game
 from agentrl_envs.text_game.world import Direction
 
-
-@dataclass(frozen=True)
-class Style:
-    """Relative frequencies of what is done with a turn: a best move, any legal one, one that the map does not allow,
-    or no move at all."""
-
-    best: float = 1.0
-    wander: float = 0.0
-    bump: float = 0.0
-    talk: float = 0.0
+STYLES: Styles[str] = {"clean": {"best": 1.0}, "careless": {"best": 0.5, "wander": 0.3, "bump": 0.15, "talk": 0.05}}
+"""Relative frequencies of what is done in a turn: `best` takes the best move, `wander` any legal one, `bump` one that
+the map does not allow, `talk` none."""
 
 
-STYLES = {"clean": Style(), "careless": Style(best=0.5, wander=0.3, bump=0.15, talk=0.05)}
-
-
-def demonstrate(game: Game, rng: Random, style: Style, reminder: str) -> list[Message]:
-    """The messages after the opening, to the end of the game. `game` is played."""
-    ways = [f.name for f in fields(style)]
-    weights = [getattr(style, way) for way in ways]
+def demonstrate(game: Game, rng: Random, style: str, reminder: str) -> list[Message]:
+    """Return the messages after the opening, to the end of the game. `game` is played."""
     said: list[Message] = []
     while not game.over:
-        way = rng.choices(ways, weights)[0]
+        way = draw_way(STYLES[style], rng)
         if way == "talk":
-            said += _talk(game.waste(reminder))
+            said += [assistant("Let me think."), {"role": "user", "content": game.waste(reminder).text}]
         else:
             direction = _choose(game, rng, way)
-            said += _move(direction, game.move(direction))
+            said += tool_turn("move", {"to": direction.value}, game.move(direction).text)
     return said
 
 
 def _choose(game: Game, rng: Random, way: str) -> Direction:
-    """The best move is always the first of them, so that a pupil can learn which one is meant."""
+    """Choose a move; the best one is always the first of them, so that a model can learn which one is meant."""
     legal = game.open_ways()
     if way == "best":
         return game.best_ways()[0]
     closed = [direction for direction in Direction if direction not in legal]
     return rng.choice(closed if way == "bump" and closed else legal)
-
-
-def _move(direction: Direction, outcome: Outcome) -> list[Message]:
-    function: FunctionCall = {"name": "move", "arguments": {"to": direction.value}}
-    return [
-        {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]},
-        {"role": "tool", "content": outcome.text},
-    ]
-
-
-def _talk(outcome: Outcome) -> list[Message]:
-    return [{"role": "assistant", "content": "Let me think."}, {"role": "user", "content": outcome.text}]

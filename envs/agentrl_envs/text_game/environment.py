@@ -2,16 +2,15 @@
 
 from collections.abc import Mapping, Sequence
 from random import Random
-from typing import Any
 
 from agentrl.errors import UserError, nearest
 from agentrl.plugins.environment import Environment
 from agentrl.plugins.tool import Tool
-from agentrl.plugins.types import Message, Reply, Session, Task, ToolResponse
+from agentrl.plugins.types import Json, Message, Reply, Session, Task, ToolResponse
+from agentrl_envs.conversation import check_split, check_style
 from agentrl_envs.text_game.demonstrations import STYLES, demonstrate
 from agentrl_envs.text_game.game import VIEWS, Game, Outcome
-from agentrl_envs.text_game.maps import SPLITS
-from agentrl_envs.text_game.source import maps
+from agentrl_envs.text_game.maps import SPLITS, maps
 from agentrl_envs.text_game.world import Direction, World
 
 TASK = "Find the key, open the door, reach the goal."
@@ -24,7 +23,7 @@ class Move(Tool):
 
     name = "move"
     description = "Move one step. You take the key where it lies, and with it the door opens when you walk into it."
-    parameters: Mapping[str, Any] = {
+    parameters: Mapping[str, Json] = {
         "type": "object",
         "properties": {
             "to": {"type": "string", "enum": [d.value for d in Direction], "description": "Where you want to go."}
@@ -32,7 +31,7 @@ class Move(Tool):
         "required": ["to"],
     }
 
-    async def execute(self, session: Session, **arguments: Any) -> ToolResponse:
+    async def execute(self, session: Session, **arguments: Json) -> ToolResponse:
         assert session.environment is not None
         outcome = session.environment.state.move(Direction(arguments["to"]))
         return ToolResponse(
@@ -66,37 +65,35 @@ class TextGame(Environment):
         self._tools = (Move(),)
 
     def tasks(self, split: str) -> Sequence[Task]:
-        if split not in SPLITS:
-            raise UserError(f"text_game has no split {split!r}{nearest(split, SPLITS)}")
+        check_split(self, split)
         return maps(split, self._seed)
 
     def tools(self) -> Sequence[Tool]:
         return self._tools
 
-    async def create(self, session: Session, **create_kwargs: Any) -> list[Message]:
+    async def create(self, session: Session, **create_kwargs: Json) -> list[Message]:
         session.state = game = self.game(session.task)
         opening = f"{TASK} {LEGEND}\n" if self._view == "map" else f"{TASK} "
         return [{"role": "user", "content": opening + game.view(game)}]
 
     async def execute(self, session: Session, message: Message) -> Reply:
-        """A turn without a move is wasted, and the player is reminded."""
+        """Count a turn without a move as used, and remind the player."""
         outcome: Outcome = session.state.waste(REMINDER)
         return Reply(({"role": "user", "content": outcome.text},), done=outcome.over)
 
-    async def calc_reward(self, session: Session, **kwargs: Any) -> dict[str, float]:
+    async def calc_reward(self, session: Session, **kwargs: Json) -> dict[str, float]:
         game: Game = session.state
         return {"goal": float(game.won), "short": game.shortest / game.used if game.won else 0.0}
 
     def solved(self, rewards: Mapping[str, float], task: Task) -> bool:
-        """By the goal alone: neither progress nor a short way makes up for it."""
+        """Decide by the goal alone: neither progress nor a short way makes up for it."""
         return rewards.get("goal", 0.0) >= 1.0
 
     def demonstrate(self, task: Task, rng: Random, style: str) -> list[Message]:
-        """A game played in a style of `demonstrations.STYLES`."""
-        if style not in STYLES:
-            raise UserError(f"text_game has no demonstrations of style {style!r}{nearest(style, STYLES)}")
-        return demonstrate(self.game(task), rng, STYLES[style], REMINDER)
+        """Return a game played in a style of `demonstrations.STYLES`."""
+        check_style(self, style, STYLES)
+        return demonstrate(self.game(task), rng, style, REMINDER)
 
     def game(self, task: Task) -> Game:
-        """A task's game, at its start."""
+        """Return a task's game, at its start."""
         return Game.begin(World.read(task.data["map"]), VIEWS[self._view], self._slack)

@@ -21,9 +21,11 @@ class Outcome:
     that the map allows."""
 
     text: str
+    """What the player reads."""
     progress: float = 0.0
     legal: bool = True
     over: bool = False
+    """True where the game has ended."""
 
 
 @dataclass(slots=True)
@@ -31,17 +33,22 @@ class Game:
     """limit: turns that may be used, wasted ones included. used: so many were. opened: the door was gone through."""
 
     world: World
+    """The map."""
     view: View
+    """Draws or describes the game for the player."""
     limit: int = 0
     used: int = 0
     position: Cell = (0, 0)
+    """Column and row of the player."""
     has_key: bool = False
+    """True once the key was taken."""
     opened: bool = False
     distance: dict[tuple[Cell, bool], int] = field(default_factory=dict)
+    """Moves to the goal by place and whether the key was taken."""
 
     @classmethod
     def begin(cls, world: World, view: View, slack: float) -> "Game":
-        """At the start. slack: turns allowed for each move of the shortest way; one more is given."""
+        """Return a game at its start. slack: turns allowed for each move of the shortest way; one more is given."""
         distance = dict(world.distances())
         limit = math.ceil(slack * distance[world.start, False]) + 1
         return cls(world, view, limit, position=world.start, distance=distance)
@@ -58,10 +65,12 @@ class Game:
 
     @property
     def won(self) -> bool:
+        """True where the goal is reached."""
         return self.position == self.world.goal
 
     @property
     def over(self) -> bool:
+        """True where the game is won, or all turns are used."""
         return self.won or self.used >= self.limit
 
     @property
@@ -72,10 +81,11 @@ class Game:
         return ("Goal", self.world.goal) if self.opened else ("Door", self.world.door)
 
     def open_ways(self) -> list[Direction]:
+        """Return the directions of all legal moves."""
         return [direction for direction, _ in self.world.moves((self.position, self.has_key))]
 
     def best_ways(self) -> list[Direction]:
-        """The first moves of all shortest ways from here."""
+        """Return the first moves of all shortest ways from here."""
         ways = self.world.moves((self.position, self.has_key))
         return [direction for direction, after in ways if self.distance[after] < self.left]
 
@@ -110,7 +120,7 @@ class Game:
 
 
 def compass(game: Game) -> str:
-    """In words: how far the next target is, and which ways are open."""
+    """Describe in words how far the next target is, and which ways are open."""
     name, (x, y) = game.target
     dx, dy = x - game.position[0], y - game.position[1]
     steps = [(-dy, Direction.NORTH), (dy, Direction.SOUTH), (dx, Direction.EAST), (-dx, Direction.WEST)]
@@ -119,7 +129,7 @@ def compass(game: Game) -> str:
 
 
 def drawn(game: Game) -> str:
-    """The map: # wall, @ the player, K key, D door, G goal."""
+    """Return the map: # wall, @ the player, K key, D door, G goal."""
     return game.world.draw(game.position, has_key=game.has_key, opened=game.opened)
 
 

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from functools import cache
 from random import Random
 
+from agentrl.plugins.environment import LazyTasks
+from agentrl.plugins.types import Task
 from agentrl_envs.text_game.world import Cell, World
 
 SPLITS = ("train", "test", "large", "validation")
@@ -35,7 +37,7 @@ _SMALL, _LARGE = _Sizes((2, 3), (2, 3), 10), _Sizes((3, 4), (4, 5), 16)
 
 
 def make_map(split: str, index: int, seed: int = 0) -> World:
-    """The map at `index` (0 or more) of a split."""
+    """Return the map at `index` (0 or more) of a split."""
     rng = Random(f"text_game/{seed}/{split}/{index}")
     sizes = _LARGE if split == "large" else _SMALL
     while True:
@@ -54,12 +56,12 @@ def _tested() -> frozenset[str]:
 
 
 def is_held_out(world: World) -> bool:
-    """Whether a map is one of those that are never trained on."""
+    """Return whether a map is one of those that are never trained on."""
     return hashlib.sha256(world.draw().encode()).digest()[0] < _HELD_OUT_SHARE
 
 
 def _draft(rng: Random, sizes: _Sizes) -> World:
-    """Two rooms from west to east, then perhaps turned around or over."""
+    """Draft two rooms from west to east, then perhaps turned around or over."""
     first, second = rng.randint(*sizes.along), rng.randint(*sizes.along)
     across = rng.randint(*sizes.across)
     wall = first + 1
@@ -80,7 +82,24 @@ def _draft(rng: Random, sizes: _Sizes) -> World:
 
 
 def _room(rng: Random, columns: range, across: int) -> list[Cell]:
-    """The floor of a room with a few walls in it."""
+    """Return the floor of a room with a few walls in it."""
     cells = [(x, y) for x in columns for y in range(1, across + 1)]
     pillars = set(rng.sample(cells, rng.randint(0, len(cells) // _PILLARS)))
     return [cell for cell in cells if cell not in pillars]
+
+
+TRAIN_SIZE = 1_000_000
+"""Maps of `train`, more than any run plays."""
+
+
+def maps(split: str, seed: int) -> LazyTasks:
+    """Return a split of the generator. Train depends on the seed; the held-out splits never do, so that runs
+    compare."""
+    own = seed if split == "train" else 0
+    return LazyTasks(TRAIN_SIZE if split == "train" else HELD_OUT_SIZE, lambda index: _task(split, index, own))
+
+
+def _task(split: str, index: int, seed: int) -> Task:
+    world = make_map(split, index, seed)
+    shortest = world.distances()[world.start, False]
+    return Task(id=f"{split}-{index}", data={"map": world.draw(), "shortest": shortest})

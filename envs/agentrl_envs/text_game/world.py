@@ -41,16 +41,21 @@ class World:
     """floor: every cell that is no wall, the door's among them."""
 
     width: int
+    """Columns, walls included."""
     height: int
+    """Rows, walls included."""
     floor: frozenset[Cell]
     start: Cell
+    """Where the player begins."""
     key: Cell
+    """Where the key lies."""
     door: Cell
     goal: Cell
+    """Where the goal is."""
 
     @classmethod
     def read(cls, drawing: str) -> "World":
-        """A map as `draw` writes it. Raises ValueError where it is none."""
+        """Return a map as `draw` writes it. Raises ValueError where it is none."""
         rows = drawing.split("\n")
         cells = {(x, y): mark for y, row in enumerate(rows) for x, mark in enumerate(row)}
         places = {mark: [cell for cell, m in cells.items() if m == mark] for mark in _MARKS}
@@ -60,8 +65,8 @@ class World:
         return cls(max(map(len, rows)), len(rows), floor, *(places[mark][0] for mark in _MARKS))
 
     def draw(self, player: Cell | None = None, *, has_key: bool = False, opened: bool = False) -> str:
-        """The map as text, with the player at its start or where it stands; a key that was taken, and a door that was
-        opened, are floor."""
+        """Return the map as text, with the player at its start or where it stands; a key that was taken, and a door
+        that was opened, are floor."""
         marks = {self.goal: "G"}
         if not opened:
             marks[self.door] = "D"
@@ -75,7 +80,7 @@ class World:
         return "\n".join("".join(row) for row in rows)
 
     def moves(self, place: Place) -> Iterator[tuple[Direction, Place]]:
-        """What may be done at a place, and where it leads. The door lets nobody through without the key."""
+        """Return what may be done at a place, and where it leads. The door lets nobody through without the key."""
         cell, has_key = place
         for direction in Direction:
             after = direction.step(cell)
@@ -83,7 +88,7 @@ class World:
                 yield direction, (after, has_key or after == self.key)
 
     def distances(self) -> Mapping[Place, int]:
-        """The least number of moves to the goal, from every place that it can be reached from."""
+        """Return the least number of moves to the goal, from every place that it can be reached from."""
         before: dict[Place, list[Place]] = {}
         for cell in self.floor:
             for has_key in (False, True):

@@ -4,43 +4,22 @@ They are played against the customer of `dialogue.py`, so every reply in them is
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
 from random import Random
 
-from agentrl.plugins.types import FunctionCall, Message
-from agentrl_envs.user_sim.dialogue import Dialogue
+from agentrl.plugins.types import Message
+from agentrl_envs.conversation import Styles, assistant, draw_way, tool_turn
+from agentrl_envs.user_sim.dialogue import Dialogue, record
 from agentrl_envs.user_sim.facts import FACTS, Fact
 from agentrl_envs.user_sim.generate import Scenario
-from agentrl_envs.user_sim.lookup import record
-
-
-@dataclass(frozen=True)
-class Style:
-    """Relative frequencies of the ways to serve a customer."""
-
-    good: float = 1.0
-    guess: float = 0.0
-    one_question: float = 0.0
-    idle_question: float = 0.0
-    wrong_copy: float = 0.0
-    no_mark: float = 0.0
-
-
-STYLES = {
-    "clean": Style(),
-    "careless": Style(good=0.3, guess=0.3, one_question=0.15, idle_question=0.1, wrong_copy=0.1, no_mark=0.05),
-}
 
 
 def demonstrate(scenario: Scenario, patience: int, rng: Random, style: str) -> list[Message]:
-    """The messages after the opening; the last is the assistant's. Raises KeyError for a style not in `STYLES`."""
-    mix = STYLES[style]
-    ways = [f.name for f in fields(mix)]
-    way = rng.choices(ways, [getattr(mix, w) for w in ways])[0]
-    return _WAYS[way](_Desk(scenario, patience, rng))
+    """Return the messages after the opening; the last is the assistant's. Raises KeyError for a style not in
+    `STYLES`."""
+    return draw_way(STYLES[style], rng)(_Service(scenario, patience, rng))
 
 
-class _Desk:
+class _Service:
     """Writes both sides of a conversation down. `guessed` stand in for facts that were never asked for."""
 
     def __init__(self, scenario: Scenario, patience: int, rng: Random) -> None:
@@ -51,7 +30,7 @@ class _Desk:
 
     def ask(self, fact: Fact) -> None:
         question = self.rng.choice(fact.questions)
-        self.messages.append(_say(question))
+        self.messages.append(assistant(question))
         self.messages.append({"role": "user", "content": self.dialogue.hear(question, self.rng)[1]})
 
     def ask_all(self) -> None:
@@ -60,7 +39,7 @@ class _Desk:
                 self.ask(fact)
 
     def answer(self, mark: str = "#### ") -> list[Message]:
-        """The final line from what is known, and guesses for the rest."""
+        """Return the final line from what is known, and guesses for the rest."""
         facts = {n: v if n in self.dialogue.known else self.guessed[n] for n, v in self.scenario.facts.items()}
         return self.finish(facts, mark)
 
@@ -69,63 +48,53 @@ class _Desk:
         if self.scenario.kind.looks_up:
             number = next(iter(facts.values()))
             found = self._look_up(number) or str(self.rng.randint(11, 999))
-        return [*self.messages, _say(mark + self.scenario.kind.form.format(**facts, found=found))]
+        return [*self.messages, assistant(mark + self.scenario.kind.form.format(**facts, found=found))]
 
     def _look_up(self, number: str) -> str | None:
         text = record(self.scenario, number)
-        function: FunctionCall = {"name": "lookup", "arguments": {"number": number}}
-        call: Message = {
-            "role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]
-        }  # fmt: skip
-        self.messages += [call, {"role": "tool", "content": text or f"error: no record of {number}"}]
+        self.messages += tool_turn("lookup", {"number": number}, text or f"error: no record of {number}")
         return text.rpartition(" ")[2] if text else None
 
 
-def _good(desk: _Desk) -> list[Message]:
-    desk.ask_all()
-    return desk.answer()
+def _good(service: _Service) -> list[Message]:
+    service.ask_all()
+    return service.answer()
 
 
-def _guess(desk: _Desk) -> list[Message]:
-    return desk.answer()
+def _guess(service: _Service) -> list[Message]:
+    return service.answer()
 
 
-def _one_question(desk: _Desk) -> list[Message]:
-    """Asks for one thing and guesses the others; where one thing is missing, that is all there is to ask."""
-    missing = [f for f in desk.scenario.kind.facts if f.name not in desk.dialogue.known]
-    desk.ask(desk.rng.choice(missing))
-    return desk.answer()
+def _one_question(service: _Service) -> list[Message]:
+    """Ask for one thing and guess the others; where one thing is missing, that is all there is to ask."""
+    missing = [f for f in service.scenario.kind.facts if f.name not in service.dialogue.known]
+    service.ask(service.rng.choice(missing))
+    return service.answer()
 
 
-def _idle_question(desk: _Desk) -> list[Message]:
-    """Asks for something that does not matter, then gives up half of the time."""
-    needed = {f.name for f in desk.scenario.kind.facts}
-    desk.ask(desk.rng.choice([f for f in FACTS if f.name not in needed]))
-    if desk.dialogue.over:
-        return desk.messages[:-1]
-    return _good(desk) if desk.rng.random() < 0.5 else desk.answer()
+def _idle_question(service: _Service) -> list[Message]:
+    """Ask for something that does not matter, then gives up half of the time."""
+    needed = {f.name for f in service.scenario.kind.facts}
+    service.ask(service.rng.choice([f for f in FACTS if f.name not in needed]))
+    if service.dialogue.over:
+        return service.messages[:-1]
+    return _good(service) if service.rng.random() < 0.5 else service.answer()
 
 
-def _wrong_copy(desk: _Desk) -> list[Message]:
-    desk.ask_all()
-    wrong = desk.rng.choice(list(desk.scenario.facts))
-    return desk.finish({**desk.scenario.facts, wrong: desk.guessed[wrong]})
+def _wrong_copy(service: _Service) -> list[Message]:
+    service.ask_all()
+    wrong = service.rng.choice(list(service.scenario.facts))
+    return service.finish({**service.scenario.facts, wrong: service.guessed[wrong]})
 
 
-def _no_mark(desk: _Desk) -> list[Message]:
-    desk.ask_all()
-    return desk.answer(mark="Done: ")
+def _no_mark(service: _Service) -> list[Message]:
+    service.ask_all()
+    return service.answer(mark="Done: ")
 
 
-_WAYS: dict[str, Callable[[_Desk], list[Message]]] = {
-    "good": _good,
-    "guess": _guess,
-    "one_question": _one_question,
-    "idle_question": _idle_question,
-    "wrong_copy": _wrong_copy,
-    "no_mark": _no_mark,
-}
-
-
-def _say(text: str) -> Message:
-    return {"role": "assistant", "content": text}
+STYLES: Styles[Callable[[_Service], list[Message]]] = {
+    "clean": {_good: 1.0},
+    "careless": {
+        _good: 0.3, _guess: 0.3, _one_question: 0.15, _idle_question: 0.1, _wrong_copy: 0.1, _no_mark: 0.05,
+    },
+}  # fmt: skip

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from random import Random
 
+from agentrl.plugins.tool import Tool
+from agentrl.plugins.types import Json, Session, ToolResponse
 from agentrl_envs.user_sim.facts import FACTS, Fact
 from agentrl_envs.user_sim.generate import Scenario
 
@@ -40,25 +42,32 @@ class Dialogue:
     """A conversation so far. patience: idle or repeated questions that are still borne. asked: questions in all."""
 
     scenario: Scenario
+    """Who the customer is, and what he wants."""
     patience: int
     known: set[str] = field(default_factory=set)
+    """Names of the facts that were said."""
     asked: int = 0
     final: str | None = None
+    """The final line; None before it is given."""
     gone: bool = False
+    """True where the customer left."""
 
     def __post_init__(self) -> None:
         self.known |= set(self.scenario.told)
 
     @property
     def over(self) -> bool:
+        """True where the customer left, or the final line was given."""
         return self.gone or self.final is not None
 
     @property
     def right(self) -> bool:
+        """True where the final line is the right one."""
         return self.final is not None and plain(self.final) == plain(self.scenario.answer)
 
     def hear(self, text: str, rng: Random) -> tuple[Heard, str, int]:
-        """What the message was, what the customer says to it (nothing to an answer), and how many facts were new."""
+        """Return what the message was, what the customer says to it (nothing to an answer), and how many facts were
+        new."""
         if MARK in text:
             self.final = text.rpartition(MARK)[2].strip().partition("\n")[0]
             return Heard.ANSWER, "", 0
@@ -92,5 +101,29 @@ class Dialogue:
 
 
 def plain(line: str) -> list[str]:
-    """A final line as words, without case and punctuation, for comparison."""
+    """Return a final line as words, without case and punctuation, for comparison."""
     return re.sub(r"[^\w:]+", " ", line.casefold()).split()
+
+
+class Lookup(Tool):
+    """Finds the record of a number that the customer gave."""
+
+    name = "lookup"
+    description = "Looks an order or card number up in the shop's book."
+
+    def __init__(self) -> None:
+        number = {"type": "string", "description": "such as 1234"}
+        self.parameters = {"type": "object", "properties": {"number": number}, "required": ["number"]}
+
+    async def execute(self, session: Session, **arguments: Json) -> ToolResponse:
+        assert session.environment is not None, "the tool belongs to the environment user_sim"
+        dialogue: Dialogue = session.environment.state
+        text = record(dialogue.scenario, arguments["number"])
+        return ToolResponse(text or f"error: no record of {arguments['number'][:20]}", error=text is None)
+
+
+def record(scenario: Scenario, number: str) -> str | None:
+    """Return what is found; None for any number but the customer's."""
+    if scenario.found is None or number.strip(" #") not in scenario.facts.values():
+        return None
+    return f"{scenario.kind.name} {scenario.found}"

@@ -2,16 +2,15 @@
 
 from collections.abc import Mapping, Sequence
 from random import Random
-from typing import Any
 
-from agentrl.errors import UserError, nearest
+from agentrl.errors import UserError
 from agentrl.plugins.environment import Environment, LazyTasks
 from agentrl.plugins.tool import Tool
-from agentrl.plugins.types import Message, Reply, Session, Task
+from agentrl.plugins.types import Json, Message, Reply, Session, Task
+from agentrl_envs.conversation import check_split, check_style
 from agentrl_envs.user_sim.demonstrations import STYLES, demonstrate
-from agentrl_envs.user_sim.dialogue import Dialogue, Heard
+from agentrl_envs.user_sim.dialogue import Dialogue, Heard, Lookup
 from agentrl_envs.user_sim.generate import HELD_OUT_SIZE, SPLITS, Scenario, scenario
-from agentrl_envs.user_sim.lookup import Lookup
 
 TRAIN_SIZE = 100_000
 
@@ -50,8 +49,7 @@ class UserSim(Environment):
         self._lookup = Lookup()
 
     def tasks(self, split: str) -> Sequence[Task]:
-        if split not in SPLITS:
-            raise UserError(f"user_sim has no split {split!r}{nearest(split, SPLITS)}")
+        check_split(self, split)
         seed = self._seed if split == "train" else 0  # the held-out splits never depend on it, so that runs compare
         size = TRAIN_SIZE if split == "train" else HELD_OUT_SIZE
         return LazyTasks(size, lambda index: _task(split, index, seed))
@@ -62,7 +60,7 @@ class UserSim(Environment):
     def tools_for(self, task: Task) -> Sequence[Tool]:
         return (self._lookup,) if task.data["looks_up"] else ()
 
-    async def create(self, session: Session, **create_kwargs: Any) -> list[Message]:
+    async def create(self, session: Session, **create_kwargs: Json) -> list[Message]:
         made = _scenario(session.task)
         session.state = Dialogue(made, self._patience)
         system = self._system_prompt.replace("{form}", made.kind.shown_form)
@@ -77,18 +75,17 @@ class UserSim(Environment):
         reward = self._fact_reward * new / len(dialogue.scenario.missing) if new else None
         return Reply(({"role": "user", "content": said},), reward, done=dialogue.gone)
 
-    async def calc_reward(self, session: Session, **kwargs: Any) -> dict[str, float]:
+    async def calc_reward(self, session: Session, **kwargs: Json) -> dict[str, float]:
         dialogue: Dialogue = session.state
         return {"answer": float(dialogue.right), "questions": -self._question_cost * dialogue.asked}
 
     def solved(self, rewards: Mapping[str, float], task: Task) -> bool:
-        """By the answer alone: how it was asked for does not count."""
+        """Decide by the answer alone: how it was asked for does not count."""
         return rewards.get("answer", 0.0) >= 1.0
 
     def demonstrate(self, task: Task, rng: Random, style: str) -> list[Message]:
-        """A customer served in a style of `demonstrations.STYLES`."""
-        if style not in STYLES:
-            raise UserError(f"user_sim has no demonstrations of style {style!r}{nearest(style, STYLES)}")
+        """Return a customer served in a style of `demonstrations.STYLES`."""
+        check_style(self, style, STYLES)
         return demonstrate(_scenario(task), self._patience, rng, style)
 
 

@@ -8,8 +8,114 @@ from functools import cache
 from math import prod
 from random import Random
 
-from agentrl_envs.user_sim.facts import Fact
-from agentrl_envs.user_sim.kinds import KINDS, Kind
+from agentrl_envs.user_sim.facts import (
+    ACCOUNT,
+    ADDRESS,
+    AMOUNT,
+    CARD,
+    COLOUR,
+    DAY,
+    NAME,
+    NIGHTS,
+    ORDER,
+    PEOPLE,
+    ROOM,
+    SIZE,
+    TIME,
+    Fact,
+)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One wish.
+
+    form: the final line, `{name}` standing for a fact's value and `{found}` for what `lookup` says of it.
+    openings, other_openings: how it is said, in training and in the held-out wordings.
+    """
+
+    name: str
+    facts: tuple[Fact, ...]
+    """The facts that the wish needs."""
+    form: str
+    openings: tuple[str, ...]
+    other_openings: tuple[str, ...]
+
+    @property
+    def looks_up(self) -> bool:
+        """Whether a number's record must be looked up for the answer."""
+        return "{found}" in self.form
+
+    @property
+    def shown_form(self) -> str:
+        """The form as the assistant is told it."""
+        names = {fact.name: f"<{fact.name}>" for fact in self.facts}
+        return f"#### {self.form.format(**names, found='<number found>')}"
+
+
+KINDS = (
+    Kind(
+        "cancel", (ORDER,), "cancel {order}",
+        ("Please cancel my order.", "I want to cancel an order.", "Can you cancel my order?"),
+        ("I no longer want what I bought, so cancel it.", "Stop my order, it is not needed any more."),
+    ),
+    Kind(
+        "resize", (ORDER, SIZE), "size {order} {size}",
+        ("Please change the size of my order.", "My order has the wrong size.", "Can I have another size?"),
+        ("What I bought does not fit, I need to swap it.", "The size I took is no good, do change it."),
+    ),
+    Kind(
+        "recolour", (ORDER, COLOUR), "colour {order} {colour}",
+        ("Please change the colour of my order.", "My order has the wrong colour.", "Can I have another colour?"),
+        ("I took the wrong colour by mistake, do swap it.", "The colour that I bought does not suit me."),
+    ),
+    Kind(
+        "deliver", (ORDER, DAY), "deliver {order} {day}",
+        ("Please bring my order on another day.", "I am away, deliver my order later.", "Can you move my delivery?"),
+        ("Nobody is at home when you come, make it another day.", "The delivery must be put off."),
+    ),
+    Kind(
+        "address", (ORDER, ADDRESS), "address {order} {address}",
+        ("Please send my order elsewhere.", "I have moved, change the address.", "Can my order go elsewhere?"),
+        ("We live in a new house now, so do bring it there.", "The parcel must not come to my old place."),
+    ),
+    Kind(
+        "table", (DAY, TIME, PEOPLE), "table {day} {time} {people}",
+        ("Please book a table.", "I want a table for dinner.", "Can we have a table?"),
+        ("We would love to eat at your place.", "Do keep a table for us, will you?"),
+    ),
+    Kind(
+        "room", (NAME, NIGHTS, ROOM), "room {name} {nights} {room}",
+        ("Please book a room.", "I need a room.", "Can I have a room?"),
+        ("I am looking for a place to sleep.", "Do you still have a bed for me?"),
+    ),
+    Kind(
+        "haircut", (NAME, DAY, TIME), "haircut {name} {day} {time}",
+        ("Please book a haircut.", "I need a haircut.", "Can I come for a haircut?"),
+        ("My hair is far too long.", "When could you cut my hair? I have a wish."),
+    ),
+    Kind(
+        "taxi", (ADDRESS, TIME), "taxi {address} {time}",
+        ("Please send a taxi.", "I need a taxi.", "Can I have a taxi?"),
+        ("I have a plane to catch, somebody must drive me.", "A cab for me, if you would."),
+    ),
+    Kind(
+        "transfer", (AMOUNT, ACCOUNT), "transfer {amount} {account}",
+        ("Please transfer money.", "I want to send money.", "Can you make a transfer?"),
+        ("I owe somebody some money and will pay it now.", "A payment has to leave today."),
+    ),
+    Kind(
+        "price", (ORDER,), "{found}",
+        ("What did my order cost?", "I want to know the price of my order.", "How much was my order?"),
+        ("I forgot what I paid you the last time.", "Can you tell me how expensive my shopping was?"),
+    ),
+    Kind(
+        "points", (CARD,), "{found}",
+        ("How many points do I have?", "I want to know my points.", "Can you tell me my points?"),
+        ("Did I collect enough points for a gift?", "I wonder what my loyalty brought me."),
+    ),
+)  # fmt: skip
+
 
 SPLITS = ("train", "test", "wording", "validation")
 """test: facts never seen in training; wording: those, said in words never seen; validation: as test, with no kind and
@@ -27,6 +133,7 @@ class Scenario:
     number, or None. other_words: said in the held-out wordings."""
 
     kind: Kind
+    """What the customer wants."""
     facts: dict[str, str]
     told: tuple[str, ...]
     found: str | None
@@ -35,6 +142,7 @@ class Scenario:
 
     @property
     def missing(self) -> tuple[str, ...]:
+        """Names of the facts that the opening leaves out."""
         return tuple(name for name in self.facts if name not in self.told)
 
     @property
@@ -44,7 +152,7 @@ class Scenario:
 
 
 def scenario(split: str, index: int, seed: int = 0) -> Scenario:
-    """The scenario at `index` (0 or more) of a split. Raises ValueError for an unknown split."""
+    """Return the scenario at `index` (0 or more) of a split. Raises ValueError for an unknown split."""
     if split not in SPLITS:
         raise ValueError(f"no split {split!r}; known: {', '.join(SPLITS)}")
     rng = Random(f"user_sim/{seed}/{split}/{index}")
@@ -67,14 +175,14 @@ def _wish(rng: Random, split: str) -> tuple[Kind, dict[str, str]]:
 
 @cache
 def _tested() -> frozenset[tuple[object, ...]]:
-    """Kinds and facts of `test` and `wording`."""
+    """Return kinds and facts of `test` and `wording`."""
     places = [f"user_sim/0/{split}/{index}" for split in ("test", "wording") for index in range(HELD_OUT_SIZE)]
     wishes = [_wish(Random(place), "test") for place in places]
     return frozenset((kind.name, *facts.items()) for kind, facts in wishes)
 
 
 def _told(kind: Kind, rng: Random) -> list[Fact]:
-    """What the opening says: anything that leaves enough open."""
+    """Return what the opening says: anything that leaves enough open."""
     while True:
         told = [fact for fact in kind.facts if rng.random() < 0.4]
         if prod(fact.size for fact in kind.facts if fact not in told) >= FEWEST:

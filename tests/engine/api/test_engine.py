@@ -8,6 +8,7 @@ from random import Random
 import pytest
 from aiohttp import web
 from fakes import TASK, Echo, Env
+from serving import serving
 
 import agentrl
 from agentrl.cli.main import run
@@ -37,19 +38,14 @@ class Endpoint:
         self.answer, self.models, self.bodies, self.keys = answer, models, [], set()
 
     async def __aenter__(self):
-        app = web.Application()
-        app.router.add_post("/v1/chat/completions", self.complete)
-        app.router.add_get("/v1/models/{name}", self.model)
-        app.router.add_get("/v1/models", self.listing)
-        self.runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
-        await self.runner.setup()
-        site = web.TCPSite(self.runner, "127.0.0.1", 0)
-        await site.start()
-        self.url = f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}/v1"
+        completions, model = "POST /v1/chat/completions", "GET /v1/models/{name}"
+        routes = {completions: self.complete, model: self.model, "GET /v1/models": self.listing}
+        self.serving = serving(routes, access_log=None)
+        self.url = f"{await self.serving.__aenter__()}/v1"
         return self
 
     async def __aexit__(self, *_):
-        await self.runner.cleanup()
+        await self.serving.__aexit__(None, None, None)
 
     async def complete(self, request):
         body = await request.json()

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 from paths import SUPPORT
-from sglang_server_help import FAKE, started, until
+from processes import until
+from sglang_server_help import FAKE, started
 
 from agentrl.engine.sglang.command import LaunchPlan, launch_command
 from agentrl.errors import UserError

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from sglang_adapter_help import _until
+from processes import eventually
+from serving import serving
 from sglang_help import StandIn, tiny
 
 from agentrl.engine.base import EngineError, Generation, GenerationFinish, Sampling
@@ -127,7 +128,7 @@ async def test_a_dead_server_leaves_its_requests_to_another(parts: Any, expected
 async def test_a_server_comes_back(parts: Any, expected: Generation) -> None:
     async with served(parts, ("die", 1), count=2) as (engine, (first, _), said):
         same(await engine.generate(PROMPT, GREEDY, "a"), expected)
-        waiting = asyncio.create_task(_until(lambda: any("is back" in line for line in said)))
+        waiting = asyncio.create_task(eventually(lambda: any("is back" in line for line in said)))
         await asyncio.sleep(0.2)
         first.dead = False
         await waiting
@@ -142,7 +143,7 @@ async def test_a_server_with_other_weights_stays_out(parts: Any) -> None:
         await engine.generate(PROMPT, GREEDY, "a")
         first.dead, first.version = False, "default"
         asked = len(first.asked)
-        await _until(lambda: first.calls["/pause_generation"] > 0)
+        await eventually(lambda: first.calls["/pause_generation"] > 0)
         await asyncio.gather(*(engine.generate(PROMPT, GREEDY, f"b{i}") for i in range(6)))
         assert len(first.asked) == asked
     assert not any("is back" in line for line in said)
@@ -331,17 +332,9 @@ async def test_a_late_server_is_not_a_lost_one(parts: Any, monkeypatch: pytest.M
 
 
 async def test_a_server_of_another_kind(parts: Any) -> None:
-    from aiohttp import web
-
-    runner = web.AppRunner(web.Application())
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    try:
+    async with serving({}) as url:
         with pytest.raises(UserError, match="does not speak SGLang's API"):
-            await start(parts, urls=(f"http://127.0.0.1:{runner.addresses[0][1]}",))
-    finally:
-        await runner.cleanup()
+            await start(parts, urls=(url,))
 
 
 class _Bytes:

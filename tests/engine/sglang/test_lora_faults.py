@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from sglang_adapter_help import AdapterStandIn, _until, adapted, stir
+from processes import eventually
+from sglang_adapter_help import AdapterStandIn, adapted, stir
 from sglang_help import logprobs_of, tiny
 
 from agentrl.engine.base import EngineError, Generation, Sampling
@@ -67,7 +68,7 @@ async def test_a_server_that_was_restarted_is_given_base_and_newest_adapter() ->
         with torch.no_grad():
             first.model.model.norm.weight.div_(1.3)
         first.restart()
-        waiting = asyncio.create_task(_until(lambda: any(f"{first.url} is back" in line for line in said)))
+        waiting = asyncio.create_task(eventually(lambda: any(f"{first.url} is back" in line for line in said)))
         for i in range(40):  # somebody has to want it
             await engine.generate(PROMPT, GREEDY, f"b{i}")
             await asyncio.sleep(0.05)
@@ -102,7 +103,7 @@ async def test_a_request_that_changes_servers_has_the_versions_of_both() -> None
         await engine.update_weights(1)
         old = copy.deepcopy(model)
         under_way = asyncio.create_task(engine.generate(PROMPT, GREEDY, "a"))
-        await _until(lambda: first.running)
+        await eventually(lambda: first.running)
         await asyncio.sleep(0.2)
         stir(model, 2)
         await engine.update_weights(2)

@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import signal
 import stat
 import subprocess
 import sys
@@ -12,12 +11,13 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import aiohttp
+import psutil
 import pytest
 import torch
-from cluster_help import alive
 from paths import SUPPORT
+from processes import alive, command, until
 from sglang_help import embedded_path, tiny
-from sglang_server_help import FAKE, plan, started, until
+from sglang_server_help import FAKE, plan, started
 from sglang_weights_help import Weights, altered, ask, check_answer, spans_of
 
 from agentrl.engine.base import Sampling
@@ -302,13 +302,6 @@ async def test_two_real_servers_one_killed_in_mid_update(
 
 def kill_schedulers(group: int) -> None:
     """SIGKILL to the process that samples, of the servers in a process group."""
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
-            continue
-        try:
-            mine = os.getpgid(int(entry.name)) == group
-            name = (entry / "cmdline").read_bytes()
-        except (OSError, ProcessLookupError):
-            continue
-        if mine and b"scheduler" in name:
-            os.kill(int(entry.name), signal.SIGKILL)
+    for process in psutil.process_iter():
+        if "scheduler" in command(process) and os.getpgid(process.pid) == group:
+            process.kill()

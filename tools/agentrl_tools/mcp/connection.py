@@ -1,6 +1,7 @@
-"""One connection to an MCP server, living in a task of its own, in which the client is entered and left.
+"""Connections to an MCP server, each in a task of its own, in which the client is entered and left.
 
-Calls come from any task of the same event loop and share it.
+Calls come from any task of the same event loop and share a connection. A call that finds it dead has it opened again,
+once for all that wait for it.
 """
 
 import asyncio
@@ -9,7 +10,8 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
-from agentrl_tools.mcp.endpoint import Diary, Endpoint, kill_group
+from agentrl.plugins.types import Json
+from agentrl_tools.mcp.endpoint import Endpoint, ServerLog, kill_group
 
 _CLOSE_SECONDS = 8.0  # after which closing is no longer waited for, but cancelled
 _PAGES = 100  # of a listing of tools
@@ -37,7 +39,7 @@ class Connection:
 
     def __init__(self, endpoint: Endpoint, mode: str) -> None:
         self._endpoint, self._mode = endpoint, mode
-        self._diary = Diary()
+        self._server_log = ServerLog()
         self._closing = asyncio.Event()
         self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._task: asyncio.Task[None] | None = None
@@ -48,14 +50,17 @@ class Connection:
 
     @property
     def alive(self) -> bool:
-        return self._task is not None and not self._task.done() and not self._retired and self._diary.exit_code is None
+        """True where calls can be made."""
+        return not self.ended and not self._retired and self._server_log.exit_code is None
 
     @property
     def ended(self) -> bool:
+        """True where nothing of it runs."""
         return self._task is None or self._task.done()
 
     async def open(self, seconds: float) -> None:
-        """Raises ConnectError: it cannot be started, ends, refuses, or does not answer within `seconds`."""
+        """Open the connection. Raises ConnectError: the server cannot be started, ends, refuses, or does not answer
+        within `seconds`."""
         self._task = asyncio.create_task(self._live(), name=f"mcp {self._endpoint}")
         try:
             await asyncio.wait({self._task, self._ready}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
@@ -67,7 +72,7 @@ class Connection:
             self._task.cancel()
             raise
         what = f"no answer to the handshake within {seconds:g} s" if late else _why(self._error)
-        raise ConnectError(what + self._diary.told()) from self._error
+        raise ConnectError(what + self._server_log.summary()) from self._error
 
     async def close(self) -> None:
         """End it in good order, or at once where it is not open yet; returns when nothing of it is left."""
@@ -90,11 +95,11 @@ class Connection:
 
     def kill(self) -> None:
         """End its process without the event loop, which is closed."""
-        if self._diary.process_group is not None:
-            kill_group(self._diary.process_group)
+        if self._server_log.process_group is not None:
+            kill_group(self._server_log.process_group)
 
     async def tools(self) -> Sequence[Any]:
-        """What the server offers, as `mcp_types.Tool`. Raises ConnectError."""
+        """Return what the server offers, as `mcp_types.Tool`. Raises ConnectError."""
         found: list[Any] = []
         cursor = None
         try:
@@ -105,11 +110,11 @@ class Connection:
                 if cursor is None:
                     break
         except _protocol_errors() as error:
-            raise ConnectError(f"it does not list its tools: {_why(error)}{self._diary.told()}") from error
+            raise ConnectError(f"it does not list its tools: {_why(error)}{self._server_log.summary()}") from error
         return found
 
-    async def call(self, name: str, arguments: dict[str, Any]) -> Any:
-        """The `mcp_types.CallToolResult`. Raises RefusedError and BrokenError."""
+    async def call(self, name: str, arguments: dict[str, Json]) -> Any:
+        """Return the `mcp_types.CallToolResult`. Raises RefusedError and BrokenError."""
         from mcp import MCPError
         from mcp_types import CONNECTION_CLOSED, INVALID_PARAMS, INVALID_REQUEST
 
@@ -122,9 +127,9 @@ class Connection:
             dead = error.code in (CONNECTION_CLOSED, INVALID_REQUEST) or not self.alive
             if error.code == CONNECTION_CLOSED:
                 await asyncio.sleep(0.1)  # for its exit code and last words to arrive
-            raise BrokenError(f"{_why(error)}{self._diary.told()}", dead) from error
+            raise BrokenError(f"{_why(error)}{self._server_log.summary()}", dead) from error
         except _protocol_errors() as error:
-            raise BrokenError(f"{_why(error)}{self._diary.told()}", not self.alive) from error
+            raise BrokenError(f"{_why(error)}{self._server_log.summary()}", not self.alive) from error
         finally:
             self._calls -= 1
             if self._retired and self._calls == 0:
@@ -135,7 +140,7 @@ class Connection:
 
         logging.getLogger("mcp").setLevel(logging.CRITICAL)  # what it logs, our errors say
         try:
-            async with Client(self._endpoint.transport(self._diary), mode=self._mode, cache=None) as client:
+            async with Client(self._endpoint.transport(self._server_log), mode=self._mode, cache=None) as client:
                 self._client = client
                 self._ready.set_result(None)
                 await self._closing.wait()
@@ -147,7 +152,8 @@ class Connection:
 
 
 async def connect(endpoint: Endpoint, mode: str, seconds: float, retries: int) -> Connection:
-    """An open connection, after a back-off with jitter for each failure. Raises ConnectError of the last attempt."""
+    """Return an open connection, after a back-off with jitter for each failure. Raises ConnectError of the last
+    attempt."""
     attempt = 0
     while True:
         connection = Connection(endpoint, mode)
@@ -165,7 +171,7 @@ async def connect(endpoint: Endpoint, mode: str, seconds: float, retries: int) -
 
 
 def _why(error: BaseException | None) -> str:
-    """The innermost of an exception group, on one line."""
+    """Return the innermost of an exception group, on one line."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     if error is None:
@@ -178,9 +184,79 @@ def _why(error: BaseException | None) -> str:
 
 
 def _protocol_errors() -> tuple[type[Exception], ...]:
-    """What the client raises for a server that does not keep to the protocol, or is gone."""
+    """Return what the client raises for a server that does not keep to the protocol, or is gone."""
     import anyio
     from mcp import MCPError
     from pydantic import ValidationError
 
     return MCPError, ValidationError, RuntimeError, anyio.ClosedResourceError, anyio.BrokenResourceError, OSError
+
+
+_RECONNECT_SECONDS = 20.0  # with all its attempts: less than the 30 s that a tool has by default
+
+
+class Pool:
+    """Belongs to one event loop. size: connections; calls: under way at once."""
+
+    def __init__(self, endpoint: Endpoint, size: int, calls: int, seconds: float, retries: int) -> None:
+        self._endpoint, self._seconds, self._retries = endpoint, seconds, retries
+        self._slots: list[Connection | None] = [None] * size
+        self._opening: dict[int, asyncio.Task[Connection]] = {}
+        self._retired: set[Connection] = set()
+        self._next = 0
+        self.turns = asyncio.Semaphore(calls)
+
+    def adopt(self, connection: Connection) -> None:
+        """Take over one that is open already."""
+        self._slots[0] = connection
+
+    async def connection(self) -> Connection:
+        """Return one that is alive, in turn. Raises ConnectError."""
+        slot = self._next = (self._next + 1) % len(self._slots)
+        current = self._slots[slot]
+        if current is not None and current.alive:
+            return current
+        if slot not in self._opening:
+            task = self._opening[slot] = asyncio.create_task(self._open(slot))
+            task.add_done_callback(lambda done: done.cancelled() or done.exception())  # somebody may have gone
+        return await asyncio.shield(self._opening[slot])
+
+    def drop(self, connection: Connection) -> None:
+        """Stop using this connection."""
+        connection.retire()
+        if connection in self._slots:
+            self._slots[self._slots.index(connection)] = None
+            self._retired.add(connection)
+
+    async def close(self) -> None:
+        """Close all connections, and wait for their ends."""
+        for task in self._opening.values():
+            task.cancel()
+        if self._opening:
+            await asyncio.wait(set(self._opening.values()))
+        open_ones = [c for c in (*self._slots, *self._retired) if c is not None]
+        self._slots = [None] * len(self._slots)
+        self._retired.clear()
+        await asyncio.gather(*(connection.close() for connection in open_ones))
+
+    def kill(self) -> None:
+        """Kill the processes of all connections, without an event loop."""
+        for connection in (*self._slots, *self._retired):
+            if connection is not None:
+                connection.kill()
+
+    async def _open(self, slot: int) -> Connection:
+        try:
+            former, self._slots[slot] = self._slots[slot], None
+            if former is not None:
+                await former.close()
+            for old in [c for c in self._retired if c.ended]:
+                self._retired.discard(old)
+            async with asyncio.timeout(_RECONNECT_SECONDS):
+                made = await connect(self._endpoint, "auto", self._seconds, self._retries)
+            self._slots[slot] = made
+            return made
+        except TimeoutError:
+            raise ConnectError(f"no connection within {_RECONNECT_SECONDS:g} s") from None
+        finally:
+            del self._opening[slot]

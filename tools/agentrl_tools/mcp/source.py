@@ -1,20 +1,115 @@
 """The tool source `mcp`: every tool of an MCP server, over stdio or streamable HTTP, by the official client."""
 
 import asyncio
-from collections.abc import Sequence
+import base64
+import binascii
+import json
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from agentrl import InfrastructureError, Session, Tool, ToolResponse
 from agentrl.errors import UserError, nearest
 from agentrl.plugins.tool import ToolSource
+from agentrl.plugins.types import Json
 from agentrl_tools.loops import PerLoop
-from agentrl_tools.mcp.connection import BrokenError, ConnectError, Connection, RefusedError, connect
+from agentrl_tools.mcp.connection import BrokenError, ConnectError, Connection, Pool, RefusedError, connect
 from agentrl_tools.mcp.endpoint import Command, Endpoint, Url
-from agentrl_tools.mcp.pool import Pool
-from agentrl_tools.mcp.results import response_of
-from agentrl_tools.mcp.tool import McpTool
+
+
+def response_of(result: Any) -> ToolResponse:
+    """Return text as text, images as images, other content by a line that says what it is; structured content as JSON
+    where there is no other. Raises InfrastructureError for an image that is none."""
+    texts: list[str] = []
+    images: list[bytes] = []
+    for block in result.content:
+        if block.type == "image":
+            images.append(_decoded(block.data))
+        else:
+            texts.append(_text(block))
+    if not texts and not images and result.structured_content is not None:
+        texts.append(json.dumps(result.structured_content, ensure_ascii=False))
+    text = "\n".join(texts)
+    if result.is_error:
+        return ToolResponse(text or "the tool failed without a word", tuple(images), error=True)
+    return ToolResponse(text, tuple(images))
+
+
+def _text(block: Any) -> str:
+    if block.type == "text":
+        return str(block.text)
+    if block.type == "audio":
+        return f"[audio, {block.mime_type}, which you cannot hear]"
+    if block.type == "resource_link":
+        return f"[resource {block.name}: {block.uri}]"
+    if block.type == "resource":
+        text = getattr(block.resource, "text", None)
+        return text if isinstance(text, str) else f"[resource {block.resource.uri}]"
+    return f"[{block.type}]"
+
+
+def _decoded(data: str) -> bytes:
+    try:
+        return base64.b64decode(data, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise InfrastructureError(f"the MCP server sent an image that is not base64: {error}") from error
+
+
+_ODD = re.compile(r"[^A-Za-z0-9_-]")
+_UNREADABLE = (UserError, TypeError, AttributeError, KeyError, RecursionError)
+_OPEN = ("$ref", "allOf", "anyOf", "oneOf", "patternProperties", "if")
+
+
+class Server(Protocol):
+    """Whom a tool asks."""
+
+    async def lease(self, session: Session) -> Any: ...
+
+    async def give_back(self, session: Session) -> None: ...
+
+    async def call(self, name: str, arguments: dict[str, Json], session: Session) -> ToolResponse: ...
+
+
+class McpTool(Tool):
+    """name: for the model. remote: its name at the server."""
+
+    def __init__(self, server: Server, remote: str, prefix: str, description: str, schema: Mapping[str, Json]) -> None:
+        self._server, self.remote = server, remote
+        self.name = _ODD.sub("_", prefix + remote)[:64]
+        self.description = description
+        self.parameters = parameters_of(schema)
+
+    async def create(self, session: Session, **create_kwargs: Json) -> None:
+        session.state = await self._server.lease(session)
+
+    async def execute(self, session: Session, **arguments: Json) -> ToolResponse:
+        return await self._server.call(self.remote, arguments, session)
+
+    async def release(self, session: Session, **kwargs: Json) -> None:
+        if session.state is not None:
+            await self._server.give_back(session)
+            session.state = None
+
+    def check(self, arguments: Mapping[str, Json]) -> dict[str, Any]:
+        """Check arguments. Where the schema says what our checks do not know, the server alone judges the arguments."""
+        try:
+            return super().check(arguments)
+        except _UNREADABLE:
+            return dict(arguments)
+
+
+def parameters_of(schema: Mapping[str, Json]) -> dict[str, Any]:
+    """Return a schema with the keys that templates and checks rely on. Unknown arguments are refused where the schema
+    lists the known ones and nothing else in it can name further ones: a slip of the model is then told to it."""
+    made = {"properties": {}, **schema, "type": "object"}
+    if not isinstance(made["properties"], Mapping):
+        made["properties"] = {}
+    if "additionalProperties" not in made and (not made["properties"] or any(key in made for key in _OPEN)):
+        made["additionalProperties"] = True
+    return made
+
 
 _STARTS = 4  # servers that are started at the same time, of those that requests have for themselves
 
@@ -94,7 +189,7 @@ class McpSource(ToolSource):
         await asyncio.gather(*(lease.connection.close() for lease in leases), *([pool.close()] if pool else []))
 
     async def lease(self, session: Session) -> _Lease | None:
-        """What a request needs for itself. Raises InfrastructureError."""
+        """Return what a request needs for itself. Raises InfrastructureError."""
         if not self._own:
             return None
         if lease := self._leases.get(session.id):
@@ -117,8 +212,8 @@ class McpSource(ToolSource):
             del self._leases[session.id]
             await lease.connection.close()
 
-    async def call(self, name: str, arguments: dict[str, Any], session: Session) -> ToolResponse:
-        """One call. Raises InfrastructureError when the server cannot be asked, or not be understood."""
+    async def call(self, name: str, arguments: dict[str, Json], session: Session) -> ToolResponse:
+        """Make one call. Raises InfrastructureError when the server cannot be asked, or not be understood."""
         try:
             if self._own:
                 return response_of(await session.state.connection.call(name, arguments))
@@ -128,7 +223,7 @@ class McpSource(ToolSource):
         except (BrokenError, ConnectError) as error:
             raise InfrastructureError(f"{self._endpoint}, tool {name}: {error}") from error
 
-    async def _shared(self, name: str, arguments: dict[str, Any]) -> Any:
+    async def _shared(self, name: str, arguments: dict[str, Json]) -> Any:
         self._kill_orphans()
         pool = self._pools.here()
         async with pool.turns:
@@ -149,7 +244,8 @@ class McpSource(ToolSource):
             pool.kill()
 
     def chosen(self, offered: Sequence[Any]) -> list[Tool]:
-        """Those of `mcp_types.Tool` that the recipe wants. Raises UserError: none, or a name that fits nothing."""
+        """Return those of `mcp_types.Tool` that the recipe wants. Raises UserError: none, or a name that fits
+        nothing."""
         names = [tool.name for tool in offered]
         for pattern in [*(self._include or ()), *self._exclude]:
             if not any(fnmatchcase(name, pattern) for name in names):

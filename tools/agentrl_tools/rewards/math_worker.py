@@ -20,7 +20,7 @@ class _OutOfTime(BaseException):
 
 
 def main() -> None:
-    """Runs until stdin ends. First argument: CPU seconds for a request; second: MiB of memory."""
+    """Run until stdin ends. First argument: CPU seconds for a request; second: MiB of memory."""
     seconds, memory = float(sys.argv[1]), int(sys.argv[2]) * 2**20
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # whatever prints, prints elsewhere
@@ -37,7 +37,7 @@ def _ring(number: int, frame: Any) -> None:
 
 
 def _serve(request: dict[str, str], seconds: float, out: Any) -> None:
-    """Replies `{"gold": bool}` once the truth is read, then `{"right": bool}` or `{"late": true}`."""
+    """Reply `{"gold": bool}` once the truth is read, then `{"right": bool}` or `{"late": true}`."""
     from math_verify import verify
 
     def say(**reply: Any) -> None:
@@ -65,7 +65,7 @@ def _serve(request: dict[str, str], seconds: float, out: Any) -> None:
 
 
 def _read(text: str) -> list[Any]:
-    """The expression that a text marks, or else holds; empty where there is none."""
+    """Return the expression that a text marks, or else holds; empty where there is none."""
     from math_verify import parse
 
     from agentrl_tools.rewards.truth import marked

@@ -5,13 +5,13 @@ from typing import Any
 
 from agentrl_envs.gsm8k.grade import boxed, hashed
 
-from agentrl.plugins.types import Task
+from agentrl.plugins.types import Json, Task
 
 TRUTH_FIELDS = ("ground_truth", "reward_model.ground_truth", "answer")
 
 
-def field_of(data: Mapping[str, Any], path: str) -> Any:
-    """`reward_model.ground_truth` of nested mappings; None where it is not there."""
+def field_of(data: Mapping[str, Json], path: str) -> Any:
+    """Return `reward_model.ground_truth` of nested mappings; None where it is not there."""
     if path in data:
         return data[path]
     found: Any = data
@@ -23,7 +23,8 @@ def field_of(data: Mapping[str, Any], path: str) -> Any:
 
 
 def truth_of(task: Task, field: str | None = None) -> Any:
-    """The task's ground truth: of that field, else of the first of `TRUTH_FIELDS` that it has. Raises ValueError."""
+    """Return the task's ground truth: of that field, else of the first of `TRUTH_FIELDS` that it has. Raises
+    ValueError."""
     for path in (field,) if field else TRUTH_FIELDS:
         value = field_of(task.data, path)
         if value is not None:
@@ -34,8 +35,8 @@ def truth_of(task: Task, field: str | None = None) -> Any:
 
 
 def marked(text: str) -> str | None:
-    """What stands in the last mark: `#### x`, `\\boxed{x}` or `<answer>x</answer>`; None where there is none. Linear in
-    the text, whatever it holds."""
+    """Return what stands in the last mark: `#### x`, `\\boxed{x}` or `<answer>x</answer>`; None where there is none.
+    Linear in the text, whatever it holds."""
     found = [mark for mark in (hashed(text), boxed(text), _tagged(text)) if mark is not None]
     return max(found, key=lambda mark: mark[0])[1] if found else None
 

@@ -64,7 +64,9 @@ class Execution:
     """
 
     stdout: str = ""
+    """What was printed, within Limits.output characters."""
     stderr: str = ""
+    """What was written to stderr, within Limits.output characters."""
     value: str | None = None
     error: str | None = None
     images: tuple[bytes, ...] = ()
@@ -73,6 +75,7 @@ class Execution:
     lost_before: bool = False
     cut: bool = False
     seconds: float = 0.0
+    """Wall time."""
 
     @property
     def ok(self) -> bool:
@@ -81,7 +84,7 @@ class Execution:
 
 
 def shortened(text: str, most: int) -> str:
-    """`text`, or its beginning and its end where it is longer than `most` characters."""
+    """Return `text`, or its beginning and its end where it is longer than `most` characters."""
     if len(text) <= most:
         return text
     half = most // 2
@@ -108,7 +111,7 @@ class Sandbox(ABC):
 
     @abstractmethod
     async def open(self) -> SandboxSession:
-        """A session whose interpreter nobody has used. Raises InfrastructureError when it cannot be had."""
+        """Return a session whose interpreter nobody has used. Raises InfrastructureError when it cannot be had."""
 
     @abstractmethod
     async def close(self) -> None:
@@ -116,7 +119,7 @@ class Sandbox(ABC):
 
     @asynccontextmanager
     async def session(self) -> AsyncIterator[SandboxSession]:
-        """`async with sandbox.session() as session:` opens one, and closes it whatever happens."""
+        """Open a session, and close it whatever happens: `async with sandbox.session() as session:`."""
         session = await self.open()
         try:
             yield session

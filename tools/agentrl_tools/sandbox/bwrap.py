@@ -3,16 +3,80 @@
 import asyncio
 import functools
 import os
+import struct
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from agentrl.errors import UserError
 from agentrl.plugins.types import InfrastructureError
 from agentrl_tools.sandbox.base import Execution, Limits, Sandbox, SandboxSession, Stop
-from agentrl_tools.sandbox.reply import BrokenReplyError, longest_reply, read_reply, request
 from agentrl_tools.sandbox.spawner import READY, Process, Spawner, wait_ready
 from agentrl_tools.sandbox.system import find_bwrap, launch_config
+
+_PNG = b"\x89PNG\r\n\x1a\n"
+
+
+class BrokenReplyError(Exception):
+    """What the supervisor says is no reply."""
+
+
+def request(code: str, seconds: float) -> bytes:
+    """Return a call, as the supervisor reads it."""
+    data = code.encode("utf-8", "surrogatepass")
+    return struct.pack("<Id", len(data), seconds) + data
+
+
+def longest_reply(limits: Limits) -> int:
+    """Return bytes that no reply exceeds."""
+    return 16 * limits.output + 2 * limits.image_bytes + (1 << 20)
+
+
+def read_reply(data: bytes, limits: Limits, lost_before: bool, seconds: float) -> tuple[Execution, bool]:
+    """Return the execution, and whether the sandbox itself is spoilt. Raises BrokenReplyError."""
+    texts: dict[bytes, str] = {}
+    images: list[bytes] = []
+    cut = False
+    for tag, value in _fields(data):
+        if tag == b"I":
+            images.append(value)
+        else:
+            text = value.decode("utf-8", "replace")
+            cut = cut or tag == b"C"
+            texts[tag] = text
+    try:
+        stop = Stop(texts[b"S"]) if b"S" in texts else None
+    except ValueError as error:
+        raise BrokenReplyError(str(error)) from None
+    shown = tuple(image for image in images if image.startswith(_PNG))
+    if sum(map(len, shown)) > limits.image_bytes:
+        shown, cut = (), True
+    execution = Execution(
+        stdout=_bounded(texts.get(b"o", ""), limits), stderr=_bounded(texts.get(b"e", ""), limits),
+        value=_bounded(texts[b"V"], limits) if b"V" in texts else None,
+        error=_bounded(texts[b"E"], limits) if b"E" in texts else None,
+        images=shown, stop=stop, lost=b"L" in texts or b"X" in texts, lost_before=lost_before or b"B" in texts,
+        cut=cut, seconds=seconds,
+    )  # fmt: skip
+    return execution, b"X" in texts
+
+
+def _bounded(text: str, limits: Limits) -> str:
+    most = 2 * limits.output  # the sandbox has cut it already, unless it has been tampered with
+    return text if len(text) <= most else text[:most]
+
+
+def _fields(data: bytes) -> Iterator[tuple[bytes, bytes]]:
+    at = 0
+    while at < len(data):
+        if len(data) < at + 5:
+            raise BrokenReplyError("a field without a head")
+        tag, size = struct.unpack_from("<cI", data, at)
+        if len(data) < at + 5 + size:
+            raise BrokenReplyError("a field that is cut off")
+        yield tag, data[at + 5 : at + 5 + size]
+        at += 5 + size
+
 
 _READY_SECONDS = 60.0  # for a sandbox to start, on a machine that is busy with hundreds
 _WORDS_SECONDS = 1.0  # for it to say why it does not
@@ -39,7 +103,7 @@ class BwrapSandbox(Sandbox):
         return BwrapSession(self, await self.take())
 
     async def take(self) -> Process:
-        """An interpreter that nobody has used, ready. Raises InfrastructureError when none can be started."""
+        """Return an interpreter that nobody has used, ready. Raises InfrastructureError when none can be started."""
         said = ""
         for _ in range(_ATTEMPTS):
             process = self._next()

@@ -50,9 +50,9 @@ class E2bSandbox(Sandbox):
         self._sessions: set[E2bSession] = set()
 
     async def open(self) -> SandboxSession:
-        remote = await _tried("create", lambda: self._sdk.create(timeout=_LIFETIME, allow_internet_access=False))
+        remote = await _retried("create", lambda: self._sdk.create(timeout=_LIFETIME, allow_internet_access=False))
         try:
-            context = await _tried("create a context", lambda: remote.create_code_context(language="python"))
+            context = await _retried("create a context", lambda: remote.create_code_context(language="python"))
         except BaseException:
             await _killed(remote)
             raise
@@ -94,7 +94,7 @@ class E2bSession(SandboxSession):
             self._dirty = True  # until the code has ended
             try:
                 async with asyncio.timeout(allowed):
-                    await _told("run code", self._run(code, heard, allowed))
+                    await _translated("run code", self._run(code, heard, allowed))
                 self._dirty = False
             except TimeoutError:
                 stop = Stop.WALL
@@ -111,19 +111,19 @@ class E2bSession(SandboxSession):
         )  # fmt: skip
 
     async def _prepare(self) -> None:
-        """An interpreter that is idle, in a sandbox that lives on."""
+        """Start an interpreter that is idle, in a sandbox that lives on."""
         if time.monotonic() - self._renewed > _RENEW:
-            await _tried("extend", lambda: self._remote.set_timeout(_LIFETIME))
+            await _retried("extend", lambda: self._remote.set_timeout(_LIFETIME))
             self._renewed = time.monotonic()
         if self._dirty:
-            await _tried("restart", lambda: self._remote.restart_code_context(self._context))
+            await _retried("restart", lambda: self._remote.restart_code_context(self._context))
             self._dirty = False
 
     async def close(self) -> None:
         if not self._closed:
             self._closed = True
             self._sandbox.forget(self)
-            await _tried("kill", self._remote.kill)
+            await _retried("kill", self._remote.kill)
 
 
 class _Heard:
@@ -165,7 +165,7 @@ class _Heard:
 
 
 def usable() -> bool:
-    """The environment says how to reach the service."""
+    """Return whether environment variables say how to reach the service."""
     return bool(os.environ.get("E2B_API_KEY")) or os.environ.get("E2B_DEBUG", "").lower() == "true"
 
 
@@ -177,8 +177,8 @@ def _decoded(png: str | None) -> bytes | None:
     return data if data.startswith(_PNG) else None
 
 
-async def _told(what: str, work: Awaitable[T]) -> T:
-    """`work`, with whatever the SDK or its transport raises as InfrastructureError."""
+async def _translated(what: str, work: Awaitable[T]) -> T:
+    """Await `work`, with whatever the SDK or its transport raises as InfrastructureError."""
     try:
         return await work
     except (_LoudError, asyncio.CancelledError):
@@ -188,18 +188,18 @@ async def _told(what: str, work: Awaitable[T]) -> T:
         raise InfrastructureError(f"the sandbox service e2b failed to {what}: {line}") from error
 
 
-async def _tried(what: str, work: Callable[[], Awaitable[T]]) -> T:
-    """`work` that may be repeated, so often, with longer and longer pauses."""
+async def _retried(what: str, work: Callable[[], Awaitable[T]]) -> T:
+    """Await `work` that may be repeated, so often, with longer and longer pauses."""
     for attempt in range(_ATTEMPTS - 1):
         try:
-            return await _told(what, work())
+            return await _translated(what, work())
         except InfrastructureError:
             await asyncio.sleep(_PAUSE * 2**attempt)
-    return await _told(what, work())
+    return await _translated(what, work())
 
 
 async def _killed(remote: Any) -> None:
     try:
-        await _tried("kill", remote.kill)
+        await _retried("kill", remote.kill)
     except InfrastructureError:
         return  # the failure that led here is the one to tell; the service ends the sandbox in time

@@ -39,7 +39,7 @@ def _mount(source: str, target: str, kind: str, flags: int, data: str = "") -> N
 
 
 def stage(binds: list[list[str]]) -> list[list[str]]:
-    """The binds, with sources that anybody may reach, in a mount namespace of our own."""
+    """Return the binds, with sources that anybody may reach, in a mount namespace of our own."""
     _check(_libc.unshare(_NEW_MOUNTS), "unshare")
     _mount("none", "/", "", _MS_REC | _MS_PRIVATE)
     handles = [os.open(source, os.O_PATH) for source, _ in binds]
@@ -59,7 +59,7 @@ def stage(binds: list[list[str]]) -> list[list[str]]:
 
 
 def command(config: dict[str, Any], binds: list[list[str]]) -> list[str]:
-    """bubblewrap's arguments, and the interpreter's."""
+    """Return bubblewrap's arguments, and the interpreter's."""
     shown = [part for source, place in binds for part in ("--ro-bind", source, place)]
     files = ["--seccomp", str(_FILTER), "--ro-bind-data", str(_PASSWD), "/etc/passwd"]
     files += ["--ro-bind-data", str(_GROUP), "/etc/group"]
@@ -132,7 +132,7 @@ def reap(running: dict[str, int]) -> None:
 
 
 def serve(config: dict[str, Any], control: socket.socket) -> None:
-    """Until the socket closes."""
+    """Serve until the socket closes."""
     binds = stage(config["binds"]) if config["uid"] is not None else config["binds"]
     arguments = command(config, binds)
     running: dict[str, int] = {}
@@ -153,7 +153,7 @@ def serve(config: dict[str, Any], control: socket.socket) -> None:
 
 
 def obey(config: dict[str, Any], arguments: list[str], control: socket.socket, running: dict[str, int]) -> bool:
-    """One request. False at the end of the socket."""
+    """Serve one request. False at the end of the socket."""
     data, fds, _, _ = socket.recv_fds(control, 64, 1)
     if not data:
         return False
@@ -180,6 +180,7 @@ def end(running: dict[str, int]) -> None:
 
 
 def main() -> None:
+    """Serve with the configuration of the first argument."""
     config = json.loads(sys.argv[1])
     control = socket.socket(fileno=config["socket"])
     control.set_inheritable(False)

@@ -54,7 +54,8 @@ Step = tuple[int, int, int, int]  # code, jump if true, jump if false, constant
 
 
 def filter_program(machine: str | None = None) -> bytes:
-    """The filter as bubblewrap's `--seccomp` reads it. Raises UserError on a machine whose numbers are not known."""
+    """Return the filter as bubblewrap's `--seccomp` reads it. Raises UserError on a machine whose numbers are not
+    known."""
     machine = machine or platform.machine()
     if machine not in _MACHINES:
         raise UserError(f"sandbox backend 'bwrap': no filter of system calls for {machine}; use the backend 'e2b'")
@@ -84,7 +85,7 @@ def filter_program(machine: str | None = None) -> bytes:
 
 
 def _where(number: int, judge: list[Step]) -> list[Step]:
-    """For the call `number`: `judge` its first argument; what that lets through is allowed."""
+    """Make the steps for the call `number`: `judge` its first argument; what that lets through is allowed."""
     return [(_EQUAL, 0, len(judge) + 2, number), _load(_FIRST_ARGUMENT), *judge, _return(_ALLOW)]
 
 

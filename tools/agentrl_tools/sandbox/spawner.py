@@ -33,7 +33,7 @@ class Process:
         self._spawner.kill(self._name)
 
     def kill(self) -> None:
-        """`end` it when nobody waits at its socket. May be called twice."""
+        """End it when nobody waits at its socket. May be called twice."""
         if self.socket.fileno() >= 0:
             self.end()
             self.socket.close()
@@ -57,6 +57,7 @@ class Spawner:
 
     @property
     def alive(self) -> bool:
+        """True where the launcher runs and can be reached."""
         return self._control.fileno() >= 0 and self._process.poll() is None
 
     def spawn(self) -> Process:
@@ -73,11 +74,12 @@ class Spawner:
         return Process(self, name, ours)
 
     def kill(self, name: str) -> None:
+        """Kill the sandbox `name`, and all in it."""
         with contextlib.suppress(OSError):  # the launcher is gone, and all that it started with it
             self._control.send(b"k" + name.encode())
 
     def last_words(self) -> str:
-        """Why the launcher ended, in its own words."""
+        """Return why the launcher ended, in its own words."""
         try:
             readable = select.select([self._control], [], [], 1.0)[0]
             return self._control.recv(4096).decode(errors="replace") if readable else ""

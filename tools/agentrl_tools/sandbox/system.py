@@ -33,7 +33,7 @@ _ENVIRONMENT = {
 
 
 def find_bwrap() -> str:
-    """The path of bubblewrap. Raises UserError when it is not installed."""
+    """Return the path of bubblewrap. Raises UserError when it is not installed."""
     path = shutil.which("bwrap")
     if path is None:
         raise UserError(
@@ -44,7 +44,7 @@ def find_bwrap() -> str:
 
 
 def launch_config(bwrap: str, limits: Limits, packages: Sequence[str], *, ordinary: bool) -> dict[str, Any]:
-    """What the launcher needs to know. ordinary: run as an ordinary user although we are root."""
+    """Return what the launcher needs to know. ordinary: run as an ordinary user although we are root."""
     places = [f"/packages/{n}" for n in range(len(packages))]
     binds = [*_interpreter(), (str(Path(__file__).parent / "inside"), _RUNTIME)]
     binds += [(_folder(source), place) for source, place in zip(packages, places, strict=True)]
@@ -62,7 +62,7 @@ def launch_config(bwrap: str, limits: Limits, packages: Sequence[str], *, ordina
 
 
 def _socket_bytes() -> int:
-    """What a socket's buffers may hold, which a sandbox cannot enlarge."""
+    """Return what a socket's buffers may hold, which a sandbox cannot enlarge."""
     return sum(int(Path(f"/proc/sys/net/core/{one}_default").read_text()) for one in ("wmem", "rmem"))
 
 
@@ -80,12 +80,12 @@ def _namespaces(limits: Limits) -> list[str]:
 
 
 def _afterwards() -> list[str]:
-    """The two file systems that bubblewrap made and that could still be written."""
+    """Return options for the two file systems that bubblewrap made and that could still be written."""
     return ["--remount-ro", "/dev", "--remount-ro", "/", "--chdir", _HOME, "--"]
 
 
 def _interpreter() -> list[tuple[str, str]]:
-    """(place here, place there) of the interpreter, its libraries and the system's."""
+    """Return (place here, place there) of the interpreter, its libraries and the system's."""
     executable = os.path.realpath(getattr(sys, "_base_executable", None) or sys.executable)
     binds = [(folder, folder) for folder in _LIBRARIES if os.path.isdir(folder)]
     binds += [(os.path.realpath(link), link) for link in _ROOT_LINKS if os.path.isdir(link)]

@@ -2,10 +2,11 @@
 
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from agentrl.data.files import WANTED, file_type, read_files
 from agentrl.errors import UserError
+from agentrl.plugins.types import Json
 
 TEXT_TYPES = (".txt", ".md")
 _WANTS = f"wants a folder of .txt or .md files, or {WANTED}"
@@ -19,7 +20,7 @@ class Document(NamedTuple):
 
 
 def corpus_files(corpus: Path) -> list[Path]:
-    """The files that a corpus is made of, in order. Raises UserError when it is none."""
+    """Return the files that a corpus is made of, in order. Raises UserError when it is none."""
     if corpus.is_file():
         if file_type(corpus) is None:
             raise UserError(f"search corpus {corpus}: ends in {corpus.suffix!r}; {_WANTS}")
@@ -34,7 +35,7 @@ def corpus_files(corpus: Path) -> list[Path]:
 
 
 def read_corpus(files: Iterable[Path]) -> list[Document]:
-    """All documents of the files. Raises UserError with file, line (or row) and field."""
+    """Return all documents of the files. Raises UserError with file, line (or row) and field."""
     documents = [d for path in files for d in (_text_file(path) if path.suffix in TEXT_TYPES else _rows(path))]
     if not documents:
         raise UserError(f"search corpus {', '.join(map(str, files))}: holds no document")
@@ -42,7 +43,7 @@ def read_corpus(files: Iterable[Path]) -> list[Document]:
 
 
 def from_contents(contents: str) -> Document:
-    """A document in Search-R1's shape: the title, often in quotes, on the first line of its `contents`."""
+    """Return a document in Search-R1's shape: the title, often in quotes, on the first line of its `contents`."""
     title, newline, text = contents.partition("\n")
     return Document(title.strip().strip('"'), text.strip()) if newline else Document("", contents.strip())
 
@@ -52,7 +53,7 @@ def _hidden(path: Path, root: Path) -> bool:
 
 
 def _text_file(path: Path) -> Iterator[Document]:
-    """One document a file; a heading on the first line of Markdown is its title, else the file's name."""
+    """Yield one document a file; a heading on the first line of Markdown is its title, else the file's name."""
     text = _read(path).strip()
     if not text:
         raise UserError(f"{path}: is empty")
@@ -78,8 +79,8 @@ def _read(path: Path) -> str:
         raise UserError(f"{path}: cannot be read: {error.strerror or error}") from error
 
 
-def _document(row: Mapping[str, Any], where: str) -> Document:
-    """Fields `title` (may be missing) and `text`, or `contents`; others are left alone."""
+def _document(row: Mapping[str, Json], where: str) -> Document:
+    """Read a document: fields `title` (may be missing) and `text`, or `contents`; others are left alone."""
     field = "text" if "text" in row else "contents"
     if field not in row:
         has = ", ".join(map(repr, row)) or "none"

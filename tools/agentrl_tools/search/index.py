@@ -14,11 +14,56 @@ import time
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
 
 from agentrl.errors import UserError
 from agentrl_tools.search.corpus import Document, corpus_files, read_corpus
-from agentrl_tools.search.store import StoredDocuments
+
+_LINES, _STARTS = "documents.jsonl", "documents.npy"
+
+
+class StoredDocuments(Sequence[Document]):
+    """lines: the bytes of all documents, one after another; starts: where each begins, and the end of the last."""
+
+    def __init__(self, lines: Any, starts: Any) -> None:
+        self._lines, self._starts = lines, starts
+
+    @classmethod
+    def write(cls, folder: Path, documents: Sequence[Document]) -> None:
+        import numpy
+
+        starts = [0]
+        with (folder / _LINES).open("wb") as file:
+            for document in documents:
+                starts.append(starts[-1] + file.write(json.dumps(document).encode() + b"\n"))
+        numpy.save(folder / _STARTS, numpy.array(starts, dtype=numpy.int64))
+
+    @classmethod
+    def open(cls, folder: Path) -> "StoredDocuments":
+        """Open documents. Raises ValueError or OSError for files that do not fit each other."""
+        import numpy
+
+        lines = numpy.memmap(folder / _LINES, dtype=numpy.uint8, mode="r")
+        starts = numpy.load(folder / _STARTS, mmap_mode="r")
+        if len(starts) < 2 or starts[-1] != len(lines):
+            raise ValueError(f"{_LINES} and {_STARTS} do not fit each other")
+        return cls(lines, starts)
+
+    def __len__(self) -> int:
+        return len(self._starts) - 1
+
+    @overload
+    def __getitem__(self, index: int) -> Document: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Document]: ...
+    def __getitem__(self, index: int | slice) -> Document | list[Document]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        if not -len(self) <= index < len(self):
+            raise IndexError(index)
+        at = index % len(self)
+        return Document(*json.loads(self._lines[self._starts[at] : self._starts[at + 1]].tobytes()))
+
 
 _FORMAT = 1  # of the cache; another number is another index
 _SUMMED = 64 << 20  # bytes of a file up to which its checksum is compared
@@ -28,6 +73,8 @@ _log = logging.getLogger("agentrl.tools.search")
 
 
 class Hit(NamedTuple):
+    """A document that was found, and its score: higher is better."""
+
     document: Document
     score: float
 
@@ -50,6 +97,7 @@ class Bm25Index:
 
     @classmethod
     def build(cls, documents: Sequence[Document], settings: Settings) -> "Bm25Index":
+        """Build an index of documents in memory."""
         bm25s = _bm25s()
         engine = bm25s.BM25(k1=settings.k1, b=settings.b, method="lucene")
         texts = [f"{d.title} {d.text}" for d in documents]
@@ -58,7 +106,7 @@ class Bm25Index:
         return cls(documents, engine, settings)
 
     def search(self, queries: Sequence[str], k: int) -> list[list[Hit]]:
-        """For each query its best documents, best first, without those that share no word with it."""
+        """Return for each query its best documents, best first, without those that share no word with it."""
         words = _bm25s().tokenize(
             list(queries),
             token_pattern=_WORD,
@@ -69,7 +117,7 @@ class Bm25Index:
         return [self._best([w for w in said if w], k) for said in words]
 
     def _best(self, words: list[str], k: int) -> list[Hit]:
-        """Among those that share a word with the query: most documents do not."""
+        """Return the best among those that share a word with the query: most documents do not."""
         import numpy
 
         if not words:
@@ -90,7 +138,7 @@ class Bm25Index:
 
     @classmethod
     def load(cls, folder: Path, settings: Settings) -> "Bm25Index":
-        """Memory-map it. Raises ValueError or OSError for one that is not whole."""
+        """Load an index by mapping it into memory. Raises ValueError or OSError for one that is not whole."""
         manifest = json.loads((folder / _MANIFEST).read_text())
         for name, (size, total) in manifest["files"].items():
             if (folder / name).stat().st_size != size or _sum(folder / name) != total:
@@ -102,7 +150,7 @@ class Bm25Index:
 
 
 def open_index(corpus: Path, settings: Settings, cache: Path | None) -> Bm25Index:
-    """The index of a corpus on disk, from the cache where it is there and whole.
+    """Return the index of a corpus on disk, from the cache where it is there and whole.
 
     cache: a folder; None: `agentrl/search` in the user's cache folder. Raises UserError for the corpus, and when the
     cache cannot be written.
@@ -148,7 +196,7 @@ def _build_in(root: Path, folder: Path, documents: Sequence[Document], settings:
 
 
 def _remove(folder: Path) -> None:
-    """Out of the way in one step, so that nobody opens half of it."""
+    """Remove it in one step, so that nobody opens half of it."""
     aside = Path(tempfile.mkdtemp(prefix=f"{folder.name}.building-", dir=folder.parent))
     try:
         folder.rename(aside / "damaged")
@@ -169,14 +217,14 @@ def _remove_stale(root: Path) -> None:
 
 
 def _key(corpus: Path, files: Sequence[Path], settings: Settings) -> str:
-    """By what the corpus is (names, sizes, times of change) and how it is indexed."""
+    """Return a key made of what the corpus is (names, sizes, times of change) and how it is indexed."""
     stamps = [(str(p.relative_to(corpus.parent)), p.stat().st_size, p.stat().st_mtime_ns) for p in files]
     what = [_FORMAT, _bm25s().__version__, str(corpus.resolve()), settings, stamps]
     return hashlib.sha256(json.dumps(what).encode()).hexdigest()[:32]
 
 
 def _sum(path: Path) -> int:
-    """A checksum, or 0 for a file that would take long."""
+    """Return a checksum, or 0 for a file that would take long."""
     return zlib.crc32(path.read_bytes()) if path.stat().st_size <= _SUMMED else 0
 
 

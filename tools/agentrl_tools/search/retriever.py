@@ -2,22 +2,153 @@
 
 POST {"queries": [...], "topk": 3, "return_scores": true}
 -> {"result": [[{"document": {"contents": "\\"Title\\"\\ntext"}, "score": 1.5}, ...], ...]}
+
+Its service is asked by a limited number of calls at once and a second, again after a failure, all within a deadline;
+queries that come at the same time are answered together.
 """
 
 import asyncio
 import email.utils
 import json
+import random
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, Generic, TypeVar, cast
 from urllib.parse import urlsplit
 
 from agentrl import InfrastructureError
 from agentrl_tools.loops import PerLoop
-from agentrl_tools.search.batching import Batcher
 from agentrl_tools.search.corpus import Document, from_contents
 from agentrl_tools.search.index import Hit
-from agentrl_tools.search.limits import GaveUpError, Pace, TryAgainError, persist
+
+Q = TypeVar("Q")
+A = TypeVar("A")
+
+
+class Batcher(Generic[Q, A]):
+    """`answer` is given up to `size` questions, and is under way at most `concurrency` times. Belongs to one loop.
+
+    A batch is what has come while all workers were busy: nobody waits for it to fill. Who is cancelled is left out.
+    """
+
+    def __init__(self, answer: Callable[[Sequence[Q]], Awaitable[Sequence[A]]], size: int, concurrency: int) -> None:
+        self._answer, self._size, self._concurrency = answer, size, concurrency
+        self._waiting: deque[tuple[Q, asyncio.Future[A]]] = deque()
+        self._workers: set[asyncio.Task[None]] = set()
+
+    async def ask(self, question: Q) -> A:
+        """Return its answer. Raises what `answer` raised for its batch."""
+        future: asyncio.Future[A] = asyncio.get_running_loop().create_future()
+        self._waiting.append((question, future))
+        if len(self._workers) < self._concurrency:
+            worker = asyncio.create_task(self._work())
+            self._workers.add(worker)
+        return await future
+
+    async def close(self) -> None:
+        """Stop what is under way."""
+        for worker in set(self._workers):
+            worker.cancel()
+        if workers := set(self._workers):
+            await asyncio.wait(workers)
+
+    async def _work(self) -> None:
+        try:
+            await self._work_off()
+        finally:  # at once, so that whoever asks next does not count on a worker that goes home
+            self._workers.discard(cast("asyncio.Task[None]", asyncio.current_task()))
+
+    async def _work_off(self) -> None:
+        while batch := self._take():
+            futures = [future for _, future in batch]
+            try:
+                answers = await self._answer([question for question, _ in batch])
+                for future, answer in zip(futures, answers, strict=True):
+                    if not future.done():
+                        future.set_result(answer)
+            except asyncio.CancelledError:
+                for future in futures:
+                    future.cancel()
+                raise
+            except Exception as error:  # noqa: BLE001 - it belongs to those who asked
+                for future in futures:
+                    if not future.done():
+                        future.set_exception(error)
+
+    def _take(self) -> list[tuple[Q, "asyncio.Future[A]"]]:
+        batch: list[tuple[Q, asyncio.Future[A]]] = []
+        while self._waiting and len(batch) < self._size:
+            question, future = self._waiting.popleft()
+            if not future.done():
+                batch.append((question, future))
+        return batch
+
+
+T = TypeVar("T")
+
+_FIRST, _LONGEST = 0.25, 8.0  # seconds of back-off after the first failure, and at most
+
+
+class TryAgainError(Exception):
+    """The service failed in a way that may pass. after: seconds that it asks us to wait, if it says."""
+
+    def __init__(self, what: str, after: float | None = None) -> None:
+        super().__init__(what)
+        self.after = after
+
+
+class GaveUpError(Exception):
+    """It failed for good; the text says how often and of what."""
+
+
+class Pace:
+    """At most `rate` beginnings a second, evenly apart; None: no limit. Belongs to one event loop."""
+
+    def __init__(self, rate: float | None) -> None:
+        self._apart = 1.0 / rate if rate else 0.0
+        self._next = 0.0
+
+    async def turn(self) -> None:
+        """Wait for a turn, so that calls stand apart."""
+        if not self._apart:
+            return
+        now = time.monotonic()
+        mine = max(now, self._next)
+        self._next = mine + self._apart
+        if mine > now:
+            await asyncio.sleep(mine - now)
+
+
+async def persist(work: Callable[[float], Awaitable[T]], retries: int, deadline: float) -> T:
+    """Return the result of `work(seconds left)`, tried again after a TryAgainError with exponential back-off and
+    jitter.
+
+    deadline: on the clock of time.monotonic(). Raises GaveUpError after `retries` further attempts or when the next
+    one would come too late; what else the work raises, it raises.
+    """
+    attempt = 0
+    while True:
+        attempt += 1
+        try:
+            return await asyncio.wait_for(work(deadline - time.monotonic()), max(0.0, deadline - time.monotonic()))
+        except TimeoutError:
+            raise GaveUpError(f"no answer before the deadline, in attempt {attempt}") from None
+        except TryAgainError as error:
+            pause = error.after if error.after is not None else _backoff(attempt)
+            if attempt > retries:
+                raise GaveUpError(f"{error} (attempt {attempt} of {retries + 1})") from error
+            if time.monotonic() + pause >= deadline:
+                raise GaveUpError(f"{error} (attempt {attempt}; no time is left for another)") from error
+            await asyncio.sleep(pause)
+
+
+def _backoff(attempt: int) -> float:
+    """Return seconds to wait: half of it fixed, half of it random, so that those who failed together do not come back
+    together."""
+    most = min(_LONGEST, _FIRST * 2.0 ** (attempt - 1))
+    return most * (0.5 + 0.5 * random.random())
+
 
 _LARGEST = 32 << 20  # bytes of an answer
 _SLACK = 0.25  # seconds by which whoever waits is more patient than the attempts, which know what went wrong
@@ -50,7 +181,7 @@ class Retriever:
         self._lines: PerLoop[_Line] = PerLoop(self._open)
 
     async def search(self, query: str, before: float) -> list[Hit]:
-        """The passages of a query. before: on the clock of time.monotonic().
+        """Return the passages of a query. before: on the clock of time.monotonic().
 
         Raises InfrastructureError when the retriever does not answer, refuses, or answers what cannot be read.
         """
@@ -65,6 +196,7 @@ class Retriever:
             raise InfrastructureError(f"{self._name}: no answer within {self._deadline:g} s") from None
 
     async def close(self) -> None:
+        """Close the connection of the running loop."""
         if line := self._lines.take():
             await line.batcher.close()
             await line.session.close()
@@ -73,7 +205,7 @@ class Retriever:
         return _Line(self)
 
     async def ask(self, line: "_Line", queries: Sequence[str]) -> list[list[Hit]]:
-        """One question, with its retries."""
+        """Ask a question, with its retries."""
         try:
             return await persist(
                 lambda left: self._post(line, queries, min(left, self._timeout)),
@@ -133,7 +265,7 @@ class _Line:
 
 
 async def _bounded(content: Any) -> bytes:
-    """The body. Raises TryAgainError where it is cut off, InfrastructureError where it is too long."""
+    """Return the body. Raises TryAgainError where it is cut off, InfrastructureError where it is too long."""
     raw = bytearray()
     async for chunk in content.iter_any():
         raw += chunk
@@ -143,7 +275,7 @@ async def _bounded(content: Any) -> bytes:
 
 
 def read_answer(raw: bytes, queries: int) -> list[list[Hit]]:
-    """Raises ValueError: one line that says what is wrong with it."""
+    """Read the reply of a retriever. Raises ValueError: one line that says what is wrong with it."""
     try:
         answer = json.loads(raw)
     except (ValueError, RecursionError) as error:
@@ -161,7 +293,8 @@ def _hits(passages: Any) -> list[Hit]:
 
 
 def _hit(passage: Any) -> Hit:
-    """With a score, `{"document": {...}, "score": x}`; without, the document itself, as Search-R1 answers then."""
+    """Read a passage: with a score, `{"document": {...}, "score": x}`; without, the document itself, as Search-R1
+    answers then."""
     document = passage.get("document", passage) if isinstance(passage, dict) else None
     score = passage.get("score", 0.0) if isinstance(passage, dict) else None
     if not isinstance(document, dict) or not isinstance(score, int | float):
@@ -180,7 +313,7 @@ def _without_password(url: str) -> str:
 
 
 def retry_after(value: str | None) -> float | None:
-    """Seconds of a `Retry-After`, which is a number or a date; None where there is none that can be read."""
+    """Return seconds of a `Retry-After`, which is a number or a date; None where there is none that can be read."""
     if value is None:
         return None
     try:

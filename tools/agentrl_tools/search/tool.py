@@ -5,21 +5,23 @@ import math
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from agentrl import ArgumentError, Session, Tool, ToolResponse
 from agentrl.errors import UserError
+from agentrl.plugins.types import Json
 from agentrl_tools.loops import PerLoop
-from agentrl_tools.search.batching import Batcher
 from agentrl_tools.search.corpus import Document
 from agentrl_tools.search.index import Bm25Index, Hit, Settings, open_index
-from agentrl_tools.search.retriever import Retriever
+from agentrl_tools.search.retriever import Batcher, Retriever
 
 _BATCH = 64  # queries that one thread answers before it is asked for its results
 NOTHING = "nothing found"
 
 
 class Backend(Protocol):
+    """Finds passages. before: on the clock of time.monotonic()."""
+
     async def search(self, query: str, before: float) -> list[Hit]: ...
 
     async def close(self) -> None: ...
@@ -83,19 +85,19 @@ class Search(Tool):
 
     @classmethod
     def over(cls, documents: Sequence[Document], topk: int = 3, max_query: int = 500) -> "Search":
-        """A tool over documents that are at hand, indexed in memory."""
+        """Return a tool over documents that are at hand, indexed in memory."""
         made = cls.__new__(cls)
         made._limit, made._max_passage = max_query, 2000
         made._backend = _Local(Bm25Index.build(documents, Settings()), topk, 1)
         return made
 
     def look_up(self, query: str) -> str:
-        """What the model would read, at once. Raises TypeError where there is no index here."""
+        """Return what the model would read, at once. Raises TypeError where there is no index here."""
         if not isinstance(self._backend, _Local):
             raise TypeError("a retriever over HTTP is asked with `execute`")
         return self.shown(self._backend.index.search([query], self._backend.topk)[0])
 
-    async def execute(self, session: Session, **arguments: Any) -> ToolResponse:
+    async def execute(self, session: Session, **arguments: Json) -> ToolResponse:
         query = arguments["query"].strip()
         if not query:
             raise ArgumentError("the query is empty")
@@ -105,7 +107,7 @@ class Search(Tool):
         return ToolResponse(self.shown(hits), metrics={"found": float(len(hits))})
 
     def shown(self, hits: Sequence[Hit]) -> str:
-        """The passages as the model reads them, numbered as in Search-R1."""
+        """Return the passages as the model reads them, numbered as in Search-R1."""
         if not hits:
             return NOTHING
         return "\n".join(f"Doc {i}{self._passage(hit.document)}" for i, hit in enumerate(hits, 1))

@@ -19,18 +19,24 @@ class _Model(BaseModel):
 
 
 class OpenAIFunctionPropertySchema(_Model):
+    """verl's schema of one argument."""
+
     type: str | list[str] | None = None
     description: str | None = None
     enum: list[Any] | None = None
 
 
 class OpenAIFunctionParametersSchema(_Model):
+    """verl's schema of a function's arguments."""
+
     type: str = "object"
     properties: dict[str, OpenAIFunctionPropertySchema] = Field(default_factory=dict)
     required: list[str] = Field(default_factory=list)
 
 
 class OpenAIFunctionSchema(_Model):
+    """verl's schema of a function."""
+
     name: str
     description: str = ""
     parameters: OpenAIFunctionParametersSchema = Field(default_factory=OpenAIFunctionParametersSchema)
@@ -63,23 +69,28 @@ class BaseTool:
         self.name = self.tool_schema.function.name
 
     def get_openai_tool_schema(self) -> Any:
+        """Return the schema that the tool was made with."""
         return getattr(self, "tool_schema", None)
 
     async def create(self, instance_id: str | None = None, **kwargs: Any) -> tuple[str, ToolResponse]:
+        """Begin a use of the tool; return its id and what it says first."""
         return instance_id or str(uuid4()), ToolResponse()
 
-    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> tuple[Any, float, dict]:
+    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> tuple[Any, float, Any]:
+        """Run one call; return the response, a step reward and metrics."""
         return ToolResponse(text=json.dumps(parameters)), 0.0, {}
 
     async def calc_reward(self, instance_id: str, **kwargs: Any) -> float:
+        """Return the reward of a use."""
         return 0.0
 
     async def release(self, instance_id: str, **kwargs: Any) -> None:
+        """End a use."""
         return None
 
 
 def rollout_trace_op(function: Any) -> Any:
-    """Traces nothing."""
+    """Return the function as it is."""
     return function
 
 
@@ -100,7 +111,7 @@ _MODULES: dict[str, tuple[Any, ...]] = {
 
 
 def installed() -> bool:
-    """Whether verl itself can be imported (a stand-in does not count)."""
+    """Return whether verl itself can be imported (a stand-in does not count)."""
     return ("verl" not in sys.modules and find_spec("verl") is not None) or _is_real(sys.modules.get("verl"))
 
 

@@ -29,7 +29,7 @@ def verl_tools(
     schema: dict[str, Any] | str | None = None,
     file: str | None = None,
 ) -> Tool | ToolSource:
-    """Tools written against verl's BaseTool, as they are.
+    """Return tools written against verl's BaseTool, as they are.
 
     tool: `package.module:Class` (or with dots, as verl writes it). config: what its constructor gets. schema: its
     description in the shape of the OpenAI API, or a YAML or JSON file that holds it; None where the class has its own.
@@ -166,7 +166,7 @@ def _as_model(schema: Mapping[str, Any]) -> Any:
 
 
 def _described(made: Any, given: Mapping[str, Any] | None, where: str) -> dict[str, Any]:
-    """The tool's own `function` part: of its `get_openai_tool_schema`, else what was given."""
+    """Return the tool's own `function` part: of its `get_openai_tool_schema`, else what was given."""
     own: Any = made.get_openai_tool_schema() if hasattr(made, "get_openai_tool_schema") else None
     if own is None:
         own = getattr(made, "tool_schema", None) or given
@@ -196,7 +196,7 @@ def _read(file: str) -> Any:
 
 
 def _wants_text(execute: Any) -> bool:
-    """Whether `parameters` are annotated as text: the oldest tools read JSON themselves."""
+    """Return whether `parameters` are annotated as text: the oldest tools read JSON themselves."""
     try:
         wanted = get_type_hints(execute).get("parameters")
     except (NameError, TypeError):
@@ -205,7 +205,7 @@ def _wants_text(execute: Any) -> bool:
 
 
 def _accepted(function: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """`kwargs`; where it does not take every keyword, `create_kwargs` goes along only if it is asked for."""
+    """Return `kwargs`; where it does not take every keyword, `create_kwargs` goes along only if it is asked for."""
     parameters = inspect.signature(function).parameters
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         return dict(kwargs)
@@ -217,7 +217,7 @@ async def _settled(value: Any) -> Any:
 
 
 def _said(response: Any) -> tuple[str, tuple[Any, ...]]:
-    """Text and images of what a tool returned: text, an object with `text` and `image`, or a dict with these."""
+    """Return text and images of what a tool returned: text, an object with `text` and `image`, or a dict with these."""
     if response is None or isinstance(response, str):
         return response or "", ()
     fields = response if isinstance(response, Mapping) else vars(response)

@@ -26,17 +26,19 @@ class Kind:
 
     @property
     def name(self) -> str:
+        """The name by which the kind is known."""
         return self.names[0]
 
 
 def numbers(rng: Random, *near: int, low: int = -20, high: int = 20, most: int = 9) -> list[int]:
-    """A list of whole numbers, now and then empty, in which those of `near` (and their neighbours) come often."""
+    """Return a list of whole numbers, now and then empty, in which those of `near` (and their neighbours) come
+    often."""
     edges = [n + d for n in near for d in (-1, 0, 0, 1)]
     return [rng.choice(edges) if edges and rng.random() < 0.4 else rng.randint(low, high) for _ in _some(rng, most)]
 
 
 def word(rng: Random, letters: str = "", most: int = 8) -> str:
-    """Letters, of which those given come often."""
+    """Return letters, of which those given come often."""
     every = "abcdefghijklmnopqrstuvwxyz"
     return "".join(
         rng.choice(letters) if letters and rng.random() < 0.4 else rng.choice(every)
@@ -45,15 +47,17 @@ def word(rng: Random, letters: str = "", most: int = 8) -> str:
 
 
 def words(rng: Random, letters: str = "", most: int = 6) -> str:
-    """Words with single spaces between them, now and then none."""
+    """Return words with single spaces between them, now and then none."""
     return " ".join(word(rng, letters) for _ in _some(rng, most))
 
 
 def letter(rng: Random) -> str:
+    """Draw a letter."""
     return rng.choice("abcdefghijklmnopqrstuvwxyz")
 
 
 def two_letters(rng: Random) -> dict[str, str]:
+    """Draw two different letters, as parameters `a` and `b`."""
     a, b = rng.sample("abcdefghijklmnopqrstuvwxyz", 2)
     return {"a": a, "b": b}
 

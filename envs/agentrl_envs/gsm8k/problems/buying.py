@@ -1,6 +1,6 @@
 """Problems about buying, selling and saving."""
 
-from agentrl_envs.gsm8k.problems.kind import kind
+from agentrl_envs.gsm8k.problems.grammar import kind
 
 KINDS = (
     kind(

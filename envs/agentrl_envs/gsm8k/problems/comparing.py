@@ -1,6 +1,6 @@
 """Problems that compare two or three people, or days."""
 
-from agentrl_envs.gsm8k.problems.kind import kind
+from agentrl_envs.gsm8k.problems.grammar import kind
 
 _AND_B = "[. {B} {has}| and {B} {has}|, and {B} {has}|. Then {B} {has}]"
 _AND_C = "[. {C} {has}| and {C} {has}|, and {C} {has}|^, while {C} {has}]"

@@ -1,6 +1,6 @@
 """Problems about what is there, what comes and what goes."""
 
-from agentrl_envs.gsm8k.problems.kind import kind
+from agentrl_envs.gsm8k.problems.grammar import kind
 
 KINDS = (
     kind(

@@ -12,8 +12,7 @@ from functools import cache
 from agentrl_envs.gsm8k.problems import buying, comparing, counting, rates, sharing
 from agentrl_envs.gsm8k.problems.draw import Draw
 from agentrl_envs.gsm8k.problems.expression import Expression, parse, steps
-from agentrl_envs.gsm8k.problems.grammar import expand
-from agentrl_envs.gsm8k.problems.kind import Kind
+from agentrl_envs.gsm8k.problems.grammar import Kind, expand
 from agentrl_envs.gsm8k.problems.words import fillers
 
 KINDS: tuple[Kind, ...] = (*buying.KINDS, *comparing.KINDS, *sharing.KINDS, *rates.KINDS, *counting.KINDS)
@@ -31,15 +30,18 @@ class Problem:
     """steps: one operation each, as `(("12*7", 84), ...)`; the last result is the answer. numbers: by name."""
 
     question: str
+    """The text of the problem."""
     expression: Expression
+    """The formula with its numbers."""
     steps: tuple[tuple[str, int], ...]
     answer: int
     kind: str
+    """Name of the kind of problem."""
     numbers: tuple[tuple[str, int], ...]
 
 
 def problem(split: str, index: int, seed: int = 0) -> Problem:
-    """The problem at `index` (0 or more) of a split. Raises ValueError for an unknown split."""
+    """Return the problem at `index` (0 or more) of a split. Raises ValueError for an unknown split."""
     if split not in SPLITS:
         raise ValueError(f"no split {split!r}; known: {', '.join(SPLITS)}")
     draw = Draw(f"gsm8k/{seed}/{split}/{index}", large=split == "large")
@@ -61,7 +63,7 @@ def _drawn(draw: Draw, split: str) -> tuple[Kind, dict[str, int]]:
 
 @cache
 def _asked() -> frozenset[tuple[object, ...]]:
-    """Kinds and numbers of `test` and `phrasing`, which are of the same numbers as `validation`."""
+    """Return kinds and numbers of `test` and `phrasing`, which are of the same numbers as `validation`."""
     places = [f"gsm8k/0/{split}/{index}" for split in ("test", "phrasing") for index in range(HELD_OUT_SIZE)]
     drawn = [_drawn(Draw(place), "test") for place in places]
     return frozenset((kind.name, *numbers.items()) for kind, numbers in drawn)
@@ -75,7 +77,7 @@ def _numbers(kind: Kind, draw: Draw, split: str) -> dict[str, int]:
 
 
 def is_held_out(kind: str, numbers: dict[str, int]) -> bool:
-    """Whether these numbers belong to the held-out side of a kind."""
+    """Return whether these numbers belong to the held-out side of a kind."""
     text = f"{kind}:" + ",".join(f"{name}={numbers[name]}" for name in sorted(numbers))
     return hashlib.sha256(text.encode()).digest()[0] < _HELD_OUT_SHARE
 

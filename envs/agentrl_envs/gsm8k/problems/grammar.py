@@ -4,10 +4,11 @@
 `^` is held out: it is never chosen unless asked for, and `expand(..., held_out=True)` always contains at least one.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from agentrl_envs.gsm8k.problems.draw import Draw
+from agentrl_envs.gsm8k.problems.words import RULES
 
 
 @dataclass(frozen=True)
@@ -15,16 +16,22 @@ class Choice:
     """Alternatives: those for training, and those that are held out."""
 
     seen: tuple["Sequence", ...]
+    """Alternatives for training."""
     unseen: tuple["Sequence", ...]
+    """Alternatives that are held out."""
 
 
 @dataclass(frozen=True)
 class Sequence:
+    """Parts that stand one after another."""
+
     parts: tuple[str | Choice, ...]
+    """Texts and choices."""
 
 
 def parse(text: str, rules: Mapping[str, str]) -> Sequence:
-    """Raises ValueError for a bracket without its partner, a choice with nothing to train on, an unknown rule."""
+    """Parse a text. Raises ValueError for a bracket without its partner, a choice with nothing to train on, an unknown
+    rule."""
     sequence, rest = _sequence(_insert_rules(text, rules))
     if rest:
         raise ValueError(f"{rest[0]!r} outside of brackets in {text!r}")
@@ -42,7 +49,7 @@ def _insert_rules(text: str, rules: Mapping[str, str]) -> str:
 
 
 def _sequence(text: str) -> tuple[Sequence, str]:
-    """Parts up to the end of this alternative, and what follows, its `|` or `]` included."""
+    """Return the parts up to the end of this alternative, and what follows, its `|` or `]` included."""
     parts: list[str | Choice] = []
     literal = ""
     while text and text[0] not in "|]":
@@ -73,7 +80,7 @@ def _choice(text: str) -> tuple[Choice, str]:
 
 
 def expand(grammar: Sequence, draw: Draw, held_out: bool) -> str:
-    """One phrasing. Raises ValueError when a held-out one is asked for and the grammar has none."""
+    """Return one phrasing. Raises ValueError when a held-out one is asked for and the grammar has none."""
     if held_out and not has_held_out(grammar):
         raise ValueError("the grammar holds no phrasing out")
     while True:
@@ -83,7 +90,7 @@ def expand(grammar: Sequence, draw: Draw, held_out: bool) -> str:
 
 
 def _expand(grammar: Sequence, draw: Draw, held_out: bool) -> tuple[str, bool]:
-    """The text, and whether it contains a held-out alternative."""
+    """Return the text, and whether it contains a held-out alternative."""
     texts: list[str] = []
     unseen = False
     for part in grammar.parts:
@@ -98,14 +105,35 @@ def _expand(grammar: Sequence, draw: Draw, held_out: bool) -> tuple[str, bool]:
 
 
 def has_held_out(grammar: Sequence) -> bool:
+    """Return whether a grammar has a held-out alternative."""
     choices = [p for p in grammar.parts if isinstance(p, Choice)]
     return any(c.unseen or any(has_held_out(s) for s in c.seen) for c in choices)
 
 
 def count(grammar: Sequence) -> int:
-    """How many phrasings the training alternatives yield."""
+    """Return how many phrasings the training alternatives yield."""
     product = 1
     for part in grammar.parts:
         if isinstance(part, Choice):
             product *= sum(count(option) for option in part.seen)
     return product
+
+
+@dataclass(frozen=True)
+class Kind:
+    """`formula` uses the names that `draw` gives; every step of it is a whole number and none is negative."""
+
+    name: str
+    formula: str
+    draw: Callable[[Draw], dict[str, int]]
+    grammar: Sequence
+    """The phrasings."""
+
+
+def kind(name: str, formula: str, draw: Callable[[Draw], dict[str, int]], text: str, **rules: str) -> Kind:
+    """Make a kind of problems from a text in the notation of `grammar`; `rules` are the kind's own, beside the shared
+    ones."""
+    parsed = parse(text, {**RULES, **rules})
+    if not has_held_out(parsed):
+        raise ValueError(f"kind {name!r} holds no phrasing out")
+    return Kind(name, formula, draw, parsed)

@@ -1,6 +1,6 @@
 """Problems about so much a day, an hour or a trip."""
 
-from agentrl_envs.gsm8k.problems.kind import kind
+from agentrl_envs.gsm8k.problems.grammar import kind
 
 KINDS = (
     kind(

@@ -3,7 +3,7 @@
 from math import gcd
 
 from agentrl_envs.gsm8k.problems.draw import Draw
-from agentrl_envs.gsm8k.problems.kind import kind
+from agentrl_envs.gsm8k.problems.grammar import kind
 
 
 def _packs(d: Draw) -> dict[str, int]:

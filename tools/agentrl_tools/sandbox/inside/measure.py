@@ -13,7 +13,8 @@ _WRITABLE = ("/tmp", "/dev/shm", "/run")
 
 
 def usage() -> tuple[float, int, int]:
-    """CPU seconds so far, bytes of resident memory (shared pages counted each time), tasks: of all but ourselves."""
+    """Return CPU seconds so far, bytes of resident memory (shared pages counted each time), tasks: of all but
+    ourselves."""
     ticks = pages = tasks = 0
     for pid in pids():
         try:
@@ -29,7 +30,7 @@ def usage() -> tuple[float, int, int]:
 
 
 def proportional_memory() -> int:
-    """Bytes of resident memory, each shared page counted once; of a process that hides them, each time."""
+    """Return bytes of resident memory, each shared page counted once; of a process that hides them, each time."""
     total = 0
     for pid in pids():
         try:
@@ -43,9 +44,9 @@ def proportional_memory() -> int:
 
 
 def kernel_memory(per_socket: int, descriptors: int, enough: int) -> int:
-    """Bytes that the kernel may hold for the processes, of which each may have so many descriptors: the buffers of all
-    sockets as if they were full (of those in no process's table too), what TCP has queued, and what `_held` says.
-    Nothing further is looked at once it is more than `enough`."""
+    """Return bytes that the kernel may hold for the processes, of which each may have so many descriptors: the buffers
+    of all sockets as if they were full (of those in no process's table too), what TCP has queued, and what `_held`
+    says. Nothing further is looked at once it is more than `enough`."""
     streams = {"tcp": _in_use("sockstat", b"TCP:"), "tcp6": _in_use("sockstat6", b"TCP6:")}
     total = _in_use("sockstat", b"sockets:") * per_socket + sum(streams.values()) * _TCP
     for table, count in streams.items():
@@ -60,7 +61,7 @@ def kernel_memory(per_socket: int, descriptors: int, enough: int) -> int:
 
 
 def _in_use(stat: str, name: bytes) -> int:
-    """How many sockets of a kind there are in this network; none where the kernel lacks the kind."""
+    """Return how many sockets of a kind there are in this network; none where the kernel lacks the kind."""
     try:
         with open(f"/proc/net/{stat}", "rb", 0) as file:
             return next((int(line.split()[2]) for line in file.read(4096).splitlines() if line.startswith(name)), 0)
@@ -69,8 +70,8 @@ def _in_use(stat: str, name: bytes) -> int:
 
 
 def _held(pid: int, descriptors: int) -> int:
-    """Bytes for one process: page tables, mappings, and each descriptor as half of a full pipe; of a process that hides
-    them, as many as there may be."""
+    """Return bytes for one process: page tables, mappings, and each descriptor as half of a full pipe; of a process
+    that hides them, as many as there may be."""
     total = _sum_of(f"/proc/{pid}/status", b"VmPTE:")
     try:
         with open(f"/proc/{pid}/maps", "rb") as file:
@@ -88,17 +89,17 @@ def _sum_of(path: str, name: bytes) -> int:
 
 
 def files() -> int:
-    """How many there are on what can be written."""
+    """Return how many there are on what can be written."""
     return sum(place.f_files - place.f_ffree for place in map(os.statvfs, _WRITABLE))
 
 
 def pids() -> list[int]:
-    """All but process 1."""
+    """Return all but process 1."""
     return [int(name) for name in os.listdir("/proc") if name.isdigit() and name != "1"]
 
 
 def alive(pid: int) -> bool:
-    """False for one that is gone, or dead and not yet reaped by its parent."""
+    """Return False for one that is gone, or dead and not yet reaped by its parent."""
     try:
         with open(f"/proc/{pid}/stat", "rb", 0) as file:
             return file.read(1024).rpartition(b")")[2].split()[0] not in (b"Z", b"X")

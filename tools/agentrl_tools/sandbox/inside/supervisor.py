@@ -47,6 +47,7 @@ class Supervisor:
         self.start_worker()
 
     def start_worker(self) -> None:
+        """Fork a worker, and keep our end of its connection."""
         ours, theirs = _socketpair()
         pid = os.fork()
         if pid == 0:
@@ -61,6 +62,7 @@ class Supervisor:
         self.pid, self.channel, self.ended = pid, ours, os.pidfd_open(pid)
 
     def become_worker(self, channel: int) -> None:
+        """Run as the worker, in the forked process; does not return."""
         _libc.prctl(_PR_SET_DUMPABLE, 1, 0, 0, 0)
         kept = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, _HIGH) for fd in (channel, *self.outputs)]
         for place, fd in enumerate((self.null, *self.outputs)):
@@ -73,6 +75,7 @@ class Supervisor:
         Worker(kept[0], ((kept[1], 1), (kept[2], 2)), limits["output"], limits["image_bytes"]).serve()
 
     def serve(self) -> None:
+        """Run the cells that the host sends, until it leaves."""
         while True:
             size, seconds = struct.unpack("<Id", _read(self.host, 12))
             code = _read(self.host, size)
@@ -110,7 +113,7 @@ class Supervisor:
         self.start_worker()
 
     def kill_others(self) -> None:
-        """All is stopped: kill what is not the worker, which reaps its own children when it goes on."""
+        """Kill what is not the worker, once all is stopped; the worker reaps its own children when it goes on."""
         others = [pid for pid in pids() if pid != self.pid]
         for pid in others:
             os.kill(pid, signal.SIGKILL)
@@ -119,7 +122,7 @@ class Supervisor:
         _reap()
 
     def printed(self, which: int) -> bytes:
-        """The output kept: its beginning and its end, and in between how much was left out."""
+        """Return the output kept: its beginning and its end, and in between how much was left out."""
         fd = self.outputs[which]
         size, most = os.fstat(fd).st_size, self.limits["output"]
         if size <= most:
@@ -155,7 +158,7 @@ class Call:
         self.loud = False
 
     def run(self) -> tuple[bytes | None, str | None]:
-        """(the worker's fields, why it was stopped). No fields: the worker is beyond repair."""
+        """Return (the worker's fields, why it was stopped). No fields: the worker is beyond repair."""
         look = self.began + _FIRST_LOOK
         while True:
             now = time.monotonic()
@@ -172,23 +175,25 @@ class Call:
             except (_GoneError, OSError):
                 return None, self.stop or "ended"
             if reply is not None:
-                return reply, self.judged()
+                return reply, self.stop_reason()
 
     def interrupt(self, why: str) -> None:
+        """Interrupt the worker as by Ctrl-C; it is killed where it goes on. why: a value of `Stop`."""
         self.stop = why
         self.end = time.monotonic() + _GRACE
         os.kill(self.supervisor.pid, signal.SIGINT)
 
-    def judged(self) -> str | None:
-        """Why it was stopped, where only the kernel stopped it."""
+    def stop_reason(self) -> str | None:
+        """Return why it was stopped, where only the kernel stopped it."""
         self.loud = self.loud or self.printed() >= self.limits["output"]
         return self.stop or ("output" if self.printed() >= self.most else None)
 
     def printed(self) -> int:
+        """Return the bytes of the larger one of both outputs."""
         return max(os.fstat(fd).st_size for fd in self.supervisor.outputs)
 
     def wait(self, seconds: float) -> bytes | None:
-        """The worker's reply once it is whole, else None. Raises _GoneError, OSError when it never will be."""
+        """Return the worker's reply once it is whole, else None. Raises _GoneError, OSError when it never will be."""
         one = self.supervisor
         writing = [one.channel] if self.sending else []
         readable, writable, _ = select.select([one.channel, one.host, one.ended], writing, [], max(0.0, seconds))
@@ -203,6 +208,7 @@ class Call:
         return None
 
     def receive(self, data: bytes) -> bytes | None:
+        """Add bytes of the reply; return its fields once it is whole. Raises _GoneError for what is no reply."""
         self.received += data
         head = 4 + NONCE
         if data and len(self.received) < head:
@@ -215,7 +221,7 @@ class Call:
         return bytes(self.received[head:]) if len(self.received) == head + size else None
 
     def over(self) -> str | None:
-        """A limit that leaves nothing but to kill; an interrupt where that may do."""
+        """Return a limit that leaves nothing but to kill; interrupt where that may do."""
         _reap()
         used, memory, tasks = usage()
         if tasks > self.limits["processes"] + 1:
@@ -235,7 +241,7 @@ class Call:
 
 
 def _reap() -> None:
-    """Take leave of what has ended."""
+    """Reap the processes that have ended."""
     try:
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
@@ -252,7 +258,7 @@ def _reap_all() -> None:
 
 
 def _output(name: str) -> int:
-    """A file without a name, in the small file system for output."""
+    """Return a file without a name, in the small file system for output."""
     path = f"{_OUTPUTS}/{name}"
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_EXCL, 0o600)
     os.unlink(path)
@@ -280,7 +286,7 @@ def _write(fd: int, data: bytes) -> None:
 
 
 def _confine(limits: dict[str, int]) -> None:
-    """What the kernel enforces, for us and so for all that we start."""
+    """Set the limits that the kernel enforces, for us and so for all that we start."""
     processes = limits["processes"] + 2
     if limits["count_processes"]:
         _limit(resource.RLIMIT_NPROC, processes)
@@ -299,6 +305,7 @@ def _limit(which: int, value: int) -> None:
 
 
 def main(host: int, limits: dict[str, int]) -> None:
+    """Serve as the first process of a sandbox. host: descriptor of its connection."""
     _libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # which process 1 does not hear
     _confine(limits)

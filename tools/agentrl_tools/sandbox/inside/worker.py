@@ -49,13 +49,14 @@ class Worker:
         builtins.__dict__.update(display=self.display, exit=sys.exit, quit=sys.exit)
 
     def serve(self) -> None:
-        """Until the supervisor is gone, or the code cut the connection."""
+        """Serve until the supervisor is gone, or the code cut the connection."""
         while True:
             size, nonce = struct.unpack(f"<I{NONCE}s", self.read(4 + NONCE))
             reply = self.cell(self.read(size).decode("utf-8", "surrogatepass"))
             self.write(struct.pack(f"<I{NONCE}s", len(reply), nonce) + reply)
 
     def read(self, size: int) -> bytes:
+        """Return exactly `size` bytes of the supervisor; ends the process where it is gone."""
         data = b""
         while len(data) < size:
             part = os.read(self.channel, size - len(data))
@@ -65,6 +66,7 @@ class Worker:
         return data
 
     def write(self, data: bytes) -> None:
+        """Send all of `data` to the supervisor."""
         while data:
             data = data[os.write(self.channel, data) :]
 
@@ -88,8 +90,8 @@ class Worker:
         return self.fields(value, error)
 
     def connect(self) -> None:
-        """Streams and the handler of an interrupt as they should be, whatever the last cell did to them; its processes
-        are dead by now, and are reaped."""
+        """Set up streams and the handler of an interrupt as they should be, whatever the last cell did to them; its
+        processes are dead by now, and are reaped."""
         try:
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
@@ -105,11 +107,13 @@ class Worker:
         signal.signal(signal.SIGINT, self.interrupted)
 
     def interrupted(self, number: int, frame: object) -> None:
+        """Raise KeyboardInterrupt in the cell, once a call."""
         if self.running and os.getpid() == self.pid:
             self.running = False  # one is enough: another could hit our own code
             raise KeyboardInterrupt
 
     def flush(self) -> None:
+        """Flush both streams; what cannot be flushed counts as cut."""
         for stream in (sys.stdout, sys.stderr):
             try:
                 stream.flush()
@@ -117,7 +121,7 @@ class Worker:
                 self.cut = True
 
     def run(self, code: str) -> str | None:
-        """The text of the last expression's value, or None."""
+        """Return the text of the last expression's value, or None."""
         name = f"<cell {self.count}>"
         linecache.cache[name] = (len(code), None, code.splitlines(keepends=True), name)
         tree = compile(code, name, "exec", _ONLY_AST | _TOP_LEVEL_AWAIT, dont_inherit=True)
@@ -130,6 +134,7 @@ class Worker:
         return None if value is None or self.as_image(value) else self.shortened(repr(value))
 
     def evaluate(self, tree: Module | Expression, name: str, mode: str) -> Any:
+        """Run code in `__main__`, and await what it returns where it is a coroutine."""
         code = compile(tree, name, mode, _TOP_LEVEL_AWAIT, dont_inherit=True)
         result = eval(code, self.names)
         if code.co_flags & _COROUTINE:
@@ -139,6 +144,7 @@ class Worker:
         return result
 
     def shortened(self, text: str) -> str:
+        """Return a text without its middle where it is longer than `output` characters."""
         if len(text) <= self.output:
             return text
         self.cut = True
@@ -146,7 +152,7 @@ class Worker:
         return f"{text[:half]} ... {text[-half:]}"
 
     def display(self, *values: Any) -> None:
-        """What a notebook's `display` does: images as images, all else printed."""
+        """Do what a notebook's `display` does: images as images, all else printed."""
         for value in values:
             if not self.as_image(value):
                 print(repr(value))
@@ -182,7 +188,7 @@ class Worker:
             pyplot.close("all")
 
     def described(self, problem: BaseException) -> str:
-        """The traceback as Python prints it, with the frames of cells only."""
+        """Return the traceback as Python prints it, with the frames of cells only."""
         try:
             told = traceback.TracebackException(type(problem), problem, problem.__traceback__)
             _keep_cells(told, set())
@@ -191,12 +197,13 @@ class Worker:
             return type(problem).__name__
 
     def leave_if_forked(self) -> None:
-        """A fork of this process that comes here has no business with the supervisor."""
+        """End here in a fork of this process, which must not speak with the supervisor."""
         if os.getpid() != self.pid:
             self.flush()
             os._exit(0)
 
     def fields(self, value: str | None, error: str | None) -> bytes:
+        """Return the fields of a reply: images, value, error, and whether something was cut."""
         parts = [(IMAGE, image) for image in self.images]
         parts += [(tag, text.encode("utf-8", "backslashreplace"))
                   for tag, text in ((VALUE, value), (ERROR, error)) if text is not None]  # fmt: skip
@@ -206,7 +213,7 @@ class Worker:
 
 
 def field(tag: bytes, data: bytes) -> bytes:
-    """One field of a reply: a letter, the length, the bytes."""
+    """Return one field of a reply: a letter, the length, the bytes."""
     return tag + struct.pack("<I", len(data)) + data
 
 

@@ -1,0 +1,54 @@
+"""What the shipped environments share: openings, names of splits, and demonstrations by style."""
+
+from collections.abc import Mapping
+from random import Random
+from typing import TypeVar
+
+from agentrl.errors import UserError, nearest
+from agentrl.plugins.environment import Environment
+from agentrl.plugins.types import Message
+
+Way = TypeVar("Way")
+
+Styles = Mapping[str, Mapping[Way, float]]
+"""By the name of a style: the ways to work a task, each with its relative frequency."""
+
+
+def opening(question: str, system_prompt: str) -> list[Message]:
+    """Return the first messages of a request: the question, after a system prompt unless that is empty."""
+    system: list[Message] = [{"role": "system", "content": system_prompt}] if system_prompt else []
+    return [*system, {"role": "user", "content": question}]
+
+
+def check_split(env: Environment, split: str) -> None:
+    """Raise UserError, with the nearest known name, unless `split` is `train` or one of `env.splits`."""
+    if split not in (known := ("train", *env.splits)):
+        raise UserError(f"{env.name} has no split {split!r} for this source{nearest(split, known)}")
+
+
+def check_style(env: Environment, style: str, styles: Styles[Way]) -> None:
+    """Raise UserError, with the nearest known name, for a style without demonstrations."""
+    if style not in styles:
+        raise UserError(f"{env.name} has no demonstrations of style {style!r}{nearest(style, styles)}")
+
+
+def draw_way(ways: Mapping[Way, float], rng: Random) -> Way:
+    """Draw one of `ways` by its relative frequency, with one call of `rng`."""
+    return rng.choices(list(ways), list(ways.values()))[0]
+
+
+def assistant(text: str) -> Message:
+    """Return a turn of the assistant without a call."""
+    return {"role": "assistant", "content": text}
+
+
+def tool_turn(name: str, arguments: dict[str, object], result: str) -> list[Message]:
+    """Return a turn that calls a tool, and the tool's result."""
+    return [
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"type": "function", "function": {"name": name, "arguments": arguments}}],
+        },
+        {"role": "tool", "content": result},
+    ]

@@ -190,4 +190,5 @@ def logprobs_of(model: Any, prompt: list[int], ids: list[int]) -> Tensor:
     device = model.get_input_embeddings().weight.device
     row = torch.tensor([[*prompt, *ids]], device=device)
     logits = model(input_ids=row, use_cache=False).logits[0, len(prompt) - 1 : -1].float()
-    return logits.log_softmax(-1).gather(1, row[0, len(prompt) :, None])[:, 0].cpu()
+    logprobs: Tensor = logits.log_softmax(-1).gather(1, row[0, len(prompt) :, None])[:, 0]
+    return logprobs.cpu()

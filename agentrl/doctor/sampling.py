@@ -33,7 +33,7 @@ GIVEN_BACK = 1 << 16
 def engine(subject: Subject) -> str:
     """The engine starts, and several requests sample at once."""
     section = subject.recipe.engine
-    if missing := engine_class(section.name).missing(section.args):
+    if missing := engine_class(section.name).missing(subject.recipe):
         raise NotHereError(missing[0])
     began = perf_counter()
     player = subject.player

@@ -175,7 +175,7 @@ def wakes_wrong(subject: Subject, patch: Patch, folder: Path) -> None:
 Fault = Callable[[Subject, Patch, Path], None]
 FAULTS: list[tuple[str, Fault, str, str]] = [
     ("devices", no_gpu_build, r"has an NVIDIA driver \(580.65.06\), and torch \S+ sees no GPU", "package torch"),
-    ("devices", too_few_gpus, "the recipe needs 8 GPUs on this machine .*, 2 here", "cluster.gpus"),
+    ("devices", too_few_gpus, "the recipe needs 9 GPUs on this machine .*, 2 here", "cluster.gpus"),
     ("versions", old_package, "torch is 2.*; >=99 is needed", "package torch"),
     ("versions", old_driver, "needs driver 580; the driver is 525.60.13", "NVIDIA driver"),
     ("versions", other_nccl, "NCCL is None here and 2.30.7 in the server's", "engine.args.weights"),

@@ -41,7 +41,7 @@ def _mbpp(fields: Mapping[str, Json], where: str) -> Row:
     text = _text(fields, "text" if "text" in fields else "prompt", where)
     tests = _texts(fields, "test_list", where)
     if not tests:
-        raise UserError(f"{where}, field 'test_list': holds no test")
+        raise UserError(f"{where}, field 'test_list': contains no test")
     setup = "\n".join([*_texts(fields, "test_imports", where), str(fields.get("test_setup_code") or "")]).strip()
     name = fields.get("entry_point") or _called(tests, setup, where)
     _parsed(setup, where, "test_setup_code")
@@ -106,7 +106,7 @@ def _text(fields: Mapping[str, Json], name: str, where: str) -> str:
         raise UserError(f"{where}: has no field {name!r}; it has {', '.join(map(repr, fields))}")
     value = fields[name]
     if not isinstance(value, str) or not value.strip():
-        raise UserError(f"{where}, field {name!r}: wants text, got {value!r:.60}")
+        raise UserError(f"{where}, field {name!r}: expected text, got {value!r:.60}")
     return value
 
 
@@ -115,7 +115,7 @@ def _texts(fields: Mapping[str, Json], name: str, where: str) -> list[str]:
     if value is None:
         return []
     if not isinstance(value, Sequence) or isinstance(value, str) or not all(isinstance(v, str) for v in value):
-        raise UserError(f"{where}, field {name!r}: wants a list of texts, got {value!r:.60}")
+        raise UserError(f"{where}, field {name!r}: expected a list of texts, got {value!r:.60}")
     return list(value)
 
 

@@ -52,7 +52,7 @@ def _text(fields: Mapping[str, Json], name: str, where: str) -> str:
         raise UserError(f"{where}: has no field {name!r}; it has {', '.join(map(repr, fields)) or 'none'}")
     value = fields[name]
     if not isinstance(value, str) or not value.strip():
-        raise UserError(f"{where}, field {name!r}: wants text, got {value!r:.60}")
+        raise UserError(f"{where}, field {name!r}: expected text, got {value!r:.60}")
     return value
 
 

@@ -15,6 +15,7 @@ from agentrl.errors import UserError, nearest
 from agentrl.plugins.environment import LazyTasks
 from agentrl.plugins.types import Json, Task
 from agentrl_envs.code import generate
+from agentrl_envs.conversation import text_field
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +39,7 @@ def read_row(fields: Mapping[str, Json], where: str) -> Row:
 
 
 def _mbpp(fields: Mapping[str, Json], where: str) -> Row:
-    text = _text(fields, "text" if "text" in fields else "prompt", where)
+    text = text_field(fields, "text" if "text" in fields else "prompt", where)
     tests = _texts(fields, "test_list", where)
     if not tests:
         raise UserError(f"{where}, field 'test_list': contains no test")
@@ -49,7 +50,7 @@ def _mbpp(fields: Mapping[str, Json], where: str) -> Row:
 
 
 def _human_eval(fields: Mapping[str, Json], where: str) -> Row:
-    prompt, test, name = (_text(fields, key, where) for key in ("prompt", "test", "entry_point"))
+    prompt, test, name = (text_field(fields, key, where) for key in ("prompt", "test", "entry_point"))
     _parsed(test, where, "test")
     stub = _stub(prompt)
     question = f"Complete this function:\n```python\n{prompt.strip()}\n```" if stub else prompt.strip()
@@ -99,15 +100,6 @@ def _parsed(text: str, where: str, name: str) -> ast.Module:
         return ast.parse(text)
     except SyntaxError as error:
         raise UserError(f"{where}, field {name!r}: is no Python: {error.msg} in {text[:60]!r}") from error
-
-
-def _text(fields: Mapping[str, Json], name: str, where: str) -> str:
-    if name not in fields:
-        raise UserError(f"{where}: has no field {name!r}; it has {', '.join(map(repr, fields))}")
-    value = fields[name]
-    if not isinstance(value, str) or not value.strip():
-        raise UserError(f"{where}, field {name!r}: expected text, got {value!r:.60}")
-    return value
 
 
 def _texts(fields: Mapping[str, Json], name: str, where: str) -> list[str]:

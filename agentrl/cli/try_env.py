@@ -186,11 +186,7 @@ def _count(number: int, what: str) -> str:
 def _conclude(narrator: Narrator, request: "AsyncRolloutRequest", played: "Trajectory", env: "Environment") -> int:
     from agentrl.trajectory import FinishReason
 
-    narrator.follow(request)
-    for line in played.extra.get("release_errors", ()):
-        narrator.say(f"release failed: {line}", style="red")
-    if played.failure is not None:
-        narrator.say(f"failed ({played.failure.boundary}): {played.failure.message}", style="red")
+    if narrator.failed(request, played):
         return FAILED
     turns, calls = _count(len(played.turns), "turn"), _count(len(played.tool_uses), "tool call")
     if played.finish is FinishReason.ABORTED:

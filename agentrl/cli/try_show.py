@@ -84,6 +84,15 @@ class Narrator:
                 self._message(message)
         self._results(request)
 
+    def failed(self, request: "AsyncRolloutRequest", played: "Trajectory") -> bool:
+        """Print what came since the last call and what went wrong; return whether the request failed."""
+        self.follow(request)
+        for line in played.extra.get("release_errors", ()):
+            self.say(f"release failed: {line}", style="red")
+        if played.failure is not None:
+            self.say(f"failed ({played.failure.boundary}): {played.failure.message}", style="red")
+        return played.failure is not None
+
     def _message(self, message: "Message") -> None:
         name = f" {message['name']}" if message.get("name") else ""
         self.say(f"[{message['role']}{name}]", style="bold")

@@ -117,11 +117,7 @@ async def _play(
 
     request = stage.request(task, turn, seed=seed)
     played = await stage.driver.drive(request)
-    narrator.follow(request)
-    for line in played.extra.get("release_errors", ()):
-        narrator.say(f"release failed: {line}", style="red")
-    if played.failure is not None:
-        narrator.say(f"failed ({played.failure.boundary}): {played.failure.message}", style="red")
+    if narrator.failed(request, played):
         return FAILED
     narrator.say(rewards_line(played) if played.rewards else "reward: the tool gives none", style="bold")
     if left := len(calls) - len(played.tool_uses):

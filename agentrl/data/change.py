@@ -74,7 +74,9 @@ class _Map(_Call):
     def __call__(self, row: Mapping[str, Json]) -> Row:
         made = self.result(row)
         if made is not None and not isinstance(made, Mapping):
-            raise UserError(f"map {self.path} returned {made!r:.60} at row {row[_NUMBER]} of {self.what}; wants a dict")
+            raise UserError(
+                f"map {self.path} returned {made!r:.60} at row {row[_NUMBER]} of {self.what}; expected a dict"
+            )
         return dict(made or {})
 
 

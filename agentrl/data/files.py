@@ -40,10 +40,10 @@ def read_files(paths: Sequence[Path]) -> Rows:
 def _read(path: Path) -> Rows:
     kind = file_type(path)
     if kind is None:
-        raise UserError(f"{path}: ends in {path.suffix!r}; wants {WANTED}")
+        raise UserError(f"{path}: ends in {path.suffix!r}; expected {WANTED}")
     rows = _parquet(path) if kind == ".parquet" else _text(path, kind)
     if not len(rows):
-        raise UserError(f"{path}: holds no row")
+        raise UserError(f"{path}: contains no row")
     return rows
 
 

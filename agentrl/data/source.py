@@ -182,7 +182,7 @@ class _Function:
         try:
             made = function(part)
             if isinstance(made, str | bytes | Mapping) or not (isinstance(made, Iterable) or _is_sequence(made)):
-                raise UserError(f"env.source: {what} returned {made!r:.60}; wants a sequence or an iterable of rows")
+                raise UserError(f"env.source: {what} returned {made!r:.60}; expected a sequence or an iterable of rows")
             rows = Listed(made if _is_sequence(made) else list(made), what)
         except UserError:
             raise
@@ -197,7 +197,7 @@ def _is_sequence(value: Any) -> bool:
 
 def _some(rows: Listed) -> Rows:
     if not len(rows):
-        raise UserError(f"env.source: {rows.what} holds no row")
+        raise UserError(f"env.source: {rows.what} contains no row")
     return rows
 
 
@@ -205,7 +205,7 @@ def _open(source: Names | None, config: str | None) -> _Origin:
     if source is None:
         return _Files("", {})
     if not source:
-        raise UserError(f"env.source: is empty; wants {WANTED}, a folder, a hub name, module:function")
+        raise UserError(f"env.source: is empty; expected {WANTED}, a folder, a hub name, module:function")
     if not isinstance(source, str):
         return _grouped(", ".join(source), [path for one in source for path in _paths(one)])
     path = Path(source)
@@ -219,7 +219,7 @@ def _open(source: Names | None, config: str | None) -> _Origin:
     name, _, named = source.partition(":")
     if not _HUB.fullmatch(name) or path.exists():
         raise UserError(
-            f"env.source: there is no file {source}; wants {WANTED}, a folder, a hub name, or module:function"
+            f"env.source: there is no file {source}; expected {WANTED}, a folder, a hub name, or module:function"
         )
     return _Hub(name, named or config)
 
@@ -237,17 +237,17 @@ def _paths(text: str, folder: Path | None = None) -> list[Path]:
         paths = [path for path in map(Path, found) if path.is_file()]
         for path in paths:
             if file_type(path) is None:
-                raise UserError(f"env.source: {path} ends in {path.suffix!r}; wants {WANTED}")
+                raise UserError(f"env.source: {path} ends in {path.suffix!r}; expected {WANTED}")
         if paths:
             return paths
-    raise UserError(f"env.source: there is no file {text}; wants {WANTED}")
+    raise UserError(f"env.source: there is no file {text}; expected {WANTED}")
 
 
 def _folder(folder: Path) -> _Files:
     """Return a file a split, named by it, in any number of shards: `train.parquet`, `test-00000-of-00002.parquet`."""
     paths = sorted(path for path in folder.iterdir() if path.is_file() and file_type(path))
     if not paths:
-        raise UserError(f"env.source: the folder {folder} holds no data file; wants {WANTED}")
+        raise UserError(f"env.source: the folder {folder} contains no data file; expected {WANTED}")
     files: dict[str, list[Path]] = {}
     for path in paths:
         files.setdefault(_SHARD.sub("", stem(path)), []).append(path)
@@ -288,7 +288,7 @@ def _named(splits: Mapping[str, Names], source: Names | None) -> dict[str, "str 
     for name, value in splits.items():
         values = [value] if isinstance(value, str) else list(value)
         if not values:
-            raise UserError(f"env.args.splits.{name}: names nothing")
+            raise UserError(f"env.args.splits.{name}: is empty")
         files = [v for v in values if file_type(Path(v)) or _is_glob(v)]
         if files and len(files) < len(values):
             raise UserError(f"env.args.splits.{name}: mixes files with names of splits: {', '.join(values)}")

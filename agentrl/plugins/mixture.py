@@ -42,7 +42,7 @@ class Mixture(Environment):
         for label, (_, env) in self._parts.items():
             for tool in env.tools():
                 if tools.setdefault(tool.name, tool).schema != tool.schema:
-                    raise UserError(f"env.mix: {label} and another bring unlike tools called {tool.name!r}")
+                    raise UserError(f"env.mix: {label} and another bring different tools called {tool.name!r}")
         return tuple(tools.values())
 
     def tasks(self, split: str) -> Sequence[Task]:

@@ -24,12 +24,12 @@ class Pattern:
 
     def __init__(self, pattern: str, *, ignore_case: bool = False, dot_all: bool = False) -> None:
         if not isinstance(pattern, str) or len(pattern) > _LONGEST:
-            raise ValueError(f"pattern {pattern!r:.60} is no regular expression of up to {_LONGEST} characters")
+            raise ValueError(f"pattern {pattern!r:.60} is not a regular expression of up to {_LONGEST} characters")
         flags = regex.VERSION0 | (regex.IGNORECASE if ignore_case else 0) | (regex.DOTALL if dot_all else 0)
         try:
             self._pattern = regex.compile(pattern, flags)
         except (regex.error, RecursionError, OverflowError, MemoryError) as error:
-            raise ValueError(f"pattern {pattern!r:.60} is no regular expression: {error}") from error
+            raise ValueError(f"pattern {pattern!r:.60} is not a regular expression: {error}") from error
         self.groups: int = self._pattern.groups
 
     def found(self, text: str) -> bool:

@@ -104,7 +104,7 @@ def make_tool(section: ToolSection) -> Tool | ToolSource:
     if isinstance(made, ToolSource):
         return made
     if not isinstance(made, Tool):
-        raise UserError(f"tool {section.name!r} is {_type_of(made)}; wants a Tool class or a @tool function")
+        raise UserError(f"tool {section.name!r} is {_type_of(made)}; expected a Tool class or a @tool function")
     if not isinstance(getattr(made, "name", None), str) or not made.name:
         raise UserError(f"tool {section.name!r}: its class sets no `name`")
     return made
@@ -142,12 +142,12 @@ def make_environment(section: EnvSection) -> Environment:
 def _make_environment(section: EnvSection | EnvPart, where: str) -> Environment:
     made = load("envs", section.name)
     if not _makes(made, Environment):
-        raise UserError(f"environment {section.name!r} is {_type_of(made)}; wants an Environment class")
+        raise UserError(f"environment {section.name!r} is {_type_of(made)}; expected an Environment class")
     if "source" in section.args:
         raise UserError(f"{where}args.source: give it as {where}source")
     environment = construct(made, {"source": section.source, **section.args}, f"{where}args")
     if not isinstance(environment, Environment):
-        raise UserError(f"environment {section.name!r} is {_type_of(environment)}; wants an Environment class")
+        raise UserError(f"environment {section.name!r} is {_type_of(environment)}; expected an Environment class")
     if not isinstance(getattr(environment, "name", None), str) or not environment.name:
         raise UserError(f"environment {section.name!r}: its class sets no `name`")
     return environment

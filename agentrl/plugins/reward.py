@@ -88,9 +88,9 @@ def make_reward(section: RewardSection, where: str) -> Reward | GroupReward:
     elif inspect.isroutine(found):
         made = _of_function(found, section, where)
     else:
-        raise UserError(f"reward {section.name!r} is no Reward or GroupReward class and no function")
+        raise UserError(f"reward {section.name!r} is not a Reward or GroupReward class, nor a function")
     if not isinstance(made, Reward | GroupReward):
-        raise UserError(f"reward {section.name!r} made something that is no Reward")
+        raise UserError(f"reward {section.name!r} made something that is not a Reward")
     if not isinstance(getattr(made, "name", None), str) or not made.name:
         raise UserError(f"reward {section.name!r}: its class sets no `name`")
     return made
@@ -100,7 +100,7 @@ def _of_function(function: Callable[..., Any], section: RewardSection, where: st
     """Return the function called with `args` for every sample or group; its first parameter says which."""
     parameters = list(inspect.signature(function).parameters)
     if not parameters:
-        raise UserError(f"reward {section.name!r} takes no argument; wants `sample`, or `samples` for a whole group")
+        raise UserError(f"reward {section.name!r} takes no argument; expected `sample`, or `samples` for a whole group")
 
     def bind(**args: Any) -> dict[str, Any]:
         return args

@@ -112,7 +112,7 @@ def _compile(schema: Any, root: Mapping[str, Json], lenient: bool) -> Check:
     if schema is True or schema == {}:
         return lambda value, path: value
     if not isinstance(schema, Mapping):
-        raise UserError(f"a tool's parameters: {schema!r} is no JSON schema")
+        raise UserError(f"a tool's parameters: {schema!r} is not a JSON schema")
     if schema.get("nullable") is True:
         check = _compile(_not_null(schema), root, lenient)
         return lambda value, path: None if value is None else check(value, path)

@@ -71,7 +71,7 @@ def read_signature(function: Callable[..., Any], name: str) -> Signature:
         fields[parameter.name] = annotation
     for unknown in documented.arguments.keys() - inspect.signature(function).parameters.keys():
         hint = nearest(unknown, fields)
-        raise UserError(f"tool {name!r}: its docstring describes {unknown!r}, which is no parameter{hint}")
+        raise UserError(f"tool {name!r}: its docstring describes {unknown!r}, which is not a parameter{hint}")
     return _signature(name, documented.description, fields, defaults, session)
 
 

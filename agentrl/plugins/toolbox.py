@@ -76,5 +76,5 @@ def offered(task: Task, tools: Sequence[Tool], env: Environment) -> dict[str, To
     if task.tools is None:
         return every | own
     if unknown := next((name for name in task.tools if name not in every and name not in own), None):
-        raise UserError(f"task {task.id} wants the tool {unknown!r}, not in `tools`{nearest(unknown, [*every, *own])}")
+        raise UserError(f"task {task.id} names the tool {unknown!r}, not in `tools`{nearest(unknown, [*every, *own])}")
     return {name: every[name] for name in task.tools if name in every} | own

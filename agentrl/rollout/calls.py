@@ -290,7 +290,7 @@ def _metrics(metrics: Mapping[str, float]) -> dict[str, float]:
         if not isinstance(value, int | float):
             raise TypeError(f"the tool's metric {key!r} is {type(value).__name__}, not a number")
         if not -_LARGEST <= value <= _LARGEST:
-            raise ValueError(f"the tool's metric {key!r} is no finite number of at most {_LARGEST:g}")
+            raise ValueError(f"the tool's metric {key!r} is not a finite number of at most {_LARGEST:g}")
         checked[key] = value
     return checked
 

@@ -119,7 +119,7 @@ class Demonstrator:
 
     def _checked(self, request: AsyncRolloutRequest) -> Trajectory:
         if not request.turns:
-            raise UserError(f"{self.env.name}: the demonstration of {request.task.id} holds no assistant turn")
+            raise UserError(f"{self.env.name}: the demonstration of {request.task.id} contains no assistant turn")
         trajectory = request.trajectory()
         check_invariants(trajectory)
         return trajectory

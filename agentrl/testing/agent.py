@@ -122,7 +122,7 @@ def scripted(turns: Sequence[str]) -> Turn:
     async def turn(number: int) -> str:
         if number >= len(turns):
             count = "1 reply" if len(turns) == 1 else f"{len(turns)} replies"
-            raise EngineError(f"the script has {count}, and the conversation wants another one")
+            raise EngineError(f"the script has {count}, and the conversation needs another one")
         return turns[number]
 
     return turn

@@ -91,14 +91,14 @@ def _made(env: Environment | type[Environment] | str) -> Environment:
     if isinstance(env, str):
         return make_environment(EnvSection(name=env))
     made: Any = env() if isinstance(env, type) else env
-    require(isinstance(made, Environment), f"{env!r} is no environment: derive it from agentrl.Environment")
+    require(isinstance(made, Environment), f"{env!r} is not an environment: derive it from agentrl.Environment")
     assert isinstance(made, Environment)
     return made
 
 
 def _tool(one: Tool | str) -> Tool:
     made = make_tool(ToolSection(name=one)) if isinstance(one, str) else one
-    require(isinstance(made, Tool), f"{one!r} is no tool, and cannot be offered here")
+    require(isinstance(made, Tool), f"{one!r} is not a tool, and cannot be offered here")
     assert isinstance(made, Tool)
     return made
 

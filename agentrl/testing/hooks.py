@@ -47,7 +47,8 @@ def require_hooks(plugin: Tool | Environment, what: str) -> None:
     for hook in ("create", "execute", "calc_reward", "release"):
         method = getattr(plugin, hook, None)
         require(
-            inspect.iscoroutinefunction(method), f"{what}: `{hook}` is no async method; write `async def {hook}(...)`"
+            inspect.iscoroutinefunction(method),
+            f"{what}: `{hook}` is not an async method; write `async def {hook}(...)`",
         )
         try:
             parameters = list(inspect.signature(method).parameters.values()) if method else []

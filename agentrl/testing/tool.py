@@ -62,7 +62,8 @@ def _made(tool: Tool | type[Tool] | str) -> Tool:
     )
     require(not isinstance(made, ToolSource), f"{tool!r} is a source of tools: open it, and check those one by one")
     require(
-        isinstance(made, Tool), f"{tool!r} is no tool: derive it from agentrl.Tool, or decorate a function with @tool"
+        isinstance(made, Tool),
+        f"{tool!r} is not a tool: derive it from agentrl.Tool, or decorate a function with @tool",
     )
     assert isinstance(made, Tool)
     return made

@@ -1,4 +1,4 @@
-"""What the shipped environments share: openings, names of splits, and demonstrations by style."""
+"""What the shipped environments share: openings, names of splits, fields of rows, and demonstrations by style."""
 
 from collections.abc import Mapping
 from random import Random
@@ -6,7 +6,7 @@ from typing import TypeVar
 
 from agentrl.errors import UserError, nearest
 from agentrl.plugins.environment import Environment
-from agentrl.plugins.types import Message
+from agentrl.plugins.types import Json, Message
 
 Way = TypeVar("Way")
 
@@ -52,3 +52,13 @@ def tool_turn(name: str, arguments: dict[str, object], result: str) -> list[Mess
         },
         {"role": "tool", "content": result},
     ]
+
+
+def text_field(fields: Mapping[str, Json], name: str, where: str) -> str:
+    """Return the text of a row's field. where: the place of the row. Raises UserError where there is no text."""
+    if name not in fields:
+        raise UserError(f"{where}: has no field {name!r}; it has {', '.join(map(repr, fields)) or 'none'}")
+    value = fields[name]
+    if not isinstance(value, str) or not value.strip():
+        raise UserError(f"{where}, field {name!r}: expected text, got {value!r:.60}")
+    return value

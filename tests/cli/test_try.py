@@ -272,7 +272,7 @@ def test_what_the_machinery_does_wrong_is_a_line(capsys, tmp_path):
 
 def test_a_script_that_is_too_short_says_so(capsys, tmp_path):
     out = said(capsys, f"{__name__}:Talk", "--replies", write(tmp_path, "hm"), code=1)
-    assert "the script has 1 reply, and the conversation wants another" in out
+    assert "the script has 1 reply, and the conversation needs another" in out
     assert EVENTS == ["create", "release", "close"]
 
 

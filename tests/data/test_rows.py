@@ -57,10 +57,10 @@ def test_lines_in_a_json_file_and_blank_ones(tmp_path: Path) -> None:
         ("a.jsonl", b'{"a": 1}\n[1]\n', "a.jsonl, line 2: is not an object"),
         ("a.jsonl", b'{"a": 1}\n\xff\xfe\n', "a.jsonl, line 2: is not UTF-8"),
         ("a.jsonl", b"[" * 100_000, "a.jsonl, line 1: is not JSON"),
-        ("a.jsonl", b"\n \n", "holds no row"),
-        ("a.jsonl", b"", "holds no row"),
+        ("a.jsonl", b"\n \n", "contains no row"),
+        ("a.jsonl", b"", "contains no row"),
         ("a.json", b"[1, 2", "a.json: is not JSON"),
-        ("a.json", b"[]", "holds no row"),
+        ("a.json", b"[]", "contains no row"),
         ("a.json", b'[{"a": 1}, 5]', "a.json, row 2: is not an object"),
         ("a.json", b'["\xff"]', "a.json: is not UTF-8"),
         ("a.jsonl.gz", b"no gzip", "cannot be read as gzip"),
@@ -192,8 +192,8 @@ def test_a_function(name: str) -> None:
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ("data_functions:nothing", "returned None; wants a sequence"),
-        ("data_functions:no_rows", "holds no row"),
+        ("data_functions:nothing", "returned None; expected a sequence"),
+        ("data_functions:no_rows", "contains no row"),
         ("data_functions:even", "raised: TypeError"),
         ("data_functions:nix", "has no 'nix'"),
         ("no_module:nix", "cannot be imported from 'no_module'"),
@@ -212,9 +212,9 @@ def test_a_source_that_is_nothing(source: Any, message: str) -> None:
 
 def test_a_file_of_another_type_and_an_empty_folder(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("a,b")
-    with pytest.raises(UserError, match=r"ends in '\.csv'; wants a \.jsonl or"):
+    with pytest.raises(UserError, match=r"ends in '\.csv'; expected a \.jsonl or"):
         open_source(str(tmp_path / "a.csv"))
-    with pytest.raises(UserError, match="holds no data file"):
+    with pytest.raises(UserError, match="contains no data file"):
         open_source(str(tmp_path))
 
 

@@ -267,11 +267,11 @@ async def test_a_row_whose_tests_check_nothing_fails_its_request_by_name(tmp_pat
     ("row", "message"),
     [
         ({"question": "?"}, "neither 'test_list' nor 'test'; it has 'question'"),
-        ({"text": "?", "test_list": []}, "'test_list': holds no test"),
-        ({"text": "?", "test_list": "assert f(1)"}, "'test_list': wants a list of texts"),
+        ({"text": "?", "test_list": []}, "'test_list': contains no test"),
+        ({"text": "?", "test_list": "assert f(1)"}, "'test_list': expected a list of texts"),
         ({"text": "?", "test_list": ["assert f(1"]}, "'test_list': is no Python"),
         ({"text": "?", "test_list": ["assert f(1) == g(1)"]}, r"do not call one function \(f, g\)"),
-        ({"text": " ", "test_list": ["assert f(1)"]}, "'text': wants text"),
+        ({"text": " ", "test_list": ["assert f(1)"]}, "'text': expected text"),
         ({"prompt": "def f(): ...", "test": "def check(c): pass"}, "no field 'entry_point'"),
     ],
 )

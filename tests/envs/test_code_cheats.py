@@ -153,7 +153,7 @@ async def test_a_test_may_expect_an_exception_and_use_what_its_setup_brings(runn
 
 @pytest.mark.parametrize(
     ("tests", "message"),
-    [(["assert f(lambda x: x) == 1"], "a function is no plain value"), (["assert True"], "never call f")],
+    [(["assert f(lambda x: x) == 1"], "a function is not a plain value"), (["assert True"], "never call f")],
 )
 async def test_tests_that_check_nothing_are_said(runner: SolutionRunner, tests: list[str], message: str) -> None:
     with pytest.raises(UnfitTestsError, match=message):
@@ -216,5 +216,5 @@ def test_what_is_no_value_is_refused(said: str) -> None:
 
 def test_what_is_not_plain_cannot_be_written() -> None:
     for value in (object(), print, [1, iter(())]):
-        with pytest.raises(WireError, match="no plain value"):
+        with pytest.raises(WireError, match="not a plain value"):
             wire.write(value)

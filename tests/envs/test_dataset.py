@@ -136,10 +136,10 @@ async def test_images_stand_where_the_prompt_says(tmp_path: Path) -> None:
     [
         ({"question": "?"}, {}, "line 1: field 'prompt' (env.args.prompt) is not there; the row has 'question'"),
         ({"prompt": None}, {}, "field 'prompt' (env.args.prompt) is empty"),
-        ({"prompt": ""}, {}, "field 'prompt' holds no text"),
-        ({"prompt": []}, {}, "holds no text"),
+        ({"prompt": ""}, {}, "field 'prompt' contains no text"),
+        ({"prompt": []}, {}, "contains no text"),
         ({"prompt": 5}, {}, "a message's content is 5"),
-        ({"prompt": ["hi"]}, {}, "holds 'hi'; wants text, or a list of messages"),
+        ({"prompt": ["hi"]}, {}, "holds 'hi'; expected text, or a list of messages"),
         ({"prompt": [{"role": "usr", "content": "hi"}]}, {}, "a message of role 'usr'; did you mean 'user'"),
         ({"prompt": [{"role": "user"}]}, {}, "a message's content is None"),
         ({"prompt": [{"role": "assistant", "content": "hi"}]}, {}, "ends with an assistant's turn"),
@@ -148,7 +148,7 @@ async def test_images_stand_where_the_prompt_says(tmp_path: Path) -> None:
         (
             {"prompt": "hi", "answer": "many"},
             {"reward": "numeric"},
-            "no single number (env.args.reward is numeric)",
+            "not a single number (env.args.reward is numeric)",
         ),
         ({"prompt": "hi", "answer": {"a": 1}}, {}, "neither text nor a number"),
         (
@@ -156,11 +156,11 @@ async def test_images_stand_where_the_prompt_says(tmp_path: Path) -> None:
             {},
             "need_tools_kwargs is true, but there is",
         ),
-        ({"prompt": "hi", "answer": "1", "tools_kwargs": [1]}, {}, "wants an object by tool"),
+        ({"prompt": "hi", "answer": "1", "tools_kwargs": [1]}, {}, "expected an object by tool"),
         (
             {"prompt": "hi", "answer": "1", "tools_kwargs": {"t": 1}},
             {},
-            "'tools_kwargs.t': wants an object with",
+            "'tools_kwargs.t': expected an object with",
         ),
         (
             {"prompt": "hi", "answer": "1", "tools_kwargs": {"t": {"create": {}}}},
@@ -170,9 +170,9 @@ async def test_images_stand_where_the_prompt_says(tmp_path: Path) -> None:
         (
             {"prompt": "hi", "answer": "1", "tools_kwargs": {"t": {"create_kwargs": 1}}},
             {},
-            "wants an object of arguments",
+            "expected an object of arguments",
         ),
-        ({"prompt": "hi", "answer": "1", "tools": "calc"}, {"tools": "row"}, "wants a list of names of tools"),
+        ({"prompt": "hi", "answer": "1", "tools": "calc"}, {"tools": "row"}, "expected a list of names of tools"),
     ],
 )
 def test_a_row_that_cannot_be_used_is_named(

@@ -105,8 +105,8 @@ def test_a_lone_file_holds_a_seeded_tenth_out_and_says_so(tmp_path: Path, caplog
     ("line", "message"),
     [
         ('{"answer": "#### 5"}', "line 2: has no field 'question'; it has 'answer'"),
-        ('{"question": "", "answer": "#### 5"}', "line 2, field 'question': wants text, got ''"),
-        ('{"question": "How many?", "answer": 5}', "line 2, field 'answer': wants text, got 5"),
+        ('{"question": "", "answer": "#### 5"}', "line 2, field 'question': expected text, got ''"),
+        ('{"question": "How many?", "answer": 5}', "line 2, field 'answer': expected text, got 5"),
         ('{"question": "How many?", "answer": "#### many"}', "line 2, field 'answer': no answer in"),
         ('["How many?"]', "line 2: is not an object"),
         ('{"question": ', "line 2: is not JSON"),
@@ -125,13 +125,13 @@ def test_a_bad_parquet_row_and_a_broken_file(tmp_path: Path) -> None:
 
     rows_ = [{"question": "Two?", "answer": "#### 2"}, {"question": None, "answer": "#### 2"}]
     parquet.write_table(pyarrow.Table.from_pylist(rows_), tmp_path / "train.parquet")
-    with pytest.raises(UserError, match="row 2, field 'question': wants text, got None"):
+    with pytest.raises(UserError, match="row 2, field 'question': expected text, got None"):
         Gsm8k(str(tmp_path / "train.parquet")).tasks("train")
     (tmp_path / "broken.parquet").write_text("no parquet")
     with pytest.raises(UserError, match="cannot be read as parquet"):
         Gsm8k(str(tmp_path / "broken.parquet")).tasks("train")
     (tmp_path / "empty.jsonl").write_text("")
-    with pytest.raises(UserError, match="holds no row"):
+    with pytest.raises(UserError, match="contains no row"):
         Gsm8k(str(tmp_path / "empty.jsonl")).tasks("train")
     (tmp_path / "bytes.jsonl").write_bytes(b"\xff\xfe{}")
     with pytest.raises(UserError, match="not UTF-8"):
@@ -146,7 +146,7 @@ def test_a_source_that_is_nothing(source: str) -> None:
 
 def test_a_file_of_another_type(tmp_path: Path) -> None:
     (tmp_path / "train.csv").write_text("question,answer\n")
-    with pytest.raises(UserError, match=r"wants a \.jsonl or .parquet file"):
+    with pytest.raises(UserError, match=r"expected a \.jsonl or .parquet file"):
         Gsm8k(str(tmp_path / "train.csv"))
 
 

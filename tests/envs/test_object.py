@@ -217,11 +217,11 @@ def test_tasks_without_data_hold_seeds_that_are_apart():
 
 MISTAKES = [
     (lambda: made("Nobody"), r"env.args.factory: 'adapter_plugins' has no 'Nobody'"),
-    (lambda: made("ROWS"), r"adapter_plugins:ROWS is list; wants a class or a function"),
+    (lambda: made("ROWS"), r"adapter_plugins:ROWS is list; expected a class or a function"),
     (lambda: made("Silent"), r"Silent.mumble: a tool needs a docstring"),
     (lambda: made("Counting", methods=["ad"]), r"Counting has no method 'ad'; did you mean 'add'\?"),
     (lambda: made("Counting", rewards=["adapter_plugins:wants_tokens"]), r"asks for completion_ids"),
-    (lambda: made("Counting", rewards=["adapter_plugins:ROWS"]), r"adapter_plugins:ROWS is no function"),
+    (lambda: made("Counting", rewards=["adapter_plugins:ROWS"]), r"adapter_plugins:ROWS is not a function"),
     (lambda: made("Counting", args=3), r"env.args.args: should be a valid dictionary"),
     (lambda: make_environment(EnvSection(name="object")), r"needs it, and it is missing"),
     (lambda: made("Counting").tasks("tst"), r"no split 'tst'"),

@@ -216,9 +216,9 @@ def test_a_file_alone_is_split_by_its_questions(tmp_path):
         ({"golden_answers": ["x"]}, "no text in the field 'question'; its fields: 'golden_answers'"),
         ({"question": 5, "golden_answers": ["x"]}, "no text in the field 'question'"),
         ({"question": "q"}, "has neither 'golden_answers' nor"),
-        ({"question": "q", "golden_answers": []}, "field 'golden_answers': wants a text or a list of texts, got []"),
-        ({"question": "q", "golden_answers": [" "]}, "wants a text or a list"),
-        ({"question": "q", "reward_model": {"ground_truth": {"target": 3}}}, "ground_truth.target': wants .* got 3"),
+        ({"question": "q", "golden_answers": []}, "field 'golden_answers': expected a text or a list of texts, got []"),
+        ({"question": "q", "golden_answers": [" "]}, "expected a text or a list"),
+        ({"question": "q", "reward_model": {"ground_truth": {"target": 3}}}, "ground_truth.target': expected .* got 3"),
     ],
 )
 def test_a_bad_row_is_named(tmp_path, row, what):

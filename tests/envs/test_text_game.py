@@ -156,7 +156,7 @@ def test_no_held_out_map_is_ever_trained_on():
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        ({"source": "maps.txt"}, "wants 'generated', got 'maps.txt'"),
+        ({"source": "maps.txt"}, "expected 'generated', got 'maps.txt'"),
         ({"view": "compas"}, "no view 'compas'.*compass"),
         ({"slack": 0.5}, "below 1 no game can be won"),
     ],

@@ -335,7 +335,7 @@ def bad_name(x: "Nowhere"):  # type: ignore[name-defined]  # noqa: F821
         (bad_positional, "cannot be filled by name"),
         (bad_no_docstring, "needs a docstring"),
         (bad_type, "have no JSON schema"),
-        (bad_docstring, "describes 'numbr', which is no parameter; did you mean 'number'"),
+        (bad_docstring, "describes 'numbr', which is not a parameter; did you mean 'number'"),
         (bad_name, "annotation cannot be read: .*Nowhere"),
     ],
 )

@@ -94,7 +94,7 @@ def test_unlike_tools_of_one_name_are_refused_and_equal_ones_shared():
     assert len(mixture(Named("a", tools=(Echo(),)), Named("b", tools=(Echo(),))).tools()) == 1
     other = Echo()
     other.description = "Something else."
-    with pytest.raises(UserError, match="b and another bring unlike tools called 'echo'"):
+    with pytest.raises(UserError, match="b and another bring different tools called 'echo'"):
         mixture(Named("a", tools=(Echo(),)), Named("b", tools=(other,)))
 
 

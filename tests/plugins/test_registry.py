@@ -135,8 +135,8 @@ def test_an_import_path_will_do(plugins):
         ("counter", {"start": 1, "names": ["a", 3]}, r"^tools.counter.args.names.1: should be a valid string, got 3$"),
         ("counter", {"start": -1}, r"refuses its arguments: ValueError: start must be 0 or more$"),
         ("nameless", {}, r"^tool 'nameless': its class sets no `name`$"),
-        ("not_a_tool", {}, r"^tool 'not_a_tool' is of type int; wants a Tool class or a @tool function$"),
-        ("demo_plugins:Room", {"source": "x"}, r"is the class Room; wants a Tool class"),
+        ("not_a_tool", {}, r"^tool 'not_a_tool' is of type int; expected a Tool class or a @tool function$"),
+        ("demo_plugins:Room", {"source": "x"}, r"is the class Room; expected a Tool class"),
         ("demo_plugins:Countr", {}, r"'demo_plugins' has no 'Countr'; did you mean 'Counter'"),
         ("nowhere.at_all:X", {}, r"cannot be imported from 'nowhere.at_all': ModuleNotFoundError"),
     ],
@@ -239,7 +239,7 @@ def test_environments(plugins):
         ("room", {"size": "big"}, r"^env.args.size: should be a valid integer, got 'big'$"),
         ("room", {"source": "x"}, r"^env.args.source: give it as env.source$"),
         ("nosource", {}, r"^env.source: NoSource takes no such argument"),
-        ("wrong", {}, r"wants an Environment class"),
+        ("wrong", {}, r"expected an Environment class"),
     ],
 )
 def test_a_mistake_with_an_environment_is_one_line(plugins, name, args, words):

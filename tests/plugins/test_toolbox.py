@@ -114,7 +114,7 @@ def test_a_task_offers_what_it_names_and_the_environments_own():
     assert list(offered(Task("t", {}), tools, env)) == ["a", "b", "step"]
     assert list(offered(Task("t", {}, tools=("b",)), tools, env)) == ["b", "step"]
     assert list(offered(Task("t", {}, tools=()), tools, env)) == ["step"]
-    with pytest.raises(UserError, match="task t wants the tool 'bb', not in `tools`; did you mean 'b'"):
+    with pytest.raises(UserError, match="task t names the tool 'bb', not in `tools`; did you mean 'b'"):
         offered(Task("t", {}, tools=("bb",)), tools, env)
 
 

@@ -166,7 +166,7 @@ async def test_a_function_that_never_returns_is_cut_off():
         ({"name": f"{__name__}:length", "args": {"scale": "x"}}, r"rewards\.functions\.0\.args\.scale: .*got 'x'"),
         ({"name": f"{__name__}:Turns"}, r"rewards\.functions\.0\.args\.each: Turns needs it"),
         (f"{__name__}:Nameless", r"its class sets no `name`"),
-        (f"{__name__}:TASK", r"is no Reward or GroupReward class and no function"),
+        (f"{__name__}:TASK", r"is not a Reward or GroupReward class, nor a function"),
     ],
 )
 def test_a_mistake_is_one_line(section, words):

@@ -99,7 +99,7 @@ class Odd:
 @pytest.mark.parametrize(
     ("said", "message"),
     [
-        ([], "holds no assistant turn"),
+        ([], "contains no assistant turn"),
         ([{"role": "tool", "content": "4"}], "does not alternate"),
         ([{"role": "assistant", "content": "a"}, {"role": "assistant", "content": "b"}], "does not alternate"),
     ],

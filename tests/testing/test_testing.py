@@ -157,7 +157,7 @@ class SwallowsCancellation(Good):
 
 
 SPOILED = {
-    r"tool 'good': `release` is no async method; write `async def release": bad_tool(
+    r"tool 'good': `release` is not an async method; write `async def release": bad_tool(
         release=lambda self, session, **kwargs: None
     ),
     r"`calc_reward` must take the session as its first argument": bad_tool(calc_reward=no_session),
@@ -227,7 +227,7 @@ def test_a_tool_that_asks_the_world_need_not_repeat_itself():
 
 
 def test_what_is_no_tool_is_said():
-    broken("is no tool: derive it", check_tool, object())
+    broken("is not a tool: derive it", check_tool, object())
     broken("was refused: argument 'expression' is missing", check_tool, "calculator", [{}])
 
 
@@ -331,7 +331,7 @@ class ReleasesScored(Sums):
 
 
 SPOILED_ENVS = {
-    r"environment 'sums': `create` is no async method": bad_env(
+    r"environment 'sums': `create` is not an async method": bad_env(
         create=lambda self, session, **kwargs: [{"role": "user", "content": "?"}]
     ),
     r"its class sets no `name`": bad_env(name=""),
@@ -377,7 +377,7 @@ def test_each_broken_promise_of_an_environment_is_named(words, spoiled):
 
 
 def test_an_agent_that_does_not_play_is_said():
-    broken(r"the script has 1 reply, and the conversation wants another", check_environment, Sums, gold, lambda t: "hm")
+    broken(r"the script has 1 reply, and the conversation needs another", check_environment, Sums, gold, lambda t: "hm")
     broken(r"the agent said NoneType in turn 0, not text", check_environment, Sums, lambda t, m: None, wrong)
     broken(r"train-0: gold is not `solved`", check_environment, Sums, lambda t: [call("echo"), "x", "y"], wrong)
 

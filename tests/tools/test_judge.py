@@ -261,7 +261,7 @@ def test_a_scale_may_run_down() -> None:
     [
         ({"template": "{answer} {foo}"}, "nothing fills {foo}"),
         ({"template": "grade it"}, "neither {answer} nor {conversation}"),
-        ({"pattern": "("}, "no regular expression"),
+        ({"pattern": "("}, "not a regular expression"),
         ({"pattern": "x"}, "has no group"),
         ({"scale": (1, 1)}, "its two ends are both 1"),
         ({"asks": 0}, "want 1 or more"),

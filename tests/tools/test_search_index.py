@@ -78,19 +78,19 @@ def test_parquet_and_a_folder(tmp_path, cache):
 @pytest.mark.parametrize(
     ("name", "content", "what"),
     [
-        ("c.jsonl", b'{"text": "a"}\n\n{"text": ""}\n', r"c.jsonl, line 3, field 'text': wants text, got ''"),
+        ("c.jsonl", b'{"text": "a"}\n\n{"text": ""}\n', r"c.jsonl, line 3, field 'text': expected text, got ''"),
         ("c.jsonl", b'{"text": "a"}\nnot json\n', r"c.jsonl, line 2: is not JSON"),
         ("c.jsonl", b'{"text": "a"}\n{"id": 3}\n', r"line 2: has neither the field 'text' nor 'contents'; it has 'id'"),
         ("c.jsonl", b"[1]\n", r"c.jsonl, line 1"),
-        ("c.jsonl", b'{"text": 5}', r"wants text, got 5"),
-        ("c.jsonl", b'{"text": "a", "title": 5}', r"field 'title': wants text, got 5"),
-        ("c.jsonl", b"", r"c.jsonl: holds no row"),
+        ("c.jsonl", b'{"text": 5}', r"expected text, got 5"),
+        ("c.jsonl", b'{"text": "a", "title": 5}', r"field 'title': expected text, got 5"),
+        ("c.jsonl", b"", r"c.jsonl: contains no row"),
         ("c.jsonl", b'{"text": "\xff"}', r"c.jsonl, line 1: is not UTF-8"),
         ("c.parquet", b"no parquet", r"c.parquet: cannot be read as parquet"),
-        ("c.csv", b"a,b", r"c.csv: ends in '.csv'; wants a folder"),
+        ("c.csv", b"a,b", r"c.csv: ends in '.csv'; expected a folder"),
         ("d/e.txt", b" ", r"e.txt: is empty"),
         ("d/e.txt", b"\xff", r"e.txt: is not UTF-8"),
-        ("d/e.bin", b"x", r"d: the folder holds no such file"),
+        ("d/e.bin", b"x", r"d: the folder contains no such file"),
     ],
 )
 def test_a_bad_corpus_is_named(tmp_path, cache, name, content, what):
@@ -104,7 +104,7 @@ def test_a_bad_corpus_is_named(tmp_path, cache, name, content, what):
 
 def test_a_corpus_that_is_not_there(tmp_path):
     section = ToolSection(name="search", args={"corpus": str(tmp_path / "none.jsonl")})
-    with pytest.raises(UserError, match=r"none.jsonl: does not exist; wants a folder"):
+    with pytest.raises(UserError, match=r"none.jsonl: does not exist; expected a folder"):
         make_tool(section)
 
 

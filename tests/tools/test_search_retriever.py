@@ -147,7 +147,7 @@ async def test_a_refusal_is_a_mistake_of_the_recipe_and_not_tried_again(server, 
     [
         ("<html>", "not JSON"),
         ("[" * 100_000, "not JSON"),
-        ("[]", "wants {'result'"),
+        ("[]", "expected {'result'"),
         ('{"result": []}', "one list for each of 1 queries"),
         ('{"result": [{}]}', "a list of passages"),
         ('{"result": [[3]]}', "'document'"),

@@ -108,16 +108,16 @@ def bad_file(tmp_path, content):
 
 MISTAKES = [
     (lambda _: make_tool(ToolSection(name="verl")), r"give args.tool .* or args.file"),
-    (lambda _: made("adapter_plugins:Bare"), r"adapter_plugins:Bare is no class with verl's hooks"),
-    (lambda _: made("adapter_plugins:SCHEMA"), r"is no class with verl's hooks"),
-    (lambda _: made("Tool"), r"tool verl: 'Tool' is no import path; wants package.module:Class"),
+    (lambda _: made("adapter_plugins:Bare"), r"adapter_plugins:Bare is not a class with verl's hooks"),
+    (lambda _: made("adapter_plugins:SCHEMA"), r"is not a class with verl's hooks"),
+    (lambda _: made("Tool"), r"tool verl: 'Tool' is not an import path; expected package.module:Class"),
     (lambda _: made("no_such_package.Tool"), r"tool verl cannot be imported from 'no_such_package'"),
     (lambda _: made("verl_too_much:score"), r"verl.utils.reward_score.*without verl there is only its BaseTool"),
     (lambda _: old(schema={"type": "function"}), r"its schema is wrong at function: Field required"),
     (lambda _: made("verl_new_tool:NewTool"), r"NewTool\(config, tool_schema\) raised ValueError: .*give one"),
     (lambda tmp: old(schema=str(tmp / "none.yaml")), r"none.yaml cannot be read: No such file"),
     (lambda tmp: old(schema=bad_file(tmp, "a: [")), r"bad.yaml is no YAML"),
-    (lambda tmp: make_tool(ToolSection(name="verl", args={"file": bad_file(tmp, "x: 1")})), r"holds no list `tools`"),
+    (lambda tmp: make_tool(ToolSection(name="verl", args={"file": bad_file(tmp, "x: 1")})), r"has no list `tools`"),
     (lambda tmp: old(file=str(tmp)), r"give args.tool .* or args.file"),
 ]
 

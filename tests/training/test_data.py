@@ -59,7 +59,7 @@ def test_real_rows_go_through_training_and_evaluation(tmp_path: Path, capsys: py
 
 BAD_ROWS = [
     ('{"answer": "#### 3"}', "line 3: has no field 'question'"),
-    ('{"question": " ", "answer": "#### 3"}', "line 3, field 'question': wants text"),
+    ('{"question": " ", "answer": "#### 3"}', "line 3, field 'question': expected text"),
     ('{"question": "How many?", "answer": "three"}', "line 3, field 'answer'"),
     ('{"question": "How many?", "answer": "#### 3"', "line 3: is not JSON"),
 ]

@@ -15,6 +15,7 @@ from agentrl.errors import UserError, nearest
 from agentrl.plugins.environment import LazyTasks
 from agentrl.plugins.types import Json, Task
 from agentrl_envs.code import generate
+from agentrl_envs.conversation import text_field
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +39,10 @@ def read_row(fields: Mapping[str, Json], where: str) -> Row:
 
 
 def _mbpp(fields: Mapping[str, Json], where: str) -> Row:
-    text = _text(fields, "text" if "text" in fields else "prompt", where)
+    text = text_field(fields, "text" if "text" in fields else "prompt", where)
     tests = _texts(fields, "test_list", where)
     if not tests:
-        raise UserError(f"{where}, field 'test_list': holds no test")
+        raise UserError(f"{where}, field 'test_list': contains no test")
     setup = "\n".join([*_texts(fields, "test_imports", where), str(fields.get("test_setup_code") or "")]).strip()
     name = fields.get("entry_point") or _called(tests, setup, where)
     _parsed(setup, where, "test_setup_code")
@@ -49,7 +50,7 @@ def _mbpp(fields: Mapping[str, Json], where: str) -> Row:
 
 
 def _human_eval(fields: Mapping[str, Json], where: str) -> Row:
-    prompt, test, name = (_text(fields, key, where) for key in ("prompt", "test", "entry_point"))
+    prompt, test, name = (text_field(fields, key, where) for key in ("prompt", "test", "entry_point"))
     _parsed(test, where, "test")
     stub = _stub(prompt)
     question = f"Complete this function:\n```python\n{prompt.strip()}\n```" if stub else prompt.strip()
@@ -101,21 +102,12 @@ def _parsed(text: str, where: str, name: str) -> ast.Module:
         raise UserError(f"{where}, field {name!r}: is no Python: {error.msg} in {text[:60]!r}") from error
 
 
-def _text(fields: Mapping[str, Json], name: str, where: str) -> str:
-    if name not in fields:
-        raise UserError(f"{where}: has no field {name!r}; it has {', '.join(map(repr, fields))}")
-    value = fields[name]
-    if not isinstance(value, str) or not value.strip():
-        raise UserError(f"{where}, field {name!r}: wants text, got {value!r:.60}")
-    return value
-
-
 def _texts(fields: Mapping[str, Json], name: str, where: str) -> list[str]:
     value = fields.get(name)
     if value is None:
         return []
     if not isinstance(value, Sequence) or isinstance(value, str) or not all(isinstance(v, str) for v in value):
-        raise UserError(f"{where}, field {name!r}: wants a list of texts, got {value!r:.60}")
+        raise UserError(f"{where}, field {name!r}: expected a list of texts, got {value!r:.60}")
     return list(value)
 
 

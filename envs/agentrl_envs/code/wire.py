@@ -46,7 +46,7 @@ def _encoded(value):
         return {"complex": [value.real, value.imag]}
     if hasattr(value, "tolist"):  # numbers and arrays of numpy
         return _encoded(value.tolist())
-    raise WireError(f"a {type(value).__name__} is no plain value")
+    raise WireError(f"a {type(value).__name__} is not a plain value")
 
 
 def _decoded(value):

@@ -60,7 +60,7 @@ class Columns:
             raise UserError(f"{where}: field {self.prompt!r} (env.args.prompt) {at}")
         said = [_message(one, f"{where}, field {self.prompt!r}") for one in _listed(value)]
         if not said or not any(message["content"] for message in said):
-            raise UserError(f"{where}: field {self.prompt!r} holds no text")
+            raise UserError(f"{where}: field {self.prompt!r} contains no text")
         if said[-1]["role"] == "assistant":
             raise UserError(f"{where}: field {self.prompt!r} ends with an assistant's turn: nothing is left to answer")
         if self.system and said[0]["role"] != "system":
@@ -97,13 +97,13 @@ def _listed(value: Any) -> Sequence[Any]:
 
 def _message(value: Any, where: str) -> Message:
     if not isinstance(value, Mapping):
-        raise UserError(f"{where}: holds {value!r:.60}; wants text, or a list of messages with 'role' and 'content'")
+        raise UserError(f"{where}: holds {value!r:.60}; expected text, or a list of messages with 'role' and 'content'")
     role, content = value.get("role"), value.get("content")
     if role not in _ROLES:
         raise UserError(f"{where}: a message of role {role!r}{nearest(str(role), _ROLES)}")
     calls = value.get("tool_calls")
     if not isinstance(content, str | list) and not (content is None and calls):
-        raise UserError(f"{where}: a message's content is {content!r:.60}; wants text")
+        raise UserError(f"{where}: a message's content is {content!r:.60}; expected text")
     return {name: part for name, part in value.items() if part is not None or name == "content"}  # type: ignore[return-value]
 
 
@@ -122,7 +122,7 @@ def _tools_kwargs(row: Row, where: str) -> dict[str, ToolKwargs]:
     place = "tools_kwargs" if row.get("tools_kwargs") is not None else "extra_info.tools_kwargs"
     given = _without_nulls(field_of(row, place)) or {}
     if not isinstance(given, Mapping):
-        raise UserError(f"{where}, field {place!r}: wants an object by tool, got {given!r:.60}")
+        raise UserError(f"{where}, field {place!r}: expected an object by tool, got {given!r:.60}")
     needed = bool(row.get("need_tools_kwargs") or (isinstance(extra, Mapping) and extra.get("need_tools_kwargs")))
     if needed and not given:
         raise UserError(f"{where}: need_tools_kwargs is true, but there is nothing in {place!r}")
@@ -131,12 +131,12 @@ def _tools_kwargs(row: Row, where: str) -> dict[str, ToolKwargs]:
 
 def _tool_kwargs(value: Any, where: str) -> ToolKwargs:
     if not isinstance(value, Mapping):
-        raise UserError(f"{where}: wants an object with {', '.join(_HOOKS)}, got {value!r:.60}")
+        raise UserError(f"{where}: expected an object with {', '.join(_HOOKS)}, got {value!r:.60}")
     for hook, kwargs in value.items():
         if hook not in _HOOKS:
             raise UserError(f"{where}: has no hook {hook!r}{nearest(hook, _HOOKS)}")
         if not isinstance(kwargs, Mapping):
-            raise UserError(f"{where}.{hook}: wants an object of arguments, got {kwargs!r:.60}")
+            raise UserError(f"{where}.{hook}: expected an object of arguments, got {kwargs!r:.60}")
     return ToolKwargs(**value)
 
 
@@ -151,7 +151,7 @@ def _row_tools(row: Row, kwargs: Mapping[str, ToolKwargs], where: str) -> tuple[
     if named is None:
         return tuple(kwargs)
     if not isinstance(named, list) or not all(isinstance(name, str) for name in named):
-        raise UserError(f"{where}, field 'tools': wants a list of names of tools, got {named!r:.60}")
+        raise UserError(f"{where}, field 'tools': expected a list of names of tools, got {named!r:.60}")
     return tuple(named)
 
 

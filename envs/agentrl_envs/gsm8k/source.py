@@ -14,6 +14,7 @@ from agentrl.data.source import open_source
 from agentrl.errors import UserError
 from agentrl.plugins.environment import LazyTasks
 from agentrl.plugins.types import Json, Task, ToolKwargs
+from agentrl_envs.conversation import text_field
 from agentrl_envs.gsm8k.grade import read_truth
 from agentrl_envs.gsm8k.problems import HELD_OUT_SIZE, SPLITS, problem
 
@@ -40,20 +41,11 @@ def question_of(fields: Mapping[str, Json], where: str) -> str:
 
 
 def _row(fields: Mapping[str, Json], where: str, count: int) -> Row:
-    question, solution = (_text(fields, name, where) for name in ("question", "answer"))
+    question, solution = (text_field(fields, name, where) for name in ("question", "answer"))
     try:
         return Row(count, question, solution, read_truth(solution))
     except ValueError as error:
         raise UserError(f"{where}, field 'answer': {error}") from error
-
-
-def _text(fields: Mapping[str, Json], name: str, where: str) -> str:
-    if name not in fields:
-        raise UserError(f"{where}: has no field {name!r}; it has {', '.join(map(repr, fields)) or 'none'}")
-    value = fields[name]
-    if not isinstance(value, str) or not value.strip():
-        raise UserError(f"{where}, field {name!r}: wants text, got {value!r:.60}")
-    return value
 
 
 TRAIN_SIZE = 50_000

@@ -62,7 +62,7 @@ class ObjectEnvironment(Environment):
     ) -> None:
         made = load_path(factory, "env.args.factory")
         if not callable(made):
-            raise UserError(f"env.args.factory: {factory} is {type(made).__name__}; wants a class or a function")
+            raise UserError(f"env.args.factory: {factory} is {type(made).__name__}; expected a class or a function")
         self._make: Callable[[], Any] = functools.partial(made, **(args or {}))
         self._spare: list[Live] = []
         self._abandoned = Abandoned("environment object:", "give what it waits for a time-out of its own")
@@ -193,7 +193,9 @@ def _opening(prompt: Any, default: str, said: Any, name: str) -> list[Message]:
     messages: list[Message] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [*prompt]
     if said is not None:
         if not isinstance(said, str | list):
-            raise UserError(f"{name}.reset returned {type(said).__name__}; wants None, text or a list of content parts")
+            raise UserError(
+                f"{name}.reset returned {type(said).__name__}; expected None, text or a list of content parts"
+            )
         last = messages[-1]
         messages[-1] = {**last, "content": _joined(last["content"] or "", said)}
     if not any(message["content"] for message in messages):

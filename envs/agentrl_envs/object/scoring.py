@@ -18,7 +18,7 @@ def load_functions(paths: Sequence[str]) -> dict[str, RewardFunction]:
     for path in paths:
         function = load_path(path, f"env.args.rewards: {path}")
         if not callable(function) or isinstance(function, type):
-            raise UserError(f"env.args.rewards: {path} is no function")
+            raise UserError(f"env.args.rewards: {path} is not a function")
         wanted = inspect.signature(function).parameters.get("completion_ids")
         if wanted is not None and wanted.default is wanted.empty:
             raise UserError(f"env.args.rewards: {path} asks for completion_ids; rewards see messages here, not tokens")

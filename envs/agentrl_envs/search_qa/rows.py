@@ -38,7 +38,7 @@ def answers_of(row: Row, where: str) -> tuple[str, ...]:
     answers = [value] if isinstance(value, str) else value
     good = isinstance(answers, Sequence) and len(answers) > 0
     if not good or not all(isinstance(a, str) and a.strip() for a in answers):
-        raise UserError(f"{where}, field {name!r}: wants a text or a list of texts, got {value!r:.60}")
+        raise UserError(f"{where}, field {name!r}: expected a text or a list of texts, got {value!r:.60}")
     return tuple(answers)
 
 

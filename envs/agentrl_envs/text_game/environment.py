@@ -56,7 +56,7 @@ class TextGame(Environment):
 
     def __init__(self, source: str = "generated", view: str = "compass", slack: float = 1.5, seed: int = 0) -> None:
         if source != "generated":
-            raise UserError(f"env.source: text_game makes its maps itself: wants 'generated', got {source!r}")
+            raise UserError(f"env.source: text_game makes its maps itself: expected 'generated', got {source!r}")
         if view not in VIEWS:
             raise UserError(f"env.args.view: text_game has no view {view!r}{nearest(view, VIEWS)}")
         if not slack >= 1:

@@ -39,7 +39,7 @@ class UserSim(Environment):
         system_prompt: str = INSTRUCTIONS,
     ) -> None:
         if source != "generated":
-            raise UserError(f"env.source: user_sim makes its own tasks, so it wants 'generated', got {source!r}")
+            raise UserError(f"env.source: user_sim makes its own tasks, expected 'generated', got {source!r}")
         if patience < 0:
             raise ValueError("patience must be 0 or more")
         if "{form}" not in system_prompt:

@@ -300,7 +300,7 @@ class Judge(Reward):
             except OpenAIError as error:
                 raise InfrastructureError(f"{self._where}: {type(error).__name__}: {error}") from error
             except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-                raise InfrastructureError(f"{self._where}: its reply is no chat completion: {error}") from error
+                raise InfrastructureError(f"{self._where}: its reply is not a chat completion: {error}") from error
 
     def _fingerprint(self, messages: list[dict[str, str]]) -> str:
         asked = {"where": self._client["base_url"], "messages": messages, **self._settings}

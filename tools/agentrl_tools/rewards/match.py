@@ -69,7 +69,7 @@ class Match(Reward):
         wanted = marked(written) or written
         number = read_number(wanted)
         if self._mode == "numeric" and number is None:
-            raise ValueError(f"the ground truth {written!r:.60} holds no single number")
+            raise ValueError(f"the ground truth {written!r:.60} is not a single number")
         if given is None:
             return False
         if number is not None and (self._mode == "numeric" or _is_number(wanted)):

@@ -9,7 +9,7 @@ from agentrl.errors import UserError
 from agentrl.plugins.types import Json
 
 TEXT_TYPES = (".txt", ".md")
-_WANTS = f"wants a folder of .txt or .md files, or {WANTED}"
+_WANTS = f"expected a folder of .txt or .md files, or {WANTED}"
 
 
 class Document(NamedTuple):
@@ -30,7 +30,7 @@ def corpus_files(corpus: Path) -> list[Path]:
     found = (p for p in corpus.rglob("*") if p.suffix in TEXT_TYPES or file_type(p) is not None)
     files = sorted(p for p in found if p.is_file() and not _hidden(p, corpus))
     if not files:
-        raise UserError(f"search corpus {corpus}: the folder holds no such file; {_WANTS}")
+        raise UserError(f"search corpus {corpus}: the folder contains no such file; {_WANTS}")
     return files
 
 
@@ -38,7 +38,7 @@ def read_corpus(files: Iterable[Path]) -> list[Document]:
     """Return all documents of the files. Raises UserError with file, line (or row) and field."""
     documents = [d for path in files for d in (_text_file(path) if path.suffix in TEXT_TYPES else _rows(path))]
     if not documents:
-        raise UserError(f"search corpus {', '.join(map(str, files))}: holds no document")
+        raise UserError(f"search corpus {', '.join(map(str, files))}: contains no document")
     return documents
 
 
@@ -87,7 +87,7 @@ def _document(row: Mapping[str, Json], where: str) -> Document:
         raise UserError(f"{where}: has neither the field 'text' nor 'contents'; it has {has:.200}")
     value, title = row[field], row.get("title")
     if not isinstance(value, str) or not value.strip():
-        raise UserError(f"{where}, field {field!r}: wants text, got {value!r:.60}")
+        raise UserError(f"{where}, field {field!r}: expected text, got {value!r:.60}")
     if title is not None and not isinstance(title, str):
-        raise UserError(f"{where}, field 'title': wants text, got {title!r:.60}")
+        raise UserError(f"{where}, field 'title': expected text, got {title!r:.60}")
     return from_contents(value) if field == "contents" and not title else Document((title or "").strip(), value.strip())

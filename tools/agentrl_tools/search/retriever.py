@@ -282,13 +282,13 @@ def read_answer(raw: bytes, queries: int) -> list[list[Hit]]:
         raise ValueError(f"it is not JSON ({error}): {raw[:60]!r}") from error
     result = answer.get("result") if isinstance(answer, dict) else None
     if not isinstance(result, list) or len(result) != queries:
-        raise ValueError(f"wants {{'result': [one list for each of {queries} queries]}}, got {raw[:80]!r}")
+        raise ValueError(f"expected {{'result': [one list for each of {queries} queries]}}, got {raw[:80]!r}")
     return [_hits(passages) for passages in result]
 
 
 def _hits(passages: Any) -> list[Hit]:
     if not isinstance(passages, list):
-        raise ValueError(f"wants a list of passages, got {passages!r:.60}")
+        raise ValueError(f"expected a list of passages, got {passages!r:.60}")
     return [_hit(passage) for passage in passages]
 
 
@@ -298,7 +298,7 @@ def _hit(passage: Any) -> Hit:
     document = passage.get("document", passage) if isinstance(passage, dict) else None
     score = passage.get("score", 0.0) if isinstance(passage, dict) else None
     if not isinstance(document, dict) or not isinstance(score, int | float):
-        raise ValueError(f"wants {{'document': {{...}}, 'score': number}}, got {passage!r:.80}")
+        raise ValueError(f"expected {{'document': {{...}}, 'score': number}}, got {passage!r:.80}")
     contents, title, text = (document.get(key) for key in ("contents", "title", "text"))
     if isinstance(text, str) and isinstance(title, str):
         return Hit(Document(title, text), float(score))

@@ -106,7 +106,7 @@ class VerlFile(ToolSource):
         content = _read(file)
         entries = content.get("tools") if isinstance(content, Mapping) else None
         if not isinstance(entries, list) or not entries:
-            raise UserError(f"tool verl: {file} holds no list `tools`")
+            raise UserError(f"tool verl: {file} has no list `tools`")
         self._entries = entries
 
     async def open(self) -> Sequence[Tool]:
@@ -115,7 +115,7 @@ class VerlFile(ToolSource):
     def _tool(self, entry: Any, number: int) -> Tool:
         where = f"tool verl: {self._file}, tools.{number}"
         if not isinstance(entry, Mapping) or not isinstance(entry.get("class_name"), str):
-            raise UserError(f"{where}: wants class_name, config and tool_schema")
+            raise UserError(f"{where}: expected class_name, config and tool_schema")
         config = entry.get("config") or {}
         if str(config.get("type", "native")) != "native":
             raise UserError(f"{where}: its config.type is {config['type']!r}; only native tools are classes, use `mcp`")
@@ -124,13 +124,13 @@ class VerlFile(ToolSource):
 
 def _construct(path: str, config: dict[str, Any], schema: Mapping[str, Any] | None, where: str) -> Any:
     if ":" not in path and "." not in path:
-        raise UserError(f"{where}: {path!r} is no import path; wants package.module:Class")
+        raise UserError(f"{where}: {path!r} is not an import path; expected package.module:Class")
     if ":" not in path:
         path = ":".join(path.rpartition(".")[::2])
     cls = _load(path, where)
     if not isinstance(cls, type) or (missing := [hook for hook in _HOOKS if not hasattr(cls, hook)]):
         lacks = f"; it has no {missing[0]}" if isinstance(cls, type) else ""
-        raise UserError(f"{where}: {path} is no class with verl's hooks ({', '.join(_HOOKS)}){lacks}")
+        raise UserError(f"{where}: {path} is not a class with verl's hooks ({', '.join(_HOOKS)}){lacks}")
     try:
         return cls(config=config, tool_schema=None if schema is None else _as_model(schema))
     except ValidationError as error:
@@ -182,7 +182,7 @@ def _read_schema(file: str) -> Mapping[str, Any]:
     if isinstance(content, Mapping) and isinstance(content.get("tool_schema"), Mapping):
         content = content["tool_schema"]
     if not isinstance(content, Mapping):
-        raise UserError(f"tool verl: args.schema: {file} holds no schema")
+        raise UserError(f"tool verl: args.schema: {file} contains no schema")
     return content
 
 

@@ -33,9 +33,11 @@ from agentrl.engine.local.engine import LocalEngine
 from agentrl.engine.sglang.client import Sessions
 from agentrl.engine.sglang.engine import SglangEngine
 from agentrl.engine.sglang.sync import Sync
+from agentrl.errors import UserError
 from agentrl.learner import actor
 from agentrl.learner.critic import Critic
 from agentrl.learner.learner import Learner
+from agentrl.learner.optimizer import OFFLOADED, Optimizer
 from agentrl.learner.roles import LocalRoles
 from agentrl.models.lora import add_adapter
 from agentrl.recipe.schema import CriticSection, LoraSection, Recipe
@@ -116,7 +118,7 @@ STEPS: dict[str, tuple[Callable[[], Any], Recipe, list[list[float]], str]] = {
         lambda: make_model(torch.bfloat16), recipe_with(model={"checkpointing": True}), GROUPS, "by_flex"),
     "nothing shared": (
         lambda: make_model(torch.bfloat16), recipe_with({"advantage": "reinforce_plus_plus"}), LONE, "by_flash"),
-    "mixed precision": (make_model, recipe_with(model={"compute": "bfloat16"}), GROUPS, "by_flex"),
+    "mixed precision": (make_model, recipe_with({"off_policy": "none"}, {"compute": "bfloat16"}), GROUPS, "by_flex"),
     "adapter and reference": (
         lambda: adapted(torch.bfloat16), recipe_with({"kl_coef": 0.1, "loss": "gspo"}), GROUPS, "by_flex"),
 }  # fmt: skip
@@ -135,6 +137,33 @@ def test_a_step_of_learning_is_that_of_the_cpu(name: str, chosen: list[str], mon
     assert found == pytest.approx(wanted, rel=0.02, abs=1e-5)
     assert all(isinstance(parameter, OnGpu) for parameter in model.parameters())
     assert "index" not in waited
+
+
+def test_moments_are_there_for_the_step_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By bytes: two float32 moments a parameter while the step is made, none while activations are."""
+
+    def moments(optimizer: Optimizer) -> tuple[int, int]:
+        """Bytes there, and here."""
+        held = [state[kind] for state in optimizer.adam.state.values() for kind in OFFLOADED]
+        return (
+            sum(t.nbytes for t in held if isinstance(t, OnGpu)),
+            sum(t.nbytes for t in held if not isinstance(t, OnGpu)),
+        )
+
+    wanted = []
+    for offload in (False, True):
+        with pretending(monkeypatch):
+            weights = list(to_gpu(make_model()).parameters())
+            optimizer = Optimizer(weights, (0.9, 0.95), 0.1, 1.0, offload)
+            for _ in range(3):
+                for weight in weights:
+                    weight.grad = torch.full_like(weight, 0.3)
+                optimizer.step(0.1)
+            size = 8 * sum(weight.numel() for weight in weights)
+            assert moments(optimizer) == ((0, size) if offload else (size, 0))
+            wanted.append([weight.detach().cpu() for weight in weights])
+    for found, expected in zip(*wanted, strict=True):
+        assert torch.equal(found, expected)
 
 
 def test_a_critic_learns_there(chosen: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,9 +250,9 @@ def test_a_checkpoint_is_taken_from_there_and_put_back(
 
 
 def test_a_tensor_left_on_the_cpu_is_found(chosen: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    at = actor.at
-    monkeypatch.setattr(actor, "at", lambda batch, name, packed, device: at(batch, name, packed, "cpu"))
-    with pretending(monkeypatch), pytest.raises(RuntimeError, match="at least two devices"):
+    at = actor.column_at
+    monkeypatch.setattr(actor, "column_at", lambda batch, name, packed, device: at(batch, name, packed, "cpu"))
+    with pretending(monkeypatch), pytest.raises(UserError, match="at least two devices"):
         learned(to_gpu(make_model()), make_recipe(), GROUPS)
 
 

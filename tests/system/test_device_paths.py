@@ -37,6 +37,7 @@ from agentrl.errors import UserError
 from agentrl.learner import actor
 from agentrl.learner.critic import Critic
 from agentrl.learner.learner import Learner
+from agentrl.learner.metrics import MicroBatchMetrics, mismatch_columns
 from agentrl.learner.optimizer import OFFLOADED, Optimizer
 from agentrl.learner.roles import LocalRoles
 from agentrl.models.lora import add_adapter
@@ -164,6 +165,20 @@ def test_moments_are_there_for_the_step_alone(monkeypatch: pytest.MonkeyPatch) -
             wanted.append([weight.detach().cpu() for weight in weights])
     for found, expected in zip(*wanted, strict=True):
         assert torch.equal(found, expected)
+
+
+def test_the_host_reads_what_an_update_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pretending(monkeypatch) as waited:
+        metrics = MicroBatchMetrics()
+        for number in (1.0, 2.0, 3.0):
+            off = torch.full((4,), number / 10, device=GPU)
+            columns = {"train/ratio": off, **mismatch_columns(off, torch.ones(4, device=GPU), corrected=True)}
+            metrics.micro_batch(9, off.sum(), columns, {"mismatch/logprob_max": off})
+        assert not waited
+        metrics.updated(1.0, 0.1)
+        assert len(waited) == 1
+    assert (metrics.predictions, metrics.largest["mismatch/logprob_max"]) == (12, pytest.approx(0.3))
+    assert metrics.sums["train/ratio"] == metrics.loss == pytest.approx(2.4)
 
 
 def test_a_critic_learns_there(chosen: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

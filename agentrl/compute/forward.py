@@ -40,8 +40,8 @@ class Forward(Protocol):
     model: Any
 
     def __call__(self, packed: Packed, temperature: float) -> tuple[Tensor, Tensor]:
-        """Return log-probs and entropies (in nats, of softmax(logits / temperature)) of the predictions: float32
-        [N].
+        """Return log-probs and entropies (in nats, of softmax(logits / temperature)) of the predictions: float32 [N].
+        Entropies are for passes with gradients: without, they may be 0.
         """
         ...
 

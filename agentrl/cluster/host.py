@@ -123,7 +123,11 @@ class Host:
         return _answer(lambda: getattr(self._worker, method)(*args, **kwargs))
 
     def close(self) -> Answer:
-        return _answer(lambda: self._worker.close())
+        def end() -> None:
+            Path(os.environ[BEAT]).unlink(missing_ok=True)
+            self._worker.close()
+
+        return _answer(end)
 
 
 def _answer(work: Callable[[], Any]) -> Answer:

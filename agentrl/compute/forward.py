@@ -40,8 +40,8 @@ class Forward(Protocol):
     model: Any
 
     def __call__(self, packed: Packed, temperature: float) -> tuple[Tensor, Tensor]:
-        """Return log-probs and entropies (in nats, of softmax(logits / temperature)) of the predictions: float32
-        [N].
+        """Return log-probs and entropies (in nats, of softmax(logits / temperature)) of the predictions: float32 [N].
+        Entropies are for passes with gradients: without, they may be 0.
         """
         ...
 
@@ -154,12 +154,15 @@ def computed_in(section: ModelSection) -> torch.dtype | None:
 
 
 def choose(
-    model: PreTrainedModel, compute: torch.dtype | None = None, checkpointing: bool = False
+    model: PreTrainedModel,
+    compute: torch.dtype | None = None,
+    checkpointing: bool = False,
+    offload: bool = False,
 ) -> tuple[Forward, str]:
     """Return the fastest exact implementation for `model`, and a line that says which, and why not a faster one.
 
     compute: see ModuleForward. checkpointing: the activations of a layer are computed again in the backward pass, from
-    then on, whoever calls the module.
+    then on, whoever calls the module; offload: what is kept of a layer lies in CPU memory meanwhile.
     """
     reasons: list[str] = []
     sequences = SequenceForward(model)
@@ -176,7 +179,7 @@ def choose(
             liger.put_in_and_compare(model, lambda: ModuleForward(model)(probe_of(model), 1.0)[0], _judge(model))
         name = f"{name}, {liger.DESCRIPTION}"
     if checkpointing:
-        recompute(model)
+        recompute(model, offload)
     forward = kind(model) if kind is FastForward else kind(model, compute)
     name += ", in bfloat16" if compute == torch.bfloat16 else ""
     name += f", attention in buckets, which is slow ({why})" if (why := faults()) else ""

@@ -82,10 +82,16 @@ class TokenLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, head: Tensor, bias: Tensor | None, target: Tensor, temperature: float
+        ctx: Any, hidden: Tensor, head: Tensor, bias: Tensor | None, target: Tensor, temperature: float, wanted: bool
     ) -> tuple[Tensor, Tensor]:
         logprobs = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
-        entropy = torch.empty_like(logprobs)
+        entropy = torch.zeros_like(logprobs)
+        if not wanted:
+            for rows in _chunks(hidden, head):
+                log_p = _log_softmax(hidden[rows], head, bias, temperature)
+                logprobs[rows] = log_p.gather(1, target[rows, None])[:, 0]
+                del log_p  # before the next chunk is there
+            return logprobs, entropy
         keep = len(hidden) * len(head) <= KEPT and any(ctx.needs_input_grad)
         kept = []
         for rows in _chunks(hidden, head):
@@ -123,14 +129,14 @@ class TokenLogprobs(torch.autograd.Function):
             if d_bias is not None:
                 d_bias += d_logits.sum(0)
             del d_logits
-        return d_hidden, _as(head, d_head), _as(bias, d_bias), None, None
+        return d_hidden, _as(head, d_head), _as(bias, d_bias), None, None, None
 
 
 def token_logprobs(
     hidden: Tensor, head: Tensor, bias: Tensor | None, target: Tensor, temperature: float
 ) -> tuple[Tensor, Tensor]:
-    """See TokenLogprobs."""
-    logprobs, entropy = TokenLogprobs.apply(hidden, head, bias, target, temperature)
+    """See TokenLogprobs. Without gradients entropies are not computed, but 0: old and reference log-probs want none."""
+    logprobs, entropy = TokenLogprobs.apply(hidden, head, bias, target, temperature, torch.is_grad_enabled())
     return logprobs, entropy
 
 

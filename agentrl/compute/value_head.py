@@ -135,13 +135,16 @@ class SequenceValues(SequenceRunner[ValueModel]):
 
 
 def value_forward(
-    model: PreTrainedModel, compute: torch.dtype | None = None, checkpointing: bool = False
+    model: PreTrainedModel,
+    compute: torch.dtype | None = None,
+    checkpointing: bool = False,
+    offload: bool = False,
 ) -> tuple[ValueForward, str]:
     """Return the fastest exact `ValueForward` of a new value model on the backbone of `model`, and a line about it.
 
     The options are those of `forward.choose`, which tries `model` itself: its output layer still tells tokens apart.
     """
-    forward, description = choose(model, compute, checkpointing)
+    forward, description = choose(model, compute, checkpointing, offload)
     return as_values(forward, ValueModel(model)), description
 
 

@@ -50,11 +50,15 @@ class Actor:
     ) -> None:
         self.recipe, self.model, self.ranks = recipe, model.eval(), ranks
         if forward is None:
-            forward, description = choose(model, computed_in(recipe.model), recipe.model.checkpointing)
+            forward, description = choose(
+                model, computed_in(recipe.model), recipe.model.checkpointing, recipe.cluster.offload.activations
+            )
         self.forward, self.description = forward, description
         self.loss = losses.get(recipe.algorithm.loss).function
-        train = recipe.train
-        self.optimizer = Optimizer(model.named_parameters(), train.betas, train.weight_decay, train.max_grad_norm)
+        train, offload = recipe.train, recipe.cluster.offload.optimizer
+        self.optimizer = Optimizer(
+            model.named_parameters(), train.betas, train.weight_decay, train.max_grad_norm, offload
+        )
         self.temperature = recipe.rollout.temperature or 1.0
         self.off_policy = off_policy_of(recipe)
 

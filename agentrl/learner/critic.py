@@ -50,8 +50,10 @@ class Critic:
         if forward is None:
             forward, description = load_critic(recipe)
         self.forward, self.model, self.description = forward, forward.model.eval(), description
-        train = recipe.train
-        self.optimizer = Optimizer(self.model.named_parameters(), train.betas, train.weight_decay, train.max_grad_norm)
+        train, offload = recipe.train, recipe.cluster.offload.optimizer
+        self.optimizer = Optimizer(
+            self.model.named_parameters(), train.betas, train.weight_decay, train.max_grad_norm, offload
+        )
 
     @property
     def trained(self) -> int:
@@ -115,4 +117,4 @@ def load_critic(recipe: Recipe) -> tuple[ValueForward, str]:
     """The recipe's value model, whole in this process, and a line that says how it computes. Raises UserError."""
     section = critic_model(recipe)
     model = load_model(section, recipe.train.seed, headless=True)[0]
-    return value_forward(model, computed_in(section), section.checkpointing)
+    return value_forward(model, computed_in(section), section.checkpointing, recipe.cluster.offload.activations)

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 
+import torch
 from torch import Tensor
 
 from agentrl.algo.loss import LOG_RATIO_LIMIT
@@ -15,6 +16,9 @@ class MicroBatchMetrics:
     updates. loss: summed over updates. rate: learning rate of the last update. norms: the gradient norm before clipping
     of each update, not finite where the update was discarded. sums: column name -> sum over the predictions. largest:
     column name -> maximum.
+
+    What a micro-batch measured stays on its device until `updated`: reading each number would let the host wait for the
+    device between two passes.
     """
 
     def __init__(self, rate: float = 0.0) -> None:
@@ -23,6 +27,7 @@ class MicroBatchMetrics:
         self.norms: list[float] = []
         self.sums: dict[str, float] = {}
         self.largest: dict[str, float] = {}
+        self._unread: list[tuple[list[str], list[str], Tensor]] = []
 
     def micro_batch(
         self, tokens: int, loss: Tensor, columns: Mapping[str, Tensor], largest: Mapping[str, Tensor] | None = None
@@ -34,16 +39,26 @@ class MicroBatchMetrics:
         """
         self.tokens += tokens
         self.predictions += len(next(iter(columns.values())))
-        self.loss += float(loss.detach())
-        for name, column in columns.items():
-            self.sums[name] = self.sums.get(name, 0.0) + float(column.detach().sum())
-        for name, column in (largest or {}).items():
-            self.largest[name] = max(self.largest.get(name, 0.0), float(column.detach().max()))
+        largest = largest or {}
+        found = [loss, *(column.sum() for column in columns.values()), *(column.max() for column in largest.values())]
+        self._unread.append((list(columns), list(largest), torch.stack([each.detach().double() for each in found])))
 
     def updated(self, norm: float, rate: float) -> None:
         """Note an optimizer update at learning rate `rate`, which was discarded if its gradient norm is not finite."""
+        self._read()
         self.norms.append(norm)
         self.rate = rate
+
+    def _read(self) -> None:
+        """Add what micro-batches measured, in their order."""
+        numbers = iter(torch.cat([values for *_, values in self._unread]).tolist() if self._unread else ())
+        for columns, largest, _ in self._unread:
+            self.loss += next(numbers)
+            for name in columns:
+                self.sums[name] = self.sums.get(name, 0.0) + next(numbers)
+            for name in largest:
+                self.largest[name] = max(self.largest.get(name, 0.0), next(numbers))
+        self._unread.clear()
 
     def merge(self, others: Sequence["MicroBatchMetrics"]) -> "MicroBatchMetrics":
         """Add what the other ranks measured in the same update, each in its share; the norm is equal on all ranks."""
@@ -91,7 +106,7 @@ def mismatch_columns(difference: Tensor, factor: Tensor, *, corrected: bool) -> 
     difference: the trainer's log-prob less the engine's, [N]. factor: what each token's loss was multiplied by, [N].
     corrected: whether the loss is weighted by the mismatch at all.
     """
-    d, factor = difference.detach().double().cpu(), factor.cpu()
+    d = difference.detach().double()
     weight = d.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
     cut = ((factor - weight).abs() > 1e-3 * weight) & corrected
     return {

@@ -12,8 +12,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic iteration: steep at 0, within 0.7 .. 1.2 near 1
 ITERATIONS = 5
-MOMENTS = ("exp_avg", "exp_avg_sq", "step")
-"""What AdamW keeps of each parameter, by torch's names."""
+OFFLOADED = ("exp_avg", "exp_avg_sq")
+MOMENTS = (*OFFLOADED, "step")
+"""What AdamW keeps of each parameter, by torch's names; its two moments, as large as the parameter."""
 
 
 def learning_rate(
@@ -47,6 +48,7 @@ class Optimizer:
     with the others.
 
     parameters: with their names, as `named_parameters` gives them, or without (then they are called by number).
+    offload: keep the moments in CPU memory but for the steps, when activations are freed.
     """
 
     def __init__(
@@ -55,11 +57,12 @@ class Optimizer:
         betas: tuple[float, float],
         weight_decay: float,
         max_norm: float,
+        offload: bool = False,
     ) -> None:
         named = [p if isinstance(p, tuple) else (str(number), p) for number, p in enumerate(parameters)]
         self.names = [name for name, p in named if p.requires_grad]
         self.parameters = [p for _, p in named if p.requires_grad]
-        self.max_norm = max_norm
+        self.max_norm, self.offload = max_norm, offload
         self.begun = 0  # steps that changed the weights, or began to
         self.masters = [p if p.dtype == torch.float32 else p.detach().float().clone() for p in self.parameters]
         for parameter, master in zip(self.parameters, self.masters, strict=True):
@@ -81,7 +84,11 @@ class Optimizer:
             self.begun += 1
             for group in self.adam.param_groups:
                 group["lr"] = rate
+            if self.offload:
+                self._place_moments(here=True)
             self.adam.step()
+            if self.offload:
+                self._place_moments(here=False)
             self._publish()
         self.clear()
         return norm
@@ -97,6 +104,13 @@ class Optimizer:
                 _move_gradient(weakref.ref(master), parameter)
         norm = nn.utils.clip_grad_norm_(self.masters, self.max_norm)
         return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+
+    def _place_moments(self, here: bool) -> None:
+        """Move the moments to their parameters' devices, or to CPU memory."""
+        for master, state in self.adam.state.items():
+            for kind in OFFLOADED:
+                if kind in state:
+                    state[kind] = _placed(state[kind], _local(master).device if here else torch.device("cpu"))
 
     @torch.no_grad()
     def _publish(self) -> None:
@@ -130,6 +144,19 @@ class Optimizer:
             if state[name] is not tensor:
                 tensor.copy_(state[name])
         self._publish()
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """Return this rank's shard of a sharded tensor."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def _placed(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return the tensor on `device`; of a sharded one this rank's shard is moved, in place."""
+    if not isinstance(tensor, DTensor):
+        return tensor.to(device)
+    tensor._local_tensor = tensor._local_tensor.to(device)
+    return tensor
 
 
 _TAKEN: WeakTensorKeyDictionary = WeakTensorKeyDictionary()

@@ -4,10 +4,11 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from agentrl.compute.batch import Batch
-from agentrl.compute.forward import Forward, choose
+from agentrl.compute.forward import Forward, choose, computed_in
 from agentrl.compute.micro_batches import SINGLE_PROCESS, ProcessGroup, token_column
 from agentrl.compute.packing import Packed
 from agentrl.models import lora
@@ -28,14 +29,28 @@ class Reference:
         recipe's model, loaded again (also when a run is resumed). forward: the policy's."""
         if lora.layers(model):
             return cls(recipe, WithoutAdapter(model, forward))
-        frozen = load_model(recipe.model.frozen)[0].requires_grad_(False)
-        return cls(recipe, choose(frozen)[0])
+        compute, section = computed_in(recipe.model), recipe.model.model_copy(update={"lora": None})
+        frozen = load_model(section)[0].requires_grad_(False)
+        chosen = choose(frozen, compute)[0]
+        if compute is not None:
+            narrow(frozen, compute)
+        return cls(recipe, chosen)
 
     def logprobs(self, batch: Batch) -> npt.NDArray[np.float32]:
         """Return the log-probs of the sampled tokens, float32 [T], 0 elsewhere."""
         return token_column(
             batch, self._tokens, self._ranks, lambda packed: self._forward(packed, self._temperature)[0]
         )
+
+
+def narrow(model: Any, compute: torch.dtype) -> None:
+    """Keep the matrices that autocast rounds to `compute` in it, in place: what is computed stays the same to the bit.
+    Embeddings, an output layer that is tied to them, and norms are not rounded, and keep their type."""
+    tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    for module in model.modules():
+        if isinstance(module, nn.Linear) and id(module.weight) not in tables:
+            for parameter in module.parameters(recurse=False):
+                parameter.data = parameter.data.to(compute)
 
 
 class WithoutAdapter:

@@ -39,6 +39,10 @@ class Setting:
     """Packed tokens of a micro-batch."""
     offload: bool = False
     """Whether the state between steps lies in the CPU's memory."""
+    optimizer: bool = False
+    """Whether the optimizers' moments do."""
+    host_activations: bool = False
+    """Whether what is kept of each layer does, where activations are computed again."""
     checkpointing: bool = False
     """Whether a layer's activations are computed again in the backward pass."""
     rows: int = LOGIT_ROWS
@@ -54,7 +58,9 @@ class Setting:
             shard=(cluster.shard if actor else 0) or workers,
             sequence=cluster.sequence_parallel if actor else 1,
             tokens=recipe.train.micro_batch_tokens,
-            offload=cluster.offload,
+            offload=cluster.offload.parameters,
+            optimizer=cluster.offload.optimizer,
+            host_activations=cluster.offload.activations,
             checkpointing=recipe.model.checkpointing,
             rows=GPU_LOGIT_ROWS if on_gpu(recipe) else LOGIT_ROWS,
         )
@@ -89,6 +95,10 @@ class MemoryPlan:
     """Of one chunk of predictions, and the gradient of the output layer with a chunk's share of it."""
     cache_token: int
     """Keys and values of one token in the engine, over all of its GPUs."""
+    moments: int
+    """Of the optimizers, what lies in the CPU's memory but for their steps."""
+    saved: int
+    """Of the activations, what lies in the CPU's memory until the backward pass."""
     offload: bool
     """Whether the state between steps lies in the CPU's memory."""
 
@@ -101,12 +111,12 @@ class MemoryPlan:
     def device(self) -> int:
         """The peak on the worker's device."""
         passing = self.gathered + self.activations + self.logits
-        return passing if self.offload else self.kept + passing
+        return passing if self.offload else self.kept - self.moments + max(passing, self.moments)
 
     @property
     def host(self) -> int:
         """Of the CPU's memory, where the device is another."""
-        return self.kept if self.offload else 0
+        return (self.kept if self.offload else self.moments) + self.saved
 
 
 def plan_memory(recipe: Recipe) -> MemoryPlan | None:
@@ -135,6 +145,7 @@ def plan(
 ) -> MemoryPlan:
     """Of a worker with these roles. critic, reward_model: their shapes where they are not the policy's."""
     actor = "actor" in roles
+    trained = (shape if actor else None, (critic or shape) if "critic" in roles else None)
     trains = actor or "critic" in roles
     weights, gradients, optimizer = _trained(shape, how) if actor else (0, 0, 0)
     value = sum(_trained(critic or shape, how)) if "critic" in roles else 0
@@ -152,6 +163,8 @@ def plan(
         activations=_activations(shape, how, trains),
         logits=_logits(shape, how) if actor else 0,
         cache_token=shape.kv * how.compute,
+        moments=sum(_moments(each, how) for each in trained if each is not None) if how.optimizer else 0,
+        saved=_saved(shape, how) if trains and how.host_activations else 0,
         offload=how.offload,
     )
 
@@ -176,6 +189,15 @@ def _trained(shape: Shape, how: Setting) -> tuple[int, int, int]:
     return weights // how.shard, trained * GRADIENT_BYTES // how.shard, trained * state // how.shard
 
 
+def _moments(shape: Shape, how: Setting) -> int:
+    return (shape.adapter or shape.parameters) * MOMENT_BYTES // how.shard
+
+
+def _saved(shape: Shape, how: Setting) -> int:
+    """The inputs of all layers but the one that runs."""
+    return -(-how.tokens // how.sequence) * how.compute * shape.hidden * (shape.layers - 1)
+
+
 def _gathered(shape: Shape, how: Setting, trains: bool) -> int:
     """The root, the layer that runs and the next one; backwards also a layer's gradients, whole, on their way to be
     averaged, and those of the root, which are averaged last."""
@@ -195,7 +217,7 @@ def _activations(shape: Shape, how: Setting, trains: bool) -> int:
     if not trains:
         numbers = layer
     elif how.checkpointing:
-        numbers = layer + shape.hidden * shape.layers
+        numbers = layer + shape.hidden * (1 if how.host_activations else shape.layers)
     else:
         numbers = layer * shape.layers
     return -(-how.tokens // how.sequence) * how.compute * numbers

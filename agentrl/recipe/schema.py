@@ -384,6 +384,21 @@ class PoolSection(Section):
     """Processes of the pool."""
 
 
+class OffloadSection(Section):
+    """What lies in CPU memory while nothing computes with it; `offload: true` is short for parameters and optimizer."""
+
+    parameters: bool = False
+    """Weights and gradients: each layer is brought to the GPU as it computes. For workers on a cluster."""
+    optimizer: bool = False
+    """The optimizer's moments: they are brought to the GPU for its step, when activations are freed."""
+    activations: bool = False
+    """What activation checkpointing keeps of each layer until the backward pass."""
+
+
+def _offloaded(value: Any) -> Any:
+    return {"parameters": value, "optimizer": value} if isinstance(value, bool) else value
+
+
 class ClusterSection(Section):
     """Processes, machines and GPUs of the trainer."""
 
@@ -403,8 +418,8 @@ class ClusterSection(Section):
     """Workers for roles that do not share the actor's."""
     shard: Annotated[Count, Unit("workers")] = 0
     """Workers that hold one copy of the weights together; 0: all of them. Fewer: HSDP."""
-    offload: bool = False
-    """Keep parameters and optimizer state in CPU memory."""
+    offload: Annotated[OffloadSection, BeforeValidator(_offloaded)] = OffloadSection()
+    """What lies in CPU memory while nothing computes with it; true: parameters and optimizer."""
     sequence_parallel: Workers = 1
     """Workers that share each sequence (Ulysses, arXiv:2309.14509)."""
 
@@ -549,10 +564,15 @@ class Recipe(Section):
             raise ValueError(f"cluster.nodes is {cluster.nodes}, but there are only {cluster.size} workers")
         if cluster.restarts and not cluster.used:
             raise ValueError("cluster.restarts is for workers on a cluster: set cluster.workers, or leave it at 0")
-        if cluster.offload and not cluster.used:
+        if cluster.offload.parameters and not cluster.used:
             raise ValueError(
-                "cluster.offload is for workers on a cluster; a single process keeps everything on model.device: "
-                "set cluster.workers or cluster.gpus, or leave it out"
+                "cluster.offload.parameters is for workers on a cluster; a single process keeps its weights on "
+                "model.device: set cluster.workers or cluster.gpus, or leave it out"
+            )
+        if cluster.offload.activations and not self.model.checkpointing:
+            raise ValueError(
+                "cluster.offload.activations moves what activation checkpointing keeps: set model.checkpointing, or "
+                "leave it out"
             )
         roles = [role for pool in cluster.pools for role in pool.roles]
         for role in roles:

@@ -134,6 +134,20 @@ def test_the_measure_sees_logits_that_do_stand() -> None:
     assert held.most >= 4 * 4096 * 32_000
 
 
+def test_without_gradients_log_probs_are_the_same_bits_and_no_probabilities_are_made() -> None:
+    hidden, head, bias, target = inputs(True, False)
+    wanted = token_logprobs(hidden, head, bias, target, 0.7)[0].detach()
+    with torch.no_grad():
+        found, entropy = token_logprobs(hidden, head, bias, target, 0.7)
+    assert torch.equal(found, wanted)
+    assert not entropy.any()
+    with torch.device("meta"):
+        large = torch.empty(4096, 8), torch.empty(32_000, 8), None, torch.empty(4096, dtype=torch.long)
+    with Held() as held, torch.no_grad():
+        token_logprobs(*large, 0.9)
+    assert held.most < 2.1 * 4 * 32_000 * kernels.CHUNK_ROWS  # logits and their log-softmax
+
+
 def test_the_gradient_of_a_large_head_adds_up_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     """In bfloat16 the chunks after the first would be rounded away: here each adds 2**-10 of what is there."""
     monkeypatch.setattr(kernels, "CHUNK", 0)

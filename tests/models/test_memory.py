@@ -96,6 +96,23 @@ def test_what_is_offloaded_is_on_the_cpu(folder: Path) -> None:
     assert there.device == here.gathered + here.activations + here.logits < here.device
 
 
+def test_moments_and_inputs_of_layers_lie_on_the_cpu_until_they_are_needed(folder: Path) -> None:
+    model = {"path": str(folder), "checkpointing": True}
+    here, there = (
+        plan_memory(Recipe.model_validate({"model": model, "cluster": {"offload": offload}}))
+        for offload in ({}, {"optimizer": True, "activations": True})
+    )
+    assert here is not None
+    assert there is not None
+    inputs = 16384 * 4 * 896 * 23
+    assert (there.moments, there.saved) == (8 * PARAMETERS, inputs)
+    assert there.host == there.moments + there.saved
+    assert here.activations - there.activations == inputs
+    state = 8 * PARAMETERS  # weights and gradients; beside them the larger of activations and moments
+    assert there.device == state + max(there.activations + there.logits, 8 * PARAMETERS)
+    assert here.device == state + 8 * PARAMETERS + here.activations + here.logits
+
+
 def test_mixed_precision_recomputing_and_shared_sequences_make_activations_small() -> None:
     shape = Shape.of(SMALL)
     plain = plan(shape, Setting(size=4, compute=4, tokens=1000)).activations

@@ -393,7 +393,8 @@ def test_a_dump_does_not_depend_on_the_environment(write, monkeypatch):
         (["profile.steps=[0]"], r"profile\.steps: there is no step 0; train\.steps is 80"),
         (["train.steps=5", "profile.steps=[5, 6]"], r"profile\.steps: there is no step 6; train\.steps is 5"),
         (["cluster.restarts=1"], r"cluster\.restarts is for workers on a cluster"),
-        (["cluster.offload=true"], r"cluster\.offload is for workers on a cluster"),
+        (["cluster.offload=true"], r"cluster\.offload\.parameters is for workers on a cluster"),
+        (["cluster.offload.activations=true"], r"cluster\.offload\.activations .* set model\.checkpointing"),
         (["cluster.pools=[{roles: [critic]}]"], r"this recipe has no critic to place there"),
     ],
 )

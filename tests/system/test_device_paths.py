@@ -37,6 +37,8 @@ from agentrl.errors import UserError
 from agentrl.learner import actor
 from agentrl.learner.critic import Critic
 from agentrl.learner.learner import Learner
+from agentrl.learner.metrics import MicroBatchMetrics, mismatch_columns
+from agentrl.learner.optimizer import OFFLOADED, Optimizer
 from agentrl.learner.roles import LocalRoles
 from agentrl.models.lora import add_adapter
 from agentrl.recipe.schema import CriticSection, LoraSection, Recipe
@@ -117,7 +119,7 @@ STEPS: dict[str, tuple[Callable[[], Any], Recipe, list[list[float]], str]] = {
         lambda: make_model(torch.bfloat16), recipe_with(model={"checkpointing": True}), GROUPS, "by_flex"),
     "nothing shared": (
         lambda: make_model(torch.bfloat16), recipe_with({"advantage": "reinforce_plus_plus"}), LONE, "by_flash"),
-    "mixed precision": (make_model, recipe_with(model={"compute": "bfloat16"}), GROUPS, "by_flex"),
+    "mixed precision": (make_model, recipe_with({"off_policy": "none"}, {"compute": "bfloat16"}), GROUPS, "by_flex"),
     "adapter and reference": (
         lambda: adapted(torch.bfloat16), recipe_with({"kl_coef": 0.1, "loss": "gspo"}), GROUPS, "by_flex"),
 }  # fmt: skip
@@ -136,6 +138,47 @@ def test_a_step_of_learning_is_that_of_the_cpu(name: str, chosen: list[str], mon
     assert found == pytest.approx(wanted, rel=0.02, abs=1e-5)
     assert all(isinstance(parameter, OnGpu) for parameter in model.parameters())
     assert "index" not in waited
+
+
+def test_moments_are_there_for_the_step_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By bytes: two float32 moments a parameter while the step is made, none while activations are."""
+
+    def moments(optimizer: Optimizer) -> tuple[int, int]:
+        """Bytes there, and here."""
+        held = [state[kind] for state in optimizer.adam.state.values() for kind in OFFLOADED]
+        return (
+            sum(t.nbytes for t in held if isinstance(t, OnGpu)),
+            sum(t.nbytes for t in held if not isinstance(t, OnGpu)),
+        )
+
+    wanted = []
+    for offload in (False, True):
+        with pretending(monkeypatch):
+            weights = list(to_gpu(make_model()).parameters())
+            optimizer = Optimizer(weights, (0.9, 0.95), 0.1, 1.0, offload)
+            for _ in range(3):
+                for weight in weights:
+                    weight.grad = torch.full_like(weight, 0.3)
+                optimizer.step(0.1)
+            size = 8 * sum(weight.numel() for weight in weights)
+            assert moments(optimizer) == ((0, size) if offload else (size, 0))
+            wanted.append([weight.detach().cpu() for weight in weights])
+    for found, expected in zip(*wanted, strict=True):
+        assert torch.equal(found, expected)
+
+
+def test_the_host_reads_what_an_update_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pretending(monkeypatch) as waited:
+        metrics = MicroBatchMetrics()
+        for number in (1.0, 2.0, 3.0):
+            off = torch.full((4,), number / 10, device=GPU)
+            columns = {"train/ratio": off, **mismatch_columns(off, torch.ones(4, device=GPU), corrected=True)}
+            metrics.micro_batch(9, off.sum(), columns, {"mismatch/logprob_max": off})
+        assert not waited
+        metrics.updated(1.0, 0.1)
+        assert len(waited) == 1
+    assert (metrics.predictions, metrics.largest["mismatch/logprob_max"]) == (12, pytest.approx(0.3))
+    assert metrics.sums["train/ratio"] == metrics.loss == pytest.approx(2.4)
 
 
 def test_a_critic_learns_there(chosen: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,7 +59,7 @@ def build(role: Role, recipe: Recipe, place: Place, trained: bool = True) -> Bui
     if not trained:
         model.requires_grad_(False)
     elif recipe.model.checkpointing:
-        recompute(transformer)
+        recompute(transformer, recipe.cluster.offload.activations)
     root = Root(model.eval(), None)
     options, blocks = Options.of(recipe), blocks_of(transformer)
     _check_types(root, blocks)

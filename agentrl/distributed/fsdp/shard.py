@@ -34,7 +34,7 @@ class Options:
 
     @classmethod
     def of(cls, recipe: Recipe) -> "Options":
-        return cls(computed_in(recipe.model), recipe.cluster.offload)
+        return cls(computed_in(recipe.model), recipe.cluster.offload.parameters)
 
 
 class Root(nn.Module):

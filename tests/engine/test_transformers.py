@@ -168,8 +168,8 @@ def test_a_run_learns_with_it(tmp_path: Path) -> None:
     result = agentrl.train(
         small_run(
             tmp_path / "run", env={"name": "gsm8k"}, engine={"name": "transformers"}, rollout__tasks=8, rollout__n=8,
-            train__steps=12, train__lr=5e-4,
+            train__steps=8, train__lr=1e-3,
         )
     )  # fmt: skip
     rewards = [row["reward/mean"] for row in metrics(result.folder)[1:]]
-    assert np.mean(rewards[-4:]) > np.mean(rewards[:4]) + 0.1
+    assert np.mean(rewards[-3:]) > np.mean(rewards[:2]) + 0.1

@@ -55,7 +55,8 @@ def test_nothing_grows_with_the_steps(overlap: str, tmp_path: Path, monkeypatch:
     monkeypatch.setitem(sys.modules, "soak_trackers", sys.modules[__name__])
     often = max(1, STEPS // 20)
     recipe = small(
-        tmp_path / "run", rollout__overlap=overlap, rollout__max_turn_tokens=16, train__steps=STEPS,
+        tmp_path / "run", rollout__overlap=overlap, rollout__n=2, rollout__max_turns=2, rollout__max_turn_tokens=16,
+        train__steps=STEPS, train__lr=1e-6, eval__tasks=2,
         train__save_every=often, eval__every=often, track__trackers=["soak_trackers:Census"],
         track__trajectories={"keep": 20},
     )  # fmt: skip

@@ -207,9 +207,8 @@ def _show_devices(out: "Console", recipe: "Recipe", plan: "MemoryPlan | None") -
 
     pools = {pool: own.device for pool, own in plan_pools(recipe)} if plan is not None else {}
     weights = plan.parameters * (4 if recipe.model.dtype == "float32" else 2) if plan is not None else None
-    expected = Expected(
-        plan.device if plan is not None else None, tuple(pools.get(pool) for pool in recipe.cluster.pools), weights
-    )
+    actor = plan.device if plan is not None else None
+    expected = Expected(actor, tuple(pools.get(pool) for pool in recipe.cluster.pools), weights)
     placement = placement_of(recipe, member=True, expected=expected)
     sizes = [torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count())]
 

@@ -111,26 +111,36 @@ class RemoteWeights(WeightSource):
 
 
 class RemotePublisher:
-    """`Publisher` on workers: all ranks of `group` take part, rank 0 answers. groups: all that may share GPUs with
-    servers."""
+    """`Publisher` on workers: all ranks of `group` take part. A server on a machine of theirs is sent its weights by
+    the first rank there, by shared memory; rank 0 sends to the others. groups: all that may share GPUs with servers."""
 
     def __init__(self, group: WorkerGroup, groups: Sequence[WorkerGroup]) -> None:
         self._group, self._groups = group, groups
+        self._transport = "auto"
+        self._rank_by_url: dict[str, int] = {}
 
     def open(self, folder: str | None = None, transport: str = "auto", key: str | None = None) -> None:
+        self._transport = transport
         self._group.open_publisher(folder, transport, key)
 
     def publish(self, request: WeightRequest) -> WeightResult:
-        result: WeightResult = self._group.publish(request)[0]
-        return result
+        return WeightResult.joined(self._group.publish(replace(request, senders=self._senders(request.urls))))
 
     def sleep(self, urls: Sequence[str]) -> dict[str, str]:
-        failed: dict[str, str] = self._group.sleep_servers(urls)[0]
-        return failed
+        return _merged(self._group.sleep_servers(urls, self._senders(urls)))
 
     def wake(self) -> dict[str, str]:
-        failed: dict[str, str] = self._group.wake_servers()[0]
-        return failed
+        return _merged(self._group.wake_servers())
+
+    def _senders(self, urls: Sequence[str]) -> dict[str, int]:
+        """Return URL -> rank on its machine, for servers on other machines than rank 0's. Each is looked for once."""
+        if self._transport != "auto" or len({hello.node_id for hello in self._group.workers}) == 1:
+            return {}
+        if new := [url for url in urls if url not in self._rank_by_url]:
+            found = enumerate(self._group.near(new))
+            near = {url: rank for rank, theirs in reversed(list(found)) for url in theirs}
+            self._rank_by_url |= {url: near.get(url, 0) for url in new}
+        return {url: rank for url in urls if (rank := self._rank_by_url[url])}
 
     def make_room(self) -> None:
         """Free the GPU memory that every worker keeps for its next step."""
@@ -277,6 +287,11 @@ class RayRoles:
         """Return the groups with trained roles."""
         groups = [self._groups[role] for role in ("actor", "critic") if role in self._groups]
         return list(dict.fromkeys(groups))
+
+
+def _merged(failed: Sequence[dict[str, str]]) -> dict[str, str]:
+    """Return what failed on any rank, by URL."""
+    return {url: why for part in failed for url, why in part.items()}
 
 
 def _session(cluster: ClusterSection, placement: Placement | None) -> Session:

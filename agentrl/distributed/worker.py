@@ -26,6 +26,7 @@ from agentrl.models import lora
 from agentrl.profiling.step import SYNC
 from agentrl.profiling.worker import InstrumentedWorker, instrumented
 from agentrl.recipe.schema import Recipe
+from agentrl.weights.addresses import same_host
 from agentrl.weights.group import agree_with_servers
 from agentrl.weights.publisher import Publisher
 from agentrl.weights.request import WeightRequest, WeightResult
@@ -134,9 +135,14 @@ class TrainWorker(InstrumentedWorker):
         return self._publisher.publish(request)
 
     @register(ONE_TO_ALL)
+    def near(self, urls: Sequence[str]) -> list[str]:
+        """Return the servers that share this machine's memory, on its first rank: the one that sends to them."""
+        return [url for url in urls if same_host(url)] if self.local_rank == 0 else []
+
+    @register(ONE_TO_ALL)
     @instrumented("actor", SYNC)
-    def sleep_servers(self, urls: Sequence[str]) -> dict[str, str]:
-        return self._publisher.sleep(urls)
+    def sleep_servers(self, urls: Sequence[str], senders: Mapping[str, int]) -> dict[str, str]:
+        return self._publisher.sleep(urls, senders)
 
     @register(ONE_TO_ALL)
     @instrumented("actor", SYNC)

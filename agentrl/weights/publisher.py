@@ -3,16 +3,18 @@ process of a sharded trainer.
 
     publisher = Publisher(model, rank)                     # in each worker
     publisher.open(folder, transport)
-    result = publisher.publish(WeightRequest(urls, step))  # rank 0: a WeightResult; the others: None
+    result = publisher.publish(WeightRequest(urls, step))  # of a rank that sends: a WeightResult; the others: None
 
 The invariant, for a sharded model: by one request each rank gathers the same tensors in the same order, once and to the
-end, whatever fails on the way. Rank 0 sends; the others follow, so nobody waits in a collective for ever.
+end, whatever fails on the way. Rank 0 sends, and on other machines the rank that is named for the servers there; the
+others follow, so nobody waits in a collective for ever.
 """
 
 import asyncio
 import uuid
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import aiohttp
@@ -67,7 +69,10 @@ class Sender:
     def follow(self, request: WeightRequest) -> None:
         """Take part in the collectives of a request, on a rank that sends nothing."""
         if request.content is not WeightContent.ADAPTER:
-            ModelWeights(self._model, base=request.content is WeightContent.BASE).follow()
+            weights = ModelWeights(self._model, base=request.content is WeightContent.BASE)
+            if request.content is WeightContent.WHOLE and not request.again:
+                self._stamp = weights.stamp  # a server of ours may be sent them again
+            weights.follow()
         elif self._gathers(request):
             self._adapter = self._gathered(request.version)
 
@@ -161,7 +166,7 @@ class Sender:
 
 class Publisher:
     """Sends the weights of `model`, a transformers module whose parameters may be sharded (FSDP2). Called alike on
-    every rank; each call blocks. rank: of this process; 0 speaks to servers, in an event loop of its own."""
+    every rank; each call blocks. rank: of this process. One that sends has an event loop of its own for it."""
 
     def __init__(self, model: Any, rank: int = 0) -> None:
         self._model, self._rank = model, rank
@@ -182,25 +187,26 @@ class Publisher:
         self._sender = Sender(self._model, self._get_session, self._scratch, transport, self._messages.append)
 
     def publish(self, request: WeightRequest) -> WeightResult | None:
-        """Send the weights as `request` says. Returns the result on rank 0, None elsewhere. Rank 0 reads the weights to
-        their end also when every server has failed."""
-        sender = self._opened()
-        if self._rank != 0:
+        """Send the weights as `request` says. Returns the result of what this rank sent; None: it sent nothing. It
+        reads the weights to their end also when every server has failed."""
+        sender, own = self._opened(), request.of(self._rank)
+        if not own.urls and (self._rank != 0 or request.urls):
             sender.follow(request)
             return None
-        result = self._run(lambda: sender.send(request))
+        result = self._run(lambda: sender.send(own))
         messages, self._messages[:] = tuple(self._messages), ()
         return WeightResult(result.failed, result.adapters, messages)
 
-    def sleep(self, urls: Sequence[str]) -> dict[str, str]:
-        """Have the servers release their memory until the next `publish`. Returns what failed, by URL."""
-        sender = self._opened()
-        return self._run(lambda: sender.sleep(urls)) if self._rank == 0 else {}
+    def sleep(self, urls: Sequence[str], senders: Mapping[str, int] = MappingProxyType({})) -> dict[str, str]:
+        """Have the servers release their memory until the next `publish`. senders: as `WeightRequest.senders`. Returns
+        what failed, by URL."""
+        sender, own = self._opened(), WeightRequest(tuple(urls), 0, senders=senders).of(self._rank).urls
+        return self._run(lambda: sender.sleep(own)) if own else {}
 
     def wake(self) -> dict[str, str]:
         """Wake servers after `sleep`, where nothing was published since. Returns what failed, by URL."""
         sender = self._opened()
-        return self._run(sender.wake) if self._rank == 0 else {}
+        return self._run(sender.wake) if self._runner is not None else {}
 
     def make_room(self) -> None:
         """Free GPU memory that torch caches, for servers on the same GPU."""

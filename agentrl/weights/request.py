@@ -1,8 +1,8 @@
 """What is asked of the processes that hold the trainer's weights, and what they answer. Both travel between
 processes."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Protocol
 
@@ -34,6 +34,12 @@ class WeightRequest:
     """For servers that missed an update: what is sent must still be that of `version`."""
     keep: Mapping[str, frozenset[str]] = field(default_factory=dict)
     """URL -> names of adapters that requests in flight sample from."""
+    senders: Mapping[str, int] = field(default_factory=dict)
+    """URL -> rank of the trainer that sends to it, one on its machine; rank 0 sends to the others."""
+
+    def of(self, rank: int) -> "WeightRequest":
+        """Return the part of it that a rank sends."""
+        return replace(self, urls=tuple(url for url in self.urls if self.senders.get(url, 0) == rank))
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +52,15 @@ class WeightResult:
     """URL -> the adapter that requests are to name from now on."""
     messages: tuple[str, ...] = ()
     """Lines for people."""
+
+    @classmethod
+    def joined(cls, parts: Iterable["WeightResult | None"]) -> "WeightResult":
+        """Return the results of several ranks as one; None: of a rank that sent nothing."""
+        whole = cls({})
+        for part in parts:
+            if part is not None:
+                whole = cls(whole.failed | part.failed, whole.adapters | part.adapters, whole.messages + part.messages)
+        return whole
 
 
 class WeightPublisher(Protocol):

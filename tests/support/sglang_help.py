@@ -87,6 +87,7 @@ class StandIn:
     dtype: str = ""  # that it tells; empty: none
     late: float = 0.0  # seconds that it takes to answer /model_info
     takes_weights: bool = False  # any update, without a change of what it samples
+    taken: dict[str, Any] = field(default_factory=dict)  # path of an update -> the body that came last
     calls: "Counter[str]" = field(default_factory=Counter)
     asked: list[list[int]] = field(default_factory=list)
     running: int = 0
@@ -126,6 +127,7 @@ class StandIn:
         return await handler(request)
 
     async def _taken(self, request: web.Request) -> web.Response:
+        self.taken[request.path] = await request.json()
         return web.json_response({"success": True, "ranks": [{"checksums": {"a": "1"}}]})
 
     async def _ok(self, request: web.Request) -> web.Response:

@@ -5,7 +5,7 @@ import asyncio
 import base64
 import io
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -43,6 +43,7 @@ from agentrl.learner.roles import LocalRoles
 from agentrl.models.lora import add_adapter
 from agentrl.recipe.schema import CriticSection, LoraSection, Recipe
 from agentrl.weights.group import agree_with_servers
+from agentrl.weights.request import WeightRequest, WeightResult
 from agentrl.weights.source import ModelWeights
 from agentrl.weights.transports import shared_memory
 
@@ -388,6 +389,52 @@ def test_nccl_is_set_up_as_servers_set_it_up(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.delenv("NCCL_CUMEM_ENABLE")
     agree_with_servers()
     assert shared_memory.os.environ["NCCL_CUMEM_ENABLE"] == "0"
+
+
+class Machines:
+    """Four workers on two machines, and what each call was given; the first rank of a machine finds servers near."""
+
+    def __init__(self, nodes: str = "aabb") -> None:
+        self.workers = [SimpleNamespace(node_id=node) for node in nodes]
+        self.calls: list[tuple[Any, ...]] = []
+
+    def near(self, urls: Sequence[str]) -> list[list[str]]:
+        self.calls.append(("near", tuple(urls)))
+        return [[url for url in urls if url.startswith(place)] for place in ("http://a", "no", "http://b", "no")]
+
+    def publish(self, request: WeightRequest) -> list[WeightResult | None]:
+        self.calls.append(("publish", dict(request.senders)))
+        sent = [request.of(rank).urls for rank in range(len(self.workers))]
+        return [WeightResult({url: "no" for url in urls if "bad" in url}, {}, urls) if urls else None for urls in sent]
+
+    def sleep_servers(self, urls: Sequence[str], senders: Mapping[str, int]) -> list[dict[str, str]]:
+        self.calls.append(("sleep", dict(senders)))
+        return [{}, {}, {"http://b:1": "no"}, {}]
+
+    def open_publisher(self, *how: Any) -> None:
+        self.calls.append(("open", *how))
+
+
+def test_servers_are_sent_to_from_their_own_machine() -> None:
+    """By the first rank there; those on other machines by rank 0. Each server is looked for once."""
+    group = Machines()
+    publisher = RemotePublisher(group, [group])  # type: ignore[arg-type, list-item]
+    urls = ("http://a:1", "http://b:1", "http://b:bad", "http://c:1")
+    found = publisher.publish(WeightRequest(urls, 1))
+    assert group.calls == [("near", urls), ("publish", {"http://b:1": 2, "http://b:bad": 2})]
+    assert found.failed == {"http://b:bad": "no"}
+    assert found.messages == ("http://a:1", "http://c:1", "http://b:1", "http://b:bad")
+    assert publisher.sleep(urls[:2]) == {"http://b:1": "no"}
+    assert group.calls[2:] == [("sleep", {"http://b:1": 2})]
+
+
+@pytest.mark.parametrize(("nodes", "transport"), [("aaaa", "auto"), ("aabb", "from_disk")])
+def test_rank_0_sends_where_no_other_machine_is_better(nodes: str, transport: str) -> None:
+    group = Machines(nodes)
+    publisher = RemotePublisher(group, [group])  # type: ignore[arg-type, list-item]
+    publisher.open(None, transport)
+    publisher.publish(WeightRequest(("http://b:1",), 1))
+    assert group.calls[1:] == [("publish", {})]
 
 
 @pytest.mark.parametrize("call", ["update_weights", "wake"])

@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +36,16 @@ class Workers:
 
     async def call(self, method: str, *arguments: Any) -> Any:
         """What rank 0 answers; the other's answer says nothing."""
+        found = await self.answers(method, *arguments)
+        assert found[1] in (None, {})
+        return found[0]
+
+    async def answers(self, method: str, *arguments: Any) -> list[Any]:
+        """What each rank answers."""
         for rank in self.ranks:
             pickle.dump((method, arguments), rank.stdin)
             rank.stdin.flush()
-        found = [await asyncio.to_thread(pickle.load, rank.stdout) for rank in self.ranks]
-        assert found[1] in (None, {})
-        return found[0]
+        return [await asyncio.to_thread(pickle.load, rank.stdout) for rank in self.ranks]
 
     def end(self) -> None:
         for rank in self.ranks:
@@ -145,7 +150,7 @@ async def test_servers_sleep_with_their_base_where_an_adapter_is_sent(adapted: W
     await adapted.call("publish", WeightRequest(urls, 1, content=WeightContent.ADAPTER))
     for _ in range(2):
         assert await adapted.call("sleep", urls) == {}
-        assert servers[0].released == {"kv_cache"}
+        assert servers[0].released == {"kv_cache", "cuda_graph"}
         assert servers[0].paused
         result = await adapted.call("publish", WeightRequest(urls, 2, content=WeightContent.ADAPTER))
         assert (result.failed, result.messages) == ({}, ())
@@ -191,3 +196,32 @@ async def test_an_adapter_is_gathered_and_sent_alone(adapted: Workers, servers: 
     same(servers[0].tensors, base)
     await adapted.call("publish", WeightRequest(urls, 2))
     same(servers[0].tensors, {name: t for name, t in merged_state(model).items() if name in base})
+
+
+async def test_each_machines_first_rank_sends_to_the_servers_there(whole: Workers, servers: list[FaultyServer]):
+    """Both ranks gather every tensor once, each sends to its own server, and what fails on one holds up no other."""
+    first, second = (server.url for server in servers)
+    request = WeightRequest((first, second), 3, senders={second: 1})
+    found = await whole.answers("publish", request)
+    assert [result.failed for result in found] == [{}, {}]
+    assert WeightResult.joined(found).messages == tuple(line for result in found for line in result.messages)
+    for server in servers:
+        same(server.tensors, state(0))
+        assert (server.version, server.paused) == ("3", False)
+    assert await whole.answers("sleep", (first, second), {second: 1}) == [{}, {}]
+    assert all(server.released for server in servers)
+
+    await whole.call("train")
+    servers[1].faults["/update_weights_from_tensor"] = (1, 500)
+    found = await whole.answers("publish", replace(request, version=4))
+    assert WeightResult.joined(found).failed.keys() == {second}
+    same(servers[0].tensors, state(1))
+    found = await whole.answers("publish", replace(request, urls=(second,), version=4, again=True))
+    assert (found[0], found[1].failed) == (None, {})
+    same(servers[1].tensors, state(1))
+    await whole.call("train")
+    found = await whole.answers("publish", replace(request, urls=(second,), version=4, again=True))
+    assert "no longer those of step 4" in found[1].failed[second]
+    found = await whole.answers("publish", replace(request, urls=(second,), version=5))  # rank 0 sends nothing
+    assert (found[0], found[1].failed) == (None, {})
+    same(servers[1].tensors, state(2))

@@ -108,9 +108,8 @@ class LaunchPlan:
                 "sampling-backend": "pytorch",
                 "grammar-backend": "none",
                 "max-total-tokens": self._cpu_tokens(),
+                "sleep-on-idle": True,  # its polling takes a core from the trainer
             }
-        if self.cpu or self._memory_saver:
-            flags["sleep-on-idle"] = True  # its polling takes a core from the trainer
         if self.adapter is not None and self.adapted:
             flags |= self.adapter.flags(self.cpu)
         given = self._given()

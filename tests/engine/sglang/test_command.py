@@ -72,8 +72,6 @@ def test_the_memory_savers_hook_finds_its_library(tmp_path: Path, monkeypatch: p
     monkeypatch.setenv("LD_LIBRARY_PATH", "/system")
     assert plan_of(venv, {"enable_memory_saver": True}).environment()["LD_LIBRARY_PATH"] == f"{library}:/system"
     assert "SGLANG_MEMORY_SAVER_CUDA_GRAPH" not in plan_of(venv).environment()
-    assert "--sleep-on-idle" in plan_of(venv, {"enable-memory-saver": True}).arguments(1, 0)
-    assert "--sleep-on-idle" not in plan_of(venv).arguments(1, 0)
 
 
 def test_a_hook_that_does_not_load_is_quoted(tmp_path: Path) -> None:

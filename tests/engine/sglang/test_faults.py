@@ -331,6 +331,18 @@ async def test_a_late_server_is_not_a_lost_one(parts: Any, monkeypatch: pytest.M
         assert [servers[1].url in line for line in said if "taken out" in line] == [True]
 
 
+@pytest.mark.parametrize(("args", "mode", "flush"), [({}, "retract", True), ({"pause": "in_place"}, "in_place", False)])
+async def test_requests_in_flight_go_on_as_the_recipe_says(parts: Any, args: Any, mode: str, flush: bool) -> None:
+    """Over the keys and values of the old weights, or over new ones."""
+    async with StandIn(parts[0], parts[1], takes_weights=True) as server:
+        engine = SglangEngine(parts[0], max_batch=4, tokenizer=parts[1], urls=server.url, **args)
+        await engine.health()
+        await engine.update_weights(1)
+        await engine.close()
+        assert server.taken["/pause_generation"] == {"mode": mode}
+        assert server.taken["/update_weights_from_tensor"]["flush_cache"] is flush
+
+
 async def test_a_server_of_another_kind(parts: Any) -> None:
     async with serving({}) as url:
         with pytest.raises(UserError, match="does not speak SGLang's API"):

@@ -35,7 +35,7 @@ class PlainError(Exception):
 
 
 class UserError(PlainError):
-    """Bad input: a recipe, a data row, a plugin or a folder. The command line prints it and exits with 2."""
+    """Bad input: a recipe, a data row, a plugin or a folder. The command line prints one line and exits with 2."""
 
 
 class PluginExitError(Exception):

@@ -66,8 +66,8 @@ def render(
     title: str, rows: Sequence[Mapping[str, Any]], evaluations: Mapping[str, Sequence[Mapping[str, Any]]]
 ) -> str:
     """Return the page as HTML. rows: the lines of metrics.jsonl. evaluations: heading -> trajectory records."""
-    talks = "".join(
-        f"<h2>{escape(heading)}</h2>" + "".join(_talk(record) for record in records[:SHOWN])
+    conversations = "".join(
+        f"<h2>{escape(heading)}</h2>" + "".join(_conversation(record) for record in records[:SHOWN])
         for heading, records in evaluations.items()
     )
     return (
@@ -75,7 +75,7 @@ def render(
         f'<meta name="viewport" content="width=device-width,initial-scale=1"><style>{STYLE}</style></head><body><main>'
         f"<h1>{escape(title)}</h1><p>{max((r['step'] for r in rows), default=0)} steps</p>"
         f'<div class="cards">{_cards(rows)}</div><h2>Training</h2><div class="figures">{_figures(rows)}</div>'
-        f"{talks}</main></body></html>\n"
+        f"{conversations}</main></body></html>\n"
     )
 
 
@@ -117,7 +117,7 @@ def _family(rows: Sequence[Mapping[str, Any]], prefix: str, suffix: str) -> dict
     return {key.removeprefix(prefix).removesuffix(suffix): _series(rows, key) for key in keys}
 
 
-def _talk(record: Mapping[str, Any]) -> str:
+def _conversation(record: Mapping[str, Any]) -> str:
     reward = record["reward"]
     question = next((_content(m) for m in record["messages"] if m["role"] == "user"), record["task"])
     mark = MARKS[record.get("solved")]

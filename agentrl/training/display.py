@@ -155,7 +155,7 @@ class Display:
 
     def final(self, rows: Sequence[tuple[str, Accuracy, Accuracy]], folder: str, seconds: float) -> None:
         """Print the result. rows: (split, accuracy before, accuracy after). seconds: duration of the whole run."""
-        caption = "in brackets: 95 % intervals, by tasks"
+        caption = "in brackets: 95 % confidence intervals over tasks"
         table = Table(title=escape(self.title), title_justify="left", caption=caption, caption_justify="left")
         for column in ("held-out split", "before", "after"):
             table.add_column(column, justify="left" if column == "held-out split" else "right")

@@ -156,7 +156,7 @@ class LocalEngine(Engine):
 
     async def _receive(self, version: int, weights: Any) -> None:
         """Copy `weights` into the model. An error also fails the requests in flight: the weights belong to no step."""
-        self._partial = f"the weights of step {version} came only in part"
+        self._partial = f"the weights of step {version} were received only in part"
         try:
             await in_thread(copy_into, self._model, weights)
         except BaseException as error:

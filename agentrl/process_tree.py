@@ -30,7 +30,7 @@ END_SECONDS = 60.0
 POLL_SECONDS = 0.2
 """Time between two checks of the command, the parent and standard input."""
 MEMORY_POLLS = 50
-"""Polls between two listings of shared memory, which is no longer listed for a process that has crashed."""
+"""Polls between two listings of shared memory: that of a process that has crashed can no longer be listed."""
 TIDY_SECONDS = 5.0
 """Time for resource trackers to clean up before they are killed."""
 REMOVAL_SECONDS = 30.0

@@ -115,9 +115,9 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)  # these signals are for the command; the supervisor ends after it
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)  # orphans of the tree become children of this process
     child = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=_as_child)
-    word, polls, memory = None, 0, set[bytes]()
-    while child.poll() is None and os.getppid() == parent and word is None:
-        word = _read_word(POLL_SECONDS)
+    byte, polls, memory = None, 0, set[bytes]()
+    while child.poll() is None and os.getppid() == parent and byte is None:
+        byte = _read_byte(POLL_SECONDS)
         polls += 1
         if polls % MEMORY_POLLS == 0:
             memory |= _shared_memory()
@@ -125,7 +125,7 @@ def main() -> None:
     ended = child.poll() is not None
     if removal:
         _remove(removal)
-    if child.poll() is None and grace and not word:
+    if child.poll() is None and grace and not byte:
         os.killpg(0, signal.SIGTERM)
         until = time.monotonic() + grace
         while child.poll() is None and time.monotonic() < until:
@@ -141,13 +141,13 @@ def main() -> None:
         aside = Path(folder, f".{ENDED}")
         aside.write_text(result)
         aside.rename(Path(folder, ENDED))  # complete as soon as it exists
-        while ended and word is None and os.getppid() == parent:  # until the parent has read the exit code
-            word = _read_word(POLL_SECONDS)
+        while ended and byte is None and os.getppid() == parent:  # until the parent has read the exit code
+            byte = _read_byte(POLL_SECONDS)
         shutil.rmtree(folder, ignore_errors=True)
     os.killpg(0, signal.SIGKILL)  # this process and everything forked meanwhile
 
 
-def _read_word(seconds: float) -> bytes | None:
+def _read_byte(seconds: float) -> bytes | None:
     """Read one byte from standard input within `seconds`; return b"" at its end and None after the time."""
     ready, _, _ = select.select([sys.stdin], [], [], seconds)
     return os.read(sys.stdin.fileno(), 1) if ready else None

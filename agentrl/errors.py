@@ -1,7 +1,7 @@
-"""Errors that a person can act on, each one line: what was wrong, where, what to do; and the exceptions of plugins.
+"""Errors for users, each one line that says what was wrong, where, and what to do; handling of plugins' exceptions.
 
-A plugin may raise anything, what ends a program included. `contained` makes an Exception of it, `call_plugin` a
-UserError, and `describe` one line; what a real Ctrl-C or another signal raised goes through.
+A plugin may raise anything, including SystemExit. `contained` turns it into an Exception, `call_plugin` into a
+UserError, and `describe` into one line; exceptions raised by a real Ctrl-C or another signal pass through.
 """
 
 import difflib
@@ -17,33 +17,33 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-_LINE = 500  # characters of a foreign error, its type included
-_PLAIN_LINE = 2_000  # characters of an error whose text is a whole line
+_LINE = 500  # maximum characters of an error that is not ours, with its type
+_PLAIN_LINE = 2_000  # maximum characters of a PlainError
 _LIBRARIES = (str(Path(__file__).parent), sysconfig.get_path("stdlib"))
 _INSTALLED = ("site-packages", "dist-packages")
 
-_ORDERS = re.compile(
+_CONTROLS = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufff9-\ufffb"
     "\U000e0000-\U000e007f]"
 )
-"""What a terminal obeys or hides instead of showing it: control characters but tab and newline, marks of direction,
-tags, halves of surrogate pairs."""
+"""Characters that a terminal interprets or hides: control characters except tab and newline, direction marks, tags,
+lone surrogates."""
 
 
 class PlainError(Exception):
-    """An error whose text is a whole line for people: `describe` adds neither its type nor where it was raised."""
+    """An error whose text is a complete line: `describe` adds neither its type nor its place in the code."""
 
 
 class UserError(PlainError):
-    """Bad input: a recipe, a data row, a plugin, a folder. The command line prints it as one line and exits with 2."""
+    """Bad input: a recipe, a data row, a plugin or a folder. The command line prints one line and exits with 2."""
 
 
 class PluginExitError(Exception):
-    """A plugin raised what is no Exception (SystemExit, a panic of native code); `__cause__` is what."""
+    """A plugin raised a BaseException that is no Exception, such as SystemExit or a native panic: `__cause__`."""
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """A hint such as `; did you mean 'calculator'?`, or the known names when none is near."""
+    """Return a hint such as `; did you mean 'calculator'?`, or the list of known names if none is similar."""
     names = sorted(known)
     close = difflib.get_close_matches(name, names, n=2, cutoff=0.5)
     if close:
@@ -52,14 +52,14 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def contained(error: BaseException) -> Exception:
-    """Return what came out of a plugin's asynchronous code as an Exception.
+    """Return an exception of a plugin's asynchronous code as an Exception.
 
-    Raises it again where it is not the plugin's: a cancellation, what the handler of a signal raised, the end of a
-    coroutine that nobody runs any more.
+    Raises `error` again if it does not come from the plugin: a cancellation, an exception from a signal handler, or
+    GeneratorExit in a coroutine that is closed without a running task.
     """
     if isinstance(error, Exception):
         return error
-    import asyncio  # takes longer than all of this module
+    import asyncio  # imported here because it takes longer than the rest of this module
 
     closed = isinstance(error, GeneratorExit) and not _in_task()
     if closed or isinstance(error, asyncio.CancelledError) or from_signal(error):
@@ -70,10 +70,10 @@ def contained(error: BaseException) -> Exception:
 
 
 def call_plugin(whose: str, function: Callable[..., T], *arguments: Any) -> T:
-    """Return `function(*arguments)`, a plugin's synchronous function.
+    """Call a plugin's synchronous function and return its result. whose: names the function in an error.
 
-    Raises UserError for whatever it raises, an exit included: whose function, what it raised, and where. What the
-    handler of a signal raised stays as it is, and so does want of memory, which has remedies of its own.
+    Raises UserError for every exception of it, including SystemExit: whose function, what it raised, and where.
+    Exceptions from signal handlers and out-of-memory errors, which are handled elsewhere, are raised unchanged.
     """
     try:
         return function(*arguments)
@@ -87,7 +87,7 @@ def call_plugin(whose: str, function: Callable[..., T], *arguments: Any) -> T:
 
 
 def from_signal(error: BaseException) -> bool:
-    """Return whether the handler of a signal raised it to end the program, as a real Ctrl-C does."""
+    """Return whether a signal handler raised `error` to end the program, as a real Ctrl-C does."""
     if isinstance(error, Exception):
         return False
     if isinstance(error, BaseExceptionGroup):
@@ -95,12 +95,12 @@ def from_signal(error: BaseException) -> bool:
     handlers = {_code(signal.getsignal(number)) for number in signal.valid_signals()}
     if any(frame.f_code in handlers for frame, _ in traceback.walk_tb(error.__traceback__)):
         return True
-    plain = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # written in C: it leaves no frame
-    return plain and isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread()
+    default = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # written in C: it leaves no frame
+    return default and isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread()
 
 
 def _code(handler: Any) -> CodeType | None:
-    """Return what a handler runs, out of partials and methods."""
+    """Return the code that a handler runs, unwrapped from partials and methods."""
     while hasattr(handler, "func"):
         handler = handler.func
     return getattr(getattr(handler, "__func__", handler), "__code__", None)
@@ -118,8 +118,8 @@ def _in_task() -> bool:
 def describe(error: BaseException, *, place: bool = True, plain: bool = True) -> str:
     """Return an exception as one line: its type, its text and the line of code that it comes from.
 
-    Of a PlainError, the text alone. place: whether to name the line of code: the last that belongs to no library, else
-    the first that is neither agentrl's nor Python's. plain: False treats a PlainError as any other.
+    For a PlainError, only the text. place: whether to name the line of code: the last one outside of libraries, else
+    the first one outside of agentrl and Python. plain: False treats a PlainError as any other exception.
     """
     if isinstance(error, PluginExitError) and error.__cause__ is not None:
         error = error.__cause__
@@ -131,7 +131,7 @@ def describe(error: BaseException, *, place: bool = True, plain: bool = True) ->
 
 
 def message_of(error: BaseException) -> str:
-    """Return `str(error)`, also where that raises."""
+    """Return `str(error)`, or a replacement if that raises."""
     try:
         return str(error)
     except BaseException as another:  # noqa: BLE001 - boundary: a plugin's class may do anything here
@@ -152,14 +152,14 @@ def _installed(file: str) -> bool:
 
 
 def _defined(function: Callable[..., Any]) -> str:
-    """Return where a function begins that could not even be called."""
+    """Return the place where a function is defined, for a call that failed before its first line."""
     code = getattr(function, "__code__", None)
     return f" ({Path(code.co_filename).name}:{code.co_firstlineno})" if code is not None else ""
 
 
 def printable(text: str) -> str:
-    """`text` as a terminal may have it: its control characters as escapes, such as `\\x1b`."""
-    return _ORDERS.sub(_escape, text.replace("\r\n", "\n")) if _ORDERS.search(text) else text
+    """Return `text` with its control characters as escapes, such as `\\x1b`, so that a terminal shows them."""
+    return _CONTROLS.sub(_escape, text.replace("\r\n", "\n")) if _CONTROLS.search(text) else text
 
 
 def _escape(match: re.Match[str]) -> str:

@@ -1,13 +1,13 @@
 """`ProcessTree`: a command outside the sandbox with all its descendants, none of which outlives this process.
 
-This file is also the program that supervises the command, in a session of its own, away from the terminal's Ctrl-C. It
-ends the whole tree once the command ends, its standard input closes, or its parent is gone, however that came about. It
-imports nothing but the standard library.
+This file is also the program that supervises the command, in a session of its own, which the terminal's Ctrl-C does not
+reach. It ends the whole tree when the command ends, its standard input closes, or its parent is gone, for whatever
+reason. It imports only the standard library.
 
 usage: python process_tree.py GRACE_SECONDS REMOVAL FOLDER COMMAND [ARGUMENT ...]
 
-REMOVAL is a command that ends what is not a descendant, such as a container; FOLDER goes with the parent; both may be
-empty. A byte on standard input before it closes means: without the grace.
+REMOVAL is a command that ends what is not a descendant, such as a container; FOLDER is deleted when the parent ends;
+both may be empty. A byte on standard input before it closes means: end without the grace period.
 """
 
 import contextlib
@@ -26,29 +26,32 @@ from pathlib import Path
 from typing import IO
 
 END_SECONDS = 60.0
-"""Time for the supervisor to end its tree; more than all of its own limits together."""
+"""Time for the supervisor to end its tree; more than the sum of its own limits."""
 POLL_SECONDS = 0.2
+"""Time between two checks of the command, the parent and standard input."""
 MEMORY_POLLS = 50
-"""Polls between two listings of shared memory: a process that crashes cannot be asked."""
+"""Polls between two listings of shared memory: that of a process that has crashed can no longer be listed."""
 TIDY_SECONDS = 5.0
+"""Time for resource trackers to clean up before they are killed."""
 REMOVAL_SECONDS = 30.0
+"""Time limit of REMOVAL."""
 ENDED = "ended"
-"""File in FOLDER with the exit code of a command that ended by itself. The folder stays until the parent has read why;
-without a folder the exit code is the last line of the output."""
+"""File in FOLDER with the exit code of a command that ended by itself. The folder is kept until the parent has read it;
+without a folder, the exit code is the last line of the output."""
 _SHARED_MEMORY = re.compile(rb" (/dev/shm/sgl(?:ang_loads|_shm)_\S+)$", re.M)
-"""What SGLang's processes share and leave behind when they are killed."""
+"""Files of shared memory that SGLang's processes leave behind when they are killed."""
 _TRACKER = b"multiprocessing.resource_tracker"
-"""Removes semaphores and shared memory of the others once they are gone, and ends."""
+"""A process that removes semaphores and shared memory of the other processes when they are gone, and then ends."""
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _IGNORED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class ProcessTree:
-    """Start `command` under a supervisor.
+    """A running command under a supervisor, started by the constructor.
 
-    output: file for standard output and error of all of them. env: environment. grace: seconds between SIGTERM and
-    SIGKILL; 0: SIGKILL at once. removal: command that ends what is not a descendant. folder: removed by the supervisor
-    when this process ends. Raises OSError when the supervisor cannot be started.
+    output: file for standard output and error of all processes. env: environment variables. grace: seconds between
+    SIGTERM and SIGKILL; 0: SIGKILL immediately. removal: command that ends what is not a descendant. folder: deleted by
+    the supervisor when this process ends. Raises OSError if the supervisor cannot be started.
     """
 
     def __init__(
@@ -69,31 +72,32 @@ class ProcessTree:
 
     @property
     def pid(self) -> int:
-        """The supervisor's process ID, and that of its process group."""
+        """The process ID of the supervisor and of its process group."""
         return self._supervisor.pid
 
     @property
     def running(self) -> bool:
+        """Whether the command is running."""
         ended = self._folder is not None and (self._folder / ENDED).exists()
         return not ended and self._supervisor.poll() is None
 
     @property
     def gone(self) -> bool:
-        """Whether the supervisor has ended, which is the last to do so."""
+        """Whether the supervisor has ended, which is the last process of the tree."""
         return self._supervisor.poll() is not None
 
     def ask_to_end(self, at_once: bool = False) -> None:
-        """Tell the supervisor to end the tree, and return. at_once: without the grace."""
+        """Tell the supervisor to end the tree, without waiting for it. at_once: without the grace period."""
         stdin = self._supervisor.stdin
         if stdin is not None and not stdin.closed:
-            with contextlib.suppress(BrokenPipeError):  # it has ended by itself
+            with contextlib.suppress(BrokenPipeError):  # the supervisor has already ended
                 stdin.write(b"now" if at_once else b"")
                 stdin.flush()
             with contextlib.suppress(BrokenPipeError):
                 stdin.close()
 
     def end(self, at_once: bool = False) -> None:
-        """End the tree and wait until it is gone."""
+        """End the tree and wait until all of it is gone. at_once: without the grace period."""
         self.ask_to_end(at_once)
         try:
             self._supervisor.wait(END_SECONDS)
@@ -104,15 +108,16 @@ class ProcessTree:
 
 
 def main() -> None:
+    """Run the supervisor: see the module's docstring."""
     grace, removal, folder, command = float(sys.argv[1]), shlex.split(sys.argv[2]), sys.argv[3], sys.argv[4:]
     parent = os.getppid()
     for number in _IGNORED:
-        signal.signal(number, signal.SIG_IGN)  # they are for the command; the supervisor ends after it
+        signal.signal(number, signal.SIG_IGN)  # these signals are for the command; the supervisor ends after it
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)  # orphans of the tree become children of this process
     child = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=_as_child)
-    word, polls, memory = None, 0, set[bytes]()
-    while child.poll() is None and os.getppid() == parent and word is None:
-        word = _read_word(POLL_SECONDS)
+    byte, polls, memory = None, 0, set[bytes]()
+    while child.poll() is None and os.getppid() == parent and byte is None:
+        byte = _read_byte(POLL_SECONDS)
         polls += 1
         if polls % MEMORY_POLLS == 0:
             memory |= _shared_memory()
@@ -120,7 +125,7 @@ def main() -> None:
     ended = child.poll() is not None
     if removal:
         _remove(removal)
-    if child.poll() is None and grace and not word:
+    if child.poll() is None and grace and not byte:
         os.killpg(0, signal.SIGTERM)
         until = time.monotonic() + grace
         while child.poll() is None and time.monotonic() < until:
@@ -135,15 +140,15 @@ def main() -> None:
     if folder:
         aside = Path(folder, f".{ENDED}")
         aside.write_text(result)
-        aside.rename(Path(folder, ENDED))  # whole as soon as it is there
-        while ended and word is None and os.getppid() == parent:  # until the parent has read why
-            word = _read_word(POLL_SECONDS)
+        aside.rename(Path(folder, ENDED))  # complete as soon as it exists
+        while ended and byte is None and os.getppid() == parent:  # until the parent has read the exit code
+            byte = _read_byte(POLL_SECONDS)
         shutil.rmtree(folder, ignore_errors=True)
-    os.killpg(0, signal.SIGKILL)  # itself, and whatever was forked meanwhile
+    os.killpg(0, signal.SIGKILL)  # this process and everything forked meanwhile
 
 
-def _read_word(seconds: float) -> bytes | None:
-    """Return what comes on standard input within `seconds`; b"" at its end, None for nothing."""
+def _read_byte(seconds: float) -> bytes | None:
+    """Read one byte from standard input within `seconds`; return b"" at its end and None after the time."""
     ready, _, _ = select.select([sys.stdin], [], [], seconds)
     return os.read(sys.stdin.fileno(), 1) if ready else None
 
@@ -158,7 +163,7 @@ def _remove(command: list[str]) -> None:
 
 
 def _kill_tree() -> None:
-    """Kill every process of the tree; resource trackers get a moment to tidy up first."""
+    """Kill all processes of the tree; resource trackers have TIDY_SECONDS to clean up first."""
     until = time.monotonic() + TIDY_SECONDS
     while (pids := _tree()) and time.monotonic() < until:
         for pid in pids:
@@ -170,7 +175,7 @@ def _kill_tree() -> None:
 
 
 def _tree() -> list[int]:
-    """List the running processes that descend from this one or are of its group, itself excluded."""
+    """List the running processes that descend from this one or belong to its group, without this one."""
     parents: dict[int, int] = {}
     group, running, members = os.getpgrp(), set[int](), {os.getpid()}
     for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
@@ -186,12 +191,12 @@ def _tree() -> list[int]:
 
 
 def _shared_memory() -> set[bytes]:
-    """Find SGLang's files of shared memory that processes of the tree have open."""
+    """Find the files of SGLang's shared memory that processes of the tree have open."""
     return {path for pid in _tree() for path in _SHARED_MEMORY.findall(_read(pid, "maps"))}
 
 
 def _read(pid: int, name: str) -> bytes:
-    """Return a file of /proc; empty when the process has ended meanwhile."""
+    """Read a file of /proc; return b"" if the process has ended meanwhile."""
     try:
         return Path(f"/proc/{pid}/{name}").read_bytes()
     except OSError:
@@ -210,7 +215,7 @@ def _as_child() -> None:
 
 
 def _prctl(option: int, value: int) -> None:
-    """Linux only; elsewhere the process group must do."""
+    """Call prctl on Linux; on other systems, only the process group ties the tree together."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 

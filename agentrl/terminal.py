@@ -1,7 +1,7 @@
-"""The console of everything that is printed: no text can control the terminal.
+"""The console for all output, which keeps printed text from controlling the terminal.
 
-Tools, models, data and errors bring text that nobody has read. In a terminal an escape sequence moves the cursor,
-rewrites the screen or fills the clipboard; a carriage return covers a line; bidirectional marks reverse it.
+Text from tools, models, data and errors is untrusted. In a terminal, an escape sequence can move the cursor, rewrite
+the screen or set the clipboard; a carriage return can overwrite a line; bidirectional marks can reverse it.
 """
 
 from collections.abc import Iterable
@@ -13,11 +13,11 @@ from rich.text import Text
 
 from agentrl.errors import printable
 
-PIPED_WIDTH = 160  # columns, in a file or a pipe
+PIPED_WIDTH = 160  # columns of output to a file or a pipe
 
 
 class Terminal(Console):
-    """rich's console, but with the control characters of texts made visible (see `printable`)."""
+    """A rich console that prints control characters as visible escapes (see `printable`)."""
 
     def render_str(self, text: str, **how: Any) -> Text:
         return super().render_str(printable(text), **how)
@@ -28,7 +28,9 @@ class Terminal(Console):
 
 
 def terminal(stderr: bool = False) -> Terminal:
-    """Return a console on the current stdout (or stderr), PIPED_WIDTH columns wide if that is not a terminal; without
-    colours for numbers and paths, without emoji."""
+    """Return a console on the current stdout (or stderr), PIPED_WIDTH columns wide if that is not a terminal.
+
+    It does not colour numbers and paths, and leaves emoji codes as they are.
+    """
     made = Terminal(stderr=stderr, highlight=False, emoji=False)
     return made if made.is_terminal else Terminal(stderr=stderr, highlight=False, emoji=False, width=PIPED_WIDTH)

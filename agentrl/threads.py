@@ -1,8 +1,9 @@
-"""Daemon threads for synchronous code, a set for each purpose.
+"""Pools of daemon threads for synchronous code, one pool for each purpose.
 
-The threads of `concurrent.futures` are joined when the process ends, and a call keeps one for as long as it takes, so
-that a function which hangs now and then uses them up. Here a call that nobody waits for any more is abandoned: its
-thread is left to end by itself, and another takes its place. Too many abandoned calls of one function end the run.
+The threads of `concurrent.futures` are joined when the process ends, and a call that hangs occupies its thread forever,
+so that a function that hangs now and then uses up the pool. Here, a call that is cancelled while it runs is abandoned:
+its thread is left to end by itself, and another thread replaces it. Too many abandoned calls of one function end the
+run.
 """
 
 import asyncio
@@ -19,17 +20,17 @@ from agentrl.errors import UserError
 
 T = TypeVar("T")
 MOST_ABANDONED = 32
-"""Threads that calls of one function may keep although nobody waits for them."""
+"""Number of abandoned calls of one function at which the run ends."""
 IDLE_SECONDS = 60.0
-"""After which a thread without work ends."""
+"""Time after which a thread without a call ends."""
 
-_full: "dict[Abandoned, str]" = {}  # those that hold too many, and what is said of it
+_full: "dict[Abandoned, str]" = {}  # those with too many abandoned calls, and the error line of each
 
 
 class Abandoned:
-    """The calls that still run though nobody waits for them, counted by function.
+    """Counts of abandoned calls that still run, by function.
 
-    what: the kind of function, as an error names it. remedy: what its author can do.
+    what: the kind of function, for the error line. remedy: what its author can do, for the error line.
     """
 
     def __init__(self, what: str, remedy: str) -> None:
@@ -39,6 +40,7 @@ class Abandoned:
         self._closed = False
 
     def add(self, name: str) -> None:
+        """Count an abandoned call of the function `name`."""
         with self._lock:
             self._counts[name] += 1
             if (count := self._counts[name]) >= MOST_ABANDONED and not self._closed:
@@ -46,6 +48,7 @@ class Abandoned:
                 _full.setdefault(self, line)
 
     def remove(self, name: str) -> None:
+        """Count an abandoned call of the function `name` as ended."""
         with self._lock:
             self._counts[name] -= 1
             if not self._counts[name]:
@@ -54,67 +57,69 @@ class Abandoned:
                 _full.pop(self, None)
 
     def close(self) -> None:
-        """The run is over: nobody is to be told of them."""
+        """Report nothing from now on: the run has ended."""
         with self._lock:
             _full.pop(self, None)
             self._closed = True
 
 
 def check_abandoned() -> None:
-    """Raises UserError, one line, when MOST_ABANDONED calls of one function hang."""
+    """Raise UserError, one line, if MOST_ABANDONED calls of one function hang."""
     for line in list(_full.values()):
         raise UserError(line)
 
 
 class Call(Future[Any]):
-    """A call of a function. One that is cancelled while it runs is abandoned."""
+    """A call of a function in a thread. A call that is cancelled while it runs is abandoned."""
 
     def __init__(
-        self, function: Callable[[], Any], abandoned: Abandoned | None, left: Callable[[], None] = lambda: None
+        self, function: Callable[[], Any], abandoned: Abandoned | None, on_abandon: Callable[[], None] = lambda: None
     ) -> None:
-        """left: called when it is abandoned."""
+        """abandoned: counts the call if it is abandoned. on_abandon: called when it is abandoned."""
         super().__init__()
-        self._function, self._abandoned, self._left = function, abandoned, left
+        self._function, self._abandoned, self._on_abandon = function, abandoned, on_abandon
         self._lock = threading.Lock()
-        self._lost = self._over = False
+        self._is_abandoned = self._ended = False
         self.name = name_of(function)
+        """`module.name` of the function."""
 
     def cancel(self) -> bool:
+        """Cancel the call before it starts, and return True; abandon it if it runs, and return False."""
         if super().cancel():
             return True
         with self._lock:
-            if self._lost or self._over:
+            if self._is_abandoned or self._ended:
                 return False
-            self._lost = True
+            self._is_abandoned = True
             if self._abandoned is not None:
                 self._abandoned.add(self.name)
-        self._left()
+        self._on_abandon()
         return False
 
     def run(self) -> bool:
-        """Call the function, unless it was cancelled before. Returns False when it was abandoned meanwhile."""
+        """Call the function, unless the call was cancelled. Return False if the call was abandoned meanwhile."""
         if not self.set_running_or_notify_cancel():
             return True
         result, failure = None, None
         try:
             result = self._function()
-        except BaseException as error:  # noqa: BLE001 - the boundary of the thread: whoever waits for the call gets it
+        except BaseException as error:  # noqa: BLE001 - boundary of the thread: the future raises it
             failure = _raisable(error)
         del self._function
         with self._lock:
-            self._over = True
-            if self._lost and self._abandoned is not None:
+            self._ended = True
+            if self._is_abandoned and self._abandoned is not None:
                 self._abandoned.remove(self.name)
         if failure is None:
             self.set_result(result)
         else:
             self.set_exception(failure)
-            del failure  # its traceback holds this frame
-        return not self._lost
+            del failure  # its traceback refers to this frame
+        return not self._is_abandoned
 
 
 def _raisable(error: BaseException) -> BaseException:
-    """A future that asyncio awaits cannot raise StopIteration."""
+    """Return `error`, or a RuntimeError in place of StopIteration, which a future awaited by asyncio cannot raise."""
     if not isinstance(error, StopIteration):
         return error
     made = RuntimeError(f"it raised StopIteration: {error}")
@@ -123,10 +128,11 @@ def _raisable(error: BaseException) -> BaseException:
 
 
 class DaemonThreads(ThreadPoolExecutor):
-    """Runs at most `most` calls at once, abandoned ones not counted, in daemon threads that are started as they are
-    needed. abandoned: counts those; None: the functions are trusted to end.
+    """A pool of daemon threads, started on demand, which runs at most `most` calls at once besides abandoned ones.
 
-    A ThreadPoolExecutor in name only, which asyncio asks of a loop's default executor.
+    name: prefix of the threads' names. abandoned: counts the abandoned calls; None: the functions are trusted to end.
+
+    It derives from ThreadPoolExecutor, without using it, because asyncio requires that of a loop's default executor.
     """
 
     def __init__(self, name: str, most: int, abandoned: Abandoned | None = None) -> None:
@@ -134,17 +140,21 @@ class DaemonThreads(ThreadPoolExecutor):
         self._name, self._most, self._abandoned = name, most, abandoned
         self._changed = threading.Condition()
         self._calls: deque[Call] = deque()
-        self._running = self._idle = 0  # threads that are not abandoned, and those of them that wait for a call
+        self._running = self._idle = 0  # threads without an abandoned call, and those of them that wait for a call
         self._numbers = itertools.count()
         self._closed = False
 
     async def call(self, function: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
-        """The function's result, called in this context. A cancellation abandons the call."""
+        """Call the function in a thread, with the current context variables, and return its result.
+
+        Cancelling this coroutine abandons the call.
+        """
         context = contextvars.copy_context()
         work = functools.partial(context.run, function, *args, **kwargs)
         return await asyncio.get_running_loop().run_in_executor(self, work)
 
     def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> "Future[T]":
+        """Queue a call. Raises RuntimeError after `shutdown`."""
         call = Call(functools.partial(fn, *args, **kwargs), self._abandoned, self._replace)
         with self._changed:
             if self._closed:
@@ -167,11 +177,11 @@ class DaemonThreads(ThreadPoolExecutor):
     def _work(self) -> None:
         while (call := self._next()) is not None:
             if not call.run():
-                return  # another took its place
+                return  # another thread has replaced this one
             del call
 
     def _next(self) -> Call | None:
-        """The next call; None when there will be none for this thread."""
+        """Wait for the next call; return None if this thread shall end."""
         with self._changed:
             self._idle += 1
             self._changed.wait_for(lambda: self._calls or self._closed, IDLE_SECONDS)
@@ -182,7 +192,7 @@ class DaemonThreads(ThreadPoolExecutor):
             return None
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Take no more calls, and drop those that wait. Whatever `wait` says, nobody waits for one that runs."""
+        """Accept no more calls and cancel the queued ones. Running calls are not waited for, whatever `wait` is."""
         with self._changed:
             self._closed = True
             waiting, self._calls = list(self._calls), deque()
@@ -194,7 +204,7 @@ class DaemonThreads(ThreadPoolExecutor):
 
 
 def name_of(function: Callable[..., Any]) -> str:
-    """`module.name` of the function that a chain of partials calls in the end."""
+    """Return `module.name` of a function, unwrapped from partials and `Context.run`."""
     while isinstance(function, functools.partial):
         inner: Any = function.func
         ran = isinstance(getattr(inner, "__self__", None), contextvars.Context) and function.args
@@ -207,5 +217,5 @@ _own = DaemonThreads("agentrl", 1024)
 
 
 async def in_thread(function: Callable[..., T], /, *args: Any) -> T:
-    """`asyncio.to_thread` for agentrl's own code, which shares no thread with that of plugins."""
+    """Like `asyncio.to_thread`, for agentrl's own code, in threads that plugins do not use."""
     return await _own.call(function, *args)

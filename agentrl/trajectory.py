@@ -1,4 +1,4 @@
-"""`Trajectory`: what one request leaves behind, frozen and flat; its invariants are checked in production."""
+"""`Trajectory`: the immutable record of one finished request, as flat arrays; its invariants are always checked."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,96 +14,122 @@ from agentrl.plugins.types import Message, Task
 class FinishReason(StrEnum):
     """Why a request ended; counted as `stop/<reason>`."""
 
-    STOP = "stop"  # the model answered and the environment had nothing to add
-    LENGTH = "length"  # the tokens of a turn, of the trajectory or of the context are used up
+    STOP = "stop"
+    """The model answered without a tool call, and the environment did not reply."""
+    LENGTH = "length"
+    """The token limit of a turn, of the trajectory or of the context was reached."""
     MAX_TURNS = "max_turns"
+    """The maximum number of turns was reached."""
     MAX_TOOL_CALLS = "max_tool_calls"
-    TIMEOUT = "timeout"  # the turn's or the trajectory's deadline
-    ENV_DONE = "env_done"  # the environment or a tool said that it is over
+    """The maximum number of tool calls was reached."""
+    TIMEOUT = "timeout"
+    """The deadline of a turn or of the trajectory passed."""
+    ENV_DONE = "env_done"
+    """The environment or a tool ended the trajectory."""
     ABORTED = "aborted"
-    ERROR = "error"  # the machinery failed; never a reward of 0, never trained on
+    """The request was aborted."""
+    ERROR = "error"
+    """An error that is not the model's: never a reward of 0, never trained on."""
 
 
 class Boundary(StrEnum):
-    """Whose fault an error is."""
+    """The part that is responsible for an error."""
 
     MODEL = "model"
+    """The model, such as by a call with wrong arguments."""
     TOOL = "tool"
+    """A tool."""
     ENVIRONMENT = "environment"
+    """The environment's hooks."""
     REWARD = "reward"
+    """A reward function."""
     ENGINE = "engine"
+    """The engine."""
     INFRASTRUCTURE = "infrastructure"
+    """Anything else."""
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why a request FAILED. boundary: whose fault it is. message: one line, which names the hook and the error."""
+    """Why a request FAILED."""
 
     boundary: Boundary
+    """The part that is responsible."""
     message: str
+    """One line that names the hook and the error."""
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One assistant turn: ids[start:end] were sampled. reward: the sum of the step rewards of its tools and of the
-    environment's reply to it."""
+    """One assistant turn: ids[start:end] were sampled."""
 
     start: int
+    """Index of the first sampled token."""
     end: int
+    """Index after the last sampled token."""
     reward: float = 0.0
+    """Sum of the step rewards of its tool calls and of the environment's reply."""
 
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """One call of a tool, for the metrics.
-
-    name: as the model wrote it, at most 64 characters. turn: index of the assistant turn. seconds: wall time of
-    `execute`. error: None, or `model: ...` or `tool: ...`, one line. metrics: the tool's own, finite. cut: whether the
-    answer was longer than `rollout.max_tool_tokens`.
-    """
+    """One call of a tool, for the metrics."""
 
     name: str
+    """The tool's name as the model wrote it, at most 64 characters."""
     turn: int
+    """Index of the assistant turn."""
     seconds: float
+    """Wall time of `execute`."""
     error: str | None = None
+    """One line, `model: ...` or `tool: ...`; None without an error."""
     metrics: Mapping[str, float] = field(default_factory=dict)
+    """The tool's own metrics, finite."""
     cut: bool = False
+    """Whether the answer was cut to `rollout.max_tool_tokens`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Trajectory:
-    """A finished conversation of T tokens.
-
-    request_id: unique in a run. task, sample: which task, and which of its samples.
-    ids: int32 [T], all tokens; the opening prompt is ids[:prompt_length]. loss_mask: uint8 [T], 1 where sampled.
-    logprobs: float32 [T], natural, the engine's; 0 where not sampled. weight_version: int32 [T], updates that the
-    engine's weights had seen; -1 where not sampled.
-    turns: the sampled spans, in order. messages: the conversation, in the shape of the OpenAI API.
-    rewards: by part, unweighted: those of `calc_reward`, of the recipe's functions, and `step`, the sum of the turns'
-    step rewards. weights: by part, 1 where a part has none. finish: why it ended. failure: None unless it FAILED.
-    tool_uses: every call, in order. tools: names of the tools that the task offered.
-    seconds: wall time in all (`total`), and in `engine`, `tools`, `environment` (its replies) and `hooks` (`create` and
-    `calc_reward`). extra: `retried` and `release_errors`, tuples of lines, where there are any.
-    """
+    """A finished conversation of T tokens."""
 
     request_id: str
+    """Unique within a run."""
     task: Task
+    """The task."""
     sample: int
+    """Index of this sample among the samples of its task."""
     ids: npt.NDArray[np.int32]
+    """int32 [T]: all tokens. ids[:prompt_length] is the opening prompt."""
     loss_mask: npt.NDArray[np.uint8]
+    """uint8 [T]: 1 for sampled tokens, else 0."""
     logprobs: npt.NDArray[np.float32]
+    """float32 [T]: natural log-probs from the engine; 0 for tokens that were not sampled."""
     weight_version: npt.NDArray[np.int32]
+    """int32 [T]: number of updates behind the weights that sampled the token; -1 for tokens that were not sampled."""
     prompt_length: int
+    """Number of tokens of the opening prompt."""
     turns: tuple[Turn, ...]
+    """The assistant turns, in order."""
     messages: tuple[Message, ...]
+    """The conversation in the format of the OpenAI API."""
     rewards: Mapping[str, float]
+    """Reward parts by name, before weighting: those of `calc_reward`, those of the recipe's reward functions, and
+    `step`, the sum of the turns' step rewards."""
     finish: FinishReason
+    """Why the request ended."""
     weights: Mapping[str, float] = field(default_factory=dict)
+    """Weights of the reward parts by name; the default of a part is 1."""
     tool_uses: tuple[ToolUse, ...] = ()
+    """Every tool call, in order."""
     failure: Failure | None = None
+    """Why the request FAILED; None if it did not."""
     seconds: Mapping[str, float] = field(default_factory=dict)
+    """Wall time: `total`, `engine`, `tools`, `environment` (its replies) and `hooks` (`create` and `calc_reward`)."""
     tools: Sequence[str] = ()
+    """Names of the tools that the task offered."""
     extra: Mapping[str, Any] = field(default_factory=dict)
+    """`retried` and `release_errors`, tuples of lines, if there are any."""
 
     @property
     def reward(self) -> float:
@@ -112,7 +138,7 @@ class Trajectory:
 
     @property
     def valid(self) -> bool:
-        """Whether it may enter a group: it neither failed nor was aborted."""
+        """Whether it may be part of a group: it neither failed nor was aborted."""
         return self.failure is None and self.finish not in (FinishReason.ERROR, FinishReason.ABORTED)
 
     @property
@@ -122,12 +148,16 @@ class Trajectory:
 
 
 class InvariantError(AssertionError):
-    """A trajectory that must never be trained on; it names the request and what disagrees."""
+    """A trajectory is inconsistent and must not be trained on; the message names the request and the inconsistency."""
 
 
 def check_invariants(t: Trajectory) -> None:
-    """Check that lengths agree; the mask is 1 on exactly the turns' spans; a logprob is finite and at most 0 there, and
-    0 elsewhere; turns are ordered and lie after the prompt. Raises InvariantError."""
+    """Check that a trajectory is consistent. Raises InvariantError if it is not.
+
+    All arrays have one length; turns are ordered, do not overlap and follow the prompt; the mask is 1 exactly within
+    turns; log-probs are finite and at most 0 (up to 1e-4) within turns, and 0 elsewhere; weight versions are set
+    exactly within turns.
+    """
     n = len(t.ids)
     if not (len(t.loss_mask) == len(t.logprobs) == len(t.weight_version) == n):
         lengths = (n, len(t.loss_mask), len(t.logprobs), len(t.weight_version))
@@ -152,8 +182,11 @@ def check_invariants(t: Trajectory) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """All samples of one task. trajectories: the valid ones, in sample order. failed: the rest."""
+    """All samples of one task."""
 
     task: Task
+    """The task."""
     trajectories: tuple[Trajectory, ...]
+    """The valid samples, in sample order."""
     failed: tuple[Trajectory, ...] = ()
+    """The samples that failed or were aborted."""

@@ -33,8 +33,11 @@ Bins = list[list[PrefixTree]]
 
 
 def make_batch(groups: int, samples: int, prompt: int, answer: int, vocabulary: int, seed: int = 0) -> Batch:
-    """`groups` prompts of about `prompt` tokens, each with `samples` answers of about `answer` tokens (a quarter more
-    or less), whose probabilities are those of an untrained model; advantages are standard normal, one a sample."""
+    """Return a batch of `groups` prompts of about `prompt` tokens, each with `samples` answers of about `answer` tokens
+    (25 % more or less).
+
+    Log-probs are those of a uniform distribution over `vocabulary`; advantages are standard normal, one per sample.
+    """
     rng = np.random.default_rng(seed)
     rows, prompts = [], []
     for _ in range(groups):

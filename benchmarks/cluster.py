@@ -1,17 +1,17 @@
-"""What the cluster path costs beside one process, on the same work: ratios of seconds, all sides in one run.
+"""Cost of the cluster path compared with one process, on the same work: ratios of seconds, all measured in one run.
 
     python benchmarks/cluster.py                          the embedded model
     python benchmarks/cluster.py --hidden 512 --layers 8  a larger one with random weights
     python benchmarks/cluster.py --workers 1 2 4 train.micro_batch_tokens=4096
 
 one process     the trainer of `cluster.workers: 1`, with our own forward
-module forward  likewise with the forward that sharded weights have; the ratios are to this one
-n workers       Ray, FSDP2 over gloo, n processes; 1 is the path itself, without anything to share
+module forward  one process with the forward that sharded weights use; the ratios are relative to this
+n workers       Ray, FSDP2 over gloo, n processes; 1 worker shows the overhead of the path itself
 
-Every side has one thread a process. start-up: from the recipe to roles that can be called. logprobs: of the batch, and
-update: a step of the learner by it (GRPO, one update), each the best of the rounds. hand-over: the policy's weights to
-another model in this process, as the engine `local` gets them. mfu: of update, by the peak that each process measured
-of its own core at the start.
+Each process has one thread. start-up: from the recipe to roles that can be called. logprobs: of the batch. update: a
+step of the learner on the batch (GRPO, one update). hand-over: copying the policy's weights to another model in this
+process, as for the engine `local`. All but start-up are the best of the rounds. mfu: of update, relative to the peak
+that each process measures for its own core at the start.
 """
 
 import argparse
@@ -42,7 +42,7 @@ PARTS = ("start-up", "logprobs", "update", "hand-over")
 
 
 def make_model(hidden: int, layers: int, folder: Path) -> str:
-    """A folder with random weights, the tokenizer of the embedded model, and a vocabulary of 32768."""
+    """Save a model with random weights, the embedded model's tokenizer and a vocabulary of 32768; return the folder."""
     config = Qwen3Config(
         vocab_size=32768, hidden_size=hidden, intermediate_size=3 * hidden, num_hidden_layers=layers,
         num_attention_heads=max(1, hidden // 64), num_key_value_heads=max(1, hidden // 128), head_dim=64,
@@ -55,10 +55,10 @@ def make_model(hidden: int, layers: int, folder: Path) -> str:
 
 def start_here(recipe: Recipe, module: bool) -> RoleHost:
     model, tokenizer = load_model(recipe.model)
-    place = LocalRoles(recipe, model, tokenizer)
+    role_host = LocalRoles(recipe, model, tokenizer)
     if module:
-        place.actor.forward = ModuleForward(model)
-    return place
+        role_host.actor.forward = ModuleForward(model)
+    return role_host
 
 
 def start_workers(recipe: Recipe, workers: int, logs: Path) -> RoleHost:
@@ -75,35 +75,35 @@ def timed(work: Callable[[], Any]) -> float:
     return time.perf_counter() - began
 
 
-def hand_over(place: RoleHost, target: Any) -> None:
-    """Copy the policy's weights into `target`, by name."""
-    weights = place.weights()
+def hand_over(role_host: RoleHost, target: Any) -> None:
+    """Copy the policy's weights into the model `target`, by name."""
+    weights = role_host.weights()
     into = target.state_dict()
     source = (
-        place.model.state_dict().items() if isinstance(place, LocalRoles) else weights
-    )  # those of a process are shared
+        role_host.model.state_dict().items() if isinstance(role_host, LocalRoles) else weights
+    )  # in one process, the engine shares the model
     with torch.no_grad():
         for name, tensor in source:
             into[name].copy_(tensor)
 
 
 def measure(recipe: Recipe, start: Callable[[], RoleHost], batch: Batch, rounds: int) -> dict[str, float]:
-    """Seconds by part, and the share of the peak that updates reach."""
+    """Return the seconds of each part, and the MFU of the update."""
     with ExitStack() as stack:
         began = time.perf_counter()
-        place = start()
-        stack.callback(place.close)
+        role_host = start()
+        stack.callback(role_host.close)
         found = {"start-up": time.perf_counter() - began}
-        learner, target = Learner(recipe, place), load_model(recipe.model)[0]
+        learner, target = Learner(recipe, role_host), load_model(recipe.model)[0]
         works: dict[str, Callable[[], Any]] = {
             "logprobs": lambda: learner.actor.logprobs(batch),
             "update": lambda: learner.update(batch),
-            "hand-over": lambda: hand_over(place, target),
+            "hand-over": lambda: hand_over(role_host, target),
         }
         for name, work in works.items():
             work()
             found[name] = min(timed(work) for _ in range(rounds))
-        work = place.work["actor"]
+        work = role_host.work["actor"]
         return found | utilisation(work.cost.update(Need.of(batch)), found["update"], work.peak)
 
 

@@ -1,14 +1,14 @@
-"""CPU time that the driver spends a turn: state machine, rendering, parsing, tool dispatch; the engine answers at once.
+"""CPU time of the driver per turn: state machine, rendering, parsing and tool dispatch, with an instant engine.
 
     python benchmarks/driver.py                 the whole table, a few minutes
-    python benchmarks/driver.py --quick         its corners
+    python benchmarks/driver.py --quick         only the extremes of the table
     python benchmarks/driver.py --chat bridge   with our own bridge on Qwen3's template (default: `renderers`' qwen3)
-    python benchmarks/driver.py --chat null     without a chat: what the state machine and the dispatch cost alone
+    python benchmarks/driver.py --chat null     without a chat: only the state machine and the dispatch
 
-All requests are opened first and wait for each other, so that they are truly in flight together; then the clock starts
-(CPU time of the process), every request takes its turns one after the other's, and the clock stops when all are about
-to answer. Each counted turn calls a tool that answers at once, so all cost the same kind of work. What is paid once a
-request (create, the opening prompt; the answer, reward, release, the frozen trajectory) is in a column of its own.
+All requests are opened first and wait for each other, so that all are in flight at the same time. Then the clock starts
+(CPU time of the process), the requests take their turns alternately, and the clock stops when all are about to give
+their last answer. Each counted turn calls a tool that answers immediately. The cost per request (create and the opening
+prompt; the last answer, reward, release and the trajectory) has a column of its own.
 """
 
 import argparse
@@ -42,7 +42,7 @@ _WORDS = ("the", "quick", "brown", "fox", "jumps", "over", "the", "lazy", "dog",
 
 
 class Gate:
-    """Lets nobody through before all are there; `opened` is the CPU time at that moment."""
+    """A barrier for `requests` requests. `opened`: CPU time of the process, in seconds, when the last one arrived."""
 
     def __init__(self, requests: int) -> None:
         self._missing = requests
@@ -58,7 +58,7 @@ class Gate:
 
 
 class InstantEngine:
-    """Answers at once with what was written down before: calls, then a turn of text."""
+    """An engine that immediately returns fixed turns: `turns` tool calls, then a turn of text."""
 
     max_context = 1 << 30
 
@@ -75,7 +75,7 @@ class InstantEngine:
         elif taken == self._turns:
             await self._last_gate.arrive()
             return self._last
-        await asyncio.sleep(0)  # the other requests take their turn first
+        await asyncio.sleep(0)  # let the other requests take their turn
         return self._call
 
     def finish(self, request_id: str) -> None:
@@ -94,7 +94,7 @@ def multiply(a: int, b: int) -> str:
 
 
 class Question(Environment):
-    """One question, with a history of about `history` tokens before it."""
+    """An environment with one question after a text of about `history` tokens."""
 
     name = "question"
 
@@ -115,7 +115,7 @@ class Question(Environment):
 
 
 class NullChat:
-    """Knows its two turns by heart."""
+    """A chat that returns fixed ids, and recognizes its two turns by their length."""
 
     stop_ids = (1,)
     images = False
@@ -144,21 +144,28 @@ class NullChat:
 
 @dataclass(frozen=True)
 class Setting:
+    """One row of the table."""
+
     requests: int
+    """Requests in flight."""
     turns: int
+    """Tool calls per request."""
     history: int
+    """Tokens before the question."""
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Microseconds of CPU time."""
+    """CPU time of the driver."""
 
     turn: float
+    """Microseconds per turn."""
     request: float
+    """Microseconds per request, without its turns."""
 
 
 def measure(setting: Setting, chat: Any, call: Generation, last: Generation) -> Cost:
-    """One run in an event loop of its own."""
+    """Measure one run in an event loop of its own."""
     return asyncio.run(_measure(setting, chat, call, last))
 
 
@@ -186,12 +193,12 @@ async def _measure(setting: Setting, chat: Any, call: Generation, last: Generati
 
 
 def history_text(tokens: int) -> str:
-    """About so many tokens of plain text."""
+    """Return plain text of about `tokens` tokens."""
     return " ".join(_WORDS[i % len(_WORDS)] for i in range(tokens))
 
 
 def build_chat(kind: str, history: int) -> tuple[Any, Generation, Generation]:
-    """The chat, a turn that calls the tool and a turn that answers."""
+    """Return the chat, a turn that calls the tool, and a turn that answers."""
     if kind == "null":
         return NullChat(history), _generation([2] * 30), _generation([3] * 12)
     tokenizer = qwen3_tokenizer()
@@ -202,7 +209,7 @@ def build_chat(kind: str, history: int) -> tuple[Any, Generation, Generation]:
 
 
 def qwen3_tokenizer() -> PreTrainedTokenizerFast:
-    """Byte-level BPE as Qwen3 has it, trained here on a few lines, with its template (a file of the `trl` package)."""
+    """Return a byte-level BPE tokenizer like Qwen3's, trained on a few lines, with its template from package `trl`."""
     spec = importlib.util.find_spec("trl")
     if spec is None or not spec.submodule_search_locations:
         raise SystemExit("install the test extra: the template comes from the package `trl`")

@@ -1,15 +1,16 @@
-"""Tokens per second of the local engine beside transformers' `generate` and its continuous batching, same model.
+"""Tokens per second of the local engine, compared with transformers' `generate` and its continuous batching.
 
     python benchmarks/engine.py [--rounds 3] [--threads 1] [--rows 64]
 
-(a) equal: prompts of 50 tokens, 64 new ones each, all at once.
-(b) job: groups of 8 samples on one prompt, two to four turns a conversation, answers of 8 to 60 tokens, tool results of
-15 to 25 tokens between them, temperature 1. Lengths are forced, so that every side does the same work: `generate` takes
-turns in lockstep with the finished rows dropped between turns (as a trainer drives it), the others as they come.
+(a) equal: prompts of 50 tokens and 64 new tokens each, all at once.
+(b) job: groups of 8 samples per prompt, two to four turns per conversation, answers of 8 to 60 tokens, tool results of
+15 to 25 tokens between them, temperature 1. Lengths are forced, so that all engines do the same work: `generate` takes
+the turns of all conversations in lockstep and drops finished rows between turns (as a trainer would use it), the others
+take each turn when it is ready.
 
-The model is a Qwen3 of the embedded one's shape with random weights. Sides alternate; the best round of each counts,
-because other work on a machine only ever slows a round down; where there is much of it, trust the cpu time. Tokens are
-sampled ones; prompts come on top.
+The model is a Qwen3 with the shape of the embedded model and random weights. The engines alternate, and the best round
+of each counts, because other load can only slow a round down; under much load, use the CPU time. Only sampled tokens
+are counted.
 """
 
 import argparse
@@ -33,14 +34,18 @@ VOCAB = 832
 
 @dataclass(frozen=True)
 class Conversation:
-    """What is fixed beforehand: the prompt, how long each answer is, and what a tool says after it."""
+    """The fixed parts of a conversation."""
 
     prompt: list[int]
+    """Ids of the prompt."""
     answers: tuple[int, ...]
+    """Number of tokens of each answer."""
     results: tuple[list[int], ...]
+    """Ids of the tool result after each answer."""
 
     @property
     def tokens(self) -> int:
+        """Number of sampled tokens."""
         return sum(self.answers)
 
 
@@ -73,7 +78,7 @@ def job_work(groups: int, samples: int = 8) -> list[Conversation]:
 
 
 class Local:
-    """One engine for all rounds, as a training run has it; new weights are announced before each round."""
+    """The local engine, kept for all rounds as in a training run, with an update of the weights before each round."""
 
     def __init__(self, model: Any, rows: int) -> None:
         self.engine = LocalEngine(model, max_batch=rows)
@@ -97,7 +102,7 @@ class Local:
 
 
 class _Lengths(StoppingCriteria):
-    """Row i is done after lengths[i] new tokens."""
+    """Stopping criterion: row i ends after lengths[i] new tokens."""
 
     def __init__(self, prompt: int, lengths: torch.Tensor) -> None:
         self.prompt, self.lengths = prompt, lengths
@@ -107,7 +112,7 @@ class _Lengths(StoppingCriteria):
 
 
 class Generate:
-    """`model.generate`: a turn of all live conversations at a time, left-padded."""
+    """`model.generate`, called for one turn of all unfinished conversations at a time, left-padded."""
 
     def __init__(self, model: Any) -> None:
         self.model = model
@@ -133,8 +138,8 @@ class Generate:
 
 
 class Continuous:
-    """transformers' continuous batching, its manager started once. A conversation's next turn is a new request, which
-    shares the blocks of its earlier turns where the manager's prefix cache finds them."""
+    """transformers' continuous batching, with a manager started once. Each turn of a conversation is a new request,
+    which shares the blocks of earlier turns if they are in the manager's prefix cache."""
 
     def __init__(self, model: Any) -> None:
         config = GenerationConfig(do_sample=True, top_k=0, eos_token_id=-1, pad_token_id=0, max_new_tokens=64)
@@ -170,14 +175,14 @@ class Continuous:
 
 
 def measure(sides: dict[str, Callable[[list[Conversation]], None]], work: list[Conversation], rounds: int) -> None:
-    """Print tokens/s of every side, and how many times slower than `local` it is."""
+    """Print the tokens per second of each engine, and the ratio of `local` to it."""
     wall: dict[str, float] = {}
     cpu: dict[str, float] = {}
-    for turn in range(rounds + 1):
+    for index in range(rounds + 1):
         for name, side in sides.items():
             began, began_cpu = time.perf_counter(), time.process_time()
             side(work)
-            if turn:  # the first round warms up
+            if index:  # the first round warms up
                 wall[name] = min(wall.get(name, 1e9), time.perf_counter() - began)
                 cpu[name] = min(cpu.get(name, 1e9), time.process_time() - began_cpu)
     tokens = sum(c.tokens for c in work)

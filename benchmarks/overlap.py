@@ -1,13 +1,13 @@
-"""Sampling and training in turn, one step off, and without a stop, with a tool of random latency (mean 0.5 s).
+"""Comparison of `rollout.overlap` none, one_step and async, with a tool of random latency (mean 0.5 s).
 
     python benchmarks/overlap.py                              the embedded engine, 30 steps
     python benchmarks/overlap.py engine.name=sglang           one server, launched by AGENTRL_SGLANG_VENV
     python benchmarks/overlap.py engine.name=sglang 'engine.args.urls=[http://127.0.0.1:30000]'
     python benchmarks/overlap.py --latency 2 --steps 60 train.seed=1
 
-The same recipe, seed and number of steps for every way, one after another, on the same server. Reported: steps a minute
-without the evaluations, held-out accuracy before and after, how many updates old the samples were, and how far trainer
-and engine were apart on them: KL (k3), the largest difference of a log-prob, effective sample size.
+Each mode runs the same recipe, seed and number of steps, one after another, on the same server. Reported: steps per
+minute without the evaluations, held-out accuracy before and after, staleness of the samples in updates, and the
+mismatch of trainer and engine on them: KL (k3), largest difference of a log-prob, effective sample size.
 """
 
 import argparse
@@ -33,7 +33,7 @@ RECIPE = "recipes/gsm8k_tool.yaml"
 
 
 class SlowCalculator(Calculator):
-    """The calculator, each call after a time drawn from an exponential distribution of mean `mean` seconds."""
+    """The calculator with a delay before each call, drawn from an exponential distribution of mean `mean` seconds."""
 
     def __init__(self, mean: float) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class SlowCalculator(Calculator):
 
 
 def measure(way: str, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """One run; its steps a minute, accuracies and means of the metrics."""
+    """Train once; return the steps per minute, the accuracies and the means of the metrics."""
     tools = json.dumps([{"name": "overlap:SlowCalculator", "args": {"mean": options.latency}}])
     overrides = [
         f"tools={tools}", f"rollout.overlap={way}", f"train.steps={options.steps}",
@@ -72,7 +72,7 @@ def measure(way: str, options: argparse.Namespace, folder: Path) -> dict[str, An
 
 @contextmanager
 def serving(options: argparse.Namespace) -> Iterator[None]:
-    """One server for all ways, each of which gives it its own weights first."""
+    """Start one server for all modes; each run publishes its own weights to it first."""
     recipe = Recipe.load(RECIPE, options.overrides)
     if recipe.engine.name != "sglang" or recipe.engine.args.get("urls"):
         yield

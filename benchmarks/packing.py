@@ -1,21 +1,21 @@
-"""Training tokens per second of the packed forest beside a padded batch and packing without a shared prompt.
+"""Training tokens per second of shared-prefix packing, compared with a padded batch and packing of whole rows.
 
     python benchmarks/packing.py [--rounds 3] [--budget 4096] [--groups 4]
 
 Forward and backward pass on one core, prompt:answer 1:1, 4:1 and 16:1, groups of 8 and 16 answers; answers of equal
-length (so that the padded batch has no padding) and of varied ones (log-normal, sigma 0.6, cut at 4 times the mean;
-prompts of a quarter more or less). Every side computes the same loss, a weighted sum of the log-probs of the answers'
-tokens, on the same model, in micro-batches of at most `budget` computed tokens, and maps only hidden states that
-predict an answer's token to the vocabulary.
+length (so that the padded batch has no padding) and of different lengths (log-normal, sigma 0.6, at most 4 times the
+mean; prompts 25 % longer or shorter). All methods compute the same loss, a weighted sum of the log-probs of the
+answers' tokens, on the same model, in micro-batches of at most `budget` computed tokens, and compute logits only for
+positions that predict an answer's token.
 
-padded     the Hugging Face module as it is (sdpa), rows padded on the right to the longest of their micro-batch, with
-           an attention mask where they differ; rows in the order of the batch, as they come.
+padded     the Hugging Face module (sdpa), rows in the order of the batch, padded on the right to the longest of their
+           micro-batch, with an attention mask if lengths differ.
 unshared   our forward on the same rows packed one after another, each with its prompt.
-fast       our forward on the forest (FastForward);   module   the Hugging Face module on the forest (ModuleForward).
+fast       our forward on shared-prefix trees (FastForward);   module   the Hugging Face module on them (ModuleForward).
 
-Tokens are the useful ones, samples x (prompt + answer), the same for every side. Times are CPU seconds of the process,
-the least of the rounds, sides taking turns: on one thread that is what a core of its own would take, whatever else runs
-on the machine. Log-probs of all sides are compared with each other before anything is timed.
+Tokens are samples x (prompt + answer), the same for all methods. Times are CPU seconds of the process, the minimum of
+the rounds, with alternating methods: on one thread, that is the time on a core of its own, whatever else runs on the
+machine. The log-probs of all methods are compared before anything is timed.
 """
 
 import argparse
@@ -39,7 +39,7 @@ GROUPS = (8, 16)
 
 
 def make_model() -> Any:
-    """The shape of the embedded model."""
+    """Return a model with random weights and the shape of the embedded model."""
     torch.manual_seed(0)
     return Qwen3ForCausalLM(
         Qwen3Config(
@@ -76,7 +76,7 @@ def make_batch(
 
 
 def packed(forward: Forward, batch: Batch, budget: int) -> np.ndarray:
-    """Log-probs [T] of the batch; the gradient of their weighted sum is added to the parameters'."""
+    """Return the log-probs [T] of the batch; add the gradient of their weighted sum to that of the parameters."""
     found = np.zeros(int(batch.offsets[-1]), np.float32)
     for row in micro_batches(batch, budget):
         logprobs, _ = forward(row, 1.0)
@@ -87,7 +87,7 @@ def packed(forward: Forward, batch: Batch, budget: int) -> np.ndarray:
 
 
 def padded(model: Any, batch: Batch, budget: int) -> np.ndarray:
-    """Likewise, by the module on rectangles."""
+    """Do the same as `packed` by the module, on padded rectangles."""
     found = np.zeros(int(batch.offsets[-1]), np.float32)
     for samples in rectangles(batch.lengths, budget):
         part = batch.select(samples)
@@ -110,7 +110,7 @@ def padded(model: Any, batch: Batch, budget: int) -> np.ndarray:
 
 
 def rectangles(lengths: np.ndarray, budget: int) -> Iterator[np.ndarray]:
-    """Runs of samples that fill at most `budget` tokens once padded."""
+    """Split the samples into runs of at most `budget` tokens with padding; yield the indices of each run."""
     run: list[int] = []
     for sample, length in enumerate(lengths.tolist()):
         if run and max(length, *(int(lengths[s]) for s in run)) * (len(run) + 1) > budget:
@@ -121,12 +121,12 @@ def rectangles(lengths: np.ndarray, budget: int) -> Iterator[np.ndarray]:
 
 
 def apart(batch: Batch) -> Batch:
-    """Every sample a group of its own: nothing is shared."""
+    """Return the batch with every sample in a group of its own, so that no prefix is shared."""
     return batch.with_samples(group=np.arange(len(batch)))
 
 
 def compared(sides: dict[str, Callable[[], np.ndarray]], tolerance: float) -> None:
-    """Run every side once, which also warms it up. Exits when they compute different things."""
+    """Run each method once, which also warms it up, and exit if the log-probs differ by more than `tolerance`."""
     found = {name: work() for name, work in sides.items()}
     for name, logprobs in found.items():
         if (off := float(np.abs(logprobs - found["padded"]).max())) > tolerance:
@@ -136,7 +136,7 @@ def compared(sides: dict[str, Callable[[], np.ndarray]], tolerance: float) -> No
 def seconds(
     sides: dict[str, Callable[[], np.ndarray]], model: Any, rounds: int, clock: Callable[[], float]
 ) -> dict[str, float]:
-    """The least time of every side; they take turns."""
+    """Return the minimum CPU seconds of each method over alternating rounds."""
     best = dict.fromkeys(sides, np.inf)
     for _ in range(rounds):
         for name, work in sides.items():
@@ -148,7 +148,7 @@ def seconds(
 
 
 def measure(model: Any, batch: Batch, budget: int, rounds: int) -> dict[str, float]:
-    """Useful tokens per second of every side."""
+    """Return the tokens per second of each method."""
     fast, module = FastForward(model), ModuleForward(model)
     sides: dict[str, Callable[[], np.ndarray]] = {
         "padded": lambda: padded(model, batch, budget),

@@ -1,12 +1,12 @@
-"""What a call and a session of the sandbox cost: calls a second and latency, pooled and not; the memory of many.
+"""Cost of the sandbox: calls per second and latency, with and without a pool, and the memory of many sessions.
 
     python benchmarks/sandbox.py                a minute or two
     python benchmarks/sandbox.py --quick        fewer calls and sessions
     python benchmarks/sandbox.py --backend e2b  the service, or a server of your own (E2B_DEBUG=true)
 
-Three ways to run the same small cell: in a session that stays open, in a new session each time taken from the pool, and
-in a new session started when it is asked for. The last columns compare each way's median with that of a fresh
-interpreter without any isolation (`python -c`), the cheapest thing that could be done instead.
+The same small cell runs in a session that stays open, in a new session from the pool for each call, and in a new
+session started for each call. The last columns compare the median of each with that of a fresh interpreter without any
+isolation (`python -c`), the cheapest alternative.
 """
 
 import argparse
@@ -29,13 +29,18 @@ LIMITS = Limits(wall_seconds=60, cpu_seconds=60)
 
 @dataclass(frozen=True)
 class Row:
-    """calls_per_second over all sessions; p50 and p99 in milliseconds of one call (with its session, if new)."""
+    """The measurement of one way to run calls."""
 
     way: str
+    """Name of the way."""
     sessions: int
+    """Number of sessions in parallel."""
     calls_per_second: float
+    """Calls per second of all sessions."""
     p50: float
+    """Median milliseconds of a call, including the start of a new session."""
     p99: float
+    """99th percentile of the milliseconds of a call."""
 
 
 Call = Callable[[], Awaitable[None]]
@@ -47,7 +52,7 @@ async def checked(session: SandboxSession) -> None:
 
 
 async def timed(way: str, calls: list[Call], each: int) -> Row:
-    """All of `calls` at once, each `each` times one after another."""
+    """Run all of `calls` concurrently, each of them `each` times in sequence."""
     seconds: list[float] = []
 
     async def one(call: Call) -> None:
@@ -74,7 +79,7 @@ async def open_sessions(sandbox: Sandbox, sessions: int, each: int) -> Row:
 
 
 async def new_sessions(way: str, sandbox: Sandbox, sessions: int, each: int, pause: float) -> Row:
-    """`pause` seconds lie between two sessions, in which a pool can be filled; they are not counted."""
+    """Measure calls in new sessions. pause: seconds between two sessions, not counted, in which the pool refills."""
     waited = 0.0
 
     async def call() -> None:
@@ -106,12 +111,16 @@ def bare_interpreter(each: int) -> Row:
 
 @dataclass(frozen=True)
 class Memory:
-    """MiB, each shared page counted once (PSS), of all processes below this one; seconds until all were open."""
+    """The memory of open sessions, as proportional set size (PSS: shared pages are counted once)."""
 
     sessions: int
+    """Number of open sessions."""
     mib: float
+    """MiB of all descendants of this process."""
     mib_per_session: float
+    """MiB per session."""
     seconds: float
+    """Seconds until all sessions were open."""
 
 
 async def memory_of(sandbox: Sandbox, sessions: int) -> Memory:

@@ -1,10 +1,10 @@
-"""What a slow tool costs a step: 32 rollouts, three turns each that call a tool, which sleeps 0.2 s or answers at once.
+"""Cost of a slow tool: 32 rollouts with three tool calls each, of a tool that sleeps 0.2 s or answers immediately.
 
-    python benchmarks/slow_tool.py                              an engine that takes 1 ms a token
+    python benchmarks/slow_tool.py                              an engine that takes 1 ms per token
     python benchmarks/slow_tool.py --recipe recipes/gsm8k_tool.yaml     the recipe's own model, engine and tools
 
-Tools of different requests sleep at the same time, and no request waits for another's tool: each turn that calls one
-should cost about the 0.2 s. Reported: wall time of the step with either tool, and the difference a turn.
+Tools of different requests sleep at the same time, and no request waits for another's tool: each turn with a call
+should cost about 0.2 s. Reported: wall time of the step with either tool, and the difference per turn.
 """
 
 import argparse
@@ -27,7 +27,7 @@ TASKS, SAMPLES, TURNS = 4, 8, 3
 
 
 class Slow(Tool):
-    """Another tool, that sleeps before each call."""
+    """A tool that sleeps before each call of the tool `inner`."""
 
     def __init__(self, inner: Tool, seconds: float) -> None:
         self.name, self.description, self.parameters = inner.name, inner.description, inner.parameters
@@ -41,7 +41,7 @@ class Slow(Tool):
 
 
 class TimedEngine:
-    """Calls the tool in three turns and then answers; it takes its time."""
+    """An engine that calls the tool in three turns and then answers, with a fixed time per token."""
 
     max_context = 1 << 20
 

@@ -1,13 +1,14 @@
-"""MB/s from the trainer to an SGLang server by every transport, beside a plain copy of the same tensors in memory.
+"""MB/s from the trainer to an SGLang server by each transport, compared with a copy of the same tensors in memory.
 
     AGENTRL_SGLANG_VENV=VENV python benchmarks/weight_sync.py             the embedded model, and one of 500 MB
     AGENTRL_SGLANG_VENV=VENV python benchmarks/weight_sync.py --mb 100    the second one of about 100 MB
-    python benchmarks/weight_sync.py --url http://127.0.0.1:30000         the embedded model, on a server that runs
+    python benchmarks/weight_sync.py --url http://127.0.0.1:30000         the embedded model, on a running server
 
-One real server a model (dummy weights, float32 on both sides). A row is one transport: from the pause to the resume,
-the best of `--repeat` updates after a first one that is not counted but checked bit for bit. The plain copy is `copy_`
-of all tensors in this process, once; `ratio` is the row's rate over the copy's. A safetensors file on /dev/shm is
-from_disk."""
+One real server per model (dummy weights, float32 on both sides). A row is one transport: from the pause to the resume,
+the best of `--repeat` updates after a first one, which is checked bit for bit and not counted. The plain copy is one
+`copy_` of all tensors in this process; `ratio` is the row's rate divided by that of the copy. The row
+`from_disk, /dev/shm` writes the safetensors file to memory.
+"""
 
 import argparse
 import asyncio
@@ -37,7 +38,7 @@ MB = 1_000_000
 
 
 def synthetic(megabytes: int, bytes_each: int = 4) -> Qwen3Config:
-    """The shape of Qwen3-0.6B with as many layers as fill `megabytes` with values of `bytes_each`."""
+    """Return the configuration of Qwen3-0.6B with as many layers as fill `megabytes`, at `bytes_each` per value."""
     config = Qwen3Config(
         vocab_size=16_384, hidden_size=1024, intermediate_size=3072, num_hidden_layers=1, num_attention_heads=16,
         num_key_value_heads=8, head_dim=128, tie_word_embeddings=True, max_position_embeddings=1024,
@@ -50,7 +51,10 @@ def synthetic(megabytes: int, bytes_each: int = 4) -> Qwen3Config:
 
 
 def plain_copy(model: Any, repeat: int, settle: Callable[[], object] = lambda: None) -> float:
-    """Seconds for `copy_` of every tensor, the best of `repeat` after one. settle: waits until copies have landed."""
+    """Return the seconds of `copy_` for all tensors, the best of `repeat` after a warm-up.
+
+    settle: waits until the copies are complete.
+    """
     source = [tensor for _, tensor in ModelWeights(model)]
     target = [torch.empty_like(tensor) for tensor in source]
     best = float("inf")
@@ -65,7 +69,7 @@ def plain_copy(model: Any, repeat: int, settle: Callable[[], object] = lambda: N
 
 @asynccontextmanager
 async def serving(folder: Path, url: str | None) -> AsyncIterator[str]:
-    """A server with the model in `folder`: its URL."""
+    """Start a server with the model in `folder`, unless `url` names one; yield its URL."""
     if url is not None:
         yield url
         return
@@ -84,7 +88,7 @@ async def serving(folder: Path, url: str | None) -> AsyncIterator[str]:
 
 
 async def measure(name: str, model: Any, url: str, repeat: int) -> list[dict[str, Any]]:
-    """The rows of one model."""
+    """Return the rows of one model."""
     size = sum(tensor.nbytes for _, tensor in ModelWeights(model))
     copied = plain_copy(model, repeat)
     rows = [{"model": name, "way": "plain copy", "seconds": copied, "mb_s": size / MB / copied, "ratio": 1.0}]

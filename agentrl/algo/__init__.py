@@ -1,4 +1,4 @@
-"""Advantages, policy losses, regularizers and aggregation: pure functions on tensors."""
+"""Advantages, policy losses, regularizers and aggregation, as pure functions of tensors."""
 
 from agentrl.algo import advantage as _advantage  # noqa: F401 - registers the built-in estimators
 from agentrl.algo import loss as _loss  # noqa: F401 - registers the built-in losses

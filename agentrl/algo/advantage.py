@@ -1,4 +1,4 @@
-"""Advantage estimators that compare the samples of a task: one number per sample, for all of its tokens."""
+"""Advantage estimators that compare the samples of a task: one advantage per sample, used for all of its tokens."""
 
 import torch
 from torch import Tensor
@@ -7,18 +7,19 @@ from agentrl.algo.registry import advantages
 from agentrl.algo.terms import Samples
 from agentrl.recipe.schema import AlgorithmSection
 
-EPSILON = 1e-6  # added to a standard deviation; one that is not larger than this is rounding
+EPSILON = 1e-6  # added to a standard deviation; a deviation up to this size counts as rounding error
 
 
 @advantages.register("grpo")
 def grpo(samples: Samples, config: AlgorithmSection) -> Tensor:
-    """Group-relative advantage, one a sample: float32 [S]. Reads nothing of the recipe.
+    """Group-relative advantage, one per sample: float32 [S]. Reads no recipe keys.
 
-    DeepSeekMath (arXiv:2402.03300), section 4.1.2: A_i = (r_i - mean(r)) / std(r) over the samples of a task, the
-    standard deviation being that of the sample (n - 1). A group of one, or of equal rewards, has nothing to compare: 0.
+    DeepSeekMath (arXiv:2402.03300), section 4.1.2: A_i = (r_i - mean(r)) / std(r) over the samples of a task, with the
+    sample standard deviation (n - 1). In a group of one, or of equal rewards, every advantage is 0.
 
-    Where a KL is subtracted from the rewards, std is that of the rewards before it: divided by their own deviation, the
-    KLs of a group that is equal otherwise, be they no more than rounding, would count as much as right against wrong.
+    If a KL is subtracted from the rewards, std is that of the rewards before the subtraction. Otherwise, in a group
+    whose rewards are equal but for the KL, KL differences as small as rounding errors would be scaled up to the size of
+    the difference between right and wrong answers.
     """
     groups = Groups(samples.groups)
     rewards = samples.rewards.double()
@@ -29,10 +30,10 @@ def grpo(samples: Samples, config: AlgorithmSection) -> Tensor:
 
 @advantages.register("dr_grpo")
 def dr_grpo(samples: Samples, config: AlgorithmSection) -> Tensor:
-    """The reward above the mean of its task, one a sample: float32 [S]. Reads nothing of the recipe.
+    """Reward minus the mean reward of the task, one per sample: float32 [S]. Reads no recipe keys.
 
-    Dr. GRPO (arXiv:2503.20783), equation 4: A_i = r_i - mean(r); hard and easy tasks weigh no more than others do. A
-    group of one, or of equal rewards: 0.
+    Dr. GRPO (arXiv:2503.20783), equation 4: A_i = r_i - mean(r), so that very easy and very hard tasks get no extra
+    weight. In a group of one, or of equal rewards, every advantage is 0.
     """
     groups = Groups(samples.groups)
     rewards = samples.rewards.double()
@@ -42,10 +43,10 @@ def dr_grpo(samples: Samples, config: AlgorithmSection) -> Tensor:
 
 @advantages.register("rloo")
 def rloo(samples: Samples, config: AlgorithmSection) -> Tensor:
-    """REINFORCE leave-one-out, one a sample: float32 [S]. Reads nothing of the recipe.
+    """REINFORCE leave-one-out advantage, one per sample: float32 [S]. Reads no recipe keys.
 
-    "Back to Basics" (arXiv:2402.14740), section 3.2: A_i = r_i - mean of the k - 1 other samples of the task. A group
-    of one has no others: 0.
+    "Back to Basics" (arXiv:2402.14740), section 3.2: A_i = r_i - mean of the k - 1 other samples of the task. In a
+    group of one the advantage is 0.
     """
     groups = Groups(samples.groups)
     rewards = samples.rewards.double()
@@ -55,11 +56,11 @@ def rloo(samples: Samples, config: AlgorithmSection) -> Tensor:
 
 @advantages.register("opo")
 def opo(samples: Samples, config: AlgorithmSection) -> Tensor:
-    """Advantage over the baseline of least variance, one a sample: float32 [S]. Reads nothing of the recipe.
+    """Reward minus the minimum-variance baseline, one per sample: float32 [S]. Reads no recipe keys.
 
-    OPO (arXiv:2505.23585), section 3: b = sum(l_i r_i) / sum(l_i) over the samples of a task, l_i being their sampled
-    tokens (a long sample's gradient is larger, so its reward counts more); A_i = r_i - b. The paper makes one update a
-    step. A group of one: 0.
+    OPO (arXiv:2505.23585), section 3: b = sum(l_i r_i) / sum(l_i) over the samples of a task, where l_i is the number
+    of sampled tokens (a longer sample has a larger gradient, so its reward counts more); A_i = r_i - b. The paper makes
+    one update per step. In a group of one the advantage is 0.
     """
     groups = Groups(samples.groups)
     rewards, lengths = samples.rewards.double(), samples.lengths.double()
@@ -69,12 +70,12 @@ def opo(samples: Samples, config: AlgorithmSection) -> Tensor:
 
 @advantages.register("grpo_passk")
 def grpo_passk(samples: Samples, config: AlgorithmSection) -> Tensor:
-    """Advantage for the best of a task's k samples, one a sample: float32 [S].
+    """Advantage for pass@k training, one per sample: float32 [S]. Reads no recipe keys.
 
-    "Optimizing language models for inference time objectives" (arXiv:2503.19595), section 3, with max as the objective
-    of k samples: what the maximum loses when a sample is left out, so r_max - r_second for the best and 0 for all
-    others; where two are best, 0. Divided by the group's standard deviation, as `grpo` does and with its rule for a
-    KL in the rewards. Reads nothing of the recipe.
+    "Optimizing language models for inference time objectives" (arXiv:2503.19595), section 3, with the maximum reward of
+    the k samples as the objective: a sample's advantage is the decrease of the maximum when the sample is left out, so
+    r_max - r_second for the best sample and 0 for all others; 0 for all if two are best. Divided by the group's
+    standard deviation as in `grpo`, also where a KL is subtracted from the rewards.
     """
     groups = Groups(samples.groups)
     rewards = samples.rewards.double()
@@ -85,25 +86,29 @@ def grpo_passk(samples: Samples, config: AlgorithmSection) -> Tensor:
 
 
 def earned(samples: Samples) -> Tensor:
-    """Return the rewards before a KL was subtracted from them, float64 [S]."""
+    """Return the rewards before any KL was subtracted, float64 [S]."""
     return (samples.rewards if samples.earned is None else samples.earned).double()
 
 
 class Groups:
-    """Statistics over the samples of each task, repeated for each of them: methods take and return float64 [S].
+    """Statistics over the samples of each task. Methods take one value per sample, float64 [S], and return for each
+    sample the statistic of its task, float64 [S].
 
-    count: float64 [S], the number of samples of each sample's task.
+    groups: int64 [S], equal for the samples of one task.
     """
 
     def __init__(self, groups: Tensor) -> None:
         self._of = torch.unique(groups, return_inverse=True)[1]
         self.count = self.total(torch.ones(len(groups), dtype=torch.float64))
+        """float64 [S]: the number of samples of each sample's task."""
 
     def total(self, values: Tensor) -> Tensor:
+        """Return the sum over the samples of the task."""
         sums = torch.zeros(len(self._of), dtype=torch.float64).index_add_(0, self._of, values)
         return sums[self._of]
 
     def mean(self, values: Tensor) -> Tensor:
+        """Return the mean over the samples of the task."""
         return self.total(values) / self.count
 
     def deviation(self, values: Tensor) -> Tensor:
@@ -117,7 +122,7 @@ class Groups:
         return nothing.scatter_reduce(0, self._of, values, "amax")[self._of]
 
     def best_of_others(self, values: Tensor) -> Tensor:
-        """Return the maximum over the other samples of the task; -inf where there are none."""
+        """Return the maximum over the other samples of the task; -inf if there are none."""
         best = self.best(values)
         is_best = values == best
         alone = self.total(is_best.double()) == 1

@@ -1,7 +1,7 @@
-"""Aggregation of token losses: each token has a weight, fixed by the whole update before it is split.
+"""Aggregation of token losses by a weight per token, computed from the whole update before it is split.
 
-The loss of an update is sum(weight * loss) over its sampled tokens. Since the weights are known beforehand,
-micro-batches and workers add up to exactly the same gradient, however the samples are distributed.
+The loss of an update is sum(weight * loss) over its sampled tokens. Since the weights are known in advance, the
+gradients of micro-batches and workers add up to exactly the same sum, however the samples are distributed.
 """
 
 from enum import StrEnum
@@ -16,14 +16,16 @@ class Aggregation(StrEnum):
     TOKEN_MEAN = "token_mean"
     """Every sampled token counts equally: 1 / tokens of the update (DAPO, arXiv:2503.14476, equation 8)."""
     SEQUENCE_MEAN = "sequence_mean"
-    """Every sample counts equally: 1 / (samples x its tokens) (GRPO, arXiv:2402.03300, equation 3)."""
+    """Every sample counts equally: 1 / (samples x tokens of the sample) (GRPO, arXiv:2402.03300, equation 3)."""
 
 
 def token_weights(lengths: npt.NDArray[np.int64], aggregation: str) -> npt.NDArray[np.float32]:
-    """Return the weight of each token of a sample, float32 [S], from the sampled tokens [S] of the WHOLE update.
+    """Return the weight of each token of a sample, float32 [S].
 
-    Samples whose advantage is 0 count: leaving them out would raise the step when few samples differ. A sample without
-    a sampled token weighs nothing. The weights of all tokens sum to 1.
+    lengths: int64 [S], the sampled tokens of each sample of the WHOLE update. aggregation: a value of `Aggregation`.
+    Samples with advantage 0 count too: without them the weights, and so the optimizer's step, would grow when few
+    samples have an advantage. Samples without sampled tokens do not count. The weights of all tokens sum to 1. Raises
+    ValueError for an unknown aggregation.
     """
     filled = np.maximum(lengths, 1).astype(np.float64)
     match Aggregation(aggregation):

@@ -1,4 +1,4 @@
-"""Policy losses for each token, the value loss, and the two regularizers. `aggregation` weights their sums."""
+"""Policy losses per token, the value loss, and the two regularizers. `aggregation` weights their sums."""
 
 import torch
 from torch import Tensor
@@ -7,19 +7,20 @@ from agentrl.algo.registry import losses
 from agentrl.algo.terms import LossTerms, Tokens
 from agentrl.recipe.schema import AlgorithmSection
 
-LOG_RATIO_LIMIT = 20.0  # exp of it is still finite in float32; a ratio beyond it is clipped anyway
+LOG_RATIO_LIMIT = 20.0  # its exp is finite in float32; larger ratios are clipped by the losses anyway
 
 
 @losses.register("ppo_clip", vanishes_with_advantage=True)
 def ppo_clip(tokens: Tokens, config: AlgorithmSection) -> LossTerms:
-    """The clipped surrogate, float32 [N].
+    """Clipped surrogate loss, float32 [N].
 
     PPO (arXiv:1707.06347), equation 7: -min(rho A, clip(rho, 1 - clip_low, 1 + clip_high) A), rho = pi / pi_old. A
     clip_high above clip_low is DAPO's clip-higher (arXiv:2503.14476), equation 10. `clip_dual` = c > 1 is dual-clip PPO
-    (arXiv:1912.09729), equation 5: where A < 0 the loss is at most -c A.
+    (arXiv:1912.09729), equation 5: where A < 0 the loss is at most -c A. Reads algorithm.clip_low, clip_high and
+    clip_dual.
 
-    metrics: clip_fraction_high and clip_fraction_low (tokens whose gradient the clip removed, by side), clip_fraction
-    (both), clip_fraction_dual, ratio_mean, approx_kl (k3 against the old policy).
+    metrics: clip_fraction_high and clip_fraction_low (tokens whose gradient the upper or lower clip removed),
+    clip_fraction (both), clip_fraction_dual, ratio_mean, approx_kl (k3 against the old policy).
     """
     ratio = (tokens.logprobs - tokens.old).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
     terms = _clipped(ratio, tokens, config)
@@ -33,14 +34,15 @@ def ppo_clip(tokens: Tokens, config: AlgorithmSection) -> LossTerms:
 
 @losses.register("gspo", vanishes_with_advantage=True)
 def gspo(tokens: Tokens, config: AlgorithmSection) -> LossTerms:
-    """The clipped surrogate with one ratio a sample, float32 [N].
+    """Clipped surrogate loss with one ratio per sample, float32 [N].
 
-    GSPO (arXiv:2507.18071), equations 5 and 7: s = (pi(y) / pi_old(y))^(1 / |y|), the geometric mean of the ratios of
-    a sample's tokens, and -min(s A, clip(s, 1 - clip_low, 1 + clip_high) A). Written as its GSPO-token, equations 13
-    and 14: each token carries the value of s and the gradient of its own log-prob, which with equal advantages is the
-    gradient of s. The paper weighs samples alike (`aggregation: sequence_mean`) and clips at 3e-4 and 4e-4.
+    GSPO (arXiv:2507.18071), equations 5 and 7: -min(s A, clip(s, 1 - clip_low, 1 + clip_high) A), where
+    s = (pi(y) / pi_old(y))^(1 / |y|) is the geometric mean of the ratios of a sample's tokens. Implemented as the
+    paper's GSPO-token, equations 13 and 14: each token has the value of s and the gradient of its own log-prob; with
+    equal advantages this is the gradient of s. The paper weights all samples equally (`aggregation: sequence_mean`) and
+    clips at 3e-4 and 4e-4. Reads algorithm.clip_low and clip_high. Raises ValueError without `Tokens.sample`.
 
-    metrics: as ppo_clip's, without clip_fraction_dual; a clipped sample counts by its tokens.
+    metrics: those of ppo_clip without clip_fraction_dual; all tokens of a clipped sample count as clipped.
     """
     log_ratio = tokens.logprobs - tokens.old
     sequence = _mean_by_sample(log_ratio.detach(), tokens.sample).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
@@ -50,12 +52,12 @@ def gspo(tokens: Tokens, config: AlgorithmSection) -> LossTerms:
 
 @losses.register("cispo", vanishes_with_advantage=True)
 def cispo(tokens: Tokens, config: AlgorithmSection) -> LossTerms:
-    """Policy gradient weighed by a clipped ratio, so that no token loses its gradient: float32 [N].
+    """Policy gradient weighted by a clipped ratio, so that every token keeps its gradient: float32 [N].
 
     MiniMax-M1 (arXiv:2506.13585), equations 4 and 5: -sg(clip(rho, 1 - clip_low, 1 + clip_high)) A log pi. The paper
-    has no lower bound (`clip_low: 1`) and a wide upper one.
+    uses no lower bound (`clip_low: 1`) and a high upper bound. Reads algorithm.clip_low and clip_high.
 
-    metrics: clip_fraction (tokens whose weight is not the ratio), ratio_mean, approx_kl.
+    metrics: clip_fraction (tokens whose ratio was clipped), ratio_mean, approx_kl.
     """
     ratio = (tokens.logprobs.detach() - tokens.old).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
     weight = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
@@ -65,54 +67,59 @@ def cispo(tokens: Tokens, config: AlgorithmSection) -> LossTerms:
 
 @losses.register("reinforce", vanishes_with_advantage=True)
 def reinforce(tokens: Tokens, config: AlgorithmSection) -> LossTerms:
-    """The plain policy gradient, float32 [N]: -A log pi (Williams 1992, Machine Learning 8, 229-256). Right for one
-    update a step; nothing is clipped and nothing corrected. metrics: ratio_mean, approx_kl."""
+    """Plain policy gradient, float32 [N]: -A log pi (Williams 1992, Machine Learning 8, 229-256).
+
+    Correct for one update per step: there is neither clipping nor a correction for older weights. Reads no recipe keys.
+    metrics: ratio_mean, approx_kl.
+    """
     ratio = (tokens.logprobs.detach() - tokens.old).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
     return LossTerms(-tokens.advantages * tokens.logprobs, _against_old(ratio, tokens))
 
 
 def value_loss(values: Tensor, old: Tensor, returns: Tensor, clip: float) -> LossTerms:
-    """The critic's loss, float32 [N]: values are clipped to within `clip` of those when the step began.
+    """Clipped value loss of the critic, float32 [N].
 
     The reference implementation of PPO (Baselines' ppo2; described in arXiv:2005.12729, section 3): max((V - R)^2,
-    (V_clipped - R)^2) / 2 with V_clipped = old + clip(V - old, -clip, clip). metrics: clip_fraction, the tokens whose
+    (V_clipped - R)^2) / 2 with V_clipped = old + clip(V - old, -clip, clip). values, old, returns: float32 [N], the
+    critic's values now and at the start of the step, and their targets. metrics: clip_fraction, the tokens whose
     gradient the clip removed.
     """
-    held = old + (values - old).clamp(-clip, clip)
-    free, clipped = (values - returns) ** 2, (held - returns) ** 2
-    stopped = (clipped > free) & ((values - old).abs() > clip)  # old + (V - old) rounds, which is no clipping
-    return LossTerms(0.5 * torch.maximum(free, clipped), {"clip_fraction": stopped.float()})
+    near_old = old + (values - old).clamp(-clip, clip)
+    unclipped, clipped = (values - returns) ** 2, (near_old - returns) ** 2
+    # Without clipping, old + (V - old) can still differ from V by rounding.
+    is_clipped = (clipped > unclipped) & ((values - old).abs() > clip)
+    return LossTerms(0.5 * torch.maximum(unclipped, clipped), {"clip_fraction": is_clipped.float()})
 
 
 def k3(logprobs: Tensor, reference: Tensor) -> Tensor:
-    """KL(pi || reference) by the low-variance estimator k3, one a token: [N], never negative.
+    """Estimate KL(pi || reference) per token by the low-variance estimator k3: [N], never negative.
 
     Schulman, "Approximating KL divergence" (2020): r - 1 - log r with r = reference / pi, on tokens sampled from pi;
-    GRPO's equation 4 (arXiv:2402.03300).
+    GRPO's equation 4 (arXiv:2402.03300). logprobs, reference: natural log-probs [N] of the same tokens.
     """
     log_ratio = (reference - logprobs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     return torch.expm1(log_ratio) - log_ratio
 
 
 def entropy(logits: Tensor) -> Tensor:
-    """H = -sum p log p of a categorical distribution, in nats: [..., V] to [...]."""
+    """Return the entropy -sum p log p of categorical distributions, in nats: logits [..., V] to [...]."""
     logprobs = logits.log_softmax(-1)
     return -(logprobs.exp() * logprobs).sum(-1)
 
 
 def _clipped(ratio: Tensor, tokens: Tokens, config: AlgorithmSection) -> LossTerms:
-    """Return max(-rho A, -clip(rho) A), and for which tokens the clip removed the gradient."""
+    """Return max(-rho A, -clip(rho) A), with the fractions of tokens whose gradient the clip removed as metrics."""
     advantages = tokens.advantages
-    free = -advantages * ratio
+    unclipped = -advantages * ratio
     clipped = -advantages * ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
-    stopped = clipped > free
+    is_clipped = clipped > unclipped
     metrics = {
-        "clip_fraction": stopped.float(),
-        "clip_fraction_high": (stopped & (advantages > 0)).float(),
-        "clip_fraction_low": (stopped & (advantages < 0)).float(),
+        "clip_fraction": is_clipped.float(),
+        "clip_fraction_high": (is_clipped & (advantages > 0)).float(),
+        "clip_fraction_low": (is_clipped & (advantages < 0)).float(),
         **_against_old(ratio.detach(), tokens),
     }
-    return LossTerms(torch.maximum(free, clipped), metrics)
+    return LossTerms(torch.maximum(unclipped, clipped), metrics)
 
 
 def _against_old(ratio: Tensor, tokens: Tokens) -> dict[str, Tensor]:

@@ -1,9 +1,9 @@
-"""PF-PPO: advantages of PPO weighted by a sample's rank in its task, as middle rewards are the least reliable.
+"""PF-PPO: PPO's advantages weighted by a sample's rank within its task, because rewards in the middle are unreliable.
 
-PF-PPO (arXiv:2409.06957) ranks the N samples of a task by their rewards, draws some of them by weights w of their
-ranks, and learns from those. Here nothing is drawn: a sample's advantages are multiplied by N x w, which in a policy
-loss equals the draw in expectation. Tied ranks share their weight, and where all rewards of a task are equal each
-weighs 1. The critic learns from every sample.
+PF-PPO (arXiv:2409.06957) ranks the N samples of a task by reward, draws some of them with probabilities w by rank, and
+learns from those. Here nothing is drawn: a sample's advantages are multiplied by N x w, which in a policy loss equals
+the draw in expectation. Samples of equal rank share their weight; if all rewards of a task are equal, every weight is
+1. The critic learns from every sample.
 """
 
 import torch
@@ -18,7 +18,7 @@ from agentrl.recipe.schema import AlgorithmSection
 
 @advantages.register("pf_ppo_best_worst", needs_values=True)
 def best_worst(samples: Samples, config: AlgorithmSection) -> TokenAdvantages:
-    """The paper's BW: `gae`, with half of a task's weight on its best sample, half on its worst, none on others."""
+    """The paper's BW: `gae` with half of a task's weight on its best sample and half on its worst."""
     groups, rewards = Groups(samples.groups), earned(samples)
     best, worst = rewards == groups.best(rewards), rewards == -groups.best(-rewards)
     return _weighted(samples, config, (_share(groups, best) + _share(groups, worst)) / 2)
@@ -26,7 +26,7 @@ def best_worst(samples: Samples, config: AlgorithmSection) -> TokenAdvantages:
 
 @advantages.register("pf_ppo_best_random", needs_values=True)
 def best_random(samples: Samples, config: AlgorithmSection) -> TokenAdvantages:
-    """The paper's BR: `gae`, with half of a task's weight on its best sample and half spread over the others."""
+    """The paper's BR: `gae` with half of a task's weight on its best sample and half spread over the others."""
     groups, rewards = Groups(samples.groups), earned(samples)
     best = rewards == groups.best(rewards)
     all_equal = groups.total(best.double()) == groups.count

@@ -1,7 +1,7 @@
-"""Advantage estimators and policy losses by the names that the literature gives them, and users' own.
+"""Registries of advantage estimators and policy losses: built-in ones, named as in the literature, and users'.
 
-A function of the user's is named in a recipe by its import path or by an entry point. Where it has properties that the
-learner must know of, it is registered:
+A recipe names a user's function by its import path or its entry point. A function with properties that the learner must
+know is registered:
 
     from agentrl.algo import advantages
 
@@ -23,13 +23,16 @@ from agentrl.recipe.schema import AlgorithmSection, Recipe
 
 
 class Advantage(Protocol):
-    """Computes one advantage for each sample, float32 [S], or one for each sampled token, as TokenAdvantages."""
+    """Signature of an advantage estimator.
+
+    Returns one advantage per sample, float32 [S], or one per sampled token, as TokenAdvantages.
+    """
 
     def __call__(self, samples: Samples, config: AlgorithmSection) -> Tensor | TokenAdvantages: ...
 
 
 class Loss(Protocol):
-    """Computes one loss for each token."""
+    """Signature of a policy loss. Returns one loss per token."""
 
     def __call__(self, tokens: Tokens, config: AlgorithmSection) -> LossTerms: ...
 
@@ -39,8 +42,9 @@ class AdvantageEntry:
     """A registered advantage estimator."""
 
     function: Advantage
+    """The estimator."""
     needs_values: bool = False
-    """It reads a critic's `Samples.values`, and returns `TokenAdvantages.returns` for the critic to learn."""
+    """Whether it reads the critic's `Samples.values` and returns `TokenAdvantages.returns`, the critic's targets."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +52,9 @@ class LossEntry:
     """A registered policy loss."""
 
     function: Loss
+    """The loss."""
     vanishes_with_advantage: bool = False
-    """It has no gradient where the advantage is 0: such samples then cost no forward pass."""
+    """Whether its gradient is 0 where the advantage is 0: such samples then need no forward pass."""
 
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -57,10 +62,10 @@ Entry = TypeVar("Entry", bound=AdvantageEntry | LossEntry)
 
 
 class Registry(Generic[Entry]):
-    """Entries by name; a name that is not registered is looked up among the entry points of `group`.
+    """Entries by name. A name that is not registered is looked up among the entry points of `group`.
 
-    entry: makes an entry of a function and its flags. flag: the entry's. attribute: what functions were marked with
-    before there were flags.
+    kind: what an entry is, for error messages. entry: makes an entry from a function and its flag. flag: the name of
+    the flag. attribute: the function attribute that was used before flags, read until 0.3.0.
     """
 
     def __init__(self, group: str, kind: str, entry: Callable[..., Entry], flag: str, attribute: str) -> None:
@@ -69,8 +74,11 @@ class Registry(Generic[Entry]):
         self._entries: dict[str, Entry] = {}
 
     def register(self, name: str, **flags: bool) -> Callable[[F], F]:
-        """Register the decorated function as `name`. flags: those of the entry (`needs_values` of an advantage,
-        `vanishes_with_advantage` of a loss). Raises ValueError for a name that another module has taken."""
+        """Register the decorated function as `name`.
+
+        flags: `needs_values` for an advantage, `vanishes_with_advantage` for a loss. Raises ValueError if a function of
+        another module has the name.
+        """
 
         def keep(function: F) -> F:
             known = self._entries.get(name)
@@ -83,13 +91,13 @@ class Registry(Generic[Entry]):
 
     @property
     def functions(self) -> dict[str, Callable[..., Any]]:
-        """The registered functions by name, those of agentrl among them."""
+        """The registered functions by name, including the built-in ones."""
         return {name: entry.function for name, entry in self._entries.items()}
 
     def get(self, name: str) -> Entry:
         """Return the entry of a registered name, an entry point or an import path `module:attribute`.
 
-        Raises UserError for a name that is unknown.
+        Raises UserError for an unknown name, or if the function cannot be imported.
         """
         if name in self._entries:
             return self._entries[name]
@@ -116,7 +124,7 @@ losses = Registry("agentrl.losses", "loss", LossEntry, "vanishes_with_advantage"
 
 
 def check_critic(recipe: Recipe) -> None:
-    """Raise UserError unless the recipe has a critic where its advantage needs one, and only there."""
+    """Check that the recipe has a critic exactly if its advantage needs one. Raises UserError if not."""
     name = recipe.algorithm.advantage
     needed = advantages.get(name).needs_values
     if needed and recipe.critic is None:

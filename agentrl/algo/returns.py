@@ -1,7 +1,7 @@
-"""Advantage estimators with one number per token, over a sample's sampled tokens alone.
+"""Advantage estimators with one advantage per sampled token.
 
-What a tool wrote between two turns is not a time step: the last token of one turn and the first of the next are
-neighbours, for discounts and for values.
+Tokens of tool results are not time steps: for discounts and values, the first sampled token of a turn directly follows
+the last sampled token of the turn before.
 """
 
 import torch
@@ -15,11 +15,12 @@ from agentrl.recipe.schema import AlgorithmSection
 
 @advantages.register("gae", needs_values=True)
 def gae(samples: Samples, config: AlgorithmSection) -> TokenAdvantages:
-    """Generalized advantage estimation against a critic's values, one per token, whitened over the step.
+    """Generalized advantage estimation with a critic's values, one per token, whitened over the step.
 
     arXiv:1506.02438, equations 11, 12 and 16: d_t = r_t + gamma V_t+1 - V_t, A_t = sum over l of (gamma lam)^l d_t+l,
-    where V after the last token is 0. Returns are A_t + V_t, before whitening. Then A is centred over all tokens of the
-    step, and divided by its standard deviation.
+    where V after the last token is 0. The returns are A_t + V_t before whitening. Then A is centred over all tokens of
+    the step and divided by its standard deviation. Reads algorithm.gamma and lam. Raises ValueError without
+    `Samples.values`.
     """
     rewards, values = _token_rewards(samples), samples.values
     if values is None:
@@ -32,11 +33,11 @@ def gae(samples: Samples, config: AlgorithmSection) -> TokenAdvantages:
 
 @advantages.register("reinforce_plus_plus")
 def reinforce_plus_plus(samples: Samples, config: AlgorithmSection) -> TokenAdvantages:
-    """The discounted reward to go, one per token, whitened over the step: no critic, no comparison within a task.
+    """Discounted reward-to-go, one per token, whitened over the step, without a critic or a comparison within a task.
 
-    REINFORCE++ (arXiv:2501.03262), its global advantage normalization: A_t = sum over l of gamma^l r_t+l, centred over
-    all tokens of the step and divided by their standard deviation. The paper subtracts a KL to the reference from the
-    reward of each token (`kl_in: reward`); a separate loss term works as well.
+    REINFORCE++ (arXiv:2501.03262), global advantage normalization: A_t = sum over l of gamma^l r_t+l, centred over all
+    tokens of the step and divided by their standard deviation. The paper subtracts a KL to the reference from the
+    reward of each token (`kl_in: reward`); a separate loss term works too. Reads algorithm.gamma.
     """
     found = discounted(_token_rewards(samples), samples.lengths, config.gamma)
     return TokenAdvantages(whitened(found).float())
@@ -44,7 +45,7 @@ def reinforce_plus_plus(samples: Samples, config: AlgorithmSection) -> TokenAdva
 
 @advantages.register("reinforce_plus_plus_baseline")
 def reinforce_plus_plus_baseline(samples: Samples, config: AlgorithmSection) -> TokenAdvantages:
-    """The reward above the mean of its task, whitened over the step.
+    """Reward minus the mean reward of the task, one per token, whitened over the step. Reads no recipe keys.
 
     REINFORCE++ with baseline (arXiv:2501.03262): A_i = r_i - mean(r) over the samples of a task, as in Dr. GRPO; then
     centred over all tokens of the step and divided by their standard deviation.
@@ -56,12 +57,12 @@ def reinforce_plus_plus_baseline(samples: Samples, config: AlgorithmSection) -> 
 
 
 def discounted(values: Tensor, lengths: Tensor, factor: float) -> Tensor:
-    """Return y_t = x_t + factor * y_t+1 within each sample: float64 [N] to [N], samples of `lengths` [S] tokens."""
+    """Return y with y_t = x_t + factor * y_t+1 within each sample. values: float64 [N]. lengths: int64 [S], sum N."""
     order = torch.argsort(lengths, descending=True, stable=True)
     lasts = (torch.cumsum(lengths, 0) - 1)[order]
     longest = int(lengths.max()) if len(lengths) else 0
     longer = torch.searchsorted(lengths.sort().values, torch.arange(longest), right=True)
-    alive = (len(lengths) - longer).tolist()  # samples that have more than k tokens, which come first in `order`
+    alive = (len(lengths) - longer).tolist()  # alive[k]: number of samples with more than k tokens, first in `order`
     found = torch.empty_like(values)
     carry = torch.zeros(len(lengths), dtype=values.dtype)
     for back, count in enumerate(alive):
@@ -72,7 +73,7 @@ def discounted(values: Tensor, lengths: Tensor, factor: float) -> Tensor:
 
 
 def whitened(values: Tensor) -> Tensor:
-    """Return values [N] shifted and scaled to mean 0 and standard deviation 1; 0 where all are equal."""
+    """Shift and scale values [N] to mean 0 and standard deviation 1; all 0 if the values are equal."""
     centred = values - values.mean() if len(values) else values
     deviation = (centred.square().sum() / max(1, len(values) - 1)).sqrt()
     if deviation <= EPSILON:
@@ -81,7 +82,7 @@ def whitened(values: Tensor) -> Tensor:
 
 
 def _following(values: Tensor, lengths: Tensor) -> Tensor:
-    """Return V_t+1 at t, 0 at the last token of a sample."""
+    """Return V_t+1 for each token t, 0 for the last token of a sample: [N]."""
     following = torch.zeros_like(values)
     following[:-1] = values[1:]
     following[(torch.cumsum(lengths, 0) - 1)[lengths > 0]] = 0.0
@@ -89,7 +90,7 @@ def _following(values: Tensor, lengths: Tensor) -> Tensor:
 
 
 def _token_rewards(samples: Samples) -> Tensor:
-    """Return the reward of each token, float64 [N]; without `token_rewards`, all of it at the last token."""
+    """Return the reward of each token, float64 [N]; without `token_rewards`, a sample's reward is at its last token."""
     if samples.token_rewards is not None:
         return samples.token_rewards.double()
     found = torch.zeros(int(samples.lengths.sum()), dtype=torch.float64)

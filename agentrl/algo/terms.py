@@ -8,56 +8,57 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """The S samples of a step, as an advantage estimator sees them; N sampled tokens in all, sample after sample.
+    """The S samples of a step, as an advantage estimator receives them, with N sampled tokens, sample after sample.
 
-    Tokens that tools wrote are left out.
+    Tokens of prompts and tool results are left out.
     """
 
     rewards: Tensor
-    """float32 [S]: the sum of a trajectory's parts, less the KL to the reference under `kl_in: reward`."""
+    """float32 [S]: the weighted sum of a trajectory's reward parts, minus the KL to the reference if
+    `kl_in: reward`."""
     groups: Tensor
     """int64 [S]: equal for the samples of one task."""
     lengths: Tensor
-    """int64 [S]: sampled tokens of each sample, which sum to N."""
+    """int64 [S]: number of sampled tokens of each sample; the sum is N."""
     token_rewards: Tensor | None = None
-    """float32 [N]: the rewards at the tokens after which they were given; their sum over a sample is its reward. None:
-    all of it with the last token."""
+    """float32 [N]: each reward at the token after which it was given; the sum over a sample is its reward. None: the
+    whole reward is at the last token."""
     values: Tensor | None = None
-    """float32 [N]: the critic's value of the state before each token; None where there is no critic."""
+    """float32 [N]: the critic's value of the state before each token; None without a critic."""
     earned: Tensor | None = None
-    """float32 [S]: the rewards before a KL was subtracted; None where none was."""
+    """float32 [S]: the rewards before the KL was subtracted; None if no KL was subtracted."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenAdvantages:
-    """Result of an estimator with one advantage per token."""
+    """The result of an estimator with one advantage per token."""
 
     advantages: Tensor
-    """float [N]."""
+    """float [N]: the advantage of each sampled token."""
     returns: Tensor | None = None
-    """float [N]: what the critic learns to predict; None without a critic."""
+    """float [N]: the critic's targets; None without a critic."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """N sampled tokens of a micro-batch, as a policy loss sees them. Log-probs are natural."""
+    """The N sampled tokens of a micro-batch, as a policy loss receives them. Log-probs are natural logarithms."""
 
     logprobs: Tensor
-    """float32 [N]: of the model that is trained, with gradient."""
+    """float32 [N]: log-probs under the model being trained, with gradient."""
     old: Tensor
-    """float32 [N]: of the weights that sampled, recomputed by the trainer."""
+    """float32 [N]: log-probs under the weights at the start of the step, computed by the trainer."""
     advantages: Tensor
-    """float32 [N]."""
+    """float32 [N]: the advantage of each token."""
     sample: Tensor | None = None
-    """int64 [N]: equal for the tokens of one sample, all of whose sampled tokens are in one micro-batch; None where the
-    caller cannot tell."""
+    """int64 [N]: equal for the tokens of one sample, all of which are in one micro-batch; None if the caller does not
+    know."""
 
 
 @dataclass(frozen=True, slots=True)
 class LossTerms:
-    """Result of a loss."""
+    """The result of a policy loss."""
 
     loss: Tensor
-    """float [N]: one per token, not aggregated yet."""
+    """float [N]: the loss of each token, before aggregation."""
     metrics: Mapping[str, Tensor] = field(default_factory=dict)
-    """name -> float [N]: averaged over the tokens into train/<name>."""
+    """name -> float [N]: averaged over the tokens and logged as train/<name>."""

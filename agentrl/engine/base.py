@@ -1,4 +1,4 @@
-"""`Engine`: the contract of what samples tokens. Token ids in, token ids out."""
+"""`Engine`: the contract of an engine, which samples token ids after token ids."""
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
@@ -16,16 +16,16 @@ from agentrl.weights.source import WeightSource
 
 
 class GenerationFinish(StrEnum):
-    """Why the engine stopped."""
+    """Why the engine stopped sampling."""
 
     STOP = "stop"
     """A stop id was sampled; it is the last of `ids`."""
 
     LENGTH = "length"
-    """`max_tokens`, or the model's context, is used up."""
+    """`max_tokens` or the model's maximum context was reached."""
 
     ABORT = "abort"
-    """The request was aborted; the ids so far are kept."""
+    """The request was aborted; the ids sampled so far are kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,19 +36,19 @@ class Sampling:
     """The maximum number of tokens of the turn."""
 
     temperature: float = 1.0
-    """0 is greedy."""
+    """Sampling temperature; 0: always the likeliest token."""
 
     top_p: float = 1.0
-    """Sample from the fewest tokens that hold this share of the probability; 1: from all."""
+    """Sample from the smallest set of likeliest tokens whose probabilities sum to at least this; 1: from all."""
 
     top_k: int = 0
-    """Sample from this many of the likeliest tokens; 0: from all."""
+    """Sample from this many likeliest tokens; 0: from all."""
 
     stop_ids: tuple[int, ...] = ()
     """Token ids that end the turn."""
 
     seed: int | None = None
-    """The same seed, ids and weights give the same tokens, whatever else is in the batch (None: any)."""
+    """Seed: equal seeds, ids and weights give equal tokens, independent of the rest of the batch. None: random."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,34 +59,34 @@ class Generation:
     """The sampled token ids."""
 
     logprobs: list[float]
-    """The log-prob (natural) of each id under the distribution sampled from at `temperature`, before top-p and top-k
-    renormalise it; at temperature 0 under that of temperature 1."""
+    """Natural log-prob of each id under softmax(logits / temperature), before top-p and top-k; at temperature 0, under
+    softmax(logits)."""
 
     finish: GenerationFinish
     """Why sampling stopped."""
 
     weight_version: int | Sequence[int] = 0
-    """The trainer's step whose weights sampled the ids: one number for all, or one for each where weights changed in
-    between."""
+    """The trainer's step whose weights sampled the ids: one number for all ids, or one per id if the weights changed
+    during the turn."""
 
 
 class EngineError(PlainError):
-    """The engine could not do its work: the request becomes FAILED with boundary `engine`; its reward is not 0."""
+    """An error of the engine: the request becomes FAILED with boundary `engine`, without a reward."""
 
 
 class Engine(Protocol):
-    """The contract of an engine. A class that a recipe names in `engine.name` derives from it: what the class does not
-    define has the default below. `generate` may be called by thousands of coroutines at once."""
+    """The contract of an engine. A class that a recipe names in `engine.name` derives from it; the methods below are
+    the defaults. `generate` may be called by thousands of coroutines at once."""
 
     brings_chat: ClassVar[bool] = False
-    """Whether the engine takes messages: it is made without a model, and its own `chat` replaces the tokenizer's."""
+    """Whether the engine takes messages: it is built without a model, and its own `chat` replaces the tokenizer's."""
 
     in_process: ClassVar[bool] = False
     """Whether the engine computes with the run's model in this process: it is then given the weights also where they
     are trained in others."""
 
     chat: Chat | None = None
-    """The chat of an engine that brings one."""
+    """The engine's own chat if `brings_chat`."""
 
     @staticmethod
     def missing(recipe: Recipe) -> list[str]:
@@ -99,7 +99,7 @@ class Engine(Protocol):
         """Return the servers that the engine launches on this machine with these `engine.args`, for the table of
         devices (`cluster/placement.py`), which gives an engine whose class takes `devices` those of each server.
 
-        Raises ValueError for an argument that should be a number and is not.
+        Raises ValueError for an argument that is not a number but should be.
         """
         return Launched()
 
@@ -111,49 +111,53 @@ class Engine(Protocol):
 
     @abstractmethod
     async def generate(self, ids: Sequence[int], sampling: Sampling, request_id: str) -> Generation:
-        """Sample one turn after the prompt `ids`. Calls with one `request_id` are turns of one conversation, each
-        prompt beginning with the former prompt and answer: what was computed for it may be kept until
-        `finish(request_id)`. Raises EngineError."""
+        """Sample one turn after the prompt `ids`. Raises EngineError.
+
+        Calls with the same `request_id` are turns of one conversation. Each prompt begins with the previous prompt and
+        answer, so that their cached state may be kept until `finish(request_id)`.
+        """
         ...
 
     def finish(self, request_id: str) -> None:
-        """Free what is kept for a conversation that is over. Unknown ids are ignored."""
+        """Free the state kept for a conversation that has ended. Unknown ids are ignored."""
         return None
 
     def abort(self, request_id: str | None = None) -> None:
-        """Stop one request (None: all); their `generate` returns what they have, with finish `abort`."""
+        """Stop one request (None: all). `generate` then returns the ids sampled so far, with finish `abort`."""
         return None
 
     async def update_weights(self, version: int, weights: WeightSource | None = None) -> None:
-        """Sample from new weights, those of the trainer's step `version`, from now on; drop what was computed with the
-        old ones. weights: those of a trainer in other processes; None where the engine knows the trainer's model."""
+        """Sample from the weights of the trainer's step `version` from now on, and drop state computed with old ones.
+
+        weights: the new weights if the trainer is in other processes; None if the engine has the trainer's model.
+        """
         return None
 
     async def sleep(self) -> None:
-        """Stop sampling and free memory while the trainer works; requests wait."""
+        """Pause sampling and free memory for the trainer; requests wait until `wake`."""
         return None
 
     async def wake(self) -> None:
-        """Sample again after `sleep`."""
+        """Resume sampling after `sleep`."""
         return None
 
     async def health(self) -> None:
-        """Start what has to be started, and check that the engine can serve. Raises EngineError or UserError."""
+        """Start the engine's processes, if any, and check that it can serve. Raises EngineError or UserError."""
         return None
 
     def keep_logs(self, folder: Path) -> None:
-        """Write the output of the engine's processes into `folder`, the run's, from now on."""
+        """Write the output of the engine's processes into the run folder `folder` from now on."""
         return None
 
     async def close(self) -> None:
-        """Free everything; running requests end with finish `abort`."""
+        """Free all resources; running requests end with finish `abort`."""
         return None
 
 
 def engine_class(name: str) -> type[Engine]:
-    """Return the class of the installed engine `name`, which knows its capabilities before an engine is made.
+    """Return the class of the engine `name`, which declares the engine's capabilities before an instance exists.
 
-    Raises UserError: no such engine, or not a class that derives from `Engine`.
+    Raises UserError if there is no such engine, or if it is not a class derived from `Engine`.
     """
     made = load("engines", name)
     if not (isinstance(made, type) and Engine in made.__mro__):

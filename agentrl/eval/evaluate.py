@@ -1,4 +1,4 @@
-"""`evaluate`: a model on held-out tasks, scored by all that the recipe would train it by."""
+"""`evaluate`: play held-out tasks with a model, and score them with the rewards that the recipe trains on."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,17 +23,23 @@ from agentrl.rollout.player import Player
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """One result a split, in the order asked for. `notes`: lines about tasks or samples that were left out."""
+    """The result of `evaluate`. `evaluation["test"]` is the result of one split."""
 
     model: str
+    """The model's folder or hub name; for an engine that brings its own chat, the chat's description."""
     env: str
+    """The environment's name, and its source in brackets unless it is a mixture."""
     splits: tuple[SplitResult, ...]
+    """One result per split, in the order requested."""
     notes: tuple[str, ...] = ()
+    """Lines about tasks or samples that were left out, and about resources that could not be closed."""
 
     def __getitem__(self, split: str) -> SplitResult:
+        """Return the result of `split`. Raises StopIteration if it was not evaluated."""
         return next(r for r in self.splits if r.split == split)
 
     def json(self) -> dict[str, Any]:
+        """Return model, environment and the results by split as JSON values; `notes` are left out."""
         return {"model": self.model, "env": self.env, "splits": {r.split: r.json() for r in self.splits}}
 
 
@@ -46,12 +52,14 @@ def evaluate(
     samples: int | None = None,
     progress: Progress | None = None,
 ) -> Evaluation:
-    """Evaluate a model on `eval.tasks` tasks of each split, `samples` (else `eval.samples`) times each.
+    """Evaluate a model on `eval.tasks` tasks of each split, with `samples` (default: `eval.samples`) samples per task.
 
-    recipe: a Recipe, a recipe's path, or a run's folder, whose recipe then is taken with its best checkpoint. model: a
-    folder, a run's folder (its best checkpoint), or a hub name, in place of the recipe's. splits: in place of
-    `eval.splits`. A reward model (`rewards.model`) is loaded into this process and asked. Raises UserError; what can be
-    known without a model is said before one is loaded.
+    recipe: a Recipe, the path of a recipe, or a run folder: then that run's recipe and its best checkpoint are used.
+    overrides: `key=value`, only with a path. model: replaces the recipe's model: a folder, a run folder (its best
+    checkpoint) or a hub name. splits: replaces `eval.splits`. progress: where to show progress; default: stderr. A
+    reward model (`rewards.model`) is loaded into this process.
+
+    Raises UserError for bad input; before a model is loaded, wherever the mistake can be found without one.
     """
     if isinstance(recipe, str):
         path, folder = recipe_of(recipe)
@@ -67,8 +75,10 @@ def evaluate(
 
 
 def model_of(path: str) -> str:
-    """Return the folder of a run's best checkpoint (the last, where none was evaluated), or of the model that a warm
-    start left there; any other path or name as it is. Raises UserError for a run without a checkpoint."""
+    """Return the model folder of a run: its best checkpoint, else its last one, else the model of its warm start.
+
+    Any path or name that is not a run folder is returned unchanged. Raises UserError for a run without a checkpoint.
+    """
     if recipe_of(path)[1] is None:
         return path
     folder = RunFolder(Path(path))
@@ -83,9 +93,11 @@ def model_of(path: str) -> str:
 async def play(
     recipe: Recipe, model: str | None, progress: Progress, extend: Callable[[Player], None] | None = None
 ) -> Evaluation:
-    """Evaluate as the recipe's `eval` says. model: a folder or hub name in place of the recipe's. extend: called once
-    with the player, before it plays. Raises UserError; what can be known without a model is raised before
-    one is loaded."""
+    """Run the evaluation that the recipe's `eval` section describes, in the running event loop.
+
+    model: a folder or hub name that replaces the recipe's. extend: called once with the player, before it plays.
+    Raises UserError for bad input; before a model is loaded, wherever the mistake can be found without one.
+    """
     env = make_environment(recipe.env)
     chosen = chosen_splits(env, recipe)
     if empty := [split for split in chosen if not len(tasks_of(env, split))]:
@@ -110,8 +122,10 @@ async def play(
 
 
 def chosen_splits(env: Environment, recipe: Recipe) -> tuple[str, ...]:
-    """Return the splits to report: the recipe's, or all held-out ones but those for validation, where there are
-    others. Raises UserError for one that the environment does not have."""
+    """Return the splits to report: those of `eval.splits`, else those of `reported`.
+
+    Raises UserError for a split that the environment does not have.
+    """
     if recipe.eval.splits is None:
         return reported(env)
     for split in recipe.eval.splits:
@@ -121,13 +135,16 @@ def chosen_splits(env: Environment, recipe: Recipe) -> tuple[str, ...]:
 
 
 def reported(env: Environment) -> tuple[str, ...]:
-    """Return the held-out splits that are not for validation; all where there is no other."""
+    """Return the held-out splits that are not for validation; all held-out splits if there are no others."""
     return tuple(split for split in env.splits if not is_validation(split)) or tuple(env.splits)
 
 
 def choosing_split(env: Environment, recipe: Recipe, splits: tuple[str, ...]) -> str | None:
-    """Return the split that is evaluated during training, to choose the best checkpoint by: for validation, or
-    else the first of `splits`, those that are reported. None: the recipe evaluates nothing."""
+    """Return the split that is evaluated during training to choose the best checkpoint; None: nothing is evaluated.
+
+    It is the environment's first validation split if the recipe evaluates during training, else the first of `splits`,
+    the reported ones.
+    """
     own = next((split for split in env.splits if is_validation(split)), None)
     if not splits or own is None or not 0 < recipe.eval.every < recipe.train.steps:
         return splits[0] if splits else None

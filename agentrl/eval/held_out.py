@@ -13,26 +13,32 @@ from agentrl.recipe.schema import Recipe
 from agentrl.rollout.player import Player
 from agentrl.trajectory import Group, Trajectory
 
-EVAL_SEED = 20_000_003  # apart from those of training steps
+EVAL_SEED = 20_000_003  # differs from every seed of a training step
 
 
 @dataclass(slots=True)
 class HeldOut:
-    """Plays the first `eval.tasks` fitting tasks of a split. `tasks` maps split -> tasks. splits: those to report;
-    choosing: the one by which the best checkpoint is chosen, None where there is none."""
+    """The held-out tasks of each split, with the settings that every evaluation plays them with."""
 
     player: Player
+    """Plays the tasks."""
     tasks: Mapping[str, Sequence[Task]]
+    """The tasks of each split: those of its first `eval.tasks` whose prompt fits."""
     samples: int
+    """Samples per task."""
     temperature: float | None
+    """Sampling temperature; None: that of `rollout.temperature`."""
     splits: tuple[str, ...]
+    """The splits to report."""
     choosing: str | None
+    """The split that chooses the best checkpoint; None if there is none."""
 
     @classmethod
     async def prepare(
         cls, player: Player, recipe: Recipe, splits: Sequence[str], choosing: str | None = None
     ) -> "tuple[HeldOut, list[str]]":
-        """With the lines to print about tasks whose prompt does not fit."""
+        """Choose the tasks of `splits` and `choosing`; return them with one line per split about prompts that do not
+        fit."""
         chosen: dict[str, Sequence[Task]] = {}
         notes = []
         for split in dict.fromkeys((*splits, *((choosing,) if choosing is not None else ()))):
@@ -47,7 +53,11 @@ class HeldOut:
     async def play(
         self, split: str, on_group: Callable[[Group], None] | None = None, after: int = 0
     ) -> tuple[SplitResult, list[Group]]:
-        """after: steps of training that are done, which the ids of sessions tell and their seeds do not."""
+        """Play all tasks of `split`; return the result and the groups.
+
+        on_group: called as each group ends. after: training steps done so far; part of the session ids, not of the
+        seeds.
+        """
         groups = await self.player.play(
             self.tasks[split],
             self.samples,
@@ -59,7 +69,10 @@ class HeldOut:
         return summarize(split, groups, self.solved), groups
 
     def solved(self, trajectory: Trajectory) -> bool:
-        """The environment's word on a finished trajectory. Raises UserError for an error of it, and for no word."""
+        """Return the environment's `solved` for a finished trajectory.
+
+        Raises UserError if `solved` raises, or returns anything but a bool.
+        """
         env = self.player.env
         whose = f"environment {env.name!r}: `solved` of task {trajectory.task.id}"
         found = call_plugin(whose, env.solved, trajectory.rewards, trajectory.task)

@@ -1,4 +1,4 @@
-"""How far an evaluation is, on a terminal only: a bar a split, by tasks whose samples have all ended."""
+"""Progress bars of an evaluation, on a terminal only: one bar per split, which counts tasks with all samples ended."""
 
 from collections.abc import Callable
 from types import TracebackType
@@ -13,7 +13,7 @@ from agentrl.trajectory import Group
 
 
 class Progress:
-    """Bars that vanish when the evaluation ends; nothing is shown where stderr is no terminal."""
+    """Progress bars that disappear when the evaluation ends; nothing is shown if stderr is not a terminal."""
 
     def __init__(self, console: Console | None = None) -> None:
         self._console = console = console or terminal(stderr=True)
@@ -25,6 +25,7 @@ class Progress:
         )  # fmt: skip
 
     def __enter__(self) -> "Progress":
+        """Show the bars."""
         self._bars.start()
         return self
 
@@ -32,17 +33,17 @@ class Progress:
         self._bars.stop()
 
     def say(self, line: str) -> None:
-        """A line that stays, such as what an engine says as it starts."""
+        """Print a line that stays, such as the description of an engine that starts."""
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def phase(self, text: str) -> None:
-        """What goes on right now, until a split is followed."""
+        """Show the current activity, until `follow` is called."""
         if self._phase is None:
             self._phase = self._bars.add_task(escape(text), total=None)
         self._bars.update(self._phase, description=escape(text))
 
     def follow(self, split: str, tasks: int) -> Callable[[Group], None]:
-        """What is to be called as each of the split's `tasks` groups ends."""
+        """Add a bar for a split of `tasks` tasks; return the function to call as each group ends."""
         if self._phase is not None:
             self._bars.remove_task(self._phase)
             self._phase = None

@@ -1,4 +1,4 @@
-"""What an evaluation says about one held-out split."""
+"""The result of an evaluation on one held-out split."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -11,15 +11,18 @@ from agentrl.trajectory import Group, Trajectory
 
 
 class Accuracy(NamedTuple):
-    """value: share of samples solved, 0..1. low, high: its 95 % interval; None where it is not known any more."""
+    """An accuracy with its 95 % interval."""
 
     value: float
+    """Share of samples solved, 0..1."""
     low: float | None = None
+    """Lower bound of the interval; None in results saved before intervals were."""
     high: float | None = None
+    """Upper bound of the interval; None in results saved before intervals were."""
 
     @classmethod
     def read(cls, saved: Any) -> "Accuracy":
-        """From JSON; a lone number is what was saved before intervals were."""
+        """Read from JSON: [value, low, high], or a single number, which was saved before intervals were."""
         return cls(*saved) if isinstance(saved, list) else cls(saved)
 
     def __str__(self) -> str:
@@ -30,37 +33,49 @@ class Accuracy(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SplitResult:
-    """accuracy: share of samples solved, with its 95 % interval low..high. pass_at: k -> chance that one of k is right.
-
-    turns, tool_calls: means a sample. tool_errors: share of the tool calls that went wrong. failed: samples that the
-    machinery lost, in no other figure. finish: reason -> count.
-    """
+    """The figures of one split. Samples that failed are counted in `failed` only."""
 
     split: str
+    """Name of the split."""
     tasks: int
+    """Number of tasks played."""
     samples: int
+    """Number of samples, failed ones excluded."""
     accuracy: float
+    """Share of samples solved, 0..1."""
     low: float
+    """Lower bound of the accuracy's 95 % interval."""
     high: float
+    """Upper bound of the accuracy's 95 % interval."""
     pass_at: Mapping[int, float]
+    """k -> probability that at least one of k samples solves the task, mean over tasks."""
     reward: float
+    """Mean reward per sample."""
     turns: float
+    """Mean number of assistant turns per sample."""
     tool_calls: float
+    """Mean number of tool calls per sample."""
     tool_errors: float
+    """Share of the tool calls that ended with an error, 0..1."""
     tokens: float
+    """Mean number of sampled tokens per sample."""
     finish: Mapping[str, int]
+    """Finish reason -> number of samples."""
     failed: int
+    """Number of samples lost to an error that is not the model's."""
 
     @property
     def interval(self) -> Accuracy:
+        """The accuracy with its interval."""
         return Accuracy(self.accuracy, self.low, self.high)
 
     def json(self) -> dict[str, Any]:
+        """Return the fields as a dictionary, which `json.dumps` takes."""
         return asdict(self)
 
 
 def summarize(split: str, groups: Sequence[Group], solved: Callable[[Trajectory], bool]) -> SplitResult:
-    """`solved` is the environment's word on one trajectory."""
+    """Compute the figures of a split. solved: returns whether one trajectory solved its task."""
     played = [t for group in groups for t in group.trajectories]
     correct = [sum(solved(t) for t in group.trajectories) for group in groups]
     samples = [len(group.trajectories) for group in groups]
@@ -85,9 +100,9 @@ def summarize(split: str, groups: Sequence[Group], solved: Callable[[Trajectory]
 
 
 def failures(what: str, groups: Sequence[Group]) -> str | None:
-    """A line when the machinery lost samples: how many, and what went wrong most often. None when it lost none.
+    """Return one line about failed samples: how many, and the most frequent error; None if no sample failed.
 
-    Raises UserError when it lost all: then there is nothing to learn or to tell from `what`.
+    Raises UserError with that line if all samples failed. what: names the step or evaluation.
     """
     lost = [t.failure for group in groups for t in group.failed if t.failure is not None]
     if not lost:
@@ -101,7 +116,7 @@ def failures(what: str, groups: Sequence[Group]) -> str | None:
 
 
 def _pass_at(correct: Sequence[int], samples: Sequence[int]) -> dict[int, float]:
-    """For k = 1, 2, 4, ... and the number of samples itself; tasks that lost samples count for the k they reach."""
+    """Return pass@k for k = 1, 2, 4, ... and k = samples per task; each k over the tasks with at least k samples."""
     most = max(samples, default=0)
     ks = sorted({1, most, *(2**i for i in range(most.bit_length()) if 2**i <= most)} - {0})
     return {k: _mean([pass_at_k(c, s, k) for c, s in zip(correct, samples, strict=True) if s >= k]) for k in ks}

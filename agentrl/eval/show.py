@@ -1,4 +1,4 @@
-"""Evaluation results for people and for programs."""
+"""Output of evaluation results: a table on the terminal, and a JSON file."""
 
 import json
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ from agentrl.terminal import terminal
 
 
 def show(evaluation: Evaluation, console: Console | None = None) -> None:
-    """A table, a column a split."""
+    """Print the notes and a table with one column per split. console: default stdout."""
     console = console or terminal()
     for note in evaluation.notes:
         console.print(note, highlight=False, markup=False)
@@ -38,18 +38,18 @@ def _cells(r: SplitResult) -> Iterator[tuple[str, str]]:
     yield "tasks", f"{r.tasks:,}"
     yield "samples", f"{r.samples:,}"
     yield "reward", f"{r.reward:.3f}"
-    yield "turns a sample", f"{r.turns:.2f}"
-    yield "tool calls a sample", f"{r.tool_calls:.2f}"
+    yield "turns per sample", f"{r.turns:.2f}"
+    yield "tool calls per sample", f"{r.tool_calls:.2f}"
     yield "tool errors", f"{r.tool_errors:.1%}"
-    yield "tokens a sample", f"{r.tokens:.1f}"
+    yield "tokens per sample", f"{r.tokens:.1f}"
     for reason, count in sorted(r.finish.items()):
         yield f"ended by {reason}", f"{count / r.samples:.1%}"
     if r.failed:
-        yield "failed, in no figure", f"[yellow]{r.failed:,}[/yellow]"
+        yield "failed, not counted above", f"[yellow]{r.failed:,}[/yellow]"
 
 
 def check_writable(path: str) -> None:
-    """Raises UserError when `write_json` could not write there: to be asked before the work is done."""
+    """Check before the evaluation that `write_json` can write to `path`. Raises UserError if not."""
     file = Path(path)
     if file.is_dir() or not file.parent.is_dir():
         what = "it is a folder" if file.is_dir() else f"there is no folder {file.parent}"
@@ -57,7 +57,7 @@ def check_writable(path: str) -> None:
 
 
 def write_json(evaluation: Evaluation, path: str) -> None:
-    """Raises UserError when the file cannot be written."""
+    """Write `evaluation.json()` to `path`. Raises UserError if the file cannot be written."""
     try:
         Path(path).write_text(json.dumps(evaluation.json(), indent=2) + "\n")
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Accuracy with its uncertainty, and pass@k. Pure functions on counts."""
+"""Accuracy with a confidence interval, and pass@k: pure functions of counts."""
 
 import math
 from collections.abc import Sequence
@@ -7,9 +7,9 @@ Z95 = 1.959963984540054  # two-sided 95 % quantile of the standard normal
 
 
 def wilson(successes: float, trials: float) -> tuple[float, float]:
-    """The 95 % score interval of a proportion (Wilson 1927), which stays within 0..1 and holds at 0 and at 1.
+    """Return the 95 % score interval (low, high) of a proportion (Wilson 1927): within 0..1, and valid at 0 and 1.
 
-    `trials` may be an effective number. No trials: (0, 1).
+    trials: may be an effective, fractional number; 0 gives (0, 1).
     """
     if trials <= 0:
         return 0.0, 1.0
@@ -20,28 +20,29 @@ def wilson(successes: float, trials: float) -> tuple[float, float]:
 
 
 def accuracy_interval(correct: Sequence[int], samples: Sequence[int]) -> tuple[float, float, float]:
-    """(accuracy, low, high) over tasks, of which task i was solved correct[i] out of samples[i] times.
+    """Return (accuracy, low, high) over tasks, where task i was solved in correct[i] of samples[i] samples.
 
-    Samples of a task belong together, so the score interval takes the trials divided by the design effect (Kish 1965):
-    as many as tasks where a task's samples all end alike, as at 0 and at 1, and as many as samples where they are
-    independent.
+    Samples of a task are correlated, so the Wilson interval uses the number of samples divided by the design effect
+    (Kish 1965): the number of tasks if all samples of a task have the same outcome, as at accuracy 0 or 1, and the
+    number of samples if they are independent.
     """
     pairs = [(c, s) for c, s in zip(correct, samples, strict=True) if s > 0]
     if not pairs:
         return 0.0, 0.0, 1.0
     total = sum(s for _, s in pairs)
     p = sum(c for c, _ in pairs) / total
-    mean_size = sum(s * s for _, s in pairs) / total  # of the task that a sample belongs to
-    trials = total / (1 + (mean_size - 1) * _agreement(pairs))
+    mean_size = sum(s * s for _, s in pairs) / total  # samples per task, averaged over samples
+    trials = total / (1 + (mean_size - 1) * _correlation(pairs))
     low, high = wilson(p * trials, trials)
     return p, low, high
 
 
-def _agreement(pairs: Sequence[tuple[int, int]]) -> float:
-    """The correlation of two samples of one task, 0..1, from (correct, samples) of each task.
+def _correlation(pairs: Sequence[tuple[int, int]]) -> float:
+    """Return the intra-task correlation of two samples, 0..1, from (correct, samples) of each task.
 
-    How often does another sample of a task end as one of the rarer outcome did? One more such sample, with which all
-    others agree, is counted in, so that nothing seen is full agreement and certainty comes with what is seen.
+    It follows from how often a second sample of a task has the same outcome, given that the first has the rarer one.
+    One pseudo-sample of the rarer outcome is added, with which all other samples of its task agree: without data the
+    correlation is 1, and with more data the pseudo-sample matters less.
     """
     total, correct = sum(s for _, s in pairs), sum(c for c, _ in pairs)
     rare = pairs if 2 * correct <= total else [(s - c, s) for c, s in pairs]
@@ -54,9 +55,10 @@ def _agreement(pairs: Sequence[tuple[int, int]]) -> float:
 
 
 def pass_at_k(correct: int, samples: int, k: int) -> float:
-    """The chance that at least one of k samples is right, without bias from `samples` draws.
+    """Return the unbiased estimate of the probability that at least one of k samples is correct.
 
-    1 - C(samples - correct, k) / C(samples, k) (Chen et al. 2021, arXiv:2107.03374, equation 1). Needs k <= samples.
+    1 - C(samples - correct, k) / C(samples, k) (Chen et al. 2021, arXiv:2107.03374, equation 1). Raises ValueError if
+    k > samples.
     """
     if k > samples:
         raise ValueError(f"pass@{k} needs at least {k} samples, there are {samples}")

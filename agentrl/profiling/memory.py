@@ -1,7 +1,7 @@
-"""The peak memory of each phase of a step: of the process on a CPU, of torch's allocator on a GPU.
+"""Peak memory of each phase of a step: of the process on a CPU, of torch's allocator on a GPU.
 
-Phases may overlap (sampling goes on while the update runs): at every boundary the peak since the last one is counted
-for each phase that was under way. Costs a fifth of a millisecond per boundary.
+Phases may overlap (sampling during the update): each start and end of a phase is a boundary, at which the peak since
+the last boundary is counted for every active phase. A boundary takes 0.2 ms.
 """
 
 import resource
@@ -13,14 +13,15 @@ from typing import Any
 
 import torch
 
-GIGA = 1e9
+GIGA = 1e9  # bytes in a GB
 _STATUS, _RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 class PeakMemory:
-    """`with peaks.phase("train"): ...`, then `take()` gives the metrics of the step.
+    """Peak memory by phase: `with peaks.phase("train"): ...`, then `take()` returns the metrics of the step.
 
-    device: of the tensors. On Linux the peak of the process is of the phase alone; elsewhere, since it began.
+    device: where the tensors are. On Linux, the peak of the process is that of the phase; on other systems, that since
+    the process started.
     """
 
     def __init__(self, device: Any = "cpu") -> None:
@@ -31,6 +32,7 @@ class PeakMemory:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
+        """Measure the block as phase `name`."""
         with self._lock:
             self._boundary()
             self._active.append(name)
@@ -42,7 +44,7 @@ class PeakMemory:
                 self._active.remove(name)
 
     def take(self) -> dict[str, float]:
-        """memory/<phase>_gb of the phases since the last call, in 10^9 bytes."""
+        """Return memory/<phase>_gb, in 10^9 bytes, for the phases since the last call."""
         with self._lock:
             found = {f"memory/{name}_gb": value / GIGA for name, value in self._step.items()}
             self._step = {}
@@ -60,11 +62,11 @@ class PeakMemory:
 
 
 def _process() -> float:
-    """Bytes: the high-water mark of the process's resident memory, which begins anew."""
+    """Return the peak resident memory of the process in bytes, and reset it."""
     try:
         status = _STATUS.read_bytes()
         _RESET.write_bytes(b"5")  # proc(5): resets VmHWM, and nothing else
     except OSError:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0
-    at = status.index(b"VmHWM:") + len(b"VmHWM:")
-    return int(status[at : status.index(b"kB", at)]) * 1024.0
+    start = status.index(b"VmHWM:") + len(b"VmHWM:")
+    return int(status[start : status.index(b"kB", start)]) * 1024.0

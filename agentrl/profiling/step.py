@@ -1,9 +1,9 @@
-"""`StepProfiler`: the arithmetic, memory and traces of a run's steps, measured around the loop's phases and the roles.
+"""`StepProfiler`: FLOPs, memory and traces of a run's steps, measured around the phases of the loop and calls of roles.
 
-A role is wrapped before the learner is built, not changed: each call of it by a batch adds what the batch needs to the
-step's arithmetic, wherever the role is. The reward model's calls, made while samples are drawn, are counted and timed
-by themselves. A role of this process is recorded here where the recipe asks for a trace of the step; workers learn
-through the role host which steps to record, and report their memory through it.
+Roles are wrapped, not changed, before the learner is built: each call with a batch adds the batch's FLOPs to those of
+the step, in whatever process the role runs. Calls of the reward model, which happen during sampling, are counted and
+timed separately. Roles of this process are traced here in the steps that the recipe names; workers are told by the role
+host which steps to trace, and report their memory through it.
 """
 
 from collections.abc import Callable, Collection, Iterator
@@ -22,7 +22,7 @@ from agentrl.profiling.trace import Profiler
 
 ROLLOUT, TRAIN, SYNC = "rollout", "train", "sync"
 PROFILE = "profile"
-"""The folder of traces, inside the run's."""
+"""Folder of the traces, inside the run folder."""
 
 REWARD_MODEL = "reward_model"
 FORWARD, UPDATE = ("logprobs", "values", "scores"), ("update",)
@@ -31,19 +31,23 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class InstrumentedRoles:
-    """The roles of a host, their calls counted and recorded; None where the recipe has no such role."""
+    """The roles of a role host, wrapped so that their calls are counted and traced."""
 
     actor: Policy
+    """The policy being trained."""
     reference: Frozen | None
+    """The reference policy; None without one."""
     critic: Values | None
+    """The critic; None without one."""
     reward_model: Scores | None
+    """The reward model; None without one."""
 
 
 class StepProfiler:
-    """One for a run. `roles` are those of `role_host`, instrumented.
+    """Profiler of a run's steps. `roles` are the roles of `role_host`, instrumented.
 
-    folder: of the traces. steps: those to record. engine: whether the engine computes in this process, and is to be
-    recorded too.
+    folder: where the traces are written. steps: the steps to trace. engine: whether the engine computes in this
+    process, so that it is traced too.
     """
 
     def __init__(self, role_host: RoleHost, folder: Path, steps: Collection[int] = (), *, engine: bool) -> None:
@@ -56,6 +60,7 @@ class StepProfiler:
         self._engine = Profiler(folder, "engine", steps=steps if engine else ())
         self._run_peaks: dict[str, float] = {}
         self.step = 0
+        """The step that the last phase belonged to."""
         self._lock = Lock()
         self._flops = self._scoring_flops = self._scoring_seconds = 0.0
         self.roles = InstrumentedRoles(
@@ -66,7 +71,7 @@ class StepProfiler:
         )
 
     def count(self, name: str, flops: float, seconds: float) -> None:
-        """Add a call of the role `name`; those of the reward model may come from any thread."""
+        """Add the FLOPs and duration of one call of role `name`. Any thread may report the reward model's."""
         if name != REWARD_MODEL:
             self._flops += flops
             return
@@ -76,7 +81,7 @@ class StepProfiler:
 
     @contextmanager
     def phase(self, name: str, step: int) -> Iterator[None]:
-        """Measure a phase of step `step`."""
+        """Measure the block as phase `name` of step `step`."""
         self.step = step
         recorded = step in self._steps
         with ExitStack() as stack:
@@ -90,10 +95,12 @@ class StepProfiler:
                 self._role_host.record(0, self._folder)
 
     def take(self, seconds: float) -> dict[str, float]:
-        """Return the metrics of a step whose training took `seconds`: train/tflops, train/mfu, memory/<phase>_gb, and
-        memory/<phase>_<role>_gb of roles in other processes (of the worker that took the most). Where the reward model
-        was called since the last step also reward_model/tflops and mfu, over the duration of its calls,
-        time/reward_model_s."""
+        """Return the metrics of a step whose training took `seconds`, and start the next step's.
+
+        train/tflops, train/mfu, memory/<phase>_gb, and memory/<phase>_<role>_gb for roles in other processes (of the
+        worker with the largest peak). If the reward model was called: time/reward_model_s, the duration of its calls,
+        and reward_model/tflops and reward_model/mfu over that duration.
+        """
         memory = {**self._memory.take(), **self._role_host.measure()}
         for name, value in memory.items():
             self._run_peaks[name] = max(value, self._run_peaks.get(name, 0.0))
@@ -107,14 +114,14 @@ class StepProfiler:
         return found
 
     def describe(self) -> str:
-        """Return the run's peak memory by phase, in a line; empty before the first step."""
+        """Return one line with the run's peak memory by phase; an empty string before the first step."""
         peaks = [
             f"{key.removeprefix('memory/').removesuffix('_gb')} {gb:.2f} GB" for key, gb in self._run_peaks.items()
         ]
         return f"peak memory: {', '.join(peaks)}" if peaks else ""
 
     def _instrumented(self, role: T, name: str) -> T:
-        """Return `role` wrapped; None stays None."""
+        """Return `role` wrapped, or None if it is None."""
         if role is None:
             return role
         profiler = Profiler(self._folder, name, steps=self._steps if self._role_host.here else ())
@@ -122,7 +129,7 @@ class StepProfiler:
 
 
 class _InstrumentedRole:
-    """A role whose calls by a batch are counted and recorded; all else is the role's own."""
+    """A role whose calls with a batch are counted and traced; other attributes are those of the role."""
 
     def __init__(self, role: Any, name: str, profiler: Profiler, steps: StepProfiler, cost: Cost) -> None:
         self._role, self._name, self._profiler, self._steps, self._cost = role, name, profiler, steps, cost

@@ -1,8 +1,8 @@
-"""Traces of chosen steps, one file a role and rank: `<run>/profile/step_N_<role>_<rank>.json.gz`, for a browser's
-chrome://tracing or ui.perfetto.dev, and beside it the operations that took longest, as text.
+"""Traces of selected steps, one file per role and rank: `<run>/profile/step_N_<role>_<rank>.json.gz`, for
+chrome://tracing or ui.perfetto.dev, and a text file with the slowest operations next to it.
 
-torch records one trace a process at a time. Where two roles of a process work at once (rollout.overlap), the one that
-began first is recorded, with its threads and the other's, and the other's file counts how often it was not.
+torch can record one trace per process at a time. If two roles of a process work at the same time (rollout.overlap),
+the one that starts first is recorded, with the threads of both, and the other's file counts the calls not recorded.
 """
 
 import gzip
@@ -19,14 +19,14 @@ import torch
 
 TOP = 25  # operations in the table
 OwnTimes = dict[str, tuple[int, float, float]]
-"""Of operations: calls, and microseconds without those of the operations that they call, on the CPU and on a GPU."""
+"""Operation -> (calls, own CPU time, own device time), in microseconds without the operations that it calls."""
 ON_CPU, ON_DEVICE = ("cpu_op", "user_annotation"), ("kernel", "gpu_memcpy", "gpu_memset")
-_RECORDING = Lock()  # of this process: two recordings at once crash torch
+_RECORDING = Lock()  # one per process: two recordings at once crash torch
 
 
 @dataclass(slots=True)
 class _Sums:
-    """The sums of one step's recordings of a role."""
+    """The recordings of one role in one step, added up."""
 
     trace: dict[str, Any] | None = None
     by_name: OwnTimes = field(default_factory=dict)
@@ -35,8 +35,10 @@ class _Sums:
 
 
 class Profiler:
-    """Records the steps `steps` of one role in one process. `with profiler.step(n): ...` may be entered any number of
-    times for a step: its files then hold all of them. Other steps cost nothing."""
+    """Recorder of one role in one process, active in the steps `steps` only.
+
+    `with profiler.step(n): ...` may be entered any number of times per step: the step's files hold all of them.
+    """
 
     def __init__(self, folder: Path, role: str, rank: int = 0, steps: Collection[int] = ()) -> None:
         self.folder, self.role, self.rank, self.steps = folder, role, rank, steps
@@ -45,6 +47,7 @@ class Profiler:
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
+        """Record the block if step `number` is to be recorded, and rewrite the step's files."""
         if number not in self.steps:
             yield
             return
@@ -64,11 +67,11 @@ class Profiler:
             _RECORDING.release()
 
     def path(self, ending: str) -> Path:
-        """Return the path of one of the current step's files."""
+        """Return the path of the current step's file with this ending, `json.gz` or `txt`."""
         return self.folder / f"step_{self._step}_{self.role}_{self.rank}.{ending}"
 
     def _add(self, recording: Any) -> None:
-        """Write the step's files anew, with this recording besides those before."""
+        """Rewrite the step's files with this recording added."""
         sums = self._sums
         sums.parts += 1
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -90,7 +93,7 @@ class Profiler:
         self.path("txt").write_text(self._table(), encoding="utf-8")
 
     def _table(self) -> str:
-        """Return the table of the TOP operations by their own time, on the device where it has any."""
+        """Return a table of the TOP operations by own time, the larger of CPU and device time."""
         sums = self._sums
         rows = sorted(sums.by_name.items(), key=lambda row: max(row[1][1:]), reverse=True)
         on_cpu = sum(cpu for _, (_, cpu, _) in rows)
@@ -106,14 +109,14 @@ class Profiler:
 
 
 def add_own_times(events: Sequence[Mapping[str, Any]], found: OwnTimes) -> None:
-    """Add the own times of a trace to `found`; torch's own sums take as many seconds as this takes milliseconds."""
+    """Add the own times of a trace's events to `found`; a thousand times as fast as torch's `key_averages`."""
     threads: dict[Any, list[Mapping[str, Any]]] = {}
     for event in events:
         if event.get("cat") in (*ON_CPU, *ON_DEVICE) and event.get("ph") == "X":
             threads.setdefault((event["pid"], event["tid"]), []).append(event)
-    for of_thread in threads.values():
-        open_: list[tuple[float, str]] = []  # (end, name) of the operations that the next one may lie in
-        for event in sorted(of_thread, key=lambda e: (e["ts"], -e["dur"])):
+    for thread_events in threads.values():
+        open_: list[tuple[float, str]] = []  # (end, name) of the operations that may contain the next one
+        for event in sorted(thread_events, key=lambda e: (e["ts"], -e["dur"])):
             name, took = event["name"], event["dur"]
             while open_ and open_[-1][0] <= event["ts"]:
                 open_.pop()
@@ -134,6 +137,6 @@ def _recording() -> Any:
     activities = [ProfilerActivity.CPU]
     if torch.cuda.is_available():
         activities.append(ProfilerActivity.CUDA)
-    # Every thread of the process: an engine computes in one of its own, and so do backward passes.
+    # All threads of the process: the engine and backward passes compute in threads of their own.
     config = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
     return profile(activities=activities, experimental_config=config)

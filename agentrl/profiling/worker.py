@@ -1,4 +1,4 @@
-"""`InstrumentedWorker`: a worker that measures its memory by phase and records its roles in chosen steps."""
+"""`InstrumentedWorker`: a worker that measures its memory by phase and traces its roles in selected steps."""
 
 from collections.abc import Callable
 from functools import wraps
@@ -11,12 +11,12 @@ from agentrl.profiling.memory import PeakMemory
 from agentrl.profiling.step import TRAIN
 from agentrl.profiling.trace import Profiler
 
-EVERY = range(1, 1 << 62)  # steps: the controller chooses those that are recorded
+EVERY = range(1, 1 << 62)  # all steps: the controller selects those that are traced
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 def instrumented(role: str, phase: str = TRAIN) -> Callable[[F], F]:
-    """Mark a method as work of `role` in `phase`. Stands below `@register`."""
+    """Decorate a worker's method as work of `role` in `phase`, to be measured and traced. Goes below `@register`."""
 
     def mark(method: F) -> F:
         @wraps(method)
@@ -33,9 +33,10 @@ _NEVER = Profiler(Path(), "")
 
 
 class InstrumentedWorker(Worker):
-    """A worker that calls `start_measuring()` once its device is known."""
+    """Base class of workers that are measured; a subclass calls `start_measuring()` once its device is known."""
 
     def start_measuring(self) -> None:
+        """Start to measure memory, without traces until `record` is called."""
         self._peaks = PeakMemory(self.device)
         self._profilers: dict[str, Profiler] = {}
         self._recorded = 0
@@ -43,16 +44,16 @@ class InstrumentedWorker(Worker):
 
     @register(ONE_TO_ALL)
     def measure(self) -> dict[str, float]:
-        """Return memory/<phase>_gb of this process since the last call."""
+        """Return memory/<phase>_gb of this process, in 10^9 bytes, for the phases since the last call."""
         return self._peaks.take()
 
     @register(ONE_TO_ALL)
     def record(self, step: int, folder: str) -> None:
-        """Write traces of the roles into `folder` from now on, as of step `step`; 0: none until the next call."""
+        """Trace the roles into `folder` from now on, as step `step`; 0: stop tracing until the next call."""
         self._recorded, self._folder = step, Path(folder)
 
     def _profiler(self, role: str) -> Profiler:
-        """Return the profiler of this role, which goes on with what it recorded of the same step before."""
+        """Return the profiler of a role; it adds to its earlier recordings of the same step."""
         if not self._recorded:
             return _NEVER
         if role not in self._profilers:

@@ -1,4 +1,4 @@
-"""A line chart as SVG: no script, no dependency, readable in light and dark."""
+"""Line charts as SVG, without scripts or dependencies, readable on light and dark backgrounds."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -6,6 +6,7 @@ from html import escape
 from itertools import pairwise
 
 Points = Sequence[tuple[float, float]]
+"""The (x, y) pairs of a line, in order of x."""
 
 WIDTH, HEIGHT = 460, 220  # of the drawing, in SVG units
 LEFT, RIGHT, TOP, BOTTOM = 52, 12, 14, 28  # margins
@@ -13,7 +14,7 @@ COLOURS = ("#2f6fdb", "#d9682b", "#2a9d72", "#a34fc4", "#8a8f98")
 
 
 def ticks(low: float, high: float, count: int = 5, whole: bool = False) -> list[float]:
-    """Return about `count` round numbers between low and high. whole: no fractions, for counts."""
+    """Return about `count` round numbers from low to high, for the ticks of an axis. whole: whole numbers only."""
     if high <= low:
         return [low]
     raw = max((high - low) / count, 1.0 if whole else 0.0)
@@ -37,7 +38,7 @@ def thinned(points: Points, most: int) -> Points:
 
 
 def number(value: float) -> str:
-    """Format as 12,300 or 0.25 or 3e-06."""
+    """Format a number as 12,300 or 0.25 or 3e-06."""
     if value == 0:
         return "0"
     if abs(value) >= 1000:
@@ -46,9 +47,9 @@ def number(value: float) -> str:
 
 
 def line_chart(title: str, series: Mapping[str, Points], bounds: tuple[float, float] | None = None) -> str:
-    """Return one figure as HTML, without points that are not finite; empty if none is left.
+    """Return one figure as HTML; an empty string if no point is finite. Points that are not finite are left out.
 
-    series: label -> points (x, y). bounds: of the y axis (None: those of the points, from 0 if all are positive).
+    series: label -> points. bounds: (low, high) of the y axis; None: those of the points, from 0 if none is negative.
     """
     kept = {name: [(x, y) for x, y in points if math.isfinite(y)] for name, points in series.items()}
     kept = {name: points for name, points in kept.items() if points}
@@ -70,7 +71,7 @@ def line_chart(title: str, series: Mapping[str, Points], bounds: tuple[float, fl
 
 
 class _Frame:
-    """Maps values to coordinates of the drawing."""
+    """Coordinate system of a chart: maps values to SVG units."""
 
     def __init__(self, x0: float, x1: float, y0: float, y1: float):
         self.x0, self.x1, self.y0, self.y1 = x0, x1 if x1 > x0 else x0 + 1, y0, y1

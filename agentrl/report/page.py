@@ -1,4 +1,4 @@
-"""`report.html`: charts of a run and some of its conversations, in one file without external resources."""
+"""`report.html`: a run's charts and some of its conversations, in one file without external resources."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -9,8 +9,8 @@ from typing import Any
 from agentrl.report.chart import Points, line_chart
 from agentrl.rollout.journal import read_journal
 
-SHOWN = 6  # conversations of each evaluation
-# By `solved` of the record; None: the environment was not asked.
+SHOWN = 6  # conversations shown of each evaluation
+# By `solved` of the record; None: the environment's `solved` was not called.
 MARKS = {True: '<b class="good">✓</b>', False: '<b class="bad">✗</b>', None: ""}
 
 STYLE = """
@@ -65,9 +65,9 @@ def write_report(folder: Path, title: str) -> Path:
 def render(
     title: str, rows: Sequence[Mapping[str, Any]], evaluations: Mapping[str, Sequence[Mapping[str, Any]]]
 ) -> str:
-    """Return the page. rows: of metrics.jsonl. evaluations: heading -> trajectory records."""
-    talks = "".join(
-        f"<h2>{escape(heading)}</h2>" + "".join(_talk(record) for record in records[:SHOWN])
+    """Return the page as HTML. rows: the lines of metrics.jsonl. evaluations: heading -> trajectory records."""
+    conversations = "".join(
+        f"<h2>{escape(heading)}</h2>" + "".join(_conversation(record) for record in records[:SHOWN])
         for heading, records in evaluations.items()
     )
     return (
@@ -75,7 +75,7 @@ def render(
         f'<meta name="viewport" content="width=device-width,initial-scale=1"><style>{STYLE}</style></head><body><main>'
         f"<h1>{escape(title)}</h1><p>{max((r['step'] for r in rows), default=0)} steps</p>"
         f'<div class="cards">{_cards(rows)}</div><h2>Training</h2><div class="figures">{_figures(rows)}</div>'
-        f"{talks}</main></body></html>\n"
+        f"{conversations}</main></body></html>\n"
     )
 
 
@@ -94,7 +94,7 @@ def _cards(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _card(split: str, points: Points) -> str:
-    """Return accuracy before and after, or alone if there was one evaluation."""
+    """Return a card with the first and last accuracy of a split, or with one if there was one evaluation."""
     (first, before), (last, after) = points[0], points[-1]
     value = f"{before:.1%} → {after:.1%}" if last > first else f"{after:.1%}"
     steps = f"steps {first} and {last}" if last > first else f"step {first}"
@@ -117,7 +117,7 @@ def _family(rows: Sequence[Mapping[str, Any]], prefix: str, suffix: str) -> dict
     return {key.removeprefix(prefix).removesuffix(suffix): _series(rows, key) for key in keys}
 
 
-def _talk(record: Mapping[str, Any]) -> str:
+def _conversation(record: Mapping[str, Any]) -> str:
     reward = record["reward"]
     question = next((_content(m) for m in record["messages"] if m["role"] == "user"), record["task"])
     mark = MARKS[record.get("solved")]
@@ -130,7 +130,7 @@ def _talk(record: Mapping[str, Any]) -> str:
 
 
 def _parts(record: Mapping[str, Any]) -> str:
-    """Return the reward's named parts, before they are weighted, and the step rewards of turns."""
+    """Return the parts of the reward by name, before weighting, and the step rewards of turns."""
     given = [f"{name} {value:g}" for name, value in record.get("rewards", {}).items()]
     steps = [(i, turn["reward"]) for i, turn in enumerate(record.get("turns", ()), 1) if turn["reward"]]
     given += [f"turn {i} {value:+g}" for i, value in steps]
@@ -145,7 +145,7 @@ def _text(message: Mapping[str, Any]) -> str:
 
 
 def _content(message: Mapping[str, Any]) -> str:
-    """Return the content as text; a part of another kind, such as an image, by its kind and name."""
+    """Return the content as text; other parts, such as images, as their type and name in brackets."""
     content = message.get("content") or ""
     if isinstance(content, str):
         return content
@@ -153,7 +153,7 @@ def _content(message: Mapping[str, Any]) -> str:
 
 
 def _label(part: Mapping[str, Any]) -> str:
-    """Return `image: plot.png`, or `image: <70 bytes>` if the journal kept no more; a data URL is cut."""
+    """Return a part's type and name, such as `image: plot.png` or `image: <70 bytes>`; a data URL is truncated."""
     what = part.get(part["type"])
     return f"{part['type']}: {what[:60]}" if isinstance(what, str) else str(part["type"])
 

@@ -1,4 +1,4 @@
-"""Progress of a run and its result: live on a terminal, elsewhere one line per step."""
+"""Display of a run's progress and result: live on a terminal, one line per step elsewhere."""
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -19,11 +19,11 @@ from agentrl.recipe.secrets import masked_text
 from agentrl.terminal import terminal
 
 SPARKS = "▁▂▃▄▅▆▇█"
-WIDTH = 48  # of a curve, in characters
+WIDTH = 48  # maximum width of a curve, in characters
 
 
 def sparkline(values: Sequence[float], low: float = 0.0, high: float = 1.0) -> str:
-    """Return a curve in block characters, averaged down to at most WIDTH columns."""
+    """Return a curve from `low` to `high` in block characters, averaged down to at most WIDTH columns."""
     if not values:
         return ""
     columns = min(len(values), WIDTH)
@@ -34,7 +34,7 @@ def sparkline(values: Sequence[float], low: float = 0.0, high: float = 1.0) -> s
 
 
 def clock(seconds: float) -> str:
-    """Return seconds as 1:05 or 2:01:05."""
+    """Format seconds as 1:05 or 2:01:05."""
     minutes, s = divmod(round(seconds), 60)
     hours, m = divmod(minutes, 60)
     return f"{hours}:{m:02d}:{s:02d}" if hours else f"{m}:{s:02d}"
@@ -46,15 +46,21 @@ def _with_interval(accuracy: Accuracy) -> str:
 
 
 class Display:
-    """Shows step, reward, held-out accuracy, tokens per second and the time left."""
+    """Display of step, reward, held-out accuracy, tokens per second and the time left.
+
+    steps: steps of the whole run. title: name of the run. console: default stdout. first_step: steps done before.
+    """
 
     def __init__(self, steps: int, title: str, console: Console | None = None, first_step: int = 0):
         self.console = console or terminal()
         self.steps, self.title, self.first_step = steps, title, first_step
         self.rewards: list[float] = []
+        """Mean reward of each step shown."""
         self.accuracies: list[float] = []
+        """Held-out accuracy (0..1) of each evaluation of the split whose curve is shown."""
         self._start = monotonic()
         self.latest: dict[str, float] = {}
+        """Metrics of the last step."""
         self._phase = ""
         self._ended = False
         self._progress = Progress(
@@ -78,7 +84,7 @@ class Display:
             self._live.stop()
 
     def _print(self, shown: Any, **how: Any) -> None:
-        """Raises UserError, once, if stdout was closed or cannot be written to."""
+        """Print, unless stdout is closed. Raises UserError, once, if it was closed or cannot be written to."""
         try:
             self.console.print(shown, **how)
         except (OSError, SystemExit) as error:  # rich exits when a pipe has no reader
@@ -88,7 +94,7 @@ class Display:
                 raise UserError(f"stdout was closed, so nobody sees the progress of the run{why}") from None
 
     def end(self) -> None:
-        """From here on, ignore a closed stdout: the run has ended, and nothing is lost."""
+        """Ignore a closed stdout from now on: the run has ended, and nothing is lost."""
         self._ended = True
 
     def note(self, text: str) -> None:
@@ -96,15 +102,15 @@ class Display:
         self._print(masked_text(text), highlight=False, markup=False, soft_wrap=True)
 
     def phase(self, name: str) -> None:
-        """Show what the run does now (loading, sampling, training, evaluating)."""
+        """Show the current activity (loading, sampling, training, evaluating)."""
         self._phase = name
 
     def begin(self) -> None:
-        """Start the clock of the first step, from which the time left is estimated."""
+        """Start the clock from which the time left is estimated, before the first step."""
         self._start = monotonic()
 
     def step(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Show a finished step."""
+        """Show a finished step and its metrics."""
         self.latest = dict(metrics)
         self.rewards.append(metrics["reward/mean"])
         self._progress.update(self._bar, completed=step)
@@ -112,14 +118,14 @@ class Display:
             self._print(self._line(step, metrics), highlight=False, soft_wrap=True)
 
     def evaluation(self, step: int, found: Mapping[str, Accuracy], followed: str | None) -> None:
-        """Show an evaluation after `step`. found: by split. followed: the split whose curve is shown."""
+        """Show an evaluation after `step`. found: accuracy by split. followed: the split whose curve is shown."""
         if followed is not None and followed in found:
             self.accuracies.append(found[followed].value)
         shown = "  ".join(f"{split} {accuracy.value:.1%}" for split, accuracy in found.items())
         self.note(f"step {step:>4}  held-out accuracy: {shown}")
 
     def time_left(self, step: int) -> float | None:
-        """Return seconds, from the mean of the steps so far; None before the first."""
+        """Estimate the seconds left after `step` from the mean duration of the steps so far; None before the first."""
         done = step - self.first_step
         return (monotonic() - self._start) / done * (self.steps - step) if done > 0 else None
 
@@ -148,8 +154,8 @@ class Display:
         return Group(self._progress, table)
 
     def final(self, rows: Sequence[tuple[str, Accuracy, Accuracy]], folder: str, seconds: float) -> None:
-        """Print the result. rows: (split, accuracy before, accuracy after). seconds: of the whole run."""
-        caption = "in brackets: 95 % intervals, by tasks"
+        """Print the result. rows: (split, accuracy before, accuracy after). seconds: duration of the whole run."""
+        caption = "in brackets: 95 % confidence intervals over tasks"
         table = Table(title=escape(self.title), title_justify="left", caption=caption, caption_justify="left")
         for column in ("held-out split", "before", "after"):
             table.add_column(column, justify="left" if column == "held-out split" else "right")

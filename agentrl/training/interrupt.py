@@ -1,5 +1,5 @@
-"""Ctrl-C during a run, or a terminal that closes: the first signal stops it after the last whole step, the second at
-once."""
+"""Handling of Ctrl-C and of a terminal that closes: the first signal stops the run and keeps the last whole step, the
+second stops it immediately."""
 
 import asyncio
 import os
@@ -15,25 +15,27 @@ from agentrl.rollout.event_loop import Runner
 T = TypeVar("T")
 
 LAST_RESORT_SECONDS = 3.0
-"""Time after the second signal until the process exits even if a plugin blocks the event loop."""
+"""Seconds after the second signal until the process exits, even if a plugin blocks the event loop."""
 EXIT_CODE = 130
 
 
 class Interrupted(Exception):  # noqa: N818 - not an error
-    """The run was asked to stop: the current step is dropped, the last whole one is saved."""
+    """A stop of the run was requested: the current step is dropped, the last whole one is saved."""
 
 
 class Interrupts:
-    """Runs asynchronous work on the run's one event loop. While entered, SIGINT, SIGTERM and SIGHUP (unless `nohup` has
-    it ignored) set `requested` and cancel what `run` awaits, so that no update is cut in two.
+    """The run's event loop, with signal handlers while entered.
 
-    Outside the main thread, where Python has no signals, entering does nothing. `run` and `close` may be called in
-    another thread than the one that entered, but both in the same.
+    SIGINT, SIGTERM and SIGHUP (unless ignored, as under `nohup`) set `requested` and cancel the work of `run`; work of
+    `complete` is never cancelled, so that no update is left half done.
+
+    Outside the main thread, where Python delivers no signals, entering does nothing. `run` and `close` may be called in
+    another thread than the one that entered, but both in the same thread.
     """
 
     def __init__(self) -> None:
         self.requested = False
-        """Whether a stop was asked for."""
+        """Whether a stop was requested."""
         self.notify: Callable[[str], None] = print
         """Called with a line about a plugin that blocks the event loop."""
         self._runner = self._new_runner()
@@ -55,7 +57,7 @@ class Interrupts:
             self._last_resort.cancel()
 
     def close(self) -> None:
-        """Cancel what still runs, close the event loop, and make another for a run that is restarted."""
+        """Cancel all running tasks, close the event loop, and open a new one for a run that is restarted."""
         self._runner.close()
         self._runner = self._new_runner()
 
@@ -74,22 +76,22 @@ class Interrupts:
             self._runner.get_loop().call_soon_threadsafe(task.cancel)
 
     def check(self) -> None:
-        """Raises Interrupted if a stop was asked for. Called between the parts of a step."""
+        """Raise Interrupted if a stop was requested. Called between the parts of a step."""
         if self.requested:
             raise Interrupted
 
     def complete(self, work: Callable[[], Awaitable[T]]) -> T:
-        """Run asynchronous work to its end, even if a stop was asked for: what must follow an update."""
+        """Run asynchronous work to its end even if a stop is requested, such as publishing after an update."""
         return self._runner.run(_await(work))
 
     def run(self, work: Callable[[], Awaitable[T]]) -> T:
-        """Run asynchronous work. Raises Interrupted if a signal cancelled it."""
+        """Run asynchronous work and return its result. Raises Interrupted if a stop is or was requested."""
         self.check()
 
         async def body() -> T:
             self._task = asyncio.current_task()
             try:
-                self.check()  # for a signal that came before there was a task to cancel
+                self.check()  # a signal may have arrived before there was a task to cancel
                 return await work()
             finally:
                 self._task = None
@@ -107,7 +109,7 @@ async def _await(work: Callable[[], Awaitable[T]]) -> T:
 
 
 def _exit() -> None:
-    """End the process at once."""
+    """End the process immediately."""
     if sys.stdout.isatty():
-        os.write(sys.stdout.fileno(), b"\x1b[?25h\n")  # a live display had hidden the cursor
+        os.write(sys.stdout.fileno(), b"\x1b[?25h\n")  # show the cursor, which the live display hides
     os._exit(EXIT_CODE)

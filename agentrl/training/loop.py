@@ -1,7 +1,7 @@
-"""The training loop: one sequential program, which does not know where the tensor work is done.
+"""The training loop: one sequential program, independent of where the tensor work is done.
 
-Each step: choose tasks, sample groups, compute advantages, update, publish the weights, log the metrics. A step is
-logged whole or not at all: what an interrupt cuts short leaves no trace.
+Each step: choose tasks, sample groups, compute advantages, update, publish the weights, log the metrics. Only whole
+steps are logged: a step that is interrupted before its update is complete leaves nothing behind.
 """
 
 import errno
@@ -35,47 +35,62 @@ from agentrl.trajectory import Group
 
 @dataclass(slots=True)
 class Loop:
-    """A run: its parts, which `setup.py` makes, and its position."""
+    """A run: its parts, which `setup.py` builds, and its position."""
 
     recipe: Recipe
+    """The recipe, complete."""
     player: Player
+    """Environment, tools, rewards, chat and engine."""
     learner: Learner
+    """Computes advantages and updates the weights."""
     profiler: StepProfiler
+    """Measures phases, FLOPs and memory."""
     role_host: RoleHost
+    """Holds the roles (policy, critic, reference, reward model) and saves them."""
     rollouts: Rollouts
+    """Samples the groups of each step, and publishes weights to the engine."""
     held_out: HeldOut
+    """The held-out tasks."""
     folder: RunFolder
+    """The run folder."""
     journal: Journal
+    """Writes trajectories into the run folder."""
     checkpoints: Checkpoints
+    """The checkpoints in the run folder."""
     display: Display
+    """Shows the progress."""
     interrupts: Interrupts
+    """Runs asynchronous work and handles signals."""
     mismatch: MismatchWatch
+    """Warns if engine and trainer compute different log-probs."""
     contrast: ContrastWatch
+    """Warns if the samples of each task have equal rewards, so that there is nothing to learn."""
     trackers: Trackers
+    """Receive the metrics of each step."""
     step: int = 0
-    """Whole steps so far."""
+    """Number of whole steps so far."""
     best: float = -1.0
-    """Accuracy (0..1) of the best checkpoint; -1: none was evaluated."""
+    """Accuracy (0..1) of the best checkpoint; -1: no checkpoint was evaluated."""
     before: dict[str, Accuracy] = field(default_factory=dict)
     """Held-out accuracy before the first step, by split."""
     after: dict[str, Accuracy] = field(default_factory=dict)
     """Held-out accuracy after the last step, by split."""
     _sampler: dict[str, Any] = field(default_factory=dict)  # the state of `rollouts` after `step`
-    _updates: int = 0  # of the learner after `step`
+    _updates: int = 0  # the learner's number of updates after `step`
     _saved: int = -1  # step of the last checkpoint
     _unwritten: dict[str, Any] | None = None  # the row that could not be appended to metrics.jsonl
-    _accuracy: float | None = None  # of `step` on the split that chooses the best checkpoint, if evaluated
+    _accuracy: float | None = None  # accuracy of `step` on the split that chooses the best checkpoint, if evaluated
     _weights_checked: bool = False
 
     @property
     def whole(self) -> bool:
-        """Whether the weights are those of `step`: no optimizer step of an unfinished update has been made."""
+        """Whether the weights are those of `step`, without optimizer steps of an unfinished update."""
         return self.learner.updates == self._updates
 
     def run(self) -> bool:
         """Run the steps up to `train.steps`, save the last one, and return whether the run was interrupted.
 
-        Other exceptions are left to `run.py`, which saves by `whole` and `save_after_error`.
+        Other exceptions go to `run.py`, which uses `whole` and `save_after_error`.
         """
         self._sampler, self._updates = self.rollouts.state(), self.learner.updates
         self._saved = self.step if self.step else -1
@@ -108,7 +123,7 @@ class Loop:
         self._accuracy = None
         try:
             self._finish_step(groups, metrics, start)
-        finally:  # once the weights are whole, neither an interrupt nor an error loses the step
+        finally:  # the update is complete: neither an interrupt nor an error loses the step
             self._log({"step": step, **metrics})
         every = self.recipe.train.save_every
         if (every and step % every == 0) or self._is_best():
@@ -123,7 +138,7 @@ class Loop:
         return metrics | {"time/train_s": seconds, "train/tokens_per_s": metrics.get("train/tokens", 0) / seconds}
 
     def _finish_step(self, groups: Sequence[Group], metrics: dict[str, Any], start: float) -> None:
-        """Publish, report and evaluate after the update; adds to `metrics`. start: of the step, by perf_counter."""
+        """Publish, report and evaluate after the update; add to `metrics`. start: perf_counter() as the step began."""
         step, trained = self.step, perf_counter()
         with self.profiler.phase(SYNC, step):
             self.rollouts.publish(step)
@@ -137,7 +152,8 @@ class Loop:
         metrics |= self._evaluate_when_due(step)
 
     def _evaluate_when_due(self, step: int) -> dict[str, Any]:
-        """Evaluate the split that chooses the best checkpoint, and after the last step those that are reported."""
+        """Evaluate the split that chooses the best checkpoint when it is due, and all reported ones after the last
+        step."""
         every, choosing, last = self.recipe.eval.every, self.held_out.choosing, step == self.recipe.train.steps
         splits = self.held_out.splits if last else ()
         if choosing is None or not (last or (every and step % every == 0)):
@@ -165,7 +181,7 @@ class Loop:
             self.display.note(line)
 
     def _check_reward_weights(self, groups: Sequence[Group]) -> None:
-        """Once a run, name the keys of `rewards.weights` that no trajectory has as a part of its reward."""
+        """Once per run, report keys of `rewards.weights` that are no reward part of any trajectory."""
         parts = {part for group in groups for t in group.trajectories for part in t.rewards}
         unused = [part for part in self.recipe.rewards.weights if part not in parts and part != STEP]
         if unused and parts and not self._weights_checked:
@@ -183,14 +199,17 @@ class Loop:
         self.trackers.log(metrics["step"], metrics)
 
     def _is_best(self) -> bool:
-        """Whether the step was evaluated, and better than every one before it."""
+        """Whether the step was evaluated and is better than all before; remember its accuracy then."""
         if self._accuracy is None or self._accuracy <= self.best:
             return False
         self.best = self._accuracy
         return True
 
     def save(self) -> None:
-        """Begin a checkpoint of the last whole step, unless there is one; the run goes on while it is written."""
+        """Start a checkpoint of the last whole step, unless it has one; the run continues while it is written.
+
+        Raises FileNotFoundError if the run folder was deleted.
+        """
         if self._saved == self.step:
             return
         if self.folder.gone:  # a new folder would hold a checkpoint without its recipe
@@ -202,14 +221,14 @@ class Loop:
         self._saved = self.step
 
     def save_and_wait(self) -> None:
-        """Save the last whole step, and wait until its checkpoint is complete."""
+        """Save the last whole step and wait until its checkpoint is complete. Raises NotSaved."""
         self.save()
         self.checkpoints.finish()
 
     def save_after_error(self) -> None:
-        """`save_and_wait`, after a deleted run folder is made again."""
+        """Restore the run folder if it was deleted, then `save_and_wait`. Raises NotSaved."""
         if self.folder.put_back():
-            with suppress(NotSaved):  # the checkpoint under way was deleted with the folder
+            with suppress(NotSaved):  # the checkpoint being written was deleted with the folder
                 self.checkpoints.finish()
             self._saved = -1
         self.save_and_wait()

@@ -1,4 +1,4 @@
-"""Where the loop's groups come from: sampled before each update, or while the update runs."""
+"""`Rollouts`: sample the groups of each step, before the update or while the update runs."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -18,11 +18,11 @@ from agentrl.weights.source import WeightSource
 
 T = TypeVar("T")
 Weights = Callable[[], WeightSource | None]
-"""Returns what the engine is given for a new version: None for an engine that shares the trainer's weights."""
+"""Returns the weights for the engine; None for an engine that shares the trainer's weights."""
 
 
 class Rollouts(ABC):
-    """Gives each step its groups, and the engine its weights. Methods in the order in which a step calls them."""
+    """Source of each step's groups, which also publishes weights to the engine. A step calls the methods in order."""
 
     def __init__(
         self,
@@ -46,26 +46,26 @@ class Rollouts(ABC):
 
     @abstractmethod
     def publish(self, step: int) -> None:
-        """Give the engine the weights of `step`, now or as soon as it may take them."""
+        """Publish the weights of `step` to the engine, now or once the batch in flight is complete."""
 
     @abstractmethod
     def sync_engine(self) -> None:
-        """Give the engine the last weights, before an evaluation. Raises Interrupted."""
+        """Make sure that the engine has the last weights, before an evaluation. Raises Interrupted."""
 
     def state(self) -> dict[str, Any]:
-        """Return what a resumed run needs to choose the same tasks next, as JSON."""
+        """Return the state, as JSON values, from which a resumed run chooses the same next tasks."""
         return self._sampler.state()
 
     def restore(self, step: int, state: Mapping[str, Any]) -> None:
-        """Continue from `state`, which was returned after step `step`."""
+        """Continue from `state`, which `state()` returned after step `step`."""
         self._sampler.restore(dict(state))
 
     async def close(self) -> None:  # noqa: B027 - between steps, nothing is in flight unless a subclass overlaps
-        """Cancel what is in flight."""
+        """Cancel the requests in flight."""
 
 
 class SerialRollouts(Rollouts):
-    """Samples, then trains: every token is sampled with the weights that are trained on it."""
+    """Rollouts that alternate with updates: every token is sampled from the weights that are then trained on it."""
 
     def next(self, step: int) -> tuple[list[Group], dict[str, Any]]:
         start = perf_counter()
@@ -89,15 +89,15 @@ class SerialRollouts(Rollouts):
             await self._player.engine.wake()
 
     def sync_engine(self) -> None:
-        """Do nothing: `publish` has done it."""
+        """Do nothing: `publish` has published the weights."""
 
 
 class OverlappedRollouts(Rollouts):
-    """Samples in the event loop while the update runs in a thread.
+    """Rollouts sampled in the event loop while the update runs in a thread.
 
-    rollout.overlap: one_step: new weights wait until the batch in flight is complete, so that all tokens of a step
-    have one version, one update older than the weights that are trained. async: they are published at once, in the
-    middle of requests.
+    With rollout.overlap one_step, new weights wait until the batch in flight is complete, so that all tokens of a step
+    have one version, one update older than the weights being trained. With async, they are published immediately, in
+    the middle of requests.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -120,7 +120,7 @@ class OverlappedRollouts(Rollouts):
         flights = self._interrupts.run(self._stream.take)
         waited, elapsed, self._taken = perf_counter() - start, perf_counter() - self._taken, perf_counter()
         if self._in_order:
-            self._update_engine()  # the batch is complete, and nothing else is in flight
+            self._update_engine()  # the batch is complete and nothing else is in flight
         groups = [flight.work.result()[0] for flight in flights]
         return groups, {**_with_speed(groups, waited, elapsed), **self._staleness(flights)}
 
@@ -138,7 +138,7 @@ class OverlappedRollouts(Rollouts):
             self._update_engine()
 
     def _update_engine(self) -> None:
-        """Give the engine the last weights, and let further groups begin."""
+        """Publish the last weights to the engine, and allow further groups to start."""
 
         async def update() -> None:
             if self._published != self._trained:
@@ -149,7 +149,7 @@ class OverlappedRollouts(Rollouts):
         self._interrupts.complete(update)
 
     def _staleness(self, flights: Sequence[Flight]) -> dict[str, Any]:
-        """Updates between the weights that sampled each group's first token and those that are trained."""
+        """Return the metrics of staleness: updates between the weights that started a group and those being trained."""
         ages = [self._trained - flight.version for flight in flights]
         return {
             "rollout/staleness_mean": sum(ages) / len(ages),
@@ -170,7 +170,7 @@ class OverlappedRollouts(Rollouts):
 
 
 def _with_speed(groups: Sequence[Group], waited: float, elapsed: float) -> dict[str, Any]:
-    """Metrics of `groups`. waited: seconds of this step; elapsed: seconds since the last batch, in which these and
-    others were sampled."""
+    """Return the metrics of `groups`. waited: seconds that this step waited for them. elapsed: seconds since the last
+    batch, the time over which tokens per second are computed."""
     sampled = sum(t.sampled_tokens for g in groups for t in (*g.trajectories, *g.failed))
     return {**rollout_metrics(groups), "time/rollout_s": waited, "rollout/tokens_per_s": sampled / elapsed}

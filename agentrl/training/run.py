@@ -1,4 +1,4 @@
-"""`train` and `resume_run`: from a recipe to a result, restarted from the last checkpoint where a worker is lost."""
+"""`train` and `resume_run`: from a recipe to a result, with a restart from the last checkpoint if a worker is lost."""
 
 import shlex
 import traceback
@@ -26,29 +26,29 @@ from agentrl.training.preflight import check_run
 from agentrl.training.setup import Start, set_up
 
 FIXED = ("env", "tools", "rewards", "model", "algorithm", "critic", "train.seed")
-"""Keys that a resumed run keeps: they say what was trained. Others (steps, learning rate, sampling, limits, evaluation,
-machines) may change, and the change is printed."""
+"""Keys that a resumed run must keep, because they define what is trained. Others (steps, learning rate, sampling,
+limits, evaluation, machines) may change; the change is printed."""
 FREE = ("model.device", "model.checkpointing", "model.compute", "model.trust_remote_code")
-"""Keys below `FIXED` that may change: they say where and how the same is computed."""
-SHOWN = 8  # changed keys that a line lists
+"""Keys below `FIXED` that may change, because they only define where and how the same result is computed."""
+SHOWN = 8  # maximum number of changed keys listed in a line
 
 
 @dataclass(frozen=True, slots=True)
 class TrainResult:
-    """What a run leaves behind."""
+    """The result of a run."""
 
     folder: Path
     """The run folder."""
     steps: int
-    """Whole steps, those before a resumption included."""
+    """Number of whole steps, including those before a resumption."""
     checkpoint: Path
-    """The last checkpoint: a folder that `transformers` loads."""
+    """The last checkpoint, a folder that `transformers` can load."""
     before: dict[str, float] = field(default_factory=dict)
-    """Held-out accuracy (0..1) before the first step, by split, where evaluated."""
+    """Held-out accuracy (0..1) before the first step, by split, if evaluated."""
     after: dict[str, float] = field(default_factory=dict)
-    """Held-out accuracy (0..1) after the last step, by split, where evaluated."""
+    """Held-out accuracy (0..1) after the last step, by split, if evaluated."""
     interrupted: bool = False
-    """Whether Ctrl-C stopped the run; it can be resumed."""
+    """Whether Ctrl-C or another signal stopped the run; it can be resumed."""
 
 
 def train(
@@ -56,10 +56,11 @@ def train(
 ) -> TrainResult:
     """Train from the first step, in a new run folder.
 
-    recipe: a path, or a Recipe (then `name` names the folder). overrides: `key=value`, for a path.
+    recipe: a path or a Recipe. overrides: `key=value`, only with a path. name: of the run folder; default: the recipe's
+    name, or `run` for a Recipe. display: default: on stdout.
 
-    Raises UserError: one line, before anything is sampled where that can be known, later with the step that is saved;
-    KeyboardInterrupt: stopped before the first evaluation, when there is nothing to save.
+    Raises UserError, one line, before anything is sampled if the mistake can be found by then, later with the step that
+    is saved. Raises KeyboardInterrupt if stopped before the first evaluation, when there is nothing to save.
     """
     if isinstance(recipe, str):
         name, recipe = name or recipe_name(recipe), load_recipe(recipe, overrides)
@@ -76,9 +77,9 @@ def resume_run(
     force: bool = False,
     display: Display | None = None,
 ) -> TrainResult:
-    """Continue a run from its last checkpoint, by its own recipe or by `recipe`; `overrides` change either.
+    """Continue the run in folder `run` from its last checkpoint, with its own recipe or `recipe`, plus `overrides`.
 
-    Raises UserError; unless `force`, also for a recipe that changes what is trained (`FIXED`).
+    Raises UserError, also for a recipe that changes what is trained (`FIXED`) unless `force` is set.
     """
     folder = RunFolder.existing(run)
     found = load_recipe(recipe or folder.recipe(), overrides)
@@ -95,7 +96,7 @@ def _start(recipe: Recipe, name: str, resumed: RunFolder | None, display: Displa
 def _run_with_restarts(
     recipe: Recipe, name: str, resumed: RunFolder | None, display: Display | None, interrupts: Interrupts
 ) -> TrainResult:
-    """Run; where a worker is lost, restart from the last checkpoint, `cluster.restarts` times."""
+    """Run; if a worker is lost, restart from the last checkpoint, at most `cluster.restarts` times."""
     folder = resumed
     for left in range(recipe.cluster.restarts, -1, -1):
         start = _prepare(recipe, name, folder, display, interrupts, restarted=left < recipe.cluster.restarts)
@@ -106,7 +107,7 @@ def _run_with_restarts(
             if not left or interrupts.requested:
                 raise UserError(f"{lost}{_remedy(folder)}") from lost
             Display(recipe.train.steps, name).note(f"{lost}; restarting the run, {left} restarts are left")
-    raise AssertionError("a range that ends with 0 returns or raises")
+    raise AssertionError("unreachable: the last attempt returns or raises")
 
 
 def _remedy(folder: RunFolder | None) -> str:
@@ -123,8 +124,8 @@ def _prepare(
     interrupts: Interrupts,
     restarted: bool,
 ) -> Start:
-    """Lock the folder, find the checkpoint, check the recipe. restarted: by the program, so that a folder without a
-    checkpoint starts from the first step."""
+    """Lock the folder, find the checkpoint and check the recipe. restarted: whether the program itself restarts the
+    run, so that a folder without a checkpoint starts from the first step."""
     recipe, saved = resolve_types(recipe), None
     with ExitStack() as stack:
         if resumed is None:
@@ -171,7 +172,7 @@ def _run(start: Start) -> TrainResult:
 
 
 def _older_checkpoint(saved: Saved) -> str:
-    """How to resume from the checkpoint before `saved`, which cannot be read."""
+    """Return a hint how to resume from the checkpoint before `saved`, which cannot be read."""
     names = (path.name.removeprefix("step_") for path in saved.path.parent.glob("step_*"))
     older = [int(name) for name in names if name.isdecimal() and int(name) < saved.step]
     return f"; to go on from step {max(older)}, move {saved.path} away" if older else ""
@@ -180,8 +181,9 @@ def _older_checkpoint(saved: Saved) -> str:
 def _run_loop(loop: Loop) -> bool:
     """Run the loop to its end; return whether it was interrupted.
 
-    Raises UserError, one line, for whatever else ends it, a plugin's `sys.exit` included: what went wrong, which step
-    is saved, how to go on. WorkerLost, after which nobody is left to save, and a second Ctrl-C are raised as they are.
+    Raises UserError, one line, for every error that ends it, including a plugin's `sys.exit`: what went wrong, which
+    step is saved, how to continue. WorkerLost, after which nothing can be saved, and a second Ctrl-C are raised
+    unchanged.
     """
     try:
         return loop.run()
@@ -195,7 +197,7 @@ def _run_loop(loop: Loop) -> bool:
 
 
 def _after_error(loop: Loop, error: BaseException) -> str:
-    """Return what went wrong and how to go on; the last whole step is saved if that is still possible."""
+    """Save the last whole step if that is still possible; return what went wrong and how to continue."""
     deleted = loop.folder.gone
     if isinstance(error, NotSaved) and not deleted:
         return f"{error}{_command(loop, '; ')}"
@@ -218,9 +220,9 @@ def _save_step(loop: Loop) -> str:
         loop.save_after_error()
     except NotSaved as refused:
         return f"{refused}{_command(loop, '; ')}"
-    except WorkerLost:  # the failure of one has ended them all
+    except WorkerLost:  # the loss of one worker ends all of them
         return _last_saved(loop)
-    except Exception as error:  # noqa: BLE001 - it becomes part of the line; what ended the run comes first
+    except Exception as error:  # noqa: BLE001 - reported in the line, after the error that ended the run
         return f"step {loop.step} could not be saved: {describe(error)}; {_last_saved(loop)}"
     return _last_saved(loop)
 
@@ -234,14 +236,14 @@ def _last_saved(loop: Loop) -> str:
 
 
 def _command(loop: Loop, joint: str) -> str:
-    """How to go on from the newest checkpoint; empty if there is none."""
+    """Return the command that resumes from the newest checkpoint; an empty string if there is none."""
     if loop.checkpoints.latest() is None:
         return ""
     return f"{joint}go on with: agentrl train --resume {shlex.quote(str(loop.folder.path))}"
 
 
 def _save_traceback(loop: Loop, error: BaseException) -> str:
-    """Append the traceback to `error.log`; return where it is. Empty for an error whose line is complete."""
+    """Append the traceback to `error.log`; return a note with its path. Empty for an error that needs no traceback."""
     if isinstance(error, UserError) and error.__cause__ is None:
         return ""
     path = loop.folder.path / ERRORS
@@ -260,7 +262,7 @@ def _finish(loop: Loop, interrupted: bool, seconds: float) -> TrainResult:
     assert last is not None  # the loop saves before it returns
     try:
         write_report(folder, folder.name)
-    except Exception as error:  # noqa: BLE001 - the checkpoint is saved, and the run succeeds without its report
+    except Exception as error:  # noqa: BLE001 - the checkpoint is saved: the run succeeds without its report
         why = error.strerror if isinstance(error, OSError) and error.strerror else describe(error)
         display.note(f"report.html could not be written: {why}")
     if interrupted:
@@ -279,8 +281,10 @@ def _finish(loop: Loop, interrupted: bool, seconds: float) -> TrainResult:
 
 
 def changes(former: Path, recipe: Recipe) -> str | None:
-    """Return a line with the keys in which `recipe` differs from the recipe at `former`, and both values; None: they
-    are equal. The values of `${VAR}` are compared, and not shown."""
+    """Return one line with the keys in which `recipe` differs from the recipe at `former`, and both values.
+
+    None if they are equal. The values of `${VAR}` are compared but not shown.
+    """
     try:
         before = load_recipe(former)
     except UserError as error:
@@ -290,7 +294,10 @@ def changes(former: Path, recipe: Recipe) -> str | None:
 
 
 def check_same_run(former: Path, recipe: Recipe) -> None:
-    """Raises UserError: `recipe` changes what the run at `former` trains, or its recipe cannot be read."""
+    """Check that `recipe` trains the same as the run whose recipe is at `former`.
+
+    Raises UserError if it does not, or if that recipe cannot be read.
+    """
     force = "start a new run with it, or go on all the same with --force"
     try:
         before = load_recipe(former)
@@ -306,7 +313,7 @@ def _below(key: str, parents: tuple[str, ...]) -> bool:
 
 
 def _differing(before: Recipe, now: Recipe) -> list[str]:
-    """Dotted keys whose values differ, in the order of the former recipe, except `output`."""
+    """Return the dotted keys whose values differ, except `output`, in the order of the former recipe."""
     old, new = (dict(_leaves(recipe.model_dump(mode="json"))) for recipe in (before, now))
     return [key for key in old | new if old.get(key) != new.get(key) and key != "output"]
 

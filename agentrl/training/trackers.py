@@ -1,7 +1,7 @@
-"""`Trackers`: the trackers that a recipe names, beside `metrics.jsonl`, which has everything in any case.
+"""`Trackers`: the experiment trackers that a recipe names, in addition to `metrics.jsonl`, which is always complete.
 
-One that cannot start is an error before anything is sampled. One that fails later is reported in one line and switched
-off: a run of days does not end with somebody's server.
+A tracker that cannot start is an error before anything is sampled. A tracker that fails later is reported in one line
+and switched off: a failing tracking server does not end a run.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,11 +14,11 @@ from agentrl.plugins.tracker import Tracker
 from agentrl.threads import DaemonThreads
 
 SECONDS = 300.0
-"""Time limit for a tracker to start, to take a step's metrics, or to finish."""
+"""Time limit for a tracker to start, to log the metrics of a step, or to finish."""
 
 
 class Trackers:
-    """Sends metrics to every tracker that has not failed. notify: called with a line for each that fails."""
+    """The active trackers of a run. notify: called with one line for each tracker that fails."""
 
     def __init__(self, notify: Callable[[str], None]) -> None:
         self._notify = notify
@@ -27,18 +27,21 @@ class Trackers:
     def start(
         self, makers: Mapping[str, Callable[[], Tracker]], folder: Path, recipe: Mapping[str, Any], stack: ExitStack
     ) -> None:
-        """Start one tracker for each of `makers`, by name; `stack` finishes them. Raises UserError for one that
-        fails."""
+        """Start one tracker for each of `makers` (name -> function that makes it); `stack` finishes them.
+
+        Raises UserError if one fails.
+        """
         for name, make in makers.items():
             try:
                 tracker = _TimeLimited(name, make)
                 tracker.start(folder, recipe)
-            except BaseException as error:  # boundary: it is somebody's code, and its server
+            except BaseException as error:  # boundary: a tracker is a plugin, with a server of its own
                 raise UserError(f"track.trackers: {name} cannot start: {describe(contained(error))}") from error
             stack.callback(self._finish, name, tracker)
             self._active[name] = tracker
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Send the metrics of a step to every active tracker; switch off and report one that fails."""
         for name, tracker in list(self._active.items()):
             try:
                 tracker.log(step, metrics)
@@ -53,12 +56,12 @@ class Trackers:
     def _finish(self, name: str, tracker: Tracker) -> None:
         try:
             tracker.finish()
-        except BaseException as error:  # noqa: BLE001 - boundary: the run has ended, well or with an error of its own
+        except BaseException as error:  # noqa: BLE001 - boundary: the run has ended; its own error comes first
             self._notify(f"track.trackers: {name} could not finish: {describe(contained(error))}")
 
 
 class _TimeLimited(Tracker):
-    """A tracker that runs in a thread of its own, where a call that takes longer than SECONDS fails."""
+    """A tracker in a thread of its own, where a call that takes longer than SECONDS fails."""
 
     def __init__(self, name: str, make: Callable[[], Tracker]) -> None:
         self._thread = DaemonThreads(f"tracker-{name}", 1)
@@ -72,7 +75,7 @@ class _TimeLimited(Tracker):
         self._call(self._tracker.log, step, metrics)
 
     def finish(self) -> None:
-        """Finish the tracker, unless it hangs already, which has been reported."""
+        """Finish the tracker, unless an earlier call hangs, which has been reported."""
         try:
             if not self._hangs:
                 self._call(self._tracker.finish)
@@ -84,7 +87,7 @@ class _TimeLimited(Tracker):
         try:
             return call.result(SECONDS)
         except TimeoutError:
-            if call.done():  # the tracker raised it
+            if call.done():  # the tracker itself raised TimeoutError
                 raise
             self._hangs = True
             call.cancel()

@@ -1,1 +1,1 @@
-"""The engine `openai`: a model behind an OpenAI-compatible endpoint, for evaluation."""
+"""The engine `openai`: a model at an OpenAI-compatible endpoint, for evaluation."""

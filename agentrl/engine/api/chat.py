@@ -1,4 +1,4 @@
-"""`ApiChat`: conversations as the messages of the OpenAI API. The endpoint writes prompts and parses calls itself."""
+"""`ApiChat`: conversations as messages of the OpenAI API, whose endpoint renders prompts and parses calls itself."""
 
 import base64
 import io
@@ -11,16 +11,15 @@ from typing import Any
 from agentrl.chat.base import ParsedCall, ParsedTurn
 from agentrl.plugins.types import Message
 
-CHARACTERS_A_TOKEN = 4  # of English text, to bound what tools return
-
-
-FILLER = 0
+CHARACTERS_A_TOKEN = 4  # of English text, to estimate the length of tool results
+FILLER = 0  # an id without a meaning
 
 
 class Ledger:
-    """Gives ids to pieces of conversations and finds them again, so that a conversation which an API keeps as messages
-    runs like any other. The first id of a piece stands for its messages; fillers follow, so that lengths count what was
-    generated."""
+    """A mapping of ids to pieces of conversations, so that conversations kept as messages can be handled as token ids.
+
+    The first id of a piece stands for its messages; FILLER ids follow, so that the length is the number of tokens.
+    """
 
     def __init__(self) -> None:
         self._pieces: dict[int, Any] = {}
@@ -28,23 +27,23 @@ class Ledger:
         self._next = FILLER + 1
 
     def add(self, piece: Any, length: int = 1) -> list[int]:
-        """`length` ids, of which the first stands for `piece`."""
+        """Store `piece`; return `length` ids, of which the first stands for it."""
         self._pieces[self._next] = piece
         self._next += 1
         return [self._next - 1] + [FILLER] * (length - 1)
 
     def opening(self, key: str, piece: Any) -> list[int]:
-        """Likewise, with equal ids for equal keys: the samples of a task share their opening."""
+        """Store an opening; return its id, which is equal for equal keys: the samples of a task share their opening."""
         if key not in self._openings:
             (self._openings[key],) = self.add(piece)
         return [self._openings[key]]
 
     def find(self, ids: Sequence[int]) -> list[Any]:
-        """The pieces that `ids` stand for, in order."""
+        """Return the pieces that `ids` stand for, in order. Raises KeyError for an unknown id."""
         return [self._pieces[i] for i in ids if i != FILLER]
 
     def forget(self, ids: Sequence[int]) -> None:
-        """Drop what `ids` stand for, except openings."""
+        """Drop the pieces that `ids` stand for, except openings."""
         kept = set(self._openings.values())
         for i in ids:
             if i not in kept:
@@ -53,18 +52,23 @@ class Ledger:
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """The messages and tool schemas that a conversation begins with, in the API's form."""
+    """The start of a conversation, in the format of the API."""
 
     messages: tuple[dict[str, Any], ...]
+    """The first messages."""
     tools: tuple[dict[str, Any], ...]
+    """The schemas of the tools."""
 
 
 class ApiChat:
-    """The chat of an `OpenAIEngine`, which reads the same ledger."""
+    """The `Chat` of an `OpenAIEngine`, which uses the same ledger. description: the model and its endpoint."""
 
     stop_ids: tuple[int, ...] = ()
+    """No ids: the endpoint ends turns itself."""
     rewrites_history: str | None = None
+    """None: earlier messages are never changed."""
     images = True
+    """Whether messages may contain images."""
 
     def __init__(self, ledger: Ledger, description: str) -> None:
         self._ledger, self.description = ledger, description
@@ -100,8 +104,8 @@ def _call(call: dict[str, Any]) -> ParsedCall:
 
 
 def outgoing(message: Message) -> dict[str, Any]:
-    """Return a message as the API takes it: arguments as text, images as data URLs. Where a tool returned images,
-    text and images are parts of its content."""
+    """Return a message in the format of the API: arguments as JSON text, images as URLs, and no fields that the API
+    does not know (`reasoning_content`, `name`). Raises OSError if an image's file cannot be read."""
     sent: dict[str, Any] = {key: value for key, value in message.items() if key not in ("reasoning_content", "name")}
     content = message.get("content")
     if isinstance(content, list):
@@ -127,7 +131,7 @@ def _part(part: dict[str, Any]) -> dict[str, Any]:
 
 
 def _bytes(image: Any) -> bytes:
-    """Of a path, bytes or a PIL image."""
+    """Return the bytes of an image given as a path, bytes or a PIL image."""
     if isinstance(image, bytes):
         return image
     if isinstance(image, str | Path):

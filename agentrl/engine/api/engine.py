@@ -1,4 +1,4 @@
-"""`OpenAIEngine`: a model behind an OpenAI-compatible endpoint plays the tasks, without log-probs to train on."""
+"""`OpenAIEngine`: a model at an OpenAI-compatible endpoint, for evaluation only: there are no log-probs to train on."""
 
 import asyncio
 import os
@@ -10,20 +10,23 @@ from agentrl.engine.api.chat import ApiChat, Ledger, Opening
 from agentrl.engine.base import Engine, EngineError, Generation, GenerationFinish, Sampling
 from agentrl.errors import UserError, nearest
 
-FOREVER = 1 << 30  # ids: the endpoint bounds its context itself
-LINE = 300  # characters of an endpoint's error that are kept
+FOREVER = 1 << 30  # tokens: the endpoint limits its context itself
+LINE = 300  # maximum characters of an endpoint's error that are kept
 
 
 class OpenAIEngine(Engine):
-    """Chat completions with the endpoint's own tool calls.
+    """An engine that requests chat completions and uses the endpoint's own tool calls.
 
-    model: its name there. base_url: None is OpenAI's. api_key_env: the environment variable that holds the key; an
-    endpoint with a `base_url` may need none. timeout: seconds a completion. retries: of 429, 5xx and lost connections,
-    with growing pauses. max_tokens_key: what the endpoint calls the bound on a completion (None: `max_tokens`, and
-    `max_completion_tokens` at OpenAI's own). extra: further keys of the request's body.
+    model: the model's name at the endpoint. max_batch: maximum number of requests at once. base_url: of the endpoint;
+    None: OpenAI's. api_key_env: the environment variable with the key, which an endpoint with a `base_url` may not
+    need. timeout: seconds per completion. retries: after status 429 or 5xx and lost connections, with growing pauses.
+    max_tokens_key: the endpoint's name for the maximum tokens of a completion; None: `max_tokens`, at OpenAI
+    `max_completion_tokens`. extra: further keys of the request's body.
+
+    Raises UserError if OpenAI's key is not set.
     """
 
-    brings_chat = True  # so no model and no tokenizer are loaded
+    brings_chat = True  # no model and no tokenizer are loaded
 
     def __init__(
         self,
@@ -42,8 +45,8 @@ class OpenAIEngine(Engine):
             raise UserError(f"engine openai: {api_key_env} is not set in the environment (engine.args.api_key_env)")
         self.name, self.base_url, self._key = model, base_url, key or "none"
         self._timeout, self._retries, self._extra = timeout, retries, extra or {}
-        self._most = max_tokens_key or ("max_tokens" if base_url else "max_completion_tokens")
-        self._places = asyncio.Semaphore(max_batch)
+        self._max_tokens_key = max_tokens_key or ("max_tokens" if base_url else "max_completion_tokens")
+        self._limit = asyncio.Semaphore(max_batch)
         self._ledger = Ledger()
         self._known: dict[str, list[int]] = {}
         self._calls: dict[str, asyncio.Task[Any]] = {}
@@ -56,9 +59,9 @@ class OpenAIEngine(Engine):
         return FOREVER
 
     async def generate(self, ids: Sequence[int], sampling: Sampling, request_id: str) -> Generation:
-        """One completion. Raises EngineError when the endpoint refuses, or does not answer after its retries."""
+        """Request one completion. Raises EngineError if the endpoint refuses it or does not answer despite retries."""
         body = self._body(list(ids), sampling)
-        async with self._places:
+        async with self._limit:
             work = asyncio.ensure_future(self._connected().chat.completions.create(**body))
             self._calls[request_id] = work
             try:
@@ -68,11 +71,11 @@ class OpenAIEngine(Engine):
                     return Generation([], [], GenerationFinish.ABORT)
                 work.cancel()
                 raise
-            except Exception as error:  # the boundary `engine`: whatever the client raises fails the request
+            except Exception as error:  # the boundary `engine`: any error of the client fails the request
                 raise EngineError(f"{self.name}: {type(error).__name__}: {_line(error)}") from error
             finally:
                 self._calls.pop(request_id, None)
-        return self._taken(answer, request_id)
+        return self._generation(answer, request_id)
 
     def _body(self, ids: list[int], sampling: Sampling) -> dict[str, Any]:
         opening, *pieces = self._ledger.find(ids)
@@ -85,9 +88,9 @@ class OpenAIEngine(Engine):
             body["seed"] = sampling.seed % (1 << 31)
         if self._extra:
             body["extra_body"] = dict(self._extra)
-        return {**body, self._most: sampling.max_tokens}
+        return {**body, self._max_tokens_key: sampling.max_tokens}
 
-    def _taken(self, answer: Any, request_id: str) -> Generation:
+    def _generation(self, answer: Any, request_id: str) -> Generation:
         if not getattr(answer, "choices", None):
             raise EngineError(f"{self.name}: the endpoint's answer holds no choice")
         choice = answer.choices[0]
@@ -101,7 +104,7 @@ class OpenAIEngine(Engine):
         return Generation(ids, [0.0] * len(ids), finish)
 
     def _connected(self) -> Any:
-        """The client of the running event loop."""
+        """Return the client of the running event loop; it is made on first use."""
         from openai import AsyncOpenAI
 
         loop = asyncio.get_running_loop()
@@ -124,7 +127,10 @@ class OpenAIEngine(Engine):
         raise EngineError("the weights behind an endpoint cannot be trained: engine openai is for evaluation")
 
     async def health(self) -> None:
-        """Whether the endpoint knows the model. An endpoint without a list of models is believed."""
+        """Check that the endpoint has the model; an endpoint without a list of models passes.
+
+        Raises UserError if it refuses the key, cannot be reached or does not have the model.
+        """
         import openai
 
         try:
@@ -139,7 +145,7 @@ class OpenAIEngine(Engine):
             return
 
     async def _not_found(self, error: Exception) -> None:
-        """The model is unknown, or the endpoint has no such route: its list of models tells."""
+        """Raise UserError if the endpoint's list of models lacks the model; without a list, the route is missing."""
         import openai
 
         try:

@@ -1,7 +1,7 @@
-"""Attention of a step over a slot cache: rows that decode one token each, and chunks of prompts.
+"""Attention of one step over a slot cache: rows that decode one token each, and chunks of prompts.
 
-Written in the subset of Python that TorchScript compiles, because `step` is compiled; used uncompiled as well. q
-arrives scaled, so scores are plain products. Keys and values of the step's own tokens are in the cache already.
+Written in the subset of Python that TorchScript can compile, because `fused_step` compiles it; also used uncompiled. q
+is already scaled, so scores are plain products. Keys and values of the step's tokens are already in the cache.
 """
 
 from typing import NamedTuple
@@ -12,26 +12,31 @@ from torch import Tensor
 
 
 class Bucket(NamedTuple):
-    """Chunks attended together, padded to a rectangle of [R, Q] queries that see the first `width` columns.
-
-    first, last: their span among the step's chunk tokens. pad [R * Q] and unpad [last - first] go to the rectangle and
-    back. mask [R, 1, Q, width]: 0 or -inf. long: too many scores to hold at once, so the fused kernel serves.
-    """
+    """R chunks that are attended together, padded to a rectangle of [R, Q] queries."""
 
     slots: Tensor
+    """int64 [R]: the slot of each chunk."""
     pad: Tensor
+    """int64 [R * Q]: for each query of the rectangle, the index of its token among the bucket's tokens."""
     unpad: Tensor
+    """int64 [last - first]: for each of the bucket's tokens, its index in the flattened rectangle."""
     mask: Tensor
+    """float32 [R, 1, Q, width]: 0 where a query may attend, else -inf."""
     first: int
+    """Index of the bucket's first token among the chunk tokens of the step."""
     last: int
+    """Index after the bucket's last token."""
     width: int
+    """Number of cache columns that are attended to."""
     long: bool
+    """Whether there are too many scores to hold at once, so that torch's fused attention is used."""
 
 
 def decode_attention(q: Tensor, keys: Tensor, values: Tensor, width: int, bias: Tensor | None) -> Tensor:
-    """q [n, heads, D] of slots 0..n; keys, values [slots, kv_heads, columns, D] -> [n, heads * D].
+    """Return the attention of one token for each of the slots 0..n-1, [n, heads * D].
 
-    bias [n, 1, width]: 0 or -inf, where rows are of different lengths.
+    q: [n, heads, D]. keys, values: [slots, kv_heads, columns, D], of which the first `width` columns are read. bias:
+    [n, 1, width], 0 or -inf, if rows have different lengths; else None.
     """
     n, heads, size = q.shape
     kv = keys.shape[1]
@@ -46,7 +51,10 @@ def decode_attention(q: Tensor, keys: Tensor, values: Tensor, width: int, bias: 
 
 
 def chunk_attention(q: Tensor, keys: Tensor, values: Tensor, b: Bucket) -> Tensor:
-    """q [tokens, heads, D] of the bucket -> [tokens, heads * D]."""
+    """Return the attention of a bucket's tokens, [tokens, heads * D].
+
+    q: [tokens, heads, D]. keys, values: [slots, kv_heads, columns, D].
+    """
     heads, size = q.shape[1], q.shape[2]
     r, kv = len(b.slots), keys.shape[1]
     k = keys[:, :, : b.width].index_select(0, b.slots)
@@ -56,7 +64,7 @@ def chunk_attention(q: Tensor, keys: Tensor, values: Tensor, b: Bucket) -> Tenso
         mask = b.mask.to(q.dtype)
         o = F.scaled_dot_product_attention(queries, k, v, attn_mask=mask, scale=1.0, enable_gqa=True)
     else:
-        grouped = queries.reshape(r, kv, -1, size)  # heads that share keys, one below the other
+        grouped = queries.reshape(r, kv, -1, size)  # heads that share keys are concatenated
         scores = torch.matmul(grouped, k.transpose(-1, -2)).view(r, heads, -1, b.width).float().add_(b.mask)
         probs = torch.softmax(scores, -1).to(q.dtype).view(r, kv, -1, b.width)
         o = torch.matmul(probs, v).view(r, heads, -1, size)
@@ -66,7 +74,10 @@ def chunk_attention(q: Tensor, keys: Tensor, values: Tensor, b: Bucket) -> Tenso
 def attend(
     q: Tensor, keys: Tensor, values: Tensor, n: int, width: int, bias: Tensor | None, buckets: list[Bucket]
 ) -> Tensor:
-    """q [n + chunk tokens, heads, D] -> [n + chunk tokens, heads * D]."""
+    """Return the attention of all tokens of a step, n rows and then the chunks: [n + chunk tokens, heads * D].
+
+    q: [n + chunk tokens, heads, D]. The other arguments: see `decode_attention` and `chunk_attention`.
+    """
     if len(buckets) == 0:
         return decode_attention(q, keys, values, width, bias)
     parts: list[Tensor] = []

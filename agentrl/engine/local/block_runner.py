@@ -1,4 +1,4 @@
-"""`BlockRunner`: Qwen2, Qwen3 and Llama models through our own forward, decoding rows and prompt chunks in one pass."""
+"""`BlockRunner`: Qwen2, Qwen3 and Llama models in our own forward, with decoding rows and prompt chunks in one pass."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -14,21 +14,21 @@ from agentrl.engine.local.runner import Bools, Chunk, Ints, Work
 from agentrl.models import block
 
 COPY_BELOW = 200_000_000
-"""Parameters. A smaller model is decoded from its own fused copy of the weights (a millisecond a million parameters for
-every update); from there on products are large enough that a copy gains less than the memory it takes."""
+"""Number of parameters below which a model is decoded from a fused copy of its weights, which takes 1 ms per million
+parameters for every update. In larger models, matrix products are large enough that a copy is not worth its memory."""
 
 SCORES_AT_ONCE = 1 << 22
-"""Attention scores of chunks that are held at once; a longer chunk of its own goes through the fused kernel."""
+"""Maximum number of attention scores of chunks held at once; a single chunk with more uses torch's fused attention."""
 
 
 class BlockRunner(CachedRunner):
-    """See `Runner`. The cache belongs to one step at a time: not reentrant."""
+    """A `Runner` for models that `models.block` supports. Not reentrant: the cache belongs to one step at a time."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
         self.model = model
         self.shape = block.shape_of(model)
-        # q and k are both rotated, so this factor makes their product the scaled score
+        # q and k are both rotated by it, so with this factor their product is the scaled score
         self.rope = block.Rope(model, factor=self.shape.head_dim**-0.25)
         self.device = model.model.embed_tokens.weight.device
         dtype = model.model.embed_tokens.weight.dtype
@@ -68,7 +68,7 @@ class BlockRunner(CachedRunner):
         return run(self._tensor(ids), rotation, self._tensor(target), n, width, bias, buckets, pick)
 
     def _prepare(self) -> None:
-        """Weights as the step wants them, and a cache to write to."""
+        """Make sure that the weights are in the form that a step reads, and that the cache is allocated."""
         if self._weights is None:
             self._weights = block.weights_of(self.model, copy=self.copies, interleave=self.copies)
             fits = self.copies and self._weights.embed.dtype == torch.float32 and self.device.type == "cpu"
@@ -85,7 +85,7 @@ class BlockRunner(CachedRunner):
         self, ids: Tensor, rotation: Tensor, target: Tensor, n: int, width: int, bias: Tensor | None,
         buckets: list[Bucket], pick: Tensor | None,
     ) -> Tensor:  # fmt: skip
-        """The same through `block.hidden`: any dtype, weights by reference or copied."""
+        """Compute the same as `fused_step` by `block.hidden`, for any dtype, with weights shared or copied."""
         assert self._weights is not None
         size = self.shape.head_dim
 
@@ -103,14 +103,14 @@ class BlockRunner(CachedRunner):
         return tensor if self.device.type == "cpu" else tensor.to(self.device)
 
     def _bias(self, positions: Ints, active: Bools, width: int) -> Tensor | None:
-        """What tells rows of different lengths apart: [n, 1, width], 0 where a row has a token, else -inf."""
+        """Return the mask of rows, [n, 1, width]: 0 for computed tokens, else -inf; None if all lengths are equal."""
         if int(positions[active].min(initial=width - 1)) + 1 == width:
             return None
         beyond = np.arange(width) > positions[:, None]
         return self._tensor(np.where(beyond, np.float32(-np.inf), np.float32(0))[:, None])
 
     def _buckets(self, chunks: tuple[Chunk, ...]) -> Iterator[Bucket]:
-        """Runs of chunks whose padded scores fit together."""
+        """Split the chunks into buckets of consecutive ones with at most SCORES_AT_ONCE padded scores."""
         first = offset = 0
         while first < len(chunks):
             last, queries, width = first, 0, 0

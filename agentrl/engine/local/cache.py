@@ -1,7 +1,7 @@
-"""`SlotCache`: keys and values of many conversations, one slot each; every slot has room for the same number of tokens.
+"""`SlotCache`: keys and values of many conversations, one slot each, all slots with the same number of columns.
 
-Invariant: every number in it is finite, also where no token was written: masked scores are added to, not replaced.
-The last column of a slot is scratch: rows that only pass through a step write there.
+Invariant: every number is finite, even where no token was written, because masks are added to scores. The last column
+of a slot is scratch space: rows that are not active in a step write there.
 """
 
 from collections.abc import Sequence
@@ -11,16 +11,20 @@ from torch import Tensor
 
 
 class SlotCache:
-    """keys[i] and values[i] of layer i: [slots, kv_heads, columns + 1, D], made when the layer first asks for them."""
+    """Keys and values by layer and slot; each buffer is allocated when its layer is first used."""
 
     def __init__(self) -> None:
         self.slots = 0
+        """Number of slots."""
         self.columns = 0
+        """Number of tokens that a slot can hold."""
         self.keys: list[Tensor | None] = []
+        """Keys of each layer: [slots, kv_heads, columns + 1, D]; None: not allocated."""
         self.values: list[Tensor | None] = []
+        """Values of each layer: [slots, kv_heads, columns + 1, D]; None: not allocated."""
 
     def layer(self, i: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Buffers of layer i; k and v [N, kv_heads, D] show their shape, dtype and device when they are new."""
+        """Return the buffers of layer i. k, v: [N, kv_heads, D], the shape, dtype and device of new buffers."""
         while len(self.keys) <= i:
             self.keys.append(None)
             self.values.append(None)
@@ -31,7 +35,7 @@ class SlotCache:
         return keys, values
 
     def resize(self, slots: int, columns: int) -> None:
-        """Change the room; what lies in slots and columns that remain is kept."""
+        """Change the number of slots and columns; the contents of those that remain are kept."""
         s, c = min(slots, self.slots), min(columns, self.columns)
         self.slots, self.columns = slots, columns
         for buffers in (self.keys, self.values):
@@ -42,7 +46,7 @@ class SlotCache:
                     buffers[i] = new
 
     def copy(self, source: Sequence[int], target: Sequence[int], columns: int) -> None:
-        """Slot target[j] becomes what slot source[j] was, for the first `columns` tokens; they may overlap."""
+        """Copy the first `columns` tokens of slot source[j] to slot target[j], for all j as if at once."""
         for buffer in (*self.keys, *self.values):
             if buffer is not None:
                 src = torch.tensor(source, device=buffer.device)
@@ -51,15 +55,16 @@ class SlotCache:
                 view.index_copy_(0, dst, view.index_select(0, src))
 
     def clear(self) -> None:
-        """Give the memory back; the room stays what it was."""
+        """Free the memory; the numbers of slots and columns stay the same."""
         self.keys, self.values = [], []
 
 
 class CachedRunner:
-    """The part of `Runner` that is about slots."""
+    """Base class of runners with a `SlotCache`: the methods of `Runner` about slots."""
 
     def __init__(self) -> None:
         self.cache = SlotCache()
+        """Keys and values of the slots."""
 
     @property
     def slots(self) -> int:

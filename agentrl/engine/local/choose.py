@@ -1,4 +1,4 @@
-"""The choice of a model's runner: our own forward, the module over slots, or recomputation, proved on a probe."""
+"""Choice of the runner for a model: our own forward, the module with a slot cache, or recomputation; with a probe."""
 
 import logging
 from typing import Any
@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 PROBE_TOKENS = 12
 TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}
-"""Of log-probs, between a probe through slots and the module's plain forward; 0.1 in the half precisions."""
+"""Largest difference of log-probs between a probe with a slot cache and the plain forward; 0.1 in half precision."""
 
 
 def runner_for(model: Any) -> Runner:
@@ -37,7 +37,10 @@ def runner_for(model: Any) -> Runner:
 
 
 def _disagreement(model: Any, runner: ModuleRunner) -> str | None:
-    """Return why slots do not serve this module, by ragged prompts in two pieces and one token more; None: they do."""
+    """Return why a slot cache is not exact for this module, or None if it is.
+
+    The probe has two prompts of different lengths, each computed in two chunks, and then one decoded token.
+    """
     window = runner._window if isinstance(runner._window, int) else 0
     longest = PROBE_TOKENS + (window if window <= 128 else 0)
     plain = RecomputeRunner(model)

@@ -1,8 +1,8 @@
-"""`LocalEngine`: the embedded engine. It shares the trainer's weights and decodes between turns of the event loop.
+"""`LocalEngine`: the embedded engine. It shares the trainer's weights and decodes between iterations of the event loop.
 
-A step of a tiny model takes a few milliseconds and runs in the event loop's own thread: a worker would fight with it
-for the interpreter at every one of a step's hundred tensor calls. Once steps take longer than `INLINE_SECONDS` they
-run in one worker thread, so that the loop goes on answering.
+A step of a tiny model takes a few milliseconds and runs in the event loop's thread: in another thread, the two would
+compete for the interpreter lock at each of a step's hundred tensor calls. If steps take longer than `INLINE_SECONDS`,
+they run in one worker thread, so that the event loop stays responsive.
 """
 
 import asyncio
@@ -27,21 +27,25 @@ from agentrl.errors import UserError
 from agentrl.models.lora import layers
 from agentrl.threads import in_thread
 
-INLINE_SECONDS = 0.025
+INLINE_SECONDS = 0.025  # maximum duration of a step in the event loop's thread
 RETURN_TICKS = 4
-"""Turns of the event loop before the next step, at most, once requests have finished: with an instant tool they are
-back by then, and need not miss a step."""
+"""Maximum iterations of the event loop to wait before the next step after requests have finished: with an instant tool,
+their next turns arrive by then and do not miss a step."""
 
-DEFAULT_CONTEXT = 4096  # of a model whose configuration names none
+DEFAULT_CONTEXT = 4096  # tokens, for a model whose configuration names no maximum
 
 
 class LocalEngine(Engine):
-    """`model`: a transformers causal language model, its weights read in place. max_batch: rows decoded at once.
+    """The embedded engine.
 
-    max_context: tokens of prompt and answer together (None: what the configuration says and the cache can hold).
-    cache_bytes: bound on the memory of keys and values (None: a quarter of the machine's, or half of what is free on an
-    accelerator). overlap: whether it samples while the trainer changes `model` (`rollout.overlap`): it then keeps a
-    copy of the weights, which `update_weights` brings up to date.
+    model: a transformers causal language model, whose weights are read in place. max_batch: maximum number of requests
+    decoded at once. max_context: maximum tokens of prompt and answer together; None: as many as the model's
+    configuration allows and the cache can hold. cache_bytes: maximum memory of keys and values; None: a quarter of the
+    machine's, or half of the free memory of a GPU. overlap: whether to sample while the trainer changes `model`
+    (`rollout.overlap`): then the engine keeps a copy of the weights, which `update_weights` refreshes.
+
+    Raises UserError if max_batch is less than 1, the cache cannot hold one context, or the model is not a causal
+    language model.
     """
 
     in_process: ClassVar[bool] = True
@@ -61,7 +65,7 @@ class LocalEngine(Engine):
         model = copy.deepcopy(model).requires_grad_(False) if overlap else model
         self._model = model
         self._runner = runner_for(model)
-        room = cache_bytes or _quarter_of_memory(model.get_input_embeddings().weight.device)
+        room = cache_bytes or _default_cache_bytes(model.get_input_embeddings().weight.device)
         fits = room // self._runner.token_bytes - 1
         self._context = min(context_of(model), max_context or max(1, fits))
         if fits < self._context:
@@ -77,26 +81,29 @@ class LocalEngine(Engine):
         self._thread: ThreadPoolExecutor | None = None
         self._step_seconds = 0.0
         self._asleep = self._closed = self._updating = False
-        self._partial: str | None = None  # why the weights are those of no step
+        self._partial: str | None = None  # why the weights are not those of any one step
 
     @property
     def max_context(self) -> int:
         return self._context
 
     @property
-    def _still(self) -> bool:
+    def _paused(self) -> bool:
         return self._asleep or self._updating
 
     @property
     def weight_version(self) -> int:
+        """The trainer's step whose weights are sampled from."""
         return self._scheduler.version
 
     async def generate(self, ids: Sequence[int], sampling: Sampling, request_id: str) -> Generation:
-        """See `Engine.generate`. A prompt that leaves no room for an answer gives no ids and finish `length`. Raises
-        EngineError on an empty prompt, ids outside the vocabulary, or a second call for a request that is running.
+        """Sample one turn. A prompt that leaves no room for an answer gives no ids and finish `length`.
 
-        The numbers behind one seed do not depend on the batch; the logits do in their last bits (matrix products round
-        differently at other sizes), which can tip a draw that lies within 1e-6 of the border between two tokens.
+        The random numbers of a seed do not depend on the batch, but the last bits of the logits do (matrix products of
+        other sizes round differently), which can change a draw within 1e-6 of the boundary between two tokens.
+
+        Raises EngineError for an empty prompt, ids outside the vocabulary, a second call for a running request, a
+        closed engine, weights that were received only in part, or an error of the model.
         """
         prompt = self._checked(ids, request_id)
         room = min(sampling.max_tokens, self._context - len(prompt))
@@ -124,12 +131,14 @@ class LocalEngine(Engine):
                 _deliver(request, self._scheduler.stop(request))
 
     async def update_weights(self, version: int, weights: Any = None) -> None:
-        """The shared weights have changed in place, or are copied now. Running requests go on with them from where they
-        are; what they, and conversations between turns, had computed is computed again.
+        """Sample from new weights: the shared ones, which have changed in place, or a copy made now.
 
-        weights: of a trainer in other processes: name and whole tensor, by the names of the model's state dict, what is
-        tied once. They are read in a thread, in which they may wait; requests wait meanwhile. Raises EngineError where
-        they do not fit, or reading them does: nothing is sampled until a whole update came.
+        Running requests continue from where they are; keys and values of all conversations are computed again.
+
+        weights: from a trainer in other processes: (name, whole tensor) by the names of the model's state dict, tied
+        tensors once. They are read in a thread, where they may block; requests wait meanwhile. Raises EngineError if
+        they do not fit the model, and whatever reading them raises: then nothing is sampled until a whole update has
+        been received.
         """
         self._updating = True
         try:
@@ -148,8 +157,8 @@ class LocalEngine(Engine):
                 self._start_loop()
 
     async def _receive(self, version: int, weights: Any) -> None:
-        """Copy them; an error fails the requests in flight too, whose tokens would belong to no step."""
-        self._partial = f"the weights of step {version} came only in part"
+        """Copy `weights` into the model. An error also fails the requests in flight: the weights belong to no step."""
+        self._partial = f"the weights of step {version} were received only in part"
         try:
             await in_thread(copy_into, self._model, weights)
         except BaseException as error:
@@ -157,7 +166,7 @@ class LocalEngine(Engine):
             raise
 
     async def sleep(self) -> None:
-        """Stop decoding, and free the cache and the fused weights; requests wait until `wake`."""
+        """Pause decoding, and free the cache and the fused weights; requests wait until `wake`."""
         self._asleep = True
         await self._between_steps()
         self._scheduler.retract()
@@ -172,7 +181,7 @@ class LocalEngine(Engine):
             raise EngineError("the engine is closed")
 
     async def close(self) -> None:
-        """Running requests end with finish `abort`; memory and the worker thread are given back."""
+        """End running requests with finish `abort`, and free the memory and the worker thread."""
         self._closed = self._asleep = True
         await self._between_steps()
         self.abort()
@@ -197,7 +206,7 @@ class LocalEngine(Engine):
         return prompt
 
     def _start_loop(self) -> None:
-        if not self._still and (self._loop is None or self._loop.done()):
+        if not self._paused and (self._loop is None or self._loop.done()):
             self._loop = asyncio.get_running_loop().create_task(self._run(), name="agentrl-local-engine")
 
     async def _between_steps(self) -> None:
@@ -205,10 +214,10 @@ class LocalEngine(Engine):
             await asyncio.wait([self._stepping])
 
     async def _run(self) -> None:
-        """Step until nothing is left to do. The boundary of `engine` errors: whatever goes wrong in a step ends the
-        requests that were there, and the next ones begin with an empty cache."""
+        """Run steps until no request is left. An error in a step fails all requests with an EngineError; later requests
+        start with an empty cache."""
         over = 0  # requests that finished in the last step
-        while self._scheduler.busy and not self._still:
+        while self._scheduler.busy and not self._paused:
             expected = len(self._scheduler.waiting) + over
             for _ in range(RETURN_TICKS if over else 1):
                 await asyncio.sleep(0)
@@ -216,13 +225,13 @@ class LocalEngine(Engine):
                     break
             try:
                 over = await self._step()
-            except Exception as error:  # noqa: BLE001 - the boundary of `engine`, see above
+            except Exception as error:  # noqa: BLE001 - the boundary `engine`, see above
                 self._fail(error)
 
     async def _step(self) -> int:
-        """One step; returns how many requests finished in it."""
+        """Run one step; return the number of requests that finished in it."""
         scheduler = self._scheduler
-        if self._still or not scheduler.busy:
+        if self._paused or not scheduler.busy:
             return 0
         plan = scheduler.plan()
         if plan is None:
@@ -258,12 +267,15 @@ def _deliver(request: Request, generation: Generation) -> None:
 
 @torch.no_grad()
 def copy_into(model: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
-    """weights: name and whole tensor, by the names of `model.state_dict()`, read once to the end; what is tied, under
-    any one of its names. Raises EngineError; `model` then holds a part of them."""
+    """Copy `weights` into `model`.
+
+    weights: (name, whole tensor) by the names of `model.state_dict()`, tied tensors under any one of their names; read
+    once to the end. Raises EngineError if they do not fit or are incomplete; `model` may then hold a part of them.
+    """
     if layers(model):
         raise EngineError("the engine's model has an adapter of its own, which whole weights would be merged with")
     state = model.state_dict(keep_vars=True)
-    due = {id(tensor): name for name, tensor in state.items()}
+    missing = {id(tensor): name for name, tensor in state.items()}
     for name, tensor in weights:
         target = state.get(name)
         if target is None:
@@ -271,16 +283,16 @@ def copy_into(model: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
         if tensor.shape != target.shape:
             given, own = list(tensor.shape), list(target.shape)
             raise EngineError(f"the weights do not fit the engine's model: {name} is {given}, its own is {own}")
-        if due.pop(id(target), None) is None:
+        if missing.pop(id(target), None) is None:
             raise EngineError(f"the weights do not fit the engine's model: {name} was given twice")
         target.copy_(tensor)
-    if due:
-        more = f" (and {len(due) - 1} more)" if len(due) > 1 else ""
-        raise EngineError(f"the weights do not fit the engine's model: {min(due.values())} was not given{more}")
+    if missing:
+        more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
+        raise EngineError(f"the weights do not fit the engine's model: {min(missing.values())} was not given{more}")
 
 
 def context_of(model: Any) -> int:
-    """The longest context that the model's configuration allows, in tokens."""
+    """Return the maximum context of the model's configuration in tokens, or DEFAULT_CONTEXT if it names none."""
     config = model.config.get_text_config()
     for name in ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length"):
         value = getattr(config, name, None)
@@ -289,7 +301,7 @@ def context_of(model: Any) -> int:
     return DEFAULT_CONTEXT
 
 
-def _quarter_of_memory(device: torch.device) -> int:
+def _default_cache_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0] // 2
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4

@@ -1,9 +1,9 @@
-"""`fused_step`: one step of a small float32 model, compiled once to a graph that runs without the interpreter.
+"""`fused_step`: one step of a small float32 model, compiled once by TorchScript to run without the interpreter.
 
-The same computation as `block.hidden`, which it cannot call: TorchScript takes no closures and no classes such as
-`Dense`. A step is some two hundred operations of a few microseconds; called from Python one by one they take a third
-longer at 64 rows, and twice as long at the few rows of a rollout's end.
-TorchScript is deprecated but shipped: where it cannot compile, the very same function runs as Python.
+It repeats the computation of `block.hidden`, which it cannot call: TorchScript supports neither closures nor classes
+such as `Dense`. A step has about two hundred operations of a few microseconds each; called from Python, it takes a
+third longer with 64 rows, and twice as long with the few rows at the end of a rollout. TorchScript is deprecated: if it
+cannot compile the function, the same function runs as Python.
 """
 
 import warnings
@@ -29,23 +29,36 @@ else:
 
 
 class Fused(NamedTuple):
-    """`block.Weights` as plain lists, one entry a layer. transposed: matrices lie [in, out], for `mm`; else [out, in].
-    bias: of qkv, out, gate, up and down, each None or [out]; qk_gain: empty where the family has none."""
+    """`block.Weights` as plain lists with one entry per layer, as TorchScript needs them."""
 
     heads: int
+    """Number of query heads."""
     kv_heads: int
+    """Number of key and value heads."""
     head_dim: int
+    """Size D of a head."""
     transposed: bool
+    """Whether matrices are stored as [in, out], for `mm`; else [out, in]."""
     eps: Tensor
+    """float32 [1]: the epsilon of RMSNorm."""
     embed: Tensor
+    """float32 [vocab, hidden]: the token embeddings."""
     head: Tensor
+    """The output matrix, from hidden to vocab."""
     qkv: list[Tensor]
+    """From hidden to (heads + 2 * kv_heads) * D: query, key and value."""
     out: list[Tensor]
+    """The output matrix of attention, from heads * D to hidden."""
     gate: list[Tensor]
+    """The gate matrix of the MLP."""
     up: list[Tensor]
+    """The up matrix of the MLP."""
     down: list[Tensor]
+    """The down matrix of the MLP."""
     qk_gain: list[Tensor]
+    """The gains of the RMSNorm of queries and keys; empty if the model has none."""
     bias: list[list[Tensor | None]]
+    """The biases of qkv, out, gate, up and down, each [out] or None."""
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
@@ -70,10 +83,10 @@ def _step(
     w: Fused, keys: list[Tensor], values: list[Tensor], ids: Tensor, rotation: Tensor, target: Tensor, n: int,
     width: int, bias: Tensor | None, buckets: list[Bucket], pick: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """Return logits [N, vocab], or those of the tokens `pick`.
+    """Return the logits of all tokens, [N, vocab], or of the tokens at indices `pick`.
 
-    ids [N]: n rows, then chunks. rotation: complex [N, 1, D / 2]. target [N * kv_heads]: where their keys go in the
-    flat cache.
+    ids: [N], n rows and then the chunks. rotation: complex [N, 1, D / 2]. target: [N * kv_heads], indices of their keys
+    and values in the flattened cache. The other arguments: see `attention.attend`.
     """
     both = w.heads + w.kv_heads
     x = F.embedding(ids, w.embed)
@@ -102,7 +115,7 @@ _compiled: Callable[..., Tensor] | None = None
 
 
 def fused_step() -> Callable[..., Tensor]:
-    """Return `_step`, compiled where TorchScript can (half a second, once per process)."""
+    """Return `_step`, compiled if TorchScript can compile it (0.5 s, once per process)."""
     global _compiled
     if _compiled is None:
         with warnings.catch_warnings():
@@ -115,7 +128,7 @@ def fused_step() -> Callable[..., Tensor]:
 
 
 def fuse(weights: block.Weights) -> Fused:
-    """Return `weights` (copied, interleaved) as the lists that `_step` reads; they share memory."""
+    """Return `weights` (copied and interleaved) as the lists that `_step` reads, which share their memory."""
     s, layers = weights.shape, weights.layers
     halves = [layer.gate_up.halves() for layer in layers]
     biases: list[Any] = [

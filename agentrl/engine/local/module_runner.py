@@ -1,4 +1,4 @@
-"""`ModuleRunner`: any Hugging Face causal LM whose whole state is keys and values, through the module's own forward."""
+"""`ModuleRunner`: any Hugging Face causal LM whose state consists of keys and values, with the module's own forward."""
 
 import inspect
 from collections.abc import Iterator
@@ -18,8 +18,11 @@ KINDS = {"full_attention", "sliding_attention"}
 
 
 class _SlotView(Cache):
-    """What the module sees of a `SlotCache` in one call: row r of the batch is slot rows[r], its query j stands in
-    columns[r, j], and keys up to `width` are shown (the mask says which count)."""
+    """A `SlotCache` as transformers' cache for one call of the module.
+
+    rows: [R], the slot of each row of the batch. columns: [R, Q], the column of each query. width: number of columns
+    that are returned; the attention mask selects among them.
+    """
 
     def __init__(self, slots: SlotCache, rows: Tensor, columns: Tensor, width: int) -> None:
         super().__init__(layer_class_to_replicate=DynamicLayer)
@@ -43,12 +46,12 @@ class _SlotView(Cache):
 
 @contextmanager
 def evaluating(model: Any) -> Iterator[None]:
-    """Without dropout, whatever the trainer left the module in."""
+    """Put the module into evaluation mode, without dropout and gradients, and restore its mode afterwards."""
     training = model.training
     if training:
         model.eval()
     try:
-        with torch.no_grad():  # not inference_mode: a module may keep what it makes, and the trainer meets it again
+        with torch.no_grad():  # not inference_mode: a module may keep tensors, which the trainer uses later
             yield
     finally:
         if training:
@@ -56,7 +59,7 @@ def evaluating(model: Any) -> Iterator[None]:
 
 
 class ModuleRunner(CachedRunner):
-    """See `Runner`. Rows of a step go through the module in one call, chunks in another, padded to the longest."""
+    """A `Runner` that calls the module once for a step's rows and once for its chunks, padded to the longest."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
@@ -67,13 +70,13 @@ class ModuleRunner(CachedRunner):
         self._kinds = set(getattr(config, "layer_types", None) or ())
         self._window = getattr(config, "sliding_window", None)
         self._keep = "logits_to_keep" in inspect.signature(model.forward).parameters
-        self.token_bytes = 0  # known after the first step
+        self.token_bytes = 0  # set after the first step
 
     def refresh(self) -> None:
-        """Nothing is derived from the weights."""
+        """Do nothing: nothing is derived from the weights."""
 
     def unsupported(self) -> str | None:
-        """Why the module's state cannot live in slots, as far as its signature and configuration tell."""
+        """Return why the module cannot use a slot cache, judged by its signature and configuration; None if it can."""
         if "position_ids" not in inspect.signature(self.model.forward).parameters:
             return "its forward takes no position_ids"
         if not self._kinds <= KINDS:
@@ -105,7 +108,10 @@ class ModuleRunner(CachedRunner):
         return self._call(ids, np.where(inside, positions, 0), columns, np.array([c.slot for c in chunks]), lengths)
 
     def _call(self, ids: Ints, positions: Ints, columns: Ints, rows: Ints, lengths: Ints) -> Tensor:
-        """ids, positions, columns [R, Q] of slots rows [R] -> logits [R, vocab] float32 after each row's `lengths`."""
+        """Return the logits after the first lengths[r] tokens of each row, float32 [R, vocab].
+
+        ids, positions, columns: [R, Q]. rows: [R], the slot of each row.
+        """
         width = int(positions.max()) + 1
         view = _SlotView(self.cache, self._tensor(rows), self._tensor(columns), width)
         last, where = np.unique(lengths - 1, return_inverse=True)
@@ -123,7 +129,7 @@ class ModuleRunner(CachedRunner):
         return logits
 
     def _masks(self, positions: Ints, width: int) -> Any:
-        """Additive masks [R, 1, Q, width]; one for each kind of layer where there are several."""
+        """Return the additive mask, [R, 1, Q, width], or a dictionary with one for each kind of layer."""
         if len(self._kinds) > 1:
             windows = {"full_attention": None, "sliding_attention": self._window}
             return {kind: self._mask(positions, width, windows[kind]) for kind in self._kinds}

@@ -1,7 +1,7 @@
-"""`RecomputeRunner`: any causal language model at all, by computing the whole sequence for every token.
+"""`RecomputeRunner`: any causal language model, by computing the whole sequence again for every token.
 
 For architectures whose state is not keys and values by position (state-space and linear-attention layers, hybrids).
-Exact and slow: a slot holds nothing but the ids.
+Exact but slow: a slot holds only the ids.
 """
 
 import inspect
@@ -14,11 +14,11 @@ from torch import Tensor
 from agentrl.engine.local.module_runner import evaluating
 from agentrl.engine.local.runner import Ints, Work
 
-TOKENS_AT_ONCE = 8192
+TOKENS_AT_ONCE = 8192  # maximum tokens, with padding, of one call of the module
 
 
 class RecomputeRunner:
-    """See `Runner`. Rows are padded on the right, where a causal model does not look."""
+    """A `Runner` without a cache. Rows are padded on the right, where padding does not affect a causal model."""
 
     token_bytes = 8
 
@@ -46,10 +46,10 @@ class RecomputeRunner:
         self.ids[target, :columns] = self.ids[source, :columns]
 
     def clear(self) -> None:
-        """The ids are nothing that is worth freeing."""
+        """Do nothing: the ids take little memory."""
 
     def refresh(self) -> None:
-        """Nothing is derived from the weights."""
+        """Do nothing: nothing is derived from the weights."""
 
     def forward(self, work: Work) -> Tensor:
         n = len(work.ids)
@@ -69,7 +69,7 @@ class RecomputeRunner:
         return logits
 
     def _last(self, slots: Ints, lengths: Ints) -> Tensor:
-        """Logits [R, vocab] float32 after the first lengths[r] ids of slots[r]."""
+        """Return the logits after the first lengths[r] ids of slots[r], float32 [R, vocab]."""
         ids = torch.from_numpy(self.ids[slots, : int(lengths.max())]).to(self.device)
         last, where = np.unique(lengths - 1, return_inverse=True)
         kept = {"logits_to_keep": torch.from_numpy(last).to(self.device)} if self._keep else {}

@@ -1,4 +1,4 @@
-"""`Runner`: a model as the scheduler uses it, which extends many conversations at once and keeps them in slots."""
+"""`Runner`: the contract between the scheduler and a model, which extends many conversations at once, kept in slots."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -13,49 +13,67 @@ Bools = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """`ids` [n] follow the first `start` tokens of `slot`, whose state is there."""
+    """A piece of a prompt to be computed."""
 
     slot: int
+    """The slot."""
     start: int
+    """Number of tokens already computed in the slot, which the chunk follows."""
     ids: Ints
+    """int64 [n]: the token ids of the piece."""
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """One step. Row r < n is slot r: if active, ids[r] is its token at positions[r]; otherwise the row is passed
-    through (whatever it holds must not change) and its logits are not read. Chunks are of slots that are not active."""
+    """The input of one step: one token for each of the slots 0..n-1, and chunks of prompts in other slots.
+
+    Rows that are not active are computed too, but the state of their slots must not change, and their logits are not
+    read.
+    """
 
     ids: Ints
+    """int64 [n]: the token of each slot."""
     positions: Ints
+    """int64 [n]: the position of that token in its slot."""
     active: Bools
+    """bool [n]: whether the slot decodes in this step."""
     chunks: tuple[Chunk, ...]
+    """Chunks, in slots that are not active."""
 
 
 class Runner(Protocol):
-    """Slots hold what was computed; `columns` is how many tokens a slot has room for."""
+    """A model with slots, each of which holds the computed state of one conversation."""
 
-    token_bytes: int  # memory of one token in one slot
-
-    @property
-    def slots(self) -> int: ...
+    token_bytes: int
+    """Memory of one token in one slot, in bytes."""
 
     @property
-    def columns(self) -> int: ...
-
-    def forward(self, work: Work) -> Tensor:
-        """Logits float32 [n + chunks, vocab] after each row's token and after each chunk's last."""
+    def slots(self) -> int:
+        """Number of slots."""
         ...
 
-    def resize(self, slots: int, columns: int) -> None: ...
+    @property
+    def columns(self) -> int:
+        """Number of tokens that a slot can hold."""
+        ...
+
+    def forward(self, work: Work) -> Tensor:
+        """Compute one step; return the logits after each row's token and each chunk's last token, float32
+        [n + chunks, vocab]."""
+        ...
+
+    def resize(self, slots: int, columns: int) -> None:
+        """Change the number of slots and columns; the state of those that remain is kept."""
+        ...
 
     def copy(self, source: list[int], target: list[int], columns: int) -> None:
-        """The first `columns` tokens of slot target[j] become those of source[j]; read before written."""
+        """Copy the first `columns` tokens of slot source[j] to slot target[j], for all j, as if all at once."""
         ...
 
     def clear(self) -> None:
-        """Free the slots' memory."""
+        """Free the memory of the slots."""
         ...
 
     def refresh(self) -> None:
-        """The weights changed: whatever was derived from them is stale."""
+        """Drop everything derived from the weights, which have changed."""
         ...

@@ -1,4 +1,4 @@
-"""Choosing the next token of every row at once, by a number that depends on the row's seed and position alone."""
+"""Sampling of the next token of all rows at once, by random numbers that depend only on a row's seed and position."""
 
 from dataclasses import dataclass
 
@@ -14,42 +14,43 @@ _MIX1, _MIX2 = U64(0xBF58476D1CE4E5B9), U64(0x94D049BB133111EB)
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """How each of N rows samples; every array is [N]."""
+    """The sampling parameters of N rows; every array is [N]."""
 
     key: npt.NDArray[np.uint64]
     """The hashed seed."""
     position: npt.NDArray[np.int64]
-    """The position of the token to be sampled."""
+    """The position of the token to sample."""
     temperature: npt.NDArray[np.float32]
-    """0 is greedy."""
+    """0: always the likeliest token."""
     top_p: npt.NDArray[np.float32]
-    """1: off."""
+    """Share of probability to sample from; 1: all."""
     top_k: npt.NDArray[np.int64]
-    """0: off."""
+    """Number of likeliest tokens to sample from; 0: all."""
 
 
 def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """The finalizer of SplitMix64 (Steele, Lea, Flood 2014): every bit of x reaches every bit of the result."""
+    """Apply the finalizer of SplitMix64 (Steele, Lea, Flood 2014): every bit of x affects every bit of the result."""
     x = (x ^ (x >> U64(30))) * _MIX1
     x = (x ^ (x >> U64(27))) * _MIX2
     return x ^ (x >> U64(31))
 
 
 def key_of(seed: int) -> int:
-    """Return 64 mixed bits of a seed of any size."""
+    """Return a 64-bit hash of a seed's lowest 64 bits."""
     return int(_mix(np.array([seed & 0xFFFFFFFFFFFFFFFF], U64) + _GOLDEN)[0])
 
 
 def uniforms(key: npt.NDArray[np.uint64], position: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
-    """One number in [0, 1 - 2^-23] a row, a function of (key, position) alone."""
+    """Return one number in [0, 1 - 2^-23] per row, float32 [N], a function of (key, position) only."""
     bits = _mix(key + position.astype(U64) * _GOLDEN)
     return (bits >> U64(41)).astype(np.float32) * np.float32(2.0**-23)
 
 
 def sample(logits: Tensor, choice: Choice) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
-    """logits [N, vocab] float32 -> (token, log-prob) [N] each.
+    """Sample one token per row; return the tokens, int64 [N], and their natural log-probs, float32 [N].
 
-    The log-prob is of softmax(logits / temperature) before top-k and top-p, and of softmax(logits) where greedy.
+    logits: float32 [N, vocab]. The log-prob is that under softmax(logits / temperature), before top-k and top-p, and
+    under softmax(logits) at temperature 0.
     """
     greedy = choice.temperature <= 0
     if (choice.temperature != 1).any():
@@ -69,17 +70,18 @@ def sample(logits: Tensor, choice: Choice) -> tuple[npt.NDArray[np.int64], npt.N
 
 
 def _inverse_cdf(p: Tensor, u: Tensor) -> Tensor:
-    """p [N, V] not negative, u [N, 1] in [0, 1) -> the first index whose cumulated p exceeds u times the total.
+    """Return the first index whose cumulative p exceeds u times the total, [N, 1].
 
-    A GPU adds up in parts, in the type that it is given: in float32 their sums round apart, and tokens of probability 0
-    would be drawn where two parts meet. A CPU adds in float64 whatever it returns.
+    p: [N, V], not negative. u: [N, 1], in [0, 1). A GPU computes the cumulative sum in blocks, in the given type: in
+    float32, rounding at the boundary of two blocks could select a token of probability 0, so float64 is used. A CPU
+    accumulates in float64 whatever the type of the result.
     """
     cdf = p.cumsum(-1, dtype=None if p.is_cpu else torch.float64)
     return torch.searchsorted(cdf, u * cdf[:, -1:], right=True).clamp_(max=p.shape[-1] - 1)
 
 
 def _truncated(p: Tensor, u: Tensor, top_p: npt.NDArray[np.float32], top_k: npt.NDArray[np.int64]) -> Tensor:
-    """Sample from the top_k likeliest, then from the fewest of those that hold top_p of their mass."""
+    """Sample from the top_k likeliest tokens, limited to the fewest of them that hold top_p of their probability."""
     k = np.where(top_k > 0, np.minimum(top_k, p.shape[-1]), p.shape[-1])
     ranked, order = torch.topk(p, int(k.max()), dim=-1)
     outside = torch.arange(ranked.shape[-1], device=p.device) >= torch.from_numpy(k).to(p.device)[:, None]

@@ -1,7 +1,7 @@
 """`Scheduler`: continuous batching. Each step is `plan`, then `compute` (tensors only, any thread), then `commit`.
 
-Invariant: state changes in `plan` and `commit` and in calls between steps, all on one thread; while a step computes,
-others may stop requests or free slots, but nothing is placed or moved, so `commit` need only look who is still there.
+Invariant: state changes only in `plan`, `commit` and calls between steps, all on one thread. During `compute`, requests
+may be stopped and slots freed, but nothing is placed or moved, so `commit` only has to check which requests remain.
 """
 
 from collections import deque
@@ -18,65 +18,74 @@ from agentrl.engine.local.sampler import Choice, sample
 from agentrl.engine.local.slots import Conversation, Request, Slots
 
 FEED_TOKENS = 2048
-"""Prompt tokens computed in one step at most: longer prompts take several, so decoding rows need not wait for them."""
+"""Maximum prompt tokens computed in one step. Longer prompts take several steps, so that they do not delay decoding."""
 
 Done = tuple[Request, Generation]
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One step."""
+    """The plan of one step."""
 
     work: Work
-    """What the runner computes."""
+    """The input of the runner."""
     feeds: tuple[tuple[Request, int], ...]
-    """The request of each chunk, and how many tokens of its prompt are computed after the step."""
+    """(request, number of its prompt tokens computed after the step) of each chunk."""
     openers: tuple[Request, ...]
     """Requests whose prompt is complete after the step."""
     slots: Ints
-    """The slots whose next token is sampled: 0..n, then those of `openers`."""
+    """The slots whose next token is sampled: 0..n-1, then those of `openers`."""
     pick: Ints | None
-    """The rows of `slots` among the logits (None: all, in order)."""
+    """The row of the logits for each of `slots`; None: all rows, in order."""
     choice: Choice
-    """How each of `slots` samples."""
+    """The sampling parameters of each of `slots`."""
 
 
 class Scheduler:
-    """Continuous batching over a runner's slots."""
+    """Scheduler of requests over a runner's slots.
+
+    max_batch: maximum number of running requests. max_context: maximum tokens of a slot. cache_bytes: maximum memory of
+    all slots.
+    """
 
     def __init__(self, runner: Runner, max_batch: int, max_context: int, cache_bytes: int) -> None:
         self.runner = runner
         self.slots = Slots(runner, max_batch, max_context, cache_bytes)
         self.waiting: deque[Request] = deque()
+        """Requests without a slot, in order."""
         self.version = 0
+        """The version of the weights."""
         self._max_batch = max_batch
         self._running: dict[Request, Conversation] = {}  # in the order of admission
         self._feeding: dict[Request, list[Request]] = {}  # leader -> requests that wait for the same prompt
 
     @property
     def busy(self) -> bool:
+        """Whether there is any request."""
         return bool(self.waiting or self._running)
 
     def requests(self) -> list[Request]:
+        """Return all requests, running and waiting."""
         return [*self._running, *self.waiting]
 
     def add(self, request: Request) -> None:
+        """Add a request to the end of the queue."""
         self.waiting.append(request)
 
     def stop(self, request: Request) -> Generation:
-        """Remove a request, wherever it is; return what it sampled so far."""
+        """Remove a running or waiting request; return the tokens sampled so far."""
         if request in self._running:
             return self._leave(request, GenerationFinish.ABORT)
         self.waiting.remove(request)
         return Generation(request.done_ids, request.done_logprobs, GenerationFinish.ABORT, self._versions(request, 0))
 
     def cancel(self, request: Request) -> None:
-        """Remove a request that is no longer awaited; a step may have ended it just before."""
+        """Remove a request that is no longer awaited, unless a step has just finished it."""
         if request in self._running or request in self.waiting:
             self.stop(request)
 
     def finish(self, request_id: str) -> None:
-        """End a conversation: its slot is freed now, or when the running turn ends."""
+        """End a conversation: free its slot now, or when its running turn ends."""
         c = self.slots.by_id.get(request_id)
         if c is not None and c.running is None:
             self.slots.free(c)
@@ -86,12 +95,13 @@ class Scheduler:
                 request.last = True
 
     def retract(self) -> None:
-        """Let every running request wait again, what it sampled a part of its prompt; keep nothing computed."""
+        """Put all running requests back into the queue, with their sampled tokens as part of the prompt, and free all
+        slots."""
         self._retract(list(self._running))
         self.slots.free_all()
 
     def reset(self) -> list[Request]:
-        """Drop everything after a failure; return the requests that were there."""
+        """Drop all requests and slots after an error; return the requests."""
         requests = self.requests()
         self.waiting.clear()
         self._running.clear()
@@ -101,7 +111,7 @@ class Scheduler:
         return requests
 
     def plan(self) -> Plan | None:
-        """Return the next step; None: nothing can run."""
+        """Admit requests and return the plan of the next step; None: there is nothing to compute."""
         self.slots.step += 1
         self._grow()
         self._admit()
@@ -126,7 +136,7 @@ class Scheduler:
         return Plan(work, tuple(feeds), tuple(openers), slots, pick, rows.choice(slots, positions + 1))
 
     def compute(self, plan: Plan) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
-        """Return token and log-prob for each of plan.slots. Uses the runner and the plan only."""
+        """Run the model; return token and log-prob for each of plan.slots. Uses only the runner and the plan."""
         logits = self.runner.forward(plan.work)
         with torch.inference_mode():
             if plan.pick is not None:
@@ -138,22 +148,23 @@ class Scheduler:
     def commit(
         self, plan: Plan, tokens: npt.NDArray[np.int64], logprobs: npt.NDArray[np.float32]
     ) -> list[tuple[Request, Generation]]:
-        """Take in the step's result; return the turns that are over."""
+        """Store the step's result; return the turns that ended. Raises FloatingPointError for log-probs that are not
+        finite."""
         rows, n = self.slots.rows, len(plan.work.ids)
-        here = np.zeros(len(plan.slots), np.bool_)
-        here[:n] = plan.work.active & rows.active[:n]
-        rows.length[:n] += here[:n]
+        kept = np.zeros(len(plan.slots), np.bool_)  # those of plan.slots whose request is still running
+        kept[:n] = plan.work.active & rows.active[:n]
+        rows.length[:n] += kept[:n]
         self._fed(plan.feeds)
         for j, request in enumerate(plan.openers):
             if request in self._running:
-                here[n + j] = rows.active[plan.slots[n + j]] = True
-        if not np.isfinite(logprobs[here]).all():
+                kept[n + j] = rows.active[plan.slots[n + j]] = True
+        if not np.isfinite(logprobs[kept]).all():
             raise FloatingPointError("the model's logits are not finite: its weights may have diverged")
-        over = rows.append(plan.slots[here], tokens[here], logprobs[here])
-        return [self._over(int(slot)) for slot in over]
+        ended = rows.append(plan.slots[kept], tokens[kept], logprobs[kept])
+        return [self._end_turn(int(slot)) for slot in ended]
 
     def _admit(self) -> None:
-        """Give slots to requests that wait, in order."""
+        """Start waiting requests in order, as long as there are slots."""
         later: deque[Request] = deque()
         leaders = {r.ids.tobytes(): r for r in self._feeding if r.fed == 0}
         while self.waiting and len(self._running) < self._max_batch:
@@ -187,7 +198,7 @@ class Scheduler:
         return True
 
     def _resume(self, c: Conversation, request: Request) -> None:
-        """Begin a further turn: the ids that it shares with what is computed are not computed again."""
+        """Start another turn of a conversation; the prefix that is already computed is not computed again."""
         known = min(int(self.slots.rows.length[c.slot]), len(request.ids) - 1)
         differ = np.flatnonzero(c.ids[:known] != request.ids[:known])
         request.fed = int(differ[0]) if len(differ) else known
@@ -196,7 +207,7 @@ class Scheduler:
             self.slots.forget_opening(c)
 
     def _open(self, c: Conversation, request: Request, leaders: dict[bytes, Request]) -> Request | None:
-        """Begin a first turn; return the running request that computes the same prompt, if there is one to wait for."""
+        """Start a first turn; return the running request that computes the same prompt, if there is one to wait for."""
         key = request.ids.tobytes()
         if key in leaders:
             return leaders[key]
@@ -212,7 +223,7 @@ class Scheduler:
         return None
 
     def _grow(self) -> None:
-        """Make room for one more token of every row; if memory is short the latest requests wait again."""
+        """Make room for one more token per row; if memory is short, put the latest requests back into the queue."""
         rows = self.slots.rows
         while self._running:
             longest = max((int(rows.length[rows.active].max(initial=0)) + 1, *(len(r.ids) for r in self._feeding)))
@@ -221,6 +232,7 @@ class Scheduler:
             self._retract([next(reversed(self._running))])
 
     def _retract(self, requests: Iterable[Request]) -> None:
+        """Put running requests back into the queue, with their sampled tokens as part of the prompt."""
         for request in reversed(list(requests)):
             c = self._detach(request)
             ids, logprobs = self.slots.rows.sampled(c.slot)
@@ -232,7 +244,7 @@ class Scheduler:
             self.slots.free(c)
 
     def _feed(self) -> tuple[list[Chunk], list[tuple[Request, int]]]:
-        """Return the next piece of every prompt that is not computed yet."""
+        """Return the next chunks of prompts, FEED_TOKENS at most, as in `Work.chunks` and `Plan.feeds`."""
         left, chunks, feeds = FEED_TOKENS, [], []
         for request in self._feeding:
             end = min(len(request.ids), request.fed + left)
@@ -244,7 +256,7 @@ class Scheduler:
         return chunks, feeds
 
     def _fed(self, feeds: Iterable[tuple[Request, int]]) -> None:
-        """Note what was computed; a complete prompt is copied to those that wait for it."""
+        """Record what was computed, and copy complete prompts to the requests that wait for them."""
         copies: dict[int, tuple[list[int], list[int]]] = {}
         for request, end in feeds:
             c = self._running.get(request)
@@ -253,20 +265,21 @@ class Scheduler:
             self.slots.rows.length[c.slot] = request.fed = end
             if end < len(request.ids):
                 continue
-            twins = [self._running[t] for t in self._feeding.pop(request)]
+            followers = [self._running[f] for f in self._feeding.pop(request)]
             if c.opening is None and not request.done_ids:
                 c.opening = request.ids.tobytes()
                 self.slots.openings.setdefault(c.opening, c)
             source, target = copies.setdefault(end, ([], []))
-            source.extend([c.slot] * len(twins))
-            target.extend(t.slot for t in twins)
-            for t in twins:
-                self.slots.rows.length[t.slot] = end
+            source.extend([c.slot] * len(followers))
+            target.extend(f.slot for f in followers)
+            for f in followers:
+                self.slots.rows.length[f.slot] = end
         for end, (source, target) in copies.items():
             if source:
                 self.runner.copy(source, target, end)
 
-    def _over(self, slot: int) -> Done:
+    def _end_turn(self, slot: int) -> Done:
+        """End the turn in `slot`, which sampled a stop id or used up its tokens."""
         c = self.slots.at[slot]
         assert c is not None
         assert c.running is not None
@@ -275,7 +288,7 @@ class Scheduler:
         return request, self._leave(request, GenerationFinish.STOP if stopped else GenerationFinish.LENGTH)
 
     def _leave(self, request: Request, finish: GenerationFinish) -> Generation:
-        """End a turn; its conversation stays in the slot for the next one, unless none will come."""
+        """End a turn; its conversation stays in the slot for the next turn, unless this was the last."""
         ids, logprobs = self.slots.rows.sampled(request.slot) if request.slot is not None else ([], [])
         c = self._detach(request)
         c.ids = np.concatenate([request.ids, np.array(ids, np.int64)])
@@ -285,21 +298,21 @@ class Scheduler:
         return Generation(request.done_ids + ids, request.done_logprobs + logprobs, finish, versions)
 
     def _detach(self, request: Request) -> Conversation:
-        """Take a request off its slot; those that waited for its prompt wait in the queue again."""
+        """Remove a request from its slot; the requests that wait for its prompt go back into the queue."""
         c = self._running.pop(request)
-        twins = self._feeding.pop(request, [])
+        followers = self._feeding.pop(request, [])
         for others in self._feeding.values():
             if request in others:
                 others.remove(request)
         c.running, request.slot = None, None
         self.slots.rows.active[c.slot] = False
         self.slots.rows.idle_since[c.slot] = self.slots.step
-        self._retract(twins)
+        self._retract(followers)
         return c
 
     def _versions(self, request: Request, new: int) -> int | list[int]:
-        """Return the version of every id of a turn whose last `new` ids were sampled since the weights changed; one
-        number if all are equal."""
+        """Return the weight version of each id of a turn whose last `new` ids were sampled from the current weights, or
+        one number if all ids have the current version."""
         if not request.done_versions:
             return self.version
         return request.done_versions + [self.version] * new

@@ -1,6 +1,6 @@
-"""`Slots`: which conversation lies in which slot; it finds room, gives up what is least needed, and keeps rows dense.
+"""`Slots`: assigns conversations to slots, evicts idle ones if memory is short, and keeps the decoding rows dense.
 
-Invariant: a slot is free, or holds exactly one conversation, of which the first `rows.length[slot]` ids are computed.
+Invariant: a slot is free or holds exactly one conversation, of which the first `rows.length[slot]` ids are computed.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from agentrl.engine.local.runner import Runner
 from agentrl.engine.local.sampler import Choice
 
 COLUMNS = 64  # slots grow in multiples of this many tokens
-LINGER = 4  # steps an idle slot stays among the decoding ones: a fast tool is back by then
+LINGER = 4  # steps for which an idle slot stays among the decoding ones: a fast tool has returned by then
 NO_TOKEN = -1
 
 
@@ -26,49 +26,49 @@ class Request:
     """One turn that a caller awaits, from `generate` until its `Generation`."""
 
     request_id: str
-    """The conversation."""
+    """The id of the conversation."""
     ids: npt.NDArray[np.int64]
-    """The prompt; after a retraction also the tokens sampled by then."""
+    """int64: the prompt, plus the tokens sampled before the request was put back into the queue."""
     sampling: Sampling
+    """The sampling parameters."""
     key: int
     """The hashed seed, 64 bits."""
     room: int
-    """How many tokens may still be sampled."""
+    """Number of tokens that may still be sampled."""
     future: asyncio.Future[Generation]
+    """Receives the result."""
     slot: int | None = None
-    """The slot where it runs (None: it waits)."""
+    """The slot where it runs; None: it waits."""
     fed: int = 0
-    """How many of `ids` the slot has computed while the prompt is being fed."""
+    """Number of `ids` computed so far."""
     last: bool = False
-    """Whether the conversation ends with this turn."""
+    """Whether this is the last turn of its conversation."""
     done_ids: list[int] = field(default_factory=list)
-    """Tokens sampled before a retraction."""
+    """Tokens sampled before the request was put back into the queue."""
     done_logprobs: list[float] = field(default_factory=list)
     """The log-prob of each of `done_ids`."""
     done_versions: list[int] = field(default_factory=list)
-    """The version of the weights that sampled each of `done_ids`."""
+    """The weight version of each of `done_ids`."""
 
 
 @dataclass(slots=True, eq=False)
 class Conversation:
-    """What lies in a slot."""
+    """The conversation in a slot."""
 
     request_id: str
+    """The id of the conversation."""
     slot: int
+    """Its slot."""
     ids: npt.NDArray[np.int64]
-    """All tokens so far, of which a prefix is computed."""
+    """int64: all tokens so far, of which a prefix is computed."""
     running: Request | None = None
-    """The turn in progress."""
+    """The turn in progress; None: idle."""
     opening: bytes | None = None
-    """The first prompt's bytes while that prompt is computed here, for others to copy."""
+    """The bytes of the first prompt's ids while that prompt is computed in this slot, for others to copy."""
 
 
 class Rows:
-    """The numbers of every slot as arrays, so that a decode step runs no Python per row.
-
-    Per slot: `active` decodes at every step; `length` tokens are computed, and `last` is sampled but not computed;
-    `room` tokens may still be sampled; `ids` and `logprobs` [slots, width] hold the `count` sampled in this turn.
-    """
+    """The state of all slots as arrays, indexed by slot, so that a decoding step runs no Python code per row."""
 
     _arrays = (
         "active", "length", "last", "room", "count", "key", "temperature", "top_p", "top_k", "stops", "ids", "logprobs",
@@ -76,21 +76,22 @@ class Rows:
     )  # fmt: skip
 
     def __init__(self) -> None:
-        self.active = np.zeros(0, np.bool_)
-        self.length = np.zeros(0, np.int64)
-        self.last = np.zeros(0, np.int64)
-        self.room = np.zeros(0, np.int64)
-        self.count = np.zeros(0, np.int64)
+        self.active = np.zeros(0, np.bool_)  # whether it decodes in every step
+        self.length = np.zeros(0, np.int64)  # number of tokens computed
+        self.last = np.zeros(0, np.int64)  # the last sampled token, which is not computed yet
+        self.room = np.zeros(0, np.int64)  # number of tokens that may still be sampled
+        self.count = np.zeros(0, np.int64)  # number of tokens sampled in this turn
         self.key = np.zeros(0, np.uint64)
         self.temperature = np.zeros(0, np.float32)
         self.top_p = np.zeros(0, np.float32)
         self.top_k = np.zeros(0, np.int64)
-        self.stops = np.full((0, 1), NO_TOKEN, np.int64)
-        self.ids = np.zeros((0, 64), np.int64)
-        self.logprobs = np.zeros((0, 64), np.float32)
+        self.stops = np.full((0, 1), NO_TOKEN, np.int64)  # stop ids, padded with NO_TOKEN
+        self.ids = np.zeros((0, 64), np.int64)  # the `count` tokens sampled in this turn
+        self.logprobs = np.zeros((0, 64), np.float32)  # their log-probs
         self.idle_since = np.zeros(0, np.int64)  # the step at which it stopped decoding
 
     def resize(self, slots: int) -> None:
+        """Change the number of slots; the state of those that remain is kept."""
         for name in self._arrays:
             old: npt.NDArray[Any] = getattr(self, name)
             new = np.zeros((slots, *old.shape[1:]), old.dtype)
@@ -99,13 +100,14 @@ class Rows:
             setattr(self, name, new)
 
     def swap(self, a: Sequence[int], b: Sequence[int]) -> None:
+        """Swap the state of slot a[i] with that of slot b[i], for all i."""
         ab, ba = [*a, *b], [*b, *a]
         for name in self._arrays:
             array: npt.NDArray[Any] = getattr(self, name)
             array[ab] = array[ba]
 
     def start(self, slot: int, sampling: Sampling, key: int, room: int) -> None:
-        """Begin a turn of at most `room` tokens in `slot`."""
+        """Start a turn of at most `room` tokens in `slot`. key: the hashed seed."""
         self.room[slot], self.count[slot], self.key[slot] = room, 0, key
         self.temperature[slot], self.top_p[slot] = sampling.temperature, sampling.top_p
         self.top_k[slot] = sampling.top_k
@@ -116,13 +118,14 @@ class Rows:
         self.stops[slot, : len(sampling.stop_ids)] = sampling.stop_ids
 
     def choice(self, slots: npt.NDArray[np.int64], position: npt.NDArray[np.int64]) -> Choice:
-        """Return how `slots` sample their token at `position`: copies, as the rows may change meanwhile."""
+        """Return the sampling parameters of `slots` for their tokens at `position`, as copies: rows may change during
+        the step."""
         return Choice(self.key[slots], position, self.temperature[slots], self.top_p[slots], self.top_k[slots])
 
     def append(
         self, slots: npt.NDArray[np.int64], tokens: npt.NDArray[np.int64], logprobs: npt.NDArray[np.float32]
     ) -> npt.NDArray[np.int64]:
-        """Add one sampled token to each of `slots`; return those whose turn is over."""
+        """Add one sampled token to each of `slots`; return the slots whose turn has ended."""
         count = self.count[slots]
         if len(slots) and int(count.max()) >= self.ids.shape[1]:
             self.ids = np.pad(self.ids, ((0, 0), (0, self.ids.shape[1])))
@@ -137,25 +140,33 @@ class Rows:
         return slots[over]
 
     def sampled(self, slot: int) -> tuple[list[int], list[float]]:
-        """Return ids and log-probs of the turn so far."""
+        """Return the ids and log-probs sampled in this turn so far."""
         n = int(self.count[slot])
         return self.ids[slot, :n].tolist(), self.logprobs[slot, :n].tolist()
 
 
 class Slots:
-    """`at[slot]` is the conversation there; `by_id` finds it, `openings` finds those whose prompt is ready to copy."""
+    """The slots of a runner and the conversations in them.
+
+    max_batch: maximum number of running requests. max_context: maximum tokens of a slot. cache_bytes: maximum memory of
+    all slots.
+    """
 
     def __init__(self, runner: Runner, max_batch: int, max_context: int, cache_bytes: int) -> None:
         self.runner, self.rows = runner, Rows()
         self.at: list[Conversation | None] = []
+        """The conversation in each slot; None: the slot is free."""
         self.by_id: dict[str, Conversation] = {}
+        """Conversations by `request_id`."""
         self.openings: dict[bytes, Conversation] = {}
+        """Conversations whose computed first prompt can be copied, by its bytes."""
         self.step = 0
+        """Number of steps planned so far."""
         self._free: list[int] = []
         self._max_batch, self._max_context, self._bytes = max_batch, max_context, cache_bytes
 
     def place(self, request: Request) -> Conversation | None:
-        """Give a slot to a conversation that has none; None: all are in use."""
+        """Assign a slot to a new conversation and return it; None: all slots are in use."""
         if not self.reserve(len(request.ids)) or not (self._free or self._add_slots() or self._evict()):
             return None
         c = Conversation(request.request_id, heapq.heappop(self._free), request.ids)
@@ -164,7 +175,7 @@ class Slots:
         return c
 
     def free(self, c: Conversation) -> None:
-        """Make the slot of `c` available."""
+        """Free the slot of `c`."""
         self.forget_opening(c)
         if self.by_id.get(c.request_id) is c:
             del self.by_id[c.request_id]
@@ -173,24 +184,28 @@ class Slots:
         heapq.heappush(self._free, c.slot)
 
     def free_all(self) -> None:
+        """Free all slots; their memory stays allocated."""
         for c in [c for c in self.at if c is not None]:
             self.free(c)
 
     def drop_memory(self) -> None:
-        """Free every slot and its memory."""
+        """Free all slots and their memory."""
         self.free_all()
         self.runner.clear()
         self.runner.resize(0, 0)
         self._resize(0)
 
     def forget_opening(self, c: Conversation) -> None:
+        """Stop offering the first prompt of `c` for copies."""
         if c.opening is not None and self.openings.get(c.opening) is c:
             del self.openings[c.opening]
         c.opening = None
 
     def reserve(self, tokens: int) -> bool:
-        """Make room for `tokens` in every slot. Where memory is short idle conversations are evicted; False: too many
-        are running."""
+        """Make room for `tokens` in every slot, evicting idle conversations if memory is short.
+
+        Returns False if too many requests are running for that.
+        """
         if tokens <= self.runner.columns:
             return True
         need = min(-(-tokens // COLUMNS) * COLUMNS, self._max_context)
@@ -209,7 +224,7 @@ class Slots:
         return True
 
     def _limit(self, columns: int) -> int:
-        """Return how many slots of so many columns fit in memory."""
+        """Return the number of slots with `columns` columns that fit into the memory."""
         return self._bytes // (self.runner.token_bytes * (columns + 1))
 
     def _add_slots(self) -> bool:
@@ -226,7 +241,7 @@ class Slots:
         self._free = [i for i, c in enumerate(self.at) if c is None]  # sorted, so a heap
 
     def _evict(self) -> bool:
-        """Free the conversation that has been idle longest."""
+        """Free the slot of the conversation that has been idle longest; return False if none is idle."""
         idle = [c for c in self.at if c is not None and c.running is None]
         if not idle:
             return False
@@ -234,13 +249,13 @@ class Slots:
         return True
 
     def _squeeze(self, slots: int) -> None:
-        """Move every conversation below `slots`; there is room."""
+        """Move all conversations to slots below `slots`, where there are enough free ones."""
         high = [i for i in range(slots, len(self.at)) if self.at[i] is not None]
         low = [i for i in range(min(slots, len(self.at))) if self.at[i] is None]
         self._swap(high, low[: len(high)])
 
     def compact(self) -> None:
-        """Bring decoding rows together at the bottom, once the gaps cost more than moving does."""
+        """Move decoding rows to the lowest slots if the gaps between them cost more than the moves."""
         active = np.flatnonzero(self.rows.active)
         gaps = int(active[-1]) + 1 - len(active) if len(active) else 0
         if gaps <= 2 + len(active) // 16:

@@ -112,7 +112,7 @@ async def test_what_does_not_fit_is_said_and_nobody_samples_from_a_part(why: str
         await engine.update_weights(1, WRONG[why](ModelWeights(trainer)))
     with pytest.raises(EngineError, match=why):
         await running
-    with pytest.raises(EngineError, match="weights of step 1 came only in part"):
+    with pytest.raises(EngineError, match="weights of step 1 were received only in part"):
         await answer(engine)
     await engine.update_weights(2, ModelWeights(trainer))
     assert await answer(engine) == await answer(LocalEngine(trainer, max_batch=4))

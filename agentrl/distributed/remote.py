@@ -114,8 +114,10 @@ class RemotePublisher:
     def __init__(self, group: WorkerGroup, groups: Sequence[WorkerGroup]) -> None:
         self._group, self._groups = group, groups
 
-    def open(self, folder: str | None = None, transport: str = "auto", key: str | None = None) -> None:
-        self._group.open_publisher(folder, transport, key)
+    def open(
+        self, folder: str | None = None, transport: str = "auto", key: str | None = None, kind: str = "sglang"
+    ) -> None:
+        self._group.open_publisher(folder, transport, key, kind)
 
     def publish(self, request: WeightRequest) -> WeightResult:
         result: WeightResult = self._group.publish(request)[0]

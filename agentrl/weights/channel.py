@@ -15,10 +15,12 @@ import aiohttp
 
 from agentrl.errors import UserError, nearest
 from agentrl.weights.addresses import same_host
+from agentrl.weights.kinds import SERVERS
 from agentrl.weights.server import PauseMode, WeightServer, WeightUpdateError
 from agentrl.weights.source import WeightSource
 from agentrl.weights.transports.base import Failures, Transport, each
 from agentrl.weights.transports.disk import DiskTransport
+from agentrl.weights.transports.handles import HandleTransport
 from agentrl.weights.transports.nccl import GroupTransport
 from agentrl.weights.transports.shared_memory import SharedMemoryTransport
 from agentrl.weights.verify import Fingerprint, check
@@ -179,6 +181,7 @@ async def open_channel(
     *,
     folder: Path,
     transport: str = "auto",
+    kind: str = "sglang",
     timeout: float = 600.0,
     check_every: int = CHECK_EVERY,
     former: WeightChannel | None = None,
@@ -186,27 +189,27 @@ async def open_channel(
 ) -> WeightChannel:
     """Open a channel to the servers at `urls`, which must answer already.
 
-    transport: one of TRANSPORTS. folder: where `from_disk` writes; servers on other machines must see it by the same
-    path. timeout: seconds that one call of an update may take. check_every: the first update is verified, and then one
-    in so many (0: none). say: called with a line that names the transport and why. former: the channel before this one:
-    servers that it sent to sleep are woken by this one.
+    kind: of the servers, one of SERVERS. transport: one of TRANSPORTS. folder: where `from_disk` writes; servers on
+    other machines must see it by the same path. timeout: seconds that one call of an update may take. check_every: the
+    first update is verified, and then one in so many (0: none). say: called with a line that names the transport and
+    why. former: the channel before this one: servers that it sent to sleep are woken by this one.
     Raises UserError for an unknown transport, WeightUpdateError for a server that does not answer.
     """
     if transport not in TRANSPORTS:
         raise UserError(f"engine.args.weights: unknown transport {transport!r}{nearest(transport, TRANSPORTS)}")
-    servers = [WeightServer(url, session, timeout) for url in urls]
+    servers = [SERVERS[kind](url, session, timeout) for url in urls]
     for server in servers:
         await server.facts()
     why = "as the recipe says"
     if transport == "auto":
-        apart = [server.url for server in servers if not same_host(server.url)]
-        transport = "from_distributed" if apart else "from_tensor"
-        why = f"{apart[0]} does not share this machine's memory" if apart else "servers share this machine's memory"
+        found = [await server.transport(same_host(server.url)) for server in servers]
+        transport, why = next((one for one in found if one[0] == "from_distributed"), found[0])
     say(f"weights: {transport} ({why})")
-    return WeightChannel(servers, _transport(transport, folder), check_every, former)
+    memory = HandleTransport if kind == "vllm" else SharedMemoryTransport
+    return WeightChannel(servers, _transport(transport, folder, memory), check_every, former)
 
 
-def _transport(name: str, folder: Path) -> Transport:
+def _transport(name: str, folder: Path, memory: Callable[[], Transport]) -> Transport:
     if name == "from_disk":
         return DiskTransport(folder)
-    return GroupTransport() if name == "from_distributed" else SharedMemoryTransport()
+    return GroupTransport() if name == "from_distributed" else memory()

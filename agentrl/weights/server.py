@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from http import HTTPStatus
-from typing import Any
+from typing import Any, ClassVar
 
 import aiohttp
 import torch
@@ -45,6 +45,8 @@ class Facts:
     """Whether it takes adapters."""
     adapters: int | None = None
     """The most adapters that it holds (None: any number)."""
+    transfer: str | None = None
+    """vLLM's weight transfer engine: `ipc`, `nccl`, or none."""
 
     @property
     def hashes_whole(self) -> bool:
@@ -59,6 +61,15 @@ class Facts:
 
 class WeightServer:
     """url: http://HOST:PORT. session: of the running event loop. timeout: seconds that one call may take."""
+
+    in_memory: ClassVar[bool] = False
+    """Whether weights usually reach it by a folder, which is then put into shared memory."""
+    shows_all: ClassVar[bool] = True
+    """Whether it has a checksum of every parameter."""
+    joins_by_id: ClassVar[bool] = False
+    """Whether its ranks join a bare NCCL communicator (`join_nccl`) instead of one of torch's process groups."""
+    reads_adapters_again: ClassVar[bool] = False
+    """Whether an adapter's folder has to stay as long as it holds the adapter."""
 
     def __init__(self, url: str, session: aiohttp.ClientSession, timeout: float = 600.0) -> None:
         self.url = url.rstrip("/")
@@ -80,6 +91,12 @@ class WeightServer:
                 adapters=info.get("max_loaded_loras"),
             )
         return self._facts
+
+    async def transport(self, near: bool) -> tuple[str, str]:
+        """Return the transport that suits it, and why. near: whether it shares this machine's memory and files."""
+        if near:
+            return "from_tensor", "servers share this machine's memory"
+        return "from_distributed", f"{self.url} does not share this machine's memory"
 
     async def pause(self, mode: PauseMode) -> None:
         """Treat requests in flight as `mode` says; new ones wait until `resume`."""
@@ -113,11 +130,28 @@ class WeightServer:
         }  # also where it started with dummy weights
         await self._post("/update_weights_from_disk", body)
 
+    async def open_handles(self) -> None:
+        """Prepare for `load_handles`; of vLLM alone."""
+        raise WeightUpdateError(f"{self.url} opens no memory by handles")
+
+    async def load_handles(
+        self,
+        layout: Sequence[tuple[str, torch.dtype, tuple[int, ...]]],
+        handles: Sequence[Mapping[str, Any]],
+        flush: bool,
+    ) -> None:
+        """Load tensors by what opens their memory; of vLLM alone."""
+        raise WeightUpdateError(f"{self.url} opens no memory by handles")
+
     async def join_group(self, host: str, port: int, first_rank: int, world: int, name: str, backend: str) -> None:
         """Join a process group whose rank 0 is at `host`, with ranks from `first_rank` on. Returns once all of `world`
         have joined."""
         address = {"master_address": host, "master_port": port, "rank_offset": first_rank, "world_size": world}
         await self._post("/init_weights_update_group", {**address, "group_name": name, "backend": backend})
+
+    async def join_nccl(self, unique_id: bytes, first_rank: int, world: int) -> None:
+        """Join the NCCL communicator of `unique_id`; of vLLM alone."""
+        raise WeightUpdateError(f"{self.url} joins process groups of torch only")
 
     async def leave_group(self, name: str) -> None:
         await self._post("/destroy_weights_update_group", {"group_name": name})

@@ -196,11 +196,14 @@ class StandIn:
                     self.dead = True
                     request.transport.abort()
                     return response
-                piece = _spoilt(piece, kind)
+                piece = self.spoil(piece, kind)
             await response.write(b"data: " + piece + b"\n\n")
         await response.write(b"data: [DONE]\n\n")
         await response.write_eof()
         return response
+
+    def spoil(self, piece: bytes, kind: str) -> bytes:
+        return _spoilt(piece, kind)
 
     def _sampler(self, body: dict[str, Any]) -> LocalEngine:
         return self._engine

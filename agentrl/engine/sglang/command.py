@@ -8,14 +8,13 @@ import uuid
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from agentrl.engine.sglang.adapters import AdapterNeeds
 from agentrl.errors import UserError
-from agentrl.weights.addresses import LOOPBACK
+from agentrl.weights.addresses import KEY_VARIABLE, LOOPBACK
 from agentrl.weights.transports.shared_memory import without_expandable
 
-VENV_VARIABLE = "AGENTRL_SGLANG_VENV"
 CACHE_BYTES = 1 << 30
 """Memory for the keys and values of a server on a CPU, unless the flag `max-total-tokens` says otherwise: its default
 is a large part of the machine's memory, which takes a minute to allocate."""
@@ -28,8 +27,29 @@ _CONTAINER_OPTIONS = {"--rm": (), "--init": (), "--network": ("--net",)}
 
 
 @dataclass(frozen=True, slots=True)
+class Program:
+    """A product that serves models."""
+
+    name: str
+    """Of its engine."""
+    title: str
+    """For people."""
+    venv_variable: str
+    """Environment variable that names a virtual environment with it."""
+    key_variable: str
+    """Environment variable with the key of servers that already run."""
+    module: tuple[str, ...]
+    """Arguments of Python that start a server, up to its flags."""
+
+
+SGLANG = Program("sglang", "SGLang", "AGENTRL_SGLANG_VENV", KEY_VARIABLE, ("-m", "sglang.launch_server"))
+
+
+@dataclass(frozen=True, slots=True)
 class LaunchPlan:
     """How to launch servers."""
+
+    program: ClassVar[Program] = SGLANG
 
     command: tuple[str, ...]
     """Words up to the flags."""
@@ -56,6 +76,8 @@ class LaunchPlan:
     """Address to listen on, unless the flags name a `host`."""
     key: str | None = None
     """Key that servers ask callers for."""
+    weights: str = "auto"
+    """How weights are to be sent, as the recipe says."""
     grace: float = 0.0
     """Seconds between asking a server to end and killing it. SGLang only waits in them."""
 
@@ -78,12 +100,19 @@ class LaunchPlan:
         """Return the whole command of server `index` (0, 1, ...) on `port`, and the one that removes what outlives
         it."""
         words = self.arguments(port, index)
-        return contained(words, self._variables(), self.model_path) if is_container(words) else (words, [])
+        return contained(words, self._variables(index), self.model_path) if is_container(words) else (words, [])
 
     def arguments(self, port: int, index: int) -> list[str]:
         """Return the command of the recipe with all flags."""
+        return [*self.command, *self._words(self._own_flags(port, index) | self._given())]
+
+    def _words(self, flags: Flags) -> list[str]:
+        """Return what follows the command."""
+        return flag_words(flags)
+
+    def _own_flags(self, port: int, index: int) -> dict[str, Flag | list[str]]:
         flags: dict[str, Flag | list[str]] = {
-            "model-path": str(Path(self.model_path).absolute()) if Path(self.model_path).is_dir() else self.model_path,
+            "model-path": self._model(),
             "host": self.host,
             "port": port,
             "dtype": self.dtype,
@@ -107,13 +136,13 @@ class LaunchPlan:
         given = self._given()
         if not self.cpu and index and "base-gpu-id" not in given:
             flags["base-gpu-id"] = index * int(given.get("tp-size") or given.get("tp") or 1)
-        return [*self.command, *_flags(flags | given)]
+        return flags
 
-    def environment(self) -> dict[str, str]:
-        """Return this process's environment with the server's variables."""
-        return {**os.environ, **self._variables()}
+    def environment(self, index: int = 0) -> dict[str, str]:
+        """Return this process's environment with the variables of server `index`."""
+        return {**os.environ, **self._variables(index)}
 
-    def _variables(self) -> dict[str, str]:
+    def _variables(self, index: int) -> dict[str, str]:
         # log-probs must be those of the temperature that is asked for
         ours = {"SGLANG_RETURN_ORIGINAL_LOGPROB": "0", "PYTHONUNBUFFERED": "1"}
         if self.cpu:
@@ -127,11 +156,14 @@ class LaunchPlan:
     def _given(self) -> dict[str, Flag]:
         return {key.replace("_", "-").removeprefix("--"): value for key, value in self.flags.items()}
 
+    def _model(self) -> str:
+        return str(Path(self.model_path).absolute()) if Path(self.model_path).is_dir() else self.model_path
+
     def _cpu_tokens(self) -> int:
         return max(self.context, min(self.max_batch * self.context, CACHE_BYTES // max(1, self.token_bytes)))
 
 
-def _flags(flags: Flags) -> list[str]:
+def flag_words(flags: Flags) -> list[str]:
     """Return the words of flags; `true` is a flag without a value, `false` and `null` leave one out."""
     words = []
     for key, value in flags.items():
@@ -144,7 +176,7 @@ def _flags(flags: Flags) -> list[str]:
     return words
 
 
-def launch_command(command: str | None, venv: str | None) -> tuple[str, ...]:
+def launch_command(command: str | None, venv: str | None, program: Program = SGLANG) -> tuple[str, ...]:
     """Return the words that start a server, up to its flags. Raises UserError where nothing says what does, or it is
     not there."""
     if command is not None:
@@ -154,17 +186,17 @@ def launch_command(command: str | None, venv: str | None) -> tuple[str, ...]:
         if is_container(words):
             check_container(words)
         return tuple(words)
-    folder = venv or os.environ.get(VENV_VARIABLE)
+    folder = venv or os.environ.get(program.venv_variable)
     if not folder:
         raise UserError(
-            "engine sglang: say where servers run (engine.args.urls), or what launches one: engine.args.venv or "
-            f"{VENV_VARIABLE}, a virtual environment that holds SGLang, or engine.args.command"
+            f"engine {program.name}: say where servers run (engine.args.urls), or what launches one: engine.args.venv "
+            f"or {program.venv_variable}, a virtual environment that holds {program.title}, or engine.args.command"
         )
     python = Path(folder).expanduser() / "bin" / "python"
     if not python.exists():
-        source = "engine.args.venv" if venv else VENV_VARIABLE
+        source = "engine.args.venv" if venv else program.venv_variable
         raise UserError(f"{source}: {folder} is not a virtual environment (it has no bin/python)")
-    return str(python), "-m", "sglang.launch_server"
+    return str(python), *program.module
 
 
 def sizes_of(model: Any) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""`SglangEngine`: the engine over SGLang servers. A request keeps its tokens whatever becomes of the server it is on.
+"""`ServerEngine`: an engine over servers of one kind. A request keeps its tokens whatever becomes of its server.
 
 Pieces of an answer come as a stream; when a server fails, the request goes on elsewhere after the tokens that came, so
 none is lost and none is counted twice.
@@ -12,16 +12,18 @@ from array import array
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from agentrl.engine.base import Engine, EngineError, Generation, GenerationFinish, Sampling
+from agentrl.engine.servers.kind import ServerKind
 from agentrl.engine.sglang.adapters import needs_of
 from agentrl.engine.sglang.client import LostAdapterError, RefusedError, ServerError
 from agentrl.engine.sglang.command import Flag, launch_command, sizes_of
 from agentrl.engine.sglang.fleet import Fleet
+from agentrl.engine.sglang.kind import SglangKind
 from agentrl.engine.sglang.pool import Call, Member
 from agentrl.engine.sglang.settings import Settings
-from agentrl.engine.sglang.wire import Answer, PieceEnd, Reader, finish_of, request_body
+from agentrl.engine.sglang.wire import Answer, PieceEnd, finish_of
 from agentrl.errors import UserError
 from agentrl.recipe.schema import LoraSection
 from agentrl.weights.source import WeightSource
@@ -32,13 +34,16 @@ BACK_OFF_SECONDS = 0.1, 2.0
 """Time before a second try on a server that answers: shortest, longest."""
 
 
-class SglangEngine(Engine):
+class ServerEngine(Engine):
     """model: the trainer's, whose weights the servers are given; or its shape, on the meta device, where it is trained
     in other processes. max_batch: requests in flight on one server, at most, and what a launched server decodes at
     once. model_path: what launched servers load. tokenizer: compared with that of the servers. say, phase: called with
     lines that stay, and with what goes on right now. lora: of the adapter that is trained, where `model` is a shape.
     cluster: address of a Ray cluster whose machines are to reach launched servers. The rest is described in `Settings`.
     """
+
+    kind: ClassVar[ServerKind]
+    """What the servers speak."""
 
     def __init__(
         self,
@@ -73,34 +78,32 @@ class SglangEngine(Engine):
         _, self._own_context = sizes_of(model)
         self._vocabulary = model.get_input_embeddings().weight.shape[0]
         needs = needs_of(model, lora)
-        plan = settings.plan(model, model_path, max_batch, needs, cluster)
+        plan = settings.plan(model, model_path, max_batch, needs, cluster, self.kind.plan)
         quiet: Callable[[str], None] = lambda line: None  # noqa: E731
-        self._fleet = Fleet(model, tokenizer, settings, plan, needs, max_batch, say or quiet, phase or quiet)
+        self._fleet = Fleet(self.kind, model, tokenizer, settings, plan, needs, max_batch, say or quiet, phase or quiet)
         self._calls: dict[str, Call] = {}
         self._background: set[asyncio.Task[None]] = set()
         self._starting: asyncio.Task[None] | None = None
         self._started = self._closed = self._asleep = False
 
-    @staticmethod
-    def missing(args: Mapping[str, Any]) -> list[str]:
+    @classmethod
+    def missing(cls, args: Mapping[str, Any]) -> list[str]:
         """Return what this machine lacks to launch servers by these `engine.args`, in lines."""
         if args.get("urls"):
             return []
         try:
-            launch_command(args.get("command"), args.get("venv"))
+            launch_command(args.get("command"), args.get("venv"), cls.kind.plan.program)
         except UserError as error:
             return [str(error)]
         return []
 
-    @staticmethod
-    def gpus(args: Mapping[str, Any]) -> int:
+    @classmethod
+    def gpus(cls, args: Mapping[str, Any]) -> int:
         """Return how many GPUs of this machine servers launched by these `engine.args` take."""
         if args.get("urls"):
             return 0
         flags = {key.replace("_", "-").removeprefix("--"): value for key, value in (args.get("flags") or {}).items()}
-        tensor_parallel = int(flags.get("tp-size") or flags.get("tp") or 1)
-        replicas = int(flags.get("dp-size") or flags.get("dp") or 1)
-        return int(args.get("servers", 1)) * tensor_parallel * replicas
+        return int(args.get("servers", 1)) * cls.kind.gpus(flags)
 
     @property
     def max_context(self) -> int:
@@ -119,7 +122,7 @@ class SglangEngine(Engine):
         """Start the servers, the first time. Raises UserError when that fails, EngineError when no server is left."""
         await self._ready()
         if not self._fleet.pool.up:
-            raise EngineError(f"no SGLang server is left: {self._fleet.reasons()}")
+            raise EngineError(f"no {self.kind.plan.program.title} server is left: {self._fleet.reasons()}")
 
     async def generate(self, ids: Sequence[int], sampling: Sampling, request_id: str) -> Generation:
         """See `Engine.generate`. A prompt that leaves no room for an answer gives no ids and finish `length`. Raises
@@ -127,6 +130,8 @@ class SglangEngine(Engine):
 
         `sampling.seed` counts only where the servers run deterministic inference (no CPU does).
         """
+        if (why := self.kind.refusal(sampling)) is not None:
+            raise UserError(f"engine {self.kind.plan.program.name}: {why}")
         await self._ready()
         prompt = self._checked(ids, request_id)
         room = min(sampling.max_tokens, self.max_context - len(prompt))
@@ -146,7 +151,7 @@ class SglangEngine(Engine):
     def abort(self, request_id: str | None = None) -> None:
         for name, call in self._calls.items():
             if request_id in (None, name):
-                call.abort(self._in_background)
+                call.abort(self._in_background, self.kind.abort)
 
     async def update_weights(self, version: int, weights: WeightSource | None = None) -> None:
         """Send the model's weights to every server. Requests in flight wait meanwhile, and go on with the new weights;
@@ -239,25 +244,32 @@ class SglangEngine(Engine):
         rid = uuid.uuid4().hex  # of one length: a server aborts every id that has the given one as a prefix
         have = len(answer.ids)
         adapter, version = self._fleet.sync.adapter_of(member.url) or (None, self._fleet.version)
-        body = request_body(prompt + answer.ids, sampling, room - have, rid, member.features, adapter)
-        reader = Reader(answer, member.url, version, fixed=adapter is not None)
+        body = self.kind.body(prompt + answer.ids, sampling, room - have, rid, member.features, adapter)
+        mark = self._fleet.mark
+        reader = self.kind.reader(answer, member.url, version, adapter is not None)
         end: PieceEnd | None = None
         with call.on(member, rid, adapter):
             try:
-                async with call, aclosing(member.client.stream("/generate", body)) as payloads:
+                async with call, aclosing(member.client.stream(self.kind.generate, body)) as payloads:
                     async for payload in payloads:
                         member.last_seen = time.monotonic()
                         end = reader.add(payload)
             except TimeoutError:
+                if self._fleet.mark != mark:
+                    reader.give_up()
                 if call.aborted:
                     return PieceEnd.ABORT
                 raise call.take_error() from None
             except RefusedError as error:
-                if adapter is not None and adapter in str(error):
+                if adapter is not None and self.kind.lost_adapter(error, adapter):
                     raise LostAdapterError(str(error)) from error
                 raise
+            except ServerError:
+                if self._fleet.mark != mark:
+                    reader.give_up()
+                raise
         if end is None:
-            raise ServerError(f"{member.url}/generate: the answer has no end")
+            raise ServerError(f"{member.url}{self.kind.generate}: the answer has no end")
         return end
 
     def _checked(self, ids: Sequence[int], request_id: str) -> list[int]:
@@ -284,3 +296,9 @@ class SglangEngine(Engine):
         task = asyncio.get_running_loop().create_task(work)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
+
+
+class SglangEngine(ServerEngine):
+    """The engine over SGLang servers."""
+
+    kind = SglangKind()

@@ -1,7 +1,6 @@
 """Checks that a server samples from our model: its kind, sizes, vocabulary and tokenizer, and the log-probs of a short
 prompt."""
 
-import math
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -84,7 +83,7 @@ async def check_kind(client: Client, config: Any) -> None:
     theirs = info.get("architectures") or []
     ours = getattr(config, "architectures", None) or []
     if theirs and ours and set(theirs).isdisjoint(ours):
-        raise UserError(_other_model(client, info, f"a {theirs[0]}", f"a {ours[0]}"))
+        raise UserError(other_model(client, info, f"a {theirs[0]}", f"a {ours[0]}"))
 
 
 async def check_vocabulary(client: Client, size: int) -> None:
@@ -94,39 +93,28 @@ async def check_vocabulary(client: Client, size: int) -> None:
     """
     info = await client.get("/model_info")
     if not await _knows(client, size - 1):
-        raise UserError(_other_model(client, info, "a smaller vocabulary", f"{size} ids"))
+        raise UserError(other_model(client, info, "a smaller vocabulary", f"{size} ids"))
     if await _knows(client, size):
-        raise UserError(_other_model(client, info, "a larger vocabulary", f"{size} ids"))
+        raise UserError(other_model(client, info, "a larger vocabulary", f"{size} ids"))
 
 
 async def check_tokenizer(client: Client, tokenizer: Any) -> None:
     """Raise UserError where its tokenizer gives other ids for a text than ours."""
-    ours = list(tokenizer.encode(PROBE_TEXT, add_special_tokens=False))
     try:
         found = await client.post("/v1/tokenize", {"prompt": PROBE_TEXT, "add_special_tokens": False})
     except RefusedError:
         return  # an older server has no such endpoint; the log-probs are compared in any case
-    if isinstance(found, dict) and found.get("tokens") not in (None, ours):
+    other_tokenizer(client, tokenizer, found.get("tokens") if isinstance(found, dict) else None)
+
+
+def other_tokenizer(client: Client, tokenizer: Any, theirs: list[int] | None) -> None:
+    """Raise UserError where `theirs`, a server's ids of PROBE_TEXT, are not ours. None: it tells none."""
+    ours = list(tokenizer.encode(PROBE_TEXT, add_special_tokens=False))
+    if theirs not in (None, ours):
         raise UserError(
             f"engine: the tokenizer of {client.url} is not that of model.path: for one text it gives "
-            f"{len(found['tokens'])} ids that begin {found['tokens'][:6]}, ours gives {len(ours)}, {ours[:6]}"
+            f"{len(theirs or ())} ids that begin {(theirs or [])[:6]}, ours gives {len(ours)}, {ours[:6]}"
         )
-
-
-async def difference(client: Client, probe: Probe, adapter: str | None = None) -> float:
-    """Return the mean absolute difference between its log-probs of the probe's ids and ours, in nats. adapter: name of
-    one that the server holds."""
-    body = {
-        "input_ids": list(probe.ids), "sampling_params": {"max_new_tokens": 1, "temperature": 0.0},
-        "return_logprob": True, "logprob_start_len": 0,
-    }  # fmt: skip
-    answer = await client.post("/generate", body if adapter is None else {**body, "lora_path": adapter})
-    try:
-        theirs = [pair[0] for pair in answer["meta_info"]["input_token_logprobs"]][1:]
-        gaps = [abs(a - b) for a, b in zip(theirs, probe.logprobs, strict=True)]
-    except (TypeError, KeyError, ValueError, IndexError) as error:
-        raise UserError(f"engine: {client.url} returns no log-probs of a prompt: {answer!r:.200}") from error
-    return sum(gaps) / len(gaps) if all(map(math.isfinite, gaps)) else math.inf
 
 
 def probe_of(model: Any) -> Probe:
@@ -151,7 +139,7 @@ def other_weights(client: Client, gap: float, probe: Probe) -> str:
     )
 
 
-def _other_model(client: Client, info: dict[str, Any], theirs: str, ours: str) -> str:
+def other_model(client: Client, info: dict[str, Any], theirs: str, ours: str) -> str:
     served = info.get("served_model_name") or info.get("model_path")
     return f"engine: {client.url} serves another model: {served} has {theirs}, model.path has {ours}"
 
@@ -176,7 +164,7 @@ async def check_sizes(client: Client, config: Any) -> None:
     the local copy of a hub's model. Where neither is there, the number of layers is compared by their names.
     """
     info = await client.get("/model_info")
-    theirs = await in_thread(_config_at, str(info.get("model_path")))
+    theirs = await in_thread(config_at, str(info.get("model_path")))
     ours = config.get_text_config()
     if theirs is None:
         await _check_layers(client, info, ours.num_hidden_layers)
@@ -184,10 +172,10 @@ async def check_sizes(client: Client, config: Any) -> None:
     for name in SIZES:
         own, other = getattr(ours, name, None), getattr(theirs.get_text_config(), name, None)
         if own is not None and other is not None and own != other:
-            raise UserError(_other_model(client, info, f"{name} {other}", str(own)))
+            raise UserError(other_model(client, info, f"{name} {other}", str(own)))
 
 
-def _config_at(path: str) -> Any:
+def config_at(path: str) -> Any:
     """Return the configuration of a model that is on this machine, or None."""
     from transformers import AutoConfig
 
@@ -205,4 +193,4 @@ async def _check_layers(client: Client, info: dict[str, Any], ours: int) -> None
         return  # an older server has no such endpoint
     layers = {int(match[1]) for name in names if (match := _LAYER.search(name))}
     if layers and max(layers) + 1 != ours:
-        raise UserError(_other_model(client, info, f"{max(layers) + 1} layers", str(ours)))
+        raise UserError(other_model(client, info, f"{max(layers) + 1} layers", str(ours)))

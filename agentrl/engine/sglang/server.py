@@ -27,6 +27,7 @@ class Server:
     def __init__(self, plan: LaunchPlan, index: int, log: Path, sessions: Sessions) -> None:
         self._plan, self._index, self._sessions = plan, index, sessions
         self.log = log
+        self._name = f"engine {plan.program.name}"
         self._tree: ProcessTree | None = None
         self._file: IO[bytes] | None = None
         self._log_start = 0
@@ -66,16 +67,16 @@ class Server:
         self._file.flush()
         try:
             self._tree = ProcessTree(
-                command, self._file, self._plan.environment(), grace=self._plan.grace, removal=removal
+                command, self._file, self._plan.environment(self._index), grace=self._plan.grace, removal=removal
             )
         except OSError as error:
-            raise UserError(f"engine sglang: {command[0]} cannot be started: {error.strerror}") from error
+            raise UserError(f"{self._name}: {command[0]} cannot be started: {error.strerror}") from error
 
     async def _ready(self, timeout: float, phase: Callable[[str], None]) -> None:
         client, start = Client(self.url, self._sessions), time.monotonic()
         while True:
             if not self.running:
-                raise UserError(f"engine sglang: the server ended as it started: {self.reason()} (log: {self.log})")
+                raise UserError(f"{self._name}: the server ended as it started: {self.reason()} (log: {self.log})")
             try:
                 await client.get("/health", timeout=min(HEALTH_SECONDS, timeout))
                 return
@@ -84,7 +85,7 @@ class Server:
             waited = time.monotonic() - start
             if waited > timeout:
                 raise UserError(
-                    f"engine sglang: the server did not serve within {timeout:g} seconds (engine.args.start_timeout); "
+                    f"{self._name}: the server did not serve within {timeout:g} seconds (engine.args.start_timeout); "
                     f"its last line: {self._last_line()} (log: {self.log})"
                 )
             phase(f"{waited:3.0f} s  {self._last_line()}")
@@ -145,4 +146,4 @@ def free_port(host: str = LOOPBACK) -> int:
             probe.bind(("" if host in ANY else host, 0))
             return int(probe.getsockname()[1])
     except OSError as error:
-        raise UserError(f"engine sglang: a server cannot listen on {host}: {error.strerror}") from error
+        raise UserError(f"engine: a server cannot listen on {host}: {error.strerror}") from error

@@ -1,4 +1,4 @@
-"""What a recipe may say in `engine.args` of the engine `sglang`."""
+"""What a recipe may say in `engine.args` of an engine of servers."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -9,7 +9,7 @@ import torch
 from agentrl.engine.sglang.adapters import AdapterNeeds
 from agentrl.engine.sglang.command import Flag, LaunchPlan, launch_command, sizes_of
 from agentrl.errors import UserError
-from agentrl.weights.addresses import given_key, is_loopback, listen_host, new_key
+from agentrl.weights.addresses import KEY_VARIABLE, given_key, is_loopback, listen_host, new_key
 
 GRACE_SECONDS = 5.0
 """Time to end for what a recipe's own command starts; SGLang itself needs none."""
@@ -20,12 +20,12 @@ class Settings:
     """The keys of `engine.args`."""
 
     urls: tuple[str, ...] = ()
-    """Servers that run already, http://HOST:PORT; then none is launched. They are sent the key of AGENTRL_SGLANG_KEY,
-    where there is one."""
+    """Servers that run already, http://HOST:PORT; then none is launched. They are sent the key of AGENTRL_SGLANG_KEY
+    (AGENTRL_VLLM_KEY), where there is one."""
     servers: int = 1
     """How many are launched."""
     venv: str | None = None
-    """Virtual environment with SGLang that launches them."""
+    """Virtual environment with the server's program that launches them."""
     command: str | None = None
     """Command that launches one, up to its flags; see `command.py`."""
     flags: Mapping[str, Flag] = field(default_factory=dict)
@@ -69,17 +69,18 @@ class Settings:
         max_batch: int,
         adapter: AdapterNeeds | None,
         cluster: str | None = None,
+        kind: type[LaunchPlan] = LaunchPlan,
     ) -> LaunchPlan | None:
         """Return how to launch servers for `model`, a transformers module at `model_path`; None where they run already.
         cluster: address of the Ray cluster whose machines are to reach them. Raises UserError where nothing says what
-        launches one."""
+        launches one. kind: of the servers."""
         if self.urls:
             return None
-        command = launch_command(self.command, self.venv)
+        command = launch_command(self.command, self.venv, kind.program)
         if model_path is None:
-            raise UserError("engine sglang: a server is launched with model_path, and none was given")
+            raise UserError(f"engine {kind.program.name}: a server is launched with model_path, and none was given")
         token_bytes, context = sizes_of(model)
-        plan = LaunchPlan(
+        plan = kind(
             command=command,
             model_path=model_path,
             dtype=str(next(model.parameters()).dtype).removeprefix("torch."),
@@ -90,11 +91,15 @@ class Settings:
             cpu=not torch.cuda.is_available(),
             env=self.env,
             adapter=adapter,
+            weights=self.weights,
             listen=listen_host(cluster),
             grace=GRACE_SECONDS if self.command is not None else 0.0,
         )
-        return replace(plan, key=plan.flag("api-key") or (None if is_loopback(plan.host) else new_key()))
+        return replace(
+            plan, key=plan.flag("api-key") or (None if is_loopback(plan.host) else new_key(kind.program.key_variable))
+        )
 
-    def key(self, plan: LaunchPlan | None) -> str | None:
-        """Return the key that is sent with every request."""
-        return given_key() if plan is None else plan.key
+    def key(self, plan: LaunchPlan | None, variable: str = KEY_VARIABLE) -> str | None:
+        """Return the key that is sent with every request. variable: environment variable that has that of servers
+        which run already."""
+        return given_key(variable) if plan is None else plan.key

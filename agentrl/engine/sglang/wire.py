@@ -122,6 +122,9 @@ class Reader:
         self._answer.versions[self._runs :] = runs
         return end
 
+    def give_up(self) -> None:
+        """Do nothing: each piece names the weights that sampled it."""
+
     def _new(self, ids: list[int], meta: Mapping[str, Any]) -> tuple[list[int], list[float]]:
         """Return the ids of a piece that are new, and their log-probs."""
         have = len(self._answer.ids) - self._start

@@ -1,0 +1,73 @@
+"""`SglangKind`: SGLang's API."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from agentrl.engine.base import Sampling
+from agentrl.engine.servers.kind import ServerKind
+from agentrl.engine.sglang.client import Client, ServerError
+from agentrl.engine.sglang.command import LaunchPlan
+from agentrl.engine.sglang.identity import (
+    ServerFacts,
+    check_kind,
+    check_sizes,
+    check_tokenizer,
+    check_vocabulary,
+    facts_of,
+)
+from agentrl.engine.sglang.wire import Answer, Features, Reader, request_body
+from agentrl.errors import UserError
+
+
+class SglangKind(ServerKind):
+    """SGLang 0.5."""
+
+    plan = LaunchPlan
+    alive, generate = "/model_info", "/generate"
+
+    def gpus(self, flags: Mapping[str, Any]) -> int:
+        tensor_parallel = int(flags.get("tp-size") or flags.get("tp") or 1)
+        return tensor_parallel * int(flags.get("dp-size") or flags.get("dp") or 1)
+
+    async def facts(self, client: Client) -> ServerFacts:
+        return await facts_of(client)
+
+    async def check_model(self, client: Client, config: Any, vocabulary: int) -> None:
+        await check_kind(client, config)
+        await check_vocabulary(client, vocabulary)
+        await check_sizes(client, config)
+
+    async def check_tokenizer(self, client: Client, tokenizer: Any) -> None:
+        await check_tokenizer(client, tokenizer)
+
+    async def prompt_logprobs(self, client: Client, ids: Sequence[int], adapter: str | None) -> list[float]:
+        body = _one_token(ids, adapter) | {"return_logprob": True, "logprob_start_len": 0}
+        answer = await client.post("/generate", body)
+        try:
+            return [float(pair[0]) for pair in answer["meta_info"]["input_token_logprobs"][1:]]
+        except (TypeError, KeyError, ValueError, IndexError) as error:
+            raise UserError(f"engine: {client.url} returns no log-probs of a prompt: {answer!r:.200}") from error
+
+    async def sample_one(self, client: Client, adapter: str | None, timeout: float) -> None:
+        answer = await client.post("/generate", _one_token([0], adapter), timeout=timeout)
+        if not isinstance(answer, dict) or not answer.get("output_ids"):
+            raise ServerError(f"{client.url}: it returned no token when asked for one")
+
+    def body(
+        self, ids: Sequence[int], sampling: Sampling, room: int, rid: str, features: Features, adapter: str | None
+    ) -> dict[str, Any]:
+        return request_body(ids, sampling, room, rid, features, adapter)
+
+    def reader(self, answer: Answer, url: str, version: int, fixed: bool) -> Reader:
+        return Reader(answer, url, version, fixed)
+
+    def lost_adapter(self, error: ServerError, adapter: str) -> bool:
+        return adapter in str(error)
+
+    def abort(self, rid: str) -> tuple[str, dict[str, Any]]:
+        return "/abort_request", {"rid": rid}
+
+
+def _one_token(ids: Sequence[int], adapter: str | None) -> dict[str, Any]:
+    body: dict[str, Any] = {"input_ids": list(ids), "sampling_params": {"max_new_tokens": 1, "temperature": 0.0}}
+    return body if adapter is None else {**body, "lora_path": adapter}

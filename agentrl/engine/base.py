@@ -87,6 +87,11 @@ class Engine(Protocol):
         """Return what this machine lacks to start the engine with these `engine.args`, one line each."""
         return []
 
+    @classmethod
+    def refusal(cls, sampling: Sampling) -> str | None:
+        """Return why the engine cannot sample so with the log-probs that `Generation` promises; None: it can."""
+        return None
+
     @staticmethod
     def gpus(args: Mapping[str, Any]) -> int:
         """Return how many GPUs of this machine the engine takes for itself with these `engine.args`.

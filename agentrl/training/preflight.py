@@ -13,7 +13,7 @@ from agentrl.algo.terms import Tokens
 from agentrl.cluster.session import reach
 from agentrl.compute.batch import Array, Batch
 from agentrl.compute.classifier import classifier_config
-from agentrl.engine.base import engine_class
+from agentrl.engine.base import Sampling, engine_class
 from agentrl.errors import UserError, describe
 from agentrl.eval.evaluate import choosing_split, chosen_splits
 from agentrl.learner.actor import loss_terms
@@ -141,7 +141,18 @@ def lacking(recipe: Recipe) -> list[str]:
         *(_lacking_cluster(recipe) if recipe.cluster.used else []),
         *lacking_gpus(recipe),
         *engine_class(recipe.engine.name).missing(recipe.engine.args),
+        *_refused_sampling(recipe),
     ]
+
+
+def _refused_sampling(recipe: Recipe) -> list[str]:
+    """Say where the engine cannot sample as `rollout` and `eval` want it."""
+    limits, kind = recipe.rollout, engine_class(recipe.engine.name)
+    for temperature in (limits.temperature, recipe.eval.temperature or 0.0):
+        why = kind.refusal(Sampling(1, temperature=temperature, top_p=limits.top_p, top_k=limits.top_k))
+        if why is not None:
+            return [why]
+    return []
 
 
 def lacking_gpus(recipe: Recipe, everywhere: bool = False) -> list[str]:

@@ -40,6 +40,8 @@ class Program:
     """Environment variable with the key of servers that already run."""
     module: tuple[str, ...]
     """Arguments of Python that start a server, up to its flags."""
+    release: str = ""
+    """Version that an environment has to hold, as far as it matters; empty: any."""
 
 
 SGLANG = Program("sglang", "SGLang", "AGENTRL_SGLANG_VENV", KEY_VARIABLE, ("-m", "sglang.launch_server"))
@@ -196,7 +198,21 @@ def launch_command(command: str | None, venv: str | None, program: Program = SGL
     if not python.exists():
         source = "engine.args.venv" if venv else program.venv_variable
         raise UserError(f"{source}: {folder} is not a virtual environment (it has no bin/python)")
+    if program.release:
+        _check_release(Path(folder).expanduser(), program)
     return str(python), *program.module
+
+
+def _check_release(venv: Path, program: Program) -> None:
+    """Raise UserError where a virtual environment holds another release of the program, or none."""
+    pattern = f"lib/python*/site-packages/{program.name}-*.dist-info"
+    found = [path.name.removesuffix(".dist-info").partition("-")[2] for path in venv.glob(pattern)]
+    if not any(version.startswith(f"{program.release}.") for version in found):
+        holds = f"{program.title} {found[0]}" if found else f"no {program.title}"
+        raise UserError(
+            f"engine {program.name}: {venv} holds {holds}, and {program.release} is wanted (pip install "
+            f"'{program.name}=={program.release}.*', or scripts/{program.name}_cpu/install VENV without a GPU)"
+        )
 
 
 def sizes_of(model: Any) -> tuple[int, int]:

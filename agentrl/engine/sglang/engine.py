@@ -105,6 +105,11 @@ class ServerEngine(Engine):
         flags = {key.replace("_", "-").removeprefix("--"): value for key, value in (args.get("flags") or {}).items()}
         return int(args.get("servers", 1)) * cls.kind.gpus(flags)
 
+    @classmethod
+    def refusal(cls, sampling: Sampling) -> str | None:
+        why = cls.kind.refusal(sampling)
+        return None if why is None else f"engine {cls.kind.plan.program.name}: {why}"
+
     @property
     def max_context(self) -> int:
         """Known once `health` was awaited."""
@@ -130,8 +135,8 @@ class ServerEngine(Engine):
 
         `sampling.seed` counts only where the servers run deterministic inference (no CPU does).
         """
-        if (why := self.kind.refusal(sampling)) is not None:
-            raise UserError(f"engine {self.kind.plan.program.name}: {why}")
+        if (why := self.refusal(sampling)) is not None:
+            raise UserError(why)
         await self._ready()
         prompt = self._checked(ids, request_id)
         room = min(sampling.max_tokens, self.max_context - len(prompt))

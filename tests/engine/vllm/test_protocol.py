@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from paths import RECIPES
 from sglang_adapter_help import _until
 from sglang_help import logprobs_of, tiny
 from vllm_help import VllmStandIn
@@ -25,6 +26,8 @@ from agentrl.engine.vllm.guard.agentrl_guard import KEY_VARIABLE as GUARDED_BY
 from agentrl.engine.vllm.guard.agentrl_guard import RequireKey
 from agentrl.engine.vllm.wire import VllmReader, request_body
 from agentrl.errors import UserError
+from agentrl.recipe.load import load_recipe
+from agentrl.training.preflight import lacking
 from agentrl.weights.scratch import SHARED_MEMORY
 from agentrl.weights.server import PauseMode
 from agentrl.weights.vllm import VllmServer
@@ -165,6 +168,30 @@ async def test_logprobs_that_no_trainer_computes_are_refused(parts: Any, samplin
     async with served(parts) as (engine, _, _):
         with pytest.raises(UserError, match=r"engine vllm: vLLM reports log-probs after top-p and top-k"):
             await engine.generate(PROMPT, sampling, "x")
+
+
+def test_check_says_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No environment, one without vLLM, one with another release, sampling without log-probs."""
+    monkeypatch.delenv("AGENTRL_VLLM_VENV", raising=False)
+    recipe = RECIPES / "gsm8k_tool.yaml"
+
+    def lines(*more: str) -> list[str]:
+        return lacking(load_recipe(recipe, ["engine.name=vllm", *more]))
+
+    assert ["AGENTRL_VLLM_VENV, a virtual environment that holds vLLM" in line for line in lines()] == [True]
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "python").touch()
+    args = f"engine.args.venv={tmp_path}"
+    (found,) = lines(args)
+    assert "holds no vLLM, and 0.32 is wanted (pip install 'vllm==0.32.*'" in found
+    packages = tmp_path / "lib" / "python3.11" / "site-packages"
+    (packages / "vllm-0.28.1.dist-info").mkdir(parents=True)
+    assert "holds vLLM 0.28.1, and 0.32 is wanted" in lines(args)[0]
+    (packages / "vllm-0.28.1.dist-info").rename(packages / "vllm-0.32.0+cpu.dist-info")
+    assert lines(args) == []
+    (found,) = lines(args, "rollout.top_p=0.9")
+    assert found.startswith("engine vllm: vLLM reports log-probs after top-p and top-k")
+    assert lines(args, "rollout.top_p=0.9", "rollout.temperature=0") == []
 
 
 async def test_another_logprobs_mode_is_refused(parts: Any) -> None:

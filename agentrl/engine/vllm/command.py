@@ -12,7 +12,9 @@ from agentrl.engine.sglang.command import CACHE_BYTES, Flag, Flags, LaunchPlan, 
 from agentrl.engine.vllm.guard.agentrl_guard import KEY_VARIABLE
 from agentrl.errors import UserError
 
-VLLM = Program("vllm", "vLLM", "AGENTRL_VLLM_VENV", "AGENTRL_VLLM_KEY", ("-m", "vllm.entrypoints.cli.main", "serve"), "0.32")
+VLLM = Program(
+    "vllm", "vLLM", "AGENTRL_VLLM_VENV", "AGENTRL_VLLM_KEY", ("-m", "vllm.entrypoints.cli.main", "serve"), "0.32"
+)
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Values that --max-lora-rank may have."""
 TRANSFER = {"from_tensor": "ipc", "from_distributed": "nccl"}

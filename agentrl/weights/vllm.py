@@ -63,7 +63,10 @@ class VllmServer(WeightServer):
         await self._post("/finish_weight_update", {})
 
     async def load_folder(self, folder: str, flush: bool) -> None:
-        await self._rpc("reload_weights", weights_path=folder)
+        if (await self.facts()).device == "cpu":
+            await self._reload_on_cpu(folder)
+        else:
+            await self._rpc("reload_weights", weights_path=folder)
         await self._drop_caches(flush)
 
     async def load_handles(
@@ -135,6 +138,19 @@ class VllmServer(WeightServer):
         """Drop the keys and values of the old weights, those of requests in flight too, which wait."""
         if flush:
             await self._post("/reset_prefix_cache?reset_running_requests=true", {})
+
+    async def _reload_on_cpu(self, folder: str) -> None:
+        """Have it load by our own method: its own leaves an output layer that shares the embedding's weights as it
+        was."""
+        try:
+            await self._rpc("agentrl_reload", weights_path=folder)
+        except WeightUpdateError as error:
+            if "agentrl_reload" not in str(error):
+                raise
+            raise WeightUpdateError(
+                f"{self.url} on a CPU takes no new weights: start it with --worker-extension-cls agentrl_worker.Reload "
+                "(scripts/vllm_cpu/serve shows how)"
+            ) from error
 
     async def _rpc(self, method: str, **arguments: str) -> None:
         await self._post("/collective_rpc", {"method": method, "kwargs": arguments})

@@ -39,11 +39,12 @@ NOTED = (
 @dataclass(eq=False)
 class VllmStandIn(StandIn):
     """broken: loading weights fails from now on, as a real server's does once an update has failed. loaded: folders
-    that it was told to load."""
+    that it was told to load. packs_again: whether it was started with our extension."""
 
     model_path: str = field(default_factory=lambda: str(embedded_path()))
     logprobs_mode: str = "processed_logprobs"
     broken: bool = False
+    packs_again: bool = True
     loaded: list[str] = field(default_factory=list)
     posted: list[tuple[str, Any]] = field(default_factory=list)
 
@@ -94,7 +95,10 @@ class VllmStandIn(StandIn):
 
     async def _rpc(self, request: web.Request) -> web.Response:
         body = await request.json()
-        assert body["method"] == "reload_weights"
+        assert body["method"] == "agentrl_reload"
+        if not self.packs_again:
+            message = "Worker failed with error 'Worker has no attribute agentrl_reload'"
+            return web.json_response({"error": {"message": message}}, status=500)
         folder = Path(body["kwargs"]["weights_path"])
         self.loaded.append(str(folder))
         if self.broken:

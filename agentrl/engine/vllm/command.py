@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from agentrl.engine.sglang.adapters import IN_A_BATCH, LOADED, AdapterNeeds
 from agentrl.engine.sglang.command import CACHE_BYTES, Flag, Flags, LaunchPlan, Program, flag_words, is_container
-from agentrl.engine.vllm.guard.agentrl_guard import KEY_VARIABLE
+from agentrl.engine.vllm.inside.agentrl_guard import KEY_VARIABLE
 from agentrl.errors import UserError
 
 VLLM = Program(
@@ -19,7 +19,8 @@ LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Values that --max-lora-rank may have."""
 TRANSFER = {"from_tensor": "ipc", "from_distributed": "nccl"}
 """Transport -> the weight transfer engine that a server is started with for it."""
-_GUARD = Path(__file__).parent / "guard"
+INSIDE = Path(__file__).parent / "inside"
+"""Folder of what servers import of ours."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +50,7 @@ class VllmPlan(LaunchPlan):
         if self.key is not None:
             flags["middleware"] = "agentrl_guard.RequireKey"
         if self.cpu:
+            flags["worker-extension-cls"] = "agentrl_worker.Reload"
             flags |= {"enforce-eager": True, "kv-cache-memory-bytes": self._cache_bytes()}
         else:
             flags["enable-sleep-mode"] = True
@@ -80,8 +82,9 @@ class VllmPlan(LaunchPlan):
                     "engine vllm: a server in a container that listens on a network cannot be guarded by a key; start "
                     "it yourself behind a network of your own, and name it in engine.args.urls"
                 )
-            path = os.pathsep.join([str(_GUARD), *filter(None, [os.environ.get("PYTHONPATH")])])
-            ours |= {KEY_VARIABLE: self.key, "PYTHONPATH": path}
+            ours[KEY_VARIABLE] = self.key
+        if self.key is not None or self.cpu:
+            ours["PYTHONPATH"] = os.pathsep.join([str(INSIDE), *filter(None, [os.environ.get("PYTHONPATH")])])
         return {**ours, **self.env}
 
     def _devices(self, index: int) -> str:

@@ -22,8 +22,8 @@ from agentrl.engine.sglang.adapters import AdapterNeeds
 from agentrl.engine.sglang.wire import Answer, Features, PieceEnd
 from agentrl.engine.vllm.command import VllmPlan
 from agentrl.engine.vllm.engine import VllmEngine
-from agentrl.engine.vllm.guard.agentrl_guard import KEY_VARIABLE as GUARDED_BY
-from agentrl.engine.vllm.guard.agentrl_guard import RequireKey
+from agentrl.engine.vllm.inside.agentrl_guard import KEY_VARIABLE as GUARDED_BY
+from agentrl.engine.vllm.inside.agentrl_guard import RequireKey
 from agentrl.engine.vllm.wire import VllmReader, request_body
 from agentrl.errors import UserError
 from agentrl.recipe.load import load_recipe
@@ -130,6 +130,12 @@ async def test_new_weights_come_by_a_folder_in_shared_memory(parts: Any) -> None
         paths = [path for path, _ in server.posted]
         assert paths == ["/pause?mode=keep", "/reset_prefix_cache?reset_running_requests=true", "/resume"]
     assert any("weights: from_disk (through a folder" in line for line in said)
+
+
+async def test_a_server_on_a_cpu_that_would_keep_its_output_layer_is_refused(parts: Any) -> None:
+    async with served(parts, packs_again=False) as (engine, _, _):
+        with pytest.raises(UserError, match=r"takes no new weights: start it with --worker-extension-cls agentrl_work"):
+            await engine.update_weights(1)
 
 
 async def test_a_failed_update_is_never_sampled_from(parts: Any) -> None:
@@ -291,6 +297,10 @@ def test_how_a_server_is_launched() -> None:
     assert "--weight-transfer-config" not in words
     nccl = plan(weights="from_distributed").arguments(1, 0)
     assert nccl[nccl.index("--weight-transfer-config") + 1] == '{"backend": "nccl"}'
+    alone = plan(cpu=True)
+    words = alone.arguments(1, 0)
+    assert words[words.index("--worker-extension-cls") + 1] == "agentrl_worker.Reload"
+    assert (Path(alone.environment(0)["PYTHONPATH"].split(":")[0]) / "agentrl_worker.py").exists()
     adapted = plan(adapter=AdapterNeeds(12, frozenset(["q_proj"]))).arguments(1, 0)
     assert adapted[adapted.index("--max-lora-rank") + 1] == "16"  # vLLM takes some ranks only
 

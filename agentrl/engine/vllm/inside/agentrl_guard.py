@@ -1,7 +1,7 @@
 """Runs inside of a vLLM server, which asks for its key on some paths only: have it ask on all of them.
 
 The calls that pause a server, change its weights or execute a method on its workers are among those that it leaves
-open. This stands in a folder of its own, which is all of ours that the server can import.
+open. This folder is all of ours that a server can import.
 """
 
 import hmac

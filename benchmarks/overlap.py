@@ -77,9 +77,9 @@ def serving(options: argparse.Namespace) -> Iterator[None]:
     if recipe.engine.name != "sglang" or recipe.engine.args.get("urls"):
         yield
         return
-    from agentrl.engine.sglang.client import Sessions
-    from agentrl.engine.sglang.server import Server
-    from agentrl.engine.sglang.settings import Settings
+    from agentrl.engine.servers.client import Sessions
+    from agentrl.engine.servers.server import Server
+    from agentrl.engine.servers.settings import Settings
     from agentrl.models.load import load_model
 
     model = load_model(recipe.model)[0]

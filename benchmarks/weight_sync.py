@@ -23,9 +23,9 @@ import aiohttp
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config
 
-from agentrl.engine.sglang.client import Sessions
+from agentrl.engine.servers.client import Sessions
+from agentrl.engine.servers.server import Server
 from agentrl.engine.sglang.command import LaunchPlan, launch_command
-from agentrl.engine.sglang.server import Server
 from agentrl.models import embedded_path
 from agentrl.weights import ModelWeights, WeightChannel, WeightServer
 from agentrl.weights.transports.base import Transport

@@ -69,9 +69,9 @@ async def run(options: argparse.Namespace) -> list[dict[str, Any]]:
 @asynccontextmanager
 async def serving(folder: Path, tp: int, apart: bool) -> AsyncIterator[str]:
     """A server on `tp` GPUs: from the second on where they are enough, else beside the trainer."""
-    from agentrl.engine.sglang.client import Sessions
+    from agentrl.engine.servers.client import Sessions
+    from agentrl.engine.servers.server import Server
     from agentrl.engine.sglang.command import LaunchPlan, launch_command
-    from agentrl.engine.sglang.server import Server
 
     plan = LaunchPlan(
         command=launch_command(None, None), model_path=str(folder), dtype="bfloat16", max_batch=8, token_bytes=1 << 16,

@@ -15,10 +15,10 @@ from paths import ROOT
 
 from agentrl.engine.base import Sampling
 from agentrl.engine.local.engine import LocalEngine
-from agentrl.engine.sglang.adapters import AdapterNeeds
-from agentrl.engine.sglang.client import Sessions
+from agentrl.engine.servers.adapters import AdapterNeeds
+from agentrl.engine.servers.client import Sessions
+from agentrl.engine.servers.server import Server
 from agentrl.engine.sglang.command import LaunchPlan, launch_command
-from agentrl.engine.sglang.server import Server
 from agentrl.models import embedded_path
 from agentrl.models.load import load_model
 from agentrl.recipe.schema import ModelSection

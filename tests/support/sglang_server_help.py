@@ -4,9 +4,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from agentrl.engine.sglang.client import Sessions
+from agentrl.engine.servers.client import Sessions
+from agentrl.engine.servers.server import Server
 from agentrl.engine.sglang.command import LaunchPlan
-from agentrl.engine.sglang.server import Server
 
 FAKE = """
 import http.server, os, subprocess, sys

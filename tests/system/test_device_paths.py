@@ -30,9 +30,9 @@ from agentrl.distributed.remote import RemotePublisher
 from agentrl.engine.base import Sampling
 from agentrl.engine.local import engine as local_engine
 from agentrl.engine.local.engine import LocalEngine
-from agentrl.engine.sglang.client import Sessions
-from agentrl.engine.sglang.engine import SglangEngine
-from agentrl.engine.sglang.sync import Sync
+from agentrl.engine.servers.client import Sessions
+from agentrl.engine.servers.sync import Sync
+from agentrl.engine.sglang.kind import SglangEngine
 from agentrl.learner import actor
 from agentrl.learner.critic import Critic
 from agentrl.learner.learner import Learner

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 from sglang_weights_help import FaultyServer, Weights, opened
 
-from agentrl.engine.sglang.server import free_port
+from agentrl.engine.servers.server import free_port
 from agentrl.errors import UserError
 from agentrl.weights import ModelWeights, WeightChannel, WeightServer, WeightUpdateError, addresses, open_channel
 from agentrl.weights.addresses import on_this_machine, same_host

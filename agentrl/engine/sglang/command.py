@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
-from agentrl.engine.sglang.adapters import AdapterNeeds
+from agentrl.engine.servers.adapters import AdapterNeeds
 from agentrl.errors import UserError
 from agentrl.weights.addresses import KEY_VARIABLE, LOOPBACK
 from agentrl.weights.transports.shared_memory import without_expandable

@@ -5,8 +5,8 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from agentrl.engine.sglang.adapters import AdapterRoom
-from agentrl.engine.sglang.client import Client, RefusedError, ServerError
+from agentrl.engine.servers.adapters import AdapterRoom
+from agentrl.engine.servers.client import Client, RefusedError, ServerError
 from agentrl.engine.sglang.wire import Features
 from agentrl.errors import UserError
 from agentrl.threads import in_thread

@@ -4,8 +4,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from agentrl.engine.base import Sampling
+from agentrl.engine.servers.client import Client, ServerError
+from agentrl.engine.servers.engine import ServerEngine
 from agentrl.engine.servers.kind import ServerKind
-from agentrl.engine.sglang.client import Client, ServerError
 from agentrl.engine.sglang.command import LaunchPlan
 from agentrl.engine.sglang.identity import (
     ServerFacts,
@@ -71,3 +72,9 @@ class SglangKind(ServerKind):
 def _one_token(ids: Sequence[int], adapter: str | None) -> dict[str, Any]:
     body: dict[str, Any] = {"input_ids": list(ids), "sampling_params": {"max_new_tokens": 1, "temperature": 0.0}}
     return body if adapter is None else {**body, "lora_path": adapter}
+
+
+class SglangEngine(ServerEngine):
+    """The engine over SGLang servers; see `ServerEngine`."""
+
+    kind = SglangKind()

@@ -12,7 +12,7 @@ from enum import StrEnum
 from typing import Any
 
 from agentrl.engine.base import Generation, GenerationFinish, Sampling
-from agentrl.engine.sglang.client import RefusedError, ServerError
+from agentrl.engine.servers.client import RefusedError, ServerError
 
 INTERVAL = 16
 """Tokens between two pieces of an answer: what is lost with a server that dies."""

@@ -5,9 +5,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from agentrl.engine.base import Sampling
+from agentrl.engine.servers.adapters import AdapterRoom
+from agentrl.engine.servers.client import Client, RefusedError, ServerError
+from agentrl.engine.servers.engine import ServerEngine
 from agentrl.engine.servers.kind import ServerKind
-from agentrl.engine.sglang.adapters import AdapterRoom
-from agentrl.engine.sglang.client import Client, RefusedError, ServerError
 from agentrl.engine.sglang.identity import PROBE_TEXT, SIZES, ServerFacts, config_at, other_model, other_tokenizer
 from agentrl.engine.sglang.wire import Answer, Features
 from agentrl.engine.vllm.command import VllmPlan, gpus_of
@@ -142,3 +143,10 @@ async def _knows(client: Client, token: int) -> bool:
             return False
         raise
     return True
+
+
+class VllmEngine(ServerEngine):
+    """The engine over vLLM servers; see `ServerEngine`. It samples with top-p and top-k only at temperature 0: the
+    server's log-probs are those after them."""
+
+    kind = VllmKind()

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from agentrl.engine.base import Sampling
-from agentrl.engine.sglang.client import RefusedError, ServerError
+from agentrl.engine.servers.client import RefusedError, ServerError
 from agentrl.engine.sglang.wire import INTERVAL, Answer, Features, PieceEnd
 
 PATH = "/inference/v1/generate"

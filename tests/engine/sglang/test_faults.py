@@ -14,7 +14,8 @@ from sglang_help import StandIn, tiny
 
 from agentrl.engine.base import EngineError, Generation, GenerationFinish, Sampling
 from agentrl.engine.local.engine import LocalEngine
-from agentrl.engine.sglang.engine import ATTEMPTS, SglangEngine
+from agentrl.engine.servers.engine import ATTEMPTS
+from agentrl.engine.sglang.kind import SglangEngine
 from agentrl.errors import UserError
 
 GREEDY = Sampling(24, temperature=0.0)
@@ -30,8 +31,8 @@ def parts() -> tuple[Any, Any]:
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Second tries come soon."""
-    monkeypatch.setattr("agentrl.engine.sglang.engine.BACK_OFF_SECONDS", (0.01, 0.1))
-    monkeypatch.setattr("agentrl.engine.sglang.fleet.FIRST_RETRY_SECONDS", 0.1)
+    monkeypatch.setattr("agentrl.engine.servers.engine.BACK_OFF_SECONDS", (0.01, 0.1))
+    monkeypatch.setattr("agentrl.engine.servers.fleet.FIRST_RETRY_SECONDS", 0.1)
 
 
 @pytest.fixture(scope="module")

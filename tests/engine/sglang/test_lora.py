@@ -18,7 +18,7 @@ from sglang_help import all_of, logprobs_of, prompts, tiny
 
 from agentrl.engine.base import Sampling
 from agentrl.engine.local.engine import LocalEngine
-from agentrl.engine.sglang.engine import SglangEngine
+from agentrl.engine.sglang.kind import SglangEngine
 from agentrl.training.run import train
 from agentrl.weights import WeightServer
 

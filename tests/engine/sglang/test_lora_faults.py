@@ -13,9 +13,9 @@ from sglang_adapter_help import AdapterStandIn, _until, adapted, stir
 from sglang_help import logprobs_of, tiny
 
 from agentrl.engine.base import EngineError, Generation, Sampling
-from agentrl.engine.sglang.adapters import AdapterNeeds, AdapterRoom, needs_of, why_merged
+from agentrl.engine.servers.adapters import AdapterNeeds, AdapterRoom, needs_of, why_merged
 from agentrl.engine.sglang.command import LaunchPlan
-from agentrl.engine.sglang.engine import SglangEngine
+from agentrl.engine.sglang.kind import SglangEngine
 from agentrl.errors import UserError
 from agentrl.models.load import load_shape
 from agentrl.recipe.schema import LoraSection, ModelSection

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 from sglang_help import tiny
 
+from agentrl.engine.servers.settings import Settings
 from agentrl.engine.sglang.command import LaunchPlan
-from agentrl.engine.sglang.settings import Settings
 from agentrl.errors import UserError
 from agentrl.weights import addresses
 from agentrl.weights.addresses import KEY_VARIABLE, is_own, listen_host, own_address, url_of

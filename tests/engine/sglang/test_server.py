@@ -22,9 +22,9 @@ from sglang_weights_help import Weights, altered, ask, check_answer, spans_of
 
 from agentrl.engine.base import Sampling
 from agentrl.engine.local.engine import LocalEngine
+from agentrl.engine.servers.server import Server
 from agentrl.engine.sglang.command import LaunchPlan
-from agentrl.engine.sglang.engine import SglangEngine
-from agentrl.engine.sglang.server import Server
+from agentrl.engine.sglang.kind import SglangEngine
 from agentrl.errors import UserError
 from agentrl.weights import ModelWeights, WeightChannel, WeightServer
 from agentrl.weights.addresses import KEY_VARIABLE, authorization
@@ -113,7 +113,7 @@ async def test_a_server_that_never_serves_is_ended(tmp_path: Path, monkeypatch: 
     """The time is up once it is loading."""
     log = tmp_path / "log"
     clock = SimpleNamespace(monotonic=lambda: 3.0 if log.exists() and "\nloading" in log.read_text() else 0.0)
-    monkeypatch.setattr("agentrl.engine.sglang.server.time", clock)
+    monkeypatch.setattr("agentrl.engine.servers.server.time", clock)
     program, ids = tmp_path / "slow.py", tmp_path / "ids"
     program.write_text(
         "import os, sys, time; open(sys.argv[1], 'w').write(f'{os.getpid()} 1'); print('loading', flush=True);"

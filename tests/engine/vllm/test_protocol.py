@@ -18,12 +18,12 @@ from vllm_help import VllmStandIn
 
 from agentrl.engine.base import EngineError, Generation, GenerationFinish, Sampling
 from agentrl.engine.local.engine import LocalEngine
-from agentrl.engine.sglang.adapters import AdapterNeeds
+from agentrl.engine.servers.adapters import AdapterNeeds
 from agentrl.engine.sglang.wire import Answer, Features, PieceEnd
 from agentrl.engine.vllm.command import VllmPlan
-from agentrl.engine.vllm.engine import VllmEngine
 from agentrl.engine.vllm.inside.agentrl_guard import KEY_VARIABLE as GUARDED_BY
 from agentrl.engine.vllm.inside.agentrl_guard import RequireKey
+from agentrl.engine.vllm.kind import VllmEngine
 from agentrl.engine.vllm.wire import VllmReader, request_body
 from agentrl.errors import UserError
 from agentrl.recipe.load import load_recipe
@@ -45,8 +45,8 @@ def parts() -> tuple[Any, Any]:
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Second tries come soon."""
-    monkeypatch.setattr("agentrl.engine.sglang.engine.BACK_OFF_SECONDS", (0.01, 0.1))
-    monkeypatch.setattr("agentrl.engine.sglang.fleet.FIRST_RETRY_SECONDS", 0.1)
+    monkeypatch.setattr("agentrl.engine.servers.engine.BACK_OFF_SECONDS", (0.01, 0.1))
+    monkeypatch.setattr("agentrl.engine.servers.fleet.FIRST_RETRY_SECONDS", 0.1)
 
 
 @pytest.fixture(scope="module")

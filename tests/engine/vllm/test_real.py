@@ -16,7 +16,7 @@ from vllm_help import VllmStandIn
 
 from agentrl.engine.base import EngineError, GenerationFinish, Sampling
 from agentrl.engine.local.engine import LocalEngine
-from agentrl.engine.vllm.engine import VllmEngine
+from agentrl.engine.vllm.kind import VllmEngine
 from agentrl.training.run import train
 
 RECIPE = str(RECIPES / "gsm8k_tool.yaml")
@@ -93,7 +93,7 @@ async def test_answer_fills_the_context_and_no_more(engines: Any) -> None:
 
 async def test_abort_keeps_every_token(engines: Any, parts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     (model, tokenizer), (remote, _) = parts, engines
-    monkeypatch.setattr("agentrl.engine.sglang.pool.ABORT_SECONDS", 60.0)  # a busy machine takes its time
+    monkeypatch.setattr("agentrl.engine.servers.pool.ABORT_SECONDS", 60.0)  # a busy machine takes its time
     prompt, member = prompts(tokenizer, 1)[0], remote._fleet.pool.up[0]
     running = [asyncio.create_task(remote.generate(prompt, Sampling(900), f"a{i}")) for i in range(3)]
     seen = member.last_seen

@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from agentrl.engine.sglang.client import Client, ServerError
+from agentrl.engine.servers.client import Client, ServerError
 from agentrl.engine.sglang.wire import Features
 
 ABORT_SECONDS = 1.0

@@ -15,14 +15,13 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from agentrl.engine.base import Engine, EngineError, Generation, GenerationFinish, Sampling
+from agentrl.engine.servers.adapters import needs_of
+from agentrl.engine.servers.client import LostAdapterError, RefusedError, ServerError
+from agentrl.engine.servers.fleet import Fleet
 from agentrl.engine.servers.kind import ServerKind
-from agentrl.engine.sglang.adapters import needs_of
-from agentrl.engine.sglang.client import LostAdapterError, RefusedError, ServerError
+from agentrl.engine.servers.pool import Call, Member
+from agentrl.engine.servers.settings import Settings
 from agentrl.engine.sglang.command import Flag, launch_command, sizes_of
-from agentrl.engine.sglang.fleet import Fleet
-from agentrl.engine.sglang.kind import SglangKind
-from agentrl.engine.sglang.pool import Call, Member
-from agentrl.engine.sglang.settings import Settings
 from agentrl.engine.sglang.wire import Answer, PieceEnd, finish_of
 from agentrl.errors import UserError
 from agentrl.recipe.schema import LoraSection
@@ -301,9 +300,3 @@ class ServerEngine(Engine):
         task = asyncio.get_running_loop().create_task(work)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
-
-
-class SglangEngine(ServerEngine):
-    """The engine over SGLang servers."""
-
-    kind = SglangKind()

@@ -9,16 +9,16 @@ from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
+from agentrl.engine.servers.adapters import AdapterNeeds, why_merged
+from agentrl.engine.servers.admission import Admission
+from agentrl.engine.servers.client import Client, LostAdapterError, ServerError, Sessions
 from agentrl.engine.servers.kind import ServerKind
-from agentrl.engine.sglang.adapters import AdapterNeeds, why_merged
-from agentrl.engine.sglang.admission import Admission
-from agentrl.engine.sglang.client import Client, LostAdapterError, ServerError, Sessions
+from agentrl.engine.servers.pool import Member, Pool
+from agentrl.engine.servers.server import Server
+from agentrl.engine.servers.settings import Settings
+from agentrl.engine.servers.sync import Sync
 from agentrl.engine.sglang.command import LaunchPlan
 from agentrl.engine.sglang.identity import ServerFacts
-from agentrl.engine.sglang.pool import Member, Pool
-from agentrl.engine.sglang.server import Server
-from agentrl.engine.sglang.settings import Settings
-from agentrl.engine.sglang.sync import Sync
 from agentrl.errors import UserError
 from agentrl.weights.kinds import folder_for
 from agentrl.weights.scratch import LOGS, Scratch

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
-from agentrl.engine.sglang.client import Client, ServerError, Sessions
+from agentrl.engine.servers.client import Client, ServerError, Sessions
 from agentrl.engine.sglang.command import LaunchPlan
 from agentrl.errors import UserError
 from agentrl.process_tree import END_SECONDS, ProcessTree

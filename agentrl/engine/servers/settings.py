@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from agentrl.engine.sglang.adapters import AdapterNeeds
+from agentrl.engine.servers.adapters import AdapterNeeds
 from agentrl.engine.sglang.command import Flag, LaunchPlan, launch_command, sizes_of
 from agentrl.errors import UserError
 from agentrl.weights.addresses import KEY_VARIABLE, given_key, is_loopback, listen_host, new_key

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from agentrl.engine.sglang.client import Client, ServerError, Sessions
+from agentrl.engine.servers.client import Client, ServerError, Sessions
 from agentrl.errors import UserError
 from agentrl.threads import in_thread
 from agentrl.weights.publisher import Sender

@@ -24,8 +24,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config
 
 from agentrl.engine.servers.client import Sessions
+from agentrl.engine.servers.launch import launch_command
 from agentrl.engine.servers.server import Server
-from agentrl.engine.sglang.command import LaunchPlan, launch_command
+from agentrl.engine.sglang.command import SGLANG, SglangPlan
 from agentrl.models import embedded_path
 from agentrl.weights import ModelWeights, WeightChannel, WeightServer
 from agentrl.weights.transports.base import Transport
@@ -69,8 +70,9 @@ async def serving(folder: Path, url: str | None) -> AsyncIterator[str]:
     if url is not None:
         yield url
         return
-    plan = LaunchPlan(
-        command=launch_command(None, None), model_path=str(folder), dtype="float32", max_batch=8, token_bytes=1 << 16,
+    plan = SglangPlan(
+        command=launch_command(None, None, SGLANG), model_path=str(folder), dtype="float32", max_batch=8,
+        token_bytes=1 << 16,
         flags={"load-format": "dummy", "skip-tokenizer-init": True, "max-total-tokens": 1024}, context=1024, cpu=True,
     )  # fmt: skip
     sessions = Sessions()

@@ -70,11 +70,13 @@ async def run(options: argparse.Namespace) -> list[dict[str, Any]]:
 async def serving(folder: Path, tp: int, apart: bool) -> AsyncIterator[str]:
     """A server on `tp` GPUs: from the second on where they are enough, else beside the trainer."""
     from agentrl.engine.servers.client import Sessions
+    from agentrl.engine.servers.launch import launch_command
     from agentrl.engine.servers.server import Server
-    from agentrl.engine.sglang.command import LaunchPlan, launch_command
+    from agentrl.engine.sglang.command import SGLANG, SglangPlan
 
-    plan = LaunchPlan(
-        command=launch_command(None, None), model_path=str(folder), dtype="bfloat16", max_batch=8, token_bytes=1 << 16,
+    plan = SglangPlan(
+        command=launch_command(None, None, SGLANG), model_path=str(folder), dtype="bfloat16", max_batch=8,
+        token_bytes=1 << 16,
         flags={"load-format": "dummy", "skip-tokenizer-init": True, "tp-size": tp, "base-gpu-id": int(apart),
                "mem-fraction-static": 0.4, "disable-cuda-graph": True},
         context=1024, cpu=False,

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from sglang_help import ADAPTER, PIECE, StandIn
 
 from agentrl.engine.base import Sampling
-from agentrl.engine.sglang.command import launch_command
+from agentrl.engine.servers.launch import launch_command
 from agentrl.engine.vllm.command import VLLM, VllmPlan
 from agentrl.models import embedded_path
 

@@ -5,9 +5,9 @@ from collections.abc import Callable
 from typing import Any
 
 from agentrl.engine.servers.client import Client
+from agentrl.engine.servers.identity import Probe, ServerFacts, other_weights, probe_of
 from agentrl.engine.servers.kind import ServerKind
 from agentrl.engine.servers.sync import Sync
-from agentrl.engine.sglang.identity import Probe, ServerFacts, other_weights, probe_of
 from agentrl.errors import UserError
 from agentrl.models.lora import switched_off
 

@@ -16,13 +16,13 @@ from typing import Any, ClassVar
 
 from agentrl.engine.base import Engine, EngineError, Generation, GenerationFinish, Sampling
 from agentrl.engine.servers.adapters import needs_of
+from agentrl.engine.servers.answer import Answer, PieceEnd, finish_of
 from agentrl.engine.servers.client import LostAdapterError, RefusedError, ServerError
 from agentrl.engine.servers.fleet import Fleet
 from agentrl.engine.servers.kind import ServerKind
+from agentrl.engine.servers.launch import Flag, launch_command, sizes_of
 from agentrl.engine.servers.pool import Call, Member
 from agentrl.engine.servers.settings import Settings
-from agentrl.engine.sglang.command import Flag, launch_command, sizes_of
-from agentrl.engine.sglang.wire import Answer, PieceEnd, finish_of
 from agentrl.errors import UserError
 from agentrl.recipe.schema import LoraSection
 from agentrl.weights.source import WeightSource
@@ -77,7 +77,7 @@ class ServerEngine(Engine):
         _, self._own_context = sizes_of(model)
         self._vocabulary = model.get_input_embeddings().weight.shape[0]
         needs = needs_of(model, lora)
-        plan = settings.plan(model, model_path, max_batch, needs, cluster, self.kind.plan)
+        plan = settings.plan(self.kind.plan, model, model_path, max_batch, needs, cluster)
         quiet: Callable[[str], None] = lambda line: None  # noqa: E731
         self._fleet = Fleet(self.kind, model, tokenizer, settings, plan, needs, max_batch, say or quiet, phase or quiet)
         self._calls: dict[str, Call] = {}

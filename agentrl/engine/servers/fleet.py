@@ -12,13 +12,13 @@ from typing import Any
 from agentrl.engine.servers.adapters import AdapterNeeds, why_merged
 from agentrl.engine.servers.admission import Admission
 from agentrl.engine.servers.client import Client, LostAdapterError, ServerError, Sessions
+from agentrl.engine.servers.identity import ServerFacts
 from agentrl.engine.servers.kind import ServerKind
+from agentrl.engine.servers.launch import LaunchPlan
 from agentrl.engine.servers.pool import Member, Pool
 from agentrl.engine.servers.server import Server
 from agentrl.engine.servers.settings import Settings
 from agentrl.engine.servers.sync import Sync
-from agentrl.engine.sglang.command import LaunchPlan
-from agentrl.engine.sglang.identity import ServerFacts
 from agentrl.errors import UserError
 from agentrl.weights.kinds import folder_for
 from agentrl.weights.scratch import LOGS, Scratch

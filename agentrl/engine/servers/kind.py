@@ -5,10 +5,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Protocol
 
 from agentrl.engine.base import Sampling
+from agentrl.engine.servers.answer import Answer, Features, PieceEnd
 from agentrl.engine.servers.client import Client, ServerError
-from agentrl.engine.sglang.command import LaunchPlan
-from agentrl.engine.sglang.identity import ServerFacts
-from agentrl.engine.sglang.wire import Answer, Features, PieceEnd
+from agentrl.engine.servers.identity import ServerFacts
+from agentrl.engine.servers.launch import LaunchPlan
 
 
 class AnswerReader(Protocol):

@@ -12,8 +12,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+from agentrl.engine.servers.answer import Features
 from agentrl.engine.servers.client import Client, ServerError
-from agentrl.engine.sglang.wire import Features
 
 ABORT_SECONDS = 1.0
 """Time for a server to answer an abort with all that it sampled; then the tokens that came are taken."""

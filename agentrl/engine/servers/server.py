@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import IO
 
 from agentrl.engine.servers.client import Client, ServerError, Sessions
-from agentrl.engine.sglang.command import LaunchPlan
+from agentrl.engine.servers.launch import LaunchPlan
 from agentrl.errors import UserError
 from agentrl.process_tree import END_SECONDS, ProcessTree
 from agentrl.recipe.secrets import masked_words

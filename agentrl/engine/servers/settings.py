@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from agentrl.engine.servers.adapters import AdapterNeeds
-from agentrl.engine.sglang.command import Flag, LaunchPlan, launch_command, sizes_of
+from agentrl.engine.servers.launch import Flag, LaunchPlan, launch_command, sizes_of
 from agentrl.errors import UserError
 from agentrl.weights.addresses import KEY_VARIABLE, given_key, is_loopback, listen_host, new_key
 
@@ -64,12 +64,12 @@ class Settings:
 
     def plan(
         self,
+        kind: type[LaunchPlan],
         model: Any,
         model_path: str | None,
         max_batch: int,
         adapter: AdapterNeeds | None,
         cluster: str | None = None,
-        kind: type[LaunchPlan] = LaunchPlan,
     ) -> LaunchPlan | None:
         """Return how to launch servers for `model`, a transformers module at `model_path`; None where they run already.
         cluster: address of the Ray cluster whose machines are to reach them. Raises UserError where nothing says what

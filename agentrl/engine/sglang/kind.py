@@ -4,26 +4,21 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from agentrl.engine.base import Sampling
+from agentrl.engine.servers.answer import Answer, Features
 from agentrl.engine.servers.client import Client, ServerError
 from agentrl.engine.servers.engine import ServerEngine
+from agentrl.engine.servers.identity import ServerFacts
 from agentrl.engine.servers.kind import ServerKind
-from agentrl.engine.sglang.command import LaunchPlan
-from agentrl.engine.sglang.identity import (
-    ServerFacts,
-    check_kind,
-    check_sizes,
-    check_tokenizer,
-    check_vocabulary,
-    facts_of,
-)
-from agentrl.engine.sglang.wire import Answer, Features, Reader, request_body
+from agentrl.engine.sglang.command import SglangPlan
+from agentrl.engine.sglang.identity import check_kind, check_sizes, check_tokenizer, check_vocabulary, facts_of
+from agentrl.engine.sglang.wire import Reader, request_body
 from agentrl.errors import UserError
 
 
 class SglangKind(ServerKind):
     """SGLang 0.5."""
 
-    plan = LaunchPlan
+    plan = SglangPlan
     alive, generate = "/model_info", "/generate"
 
     def gpus(self, flags: Mapping[str, Any]) -> int:

@@ -5,37 +5,15 @@ after it was checked whole: one log-prob for each id, of that very id, and as ma
 
 import json
 import math
-from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import Any
 
-from agentrl.engine.base import Generation, GenerationFinish, Sampling
+from agentrl.engine.base import Sampling
+from agentrl.engine.servers.answer import INTERVAL, Answer, Features, PieceEnd
 from agentrl.engine.servers.client import RefusedError, ServerError
 
-INTERVAL = 16
-"""Tokens between two pieces of an answer: what is lost with a server that dies."""
 PIECES = 8
 """Pieces of an answer at most, where each holds all that came before it (a server without incremental streaming)."""
-
-
-class PieceEnd(StrEnum):
-    """Why a server ended its part of an answer."""
-
-    STOP = "stop"
-    LENGTH = "length"
-    ABORT = "abort"
-
-
-@dataclass(frozen=True, slots=True)
-class Features:
-    """What differs between servers."""
-
-    seeds: bool = False
-    """Whether it samples by seed (deterministic inference)."""
-    incremental: bool = False
-    """Whether a piece of an answer holds only what is new."""
 
 
 def request_body(
@@ -68,26 +46,6 @@ def request_body(
         "input_ids": list(ids), "sampling_params": parameters, "return_logprob": True, "stream": True, "rid": rid,
     }  # fmt: skip
     return body if adapter is None else {**body, "lora_path": adapter}
-
-
-@dataclass(slots=True)
-class Answer:
-    """The tokens so far."""
-
-    ids: list[int] = field(default_factory=list)
-    """Sampled token ids."""
-    logprobs: "array[float]" = field(default_factory=lambda: array("d"))
-    """Natural log-probs, one for each id."""
-    versions: list[tuple[int, int]] = field(default_factory=list)
-    """Runs of (weight version, number of ids)."""
-
-    def generation(self, finish: GenerationFinish, version: int) -> Generation:
-        """Return it as a `Generation`. version: of the weights, where no id came."""
-        runs = self.versions
-        if len({v for v, _ in runs}) <= 1:
-            return Generation(self.ids, self.logprobs.tolist(), finish, runs[0][0] if runs else version)
-        each = [v for v, count in runs for _ in range(count)]
-        return Generation(self.ids, self.logprobs.tolist(), finish, each)
 
 
 class Reader:
@@ -187,13 +145,3 @@ class Reader:
 
     def _malformed(self, what: str) -> ServerError:
         return ServerError(f"{self._url}/generate: the answer is malformed: {what}")
-
-
-def finish_of(end: PieceEnd, answer: Answer, sampling: Sampling, room: int) -> GenerationFinish | None:
-    """Return the finish that a server's end stands for; None where it has to go on: it stopped at an id that is not one
-    of our stop ids."""
-    if end is PieceEnd.ABORT:
-        return GenerationFinish.ABORT
-    if answer.ids and answer.ids[-1] in sampling.stop_ids:
-        return GenerationFinish.STOP
-    return GenerationFinish.LENGTH if len(answer.ids) >= room or end is PieceEnd.LENGTH else None

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from agentrl.engine.servers.adapters import IN_A_BATCH, LOADED, AdapterNeeds
-from agentrl.engine.sglang.command import CACHE_BYTES, Flag, Flags, LaunchPlan, Program, flag_words, is_container
+from agentrl.engine.servers.launch import CACHE_BYTES, Flag, Flags, LaunchPlan, Program, flag_words, is_container
 from agentrl.engine.vllm.inside.agentrl_guard import KEY_VARIABLE
 from agentrl.errors import UserError
 

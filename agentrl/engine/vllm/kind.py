@@ -6,11 +6,11 @@ from typing import Any
 
 from agentrl.engine.base import Sampling
 from agentrl.engine.servers.adapters import AdapterRoom
+from agentrl.engine.servers.answer import Answer, Features
 from agentrl.engine.servers.client import Client, RefusedError, ServerError
 from agentrl.engine.servers.engine import ServerEngine
+from agentrl.engine.servers.identity import PROBE_TEXT, SIZES, ServerFacts, config_at, other_model, other_tokenizer
 from agentrl.engine.servers.kind import ServerKind
-from agentrl.engine.sglang.identity import PROBE_TEXT, SIZES, ServerFacts, config_at, other_model, other_tokenizer
-from agentrl.engine.sglang.wire import Answer, Features
 from agentrl.engine.vllm.command import VllmPlan, gpus_of
 from agentrl.engine.vllm.wire import PATH, PREFIX, VllmReader, request_body
 from agentrl.errors import UserError

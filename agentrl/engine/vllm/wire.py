@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from agentrl.engine.base import Sampling
+from agentrl.engine.servers.answer import INTERVAL, Answer, Features, PieceEnd
 from agentrl.engine.servers.client import RefusedError, ServerError
-from agentrl.engine.sglang.wire import INTERVAL, Answer, Features, PieceEnd
 
 PATH = "/inference/v1/generate"
 MISSING = -9999.0

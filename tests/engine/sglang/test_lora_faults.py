@@ -14,7 +14,7 @@ from sglang_help import logprobs_of, tiny
 
 from agentrl.engine.base import EngineError, Generation, Sampling
 from agentrl.engine.servers.adapters import AdapterNeeds, AdapterRoom, needs_of, why_merged
-from agentrl.engine.sglang.command import LaunchPlan
+from agentrl.engine.sglang.command import SglangPlan
 from agentrl.engine.sglang.kind import SglangEngine
 from agentrl.errors import UserError
 from agentrl.models.load import load_shape
@@ -202,7 +202,7 @@ def test_what_an_adapter_needs_is_the_same_of_a_model_and_of_its_shape() -> None
     ],
 )
 def test_a_server_is_launched_with_room_for_the_adapter(cpu: bool, flags: dict[str, Any], wanted: bool) -> None:
-    plan = LaunchPlan(
+    plan = SglangPlan(
         command=("x",), model_path="m", dtype="float32", flags=flags, max_batch=4, cpu=cpu, token_bytes=1, context=8,
         adapter=AdapterNeeds(4, frozenset(("v_proj", "q_proj"))),
     )  # fmt: skip

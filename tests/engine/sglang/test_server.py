@@ -23,7 +23,7 @@ from sglang_weights_help import Weights, altered, ask, check_answer, spans_of
 from agentrl.engine.base import Sampling
 from agentrl.engine.local.engine import LocalEngine
 from agentrl.engine.servers.server import Server
-from agentrl.engine.sglang.command import LaunchPlan
+from agentrl.engine.sglang.command import SglangPlan
 from agentrl.engine.sglang.kind import SglangEngine
 from agentrl.errors import UserError
 from agentrl.weights import ModelWeights, WeightChannel, WeightServer
@@ -31,7 +31,7 @@ from agentrl.weights.addresses import KEY_VARIABLE, authorization
 from agentrl.weights.transports.nccl import GroupTransport
 
 
-def fake(tmp_path: Path) -> tuple[LaunchPlan, Path]:
+def fake(tmp_path: Path) -> tuple[SglangPlan, Path]:
     """A command that serves, with a child of its own; and where both ids will be written."""
     program, ids = tmp_path / "fake.py", tmp_path / "ids"
     program.write_text(FAKE)
@@ -160,7 +160,7 @@ def test_it_does_not_outlive_a_run_that_is_killed(tmp_path: Path) -> None:
 
 
 def test_flags_of_the_recipe_come_over_ours() -> None:
-    launch = LaunchPlan(
+    launch = SglangPlan(
         command=("python", "-m", "x"), model_path="/m", dtype="bfloat16",
         flags={"max_total_tokens": 99, "trust-remote-code": True, "skip_server_warmup": False, "tp_size": 2},
         max_batch=4, token_bytes=1, context=64, cpu=False,
@@ -181,8 +181,8 @@ def test_a_server_on_a_cpu_does_not_take_the_machines_memory() -> None:
     assert int(words[words.index("--max-total-tokens") + 1]) == 4 * 1024
 
 
-def real_like(**sizes: int) -> LaunchPlan:
-    return LaunchPlan(command=("x",), model_path="m", dtype="float32", flags={}, max_batch=4, cpu=True, **sizes)
+def real_like(**sizes: int) -> SglangPlan:
+    return SglangPlan(command=("x",), model_path="m", dtype="float32", flags={}, max_batch=4, cpu=True, **sizes)
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from vllm_help import VllmStandIn
 from agentrl.engine.base import EngineError, Generation, GenerationFinish, Sampling
 from agentrl.engine.local.engine import LocalEngine
 from agentrl.engine.servers.adapters import AdapterNeeds
-from agentrl.engine.sglang.wire import Answer, Features, PieceEnd
+from agentrl.engine.servers.answer import Answer, Features, PieceEnd
 from agentrl.engine.vllm.command import VllmPlan
 from agentrl.engine.vllm.inside.agentrl_guard import KEY_VARIABLE as GUARDED_BY
 from agentrl.engine.vllm.inside.agentrl_guard import RequireKey

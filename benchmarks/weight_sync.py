@@ -28,7 +28,7 @@ from agentrl.engine.servers.launch import launch_command
 from agentrl.engine.servers.server import Server
 from agentrl.engine.sglang.command import SGLANG, SglangPlan
 from agentrl.models import embedded_path
-from agentrl.weights import ModelWeights, WeightChannel, WeightServer
+from agentrl.weights import ModelWeights, SglangServer, WeightChannel
 from agentrl.weights.transports.base import Transport
 from agentrl.weights.transports.disk import DiskTransport
 from agentrl.weights.transports.nccl import GroupTransport
@@ -100,7 +100,7 @@ async def measure(name: str, model: Any, url: str, repeat: int) -> list[dict[str
                 "from_disk, /dev/shm": DiskTransport(Path(memory)),
             }
             for label, transport in transports.items():
-                seconds = await best_of(WeightChannel([WeightServer(url, session)], transport), model, repeat)
+                seconds = await best_of(WeightChannel([SglangServer(url, session)], transport), model, repeat)
                 row = {"model": name, "way": label, "seconds": seconds, "mb_s": size / MB / seconds}
                 rows.append({**row, "ratio": copied / seconds})
                 show(rows[-1], size)

@@ -26,7 +26,7 @@ from agentrl.weights.transports.shared_memory import SharedMemoryTransport
 from agentrl.weights.verify import Fingerprint, check
 
 TRANSPORTS = ("auto", "from_tensor", "from_distributed", "from_disk")
-"""Values of `engine.args.weights`, by the names of SGLang's endpoints."""
+"""Values of `engine.args.weights`, by the names of SGLang's endpoints; what each is for vLLM: vllm.py."""
 CHECK_EVERY = 50
 """Updates between two comparisons of what servers hold with what was sent; the first update is compared."""
 PARTIAL = "partial-"
@@ -118,7 +118,9 @@ class WeightChannel:
     async def resume(self) -> Failures:
         """Resume the servers whose weights are whole. Returns what failed, by URL."""
         failures: Failures = {}
-        await each([s for s in self.servers if self.versions.get(s.url) is not None], WeightServer.resume, failures)
+        await each(
+            [s for s in self.servers if self.versions.get(s.url) is not None], lambda server: server.resume(), failures
+        )
         return failures
 
     async def sleep(self, tags: Sequence[str] = MEMORY) -> Failures:

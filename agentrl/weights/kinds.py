@@ -4,9 +4,10 @@ from typing import Any
 
 from agentrl.weights.scratch import WEIGHTS, Scratch
 from agentrl.weights.server import WeightServer
+from agentrl.weights.sglang import SglangServer
 from agentrl.weights.vllm import VllmServer
 
-SERVERS: dict[str, type[WeightServer]] = {"sglang": WeightServer, "vllm": VllmServer}
+SERVERS: dict[str, type[WeightServer]] = {"sglang": SglangServer, "vllm": VllmServer}
 """Name of the engine -> its servers' calls."""
 
 

@@ -30,7 +30,7 @@ async def run(options: argparse.Namespace) -> list[dict[str, Any]]:
     from transformers import AutoConfig, AutoModelForCausalLM
     from weight_sync import MB, best_of, plain_copy, show, synthetic
 
-    from agentrl.weights import ModelWeights, WeightChannel, WeightServer
+    from agentrl.weights import ModelWeights, SglangServer, WeightChannel
     from agentrl.weights.transports.base import Transport
     from agentrl.weights.transports.disk import DiskTransport
     from agentrl.weights.transports.nccl import GroupTransport
@@ -55,7 +55,7 @@ async def run(options: argparse.Namespace) -> list[dict[str, Any]]:
             for label, transport in transports.items():
                 try:
                     seconds = await best_of(
-                        WeightChannel([WeightServer(url, session)], transport), model, options.repeat
+                        WeightChannel([SglangServer(url, session)], transport), model, options.repeat
                     )
                 except SystemExit as failed:  # NCCL wants one version on both sides; the other transports go on
                     print(f"{label}: {failed}", flush=True)

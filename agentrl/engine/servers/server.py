@@ -1,4 +1,4 @@
-"""`Server`: one SGLang server that this run launched. It ends with `stop`, and with this process however that ends."""
+"""`Server`: one server that this run launched. It ends with `stop`, and with this process however that ends."""
 
 import asyncio
 import socket
@@ -60,7 +60,7 @@ class Server:
         self.log.parent.mkdir(parents=True, exist_ok=True)
         self._file = self.log.open("ab")
         if self._plan.key is not None:
-            self.log.chmod(0o600)  # SGLang writes it down among its arguments
+            self.log.chmod(0o600)  # it is written down among its arguments
         self._log_start = self.log.stat().st_size
         command, removal = self._plan.launch(port, self._index)
         self._file.write(f"$ {' '.join(masked_words(command))}\n".encode())

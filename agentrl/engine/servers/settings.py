@@ -12,7 +12,7 @@ from agentrl.errors import UserError
 from agentrl.weights.addresses import KEY_VARIABLE, given_key, is_loopback, listen_host, new_key
 
 GRACE_SECONDS = 5.0
-"""Time to end for what a recipe's own command starts; SGLang itself needs none."""
+"""Time to end for what a recipe's own command starts; servers themselves need none."""
 
 
 @dataclass(frozen=True, slots=True)

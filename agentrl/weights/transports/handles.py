@@ -38,7 +38,7 @@ class HandleTransport:
             if taking:
                 taking = await self._load(batch, taking, failures, flush and first)
             first = False
-        await each(taking, WeightServer.end, failures)
+        await each(taking, lambda server: server.end(), failures)
         return failures
 
     async def close(self) -> None:

@@ -26,7 +26,7 @@ from agentrl.engine.servers.server import Server
 from agentrl.engine.sglang.command import SglangPlan
 from agentrl.engine.sglang.kind import SglangEngine
 from agentrl.errors import UserError
-from agentrl.weights import ModelWeights, WeightChannel, WeightServer
+from agentrl.weights import ModelWeights, SglangServer, WeightChannel
 from agentrl.weights.addresses import KEY_VARIABLE, authorization
 from agentrl.weights.transports.nccl import GroupTransport
 
@@ -278,7 +278,7 @@ async def test_two_real_servers_one_killed_in_mid_update(
     """The broadcast breaks for both; the other one gets all of it again, and serves."""
     model, last = altered(31), altered(32)
     async with aiohttp.ClientSession(headers=authorization(engine._fleet._sessions.key)) as session:
-        servers = [WeightServer(url, session, 60.0) for url in (sglang_url, launched.url)]
+        servers = [SglangServer(url, session, 60.0) for url in (sglang_url, launched.url)]
         channel = WeightChannel(servers, GroupTransport(timeout=20.0, bucket_bytes=200_000))
         assert not (await channel.publish(31, ModelWeights(model))).failed
         for server in servers:

@@ -28,6 +28,7 @@ from agentrl.engine.vllm.wire import VllmReader, request_body
 from agentrl.errors import UserError
 from agentrl.recipe.load import load_recipe
 from agentrl.training.preflight import lacking
+from agentrl.weights import open_channel
 from agentrl.weights.scratch import SHARED_MEMORY
 from agentrl.weights.server import PauseMode
 from agentrl.weights.vllm import VllmServer
@@ -225,6 +226,19 @@ async def test_a_server_that_slept_is_asked_in_the_order_that_it_needs(parts: An
             "/pause?mode=keep", "/wake_up?tags=weights", "/reset_prefix_cache?reset_running_requests=true",
             "/wake_up?tags=kv_cache", "/resume",
         ]  # fmt: skip
+
+
+async def test_a_server_that_is_woken_by_itself_goes_on(parts: Any) -> None:
+    """Only keys and values were released, as where an adapter alone is trained: the weights are whole."""
+    import aiohttp
+
+    async with VllmStandIn(*parts) as server, aiohttp.ClientSession() as session:
+        channel = await open_channel([server.url], session, folder=Path("unused"), kind="vllm", say=lambda line: None)
+        channel.versions[server.url] = 0
+        assert await channel.sleep(["kv_cache"]) == {}
+        assert await channel.wake() == {}
+        await channel.close()
+    assert [p for p, _ in server.posted][-3:] == ["/release_kv_cache_memory", "/wake_up?tags=kv_cache", "/resume"]
 
 
 def piece(ids: list[int], spans: Any = None, end: str | None = None) -> bytes:

@@ -73,7 +73,10 @@ async def open_group(servers: Sequence[WeightServer], backend: str, timeout: flo
     *offsets, world = _offsets([(await server.facts()).ranks for server in servers])
     first = dict(zip((s.url for s in servers), offsets, strict=True))
 
-    unique_id = nccl.unique_id() if any(server.joins_by_id for server in servers) else None
+    by_id = any(server.joins_by_id for server in servers)
+    if by_id and backend != "nccl":
+        raise WeightUpdateError("vLLM joins groups of GPUs only; on a CPU use engine.args.weights=from_disk")
+    unique_id = nccl.unique_id() if by_id else None
 
     async def join(server: WeightServer) -> None:
         if unique_id is not None:

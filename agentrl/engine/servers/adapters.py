@@ -46,11 +46,15 @@ class AdapterRoom:
     """Names of layers, or `all`; empty: not known."""
     replicas: int = 1
     """Of the model, behind one address (data parallelism)."""
+    files: bool = True
+    """Whether adapters reach it: false where it reads them from files, and does not see this machine's."""
 
     def lacks(self, needs: AdapterNeeds) -> str | None:
         """Return why it does not take an adapter; None: it does."""
         if not self.enabled:
             return "takes no adapters (--enable-lora)"
+        if not self.files:
+            return "reads adapters from files, and does not see this machine's"
         if self.replicas > 1:
             return "takes no adapters while it runs with replicas (--dp-size)"
         if self.rank is not None and self.rank < needs.rank:

@@ -41,7 +41,7 @@ class Settings:
     restarts: int = 3
     """Restarts of a launched server that ended."""
     weights: str = "auto"
-    """How weights are sent, see `weights.open_channel`."""
+    """How weights are sent: auto, from_tensor, from_distributed or from_disk; see `weights.open_channel`."""
     log_dir: str | None = None
     """Folder of launched servers' output (None: a temporary one, then the run's)."""
 

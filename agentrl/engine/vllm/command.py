@@ -31,7 +31,8 @@ class VllmPlan(LaunchPlan):
 
     @property
     def adapted(self) -> bool:
-        return self.adapter is not None and self._given().get("enable-lora", True) is True
+        enabled = self._given().get("enable-lora", True)
+        return self.adapter is not None and self.adapter.unknown is None and enabled is True
 
     def _own_flags(self, port: int, index: int) -> dict[str, Flag | list[str]]:
         # those of `serve` that say which log-probs are returned, and open the calls by token ids
@@ -49,8 +50,9 @@ class VllmPlan(LaunchPlan):
         }
         if self.key is not None:
             flags["middleware"] = "agentrl_guard.RequireKey"
-        if self.cpu:
+        if self._packs_again:
             flags["worker-extension-cls"] = "agentrl_worker.Reload"
+        if self.cpu:
             flags |= {"enforce-eager": True, "kv-cache-memory-bytes": self._cache_bytes()}
         else:
             flags["enable-sleep-mode"] = True
@@ -83,9 +85,14 @@ class VllmPlan(LaunchPlan):
                     "it yourself behind a network of your own, and name it in engine.args.urls"
                 )
             ours[KEY_VARIABLE] = self.key
-        if self.key is not None or self.cpu:
+        if self.key is not None or self._packs_again:
             ours["PYTHONPATH"] = os.pathsep.join([str(INSIDE), *filter(None, [os.environ.get("PYTHONPATH")])])
         return {**ours, **self.env}
+
+    @property
+    def _packs_again(self) -> bool:
+        """Whether our worker extension is needed, and can be imported."""
+        return self.cpu and not is_container(self.command)
 
     def _devices(self, index: int) -> str:
         """Return the GPUs of server `index`: each takes the next ones of those that this process sees."""

@@ -15,6 +15,7 @@ from agentrl.engine.vllm.command import VllmPlan, gpus_of
 from agentrl.engine.vllm.wire import PATH, PREFIX, VllmReader, request_body
 from agentrl.errors import UserError
 from agentrl.threads import in_thread
+from agentrl.weights.addresses import same_host
 
 LOGPROBS = "processed_logprobs"
 """The server's --logprobs-mode: those of the distribution that is sampled from."""
@@ -42,6 +43,7 @@ class VllmKind(ServerKind):
                 "VLLM_SERVER_DEV_MODE=1 and --enable-scale-out"
             ) from error
         try:
+            near = await in_thread(same_host, client.url)
             config, variables = info["vllm_config"], info["vllm_env"]
             model, lora = config["model_config"], config.get("lora_config")
             mode = model["logprobs_mode"]
@@ -56,6 +58,7 @@ class VllmKind(ServerKind):
                     rank=None if lora is None else int(lora["max_lora_rank"]),
                     targets=frozenset((lora or {}).get("target_modules") or ()),
                     replicas=int(config["parallel_config"].get("data_parallel_size") or 1),
+                    files=near,
                 ),
             )
         except (TypeError, KeyError, ValueError) as error:

@@ -18,7 +18,7 @@ from vllm_help import VllmStandIn
 
 from agentrl.engine.base import EngineError, Generation, GenerationFinish, Sampling
 from agentrl.engine.local.engine import LocalEngine
-from agentrl.engine.servers.adapters import AdapterNeeds
+from agentrl.engine.servers.adapters import AdapterNeeds, AdapterRoom, why_merged
 from agentrl.engine.servers.answer import Answer, Features, PieceEnd
 from agentrl.engine.vllm.command import VllmPlan
 from agentrl.engine.vllm.inside.agentrl_guard import KEY_VARIABLE as GUARDED_BY
@@ -62,7 +62,7 @@ def expected(parts: tuple[Any, Any]) -> Generation:
 
 
 @asynccontextmanager
-async def served(parts: Any, *faults: Any, count: int = 1, **changes: Any) -> Any:
+async def served(parts: Any, *faults: Any, count: int = 1, engine_args: Any = None, **changes: Any) -> Any:
     """An engine over `count` stand-ins, the first of which has `faults`; (engine, stand-ins, lines said)."""
     model, tokenizer = parts
     said: list[str] = []
@@ -72,7 +72,7 @@ async def served(parts: Any, *faults: Any, count: int = 1, **changes: Any) -> An
             await stack.enter_async_context(server)
         servers[0].faults = deque(faults)
         urls = tuple(s.url for s in servers)
-        engine = VllmEngine(model, max_batch=16, tokenizer=tokenizer, say=said.append, urls=urls)
+        engine = VllmEngine(model, max_batch=16, tokenizer=tokenizer, say=said.append, urls=urls, **(engine_args or {}))
         stack.push_async_callback(engine.close)
         await engine.health()
         yield engine, servers, said
@@ -136,6 +136,16 @@ async def test_new_weights_come_by_a_folder_in_shared_memory(parts: Any) -> None
 async def test_a_server_on_a_cpu_that_would_keep_its_output_layer_is_refused(parts: Any) -> None:
     async with served(parts, packs_again=False) as (engine, _, _):
         with pytest.raises(UserError, match=r"takes no new weights: start it with --worker-extension-cls agentrl_work"):
+            await engine.update_weights(1)
+
+
+@pytest.mark.parametrize(
+    ("transport", "why"),
+    [("from_tensor", "opens no memory of the trainer's GPU"), ("from_distributed", "vLLM joins groups of GPUs only")],
+)
+async def test_a_transport_between_gpus_is_refused_on_a_cpu(parts: Any, transport: str, why: str) -> None:
+    async with served(parts, engine_args={"weights": transport}) as (engine, _, _):
+        with pytest.raises(UserError, match=f"no server has the weights of step 1: .*{why}"):
             await engine.update_weights(1)
 
 
@@ -315,8 +325,15 @@ def test_how_a_server_is_launched() -> None:
     words = alone.arguments(1, 0)
     assert words[words.index("--worker-extension-cls") + 1] == "agentrl_worker.Reload"
     assert (Path(alone.environment(0)["PYTHONPATH"].split(":")[0]) / "agentrl_worker.py").exists()
+    assert "--worker-extension-cls" not in plan(cpu=True, command=("docker", "run", "image")).arguments(1, 0)
     adapted = plan(adapter=AdapterNeeds(12, frozenset(["q_proj"]))).arguments(1, 0)
     assert adapted[adapted.index("--max-lora-rank") + 1] == "16"  # vLLM takes some ranks only
+
+
+def test_an_adapter_is_merged_for_a_server_that_does_not_see_its_file() -> None:
+    room = AdapterRoom(enabled=True, rank=16, files=False)
+    reason = why_merged(AdapterNeeds(8, frozenset(["q_proj"])), [("http://far", room)])
+    assert reason == "http://far reads adapters from files, and does not see this machine's"
 
 
 def test_servers_of_one_machine_take_gpus_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ import tempfile
 import time
 from pathlib import Path
 
-WEIGHTS, LOGS = "agentrl_weights_", "agentrl_sglang_"
+WEIGHTS, LOGS = "agentrl_weights_", "agentrl_servers_"
 SHARED_MEMORY = Path("/dev/shm")
 KEPT_SECONDS = {WEIGHTS: 60.0, LOGS: 24 * 3600.0}
 """How long a folder stays after its process: the time between making and locking it; for logs, the time to read

@@ -320,7 +320,7 @@ async def test_trainers_give_memory_back_before_servers_wake(call: str, monkeypa
             future = SimpleNamespace(result=lambda: order.append(f"{name} freed"))
             self.make_room = SimpleNamespace(future=lambda: future)
 
-    sync = Sync(make_model(), Sessions(), Path, "auto", print)
+    sync = Sync("sglang", make_model(), Sessions(), Path, "auto", print)
     sync._publisher = RemotePublisher(Group("actor"), [Group("actor"), Group("critic")])  # type: ignore[assignment, arg-type, list-item]
     engine = SglangEngine.__new__(SglangEngine)
     engine._started = engine._asleep = True

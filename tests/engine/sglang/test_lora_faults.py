@@ -177,7 +177,7 @@ ROOM = AdapterRoom(True, 8, frozenset(("qkv_proj", "o_proj")))
         (AdapterNeeds(8, frozenset(("q_proj", "up_proj"))), ROOM, "u takes no adapters for gate_up_proj"),
         (AdapterNeeds(16, frozenset(("q_proj",))), ROOM, "u takes adapters up to rank 8"),
         (AdapterNeeds(8, frozenset(("q_proj",))), AdapterRoom(), "u takes no adapters"),
-        (AdapterNeeds(8, frozenset(("c_attn",))), ROOM, "SGLang has no adapters for c_attn"),
+        (AdapterNeeds(8, frozenset(("c_attn",))), ROOM, "servers have no adapters for c_attn"),
     ],
 )
 def test_why_whole_weights_are_sent(needs: AdapterNeeds, room: AdapterRoom, why: str | None) -> None:

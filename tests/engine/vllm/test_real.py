@@ -125,7 +125,7 @@ async def test_weights_change_in_mid_request_and_each_token_has_its_version(part
     try:
         await remote.health()
         prompt, member = prompts(tokenizer, 1)[0], remote._fleet.pool.up[0]
-        running = asyncio.create_task(remote.generate(prompt, Sampling(400, temperature=0.0), "a"))
+        running = asyncio.create_task(remote.generate(prompt, Sampling(900, temperature=0.0), "a"))
         seen = member.last_seen
         await eventually(lambda: member.calls and member.last_seen > seen)
         model.load_state_dict(second.state_dict())

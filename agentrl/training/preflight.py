@@ -160,9 +160,10 @@ def placement_of(recipe: Recipe, *, member: bool = False, expected: Expected | N
 def lacking_gpus(recipe: Recipe, member: bool = False) -> list[str]:
     """List what keeps the run's devices from this machine. member: it is to be one of a running cluster's."""
     here = torch.cuda.device_count()
+    placement = placement_of(recipe, member=member)
     if not here and not recipe.cluster.gpus:
         return []  # it computes on the CPU, or `model.device` is not there, which is said by itself
-    return placement_of(recipe, member=member).lacking(here)
+    return placement.lacking(here)
 
 
 def _lacking_critic(recipe: Recipe) -> list[str]:

@@ -204,10 +204,7 @@ MISTAKES = [
     (["engine.name=sglang", "engine.args.venv=nowhere"], r"engine.args.venv: nowhere is not a virtual environment"),
     (["rewards.weights.anser=1"], r"gives the part 'anser'; did you mean 'answer'\?$"),
     (["engine.name=sglang", "engine.args.servers=two"], r"engine.args.servers: should be a valid integer, got 'two'"),
-    (
-        ["engine.name=sglang", "engine.args.command=sglang", "engine.args.flags={tp-size: two}"],
-        r"engine.args.flags: .*'two'",
-    ),
+    (["engine.name=sglang", "engine.args.flags={tp-size: two}"], r"engine.args.flags: .*'two'"),
     (["tools=[calculater]"], r"no tool 'calculater' is installed; did you mean 'calculator'\?"),
 ]
 

@@ -18,12 +18,13 @@ import struct
 import sys
 import time
 
-from measure import alive, files, kernel_memory, pids, proportional_memory, usage
+from measure import alive, files, kernel_memory, pids, proportional_memory, socket_memory, usage
 from worker import NONCE, Worker, field
 
 STOP, LOST, LOST_BEFORE, SPOILT, OUT, ERR, CUT = b"S", b"L", b"B", b"X", b"o", b"e", b"C"
 READY = b"ready\n"
 _FIRST_LOOK, _LOOK = 0.01, 0.05  # seconds after which, and between which, the use of resources is measured
+_GLANCE = 0.01  # seconds between looks at the sockets alone, which several processes fill fastest
 _PAUSE = 5  # times as long as a measurement took, before the next one
 _GRACE = 0.5  # seconds from the interrupt to the kill
 _OUTPUTS = "/run"
@@ -159,7 +160,7 @@ class Call:
 
     def run(self) -> tuple[bytes | None, str | None]:
         """Return (the worker's fields, why it was stopped). No fields: the worker is beyond repair."""
-        look = self.began + _FIRST_LOOK
+        look = glance = self.began + _FIRST_LOOK
         while True:
             now = time.monotonic()
             if now >= self.end:
@@ -170,8 +171,12 @@ class Call:
                 if over := self.over():
                     return None, over
                 look = now + max(_LOOK, _PAUSE * (time.monotonic() - now))
+            elif now >= glance and socket_memory(self.limits["socket_bytes"]) > self.limits["memory"]:
+                return None, "memory"
+            if now >= glance:
+                glance = now + _GLANCE
             try:
-                reply = self.wait(min(look, self.end) - now)
+                reply = self.wait(min(look, glance, self.end) - now)
             except (_GoneError, OSError):
                 return None, self.stop or "ended"
             if reply is not None:

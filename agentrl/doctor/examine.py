@@ -153,13 +153,16 @@ class _Lines:
     """The lines of a file that another process appends to."""
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("rb")
-        self._rest = b""
+        self._path, self._at = path, 0
 
     def new(self) -> list[dict[str, Any]]:
         """Return the whole lines since the last call."""
-        *whole, self._rest = (self._rest + self._file.read()).split(b"\n")
-        return [json.loads(line) for line in whole]
+        with self._path.open("rb") as file:
+            file.seek(self._at)
+            whole = file.read().rpartition(b"\n")[0]
+        if whole:
+            self._at += len(whole) + 1
+        return [json.loads(line) for line in whole.splitlines()]
 
 
 def tail(log: Path, at: int = 0) -> str:

@@ -114,13 +114,27 @@ class Supervisor:
         self.start_worker()
 
     def kill_others(self) -> None:
-        """Kill what is not the worker, once all is stopped; the worker reaps its own children when it goes on."""
-        others = [pid for pid in pids() if pid != self.pid]
-        for pid in others:
-            os.kill(pid, signal.SIGKILL)
-        while any(map(alive, others)):
-            time.sleep(0.001)
+        """Kill what is not the worker, once all is stopped; the worker reaps its own children when it goes on.
+
+        A fork that was under way when all was stopped still completes, and its child is born stopped: processes are
+        listed until none is left, the last time after the worker itself stands still."""
+        stopped = False
+        while True:
+            stopped = stopped or self.worker_stopped()
+            others = [pid for pid in pids() if pid != self.pid and alive(pid)]
+            if stopped and not others:
+                break
+            for pid in others:
+                os.kill(pid, signal.SIGKILL)
+            time.sleep(0.001 if others else 0.00005)
         _reap()
+
+    def worker_stopped(self) -> bool:
+        """Return whether every thread of the worker has stopped, or the worker has ended."""
+        try:
+            return os.waitpid(self.pid, os.WUNTRACED | os.WNOHANG)[0] != 0
+        except ChildProcessError:
+            return True
 
     def printed(self, which: int) -> bytes:
         """Return the output kept: its beginning and its end, and in between how much was left out."""

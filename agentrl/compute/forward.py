@@ -182,7 +182,7 @@ def choose(
         recompute(model, offload)
     forward = kind(model) if kind is FastForward else kind(model, compute)
     name += ", in bfloat16" if compute == torch.bfloat16 else ""
-    name += f", attention in buckets, which is slow ({why})" if (why := faults()) else ""
+    name += f", attention in buckets, which is slow ({why})" if (why := faults(next(model.parameters()).device)) else ""
     return forward, name + (f" ({'; '.join(reasons)})" if reasons else "")
 
 

@@ -345,7 +345,7 @@ def kernel_for(shared: bool, query: Tensor, key: Tensor) -> Kernel | None:
     """The first that has shown to work for such tensors; None: none has."""
     kernels: list[Kernel] = [by_flex] if shared or query.dtype == torch.float32 else [by_flash, by_flex]
     about = (str(query.device), query.dtype, query.shape[1], *key.shape[1:])
-    return next((kernel for kernel in kernels if _fault(kernel, *about) is None), None)
+    return next((kernel for kernel in kernels if kernel_fault(kernel, *about) is None), None)
 
 
 def by_flex(query: Tensor, key: Tensor, value: Tensor, row: Row, scale: float) -> Tensor:
@@ -463,8 +463,8 @@ def _listed(blocks: np.ndarray, device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 @functools.cache
-def _fault(kernel: Kernel, device: str, dtype: torch.dtype, heads: int, groups: int, size: int) -> str | None:
-    """Why `kernel` cannot serve tensors of this kind, found out once."""
+def kernel_fault(kernel: Kernel, device: str, dtype: torch.dtype, heads: int, groups: int, size: int) -> str | None:
+    """Return why `kernel` cannot serve tensors of this kind, found out once; None: it can."""
     try:
         off = _difference(kernel, torch.device(device), dtype, heads, groups, size)
         fault = None if off <= TOLERANCE[dtype] else f"it is off by {off:.2g}"
@@ -472,17 +472,17 @@ def _fault(kernel: Kernel, device: str, dtype: torch.dtype, heads: int, groups: 
         fault = f"{type(error).__name__}: {error}".splitlines()[0]
     if fault is not None:
         log.warning("attention over packed rows runs in buckets, not %s: %s", kernel.__name__, fault)
-        _FAULTS[kernel.__name__] = fault
+        _FAULTS[torch.device(device).type, kernel.__name__] = fault
     return fault
 
 
-_FAULTS: dict[str, str] = {}
-"""Kernel -> why it does not serve some tensors of this process."""
+_FAULTS: dict[tuple[str, str], str] = {}
+"""(type of device, kernel) -> why the kernel does not serve some tensors there."""
 
 
-def faults() -> str:
-    """Return which kernels do not serve in this process, and why, in a line; empty where all that were wanted do."""
-    return "; ".join(f"{name} does not run here: {why}" for name, why in _FAULTS.items())
+def faults(device: torch.device) -> str:
+    """Return which kernels do not serve on this type of device, and why, in a line; empty if all wanted do."""
+    return "; ".join(f"{name} does not run here: {why}" for (kind, name), why in _FAULTS.items() if kind == device.type)
 
 
 def _difference(kernel: Kernel, device: torch.device, dtype: torch.dtype, heads: int, groups: int, size: int) -> float:

@@ -89,7 +89,7 @@ def attention(subject: Subject) -> str:
     if device.type == "cuda":
         ways = {"buckets": ways["long buckets"]}
         for kernel in (tree_attention.by_flex, tree_attention.by_flash):
-            fault = tree_attention._fault(kernel, str(device), dtype, heads, groups, size)
+            fault = tree_attention.kernel_fault(kernel, str(device), dtype, heads, groups, size)
             name = kernel.__name__.removeprefix("by_")
             failed += [f"{name}: {fault}"] if fault is not None else []
         if not failed:

@@ -6,11 +6,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from agentrl.cluster.errors import tail
 from agentrl.doctor.check import Check, Finding, Status
 from agentrl.doctor.child import FINDINGS, RECIPE
 from agentrl.errors import UserError, nearest
@@ -126,7 +126,7 @@ def _follow(
                 continue
             finding = replace(Finding.read(line), seconds=time.monotonic() - since)
             if finding.status is Status.FAILED:
-                finding = replace(finding, log=tail(log, at))
+                finding = replace(finding, log="\n".join(tail(log, LOG_LINES, at)))
             done.add(finding.name)
             end(finding)
             if finding.status is Status.FAILED:
@@ -144,7 +144,15 @@ def _follow(
             continue
         seconds = time.monotonic() - since
         if current.name not in done:
-            found = Finding(current.name, current.tries, Status.FAILED, why, current.remedy, seconds, tail(log, at))
+            found = Finding(
+                current.name,
+                current.tries,
+                Status.FAILED,
+                why,
+                current.remedy,
+                seconds,
+                "\n".join(tail(log, LOG_LINES, at)),
+            )
             end(found)
         return
 
@@ -153,18 +161,13 @@ class _Lines:
     """The lines of a file that another process appends to."""
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("rb")
-        self._rest = b""
+        self._path, self._at = path, 0
 
     def new(self) -> list[dict[str, Any]]:
         """Return the whole lines since the last call."""
-        *whole, self._rest = (self._rest + self._file.read()).split(b"\n")
-        return [json.loads(line) for line in whole]
-
-
-def tail(log: Path, at: int = 0) -> str:
-    """Return the last lines of a log, from byte `at`."""
-    with suppress(OSError), log.open("rb") as file:
-        file.seek(at)
-        return "\n".join(file.read().decode(errors="replace").splitlines()[-LOG_LINES:])
-    return ""
+        with self._path.open("rb") as file:
+            file.seek(self._at)
+            whole = file.read().rpartition(b"\n")[0]
+        if whole:
+            self._at += len(whole) + 1
+        return [json.loads(line) for line in whole.splitlines()]

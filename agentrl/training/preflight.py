@@ -159,7 +159,8 @@ def placement_of(recipe: Recipe, *, member: bool = False, expected: Expected | N
 
 def lacking_gpus(recipe: Recipe, member: bool = False) -> list[str]:
     """List what keeps the run's devices from this machine. member: it is to be one of a running cluster's."""
-    here, placement = torch.cuda.device_count(), placement_of(recipe, member=member)
+    here = torch.cuda.device_count()
+    placement = placement_of(recipe, member=member)
     if not here and not recipe.cluster.gpus:
         return []  # it computes on the CPU, or `model.device` is not there, which is said by itself
     return placement.lacking(here)

@@ -178,7 +178,7 @@ def begun(controller: "subprocess.Popen[str]") -> tuple[Path, list[int]]:
     """Ray's folder and all processes of a run, once its workers are there."""
     assert controller.stdout is not None
     folder, *workers = controller.stdout.readline().split()
-    processes = descendants(controller.pid)
+    processes = [process.pid for process in descendants(controller.pid)]
     assert {int(pid) for pid in workers} <= set(processes)
     assert len(processes) > 5  # the supervisor, Ray's own, the workers
     assert Path(folder).is_dir()

@@ -85,7 +85,8 @@ def test_most_of_a_long_forest_is_never_looked_at() -> None:
 
 @pytest.fixture
 def untried(monkeypatch: pytest.MonkeyPatch) -> None:
-    tree_attention._fault.cache_clear()
+    tree_attention.kernel_fault.cache_clear()
+    monkeypatch.setattr(tree_attention, "_FAULTS", {})
     monkeypatch.setattr(varlen, "varlen_attn", flash)
 
 
@@ -121,7 +122,7 @@ def test_a_kernel_that_fails_leaves_the_work_to_the_buckets(untried: None, caplo
             assert torch.equal(row.attend(query, key, value, 0.3), wanted)
     assert len(caplog.records) == 1
     assert "runs in buckets, not by_flex" in caplog.text
-    assert faults().startswith("by_flex does not run here: ")
+    assert faults(CPU).startswith("by_flex does not run here: ")
 
 
 def test_a_kernel_that_computes_something_else_is_not_used(

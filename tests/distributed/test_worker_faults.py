@@ -153,6 +153,7 @@ def test_a_killed_worker_costs_a_restart_and_a_hung_one_ends_the_run_with_a_line
     gone(processes, folders)
 
 
+@pytest.mark.long
 def test_ctrl_c_within_an_update_saves_that_step_and_another_number_of_workers_goes_on(tmp_path: Path) -> None:
     with started(tmp_path) as run:
         run.reach(1)
@@ -171,6 +172,7 @@ def test_ctrl_c_within_an_update_saves_that_step_and_another_number_of_workers_g
     assert run.steps() == list(range(done + 2))
 
 
+@pytest.mark.long
 def test_nothing_outlives_a_controller_that_is_killed(tmp_path: Path) -> None:
     with started(tmp_path) as run:
         run.reach(2)

@@ -163,7 +163,7 @@ def test_what_it_cannot_serve_is_refused() -> None:
     assert engine_class("transformers") is TransformersEngine
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_run_learns_with_it(tmp_path: Path) -> None:
     result = agentrl.train(
         small_run(

@@ -237,8 +237,8 @@ def test_the_recipe_of_eight_gpus_says_what_each_needs(
     assert "with activation checkpointing" in said
     assert "each worker receives 1.5 GB of weights and 1.7 GB of gradients" in said
     assert "missing: needs 8 GPUs on this machine (8 of the trainer, 8 of the engine, which share them), 0 here" in said
-    assert "GPUs 0-7  actor, reference" in said
-    assert "GPU 7     server 7          0.6 of the GPU" in said
+    assert "GPUs 0-7  actor " in said
+    assert "GPU 7     server 7  0.6 of the GPU" in said
     assert "model.device" not in said  # a controller beside a cluster computes nothing
     own = said_by_check(capsys, "recipes/gsm8k_tool_8gpu.yaml", f"model.path={folder}", "engine.sleep=false")
     assert "needs 16 GPUs on this machine (8 of the trainer, 8 of the engine, each has its own), 0 here" in own
@@ -256,7 +256,7 @@ def test_a_gpu_that_is_too_small_is_said(
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: Tiny())
     said = said_by_check(capsys, "recipes/gsm8k_tool_8gpu.yaml", f"model.path={folder}")
     assert "the smallest GPU here has 4.0 GB" in said
-    assert "server 0          0.6 of the GPU, 2.4 GB" in said
+    assert "server 0  0.6 of the GPU, 2.4 GB" in said
     assert "on this machine (" not in said
 
 

@@ -20,7 +20,7 @@ from agentrl.chat.load import load_chat
 from agentrl.chat.template import Template
 from agentrl.cli import main
 from agentrl.errors import UserError
-from agentrl.models.load import load_model, resolve
+from agentrl.models.load import load_model, resolve, resolve_types
 from agentrl.plugins.environment import Environment
 from agentrl.plugins.registry import make_environment, make_tool
 from agentrl.plugins.types import Message, Task
@@ -188,7 +188,7 @@ def test_without_a_named_folder_a_run_folder_keeps_recipe_and_metrics(
     monkeypatch.chdir(tmp_path)
     result = sft(recipe, console=quiet())
     assert result.folder.resolve() == tmp_path / "runs/sft-001/model"
-    assert load_recipe(tmp_path / "runs/sft-001/recipe.yaml") == recipe
+    assert load_recipe(tmp_path / "runs/sft-001/recipe.yaml") == resolve_types(recipe)
     lines = [json.loads(line) for line in (tmp_path / "runs/sft-001/metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2, 3]
     assert lines[-1]["train/tokens"] == result.tokens

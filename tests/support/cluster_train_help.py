@@ -69,7 +69,8 @@ def on_cluster(recipe: Recipe, logs: Path, group: WorkerGroup | None = None) -> 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("agentrl.distributed.remote.Session", lambda *_, **__: nullcontext(SimpleNamespace(address="")))
         if group is not None:
-            patch.setattr("agentrl.distributed.remote.ResourcePool", lambda *_, **__: nullcontext())
+            pool = nullcontext(SimpleNamespace(workers=len(group)))
+            patch.setattr("agentrl.distributed.remote.ResourcePool", lambda *_, **__: pool)
             patch.setattr("agentrl.distributed.remote.WorkerGroup", Borrowed.over(group))
         role_host = RayRoles(recipe, recipe, logs)
     try:

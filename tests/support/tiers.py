@@ -7,7 +7,7 @@ TIERS = {
     "slow": "trains a whole run, or takes more than some seconds",
     "sandbox": "runs code in bubblewrap",
     "browser": "opens a page in Chromium",
-    "long": "takes minutes: learning curves over seeds, soaks, repeated kills; run by hand",
+    "long": "takes a minute or more: learning curves over seeds, soaks, kills of whole runs; run by hand",
 }
 """Marker: why a test is not `quick`. The slowest first: it is their order too."""
 FIXTURES = {"sglang_venv": "sglang", "vllm_venv": "vllm", "bubblewrap": "sandbox", "chromium": "browser"}

@@ -85,7 +85,8 @@ def chosen(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         found.append(getattr(kernel, "__name__", "buckets"))
         return kernel
 
-    tree_attention._fault.cache_clear()
+    tree_attention.kernel_fault.cache_clear()
+    monkeypatch.setattr(tree_attention, "_FAULTS", {})
     monkeypatch.setattr(tree_attention, "_flex", lambda device: flex)
     monkeypatch.setattr(varlen, "varlen_attn", flash)
     monkeypatch.setattr(tree_attention, "kernel_for", watched)

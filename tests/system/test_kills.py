@@ -47,24 +47,29 @@ def test_a_run_killed_twenty_times_is_the_undisturbed_run(tmp_path: Path) -> Non
 
     rng, kills = random.Random(0), 0
     while kills < KILLS:
-        saved = any((folders[1] / "checkpoints").glob("step_*"))
-        again = ["--resume", str(folders[1])] if saved else [str(folders[1].with_suffix(".yaml"))]
-        if not saved and folders[1].exists():  # killed before its first checkpoint: it is begun anew
+        if (folders[1] / "checkpoints" / f"step_{STEPS}").is_dir():  # done, or killed after its last checkpoint
+            compare(*folders)
             subprocess.run(["rm", "-rf", str(folders[1])], check=True)
-        process = start(*again)
+        process = start(*going_on(folders[1]))
         try:
             process.wait(timeout=rng.uniform(0.1, whole))
         except subprocess.TimeoutExpired:
             process.send_signal(signal.SIGKILL)
             process.communicate()
             kills += 1
-        else:  # it was done before it could be killed: begin anew, and go on counting
+        else:  # it was done before it could be killed: compare, begin anew, and go on counting
             assert process.returncode == 0, process.communicate()[0].decode()
-            compare(*folders)
-            subprocess.run(["rm", "-rf", str(folders[1])], check=True)
-    if any((folders[1] / "checkpoints").glob("step_*")):
-        finished(start("--resume", str(folders[1])))
-        compare(*folders)
+    if not (folders[1] / "checkpoints" / f"step_{STEPS}").is_dir():
+        finished(start(*going_on(folders[1])))
+    compare(*folders)
+
+
+def going_on(folder: Path) -> list[str]:
+    """Return the arguments that resume the run; one that was killed before its first checkpoint is begun anew."""
+    if any((folder / "checkpoints").glob("step_*")):
+        return ["--resume", str(folder)]
+    subprocess.run(["rm", "-rf", str(folder)], check=True)
+    return [str(folder.with_suffix(".yaml"))]
 
 
 def compare(undisturbed: Path, killed: Path) -> None:

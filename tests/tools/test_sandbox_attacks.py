@@ -116,6 +116,13 @@ async def test_an_attack_is_stopped_and_the_next_call_works(session: SandboxSess
         assert found in value if isinstance(value, tuple) else value in (found or ""), (field, found)
 
 
+async def test_a_fork_under_way_at_the_end_of_a_call_leaves_nothing(session: SandboxSession) -> None:
+    code, _ = ATTACKS["forks in the background of a call that ends at once"]
+    for _ in range(150):
+        assert (await session.run(code)).value == "'done'"
+        await survives(session)
+
+
 async def test_forks_in_both_branches_answer_once(session: SandboxSession) -> None:
     execution = await session.run("import os, time\nx = os.fork()\nif x: time.sleep(0.3)\nx > 0")
     assert execution.value == "True"

@@ -25,6 +25,7 @@ from agentrl.cli import main
 from agentrl.engine.base import EngineError
 from agentrl.engine.local.engine import LocalEngine
 from agentrl.errors import UserError, call_plugin
+from agentrl.models.load import resolve_types
 from agentrl.plugins.types import Task
 from agentrl.recipe.load import dump_recipe
 from agentrl.recipe.schema import AlgorithmSection, Recipe
@@ -365,7 +366,7 @@ def test_a_run_whose_folder_was_deleted_saves_into_it_and_goes_on_there(
     resumed = resume_run(str(folder))
     assert resumed.steps == 4
     assert [row["step"] for row in metrics(folder)] == [3, 4]
-    assert Recipe.load(str(folder / "recipe.yaml")) == recipe
+    assert Recipe.load(str(folder / "recipe.yaml")) == resolve_types(recipe)
 
 
 def test_what_cannot_be_closed_or_reported_is_a_line_at_the_end_of_a_whole_run(

@@ -17,6 +17,7 @@ import agentrl
 from agentrl.checkpoint.run_folder import FolderLock
 from agentrl.cli import main
 from agentrl.errors import UserError
+from agentrl.models.load import resolve_types
 from agentrl.recipe.schema import Recipe
 from agentrl.training.loop import Loop
 from agentrl.training.run import TrainResult, resume_run
@@ -48,7 +49,7 @@ def result(recipe: Recipe) -> TrainResult:
 
 @pytest.mark.slow
 def test_the_recipe_in_the_folder_loads_to_an_equal_one(recipe: Recipe, result: TrainResult) -> None:
-    assert Recipe.load(str(result.folder / "recipe.yaml")) == recipe
+    assert Recipe.load(str(result.folder / "recipe.yaml")) == resolve_types(recipe)
 
 
 @pytest.mark.slow

@@ -159,5 +159,5 @@ def _spread(recipe: Recipe, place: Place) -> str:
     spread = f"sharded over {place.shards} workers" if place.shards > 1 else "whole"
     offloaded = ", offloaded to the CPU" if Options.of(recipe).offload else ""
     spread += ", in bfloat16" if Options.of(recipe).compute == torch.bfloat16 else ""
-    spread += f", attention in buckets, which is slow ({why})" if (why := faults()) else ""
+    spread += f", attention in buckets, which is slow ({why})" if (why := faults(place.device)) else ""
     return spread + (f", in {copies} copies" if copies > 1 else "") + offloaded

@@ -235,6 +235,7 @@ async def test_a_server_on_a_network_answers_nobody_without_its_key(engine: Sgla
     await engine.generate([5, 6, 7], Sampling(2), "x")
 
 
+@pytest.mark.long
 async def test_one_of_two_real_servers_is_killed_in_mid_run(
     engine: SglangEngine, launched: Server, sglang_url: str
 ) -> None:

@@ -47,8 +47,8 @@ def kernel_memory(per_socket: int, descriptors: int, enough: int) -> int:
     """Return bytes that the kernel may hold for the processes, of which each may have so many descriptors: the buffers
     of all sockets as if they were full (of those in no process's table too), what TCP has queued, and what `_held`
     says. Nothing further is looked at once it is more than `enough`."""
-    streams = {"tcp": _in_use("sockstat", b"TCP:"), "tcp6": _in_use("sockstat6", b"TCP6:")}
-    total = _in_use("sockstat", b"sockets:") * per_socket + sum(streams.values()) * _TCP
+    streams = _streams()
+    total = _buffers(per_socket, streams)
     for table, count in streams.items():
         if count and total <= enough:  # the table takes milliseconds
             with open(f"/proc/net/{table}", "rb") as lines:
@@ -58,6 +58,19 @@ def kernel_memory(per_socket: int, descriptors: int, enough: int) -> int:
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it ended
             total += _held(pid, descriptors)
     return total
+
+
+def socket_memory(per_socket: int) -> int:
+    """Return bytes of the buffers of all sockets as if they were full; takes a tenth of a millisecond."""
+    return _buffers(per_socket, _streams())
+
+
+def _streams() -> dict[str, int]:
+    return {"tcp": _in_use("sockstat", b"TCP:"), "tcp6": _in_use("sockstat6", b"TCP6:")}
+
+
+def _buffers(per_socket: int, streams: dict[str, int]) -> int:
+    return _in_use("sockstat", b"sockets:") * per_socket + sum(streams.values()) * _TCP
 
 
 def _in_use(stat: str, name: bytes) -> int:

@@ -18,12 +18,13 @@ import struct
 import sys
 import time
 
-from measure import alive, files, kernel_memory, pids, proportional_memory, usage
+from measure import alive, files, kernel_memory, pids, proportional_memory, socket_memory, usage
 from worker import NONCE, Worker, field
 
 STOP, LOST, LOST_BEFORE, SPOILT, OUT, ERR, CUT = b"S", b"L", b"B", b"X", b"o", b"e", b"C"
 READY = b"ready\n"
 _FIRST_LOOK, _LOOK = 0.01, 0.05  # seconds after which, and between which, the use of resources is measured
+_GLANCE = 0.01  # seconds between looks at the sockets alone, which several processes fill fastest
 _PAUSE = 5  # times as long as a measurement took, before the next one
 _GRACE = 0.5  # seconds from the interrupt to the kill
 _OUTPUTS = "/run"
@@ -113,13 +114,27 @@ class Supervisor:
         self.start_worker()
 
     def kill_others(self) -> None:
-        """Kill what is not the worker, once all is stopped; the worker reaps its own children when it goes on."""
-        others = [pid for pid in pids() if pid != self.pid]
-        for pid in others:
-            os.kill(pid, signal.SIGKILL)
-        while any(map(alive, others)):
-            time.sleep(0.001)
+        """Kill what is not the worker, once all is stopped; the worker reaps its own children when it goes on.
+
+        A fork that was under way when all was stopped still completes, and its child is born stopped: processes are
+        listed until none is left, the last time after the worker itself stands still."""
+        stopped = False
+        while True:
+            stopped = stopped or self.worker_stopped()
+            others = [pid for pid in pids() if pid != self.pid and alive(pid)]
+            if stopped and not others:
+                break
+            for pid in others:
+                os.kill(pid, signal.SIGKILL)
+            time.sleep(0.001 if others else 0.00005)
         _reap()
+
+    def worker_stopped(self) -> bool:
+        """Return whether every thread of the worker has stopped, or the worker has ended."""
+        try:
+            return os.waitpid(self.pid, os.WUNTRACED | os.WNOHANG)[0] != 0
+        except ChildProcessError:
+            return True
 
     def printed(self, which: int) -> bytes:
         """Return the output kept: its beginning and its end, and in between how much was left out."""
@@ -159,7 +174,7 @@ class Call:
 
     def run(self) -> tuple[bytes | None, str | None]:
         """Return (the worker's fields, why it was stopped). No fields: the worker is beyond repair."""
-        look = self.began + _FIRST_LOOK
+        look = glance = self.began + _FIRST_LOOK
         while True:
             now = time.monotonic()
             if now >= self.end:
@@ -170,8 +185,12 @@ class Call:
                 if over := self.over():
                     return None, over
                 look = now + max(_LOOK, _PAUSE * (time.monotonic() - now))
+            elif now >= glance and socket_memory(self.limits["socket_bytes"]) > self.limits["memory"]:
+                return None, "memory"
+            if now >= glance:
+                glance = now + _GLANCE
             try:
-                reply = self.wait(min(look, self.end) - now)
+                reply = self.wait(min(look, glance, self.end) - now)
             except (_GoneError, OSError):
                 return None, self.stop or "ended"
             if reply is not None:

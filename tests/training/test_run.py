@@ -193,7 +193,7 @@ MISTAKES = [
         r"^algorithm.advantage 'math:sqrt' raised TypeError: .* \(2 given",
     ),
     (["algorithm.loss=operator:eq"], r"^algorithm.loss 'operator:eq' gave bool, not LossTerms$"),
-    (["engine.name=locl"], r"no engine 'locl' is installed; did you mean 'local' or 'vllm'\?"),
+    (["engine.name=locl"], r"no engine 'locl' is installed; did you mean 'local'\?"),
     (["env.name=train_plugins:Empty"], r"environment 'gsm8k' \(source generated\) has no task in train"),
     (["model.device=cuda:99"], r"model.device: cuda:99 cannot be used here"),
     (["model.path=./nowhere"], r"model.path: ./nowhere is no folder"),

@@ -11,3 +11,5 @@ TIERS = {
 """Marker: why a test is not `quick`. The slowest first: it is their order too."""
 FIXTURES = {"sglang_venv": "sglang", "bubblewrap": "sandbox", "chromium": "browser"}
 """Fixture: the marker of every test that uses it."""
+SHARED = ("sglang_url", "ray_address")
+"""Fixtures of a whole session that take long to start: one process runs all files that name one of them."""

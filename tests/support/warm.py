@@ -6,6 +6,7 @@ it is written, starts one by `subprocess`.
 
 import atexit
 import multiprocessing
+import multiprocessing.util
 import os
 import runpy
 import shutil
@@ -17,8 +18,10 @@ import tempfile
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch.multiprocessing
 
@@ -30,10 +33,19 @@ IMPORTED = (
 """Not Ray: its threads would not be there after the fork."""
 _CONTEXT = multiprocessing.get_context(METHOD)
 _CONTEXT.set_forkserver_preload(list(IMPORTED))
+_FOLDER = multiprocessing.util.get_temp_dir()  # before a test makes another folder the one for temporary files
+_ENVIRONMENT = dict(os.environ)
+
+
+def _start() -> None:
+    """Have the process that others are forked from, whatever a test has done to this one's environment."""
+    with patch.dict(os.environ, _ENVIRONMENT, clear=True):
+        forkserver.ensure_running()
 
 
 def on_ranks(work: Callable[..., None], *arguments: Any, size: int = 2) -> None:
     """work(rank, *arguments) in `size` processes; raises what one of them raises."""
+    _start()
     torch.multiprocessing.start_processes(work, arguments, nprocs=size, start_method=METHOD)
 
 
@@ -53,11 +65,12 @@ class Python:
         apart: bool = False,
         packages: Path | None = None,
     ) -> None:
-        self._folder = Path(tempfile.mkdtemp(prefix="agentrl-test-"))
+        self._folder = Path(tempfile.mkdtemp(dir=_FOLDER))
         weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
         files = str(self._folder / "out"), str(self._folder / ("errors" if apart else "out"))
         told = list(words), str(cwd or Path.cwd()), dict(os.environ if env is None else env), packages
         self._process = _CONTEXT.Process(target=_become, args=(files, *told))
+        _start()
         self._process.start()
         assert self._process.pid is not None
         self.pid = self._process.pid

@@ -19,6 +19,7 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import forkserver
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -47,6 +48,16 @@ def on_ranks(work: Callable[..., None], *arguments: Any, size: int = 2) -> None:
     """work(rank, *arguments) in `size` processes; raises what one of them raises."""
     _start()
     torch.multiprocessing.start_processes(work, arguments, nprocs=size, start_method=METHOD)
+
+
+def started(work: Callable[..., None], *arguments: Any) -> tuple[Any, Connection]:
+    """A process that does work(*arguments, connection), and our end of that connection."""
+    ours, theirs = _CONTEXT.Pipe()
+    process = _CONTEXT.Process(target=work, args=(*arguments, theirs))
+    _start()
+    process.start()
+    theirs.close()
+    return process, ours
 
 
 class Python:
@@ -119,7 +130,8 @@ def _become(files: tuple[str, str], words: list[str], cwd: str, env: dict[str, s
     os.chdir(cwd)
     tempfile.tempdir = None
     first, *arguments = words
-    sys.path[:0] = [cwd if first in ("-m", "-c") else str(Path(first).parent), *_folders(env)]
+    own = {"-m": cwd, "-c": ""}.get(first, str(Path(first).parent))
+    sys.path[:0] = [own, *_folders(env)]
     if packages is not None:
         site.addsitedir(str(packages))
     try:

@@ -2,12 +2,14 @@
 
 import re
 
+import pytest
 from paths import ROOT
 from warm import Python
 
 LOOP = ROOT / "examples" / "minimal_loop.py"
 
 
+@pytest.mark.slow
 def test_the_minimal_loop_is_a_page_that_trains_and_evaluates() -> None:
     assert len(LOOP.read_text(encoding="utf-8").splitlines()) <= 150
     small = ["train.steps=2", "train.threads=1", "rollout.tasks=2", "rollout.n=4", "eval.tasks=4"]

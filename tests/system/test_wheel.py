@@ -47,6 +47,7 @@ def run(unpacked, folder, *commands):
     return done.stdout
 
 
+@pytest.mark.slow
 def test_it_trains_by_the_name_of_a_recipe(wheel, tmp_path):
     unpacked, empty = tmp_path / "site", tmp_path / "empty"
     wheel.extractall(unpacked)

@@ -1,6 +1,7 @@
 """Ctrl-C in a process of its own: once ends the run in good order, twice ends it at once."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -48,6 +49,12 @@ def wait_for(process: "Python | subprocess.Popen[str]", what: Callable[[], bool]
         time.sleep(0.05)
 
 
+def pending(pid: int, number: int) -> bool:
+    """Whether a signal waits to be delivered to a process."""
+    masks = re.findall(r"^S[ih][gd]Pnd:\t(\w+)$", Path(f"/proc/{pid}/status").read_text(), re.M)
+    return any(int(mask, 16) >> (number - 1) & 1 for mask in masks)
+
+
 def test_ctrl_c_in_mid_run_saves_the_last_whole_step_and_says_how_to_go_on(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     process = start(tmp_path)
@@ -72,6 +79,7 @@ def test_ctrl_c_twice_ends_at_once_even_when_a_tool_holds_the_event_loop(tmp_pat
     try:
         wait_for(process, (tmp_path / "mark").exists)
         process.send_signal(signal.SIGINT)
+        wait_for(process, lambda: not pending(process.pid, signal.SIGINT))  # two that wait would count as one
         time.sleep(0.2)
         process.send_signal(signal.SIGINT)
         process.communicate(timeout=PATIENCE)  # the tool sleeps for much longer

@@ -12,7 +12,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from types import CodeType
+from types import CodeType, CoroutineType
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -72,13 +72,14 @@ def contained(error: BaseException) -> Exception:
 
 
 def call_plugin(whose: str, function: Callable[..., T], *arguments: Any) -> T:
-    """Call a plugin's synchronous function and return its result. whose: names the function in an error.
+    """Call a plugin's synchronous function and return its result; a coroutine is closed, since nobody awaits it.
+    whose: names the function in an error.
 
     Raises UserError for every exception of it, including SystemExit: whose function, what it raised, and where.
     Exceptions from signal handlers and out-of-memory errors, which are handled elsewhere, are raised unchanged.
     """
     try:
-        return function(*arguments)
+        result = function(*arguments)
     except BaseException as error:
         if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or from_signal(error):
             raise
@@ -86,6 +87,9 @@ def call_plugin(whose: str, function: Callable[..., T], *arguments: Any) -> T:
         joint = ": " if isinstance(error, PlainError) else " raised "
         place = _defined(function) if inside is None else ""
         raise UserError(f"{whose}{joint}{describe(error.with_traceback(inside))}{place}") from error
+    if isinstance(result, CoroutineType):
+        result.close()
+    return result
 
 
 def from_signal(error: BaseException) -> bool:

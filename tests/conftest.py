@@ -4,20 +4,24 @@ A test without a marker of `TIERS` is `quick`, and `pytest` alone runs those. `p
 is `long`, and so does `pytest FILE` or `pytest FOLDER` of what it names.
 """
 
+import functools
 import os
 import shutil
 import signal
 from collections.abc import Generator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from paths import SUPPORT
-from tiers import FIXTURES, TIERS
+from tiers import FIXTURES, SHARED, TIERS
 from venvs import wait_for_install
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background job, which tests of Ctrl-C would inherit
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+"""Torch's threads wait for each other by spinning: as many as cores in each of several processes get nothing done."""
 os.environ["PYTHONPATH"] = os.pathsep.join([str(SUPPORT), *filter(None, [os.environ.get("PYTHONPATH")])])
 """Subprocesses and Ray workers import the shared helpers too."""
 
@@ -66,6 +70,26 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if tiers:
             rank[item.path] = max(rank.get(item.path, 0), *tiers)
     items.sort(key=lambda item: rank.get(item.path, len(order)))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Of several processes, one runs all files that share what takes long to start; the others share the files."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class LoadShared(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            return _shared(config.rootpath / file) or file
+
+    return LoadShared(config, log)
+
+
+@functools.cache
+def _shared(file: Path) -> str | None:
+    """The first fixture of `SHARED` that a file names."""
+    text = file.read_text(encoding="utf-8")
+    return next((fixture for fixture in SHARED if fixture in text), None)
 
 
 @pytest.fixture(scope="session")
@@ -132,3 +156,15 @@ def vllm_url(vllm_venv: str, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
     with real_server(tmp_path_factory.mktemp("vllm"), real_plan()) as url:
         yield url
+
+
+@pytest.fixture(scope="session")
+def ray_address() -> Iterator[str]:
+    """Of a Ray with six CPUs and no GPU that runs already; nobody is connected to it."""
+    import ray
+
+    from agentrl.cluster.session import Session
+
+    with Session(cpus=6, gpus=0, object_store=100 << 20) as session:
+        ray.shutdown()
+        yield session.address

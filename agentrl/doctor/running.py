@@ -22,12 +22,13 @@ from agentrl.compute.batch import Batch
 from agentrl.distributed.remote import RayRoles
 from agentrl.doctor.check import CheckError, NotHereError
 from agentrl.doctor.subject import Subject, embedded, small
+from agentrl.errors import UserError
 from agentrl.learner.roles import LocalRoles
 from agentrl.models.load import load_model
 from agentrl.models.memory import plan_memory
 from agentrl.recipe.load import dump_recipe
 from agentrl.recipe.schema import ClusterSection, Recipe
-from agentrl.training.run import train
+from agentrl.training.run import resume_run, train
 
 WORKERS = 2
 STEP = "step.json"
@@ -47,21 +48,22 @@ def checkpoint(subject: Subject) -> str:
     recipe = recipe.model_copy(update={"train": recipe.train.model_copy(update={"steps": MANY, "save_every": 1})})
     path = subject.folder / "killed.yaml"
     path.write_text(dump_recipe(recipe), encoding="utf-8")
-    kill_after_checkpoint([str(path)], folder)
+    kill_after_checkpoint(path, folder)
     step = check_saved(folder)
-    resumed = _train("--resume", str(folder), f"train.steps={step + 1}")
-    said, _ = resumed.communicate()
-    if resumed.returncode:
-        raise CheckError(f"the run could not be resumed from step {step}: {said.strip()[-400:]}")
+    try:
+        resume_run(str(folder), overrides=[f"train.steps={step + 1}"])
+    except UserError as error:
+        raise CheckError(f"the run could not be resumed from step {step}: {error}") from error
     rows = [row["step"] for row in RunFolder(folder).metrics()]
     if rows != list(range(step + 2)):
         raise CheckError(f"the resumed run wrote the steps {rows}, not each of 0 to {step + 1} once")
     return f"killed after step {step}, resumed, {step + 1} steps in {METRICS}"
 
 
-def kill_after_checkpoint(arguments: list[str], folder: Path) -> None:
+def kill_after_checkpoint(recipe: Path, folder: Path) -> None:
     """Train until a checkpoint stands in `folder`, and kill the run. Raises CheckError where it ends before."""
-    process = _train(*arguments)
+    words = [sys.executable, "-m", "agentrl.cli.main", "train", str(recipe)]
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
     until = time.monotonic() + WAIT_SECONDS
     while not any((folder / CHECKPOINTS).glob("step_*")):
         if process.poll() is not None or time.monotonic() > until:
@@ -80,11 +82,6 @@ def check_saved(folder: Path) -> int:
         raise CheckError(f"no whole checkpoint was left in {folder / CHECKPOINTS}")
     saved.verify()
     return saved.step
-
-
-def _train(*arguments: str) -> "subprocess.Popen[str]":
-    words = [sys.executable, "-m", "agentrl.cli.main", "train", *arguments]
-    return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
 
 
 def workers(subject: Subject) -> str:

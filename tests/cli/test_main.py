@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from paths import ROOT
+from warm import Python
 
 from agentrl import __version__
 from agentrl.cli import main
@@ -294,9 +295,10 @@ def test_modules_of_the_folder_can_be_named(tmp_path):
     (tmp_path / "beside_the_recipe.py").write_text("def tools(): ...")
     arguments = ["agentrl", "check", RECIPE, "tools=[beside_the_recipe:tool]"]
     code = f"import sys; sys.path.remove(''); sys.argv = {arguments!r}; from agentrl.cli.main import main; main()"
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert "has no 'tool'; did you mean 'tools'?" in done.stderr
+    process = Python(["-c", code], cwd=tmp_path)
+    said, _ = process.communicate()
+    assert process.returncode == 2
+    assert "has no 'tool'; did you mean 'tools'?" in said
 
 
 def test_ctrl_c_is_130(monkeypatch):

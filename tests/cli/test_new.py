@@ -10,6 +10,7 @@ import venv
 from pathlib import Path
 
 import pytest
+from warm import Python
 
 from agentrl.cli import main
 
@@ -37,17 +38,21 @@ class House:
         (info / "entry_points.txt").write_text(f"[agentrl.{group}]\n{name} = {name}:Plugin\n")
 
     def run(self, *arguments: str, cwd: Path | None = None, fails: bool = False) -> str:
-        env = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "PYTEST", "VIRTUAL"))}
-        done = subprocess.run(
-            [str(self.python), *arguments],
-            cwd=cwd or self.folder,
-            env={**env, "COLUMNS": "200"},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert (done.returncode != 0) is fails, done.stdout + done.stderr
-        return done.stdout + done.stderr
+        process = Python(arguments, cwd=cwd or self.folder, env=self.environment(), packages=self.packages)
+        said, _ = process.communicate()
+        assert (process.returncode != 0) is fails, said
+        return said
+
+    def listed(self, kind: str) -> str:
+        """What its own interpreter finds."""
+        command = [str(self.python), "-m", "agentrl.cli.main", kind]
+        return subprocess.run(
+            command, cwd=self.folder, env=self.environment(), capture_output=True, text=True, check=True
+        ).stdout
+
+    def environment(self) -> dict[str, str]:
+        kept = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "PYTEST", "VIRTUAL"))}
+        return {**kept, "COLUMNS": "200"}
 
     def agentrl(self, *arguments: str, cwd: Path | None = None, fails: bool = False) -> str:
         return self.run("-m", "agentrl.cli.main", *arguments, cwd=cwd, fails=fails)
@@ -89,7 +94,7 @@ def test_its_own_test_passes_and_would_notice(house, name):
 
 @pytest.mark.slow
 def test_it_is_listed_beside_those_that_cannot_be_imported(house):
-    tools, envs = house.agentrl("tools"), house.agentrl("envs")
+    tools, envs = house.listed("tools"), house.listed("envs")
     assert re.search(r"^doubler +agentrl-doubler 0.1.0 +doubler:Doubler +Works out one operation", tools, re.M)
     assert re.search(r"^apples +agentrl-apples 0.1.0 +apples:Apples +Sums in a sentence", envs, re.M)
     for name, out in (("sick_tool", tools), ("sick_env", envs)):

@@ -10,14 +10,13 @@ import sys
 import tempfile
 import textwrap
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from cluster_help import STORE, Probe
 from paths import SUPPORT
-from processes import alive, descendants, gone
+from processes import alive, descendants, gone, until
 
 from agentrl.cluster.errors import ClusterError, WorkerLost
 from agentrl.cluster.group import WorkerGroup
@@ -190,10 +189,7 @@ def test_nothing_is_left_of_a_controller_that_is_killed(controller: "subprocess.
     shared = set(os.listdir("/dev/shm"))
     controller.kill()
     assert gone(processes)
-    until = time.monotonic() + 10
-    while folder.exists() and time.monotonic() < until:
-        time.sleep(0.05)
-    assert not folder.exists()
+    until(lambda: not folder.exists())
     assert {name for name in set(os.listdir("/dev/shm")) - shared if "plasma" in name} == set()
 
 

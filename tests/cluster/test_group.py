@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cluster_help import STORE, Probe, Rows, Silent
+from cluster_help import Probe, Rows, Silent
 from processes import gone
 
 from agentrl.cluster.dispatch import register
@@ -23,8 +23,8 @@ pytestmark = pytest.mark.ray
 
 
 @pytest.fixture(scope="module")
-def session() -> Iterator[Session]:
-    with Session(cpus=6, object_store=STORE) as session:
+def session(ray_address: str) -> Iterator[Session]:
+    with Session(ray_address) as session:
         yield session
 
 

@@ -19,7 +19,15 @@ from agentrl.cluster.session import GRACE_SECONDS, Session
 from agentrl.process_tree import ProcessTree
 
 pytestmark = pytest.mark.ray
-START = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"]
+START = [
+    sys.executable,
+    "-m",
+    "ray.scripts.scripts",
+    "start",
+    "--block",
+    "--disable-usage-stats",
+    "--include-log-monitor=false",
+]
 SECONDS = 180.0
 
 
@@ -43,7 +51,14 @@ def cluster() -> Iterator[str]:
         folders = [Path(tempfile.mkdtemp(prefix="agentrl-test-", dir="/tmp")) for _ in range(2)]
         for folder in folders:
             stack.callback(shutil.rmtree, folder, ignore_errors=True)
-        head = ("--head", "--port=0", "--include-dashboard=false", "--num-cpus=2", f"--temp-dir={folders[0]}")
+        head = (
+            "--head",
+            "--port=0",
+            "--include-dashboard=false",
+            "--no-monitor",
+            "--num-cpus=2",
+            f"--temp-dir={folders[0]}",
+        )
         stack.enter_context(node(folders[0], *head))
         said = folders[0] / "ray_current_cluster"
         until(lambda: said.is_file() and said.read_text().strip())

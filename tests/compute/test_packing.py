@@ -189,7 +189,7 @@ def test_layers_computed_again_in_the_backward_pass_attend_alike() -> None:
     wanted = packed(ModuleForward(model), batch, weight, 1.0, 10_000)
     wanted_gradients = gradients(model)
     again = {"use_reentrant": False, "context_fn": partial(recomputing, model)}
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=again)
+    model.activation_checkpointing_enable(again)
     model.train()
     assert torch.equal(packed(ModuleForward(model), batch, weight, 1.0, 10_000), wanted)
     for got, expected in zip(gradients(model), wanted_gradients, strict=True):

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from packing_help import SHAPES, Live, make_batch, make_model
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+from warm import on_ranks
 
 from agentrl.compute.batch import prefix_trees
 from agentrl.compute.forward import Forward, ModuleForward
@@ -110,7 +110,7 @@ def checkpointed(group: dist.ProcessGroup) -> dict[str, Any]:
 
     model = make_model("qwen3")
     again = {"use_reentrant": False, "context_fn": partial(recomputing, model)}
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=again)
+    model.activation_checkpointing_enable(again)
     model.train()
     return measured(SequenceParallelForward(model, group), model, row_named("even"))
 
@@ -139,7 +139,7 @@ def two(rank: int, folder: str) -> None:
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each of the two processes found."""
     folder = tmp_path_factory.mktemp("ranks")
-    mp.spawn(two, (str(folder),), nprocs=2)
+    on_ranks(two, str(folder))
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(2)]
 
 

@@ -28,8 +28,8 @@ Weights = dict[str, torch.Tensor]
 
 
 @pytest.fixture(scope="module")
-def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerGroup]:
-    with two_workers(tmp_path_factory.mktemp("logs")) as group:
+def workers(ray_address: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerGroup]:
+    with two_workers(ray_address, tmp_path_factory.mktemp("logs")) as group:
         yield group
 
 

@@ -3,7 +3,6 @@
 One pair of processes does all of it once; `pair` is what its ranks found.
 """
 
-import os
 import socket
 from pathlib import Path
 from typing import Any
@@ -11,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.multiprocessing as mp
 from lora_help import save_adapter, stirred
 from safetensors.torch import load_file
 from sharded_help import LORA, ROW, SCENARIOS, apart, curve, make_folders, run_rank, train_here
+from warm import on_ranks
 
 from agentrl.compute import liger
 from agentrl.compute.forward import SequenceForward
@@ -44,10 +43,7 @@ def pair(root: Path) -> list[dict[str, Any]]:
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("MALLOC_MMAP_THRESHOLD_", "100000")  # so that what is freed does not count as held
-        mp.spawn(run_rank, args=(port, root), nprocs=2)
+    on_ranks(run_rank, port, root)
     return [torch.load(root / f"rank{rank}.pt", weights_only=False) for rank in range(2)]
 
 

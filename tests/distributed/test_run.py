@@ -1,17 +1,14 @@
 """Whole runs on two workers beside those of one process: real rollouts, checkpoints, resumed either way round."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from cluster_plugins import FATES
-from cluster_train_help import STORE
 from train_help import lines, metrics, small, steady
 
 import agentrl
 from agentrl.cli import main
-from agentrl.cluster.session import Session
 from agentrl.errors import UserError
 from agentrl.recipe.load import dump_recipe
 from agentrl.recipe.schema import Recipe
@@ -20,18 +17,6 @@ from agentrl.training.run import TrainResult, resume_run
 pytestmark = pytest.mark.ray
 STOPS = {"track__trackers": ["cluster_plugins:StopsAfterTwo"]}
 GOES_ON = ["track.trackers=[]"]
-
-
-@pytest.fixture(scope="module")
-def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Of a Ray with two CPUs that runs already: the runs of this module join it one after the other."""
-    import ray
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OMP_NUM_THREADS", "1")
-        with Session(cpus=2, gpus=0, object_store=STORE) as session:
-            ray.shutdown()
-            yield session.address
 
 
 def job(output: Path, **changes: Any) -> Recipe:
@@ -65,9 +50,9 @@ def comparable(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_two_of_three_steps_on_two_workers_and_the_last_in_one_process(
-    alone: TrainResult, address: str, tmp_path: Path
+    alone: TrainResult, ray_address: str, tmp_path: Path
 ) -> None:
-    stopped = agentrl.train(job(tmp_path / "run", cluster__workers=2, cluster__address=address, **STOPS))
+    stopped = agentrl.train(job(tmp_path / "run", cluster__workers=2, cluster__address=ray_address, **STOPS))
     assert stopped.interrupted
     assert stopped.steps == 2
     assert sorted(log.name for log in (stopped.folder / "logs").iterdir()) == ["trainer_0.log", "trainer_1.log"]
@@ -76,21 +61,23 @@ def test_two_of_three_steps_on_two_workers_and_the_last_in_one_process(
 
 
 def test_two_of_three_steps_in_one_process_and_the_last_on_two_workers(
-    alone: TrainResult, address: str, tmp_path: Path
+    alone: TrainResult, ray_address: str, tmp_path: Path
 ) -> None:
     stopped = agentrl.train(job(tmp_path / "run", **STOPS))
-    gone_on = resume_run(str(stopped.folder), overrides=[*GOES_ON, "cluster.workers=2", f"cluster.address={address}"])
+    gone_on = resume_run(
+        str(stopped.folder), overrides=[*GOES_ON, "cluster.workers=2", f"cluster.address={ray_address}"]
+    )
     assert gone_on.steps == 3
     same(alone, gone_on)
 
 
 def test_a_worker_without_memory_ends_the_run_with_what_to_do(
-    address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ray_address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The other worker waits for it in a collective: nobody can save, and the line is still that of the cause."""
     monkeypatch.setenv(FATES, str(tmp_path))
     (tmp_path / "memory_1").touch()
-    two = {"cluster__workers": 2, "cluster__address": address}
+    two = {"cluster__workers": 2, "cluster__address": ray_address}
     with pytest.raises(UserError) as error:
         agentrl.train(job(tmp_path / "run", algorithm__loss="cluster_plugins:fateful", **two))
     line = str(error.value)
@@ -111,10 +98,10 @@ BAD: list[tuple[list[str], str]] = [
 
 @pytest.mark.parametrize(("overrides", "words"), BAD, ids=[" ".join(overrides) for overrides, _ in BAD])
 def test_what_cannot_be_is_one_line_and_exit_code_2(
-    overrides: list[str], words: str, address: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    overrides: list[str], words: str, ray_address: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     recipe = tmp_path / "job.yaml"
-    recipe.write_text(dump_recipe(job(tmp_path / "run", cluster__address=address)))
+    recipe.write_text(dump_recipe(job(tmp_path / "run", cluster__address=ray_address)))
     assert main.run(["train", str(recipe), *overrides]) == 2
     errors = capsys.readouterr().err.splitlines()
     assert len(errors) == 1

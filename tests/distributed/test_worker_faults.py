@@ -3,8 +3,6 @@
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,6 +12,7 @@ from typing import Any
 import pytest
 from cluster_plugins import FATES
 from train_help import metrics, small
+from warm import Python
 
 from agentrl.cli import main
 from agentrl.recipe.load import dump_recipe
@@ -30,18 +29,8 @@ class Run:
         common = {"cluster__workers": 2, "train__steps": 500, "eval__splits": [], "train__save_every": 1}
         recipe = small(self.path, algorithm__loss="cluster_plugins:fateful", **{**common, **changes})
         (folder / "job.yaml").write_text(dump_recipe(recipe))
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "agentrl.cli.main", "train", str(folder / "job.yaml")],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={
-                **os.environ,
-                "OMP_NUM_THREADS": "1",
-                FATES: str(folder),
-                "TMPDIR": "/tmp",
-            },
-        )
+        words = ["-m", "agentrl.cli.main", "train", str(folder / "job.yaml")]
+        self.process = Python(words, apart=True, env={**os.environ, FATES: str(folder), "TMPDIR": "/tmp"})
 
     def wait_for(self, what: Callable[[], bool]) -> None:
         until = time.monotonic() + PATIENCE

@@ -2,12 +2,11 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from train_help import small
+from warm import Python
 
 from agentrl.cli import main
 from agentrl.doctor import examine as examining
@@ -47,9 +46,9 @@ def test_a_check_that_fails_hangs_dies_or_exits_ends_no_other(tmp_path: Path) ->
 @pytest.mark.ray
 def test_every_check_passes_on_this_machine(bubblewrap: None, tmp_path: Path) -> None:
     folder = tmp_path / "report.json"
-    command = [sys.executable, "-m", "agentrl.cli.main", "doctor", "--output", str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    assert done.returncode == 0, done.stdout + done.stderr
+    process = Python(["-m", "agentrl.cli.main", "doctor", "--output", str(folder)])
+    said, _ = process.communicate()
+    assert process.returncode == 0, said
     findings = [Finding.read(found) for found in json.loads(folder.read_text())["findings"]]
     assert {found.name: found.status for found in findings} == {check.name: Status.OK for check in CHECKS}
     assert all(found.figure for found in findings)

@@ -26,6 +26,7 @@ from transformers import (
     Qwen3ForCausalLM,
     Qwen3ForSequenceClassification,
 )
+from warm import on_ranks
 
 from agentrl.compute.batch import Batch
 from agentrl.compute.classifier import ModuleScores, RewardModel, SequenceScores, choose, to_score
@@ -198,7 +199,7 @@ def test_sharded_over_two_ranks_it_scores_alike(tmp_path: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    torch.multiprocessing.spawn(score_as_one_of_two, (tmp_path, port), nprocs=2)
+    on_ranks(score_as_one_of_two, tmp_path, port)
     found = torch.load(tmp_path / "found.pt", weights_only=False)
     for (family, _), scores in found.items():
         wanted = separate(make_classifier(family, pad_token_id=7), rows_of(SHAPES)[0])

@@ -2,15 +2,13 @@
 
 import asyncio
 import json
-import os
 import signal
-import subprocess
-import sys
 import time
 
 import pytest
 from fakes import Echo, Env, Hooks, ScriptedEngine, call, make_driver
-from processes import eventually
+from processes import eventually, until
+from warm import Python
 
 from agentrl.plugins.reward import GroupReward
 from agentrl.plugins.rewards import Rewards
@@ -175,23 +173,20 @@ print(json.dumps({**rollout_metrics(groups), "calls": calls}), flush=True)
 
 
 def start(what):
-    env = dict(os.environ)
-    return subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, what], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env
-    )
+    return Python(["-c", PROGRAM, what], apart=True)
 
 
 def test_a_process_that_is_stopped_and_goes_on_samples_again():
     process = start("stopped")
     try:
-        assert process.stdout.readline() == "ready\n"
+        until(lambda: process.said() == "ready\n")
         process.send_signal(signal.SIGSTOP)
         time.sleep(3.5)
         process.send_signal(signal.SIGCONT)
         out, err = process.communicate(timeout=120)
     finally:
         process.kill()
-    metrics = json.loads(out)
+    metrics = json.loads(out.removeprefix("ready\n"))
     assert metrics["calls"] == 2
     assert (metrics["stop/stop"], metrics["stop/timeout"], metrics["rollout/failed"]) == (1, 0, 0)
     assert err.count("this process stood still for") == 1

@@ -21,7 +21,6 @@ from agentrl.recipe.schema import Recipe
 
 UNEVEN: list[list[float]] = [*REWARDS, [1, 0.5], [0, 1, 0, 0, 1]]
 """Six groups of two to five samples: no number of workers divides them."""
-STORE = 100 << 20
 
 
 def save_tiny(folder: Path) -> Path:
@@ -50,13 +49,12 @@ class Again(TrainWorker):
 
 
 @contextmanager
-def two_workers(logs: Path) -> Iterator[WorkerGroup]:
-    """Real processes under a Ray of their own, joined by gloo."""
+def two_workers(address: str, logs: Path) -> Iterator[WorkerGroup]:
+    """Real processes of a Ray that runs already, joined by gloo."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OMP_NUM_THREADS", "1")
         patch.setenv(FATES, str(logs))
         with (
-            Session(cpus=4, gpus=0, object_store=STORE),
+            Session(address),
             ResourcePool(2) as pool,
             WorkerGroup(pool, Again, name="trainer", logs=logs) as group,
         ):

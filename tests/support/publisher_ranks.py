@@ -1,12 +1,9 @@
-"""One of the two ranks of a sharded trainer that publishes: carries out orders as they come, each on every rank.
-
-usage: python publisher_ranks.py RANK PORT; orders come pickled on its standard input
-"""
+"""The two ranks of a sharded trainer that publishes: each carries out orders as they come, pickled."""
 
 import os
 import pickle
-import sys
 from datetime import timedelta
+from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
@@ -51,12 +48,20 @@ def sharded(kind: str) -> Any:
     return model
 
 
-def serve(rank: int) -> None:
-    """An order is a method of Publisher and its arguments, `train`, or `become` (whole | adapted): another trainer. The
-    answer goes to standard output. After each, both ranks have to be at the same place of the same program."""
+def run_rank(rank: int, port: int, orders: Connection) -> None:
+    torch.set_num_threads(1)
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    dist.init_process_group("gloo", rank=rank, world_size=2, timeout=timedelta(seconds=60))
+    serve(rank, orders)
+    dist.destroy_process_group()
+
+
+def serve(rank: int, orders: Connection) -> None:
+    """An order is a method of Publisher and its arguments, `train`, or `become` (whole | adapted): another trainer.
+    After each, both ranks have to be at the same place of the same program."""
     model: Any = None
     publisher: Any = None
-    while (order := pickle.load(sys.stdin.buffer)) is not None:
+    while (order := pickle.loads(orders.recv_bytes())) is not None:
         method, arguments = order
         found = None
         try:
@@ -74,15 +79,5 @@ def serve(rank: int) -> None:
         count = torch.tensor([float(len(method))])
         dist.all_reduce(count)  # a rank that is behind in its collectives would take this one for another
         assert count.item() == 2 * len(method)
-        pickle.dump(found, sys.stdout.buffer)
-        sys.stdout.buffer.flush()
+        orders.send_bytes(pickle.dumps(found))
     publisher.close()
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    own = int(sys.argv[1])
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": sys.argv[2]}
-    dist.init_process_group("gloo", rank=own, world_size=2, timeout=timedelta(seconds=60))
-    serve(own)
-    dist.destroy_process_group()

@@ -17,9 +17,12 @@ from serving import serving
 
 from agentrl.models.load import load_model
 from agentrl.recipe.schema import ModelSection
+from agentrl.weights import SglangServer, WeightChannel
 from agentrl.weights.source import NamedTensor, WeightSource
 
 PROMPT = list(range(50, 80))
+TENSORS = [(f"layer.{i}", torch.full((10,), float(i))) for i in range(6)]
+BUCKET = 80  # bytes: two tensors
 
 
 def tiny() -> Any:
@@ -95,6 +98,10 @@ class Weights(WeightSource):
         for i, item in enumerate(self._tensors):
             self._before(i)
             yield item
+
+
+def channel_to(servers: Sequence[Any], session: Any, transport: Any, timeout: float = 20.0) -> WeightChannel:
+    return WeightChannel([SglangServer(s.url, session, timeout) for s in servers], transport, check_every=0)
 
 
 class FaultyServer:

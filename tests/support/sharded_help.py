@@ -1,5 +1,6 @@
 """Two processes over gloo that train as the workers of a cluster do, without Ray; and the same work in one process."""
 
+import ctypes
 import os
 import shutil
 from collections.abc import Iterator
@@ -33,6 +34,8 @@ from agentrl.trajectory import Group
 from agentrl.weights import ModelWeights
 
 STEPS = 6
+M_MMAP_THRESHOLD = -3
+"""Of glibc's malloc.h."""
 SMALL: dict[str, Any] = {
     "vocab_size": 67, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
     "num_key_value_heads": 1, "head_dim": 16, "initializer_range": 0.2,
@@ -222,6 +225,7 @@ def run_rank(rank: int, port: int, root: Path) -> None:
     from sharded_questions import QUESTIONS
 
     torch.set_num_threads(1)
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 100_000)  # so that what is freed does not count as held
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     dist.init_process_group("gloo", rank=rank, world_size=2, timeout=timedelta(minutes=5))  # a hang is a failure
     from agentrl.distributed.fsdp.mesh import find_place

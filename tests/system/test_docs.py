@@ -3,14 +3,13 @@
 import os
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 from paths import ROOT
 from train_help import metrics, small
+from warm import Python
 
 import agentrl
 from agentrl.recipe.schema import Recipe
@@ -55,10 +54,10 @@ def joined(text: str) -> str:
 
 def run(arguments: list[str], folder: Path) -> None:
     """One command in `folder`, by this Python; what it imports may lie there."""
-    command = [sys.executable, *PROGRAMS[arguments[0]], *arguments[1:]]
-    environment = os.environ | {"PYTHONPATH": str(folder)}
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, f"{shlex.join(arguments)}\n{done.stdout}{done.stderr}"
+    words = [*PROGRAMS[arguments[0]], *arguments[1:]]
+    process = Python(words, cwd=folder, env=os.environ | {"PYTHONPATH": str(folder)})
+    said, _ = process.communicate()
+    assert process.returncode == 0, f"{shlex.join(arguments)}\n{said}"
 
 
 @pytest.mark.slow

@@ -33,25 +33,29 @@ def test_it_holds_the_packages_and_recipes_and_no_tests(wheel):
     assert not [name for name in found if "test_" in name or name.startswith("tests")]
 
 
-def run(unpacked, folder, *arguments):
-    """A command of the unpacked wheel, whose packages and entry points come before those of the checkout."""
-    environment = {**os.environ, "PYTHONPATH": str(unpacked), "OMP_NUM_THREADS": "1"}
-    code = "import agentrl, sys; print(agentrl.__file__, file=sys.stderr); from agentrl.cli.main import main; main()"
-    command = [sys.executable, "-c", code, *arguments]
+def run(unpacked, folder, *commands):
+    """Commands of the unpacked wheel, whose packages and entry points come before those of the checkout."""
+    environment = {**os.environ, "PYTHONPATH": str(unpacked)}
+    code = (
+        "import agentrl, shlex, sys; print(agentrl.__file__, file=sys.stderr); from agentrl.cli.main import run;"
+        "sys.exit(max(run(shlex.split(command)) for command in sys.argv[1:]))"
+    )
+    command = [sys.executable, "-c", code, *commands]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stderr.startswith(str(unpacked))
     return done.stdout
 
 
+@pytest.mark.slow
 def test_it_trains_by_the_name_of_a_recipe(wheel, tmp_path):
     unpacked, empty = tmp_path / "site", tmp_path / "empty"
     wheel.extractall(unpacked)
     empty.mkdir()
-    small = ["train.steps=1", "rollout.tasks=2", "rollout.n=2", "eval.tasks=2", "eval.every=0", "train.threads=1"]
-    run(unpacked, empty, "train", "gsm8k_tool", *small)
+    small = "train.steps=1 rollout.tasks=2 rollout.n=2 eval.tasks=2 eval.every=0 train.threads=1"
+    said = run(unpacked, empty, f"train gsm8k_tool {small}", "check gsm8k_ppo", "check text_game")
     assert (empty / "runs" / "gsm8k_tool-001" / "checkpoints" / "step_1" / "model.safetensors").is_file()
     assert '{"step": 1, ' in (empty / "runs" / "gsm8k_tool-001" / "metrics.jsonl").read_text()
-    assert "advantage: gae" in run(unpacked, empty, "check", "gsm8k_ppo")  # extends another
+    assert "advantage: gae" in said  # gsm8k_ppo extends another
     template = unpacked / "agentrl" / "recipes" / "tiny_template.jinja"
-    assert f"chat_template: {template}" in run(unpacked, empty, "check", "text_game")
+    assert f"chat_template: {template}" in said

@@ -118,6 +118,7 @@ def test_arguments_of_the_recipe(arguments, what):
         McpSource(command="x", retries=-1)
 
 
+@pytest.mark.slow
 def test_a_server_that_dies_again_and_again_does_not_stop_a_run(tmp_path):
     """The embedded model's own calculator, served over MCP by a process that ends at every fifteenth call."""
     from agentrl import train

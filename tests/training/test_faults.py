@@ -1,5 +1,6 @@
 """Plugins that misbehave inside whole runs, and steps that have nothing to teach: the run goes on, and counts it."""
 
+import inspect
 import json
 import shutil
 from collections import Counter
@@ -466,6 +467,13 @@ def test_an_advantage_or_a_loss_that_no_step_could_use_is_refused_before_the_fir
     critic = {"critic": {}} if name == "without_returns" else {}
     with pytest.raises(UserError, match=f"^algorithm.{kind} '{__name__}:{name}' {words}"):
         check_algorithm(small(algorithm={kind: f"{HERE}:{name}"}, **critic))
+
+
+def test_a_coroutine_that_nobody_awaits_is_closed() -> None:
+    """Else Python warns that it was never awaited, whenever it finds it."""
+    made = later(None, None)  # type: ignore[arg-type]
+    assert call_plugin("the loss", gives(made)) is made
+    assert inspect.getcoroutinestate(made) == inspect.CORO_CLOSED
 
 
 class MuteError(Exception):

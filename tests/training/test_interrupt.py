@@ -1,6 +1,7 @@
 """Ctrl-C in a process of its own: once ends the run in good order, twice ends it at once."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from train_help import metrics, small
+from warm import Python
 
 import agentrl
 from agentrl.cli import main
@@ -21,26 +23,36 @@ pytestmark = pytest.mark.slow
 PATIENCE = 120.0  # seconds until a test gives up; no test asserts a time
 
 
-def start(folder: Path, stderr: int = subprocess.STDOUT, **changes: object) -> "subprocess.Popen[str]":
-    """`agentrl train` on a run of 500 steps in `folder`/run."""
+def words(folder: Path, **changes: object) -> list[str]:
+    """Of `agentrl train` on a run of 500 steps in `folder`/run, after `python`."""
     recipe = folder / "job.yaml"
     recipe.write_text(dump_recipe(small(folder / "run", **{"train__steps": 500, "eval__splits": [], **changes})))
-    return subprocess.Popen(
-        [sys.executable, "-m", "agentrl.cli.main", "train", str(recipe)],
-        stdout=subprocess.PIPE,
-        stderr=stderr,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "AGENTRL_TEST_MARK": str(folder / "mark")},
-    )
+    return ["-m", "agentrl.cli.main", "train", str(recipe)]
 
 
-def wait_for(process: "subprocess.Popen[str]", what: Callable[[], bool]) -> None:
+def start(folder: Path, **changes: object) -> Python:
+    return Python(words(folder, **changes), env={**os.environ, "AGENTRL_TEST_MARK": str(folder / "mark")})
+
+
+def start_anew(folder: Path, stderr: int = subprocess.STDOUT, **changes: object) -> "subprocess.Popen[str]":
+    """In a new interpreter: with pipes that can close, and what it inherits."""
+    command = [sys.executable, *words(folder, **changes)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True)
+
+
+def wait_for(process: "Python | subprocess.Popen[str]", what: Callable[[], bool]) -> None:
     until = time.monotonic() + PATIENCE
     while not what():
         if process.poll() is not None:
             raise AssertionError(f"it ended by itself: {process.communicate()[0]}")
         assert time.monotonic() < until
         time.sleep(0.05)
+
+
+def pending(pid: int, number: int) -> bool:
+    """Whether a signal waits to be delivered to a process."""
+    masks = re.findall(r"^S[ih][gd]Pnd:\t(\w+)$", Path(f"/proc/{pid}/status").read_text(), re.M)
+    return any(int(mask, 16) >> (number - 1) & 1 for mask in masks)
 
 
 def test_ctrl_c_in_mid_run_saves_the_last_whole_step_and_says_how_to_go_on(tmp_path: Path) -> None:
@@ -67,6 +79,7 @@ def test_ctrl_c_twice_ends_at_once_even_when_a_tool_holds_the_event_loop(tmp_pat
     try:
         wait_for(process, (tmp_path / "mark").exists)
         process.send_signal(signal.SIGINT)
+        wait_for(process, lambda: not pending(process.pid, signal.SIGINT))  # two that wait would count as one
         time.sleep(0.2)
         process.send_signal(signal.SIGINT)
         process.communicate(timeout=PATIENCE)  # the tool sleeps for much longer
@@ -78,7 +91,7 @@ def test_ctrl_c_twice_ends_at_once_even_when_a_tool_holds_the_event_loop(tmp_pat
 def test_a_reader_that_goes_away_ends_the_run_in_one_line_with_the_last_whole_step_saved(tmp_path: Path) -> None:
     """As `agentrl train ... | head` does."""
     folder = tmp_path / "run"
-    process = start(tmp_path, stderr=subprocess.PIPE)
+    process = start_anew(tmp_path, stderr=subprocess.PIPE)
     try:
         assert process.stdout is not None
         assert process.stderr is not None
@@ -101,7 +114,7 @@ def test_a_terminal_that_closes_leaves_the_last_whole_step_saved(tmp_path: Path,
     folder = tmp_path / "run"
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)
     try:
-        process = start(tmp_path, train__steps=6 if ignored else 500)
+        process = start_anew(tmp_path, train__steps=6) if ignored else start(tmp_path)
     finally:
         signal.signal(signal.SIGHUP, before)
     try:

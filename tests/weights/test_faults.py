@@ -3,15 +3,13 @@
 import asyncio
 import subprocess
 import sys
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import pytest
 import torch
 from safetensors.torch import load_file
-from sglang_weights_help import FaultyServer, Weights, opened
+from sglang_weights_help import BUCKET, TENSORS, FaultyServer, Weights, channel_to, opened
 
 from agentrl.engine.servers.server import free_port
 from agentrl.errors import UserError
@@ -22,20 +20,6 @@ from agentrl.weights.transports.disk import DiskTransport
 from agentrl.weights.transports.nccl import GroupTransport
 from agentrl.weights.transports.shared_memory import SharedBucket, SharedMemoryTransport
 from agentrl.weights.verify import Fingerprint
-
-TENSORS = [(f"layer.{i}", torch.full((10,), float(i))) for i in range(6)]
-BUCKET = 80  # bytes: two tensors
-
-
-@pytest.fixture
-async def session() -> AsyncIterator[aiohttp.ClientSession]:
-    async with aiohttp.ClientSession() as found:
-        yield found
-
-
-def channel_to(servers: list[Any], session: Any, transport: Any, timeout: float = 20.0) -> WeightChannel:
-    return WeightChannel([SglangServer(s.url, session, timeout) for s in servers], transport, check_every=0)
-
 
 FAULTS = {
     "/pause_generation": (0, 500),

@@ -1,10 +1,8 @@
 """Adapters to servers, by protocol. With the real server: test_sglang_lora.py."""
 
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 
-import aiohttp
-import pytest
 import torch
 from sglang_weights_help import FaultyServer
 
@@ -12,12 +10,6 @@ from agentrl.weights import Adapter, LoraChannel, SglangServer
 
 CONFIG = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]}
 NAME = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
-
-
-@pytest.fixture
-async def session() -> AsyncIterator[aiohttp.ClientSession]:
-    async with aiohttp.ClientSession() as found:
-        yield found
 
 
 def tensors(step: int) -> list[tuple[str, torch.Tensor]]:

@@ -3,8 +3,6 @@
 import asyncio
 import pickle
 import socket
-import subprocess
-import sys
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,14 +11,13 @@ from typing import Any
 import pytest
 import torch
 from lora_help import merged_state
-from paths import SUPPORT
-from publisher_ranks import tiny, trained
+from publisher_ranks import run_rank, tiny, trained
 from sglang_weights_help import FaultyServer
+from warm import started
 
 from agentrl.models.lora import adapter_state, plain_tensors
 from agentrl.weights import WeightContent, WeightRequest, WeightResult
 
-RANKS = SUPPORT / "publisher_ranks.py"
 DEAD = "http://127.0.0.1:1"
 
 
@@ -30,9 +27,8 @@ class Workers:
     def __init__(self) -> None:
         with socket.socket() as found:
             found.bind(("127.0.0.1", 0))
-            port = str(found.getsockname()[1])
-        pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-        self.ranks = [subprocess.Popen([sys.executable, RANKS, str(r), port], **pipes) for r in range(2)]
+            port = found.getsockname()[1]
+        self.ranks = [started(run_rank, rank, port) for rank in range(2)]
 
     async def call(self, method: str, *arguments: Any) -> Any:
         """What rank 0 answers; the other's answer says nothing."""
@@ -42,16 +38,16 @@ class Workers:
 
     async def answers(self, method: str, *arguments: Any) -> list[Any]:
         """What each rank answers."""
-        for rank in self.ranks:
-            pickle.dump((method, arguments), rank.stdin)
-            rank.stdin.flush()
-        return [await asyncio.to_thread(pickle.load, rank.stdout) for rank in self.ranks]
+        for _, rank in self.ranks:
+            rank.send_bytes(pickle.dumps((method, arguments)))
+        return [pickle.loads(await asyncio.to_thread(rank.recv_bytes)) for _, rank in self.ranks]
 
     def end(self) -> None:
-        for rank in self.ranks:
-            pickle.dump(None, rank.stdin)
-            rank.stdin.flush()
-        assert [rank.wait(60) for rank in self.ranks] == [0, 0]
+        for _, rank in self.ranks:
+            rank.send_bytes(pickle.dumps(None))
+        for process, _ in self.ranks:
+            process.join(60)
+        assert [process.exitcode for process, _ in self.ranks] == [0, 0]
 
 
 @pytest.fixture(scope="module")

@@ -1,13 +1,13 @@
 """What a run keeps on its machine outside of its folder is gone once it is, also where it was killed."""
 
 import os
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
 
 import pytest
+from processes import until
+from warm import Python
 
 from agentrl.weights.scratch import LOGS, WEIGHTS, Scratch, sweep
 
@@ -32,16 +32,19 @@ def age(folder: Path, hours: float) -> None:
 
 
 def test_what_a_killed_process_left_goes_when_the_next_one_begins(folder: Path) -> None:
-    with subprocess.Popen([sys.executable, "-c", f"{LEFT}\ntime.sleep(100)", WEIGHTS], stdout=subprocess.PIPE) as other:
-        assert other.stdout is not None
-        left = Path(other.stdout.readline().decode().strip())
+    other = Python(["-c", f"{LEFT}\ntime.sleep(1000)", WEIGHTS])
+    try:
+        until(lambda: other.said().endswith("\n"))
+        left = Path(other.said().strip())
         (left / "weights_1").mkdir()
         age(left, 1)
         mine = Scratch(WEIGHTS)
         age(mine.path(), 1)
         sweep(WEIGHTS)
         assert left.is_dir()  # it is in use
+    finally:
         other.kill()
+    other.wait()
     sweep(WEIGHTS)
     assert list(folder.iterdir()) == [mine.path()]
     mine.close()
@@ -72,5 +75,7 @@ def test_logs_stay_to_be_read(folder: Path) -> None:
 
 
 def test_a_process_that_ends_by_itself_leaves_nothing(folder: Path) -> None:
-    subprocess.run([sys.executable, "-c", LEFT, WEIGHTS], check=True, stdout=subprocess.DEVNULL)
+    other = Python(["-c", LEFT, WEIGHTS])
+    assert other.wait() == 0
+    assert Path(other.said().strip()).parent == folder
     assert list(folder.iterdir()) == []

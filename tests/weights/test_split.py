@@ -3,20 +3,19 @@ weights."""
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import aiohttp
 import pytest
 import torch
 from aiohttp import web
-from sglang_weights_help import FaultyServer, Weights
+from sglang_weights_help import BUCKET, TENSORS, FaultyServer, Weights, channel_to
 
 from agentrl.threads import in_thread
-from agentrl.weights import SglangServer, WeightChannel, open_channel
+from agentrl.weights import SglangServer, open_channel
 from agentrl.weights.group import Group
 from agentrl.weights.source import NamedTensor, Rounded, WeightSource
 from agentrl.weights.transports import nccl
@@ -24,15 +23,6 @@ from agentrl.weights.transports.disk import DiskTransport
 from agentrl.weights.transports.nccl import GroupTransport
 from agentrl.weights.transports.shared_memory import SharedMemoryTransport
 from agentrl.weights.transports.split import Shared, SplitTransport
-
-TENSORS = [(f"layer.{i}", torch.full((10,), float(i))) for i in range(6)]
-BUCKET = 80  # bytes: two tensors
-
-
-@pytest.fixture
-async def session() -> AsyncIterator[aiohttp.ClientSession]:
-    async with aiohttp.ClientSession() as found:
-        yield found
 
 
 class Once(WeightSource):
@@ -50,10 +40,6 @@ class Once(WeightSource):
 
 def split(close: FaultyServer, folder: Path) -> SplitTransport:
     return SplitTransport(SharedMemoryTransport(BUCKET), DiskTransport(folder, shard_bytes=BUCKET), [close.url])
-
-
-def channel_to(servers: list[Any], session: Any, transport: Any) -> WeightChannel:
-    return WeightChannel([SglangServer(s.url, session, 20.0) for s in servers], transport, check_every=0)
 
 
 async def test_each_server_gets_all_weights_by_its_own_way(session: Any, tmp_path: Path) -> None:

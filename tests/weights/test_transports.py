@@ -20,12 +20,6 @@ LONG = 300  # tokens: long enough to be in the middle of it
 
 
 @pytest.fixture
-async def session() -> AsyncIterator[aiohttp.ClientSession]:
-    async with aiohttp.ClientSession() as found:
-        yield found
-
-
-@pytest.fixture
 async def channel(session: aiohttp.ClientSession, sglang_url: str, tmp_path: Path) -> AsyncIterator[WeightChannel]:
     """By the automatic transport; the server's own weights are put back afterwards, as version 0."""
     found = await open_channel([sglang_url], session, folder=tmp_path, say=lambda line: None)

@@ -3,7 +3,6 @@
 import asyncio
 import os
 import stat
-import subprocess
 import sys
 import textwrap
 from collections.abc import AsyncIterator, Iterator
@@ -19,6 +18,7 @@ from processes import alive, command, until
 from sglang_help import embedded_path, tiny
 from sglang_server_help import FAKE, plan, started
 from sglang_weights_help import Weights, altered, ask, check_answer, spans_of
+from warm import Python
 
 from agentrl.engine.base import Sampling
 from agentrl.engine.local.engine import LocalEngine
@@ -152,7 +152,7 @@ def test_it_does_not_outlive_a_run_that_is_killed(tmp_path: Path) -> None:
         asyncio.run(main())
         """)
     )
-    process = subprocess.Popen([sys.executable, str(run)])
+    process = Python([str(run)])
     found = pids(ids)
     process.kill()
     process.wait()

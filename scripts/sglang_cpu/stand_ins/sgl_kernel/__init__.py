@@ -4,10 +4,14 @@
 
 Page-locked memory, which SGLang keeps LoRA adapters in, is there only with an accelerator: without one, whoever asks
 torch for it in this process is given ordinary memory.
+
+SGLang starts its processes anew, as CUDA wants it: each would import all of it once more. Without an accelerator they
+are forked.
 """
 
 import ctypes
 import functools
+import multiprocessing
 from collections.abc import Callable
 from typing import Any
 
@@ -30,6 +34,7 @@ if not torch.accelerator.is_available():
     for _name in _ALLOCATING:
         setattr(torch, _name, _unpinned(getattr(torch, _name)))
     torch.Tensor.pin_memory = lambda tensor, *device: tensor
+    multiprocessing.context._concrete_contexts["spawn"] = multiprocessing.get_context("fork")
 
 
 def assign_req_to_token_pool_cpu(

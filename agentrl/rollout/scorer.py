@@ -83,7 +83,9 @@ class Scorer:
 
 
 def _sample(t: Trajectory) -> Sample:
-    return Sample(t.task, t.messages, dict(t.rewards), str(t.finish), len(t.turns), t.sampled_tokens, t.ids)
+    return Sample(
+        t.task, t.messages, dict(t.rewards), str(t.finish), len(t.turns), t.sampled_tokens, t.ids[t.last_path()]
+    )
 
 
 def _with_part(t: Trajectory, part: str, value: float) -> Trajectory:

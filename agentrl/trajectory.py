@@ -48,6 +48,8 @@ class Boundary(StrEnum):
     """The environment's hooks."""
     REWARD = "reward"
     """A reward function."""
+    AGENT = "agent"
+    """An agent that holds the conversation in place of the built-in driver."""
     ENGINE = "engine"
     """The engine."""
     INFRASTRUCTURE = "infrastructure"

@@ -85,3 +85,7 @@ class Endpoint(Protocol):
     def previous(self, completion_id: str) -> tuple[Message, ...]:
         """Return the conversation that ends with the answer `completion_id`. Raises GatewayError."""
         ...
+
+    def lost(self, completion: Completion) -> None:
+        """Note that nobody was there any more to receive an answer."""
+        ...

@@ -9,7 +9,7 @@ import json
 import logging
 import secrets
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -113,8 +113,11 @@ class Gateway:
             self._calls[key].add(task)
             task.add_done_callback(lambda done: self._calls.get(key, set()).discard(done))
             if call.stream:
-                return await _stream(request, dialect, call, task)
-            return _json(dialect.render(await asyncio.shield(task), call))
+                return await _stream(request, dialect, call, task, endpoint)
+            found = await asyncio.shield(task)
+            if request.transport is None or request.transport.is_closing():
+                endpoint.lost(found)
+            return _json(dialect.render(found, call))
         except GatewayError as error:
             return _json(dialect.error(error), error.status)
         except asyncio.CancelledError:
@@ -179,21 +182,25 @@ def _with_origin(call: Call, body: bytes, request: web.Request) -> Call:
 
 
 async def _stream(
-    request: web.Request, dialect: Dialect, call: Call, task: "asyncio.Future[Completion]"
+    request: web.Request, dialect: Dialect, call: Call, task: "asyncio.Future[Completion]", endpoint: Endpoint
 ) -> web.StreamResponse:
     """Answer as server-sent events; an error before the first of them is an ordinary answer."""
-    with suppress(TimeoutError):
-        await asyncio.wait_for(asyncio.shield(task), KEEP_ALIVE_SECONDS)
+    await asyncio.wait({task}, timeout=KEEP_ALIVE_SECONDS)
+    if task.done():
+        task.result()
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
     await response.prepare(request)
-    while not task.done():
-        await response.write(b": keep-alive\n\n")
-        await asyncio.wait({task}, timeout=KEEP_ALIVE_SECONDS)
     try:
+        while not task.done():
+            await response.write(b": keep-alive\n\n")
+            await asyncio.wait({task}, timeout=KEEP_ALIVE_SECONDS)
         for part in dialect.events(task.result(), call):
             await response.write(part)
     except ConnectionError:
-        raise
+        task.add_done_callback(
+            lambda done: None if done.cancelled() or done.exception() else endpoint.lost(done.result())
+        )
+        return response
     except BaseException as error:  # noqa: BLE001 - boundary: the answer has begun, so the error is its last event
         told = error if isinstance(error, GatewayError) else _fault(contained(error))
         await response.write(f"event: error\ndata: {json.dumps(dialect.error(told))}\n\n".encode())

@@ -55,6 +55,7 @@ class AgentRequest(AsyncRolloutRequest):
     def add_step_reward(self, reward: float) -> None:
         if answered := self.tree.answered:
             answered[-1].reward += reward
+            self.step_rewards.append(reward)
 
     def trajectory(self, weights: Mapping[str, float] = {}) -> Trajectory:
         self._flatten()
@@ -83,6 +84,7 @@ class Rollout:
     def __init__(self, driver: "AgentDriver", request: AgentRequest) -> None:
         self._driver, self._request = driver, request
         self._given: dict[bytes, asyncio.Future[Completion]] = {}
+        self._sent_again: set[str] = set()  # ids of completions
         self.refused: FinishReason | None = None
         self.broken: tuple[tuple[Boundary, str], Exception] | None = None
         self.tools_done = False
@@ -92,7 +94,9 @@ class Rollout:
         tree = self._request.tree
         if call.retry and (first := self._given.get(call.body)) is not None:
             tree.counts.retries += 1
-            return await asyncio.shield(first)
+            found = await asyncio.shield(first)
+            self._sent_again.add(found.id)
+            return found
         answer = asyncio.ensure_future(self._sampled(call))
         self._given[call.body] = answer
         try:
@@ -105,11 +109,18 @@ class Rollout:
         return self._request.tree.measure(call.messages, call.tools)
 
     def previous(self, completion_id: str) -> tuple[Message, ...]:
+        return self._node(completion_id).conversation
+
+    def lost(self, completion: Completion) -> None:
+        if completion.id not in self._sent_again:
+            self._node(completion.id).lost = True
+
+    def _node(self, completion_id: str) -> Node:
         head, _, index = completion_id.rpartition("-")
         nodes = self._request.tree.nodes
         if head != _public(self._request.id) or not index.isdecimal() or int(index) >= len(nodes):
             raise GatewayError(f"previous_response_id: {completion_id[:80]!r} is not of this rollout")
-        return nodes[int(index)].conversation
+        return nodes[int(index)]
 
     async def _sampled(self, call: Call) -> Completion:
         request, driver = self._request, self._driver
@@ -125,7 +136,6 @@ class Rollout:
             raise
         parsed = bounded(driver.chat.parse(generation.ids))
         message = assistant_message(parsed, node.index)
-        node.delivered = True
         request.tree.answer(node, generation, message)
         request.messages[:] = node.conversation
         finish = Finish.TOOLS if parsed.calls else Finish.STOP

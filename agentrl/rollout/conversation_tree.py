@@ -53,8 +53,8 @@ class Node:
     """The sampled message."""
     reward: float = 0.0
     """Step rewards of its tool calls."""
-    delivered: bool = False
-    """Whether the agent was there to receive the answer."""
+    lost: bool = False
+    """Whether nobody was there any more to receive the answer."""
     continued: bool = False
     """Whether a later call goes on from it, or repeats its answer."""
 
@@ -169,6 +169,7 @@ class ConversationTree:
         if first and first < len(messages) and (node := self._answers.get(_canonical(messages[first]))):
             rest = self._following(node.ids, messages[first + 1 :])
             if rest is not None:
+                node.continued = True
                 return [*self.chat.render(messages[:first], tools), *node.ids, *rest]
         return list(self.chat.render(messages, tools))
 
@@ -215,7 +216,7 @@ class ConversationTree:
         offered no tools although others of the rollout did, or that nobody was there to receive."""
         tools = any(node.has_tools for node in self.nodes)
         for node in self.answered:
-            if not node.continued and ((tools and not node.has_tools) or not node.delivered):
+            if not node.continued and ((tools and not node.has_tools) or node.lost):
                 yield node
 
 

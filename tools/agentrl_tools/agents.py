@@ -50,16 +50,12 @@ async def responses(task: Task, client: AgentClient, turns: int = 6) -> str:
 
 async def anthropic_messages(task: Task, client: AgentClient, turns: int = 6) -> str:
     """Solve a task over the Messages API by the `anthropic` SDK. Returns the last answer."""
-    from anthropic import AsyncAnthropic
-
     system = "\n".join(str(m["content"]) for m in client.messages if m["role"] == "system")
     messages: list[Any] = [m for m in client.messages if m["role"] != "system"]
     functions = [tool["function"] for tool in client.tools]
     tools = [{**{k: f[k] for k in ("name", "description")}, "input_schema": f["parameters"]} for f in functions]
     options: dict[str, Any] = {"system": system} if system else {}
-    async with AsyncAnthropic(
-        base_url=client.anthropic_url, api_key=client.api_key, timeout=client.timeout
-    ) as anthropic:
+    async with client.anthropic() as anthropic:
         for _ in range(turns):
             found = await anthropic.messages.create(
                 model=client.model, max_tokens=1024, messages=messages, tools=tools, **options
@@ -68,13 +64,9 @@ async def anthropic_messages(task: Task, client: AgentClient, turns: int = 6) ->
             calls = [block for block in found.content if block.type == "tool_use"]
             if not calls:
                 break
-            results = [
-                {
-                    "type": "tool_result",
-                    "tool_use_id": call.id,
-                    "content": await client.call_tool(call.name, call.input),
-                }
-                for call in calls
-            ]
+            results = []
+            for call in calls:
+                text = await client.call_tool(call.name, call.input)
+                results.append({"type": "tool_result", "tool_use_id": call.id, "content": text})
             messages.append({"role": "user", "content": results})
     return "".join(block.text for block in found.content if block.type == "text")

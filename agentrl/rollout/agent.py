@@ -34,6 +34,8 @@ class AgentRequest(AsyncRolloutRequest):
 
     tree: ConversationTree = field(init=False)
     train_auxiliary: bool = False
+    outcome: Outcome | None = None
+    """What its agent came to, until it is released."""
 
     @property
     def turn_count(self) -> int:
@@ -264,6 +266,8 @@ class AgentDriver(Driver):
             try:
                 found = await timer.wait(self._agent.solve(request.task, client), request.deadline)
                 outcome = found if isinstance(found, Outcome) else Outcome(returned=found)
+                request.outcome = outcome
+                finish = FinishReason.TIMEOUT if timer.expired else finish
             except DeadlineExceededError:
                 finish = FinishReason.TIMEOUT
             except Exception as error:

@@ -2,8 +2,11 @@
 
 import asyncio
 import json
+import os
+import sys
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -11,9 +14,10 @@ import numpy as np
 import pytest
 from agentrl_tools.agents import anthropic_messages, chat_completions, responses
 from fakes import END, CharChat, Echo, Env, Hooks, ScriptedEngine, call, logprob
+from processes import eventually
 
 from agentrl.gateway.server import Gateway
-from agentrl.plugins.agent import AgentClient, FunctionAgent, Outcome
+from agentrl.plugins.agent import AgentClient, FunctionAgent, Outcome, ProgramAgent
 from agentrl.plugins.tool import Tool
 from agentrl.plugins.types import InfrastructureError, Session, Task, ToolResponse
 from agentrl.recipe.schema import AgentSection, RolloutSection
@@ -367,3 +371,102 @@ async def test_an_engine_that_fails_is_told_to_the_agent_and_fails_the_rollout()
     assert found.failure is not None
     assert found.failure.boundary is Boundary.ENGINE
     assert "it is gone" in found.failure.message
+
+
+CURL = """
+curl -sS "$OPENAI_BASE_URL/chat/completions" -H "Authorization: Bearer $OPENAI_API_KEY" \
+  -d "{\\"messages\\": [{\\"role\\": \\"user\\", \\"content\\": \\"$0\\"}]}" > answer.json
+echo "asked $0"; exit 3
+"""
+
+
+@asynccontextmanager
+async def program(command: list[str], script: Any = ("4",), **keys: Any) -> AsyncIterator[AgentDriver]:
+    async with driving(lambda task, client: None, script, **keys) as (driver, _):
+        driver._agent = ProgramAgent(tuple(command))
+        try:
+            yield driver
+        finally:
+            await driver._agent.close()
+
+
+async def test_a_program_in_another_language_is_an_agent() -> None:
+    seen: list[tuple[Outcome, str]] = []
+
+    def judge(session: Session) -> float:
+        seen.append((session.outcome, Path(session.outcome.folder, "answer.json").read_text()))
+        return 0.5
+
+    async with program(["sh", "-c", CURL, "{prompt}"], env=Env(calc_reward=judge)) as driver:
+        found = await driver.drive(driver.request(TASK, 0))
+    ((outcome, answer),) = seen
+    assert found.reward == 0.5
+    assert (outcome.exit_code, outcome.output) == (3, "asked 2+2?\n")
+    assert json.loads(answer)["choices"][0]["message"]["content"] == "4"
+    assert texts(found)[0].count("2+2?") == 1
+    assert await gone(outcome)
+
+
+async def gone(outcome: Outcome) -> bool:
+    """Whether its folder goes."""
+    assert outcome.folder is not None
+    for _ in range(500):
+        if not Path(outcome.folder).parent.exists():
+            return True
+        await asyncio.sleep(0.01)
+    return False
+
+
+WILD = """
+import os, signal, subprocess, sys, time, urllib.request
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+body = b'{"messages": [{"role": "user", "content": "hi"}]}'
+for _ in range(200):
+    one = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body,
+                                 {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]})
+    try: urllib.request.urlopen(one).read()
+    except OSError: pass
+open("state", "w").write("here")
+os.write(1, b"x" * 3_000_000)
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        time.sleep(1000)
+time.sleep(1000)
+"""
+
+
+async def test_a_wild_program_is_bounded_and_judged_by_what_it_left() -> None:
+    seen: list[tuple[Outcome, str]] = []
+
+    def judge(session: Session) -> float:
+        seen.append((session.outcome, Path(session.outcome.folder, "state").read_text()))
+        return 1.0
+
+    keys: dict[str, Any] = {"env": Env(calc_reward=judge), "timeout": 4.0, "max_calls": 5}
+    async with program([sys.executable, "-c", WILD], by_count(), **keys) as driver:
+        found = await driver.drive(driver.request(TASK, 0))
+    ((outcome, state),) = seen
+    assert state == "here"
+    assert len(found.turns) == 5
+    assert outcome.exit_code is None
+    assert 0 < len(outcome.output) <= 1 << 16
+    assert await gone(outcome)
+    await eventually(lambda: not processes_with(str(outcome.folder)))
+
+
+def processes_with(folder: str) -> list[str]:
+    """The processes whose working folder is this one."""
+    found = []
+    for link in Path("/proc").glob("[0-9]*/cwd"):
+        with suppress(OSError):
+            if os.readlink(link).startswith(folder):
+                found.append(str(link))
+    return found
+
+
+async def test_a_program_that_ends_without_a_call_fails_the_rollout() -> None:
+    async with program(["sh", "-c", "exit 1"]) as driver:
+        found = await driver.drive(driver.request(TASK, 0))
+    assert found.failure is not None
+    assert "without a call of the model" in found.failure.message

@@ -48,7 +48,7 @@ def _listed(value: Any) -> Any:
 
 
 def _words(value: Any) -> Any:
-    return tuple(shlex.split(value)) if isinstance(value, str) else value
+    return tuple(shlex.split(value)) if isinstance(value, str) else _listed(value)
 
 
 def _named(value: Any) -> Any:

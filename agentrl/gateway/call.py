@@ -74,6 +74,15 @@ class GatewayError(Exception):
 class Endpoint(Protocol):
     """Who serves the calls of one key: a rollout, or a model that is served to people."""
 
+    @property
+    def tools(self) -> Sequence[dict[str, Json]]:
+        """Schemas of the tools that the key may call by MCP."""
+        ...
+
+    async def call_tool(self, name: str, arguments: Mapping[str, Json] | str) -> str:
+        """Run one of the tools; return what the model reads."""
+        ...
+
     async def complete(self, call: Call) -> Completion:
         """Return the answer. Raises GatewayError."""
         ...

@@ -16,6 +16,7 @@ from typing import Any
 from aiohttp import web
 
 from agentrl.errors import UserError, contained, describe
+from agentrl.gateway import mcp
 from agentrl.gateway.anthropic_messages import AnthropicMessages
 from agentrl.gateway.call import Call, Completion, Endpoint, GatewayError
 from agentrl.gateway.chat_completions import ChatCompletions
@@ -50,6 +51,7 @@ class Gateway:
         app.router.add_post("/v1/messages", self._messages)
         app.router.add_post("/v1/messages/count_tokens", self._count)
         app.router.add_get("/v1/models", self._models)
+        app.router.add_post("/mcp", self._mcp)
         self._runner = web.AppRunner(app, access_log=None, handle_signals=False, shutdown_timeout=1.0)
         await self._runner.setup()
         site = web.TCPSite(self._runner, self._host, self._port, backlog=1024)
@@ -145,6 +147,24 @@ class Gateway:
             return _json(ChatCompletions().error(error), error.status)
         model = {"id": self._model, "object": "model", "created": 0, "owned_by": "agentrl", "type": "model"}
         return _json({"object": "list", "data": [model], "has_more": False})
+
+    async def _mcp(self, request: web.Request) -> web.Response:
+        try:
+            key, endpoint = self._of(request)
+            given = _object(await _body(request))
+            task = asyncio.ensure_future(mcp.answer(endpoint, given))
+            self._calls[key].add(task)
+            task.add_done_callback(lambda done: self._calls.get(key, set()).discard(done))
+            found = await asyncio.shield(task)
+        except GatewayError as error:
+            return _json(ChatCompletions().error(error), error.status)
+        except asyncio.CancelledError:
+            if (current := asyncio.current_task()) is not None and current.cancelling():
+                raise
+            return web.Response(status=401)
+        except Exception as error:  # noqa: BLE001 - as in `_serve`
+            return _json(ChatCompletions().error(_fault(error)), 500)
+        return web.Response(status=202) if found is None else _json(found)
 
     def _of(self, request: web.Request) -> tuple[str, Endpoint]:
         """Return the key of a request and whose it is. Raises GatewayError (401)."""

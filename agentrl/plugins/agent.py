@@ -39,6 +39,8 @@ class AgentClient:
     """Of the gateway's OpenAI dialects, such as http://127.0.0.1:40001/v1."""
     anthropic_url: str
     """Of its Anthropic dialect, without /v1."""
+    mcp_url: str
+    """Of the task's tools as an MCP server (streamable HTTP); the key is its bearer token."""
     api_key: str
     """The key of this rollout."""
     model: str
@@ -129,7 +131,8 @@ class FunctionAgent(Agent):
             return text
 
         own = replace(client, call_tool=call_tool)
-        return await asyncio.wrap_future(self._threads.submit(lambda: self.function(task, own, **self.arguments)))
+        found = await asyncio.wrap_future(self._threads.submit(lambda: self.function(task, own, **self.arguments)))
+        return await found if inspect.isawaitable(found) else found
 
     async def close(self) -> None:
         if self._threads is not None:
@@ -140,9 +143,10 @@ class FunctionAgent(Agent):
 class ProgramAgent(Agent):
     """A program in any language, started anew for each rollout, in a working folder of its own.
 
-    It finds the gateway by OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY and AGENTRL_MODEL,
-    and the task in the JSON file that AGENTRL_TASK names: `id`, `data`, `messages` (the opening) and `tools`. What it
-    started ends with it. One that takes too long is killed, and the rollout is judged by its folder as it is then.
+    It finds the gateway by OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY and AGENTRL_MODEL, the
+    task's tools as an MCP server at AGENTRL_MCP_URL, and the task in the JSON file that AGENTRL_TASK names: `id`, `data`,
+    `messages` (the opening) and `tools`. What it started ends with it. One that takes too long is killed, and the
+    rollout is judged by its folder as it is then.
     """
 
     command: tuple[str, ...]
@@ -193,6 +197,7 @@ class ProgramAgent(Agent):
             "ANTHROPIC_BASE_URL": client.anthropic_url,
             "ANTHROPIC_API_KEY": client.api_key,
             "AGENTRL_MODEL": client.model,
+            "AGENTRL_MCP_URL": client.mcp_url,
             "AGENTRL_TASK": str(opening),
         }
 

@@ -91,6 +91,11 @@ class Rollout:
         self.broken: tuple[tuple[Boundary, str], Exception] | None = None
         self.tools_done = False
 
+    @property
+    def tools(self) -> tuple[dict[str, Json], ...]:
+        """See `Endpoint.tools`."""
+        return self._driver.schemas(self._request)
+
     async def complete(self, call: Call) -> Completion:
         """See `Endpoint.complete`. A call that an SDK sends again joins the first."""
         tree = self._request.tree
@@ -243,6 +248,10 @@ class AgentDriver(Driver):
         """Runs the calls of tools."""
         return self._caller
 
+    def schemas(self, request: AgentRequest) -> tuple[dict[str, Json], ...]:
+        """Schemas of the tools that the task of a rollout offers."""
+        return tuple(self._schemas[name] for name in request.tools)
+
     def request(
         self, task: Task, sample: int, *, seed: Seed = 0, attempt: int = 0, opening: Opening | None = None
     ) -> AsyncRolloutRequest:
@@ -292,10 +301,11 @@ class AgentDriver(Driver):
         return AgentClient(
             base_url=f"{url}/v1",
             anthropic_url=url,
+            mcp_url=f"{url}/mcp",
             api_key=key,
             model=self._gateway.model,
             messages=opening,
-            tools=tuple(self._schemas[name] for name in request.tools),
+            tools=self.schemas(request),
             call_tool=rollout.call_tool,
             timeout=max(1.0, request.deadline - time.monotonic()),
         )

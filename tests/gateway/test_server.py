@@ -37,6 +37,13 @@ class Scripted:
     def count(self, call: Call) -> int:
         return 100 + len(call.messages)
 
+    @property
+    def tools(self) -> list[dict[str, Any]]:
+        return [{"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": SCHEMA}}]
+
+    async def call_tool(self, name: str, arguments: Any) -> str:
+        return f"{name} of {json.dumps(arguments)}"
+
     def previous(self, completion_id: str) -> tuple[Message, ...]:
         if completion_id != "t-1":
             raise GatewayError(f"{completion_id} is unknown")
@@ -298,3 +305,24 @@ async def test_the_sdk_says_what_was_refused() -> None:
     async with served(Scripted(TEXT)) as (url, key), AsyncOpenAI(base_url=f"{url}/v1", api_key=key) as openai:
         with pytest.raises(BadRequestError, match="n: 3 is not served"):
             await openai.chat.completions.create(model="any", messages=[{"role": "user", "content": "hi"}], n=3)
+
+
+async def test_tools_by_the_mcp_sdk() -> None:
+    import httpx2
+    from mcp import ClientSession
+    from mcp.client.streamable_http import streamable_http_client
+
+    async with served(Scripted(TEXT)) as (url, key):
+        http = httpx2.AsyncClient(headers={"Authorization": f"Bearer {key}"})
+        async with (
+            http,
+            streamable_http_client(f"{url}/mcp", http_client=http) as (reading, writing, *_),
+            ClientSession(reading, writing) as session,
+        ):
+            await session.initialize()
+            listed = await session.list_tools()
+            assert [(tool.name, tool.description) for tool in listed.tools] == [("add", "Adds.")]
+            found = await session.call_tool("add", {"a": 1})
+            assert found.content[0].text == 'add of {"a": 1}'
+            with pytest.raises(Exception, match="no tool named 'ad'"):
+                await session.call_tool("ad", {})

@@ -470,3 +470,41 @@ async def test_a_program_that_ends_without_a_call_fails_the_rollout() -> None:
         found = await driver.drive(driver.request(TASK, 0))
     assert found.failure is not None
     assert "without a call of the model" in found.failure.message
+
+
+async def agents_sdk(task: Task, client: AgentClient, api: str) -> str:
+    """An agent of the OpenAI Agents SDK, whose tool calls the task's."""
+    from agents import (
+        Agent,
+        OpenAIChatCompletionsModel,
+        OpenAIResponsesModel,
+        Runner,
+        function_tool,
+        set_tracing_disabled,
+    )
+
+    set_tracing_disabled(True)
+
+    @function_tool
+    async def echo(text: str) -> str:
+        """Says it back."""
+        return str(await client.call_tool("echo", {"text": text}))
+
+    async with client.openai() as openai:
+        kind = OpenAIChatCompletionsModel if api == "chat" else OpenAIResponsesModel
+        agent = Agent(name="a", instructions="Be brief.", tools=[echo], model=kind(client.model, openai))
+        found = await Runner.run(agent, str(client.messages[-1]["content"]))
+    return str(found.final_output)
+
+
+@pytest.mark.parametrize("api", ["chat", "responses"])
+async def test_an_agent_of_the_openai_agents_sdk(api: str) -> None:
+    seen: list[Outcome] = []
+    env = Env(calc_reward=lambda session: seen.append(session.outcome) or 1.0)
+    found = await played(lambda task, client: agents_sdk(task, client, api), ECHO, env=env, tools=[Echo()])
+    assert found.failure is None, found.failure
+    assert seen[0].returned == "It is 4."
+    assert trained(found) == ECHO
+    assert len(found.paths()) == 1
+    assert found.extra["gateway"]["forks"] == 0
+    assert len(found.tool_uses) == 2

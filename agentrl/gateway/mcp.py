@@ -47,10 +47,10 @@ async def _result(endpoint: Endpoint, method: str, params: Mapping[str, Any]) ->
                 ]
             }
         case "tools/call":
-            name = params.get("name")
+            name = str(params.get("name"))
             known = [tool["function"]["name"] for tool in endpoint.tools]
             if name not in known:
-                raise GatewayError(f"there is no tool named {str(name)[:64]!r}; known: {', '.join(known) or 'none'}")
+                raise GatewayError(f"there is no tool named {name[:64]!r}; known: {', '.join(known) or 'none'}")
             text = await endpoint.call_tool(name, mapping(params.get("arguments"), "arguments"))
             return {"content": [{"type": "text", "text": text}], "isError": False}
         case _:

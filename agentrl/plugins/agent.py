@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 import tempfile
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -124,11 +125,13 @@ class FunctionAgent(Agent):
             return await self.function(task, client, **self.arguments)
         if self._threads is None:
             self._threads = DaemonThreads(f"agent-{self.name}", _THREADS, Abandoned("agent", _REMEDY))
-        loop = asyncio.get_running_loop()
+        loop, here = asyncio.get_running_loop(), threading.current_thread()
 
-        def call_tool(name: str, arguments: Mapping[str, Json] | str) -> str:
-            text: str = asyncio.run_coroutine_threadsafe(client.call_tool(name, arguments), loop).result()
-            return text
+        def call_tool(name: str, arguments: Mapping[str, Json] | str) -> Any:
+            work = client.call_tool(name, arguments)
+            if threading.current_thread() is here:  # of a coroutine that the function returned
+                return work
+            return asyncio.run_coroutine_threadsafe(work, loop).result()
 
         own = replace(client, call_tool=call_tool)
         found = await asyncio.wrap_future(self._threads.submit(lambda: self.function(task, own, **self.arguments)))
@@ -143,10 +146,10 @@ class FunctionAgent(Agent):
 class ProgramAgent(Agent):
     """A program in any language, started anew for each rollout, in a working folder of its own.
 
-    It finds the gateway by OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY and AGENTRL_MODEL, the
-    task's tools as an MCP server at AGENTRL_MCP_URL, and the task in the JSON file that AGENTRL_TASK names: `id`, `data`,
-    `messages` (the opening) and `tools`. What it started ends with it. One that takes too long is killed, and the
-    rollout is judged by its folder as it is then.
+    It finds the gateway by OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY and AGENTRL_MODEL,
+    the task's tools as an MCP server at AGENTRL_MCP_URL, and the task in the JSON file that AGENTRL_TASK names: `id`,
+    `data`, `messages` (the opening) and `tools`. What it started ends with it. One that takes too long is killed, and
+    the rollout is judged by its folder as it is then.
     """
 
     command: tuple[str, ...]

@@ -26,6 +26,8 @@ _KINDS = {401: "authentication_error", 404: "not_found_error", 413: "request_too
 class AnthropicMessages:
     """`POST /v1/messages`."""
 
+    history = "messages"
+
     def parse(self, body: Mapping[str, Any]) -> Call:
         """Return the call. Raises GatewayError for what cannot be served."""
         if body.get("stop_sequences"):

@@ -8,7 +8,7 @@ from typing import Protocol
 from agentrl.plugins.types import Json, Message
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Call:
     """One request for a completion."""
 
@@ -28,8 +28,18 @@ class Call:
     """The model's name as the agent wrote it, which the answer repeats."""
     asked: Mapping[str, Json] = field(default_factory=dict)
     """Sampling parameters that the agent asked for and the recipe decides, such as the temperature."""
+    earlier: "Call | None" = None
+    """A call of the same key whose messages and tools are the first of this one's, found by its bytes."""
+    retry: int = 0
+    """How often the client's SDK has sent this request before."""
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """How a call came."""
+
     body: bytes = b""
-    """The request as it came: equal bodies are told as retries by it."""
+    """The request as it came, by which a retry is known."""
     retry: int = 0
     """How often the client's SDK has sent this request before."""
 
@@ -83,8 +93,8 @@ class Endpoint(Protocol):
         """Run one of the tools; return what the model reads."""
         ...
 
-    async def complete(self, call: Call) -> Completion:
-        """Return the answer. Raises GatewayError."""
+    async def complete(self, call: Call, origin: Origin) -> Completion:
+        """Return the answer; each call runs in a task of its own. Raises GatewayError."""
         ...
 
     def count(self, call: Call) -> int:

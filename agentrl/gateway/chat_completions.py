@@ -11,11 +11,15 @@ from agentrl.plugins.types import Json, Message
 ASKED = ("temperature", "top_p", "top_k", "seed", "presence_penalty", "frequency_penalty", "reasoning_effort")
 """Parameters of sampling that the recipe decides; what the agent asked for is recorded."""
 
+encode = json.JSONEncoder(ensure_ascii=False).encode
+"""Return a value as JSON text."""
 Role = Literal["system", "user", "assistant", "tool"]
 
 
 class ChatCompletions:
     """`POST /v1/chat/completions`."""
+
+    history = "messages"
 
     def parse(self, body: Mapping[str, Any]) -> Call:
         """Return the call. Raises GatewayError for what cannot be served."""
@@ -166,7 +170,7 @@ def written(message: Message) -> dict[str, Any]:
 
 def arguments_text(arguments: Any) -> str:
     """Return the arguments of a call as JSON text; what cannot be read as it was written."""
-    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return arguments if isinstance(arguments, str) else encode(arguments)
 
 
 def pieces(text: str, size: int = 24) -> Iterator[str]:
@@ -178,7 +182,7 @@ def pieces(text: str, size: int = 24) -> Iterator[str]:
 def event(data: Mapping[str, Any], name: str | None = None) -> bytes:
     """Return a server-sent event."""
     head = f"event: {name}\n" if name else ""
-    return f"{head}data: {json.dumps(data, ensure_ascii=False)}\n\n".encode("utf-8", "replace")
+    return f"{head}data: {encode(data)}\n\n".encode("utf-8", "replace")
 
 
 def _usage(found: Completion) -> dict[str, int]:

@@ -26,6 +26,8 @@ Previous = Callable[[str], tuple[Message, ...]]
 class Responses:
     """`POST /v1/responses`. previous: returns the conversation that ends with a response that was given before."""
 
+    history = "input"
+
     def __init__(self, previous: Previous) -> None:
         self._previous = previous
 

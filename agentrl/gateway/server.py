@@ -10,7 +10,6 @@ import logging
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 from aiohttp import web
@@ -18,8 +17,9 @@ from aiohttp import web
 from agentrl.errors import UserError, contained, describe
 from agentrl.gateway import mcp
 from agentrl.gateway.anthropic_messages import AnthropicMessages
-from agentrl.gateway.call import Call, Completion, Endpoint, GatewayError
-from agentrl.gateway.chat_completions import ChatCompletions
+from agentrl.gateway.call import Call, Completion, Endpoint, GatewayError, Origin
+from agentrl.gateway.chat_completions import ChatCompletions, encode
+from agentrl.gateway.history import History, json_object
 from agentrl.gateway.responses import Responses
 
 BODY_BYTES = 32 << 20
@@ -41,6 +41,7 @@ class Gateway:
         self._host, self._port, self._model = host, port, model
         self._endpoints: dict[str, Endpoint] = {}
         self._calls: dict[str, set[asyncio.Task[Any]]] = {}
+        self._histories: dict[str, History] = {}
         self._runner: web.AppRunner | None = None
 
     async def start(self) -> None:
@@ -78,11 +79,11 @@ class Gateway:
         """Give `endpoint` a key for the time of this context. At its end calls of the key that still run are
         cancelled."""
         key = f"agentrl-{secrets.token_urlsafe(24)}"
-        self._endpoints[key], self._calls[key] = endpoint, set()
+        self._endpoints[key], self._calls[key], self._histories[key] = endpoint, set(), History()
         try:
             yield key
         finally:
-            del self._endpoints[key]
+            del self._endpoints[key], self._histories[key]
             for task in self._calls.pop(key):
                 task.cancel()
 
@@ -110,8 +111,8 @@ class Gateway:
             key, endpoint = self._of(request)
             dialect = dialect_for(endpoint)
             body = await _body(request)
-            call = _with_origin(dialect.parse(_object(body)), body, request)
-            task = asyncio.ensure_future(endpoint.complete(call))
+            call = self._histories[key].parse(body, dialect)
+            task = asyncio.ensure_future(endpoint.complete(call, _origin(body, request)))
             self._calls[key].add(task)
             task.add_done_callback(lambda done: self._calls.get(key, set()).discard(done))
             if call.stream:
@@ -133,7 +134,7 @@ class Gateway:
         dialect = AnthropicMessages()
         try:
             _, endpoint = self._of(request)
-            body = dict(_object(await _body(request)))
+            body = dict(json_object(await _body(request)))
             return _json({"input_tokens": endpoint.count(dialect.parse({"max_tokens": 1, **body}))})
         except GatewayError as error:
             return _json(dialect.error(error), error.status)
@@ -151,7 +152,7 @@ class Gateway:
     async def _mcp(self, request: web.Request) -> web.Response:
         try:
             key, endpoint = self._of(request)
-            given = _object(await _body(request))
+            given = json_object(await _body(request))
             task = asyncio.ensure_future(mcp.answer(endpoint, given))
             self._calls[key].add(task)
             task.add_done_callback(lambda done: self._calls.get(key, set()).discard(done))
@@ -186,19 +187,9 @@ async def _body(request: web.Request) -> bytes:
         raise GatewayError(f"the request is larger than {BODY_BYTES >> 20} MiB", 413) from None
 
 
-def _object(body: bytes) -> dict[str, Any]:
-    try:
-        found = json.loads(body)
-    except (ValueError, RecursionError):
-        raise GatewayError("the body is not JSON") from None
-    if not isinstance(found, dict):
-        raise GatewayError("the body is not a JSON object")
-    return found
-
-
-def _with_origin(call: Call, body: bytes, request: web.Request) -> Call:
+def _origin(body: bytes, request: web.Request) -> Origin:
     given = request.headers.get("x-stainless-retry-count", "0")
-    return replace(call, body=body, retry=int(given) if given.isdecimal() and len(given) < 6 else 0)
+    return Origin(body, int(given) if given.isdecimal() and len(given) < 6 else 0)
 
 
 async def _stream(
@@ -235,5 +226,5 @@ def _fault(error: Exception) -> GatewayError:
 
 
 def _json(data: dict[str, Any], status: int = 200) -> web.Response:
-    text = json.dumps(data, ensure_ascii=False).encode("utf-8", "replace")
+    text = encode(data).encode("utf-8", "replace")
     return web.Response(body=text, status=status, content_type="application/json")

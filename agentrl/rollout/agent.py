@@ -14,7 +14,7 @@ from typing import Any
 from agentrl.chat.base import Chat, ParsedCall
 from agentrl.engine.base import Engine, EngineError, Generation, GenerationFinish, Sampling
 from agentrl.errors import UserError, describe
-from agentrl.gateway.call import Call, Completion, Finish, GatewayError
+from agentrl.gateway.call import Call, Completion, Finish, GatewayError, Origin
 from agentrl.gateway.chat_completions import tool_call
 from agentrl.gateway.server import Gateway
 from agentrl.plugins.agent import Agent, AgentClient, Outcome
@@ -26,6 +26,8 @@ from agentrl.rollout.deadline import DeadlineExceededError, DeadlineTimer
 from agentrl.rollout.driver import Driver
 from agentrl.rollout.request import AsyncRolloutRequest, Opening, Seed, nth
 from agentrl.trajectory import Boundary, FinishReason, Trajectory, Turn
+
+_RETRIED = 64  # calls whose bodies are kept, so that one that is sent again is known
 
 
 @dataclass(slots=True, eq=False)
@@ -85,7 +87,7 @@ class Rollout:
 
     def __init__(self, driver: "AgentDriver", request: AgentRequest) -> None:
         self._driver, self._request = driver, request
-        self._given: dict[bytes, asyncio.Future[Completion]] = {}
+        self._given: dict[bytes, asyncio.Task[Any]] = {}
         self._sent_again: set[str] = set()  # ids of completions
         self.refused: FinishReason | None = None
         self.broken: tuple[tuple[Boundary, str], Exception] | None = None
@@ -96,24 +98,23 @@ class Rollout:
         """See `Endpoint.tools`."""
         return self._driver.schemas(self._request)
 
-    async def complete(self, call: Call) -> Completion:
+    async def complete(self, call: Call, origin: Origin) -> Completion:
         """See `Endpoint.complete`. A call that an SDK sends again joins the first."""
-        tree = self._request.tree
-        if call.retry and (first := self._given.get(call.body)) is not None:
-            tree.counts.retries += 1
-            found = await asyncio.shield(first)
+        if origin.retry and (first := self._given.get(origin.body)) is not None:
+            self._request.tree.counts.retries += 1
+            found: Completion = await asyncio.shield(first)
             self._sent_again.add(found.id)
             return found
-        answer = asyncio.ensure_future(self._sampled(call))
-        self._given[call.body] = answer
-        try:
-            return await asyncio.shield(answer)
-        except asyncio.CancelledError:
-            answer.cancel()
-            raise
+        self._given.pop(origin.body, None)
+        task = asyncio.current_task()
+        assert task is not None, "the gateway gives each call a task of its own"
+        self._given[origin.body] = task
+        if len(self._given) > _RETRIED:
+            self._given = dict(list(self._given.items())[-_RETRIED:])
+        return await self._sampled(call)
 
     def count(self, call: Call) -> int:
-        return self._request.tree.measure(call.messages, call.tools)
+        return self._request.tree.measure(call)
 
     def previous(self, completion_id: str) -> tuple[Message, ...]:
         return self._node(completion_id).conversation
@@ -133,7 +134,7 @@ class Rollout:
         request, driver = self._request, self._driver
         self._check_limits()
         try:
-            node = request.tree.add(call.messages, call.tools)
+            node = request.tree.add(call)
         except UserError as error:
             raise GatewayError(str(error)) from None
         try:

@@ -8,12 +8,13 @@ history. What follows is added by the bridge of the chat. A history that was tru
 import hashlib
 import json
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from agentrl.chat.base import Chat
 from agentrl.engine.base import Generation
 from agentrl.errors import UserError
+from agentrl.gateway.call import Call
 from agentrl.plugins.types import Json, Message
 from agentrl.trajectory import Segment, Turn
 
@@ -39,12 +40,10 @@ class Node:
     branch: Branch
     given: list[int]
     """Tokens between the parent's end and the first sampled one."""
-    key: Key
-    """Of the messages of the call."""
-    messages: tuple[Message, ...]
-    """The conversation that the call sent."""
-    has_tools: bool
-    """Whether the call offered tools."""
+    call: Call
+    """What the agent sent."""
+    keys: list[Key]
+    """Of the conversation before each message of the call, and of all of it."""
     end: int = 0
     """Tokens of the path, sampled ones included, once it is answered."""
     generation: Generation | None = None
@@ -66,7 +65,7 @@ class Node:
     @property
     def conversation(self) -> tuple[Message, ...]:
         """The messages of the call and its answer."""
-        return (*self.messages, self.answer) if self.answer is not None else self.messages
+        return (*self.call.messages, self.answer) if self.answer is not None else self.call.messages
 
 
 @dataclass(slots=True)
@@ -93,7 +92,10 @@ class ConversationTree:
     """Every call that began, in that order."""
     branches: list[Branch] = field(default_factory=list)
     counts: Counts = field(default_factory=Counts)
+    tokens: int = 0
+    """Tokens of the tree, each counted once."""
     _by_key: dict[Key, list[Node]] = field(default_factory=dict)
+    _by_call: dict[int, Node] = field(default_factory=dict)  # by the identity of a call, which its node keeps alive
     _answers: dict[Key, Node] = field(default_factory=dict)  # the latest by its canonical answer
 
     @property
@@ -101,34 +103,32 @@ class ConversationTree:
         """The calls that have an answer, in the order in which they began."""
         return [node for node in self.nodes if node.generation is not None]
 
-    @property
-    def tokens(self) -> int:
-        """Tokens of the tree, each counted once."""
-        return sum(len(node.given) + len(node.ids) for node in self.nodes)
-
-    def add(self, messages: Sequence[Message], tools: Sequence[dict[str, Json]]) -> Node:
+    def add(self, call: Call) -> Node:
         """Return a new node for a call, its prompt laid out in `node.branch.ids`. Raises UserError: the chat template
         cannot express the messages."""
-        parent, given, key = self._place(messages, tools)
-        node = Node(len(self.nodes), parent, self._branch(parent, given), given, key, tuple(messages), bool(tools))
+        parent, given, keys = self._place(call)
+        node = Node(len(self.nodes), parent, self._branch(parent, given), given, call, keys)
         forked = parent is None or node.branch is not parent.branch
         self.counts.calls += 1
         self.counts.forks += forked and bool(self.nodes)
         if parent is not None:
             parent.continued = True
         self.nodes.append(node)
+        self.tokens += len(given)
+        self._by_call[id(call)] = node
         return node
 
-    def measure(self, messages: Sequence[Message], tools: Sequence[dict[str, Json]]) -> int:
+    def measure(self, call: Call) -> int:
         """Return the tokens that the prompt of a call would have, without adding it."""
-        parent, given, _ = self._place(messages, tools)
+        parent, given, _ = self._place(call)
         return (parent.end if parent is not None else 0) + len(given)
 
     def answer(self, node: Node, generation: Generation, message: Message) -> None:
         """Write down what was sampled for a node."""
-        node.branch.ids.extend(generation.ids)
+        node.branch.ids.fromlist(generation.ids)
+        self.tokens += len(generation.ids)
         node.end, node.generation, node.answer = len(node.branch.ids), generation, message
-        self._by_key.setdefault(_after(node.key, message), []).append(node)
+        self._by_key.setdefault(_after(node.keys[-1], message), []).append(node)
         self._answers[_canonical(message)] = node
 
     def give_up(self, node: Node) -> None:
@@ -147,21 +147,28 @@ class ConversationTree:
         self.branches.append(branch)
         return branch
 
-    def _place(
-        self, messages: Sequence[Message], tools: Sequence[dict[str, Json]]
-    ) -> tuple[Node | None, list[int], Key]:
-        """Return the parent of a call, the tokens that follow it, and the key of the messages."""
+    def _place(self, call: Call) -> tuple[Node | None, list[int], list[Key]]:
+        """Return the parent of a call, the tokens that follow it, and the keys of the call."""
+        messages = call.messages
         if not messages or messages[-1]["role"] == "assistant":
             raise UserError("the last message must be one that the model answers, not an assistant's")
-        keys = list(_keys(messages, tools))
+        keys = self._keys(call)
         for length in range(len(messages) - 1, 0, -1):
             found = self._by_key.get(keys[length])
             if found:
                 parent = _told_apart(found, messages[length - 1])
                 if (given := self._following(parent.ids, messages[length:])) is not None:
-                    return parent, given, keys[-1]
+                    return parent, given, keys
                 break
-        return None, self._from_nothing(messages, tools), keys[-1]
+        return None, self._from_nothing(messages, call.tools), keys
+
+    def _keys(self, call: Call) -> list[Key]:
+        """Return the key of the conversation before each message, and of all of it."""
+        known = self._by_call.get(id(call.earlier)) if call.earlier is not None else None
+        keys = [_digest(b"", _written(call.tools))] if known is None else known.keys.copy()
+        for message in call.messages[len(keys) - 1 :]:
+            keys.append(_after(keys[-1], message))
+        return keys
 
     def _from_nothing(self, messages: Sequence[Message], tools: Sequence[dict[str, Json]]) -> list[int]:
         """Return the tokens of a conversation of which nothing was sampled here, or not in this order."""
@@ -214,9 +221,9 @@ class ConversationTree:
     def auxiliary(self) -> Iterator[Node]:
         """Yield the calls that are no part of what the rollout did: answers that no later call repeats, of calls that
         offered no tools although others of the rollout did, or that nobody was there to receive."""
-        tools = any(node.has_tools for node in self.nodes)
+        tools = any(node.call.tools for node in self.nodes)
         for node in self.answered:
-            if not node.continued and ((tools and not node.has_tools) or node.lost):
+            if not node.continued and ((tools and not node.call.tools) or node.lost):
                 yield node
 
 
@@ -230,15 +237,6 @@ def _call_ids(message: Message) -> list[str]:
     return [call.get("id", "") for call in message.get("tool_calls", ())]
 
 
-def _keys(messages: Iterable[Message], tools: Sequence[dict[str, Json]]) -> Iterator[Key]:
-    """Yield the key of the conversation before each message, and of all of it."""
-    key = _digest(b"", json.dumps(list(tools), sort_keys=True).encode())
-    yield key
-    for message in messages:
-        key = _after(key, message)
-        yield key
-
-
 def _after(key: Key, message: Message) -> Key:
     return _digest(key, _canonical(message))
 
@@ -246,8 +244,14 @@ def _after(key: Key, message: Message) -> Key:
 def _canonical(message: Message) -> bytes:
     """Return what a message says, whatever an agent made of its form: ids, thinking and the order of keys left out."""
     calls = [[call["function"]["name"], call["function"]["arguments"]] for call in message.get("tool_calls", ())]
-    said = [message["role"], message["content"] or "", calls]
-    return json.dumps(said, sort_keys=True, ensure_ascii=False).encode("utf-8", "surrogatepass")
+    return _written([message["role"], message["content"] or "", calls])
+
+
+_encode = json.JSONEncoder(sort_keys=True, ensure_ascii=False).encode
+
+
+def _written(value: Json) -> bytes:
+    return _encode(value).encode("utf-8", "surrogatepass")
 
 
 def _digest(key: Key, text: bytes) -> Key:

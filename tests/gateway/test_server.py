@@ -12,7 +12,7 @@ from anthropic import AsyncAnthropic
 from openai import AsyncOpenAI, BadRequestError
 
 from agentrl.gateway import server as server_module
-from agentrl.gateway.call import Call, Completion, Finish, GatewayError
+from agentrl.gateway.call import Call, Completion, Finish, GatewayError, Origin
 from agentrl.gateway.server import Gateway
 from agentrl.plugins.types import Message
 
@@ -26,7 +26,7 @@ class Scripted:
         self.error: Exception | None = None
         self.losses: list[str] = []
 
-    async def complete(self, call: Call) -> Completion:
+    async def complete(self, call: Call, origin: Origin) -> Completion:
         self.calls.append(call)
         name = f"t-{len(self.calls)}"
         await asyncio.sleep(self.seconds)

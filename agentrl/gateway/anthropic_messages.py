@@ -6,6 +6,7 @@ from typing import Any
 
 from agentrl.gateway.call import Call, Completion, Finish, GatewayError
 from agentrl.gateway.chat_completions import (
+    UNREADABLE,
     arguments_text,
     array,
     count,
@@ -19,7 +20,6 @@ from agentrl.plugins.types import Json, Message
 
 _ASKED = ("temperature", "top_p", "top_k", "thinking")
 _STOP = {Finish.STOP: "end_turn", Finish.LENGTH: "max_tokens", Finish.TOOLS: "tool_use"}
-_UNREADABLE = "unreadable_arguments"  # holds what the model wrote as arguments where that is no JSON object
 _KINDS = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large", 429: "rate_limit_error"}
 
 
@@ -101,8 +101,7 @@ def _messages(one: Mapping[str, Any], where: str) -> Iterator[Message]:
                 continue
             case "tool_use" if role == "assistant":
                 given = mapping(block.get("input"), f"{at}.input")
-                arguments = given[_UNREADABLE] if set(given) == {_UNREADABLE} else given
-                calls.append(tool_call(str(block.get("id", "")), block.get("name"), arguments, at))
+                calls.append(tool_call(str(block.get("id", "")), block.get("name"), given, at))
             case "tool_result" if role == "user":
                 result = _text(block.get("content"), f"{at}.content")
                 yield {"role": "tool", "content": result, "tool_call_id": str(block.get("tool_use_id", ""))}
@@ -155,7 +154,7 @@ def _blocks(found: Completion) -> Iterator[dict[str, Any]]:
         yield {"type": "text", "text": message["content"] or ""}
     for call in calls:
         given = call["function"]["arguments"]
-        arguments = given if isinstance(given, dict) else {_UNREADABLE: given}
+        arguments = given if isinstance(given, dict) else {UNREADABLE: given}
         yield {"type": "tool_use", "id": call.get("id", ""), "name": call["function"]["name"], "input": arguments}
 
 

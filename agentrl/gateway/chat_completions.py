@@ -11,6 +11,8 @@ from agentrl.plugins.types import Json, Message
 ASKED = ("temperature", "top_p", "top_k", "seed", "presence_penalty", "frequency_penalty", "reasoning_effort")
 """Parameters of sampling that the recipe decides; what the agent asked for is recorded."""
 
+UNREADABLE = "unreadable_arguments"
+"""The key under which a dialect whose arguments are objects holds what the model wrote, where that is none."""
 encode = json.JSONEncoder(ensure_ascii=False).encode
 """Return a value as JSON text."""
 Role = Literal["system", "user", "assistant", "tool"]
@@ -107,9 +109,12 @@ def _call_of(given: Any, where: str) -> Any:
 
 
 def tool_call(name_id: str, name: Any, arguments: Any, where: str) -> Any:
-    """Return a call of a tool in our form: its arguments parsed where they are a JSON object."""
-    if not isinstance(name, str) or not name:
+    """Return a call of a tool in our form: its arguments parsed where they are a JSON object. Its name may be empty: a
+    model may write that."""
+    if not isinstance(name, str):
         raise GatewayError(f"{where}: a call has no name")
+    if isinstance(arguments, dict) and set(arguments) == {UNREADABLE}:
+        arguments = arguments[UNREADABLE]
     if isinstance(arguments, str):
         try:
             parsed = json.loads(arguments or "{}")

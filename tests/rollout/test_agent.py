@@ -508,3 +508,15 @@ async def test_an_agent_of_the_openai_agents_sdk(api: str) -> None:
     assert len(found.paths()) == 1
     assert found.extra["gateway"]["forks"] == 0
     assert len(found.tool_uses) == 2
+
+
+@pytest.mark.parametrize("solve", LOOPS, ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "mistake", ["<call> {}</call>", "<call>echo [1</call>", "<call>ecco {}</call>", "<call>echo {}"]
+)
+async def test_a_mistake_of_the_models_goes_back_to_it(solve: Solve, mistake: str) -> None:
+    found = await played(solve, [mistake, "sorry"], tools=[Echo()])
+    assert found.failure is None, found.failure
+    assert trained(found) == [mistake, "sorry"]
+    assert [s.parent for s in found.segments] == [-1, 0]
+    assert found.tool_uses[0].error is not None

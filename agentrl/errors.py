@@ -46,6 +46,8 @@ def nearest(name: str, known: Iterable[str]) -> str:
     """Return a hint such as `; did you mean 'calculator'?`, or the list of known names if none is similar."""
     names = sorted(known)
     close = difflib.get_close_matches(name, names, n=2, cutoff=0.5)
+    if close and difflib.get_close_matches(name, close, n=1, cutoff=0.8):  # a slip: what is far from it is not meant
+        close = difflib.get_close_matches(name, close, n=2, cutoff=0.6)
     if close:
         return "; did you mean " + " or ".join(repr(c) for c in close) + "?"
     return f"; known: {', '.join(names)}" if names else ""

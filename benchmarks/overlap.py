@@ -77,13 +77,16 @@ def serving(options: argparse.Namespace) -> Iterator[None]:
     if recipe.engine.name != "sglang" or recipe.engine.args.get("urls"):
         yield
         return
-    from agentrl.engine.sglang.client import Sessions
-    from agentrl.engine.sglang.server import Server
-    from agentrl.engine.sglang.settings import Settings
+    from agentrl.engine.servers.client import Sessions
+    from agentrl.engine.servers.server import Server
+    from agentrl.engine.servers.settings import Settings
+    from agentrl.engine.sglang.command import SglangPlan
     from agentrl.models.load import load_model
 
     model = load_model(recipe.model)[0]
-    plan = Settings(**recipe.engine.args).plan(model, resolve(recipe.model.path), recipe.engine.max_batch, None)
+    plan = Settings(**recipe.engine.args).plan(
+        SglangPlan, model, resolve(recipe.model.path), recipe.engine.max_batch, None
+    )
     assert plan is not None
     sessions = Sessions()
     server = Server(plan, 0, log := Path(tempfile.gettempdir()) / "overlap_sglang.log", sessions)

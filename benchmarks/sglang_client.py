@@ -17,8 +17,9 @@ from collections.abc import Sequence
 from multiprocessing.connection import Connection
 
 from agentrl.engine.base import Sampling
-from agentrl.engine.sglang.client import Client, Sessions
-from agentrl.engine.sglang.wire import INTERVAL, Answer, Features, Reader, request_body
+from agentrl.engine.servers.answer import INTERVAL, Answer, Features
+from agentrl.engine.servers.client import Client, Sessions
+from agentrl.engine.sglang.wire import Reader, request_body
 
 PROMPT = list(range(1000, 3000))
 SAMPLING = Sampling(1 << 20, stop_ids=(5,))

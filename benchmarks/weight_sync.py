@@ -24,11 +24,12 @@ import aiohttp
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config
 
-from agentrl.engine.sglang.client import Sessions
-from agentrl.engine.sglang.command import LaunchPlan, launch_command
-from agentrl.engine.sglang.server import Server
+from agentrl.engine.servers.client import Sessions
+from agentrl.engine.servers.launch import launch_command
+from agentrl.engine.servers.server import Server
+from agentrl.engine.sglang.command import SGLANG, SglangPlan
 from agentrl.models import embedded_path
-from agentrl.weights import ModelWeights, WeightChannel, WeightServer
+from agentrl.weights import ModelWeights, SglangServer, WeightChannel
 from agentrl.weights.transports.base import Transport
 from agentrl.weights.transports.disk import DiskTransport
 from agentrl.weights.transports.nccl import GroupTransport
@@ -73,8 +74,9 @@ async def serving(folder: Path, url: str | None) -> AsyncIterator[str]:
     if url is not None:
         yield url
         return
-    plan = LaunchPlan(
-        command=launch_command(None, None), model_path=str(folder), dtype="float32", max_batch=8, token_bytes=1 << 16,
+    plan = SglangPlan(
+        command=launch_command(None, None, SGLANG), model_path=str(folder), dtype="float32", max_batch=8,
+        token_bytes=1 << 16,
         flags={"load-format": "dummy", "skip-tokenizer-init": True, "max-total-tokens": 1024}, context=1024, cpu=True,
     )  # fmt: skip
     sessions = Sessions()
@@ -102,7 +104,7 @@ async def measure(name: str, model: Any, url: str, repeat: int) -> list[dict[str
                 "from_disk, /dev/shm": DiskTransport(Path(memory)),
             }
             for label, transport in transports.items():
-                seconds = await best_of(WeightChannel([WeightServer(url, session)], transport), model, repeat)
+                seconds = await best_of(WeightChannel([SglangServer(url, session)], transport), model, repeat)
                 row = {"model": name, "way": label, "seconds": seconds, "mb_s": size / MB / seconds}
                 rows.append({**row, "ratio": copied / seconds})
                 show(rows[-1], size)

@@ -8,10 +8,12 @@ import os
 import shutil
 import signal
 from collections.abc import Generator, Iterator
+from pathlib import Path
 
 import pytest
 from paths import SUPPORT
 from tiers import FIXTURES, TIERS
+from venvs import wait_for_install
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background job, which tests of Ctrl-C would inherit
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -19,7 +21,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background jo
 os.environ["PYTHONPATH"] = os.pathsep.join([str(SUPPORT), *filter(None, [os.environ.get("PYTHONPATH")])])
 """Subprocesses and Ray workers import the shared helpers too."""
 
-VENV = "AGENTRL_SGLANG_VENV"
+VENV, VLLM_VENV = "AGENTRL_SGLANG_VENV", "AGENTRL_VLLM_VENV"
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -50,8 +52,7 @@ def _escaped(text: str) -> str:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark every item by its fixtures and its tier; files with slow tests come first, so that the processes that share
-    the files end at about the same time."""
+    """Mark every item by its fixtures and its tier, and sort the files by the last of their tiers."""
     order = list(TIERS)
     rank: dict[object, int] = {}
     for item in items:
@@ -62,8 +63,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("quick")
         if item.get_closest_marker("long") is None:
             item.add_marker("all")
-        rank[item.path] = min([rank.get(item.path, len(order)), *tiers])
-    items.sort(key=lambda item: rank[item.path])
+        if tiers:
+            rank[item.path] = max(rank.get(item.path, 0), *tiers)
+    items.sort(key=lambda item: rank.get(item.path, len(order)))
 
 
 @pytest.fixture(scope="session")
@@ -89,9 +91,10 @@ def chromium() -> str:
 
 @pytest.fixture(scope="session")
 def sglang_venv() -> str:
-    """The virtual environment of the real server; skips where there is none."""
+    """The virtual environment of the real server, complete; skips where none is named."""
     if not (venv := os.environ.get(VENV)):
         pytest.skip(f"no SGLang: make one with scripts/sglang_cpu/install VENV and set {VENV}=VENV")
+    wait_for_install(Path(venv))
     return venv
 
 
@@ -105,4 +108,27 @@ def sglang_url(sglang_venv: str, tmp_path_factory: pytest.TempPathFactory) -> It
     from sglang_help import ADAPTER, real_plan, real_server
 
     with real_server(tmp_path_factory.mktemp("sglang"), real_plan({"enable-lora": True}, ADAPTER)) as url:
+        yield url
+
+
+@pytest.fixture(scope="session")
+def vllm_venv() -> str:
+    """The virtual environment of the real server, complete; skips where none is named."""
+    if not (venv := os.environ.get(VLLM_VENV)):
+        pytest.skip(f"no vLLM: make one with scripts/vllm_cpu/install VENV and set {VLLM_VENV}=VENV")
+    wait_for_install(Path(venv))
+    return venv
+
+
+@pytest.fixture(scope="session")
+def vllm_url(vllm_venv: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A real server with the embedded model, on loopback, that takes adapters too. AGENTRL_VLLM_URL names one that runs
+    already."""
+    if url := os.environ.get("AGENTRL_VLLM_URL"):
+        yield url
+        return
+    from sglang_help import real_server
+    from vllm_help import real_plan
+
+    with real_server(tmp_path_factory.mktemp("vllm"), real_plan()) as url:
         yield url

@@ -119,9 +119,11 @@ class RemotePublisher:
         self._transport = "auto"
         self._rank_by_url: dict[str, int] = {}
 
-    def open(self, folder: str | None = None, transport: str = "auto", key: str | None = None) -> None:
+    def open(
+        self, folder: str | None = None, transport: str = "auto", key: str | None = None, kind: str = "sglang"
+    ) -> None:
         self._transport = transport
-        self._group.open_publisher(folder, transport, key)
+        self._group.open_publisher(folder, transport, key, kind)
 
     def publish(self, request: WeightRequest) -> WeightResult:
         return WeightResult.joined(self._group.publish(replace(request, senders=self._senders(request.urls))))

@@ -125,9 +125,9 @@ class TrainWorker(InstrumentedWorker):
         return [(name, tensor.cpu()) for name, tensor in bucket]
 
     @register(ONE_TO_ALL)
-    def open_publisher(self, folder: str | None, transport: str, key: str | None) -> None:
+    def open_publisher(self, folder: str | None, transport: str, key: str | None, kind: str) -> None:
         """See `Publisher.open`; so are the next four methods, each a call of its on every rank."""
-        self._publisher.open(folder, transport, key)
+        self._publisher.open(folder, transport, key, kind)
 
     @register(ONE_TO_ALL)
     @instrumented("actor", SYNC)

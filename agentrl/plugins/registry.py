@@ -209,9 +209,21 @@ def _checked(maker: Callable[..., Any], args: Mapping[str, Json], where: str, wh
 def _hints(maker: Callable[..., Any]) -> dict[str, Any]:
     """Return the types that a class or a function annotates its arguments with; none where they cannot be read."""
     try:
-        return get_type_hints(vars(maker).get("__init__", maker) if isinstance(maker, type) else maker)
-    except (NameError, TypeError):
+        return get_type_hints(_annotated(maker))
+    except (NameError, TypeError, ValueError):
         return {}
+
+
+def _annotated(maker: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what annotates the arguments: the `__init__` of a class, be it inherited, unless that names none, as that
+    of a pydantic model."""
+    init = getattr(maker, "__init__", None) if isinstance(maker, type) else None
+    if init is None:
+        return maker
+    named = [
+        p for p in inspect.signature(init).parameters.values() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+    ]
+    return init if len(named) > 1 else maker
 
 
 def _config_of(maker: Callable[..., Any]) -> tuple[str, type[Any]] | None:

@@ -1,4 +1,4 @@
-"""How the trainer's weights reach SGLang servers.
+"""How the trainer's weights reach servers.
 
     channel = await open_channel(urls, session, folder=run_folder / "weights", say=print)
     done = await channel.publish(step, ModelWeights(model))     # pauses, loads, verifies, sets the version, resumes
@@ -19,6 +19,7 @@ from agentrl.weights.lora import Adapter, LoraChannel
 from agentrl.weights.publisher import Publisher, Sender
 from agentrl.weights.request import WeightContent, WeightPublisher, WeightRequest, WeightResult
 from agentrl.weights.server import PauseMode, WeightServer, WeightUpdateError
+from agentrl.weights.sglang import SglangServer
 from agentrl.weights.source import ModelWeights, WeightSource
 
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "Published",
     "Publisher",
     "Sender",
+    "SglangServer",
     "WeightChannel",
     "WeightContent",
     "WeightPublisher",

@@ -47,7 +47,7 @@ def own_address(host: str, port: int) -> str:
     except OSError as error:
         if (host, port) == _PUBLIC_ADDRESS:
             return LOOPBACK  # a machine without a network
-        raise UserError(f"engine sglang: this machine has no route to {host}: {error.strerror}") from error
+        raise UserError(f"engine: this machine has no route to {host}: {error.strerror}") from error
 
 
 def is_own(address: str) -> bool:
@@ -64,13 +64,13 @@ def is_loopback(host: str) -> bool:
     return host == "localhost" or host.startswith("127.") or host == "::1"
 
 
-def given_key() -> str | None:
-    return os.environ.get(KEY_VARIABLE) or None
+def given_key(variable: str = KEY_VARIABLE) -> str | None:
+    return os.environ.get(variable) or None
 
 
-def new_key() -> str:
+def new_key(variable: str = KEY_VARIABLE) -> str:
     """Return the key of one run: the given one, or 256 random bits."""
-    return given_key() or secrets.token_hex(32)
+    return given_key(variable) or secrets.token_hex(32)
 
 
 def authorization(key: str | None) -> dict[str, str]:

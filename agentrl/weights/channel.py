@@ -16,17 +16,19 @@ import torch
 
 from agentrl.errors import UserError, nearest
 from agentrl.weights.addresses import same_host
+from agentrl.weights.kinds import SERVERS
 from agentrl.weights.server import PauseMode, WeightServer, WeightUpdateError
 from agentrl.weights.source import Rounded, WeightSource
 from agentrl.weights.transports.base import Failures, Transport, each
 from agentrl.weights.transports.disk import DiskTransport
+from agentrl.weights.transports.handles import HandleTransport
 from agentrl.weights.transports.nccl import GroupTransport
 from agentrl.weights.transports.shared_memory import SharedMemoryTransport
 from agentrl.weights.transports.split import SplitTransport
 from agentrl.weights.verify import Fingerprint, check
 
 TRANSPORTS = ("auto", "from_tensor", "from_distributed", "from_disk")
-"""Values of `engine.args.weights`, by the names of SGLang's endpoints."""
+"""Values of `engine.args.weights`, by the names of SGLang's endpoints; what each is for vLLM: vllm.py."""
 CHECK_EVERY = 50
 """Updates between two comparisons of what servers hold with what was sent; the first update is compared."""
 PARTIAL = "partial-"
@@ -121,7 +123,9 @@ class WeightChannel:
     async def resume(self) -> Failures:
         """Resume the servers whose weights are whole. Returns what failed, by URL."""
         failures: Failures = {}
-        await each([s for s in self.servers if self.versions.get(s.url) is not None], WeightServer.resume, failures)
+        await each(
+            [s for s in self.servers if self.versions.get(s.url) is not None], lambda server: server.resume(), failures
+        )
         return failures
 
     async def sleep(self, tags: Sequence[str] = MEMORY) -> Failures:
@@ -184,6 +188,7 @@ async def open_channel(
     *,
     folder: Path,
     transport: str = "auto",
+    kind: str = "sglang",
     timeout: float = 600.0,
     check_every: int = CHECK_EVERY,
     former: WeightChannel | None = None,
@@ -191,36 +196,51 @@ async def open_channel(
 ) -> WeightChannel:
     """Open a channel to the servers at `urls`, which must answer already.
 
-    transport: one of TRANSPORTS. folder: where `from_disk` writes; servers on other machines must see it by the same
-    path. timeout: seconds that one call of an update may take. check_every: the first update is verified, and then one
-    in so many (0: none). say: called with a line that names the transport and why. former: the channel before this one:
-    servers that it sent to sleep are woken by this one.
+    kind: of the servers, one of SERVERS. transport: one of TRANSPORTS. folder: where `from_disk` writes; servers on
+    other machines must see it by the same path. timeout: seconds that one call of an update may take. check_every: the
+    first update is verified, and then one in so many (0: none). say: called with a line that names the transport and
+    why. former: the channel before this one: servers that it sent to sleep are woken by this one.
     Raises UserError for an unknown transport, WeightUpdateError for a server that does not answer.
     """
     if transport not in TRANSPORTS:
         raise UserError(f"engine.args.weights: unknown transport {transport!r}{nearest(transport, TRANSPORTS)}")
-    servers = [WeightServer(url, session, timeout) for url in urls]
+    servers = [SERVERS[kind](url, session, timeout) for url in urls]
     for server in servers:
         await server.facts()
-    chosen, how = _by_server(servers, transport, folder)
+    chosen, how = await _by_server(kind, servers, transport, folder)
     say(f"weights: {how}")
     return WeightChannel(servers, chosen, check_every, former)
 
 
-def _by_server(servers: Sequence[WeightServer], transport: str, folder: Path) -> tuple[Transport, str]:
+async def _by_server(kind: str, servers: Sequence[WeightServer], transport: str, folder: Path) -> tuple[Transport, str]:
     """Return how to send to each of the servers, and a line about it."""
-    if transport == "from_disk":
-        return DiskTransport(folder), "from_disk (as the recipe says)"
     if transport != "auto":
-        by_group = transport == "from_distributed"
-        return GroupTransport() if by_group else SharedMemoryTransport(), f"{transport} (as the recipe says)"
-    near = [server.url for server in servers if same_host(server.url)]
-    apart = [server.url for server in servers if server.url not in near]
-    if not apart:
-        return SharedMemoryTransport(), "from_tensor (servers share this machine's memory)"
-    why = f"from_distributed over gloo ({apart[0]} does not share this machine's memory"
-    why += f", nor do {len(apart) - 1} more)" if len(apart) > 1 else ")"
-    group = GroupTransport(nccl=False)  # which version a server has is not known, and NCCL wants its own
-    if not near:
-        return group, why
-    return SplitTransport(SharedMemoryTransport(), group, near), f"from_tensor to {len(near)} servers, {why}"
+        return _transport(transport, kind, folder), f"{transport} (as the recipe says)"
+    whys: dict[str, dict[str, str]] = {}  # transport -> URL -> why
+    for server in servers:
+        name, why = await server.transport(same_host(server.url))
+        whys.setdefault(name, {})[server.url] = why
+    by_group = whys.pop("from_distributed", None)
+    if by_group is not None:
+        whys["from_distributed"] = by_group
+    (first, *others), lines = whys or {"from_tensor": {}}, []
+    chosen, near = _transport(first, kind, folder, asked=False), list(whys.get(first, ()))
+    for name in others:
+        chosen = SplitTransport(chosen, _transport(name, kind, folder, asked=False), tuple(near))
+        near += whys[name]
+    for name, some in whys.items():
+        over = " over gloo" if name == "from_distributed" and not SERVERS[kind].joins_by_id else ""
+        more = f", nor do {len(some) - 1} more" if over and len(some) > 1 else ""
+        why = f" ({next(iter(some.values()), '')}{more})"
+        lines.append(f"{name} to {len(some)} servers" if others and name == first else f"{name}{over}{why}")
+    return chosen, ", ".join(lines)
+
+
+def _transport(name: str, kind: str, folder: Path, asked: bool = True) -> Transport:
+    """asked: whether the recipe names it. Otherwise NCCL serves only where nothing else does: it wants its own version
+    in servers, which do not tell theirs."""
+    if name == "from_disk":
+        return DiskTransport(folder)
+    if name == "from_distributed":
+        return GroupTransport(nccl=asked or SERVERS[kind].joins_by_id)
+    return HandleTransport() if kind == "vllm" else SharedMemoryTransport()

@@ -12,9 +12,11 @@ from itertools import accumulate
 from typing import Any
 from urllib.parse import urlsplit
 
+import torch
 from torch import Tensor
 from torch import distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch.cuda import nccl as _nccl
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.distributed_c10d import GroupName
 
@@ -25,6 +27,7 @@ from agentrl.weights.server import WeightServer, WeightUpdateError
 from agentrl.weights.transports.base import Failures, each
 
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+nccl: Any = _nccl  # torch leaves it untyped
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +57,19 @@ class Group:
             dist.destroy_process_group(self.handle)
 
 
+@dataclass(frozen=True, slots=True)
+class NcclGroup(Group):
+    """A bare NCCL communicator of this process's current GPU, as vLLM's engine `nccl` uses one. handle: torch's. Not
+    tried: no GPU."""
+
+    def broadcast(self, tensor: Tensor) -> None:
+        nccl.broadcast([tensor], 0, comms=[self.handle])
+        torch.cuda.current_stream(tensor.device).synchronize()
+
+    def abort(self) -> None:
+        """Nothing ends it on this side but its last reference; a broadcast whose peer is gone waits."""
+
+
 async def open_group(servers: Sequence[WeightServer], backend: str, timeout: float, failures: Failures) -> Group:
     """Have all servers join a new group. Raises WeightUpdateError unless all do; those that did not are in `failures`.
     timeout: seconds, also of each broadcast."""
@@ -62,22 +78,33 @@ async def open_group(servers: Sequence[WeightServer], backend: str, timeout: flo
     *offsets, world = _offsets([(await server.facts()).ranks for server in servers])
     first = dict(zip((s.url for s in servers), offsets, strict=True))
 
+    by_id = any(server.joins_by_id for server in servers)
+    if by_id and backend != "nccl":
+        raise WeightUpdateError("vLLM joins groups of GPUs only; on a CPU use engine.args.weights=from_disk")
+    unique_id = nccl.unique_id() if by_id else None
+
     async def join(server: WeightServer) -> None:
+        if unique_id is not None:
+            await server.join_nccl(unique_id, first[server.url], world)
+            return
         parts = urlsplit(server.url)
         address = own_address(parts.hostname or "", parts.port or 80)
         await server.join_group(address, port, first[server.url], world, name, backend)
 
     joining = asyncio.create_task(each(servers, join, failures))
     try:
-        with _reached_by([server.url for server in servers]):
-            handle, store = await in_thread(_start, port, world, name, backend, timeout)
+        if unique_id is None:
+            with _reached_by([server.url for server in servers]):
+                handle, store = await in_thread(_start, port, world, name, backend, timeout)
+        else:
+            handle, store = await in_thread(_start_by_id, unique_id, world), None
     except (RuntimeError, ValueError) as error:
         joining.cancel()
         await asyncio.gather(joining, return_exceptions=True)
         line = " ".join(str(error).split())[:200]
         raise WeightUpdateError(f"the {backend} group of {len(servers)} servers did not form: {line}") from error
     joined = await joining
-    group = Group(name, tuple(joined), handle, store, backend)
+    group = (Group if unique_id is None else NcclGroup)(name, tuple(joined), handle, store, backend)
     if len(joined) < len(servers):
         group.abort()
         raise WeightUpdateError(f"the {backend} group of {len(servers)} servers did not form")
@@ -119,6 +146,15 @@ def _start(port: int, world: int, name: str, backend: str, timeout: float) -> tu
     )
     c10d._world.pg_group_ranks[handle] = {rank: rank for rank in range(world)}
     return handle, store
+
+
+def _start_by_id(unique_id: bytes, world: int) -> Any:
+    """Do rank 0's side of what vLLM's workers do as they join: they add up one number first of all."""
+    agree_with_servers()
+    handle = nccl.init_rank(world, unique_id, 0)
+    nccl.all_reduce([torch.zeros(1, device="cuda")], comms=[handle])
+    torch.cuda.current_stream().synchronize()
+    return handle
 
 
 def _offsets(sizes: Sequence[int]) -> list[int]:

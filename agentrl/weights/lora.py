@@ -59,6 +59,7 @@ class LoraChannel:
         self.names: dict[str, str] = {} if former is None else former.names
         self._held: dict[str, list[str]] = {} if former is None else former._held
         self._same_host: dict[str, bool] = {} if former is None else former._same_host
+        self._read_again: dict[str, tuple[Path, set[str]]] = {} if former is None else former._read_again
         self._busy = asyncio.Lock()
 
     async def publish(self, adapter: Adapter, keep: Mapping[str, Collection[str]] | None = None) -> Published:
@@ -90,10 +91,15 @@ class LoraChannel:
         content = {key: tensor.detach().contiguous().cpu() for key, tensor in adapter.tensors}
         await in_thread(save_file, content, folder / "adapter_model.safetensors")
         (folder / "adapter_config.json").write_text(json.dumps(adapter.config), encoding="utf-8")
+        loaded: list[WeightServer] = []
         try:
-            return await self._load(servers, lambda server: server.load_adapter(name, str(folder)), failures)
+            loaded = await self._load(servers, lambda server: server.load_adapter(name, str(folder)), failures)
         finally:
-            shutil.rmtree(folder, ignore_errors=True)
+            if holders := {server.url for server in loaded if server.reads_adapters_again}:
+                self._read_again[name] = folder, holders
+            else:
+                shutil.rmtree(folder, ignore_errors=True)
+        return loaded
 
     async def _by_value(
         self, servers: Sequence[WeightServer], name: str, adapter: Adapter, failures: Failures
@@ -132,6 +138,15 @@ class LoraChannel:
             if old not in keep or (room is not None and len(held) >= room):
                 held.remove(old)
                 await server.drop_adapter(old)
+                self._forget_folder(old, server.url)
+
+    def _forget_folder(self, name: str, url: str) -> None:
+        """Remove an adapter's folder once no server holds the adapter."""
+        folder, holders = self._read_again.get(name, (None, set[str]()))
+        holders.discard(url)
+        if folder is not None and not holders:
+            shutil.rmtree(folder, ignore_errors=True)
+            del self._read_again[name]
 
 
 def _by_value(batch: Sequence[NamedTensor]) -> str:

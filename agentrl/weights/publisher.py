@@ -24,10 +24,11 @@ from agentrl.models.lora import adapter_config, adapter_state
 from agentrl.threads import in_thread
 from agentrl.weights.addresses import authorization
 from agentrl.weights.channel import KEYS_AND_VALUES, WeightChannel, open_channel
+from agentrl.weights.kinds import SERVERS, folder_for
 from agentrl.weights.lora import Adapter, LoraChannel
 from agentrl.weights.request import WeightContent, WeightRequest, WeightResult
-from agentrl.weights.scratch import WEIGHTS, Scratch
-from agentrl.weights.server import WeightServer, WeightUpdateError
+from agentrl.weights.scratch import Scratch
+from agentrl.weights.server import WeightUpdateError
 from agentrl.weights.source import ModelWeights, whole
 
 T = TypeVar("T")
@@ -39,7 +40,7 @@ class Sender:
     """Sends the weights of `model`, a transformers module, from this process.
 
     session: returns that of the running event loop. scratch: makes the folder that may be written to. transport: see
-    `open_channel`. say: called with lines for people.
+    `open_channel`. say: called with lines for people. kind: of the servers.
     """
 
     def __init__(
@@ -49,9 +50,10 @@ class Sender:
         scratch: Callable[[], Path],
         transport: str,
         say: Callable[[str], None],
+        kind: str = "sglang",
     ) -> None:
         self._model, self._session, self._scratch = model, session, scratch
-        self._transport, self._say = transport, say
+        self._transport, self._say, self._kind = transport, say, kind
         self._channel: WeightChannel | None = None
         self._channel_key: object = None  # event loop and URLs of the channel
         self._lora: LoraChannel | None = None
@@ -125,7 +127,7 @@ class Sender:
         adapter = self._adapter
         if adapter is None or adapter.version != request.version:
             raise WeightUpdateError(f"the trainer's adapter is no longer that of step {request.version}")
-        servers = [WeightServer(url, self._session()) for url in request.urls]
+        servers = [SERVERS[self._kind](url, self._session()) for url in request.urls]
         if self._lora is None:
             self._say("weights: the adapter alone, without a pause")
         self._lora = LoraChannel(servers, self._scratch, former=self._lora)
@@ -156,7 +158,9 @@ class Sender:
         self, urls: Sequence[str], say: Callable[[str], None], former: WeightChannel | None = None
     ) -> WeightChannel:
         session, folder = self._session(), self._folder()
-        return await open_channel(urls, session, folder=folder, transport=self._transport, say=say, former=former)
+        return await open_channel(
+            urls, session, folder=folder, transport=self._transport, say=say, former=former, kind=self._kind
+        )
 
     def _folder(self) -> Path:
         return (
@@ -173,18 +177,22 @@ class Publisher:
         self._runner: asyncio.Runner | None = None
         self._session: aiohttp.ClientSession | None = None
         self._key: str | None = None
+        self._kind = "sglang"
         self._sender: Sender | None = None
         self._folder: Path | None = None
-        self._temporary = Scratch(WEIGHTS)
+        self._temporary: Scratch | None = None
         self._messages: list[str] = []
 
-    def open(self, folder: str | None = None, transport: str = "auto", key: str | None = None) -> None:
+    def open(
+        self, folder: str | None = None, transport: str = "auto", key: str | None = None, kind: str = "sglang"
+    ) -> None:
         """folder: where `from_disk` writes, which servers must see by the same path (None: a temporary one). transport:
-        see `open_channel`. key: of servers that ask for one. An unknown transport raises UserError once it is used."""
+        see `open_channel`. key: of servers that ask for one. kind: of the servers. An unknown
+        transport raises UserError once it is used."""
         self.close()
-        self._key = key
+        self._key, self._kind = key, kind
         self._folder = Path(folder) if folder is not None else None
-        self._sender = Sender(self._model, self._get_session, self._scratch, transport, self._messages.append)
+        self._sender = Sender(self._model, self._get_session, self._scratch, transport, self._messages.append, kind)
 
     def publish(self, request: WeightRequest) -> WeightResult | None:
         """Send the weights as `request` says. Returns the result of what this rank sent; None: it sent nothing. It
@@ -218,7 +226,8 @@ class Publisher:
         if runner is not None:
             runner.run(self._close())
             runner.close()
-        self._temporary.close()
+        if self._temporary is not None:
+            self._temporary.close()
         self._sender = None
 
     async def _close(self) -> None:
@@ -246,4 +255,8 @@ class Publisher:
         return self._session
 
     def _scratch(self) -> Path:
-        return self._temporary.path() if self._folder is None else self._folder
+        if self._folder is not None:
+            return self._folder
+        if self._temporary is None:
+            self._temporary = folder_for(self._kind, self._model)
+        return self._temporary.path()

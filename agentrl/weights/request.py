@@ -66,7 +66,9 @@ class WeightResult:
 class WeightPublisher(Protocol):
     """Sends weights to servers from the processes that hold them; see `publisher.Publisher`. Its calls block."""
 
-    def open(self, folder: str | None = None, transport: str = "auto", key: str | None = None) -> None: ...
+    def open(
+        self, folder: str | None = None, transport: str = "auto", key: str | None = None, kind: str = "sglang"
+    ) -> None: ...
 
     def publish(self, request: WeightRequest) -> WeightResult: ...
 

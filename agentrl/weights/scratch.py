@@ -13,24 +13,28 @@ import tempfile
 import time
 from pathlib import Path
 
-WEIGHTS, LOGS = "agentrl_weights_", "agentrl_sglang_"
+WEIGHTS, LOGS = "agentrl_weights_", "agentrl_servers_"
+SHARED_MEMORY = Path("/dev/shm")
 KEPT_SECONDS = {WEIGHTS: 60.0, LOGS: 24 * 3600.0}
 """How long a folder stays after its process: the time between making and locking it; for logs, the time to read
 them."""
 
 
 class Scratch:
-    """kind: WEIGHTS or LOGS, the prefix of its name. `path` makes it, once."""
+    """kind: WEIGHTS or LOGS, the prefix of its name. size: bytes that it is to hold at a time; it lies in shared memory
+    where three times as many are free there, unless TMPDIR says where temporary folders lie (0: never). `path` makes
+    it, once."""
 
-    def __init__(self, kind: str) -> None:
-        self._kind = kind
+    def __init__(self, kind: str, size: int = 0) -> None:
+        self._kind, self._size = kind, size
         self._path: Path | None = None
         self._lock = -1
 
     def path(self) -> Path:
         if self._path is None:
-            sweep(self._kind)
-            self._path = Path(tempfile.mkdtemp(prefix=self._kind))
+            parent = _parent(self._size)
+            sweep(self._kind, parent)
+            self._path = Path(tempfile.mkdtemp(prefix=self._kind, dir=parent))
             self._lock = os.open(self._path, os.O_RDONLY)
             fcntl.flock(self._lock, fcntl.LOCK_EX)
             atexit.register(self.close)
@@ -50,9 +54,17 @@ class Scratch:
         os.close(self._lock)
 
 
-def sweep(kind: str) -> None:
-    """Remove this user's folders of this kind whose processes are gone."""
-    for folder in Path(tempfile.gettempdir()).glob(f"{kind}*"):
+def _parent(size: int) -> Path:
+    if size and "TMPDIR" not in os.environ:
+        with contextlib.suppress(OSError):
+            if shutil.disk_usage(SHARED_MEMORY).free > 3 * size:
+                return SHARED_MEMORY
+    return Path(tempfile.gettempdir())
+
+
+def sweep(kind: str, parent: Path | None = None) -> None:
+    """Remove this user's folders of this kind, in `parent` or among temporary ones, whose processes are gone."""
+    for folder in (parent or Path(tempfile.gettempdir())).glob(f"{kind}*"):
         with contextlib.suppress(OSError):  # another user's, or gone meanwhile
             found = folder.lstat()
             if found.st_uid == os.getuid() and time.time() - found.st_mtime > KEPT_SECONDS[kind]:

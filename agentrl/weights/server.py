@@ -1,12 +1,13 @@
-"""`WeightServer`: an SGLang server's calls about weights. Each raises WeightUpdateError with one line, or has
-worked."""
+"""`WeightServer`: a server's calls about weights, whatever kind it is. Each raises WeightUpdateError with one line, or
+has worked."""
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from http import HTTPStatus
-from typing import Any
+from typing import Any, ClassVar
 
 import aiohttp
 import torch
@@ -40,11 +41,13 @@ class Facts:
     quantized: bool
     """Whether its weights are quantized."""
     version: str
-    """Of SGLang."""
+    """Of the product."""
     lora: bool
     """Whether it takes adapters."""
     adapters: int | None = None
     """The most adapters that it holds (None: any number)."""
+    transfer: str | None = None
+    """vLLM's weight transfer engine: `ipc`, `nccl`, or none."""
 
     @property
     def hashes_whole(self) -> bool:
@@ -57,8 +60,17 @@ class Facts:
         return self.device, self.dtype, self.ranks, self.quantized, self.version
 
 
-class WeightServer:
+class WeightServer(ABC):
     """url: http://HOST:PORT. session: of the running event loop. timeout: seconds that one call may take."""
+
+    in_memory: ClassVar[bool] = False
+    """Whether weights usually reach it by a folder, which is then put into shared memory."""
+    shows_all: ClassVar[bool] = True
+    """Whether it has a checksum of every parameter."""
+    joins_by_id: ClassVar[bool] = False
+    """Whether its ranks join a bare NCCL communicator (`join_nccl`) instead of one of torch's process groups."""
+    reads_adapters_again: ClassVar[bool] = False
+    """Whether an adapter's folder has to stay as long as it holds the adapter."""
 
     def __init__(self, url: str, session: aiohttp.ClientSession, timeout: float = 600.0) -> None:
         self.url = url.rstrip("/")
@@ -66,101 +78,115 @@ class WeightServer:
         self._facts: Facts | None = None
         self._timeout = aiohttp.ClientTimeout(total=timeout)
 
+    @abstractmethod
     async def facts(self) -> Facts:
         """Return what the server tells about itself; asked once."""
-        if self._facts is None:
-            info = await self._call("GET", "/server_info", None)
-            self._facts = Facts(
-                device=str(info.get("device")),
-                dtype=str(info.get("dtype")),
-                ranks=int(info.get("tp_size", 1)) * int(info.get("pp_size", 1)),
-                quantized=info.get("quantization") is not None,
-                version=str(info.get("version")),
-                lora=bool(info.get("enable_lora")),
-                adapters=info.get("max_loaded_loras"),
-            )
-        return self._facts
+        ...
 
+    @abstractmethod
+    async def transport(self, near: bool) -> tuple[str, str]:
+        """Return the transport that suits it, and why. near: whether it shares this machine's memory and files."""
+        ...
+
+    @abstractmethod
     async def pause(self, mode: PauseMode) -> None:
         """Treat requests in flight as `mode` says; new ones wait until `resume`."""
-        await self._post("/pause_generation", {"mode": mode.value})
+        ...
 
+    @abstractmethod
     async def resume(self) -> None:
-        await self._post("/continue_generation", {})
+        """Answer requests again."""
+        ...
 
+    @abstractmethod
     async def begin(self) -> None:
         """Open an update. One that an earlier failure left open will do: all that it holds is overwritten."""
-        try:
-            await self._post("/begin_weight_update", {})
-        except WeightUpdateError as error:
-            if "already open" not in str(error):
-                raise
+        ...
 
+    @abstractmethod
     async def end(self) -> None:
-        await self._post("/end_weight_update", {})
+        """Close the update: all tensors were loaded."""
+        ...
 
     async def load_tensors(self, payloads: Sequence[str], flush: bool) -> None:
-        """Load a bucket. payloads: base64, a pickled flattened bucket for each rank. flush: drop the caches."""
-        body = {"serialized_named_tensors": list(payloads), "load_format": "flattened_bucket", "flush_cache": flush}
-        await self._post("/update_weights_from_tensor", body)
+        """Load a bucket. payloads: base64, a pickled flattened bucket for each rank. flush: drop the caches. Of SGLang
+        alone."""
+        raise WeightUpdateError(f"{self.url} opens no shared memory")
 
+    @abstractmethod
     async def load_folder(self, folder: str, flush: bool) -> None:
         """Load *.safetensors of the whole model from `folder`, a path that the server can read."""
-        body = {
-            "model_path": folder,
-            "load_format": "auto",
-            "flush_cache": flush,
-        }  # also where it started with dummy weights
-        await self._post("/update_weights_from_disk", body)
+        ...
+
+    async def open_handles(self) -> None:
+        """Prepare for `load_handles`; of vLLM alone."""
+        raise WeightUpdateError(f"{self.url} opens no memory by handles")
+
+    async def load_handles(
+        self,
+        layout: Sequence[tuple[str, torch.dtype, tuple[int, ...]]],
+        handles: Sequence[Mapping[str, Any]],
+        flush: bool,
+    ) -> None:
+        """Load tensors by what opens their memory; of vLLM alone."""
+        raise WeightUpdateError(f"{self.url} opens no memory by handles")
 
     async def join_group(self, host: str, port: int, first_rank: int, world: int, name: str, backend: str) -> None:
         """Join a process group whose rank 0 is at `host`, with ranks from `first_rank` on. Returns once all of `world`
-        have joined."""
-        address = {"master_address": host, "master_port": port, "rank_offset": first_rank, "world_size": world}
-        await self._post("/init_weights_update_group", {**address, "group_name": name, "backend": backend})
+        have joined. Of SGLang alone."""
+        raise WeightUpdateError(f"{self.url} joins bare NCCL communicators only")
 
+    async def join_nccl(self, unique_id: bytes, first_rank: int, world: int) -> None:
+        """Join the NCCL communicator of `unique_id`; of vLLM alone."""
+        raise WeightUpdateError(f"{self.url} joins process groups of torch only")
+
+    @abstractmethod
     async def leave_group(self, name: str) -> None:
-        await self._post("/destroy_weights_update_group", {"group_name": name})
+        """Leave a group that it joined."""
+        ...
 
+    @abstractmethod
     async def load_broadcast(
         self, layout: Sequence[tuple[str, torch.dtype, tuple[int, ...]]], group: str, flush: bool
     ) -> None:
         """Load tensors that rank 0 of `group` broadcasts. layout: name, torch dtype and shape of each, in order."""
-        names, dtypes, shapes = zip(*layout, strict=True)
-        kinds = [str(dtype).removeprefix("torch.") for dtype in dtypes]
-        body = {"names": names, "dtypes": kinds, "shapes": shapes, "group_name": group, "flush_cache": flush}
-        await self._post("/update_weights_from_distributed", body)
+        ...
 
+    @abstractmethod
     async def load_adapter(self, name: str, folder: str) -> None:
         """Load an adapter from `folder`, as PEFT saves one, a path that the server can read."""
-        await self._post("/load_lora_adapter", {"lora_name": name, "lora_path": folder})
+        ...
 
+    @abstractmethod
     async def load_adapter_tensors(self, name: str, config: Mapping[str, Any], payload: str) -> None:
         """Load an adapter by value. config: PEFT's adapter_config.json. payload: base64, the pickled tensors by PEFT's
         names."""
-        ranks = (await self.facts()).ranks  # each reads its own copy
-        body = {"lora_name": name, "config_dict": dict(config), "serialized_named_tensors": [payload] * ranks}
-        await self._post("/load_lora_adapter_from_tensors", body)
+        ...
 
+    @abstractmethod
     async def drop_adapter(self, name: str) -> None:
         """Unload an adapter. Returns once the requests that sample from it have ended."""
-        await self._post("/unload_lora_adapter", {"lora_name": name})
+        ...
 
+    @abstractmethod
     async def set_version(self, version: str) -> None:
-        await self._post("/update_weight_version", {"new_version": version, "abort_all_requests": False})
+        """Name the weights that it holds."""
+        ...
 
+    @abstractmethod
     async def release_memory(self, tags: Sequence[str]) -> None:
         """Release the memory of `tags`; what it held is lost. A server that is not paused crashes over this."""
-        await self._post("/release_memory_occupation", {"tags": list(tags)})
+        ...
 
+    @abstractmethod
     async def take_memory(self, tags: Sequence[str]) -> None:
         """Take back the memory of tags that were released; a server crashes over any other."""
-        await self._post("/resume_memory_occupation", {"tags": list(tags)})
+        ...
 
+    @abstractmethod
     async def checksums(self) -> list[dict[str, str]]:
         """Return for each rank: parameter name -> hash of its bytes."""
-        answer = await self._post("/weights_checker", {"action": "checksum"})
-        return [rank["checksums"] for rank in answer["ranks"]]
+        ...
 
     async def _post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
         return await self._call("POST", path, body)

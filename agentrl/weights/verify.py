@@ -48,13 +48,13 @@ class Fingerprint(WeightSource):
             name = name[: found.start(1)] + fused + name[found.end(1) :]
         self._sums.setdefault(name, _Sum()).add(part, tensor, self._dtypes)
 
-    def differences(self, checksums: Mapping[str, str]) -> list[str]:
+    def differences(self, checksums: Mapping[str, str], all_shown: bool = True) -> list[str]:
         """Compare a server's `checksums` (parameter -> hash) with what was passed on. Returns a line for each
-        difference."""
+        difference. all_shown: whether a parameter without a checksum is one that the server lacks."""
         theirs = {name: value for name, value in checksums.items() if not any(part in name for part in _NOT_COMPARED)}
         ours = {name: value for name, value in self._sums.items() if not any(part in name for part in _NOT_COMPARED)}
         return (
-            [f"it has no {name}" for name in ours.keys() - theirs.keys()]
+            [f"it has no {name}" for name in ours.keys() - theirs.keys() if all_shown]
             + [f"{name} was not sent" for name in theirs.keys() - ours.keys()]
             + [
                 f"its {n} is not what was sent"
@@ -94,7 +94,7 @@ async def check(server: WeightServer, sent: Fingerprint, others: dict[tuple[Any,
     facts = await server.facts()
     ranks = await server.checksums()
     if facts.hashes_whole:
-        wrong = sent.differences(ranks[0])
+        wrong = sent.differences(ranks[0], server.shows_all)
         if wrong:
             more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
             raise WeightUpdateError(f"{server.url} does not hold the weights that were sent: {min(wrong)}{more}")

@@ -30,7 +30,7 @@ async def run(options: argparse.Namespace) -> list[dict[str, Any]]:
     from transformers import AutoConfig, AutoModelForCausalLM
     from weight_sync import MB, best_of, plain_copy, show, synthetic
 
-    from agentrl.weights import ModelWeights, WeightChannel, WeightServer
+    from agentrl.weights import ModelWeights, SglangServer, WeightChannel
     from agentrl.weights.transports.base import Transport
     from agentrl.weights.transports.disk import DiskTransport
     from agentrl.weights.transports.nccl import GroupTransport
@@ -55,7 +55,7 @@ async def run(options: argparse.Namespace) -> list[dict[str, Any]]:
             for label, transport in transports.items():
                 try:
                     seconds = await best_of(
-                        WeightChannel([WeightServer(url, session)], transport), model, options.repeat
+                        WeightChannel([SglangServer(url, session)], transport), model, options.repeat
                     )
                 except SystemExit as failed:  # NCCL wants one version on both sides; the other transports go on
                     print(f"{label}: {failed}", flush=True)
@@ -69,12 +69,14 @@ async def run(options: argparse.Namespace) -> list[dict[str, Any]]:
 @asynccontextmanager
 async def serving(folder: Path, tp: int, apart: bool) -> AsyncIterator[str]:
     """A server on `tp` GPUs: from the second on where they are enough, else beside the trainer."""
-    from agentrl.engine.sglang.client import Sessions
-    from agentrl.engine.sglang.command import LaunchPlan, launch_command
-    from agentrl.engine.sglang.server import Server
+    from agentrl.engine.servers.client import Sessions
+    from agentrl.engine.servers.launch import launch_command
+    from agentrl.engine.servers.server import Server
+    from agentrl.engine.sglang.command import SGLANG, SglangPlan
 
-    plan = LaunchPlan(
-        command=launch_command(None, None), model_path=str(folder), dtype="bfloat16", max_batch=8, token_bytes=1 << 16,
+    plan = SglangPlan(
+        command=launch_command(None, None, SGLANG), model_path=str(folder), dtype="bfloat16", max_batch=8,
+        token_bytes=1 << 16,
         flags={"load-format": "dummy", "skip-tokenizer-init": True, "tp-size": tp, "base-gpu-id": int(apart),
                "mem-fraction-static": 0.4, "disable-cuda-graph": True},
         context=1024, cpu=False,

@@ -6,7 +6,7 @@ import pytest
 
 from agentrl.cluster.placement import Launched
 from agentrl.engine.base import Engine, Generation, GenerationFinish, Sampling, engine_class
-from agentrl.engine.sglang.engine import SglangEngine
+from agentrl.engine.sglang.kind import SglangEngine
 from agentrl.errors import UserError
 from agentrl.plugins.registry import make_engine
 from agentrl.recipe.schema import EngineSection, Recipe

@@ -16,10 +16,11 @@ from serving import serving
 
 from agentrl.engine.base import Sampling
 from agentrl.engine.local.engine import LocalEngine
-from agentrl.engine.sglang.adapters import AdapterNeeds
-from agentrl.engine.sglang.client import Sessions
-from agentrl.engine.sglang.command import LaunchPlan, launch_command
-from agentrl.engine.sglang.server import Server
+from agentrl.engine.servers.adapters import AdapterNeeds
+from agentrl.engine.servers.client import Sessions
+from agentrl.engine.servers.launch import launch_command
+from agentrl.engine.servers.server import Server
+from agentrl.engine.sglang.command import SGLANG, SglangPlan
 from agentrl.models import embedded_path
 from agentrl.models.load import load_model
 from agentrl.recipe.schema import ModelSection
@@ -39,17 +40,17 @@ def tiny() -> tuple[Any, Any]:
     return load_model(ModelSection())
 
 
-def real_plan(flags: dict[str, Any] | None = None, adapter: AdapterNeeds | None = None) -> LaunchPlan:
+def real_plan(flags: dict[str, Any] | None = None, adapter: AdapterNeeds | None = None) -> SglangPlan:
     """The embedded model on the real server of AGENTRL_SGLANG_VENV, with the stand-ins as they are here."""
-    return LaunchPlan(
-        command=launch_command(None, None), model_path=str(embedded_path()), dtype="float32",
+    return SglangPlan(
+        command=launch_command(None, None, SGLANG), model_path=str(embedded_path()), dtype="float32",
         flags={"max-total-tokens": 16384, **(flags or {})}, max_batch=64, token_bytes=2048, context=1024, cpu=True,
         env={"PYTHONPATH": str(STAND_INS)}, adapter=adapter,
     )  # fmt: skip
 
 
 @contextmanager
-def real_server(folder: Path, plan: LaunchPlan) -> Iterator[str]:
+def real_server(folder: Path, plan: SglangPlan) -> Iterator[str]:
     """One real server, its URL, while the block runs."""
     sessions = Sessions()
     server = Server(plan, 0, folder / "sglang.log", sessions)
@@ -208,11 +209,14 @@ class StandIn:
                     self.dead = True
                     request.transport.abort()
                     return response
-                piece = _spoilt(piece, kind)
+                piece = self.spoil(piece, kind)
             await response.write(b"data: " + piece + b"\n\n")
         await response.write(b"data: [DONE]\n\n")
         await response.write_eof()
         return response
+
+    def spoil(self, piece: bytes, kind: str) -> bytes:
+        return _spoilt(piece, kind)
 
     def _sampler(self, body: dict[str, Any]) -> LocalEngine:
         return self._engine

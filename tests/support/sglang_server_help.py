@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from agentrl.engine.sglang.client import Sessions
-from agentrl.engine.sglang.command import LaunchPlan
-from agentrl.engine.sglang.server import Server
+from agentrl.engine.servers.client import Sessions
+from agentrl.engine.servers.server import Server
+from agentrl.engine.sglang.command import SglangPlan
 
 FAKE = """
 import http.server, os, subprocess, sys
@@ -19,12 +19,12 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])
 """
 
 
-def plan(*command: str) -> LaunchPlan:
-    return LaunchPlan(command=command, model_path="m", dtype="float32", flags={}, max_batch=4, token_bytes=1,
+def plan(*command: str) -> SglangPlan:
+    return SglangPlan(command=command, model_path="m", dtype="float32", flags={}, max_batch=4, token_bytes=1,
                       context=64, cpu=True)  # fmt: skip
 
 
-async def started(launch: LaunchPlan, log: Path, timeout: float = 60.0) -> Server:
+async def started(launch: SglangPlan, log: Path, timeout: float = 60.0) -> Server:
     sessions = Sessions()
     server = Server(launch, 0, log, sessions)
     try:

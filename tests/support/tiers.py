@@ -1,13 +1,15 @@
 """The markers of tests that are not `quick`."""
 
 TIERS = {
-    "sglang": "needs a real SGLang server",
+    "long": "takes a minute or more: learning curves over seeds, soaks, kills of whole runs; run by hand",
     "ray": "starts Ray",
     "slow": "trains a whole run, or takes more than some seconds",
     "sandbox": "runs code in bubblewrap",
     "browser": "opens a page in Chromium",
-    "long": "takes a minute or more: learning curves over seeds, soaks, kills of whole runs; run by hand",
+    "sglang": "needs a real SGLang server",
+    "vllm": "needs a real vLLM server",
 }
-"""Marker: why a test is not `quick`. The slowest first: it is their order too."""
-FIXTURES = {"sglang_venv": "sglang", "bubblewrap": "sandbox", "chromium": "browser"}
+"""Marker: why a test is not `quick`. It is the order of their files too: those of real servers late, since these may
+still be installed, and then the quick ones, so that the processes that share the files end at about the same time."""
+FIXTURES = {"sglang_venv": "sglang", "vllm_venv": "vllm", "bubblewrap": "sandbox", "chromium": "browser"}
 """Fixture: the marker of every test that uses it."""

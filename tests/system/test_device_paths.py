@@ -30,9 +30,9 @@ from agentrl.distributed.remote import RemotePublisher
 from agentrl.engine.base import Sampling
 from agentrl.engine.local import engine as local_engine
 from agentrl.engine.local.engine import LocalEngine
-from agentrl.engine.sglang.client import Sessions
-from agentrl.engine.sglang.engine import SglangEngine
-from agentrl.engine.sglang.sync import Sync
+from agentrl.engine.servers.client import Sessions
+from agentrl.engine.servers.sync import Sync
+from agentrl.engine.sglang.kind import SglangEngine
 from agentrl.errors import UserError
 from agentrl.learner import actor
 from agentrl.learner.critic import Critic
@@ -453,7 +453,7 @@ async def test_trainers_give_memory_back_before_servers_wake(call: str, monkeypa
             future = SimpleNamespace(result=lambda: order.append(f"{name} freed"))
             self.make_room = SimpleNamespace(future=lambda: future)
 
-    sync = Sync(make_model(), Sessions(), Path, "auto", print)
+    sync = Sync("sglang", make_model(), Sessions(), Path, "auto", print)
     sync._publisher = RemotePublisher(Group("actor"), [Group("actor"), Group("critic")])  # type: ignore[assignment, arg-type, list-item]
     engine = SglangEngine.__new__(SglangEngine)
     engine._started = engine._asleep = True

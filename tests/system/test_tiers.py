@@ -1,15 +1,18 @@
-"""The quick tier covers every package: `pytest` alone tests something of each."""
+"""The quick tier covers every package: `pytest` alone tests something of each. Tests of servers await their install."""
 
 import ast
+import fcntl
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from paths import ROOT
 from tiers import FIXTURES, TIERS
+from venvs import wait_for_install
 
 TESTS = ROOT / "tests"
-NOT_QUICK = TIERS.keys() | FIXTURES.keys() | {"sglang_url"}
+NOT_QUICK = TIERS.keys() | FIXTURES.keys() | {"sglang_url", "vllm_url"}
 ROOMS = sorted(
     {path.parent.name for path in (ROOT / "agentrl").glob("*/__init__.py")} - {"scaffold"} | {"envs", "tools", "system"}
 )
@@ -49,3 +52,37 @@ def test_a_marker_is_seen_wherever_it_stands(tmp_path: Path) -> None:
     assert list(quick_tests(file)) == ["test_c"]
     file.write_text(f"pytestmark = [pytest.mark.ray]\n{marked}")
     assert list(quick_tests(file)) == []
+
+
+@pytest.fixture
+def venv(tmp_path: Path) -> Path:
+    """A virtual environment whose installation was broken off."""
+    (tmp_path / "venv/bin").mkdir(parents=True)
+    (tmp_path / "venv/bin/python").touch()
+    (tmp_path / "venv/.agentrl-vllm-cpu").write_text("incomplete\n")
+    (tmp_path / "venv.lock").touch()
+    return tmp_path / "venv"
+
+
+def test_tests_wait_for_the_end_of_an_installation(venv: Path) -> None:
+    waiting = threading.Thread(target=wait_for_install, args=(venv,))
+    with Path(f"{venv}.lock").open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        waiting.start()
+        waiting.join(0.2)
+        assert waiting.is_alive()
+        (venv / ".agentrl-vllm-cpu").write_text("97ed3b\n")
+    waiting.join(30.0)
+    wait_for_install(venv)
+
+
+def test_a_failed_installation_is_told(venv: Path) -> None:
+    with pytest.raises(RuntimeError, match=r"the installation of .*venv failed: see its output"):
+        wait_for_install(venv)
+    with Path(f"{venv}.lock").open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(RuntimeError, match="still being installed after 0 seconds"):
+            wait_for_install(venv, 0.0)
+    (venv / "bin/python").unlink()
+    with pytest.raises(RuntimeError, match="is no virtual environment"):
+        wait_for_install(venv)

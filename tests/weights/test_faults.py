@@ -13,9 +13,9 @@ import torch
 from safetensors.torch import load_file
 from sglang_weights_help import FaultyServer, Weights, opened
 
-from agentrl.engine.sglang.server import free_port
+from agentrl.engine.servers.server import free_port
 from agentrl.errors import UserError
-from agentrl.weights import ModelWeights, WeightChannel, WeightServer, WeightUpdateError, addresses, open_channel
+from agentrl.weights import ModelWeights, SglangServer, WeightChannel, WeightUpdateError, addresses, open_channel
 from agentrl.weights.addresses import on_this_machine, same_host
 from agentrl.weights.source import buckets
 from agentrl.weights.transports.disk import DiskTransport
@@ -34,7 +34,7 @@ async def session() -> AsyncIterator[aiohttp.ClientSession]:
 
 
 def channel_to(servers: list[Any], session: Any, transport: Any, timeout: float = 20.0) -> WeightChannel:
-    return WeightChannel([WeightServer(s.url, session, timeout) for s in servers], transport, check_every=0)
+    return WeightChannel([SglangServer(s.url, session, timeout) for s in servers], transport, check_every=0)
 
 
 FAULTS = {
@@ -135,7 +135,7 @@ async def test_servers_that_hold_different_weights_are_told_apart(session):
             return super()._do(path, body)
 
     async with FaultyServer() as one, Other() as two:
-        channel = WeightChannel([WeightServer(s.url, session) for s in (one, two)], SharedMemoryTransport(BUCKET))
+        channel = WeightChannel([SglangServer(s.url, session) for s in (one, two)], SharedMemoryTransport(BUCKET))
         done = await channel.publish(1, Weights(TENSORS))
         assert len(done.good) == 1
         assert "other weights than the servers like it" in next(iter(done.failed.values()))

@@ -8,7 +8,7 @@ import pytest
 import torch
 from sglang_weights_help import FaultyServer
 
-from agentrl.weights import Adapter, LoraChannel, WeightServer
+from agentrl.weights import Adapter, LoraChannel, SglangServer
 
 CONFIG = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]}
 NAME = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
@@ -35,7 +35,7 @@ def steps(names: Iterable[str]) -> list[int]:
 
 async def test_each_step_has_an_adapter_of_its_own(session, tmp_path):
     async with FaultyServer() as server:
-        channel = LoraChannel([WeightServer(server.url, session)], lambda: tmp_path)
+        channel = LoraChannel([SglangServer(server.url, session)], lambda: tmp_path)
         for step in (1, 2, 3):
             done = await channel.publish(adapter(step))
             assert (done.failed, done.good, done.bytes) == ({}, (server.url,), 128)
@@ -55,10 +55,10 @@ async def test_a_server_that_does_not_see_our_files_is_sent_the_tensors(session,
     async with FaultyServer() as near, FaultyServer() as far:
         sees = "agentrl.weights.lora.same_host"
         monkeypatch.setattr(sees, lambda url: False)
-        channel = LoraChannel([WeightServer(far.url, session)], no_folder)
+        channel = LoraChannel([SglangServer(far.url, session)], no_folder)
         await channel.publish(adapter(1))
         monkeypatch.setattr(sees, lambda url: url == near.url)
-        channel = LoraChannel([WeightServer(s.url, session) for s in (near, far)], lambda: tmp_path, channel)
+        channel = LoraChannel([SglangServer(s.url, session) for s in (near, far)], lambda: tmp_path, channel)
         view = [(name, torch.cat([tensor, tensor])[: len(tensor)]) for name, tensor in tensors(2)]
         assert not (await channel.publish(Adapter(2, CONFIG, view))).failed
         for server, call in ((near, "/load_lora_adapter"), (far, "/load_lora_adapter_from_tensors")):
@@ -71,7 +71,7 @@ async def test_a_server_that_does_not_see_our_files_is_sent_the_tensors(session,
 async def test_what_requests_sample_from_stays_while_there_is_room(session, tmp_path):
     async with FaultyServer() as server:
         server.room = 4
-        channel = LoraChannel([WeightServer(server.url, session)], lambda: tmp_path)
+        channel = LoraChannel([SglangServer(server.url, session)], lambda: tmp_path)
         await channel.publish(adapter(1))
         keep = {server.url: frozenset(channel.names.values())}
         for step in (2, 3):
@@ -79,14 +79,14 @@ async def test_what_requests_sample_from_stays_while_there_is_room(session, tmp_
         assert steps(server.adapters) == [1, 2, 3]
         await channel.publish(adapter(4), keep)
         assert steps(server.adapters) == [3, 4]  # dropping the first waited for its requests
-        again = LoraChannel([WeightServer(server.url, session)], lambda: tmp_path, former=channel)
+        again = LoraChannel([SglangServer(server.url, session)], lambda: tmp_path, former=channel)
         await again.publish(adapter(5))
         assert steps(server.adapters) == [4, 5]
 
 
 async def test_an_adapter_that_came_although_the_call_failed_is_not_in_the_way(session, tmp_path):
     async with FaultyServer() as server:
-        channel = LoraChannel([WeightServer(server.url, session)], lambda: tmp_path)
+        channel = LoraChannel([SglangServer(server.url, session)], lambda: tmp_path)
         await channel.publish(adapter(1))
         assert not (await channel.publish(adapter(1))).failed
         assert len(server.adapters) == 2
@@ -94,7 +94,7 @@ async def test_an_adapter_that_came_although_the_call_failed_is_not_in_the_way(s
 
 async def test_a_server_that_refuses_an_adapter_goes_on_with_its_former_one(session, tmp_path):
     async with FaultyServer({"/load_lora_adapter": (1, 400)}) as bad, FaultyServer() as good:
-        channel = LoraChannel([WeightServer(s.url, session) for s in (bad, good)], lambda: tmp_path)
+        channel = LoraChannel([SglangServer(s.url, session) for s in (bad, good)], lambda: tmp_path)
         await channel.publish(adapter(1))
         done = await channel.publish(adapter(2))
         assert (done.good, list(done.failed)) == ((good.url,), [bad.url])
@@ -106,5 +106,5 @@ async def test_a_server_that_refuses_an_adapter_goes_on_with_its_former_one(sess
 async def test_a_server_without_lora_is_told_what_to_start_with(session, tmp_path):
     async with FaultyServer() as server:
         server.takes_adapters = False
-        done = await LoraChannel([WeightServer(server.url, session)], lambda: tmp_path).publish(adapter(1))
+        done = await LoraChannel([SglangServer(server.url, session)], lambda: tmp_path).publish(adapter(1))
         assert "--enable-lora" in done.failed[server.url]

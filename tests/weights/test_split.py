@@ -16,7 +16,7 @@ from aiohttp import web
 from sglang_weights_help import FaultyServer, Weights
 
 from agentrl.threads import in_thread
-from agentrl.weights import WeightChannel, WeightServer, open_channel
+from agentrl.weights import SglangServer, WeightChannel, open_channel
 from agentrl.weights.group import Group
 from agentrl.weights.source import NamedTensor, Rounded, WeightSource
 from agentrl.weights.transports import nccl
@@ -53,7 +53,7 @@ def split(close: FaultyServer, folder: Path) -> SplitTransport:
 
 
 def channel_to(servers: list[Any], session: Any, transport: Any) -> WeightChannel:
-    return WeightChannel([WeightServer(s.url, session, 20.0) for s in servers], transport, check_every=0)
+    return WeightChannel([SglangServer(s.url, session, 20.0) for s in servers], transport, check_every=0)
 
 
 async def test_each_server_gets_all_weights_by_its_own_way(session: Any, tmp_path: Path) -> None:
@@ -138,7 +138,7 @@ async def test_nccl_serves_only_where_it_was_asked_for_and_all_have_gpus(
 
     monkeypatch.setattr(nccl, "open_group", open_group)
     async with FaultyServer() as server:
-        target = WeightServer(server.url, session)
+        target = SglangServer(server.url, session)
         target._facts = replace(await target.facts(), device="cuda")
         await GroupTransport(nccl=asked)._joined([target], torch.device(device), {})
     assert opened == [backend]

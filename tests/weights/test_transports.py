@@ -10,7 +10,7 @@ import pytest
 import torch
 from sglang_weights_help import Weights, altered, ask, check_answer, spans_of, tiny
 
-from agentrl.weights import ModelWeights, WeightChannel, WeightServer, open_channel
+from agentrl.weights import ModelWeights, SglangServer, WeightChannel, open_channel
 from agentrl.weights.transports.disk import DiskTransport
 from agentrl.weights.transports.nccl import GroupTransport
 from agentrl.weights.transports.shared_memory import SharedMemoryTransport
@@ -226,5 +226,5 @@ async def test_the_transport_is_chosen_and_said(session, sglang_url, tmp_path):
         "from_tensor",
         ["weights: from_tensor (servers share this machine's memory)"],
     )
-    facts = await WeightServer(sglang_url, session).facts()
+    facts = await SglangServer(sglang_url, session).facts()
     assert (facts.device, facts.dtype, facts.ranks) == ("cpu", "float32", 1)

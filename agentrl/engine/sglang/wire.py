@@ -4,43 +4,20 @@ An answer may come in several pieces, from several servers; `Answer` holds the t
 after it was checked whole: one log-prob for each id, of that very id, and as many as the server says it sampled."""
 
 import math
-from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import Any
 
 from pydantic_core import from_json
 
-from agentrl.engine.base import Generation, GenerationFinish, Sampling
-from agentrl.engine.sglang.client import RefusedError, ServerError
+from agentrl.engine.base import Sampling
+from agentrl.engine.servers.answer import INTERVAL, Answer, Features, PieceEnd
+from agentrl.engine.servers.client import RefusedError, ServerError
 
-INTERVAL = 64
-"""Tokens between two pieces of an answer: what is lost with a server that dies. Each piece costs this process what some
-tens of tokens do (`benchmarks/sglang_client.py`)."""
 PIECES = 8
 """Pieces of an answer at most, where each holds all that came before it (a server without incremental streaming)."""
 
 
 _INTEGERS, _NUMBERS = frozenset((int,)), frozenset((int, float))
-
-
-class PieceEnd(StrEnum):
-    """Why a server ended its part of an answer."""
-
-    STOP = "stop"
-    LENGTH = "length"
-    ABORT = "abort"
-
-
-@dataclass(frozen=True, slots=True)
-class Features:
-    """What differs between servers."""
-
-    seeds: bool = False
-    """Whether it samples by seed (deterministic inference)."""
-    incremental: bool = False
-    """Whether a piece of an answer holds only what is new."""
 
 
 def request_body(
@@ -75,26 +52,6 @@ def request_body(
     return body if adapter is None else {**body, "lora_path": adapter}
 
 
-@dataclass(slots=True)
-class Answer:
-    """The tokens so far."""
-
-    ids: list[int] = field(default_factory=list)
-    """Sampled token ids."""
-    logprobs: "array[float]" = field(default_factory=lambda: array("d"))
-    """Natural log-probs, one for each id."""
-    versions: list[tuple[int, int]] = field(default_factory=list)
-    """Runs of (weight version, number of ids)."""
-
-    def generation(self, finish: GenerationFinish, version: int) -> Generation:
-        """Return it as a `Generation`. version: of the weights, where no id came."""
-        runs = self.versions
-        if len({v for v, _ in runs}) <= 1:
-            return Generation(self.ids, self.logprobs.tolist(), finish, runs[0][0] if runs else version)
-        each = [v for v, count in runs for _ in range(count)]
-        return Generation(self.ids, self.logprobs.tolist(), finish, each)
-
-
 class Reader:
     """Reads one server's pieces of an answer into `answer`. url: names the server in errors. version: of the weights
     when the request starts. fixed: it is that of an adapter, which stays to the end, whatever version the server
@@ -126,6 +83,9 @@ class Reader:
         self._answer.logprobs.extend(logprobs)
         self._answer.versions[self._runs :] = runs
         return end
+
+    def give_up(self) -> None:
+        """Do nothing: each piece names the weights that sampled it."""
 
     def _new(self, ids: list[int], meta: Mapping[str, Any]) -> tuple[list[int], list[float]]:
         """Return the ids of a piece that are new, and their log-probs."""
@@ -200,13 +160,3 @@ def _first_wrong(ids: list[Any], pairs: list[Any]) -> str:
         if type(token) is not int or not isinstance(value, float | int) or not math.isfinite(value):
             return f"id {token} came with the log-prob {pair}"
     return "its log-probs are out of range"
-
-
-def finish_of(end: PieceEnd, answer: Answer, sampling: Sampling, room: int) -> GenerationFinish | None:
-    """Return the finish that a server's end stands for; None where it has to go on: it stopped at an id that is not one
-    of our stop ids."""
-    if end is PieceEnd.ABORT:
-        return GenerationFinish.ABORT
-    if answer.ids and answer.ids[-1] in sampling.stop_ids:
-        return GenerationFinish.STOP
-    return GenerationFinish.LENGTH if len(answer.ids) >= room or end is PieceEnd.LENGTH else None

@@ -37,13 +37,13 @@ class GroupTransport:
 
     async def send(self, version: int, servers: Sequence[WeightServer], weights: WeightSource, flush: bool) -> Failures:
         failures: Failures = {}
-        opened = await each(servers, WeightServer.begin, failures)
+        opened = await each(servers, lambda server: server.begin(), failures)
         unsent, before = await self._attempt(opened, weights, failures, flush), len(opened) + 1
         while unsent and len(unsent) < before and weights.repeatable:
             before = len(unsent)  # who broke the group may show only once another one does not form
             unsent = await self._attempt(unsent, weights, failures, flush)
         failures |= dict.fromkeys((s.url for s in unsent), self._broke)
-        await each([s for s in opened if s.url not in failures], WeightServer.end, failures)
+        await each([s for s in opened if s.url not in failures], lambda server: server.end(), failures)
         return failures
 
     async def close(self) -> None:

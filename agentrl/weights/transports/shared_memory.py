@@ -49,9 +49,9 @@ class SharedMemoryTransport:
 
     async def send(self, version: int, servers: Sequence[WeightServer], weights: WeightSource, flush: bool) -> Failures:
         failures: Failures = {}
-        opened = await each(servers, WeightServer.begin, failures)
+        opened = await each(servers, lambda server: server.begin(), failures)
         await self._send_buckets(opened, buckets(weights, self._limit), failures, flush)
-        await each(opened, WeightServer.end, failures)
+        await each(opened, lambda server: server.end(), failures)
         return failures
 
     async def close(self) -> None:

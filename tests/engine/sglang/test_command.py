@@ -12,11 +12,12 @@ import pytest
 import torch
 from sglang_help import tiny
 
-from agentrl.engine.sglang import server
-from agentrl.engine.sglang.command import LaunchPlan, cuda_libraries, memory_saver_fault, venv_of
-from agentrl.engine.sglang.engine import SglangEngine
-from agentrl.engine.sglang.server import free_port
-from agentrl.engine.sglang.settings import Settings, faults, refused, settings_of
+from agentrl.engine.servers import server
+from agentrl.engine.servers.launch import venv_of
+from agentrl.engine.servers.server import free_port
+from agentrl.engine.servers.settings import Settings, settings_of
+from agentrl.engine.sglang.command import SglangPlan, cuda_libraries, memory_saver_fault
+from agentrl.engine.sglang.kind import SglangEngine, SglangKind
 from agentrl.errors import UserError
 from agentrl.recipe.schema import Recipe
 
@@ -40,9 +41,9 @@ def venv_at(folder: Path, program: str = "#!/bin/sh\nexit 0\n") -> Path:
     return folder
 
 
-def plan_of(venv: Path, flags: Mapping[str, Any] | None = None, **rest: Any) -> LaunchPlan:
+def plan_of(venv: Path, flags: Mapping[str, Any] | None = None, **rest: Any) -> SglangPlan:
     command = (str(venv / "bin" / "python"), "-m", "sglang.launch_server")
-    return LaunchPlan(command, "m", "bfloat16", flags or {}, 4, 1, 64, **{"cpu": False, **rest})
+    return SglangPlan(command, "m", "bfloat16", flags or {}, 4, 1, 64, **{"cpu": False, **rest})
 
 
 def test_a_server_runs_in_its_own_virtual_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,7 +81,7 @@ def test_a_hook_that_does_not_load_is_quoted(tmp_path: Path) -> None:
     venv = venv_at(tmp_path, program)
     assert memory_saver_fault(venv, os.environ) == f"python: {LOADER}"
     settings = Settings(venv=str(venv), flags={"enable-memory-saver": True})
-    (line,) = faults(settings, (str(venv / "bin" / "python"), "-m", "sglang.launch_server"))
+    (line,) = SglangKind().faults(settings, (str(venv / "bin" / "python"), "-m", "sglang.launch_server"))
     assert line == f"engine.args.flags.enable-memory-saver: servers of {venv} would not start: python: {LOADER}"
     maps = Path("/proc/self/maps").read_text().split()
     (hook,) = venv.glob("lib/*/*/torch_memory_saver*_cu13.abi3.so")
@@ -101,12 +102,12 @@ def test_nccl_of_another_version_is_refused(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 29, 7))
     venv = venv_at(tmp_path, "#!/bin/sh\necho 2 30 7\n")
     command = (str(venv / "bin" / "python"), "-m", "sglang.launch_server")
-    (line,) = faults(Settings(venv=str(venv), weights="from_distributed"), command)
+    (line,) = SglangKind().faults(Settings(venv=str(venv), weights="from_distributed"), command)
     assert f"NCCL is 2.30.7 in {venv} and 2.29.7 here" in line
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 30, 7))
-    assert faults(Settings(venv=str(venv), weights="from_distributed"), command) == []
+    assert SglangKind().faults(Settings(venv=str(venv), weights="from_distributed"), command) == []
     (venv / "bin" / "python").write_text("#!/bin/sh\necho 'no such module' >&2; exit 1\n")
-    assert "NCCL is not there" in faults(Settings(venv=str(venv), weights="from_distributed"), command)[0]
+    assert "NCCL is not there" in SglangKind().faults(Settings(venv=str(venv), weights="from_distributed"), command)[0]
 
 
 SAVER = {"enable-memory-saver": True}
@@ -127,7 +128,7 @@ SAVER = {"enable-memory-saver": True}
     ],
 )
 def test_what_would_fail_later_is_refused(args: dict[str, Any], how: dict[str, bool], said: str | None) -> None:
-    found = refused(settings_of(args), **{"sleep": False, "lora": False, "gpus": True, **how})
+    found = SglangKind().refused(settings_of(args), **{"sleep": False, "lora": False, "gpus": True, **how})
     assert len(found) == (said is not None)
     assert said is None or said in found[0]
 
@@ -144,7 +145,7 @@ def test_check_tells_all_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_servers_begin_at_the_devices_of_the_table(tmp_path: Path) -> None:
     venv = venv_at(tmp_path)
 
-    def first(plan: LaunchPlan, index: int) -> str:
+    def first(plan: SglangPlan, index: int) -> str:
         words = plan.arguments(1, index)
         return words[words.index("--base-gpu-id") + 1]
 
@@ -156,7 +157,7 @@ def test_servers_begin_at_the_devices_of_the_table(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("given", "dtype"), [(None, "float32"), ("bfloat16", "bfloat16")])
 def test_servers_hold_the_weights_in_the_type_that_the_trainer_computes_in(given: str | None, dtype: str) -> None:
-    plan = Settings(command="true").plan(tiny()[0], "m", 4, None, dtype=given)
+    plan = Settings(command="true").plan(SglangPlan, tiny()[0], "m", 4, None, dtype=given)
     assert plan is not None
     words = plan.arguments(1, 0)
     assert words[words.index("--dtype") + 1] == dtype

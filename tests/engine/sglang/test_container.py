@@ -12,7 +12,8 @@ from paths import SUPPORT
 from processes import until
 from sglang_server_help import FAKE, started
 
-from agentrl.engine.sglang.command import LaunchPlan, launch_command
+from agentrl.engine.servers.launch import launch_command
+from agentrl.engine.sglang.command import SGLANG, SglangPlan
 from agentrl.errors import UserError
 
 RUNTIME = SUPPORT / "container_runtime.py"
@@ -32,8 +33,8 @@ def docker(bubblewrap: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         os.killpg(int(state.read_text()), signal.SIGKILL)
 
 
-def plan(command: str, model_path: str = "org/model", **more: str) -> LaunchPlan:
-    return LaunchPlan(command=launch_command(command, None), model_path=model_path, dtype="float32", flags={},
+def plan(command: str, model_path: str = "org/model", **more: str) -> SglangPlan:
+    return SglangPlan(command=launch_command(command, None, SGLANG), model_path=model_path, dtype="float32", flags={},
                       max_batch=4, token_bytes=1, context=64, cpu=True, env=more, grace=5.0)  # fmt: skip
 
 

@@ -10,7 +10,7 @@ from sglang_help import StandIn, all_of, logprobs_of, prompts, tiny
 
 from agentrl.engine.base import EngineError, GenerationFinish, Sampling
 from agentrl.engine.local.engine import LocalEngine
-from agentrl.engine.sglang.engine import SglangEngine
+from agentrl.engine.sglang.kind import SglangEngine
 from agentrl.errors import UserError
 
 STOP = (2,)
@@ -111,7 +111,7 @@ async def test_what_would_kill_the_server_never_leaves(engines: Any) -> None:
 
 async def test_abort_keeps_every_token(engines: Any, parts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     (model, tokenizer), (remote, _) = parts, engines
-    monkeypatch.setattr("agentrl.engine.sglang.pool.ABORT_SECONDS", 60.0)  # a busy machine takes its time
+    monkeypatch.setattr("agentrl.engine.servers.pool.ABORT_SECONDS", 60.0)  # a busy machine takes its time
     prompt = prompts(tokenizer, 1)[0]
     running = [asyncio.create_task(remote.generate(prompt, Sampling(900), f"a{i}")) for i in range(4)]
     client = remote._fleet.pool.up[0].client

@@ -15,8 +15,9 @@ from sglang_help import StandIn, tiny
 
 from agentrl.engine.base import EngineError, Generation, GenerationFinish, Sampling
 from agentrl.engine.local.engine import LocalEngine
-from agentrl.engine.sglang.engine import ATTEMPTS, SglangEngine
-from agentrl.engine.sglang.identity import OPENING_TOKENS, PROBE_TOKENS, probe_of
+from agentrl.engine.servers.engine import ATTEMPTS
+from agentrl.engine.servers.identity import OPENING_TOKENS, PROBE_TOKENS, probe_of
+from agentrl.engine.sglang.kind import SglangEngine
 from agentrl.errors import UserError
 
 GREEDY = Sampling(24, temperature=0.0)
@@ -32,8 +33,8 @@ def parts() -> tuple[Any, Any]:
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Second tries come soon."""
-    monkeypatch.setattr("agentrl.engine.sglang.engine.BACK_OFF_SECONDS", (0.01, 0.1))
-    monkeypatch.setattr("agentrl.engine.sglang.fleet.FIRST_RETRY_SECONDS", 0.1)
+    monkeypatch.setattr("agentrl.engine.servers.engine.BACK_OFF_SECONDS", (0.01, 0.1))
+    monkeypatch.setattr("agentrl.engine.servers.fleet.FIRST_RETRY_SECONDS", 0.1)
 
 
 @pytest.fixture(scope="module")
@@ -310,7 +311,7 @@ def test_what_the_model_expects_is_compared(parts: Any) -> None:
 
 async def test_a_late_server_is_not_a_lost_one(parts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before an update: a thread of ours may have held the event loop. One that is gone is left out."""
-    monkeypatch.setattr("agentrl.engine.sglang.fleet.UPDATE_SECONDS", 0.05)
+    monkeypatch.setattr("agentrl.engine.servers.fleet.UPDATE_SECONDS", 0.05)
     model, tokenizer = parts
     said: list[str] = []
     async with AsyncExitStack() as stack:

@@ -18,9 +18,9 @@ from sglang_help import all_of, logprobs_of, prompts, tiny
 
 from agentrl.engine.base import Sampling
 from agentrl.engine.local.engine import LocalEngine
-from agentrl.engine.sglang.engine import SglangEngine
+from agentrl.engine.sglang.kind import SglangEngine
 from agentrl.training.run import train
-from agentrl.weights import WeightServer
+from agentrl.weights import SglangServer
 
 RECIPE = str(RECIPES / "gsm8k_tool.yaml")
 
@@ -39,7 +39,7 @@ async def test_each_step_samples_as_merged_weights_do(near: bool, engine: Any, m
     """Also where the server does not see our files, and is sent tensors by value."""
     remote, model, said = engine
     monkeypatch.setattr("agentrl.weights.lora.same_host", lambda url: near)
-    monkeypatch.delattr(WeightServer, "load_adapter_tensors" if near else "load_adapter")
+    monkeypatch.delattr(SglangServer, "load_adapter_tensors" if near else "load_adapter")
     ids = prompts(tiny()[1], 4)
     local, seen = LocalEngine(model, max_batch=32), []
     await remote.health()

@@ -14,9 +14,9 @@ from sglang_adapter_help import AdapterStandIn, adapted, stir
 from sglang_help import logprobs_of, tiny
 
 from agentrl.engine.base import EngineError, Generation, Sampling
-from agentrl.engine.sglang.adapters import AdapterNeeds, AdapterRoom, needs_of, why_merged
-from agentrl.engine.sglang.command import LaunchPlan
-from agentrl.engine.sglang.engine import SglangEngine
+from agentrl.engine.servers.adapters import AdapterNeeds, AdapterRoom, needs_of, why_merged
+from agentrl.engine.sglang.command import SglangPlan
+from agentrl.engine.sglang.kind import SglangEngine
 from agentrl.errors import UserError
 from agentrl.models.load import load_shape
 from agentrl.recipe.schema import LoraSection, ModelSection
@@ -178,7 +178,7 @@ ROOM = AdapterRoom(True, 8, frozenset(("qkv_proj", "o_proj")))
         (AdapterNeeds(8, frozenset(("q_proj", "up_proj"))), ROOM, "u takes no adapters for gate_up_proj"),
         (AdapterNeeds(16, frozenset(("q_proj",))), ROOM, "u takes adapters up to rank 8"),
         (AdapterNeeds(8, frozenset(("q_proj",))), AdapterRoom(), "u takes no adapters"),
-        (AdapterNeeds(8, frozenset(("c_attn",))), ROOM, "SGLang has no adapters for c_attn"),
+        (AdapterNeeds(8, frozenset(("c_attn",))), ROOM, "servers have no adapters for c_attn"),
     ],
 )
 def test_why_whole_weights_are_sent(needs: AdapterNeeds, room: AdapterRoom, why: str | None) -> None:
@@ -203,7 +203,7 @@ def test_what_an_adapter_needs_is_the_same_of_a_model_and_of_its_shape() -> None
     ],
 )
 def test_a_server_is_launched_with_room_for_the_adapter(cpu: bool, flags: dict[str, Any], wanted: bool) -> None:
-    plan = LaunchPlan(
+    plan = SglangPlan(
         command=("x",), model_path="m", dtype="float32", flags=flags, max_batch=4, cpu=cpu, token_bytes=1, context=8,
         adapter=AdapterNeeds(4, frozenset(("v_proj", "q_proj"))),
     )  # fmt: skip

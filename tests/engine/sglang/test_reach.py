@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 from sglang_help import tiny
 
-from agentrl.engine.sglang.command import LaunchPlan
-from agentrl.engine.sglang.settings import Settings
+from agentrl.engine.servers.settings import Settings
+from agentrl.engine.sglang.command import SglangPlan
 from agentrl.errors import UserError
 from agentrl.weights import addresses
 from agentrl.weights.addresses import KEY_VARIABLE, is_own, listen_host, own_address, url_of
@@ -40,8 +40,8 @@ def test_servers_listen_where_the_cluster_reaches_them(
     assert listen_host(cluster) == host
 
 
-def plan(cluster: str | None = None, **flags: Any) -> LaunchPlan:
-    found = Settings(command="true", flags=flags).plan(tiny()[0], "m", 4, None, cluster)
+def plan(cluster: str | None = None, **flags: Any) -> SglangPlan:
+    found = Settings(command="true", flags=flags).plan(SglangPlan, tiny()[0], "m", 4, None, cluster)
     assert found is not None
     return found
 

@@ -7,8 +7,9 @@ from array import array
 import pytest
 
 from agentrl.engine.base import EngineError, Generation, GenerationFinish
-from agentrl.engine.sglang.client import ServerError
-from agentrl.engine.sglang.wire import Answer, Reader
+from agentrl.engine.servers.answer import Answer
+from agentrl.engine.servers.client import ServerError
+from agentrl.engine.sglang.wire import Reader
 from agentrl.plugins.types import Task
 from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.trajectory import check_invariants

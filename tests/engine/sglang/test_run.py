@@ -11,7 +11,7 @@ from sglang_help import tiny
 from agentrl.chat.load import load_chat
 from agentrl.engine.base import Sampling
 from agentrl.engine.local.engine import LocalEngine
-from agentrl.engine.sglang.engine import SglangEngine
+from agentrl.engine.sglang.kind import SglangEngine
 from agentrl.plugins.registry import make_tool
 from agentrl.recipe.schema import ToolSection
 from agentrl.training.run import train

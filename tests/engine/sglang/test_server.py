@@ -22,16 +22,16 @@ from sglang_weights_help import Weights, altered, ask, check_answer, spans_of
 
 from agentrl.engine.base import Sampling
 from agentrl.engine.local.engine import LocalEngine
-from agentrl.engine.sglang.command import LaunchPlan
-from agentrl.engine.sglang.engine import SglangEngine
-from agentrl.engine.sglang.server import Server
+from agentrl.engine.servers.server import Server
+from agentrl.engine.sglang.command import SglangPlan
+from agentrl.engine.sglang.kind import SglangEngine
 from agentrl.errors import UserError
-from agentrl.weights import ModelWeights, WeightChannel, WeightServer
+from agentrl.weights import ModelWeights, SglangServer, WeightChannel
 from agentrl.weights.addresses import KEY_VARIABLE, authorization
 from agentrl.weights.transports.nccl import GroupTransport
 
 
-def fake(tmp_path: Path) -> tuple[LaunchPlan, Path]:
+def fake(tmp_path: Path) -> tuple[SglangPlan, Path]:
     """A command that serves, with a child of its own; and where both ids will be written."""
     program, ids = tmp_path / "fake.py", tmp_path / "ids"
     program.write_text(FAKE)
@@ -113,7 +113,7 @@ async def test_a_server_that_never_serves_is_ended(tmp_path: Path, monkeypatch: 
     """The time is up once it is loading."""
     log = tmp_path / "log"
     clock = SimpleNamespace(monotonic=lambda: 3.0 if log.exists() and "\nloading" in log.read_text() else 0.0)
-    monkeypatch.setattr("agentrl.engine.sglang.server.time", clock)
+    monkeypatch.setattr("agentrl.engine.servers.server.time", clock)
     program, ids = tmp_path / "slow.py", tmp_path / "ids"
     program.write_text(
         "import os, sys, time; open(sys.argv[1], 'w').write(f'{os.getpid()} 1'); print('loading', flush=True);"
@@ -160,7 +160,7 @@ def test_it_does_not_outlive_a_run_that_is_killed(tmp_path: Path) -> None:
 
 
 def test_flags_of_the_recipe_come_over_ours() -> None:
-    launch = LaunchPlan(
+    launch = SglangPlan(
         command=("python", "-m", "x"), model_path="/m", dtype="bfloat16",
         flags={"max_total_tokens": 99, "trust-remote-code": True, "skip_server_warmup": False, "tp_size": 2},
         max_batch=4, token_bytes=1, context=64, cpu=False,
@@ -181,8 +181,8 @@ def test_a_server_on_a_cpu_does_not_take_the_machines_memory() -> None:
     assert int(words[words.index("--max-total-tokens") + 1]) == 4 * 1024
 
 
-def real_like(**sizes: int) -> LaunchPlan:
-    return LaunchPlan(command=("x",), model_path="m", dtype="float32", flags={}, max_batch=4, cpu=True, **sizes)
+def real_like(**sizes: int) -> SglangPlan:
+    return SglangPlan(command=("x",), model_path="m", dtype="float32", flags={}, max_batch=4, cpu=True, **sizes)
 
 
 @pytest.fixture(scope="module")
@@ -279,7 +279,7 @@ async def test_two_real_servers_one_killed_in_mid_update(
     """The broadcast breaks for both; the other one gets all of it again, and serves."""
     model, last = altered(31), altered(32)
     async with aiohttp.ClientSession(headers=authorization(engine._fleet._sessions.key)) as session:
-        servers = [WeightServer(url, session, 60.0) for url in (sglang_url, launched.url)]
+        servers = [SglangServer(url, session, 60.0) for url in (sglang_url, launched.url)]
         channel = WeightChannel(servers, GroupTransport(timeout=20.0, bucket_bytes=200_000))
         assert not (await channel.publish(31, ModelWeights(model))).failed
         for server in servers:

@@ -1,6 +1,6 @@
 """Whether an adapter can be sent alone: what it needs of a server, and what servers offer."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,19 +30,8 @@ class AdapterNeeds:
     def unknown(self) -> str | None:
         """Why servers cannot take it, in one line; None: they can."""
         if others := sorted(self.targets - KNOWN):
-            return f"SGLang has no adapters for {', '.join(others)}"
+            return f"servers have no adapters for {', '.join(others)}"
         return None
-
-    def flags(self, cpu: bool) -> dict[str, Any]:
-        """Return the flags that a server is launched with to take it."""
-        found = {
-            "enable-lora": True,
-            "max-lora-rank": self.rank,
-            "lora-target-modules": sorted(self.targets),
-            "max-loaded-loras": LOADED,
-            "max-loras-per-batch": IN_A_BATCH,
-        }
-        return found | ({"lora-backend": "torch_native"} if cpu else {})
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,21 +46,15 @@ class AdapterRoom:
     """Names of layers, or `all`; empty: not known."""
     replicas: int = 1
     """Of the model, behind one address (data parallelism)."""
-
-    @classmethod
-    def of(cls, info: Mapping[str, Any]) -> "AdapterRoom":
-        """Read it from `info`, the answer of /server_info."""
-        return cls(
-            bool(info.get("enable_lora")),
-            info.get("max_lora_rank"),
-            frozenset(info.get("lora_target_modules") or ()),
-            int(info.get("dp_size") or 1),
-        )
+    files: bool = True
+    """Whether adapters reach it: false where it reads them from files, and does not see this machine's."""
 
     def lacks(self, needs: AdapterNeeds) -> str | None:
         """Return why it does not take an adapter; None: it does."""
         if not self.enabled:
             return "takes no adapters (--enable-lora)"
+        if not self.files:
+            return "reads adapters from files, and does not see this machine's"
         if self.replicas > 1:
             return "takes no adapters while it runs with replicas (--dp-size)"
         if self.rank is not None and self.rank < needs.rank:

@@ -1,4 +1,4 @@
-"""`SglangEngine`: the engine over SGLang servers. A request keeps its tokens whatever becomes of the server it is on.
+"""`ServerEngine`: an engine over servers of one kind. A request keeps its tokens whatever becomes of its server.
 
 Pieces of an answer come as a stream; when a server fails, the request goes on elsewhere after the tokens that came, so
 none is lost and none is counted twice.
@@ -12,19 +12,20 @@ from array import array
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from agentrl.cluster.placement import Launched
 from agentrl.engine.base import Engine, EngineError, Generation, GenerationFinish, Sampling
-from agentrl.engine.sglang.adapters import needs_of
-from agentrl.engine.sglang.client import LostAdapterError, RefusedError, ServerError
-from agentrl.engine.sglang.command import Flag, launch_command, plain_flags, ranks_of, sizes_of
-from agentrl.engine.sglang.fleet import Fleet
-from agentrl.engine.sglang.pool import Call, Member
-from agentrl.engine.sglang.settings import Settings, faults, refused, settings_of
-from agentrl.engine.sglang.wire import Answer, PieceEnd, Reader, finish_of, request_body
+from agentrl.engine.servers.adapters import needs_of
+from agentrl.engine.servers.answer import Answer, PieceEnd, finish_of
+from agentrl.engine.servers.client import LostAdapterError, RefusedError, ServerError
+from agentrl.engine.servers.fleet import Fleet
+from agentrl.engine.servers.kind import ServerKind
+from agentrl.engine.servers.launch import Flag, launch_command, plain_flags, sizes_of
+from agentrl.engine.servers.pool import Call, Member
+from agentrl.engine.servers.settings import Settings, settings_of
 from agentrl.errors import UserError
 from agentrl.recipe.schema import LoraSection, Recipe
 from agentrl.weights.source import WeightSource
@@ -35,7 +36,7 @@ BACK_OFF_SECONDS = 0.1, 2.0
 """Time before a second try on a server that answers: shortest, longest."""
 
 
-class SglangEngine(Engine):
+class ServerEngine(Engine):
     """model: the trainer's, whose weights the servers are given; or its shape, on the meta device, where it is trained
     in other processes. max_batch: requests in flight on one server, at most, and what a launched server decodes at
     once. model_path: what launched servers load. tokenizer: compared with that of the servers. say, phase: called with
@@ -44,6 +45,9 @@ class SglangEngine(Engine):
     server, neighbours, as this process counts them; empty: from the first on. dtype: of the weights on launched
     servers, which they compute in (None: that of `model`). The rest is described in `Settings`.
     """
+
+    kind: ClassVar[ServerKind]
+    """What the servers speak."""
 
     def __init__(
         self,
@@ -82,40 +86,50 @@ class SglangEngine(Engine):
         _, self._own_context = sizes_of(model)
         self._vocabulary = model.get_input_embeddings().weight.shape[0]
         needs = needs_of(model, lora)
-        plan = settings.plan(model, model_path, max_batch, needs, cluster, devices, dtype)
+        plan = settings.plan(self.kind.plan, model, model_path, max_batch, needs, cluster, devices, dtype)
         quiet: Callable[[str], None] = lambda line: None  # noqa: E731
-        self._fleet = Fleet(model, tokenizer, settings, plan, needs, max_batch, say or quiet, phase or quiet)
+        self._fleet = Fleet(self.kind, model, tokenizer, settings, plan, needs, max_batch, say or quiet, phase or quiet)
         self._calls: dict[str, Call] = {}
         self._background: set[asyncio.Task[None]] = set()
         self._starting: asyncio.Task[None] | None = None
         self._started = self._closed = self._asleep = False
 
-    @staticmethod
-    def missing(recipe: Recipe) -> list[str]:
+    @classmethod
+    def missing(cls, recipe: Recipe) -> list[str]:
         """See `Engine.missing`."""
-        given, gpu = settings_of(recipe.engine.args), torch.cuda.is_available()
+        given, gpu, unable = settings_of(recipe.engine.args), torch.cuda.is_available(), cls._unable(recipe)
         if given.urls:
-            return []
+            return unable
         try:
-            command = launch_command(given.command, given.venv)
+            command = launch_command(given.command, given.venv, cls.kind.plan.program)
         except UserError as error:
-            return [str(error)]
-        found = refused(given, sleep=recipe.engine.sleep, lora=recipe.model.lora is not None, gpus=gpu)
-        return found + (faults(given, command) if gpu else [])
+            return [str(error), *unable]
+        adapted = recipe.model.lora is not None
+        refused = cls.kind.refused(given, sleep=recipe.engine.sleep, lora=adapted, gpus=gpu)
+        return [*refused, *(cls.kind.faults(given, command) if gpu else []), *unable]
 
-    @staticmethod
-    def launched(args: Mapping[str, Any]) -> Launched:
+    @classmethod
+    def launched(cls, args: Mapping[str, Any]) -> Launched:
         """See `Engine.launched`."""
         if args.get("urls"):
             return Launched()
-        flags = plain_flags(args.get("flags") or {})
-        first, share = flags.get("base-gpu-id"), flags.get("mem-fraction-static")
-        return Launched(
-            servers=int(args.get("servers", 1)),
-            ranks=ranks_of(flags),
-            first=None if first is None else int(first),
-            share=None if share is None else float(share),
-        )
+        return cls.kind.launched(int(args.get("servers", 1)), plain_flags(args.get("flags") or {}))
+
+    @classmethod
+    def _unable(cls, recipe: Recipe) -> list[str]:
+        """Say where the servers cannot sample as `rollout` and `eval` want it."""
+        limits = recipe.rollout
+        for temperature in (limits.temperature, recipe.eval.temperature or 0.0):
+            why = cls._refusal(Sampling(1, temperature=temperature, top_p=limits.top_p, top_k=limits.top_k))
+            if why is not None:
+                return [why]
+        return []
+
+    @classmethod
+    def _refusal(cls, sampling: Sampling) -> str | None:
+        """Return why the servers cannot sample so with the log-probs that `Generation` promises; None: they can."""
+        why = cls.kind.refusal(sampling)
+        return None if why is None else f"engine {cls.kind.plan.program.name}: {why}"
 
     @property
     def max_context(self) -> int:
@@ -134,7 +148,7 @@ class SglangEngine(Engine):
         """Start the servers, the first time. Raises UserError when that fails, EngineError when no server is left."""
         await self._ready()
         if not self._fleet.pool.up:
-            raise EngineError(f"no SGLang server is left: {self._fleet.reasons()}")
+            raise EngineError(f"no {self.kind.plan.program.title} server is left: {self._fleet.reasons()}")
 
     async def generate(self, ids: Sequence[int], sampling: Sampling, request_id: str) -> Generation:
         """See `Engine.generate`. A prompt that leaves no room for an answer gives no ids and finish `length`. Raises
@@ -142,6 +156,8 @@ class SglangEngine(Engine):
 
         `sampling.seed` counts only where the servers run deterministic inference (no CPU does).
         """
+        if (why := self._refusal(sampling)) is not None:
+            raise UserError(why)
         await self._ready()
         prompt = self._checked(ids, request_id)
         room = min(sampling.max_tokens, self.max_context - len(prompt))
@@ -161,7 +177,7 @@ class SglangEngine(Engine):
     def abort(self, request_id: str | None = None) -> None:
         for name, call in self._calls.items():
             if request_id in (None, name):
-                call.abort(self._in_background)
+                call.abort(self._in_background, self.kind.abort)
 
     async def update_weights(self, version: int, weights: WeightSource | None = None) -> None:
         """Send the model's weights to every server. Requests in flight wait meanwhile, and go on with the new weights,
@@ -255,25 +271,32 @@ class SglangEngine(Engine):
         rid = uuid.uuid4().hex  # of one length: a server aborts every id that has the given one as a prefix
         have = len(answer.ids)
         adapter, version = self._fleet.sync.adapter_of(member.url) or (None, self._fleet.version)
-        body = request_body(prompt + answer.ids, sampling, room - have, rid, member.features, adapter)
-        reader = Reader(answer, member.url, version, fixed=adapter is not None)
+        body = self.kind.body(prompt + answer.ids, sampling, room - have, rid, member.features, adapter)
+        mark = self._fleet.mark
+        reader = self.kind.reader(answer, member.url, version, adapter is not None)
         end: PieceEnd | None = None
         with call.on(member, rid, adapter):
             try:
-                async with call, aclosing(member.client.stream("/generate", body)) as payloads:
+                async with call, aclosing(member.client.stream(self.kind.generate, body)) as payloads:
                     async for payload in payloads:
                         member.last_seen = time.monotonic()
                         end = reader.add(payload)
             except TimeoutError:
+                if self._fleet.mark != mark:
+                    reader.give_up()
                 if call.aborted:
                     return PieceEnd.ABORT
                 raise call.take_error() from None
             except RefusedError as error:
-                if adapter is not None and adapter in str(error):
+                if adapter is not None and self.kind.lost_adapter(error, adapter):
                     raise LostAdapterError(str(error)) from error
                 raise
+            except ServerError:
+                if self._fleet.mark != mark:
+                    reader.give_up()
+                raise
         if end is None:
-            raise ServerError(f"{member.url}/generate: the answer has no end")
+            raise ServerError(f"{member.url}{self.kind.generate}: the answer has no end")
         return end
 
     def _checked(self, ids: Sequence[int], request_id: str) -> list[int]:

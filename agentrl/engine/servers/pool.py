@@ -12,8 +12,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from agentrl.engine.sglang.client import Client, ServerError
-from agentrl.engine.sglang.wire import Features
+from agentrl.engine.servers.answer import Features
+from agentrl.engine.servers.client import Client, ServerError
 
 ABORT_SECONDS = 1.0
 """Time for a server to answer an abort with all that it sampled; then the tokens that came are taken."""
@@ -81,13 +81,18 @@ class Call:
         assert timeout is not None
         await timeout.__aexit__(*error)
 
-    def abort(self, in_background: Callable[[Coroutine[Any, Any, None]], None] | None) -> None:
-        """End it with what it has. With `in_background`, ask the server for what it sampled and has not sent yet."""
+    def abort(
+        self,
+        in_background: Callable[[Coroutine[Any, Any, None]], None] | None,
+        how: Callable[[str], tuple[str, dict[str, Any]]] | None = None,
+    ) -> None:
+        """End it with what it has. With `in_background`, ask the server for what it sampled and has not sent yet, by
+        the path and body that `how` returns for a request's id."""
         if self.aborted:
             return
         self.aborted = True
-        if self._member is not None and in_background is not None:
-            in_background(post(self._member, "/abort_request", {"rid": self._rid}))
+        if self._member is not None and in_background is not None and how is not None:
+            in_background(post(self._member, *how(self._rid)))
             self._end_in(ABORT_SECONDS)
         else:
             self._end_in(0.0)

@@ -1,4 +1,4 @@
-"""`Server`: one SGLang server that this run launched. It ends with `stop`, and with this process however that ends."""
+"""`Server`: one server that this run launched. It ends with `stop`, and with this process however that ends."""
 
 import asyncio
 import contextlib
@@ -9,8 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
-from agentrl.engine.sglang.client import Client, ServerError, Sessions
-from agentrl.engine.sglang.command import LaunchPlan
+from agentrl.engine.servers.client import Client, ServerError, Sessions
+from agentrl.engine.servers.launch import LaunchPlan
 from agentrl.errors import UserError
 from agentrl.process_tree import END_SECONDS, ProcessTree
 from agentrl.recipe.secrets import masked_words
@@ -31,6 +31,7 @@ class Server:
     def __init__(self, plan: LaunchPlan, index: int, log: Path, sessions: Sessions) -> None:
         self._plan, self._index, self._sessions = plan, index, sessions
         self.log = log
+        self._name = f"engine {plan.program.name}"
         self._tree: ProcessTree | None = None
         self._file: IO[bytes] | None = None
         self._log_start = 0
@@ -63,23 +64,23 @@ class Server:
         self.log.parent.mkdir(parents=True, exist_ok=True)
         self._file = self.log.open("ab")
         if self._plan.key is not None:
-            self.log.chmod(0o600)  # SGLang writes it down among its arguments
+            self.log.chmod(0o600)  # it is written down among its arguments
         self._log_start = self.log.stat().st_size
         command, removal = self._plan.launch(port, self._index)
         self._file.write(f"$ {' '.join(masked_words(command))}\n".encode())
         self._file.flush()
         try:
             self._tree = ProcessTree(
-                command, self._file, self._plan.environment(), grace=self._plan.grace, removal=removal
+                command, self._file, self._plan.environment(self._index), grace=self._plan.grace, removal=removal
             )
         except OSError as error:
-            raise UserError(f"engine sglang: {command[0]} cannot be started: {error.strerror}") from error
+            raise UserError(f"{self._name}: {command[0]} cannot be started: {error.strerror}") from error
 
     async def _ready(self, timeout: float, phase: Callable[[str], None]) -> None:
         client, start = Client(self.url, self._sessions), time.monotonic()
         while True:
             if not self.running:
-                raise UserError(f"engine sglang: the server ended as it started: {self.reason()} (log: {self.log})")
+                raise UserError(f"{self._name}: the server ended as it started: {self.reason()} (log: {self.log})")
             try:
                 await client.get("/health", timeout=min(HEALTH_SECONDS, timeout))
                 return
@@ -88,7 +89,7 @@ class Server:
             waited = time.monotonic() - start
             if waited > timeout:
                 raise UserError(
-                    f"engine sglang: the server did not serve within {timeout:g} seconds (engine.args.start_timeout); "
+                    f"{self._name}: the server did not serve within {timeout:g} seconds (engine.args.start_timeout); "
                     f"its last line: {self._last_line()} (log: {self.log})"
                 )
             phase(f"{waited:3.0f} s  {self._last_line()}")
@@ -155,7 +156,7 @@ def free_port(host: str = LOOPBACK) -> int:
             probe.bind((address, 0))
             return int(probe.getsockname()[1])
     except OSError as error:
-        raise UserError(f"engine sglang: a server cannot listen on {host}: {error.strerror}") from error
+        raise UserError(f"engine: a server cannot listen on {host}: {error.strerror}") from error
 
 
 def _ephemeral_ports() -> int:

@@ -1,23 +1,13 @@
 """`Admission`: checks before a server gets a request, that it samples from our model and which weights it holds."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
-from agentrl.engine.sglang.client import Client, ServerError
-from agentrl.engine.sglang.identity import (
-    FIRST_SECONDS,
-    Probe,
-    ServerFacts,
-    check_kind,
-    check_sizes,
-    check_tokenizer,
-    check_vocabulary,
-    difference,
-    facts_of,
-    other_weights,
-    probe_of,
-)
-from agentrl.engine.sglang.sync import Sync
+from agentrl.engine.servers.client import Client
+from agentrl.engine.servers.identity import FIRST_SECONDS, Probe, ServerFacts, other_weights, probe_of
+from agentrl.engine.servers.kind import ServerKind
+from agentrl.engine.servers.sync import Sync
 from agentrl.errors import UserError
 from agentrl.models.lora import switched_off
 
@@ -30,8 +20,15 @@ class Admission:
     that a server may take for a request: for its first one it compiles kernels."""
 
     def __init__(
-        self, model: Any, tokenizer: Any, sync: Sync, say: Callable[[str], None], patience: float = FIRST_SECONDS
+        self,
+        kind: ServerKind,
+        model: Any,
+        tokenizer: Any,
+        sync: Sync,
+        say: Callable[[str], None],
+        patience: float = FIRST_SECONDS,
     ) -> None:
+        self._kind = kind
         self._model, self._tokenizer, self._sync, self._say = model, tokenizer, sync, say
         self._patience = patience
         self._probe: Probe | None = None  # of the weights that servers hold themselves
@@ -39,10 +36,9 @@ class Admission:
     async def identify(self, client: Client) -> ServerFacts:
         """Return what a server tells about itself. Raises UserError where it serves another model, ServerError where it
         does not answer: one line."""
-        facts = await facts_of(client)
-        await check_kind(client, self._model.config)
-        await check_vocabulary(client, self._model.get_input_embeddings().weight.shape[0], self._patience)
-        await check_sizes(client, self._model.config)
+        facts = await self._kind.facts(client)
+        vocabulary = self._model.get_input_embeddings().weight.shape[0]
+        await self._kind.check_model(client, self._model.config, vocabulary, self._patience)
         return facts
 
     async def first(self, client: Client, facts: ServerFacts, version: int) -> None:
@@ -52,7 +48,7 @@ class Admission:
         Where the weights are in other processes nothing is compared: servers wait for them anyway.
         """
         if facts.has_tokenizer and self._tokenizer is not None:
-            await check_tokenizer(client, self._tokenizer)
+            await self._kind.check_tokenizer(client, self._tokenizer)
         if self._sync.apart:
             return
         adapted = self._sync.adapted
@@ -74,17 +70,17 @@ class Admission:
             await self._sync.send_to(client, version)
         elif facts.weight_version != str(version):
             await self._sync.send_to(client, version)
-        await sample_one(client, self._adapter_at(client), self._patience)
+        await self._kind.sample_one(client, self._adapter_at(client), self._patience)
         return facts
 
     async def _same(self, client: Client, probe: Probe, version: int) -> bool:
         """Make sure that it holds the weights of the probe, and return whether it had to be sent them."""
-        gap = await difference(client, probe, timeout=self._patience)
+        gap = await self._difference(client, probe)
         if gap <= probe.tolerance:
             return False
         self._say(f"{other_weights(client, gap, probe)}: it is given ours")
         await (self._sync.send_base(client) if self._sync.adapted else self._sync.send_to(client, version))
-        gap = await difference(client, probe, timeout=self._patience)
+        gap = await self._difference(client, probe)
         if gap > probe.limit:
             said = other_weights(client, gap, probe, probe.limit)
             raise UserError(f"engine: {said}, also after it was given ours")
@@ -100,9 +96,17 @@ class Admission:
 
     async def _check_adapter(self, client: Client, facts: ServerFacts) -> None:
         probe = probe_of(self._model, self._tokenizer).on(facts.dtype)
-        gap = await difference(client, probe, self._adapter_at(client), self._patience)
+        gap = await self._difference(client, probe, self._adapter_at(client))
         if gap > probe.limit:
             raise UserError(f"engine: with the adapter {other_weights(client, gap, probe, probe.limit)}")
+
+    async def _difference(self, client: Client, probe: Probe, adapter: str | None = None) -> float:
+        """Return the mean absolute difference between its log-probs of the probe's ids and ours, in nats."""
+        theirs = await self._kind.prompt_logprobs(client, probe.ids, adapter, self._patience)
+        if len(theirs) != len(probe.ids) - 1:
+            raise UserError(f"engine: {client.url} returns {len(theirs)} log-probs of a prompt of {len(probe.ids)} ids")
+        gaps = [abs(a - b) for a, b in zip(theirs[-len(probe.logprobs) :], probe.logprobs, strict=True)]
+        return sum(gaps) / len(gaps) if all(map(math.isfinite, gaps)) else math.inf
 
     def _adapter_at(self, client: Client) -> str | None:
         found = self._sync.adapter_of(client.url)
@@ -111,13 +115,3 @@ class Admission:
     def _of_the_base(self) -> Probe:
         with switched_off(self._model):
             return probe_of(self._model, self._tokenizer)
-
-
-async def sample_one(client: Client, adapter: str | None = None, timeout: float = FIRST_SECONDS) -> None:
-    """Raise ServerError unless it samples a token."""
-    body: dict[str, Any] = {"input_ids": [0], "sampling_params": {"max_new_tokens": 1, "temperature": 0.0}}
-    if adapter is not None:
-        body["lora_path"] = adapter
-    answer = await client.post("/generate", body, timeout=timeout)
-    if not isinstance(answer, dict) or not answer.get("output_ids"):
-        raise ServerError(f"{client.url}: it returned no token when asked for one")

@@ -1,4 +1,4 @@
-"""What a recipe may say in `engine.args` of the engine `sglang`."""
+"""What a recipe may say in `engine.args` of an engine of servers."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -6,23 +6,14 @@ from typing import Any
 
 import torch
 
-from agentrl.engine.sglang.adapters import AdapterNeeds
-from agentrl.engine.sglang.command import (
-    Flag,
-    LaunchPlan,
-    launch_command,
-    memory_saver_fault,
-    nccl_version,
-    plain_flags,
-    sizes_of,
-    venv_of,
-)
+from agentrl.engine.servers.adapters import AdapterNeeds
+from agentrl.engine.servers.launch import Flag, LaunchPlan, launch_command, sizes_of
 from agentrl.errors import UserError
-from agentrl.weights.addresses import given_key, is_loopback, listen_host, new_key
+from agentrl.weights.addresses import KEY_VARIABLE, given_key, is_loopback, listen_host, new_key
 from agentrl.weights.server import PauseMode
 
 GRACE_SECONDS = 5.0
-"""Time to end for what a recipe's own command starts; SGLang itself needs none."""
+"""Time to end for what a recipe's own command starts; servers themselves need none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +21,12 @@ class Settings:
     """The keys of `engine.args`."""
 
     urls: tuple[str, ...] = ()
-    """Servers that run already, http://HOST:PORT; then none is launched. They are sent the key of AGENTRL_SGLANG_KEY,
-    where there is one."""
+    """Servers that run already, http://HOST:PORT; then none is launched. They are sent the key of AGENTRL_SGLANG_KEY
+    (AGENTRL_VLLM_KEY), where there is one."""
     servers: int = 1
     """How many are launched."""
     venv: str | None = None
-    """Virtual environment with SGLang that launches them."""
+    """Virtual environment with the server's program that launches them."""
     command: str | None = None
     """Command that launches one, up to its flags; see `command.py`."""
     flags: Mapping[str, Flag] = field(default_factory=dict)
@@ -51,7 +42,7 @@ class Settings:
     restarts: int = 3
     """Restarts of a launched server that ended."""
     weights: str = "auto"
-    """How weights are sent, see `weights.open_channel`."""
+    """How weights are sent: auto, from_tensor, from_distributed or from_disk; see `weights.open_channel`."""
     pause: str = "retract"
     """What an update does to requests in flight: `retract` computes their keys and values again with the new weights,
     `in_place` goes on over the old ones."""
@@ -79,6 +70,7 @@ class Settings:
 
     def plan(
         self,
+        kind: type[LaunchPlan],
         model: Any,
         model_path: str | None,
         max_batch: int,
@@ -88,15 +80,15 @@ class Settings:
         dtype: str | None = None,
     ) -> LaunchPlan | None:
         """Return how to launch servers for `model`, a transformers module at `model_path`; None where they run already.
-        cluster: address of the Ray cluster whose machines are to reach them. devices, dtype: see `LaunchPlan`. Raises
-        UserError where nothing says what launches one."""
+        kind: of the servers. cluster: address of the Ray cluster whose machines are to reach them. devices, dtype: see
+        `LaunchPlan`. Raises UserError where nothing says what launches one."""
         if self.urls:
             return None
-        command = launch_command(self.command, self.venv)
+        command = launch_command(self.command, self.venv, kind.program)
         if model_path is None:
-            raise UserError("engine sglang: a server is launched with model_path, and none was given")
+            raise UserError(f"engine {kind.program.name}: a server is launched with model_path, and none was given")
         token_bytes, context = sizes_of(model)
-        plan = LaunchPlan(
+        plan = kind(
             command=command,
             model_path=model_path,
             dtype=dtype or str(next(model.parameters()).dtype).removeprefix("torch."),
@@ -107,15 +99,19 @@ class Settings:
             cpu=not torch.cuda.is_available(),
             env=self.env,
             adapter=adapter,
+            weights=self.weights,
             listen=listen_host(cluster),
             devices=devices,
             grace=GRACE_SECONDS if self.command is not None else 0.0,
         )
-        return replace(plan, key=plan.flag("api-key") or (None if is_loopback(plan.host) else new_key()))
+        return replace(
+            plan, key=plan.flag("api-key") or (None if is_loopback(plan.host) else new_key(kind.program.key_variable))
+        )
 
-    def key(self, plan: LaunchPlan | None) -> str | None:
-        """Return the key that is sent with every request."""
-        return given_key() if plan is None else plan.key
+    def key(self, plan: LaunchPlan | None, variable: str = KEY_VARIABLE) -> str | None:
+        """Return the key that is sent with every request. variable: environment variable that has that of servers
+        which run already."""
+        return given_key(variable) if plan is None else plan.key
 
 
 def settings_of(args: Mapping[str, Any]) -> Settings:
@@ -123,51 +119,3 @@ def settings_of(args: Mapping[str, Any]) -> Settings:
     urls = args.get("urls") or ()
     urls = (urls,) if isinstance(urls, str) else tuple(urls)
     return Settings(**{**args, "urls": urls, "flags": args.get("flags") or {}})
-
-
-def refused(settings: Settings, *, sleep: bool, lora: bool, gpus: bool) -> list[str]:
-    """List what of the flags of launched servers starts well and fails later. sleep: servers release their memory.
-    lora: an adapter is trained, and sent alone. gpus: servers run on GPUs."""
-    flags, found = plain_flags(settings.flags), []
-    replicas = flags.get("dp-size") or flags.get("dp") or flags.get("data-parallel-size") or 1
-    if str(replicas) != "1":
-        found.append(
-            "engine.args.flags.dp-size: SGLang takes no new weights with replicas behind one address; set "
-            f"engine.args.servers={settings.servers * int(replicas)} instead"
-        )
-    if flags.get("quantization") and not lora:
-        found.append(
-            f"engine.args.flags.quantization: weights of {flags['quantization']} cannot be replaced by the trainer's "
-            "while a server runs; leave it out, or train an adapter (model.lora)"
-        )
-    if gpus and sleep and not flags.get("enable-memory-saver"):
-        found.append("engine.sleep releases nothing of a server without engine.args.flags.enable-memory-saver=true")
-    if gpus and sleep and settings.weights == "from_distributed":
-        found.append(
-            "engine.args.weights=from_distributed: NCCL connects no two processes that share a GPU (engine.sleep); "
-            "leave it at auto"
-        )
-    return found
-
-
-def faults(settings: Settings, command: Sequence[str]) -> list[str]:
-    """List what the virtual environment of `command` lacks for servers on GPUs. Runs its Python, for a second."""
-    venv, found = venv_of(command), []
-    if venv is None:
-        return []
-    plan = LaunchPlan(tuple(command), "", "", settings.flags, 1, 1, 1, cpu=False, env=settings.env)
-    saves = plain_flags(settings.flags).get("enable-memory-saver")
-    if saves and (why := memory_saver_fault(venv, plan.environment())) is not None:
-        found.append(f"engine.args.flags.enable-memory-saver: servers of {venv} would not start: {why}")
-    if settings.weights == "from_distributed":
-        theirs, ours = nccl_version(venv), torch.cuda.nccl.version()
-        if theirs != ours:
-            found.append(
-                f"engine.args.weights=from_distributed: NCCL is {_dotted(theirs)} in {venv} and {_dotted(ours)} here, "
-                "which do not connect; leave it at auto, or set from_disk"
-            )
-    return found
-
-
-def _dotted(version: Sequence[int]) -> str:
-    return ".".join(map(str, version)) or "not there"

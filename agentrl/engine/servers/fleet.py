@@ -9,17 +9,19 @@ from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
-from agentrl.engine.sglang.adapters import AdapterNeeds, why_merged
-from agentrl.engine.sglang.admission import Admission
-from agentrl.engine.sglang.client import Client, LateError, LostAdapterError, ServerError, Sessions
-from agentrl.engine.sglang.command import LaunchPlan
-from agentrl.engine.sglang.identity import ServerFacts
-from agentrl.engine.sglang.pool import Member, Pool
-from agentrl.engine.sglang.server import Server
-from agentrl.engine.sglang.settings import Settings
-from agentrl.engine.sglang.sync import Sync
+from agentrl.engine.servers.adapters import AdapterNeeds, why_merged
+from agentrl.engine.servers.admission import Admission
+from agentrl.engine.servers.client import Client, LateError, LostAdapterError, ServerError, Sessions
+from agentrl.engine.servers.identity import ServerFacts
+from agentrl.engine.servers.kind import ServerKind
+from agentrl.engine.servers.launch import LaunchPlan
+from agentrl.engine.servers.pool import Member, Pool
+from agentrl.engine.servers.server import Server
+from agentrl.engine.servers.settings import Settings
+from agentrl.engine.servers.sync import Sync
 from agentrl.errors import UserError
-from agentrl.weights.scratch import LOGS, WEIGHTS, Scratch
+from agentrl.weights.kinds import folder_for
+from agentrl.weights.scratch import LOGS, Scratch
 
 FAULTS = 3
 """Failed requests in a row that take a server out although it answers."""
@@ -33,11 +35,13 @@ FIRST_RETRY_SECONDS, LAST_RETRY_SECONDS = 1.0, 30.0
 
 
 class Fleet:
-    """plan: how to launch servers; None where `settings.urls` names them. adapter: what the run's adapter needs of
-    them. limit: requests in flight on one server. say, phase: called with lines that stay, and with what goes on."""
+    """kind: what the servers speak. plan: how to launch servers; None where `settings.urls` names them.
+    adapter: what the run's adapter needs of them. limit: requests in flight on one server. say, phase: called with
+    lines that stay, and with what goes on."""
 
     def __init__(
         self,
+        kind: ServerKind,
         model: Any,
         tokenizer: Any,
         settings: Settings,
@@ -47,10 +51,11 @@ class Fleet:
         say: Callable[[str], None],
         phase: Callable[[str], None],
     ) -> None:
+        self._kind, self._program = kind, kind.plan.program
         self._settings, self._plan, self._say, self._phase = settings, plan, say, phase
         self._adapter = adapter
-        self._sessions = Sessions(settings.key(plan))
-        self._logs, self._weights = Scratch(LOGS), Scratch(WEIGHTS)
+        self._sessions = Sessions(settings.key(plan, self._program.key_variable))
+        self._logs, self._weights = Scratch(LOGS), folder_for(self._program.name, model)
         self._launched: list[Server] = []
         self._servers: dict[Member, Server] = {}
         self._restarts: dict[Member, int] = {}
@@ -58,12 +63,17 @@ class Fleet:
         self._monitor: asyncio.Task[None] | None = None
         self._all_out_since: float | None = None
         self.pool = Pool((Member(Client(url, self._sessions)) for url in settings.urls), limit)
-        self.sync = Sync(model, self._sessions, self._weights.path, settings.weights, say)
-        self._admission = Admission(model, tokenizer, self.sync, say, settings.start_timeout)
+        self.sync = Sync(self._program.name, model, self._sessions, self._weights.path, settings.weights, say)
+        self._admission = Admission(kind, model, tokenizer, self.sync, say, settings.start_timeout)
         self.version = 0
         self._epoch = 0  # counts updates: a server that was sent weights before one is not let in after it
         self.max_context = 0
         self.paused = False  # no sign of life is expected
+
+    @property
+    def mark(self) -> tuple[int, int, bool]:
+        """What is the same at two times only if no weights were sent in between."""
+        return self._epoch, self.version, self.paused
 
     async def start(self) -> None:
         """Start and admit all servers. Raises UserError, one line; then nothing that was launched is left."""
@@ -83,12 +93,13 @@ class Fleet:
         self.max_context = min(f.max_context for f in facts)
         where = self._launched_where() if self._plan else "at " + ", ".join(m.url for m in self.pool.members)
         seeds = "" if all(f.features.seeds for f in facts) else ", without seeds (no deterministic inference)"
-        self._say(f"engine: {len(facts)} SGLang {facts[0].version} server(s) {where}{seeds}")
+        self._say(f"engine: {len(facts)} {self._program.title} {facts[0].version} server(s) {where}{seeds}")
 
     async def _launch(self, plan: LaunchPlan) -> None:
         logs = Path(self._settings.log_dir) if self._settings.log_dir else self._logs.path()
-        servers = [Server(plan, i, logs / f"sglang_{i}.log", self._sessions) for i in range(self._settings.servers)]
-        self._say(f"engine: starting {len(servers)} SGLang server(s), output in {logs}")
+        name, title = self._program.name, self._program.title
+        servers = [Server(plan, i, logs / f"{name}_{i}.log", self._sessions) for i in range(self._settings.servers)]
+        self._say(f"engine: starting {len(servers)} {title} server(s), output in {logs}")
         self._launched = servers
         await _all(*(s.start(self._settings.start_timeout, self._phase_of(i)) for i, s in enumerate(servers)))
         for server in servers:
@@ -100,7 +111,7 @@ class Fleet:
         return f"launched, on {self._plan.host} with a key" if self._plan and self._plan.key else "launched"
 
     def _phase_of(self, index: int) -> Callable[[str], None]:
-        return lambda line: self._phase(f"starting sglang server {index}: {line}")
+        return lambda line: self._phase(f"starting {self._program.name} server {index}: {line}")
 
     def _choose_content(self, facts: Sequence[ServerFacts]) -> None:
         if self._adapter is None:
@@ -122,7 +133,7 @@ class Fleet:
         monitor = self._monitor
         if monitor is None or monitor.done() or monitor.get_loop() is not asyncio.get_running_loop():
             self._recovering.clear()
-            self._monitor = asyncio.create_task(self._monitor_health(), name="agentrl-sglang-health")
+            self._monitor = asyncio.create_task(self._monitor_health(), name="agentrl-server-health")
 
     async def report_failure(self, member: Member, error: ServerError) -> None:
         """Take a server on which a request failed out, if it is gone or failed too often."""
@@ -158,7 +169,7 @@ class Fleet:
         error: ServerError | None = None
         for _ in range(2):
             try:
-                await member.client.get("/model_info", timeout=seconds)
+                await member.client.get(self._kind.alive, timeout=seconds)
             except LateError as late:
                 error = late
             except ServerError as found:
@@ -184,6 +195,7 @@ class Fleet:
         for member in members:
             member.last_seen = now
         self._out_of(members, failed, f"the weights of step {version} did not arrive whole")
+        self._end_broken(failed)
         if not self.pool.up:
             raise UserError(f"engine: no server has the weights of step {version}: {self.reasons()}")
 
@@ -201,6 +213,12 @@ class Fleet:
         for member in members:
             if why := failed.get(member.url):
                 self._take_out(member, f"{what}: {why}")
+
+    def _end_broken(self, failed: Mapping[str, str]) -> None:
+        """End launched servers that take no weights any more once an update has failed: they are started again."""
+        for member, server in self._servers.items():
+            if self._kind.breaks and member.url in failed and server.running:
+                server.kill()
 
     def keep_logs(self, folder: Path) -> None:
         """Move the logs of launched servers, which go on, to `folder`, unless the recipe says where they lie."""
@@ -270,7 +288,7 @@ class Fleet:
         lost = not any(map(self._recoverable, self.pool.members))
         starting = any(m in self._servers and not t.done() for m, t in self._recovering.items())
         if lost or (now - self._all_out_since > self._settings.patience and not starting):
-            self.pool.fail_waiting(ServerError(f"no SGLang server is left: {self.reasons()}"))
+            self.pool.fail_waiting(ServerError(f"no {self._program.title} server is left: {self.reasons()}"))
 
     async def _bring_back(self, member: Member) -> None:
         """Try until it is in again, at growing intervals."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from agentrl.engine.sglang.client import Client, ServerError, Sessions
+from agentrl.engine.servers.client import Client, ServerError, Sessions
 from agentrl.errors import UserError
 from agentrl.threads import in_thread
 from agentrl.weights.publisher import Sender
@@ -18,17 +18,25 @@ from agentrl.weights.request import WeightContent, WeightPublisher, WeightReques
 
 
 class Sync:
-    """model: the trainer's, or its shape (on the meta device) where a publisher sends the weights. scratch: makes the
-    folder that `from_disk` may write to. transport: of `engine.args.weights`. say: called with lines for people.
+    """kind: of the servers, of `weights.kinds.SERVERS`. model: the trainer's, or its shape (on the meta
+    device) where a publisher sends the weights. scratch: makes the folder that `from_disk` may write to. transport: of
+    `engine.args.weights`. say: called with lines for people.
 
     apart: whether the weights are in other processes. adapted: whether only the adapter travels; the fleet decides.
     """
 
     def __init__(
-        self, model: Any, sessions: Sessions, scratch: Callable[[], Path], transport: str, say: Callable[[str], None]
+        self,
+        kind: str,
+        model: Any,
+        sessions: Sessions,
+        scratch: Callable[[], Path],
+        transport: str,
+        say: Callable[[str], None],
     ) -> None:
+        self._kind = kind
         self._sessions, self._transport, self._say = sessions, transport, say
-        self._sender = Sender(model, sessions.get, scratch, transport, say)
+        self._sender = Sender(model, sessions.get, scratch, transport, say, kind)
         self.apart: bool = model.get_input_embeddings().weight.is_meta
         self._publisher: WeightPublisher | None = None
         self._adapters: dict[str, tuple[str, int]] = {}
@@ -47,7 +55,7 @@ class Sync:
     async def use(self, publisher: WeightPublisher | None) -> None:
         """Have it send from now on; None changes nothing."""
         if publisher is not None and publisher is not self._publisher:
-            await in_thread(publisher.open, None, self._transport, self._sessions.key)
+            await in_thread(publisher.open, None, self._transport, self._sessions.key, self._kind)
             self._publisher = publisher
 
     def adapt(self, foreign: Sequence[str]) -> None:

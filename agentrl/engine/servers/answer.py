@@ -1,0 +1,59 @@
+"""`Answer`: the tokens of a request so far. They may come in several pieces, from several servers."""
+
+from array import array
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from agentrl.engine.base import Generation, GenerationFinish, Sampling
+
+INTERVAL = 64
+"""Tokens between two pieces of an answer: what is lost with a server that dies. Each piece costs this process what some
+tens of tokens do (`benchmarks/sglang_client.py`)."""
+
+
+class PieceEnd(StrEnum):
+    """Why a server ended its part of an answer."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+
+
+@dataclass(frozen=True, slots=True)
+class Features:
+    """What differs between servers."""
+
+    seeds: bool = False
+    """Whether it samples by seed (deterministic inference)."""
+    incremental: bool = False
+    """Whether a piece of an answer holds only what is new."""
+
+
+@dataclass(slots=True)
+class Answer:
+    """The tokens so far."""
+
+    ids: list[int] = field(default_factory=list)
+    """Sampled token ids."""
+    logprobs: "array[float]" = field(default_factory=lambda: array("d"))
+    """Natural log-probs, one for each id."""
+    versions: list[tuple[int, int]] = field(default_factory=list)
+    """Runs of (weight version, number of ids)."""
+
+    def generation(self, finish: GenerationFinish, version: int) -> Generation:
+        """Return it as a `Generation`. version: of the weights, where no id came."""
+        runs = self.versions
+        if len({v for v, _ in runs}) <= 1:
+            return Generation(self.ids, self.logprobs.tolist(), finish, runs[0][0] if runs else version)
+        each = [v for v, count in runs for _ in range(count)]
+        return Generation(self.ids, self.logprobs.tolist(), finish, each)
+
+
+def finish_of(end: PieceEnd, answer: Answer, sampling: Sampling, room: int) -> GenerationFinish | None:
+    """Return the finish that a server's end stands for; None where it has to go on: it stopped at an id that is not one
+    of our stop ids."""
+    if end is PieceEnd.ABORT:
+        return GenerationFinish.ABORT
+    if answer.ids and answer.ids[-1] in sampling.stop_ids:
+        return GenerationFinish.STOP
+    return GenerationFinish.LENGTH if len(answer.ids) >= room or end is PieceEnd.LENGTH else None

@@ -1,0 +1,133 @@
+"""`ServerKind`: what one kind of server speaks. All else about servers is the same code for every kind."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Protocol
+
+import torch
+
+from agentrl.cluster.placement import Launched
+from agentrl.engine.base import Sampling
+from agentrl.engine.servers.answer import Answer, Features, PieceEnd
+from agentrl.engine.servers.client import Client, ServerError
+from agentrl.engine.servers.identity import ServerFacts
+from agentrl.engine.servers.launch import Flag, LaunchPlan, nccl_version, venv_of
+from agentrl.engine.servers.settings import Settings
+
+
+class AnswerReader(Protocol):
+    """Reads one server's pieces of an answer, each checked whole before it is added."""
+
+    def add(self, payload: bytes) -> PieceEnd | None:
+        """Add what is new in a piece, and return why the server is done, or None. Raises ServerError where the piece is
+        malformed or holds an error; then nothing of it was added."""
+        ...
+
+    def give_up(self) -> None:
+        """Drop the tokens of which nobody knows the weights: these changed meanwhile, and the answer ended early."""
+        ...
+
+
+class ServerKind(ABC):
+    """The calls of one kind of server, and how one is launched. It keeps nothing between calls."""
+
+    plan: ClassVar[type[LaunchPlan]]
+    """How one is launched, and what its product is called. Its calls about weights are those of that name in
+    `weights.kinds.SERVERS`."""
+    breaks: ClassVar[bool] = False
+    """Whether a server that failed to take weights has to be started again before it can."""
+    alive: ClassVar[str]
+    """Path that answers 200 at once, as long as the server lives."""
+    generate: ClassVar[str]
+    """Path that samples."""
+
+    @abstractmethod
+    def launched(self, servers: int, flags: Mapping[str, Flag]) -> Launched:
+        """Return what so many servers with these flags (names without dashes in front) take of this machine's GPUs.
+        Raises ValueError for a flag that should be a number and is not."""
+        ...
+
+    def refused(self, settings: Settings, *, sleep: bool, lora: bool, gpus: bool) -> list[str]:
+        """List what of the settings of launched servers starts well and fails later. sleep: servers release their
+        memory. lora: an adapter is trained, and sent alone. gpus: servers run on GPUs."""
+        if gpus and sleep and settings.weights == "from_distributed":
+            return [
+                "engine.args.weights=from_distributed: NCCL connects no two processes that share a GPU (engine.sleep); "
+                "leave it at auto"
+            ]
+        return []
+
+    def faults(self, settings: Settings, command: Sequence[str]) -> list[str]:
+        """List what the virtual environment of `command` lacks for servers on GPUs. Runs its Python, for a second."""
+        venv = venv_of(command)
+        if venv is None or settings.weights != "from_distributed":
+            return []
+        theirs, ours = nccl_version(venv), torch.cuda.nccl.version()
+        if theirs == ours:
+            return []
+        return [
+            f"engine.args.weights=from_distributed: NCCL is {_dotted(theirs)} in {venv} and {_dotted(ours)} here, "
+            "which do not connect; leave it at auto, or set from_disk"
+        ]
+
+    @abstractmethod
+    async def facts(self, client: Client) -> ServerFacts:
+        """Ask a server about itself. Raises ServerError where it does not answer, UserError where it is of another
+        kind."""
+        ...
+
+    @abstractmethod
+    async def check_model(self, client: Client, config: Any, vocabulary: int, timeout: float) -> None:
+        """Raise UserError where it serves another model than `config`, a transformers configuration, describes, or not
+        exactly the ids 0 to `vocabulary` - 1. timeout: seconds for each answer that takes computing."""
+        ...
+
+    @abstractmethod
+    async def check_tokenizer(self, client: Client, tokenizer: Any) -> None:
+        """Raise UserError where its tokenizer gives other ids for a text than ours."""
+        ...
+
+    @abstractmethod
+    async def prompt_logprobs(
+        self, client: Client, ids: Sequence[int], adapter: str | None, timeout: float
+    ) -> list[float]:
+        """Return its natural log-probs of ids[1:], at temperature 1. adapter: name of one that it holds. timeout:
+        seconds to answer. Raises UserError where it gives none."""
+        ...
+
+    @abstractmethod
+    async def sample_one(self, client: Client, adapter: str | None, timeout: float) -> None:
+        """Raise ServerError unless it samples a token within `timeout` seconds."""
+        ...
+
+    def refusal(self, sampling: Sampling) -> str | None:
+        """Return why servers of this kind cannot sample so with the log-probs that `Generation` promises; None: they
+        can."""
+        return None
+
+    @abstractmethod
+    def body(
+        self, ids: Sequence[int], sampling: Sampling, room: int, rid: str, features: Features, adapter: str | None
+    ) -> dict[str, Any]:
+        """Return the body that asks for `room` more tokens after `ids`, as a stream. rid: the request's id."""
+        ...
+
+    @abstractmethod
+    def reader(self, answer: Answer, url: str, version: int, fixed: bool) -> AnswerReader:
+        """Return what reads the stream into `answer`. url: names the server in errors. version: of the weights when the
+        request starts. fixed: it stays to the end, being that of an adapter."""
+        ...
+
+    @abstractmethod
+    def lost_adapter(self, error: ServerError, adapter: str) -> bool:
+        """Return whether a refusal says that the server does not know `adapter`."""
+        ...
+
+    @abstractmethod
+    def abort(self, rid: str) -> tuple[str, dict[str, Any]]:
+        """Return path and body that end a request: what was sampled of it is still sent."""
+        ...
+
+
+def _dotted(version: Sequence[int]) -> str:
+    return ".".join(map(str, version)) or "not there"

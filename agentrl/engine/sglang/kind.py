@@ -1,0 +1,110 @@
+"""`SglangKind`: SGLang's API."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from agentrl.cluster.placement import Launched
+from agentrl.engine.base import Sampling
+from agentrl.engine.servers.answer import Answer, Features
+from agentrl.engine.servers.client import Client, ServerError
+from agentrl.engine.servers.engine import ServerEngine
+from agentrl.engine.servers.identity import ServerFacts
+from agentrl.engine.servers.kind import ServerKind
+from agentrl.engine.servers.launch import Flag, plain_flags, venv_of
+from agentrl.engine.servers.settings import Settings
+from agentrl.engine.sglang.command import SglangPlan, memory_saver_fault, ranks_of
+from agentrl.engine.sglang.identity import check_kind, check_sizes, check_tokenizer, check_vocabulary, facts_of
+from agentrl.engine.sglang.wire import Reader, request_body
+from agentrl.errors import UserError
+
+
+class SglangKind(ServerKind):
+    """SGLang 0.5."""
+
+    plan = SglangPlan
+    alive, generate = "/model_info", "/generate"
+
+    def launched(self, servers: int, flags: Mapping[str, Flag]) -> Launched:
+        first, share = flags.get("base-gpu-id"), flags.get("mem-fraction-static")
+        return Launched(
+            servers=servers,
+            ranks=ranks_of(flags),
+            first=None if first is None else int(first),
+            share=None if share is None else float(share),
+        )
+
+    def refused(self, settings: Settings, *, sleep: bool, lora: bool, gpus: bool) -> list[str]:
+        flags, found = plain_flags(settings.flags), []
+        replicas = flags.get("dp-size") or flags.get("dp") or flags.get("data-parallel-size") or 1
+        if str(replicas) != "1":
+            found.append(
+                "engine.args.flags.dp-size: SGLang takes no new weights with replicas behind one address; set "
+                f"engine.args.servers={settings.servers * int(replicas)} instead"
+            )
+        if flags.get("quantization") and not lora:
+            found.append(
+                f"engine.args.flags.quantization: weights of {flags['quantization']} cannot be replaced by the "
+                "trainer's while a server runs; leave it out, or train an adapter (model.lora)"
+            )
+        if gpus and sleep and not flags.get("enable-memory-saver"):
+            found.append("engine.sleep releases nothing of a server without engine.args.flags.enable-memory-saver=true")
+        return found + super().refused(settings, sleep=sleep, lora=lora, gpus=gpus)
+
+    def faults(self, settings: Settings, command: Sequence[str]) -> list[str]:
+        venv, found = venv_of(command), []
+        if venv is not None and plain_flags(settings.flags).get("enable-memory-saver"):
+            plan = SglangPlan(tuple(command), "", "", settings.flags, 1, 1, 1, cpu=False, env=settings.env)
+            if (why := memory_saver_fault(venv, plan.environment())) is not None:
+                found.append(f"engine.args.flags.enable-memory-saver: servers of {venv} would not start: {why}")
+        return found + super().faults(settings, command)
+
+    async def facts(self, client: Client) -> ServerFacts:
+        return await facts_of(client)
+
+    async def check_model(self, client: Client, config: Any, vocabulary: int, timeout: float) -> None:
+        await check_kind(client, config)
+        await check_vocabulary(client, vocabulary, timeout)
+        await check_sizes(client, config)
+
+    async def check_tokenizer(self, client: Client, tokenizer: Any) -> None:
+        await check_tokenizer(client, tokenizer)
+
+    async def prompt_logprobs(
+        self, client: Client, ids: Sequence[int], adapter: str | None, timeout: float
+    ) -> list[float]:
+        body = _one_token(ids, adapter) | {"return_logprob": True, "logprob_start_len": 0}
+        answer = await client.post("/generate", body, timeout=timeout)
+        try:
+            return [float(pair[0]) for pair in answer["meta_info"]["input_token_logprobs"][1:]]
+        except (TypeError, KeyError, ValueError, IndexError) as error:
+            raise UserError(f"engine: {client.url} returns no log-probs of a prompt: {answer!r:.200}") from error
+
+    async def sample_one(self, client: Client, adapter: str | None, timeout: float) -> None:
+        answer = await client.post("/generate", _one_token([0], adapter), timeout=timeout)
+        if not isinstance(answer, dict) or not answer.get("output_ids"):
+            raise ServerError(f"{client.url}: it returned no token when asked for one")
+
+    def body(
+        self, ids: Sequence[int], sampling: Sampling, room: int, rid: str, features: Features, adapter: str | None
+    ) -> dict[str, Any]:
+        return request_body(ids, sampling, room, rid, features, adapter)
+
+    def reader(self, answer: Answer, url: str, version: int, fixed: bool) -> Reader:
+        return Reader(answer, url, version, fixed)
+
+    def lost_adapter(self, error: ServerError, adapter: str) -> bool:
+        return adapter in str(error)
+
+    def abort(self, rid: str) -> tuple[str, dict[str, Any]]:
+        return "/abort_request", {"rid": rid}
+
+
+def _one_token(ids: Sequence[int], adapter: str | None) -> dict[str, Any]:
+    body: dict[str, Any] = {"input_ids": list(ids), "sampling_params": {"max_new_tokens": 1, "temperature": 0.0}}
+    return body if adapter is None else {**body, "lora_path": adapter}
+
+
+class SglangEngine(ServerEngine):
+    """The engine over SGLang servers; see `ServerEngine`."""
+
+    kind = SglangKind()

@@ -1,0 +1,161 @@
+"""`VllmKind`: the API of vLLM 0.32, as far as it is not about weights."""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from agentrl.cluster.placement import Launched
+from agentrl.engine.base import Sampling
+from agentrl.engine.servers.adapters import AdapterRoom
+from agentrl.engine.servers.answer import Answer, Features
+from agentrl.engine.servers.client import Client, RefusedError, ServerError
+from agentrl.engine.servers.engine import ServerEngine
+from agentrl.engine.servers.identity import PROBE_TEXT, SIZES, ServerFacts, config_at, other_model, other_tokenizer
+from agentrl.engine.servers.kind import ServerKind
+from agentrl.engine.servers.launch import Flag
+from agentrl.engine.vllm.command import VllmPlan, gpus_of
+from agentrl.engine.vllm.wire import PATH, PREFIX, VllmReader, request_body
+from agentrl.errors import UserError
+from agentrl.threads import in_thread
+from agentrl.weights.addresses import same_host
+
+LOGPROBS = "processed_logprobs"
+"""The server's --logprobs-mode: those of the distribution that is sampled from."""
+_OUTSIDE = re.compile(r"vocab", re.I)
+
+
+class VllmKind(ServerKind):
+    """vLLM 0.32, with the routes that VLLM_SERVER_DEV_MODE=1 and --enable-scale-out open."""
+
+    plan = VllmPlan
+    breaks = True
+    alive, generate = "/health", PATH
+
+    def launched(self, servers: int, flags: Mapping[str, Flag]) -> Launched:
+        share = flags.get("gpu-memory-utilization")
+        return Launched(servers=servers, ranks=gpus_of(flags), share=None if share is None else float(share))
+
+    async def facts(self, client: Client) -> ServerFacts:
+        try:
+            version = await client.get("/version")
+            info = await client.get("/server_info?config_format=json")
+            weights = await client.get("/weight_info")
+        except RefusedError as error:
+            raise UserError(
+                f"engine: {client.url} does not speak vLLM's API for RL: {error}; start it with "
+                "VLLM_SERVER_DEV_MODE=1 and --enable-scale-out"
+            ) from error
+        try:
+            near = await in_thread(same_host, client.url)
+            config, variables = info["vllm_config"], info["vllm_env"]
+            model, lora = config["model_config"], config.get("lora_config")
+            mode = model["logprobs_mode"]
+            facts = ServerFacts(
+                version=str(version["version"]),
+                features=Features(seeds=bool(variables.get("VLLM_BATCH_INVARIANT")), incremental=True),
+                max_context=int(model["max_model_len"]),
+                weight_version=str(weights["weight_version"]),
+                has_tokenizer=not model["skip_tokenizer_init"],
+                adapters=AdapterRoom(
+                    enabled=lora is not None and bool(variables.get("VLLM_ALLOW_RUNTIME_LORA_UPDATING")),
+                    rank=None if lora is None else int(lora["max_lora_rank"]),
+                    targets=frozenset((lora or {}).get("target_modules") or ()),
+                    replicas=int(config["parallel_config"].get("data_parallel_size") or 1),
+                    files=near,
+                ),
+                dtype=str(model.get("dtype") or "").removeprefix("torch."),
+            )
+        except (TypeError, KeyError, ValueError) as error:
+            raise UserError(f"engine: {client.url} answers, but not as a vLLM server does ({error!r})") from error
+        if mode != LOGPROBS:
+            raise UserError(
+                f"engine: {client.url} reports {mode}, not the log-probs of what is sampled: start it with "
+                f"--logprobs-mode {LOGPROBS}"
+            )
+        return facts
+
+    async def check_model(self, client: Client, config: Any, vocabulary: int, timeout: float) -> None:
+        """See `ServerKind`. A server tells where it loaded the model from, not its sizes: they are read from that
+        folder, where it is on this machine, or from the local copy of a hub's model."""
+        path = str((await client.get("/v1/models"))["data"][0]["root"])
+        info = {"model_path": path}
+        theirs = await in_thread(config_at, path)
+        if theirs is not None:
+            kinds, ours = getattr(theirs, "architectures", None) or [], getattr(config, "architectures", None) or []
+            if kinds and ours and set(kinds).isdisjoint(ours):
+                raise UserError(other_model(client, info, f"a {kinds[0]}", f"a {ours[0]}"))
+        if not await _knows(client, vocabulary - 1, timeout):
+            raise UserError(other_model(client, info, "a smaller vocabulary", f"{vocabulary} ids"))
+        if await _knows(client, vocabulary, timeout):
+            raise UserError(other_model(client, info, "a larger vocabulary", f"{vocabulary} ids"))
+        if theirs is not None:
+            for name in SIZES:
+                own = getattr(config.get_text_config(), name, None)
+                other = getattr(theirs.get_text_config(), name, None)
+                if own is not None and other is not None and own != other:
+                    raise UserError(other_model(client, info, f"{name} {other}", str(own)))
+
+    async def check_tokenizer(self, client: Client, tokenizer: Any) -> None:
+        found = await client.post("/tokenize", {"prompt": PROBE_TEXT, "add_special_tokens": False})
+        other_tokenizer(client, tokenizer, found.get("tokens") if isinstance(found, dict) else None)
+
+    async def prompt_logprobs(
+        self, client: Client, ids: Sequence[int], adapter: str | None, timeout: float
+    ) -> list[float]:
+        answer = await client.post(PATH, _one_token(ids, adapter, prompt_logprobs=0), timeout=timeout)
+        try:
+            given = answer["prompt_logprobs"][1:]
+            return [float(entry[str(token)]["logprob"]) for entry, token in zip(given, ids[1:], strict=True)]
+        except (TypeError, KeyError, ValueError, IndexError) as error:
+            raise UserError(f"engine: {client.url} returns no log-probs of a prompt: {answer!r:.200}") from error
+
+    async def sample_one(self, client: Client, adapter: str | None, timeout: float) -> None:
+        answer = await client.post(PATH, _one_token([0], adapter), timeout=timeout)
+        if not isinstance(answer, dict) or not answer.get("choices") or not answer["choices"][0].get("token_ids"):
+            raise ServerError(f"{client.url}: it returned no token when asked for one")
+
+    def refusal(self, sampling: Sampling) -> str | None:
+        if sampling.temperature > 0 and (sampling.top_p < 1 or sampling.top_k):
+            return (
+                "vLLM reports log-probs after top-p and top-k, which no trainer computes: leave rollout.top_p at 1 and "
+                "rollout.top_k at 0, or choose another engine"
+            )
+        return None
+
+    def body(
+        self, ids: Sequence[int], sampling: Sampling, room: int, rid: str, features: Features, adapter: str | None
+    ) -> dict[str, Any]:
+        return request_body(ids, sampling, room, rid, features, adapter)
+
+    def reader(self, answer: Answer, url: str, version: int, fixed: bool) -> VllmReader:
+        return VllmReader(answer, url, version, fixed)
+
+    def lost_adapter(self, error: ServerError, adapter: str) -> bool:
+        return adapter in str(error)
+
+    def abort(self, rid: str) -> tuple[str, dict[str, Any]]:
+        return "/abort_requests", {"request_ids": [PREFIX + rid]}
+
+
+def _one_token(ids: Sequence[int], adapter: str | None = None, **parameters: Any) -> dict[str, Any]:
+    sampling = {"max_tokens": 1, "temperature": 0.0, "detokenize": False, **parameters}
+    body: dict[str, Any] = {"token_ids": list(ids), "sampling_params": sampling}
+    return body if adapter is None else {**body, "model": adapter}
+
+
+async def _knows(client: Client, token: int, timeout: float) -> bool:
+    """Return whether an id is in its vocabulary: it refuses to be restricted to another."""
+    try:
+        await client.post(PATH, _one_token([0], allowed_token_ids=[token]), timeout=timeout)
+    except RefusedError as error:
+        if _OUTSIDE.search(str(error)):
+            return False
+        raise
+    return True
+
+
+class VllmEngine(ServerEngine):
+    """The engine over vLLM servers; see `ServerEngine`. It samples with top-p and top-k only at temperature 0: the
+    server's log-probs are those after them."""
+
+    kind = VllmKind()

@@ -7,7 +7,8 @@ reason. It imports only the standard library.
 usage: python process_tree.py GRACE_SECONDS REMOVAL FOLDER COMMAND [ARGUMENT ...]
 
 REMOVAL is a command that ends what is not a descendant, such as a container; FOLDER is deleted when the parent ends;
-both may be empty. A byte on standard input before it closes means: end without the grace period.
+both may be empty. A byte on standard input before it closes means: end without the grace period; the byte `k`: end the
+command now, and keep FOLDER until standard input closes.
 """
 
 import contextlib
@@ -43,6 +44,8 @@ _SHARED_MEMORY = re.compile(rb" (/dev/shm/sgl(?:ang_loads|_shm)_\S+)$", re.M)
 _TRACKER = b"multiprocessing.resource_tracker"
 """A process that removes semaphores and shared memory of the other processes when they are gone, and then ends."""
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_KEEP = b"k"
+"""A byte on standard input: the command is killed, and FOLDER kept."""
 _IGNORED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
@@ -86,6 +89,14 @@ class ProcessTree:
         """Whether the supervisor has ended, which is the last process of the tree."""
         return self._supervisor.poll() is not None
 
+    def stop_command(self) -> None:
+        """Kill the command and its descendants, and keep `folder`, where there is one, until `end`."""
+        stdin = self._supervisor.stdin
+        if stdin is not None and not stdin.closed:
+            with contextlib.suppress(BrokenPipeError):  # it has already ended
+                stdin.write(_KEEP)
+                stdin.flush()
+
     def ask_to_end(self, at_once: bool = False) -> None:
         """Tell the supervisor to end the tree, without waiting for it. at_once: without the grace period."""
         stdin = self._supervisor.stdin
@@ -122,7 +133,8 @@ def main() -> None:
         if polls % MEMORY_POLLS == 0:
             memory |= _shared_memory()
     memory |= _shared_memory()
-    ended = child.poll() is not None
+    ended = child.poll() is not None or byte == _KEEP
+    byte = None if byte == _KEEP else byte
     if removal:
         _remove(removal)
     if child.poll() is None and grace and not byte:

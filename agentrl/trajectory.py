@@ -1,4 +1,9 @@
-"""`Trajectory`: the immutable record of one finished request, as flat arrays; its invariants are always checked."""
+"""`Trajectory`: the immutable record of one finished request, as flat arrays; its invariants are always checked.
+
+A conversation is one sequence of tokens. A rollout that branches (an agent that edits its history, compacts it, starts
+a sub-agent or tries again) is a tree of segments: each token stands once, and is trained at most once, however many
+paths run through it.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -43,6 +48,8 @@ class Boundary(StrEnum):
     """The environment's hooks."""
     REWARD = "reward"
     """A reward function."""
+    AGENT = "agent"
+    """An agent that holds the conversation in place of the built-in driver."""
     ENGINE = "engine"
     """The engine."""
     INFRASTRUCTURE = "infrastructure"
@@ -69,6 +76,20 @@ class Turn:
     """Index after the last sampled token."""
     reward: float = 0.0
     """Sum of the step rewards of its tool calls and of the environment's reply."""
+    trained: bool = True
+    """Whether the loss covers its tokens; False for an auxiliary call of an agent."""
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A node of a rollout's tree: ids[start:end] follow the ids of the segment `parent`."""
+
+    start: int
+    """Index of the first token."""
+    end: int
+    """Index after the last token."""
+    parent: int = -1
+    """Index of the parent segment, which stands before this one; -1: a conversation begins here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +112,7 @@ class ToolUse:
 
 @dataclass(frozen=True, slots=True)
 class Trajectory:
-    """A finished conversation of T tokens."""
+    """A finished rollout of T tokens: one conversation, or a tree of them."""
 
     request_id: str
     """Unique within a run."""
@@ -102,17 +123,17 @@ class Trajectory:
     ids: npt.NDArray[np.int32]
     """int32 [T]: all tokens. ids[:prompt_length] is the opening prompt."""
     loss_mask: npt.NDArray[np.uint8]
-    """uint8 [T]: 1 for sampled tokens, else 0."""
+    """uint8 [T]: 1 for sampled tokens that are trained, else 0."""
     logprobs: npt.NDArray[np.float32]
     """float32 [T]: natural log-probs from the engine; 0 for tokens that were not sampled."""
     weight_version: npt.NDArray[np.int32]
     """int32 [T]: number of updates behind the weights that sampled the token; -1 for tokens that were not sampled."""
     prompt_length: int
-    """Number of tokens of the opening prompt."""
+    """Number of tokens of the opening prompt; of a tree, of its first conversation."""
     turns: tuple[Turn, ...]
-    """The assistant turns, in order."""
+    """The assistant turns, in the order in which they began."""
     messages: tuple[Message, ...]
-    """The conversation in the format of the OpenAI API."""
+    """The conversation in the format of the OpenAI API; of a tree, the one that ends last."""
     rewards: Mapping[str, float]
     """Reward parts by name, before weighting: those of `calc_reward`, those of the recipe's reward functions, and
     `step`, the sum of the turns' step rewards."""
@@ -130,6 +151,8 @@ class Trajectory:
     """Names of the tools that the task offered."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """`retried` and `release_errors`, tuples of lines, if there are any."""
+    segments: tuple[Segment, ...] = ()
+    """The tree, in the order of the tokens; empty for one conversation, whose only segment is all of it."""
 
     @property
     def reward(self) -> float:
@@ -143,8 +166,27 @@ class Trajectory:
 
     @property
     def sampled_tokens(self) -> int:
-        """Number of sampled tokens."""
+        """Number of sampled tokens that are trained."""
         return int(self.loss_mask.sum())
+
+    def paths(self) -> "list[npt.NDArray[np.int64]]":
+        """Return the indices of the tokens of each path from a root to a leaf, in the order of the leaves."""
+        if not self.segments:
+            return [np.arange(len(self.ids))]
+        inner = {segment.parent for segment in self.segments}
+        return [self._path(leaf) for leaf in range(len(self.segments)) if leaf not in inner]
+
+    def last_path(self) -> "npt.NDArray[np.int64]":
+        """Return the indices of the tokens of the conversation that ends last, int64."""
+        return self._path(len(self.segments) - 1) if self.segments else np.arange(len(self.ids))
+
+    def _path(self, index: int) -> "npt.NDArray[np.int64]":
+        spans: list[npt.NDArray[np.int64]] = []
+        while index >= 0:
+            segment = self.segments[index]
+            spans.append(np.arange(segment.start, segment.end))
+            index = segment.parent
+        return np.concatenate(spans[::-1])
 
 
 class InvariantError(AssertionError):
@@ -155,22 +197,24 @@ def check_invariants(t: Trajectory) -> None:
     """Check that a trajectory is consistent. Raises InvariantError if it is not.
 
     All arrays have one length; turns are ordered, do not overlap and follow the prompt; the mask is 1 exactly within
-    turns; log-probs are finite and at most 0 (up to 1e-4) within turns, and 0 elsewhere; weight versions are set
-    exactly within turns.
+    trained turns; log-probs are finite and at most 0 (up to 1e-4) within turns, and 0 elsewhere; weight versions are
+    set exactly within turns. Of a tree, the segments cover all tokens in order, each after its parent, and every turn
+    lies within one.
     """
     n = len(t.ids)
     if not (len(t.loss_mask) == len(t.logprobs) == len(t.weight_version) == n):
         lengths = (n, len(t.loss_mask), len(t.logprobs), len(t.weight_version))
         raise InvariantError(f"{t.request_id}: lengths of ids, mask, logprobs, versions differ: {lengths}")
-    spans = np.zeros(n, np.uint8)
+    spans, trained = np.zeros(n, np.uint8), np.zeros(n, np.uint8)
     last = t.prompt_length
     for turn in t.turns:
         if not (last <= turn.start <= turn.end <= n):
             raise InvariantError(f"{t.request_id}: turn {turn.start}:{turn.end} is out of order or range ({n} ids)")
         spans[turn.start : turn.end] = 1
+        trained[turn.start : turn.end] = turn.trained
         last = turn.end
-    if not np.array_equal(spans, t.loss_mask):
-        raise InvariantError(f"{t.request_id}: the loss mask is not 1 on exactly the sampled spans")
+    if not np.array_equal(trained, t.loss_mask):
+        raise InvariantError(f"{t.request_id}: the loss mask is not 1 on exactly the sampled spans that are trained")
     sampled = spans.astype(bool)
     if np.any(t.logprobs[~sampled] != 0):
         raise InvariantError(f"{t.request_id}: a token that was not sampled has a logprob")
@@ -178,6 +222,23 @@ def check_invariants(t: Trajectory) -> None:
         raise InvariantError(f"{t.request_id}: a sampled token has no valid logprob")
     if np.any((t.weight_version >= 0) != sampled):
         raise InvariantError(f"{t.request_id}: weight versions are not on exactly the sampled tokens")
+    if t.segments:
+        _check_segments(t, n)
+
+
+def _check_segments(t: Trajectory, n: int) -> None:
+    end = 0
+    for index, segment in enumerate(t.segments):
+        if segment.start != end or segment.end <= segment.start or not -1 <= segment.parent < index:
+            raise InvariantError(f"{t.request_id}: segment {index} ({segment}) does not follow the one before it")
+        end = segment.end
+    if end != n:
+        raise InvariantError(f"{t.request_id}: the segments end at {end} of {n} ids")
+    starts = np.array([segment.start for segment in t.segments])
+    for turn in t.turns:
+        inside = t.segments[int(np.searchsorted(starts, turn.start, side="right")) - 1]
+        if turn.end > inside.end:
+            raise InvariantError(f"{t.request_id}: turn {turn.start}:{turn.end} is in more than one segment")
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,8 @@ if TYPE_CHECKING:
     from agentrl.plugins.registry import Plugin
 
 LISTED = {
-    "tools": "tools", "envs": "environments", "rewards": "reward functions", "advantages": "advantage estimators",
+    "tools": "tools", "envs": "environments", "agents": "agents", "rewards": "reward functions",
+    "advantages": "advantage estimators",
     "losses": "policy losses", "trackers": "trackers", "engines": "engines",
 }  # fmt: skip
 """Command, and entry-point group below `agentrl.` -> what it lists, in words."""

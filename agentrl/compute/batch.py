@@ -25,6 +25,10 @@ class Batch:
     engine's, 0 where not sampled); later `advantages`, `old_logprobs`, `reference_logprobs`, likewise.
     samples: columns [S], among them `prompt_length` int32, `group` int64 (equal for samples of one task) and `reward`
     float32. Every operation keeps every column.
+
+    A rollout that branched has a sample for each of its paths, next to each other: `loss_mask` is 1 for each trained
+    token in one of them. Such batches have the sample column `rollout` int64, equal for the paths of one rollout, and
+    the token column `began` int32, which orders a rollout's tokens by when they were sampled.
     """
 
     offsets: npt.NDArray[np.int64]
@@ -33,7 +37,10 @@ class Batch:
 
     @classmethod
     def from_trajectories(cls, trajectories: Sequence[Trajectory], groups: Sequence[int] | None = None) -> "Batch":
-        """One sample a trajectory; `groups` says which belong together (None: each for itself)."""
+        """One sample a trajectory, or a path of one that branched; `groups` says which belong together (None: each for
+        itself)."""
+        if any(t.segments for t in trajectories):
+            return _from_trees(trajectories, range(len(trajectories)) if groups is None else groups)
         lengths = np.array([len(t.ids) for t in trajectories], np.int64)
         named = range(len(trajectories)) if groups is None else groups
         return cls(
@@ -70,6 +77,15 @@ class Batch:
         total = np.concatenate([[0], np.cumsum(self.tokens["loss_mask"], dtype=np.int64)])
         counts: npt.NDArray[np.int64] = total[self.offsets[1:]] - total[self.offsets[:-1]]
         return counts
+
+    @property
+    def rollouts(self) -> npt.NDArray[np.int64]:
+        """The rollout that each sample is a path of, int64 [S], numbered from 0 in the order of the batch."""
+        if "rollout" not in self.samples:
+            return np.arange(len(self))
+        named = self.samples["rollout"]
+        found: npt.NDArray[np.int64] = np.cumsum(np.concatenate([[0], named[1:] != named[:-1]])[: len(named)])
+        return found
 
     def span(self, sample: int) -> slice:
         """Return the slice of a sample's tokens in the token columns."""
@@ -114,8 +130,10 @@ class Batch:
         return deal(self, parts)
 
     def split(self, parts: int) -> "list[Batch]":
-        """Return `parts` runs of consecutive samples whose sizes differ by at most one; some may be empty."""
-        bounds = [len(self) * i // parts for i in range(parts + 1)]
+        """Return `parts` runs of consecutive rollouts whose counts differ by at most one; some may be empty."""
+        starts = np.append(np.flatnonzero(np.diff(self.rollouts, prepend=-1)), len(self))
+        count = len(starts) - 1
+        bounds = [int(starts[count * i // parts]) for i in range(parts + 1)]
         return [self.select(np.arange(low, high)) for low, high in pairwise(bounds)]
 
     def repeat(self, times: int) -> "Batch":
@@ -141,6 +159,49 @@ class Batch:
     def _check(columns: Mapping[str, Array], length: int) -> None:
         if wrong := {name: len(column) for name, column in columns.items() if len(column) != length}:
             raise ValueError(f"columns must have {length} entries, but have {wrong}")
+
+
+def _from_trees(trajectories: Sequence[Trajectory], groups: Sequence[int]) -> Batch:
+    """Return the paths of the trajectories. Of each, those that train a token; one at least, for its reward."""
+    paths: list[Ints] = []
+    masks: list[Array] = []
+    owners: list[int] = []
+    for index, t in enumerate(trajectories):
+        left = t.loss_mask.copy()  # trained tokens that no path has yet
+        found = t.paths()
+        kept = []
+        for path in found:
+            mask = left[path]
+            if mask.any():
+                left[path] = 0
+                kept.append((path, mask))
+        for path, mask in kept or [(found[0], np.zeros(len(found[0]), np.uint8))]:
+            paths.append(path)
+            masks.append(mask)
+            owners.append(index)
+    whole = [trajectories[index] for index in owners]
+    return Batch(
+        offsets=_offsets(np.array([len(path) for path in paths], np.int64)),
+        tokens={
+            "ids": _concatenate([t.ids[path] for t, path in zip(whole, paths, strict=True)], np.int32),
+            "loss_mask": _concatenate(masks, np.uint8),
+            "logprobs": _concatenate(
+                [t.logprobs[p] * m for t, p, m in zip(whole, paths, masks, strict=True)], np.float32
+            ),
+            "began": _concatenate(paths, np.int32),
+        },
+        samples={
+            "prompt_length": np.array([_first(mask) for mask in masks], np.int32),
+            "group": np.array([groups[index] for index in owners], np.int64),
+            "reward": np.array([t.reward for t in whole], np.float32),
+            "rollout": np.array(owners, np.int64),
+        },
+    )
+
+
+def _first(mask: Array) -> int:
+    """Return the index of the first token that is set; the length where none is."""
+    return int(mask.argmax()) if mask.any() else len(mask)
 
 
 def _offsets(lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

@@ -100,7 +100,8 @@ class Actor:
         device = logprobs.device
         engine = column_at(batch, "logprobs", packed, device)
         old = column_at(batch, "old_logprobs", packed, device) if "old_logprobs" in batch.tokens else logprobs.detach()
-        sample = torch.from_numpy(np.searchsorted(batch.offsets, packed.source, side="right")).to(device)
+        path = np.searchsorted(batch.offsets, packed.source, side="right") - 1
+        sample = torch.from_numpy(batch.rollouts[path]).to(device)
         terms = loss_terms(
             self.loss, Tokens(logprobs, old, column_at(batch, "advantages", packed, device), sample), algorithm
         )

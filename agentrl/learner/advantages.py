@@ -20,22 +20,24 @@ Floats = npt.NDArray[np.float32]
 
 def with_advantages(batch: Batch, estimator: Any, config: AlgorithmSection) -> Batch:
     """Return `batch` with the token column `advantages`, and `returns` where the estimator gives them, float32 [T], 0
-    where nothing was sampled; and with the sample column `advantage`, the mean over a sample's tokens.
+    where nothing was sampled; and with the sample column `advantage`, the mean over a rollout's tokens.
 
-    It reads the sample columns `reward` and `group`, and, where they are, the token columns `step_rewards`, `values`
-    and `kl_penalty` (subtracted from each token's reward, its sum over a sample from the sample's).
+    A rollout that branched is one sample to the estimator: its tokens stand in the order in which they were sampled,
+    each value taken on its own path. It reads the sample columns `reward` and `group`, and, where they are, the token
+    columns `step_rewards`, `values` and `kl_penalty` (subtracted from each token's reward, its sum over a rollout from
+    the rollout's).
     estimator: as algo's registry `advantages` gives it; config: the recipe's `algorithm`. Raises UserError for an error
     of the estimator, and when it gives something of another type or shape, or not finite.
     """
-    sampled = batch.tokens["loss_mask"].astype(bool)
-    lengths = batch.sampled
+    sampled = sampled_in_order(batch)
+    lengths, first = sampled_of_rollouts(batch), first_of_rollouts(batch)
     if not lengths.any():
         return _with_columns(batch, np.zeros(int(batch.offsets[-1]), np.float32), {})
     values, penalty = batch.tokens.get("values"), batch.tokens.get("kl_penalty")
-    earned, each_token = batch.samples["reward"], token_rewards(batch)
+    earned, each_token = batch.samples["reward"][first], token_rewards(batch)
     samples = Samples(
         rewards=torch.from_numpy(earned if penalty is None else earned - sums(batch, penalty)),
-        groups=torch.from_numpy(batch.samples["group"]),
+        groups=torch.from_numpy(batch.samples["group"][first]),
         lengths=torch.from_numpy(lengths),
         token_rewards=torch.from_numpy((each_token if penalty is None else each_token - penalty)[sampled]),
         values=None if values is None else torch.from_numpy(values[sampled]),
@@ -46,7 +48,8 @@ def with_advantages(batch: Batch, estimator: Any, config: AlgorithmSection) -> B
     if values is not None and each.returns is None:
         raise UserError(f"{_named(config)} gave no returns, which the critic learns from")
     columns = {"advantages": each.advantages} | ({} if each.returns is None else {"returns": each.returns})
-    tokens = {name: _column(name, column, sampled, config) for name, column in columns.items()}
+    size = int(batch.offsets[-1])
+    tokens = {name: _column(name, column, sampled, size, config) for name, column in columns.items()}
     return _with_columns(batch, tokens.pop("advantages"), tokens)
 
 
@@ -57,32 +60,60 @@ def carries_gradient(batch: Batch) -> npt.NDArray[np.bool_]:
     return some
 
 
-def token_rewards(batch: Batch) -> Floats:
-    """Return every sample's reward at its tokens, float32 [T]: the column `step_rewards`, and the rest at the last
-    sampled token. A sample without a sampled token earns nothing."""
-    found = batch.tokens.get("step_rewards", np.zeros(int(batch.offsets[-1]), np.float32)).copy()
+def sampled_in_order(batch: Batch) -> npt.NDArray[np.int64]:
+    """Return the indices of the sampled tokens, int64 [N]: rollout after rollout, each in the order of sampling."""
     at = np.flatnonzero(batch.tokens["loss_mask"])
-    filled = batch.sampled > 0
-    last = at[np.cumsum(batch.sampled)[filled] - 1]
-    found[last] += (batch.samples["reward"] - sums(batch, found))[filled]
+    if "began" not in batch.tokens:
+        return at
+    rollout = np.repeat(batch.rollouts, batch.lengths)[at]
+    return at[np.lexsort((batch.tokens["began"][at], rollout))]
+
+
+def sampled_of_rollouts(batch: Batch) -> npt.NDArray[np.int64]:
+    """Return the number of sampled tokens of each of the R rollouts, int64 [R]."""
+    counts: npt.NDArray[np.int64] = (
+        np.add.reduceat(batch.sampled, first_of_rollouts(batch)) if len(batch) else batch.sampled
+    )
+    return counts
+
+
+def first_of_rollouts(batch: Batch) -> npt.NDArray[np.int64]:
+    """Return the first sample of each of the R rollouts, int64 [R]."""
+    return np.flatnonzero(np.diff(batch.rollouts, prepend=-1))
+
+
+def token_rewards(batch: Batch) -> Floats:
+    """Return every rollout's reward at its tokens, float32 [T]: the column `step_rewards`, and the rest at the last
+    sampled token. A rollout without a sampled token earns nothing."""
+    found = batch.tokens.get("step_rewards", np.zeros(int(batch.offsets[-1]), np.float32)).copy()
+    counts = sampled_of_rollouts(batch)
+    filled = counts > 0
+    last = sampled_in_order(batch)[np.cumsum(counts)[filled] - 1]
+    found[last] += (batch.samples["reward"][first_of_rollouts(batch)] - sums(batch, found))[filled]
     return found
 
 
-def step_rewards(trajectories: Sequence[Trajectory]) -> Floats:
-    """Return the weighted step rewards of the turns, each at the last sampled token of its turn, float32 [T].
+def step_rewards(trajectories: Sequence[Trajectory], batch: Batch) -> Floats:
+    """Return the weighted step rewards of the turns, each at the last trained token of its turn, float32 [T] of
+    `batch`, which holds the trajectories.
 
-    The reward of a turn that sampled nothing is at the last token sampled before it; before the first, at the end of
-    the sample.
+    The reward of a turn without a trained token is at the last trained token before it; before the first, at the end of
+    the rollout.
     """
     columns = [np.zeros(0, np.float32)]
     for t in trajectories:
         column, last = np.zeros(len(t.ids), np.float32), -1
         for turn in t.turns:
-            last = turn.end - 1 if turn.end > turn.start else last
+            last = turn.end - 1 if turn.end > turn.start and turn.trained else last
             if last >= 0:
                 column[last] += turn.reward * t.weights.get(STEP, 1.0)
         columns.append(column)
-    return np.concatenate(columns)
+    if "began" not in batch.tokens:
+        return np.concatenate(columns)
+    starts = np.cumsum([0, *(len(t.ids) for t in trajectories)])[:-1]
+    at = np.repeat(starts[batch.rollouts], batch.lengths) + batch.tokens["began"]
+    found: Floats = np.concatenate(columns)[at] * batch.tokens["loss_mask"]
+    return found
 
 
 def _spread(found: Any, lengths: Tensor, config: AlgorithmSection) -> TokenAdvantages:
@@ -92,8 +123,8 @@ def _spread(found: Any, lengths: Tensor, config: AlgorithmSection) -> TokenAdvan
     return TokenAdvantages(torch.repeat_interleave(found.detach().cpu(), lengths))
 
 
-def _column(name: str, found: Any, sampled: npt.NDArray[np.bool_], config: AlgorithmSection) -> Floats:
-    tokens = int(sampled.sum())
+def _column(name: str, found: Any, sampled: npt.NDArray[np.int64], size: int, config: AlgorithmSection) -> Floats:
+    tokens = len(sampled)
     if not isinstance(found, Tensor):
         raise UserError(f"{_named(config)} gave {name} of type {type(found).__name__}, not a tensor [{tokens}]")
     if found.shape != (tokens,):
@@ -102,7 +133,7 @@ def _column(name: str, found: Any, sampled: npt.NDArray[np.bool_], config: Algor
         )
     if not found.is_floating_point():
         raise UserError(f"{_named(config)} gave {name} of {found.dtype}, not of floating point")
-    column = np.zeros(len(sampled), np.float32)
+    column = np.zeros(size, np.float32)
     column[sampled] = found.detach().float().cpu().numpy()
     if not np.isfinite(column).all():  # of float64, what float32 cannot hold included
         raise UserError(f"{_named(config)} gave {name} that are not finite")
@@ -114,14 +145,16 @@ def _named(config: AlgorithmSection) -> str:
 
 
 def sums(batch: Batch, column: Floats) -> Floats:
-    """Sum a token column [T] over each sample, [S]."""
+    """Sum a token column [T] over each rollout, [R]."""
     total = np.concatenate([[0.0], np.cumsum(column, dtype=np.float64)])
-    summed: Floats = (total[batch.offsets[1:]] - total[batch.offsets[:-1]]).astype(np.float32)
+    first = first_of_rollouts(batch)
+    ends = np.append(first[1:], len(batch)) if len(first) else first
+    summed: Floats = (total[batch.offsets[ends]] - total[batch.offsets[first]]).astype(np.float32)
     return summed
 
 
 def _with_columns(batch: Batch, advantages: Floats, others: dict[str, Floats]) -> Batch:
-    mean = sums(batch, advantages) / np.maximum(batch.sampled, 1)
+    mean = (sums(batch, advantages) / np.maximum(sampled_of_rollouts(batch), 1))[batch.rollouts]
     return batch.with_tokens(advantages=advantages, **others).with_samples(advantage=mean.astype(np.float32))
 
 
@@ -131,7 +164,7 @@ def with_kl_penalty(batch: Batch, actor: Any, reference: Any, coefficient: float
 
     Ziegler et al. (arXiv:1909.08593), equation 2, token by token, as REINFORCE++ (arXiv:2501.03262) does. The
     difference is the estimator k1 of Schulman, "Approximating KL divergence" (2020): unbiased, and of either sign. Its
-    sum over a sample is the log-ratio of the sample as a whole.
+    sum over a rollout is the log-ratio of the rollout as a whole.
 
     actor, reference: have `logprobs(batch)`; see `RoleHost`.
     """
@@ -142,10 +175,11 @@ def with_kl_penalty(batch: Batch, actor: Any, reference: Any, coefficient: float
 
 
 def penalty_metrics(batch: Batch) -> dict[str, float]:
-    """Return reward/kl_penalty, the mean over the samples of what was subtracted; nothing where the batch has none."""
+    """Return reward/kl_penalty, the mean over the rollouts of what was subtracted; nothing where the batch has none."""
     if "kl_penalty" not in batch.tokens:
         return {}
-    return {"reward/kl_penalty": float(sums(batch, batch.tokens["kl_penalty"]).sum()) / max(1, len(batch))}
+    subtracted = sums(batch, batch.tokens["kl_penalty"])
+    return {"reward/kl_penalty": float(subtracted.sum()) / max(1, len(subtracted))}
 
 
 def scattered(batch: Batch, chosen: npt.NDArray[np.bool_], compute: Callable[[Batch], Floats]) -> Floats:

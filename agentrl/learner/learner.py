@@ -18,6 +18,7 @@ from agentrl.compute.batch import Batch
 from agentrl.learner.advantages import (
     carries_gradient,
     penalty_metrics,
+    sampled_of_rollouts,
     scattered,
     step_rewards,
     with_advantages,
@@ -56,7 +57,7 @@ class Learner:
         """
         batch = Batch.from_groups(groups)
         trajectories = [t for group in groups for t in group.trajectories]
-        return self.update(self.with_advantages(batch.with_tokens(step_rewards=step_rewards(trajectories))))
+        return self.update(self.with_advantages(batch.with_tokens(step_rewards=step_rewards(trajectories, batch))))
 
     def with_advantages(self, batch: Batch) -> Batch:
         """Return the batch with the token column `advantages`; with `values` and `returns` where there is a critic;
@@ -106,7 +107,7 @@ class Learner:
         """Fix the weights by the whole update, leave out what carries no gradient, let the actor do the rest."""
         weighted = self._weighted(batch).select(np.flatnonzero(self._useful(batch)))
         if len(weighted):
-            metrics.add(self.actor.update(weighted, rate), len(weighted))
+            metrics.add(self.actor.update(weighted, rate), int(weighted.rollouts[-1]) + 1)
 
     def _critic_rate(self) -> float:
         train, critic = self.recipe.train, self.recipe.critic
@@ -114,8 +115,8 @@ class Learner:
         return learning_rate(self.steps, train.steps, critic.lr, train.schedule, train.warmup_steps)
 
     def _weighted(self, batch: Batch) -> Batch:
-        weights = token_weights(batch.sampled, self.recipe.algorithm.aggregation)
-        return batch.with_tokens(weight=batch.spread(weights))
+        weights = token_weights(sampled_of_rollouts(batch), self.recipe.algorithm.aggregation)
+        return batch.with_tokens(weight=batch.spread(weights[batch.rollouts]))
 
     def _useful(self, batch: Batch) -> Bools:
         """Return which samples can have a gradient, bool [S]."""

@@ -104,6 +104,8 @@ class Session:
     messages: Sequence[Message] = ()
     state: Any = None
     environment: "Session | None" = None
+    outcome: Any = None
+    """What an agent came to (an `agentrl.plugins.agent.Outcome`), from its end on; None under the built-in driver."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ Everything here is read by code, and an unknown key is an error. The docstring b
 and `docs/reference/recipe.md` (`agentrl/recipe/reference.py`) take it from there.
 """
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,6 +45,10 @@ class Section(BaseModel):
 
 def _listed(value: Any) -> Any:
     return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
+
+
+def _words(value: Any) -> Any:
+    return tuple(shlex.split(value)) if isinstance(value, str) else _listed(value)
 
 
 def _named(value: Any) -> Any:
@@ -178,6 +183,25 @@ class RolloutSection(Section):
     sampling; new weights arrive in the middle of requests."""
     max_staleness: Annotated[int, Field(ge=1), Unit("updates")] = 2
     """Updates allowed between a sample's first token and its training (overlap: async)."""
+
+
+class AgentSection(Section):
+    """Who holds the conversation with the model, through the gateway, in place of the built-in driver;
+    `agent: my_package.agents:solve` is short for `{name: my_package.agents:solve}`."""
+
+    name: str | None = None
+    """An installed agent, or module:attribute: a function `solve(task, client)`."""
+    args: dict[str, Any] = Field(default_factory=dict)
+    """Further arguments of the function or class."""
+    command: Annotated[tuple[str, ...], BeforeValidator(_words)] = ()
+    """A program instead of `name`, and its arguments, in which {prompt} is the opening's text. It finds the gateway by
+    OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY, and its task in $AGENTRL_TASK."""
+    max_calls: Annotated[Positive, Unit("calls")] = 32
+    """Calls of the model that one rollout may make."""
+    max_total_tokens: Tokens = 65536
+    """Tokens of a whole rollout, all of its branches together; rollout.max_tokens is the limit of one."""
+    train_auxiliary: bool = False
+    """Train also on calls without tools, of an agent that otherwise offers tools, whose answers it never repeats."""
 
 
 class RewardSection(Section):
@@ -474,6 +498,8 @@ class Recipe(Section):
     """Tools that every task offers."""
     rewards: RewardsSection = RewardsSection()
     rollout: RolloutSection = RolloutSection()
+    agent: Annotated[AgentSection | None, BeforeValidator(_named)] = None
+    """Who holds the conversation; null: the built-in driver, which calls the tools that the model asks for."""
     engine: EngineSection = EngineSection()
     algorithm: AlgorithmSection = AlgorithmSection()
     train: TrainSection = TrainSection()

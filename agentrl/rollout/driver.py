@@ -164,9 +164,7 @@ class Driver:
         for begun in request.begun:
             begun.session.deadline = request.deadline
         request.move(RequestState.RUNNING)
-        finish: FinishReason | None = None
-        while finish is None:
-            finish = await self._turn(request, timer)
+        finish = await self._converse(request, timer)
         if finish is FinishReason.ABORTED:
             request.end(RequestState.ABORTED, finish)
             return
@@ -180,6 +178,13 @@ class Driver:
         request.rewards = rewards
         request.seconds["hooks"] += time.monotonic() - started
         request.finish = finish
+
+    async def _converse(self, request: AsyncRolloutRequest, timer: DeadlineTimer) -> FinishReason:
+        """Drive turn after turn, and return why the request is over."""
+        finish: FinishReason | None = None
+        while finish is None:
+            finish = await self._turn(request, timer)
+        return finish
 
     def _open(self, request: AsyncRolloutRequest) -> None:
         request.at = _CHAT
@@ -303,11 +308,15 @@ class Driver:
         request.end(RequestState.FAILED, FinishReason.ERROR, Failure(boundary, line))
 
     def _forget(self, request: AsyncRolloutRequest) -> None:
+        self._forget_id(request, request.id)
+
+    def _forget_id(self, request: AsyncRolloutRequest, request_id: str) -> None:
+        """Let the engine free what it keeps under `request_id`, one of the request's."""
         try:
-            self._engine.finish(request.id)
+            self._engine.finish(request_id)
         except BaseException as error:  # noqa: BLE001 - boundary: its tokens are whole, so it is kept, and said
             request.extra["engine_finish"] = line = describe(contained(error))
-            _log.warning("%s: engine.finish: %s", request.id, line)
+            _log.warning("%s: engine.finish: %s", request_id, line)
 
     def _freeze(self, request: AsyncRolloutRequest) -> Trajectory:
         """Return the trajectory, whose invariants hold: one whose do not is FAILED, and nobody trains on it."""

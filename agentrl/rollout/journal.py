@@ -97,7 +97,10 @@ def record(trajectory: Trajectory, *, tokens: bool = False, solved: bool | None 
         "solved": solved,
         "finish": str(t.finish),
         "failure": None if t.failure is None else {"boundary": str(t.failure.boundary), "message": t.failure.message},
-        "turns": [{"start": turn.start, "end": turn.end, "reward": turn.reward} for turn in t.turns],
+        "turns": [
+            {"start": turn.start, "end": turn.end, "reward": turn.reward, "trained": turn.trained} for turn in t.turns
+        ],
+        "segments": [[segment.start, segment.end, segment.parent] for segment in t.segments],
         "tokens": {"prompt": t.prompt_length, "sampled": t.sampled_tokens, "all": len(t.ids)},
         "messages": _plain(t.messages),
         "tools": list(t.tools),

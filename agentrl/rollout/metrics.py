@@ -19,7 +19,8 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
     `stop/<reason>` counts; `tool/<name>/calls`, `/errors` and `/cut` (answers that were too long) counts, `/seconds` a
     mean a call, a tool's own metrics means over the calls that have them;
     `reward/<part>` means over the valid trajectories (0 where a part is missing), before `rewards.weights`;
-    `reward/mean` is their weighted sum.
+    `reward/mean` is their weighted sum. Of rollouts of an agent, sums of what their calls were: `gateway/calls`,
+    `/forks`, `/retries`, `/auxiliary`.
     """
     valid = [t for g in groups for t in g.trajectories]
     failed = [t for g in groups for t in g.failed]
@@ -33,6 +34,7 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
         **_groups(groups),
         **_stops([*valid, *failed]),
         **_tools(valid),
+        **_gateway([*valid, *failed]),
     }
 
 
@@ -69,6 +71,13 @@ def _groups(groups: Sequence[Group]) -> dict[str, float]:
 def _stops(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     reasons = Counter(t.finish for t in trajectories)
     return {f"stop/{reason}": reasons[reason] for reason in FinishReason}
+
+
+def _gateway(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    counts: Counter[str] = Counter()
+    for trajectory in trajectories:
+        counts.update(trajectory.extra.get("gateway", {}))
+    return {f"gateway/{name}": count for name, count in sorted(counts.items())}
 
 
 def _tools(valid: Sequence[Trajectory]) -> dict[str, float]:

@@ -11,13 +11,16 @@ from agentrl.chat.load import load_chat
 from agentrl.cluster.placement import Placement
 from agentrl.data.prompts import PromptLengths, measure_prompts
 from agentrl.engine.base import Engine, engine_class
+from agentrl.gateway.server import Gateway
 from agentrl.models.load import load_model, load_shape, resolve
+from agentrl.plugins.agent import Agent, make_agent
 from agentrl.plugins.environment import Environment
 from agentrl.plugins.registry import make_engine, make_environment, make_message_engine
 from agentrl.plugins.rewards import MODEL, Rewards, check_weights, known_parts, make_rewards
 from agentrl.plugins.toolbox import Toolbox, close_all
 from agentrl.plugins.types import Task
 from agentrl.recipe.schema import Recipe
+from agentrl.rollout.agent import AgentDriver
 from agentrl.rollout.deadline import leave_behind
 from agentrl.rollout.driver import Driver
 from agentrl.rollout.groups import roll_out
@@ -48,6 +51,10 @@ class Player:
     chat: Chat
     """Converts messages to ids and back."""
     engine: Engine
+    agent: Agent | None = None
+    """Holds the conversations in place of the built-in driver; None: nobody."""
+    gateway: Gateway | None = None
+    """Where the agent reaches the model."""
 
     @classmethod
     async def build(
@@ -72,12 +79,17 @@ class Player:
         prepare_torch(recipe)
         env = env or make_environment(recipe.env)
         rewards = make_rewards(recipe.rewards)
+        agent = make_agent(recipe.agent) if recipe.agent is not None else None
         async with AsyncExitStack() as stack:  # what was opened is closed where a later part cannot be had
             toolbox = await Toolbox.open(recipe.tools, env)
             stack.push_async_callback(toolbox.close)
             others = (STEP, *rewards.samples, *rewards.groups, *((MODEL,) if recipe.rewards.model else ()))
             check_weights(recipe.rewards.weights, known_parts((env, *toolbox.tools, *env.tools()), others))
             player = await cls._build(recipe, model_path, env, toolbox, rewards, say, phase, apart, placement)
+            if agent is not None:
+                stack.push_async_callback(player.engine.close)
+                player.agent, player.gateway = agent, Gateway(model=recipe.model.path)
+                await player.gateway.start()
             stack.pop_all()
         return player
 
@@ -159,20 +171,25 @@ class Player:
         limits = self.recipe.rollout
         if temperature is not None:
             limits = limits.model_copy(update={"temperature": temperature})
-        return Driver(
-            engine=self.engine,
-            chat=self.chat,
-            environment=self.env,
-            tools=self.toolbox.tools,
-            limits=limits,
-            scorer=Scorer(self.rewards, limits.turn_timeout),
-            occasion=occasion,
-        )
+        options: dict[str, Any] = {
+            "engine": self.engine,
+            "chat": self.chat,
+            "environment": self.env,
+            "tools": self.toolbox.tools,
+            "limits": limits,
+            "scorer": Scorer(self.rewards, limits.turn_timeout),
+            "occasion": occasion,
+        }
+        if self.agent is None or self.gateway is None or self.recipe.agent is None:
+            return Driver(**options)
+        return AgentDriver(agent=self.agent, gateway=self.gateway, section=self.recipe.agent, **options)
 
     def describe(self) -> str:
         """Return one line for the start of a run."""
         names = ", ".join(tool.name for tool in (*self.toolbox.tools, *self.env.tools())) or "none"
         rest = f"environment {self.env.name} · tools {names}"
+        if self.agent is not None and self.gateway is not None:
+            rest += f" · agent {self.agent.name} at {self.gateway.url}"
         if self.model is None:
             return f"{self.chat.description} · {rest}"
         parameters = sum(p.numel() for p in self.model.parameters())
@@ -184,6 +201,8 @@ class Player:
         for each that could not be closed."""
         return await close_all(
             {
+                **({"gateway": self.gateway} if self.gateway is not None else {}),
+                **({f"agent {self.agent.name!r}": _Bounded(self.agent)} if self.agent is not None else {}),
                 "tools": _Bounded(self.toolbox),
                 "rewards.functions": _Bounded(self.rewards),
                 f"environment {self.env.name!r}": _Bounded(self.env),
@@ -196,7 +215,7 @@ class Player:
 class _Bounded:
     """A plugin that is left behind where its `close` hangs."""
 
-    plugin: Environment | Rewards | Toolbox
+    plugin: Agent | Environment | Rewards | Toolbox
 
     async def close(self) -> None:
         task = asyncio.ensure_future(self.plugin.close())

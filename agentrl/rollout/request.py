@@ -16,7 +16,7 @@ from agentrl.plugins.environment import Environment
 from agentrl.plugins.tool import Tool
 from agentrl.plugins.types import Json, Message, Session, Task
 from agentrl.rollout.deadline import OwnedTask
-from agentrl.trajectory import Boundary, Failure, FinishReason, ToolUse, Trajectory, Turn
+from agentrl.trajectory import Boundary, Failure, FinishReason, Segment, ToolUse, Trajectory, Turn
 
 Seed = int | tuple[int, ...]
 """A run's seed, alone or with what it is divided by (the step)."""
@@ -155,6 +155,8 @@ class AsyncRolloutRequest:
     )
     extra: dict[str, Any] = field(default_factory=dict)
     """Further facts for `Trajectory.extra`."""
+    segments: list[Segment] = field(default_factory=list)
+    """The tree of a rollout that an agent held; empty for one conversation."""
 
     def move(self, state: RequestState) -> None:
         """Go to `state`. Raises TransitionError when the table does not allow it."""
@@ -183,6 +185,16 @@ class AsyncRolloutRequest:
     def turns(self) -> list[Turn]:
         """The whole turns so far, made on demand."""
         return list(map(Turn, self.turn_starts, self.turn_ends, self.step_rewards))
+
+    @property
+    def sampled_tokens(self) -> int:
+        """Tokens that were sampled so far."""
+        return len(self.logprobs)
+
+    @property
+    def conversation_ids(self) -> Sequence[int]:
+        """The tokens of the conversation; of a tree, of the one that ends last."""
+        return self.ids
 
     @property
     def turn_tokens(self) -> int:
@@ -248,6 +260,8 @@ class AsyncRolloutRequest:
         for turn in turns:
             mask[turn.start : turn.end] = 1
         sampled = np.flatnonzero(mask)
+        for turn in turns:
+            mask[turn.start : turn.end] = turn.trained
         logprobs = np.zeros(size, np.float32)
         logprobs[sampled] = self.logprobs
         version = np.full(size, -1, np.int32)
@@ -258,5 +272,5 @@ class AsyncRolloutRequest:
             logprobs=logprobs, weight_version=version, prompt_length=self.prompt_length, turns=tuple(turns),
             messages=tuple(self.messages), rewards=dict(self.rewards), finish=self.finish or FinishReason.ERROR,
             weights=weights, tool_uses=tuple(self.tool_uses), failure=self.failure, seconds=dict(self.seconds),
-            tools=tuple(self.tools), extra=extra,
+            tools=tuple(self.tools), extra=extra, segments=tuple(self.segments),
         )  # fmt: skip

@@ -37,8 +37,10 @@ class Scorer:
         """Return `rewards` of the plugins, and every sample function's part. Raises what a function raises."""
         if not self._rewards.samples:
             return rewards
-        task, messages, tokens = request.task, tuple(request.messages), len(request.logprobs)
-        sample = Sample(task, messages, dict(rewards), str(finish), request.turn_count, tokens, request.ids)
+        task, messages, tokens = request.task, tuple(request.messages), request.sampled_tokens
+        sample = Sample(
+            task, messages, dict(rewards), str(finish), request.turn_count, tokens, request.conversation_ids
+        )
         for part, reward in self._rewards.samples.items():
             request.at = Boundary.REWARD, part
             value = await timer.wait(reward.score(sample), time.monotonic() + self._seconds)
@@ -83,7 +85,9 @@ class Scorer:
 
 
 def _sample(t: Trajectory) -> Sample:
-    return Sample(t.task, t.messages, dict(t.rewards), str(t.finish), len(t.turns), t.sampled_tokens, t.ids)
+    return Sample(
+        t.task, t.messages, dict(t.rewards), str(t.finish), len(t.turns), t.sampled_tokens, t.ids[t.last_path()]
+    )
 
 
 def _with_part(t: Trajectory, part: str, value: float) -> Trajectory:

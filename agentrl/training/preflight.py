@@ -20,6 +20,7 @@ from agentrl.eval.evaluate import choosing_split, chosen_splits
 from agentrl.learner.actor import loss_terms
 from agentrl.learner.advantages import with_advantages
 from agentrl.models.load import find_device, resolve
+from agentrl.plugins.agent import make_agent
 from agentrl.plugins.environment import Environment
 from agentrl.plugins.registry import check_engine, load, make_environment, tasks_of
 from agentrl.plugins.tracker import Tracker
@@ -47,7 +48,9 @@ class Checked:
 
 
 def check_names(recipe: Recipe) -> None:
-    """Look up advantage, loss and reward model. Raises UserError."""
+    """Look up advantage, loss, agent and reward model. Raises UserError."""
+    if recipe.agent is not None:
+        make_agent(recipe.agent)
     check_critic(recipe)
     losses.get(recipe.algorithm.loss)
     if recipe.rewards.model is not None:

@@ -114,7 +114,7 @@ def test_gae_needs_values() -> None:
 
 def batch_of(trajectories: list[Trajectory]) -> Batch:
     batch = Batch.from_trajectories(trajectories, [0] * len(trajectories))
-    return batch.with_tokens(step_rewards=step_rewards(trajectories))
+    return batch.with_tokens(step_rewards=step_rewards(trajectories, batch))
 
 
 EMPTY_TURNS = trajectory_of([(3, 3, 0.5), (4, 6, 0.0), (7, 7, 1.0)], 8, {"step": 1.5})

@@ -201,7 +201,7 @@ OVERRIDE_MISTAKES = {
     "foo": r"'foo' is not key=value",
     "=3": r"'=3' is not key=value",
     "rollout..n=3": r"'rollout..n=3' is not key=value",
-    "zzz=1": r"zzz: unknown key; known: algorithm, .*train",
+    "zzz=1": r"zzz: unknown key; known: agent, algorithm, .*train",
     "rollout.samples=1": r"rollout.samples: unknown key",
     "rollout.n=x": r"rollout.n: expected a whole number, got the text 'x'",
     "rollout.n.x=1": r"rollout.n is the number 4, so it has no keys",

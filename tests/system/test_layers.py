@@ -12,8 +12,8 @@ PACKAGE = ROOT / "agentrl"
 
 ROOMS = (
     "cli", "doctor", "sft", "training", "distributed", "profiling", "learner", "eval", "report", "testing", "rollout",
-    "compute", "checkpoint", "engine", "weights", "trajectory", "data", "chat", "algo", "models", "plugins", "cluster",
-    "recipe", "scaffold", "terminal", "threads", "process_tree", "errors",
+    "gateway", "compute", "checkpoint", "engine", "weights", "trajectory", "data", "chat", "algo", "models", "plugins",
+    "cluster", "recipe", "scaffold", "terminal", "threads", "process_tree", "errors",
 )  # fmt: skip
 """From the top; a room imports itself and what lies below it, nothing else."""
 

@@ -1,0 +1,110 @@
+"""What an agent's call is, whatever dialect it came in, and what it is answered with."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Protocol
+
+from agentrl.plugins.types import Json, Message
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Call:
+    """One request for a completion."""
+
+    messages: tuple[Message, ...]
+    """The whole conversation in the shape of the Chat Completions API, with text as contents."""
+    tools: tuple[dict[str, Json], ...] = ()
+    """Schemas of the tools that are offered, as `Tool.schema`."""
+    max_tokens: int | None = None
+    """Limit of the answer that the agent asked for; None: the recipe's."""
+    stream: bool = False
+    """Whether the answer is sent as server-sent events."""
+    usage_in_stream: bool = False
+    """Whether a stream of the Chat Completions API ends with the token counts."""
+    logprobs: bool = False
+    """Whether log-probs of the sampled tokens are wanted."""
+    model: str = ""
+    """The model's name as the agent wrote it, which the answer repeats."""
+    asked: Mapping[str, Json] = field(default_factory=dict)
+    """Sampling parameters that the agent asked for and the recipe decides, such as the temperature."""
+    earlier: "Call | None" = None
+    """A call of the same key whose messages and tools are the first of this one's, found by its bytes."""
+    retry: int = 0
+    """How often the client's SDK has sent this request before."""
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """How a call came."""
+
+    body: bytes = b""
+    """The request as it came, by which a retry is known."""
+    retry: int = 0
+    """How often the client's SDK has sent this request before."""
+
+
+class Finish(StrEnum):
+    """Why a completion ended."""
+
+    STOP = "stop"
+    """The model ended its turn."""
+    LENGTH = "length"
+    """A limit of tokens was reached."""
+    TOOLS = "tool_calls"
+    """The model ended its turn with tool calls."""
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """The answer to a call."""
+
+    id: str
+    """Unique within a run; without the prefix that a dialect puts before it."""
+    message: Message
+    """The assistant's message; arguments of its calls are objects, or text that is no JSON object."""
+    finish: Finish
+    """Why it ended."""
+    prompt_tokens: int
+    """Tokens of the prompt."""
+    completion_tokens: int
+    """Sampled tokens."""
+    tokens: Sequence[tuple[str, float]] = ()
+    """Text and natural log-prob of each sampled token."""
+
+
+class GatewayError(Exception):
+    """A call that cannot be served; it is answered in the dialect's own form."""
+
+    def __init__(self, message: str, status: int = 400, code: str = "invalid_request_error") -> None:
+        super().__init__(message)
+        self.message, self.status, self.code = message, status, code
+
+
+class Endpoint(Protocol):
+    """Who serves the calls of one key: a rollout, or a model that is served to people."""
+
+    @property
+    def tools(self) -> Sequence[dict[str, Json]]:
+        """Schemas of the tools that the key may call by MCP."""
+        ...
+
+    async def call_tool(self, name: str, arguments: Mapping[str, Json] | str) -> str:
+        """Run one of the tools; return what the model reads."""
+        ...
+
+    async def complete(self, call: Call, origin: Origin) -> Completion:
+        """Return the answer; each call runs in a task of its own. Raises GatewayError."""
+        ...
+
+    def count(self, call: Call) -> int:
+        """Return the number of prompt tokens of a call. Raises GatewayError."""
+        ...
+
+    def previous(self, completion_id: str) -> tuple[Message, ...]:
+        """Return the conversation that ends with the answer `completion_id`. Raises GatewayError."""
+        ...
+
+    def lost(self, completion: Completion) -> None:
+        """Note that nobody was there any more to receive an answer."""
+        ...

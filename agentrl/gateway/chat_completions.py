@@ -1,0 +1,236 @@
+"""The dialect of OpenAI's Chat Completions API."""
+
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal, cast
+
+from agentrl.gateway.call import Call, Completion, GatewayError
+from agentrl.plugins.types import Json, Message
+
+ASKED = ("temperature", "top_p", "top_k", "seed", "presence_penalty", "frequency_penalty", "reasoning_effort")
+"""Parameters of sampling that the recipe decides; what the agent asked for is recorded."""
+
+UNREADABLE = "unreadable_arguments"
+"""The key under which a dialect whose arguments are objects holds what the model wrote, where that is none."""
+encode = json.JSONEncoder(ensure_ascii=False).encode
+"""Return a value as JSON text."""
+Role = Literal["system", "user", "assistant", "tool"]
+
+
+class ChatCompletions:
+    """`POST /v1/chat/completions`."""
+
+    history = "messages"
+
+    def parse(self, body: Mapping[str, Any]) -> Call:
+        """Return the call. Raises GatewayError for what cannot be served."""
+        refuse(body, {"n": 1, "stop": None, "top_logprobs": None, "logit_bias": None, "audio": None, "functions": None})
+        form = mapping(body.get("response_format"), "response_format")
+        if form.get("type", "text") != "text":
+            raise GatewayError("response_format: only text is served")
+        return Call(
+            messages=tuple(message_of(one, i) for i, one in enumerate(array(body.get("messages"), "messages"))),
+            tools=tools_of(body),
+            max_tokens=count(body.get("max_completion_tokens", body.get("max_tokens")), "max_tokens"),
+            stream=bool(body.get("stream")),
+            usage_in_stream=bool(mapping(body.get("stream_options"), "stream_options").get("include_usage")),
+            logprobs=bool(body.get("logprobs")),
+            model=str(body.get("model", "")),
+            asked={key: body[key] for key in ASKED if body.get(key) is not None},
+        )
+
+    def render(self, found: Completion, call: Call) -> dict[str, Any]:
+        """Return the answer as an object."""
+        return {
+            **self._head(found, call, "chat.completion"),
+            "choices": [
+                {
+                    "index": 0,
+                    "message": written(found.message),
+                    "finish_reason": str(found.finish),
+                    "logprobs": _logprobs(found) if call.logprobs else None,
+                }
+            ],
+            "usage": _usage(found),
+        }
+
+    def events(self, found: Completion, call: Call) -> Iterator[bytes]:
+        """Yield the answer as server-sent events."""
+        head = self._head(found, call, "chat.completion.chunk")
+        message = written(found.message)
+        calls = message.pop("tool_calls", ())
+        deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
+        if "reasoning_content" in message:
+            deltas.append({"reasoning_content": message["reasoning_content"]})
+        deltas += [{"content": part} for part in pieces(message["content"] or "")]
+        deltas += [{"tool_calls": [{"index": i, **one}]} for i, one in enumerate(calls)]
+        for delta in deltas:
+            yield event({**head, "choices": [{"index": 0, "delta": delta, "finish_reason": None}]})
+        last = {"index": 0, "delta": {}, "finish_reason": str(found.finish)}
+        if call.logprobs:
+            last["logprobs"] = _logprobs(found)
+        yield event({**head, "choices": [last]})
+        if call.usage_in_stream:
+            yield event({**head, "choices": [], "usage": _usage(found)})
+        yield b"data: [DONE]\n\n"
+
+    def error(self, error: GatewayError) -> dict[str, Any]:
+        """Return the body of an error."""
+        kind = "invalid_request_error" if error.status < 500 else "server_error"
+        return {"error": {"message": error.message, "type": kind, "param": None, "code": error.code}}
+
+    def _head(self, found: Completion, call: Call, kind: str) -> dict[str, Any]:
+        return {"id": f"chatcmpl-{found.id}", "object": kind, "created": int(time.time()), "model": call.model}
+
+
+def message_of(given: Any, index: int) -> Message:
+    """Return a message of the API in our form. Raises GatewayError."""
+    where = f"messages.{index}"
+    one = mapping(given, where)
+    role = {"developer": "system", "function": "tool"}.get(one.get("role", ""), one.get("role"))
+    if role not in ("system", "user", "assistant", "tool"):
+        raise GatewayError(f"{where}.role: {role!r} is none of system, developer, user, assistant and tool")
+    message: Message = {"role": cast(Role, role), "content": text_of(one.get("content"), f"{where}.content")}
+    if role == "tool":
+        message["tool_call_id"] = str(one.get("tool_call_id", ""))
+        if isinstance(one.get("name"), str):
+            message["name"] = one["name"]
+    if role == "assistant" and one.get("tool_calls"):
+        calls = array(one["tool_calls"], f"{where}.tool_calls")
+        message["tool_calls"] = [_call_of(call, f"{where}.tool_calls.{i}") for i, call in enumerate(calls)]
+    return message
+
+
+def _call_of(given: Any, where: str) -> Any:
+    one = mapping(given, where)
+    function = mapping(one.get("function"), f"{where}.function")
+    return tool_call(str(one.get("id", "")), function.get("name"), function.get("arguments"), where)
+
+
+def tool_call(name_id: str, name: Any, arguments: Any, where: str) -> Any:
+    """Return a call of a tool in our form: its arguments parsed where they are a JSON object. Its name may be empty: a
+    model may write that."""
+    if not isinstance(name, str):
+        raise GatewayError(f"{where}: a call has no name")
+    if isinstance(arguments, dict) and set(arguments) == {UNREADABLE}:
+        arguments = arguments[UNREADABLE]
+    if isinstance(arguments, str):
+        try:
+            parsed = json.loads(arguments or "{}")
+        except ValueError:
+            parsed = None
+        arguments = parsed if isinstance(parsed, dict) else arguments
+    return {"type": "function", "id": name_id, "function": {"name": name, "arguments": arguments or {}}}
+
+
+def text_of(content: Any, where: str) -> str:
+    """Return a content as text: of parts, their texts one after the other. Raises GatewayError for other parts."""
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    texts = []
+    for i, part in enumerate(array(content, where)):
+        kind = mapping(part, f"{where}.{i}").get("type")
+        text = part.get("text", part.get("refusal"))
+        if kind not in ("text", "input_text", "output_text", "refusal") or not isinstance(text, str):
+            raise GatewayError(f"{where}.{i}: a part of type {kind!r} is not served; the model reads text")
+        texts.append(text)
+    return "".join(texts)
+
+
+def tools_of(body: Mapping[str, Any]) -> tuple[dict[str, Json], ...]:
+    """Return the tools that are offered. Raises GatewayError for a choice that cannot be kept to."""
+    choice = body.get("tool_choice")
+    if choice not in (None, "auto", "none"):
+        raise GatewayError("tool_choice: only auto and none are served; the model chooses")
+    tools = []
+    for i, one in enumerate(array(body.get("tools") or (), "tools")):
+        function = mapping(mapping(one, f"tools.{i}").get("function"), f"tools.{i}.function")
+        tools.append(tool_schema(function.get("name"), function.get("description"), function.get("parameters"), i))
+    return () if choice == "none" else tuple(tools)
+
+
+def tool_schema(name: Any, description: Any, parameters: Any, index: int) -> dict[str, Json]:
+    """Return a tool in the form of prompts."""
+    if not isinstance(name, str) or not name:
+        raise GatewayError(f"tools.{index}: a tool has no name")
+    shape = dict(mapping(parameters, f"tools.{index}.parameters")) or {"type": "object", "properties": {}}
+    described = description if isinstance(description, str) else ""
+    return {"type": "function", "function": {"name": name, "description": described, "parameters": shape}}
+
+
+def written(message: Message) -> dict[str, Any]:
+    """Return an assistant's message as the API has it: arguments as JSON text."""
+    calls = [
+        {**call, "function": {**call["function"], "arguments": arguments_text(call["function"]["arguments"])}}
+        for call in message.get("tool_calls", ())
+    ]
+    found: dict[str, Any] = {"role": "assistant", "content": message["content"] or (None if calls else "")}
+    if message.get("reasoning_content"):
+        found["reasoning_content"] = message["reasoning_content"]
+    return {**found, "tool_calls": calls} if calls else found
+
+
+def arguments_text(arguments: Any) -> str:
+    """Return the arguments of a call as JSON text; what cannot be read as it was written."""
+    return arguments if isinstance(arguments, str) else encode(arguments)
+
+
+def pieces(text: str, size: int = 24) -> Iterator[str]:
+    """Yield a text in pieces of `size` characters."""
+    for start in range(0, len(text), size):
+        yield text[start : start + size]
+
+
+def event(data: Mapping[str, Any], name: str | None = None) -> bytes:
+    """Return a server-sent event."""
+    head = f"event: {name}\n" if name else ""
+    return f"{head}data: {encode(data)}\n\n".encode("utf-8", "replace")
+
+
+def _usage(found: Completion) -> dict[str, int]:
+    prompt, answer = found.prompt_tokens, found.completion_tokens
+    return {"prompt_tokens": prompt, "completion_tokens": answer, "total_tokens": prompt + answer}
+
+
+def _logprobs(found: Completion) -> dict[str, Any]:
+    content = [
+        {"token": text, "logprob": value, "bytes": list(text.encode("utf-8", "replace")), "top_logprobs": []}
+        for text, value in found.tokens
+    ]
+    return {"content": content, "refusal": None}
+
+
+def refuse(body: Mapping[str, Any], served: Mapping[str, Any]) -> None:
+    """Raise GatewayError where a key of `served` has another value than the one that is served, or an empty one."""
+    for key, value in served.items():
+        given = body.get(key)
+        if given is not None and given != value and given not in ([], {}, 0, False):
+            raise GatewayError(f"{key}: {json.dumps(given)[:80]} is not served here")
+
+
+def mapping(value: Any, where: str) -> Mapping[str, Any]:
+    """Return an object, {} for none. Raises GatewayError."""
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise GatewayError(f"{where}: expected an object, got {type(value).__name__}")
+    return value
+
+
+def array(value: Any, where: str) -> Sequence[Any]:
+    """Return an array. Raises GatewayError."""
+    if not isinstance(value, list | tuple):
+        raise GatewayError(f"{where}: expected an array, got {type(value).__name__}")
+    return value
+
+
+def count(value: Any, where: str) -> int | None:
+    """Return a positive whole number, or None. Raises GatewayError."""
+    if value is None:
+        return None
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise GatewayError(f"{where}: expected a whole number above 0, got {json.dumps(value)[:80]}")
+    return value

@@ -1,0 +1,230 @@
+"""`Gateway`: the HTTP endpoint through which agents sample from the model that is trained.
+
+It speaks Chat Completions, Responses and Anthropic Messages. One key belongs to one endpoint (a rollout): whoever sends
+another is told 401. What cannot be served is answered in the dialect's own form, never ignored.
+"""
+
+import asyncio
+import json
+import logging
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from aiohttp import web
+
+from agentrl.errors import UserError, contained, describe
+from agentrl.gateway import mcp
+from agentrl.gateway.anthropic_messages import AnthropicMessages
+from agentrl.gateway.call import Call, Completion, Endpoint, GatewayError, Origin
+from agentrl.gateway.chat_completions import ChatCompletions, encode
+from agentrl.gateway.history import History, json_object
+from agentrl.gateway.responses import Responses
+
+BODY_BYTES = 32 << 20
+"""Largest request that is read."""
+KEEP_ALIVE_SECONDS = 10.0
+"""A stream that has nothing to say yet sends a comment this often."""
+
+Dialect = ChatCompletions | Responses | AnthropicMessages
+_log = logging.getLogger("agentrl.gateway")
+
+
+class Gateway:
+    """One HTTP server for all rollouts of a run, in the run's event loop.
+
+    host: address to listen on. port: 0 for any free one. model: the name that the list of models gives.
+    """
+
+    def __init__(self, *, host: str = "127.0.0.1", port: int = 0, model: str = "agentrl") -> None:
+        self._host, self._port, self._model = host, port, model
+        self._endpoints: dict[str, Endpoint] = {}
+        self._calls: dict[str, set[asyncio.Task[Any]]] = {}
+        self._histories: dict[str, History] = {}
+        self._runner: web.AppRunner | None = None
+
+    async def start(self) -> None:
+        """Listen. Raises UserError where the address cannot be used."""
+        app = web.Application(client_max_size=BODY_BYTES)
+        app.router.add_post("/v1/chat/completions", self._chat)
+        app.router.add_post("/v1/responses", self._responses)
+        app.router.add_post("/v1/messages", self._messages)
+        app.router.add_post("/v1/messages/count_tokens", self._count)
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_post("/mcp", self._mcp)
+        self._runner = web.AppRunner(app, access_log=None, handle_signals=False, shutdown_timeout=1.0)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, self._host, self._port, backlog=1024)
+        try:
+            await site.start()
+        except OSError as error:
+            await self._runner.cleanup()
+            raise UserError(f"the gateway cannot listen on {self._host}:{self._port}: {error.strerror}") from None
+        self._port = self._runner.addresses[0][1]
+
+    @property
+    def model(self) -> str:
+        """The name that the list of models gives."""
+        return self._model
+
+    @property
+    def url(self) -> str:
+        """The address of the server, without a path."""
+        host = f"[{self._host}]" if ":" in self._host else self._host
+        return f"http://{host}:{self._port}"
+
+    @contextmanager
+    def serving(self, endpoint: Endpoint) -> Iterator[str]:
+        """Give `endpoint` a key for the time of this context. At its end calls of the key that still run are
+        cancelled."""
+        key = f"agentrl-{secrets.token_urlsafe(24)}"
+        self._endpoints[key], self._calls[key], self._histories[key] = endpoint, set(), History()
+        try:
+            yield key
+        finally:
+            del self._endpoints[key], self._histories[key]
+            for task in self._calls.pop(key):
+                task.cancel()
+
+    async def close(self) -> None:
+        """Stop listening."""
+        if self._runner is not None:
+            await self._runner.cleanup()
+            self._runner = None
+
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        return await self._serve(request, lambda endpoint: ChatCompletions())
+
+    async def _responses(self, request: web.Request) -> web.StreamResponse:
+        return await self._serve(
+            request, lambda endpoint: Responses(endpoint.previous if endpoint else _nothing_before)
+        )
+
+    async def _messages(self, request: web.Request) -> web.StreamResponse:
+        return await self._serve(request, lambda endpoint: AnthropicMessages())
+
+    async def _serve(self, request: web.Request, dialect_for: Any) -> web.StreamResponse:
+        """Answer a call; whatever goes wrong is an error of the dialect."""
+        dialect: Dialect = dialect_for(None)
+        try:
+            key, endpoint = self._of(request)
+            dialect = dialect_for(endpoint)
+            body = await _body(request)
+            call = self._histories[key].parse(body, dialect)
+            task = asyncio.ensure_future(endpoint.complete(call, _origin(body, request)))
+            self._calls[key].add(task)
+            task.add_done_callback(lambda done: self._calls.get(key, set()).discard(done))
+            if call.stream:
+                return await _stream(request, dialect, call, task, endpoint)
+            found = await asyncio.shield(task)
+            if request.transport is None or request.transport.is_closing():
+                endpoint.lost(found)
+            return _json(dialect.render(found, call))
+        except GatewayError as error:
+            return _json(dialect.error(error), error.status)
+        except asyncio.CancelledError:
+            if (current := asyncio.current_task()) is not None and current.cancelling():
+                raise
+            return _json(dialect.error(GatewayError("the rollout is over", 401, "invalid_api_key")), 401)
+        except Exception as error:  # noqa: BLE001 - boundary: an agent is told, and the run goes on
+            return _json(dialect.error(_fault(error)), 500)
+
+    async def _count(self, request: web.Request) -> web.Response:
+        dialect = AnthropicMessages()
+        try:
+            _, endpoint = self._of(request)
+            body = dict(json_object(await _body(request)))
+            return _json({"input_tokens": endpoint.count(dialect.parse({"max_tokens": 1, **body}))})
+        except GatewayError as error:
+            return _json(dialect.error(error), error.status)
+        except Exception as error:  # noqa: BLE001 - as in `_serve`
+            return _json(dialect.error(_fault(error)), 500)
+
+    async def _models(self, request: web.Request) -> web.Response:
+        try:
+            self._of(request)
+        except GatewayError as error:
+            return _json(ChatCompletions().error(error), error.status)
+        model = {"id": self._model, "object": "model", "created": 0, "owned_by": "agentrl", "type": "model"}
+        return _json({"object": "list", "data": [model], "has_more": False})
+
+    async def _mcp(self, request: web.Request) -> web.Response:
+        try:
+            key, endpoint = self._of(request)
+            given = json_object(await _body(request))
+            task = asyncio.ensure_future(mcp.answer(endpoint, given))
+            self._calls[key].add(task)
+            task.add_done_callback(lambda done: self._calls.get(key, set()).discard(done))
+            found = await asyncio.shield(task)
+        except GatewayError as error:
+            return _json(ChatCompletions().error(error), error.status)
+        except asyncio.CancelledError:
+            if (current := asyncio.current_task()) is not None and current.cancelling():
+                raise
+            return web.Response(status=401)
+        except Exception as error:  # noqa: BLE001 - as in `_serve`
+            return _json(ChatCompletions().error(_fault(error)), 500)
+        return web.Response(status=202) if found is None else _json(found)
+
+    def _of(self, request: web.Request) -> tuple[str, Endpoint]:
+        """Return the key of a request and whose it is. Raises GatewayError (401)."""
+        given = request.headers.get("x-api-key") or request.headers.get("Authorization", "").removeprefix("Bearer ")
+        endpoint = self._endpoints.get(given)
+        if endpoint is None:
+            raise GatewayError("the API key is unknown, or its rollout is over", 401, "invalid_api_key")
+        return given, endpoint
+
+
+def _nothing_before(completion_id: str) -> Any:
+    raise GatewayError(f"previous_response_id: {completion_id!r} is unknown")
+
+
+async def _body(request: web.Request) -> bytes:
+    try:
+        return await request.read()
+    except web.HTTPRequestEntityTooLarge:
+        raise GatewayError(f"the request is larger than {BODY_BYTES >> 20} MiB", 413) from None
+
+
+def _origin(body: bytes, request: web.Request) -> Origin:
+    given = request.headers.get("x-stainless-retry-count", "0")
+    return Origin(body, int(given) if given.isdecimal() and len(given) < 6 else 0)
+
+
+async def _stream(
+    request: web.Request, dialect: Dialect, call: Call, task: "asyncio.Future[Completion]", endpoint: Endpoint
+) -> web.StreamResponse:
+    """Answer as server-sent events; an error before the first of them is an ordinary answer."""
+    await asyncio.wait({task}, timeout=KEEP_ALIVE_SECONDS)
+    if task.done():
+        task.result()
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+    await response.prepare(request)
+    try:
+        while not task.done():
+            await response.write(b": keep-alive\n\n")
+            await asyncio.wait({task}, timeout=KEEP_ALIVE_SECONDS)
+        for part in dialect.events(task.result(), call):
+            await response.write(part)
+    except ConnectionError:
+        task.add_done_callback(
+            lambda done: None if done.cancelled() or done.exception() else endpoint.lost(done.result())
+        )
+        return response
+    except BaseException as error:  # noqa: BLE001 - boundary: the answer has begun, so the error is its last event
+        told = error if isinstance(error, GatewayError) else _fault(contained(error))
+        await response.write(f"event: error\ndata: {json.dumps(dialect.error(told))}\n\n".encode())
+    await response.write_eof()
+    return response
+
+
+def _fault(error: Exception) -> GatewayError:
+    line = describe(error)
+    _log.warning("a call failed: %s", line, exc_info=_log.isEnabledFor(logging.DEBUG))
+    return GatewayError(line, 500, "server_error")
+
+
+def _json(data: dict[str, Any], status: int = 200) -> web.Response:
+    text = encode(data).encode("utf-8", "replace")
+    return web.Response(body=text, status=status, content_type="application/json")

@@ -1,0 +1,322 @@
+"""`AgentDriver`: rollouts whose conversations somebody else holds, an agent that talks to the gateway.
+
+The environment's hooks, rewards, deadlines, retries and boundaries of errors are those of the built-in driver. The
+agent's calls of the model come in by HTTP with the rollout's own key, and grow a tree of conversations.
+"""
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+from agentrl.chat.base import Chat, ParsedCall
+from agentrl.engine.base import Engine, EngineError, Generation, GenerationFinish, Sampling
+from agentrl.errors import UserError, describe
+from agentrl.gateway.call import Call, Completion, Finish, GatewayError, Origin
+from agentrl.gateway.chat_completions import tool_call
+from agentrl.gateway.server import Gateway
+from agentrl.plugins.agent import Agent, AgentClient, Outcome
+from agentrl.plugins.types import InfrastructureError, Json, Message, Task
+from agentrl.recipe.schema import AgentSection
+from agentrl.rollout.calls import assistant_message, bounded
+from agentrl.rollout.conversation_tree import ConversationTree, Counts, Node
+from agentrl.rollout.deadline import DeadlineExceededError, DeadlineTimer
+from agentrl.rollout.driver import Driver
+from agentrl.rollout.request import AsyncRolloutRequest, Opening, Seed, nth
+from agentrl.trajectory import Boundary, FinishReason, Trajectory, Turn
+
+_RETRIED = 64  # calls whose bodies are kept, so that one that is sent again is known
+
+
+@dataclass(slots=True, eq=False)
+class AgentRequest(AsyncRolloutRequest):
+    """A rollout of an agent: its tokens are those of a tree."""
+
+    tree: ConversationTree = field(init=False)
+    train_auxiliary: bool = False
+    outcome: Outcome | None = None
+    """What its agent came to, until it is released."""
+
+    @property
+    def turn_count(self) -> int:
+        return len(self.tree.answered)
+
+    @property
+    def sampled_tokens(self) -> int:
+        return sum(len(node.ids) for node in self.tree.answered)
+
+    @property
+    def conversation_ids(self) -> Sequence[int]:
+        answered = self.tree.answered
+        return answered[-1].branch.ids[: answered[-1].end] if answered else self.ids
+
+    @property
+    def turns(self) -> list[Turn]:
+        return [turn for _, _, turn in self.tree.segments(self.train_auxiliary)]
+
+    def add_step_reward(self, reward: float) -> None:
+        if answered := self.tree.answered:
+            answered[-1].reward += reward
+            self.step_rewards.append(reward)
+
+    def trajectory(self, weights: Mapping[str, float] = {}) -> Trajectory:
+        self._flatten()
+        return super(AgentRequest, self).trajectory(weights)
+
+    def _flatten(self) -> None:
+        """Write the tree down as flat tokens, in the order in which the calls began."""
+        for column in (self.ids, self.logprobs, self.versions, self.version_counts):
+            del column[:]
+        self.segments = []
+        for node, segment, _ in self.tree.segments(self.train_auxiliary):
+            assert node.generation is not None
+            self.ids.extend(node.given)
+            self.add_sampled(node.generation)
+            self.open_turn = None
+            self.segments.append(segment)
+        self.prompt_length = len(answered[0].given) if (answered := self.tree.answered) else 0
+        counts = self.tree.counts
+        counts.auxiliary = sum(1 for _ in self.tree.auxiliary())
+        self.extra["gateway"] = {name: getattr(counts, name) for name in Counts.__slots__}
+
+
+class Rollout:
+    """The endpoint of one rollout's key, and what its agent is given."""
+
+    def __init__(self, driver: "AgentDriver", request: AgentRequest) -> None:
+        self._driver, self._request = driver, request
+        self._given: dict[bytes, asyncio.Task[Any]] = {}
+        self._sent_again: set[str] = set()  # ids of completions
+        self.refused: FinishReason | None = None
+        self.broken: tuple[tuple[Boundary, str], Exception] | None = None
+        self.tools_done = False
+
+    @property
+    def tools(self) -> tuple[dict[str, Json], ...]:
+        """See `Endpoint.tools`."""
+        return self._driver.schemas(self._request)
+
+    async def complete(self, call: Call, origin: Origin) -> Completion:
+        """See `Endpoint.complete`. A call that an SDK sends again joins the first."""
+        if origin.retry and (first := self._given.get(origin.body)) is not None:
+            self._request.tree.counts.retries += 1
+            found: Completion = await asyncio.shield(first)
+            self._sent_again.add(found.id)
+            return found
+        self._given.pop(origin.body, None)
+        task = asyncio.current_task()
+        assert task is not None, "the gateway gives each call a task of its own"
+        self._given[origin.body] = task
+        if len(self._given) > _RETRIED:
+            self._given = dict(list(self._given.items())[-_RETRIED:])
+        return await self._sampled(call)
+
+    def count(self, call: Call) -> int:
+        return self._request.tree.measure(call)
+
+    def previous(self, completion_id: str) -> tuple[Message, ...]:
+        return self._node(completion_id).conversation
+
+    def lost(self, completion: Completion) -> None:
+        if completion.id not in self._sent_again:
+            self._node(completion.id).lost = True
+
+    def _node(self, completion_id: str) -> Node:
+        head, _, index = completion_id.rpartition("-")
+        nodes = self._request.tree.nodes
+        if head != _public(self._request.id) or not index.isdecimal() or int(index) >= len(nodes):
+            raise GatewayError(f"previous_response_id: {completion_id[:80]!r} is not of this rollout")
+        return nodes[int(index)]
+
+    async def _sampled(self, call: Call) -> Completion:
+        request, driver = self._request, self._driver
+        self._check_limits()
+        try:
+            node = request.tree.add(call)
+        except UserError as error:
+            raise GatewayError(str(error)) from None
+        try:
+            generation = await self._generate(node, call)
+        except BaseException:
+            request.tree.give_up(node)
+            raise
+        parsed = bounded(driver.chat.parse(generation.ids))
+        message = assistant_message(parsed, node.index)
+        request.tree.answer(node, generation, message)
+        request.messages[:] = node.conversation
+        finish = Finish.TOOLS if parsed.calls else Finish.STOP
+        if generation.finish is not GenerationFinish.STOP and not parsed.calls:
+            finish = Finish.LENGTH
+        return Completion(
+            id=f"{_public(request.id)}-{node.index}",
+            message=message,
+            finish=finish,
+            prompt_tokens=node.end - len(generation.ids),
+            completion_tokens=len(generation.ids),
+            tokens=self._tokens(generation) if call.logprobs else (),
+        )
+
+    def _check_limits(self) -> None:
+        tree, section = self._request.tree, self._driver.section
+        if len(tree.nodes) >= section.max_calls:
+            self.refused = FinishReason.MAX_TURNS
+            raise GatewayError(
+                f"this rollout has made its {section.max_calls} calls (agent.max_calls)", 400, "max_calls"
+            )
+        if tree.tokens >= section.max_total_tokens:
+            self._refuse_length(f"this rollout has {tree.tokens} tokens (agent.max_total_tokens)")
+
+    def _refuse_length(self, why: str) -> None:
+        self.refused = FinishReason.LENGTH
+        raise GatewayError(why, 400, "context_length_exceeded")
+
+    async def _generate(self, node: Node, call: Call) -> Generation:
+        driver, request, ids = self._driver, self._request, node.branch.ids
+        limits, engine = driver.limits, driver.engine
+        most = min(limits.max_tokens, engine.max_context)
+        room = min(limits.max_turn_tokens, most - len(ids), call.max_tokens or limits.max_turn_tokens)
+        if room <= 0:
+            self._refuse_length(
+                f"the prompt has {len(ids)} tokens, of {most} (rollout.max_tokens, the model's context)"
+            )
+        sampling = Sampling(
+            max_tokens=room, temperature=limits.temperature, top_p=limits.top_p, top_k=limits.top_k,
+            stop_ids=driver.chat.stop_ids, seed=nth(request.seed, node.index),
+        )  # fmt: skip
+        started = time.monotonic()
+        deadline = asyncio.get_running_loop().call_later(limits.turn_timeout, engine.abort, node.branch.name)
+        try:
+            generation = await engine.generate(ids, sampling, node.branch.name)
+        except EngineError as error:
+            self.broken = (Boundary.ENGINE, "engine"), error
+            raise GatewayError(f"the engine failed: {error}", 500, "server_error") from error
+        finally:
+            deadline.cancel()
+            request.seconds["engine"] += time.monotonic() - started
+        if not generation.ids:
+            self.broken = (Boundary.ENGINE, "engine"), EngineError("a call ended without a token")
+            raise GatewayError("the engine gave no token", 500, "server_error")
+        return generation
+
+    def _tokens(self, generation: Generation) -> list[tuple[str, float]]:
+        decode = self._driver.chat.decode
+        return [(decode([one]), value) for one, value in zip(generation.ids, generation.logprobs, strict=True)]
+
+    async def call_tool(self, name: str, arguments: Mapping[str, Json] | str) -> str:
+        """Run a tool of the task for the agent, as the built-in driver would; see `AgentClient.call_tool`."""
+        request, driver = self._request, self._driver
+        timer = DeadlineTimer()
+        try:
+            call = tool_call("", name, arguments, "call_tool")["function"]
+            parsed = ParsedCall(name, call["arguments"], "")
+            if isinstance(call["arguments"], str):
+                parsed = ParsedCall(name, {}, call["arguments"], error="the arguments are no JSON object")
+            started = time.monotonic()
+            deadline = min(started + driver.limits.turn_timeout, request.deadline)
+            answers = await driver.caller.answer(request, [parsed], deadline, timer)
+        except InfrastructureError as error:
+            self.broken = request.at, error
+            raise
+        finally:
+            timer.close()
+        request.seconds["tools"] += time.monotonic() - started
+        self.tools_done = self.tools_done or answers.done
+        content = answers.messages[-1]["content"]
+        return content if isinstance(content, str) else str(content[0].get("text", "")) if content else ""
+
+
+class AgentDriver(Driver):
+    """agent: holds the conversations. gateway: started already. section: the recipe's `agent`."""
+
+    def __init__(self, *, agent: Agent, gateway: Gateway, section: AgentSection, **options: Any) -> None:
+        super().__init__(**options)
+        self._agent, self._gateway, self.section = agent, gateway, section
+
+    @property
+    def engine(self) -> Engine:
+        """The engine that samples."""
+        return self._engine
+
+    @property
+    def chat(self) -> Chat:
+        """Converts messages to ids and back."""
+        return self._chat
+
+    @property
+    def caller(self) -> Any:
+        """Runs the calls of tools."""
+        return self._caller
+
+    def schemas(self, request: AgentRequest) -> tuple[dict[str, Json], ...]:
+        """Schemas of the tools that the task of a rollout offers."""
+        return tuple(self._schemas[name] for name in request.tools)
+
+    def request(
+        self, task: Task, sample: int, *, seed: Seed = 0, attempt: int = 0, opening: Opening | None = None
+    ) -> AsyncRolloutRequest:
+        plain = super().request(task, sample, seed=seed, attempt=attempt, opening=opening)
+        request = AgentRequest(plain.id, task, sample, plain.seed, opening=plain.opening)
+        request.tree, request.train_auxiliary = ConversationTree(plain.id, self._chat), self.section.train_auxiliary
+        return request
+
+    def _open(self, request: AsyncRolloutRequest) -> None:
+        """The agent opens its conversations itself."""
+
+    async def _converse(self, request: AsyncRolloutRequest, timer: DeadlineTimer) -> FinishReason:
+        assert isinstance(request, AgentRequest)
+        rollout = Rollout(self, request)
+        opening = tuple(request.messages)
+        where = Boundary.AGENT, f"agent {self._agent.name}"
+        outcome, finish = Outcome(), FinishReason.STOP
+        with ExitStack() as stack:
+            client = self._client(request, rollout, opening, stack.enter_context(self._gateway.serving(rollout)))
+            request.at = where
+            try:
+                found = await timer.wait(self._agent.solve(request.task, client), request.deadline)
+                outcome = found if isinstance(found, Outcome) else Outcome(returned=found)
+                request.outcome = outcome
+                finish = FinishReason.TIMEOUT if timer.expired else finish
+            except DeadlineExceededError:
+                finish = FinishReason.TIMEOUT
+            except Exception as error:
+                if rollout.broken is None and rollout.refused is None:
+                    request.at = where
+                    raise
+                request.extra["agent_error"] = describe(error)
+        if rollout.broken is not None:
+            request.at, broken = rollout.broken
+            raise broken
+        if not request.tree.answered:
+            request.at = where
+            raise UserError("it ended without a call of the model: does it use the gateway's base URL and key?")
+        for begun in request.begun:
+            begun.session.outcome = outcome
+        if rollout.tools_done:
+            finish = FinishReason.ENV_DONE
+        return rollout.refused or finish
+
+    def _client(self, request: AgentRequest, rollout: Rollout, opening: tuple[Message, ...], key: str) -> AgentClient:
+        url = self._gateway.url
+        return AgentClient(
+            base_url=f"{url}/v1",
+            anthropic_url=url,
+            mcp_url=f"{url}/mcp",
+            api_key=key,
+            model=self._gateway.model,
+            messages=opening,
+            tools=self.schemas(request),
+            call_tool=rollout.call_tool,
+            timeout=max(1.0, request.deadline - time.monotonic()),
+        )
+
+    def _forget(self, request: AsyncRolloutRequest) -> None:
+        assert isinstance(request, AgentRequest)
+        for branch in request.tree.branches:
+            self._forget_id(request, branch.name)
+
+
+def _public(request_id: str) -> str:
+    """Return a rollout's id as ids of completions begin with it: letters, digits and dashes alone."""
+    return "".join(c if c.isalnum() and c.isascii() else "-" for c in request_id)

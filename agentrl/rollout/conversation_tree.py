@@ -1,0 +1,258 @@
+"""`ConversationTree`: the model's calls of one rollout while it grows, as a tree of what was said.
+
+A call finds its place by its messages: the longest beginning of them that ends with an answer that was sampled here is
+its parent, so what was sampled stays as it was sampled, thinking included, even where the agent leaves it out of its
+history. What follows is added by the bridge of the chat. A history that was truly changed begins a new branch.
+"""
+
+import hashlib
+import json
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from agentrl.chat.base import Chat
+from agentrl.engine.base import Generation
+from agentrl.errors import UserError
+from agentrl.gateway.call import Call
+from agentrl.plugins.types import Json, Message
+from agentrl.trajectory import Segment, Turn
+
+Key = bytes
+
+
+@dataclass(slots=True, eq=False)
+class Branch:
+    """A growing path of tokens, which the engine knows by one name."""
+
+    name: str
+    ids: "array[int]"
+    """All tokens from the root on."""
+
+
+@dataclass(slots=True, eq=False)
+class Node:
+    """One call of the model: the tokens that it adds to its parent's path, and what was sampled after them."""
+
+    index: int
+    """In the order in which the calls began."""
+    parent: "Node | None"
+    branch: Branch
+    given: list[int]
+    """Tokens between the parent's end and the first sampled one."""
+    call: Call
+    """What the agent sent."""
+    keys: list[Key]
+    """Of the conversation before each message of the call, and of all of it."""
+    end: int = 0
+    """Tokens of the path, sampled ones included, once it is answered."""
+    generation: Generation | None = None
+    """What was sampled; None while the call runs, or where it failed."""
+    answer: Message | None = None
+    """The sampled message."""
+    reward: float = 0.0
+    """Step rewards of its tool calls."""
+    lost: bool = False
+    """Whether nobody was there any more to receive the answer."""
+    continued: bool = False
+    """Whether a later call goes on from it, or repeats its answer."""
+
+    @property
+    def ids(self) -> list[int]:
+        """The sampled tokens."""
+        return self.generation.ids if self.generation is not None else []
+
+    @property
+    def conversation(self) -> tuple[Message, ...]:
+        """The messages of the call and its answer."""
+        return (*self.call.messages, self.answer) if self.answer is not None else self.call.messages
+
+
+@dataclass(slots=True)
+class Counts:
+    """What a rollout's calls were, for the metrics `gateway/...`."""
+
+    calls: int = 0
+    """Calls that were sampled."""
+    forks: int = 0
+    """Calls that began a branch, beyond the first of the rollout."""
+    retries: int = 0
+    """Calls that an SDK sent again, which got the answer of the first."""
+    auxiliary: int = 0
+    """Calls that are not trained."""
+
+
+@dataclass(slots=True)
+class ConversationTree:
+    """name: of the rollout, with which the names of its branches begin. chat: turns messages into tokens."""
+
+    name: str
+    chat: Chat
+    nodes: list[Node] = field(default_factory=list)
+    """Every call that began, in that order."""
+    branches: list[Branch] = field(default_factory=list)
+    counts: Counts = field(default_factory=Counts)
+    tokens: int = 0
+    """Tokens of the tree, each counted once."""
+    _by_key: dict[Key, list[Node]] = field(default_factory=dict)
+    _by_call: dict[int, Node] = field(default_factory=dict)  # by the identity of a call, which its node keeps alive
+    _answers: dict[Key, Node] = field(default_factory=dict)  # the latest by its canonical answer
+
+    @property
+    def answered(self) -> list[Node]:
+        """The calls that have an answer, in the order in which they began."""
+        return [node for node in self.nodes if node.generation is not None]
+
+    def add(self, call: Call) -> Node:
+        """Return a new node for a call, its prompt laid out in `node.branch.ids`. Raises UserError: the chat template
+        cannot express the messages."""
+        parent, given, keys = self._place(call)
+        node = Node(len(self.nodes), parent, self._branch(parent, given), given, call, keys)
+        forked = parent is None or node.branch is not parent.branch
+        self.counts.calls += 1
+        self.counts.forks += forked and bool(self.nodes)
+        if parent is not None:
+            parent.continued = True
+        self.nodes.append(node)
+        self.tokens += len(given)
+        self._by_call[id(call)] = node
+        return node
+
+    def measure(self, call: Call) -> int:
+        """Return the tokens that the prompt of a call would have, without adding it."""
+        parent, given, _ = self._place(call)
+        return (parent.end if parent is not None else 0) + len(given)
+
+    def answer(self, node: Node, generation: Generation, message: Message) -> None:
+        """Write down what was sampled for a node."""
+        node.branch.ids.fromlist(generation.ids)
+        self.tokens += len(generation.ids)
+        node.end, node.generation, node.answer = len(node.branch.ids), generation, message
+        self._by_key.setdefault(_after(node.keys[-1], message), []).append(node)
+        self._answers[_canonical(message)] = node
+
+    def give_up(self, node: Node) -> None:
+        """Take back the prompt of a call that came to nothing, so that another can go on from its parent."""
+        start = node.parent.end if node.parent is not None else 0
+        if len(node.branch.ids) == start + len(node.given):
+            del node.branch.ids[start:]
+
+    def _branch(self, parent: Node | None, given: list[int]) -> Branch:
+        if parent is not None and len(parent.branch.ids) == parent.end:
+            parent.branch.ids.extend(given)
+            return parent.branch
+        before = parent.branch.ids[: parent.end] if parent is not None else array("i")
+        name = f"{self.name}/{len(self.branches)}" if self.branches else self.name
+        branch = Branch(name, before + array("i", given))
+        self.branches.append(branch)
+        return branch
+
+    def _place(self, call: Call) -> tuple[Node | None, list[int], list[Key]]:
+        """Return the parent of a call, the tokens that follow it, and the keys of the call."""
+        messages = call.messages
+        if not messages or messages[-1]["role"] == "assistant":
+            raise UserError("the last message must be one that the model answers, not an assistant's")
+        keys = self._keys(call)
+        for length in range(len(messages) - 1, 0, -1):
+            found = self._by_key.get(keys[length])
+            if found:
+                parent = _told_apart(found, messages[length - 1])
+                if (given := self._following(parent.ids, messages[length:])) is not None:
+                    return parent, given, keys
+                break
+        return None, self._from_nothing(messages, call.tools), keys
+
+    def _keys(self, call: Call) -> list[Key]:
+        """Return the key of the conversation before each message, and of all of it."""
+        known = self._by_call.get(id(call.earlier)) if call.earlier is not None else None
+        keys = [_digest(b"", _written(call.tools))] if known is None else known.keys.copy()
+        for message in call.messages[len(keys) - 1 :]:
+            keys.append(_after(keys[-1], message))
+        return keys
+
+    def _from_nothing(self, messages: Sequence[Message], tools: Sequence[dict[str, Json]]) -> list[int]:
+        """Return the tokens of a conversation of which nothing was sampled here, or not in this order."""
+        first = next((i for i, message in enumerate(messages) if message["role"] == "assistant"), len(messages))
+        if first and first < len(messages) and (node := self._answers.get(_canonical(messages[first]))):
+            rest = self._following(node.ids, messages[first + 1 :])
+            if rest is not None:
+                node.continued = True
+                return [*self.chat.render(messages[:first], tools), *node.ids, *rest]
+        return list(self.chat.render(messages, tools))
+
+    def _following(self, turn: Sequence[int], messages: Sequence[Message]) -> list[int] | None:
+        """Return the tokens of `messages` after the sampled turn `turn`; answers among them that were sampled here keep
+        their tokens. None: one of them was not, or the chat cannot go on with such messages."""
+        try:
+            return self._bridged(turn, messages)
+        except UserError:
+            return None
+
+    def _bridged(self, turn: Sequence[int], messages: Sequence[Message]) -> list[int] | None:
+        ids: list[int] = []
+        waiting: list[Message] = []
+        for message in messages:
+            if message["role"] != "assistant":
+                waiting.append(message)
+                continue
+            node = self._answers.get(_canonical(message))
+            if node is None or not waiting:
+                return None
+            node.continued = True
+            ids += [*self.chat.bridge(turn, waiting), *node.ids]
+            turn, waiting = node.ids, []
+        if not waiting:
+            return None
+        return [*ids, *self.chat.bridge(turn, waiting)]
+
+    def segments(self, train_auxiliary: bool = False) -> Iterator[tuple[Node, Segment, Turn]]:
+        """Yield each answered call, its segment and its turn, in the order in which the calls began."""
+        places: dict[int, int] = {}
+        auxiliary = set() if train_auxiliary else set(map(id, self.auxiliary()))
+        at = 0
+        for node in self.answered:
+            start = at + len(node.given)
+            end = start + len(node.ids)
+            parent = places[node.parent.index] if node.parent is not None else -1
+            places[node.index] = len(places)
+            yield node, Segment(at, end, parent), Turn(start, end, node.reward, id(node) not in auxiliary)
+            at = end
+
+    def auxiliary(self) -> Iterator[Node]:
+        """Yield the calls that are no part of what the rollout did: answers that no later call repeats, of calls that
+        offered no tools although others of the rollout did, or that nobody was there to receive."""
+        tools = any(node.call.tools for node in self.nodes)
+        for node in self.answered:
+            if not node.continued and ((tools and not node.call.tools) or node.lost):
+                yield node
+
+
+def _told_apart(nodes: Sequence[Node], repeated: Message) -> Node:
+    """Return the node whose answer `repeated` repeats: by the ids of its calls where they tell, else the latest."""
+    ids = _call_ids(repeated)
+    return next((node for node in reversed(nodes) if node.answer and _call_ids(node.answer) == ids), nodes[-1])
+
+
+def _call_ids(message: Message) -> list[str]:
+    return [call.get("id", "") for call in message.get("tool_calls", ())]
+
+
+def _after(key: Key, message: Message) -> Key:
+    return _digest(key, _canonical(message))
+
+
+def _canonical(message: Message) -> bytes:
+    """Return what a message says, whatever an agent made of its form: ids, thinking and the order of keys left out."""
+    calls = [[call["function"]["name"], call["function"]["arguments"]] for call in message.get("tool_calls", ())]
+    return _written([message["role"], message["content"] or "", calls])
+
+
+_encode = json.JSONEncoder(sort_keys=True, ensure_ascii=False).encode
+
+
+def _written(value: Json) -> bytes:
+    return _encode(value).encode("utf-8", "surrogatepass")
+
+
+def _digest(key: Key, text: bytes) -> Key:
+    return hashlib.blake2b(text, digest_size=16, key=key).digest()

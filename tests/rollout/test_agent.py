@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import shutil
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -390,6 +391,7 @@ async def program(command: list[str], script: Any = ("4",), **keys: Any) -> Asyn
             await driver._agent.close()
 
 
+@pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
 async def test_a_program_in_another_language_is_an_agent() -> None:
     seen: list[tuple[Outcome, str]] = []
 

@@ -1,15 +1,20 @@
 """A sharded model on a single rank, in this process: it computes what the plain model does."""
 
+import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from sharded_help import FOLDERS, ROW, SCENARIOS, apart, make_folders, whole
+from torch import Tensor
 
 from agentrl.compute.forward import SequenceForward
-from agentrl.compute.value_head import CONFIDENCE_FEATURES
+from agentrl.compute.packing import Packed
+from agentrl.compute.value_head import CONFIDENCE_FEATURES, ModuleValues
+from agentrl.distributed.fsdp import build
 from agentrl.distributed.fsdp.build import build_critic, build_policy, build_reference
 from agentrl.distributed.fsdp.mesh import Place, find_place
 from agentrl.errors import UserError
@@ -52,6 +57,19 @@ def test_a_critic_begins_with_values_of_0(place: Place, root: Path) -> None:
     critic = build_critic(SCENARIOS["critic"].recipe(root), place)
     confidence = torch.zeros(len(ROW.predict), CONFIDENCE_FEATURES)
     assert critic.forward(ROW, confidence).abs().max() == 0
+
+
+def test_values_of_the_wrong_tokens_are_found_although_a_new_critic_gives_all_of_them_0(
+    place: Place, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Reversed(ModuleValues):
+        def __call__(self, packed: Packed, features: Tensor) -> Tensor:
+            return super().__call__(replace(packed, predict=packed.predict[::-1].copy()), features)
+
+    recipe = SCENARIOS["critic"].recipe(root)
+    assert build_critic(recipe, place).description.startswith("module with shared-prefix attention")
+    monkeypatch.setattr(build, "ModuleValues", Reversed)
+    assert re.match(r"one sequence at a time \(no .*: it differs by", build_critic(recipe, place).description)
 
 
 @pytest.mark.parametrize("key", ["shard", "sequence_parallel"])

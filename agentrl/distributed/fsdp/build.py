@@ -140,11 +140,11 @@ def _distinguishing_states(model: ValueModel) -> Iterator[None]:
         mixture = torch.randn(states.shape[-1], 1, generator=torch.Generator().manual_seed(0))
         return states.float() @ mixture.to(states.device) / math.sqrt(len(mixture))
 
-    model.of = mixed  # type: ignore[assignment]
+    model.of_states = mixed  # type: ignore[method-assign]
     try:
         yield
     finally:
-        del model.of
+        del model.of_states
 
 
 def _sharded(recipe: Recipe, place: Place, built: Built) -> Sharded:

@@ -47,7 +47,7 @@ class Dispatch:
 
 
 @runtime_checkable
-class Dealable(Protocol):
+class Partitionable(Protocol):
     """Data that can be split: `deal(parts)` returns an object with `parts` (a list, one entry a part, any of which may
     be empty) and `join(outputs)`, which joins the outputs of the parts."""
 
@@ -107,7 +107,7 @@ def _to_first(shape: Shape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tu
 
 def _dealt(shape: Shape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Arguments | None], Any]:
     deals: dict[int | str, Any] = {
-        key: value.deal(shape.parts) for key, value in _named(args, kwargs) if isinstance(value, Dealable)
+        key: value.deal(shape.parts) for key, value in _named(args, kwargs) if isinstance(value, Partitionable)
     }
     if not deals:
         raise TypeError("one argument of a split call must have `deal(parts)`, such as a Batch")

@@ -14,7 +14,7 @@ KERNELS = block.Kernels(rms_norm, swiglu)
 SMALL = 50_000_000  # parameters: up to here joined and folded copies of the weights, made anew each pass, pay
 
 
-class FastForward:
+class BlockForward:
     """Our own forward pass; built once per run for a model that `fits`."""
 
     def __init__(self, model: nn.Module) -> None:

@@ -72,18 +72,18 @@ class Cost:
         pair = 4 * text.num_hidden_layers * heads * head_dim
         return cls(body, size, trained, size if size and head.requires_grad else 0, pair)
 
-    def forward(self, need: "Need") -> float:
+    def forward(self, need: "Workload") -> float:
         """FLOPs of a forward pass."""
         return 2.0 * (self.body * need.tokens + self.head * need.predictions) + float(self.pair * need.pairs)
 
-    def update(self, need: "Need") -> float:
+    def update(self, need: "Workload") -> float:
         """FLOPs of a forward and backward pass; a frozen matrix needs no gradient of its own."""
         own = 2.0 * (self.trained_body * need.tokens + self.trained_head * need.predictions)
         return 2 * self.forward(need) + own + float(self.pair * need.pairs)
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class RoleCost:
     """What a role's passes cost, and what its devices could do together (FLOP/s; None: not known). devices: which they
     are; roles that share them say the same."""
 
@@ -98,7 +98,7 @@ def costs(holder: Any) -> dict[str, Cost]:
     return {name: Cost.of(role.model, name != "reference") for name, role in roles.items() if role is not None}
 
 
-def peak_together(works: Iterable[Work]) -> float | None:
+def peak_together(works: Iterable[RoleCost]) -> float | None:
     """FLOP/s of all their devices; None where one is not known."""
     peaks = {work.devices: work.peak for work in works}.values()
     return sum(peak for peak in peaks if peak is not None) if all(peaks) else None
@@ -110,7 +110,7 @@ def _active(text: Any) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Need:
+class Workload:
     """What a batch asks of a model when every shared prompt is computed once: packed tokens, predictions, and pairs of
     tokens of which one attends to the other or to itself."""
 
@@ -119,7 +119,7 @@ class Need:
     pairs: int
 
     @classmethod
-    def of(cls, batch: Batch) -> "Need":
+    def of(cls, batch: Batch) -> "Workload":
         """Samples without a sampled token are left out, as they are by the passes."""
         predicting = batch.sampled > 0
         kept = batch if predicting.all() else batch.select(np.flatnonzero(predicting))

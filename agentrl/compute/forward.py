@@ -19,7 +19,7 @@ from agentrl.algo.loss import entropy
 from agentrl.compute import liger
 from agentrl.compute.activation_checkpointing import recompute
 from agentrl.compute.batch import Batch, prefix_trees
-from agentrl.compute.block_forward import FastForward
+from agentrl.compute.block_forward import BlockForward
 from agentrl.compute.hf_attention import Unsupported, attending
 from agentrl.compute.kernels import token_logprobs
 from agentrl.compute.packing import Packed, pack
@@ -176,11 +176,11 @@ def choose(
     kind, name = chosen
     if kind is ModuleForward and liger.fits(model, next(model.parameters()).device):
         with torch.no_grad():
-            liger.put_in_and_compare(model, lambda: ModuleForward(model)(probe_of(model), 1.0)[0], _judge(model))
+            liger.apply_and_compare(model, lambda: ModuleForward(model)(probe_of(model), 1.0)[0], _judge(model))
         name = f"{name}, {liger.DESCRIPTION}"
     if checkpointing:
         recompute(model, offload)
-    forward = kind(model) if kind is FastForward else kind(model, compute)
+    forward = kind(model) if kind is BlockForward else kind(model, compute)
     name += ", in bfloat16" if compute == torch.bfloat16 else ""
     name += f", attention in buckets, which is slow ({why})" if (why := faults(next(model.parameters()).device)) else ""
     return forward, name + (f" ({'; '.join(reasons)})" if reasons else "")
@@ -189,14 +189,14 @@ def choose(
 ALONE = "one sequence at a time"
 """How a model is computed that nothing faster is exact for."""
 WAYS: tuple[tuple[Any, str], ...] = (
-    (FastForward, "own forward"),
+    (BlockForward, "own forward"),
     (ModuleForward, "module with shared-prefix attention"),
 )
 
 
 def _declines(kind: Any, compute: torch.dtype | None, checkpointing: bool) -> str | None:
     """Return why our own forward cannot be used, whatever the model, or None."""
-    if kind is not FastForward:
+    if kind is not BlockForward:
         return None
     if compute is not None:
         return "model.compute is not that of the weights"
@@ -209,7 +209,7 @@ def _computing(device: torch.device, compute: torch.dtype | None) -> AbstractCon
 
 def _try(kind: Any, model: Any, sequences: SequenceForward) -> str | None:
     """Return why `kind` cannot be used for `model`, or None."""
-    if kind is FastForward and (reason := FastForward.fits(model)):
+    if kind is BlockForward and (reason := BlockForward.fits(model)):
         return reason
     if kind is ModuleForward and (reason := local_attention(model)):
         return reason

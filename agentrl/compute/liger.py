@@ -26,7 +26,7 @@ def fits(model: Any, device: torch.device) -> bool:
     return model.config.model_type in MODEL_TYPE_TO_APPLY_LIGER_FN
 
 
-def put_into(model: Any) -> None:
+def apply_kernels(model: Any) -> None:
     """Replace norms and gated layers of this model, in place, and of no other."""
     from liger_kernel.transformers import _apply_liger_kernel_to_instance
 
@@ -38,15 +38,15 @@ def put_into(model: Any) -> None:
     family.update(before)  # it also names its classes as the family's, for models that are yet to be made
 
 
-def put_in_and_compare(
+def apply_and_compare(
     model: Any, logprobs: Callable[[], Tensor], judge: Callable[[Tensor, Tensor], str | None]
 ) -> None:
-    """`put_into`, and see that `logprobs` stay as they are.
+    """`apply_kernels`, and see that `logprobs` stay as they are.
 
     judge: says why the log-probs after (its first argument) are not those before, None where they are. Raises UserError
     when they are not, or the kernels do not run."""
     before = logprobs()
-    put_into(model)
+    apply_kernels(model)
     try:
         after = logprobs()
     except Exception as error:

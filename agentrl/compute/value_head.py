@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from agentrl.compute.batch import Batch
-from agentrl.compute.block_forward import FastForward
+from agentrl.compute.block_forward import BlockForward
 from agentrl.compute.forward import Forward, ModuleForward, SequenceForward, SequenceRunner, choose, hidden_states
 from agentrl.compute.packing import Packed
 
@@ -101,11 +101,11 @@ class ValueForward(Protocol):
         ...
 
 
-class FastValues:
+class BlockValues:
     """Values by our own forward pass."""
 
     def __init__(self, model: ValueModel) -> None:
-        self.model, self._forward = model, FastForward(model)
+        self.model, self._forward = model, BlockForward(model)
 
     def __call__(self, packed: Packed, features: Tensor) -> Tensor:
         states, head = self._forward.states(packed)
@@ -150,8 +150,8 @@ def value_forward(
 
 def as_values(forward: Forward, model: ValueModel) -> ValueForward:
     """Return the `ValueForward` of `model` of the kind that was chosen for the language model with its backbone."""
-    if isinstance(forward, FastForward):
-        return FastValues(model)
+    if isinstance(forward, BlockForward):
+        return BlockValues(model)
     if isinstance(forward, ModuleForward):
         return ModuleValues(model, forward.compute)
     if isinstance(forward, SequenceForward):

@@ -14,7 +14,7 @@ from agentrl.cluster.placement import Placement, names_of
 from agentrl.cluster.pool import Home, ResourcePool, own_address
 from agentrl.cluster.session import Session
 from agentrl.compute.batch import Batch
-from agentrl.compute.flops import Work
+from agentrl.compute.flops import RoleCost
 from agentrl.learner.metrics import MicroBatchMetrics
 from agentrl.learner.roles import forward_lines
 from agentrl.recipe.schema import ClusterSection, Recipe
@@ -180,7 +180,7 @@ class RayRoles:
     Raises ClusterError (Ray, resources, a worker), and UserError of the workers: a model that does not load.
     """
 
-    here, device = False, "cpu"
+    in_process, device = False, "cpu"
 
     def __init__(
         self,
@@ -240,12 +240,12 @@ class RayRoles:
         self._groups |= dict.fromkeys(roles, group)
 
     @property
-    def work(self) -> dict[str, Work]:
-        found: dict[str, Work] = {}
+    def role_costs(self) -> dict[str, RoleCost]:
+        found: dict[str, RoleCost] = {}
         for group in dict.fromkeys(self._groups.values()):
-            costs, peak = group.work()
+            costs, peak = group.role_costs()
             whole = peak and peak * len(group)
-            found |= {role: Work(cost, whole, group.name) for role, cost in costs.items()}
+            found |= {role: RoleCost(cost, whole, group.name) for role, cost in costs.items()}
         return found
 
     def measure(self) -> dict[str, float]:
@@ -259,9 +259,9 @@ class RayRoles:
                     found[name] = max(value, found.get(name, 0.0))
         return found
 
-    def record(self, step: int, folder: Path) -> None:
+    def trace(self, step: int, folder: Path) -> None:
         for group in dict.fromkeys(self._groups.values()):
-            group.record(step, str(folder))
+            group.trace(step, str(folder))
 
     def describe(self) -> list[str]:
         lines = forward_lines(self.actor.description)

@@ -89,7 +89,7 @@ class TrainWorker(InstrumentedWorker):
         return {"description": self.actor.description, "trained": self.actor.trained, "adapter": adapter}
 
     @register(RANK_ZERO)
-    def work(self) -> tuple[dict[str, Cost], float | None]:
+    def role_costs(self) -> tuple[dict[str, Cost], float | None]:
         """Return the cost of each role's passes, and the peak of this rank's device (FLOP/s; None: not known)."""
         some = next(role for name in ROLES if (role := getattr(self, name, None)) is not None)
         return costs(self), peak_of(some.model, self.recipe, self.device)

@@ -1,4 +1,4 @@
-"""Advantages of a step, from its rewards, values and the KL in the reward: over the whole batch, before it is split."""
+"""Advantages of a whole batch, from its rewards, its values and the KL penalty, before the batch is split."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,13 +19,14 @@ Floats = npt.NDArray[np.float32]
 
 
 def with_advantages(batch: Batch, estimator: Any, config: AlgorithmSection) -> Batch:
-    """Return `batch` with the token column `advantages`, and `returns` where the estimator gives them, float32 [T], 0
-    where nothing was sampled; and with the sample column `advantage`, the mean over a sample's tokens.
+    """Return `batch` with advantages by `estimator`, a function of the registry `algo.advantages`.
 
-    It reads the sample columns `reward` and `group`, and, where they are, the token columns `step_rewards`, `values`
-    and `kl_penalty` (subtracted from each token's reward, its sum over a sample from the sample's).
-    estimator: as algo's registry `advantages` gives it; config: the recipe's `algorithm`. Raises UserError for an error
-    of the estimator, and when it gives something of another type or shape, or not finite.
+    It adds the token column `advantages`, and `returns` if the estimator gives them: float32 [T], 0 where nothing was
+    sampled; and the sample column `advantage`, float32 [S], the mean over a sample's tokens. It reads the sample
+    columns `reward` and `group` and, if they exist, the token columns `step_rewards`, `values` and `kl_penalty`, which
+    is subtracted from the rewards. config: the recipe's `algorithm`.
+
+    Raises UserError: the estimator raised, or returned another type or shape, or values that are not finite.
     """
     sampled = batch.tokens["loss_mask"].astype(bool)
     lengths = batch.sampled
@@ -58,8 +59,8 @@ def carries_gradient(batch: Batch) -> npt.NDArray[np.bool_]:
 
 
 def token_rewards(batch: Batch) -> Floats:
-    """Return every sample's reward at its tokens, float32 [T]: the column `step_rewards`, and the rest at the last
-    sampled token. A sample without a sampled token earns nothing."""
+    """Return the rewards by token, float32 [T]: the column `step_rewards`, and the rest of a sample's reward at its
+    last sampled token. A sample without a sampled token has no reward."""
     found = batch.tokens.get("step_rewards", np.zeros(int(batch.offsets[-1]), np.float32)).copy()
     at = np.flatnonzero(batch.tokens["loss_mask"])
     filled = batch.sampled > 0
@@ -69,10 +70,10 @@ def token_rewards(batch: Batch) -> Floats:
 
 
 def step_rewards(trajectories: Sequence[Trajectory]) -> Floats:
-    """Return the weighted step rewards of the turns, each at the last sampled token of its turn, float32 [T].
+    """Return the weighted step rewards, each at the last sampled token of its turn, float32 [T].
 
-    The reward of a turn that sampled nothing is at the last token sampled before it; before the first, at the end of
-    the sample.
+    The reward of a turn without a sampled token is at the last token sampled before it; if there is none, it is left
+    to `token_rewards`, which puts it at the end of the sample.
     """
     columns = [np.zeros(0, np.float32)]
     for t in trajectories:
@@ -127,13 +128,11 @@ def _with_columns(batch: Batch, advantages: Floats, others: dict[str, Floats]) -
 
 def with_kl_penalty(batch: Batch, actor: Any, reference: Any, coefficient: float) -> Batch:
     """Return the batch with `old_logprobs`, `reference_logprobs` and `kl_penalty`, coefficient x (old - reference):
-    float32 [T], 0 where nothing was sampled.
+    token columns, float32 [T], 0 where nothing was sampled. actor, reference: have `logprobs(batch)`.
 
-    Ziegler et al. (arXiv:1909.08593), equation 2, token by token, as REINFORCE++ (arXiv:2501.03262) does. The
-    difference is the estimator k1 of Schulman, "Approximating KL divergence" (2020): unbiased, and of either sign. Its
-    sum over a sample is the log-ratio of the sample as a whole.
-
-    actor, reference: have `logprobs(batch)`; see `RoleHost`.
+    Ziegler et al. (arXiv:1909.08593), equation 2, by token, as in REINFORCE++ (arXiv:2501.03262). The difference is the
+    estimator k1 of Schulman, "Approximating KL divergence" (2020), which is unbiased and of either sign; its sum over a
+    sample is the log-ratio of the whole sample.
     """
     sampled = batch.sampled > 0
     old, frozen = (scattered(batch, sampled, role.logprobs) for role in (actor, reference))
@@ -142,15 +141,16 @@ def with_kl_penalty(batch: Batch, actor: Any, reference: Any, coefficient: float
 
 
 def penalty_metrics(batch: Batch) -> dict[str, float]:
-    """Return reward/kl_penalty, the mean over the samples of what was subtracted; nothing where the batch has none."""
+    """Return reward/kl_penalty, the mean penalty of a sample; nothing if the batch has no penalty."""
     if "kl_penalty" not in batch.tokens:
         return {}
     return {"reward/kl_penalty": float(sums(batch, batch.tokens["kl_penalty"]).sum()) / max(1, len(batch))}
 
 
 def scattered(batch: Batch, chosen: npt.NDArray[np.bool_], compute: Callable[[Batch], Floats]) -> Floats:
-    """Return compute(the chosen samples) as a token column of the whole batch, 0 for the others; not called for
-    none.
+    """Return `compute` of the chosen samples as a token column of the whole batch, float32 [T], 0 for the others.
+
+    chosen: bool [S]. `compute` is not called if no sample is chosen.
     """
     found = np.zeros(int(batch.offsets[-1]), np.float32)
     if chosen.any():

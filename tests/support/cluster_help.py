@@ -25,12 +25,12 @@ class Rows:
 
     values: np.ndarray
 
-    def deal(self, parts: int) -> "RowsDeal":
-        return RowsDeal([Rows(self.values[part::parts]) for part in range(parts)], len(self.values))
+    def deal(self, parts: int) -> "RowsPartition":
+        return RowsPartition([Rows(self.values[part::parts]) for part in range(parts)], len(self.values))
 
 
 @dataclass
-class RowsDeal:
+class RowsPartition:
     parts: list[Rows]
     count: int
 

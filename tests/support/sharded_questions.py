@@ -166,18 +166,18 @@ def misfit(root: Path) -> dict[str, Any]:
 def kernels(root: Path) -> dict[str, Any]:
     """A stand-in of liger-kernel that this machine's devices pass for, which multiplies a norm: what is said, and how
     often it was put in. It fits everywhere, on one rank alone, and everywhere but computes something else."""
-    usual, found = (liger.fits, liger.put_into), {}
+    usual, found = (liger.fits, liger.apply_kernels), {}
     for name, fits, factor in (("fits", True, 1.0), ("here alone", dist.get_rank() == 0, 1.0), ("differs", True, 1.5)):
         put: list[Any] = []
         liger.fits = lambda model, device, fits=fits: fits  # type: ignore[misc, assignment]
-        liger.put_into = lambda model, factor=factor, put=put: put.append(_scale(model, factor))  # type: ignore[misc]
+        liger.apply_kernels = lambda model, factor=factor, put=put: put.append(_scale(model, factor))  # type: ignore[misc]
         try:
             recipe, place = SCENARIOS["critic"].recipe(root), place_of()
             said = [build(recipe, place).description for build in (build_policy, build_critic)]
         except UserError as error:
             said = [str(error)]
         found[name] = (said, len(put))
-    liger.fits, liger.put_into = usual
+    liger.fits, liger.apply_kernels = usual
     return found
 
 

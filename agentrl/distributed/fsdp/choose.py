@@ -61,7 +61,7 @@ def choose(candidates: Candidates, root: Root, place: Place, compute: torch.dtyp
         if candidates.kernels is None or not everywhere(liger.fits(candidates.kernels, place.device), place):
             return fast, candidates.name
         judge = _judge(candidates, root, compute)
-        liger.put_in_and_compare(candidates.kernels, lambda: _run(root, fast, candidates), judge)
+        liger.apply_and_compare(candidates.kernels, lambda: _run(root, fast, candidates), judge)
         return fast, f"{candidates.name}, {liger.DESCRIPTION}"
 
 

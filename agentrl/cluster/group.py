@@ -74,9 +74,9 @@ class WorkerGroup:
     """SPMD workers of one class, one for each slot of a pool. The class's registered methods are methods of the group.
     Every worker sees the calls in the same order, from however many threads they come.
 
-    sequence_parallel: number of ranks that share a part of the data. timeout: seconds without an answer
-    or a sign of progress (`Worker.beat`) after which workers count as hung (START_SECONDS at least while they start).
-    logs: folder on each worker's machine, for `<name>_<rank>.log`.
+    sequence_parallel: number of ranks that share a part of the data. timeout: seconds without an answer or a sign of
+    progress (`Worker.heartbeat`) after which workers count as hung (START_SECONDS at least while they start). logs:
+    folder on each worker's machine, for `<name>_<rank>.log`.
 
     Raises ClusterError if processes do not start, and what the workers' `__init__` raises.
     """

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from agentrl.cluster.dispatch import Arguments
-from agentrl.cluster.worker import BEAT, beat_file
+from agentrl.cluster.worker import HEARTBEAT, heartbeat_file
 from agentrl.errors import UserError
 
 _SIOCGIFADDR = 0x8915
@@ -106,7 +106,7 @@ class Host:
         """Construct the worker. The value is the size of its log in bytes before it wrote anything."""
         since = _write_to(Path(start.log))
         os.environ.update(start.environment)
-        os.environ[BEAT] = str(beat_file(Path(start.log)).absolute())
+        os.environ[HEARTBEAT] = str(heartbeat_file(Path(start.log)).absolute())
         if os.path.isdir(start.folder):
             os.chdir(start.folder)
         sys.path += [place for place in start.path if place not in sys.path]
@@ -124,7 +124,7 @@ class Host:
 
     def close(self) -> Answer:
         def end() -> None:
-            Path(os.environ[BEAT]).unlink(missing_ok=True)
+            Path(os.environ[HEARTBEAT]).unlink(missing_ok=True)
             self._worker.close()
 
         return _answer(end)

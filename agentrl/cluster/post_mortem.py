@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from agentrl.cluster.errors import ClusterError, WorkerLost, tail
 from agentrl.cluster.host import STACKS, Failure, Hello, oom_kills
-from agentrl.cluster.worker import last_beat
+from agentrl.cluster.worker import last_heartbeat
 from agentrl.errors import UserError
 
 T = TypeVar("T")
@@ -151,14 +151,14 @@ def examine(workers: list[WorkerReference], ask: bool = False) -> list[PostMorte
 
 def silence(workers: list[WorkerReference]) -> float:
     """Return for how many seconds the worker that has been silent the longest has given no sign of progress (see
-    `Worker.beat`); infinity where one has never given any, or its machine does not answer."""
+    `Worker.heartbeat`); infinity where one has never given any, or its machine does not answer."""
     found = _on_machines(workers, silence_here)
     return max((math.inf if seconds is None else seconds for seconds in found), default=math.inf)
 
 
 def silence_here(workers: list[WorkerReference]) -> list[float]:
     """Return the seconds of each worker of this machine since its last sign of progress."""
-    return [time.time() - at if (at := last_beat(worker.log)) is not None else math.inf for worker in workers]
+    return [time.time() - at if (at := last_heartbeat(worker.log)) is not None else math.inf for worker in workers]
 
 
 def _on_machines(workers: list[WorkerReference], look: Callable[..., list[T]], *arguments: Any) -> list[T | None]:

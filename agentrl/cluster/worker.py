@@ -13,20 +13,20 @@ if TYPE_CHECKING:
     import torch
 
 NODE = "AGENTRL_NODE"
-BEAT = "AGENTRL_BEAT"
+HEARTBEAT = "AGENTRL_HEARTBEAT"
 COLLECTIVE_FACTOR = 2.0
 """Time-out of collectives, as a multiple of the group's time-out for an answer."""
 
 
-def beat_file(log: Path) -> Path:
+def heartbeat_file(log: Path) -> Path:
     """Return the file beside a worker's log whose time of change is that of the worker's last sign of progress."""
-    return log.with_suffix(".beat")
+    return log.with_suffix(".heartbeat")
 
 
-def last_beat(log: Path) -> float | None:
+def last_heartbeat(log: Path) -> float | None:
     """Return when the worker with that log last gave a sign of progress, by the clock of its machine; None: never."""
     try:
-        return beat_file(log).stat().st_mtime
+        return heartbeat_file(log).stat().st_mtime
     except OSError:
         return None
 
@@ -93,9 +93,9 @@ class Worker:
 
         return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
-    def beat(self) -> None:
+    def heartbeat(self) -> None:
         """Say that a long call makes progress: the group's timeout counts from here on. Costs microseconds."""
-        if (file := os.environ.get(BEAT)) is not None:
+        if (file := os.environ.get(HEARTBEAT)) is not None:
             now = time.time_ns()  # of this machine: a file server may have another clock
             with suppress(OSError), open(file, "ab"):  # a full disk must not end the call
                 os.utime(file, ns=(now, now))

@@ -57,7 +57,7 @@ class TrainWorker(InstrumentedWorker):
         if "actor" not in roles:  # a pool of its own is sharded over itself
             cluster = cluster.model_copy(update={"shard": 0, "sequence_parallel": 1})
         place = find_place(cluster, self.device)
-        ranks = TorchProcessGroup(self.device, self.beat)
+        ranks = TorchProcessGroup(self.device, self.heartbeat)
         self._saving = dist.new_group(backend="gloo")  # a save goes on beside the collectives of training
         self._save: Pending | None = None
         self._weights: Iterator[list[NamedTensor]] = iter(())

@@ -14,7 +14,7 @@ from agentrl.checkpoint.roles import RoleState, load_roles, save_roles
 from agentrl.compute.batch import Batch
 from agentrl.compute.classifier import RewardModel
 from agentrl.compute.flops import RoleCost, costs, peak_of
-from agentrl.compute.forward import ALONE
+from agentrl.compute.forward import SEQUENTIAL
 from agentrl.learner.actor import Actor
 from agentrl.learner.critic import Critic
 from agentrl.learner.metrics import MicroBatchMetrics
@@ -166,7 +166,7 @@ class RoleHost(Roles, Protocol):
 def forward_lines(description: str) -> list[str]:
     """Return lines for the start of a run: how the policy is computed, and a warning if that is slow."""
     lines = [f"training forward: {description}"]
-    if description.startswith(ALONE):
+    if description.startswith(SEQUENTIAL):
         lines.append(
             "warning: training is slow: prompts that samples share are computed for each, and the logits of a whole "
             "sequence stand at once; the line above says why"

@@ -46,7 +46,7 @@ def load_model(section: ModelSection, seed: int = 0, *, headless: bool = False) 
     return model, tokenizer
 
 
-def load_shape(section: ModelSection) -> tuple[Any, Any]:
+def load_skeleton(section: ModelSection) -> tuple[Any, Any]:
     """Return the model without its weights (on the meta device, without an adapter), and its tokenizer: for a process
     that does not compute with it. Raises UserError likewise."""
     import torch

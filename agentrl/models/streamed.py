@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from agentrl.errors import UserError
-from agentrl.models.load import load_shape, resolve
+from agentrl.models.load import load_skeleton, resolve
 from agentrl.recipe.schema import ModelSection
 
 Read = Callable[[Tensor], Tensor]
@@ -71,7 +71,7 @@ def stream_model(section: ModelSection, seed: int = 0, *, headless: bool = False
     """As `load_model` makes it on the CPU, adapter and all. Raises NotStreamed, and UserError likewise."""
     from agentrl.models.lora import add_adapter
 
-    place, shape = resolve(section.path), load_shape(section)[0]
+    place, shape = resolve(section.path), load_skeleton(section)[0]
     head = shape.get_output_embeddings()
     unread = [name for name, module in shape.named_modules() if headless and module is head]
     model, read = stream(type(shape), place, section, unread)

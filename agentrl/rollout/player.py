@@ -11,7 +11,7 @@ from agentrl.chat.load import load_chat
 from agentrl.cluster.placement import Placement
 from agentrl.data.prompts import PromptLengths, measure_prompts
 from agentrl.engine.base import Engine, engine_class
-from agentrl.models.load import load_model, load_shape, resolve
+from agentrl.models.load import load_model, load_skeleton, resolve
 from agentrl.plugins.environment import Environment
 from agentrl.plugins.registry import make_engine, make_environment, make_message_engine
 from agentrl.plugins.rewards import MODEL, Rewards, check_weights, known_parts, make_rewards
@@ -106,7 +106,7 @@ class Player:
         if placement is not None and placement.embedded is not None:
             section = section.model_copy(update={"device": f"cuda:{placement.embedded}"})
         shape_only = apart and not engine_class(recipe.engine.name).in_process
-        model, tokenizer = load_shape(section) if shape_only else load_model(section, recipe.train.seed)
+        model, tokenizer = load_skeleton(section) if shape_only else load_model(section, recipe.train.seed)
         chat = load_chat(
             tokenizer,
             model_path=section.path,

@@ -21,7 +21,7 @@ from agentrl.compute.activation_checkpointing import recompute
 from agentrl.compute.batch import Batch, prefix_trees
 from agentrl.compute.block_forward import BlockForward
 from agentrl.compute.forward import Forward, ModuleForward, SequenceForward, choose
-from agentrl.compute.hf_attention import recomputing
+from agentrl.compute.hf_attention import checkpoint_contexts
 from agentrl.compute.micro_batches import EMPTY, aligned_micro_batches
 from agentrl.compute.packing import Segment, micro_batches, pack
 from agentrl.models.load import load_model
@@ -93,7 +93,7 @@ def test_a_segment_in_two_halves_attends_as_one(kind: Any, monkeypatch: pytest.M
     wanted_gradients = gradients(model)
     monkeypatch.setattr(attention, "HALVED", 3)
     row = pack(batch, prefix_trees(batch))
-    assert sum(len(b.own) for b in attention.bucketed(row.segments).buckets) > len(row.segments)
+    assert sum(len(b.own) for b in attention.bucket_layout(row.segments).buckets) > len(row.segments)
     torch.testing.assert_close(packed(kind(model), batch, weight, 1.0, 10_000), wanted, atol=1e-5, rtol=1e-5)
     for got, expected in zip(gradients(model), wanted_gradients, strict=True):
         torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
@@ -188,7 +188,7 @@ def test_layers_computed_again_in_the_backward_pass_attend_alike() -> None:
     weight = torch.ones(int(batch.offsets[-1]))
     wanted = packed(ModuleForward(model), batch, weight, 1.0, 10_000)
     wanted_gradients = gradients(model)
-    again = {"use_reentrant": False, "context_fn": partial(recomputing, model)}
+    again = {"use_reentrant": False, "context_fn": partial(checkpoint_contexts, model)}
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=again)
     model.train()
     assert torch.equal(packed(ModuleForward(model), batch, weight, 1.0, 10_000), wanted)
@@ -225,10 +225,10 @@ class Ranks:
     size: int = 2
     beats: list[int] = field(default_factory=list)
 
-    def most(self, count: int) -> int:
+    def max_over_ranks(self, count: int) -> int:
         return max(count, self.fullest)
 
-    def beat(self) -> None:
+    def heartbeat(self) -> None:
         self.beats.append(len(self.beats))
 
 
@@ -317,8 +317,8 @@ def test_in_half_precision_rounding_is_told_from_wrong_attention(
     if wrong is None:
         monkeypatch.setattr(ModuleForward, "__call__", noisy)
     else:
-        planned = forward_module.plan
-        monkeypatch.setattr(forward_module, "plan", lambda s, device: planned(WRONG[wrong](s), device))
+        planned = forward_module.make_layout
+        monkeypatch.setattr(forward_module, "make_layout", lambda s, device: planned(WRONG[wrong](s), device))
     chosen, said = choose(model)
     assert isinstance(chosen, ModuleForward if wrong is None else SequenceForward), said
     assert wrong is None or "where other prompts make" in said

@@ -213,10 +213,10 @@ class TwoRanks:
 
     size = 2
 
-    def most(self, count: int) -> int:
+    def max_over_ranks(self, count: int) -> int:
         return max(count, 3)
 
-    def beat(self) -> None:
+    def heartbeat(self) -> None:
         """Nobody waits."""
 
 
@@ -363,5 +363,5 @@ def test_a_way_that_is_not_known_is_refused() -> None:
     model = make_model("qwen3")
     found = as_values(SequenceForward(model, torch.bfloat16, lambda n: n), ValueModel(model))
     assert isinstance(found, SequenceValues)
-    assert (found.compute, found.most is not None) == (torch.bfloat16, True)
+    assert (found.compute, found.max_over_ranks is not None) == (torch.bfloat16, True)
     assert isinstance(as_values(BlockForward(model), ValueModel(model)), BlockValues)

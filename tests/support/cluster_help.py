@@ -21,11 +21,11 @@ STORE = 100_000_000
 
 @dataclass
 class Rows:
-    """Numbers that can be dealt in turn, whatever their count."""
+    """Numbers that are split in turn, whatever their count."""
 
     values: np.ndarray
 
-    def deal(self, parts: int) -> "RowsPartition":
+    def distribute(self, parts: int) -> "RowsPartition":
         return RowsPartition([Rows(self.values[part::parts]) for part in range(parts)], len(self.values))
 
 
@@ -110,7 +110,7 @@ class Probe(Worker):
         began = time.monotonic()
         while (spent := time.monotonic() - began) < seconds:
             if spent < beats:
-                self.beat()
+                self.heartbeat()
             time.sleep(0.2)
         return self.rank
 

@@ -138,23 +138,23 @@ class Dealt:
         self.trained = getattr(role, "trained", 0)
 
     def logprobs(self, batch: Batch) -> Any:
-        return self._dealt(self.role.logprobs, batch)
+        return self._split(self.role.logprobs, batch)
 
     def values(self, batch: Batch) -> Any:
-        return self._dealt(self.role.values, batch)
+        return self._split(self.role.values, batch)
 
     def update(self, batch: Batch, rate: float) -> Any:
-        return self._dealt(self.role.update, batch, rate)
+        return self._split(self.role.update, batch, rate)
 
-    def _dealt(self, method: Any, batch: Batch, *options: Any) -> Any:
+    def _split(self, method: Any, batch: Batch, *options: Any) -> Any:
         self.calls += 1
         parts, mine = self.place.size // self.sharing, self.place.rank // self.sharing
         lopsided = self.calls % 3 == 0
-        deal = batch.deal(1 if lopsided else parts)
-        own = deal.parts[mine] if mine < len(deal.parts) else batch.select([])
+        partition = batch.distribute(1 if lopsided else parts)
+        own = partition.parts[mine] if mine < len(partition.parts) else batch.select([])
         found: list[Any] = [None] * self.place.size
         dist.all_gather_object(found, method(own, *options))
-        return deal.join(found[:: self.sharing][: len(deal.parts)])
+        return partition.join(found[:: self.sharing][: len(partition.parts)])
 
 
 class There:

@@ -14,11 +14,11 @@ from agentrl.compute.classifier import (
     ModuleScores,
     SequenceScores,
     classifier_folder,
-    classifier_shape,
+    classifier_skeleton,
     load_classifier,
 )
 from agentrl.compute.classifier import probe_of as classifier_probe
-from agentrl.compute.forward import ModuleForward, SequenceForward, local_attention, probe_of
+from agentrl.compute.forward import ModuleForward, SequenceForward, probe_of, unsupported_attention
 from agentrl.compute.micro_batches import TorchProcessGroup
 from agentrl.compute.sequence_parallel import SequenceParallelForward, SequenceParallelValues
 from agentrl.compute.tree_attention import faults
@@ -30,7 +30,7 @@ from agentrl.distributed.fsdp.scatter import Source, open_source
 from agentrl.distributed.fsdp.shard import Options
 from agentrl.errors import UserError
 from agentrl.learner.critic import critic_model
-from agentrl.models.load import load_model, load_shape, resolve
+from agentrl.models.load import load_model, load_skeleton, resolve
 from agentrl.models.lora import add_adapter
 from agentrl.models.streamed import stream, stream_model
 from agentrl.recipe.schema import ModelSection, Recipe
@@ -71,7 +71,7 @@ def build_critic(recipe: Recipe, place: Place) -> Sharded:
     def candidates(model: ValueModel) -> Candidates:
         backbone, group = model.model, place.sequence
         fast = partial(ModuleValues, model) if group is None else partial(SequenceParallelValues, model, group)
-        slow = SequenceValues(model, most=TorchProcessGroup(device=place.device).most)
+        slow = SequenceValues(model, max_over_ranks=TorchProcessGroup(device=place.device).max_over_ranks)
         probe = probe_of(backbone)
         features = torch.zeros(len(probe.predict), CONFIDENCE_FEATURES, device=place.device)
         return _candidates(backbone, fast, slow, (probe, features), partial(_distinguishing_states, model))
@@ -84,15 +84,15 @@ def build_reward_model(recipe: Recipe, place: Place) -> Sharded:
     """Build the recipe's reward model, frozen. forward: a `ScoreForward`. Raises as `load_classifier` does."""
 
     def load() -> Source:
-        kind, folder = type(classifier_shape(recipe)), classifier_folder(str(recipe.rewards.model))
+        kind, folder = type(classifier_skeleton(recipe)), classifier_folder(str(recipe.rewards.model))
         return open_source(partial(stream, kind, folder, recipe.model.frozen), partial(load_classifier, recipe))
 
     def candidates(model: Any) -> Candidates:
-        slow = SequenceScores(model, TorchProcessGroup(device=place.device).most)
+        slow = SequenceScores(model, TorchProcessGroup(device=place.device).max_over_ranks)
         probe = (classifier_probe(model),)
         return Candidates(partial(ModuleScores, model), slow, probe, "packed, prompts shared", relative=True)
 
-    built = build(Role(lambda: classifier_shape(recipe), load, candidates), recipe, place, trained=False)
+    built = build(Role(lambda: classifier_skeleton(recipe), load, candidates), recipe, place, trained=False)
     return Sharded(built.model, built.root, built.description)
 
 
@@ -100,7 +100,7 @@ def _causal(recipe: Recipe, place: Place, section: ModelSection, trained: bool) 
     def candidates(model: Any) -> Candidates:
         group = place.sequence
         fast = partial(ModuleForward, model) if group is None else partial(SequenceParallelForward, model, group)
-        slow = SequenceForward(model, most=TorchProcessGroup(device=place.device).most)
+        slow = SequenceForward(model, max_over_ranks=TorchProcessGroup(device=place.device).max_over_ranks)
         found = _candidates(model, fast, slow, (probe_of(model), 1.0))
         return replace(found, other=(probe_of(model, other=True), 1.0))
 
@@ -111,7 +111,7 @@ def _causal(recipe: Recipe, place: Place, section: ModelSection, trained: bool) 
 
 
 def _skeleton(section: ModelSection) -> Any:
-    model = load_shape(section)[0]
+    model = load_skeleton(section)[0]
     if section.lora is not None:
         add_adapter(model, section.lora.model_copy(update={"start": None}), resolve(section.path))
     return model
@@ -127,7 +127,7 @@ def _open(section: ModelSection, seed: int, headless: bool = False) -> Source:
 
 def _candidates(transformer: Any, fast: Any, slow: Any, probe: tuple[Any, ...], around: Any = None) -> Candidates:
     """around: the context that both are compared in, if they do not give log-probs."""
-    found = Candidates(fast, slow, probe, NAME, local_attention(transformer), kernels=transformer)
+    found = Candidates(fast, slow, probe, NAME, unsupported_attention(transformer), kernels=transformer)
     return found if around is None else replace(found, around=around, relative=True)
 
 

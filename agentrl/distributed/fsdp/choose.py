@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from agentrl.compute import liger
-from agentrl.compute.forward import ALONE, EXACT, TOLERANCE
+from agentrl.compute.forward import EXACT, SEQUENTIAL, TOLERANCE
 from agentrl.compute.hf_attention import Unsupported
 from agentrl.distributed.fsdp.mesh import Place
 from agentrl.distributed.fsdp.scatter import everywhere, share
@@ -56,7 +56,7 @@ def choose(candidates: Candidates, root: Root, place: Place, compute: torch.dtyp
     with candidates.around():
         why = share(candidates.declined or _mismatch(candidates, root, compute), place)
         if why is not None:
-            return candidates.slow, f"{ALONE} (no {candidates.name}: {why})"
+            return candidates.slow, f"{SEQUENTIAL} (no {candidates.name}: {why})"
         fast = candidates.fast()
         if candidates.kernels is None or not everywhere(liger.fits(candidates.kernels, place.device), place):
             return fast, candidates.name

@@ -43,7 +43,9 @@ class Dispatch:
     name: str
     """For errors."""
     scatter: Scatter
+    """Make the arguments of each rank."""
     gather: Gather
+    """Make the result of the ranks' outputs."""
 
 
 @runtime_checkable
@@ -51,7 +53,9 @@ class Distributable(Protocol):
     """Data that can be split: `distribute(parts)` returns an object with `parts` (a list, one entry a part, any of
     which may be empty) and `join(outputs)`, which joins the outputs of the parts."""
 
-    def distribute(self, parts: int) -> Any: ...
+    def distribute(self, parts: int) -> Any:
+        """Split the data into `parts` parts."""
+        ...
 
 
 def register(dispatch: "Dispatch | None" = None, *, blocking: bool = True) -> Callable[[F], F]:

@@ -28,6 +28,7 @@ class Hello:
     """The process of a worker."""
 
     pid: int
+    """Process ID."""
     node: str
     """Address of its machine."""
     node_id: str
@@ -91,6 +92,7 @@ class Host:
         self._worker: Any = None
 
     def hello(self) -> Hello:
+        """Describe this process."""
         import ray
 
         with socket.socket() as free:
@@ -119,10 +121,13 @@ class Host:
         return _answer(make)
 
     def call(self, method: str, arguments: Arguments) -> Answer:
+        """Call a method of the worker; the value is its result."""
         args, kwargs = arguments
         return _answer(lambda: getattr(self._worker, method)(*args, **kwargs))
 
     def close(self) -> Answer:
+        """Call the worker's `close`."""
+
         def end() -> None:
             Path(os.environ[HEARTBEAT]).unlink(missing_ok=True)
             self._worker.close()

@@ -45,6 +45,7 @@ class WorkerReference:
     group: str
     """Name of its group."""
     rank: int
+    """Its rank in the group."""
     hello: Hello
     """Its process."""
     log: Path

@@ -36,6 +36,7 @@ class Place:
     """The position of a worker in its group, from the variables that torchrun sets too."""
 
     rank: int
+    """Its rank in the group."""
     world_size: int
     """Workers of the group."""
     local_rank: int
@@ -70,10 +71,12 @@ class Worker:
 
     @property
     def rank(self) -> int:
+        """Its rank in the group."""
         return self.place.rank
 
     @property
     def world_size(self) -> int:
+        """Number of workers of the group."""
         return self.place.world_size
 
     @property

@@ -97,16 +97,19 @@ class TrainWorker(InstrumentedWorker):
     @register(SPLIT)
     @instrumented("actor")
     def logprobs(self, batch: Batch) -> Floats:
+        """Return the actor's log-probs of the rank's part of a batch."""
         return self.actor.logprobs(batch)
 
     @register(SPLIT)
     @instrumented("reference")
     def reference_logprobs(self, batch: Batch) -> Floats:
+        """Return the reference's log-probs of the rank's part of a batch."""
         return self.reference.logprobs(batch)
 
     @register(SPLIT)
     @instrumented("actor")
     def update(self, batch: Batch, rate: float) -> MicroBatchMetrics:
+        """Make an update of the actor with the rank's part of a batch."""
         return self.actor.update(batch, rate)
 
     @register(ONE_TO_ALL)
@@ -132,6 +135,7 @@ class TrainWorker(InstrumentedWorker):
     @register(ONE_TO_ALL)
     @instrumented("actor", SYNC)
     def publish(self, request: WeightRequest) -> WeightResult | None:
+        """Take part in sending the weights (see `Publisher.publish`)."""
         return self._publisher.publish(request)
 
     @register(ONE_TO_ALL)
@@ -142,15 +146,18 @@ class TrainWorker(InstrumentedWorker):
     @register(ONE_TO_ALL)
     @instrumented("actor", SYNC)
     def sleep_servers(self, urls: Sequence[str], senders: Mapping[str, int]) -> dict[str, str]:
+        """Let the servers of this rank release their memory; return the failures by URL."""
         return self._publisher.sleep(urls, senders)
 
     @register(ONE_TO_ALL)
     @instrumented("actor", SYNC)
     def wake_servers(self) -> dict[str, str]:
+        """Wake the servers of this rank; return the failures by URL."""
         return self._publisher.wake()
 
     @register(ONE_TO_ALL)
     def close_publisher(self) -> None:
+        """Close the publisher of this rank."""
         self._publisher.close()
 
     @register(ONE_TO_ALL)
@@ -159,6 +166,7 @@ class TrainWorker(InstrumentedWorker):
         torch.cuda.empty_cache()
 
     def close(self) -> None:
+        """Close the publisher, and leave the process group."""
         if hasattr(self, "_publisher"):
             self._publisher.close()
         super().close()
@@ -166,20 +174,24 @@ class TrainWorker(InstrumentedWorker):
     @register(SPLIT)
     @instrumented("critic")
     def values(self, batch: Batch) -> Floats:
+        """Return the critic's values of the rank's part of a batch."""
         return self.critic.values(batch)
 
     @register(SPLIT)
     @instrumented("critic")
     def update_critic(self, batch: Batch, rate: float) -> MicroBatchMetrics:
+        """Make an update of the critic with the rank's part of a batch."""
         return self.critic.update(batch, rate)
 
     @register(RANK_ZERO)
     def describe_reward_model(self) -> str:
+        """Return one line that says how scores are computed."""
         return self.reward_model.description
 
     @register(SPLIT)
     @instrumented("reward_model")
     def scores(self, batch: Batch) -> Floats:
+        """Return the reward model's scores of the rank's part of a batch."""
         return self.reward_model.scores(batch)
 
     @register(ONE_TO_ALL)

@@ -26,11 +26,17 @@ class Shape:
     """Sizes of a model of these families; eps is that of every RMS norm."""
 
     layers: int
+    """Number of blocks."""
     hidden: int
+    """Width of the residual stream."""
     heads: int
+    """Number of query heads."""
     kv_heads: int
+    """Number of key and value heads."""
     head_dim: int
+    """Width of a head."""
     eps: float
+    """Epsilon of every RMS norm."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +47,19 @@ class Layer:
     """
 
     qkv: Dense
+    """Projection of q, k and v: hidden -> (heads + 2 kv_heads) x head_dim."""
     out: Dense
+    """Output projection of the attention: heads x head_dim -> hidden."""
     gate_up: Dense
+    """Projection of gate and up: hidden -> 2 F."""
     down: Dense
+    """Output projection of the MLP: F -> hidden."""
     attention_gain: Tensor | None
+    """Gain [hidden] of the norm before the attention; None: it is folded into `qkv`."""
     mlp_gain: Tensor | None
+    """Gain [hidden] of the norm before the MLP; None: it is folded into `gate_up`."""
     qk_gain: Tensor | None
+    """Gains [heads + kv_heads, head_dim] of the norms of q and k; None: the family has none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +68,17 @@ class Weights:
     alternate in q and k (their scores are the same), so a rotation is one complex product."""
 
     shape: Shape
+    """Sizes of the model."""
     embed: Tensor
+    """Embeddings [vocabulary, hidden]."""
     layers: tuple[Layer, ...]
+    """The blocks, in order."""
     final_gain: Tensor | None
+    """Gain [hidden] of the final norm; None: it is folded into `head`."""
     head: Dense
+    """Output layer: hidden -> vocabulary."""
     interleaved: bool
+    """Whether the two halves that RoPE rotates alternate in q and k, so that a rotation is one complex product."""
 
 
 def unsupported(model: Any) -> str | None:
@@ -84,6 +103,7 @@ def unsupported(model: Any) -> str | None:
 
 
 def shape_of(model: Any) -> Shape:
+    """Return the sizes of a transformers model of FAMILIES."""
     config: Any = model.config
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return Shape(

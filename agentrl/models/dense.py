@@ -104,6 +104,7 @@ class Dense:
         return first, second
 
     def bias_halves(self) -> tuple[Tensor | None, Tensor | None]:
+        """Return the bias of the first and of the second half of the outputs, as views; None without a bias."""
         if self.bias is None:
             return None, None
         first, second = self.bias.chunk(2)

@@ -82,6 +82,7 @@ def layers(model: nn.Module) -> dict[str, Any]:
 
 
 def adapter_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """Return the matrices A and B of every layer with an adapter, in the order of `adapter_state`."""
     return [matrix.weight for layer in layers(model).values() for matrix in _matrices(layer)]
 
 
@@ -103,6 +104,7 @@ def merged(layer: Any, whole: Callable[[Tensor], Tensor] = lambda t: t) -> Tenso
 
 
 def has_dropout(model: nn.Module) -> bool:
+    """Return whether any layer of the adapter has dropout."""
     return any(not isinstance(layer.lora_dropout[ADAPTER], nn.Identity) for layer in layers(model).values())
 
 

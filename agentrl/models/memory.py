@@ -242,6 +242,7 @@ class Traffic:
 
     @classmethod
     def of(cls, shape: Shape, how: Setting) -> "Traffic":
+        """Compute the traffic of a model under a setting."""
         layers = shape.parameters - shape.root
         trained = shape.adapter or shape.parameters
 

@@ -26,6 +26,7 @@ class Shape:
     wide: int
     """The width of the feed-forward."""
     vocabulary: int
+    """Number of rows of the embeddings."""
     kv: int
     """Numbers that a token's keys and values take, over all layers."""
 

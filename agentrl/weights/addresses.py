@@ -61,10 +61,12 @@ def is_own(address: str) -> bool:
 
 
 def is_loopback(host: str) -> bool:
+    """Return whether `host` names the loopback interface."""
     return host == "localhost" or host.startswith("127.") or host == "::1"
 
 
 def given_key() -> str | None:
+    """Return the key in the environment variable KEY_VARIABLE; None without one."""
     return os.environ.get(KEY_VARIABLE) or None
 
 

@@ -28,6 +28,7 @@ class Scratch:
         self._lock = -1
 
     def path(self) -> Path:
+        """Return the folder, which is made on the first call."""
         if self._path is None:
             sweep(self._kind)
             self._path = Path(tempfile.mkdtemp(prefix=self._kind))

@@ -86,6 +86,7 @@ class WeightServer:
         await self._post("/pause_generation", {"mode": mode.value})
 
     async def resume(self) -> None:
+        """Let the server generate again."""
         await self._post("/continue_generation", {})
 
     async def begin(self) -> None:
@@ -97,6 +98,7 @@ class WeightServer:
                 raise
 
     async def end(self) -> None:
+        """Close an update, so that the server uses what it was sent."""
         await self._post("/end_weight_update", {})
 
     async def load_tensors(self, payloads: Sequence[str], flush: bool) -> None:
@@ -120,6 +122,7 @@ class WeightServer:
         await self._post("/init_weights_update_group", {**address, "group_name": name, "backend": backend})
 
     async def leave_group(self, name: str) -> None:
+        """Leave the process group `name`."""
         await self._post("/destroy_weights_update_group", {"group_name": name})
 
     async def load_broadcast(
@@ -147,6 +150,7 @@ class WeightServer:
         await self._post("/unload_lora_adapter", {"lora_name": name})
 
     async def set_version(self, version: str) -> None:
+        """Set the version that the server returns with each generation."""
         await self._post("/update_weight_version", {"new_version": version, "abort_all_requests": False})
 
     async def release_memory(self, tags: Sequence[str]) -> None:

@@ -34,6 +34,7 @@ class Options:
 
     @classmethod
     def of(cls, recipe: Recipe) -> "Options":
+        """Read the options from a recipe."""
         return cls(computed_in(recipe.model), recipe.cluster.offload.parameters)
 
 
@@ -49,6 +50,7 @@ class Root(nn.Module):
         self.model, self.computation = model, computation
 
     def forward(self, *arguments: Any, **options: Any) -> Any:
+        """Call the computation, with all weights outside of blocks gathered."""
         found = self.computation(*arguments, **options)
         return found.clone() if isinstance(found, Tensor) else found  # FSDP2 hooks onto it, which no view survives
 

@@ -42,7 +42,8 @@ class Player:
     """The recipe's tools, opened."""
     rewards: Rewards
     """The recipe's reward functions."""
-    model: Any  # a transformers causal LM, which the trainer updates in place; None behind an endpoint
+    model: Any
+    """A transformers causal LM, which the trainer updates in place; None behind an endpoint."""
     tokenizer: Any
     """A transformers tokenizer; None behind an endpoint that takes messages."""
     chat: Chat

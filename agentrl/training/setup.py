@@ -37,6 +37,7 @@ class Start:
     """What is known of a run before its parts are made."""
 
     recipe: Recipe
+    """The recipe of the run."""
     name: str
     """Of a numbered run folder, where the recipe names no `output`."""
     resumed: RunFolder | None
@@ -44,8 +45,11 @@ class Start:
     saved: Saved | None
     """The checkpoint that it continues from; None: from the first step."""
     checked: Checked
+    """What the checks have loaded."""
     display: Display
+    """Shows the progress."""
     interrupts: Interrupts
+    """Runs asynchronous work and handles signals."""
     stack: ExitStack
     """Closes the parts when the run ends."""
     folder: RunFolder | None = None

@@ -9,8 +9,9 @@ from agentrl.errors import PlainError
 
 Json: TypeAlias = Any
 """What JSON can hold: None, bool, int, float, str, lists, and dicts by text. Of this type are task data, hooks' keyword
-arguments, arguments of tools and JSON schemas. It is an alias of Any: an author knows the shape of his own data, and a
-recursive union would make every plugin narrow each field that it reads. What is not JSON is refused at run time.
+arguments, arguments of tools and JSON schemas. It is an alias of Any: an author knows the shape of his own data. With
+the recursive union of these types, `mypy --strict` finds 133 errors in 32 files, each of which needs a cast or a check
+where a field is read. What is not JSON is refused at run time.
 """
 
 

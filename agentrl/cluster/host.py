@@ -24,7 +24,7 @@ STACKS = signal.SIGUSR1
 
 
 @dataclass(frozen=True)
-class Hello:
+class ProcessInfo:
     """The process of a worker."""
 
     pid: int
@@ -91,7 +91,7 @@ class Host:
     def __init__(self) -> None:
         self._worker: Any = None
 
-    def hello(self) -> Hello:
+    def describe(self) -> ProcessInfo:
         """Describe this process."""
         import ray
 
@@ -102,7 +102,7 @@ class Host:
         gpus = tuple(map(str, context.get_accelerator_ids().get("GPU", ())))
         node = ray.util.get_node_ip_address()
         known = context.get_node_id(), port, _cores(), interface_of(node), gpus
-        return Hello(os.getpid(), node, *known, oom_kills())
+        return ProcessInfo(os.getpid(), node, *known, oom_kills())
 
     def start(self, start: Start) -> Answer:
         """Construct the worker. The value is the size of its log in bytes before it wrote anything."""

@@ -32,7 +32,7 @@ def last_heartbeat(log: Path) -> float | None:
 
 
 @dataclass(frozen=True)
-class Place:
+class RankInfo:
     """The position of a worker in its group, from the variables that torchrun sets too."""
 
     rank: int
@@ -45,7 +45,7 @@ class Place:
     """Address of its machine."""
 
     @classmethod
-    def of(cls, environment: Mapping[str, str]) -> "Place":
+    def of(cls, environment: Mapping[str, str]) -> "RankInfo":
         """Read it from environment variables; without them, it is that of a single worker."""
         return cls(
             rank=int(environment.get("RANK", "0")),
@@ -62,32 +62,32 @@ class Worker:
 
     memory_advice: ClassVar[str] = "give it less at once, or use more workers"
     """What users may change when a call runs out of memory; part of the error."""
-    place: Place
+    rank_info: RankInfo
 
     def __new__(cls, *args: Any, **kwargs: Any) -> "Worker":
         worker = super().__new__(cls)
-        worker.place = Place.of(os.environ)
+        worker.rank_info = RankInfo.of(os.environ)
         return worker
 
     @property
     def rank(self) -> int:
         """Its rank in the group."""
-        return self.place.rank
+        return self.rank_info.rank
 
     @property
     def world_size(self) -> int:
         """Number of workers of the group."""
-        return self.place.world_size
+        return self.rank_info.world_size
 
     @property
     def local_rank(self) -> int:
         """Its number among the workers on its node."""
-        return self.place.local_rank
+        return self.rank_info.local_rank
 
     @property
     def node(self) -> str:
         """The address of the machine it runs on."""
-        return self.place.node
+        return self.rank_info.node
 
     @property
     def device(self) -> "torch.device":

@@ -144,7 +144,7 @@ class RemotePublisher:
 
     def _senders(self, urls: Sequence[str]) -> dict[str, int]:
         """Return URL -> rank on its machine, for servers on other machines than rank 0's. Each is looked for once."""
-        if self._transport != "auto" or len({hello.node_id for hello in self._group.workers}) == 1:
+        if self._transport != "auto" or len({process.node_id for process in self._group.workers}) == 1:
             return {}
         if new := [url for url in urls if url not in self._rank_by_url]:
             found = enumerate(self._group.near(new))

@@ -17,7 +17,7 @@ from agentrl.compute.classifier import RewardModel
 from agentrl.compute.flops import ROLES, Cost, costs, peak_of
 from agentrl.compute.micro_batches import TorchProcessGroup
 from agentrl.distributed.fsdp.build import build_critic, build_policy, build_reference, build_reward_model
-from agentrl.distributed.fsdp.mesh import find_place
+from agentrl.distributed.fsdp.mesh import make_context
 from agentrl.learner.actor import Actor
 from agentrl.learner.critic import Critic
 from agentrl.learner.metrics import MicroBatchMetrics
@@ -56,25 +56,25 @@ class TrainWorker(InstrumentedWorker):
         cluster = self.recipe.cluster
         if "actor" not in roles:  # a pool of its own is sharded over itself
             cluster = cluster.model_copy(update={"shard": 0, "sequence_parallel": 1})
-        place = find_place(cluster, self.device)
+        context = make_context(cluster, self.device)
         ranks = TorchProcessGroup(self.device, self.heartbeat)
         self._saving = dist.new_group(backend="gloo")  # a save goes on beside the collectives of training
         self._save: Pending | None = None
         self._weights: Iterator[list[NamedTensor]] = iter(())
         if "actor" in roles:
-            made = build_policy(self.recipe, place)
+            made = build_policy(self.recipe, context)
             self.actor = Actor(made.model, self.recipe, made.forward, ranks, made.description)
             self._publisher = Publisher(made.model, self.rank)
         if "reference" in roles:
             if self.recipe.model.lora is not None:  # then no pool of its own holds it
                 self.reference = Reference(self.recipe, WithoutAdapter(self.actor.model, self.actor.forward), ranks)
             else:
-                self.reference = Reference(original, build_reference(original, place).forward, ranks)
+                self.reference = Reference(original, build_reference(original, context).forward, ranks)
         if "critic" in roles:
-            valued = build_critic(original, place)
+            valued = build_critic(original, context)
             self.critic = Critic(original, valued.forward, ranks, valued.description)
         if "reward_model" in roles:
-            scored = build_reward_model(original, place)
+            scored = build_reward_model(original, context)
             self.reward_model = RewardModel(original, scored.forward, ranks, scored.description)
 
     @property

@@ -164,7 +164,7 @@ def score_as_one_of_two(rank: int, root: Path, port: int) -> None:
     """A gloo rank that scores its part of the batch by a sharded reward model."""
     from agentrl.compute.micro_batches import TorchProcessGroup
     from agentrl.distributed.fsdp.build import build_reward_model
-    from agentrl.distributed.fsdp.mesh import find_place
+    from agentrl.distributed.fsdp.mesh import make_context
     from agentrl.recipe.schema import ClusterSection
 
     torch.set_num_threads(1)
@@ -173,7 +173,7 @@ def score_as_one_of_two(rank: int, root: Path, port: int) -> None:
     found = {}
     for family in FAMILIES:
         recipe = make_recipe(str(root / family)).model_copy(update={"train": TrainSection(micro_batch_tokens=40)})
-        made = build_reward_model(recipe, find_place(ClusterSection(workers=2), torch.device("cpu")))
+        made = build_reward_model(recipe, make_context(ClusterSection(workers=2), torch.device("cpu")))
         assert all(hasattr(p, "to_local") for p in made.model.parameters())
         reward = RewardModel(recipe, made.forward, TorchProcessGroup(), made.description)
         rows, groups = rows_of(SHAPES)

@@ -76,7 +76,13 @@ class Probe(Worker):
 
     @register()
     def about(self) -> dict[str, Any]:
-        return {"place": self.place, "pid": os.getpid(), "folder": os.getcwd(), "said": self.said, "argv": sys.argv}
+        return {
+            "rank_info": self.rank_info,
+            "pid": os.getpid(),
+            "folder": os.getcwd(),
+            "said": self.said,
+            "argv": sys.argv,
+        }
 
     @register()
     def size(self, value: np.ndarray, times: int = 1) -> int:

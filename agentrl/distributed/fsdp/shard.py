@@ -19,7 +19,7 @@ from torch.distributed.fsdp import (
 )
 
 from agentrl.compute.forward import computed_in
-from agentrl.distributed.fsdp.mesh import Place
+from agentrl.distributed.fsdp.mesh import ParallelContext
 from agentrl.recipe.schema import Recipe
 
 
@@ -61,11 +61,11 @@ class Root(nn.Module):
         return found
 
 
-def shard(root: nn.Module, blocks: Sequence[nn.Module], place: Place, options: Options) -> None:
+def shard(root: nn.Module, blocks: Sequence[nn.Module], context: ParallelContext, options: Options) -> None:
     """Apply FSDP2 in place, on any device. Gradients are averaged over all ranks, in float32."""
     precision = MixedPrecisionPolicy(param_dtype=options.compute, reduce_dtype=torch.float32)
-    offload = CPUOffloadPolicy(pin_memory=place.device.type == "cuda") if options.offload else OffloadPolicy()
-    settings: dict[str, Any] = {"mesh": place.mesh, "mp_policy": precision, "offload_policy": offload}
+    offload = CPUOffloadPolicy(pin_memory=context.device.type == "cuda") if options.offload else OffloadPolicy()
+    settings: dict[str, Any] = {"mesh": context.mesh, "mp_policy": precision, "offload_policy": offload}
     for block in reversed(blocks):  # FSDP2 wants what lies inside of another first
         fully_shard(block, **settings)
     fully_shard(root, **settings)

@@ -146,7 +146,7 @@ def misfit(root: Path) -> dict[str, Any]:
     usual = Qwen3Attention.forward
 
     def forward(self: Any, *args: Any, **options: Any) -> Any:
-        if self.layer_idx == 1 and self.config._attn_implementation == "agentrl_forest":
+        if self.layer_idx == 1 and self.config._attn_implementation == "agentrl_prefix_trees":
             raise ValueError("not this way")
         return usual(self, *args, **options)
 

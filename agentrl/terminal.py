@@ -20,9 +20,11 @@ class Terminal(Console):
     """A rich console that prints control characters as visible escapes (see `printable`)."""
 
     def render_str(self, text: str, **how: Any) -> Text:
+        """Return `text` as rich text, with control characters escaped."""
         return super().render_str(printable(text), **how)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        """Yield the segments of `renderable`, with control characters escaped."""
         for segment in super().render(renderable, options):
             yield segment if segment.control else segment._replace(text=printable(segment.text))
 

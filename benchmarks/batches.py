@@ -4,7 +4,8 @@ they are cut into micro-batches:
     python benchmarks/batches.py [--ranks 8] [--tasks 256] [--samples 16]
 
 Prompts of about 416 tokens (a quarter more or less), answers log-normal (sigma 0.6, cut at 4 times the mean of 2370): a
-step of 11.3 million tokens by default, dealt to the ranks as `Batch.deal` does. Nothing is computed but the cuts.
+step of 11.3 million tokens by default, split over the ranks as `Batch.distribute` does. Nothing is computed but the
+cuts.
 
 greedy     groups in their order until a micro-batch is full, as this project did at first
 even       `agentrl.compute.packing.bins`: as many even bins on every rank as the fullest needs, the largest first
@@ -146,7 +147,7 @@ def main() -> None:
     print("limit   updates  cut     passes  computed M  path M  busy  |  operations 1e15  busy  |  s a rank   times")
     for limit in LIMITS:
         for updates in (1, 4):
-            parts = batch.split(updates)[0].deal(options.ranks).parts
+            parts = batch.split(updates)[0].distribute(options.ranks).parts
             base = 0.0
             for name in ("greedy", "even"):
                 began = time.process_time()

@@ -30,7 +30,7 @@ from rich.table import Table
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
 from agentrl.compute.batch import Batch
-from agentrl.compute.flops import Need, utilisation
+from agentrl.compute.flops import Workload, utilisation
 from agentrl.compute.forward import ModuleForward
 from agentrl.learner.learner import Learner
 from agentrl.learner.roles import LocalRoles, RoleHost
@@ -103,13 +103,13 @@ def measure(recipe: Recipe, start: Callable[[], RoleHost], batch: Batch, rounds:
         for name, work in works.items():
             work()
             found[name] = min(timed(work) for _ in range(rounds))
-        work = role_host.work["actor"]
-        return found | utilisation(work.cost.update(Need.of(batch)), found["update"], work.peak)
+        work = role_host.role_costs["actor"]
+        return found | utilisation(work.cost.update(Workload.of(batch)), found["update"], work.peak)
 
 
 def show(rows: dict[str, dict[str, float]], batch: Batch) -> None:
     base = rows["module forward"]
-    table = Table("", *(f"{part}" for part in PARTS), "mfu", title=f"{Need.of(batch).tokens:,} packed tokens")
+    table = Table("", *(f"{part}" for part in PARTS), "mfu", title=f"{Workload.of(batch).tokens:,} packed tokens")
     for name, row in rows.items():
         cells = [f"{row[part]:.3f} s  {row[part] / base[part]:.2f}x" for part in PARTS]
         table.add_row(name, *cells, f"{row.get('train/mfu', 0):.1%}")

@@ -11,7 +11,7 @@ positions that predict an answer's token.
 padded     the Hugging Face module (sdpa), rows in the order of the batch, padded on the right to the longest of their
            micro-batch, with an attention mask if lengths differ.
 unshared   our forward on the same rows packed one after another, each with its prompt.
-fast       our forward on shared-prefix trees (FastForward);   module   the Hugging Face module on them (ModuleForward).
+fast       our forward on shared-prefix trees (BlockForward);  module   the Hugging Face module on them (ModuleForward).
 
 Tokens are samples x (prompt + answer), the same for all methods. Times are CPU seconds of the process, the minimum of
 the rounds, with alternating methods: on one thread, that is the time on a core of its own, whatever else runs on the
@@ -29,7 +29,7 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from agentrl.compute.batch import Batch
-from agentrl.compute.block_forward import FastForward
+from agentrl.compute.block_forward import BlockForward
 from agentrl.compute.forward import Forward, ModuleForward
 from agentrl.compute.packing import micro_batches
 
@@ -149,7 +149,7 @@ def seconds(
 
 def measure(model: Any, batch: Batch, budget: int, rounds: int) -> dict[str, float]:
     """Return the tokens per second of each method."""
-    fast, module = FastForward(model), ModuleForward(model)
+    fast, module = BlockForward(model), ModuleForward(model)
     sides: dict[str, Callable[[], np.ndarray]] = {
         "padded": lambda: padded(model, batch, budget),
         "unshared": lambda: packed(fast, apart(batch), budget),

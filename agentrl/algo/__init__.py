@@ -2,7 +2,6 @@
 
 from agentrl.algo import advantage as _advantage  # noqa: F401 - registers the built-in estimators
 from agentrl.algo import loss as _loss  # noqa: F401 - registers the built-in losses
-from agentrl.algo import pf_ppo as _pf_ppo  # noqa: F401 - likewise
 from agentrl.algo import returns as _returns  # noqa: F401 - likewise
 from agentrl.algo.registry import advantages, losses
 

@@ -39,7 +39,9 @@ class Saved:
     """A checkpoint on disk; `path` is a folder that `transformers` loads."""
 
     step: int
+    """The step after which it was saved."""
     path: Path
+    """Its folder."""
 
     @property
     def extra(self) -> dict[str, Any]:

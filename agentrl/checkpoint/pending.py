@@ -33,9 +33,11 @@ class Pending:
             self._run()
 
     def done(self) -> bool:
+        """Return whether the work has ended, with an error or without."""
         return not self._thread.is_alive()
 
     def result(self) -> None:
+        """Wait for the end of the work; raise its error if it failed."""
         if self._thread.ident is not None:
             self._thread.join()
         if self._error is not None:

@@ -50,7 +50,9 @@ class RoleState(Protocol):
         ...
 
     @property
-    def optimizer(self) -> OptimizerState: ...
+    def optimizer(self) -> OptimizerState:
+        """Its optimizer."""
+        ...
 
 
 def save_roles(

@@ -87,6 +87,7 @@ class RunFolder:
 
     @property
     def checkpoints(self) -> Path:
+        """The folder of the checkpoints."""
         return self.path / CHECKPOINTS
 
     def recipe(self) -> Path:
@@ -140,6 +141,7 @@ class RunFolder:
 
     @property
     def trajectories(self) -> Path:
+        """The folder of the trajectories, which is made if it does not exist."""
         folder = self.path / TRAJECTORIES
         folder.mkdir(exist_ok=True)
         return folder

@@ -26,8 +26,11 @@ class Slot:
     """Name, dtype and shape of a tensor that is written later."""
 
     name: str
+    """Name of the tensor in the file."""
     dtype: torch.dtype
+    """Its dtype."""
     shape: tuple[int, ...]
+    """Its shape."""
 
     @property
     def size(self) -> int:

@@ -99,6 +99,7 @@ class Reader(FileSystemReader):
     """torch's reader, but it unpickles nothing."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Return the metadata, read as data. Raises one of UNREADABLE."""
         metadata = read_metadata(Path(self.path) / METADATA)
         metadata.storage_meta = StorageMeta(load_id=self.load_id)
         return metadata

@@ -43,15 +43,19 @@ class Dispatch:
     name: str
     """For errors."""
     scatter: Scatter
+    """Make the arguments of each rank."""
     gather: Gather
+    """Make the result of the ranks' outputs."""
 
 
 @runtime_checkable
-class Dealable(Protocol):
-    """Data that can be split: `deal(parts)` returns an object with `parts` (a list, one entry a part, any of which may
-    be empty) and `join(outputs)`, which joins the outputs of the parts."""
+class Distributable(Protocol):
+    """Data that can be split: `distribute(parts)` returns an object with `parts` (a list, one entry a part, any of
+    which may be empty) and `join(outputs)`, which joins the outputs of the parts."""
 
-    def deal(self, parts: int) -> Any: ...
+    def distribute(self, parts: int) -> Any:
+        """Split the data into `parts` parts."""
+        ...
 
 
 def register(dispatch: "Dispatch | None" = None, *, blocking: bool = True) -> Callable[[F], F]:
@@ -105,23 +109,23 @@ def _to_first(shape: Shape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tu
     return [(args, kwargs), *[None] * (shape.workers - 1)], None
 
 
-def _dealt(shape: Shape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Arguments | None], Any]:
-    deals: dict[int | str, Any] = {
-        key: value.deal(shape.parts) for key, value in _named(args, kwargs) if isinstance(value, Dealable)
+def _split(shape: Shape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Arguments | None], Any]:
+    partitions: dict[int | str, Any] = {
+        key: value.distribute(shape.parts) for key, value in _named(args, kwargs) if isinstance(value, Distributable)
     }
-    if not deals:
-        raise TypeError("one argument of a split call must have `deal(parts)`, such as a Batch")
-    for deal in deals.values():
-        if len(deal.parts) != shape.parts:
-            raise ValueError(f"deal({shape.parts}) gave {len(deal.parts)} parts")
+    if not partitions:
+        raise TypeError("one argument of a split call must have `distribute(parts)`, such as a Batch")
+    for partition in partitions.values():
+        if len(partition.parts) != shape.parts:
+            raise ValueError(f"distribute({shape.parts}) gave {len(partition.parts)} parts")
     calls: list[Arguments] = [
         (
-            tuple(deals[index].parts[part] if index in deals else value for index, value in enumerate(args)),
-            {name: deals[name].parts[part] if name in deals else value for name, value in kwargs.items()},
+            tuple(partitions[index].parts[part] if index in partitions else value for index, value in enumerate(args)),
+            {name: partitions[name].parts[part] if name in partitions else value for name, value in kwargs.items()},
         )
         for part in range(shape.parts)
     ]
-    return [calls[rank // shape.sequence_parallel] for rank in range(shape.workers)], next(iter(deals.values()))
+    return [calls[rank // shape.sequence_parallel] for rank in range(shape.workers)], next(iter(partitions.values()))
 
 
 ONE_TO_ALL = Dispatch("one_to_all", _to_all, _outputs)
@@ -130,6 +134,6 @@ ALL_TO_ALL = Dispatch("all_to_all", _one_each, _outputs)
 """Take a list with one entry a worker for each argument; return the outputs by rank."""
 RANK_ZERO = Dispatch("rank_zero", _to_first, lambda shape, outputs, context: outputs[0])
 """Call worker 0 only; return its output."""
-SPLIT = Dispatch("split", _dealt, lambda shape, outputs, deal: deal.join(outputs[:: shape.sequence_parallel]))
-"""Split arguments with `deal` over the data-parallel parts and send the others to all; return the outputs as joined by
-the first deal. No size has to divide the number of workers: that is up to `deal`."""
+SPLIT = Dispatch("split", _split, lambda shape, outputs, partition: partition.join(outputs[:: shape.sequence_parallel]))
+"""Split arguments with `distribute` over the data-parallel parts and send the others to all; return the outputs as
+joined by the first partition. No size has to divide the number of workers: that is up to `distribute`."""

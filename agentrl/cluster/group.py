@@ -10,7 +10,7 @@ from typing import Any
 
 from agentrl.cluster.dispatch import Arguments, Dispatch, Shape, registered
 from agentrl.cluster.errors import ClusterError, WorkerLost
-from agentrl.cluster.host import Answer, Failure, Hello
+from agentrl.cluster.host import Answer, Failure, ProcessInfo
 from agentrl.cluster.pool import ResourcePool
 from agentrl.cluster.post_mortem import (
     WorkerReference,
@@ -21,7 +21,7 @@ from agentrl.cluster.post_mortem import (
     worker_raised,
 )
 from agentrl.cluster.session import Session
-from agentrl.cluster.spawn import greet, pickled, spawn, starts
+from agentrl.cluster.spawn import pickled, spawn, starts, wait_for_processes
 
 GRACE_SECONDS = 2.0
 """Time for the other ranks to answer once one has raised: they may raise too, or wait for it for ever."""
@@ -74,9 +74,9 @@ class WorkerGroup:
     """SPMD workers of one class, one for each slot of a pool. The class's registered methods are methods of the group.
     Every worker sees the calls in the same order, from however many threads they come.
 
-    sequence_parallel: number of ranks that share a part of the data. timeout: seconds without an answer
-    or a sign of progress (`Worker.beat`) after which workers count as hung (START_SECONDS at least while they start).
-    logs: folder on each worker's machine, for `<name>_<rank>.log`.
+    sequence_parallel: number of ranks that share a part of the data. timeout: seconds without an answer or a sign of
+    progress (`Worker.heartbeat`) after which workers count as hung (START_SECONDS at least while they start). logs:
+    folder on each worker's machine, for `<name>_<rank>.log`.
 
     Raises ClusterError if processes do not start, and what the workers' `__init__` raises.
     """
@@ -131,9 +131,9 @@ class WorkerGroup:
         return [worker.log for worker in self._references]
 
     @property
-    def workers(self) -> list[Hello]:
+    def workers(self) -> list[ProcessInfo]:
         """The workers' processes, by rank."""
-        return [worker.hello for worker in self._references]
+        return [worker.process for worker in self._references]
 
     def send(self, method: str, calls: Sequence[Arguments | None]) -> dict[Any, int]:
         """Start a call on every rank that has arguments. Returns object reference -> rank."""
@@ -203,12 +203,12 @@ class WorkerGroup:
             setattr(self, name, Method(self, name, dispatch, blocking))
 
     def _start(self, worker: bytes, logs: Path) -> None:
-        hellos = greet(self._actors, self.name)
-        self._pool.check_devices([(hello.node, hello.gpus) for hello in hellos])
-        settings = starts(hellos, self._pool.by_node, worker, logs, self.name, gpu=self._pool.gpu)
+        processes = wait_for_processes(self._actors, self.name)
+        self._pool.check_devices([(process.node, process.gpus) for process in processes])
+        settings = starts(processes, self._pool.by_node, worker, logs, self.name, gpu=self._pool.gpu)
         self._references = [
-            WorkerReference(self.name, rank, hello, Path(start.log))
-            for rank, (hello, start) in enumerate(zip(hellos, settings, strict=True))
+            WorkerReference(self.name, rank, process, Path(start.log))
+            for rank, (process, start) in enumerate(zip(processes, settings, strict=True))
         ]
         refs = {actor.start.remote(settings[rank]): rank for rank, actor in enumerate(self._actors)}
         sizes = self.collect("__init__", refs, max(self.timeout, START_SECONDS))

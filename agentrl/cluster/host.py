@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from agentrl.cluster.dispatch import Arguments
-from agentrl.cluster.worker import BEAT, beat_file
+from agentrl.cluster.worker import HEARTBEAT, heartbeat_file
 from agentrl.errors import UserError
 
 _SIOCGIFADDR = 0x8915
@@ -24,10 +24,11 @@ STACKS = signal.SIGUSR1
 
 
 @dataclass(frozen=True)
-class Hello:
+class ProcessInfo:
     """The process of a worker."""
 
     pid: int
+    """Process ID."""
     node: str
     """Address of its machine."""
     node_id: str
@@ -90,7 +91,8 @@ class Host:
     def __init__(self) -> None:
         self._worker: Any = None
 
-    def hello(self) -> Hello:
+    def describe(self) -> ProcessInfo:
+        """Describe this process."""
         import ray
 
         with socket.socket() as free:
@@ -100,13 +102,13 @@ class Host:
         gpus = tuple(map(str, context.get_accelerator_ids().get("GPU", ())))
         node = ray.util.get_node_ip_address()
         known = context.get_node_id(), port, _cores(), interface_of(node), gpus
-        return Hello(os.getpid(), node, *known, oom_kills())
+        return ProcessInfo(os.getpid(), node, *known, oom_kills())
 
     def start(self, start: Start) -> Answer:
         """Construct the worker. The value is the size of its log in bytes before it wrote anything."""
         since = _write_to(Path(start.log))
         os.environ.update(start.environment)
-        os.environ[BEAT] = str(beat_file(Path(start.log)).absolute())
+        os.environ[HEARTBEAT] = str(heartbeat_file(Path(start.log)).absolute())
         if os.path.isdir(start.folder):
             os.chdir(start.folder)
         sys.path += [place for place in start.path if place not in sys.path]
@@ -119,12 +121,15 @@ class Host:
         return _answer(make)
 
     def call(self, method: str, arguments: Arguments) -> Answer:
+        """Call a method of the worker; the value is its result."""
         args, kwargs = arguments
         return _answer(lambda: getattr(self._worker, method)(*args, **kwargs))
 
     def close(self) -> Answer:
+        """Call the worker's `close`."""
+
         def end() -> None:
-            Path(os.environ[BEAT]).unlink(missing_ok=True)
+            Path(os.environ[HEARTBEAT]).unlink(missing_ok=True)
             self._worker.close()
 
         return _answer(end)

@@ -25,6 +25,7 @@ class Node:
     """A machine of the cluster."""
 
     address: str
+    """Its address, as Ray knows it."""
     total: Resources
     """All its resources, by Ray's names."""
     free: Resources

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from agentrl.cluster.errors import ClusterError, WorkerLost, tail
-from agentrl.cluster.host import STACKS, Failure, Hello, oom_kills
-from agentrl.cluster.worker import last_beat
+from agentrl.cluster.host import STACKS, Failure, ProcessInfo, oom_kills
+from agentrl.cluster.worker import last_heartbeat
 from agentrl.errors import UserError
 
 T = TypeVar("T")
@@ -45,7 +45,8 @@ class WorkerReference:
     group: str
     """Name of its group."""
     rank: int
-    hello: Hello
+    """Its rank in the group."""
+    process: ProcessInfo
     """Its process."""
     log: Path
     """Its log, on its machine."""
@@ -53,7 +54,7 @@ class WorkerReference:
     """Size of the log in bytes when the worker started."""
 
     def __str__(self) -> str:
-        return f"worker {self.rank} of {self.group!r} (pid {self.hello.pid}, node {self.hello.node})"
+        return f"worker {self.rank} of {self.group!r} (pid {self.process.pid}, node {self.process.node})"
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,7 @@ def worker_died(worker: WorkerReference, method: str, cause: str) -> WorkerLost:
         cause = KILLED
     if post_mortem.crash:
         cause = f"it crashed ({post_mortem.crash}) at {post_mortem.where}"
-    elif cause == KILLED and post_mortem.oom_kills > worker.hello.oom_kills:
+    elif cause == KILLED and post_mortem.oom_kills > worker.process.oom_kills:
         cause = "the kernel killed a process of its machine since, for memory ran out"
     quoted = " | ".join(post_mortem.lines)
     ending = f"the end of {worker.log}: {quoted}" if quoted else f"its log {worker.log} is empty"
@@ -151,14 +152,14 @@ def examine(workers: list[WorkerReference], ask: bool = False) -> list[PostMorte
 
 def silence(workers: list[WorkerReference]) -> float:
     """Return for how many seconds the worker that has been silent the longest has given no sign of progress (see
-    `Worker.beat`); infinity where one has never given any, or its machine does not answer."""
+    `Worker.heartbeat`); infinity where one has never given any, or its machine does not answer."""
     found = _on_machines(workers, silence_here)
     return max((math.inf if seconds is None else seconds for seconds in found), default=math.inf)
 
 
 def silence_here(workers: list[WorkerReference]) -> list[float]:
     """Return the seconds of each worker of this machine since its last sign of progress."""
-    return [time.time() - at if (at := last_beat(worker.log)) is not None else math.inf for worker in workers]
+    return [time.time() - at if (at := last_heartbeat(worker.log)) is not None else math.inf for worker in workers]
 
 
 def _on_machines(workers: list[WorkerReference], look: Callable[..., list[T]], *arguments: Any) -> list[T | None]:
@@ -170,7 +171,7 @@ def _on_machines(workers: list[WorkerReference], look: Callable[..., list[T]], *
     own_node = ray.get_runtime_context().get_node_id()
     by_node: dict[str, list[WorkerReference]] = {}
     for worker in workers:
-        by_node.setdefault(worker.hello.node_id, []).append(worker)
+        by_node.setdefault(worker.process.node_id, []).append(worker)
     tasks: dict[str, Any] = {
         node_id: ray.remote(look)
         .options(num_cpus=0, max_retries=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False))
@@ -197,12 +198,12 @@ def examine_here(workers: list[WorkerReference], ask: bool) -> list[PostMortem]:
     if ask:
         for worker in workers:
             try:
-                os.kill(worker.hello.pid, STACKS)
+                os.kill(worker.process.pid, STACKS)
             except ProcessLookupError:
                 continue
         time.sleep(STACK_SECONDS)
     return [
-        _post_mortem(log, tail(worker.log, _LINES_READ, worker.since) if ask else [], _alive(worker.hello.pid))
+        _post_mortem(log, tail(worker.log, _LINES_READ, worker.since) if ask else [], _alive(worker.process.pid))
         for worker, log in zip(workers, logs, strict=True)
     ]
 

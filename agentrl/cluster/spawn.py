@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.cluster.errors import ClusterError
-from agentrl.cluster.host import Hello, Host, Start
+from agentrl.cluster.host import Host, ProcessInfo, Start
 from agentrl.cluster.pool import ResourcePool
 from agentrl.cluster.post_mortem import cause_of_death
 from agentrl.cluster.worker import NODE
@@ -31,11 +31,11 @@ def spawn(pool: ResourcePool) -> list[Any]:
     ]
 
 
-def greet(actors: list[Any], group: str, seconds: float = SPAWN_SECONDS) -> list[Hello]:
+def wait_for_processes(actors: list[Any], group: str, seconds: float = SPAWN_SECONDS) -> list[ProcessInfo]:
     """Wait until the processes run. Raises ClusterError if some do not start in time, or at all."""
     import ray
 
-    refs = [actor.hello.remote() for actor in actors]
+    refs = [actor.describe.remote() for actor in actors]
     ready, waiting = ray.wait(refs, num_returns=len(refs), timeout=seconds)
     if waiting:
         raise ClusterError(
@@ -60,17 +60,17 @@ def pickled(worker_class: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 def starts(
-    hellos: list[Hello], by_node: list[int], worker: bytes, logs: Path, group: str, *, gpu: bool = False
+    processes: list[ProcessInfo], by_node: list[int], worker: bytes, logs: Path, group: str, *, gpu: bool = False
 ) -> list[Start]:
     """Return the `Start` of each rank. gpu: Ray gave each rank a GPU of its own."""
     folder = os.getcwd()
     return [
         Start(environment, folder, list(sys.path), str(logs.absolute() / f"{group}_{rank}.log"), worker)
-        for rank, environment in enumerate(environments(hellos, by_node, gpu))
+        for rank, environment in enumerate(environments(processes, by_node, gpu))
     ]
 
 
-def environments(hellos: list[Hello], by_node: list[int], gpu: bool) -> list[dict[str, str]]:
+def environments(processes: list[ProcessInfo], by_node: list[int], gpu: bool) -> list[dict[str, str]]:
     """Return the environment of each rank: what torchrun sets, and otherwise the user's own choice, if any."""
     forwarded = {name: value for name, value in os.environ.items() if name.startswith(FORWARDED)}
     if len(by_node) == 1:  # else gloo looks for the interface of the machine's name, which may be anything
@@ -82,24 +82,30 @@ def environments(hellos: list[Hello], by_node: list[int], gpu: bool) -> list[dic
     apart = len(by_node) > 1
     local = [(rank, count) for count in by_node for rank in range(count)]
     return [
-        _environment(_interfaces(hello, apart) | forwarded, hello, hellos[0], rank, len(hellos), *local[rank])
-        for rank, hello in enumerate(hellos)
+        _environment(_interfaces(process, apart) | forwarded, process, processes[0], rank, len(processes), *local[rank])
+        for rank, process in enumerate(processes)
     ]
 
 
-def _interfaces(hello: Hello, apart: bool) -> dict[str, str]:
+def _interfaces(process: ProcessInfo, apart: bool) -> dict[str, str]:
     """Return the variables that name the interface by which the other machines reach this one, where there are others:
     gloo would take that of the machine's name, which Ubuntu gives a loopback address."""
-    if not apart or not hello.interface:
+    if not apart or not process.interface:
         return {}
-    return {"GLOO_SOCKET_IFNAME": hello.interface, "NCCL_SOCKET_IFNAME": f"={hello.interface}"}
+    return {"GLOO_SOCKET_IFNAME": process.interface, "NCCL_SOCKET_IFNAME": f"={process.interface}"}
 
 
 def _environment(
-    forwarded: Mapping[str, str], hello: Hello, first: Hello, rank: int, size: int, local_rank: int, local_size: int
+    forwarded: Mapping[str, str],
+    process: ProcessInfo,
+    first: ProcessInfo,
+    rank: int,
+    size: int,
+    local_rank: int,
+    local_size: int,
 ) -> dict[str, str]:
     return {
-        "OMP_NUM_THREADS": str(max(1, hello.cores // local_size)),
+        "OMP_NUM_THREADS": str(max(1, process.cores // local_size)),
         **forwarded,
         "RANK": str(rank),
         "WORLD_SIZE": str(size),
@@ -107,5 +113,5 @@ def _environment(
         "LOCAL_WORLD_SIZE": str(local_size),
         "MASTER_ADDR": first.node,
         "MASTER_PORT": str(first.port),
-        NODE: hello.node,
+        NODE: process.node,
     }

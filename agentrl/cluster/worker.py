@@ -13,29 +13,30 @@ if TYPE_CHECKING:
     import torch
 
 NODE = "AGENTRL_NODE"
-BEAT = "AGENTRL_BEAT"
+HEARTBEAT = "AGENTRL_HEARTBEAT"
 COLLECTIVE_FACTOR = 2.0
 """Time-out of collectives, as a multiple of the group's time-out for an answer."""
 
 
-def beat_file(log: Path) -> Path:
+def heartbeat_file(log: Path) -> Path:
     """Return the file beside a worker's log whose time of change is that of the worker's last sign of progress."""
-    return log.with_suffix(".beat")
+    return log.with_suffix(".heartbeat")
 
 
-def last_beat(log: Path) -> float | None:
+def last_heartbeat(log: Path) -> float | None:
     """Return when the worker with that log last gave a sign of progress, by the clock of its machine; None: never."""
     try:
-        return beat_file(log).stat().st_mtime
+        return heartbeat_file(log).stat().st_mtime
     except OSError:
         return None
 
 
 @dataclass(frozen=True)
-class Place:
+class RankInfo:
     """The position of a worker in its group, from the variables that torchrun sets too."""
 
     rank: int
+    """Its rank in the group."""
     world_size: int
     """Workers of the group."""
     local_rank: int
@@ -44,7 +45,7 @@ class Place:
     """Address of its machine."""
 
     @classmethod
-    def of(cls, environment: Mapping[str, str]) -> "Place":
+    def of(cls, environment: Mapping[str, str]) -> "RankInfo":
         """Read it from environment variables; without them, it is that of a single worker."""
         return cls(
             rank=int(environment.get("RANK", "0")),
@@ -61,30 +62,32 @@ class Worker:
 
     memory_advice: ClassVar[str] = "give it less at once, or use more workers"
     """What users may change when a call runs out of memory; part of the error."""
-    place: Place
+    rank_info: RankInfo
 
     def __new__(cls, *args: Any, **kwargs: Any) -> "Worker":
         worker = super().__new__(cls)
-        worker.place = Place.of(os.environ)
+        worker.rank_info = RankInfo.of(os.environ)
         return worker
 
     @property
     def rank(self) -> int:
-        return self.place.rank
+        """Its rank in the group."""
+        return self.rank_info.rank
 
     @property
     def world_size(self) -> int:
-        return self.place.world_size
+        """Number of workers of the group."""
+        return self.rank_info.world_size
 
     @property
     def local_rank(self) -> int:
         """Its number among the workers on its node."""
-        return self.place.local_rank
+        return self.rank_info.local_rank
 
     @property
     def node(self) -> str:
         """The address of the machine it runs on."""
-        return self.place.node
+        return self.rank_info.node
 
     @property
     def device(self) -> "torch.device":
@@ -93,9 +96,9 @@ class Worker:
 
         return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
-    def beat(self) -> None:
+    def heartbeat(self) -> None:
         """Say that a long call makes progress: the group's timeout counts from here on. Costs microseconds."""
-        if (file := os.environ.get(BEAT)) is not None:
+        if (file := os.environ.get(HEARTBEAT)) is not None:
             now = time.time_ns()  # of this machine: a file server may have another clock
             with suppress(OSError), open(file, "ab"):  # a full disk must not end the call
                 os.utime(file, ns=(now, now))

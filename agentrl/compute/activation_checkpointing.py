@@ -1,4 +1,4 @@
-"""Activation checkpointing (arXiv:1604.06174): a layer keeps its input alone, and runs again in the backward pass."""
+"""Activation checkpointing (arXiv:1604.06174): a layer keeps only its input, and runs again in the backward pass."""
 
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -10,23 +10,22 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from agentrl.compute.hf_attention import recomputing
+from agentrl.compute.hf_attention import checkpoint_contexts
 
 
 def recompute(model: Any, offload: bool = False) -> None:
     """Make the layers of `model` recompute their activations in the backward pass.
 
-    offload: a layer's input lies in CPU memory until then.
-
-    By then the block that replaced the attention is left; each layer remembers its attention.
+    offload: keep the inputs of the layers in CPU memory until then. A layer runs again with the attention of its first
+    pass, although the block that replaced the attention is left by then.
     """
     for block in blocks_of(model):
         _wrap(block, model, offload)
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """Return the layers that are recomputed, and gathered, one at a time: those that transformers says must not be
-    split, else the longest list of modules that is in no other list."""
+    """Return the layers that are recomputed, and sharded, one at a time: the modules that transformers must not split,
+    else the longest list of modules that is in no other list."""
     kinds = set(getattr(model, "_no_split_modules", None) or ())
     found = [m for m in model.modules() if type(m).__name__ in kinds and not _has_table(m)]
     if found:
@@ -37,7 +36,7 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
 
 
 def _has_table(module: nn.Module) -> bool:
-    """Embeddings may be tied to the output layer, which is outside of every block."""
+    """Return whether the module holds embeddings, which may be tied to the output layer, outside of all blocks."""
     return any(isinstance(inner, nn.Embedding) for inner in module.modules())
 
 
@@ -47,7 +46,7 @@ def _wrap(block: nn.Module, model: Any, offload: bool) -> None:
     def forward(*arguments: Any, **options: Any) -> Any:
         if not torch.is_grad_enabled():
             return once(*arguments, **options)
-        around = partial(recomputing, model)
+        around = partial(checkpoint_contexts, model)
         with _on_host([*arguments, *options.values()]) if offload else nullcontext():
             return checkpoint(once, *arguments, use_reentrant=False, context_fn=around, **options)
 
@@ -55,8 +54,8 @@ def _wrap(block: nn.Module, model: Any, offload: bool) -> None:
 
 
 def _on_host(arguments: Sequence[Any]) -> saved_tensors_hooks:
-    """Keep what is saved in the shape of the first tensor, the layer's input, in CPU memory until the backward pass.
-    Positions and the like, which all layers share, stay where they are."""
+    """Keep tensors saved for the backward pass in CPU memory if they have the shape of the layer's input, the first
+    tensor of `arguments`. Positions and others that all layers share stay on their device."""
     shape = next(each.shape for each in arguments if isinstance(each, Tensor))
 
     def pack(saved: Tensor) -> tuple[torch.device, Tensor]:

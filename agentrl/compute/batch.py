@@ -1,4 +1,4 @@
-"""`Batch`: a step's samples as flat arrays with offsets, never padded to a rectangle; it pickles in microseconds."""
+"""`Batch`: samples as flat arrays with offsets, without padding; and its partition over workers."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,27 +13,29 @@ from agentrl.trajectory import Group, Trajectory
 Array = npt.NDArray[Any]
 Ints = npt.NDArray[np.int64]
 
-SIZES = (np.inf, 1.0, 0.5, 0.25, 0.125, 0.0)  # of the largest piece, in shares of a part; 0: single samples
-SLACK = 1.02  # whole groups are preferred as long as the fullest part is at most this much fuller
+SIZES = (np.inf, 1.0, 0.5, 0.25, 0.125, 0.0)
+"""Limits on the size of a piece that `balanced` tries, as shares of a part; 0: single samples."""
+SLACK = 1.02
+"""Larger pieces are preferred if their fullest part is at most this much fuller."""
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """S samples, T tokens in all; sample i is the tokens offsets[i]:offsets[i + 1].
-
-    offsets: int64 [S + 1]. tokens: columns [T], among them `ids` int32, `loss_mask` uint8 and `logprobs` float32 (the
-    engine's, 0 where not sampled); later `advantages`, `old_logprobs`, `reference_logprobs`, likewise.
-    samples: columns [S], among them `prompt_length` int32, `group` int64 (equal for samples of one task) and `reward`
-    float32. Every operation keeps every column.
+    """S samples of T tokens in all; sample i is the tokens offsets[i]:offsets[i + 1]. Every method keeps every column.
 
     A rollout that branched has a sample for each of its paths, next to each other: `loss_mask` is 1 for each trained
-    token in one of them. Such batches have the sample column `rollout` int64, equal for the paths of one rollout, and
-    the token column `began` int32, which orders a rollout's tokens by when they were sampled.
+    token in one of them.
     """
 
     offsets: npt.NDArray[np.int64]
+    """int64 [S + 1]: where each sample begins, and the end of the last."""
     tokens: Mapping[str, Array]
+    """Columns [T] by name: `ids` int32, `loss_mask` uint8 and `logprobs` float32 (the engine's, 0 where not sampled);
+    added later: `advantages`, `old_logprobs`, `reference_logprobs`, `values` and others, float32. Of rollouts that
+    branched also `began` int32, which orders a rollout's tokens by when they were sampled."""
     samples: Mapping[str, Array]
+    """Columns [S] by name: `prompt_length` int32, `group` int64 (equal for samples of one task) and `reward` float32.
+    Of rollouts that branched also `rollout` int64, equal for the paths of one."""
 
     @classmethod
     def from_trajectories(cls, trajectories: Sequence[Trajectory], groups: Sequence[int] | None = None) -> "Batch":
@@ -59,7 +61,8 @@ class Batch:
 
     @classmethod
     def from_groups(cls, groups: Sequence[Group]) -> "Batch":
-        """The valid trajectories of all groups, in order; sample column `group` is the index into `groups`."""
+        """Return the valid trajectories of all groups, in order; the sample column `group` is the index into
+        `groups`."""
         pairs = [(trajectory, index) for index, group in enumerate(groups) for trajectory in group.trajectories]
         return cls.from_trajectories([t for t, _ in pairs], [index for _, index in pairs])
 
@@ -68,12 +71,12 @@ class Batch:
 
     @property
     def lengths(self) -> npt.NDArray[np.int64]:
-        """Tokens of each sample, int64 [S]."""
+        """Number of tokens of each sample, int64 [S]."""
         return np.diff(self.offsets)
 
     @property
     def sampled(self) -> npt.NDArray[np.int64]:
-        """Sampled (masked-in) tokens of each sample, int64 [S]."""
+        """Number of sampled tokens (loss mask 1) of each sample, int64 [S]."""
         total = np.concatenate([[0], np.cumsum(self.tokens["loss_mask"], dtype=np.int64)])
         counts: npt.NDArray[np.int64] = total[self.offsets[1:]] - total[self.offsets[:-1]]
         return counts
@@ -117,17 +120,34 @@ class Batch:
         )
 
     def positions(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Return the indices of these samples' tokens, one sample after the other, in the token columns."""
+        """Return the indices in the token columns of the tokens of these samples, one sample after the other, int64."""
         lengths = self.lengths[indices]
         offsets = _offsets(lengths)
-        where: npt.NDArray[np.int64] = np.arange(offsets[-1]) + np.repeat(
+        positions: npt.NDArray[np.int64] = np.arange(offsets[-1]) + np.repeat(
             self.offsets[:-1][indices] - offsets[:-1], lengths
         )
-        return where
+        return positions
 
-    def deal(self, parts: int) -> "Deal":
-        """Distribute the samples over `parts` workers, balanced by packed tokens; see `deal`."""
-        return deal(self, parts)
+    def distribute(self, parts: int) -> "Partition":
+        """Split the samples over `parts` workers by packed tokens, each part in the order of the batch; deterministic.
+
+        Groups stay whole where that balances, since a worker computes the prompt of a group once for all of its
+        samples. Where it does not, a group is split, and several workers compute its prompt. Samples without a sampled
+        token are never computed: they count as 0 tokens, and stay with the sample before them.
+        """
+        kept = np.flatnonzero(self.sampled > 0)
+        lengths = self.lengths[kept]
+        trees = prefix_trees(self.select(kept))
+        shared = [tree.shared for tree in trees]
+        answers = [[(int(lengths[s]) - tree.shared, s) for s in tree.samples] for tree in trees]
+        owner = np.full(len(self), -1)
+        for part, pieces in enumerate(balanced(shared, answers, parts)):
+            for piece in pieces:
+                owner[kept[list(piece.samples)]] = part
+        known = np.maximum.accumulate(np.where(owner >= 0, np.arange(len(self)), 0))
+        owner = np.maximum(owner[known], 0)
+        chosen = [np.flatnonzero(owner == part) for part in range(parts)]
+        return Partition([self.select(indices) for indices in chosen], np.concatenate(chosen))
 
     def split(self, parts: int) -> "list[Batch]":
         """Return `parts` runs of consecutive rollouts whose counts differ by at most one; some may be empty."""
@@ -142,9 +162,10 @@ class Batch:
 
     @staticmethod
     def concat(batches: "Sequence[Batch]") -> "Batch":
-        """All samples in order. Group numbers are kept: number them apart beforehand if they must not mix.
+        """Return all samples in order. Groups keep their numbers, so that equal numbers become one group.
 
-        Raises ValueError when the batches' columns differ."""
+        Raises ValueError if the batches have different columns.
+        """
         first = batches[0]
         for other in batches[1:]:
             if set(other.tokens) != set(first.tokens) or set(other.samples) != set(first.samples):
@@ -218,14 +239,17 @@ def _columns(batch: Batch) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class PrefixTree:
-    """Samples (indices into the batch) whose first `shared` ids are equal and computed once."""
+    """Samples whose first ids are equal, and computed once."""
 
     shared: int
+    """Length of the shared prefix, in tokens."""
     samples: tuple[int, ...]
+    """Indices into the batch."""
 
 
 def prefix_trees(batch: Batch) -> list[PrefixTree]:
-    """Neighbouring samples of one group make a tree; they share the longest common prefix of their prompts."""
+    """Return a tree for each run of consecutive samples of a group; its prefix is the longest that their prompts
+    share."""
     trees = []
     groups = batch.samples["group"]
     starts = [0, *(np.flatnonzero(np.diff(groups)) + 1).tolist(), len(batch)] if len(batch) else [0]
@@ -236,7 +260,7 @@ def prefix_trees(batch: Batch) -> list[PrefixTree]:
 
 
 def _common_prefix(batch: Batch, samples: Sequence[int]) -> int:
-    """How many ids at the start of the samples' prompts are equal."""
+    """Return the length of the longest common prefix of the samples' prompts."""
     prompts = [batch.tokens["ids"][batch.span(s)][: batch.samples["prompt_length"][s]] for s in samples]
     length = min(len(p) for p in prompts)
     for prompt in prompts[1:]:
@@ -246,18 +270,19 @@ def _common_prefix(batch: Batch, samples: Sequence[int]) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Deal:
-    """parts: the batches of the workers, some maybe empty. order: int64 [S], where their samples, one part after the
-    other, stand in the batch that was dealt."""
+class Partition:
+    """A batch split over workers."""
 
     parts: list[Batch]
+    """The batch of each worker; some may be empty."""
     order: Ints
+    """int64 [S]: the index in the whole batch of each sample, one part after the other."""
 
     def join(self, outputs: Sequence[Any]) -> Any:
         """Join the workers' outputs for their parts, as if one worker had computed the whole batch.
 
-        Arrays [a part's tokens, ...] or [a part's samples, ...] are put in the batch's order, as are batches; objects
-        with `merge(others)` are merged; None stays None. Raises ValueError for anything else.
+        Batches, and arrays [tokens of the part, ...] or [samples of the part, ...], are put into the order of the whole
+        batch; objects with `merge(others)` are merged; None stays None. Raises ValueError for anything else.
         """
         if len(outputs) != len(self.parts):
             raise ValueError(f"{len(outputs)} outputs for {len(self.parts)} parts")
@@ -276,90 +301,72 @@ class Deal:
         sizes = [len(output) for output in outputs]
         joined = np.concatenate([output for output in outputs if len(output)] or [outputs[0]])
         if sizes == [int(part.offsets[-1]) for part in self.parts]:
-            dealt = Batch.concat([Batch(part.offsets, {}, {}) for part in self.parts])
-            back: npt.NDArray[Any] = joined[dealt.positions(np.argsort(self.order))]
-            return back
+            lengths = Batch.concat([Batch(part.offsets, {}, {}) for part in self.parts])
+            by_token: npt.NDArray[Any] = joined[lengths.positions(np.argsort(self.order))]
+            return by_token
         if sizes == [len(part) for part in self.parts]:
-            whole: npt.NDArray[Any] = joined[np.argsort(self.order)]
-            return whole
+            by_sample: npt.NDArray[Any] = joined[np.argsort(self.order)]
+            return by_sample
         raise ValueError(f"outputs of {sizes} entries are neither the parts' tokens nor their samples")
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Answers of one group that stay together: their tokens without the prompt, their samples."""
+    """Samples of one group that stay in one part."""
 
     group: int
+    """Index of the group."""
     tokens: int
+    """Their tokens without the shared prompt."""
     samples: tuple[int, ...]
-
-
-def deal(batch: Batch, parts: int) -> Deal:
-    """Distribute the samples over `parts` parts, each in the order of the batch, deterministically.
-
-    Groups stay whole where that balances: a worker computes a group's prompt once, for all samples of it that it has.
-    Where it does not, they are split, and several workers compute their prompt.
-
-    Samples without a sampled token are never computed, so they weigh nothing and stay with the sample before them.
-    """
-    kept = np.flatnonzero(batch.sampled > 0)
-    lengths = batch.lengths[kept]
-    trees = prefix_trees(batch.select(kept))
-    shared = [tree.shared for tree in trees]
-    answers = [[(int(lengths[s]) - tree.shared, s) for s in tree.samples] for tree in trees]
-    owner = np.full(len(batch), -1)
-    for part, pieces in enumerate(balanced(shared, answers, parts)):
-        for piece in pieces:
-            owner[kept[list(piece.samples)]] = part
-    known = np.maximum.accumulate(np.where(owner >= 0, np.arange(len(batch)), 0))
-    owner = np.maximum(owner[known], 0)
-    chosen = [np.flatnonzero(owner == part) for part in range(parts)]
-    return Deal([batch.select(indices) for indices in chosen], np.concatenate(chosen))
+    """Indices of the samples."""
 
 
 def balanced(shared: Sequence[int], answers: Sequence[list[tuple[int, int]]], parts: int) -> list[list[Piece]]:
-    """Distribute groups over `parts` parts of about equal packed tokens; return the pieces of each, some maybe none.
+    """Distribute groups over `parts` parts of about equal packed tokens; return the pieces of each part, perhaps none.
 
-    shared: tokens of each group's prompt. answers: of each group, (tokens without the prompt, sample). Of several ways
-    to cut the groups the one that cuts least is taken, unless its fullest part is fuller.
+    shared: number of tokens of each group's shared prompt. answers: for each group, (tokens without the prompt,
+    sample). Groups are cut by several limits in turn (SIZES), and the one that cuts least is chosen among those whose
+    fullest part is within SLACK of the best.
     """
     ideal = sum(shared, sum(tokens for group in answers for tokens, _ in group)) / parts
     found: list[tuple[float, list[list[Piece]]]] = []
     for size in SIZES:
         pieces = [p for g, group in enumerate(answers) for p in _cut(g, shared[g], group, size * ideal)]
-        placed = _evened(_placed(pieces, shared, parts), shared)
+        placed = _rebalanced(_assigned(pieces, shared, parts), shared)
         found.append((max(packed_tokens(part, shared) for part in placed), placed))
     fullest = min(load for load, _ in found)
     return next(placed for load, placed in found if load <= SLACK * fullest)
 
 
 def _cut(group: int, shared: int, answers: list[tuple[int, int]], size: float) -> Iterator[Piece]:
-    """A group in the fewest pieces of at most `size` tokens with their prompt (or of one answer), about equal ones."""
+    """Cut a group into the fewest pieces, of about equal size, of at most `size` tokens with their prompt, or of one
+    answer."""
     tokens = sum(length for length, _ in answers)
     count = 1 if shared + tokens <= size else min(len(answers), int(-(-tokens // max(1.0, size - shared))))
     bins: list[list[tuple[int, int]]] = [[] for _ in range(count)]
     loads = np.zeros(count)
     for answer in sorted(answers, key=lambda a: (-a[0], a[1])):
-        place = int(loads.argmin())
-        bins[place].append(answer)
-        loads[place] += max(1, answer[0])
+        lightest = int(loads.argmin())
+        bins[lightest].append(answer)
+        loads[lightest] += max(1, answer[0])
     for chosen in bins:
         yield Piece(group, sum(length for length, _ in chosen), tuple(sorted(s for _, s in chosen)))
 
 
-def _placed(pieces: Sequence[Piece], shared: Sequence[int], parts: int) -> list[list[Piece]]:
-    """The largest piece first, each where the load is least afterwards (LPT, Graham 1969; a prompt that a part has
-    already costs nothing). Pieces of a group in one part become one."""
+def _assigned(pieces: Sequence[Piece], shared: Sequence[int], parts: int) -> list[list[Piece]]:
+    """Assign the pieces to parts, the largest first, each to the part with the least load afterwards (LPT, Graham 1969;
+    a prompt that a part has already costs nothing). Pieces of one group in one part become one piece."""
     loads = np.zeros(parts)
-    there: dict[int, list[int]] = {}  # group -> the parts that compute its prompt
+    computing: dict[int, list[int]] = {}  # group -> the parts that compute its prompt
     placed: list[dict[int, list[Piece]]] = [{} for _ in range(parts)]
     for piece in sorted(pieces, key=lambda p: (-(p.tokens + shared[p.group]), p.samples)):
         after = loads + piece.tokens + shared[piece.group]
-        after[there.get(piece.group, [])] -= shared[piece.group]
+        after[computing.get(piece.group, [])] -= shared[piece.group]
         part = int(after.argmin())
         loads[part] = after[part]
         if piece.group not in placed[part]:
-            there.setdefault(piece.group, []).append(part)
+            computing.setdefault(piece.group, []).append(part)
         placed[part].setdefault(piece.group, []).append(piece)
     return [[_merged(pieces) for pieces in part.values()] for part in placed]
 
@@ -369,21 +376,23 @@ def _merged(pieces: Sequence[Piece]) -> Piece:
     return Piece(pieces[0].group, sum(piece.tokens for piece in pieces), tuple(samples))
 
 
-def _evened(parts: list[list[Piece]], shared: Sequence[int]) -> list[list[Piece]]:
-    """Pieces moved from the fullest part, or exchanged with another's, as long as that makes the two fullest less."""
+def _rebalanced(parts: list[list[Piece]], shared: Sequence[int]) -> list[list[Piece]]:
+    """Move pieces out of the fullest part, or exchange them with another part's, as long as that lowers the fuller of
+    the two."""
     for _ in range(8 * len(parts)):
         loads = np.array([packed_tokens(part, shared) for part in parts])
         full = int(loads.argmax())
         for other in np.argsort(loads, kind="stable").tolist():
-            if _exchanged(parts[full], parts[other], loads[full] - loads[other], shared):
+            if _moved(parts[full], parts[other], loads[full] - loads[other], shared):
                 break
         else:
             break
     return parts
 
 
-def _exchanged(full: list[Piece], other: list[Piece], gap: float, shared: Sequence[int]) -> bool:
-    """Give the piece, or exchange the two, whose difference in tokens is nearest to half the gap; False if none is."""
+def _moved(full: list[Piece], other: list[Piece], gap: float, shared: Sequence[int]) -> bool:
+    """Move one piece from `full` to `other`, or exchange two, so that the change in tokens is nearest to half of `gap`;
+    return False if no move changes less than `gap`."""
     given = np.array([p.tokens + shared[p.group] for p in full], float)
     taken = np.array([0, *(p.tokens + shared[p.group] for p in other)], float)
     change = given[:, None] - taken
@@ -400,5 +409,5 @@ def _exchanged(full: list[Piece], other: list[Piece], gap: float, shared: Sequen
 
 
 def packed_tokens(pieces: Sequence[Piece], shared: Sequence[int]) -> int:
-    """Return the packed tokens of a part."""
+    """Return the number of packed tokens of a part: each prompt counts once. shared: see `balanced`."""
     return sum(piece.tokens for piece in pieces) + sum(shared[group] for group in {piece.group for piece in pieces})

@@ -1,21 +1,22 @@
-"""Our own training forward for the Qwen2/Qwen3/Llama block, on the module's own parameters."""
+"""`BlockForward`: the training forward of Qwen2, Qwen3, Llama and Mistral models by our own decoder block."""
 
 import torch
 from torch import Tensor, nn
 
 from agentrl.compute.kernels import rms_norm, swiglu, token_logprobs
 from agentrl.compute.packing import Packed
-from agentrl.compute.tree_attention import attend, plan
+from agentrl.compute.tree_attention import attend, make_layout
 from agentrl.models import block
-from agentrl.models.block import Rope, Weights, unsupported, weights_of
+from agentrl.models.block import Rope, Weights, weights_of
 from agentrl.models.lora import has_dropout, layers
 
 KERNELS = block.Kernels(rms_norm, swiglu)
-SMALL = 50_000_000  # parameters: up to here joined and folded copies of the weights, made anew each pass, pay
+SMALL = 50_000_000
+"""Number of parameters up to which joined and folded copies of the weights, made anew in each pass, are faster."""
 
 
-class FastForward:
-    """Our own forward pass; built once per run for a model that `fits`."""
+class BlockForward:
+    """A `Forward` on the parameters of a model that it supports (see `unsupported`); built once a run."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -23,8 +24,8 @@ class FastForward:
         self.copies = sum(p.numel() for p in model.parameters()) <= SMALL
 
     @staticmethod
-    def fits(model: nn.Module) -> str | None:
-        """Return why it cannot run this model, or None."""
+    def unsupported(model: nn.Module) -> str | None:
+        """Return why it cannot run this model, in a few words; None: it can."""
         if next(model.parameters()).dtype != torch.float32:
             return "its weights are not float32"
         if adapted := layers(model):
@@ -32,28 +33,28 @@ class FastForward:
                 return "its adapter has dropout"
             if sum(p.numel() for p in model.parameters()) > SMALL:
                 return f"it would merge the adapters of {len(adapted)} layers in each pass"
-        return unsupported(model)
+        return block.unsupported(model)
 
     def __call__(self, packed: Packed, temperature: float) -> tuple[Tensor, Tensor]:
-        """Return log-probs and entropies of the packed row's predictions, float32 [N] each."""
+        """Return log-probs and entropies (nats) of the packed row's predictions, float32 [N] each."""
         states, head = self.states(packed)
         return token_logprobs(states, head, None, torch.from_numpy(packed.target).to(head.device), temperature)
 
     def states(self, packed: Packed) -> tuple[Tensor, Tensor]:
-        """Return hidden states [N, D] of the tokens that predict, and the output layer's matrix [V, D]:
-        the final norm's gain may be in the one or in the other."""
+        """Return the hidden states [N, D] of the predicting tokens, and the matrix [V, D] of the output layer; either
+        may include the gain of the final norm."""
         weights = weights_of(self.model, copy=self.copies, interleave=self.copies)
         device = weights.embed.device
         rotation = self.rope(torch.from_numpy(packed.positions).to(device))
         ids, predict = (torch.from_numpy(indices).to(device) for indices in (packed.ids, packed.predict))
-        layout, scale = plan(packed.segments, device), weights.shape.head_dim**-0.5
+        layout, scale = make_layout(packed.segments, device), weights.shape.head_dim**-0.5
 
-        def mix(_: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        def attention(_: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return attend(q, k, v, layout, scale)
 
-        return block.hidden(weights, ids, rotation, mix, KERNELS, predict), _head(weights)
+        return block.hidden(weights, ids, rotation, attention, KERNELS, predict), _head(weights)
 
 
 def _head(weights: Weights) -> Tensor:
-    """The matrix [V, D] that maps hidden states to logits."""
+    """Return the matrix [V, D] that maps hidden states to logits."""
     return weights.head.weights[0].t() if weights.head.transposed else weights.head.weights[0]

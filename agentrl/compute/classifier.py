@@ -1,8 +1,7 @@
-"""`RewardModel`: the tensor work of a sequence classifier that scores finished trajectories, in one process or as one
-rank of several.
+"""`RewardModel`: the tensor work of a sequence classifier that scores trajectories, in one process or as one rank of
+several.
 
-A score is what the model itself says of the one sequence: packed rows, and prompts that the samples of a group share,
-change it by rounding only.
+Scores equal those of the model on separate sequences up to rounding: packing and shared prompts do not change them.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,19 +27,21 @@ Floats = npt.NDArray[np.float32]
 
 
 class ScoreForward(Protocol):
-    """Scores the sequences of a packed row, each of which predicts one token: the one its score is read at."""
+    """Computes the scores of a packed row, whose only predictions are the tokens at which scores are read."""
 
     model: Any
+    """The classifier."""
 
     def __call__(self, packed: Packed) -> Tensor:
-        """float32 [N], one for each prediction."""
+        """Return one score for each prediction of the row, float32 [N]."""
         ...
 
 
 class RewardModel:
-    """Scores by the recipe's `rewards.model`. `description` says in a line how.
+    """Computes scores by the recipe's `rewards.model`.
 
-    forward: how scores are computed (None: the model is loaded here, whole).
+    forward: computes the scores of a packed row; None loads the whole model in this process. ranks: the ranks that
+    share the model. description: how scores are computed, in one line. Raises as `load_classifier` does.
     """
 
     def __init__(
@@ -52,22 +53,23 @@ class RewardModel:
     ) -> None:
         if forward is None:
             model = load_classifier(recipe, find_device(recipe.model.device))
-            way, description = choose(model)
-            forward = WAYS[way](model)
+            kind, description = choose(model)
+            forward = SCORE_FORWARDS[kind](model)
         self.forward, self.ranks, self.description, self.model = forward, ranks, description, forward.model
         self._pad = padding_of(forward.model.config)
         self._tokens = recipe.train.micro_batch_tokens
 
     def scores(self, batch: Batch) -> Floats:
-        """Of every sample, float32 [S]; batch: as `to_score` makes it. Ids are of the classifier's own vocabulary."""
-        placed = _placed(batch, self._pad)
-        scores: Floats = token_column(placed, self._tokens, self.ranks, self.forward)
-        scores = scores[placed.tokens["loss_mask"].astype(bool)]
+        """Return the score of each sample, float32 [S]. batch: from `scoring_batch`, with ids of the classifier's own
+        vocabulary."""
+        marked = _mark_ends(batch, self._pad)
+        scores: Floats = token_column(marked, self._tokens, self.ranks, self.forward)
+        scores = scores[marked.tokens["loss_mask"].astype(bool)]
         return scores
 
 
 class ModuleScores:
-    """By a causal model with its attention replaced by that over the forest, and its linear layer `score`."""
+    """A `ScoreForward` by a causal model with attention over shared-prefix trees, and its linear layer `score`."""
 
     def __init__(self, model: Any) -> None:
         self.model = model
@@ -81,20 +83,20 @@ class ModuleScores:
 
 
 class SequenceScores:
-    """By the model as it is, one sequence after another: right for every classifier, and slow.
+    """A `ScoreForward` by the unchanged model, one sequence after another: exact for every classifier, and slow.
 
-    most: as SequenceForward's.
+    max_over_ranks: see `SequenceRunner`.
     """
 
-    def __init__(self, model: Any, most: Callable[[int], int] | None = None) -> None:
-        self.model, self.most = model, most
+    def __init__(self, model: Any, max_over_ranks: Callable[[int], int] | None = None) -> None:
+        self.model, self.max_over_ranks = model, max_over_ranks
 
     def __call__(self, packed: Packed) -> Tensor:
         leaves = [segment for segment in packed.segments if segment.predictions]
         paths = [
             np.concatenate([packed.ids[s.prefix_start : s.prefix_end], packed.ids[s.start : s.end]]) for s in leaves
         ]
-        wanted = self.most(len(paths)) if self.most is not None else len(paths)
+        wanted = self.max_over_ranks(len(paths)) if self.max_over_ranks is not None else len(paths)
         scores = [self._score(path) for path in [*paths, *[packed.ids[:1]] * (wanted - len(paths))]]
         return torch.stack(scores)[: len(paths)] if scores else torch.zeros(0)
 
@@ -104,11 +106,13 @@ class SequenceScores:
         return score
 
 
-WAYS: dict[str, Any] = {way.__name__: way for way in (ModuleScores, SequenceScores)}
+SCORE_FORWARDS: dict[str, Any] = {kind.__name__: kind for kind in (ModuleScores, SequenceScores)}
+"""Implementations of `ScoreForward` by name."""
 
 
-def to_score(rows: Sequence[npt.NDArray[np.int32]], groups: Sequence[int]) -> Batch:
-    """A batch of sequences of at least one id each; groups: equal for neighbours that may begin alike."""
+def scoring_batch(rows: Sequence[npt.NDArray[np.int32]], groups: Sequence[int]) -> Batch:
+    """Return a batch of sequences. rows: the ids of each, int32, at least one. groups: the group of each; neighbours of
+    one group may share a prefix."""
     lengths = np.array([len(row) for row in rows], np.int64)
     ends = np.cumsum(lengths)
     ids = np.concatenate(rows).astype(np.int32) if len(rows) else np.zeros(0, np.int32)
@@ -122,7 +126,8 @@ def to_score(rows: Sequence[npt.NDArray[np.int32]], groups: Sequence[int]) -> Ba
 
 
 def choose(model: Any) -> tuple[str, str]:
-    """Return the name of the fastest implementation that is exact for `model`, and a line about it."""
+    """Return the name in SCORE_FORWARDS of the fastest implementation that is exact for `model`, and one line about
+    it."""
     packed, tolerance = probe_of(model), TOLERANCE.get(next(model.parameters()).dtype, 0.25)
     with torch.no_grad():
         why = disproof(
@@ -141,25 +146,25 @@ def probe_of(model: Any) -> Packed:
     rows = [np.concatenate([opening, rng.integers(0, vocabulary, n)]) for n in (3, 6)] + [
         rng.integers(0, vocabulary, 9)
     ]
-    probe = _placed(to_score(rows, [0, 0, 1]), padding_of(model.config))
+    probe = _mark_ends(scoring_batch(rows, [0, 0, 1]), padding_of(model.config))
     return pack(probe, prefix_trees(probe))
 
 
 def load_classifier(recipe: Recipe, device: Any = "cpu") -> Any:
-    """The sequence classifier that `rewards.model` names, in the policy's precision, frozen.
+    """Load the sequence classifier that `rewards.model` names, in the policy's dtype, frozen, onto `device`.
 
-    Raises UserError: no such folder, no model or another one in it, more than one label, a head without weights.
+    Raises UserError: no such folder, no classifier in it, more than one label, or a head without weights.
     """
     from transformers import AutoModelForSequenceClassification
 
     section, path = recipe.model.frozen, str(recipe.rewards.model)
-    place = classifier_folder(path)
+    folder = classifier_folder(path)
     config = classifier_config(path, section)
-    model, info = loaded(
+    model, info = _load_or_explain(
         path,
         "its weights",
         lambda: AutoModelForSequenceClassification.from_pretrained(
-            place,
+            folder,
             config=config,
             dtype=getattr(torch, section.dtype),
             trust_remote_code=section.trust_remote_code,
@@ -172,8 +177,8 @@ def load_classifier(recipe: Recipe, device: Any = "cpu") -> Any:
     return model.to(device).eval().requires_grad_(False)
 
 
-def classifier_shape(recipe: Recipe) -> Any:
-    """The same module without weights, on the device that torch makes tensors on by default."""
+def classifier_skeleton(recipe: Recipe) -> Any:
+    """Build the same module without weights, on torch's default device. Raises UserError as `classifier_config`."""
     from transformers import AutoModelForSequenceClassification
 
     config = classifier_config(str(recipe.rewards.model), recipe.model)
@@ -183,15 +188,18 @@ def classifier_shape(recipe: Recipe) -> Any:
 
 
 def classifier_config(path: str, section: ModelSection) -> Any:
-    """Raises UserError: no configuration there, an architecture that cannot classify, more labels than one."""
+    """Return the transformers configuration of the classifier at `path`.
+
+    Raises UserError: no configuration there, an architecture that cannot classify, or more than one label.
+    """
     from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES as KNOWN
 
-    place = classifier_folder(path)
-    config = loaded(
+    folder = classifier_folder(path)
+    config = _load_or_explain(
         path,
         "its configuration",
-        lambda: AutoConfig.from_pretrained(place, trust_remote_code=section.trust_remote_code),
+        lambda: AutoConfig.from_pretrained(folder, trust_remote_code=section.trust_remote_code),
     )
     remote = "AutoModelForSequenceClassification" in (getattr(config, "auto_map", None) or {})
     if config.model_type not in KNOWN and not (remote and section.trust_remote_code):
@@ -204,7 +212,10 @@ def classifier_config(path: str, section: ModelSection) -> Any:
 
 
 def classifier_folder(path: str) -> str:
-    """What `from_pretrained` is given: a folder that exists, or a hub name. Raises UserError."""
+    """Return the argument of `from_pretrained` for `path`: an existing folder, or a hub name.
+
+    Raises UserError: `path` is neither, or the folder has no config.json.
+    """
     folder = Path(path).expanduser()
     if folder.is_dir():
         if not (folder / "config.json").is_file():
@@ -215,13 +226,14 @@ def classifier_folder(path: str) -> str:
     return path
 
 
-def loaded(path: str, what: str, load: Callable[[], Any]) -> Any:
-    """`load()`, its errors as one line. This is the boundary to files and to the hub."""
+def _load_or_explain(path: str, what: str, load: Callable[[], Any]) -> Any:
+    """Return `load()`. Raises UserError, one line, for any error of it: this is the boundary to files and to the
+    hub."""
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     before = logging.get_verbosity()
-    logging.set_verbosity_error()  # what it would report at length is said in one line, or is nothing
+    logging.set_verbosity_error()  # its long reports are replaced by one line
     try:
         return load()
     except Exception as error:
@@ -233,13 +245,14 @@ def loaded(path: str, what: str, load: Callable[[], Any]) -> Any:
 
 
 def padding_of(config: Any) -> int | None:
-    """Return the id that a classifier skips when it looks for the end of a sequence."""
+    """Return the padding id, which a classifier skips when it looks for the end of a sequence; None if it has none."""
     pad: int | None = config.get_text_config().pad_token_id
     return pad
 
 
-def _placed(batch: Batch, pad: int | None) -> Batch:
-    """The mask on the token that each score is read at: as transformers has it, the last one that is not padding."""
+def _mark_ends(batch: Batch, pad: int | None) -> Batch:
+    """Set the loss mask to 1 on the token at which each score is read: the last one that is not padding, as in
+    transformers."""
     real = batch.tokens["ids"] != pad if pad is not None else np.ones(int(batch.offsets[-1]), bool)
     steps = np.arange(len(real)) - np.repeat(batch.offsets[:-1], batch.lengths)
     last = np.maximum.reduceat(np.where(real, steps, 0), batch.offsets[:-1]) if len(batch) else np.zeros(0, np.int64)
@@ -249,7 +262,7 @@ def _placed(batch: Batch, pad: int | None) -> Batch:
 
 
 def _targets(packed: Packed) -> Ints:
-    """The packed index of each predicted token itself, int64 [N]."""
+    """Return the packed index of each predicted token, int64 [N]."""
     leaves: list[Segment] = [segment for segment in packed.segments if segment.predictions]
     starts = np.repeat([s.start for s in leaves], [s.predictions for s in leaves]).astype(np.int64)
     return np.where(packed.predict >= starts, packed.predict + 1, starts)

@@ -1,13 +1,14 @@
-"""How much arithmetic a model's passes are, and how much its device could do: model FLOPs utilisation.
+"""FLOPs of a model's passes, peak FLOP/s of devices, and model FLOPs utilisation (MFU).
 
-What is counted in train/tflops and train/mfu is what is computed while the trainer works, by the devices that it has:
-updates of policy and critic, log-probs of policy and reference, values. Sampling is in neither the operations nor the
-time; nor is the reward model, which scores while samples are drawn: its own figures are over its own calls.
+train/tflops and train/mfu count what the trainer's devices compute during training: updates of policy and critic,
+log-probs of policy and reference, values. Sampling counts neither in the operations nor in the time. Nor does the
+reward model, which scores during sampling; its own metrics are over its own calls.
 
-Counted as in appendix B of PaLM (Chowdhery et al., arXiv:2204.02311): two operations a parameter and token forwards,
-four backwards, and those of attention; nothing for norms, softmax, or what is computed a second time (activations,
-prompts that a split of the batch repeats). Stricter than there: a prompt that samples share counts once, the output
-layer only where a token is predicted, and attention only for pairs of tokens that attend.
+FLOPs are counted as in appendix B of PaLM (Chowdhery et al., arXiv:2204.02311): two operations for each parameter and
+token in the forward pass, four in the backward pass, and those of attention; none for norms, softmax, or anything
+computed a second time (activations, prompts that a partition of the batch repeats). In addition, a prompt that samples
+share counts once, the output layer counts only for predicted tokens, and attention only for pairs of tokens that
+attend.
 """
 
 from collections.abc import Iterable
@@ -24,6 +25,7 @@ from agentrl.recipe.schema import Recipe
 
 TERA = 1e12
 ROLES = ("actor", "reference", "critic", "reward_model")
+"""Names of the roles."""
 PEAKS = {  # teraFLOP/s without sparsity: (bfloat16 with tensor cores, float32), by a part of the device's name
     "GB200": (2500.0, 80.0), "B200": (2250.0, 75.0), "GH200": (989.4, 67.0), "H200": (989.4, 67.0),
     "H100 PCIe": (756.0, 51.0), "H100 NVL": (835.0, 60.0), "H100": (989.4, 67.0), "H800": (989.4, 67.0),
@@ -32,27 +34,33 @@ PEAKS = {  # teraFLOP/s without sparsity: (bfloat16 with tensor cores, float32),
     "RTX 4090": (165.2, 82.6), "RTX 3090": (71.0, 35.6), "A10": (125.0, 31.2), "MI325X": (1307.4, 163.4),
     "MI300X": (1307.4, 163.4), "MI250X": (383.0, 47.9),
 }  # fmt: skip
-"""From the makers' data sheets. Where a name contains several, the first counts."""
-PROBE_SECONDS = 0.1  # that the measuring of a CPU may take, about
-PROBE_WIDTH = 1024  # of the largest matrix that it multiplies
+"""From the makers' data sheets. If a device's name contains several, the first counts."""
+PROBE_SECONDS = 0.1
+"""Approximate time of the measurement of a CPU."""
+PROBE_WIDTH = 1024
+"""Width of the largest matrix in that measurement."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Of a model's passes. body, head: parameters in matrices that every token passes, and of the output layer, which
-    only predictions pass. trained_body, trained_head: those with gradients. pair: forward operations of a token that
-    attends to another, over all layers (4 x layers x heads x head size)."""
+    """What the FLOPs of a model's passes depend on."""
 
     body: int
+    """Parameters in matrices that every token passes."""
     head: int
+    """Parameters of the output layer, which only predictions pass."""
     trained_body: int
+    """Those of `body` with gradients."""
     trained_head: int
+    """Those of `head` with gradients."""
     pair: int
+    """FLOPs of the forward pass for one token that attends to another, over all layers: 4 x layers x heads x head
+    size."""
 
     @classmethod
     def of(cls, model: Any, adapter: bool = True) -> "Cost":
-        """From its parameters' whole shapes, sharded or not: of a language model, a value model or a classifier. Of
-        experts, as many count as a token passes. adapter: False leaves one out that is switched off."""
+        """Count the parameters of a language model, a value model or a classifier, sharded or not. Of the experts,
+        those count that a token passes. adapter: False leaves an adapter out that is switched off."""
         text = model.config.get_text_config()
         output = getattr(model, "lm_head", None) or getattr(model, "score", None)
         backbone = model if hasattr(model, "get_input_embeddings") else model.model
@@ -72,55 +80,60 @@ class Cost:
         pair = 4 * text.num_hidden_layers * heads * head_dim
         return cls(body, size, trained, size if size and head.requires_grad else 0, pair)
 
-    def forward(self, need: "Need") -> float:
-        """FLOPs of a forward pass."""
-        return 2.0 * (self.body * need.tokens + self.head * need.predictions) + float(self.pair * need.pairs)
+    def forward(self, work: "Workload") -> float:
+        """Return the FLOPs of a forward pass."""
+        return 2.0 * (self.body * work.tokens + self.head * work.predictions) + float(self.pair * work.pairs)
 
-    def update(self, need: "Need") -> float:
-        """FLOPs of a forward and backward pass; a frozen matrix needs no gradient of its own."""
-        own = 2.0 * (self.trained_body * need.tokens + self.trained_head * need.predictions)
-        return 2 * self.forward(need) + own + float(self.pair * need.pairs)
+    def update(self, work: "Workload") -> float:
+        """Return the FLOPs of a forward and backward pass. Frozen matrices have no gradient of their own."""
+        own = 2.0 * (self.trained_body * work.tokens + self.trained_head * work.predictions)
+        return 2 * self.forward(work) + own + float(self.pair * work.pairs)
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
-    """What a role's passes cost, and what its devices could do together (FLOP/s; None: not known). devices: which they
-    are; roles that share them say the same."""
+class RoleCost:
+    """The FLOPs of a role, and the peak of its devices."""
 
     cost: Cost
+    """The FLOPs of its model's passes."""
     peak: float | None
+    """Peak FLOP/s of its devices together; None: not known."""
     devices: str
+    """Name of its set of devices, equal for roles that share them."""
 
 
 def costs(holder: Any) -> dict[str, Cost]:
-    """Of the roles that `holder` has, by their names. A reference computes without the policy's adapter."""
+    """Return the cost of each role that is an attribute of `holder`, by name. A reference has no adapter."""
     roles = {name: getattr(holder, name, None) for name in ROLES}
     return {name: Cost.of(role.model, name != "reference") for name, role in roles.items() if role is not None}
 
 
-def peak_together(works: Iterable[Work]) -> float | None:
-    """FLOP/s of all their devices; None where one is not known."""
-    peaks = {work.devices: work.peak for work in works}.values()
+def peak_together(roles: Iterable[RoleCost]) -> float | None:
+    """Return the peak FLOP/s of all devices together, each set once; None if one is not known."""
+    peaks = {role.devices: role.peak for role in roles}.values()
     return sum(peak for peak in peaks if peak is not None) if all(peaks) else None
 
 
 def _active(text: Any) -> float:
+    """Return the share of its experts that a token passes; 1 without experts."""
     experts = getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None)
     return text.num_experts_per_tok / experts if experts else 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Need:
-    """What a batch asks of a model when every shared prompt is computed once: packed tokens, predictions, and pairs of
-    tokens of which one attends to the other or to itself."""
+class Workload:
+    """The size of a batch for a model that computes each shared prompt once."""
 
     tokens: int
+    """Packed tokens."""
     predictions: int
+    """Predicted tokens."""
     pairs: int
+    """Pairs of tokens of which one attends to the other, or to itself."""
 
     @classmethod
-    def of(cls, batch: Batch) -> "Need":
-        """Samples without a sampled token are left out, as they are by the passes."""
+    def of(cls, batch: Batch) -> "Workload":
+        """Count the tokens of a batch, without samples that have no sampled token: no pass computes them."""
         predicting = batch.sampled > 0
         kept = batch if predicting.all() else batch.select(np.flatnonzero(predicting))
         lengths = kept.lengths.astype(np.int64)
@@ -133,32 +146,34 @@ class Need:
 
 
 def utilisation(flops: float, seconds: float, peak: float | None, of: str = "train") -> dict[str, float]:
-    """The metrics <of>/tflops (a second, of all devices) and <of>/mfu, their share of what those could do."""
+    """Return the metrics <of>/tflops, teraFLOP/s of all devices, and <of>/mfu, their share of `peak` (FLOP/s; None: not
+    known)."""
     found = {f"{of}/tflops": flops / seconds / TERA}
     return {**found, f"{of}/mfu": flops / seconds / peak} if peak else found
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
-    """FLOP/s of matrix products: from the data sheet of a known GPU (None: not known), measured on a CPU."""
+    """Return the peak FLOP/s of matrix products: by the data sheet of a known GPU (None: not known), or measured on a
+    CPU."""
     if device.type == "cuda":
         return known_peak(torch.cuda.get_device_name(device), dtype)
     return _measured_peak(dtype) if device.type == "cpu" else None
 
 
 def peak_of(model: Any, recipe: Recipe, device: torch.device) -> float | None:
-    """Of a device that trains `model` by `recipe`."""
+    """Return the peak FLOP/s of a device that trains `model` by `recipe`; None: not known."""
     mixed = recipe.model.compute == "bfloat16"
     return peak_flops(device, torch.bfloat16 if mixed else next(model.parameters()).dtype)
 
 
 def known_peak(name: str, dtype: torch.dtype) -> float | None:
-    """By the name that the driver gives the device."""
+    """Return the peak FLOP/s of a GPU by the driver's name of it; None: not known."""
     found = next((peaks for part, peaks in PEAKS.items() if part in name), None)
     return None if found is None else TERA * found[dtype == torch.float32]
 
 
 def _measured_peak(dtype: torch.dtype) -> float:
-    """The best of a few products, larger ones while there is time."""
+    """Measure a few matrix products, of growing size while there is time; return the best FLOP/s."""
     best, spent, width = 0.0, 0.0, 128
     while spent < PROBE_SECONDS:
         a, b = torch.ones(width, width, dtype=dtype), torch.ones(width, width, dtype=dtype)

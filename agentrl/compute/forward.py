@@ -1,8 +1,8 @@
 """Log-probs and entropies of a packed row, by the fastest implementation that is exact for the model.
 
-There are three: our own forward (block_forward.py), the Hugging Face module with its attention replaced, and the module
-on one sequence after another. `choose` tries them on a small packed row at start-up, and takes the first that agrees
-with the last.
+There are three: our own forward (block_forward.py), the Hugging Face module with its attention replaced, and the
+unchanged module on one sequence after another. `choose` compares them on a small packed row at start-up, and takes the
+first that agrees with the last.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,17 +19,19 @@ from agentrl.algo.loss import entropy
 from agentrl.compute import liger
 from agentrl.compute.activation_checkpointing import recompute
 from agentrl.compute.batch import Batch, prefix_trees
-from agentrl.compute.block_forward import FastForward
-from agentrl.compute.hf_attention import Unsupported, attending
+from agentrl.compute.block_forward import BlockForward
+from agentrl.compute.hf_attention import Unsupported, replaced_attention
 from agentrl.compute.kernels import token_logprobs
 from agentrl.compute.packing import Packed, pack
-from agentrl.compute.tree_attention import attend, faults, plan
+from agentrl.compute.tree_attention import attend, faults, make_layout
 from agentrl.models.prove import attempt, difference, differs_like_others
 from agentrl.recipe.schema import ModelSection
 
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.05}
-"""Nats, or shares of the largest value; log-probs in half precision are judged by `differs_like_others` instead."""
+"""Largest difference, in nats or as a share of the largest value. Log-probs in half precision are compared by
+`differs_like_others` instead."""
 EXACT = (torch.float32, torch.float64)
+"""Dtypes whose results are compared by TOLERANCE."""
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -38,19 +40,20 @@ class Forward(Protocol):
     """Computes what the loss needs, with gradients to the parameters of `model`."""
 
     model: Any
+    """The causal language model."""
 
     def __call__(self, packed: Packed, temperature: float) -> tuple[Tensor, Tensor]:
-        """Return log-probs and entropies (in nats, of softmax(logits / temperature)) of the predictions: float32 [N].
-        Entropies are for passes with gradients: without, they may be 0.
+        """Return the log-probs of the predicted tokens, and the entropies, of softmax(logits / temperature): float32
+        [N], in nats. Without gradients, entropies may be 0.
         """
         ...
 
 
 class ModuleForward:
-    """The Hugging Face module with its attention replaced by that over shared-prefix trees.
+    """The Hugging Face module with attention over shared-prefix trees.
 
-    compute: the type that matrix products are made in (None: that of the weights), while the weights, their gradients
-    and what is returned stay float32.
+    compute: dtype of matrix products (None: that of the weights); weights, gradients and results stay float32. Raises
+    Unsupported for an output layer that is not linear.
     """
 
     def __init__(self, model: PreTrainedModel, compute: torch.dtype | None = None) -> None:
@@ -72,10 +75,11 @@ class ModuleForward:
 def hidden_states(
     model: PreTrainedModel, base: Any, packed: Packed, device: torch.device, compute: torch.dtype | None = None
 ) -> Tensor:
-    """Return the hidden states of `base`, the part of `model` before its output layer, for the packed tokens: [P,
-    D].
-    """
-    with attending(model, partial(attend, plan=plan(packed.segments, device))), _computing(device, compute):
+    """Return the hidden states [P, D] of the packed tokens. base: the part of `model` before its output layer."""
+    with (
+        replaced_attention(model, partial(attend, layout=make_layout(packed.segments, device))),
+        _autocast(device, compute),
+    ):
         states: Tensor = base(
             input_ids=torch.from_numpy(packed.ids).to(device)[None],
             position_ids=torch.from_numpy(packed.positions).to(device)[None],
@@ -87,28 +91,34 @@ def hidden_states(
 class SequenceRunner(Generic[M]):
     """Runs an unchanged module on one unpadded sequence after another: exact for every causal model, and slow.
 
-    compute: as of `ModuleForward`. most: returns the maximum of a count over the ranks that share the model's shards
-    (None: one process). All of these run the module as often as the one with the most sequences, or the collectives
-    inside would not match; the output of surplus passes is multiplied by 0.
+    compute: see `ModuleForward`. max_over_ranks: returns the maximum of a count over the ranks that share the model's
+    shards (None: one process). All of them run the module as often as the rank with the most sequences, so that their
+    collectives match; the output of surplus passes is multiplied by 0.
     """
 
-    def __init__(self, model: M, compute: torch.dtype | None = None, most: Callable[[int], int] | None = None) -> None:
-        self.model, self.compute, self.most = model, compute, most
+    def __init__(
+        self,
+        model: M,
+        compute: torch.dtype | None = None,
+        max_over_ranks: Callable[[int], int] | None = None,
+    ) -> None:
+        self.model, self.compute, self.max_over_ranks = model, compute, max_over_ranks
 
     def idle_passes(self, packed: Packed) -> Tensor:
-        """Run the passes that other ranks run and this one does not; return 0, with a gradient of 0 to everything.
+        """Run the passes that this rank lacks; return 0, with a gradient of 0 to all parameters.
 
         Call it before `logits`: afterwards the ranks would be in different collectives.
         """
         nothing = torch.zeros((), device=self._device)
-        if self.most is not None:
+        if self.max_over_ranks is not None:
             passes = sum(bool(segment.predictions) for segment in packed.segments)
-            for _ in range(max(1, self.most(passes)) - passes):
+            for _ in range(max(1, self.max_over_ranks(passes)) - passes):
                 nothing = nothing + 0.0 * self._run(packed.ids[:1]).float().sum()
         return nothing
 
     def logits(self, packed: Packed) -> Iterator[tuple[slice, Tensor]]:
-        """Yield, for each sequence, which of the row's predictions are its own, and their logits, float32 [n, V]."""
+        """Yield, for each sequence, the slice of the row's predictions that are its own, and their logits, float32 [n,
+        V]."""
         first = 0
         for segment in packed.segments:
             if not segment.predictions:
@@ -129,7 +139,7 @@ class SequenceRunner(Generic[M]):
 
     def _run(self, ids: np.ndarray) -> Tensor:
         device = self._device
-        with _computing(device, self.compute):
+        with _autocast(device, self.compute):
             logits: Tensor = self.model(input_ids=torch.from_numpy(ids).to(device)[None], use_cache=False).logits[0]
         return logits
 
@@ -166,9 +176,9 @@ def choose(
     """
     reasons: list[str] = []
     sequences = SequenceForward(model)
-    chosen: tuple[Any, str] = SequenceForward, ALONE
-    for kind, name in WAYS:
-        reason = _declines(kind, compute, checkpointing) or _try(kind, model, sequences)
+    chosen: tuple[Any, str] = SequenceForward, SEQUENTIAL
+    for kind, name in FAST_FORWARDS:
+        reason = _excluded(kind, compute, checkpointing) or _rejection(kind, model, sequences)
         if reason is None:
             chosen = kind, name
             break
@@ -176,42 +186,43 @@ def choose(
     kind, name = chosen
     if kind is ModuleForward and liger.fits(model, next(model.parameters()).device):
         with torch.no_grad():
-            liger.put_in_and_compare(model, lambda: ModuleForward(model)(probe_of(model), 1.0)[0], _judge(model))
+            liger.apply_and_compare(model, lambda: ModuleForward(model)(probe_of(model), 1.0)[0], _judge(model))
         name = f"{name}, {liger.DESCRIPTION}"
     if checkpointing:
         recompute(model, offload)
-    forward = kind(model) if kind is FastForward else kind(model, compute)
+    forward = kind(model) if kind is BlockForward else kind(model, compute)
     name += ", in bfloat16" if compute == torch.bfloat16 else ""
     name += f", attention in buckets, which is slow ({why})" if (why := faults(next(model.parameters()).device)) else ""
     return forward, name + (f" ({'; '.join(reasons)})" if reasons else "")
 
 
-ALONE = "one sequence at a time"
-"""How a model is computed that nothing faster is exact for."""
-WAYS: tuple[tuple[Any, str], ...] = (
-    (FastForward, "own forward"),
+SEQUENTIAL = "one sequence at a time"
+"""The description of a forward for models that no faster one is exact for."""
+FAST_FORWARDS: tuple[tuple[Any, str], ...] = (
+    (BlockForward, "own forward"),
     (ModuleForward, "module with shared-prefix attention"),
 )
+"""Implementations that `choose` tries, the fastest first, and the description of each."""
 
 
-def _declines(kind: Any, compute: torch.dtype | None, checkpointing: bool) -> str | None:
-    """Return why our own forward cannot be used, whatever the model, or None."""
-    if kind is not FastForward:
+def _excluded(kind: Any, compute: torch.dtype | None, checkpointing: bool) -> str | None:
+    """Return why the settings exclude our own forward, whatever the model; None: they do not."""
+    if kind is not BlockForward:
         return None
     if compute is not None:
         return "model.compute is not that of the weights"
     return "model.checkpointing is on" if checkpointing else None
 
 
-def _computing(device: torch.device, compute: torch.dtype | None) -> AbstractContextManager[Any]:
+def _autocast(device: torch.device, compute: torch.dtype | None) -> AbstractContextManager[Any]:
     return nullcontext() if compute is None else torch.autocast(device.type, compute)
 
 
-def _try(kind: Any, model: Any, sequences: SequenceForward) -> str | None:
-    """Return why `kind` cannot be used for `model`, or None."""
-    if kind is FastForward and (reason := FastForward.fits(model)):
+def _rejection(kind: Any, model: Any, sequences: SequenceForward) -> str | None:
+    """Return why `kind` cannot be used for `model`; None: it can."""
+    if kind is BlockForward and (reason := BlockForward.unsupported(model)):
         return reason
-    if kind is ModuleForward and (reason := local_attention(model)):
+    if kind is ModuleForward and (reason := unsupported_attention(model)):
         return reason
     with torch.no_grad():
         found = attempt(lambda: kind(model)(probe_of(model), 1.0)[0])
@@ -219,7 +230,8 @@ def _try(kind: Any, model: Any, sequences: SequenceForward) -> str | None:
 
 
 def _judge(model: Any) -> Callable[[Tensor, Tensor], str | None]:
-    """Return what says why log-probs of the probe are not those that the model gives by itself, or None."""
+    """Return a function that tells why log-probs of the probe (first argument) differ from those of the unchanged model
+    (second) by more than rounding; None if they do not."""
     kind = next(model.parameters()).dtype
     if kind in EXACT:
         return lambda found, wanted: difference(found, wanted, TOLERANCE[torch.float32])
@@ -229,12 +241,12 @@ def _judge(model: Any) -> Callable[[Tensor, Tensor], str | None]:
 
 
 def probe_of(model: Any, other: bool = False) -> Packed:
-    """Return a small packed row on which implementations are compared. other: the same answers to other prompts."""
+    """Return a small packed row on which implementations are compared. other: the same answers after other prompts."""
     return _probe(int(model.get_input_embeddings().weight.shape[0]), other)
 
 
-def local_attention(model: PreTrainedModel) -> str | None:
-    """Return why packed rows cannot replace the model's attention, as far as its configuration tells; or None."""
+def unsupported_attention(model: PreTrainedModel) -> str | None:
+    """Return why attention over packed rows cannot replace the model's, by its configuration; None: it can."""
     kinds = set(getattr(model.config, "layer_types", None) or ["full_attention"])
     if kinds != {"full_attention"}:
         return f"its layers are {', '.join(sorted(kinds))}"
@@ -244,7 +256,7 @@ def local_attention(model: PreTrainedModel) -> str | None:
 
 
 def _probe(vocabulary: int, other: bool = False) -> Packed:
-    """Two groups with a shared prompt and a lone sequence."""
+    """Return a row of two groups with shared prompts and a single sequence."""
     rng = np.random.default_rng(0)
     rows, prompts, groups = [], [], []
     for group, (prompt, answers) in enumerate([(5, (3, 6, 4)), (7, (5, 2)), (4, (9,))]):

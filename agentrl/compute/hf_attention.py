@@ -1,4 +1,4 @@
-"""The attention of a transformers module, replaced by another while a block of code runs."""
+"""Replace the attention of a transformers module while a block of code runs."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -11,20 +11,21 @@ from transformers import AttentionInterface
 
 
 class Unsupported(ValueError):  # noqa: N818 - a reason, not a failure: the next implementation is tried
-    """Why an implementation does not support a model."""
+    """The reason why an implementation does not support a model, in a few words."""
 
 
-Mix = Callable[..., Tensor]
+AttentionFunction = Callable[..., Tensor]
 """(query [P, H, D], key [P, G, D], value [P, G, D], scale=) -> [P, H * D]: attention over one row of P tokens."""
 
-_MIX: ContextVar[Mix] = ContextVar("mix")
-_NAME = "agentrl_forest"
+_ATTENTION: ContextVar[AttentionFunction] = ContextVar("attention")
+_NAME = "agentrl_prefix_trees"
 
 
 def _attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, **options: Any
 ) -> tuple[Tensor, None]:
-    """In the shape that AttentionInterface wants: query [1, H, P, D] to [1, P, H, D]."""
+    """Call the replacement in the form of AttentionInterface: query [1, H, P, D] to [1, P, H, D]. Raises
+    Unsupported."""
     for name in ("softcap", "s_aux", "sliding_window", "position_bias"):
         if options.get(name) is not None:
             raise Unsupported(f"its attention uses {name}")
@@ -33,18 +34,19 @@ def _attention(
     scale = options.get("scaling") or query.shape[-1] ** -0.5
     kind = value.dtype  # in mixed precision, positions may have widened the others
     q, k, v = (x[0].transpose(0, 1).to(kind) for x in (query, key, value))
-    mixed = _MIX.get()(q, k, v, scale=scale)
-    return mixed.view(1, *q.shape[:2], v.shape[-1]), None
+    attended = _ATTENTION.get()(q, k, v, scale=scale)
+    return attended.view(1, *q.shape[:2], v.shape[-1]), None
 
 
 AttentionInterface.register(_NAME, _attention)
 
 
 @contextmanager
-def attending(model: Any, mix: Mix) -> Iterator[None]:
-    """Replace the module's attention by `mix` inside the block; the engine, which shares it, sees no change after."""
+def replaced_attention(model: Any, attention: AttentionFunction) -> Iterator[None]:
+    """Replace the attention of `model` by `attention` inside the block, and restore it after: an engine may share the
+    module."""
     before = [(config, config._attn_implementation_internal) for config in _configs(model)]
-    token = _MIX.set(mix)
+    token = _ATTENTION.set(attention)
     try:
         for config, _ in before:
             config._attn_implementation_internal = _NAME
@@ -52,17 +54,17 @@ def attending(model: Any, mix: Mix) -> Iterator[None]:
     finally:
         for config, own in before:
             config._attn_implementation_internal = own
-        _MIX.reset(token)
+        _ATTENTION.reset(token)
 
 
 _CONFIGS: WeakKeyDictionary[Any, list[Any]] = WeakKeyDictionary()
 
 
 def _configs(model: Any) -> list[Any]:
-    """Return the configurations in which the layers of `model` look their attention up.
+    """Return the configurations in which the layers of `model` look up their attention.
 
-    They are found once: `set_attn_implementation` walks all modules (1.2 ms for 36 layers), and a block is entered for
-    each pass and each layer that is computed again. Raises what it raises for a module that cannot attend otherwise.
+    They are found once, since `set_attn_implementation` walks all modules (1.2 ms for 36 layers), and a block is
+    entered for each pass and each recomputed layer. Raises as that function does, for a module with fixed attention.
     """
     if (found := _CONFIGS.get(model)) is None:
         configs = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}.values()
@@ -77,8 +79,8 @@ def _configs(model: Any) -> list[Any]:
     return found
 
 
-def recomputing(model: Any) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """The `context_fn` of activation checkpointing: a layer that the backward pass computes again attends as it did the
-    first time, although that `attending` block is left by then."""
-    mix = _MIX.get(None)
-    return nullcontext(), nullcontext() if mix is None else attending(model, mix)
+def checkpoint_contexts(model: Any) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """Return the contexts of the first pass and of recomputation, as the `context_fn` of activation checkpointing: a
+    recomputed layer has the attention of its first pass, although the `replaced_attention` block is left by then."""
+    attention = _ATTENTION.get(None)
+    return nullcontext(), nullcontext() if attention is None else replaced_attention(model, attention)

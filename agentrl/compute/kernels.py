@@ -1,6 +1,6 @@
-"""Differentiable pieces of the training forward whose hand-derived passes touch memory as little as a CPU allows.
+"""Differentiable functions of the training forward, with hand-derived gradients that move little memory.
 
-Each equals its textbook expression up to rounding; the tests compare value and gradient with it.
+Each equals its textbook expression up to rounding; the tests compare values and gradients with it.
 """
 
 from typing import Any
@@ -11,10 +11,15 @@ from torch import Tensor
 
 from agentrl.models.dense import linear
 
-CHUNK = 1 << 22  # logits held at once, in elements: 16 MiB of float32 ...
-CHUNK_ROWS = 512  # ... or as many rows, so that a large head is not read anew for a handful
-GPU_ROWS = 1024  # likewise on a GPU, whose products want more rows, and where each chunk moves a gradient of the head
-KEPT = 1 << 25  # probabilities kept for the backward pass; beyond it they are computed again
+CHUNK = 1 << 22
+"""Logits in memory at once, in elements: 16 MiB of float32, unless that is less than CHUNK_ROWS rows."""
+CHUNK_ROWS = 512
+"""Minimum rows of a chunk on a CPU: the whole output layer is read for each chunk."""
+GPU_ROWS = 1024
+"""Minimum rows of a chunk on a GPU, where products need more rows and each chunk writes a gradient of the output
+layer."""
+KEPT = 1 << 25
+"""Probabilities kept for the backward pass, in elements; more are computed again."""
 
 
 class RmsNorm(torch.autograd.Function):
@@ -22,6 +27,7 @@ class RmsNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, gain: Tensor | None, eps: float) -> Tensor:
+        """Return the normalized x [..., D]."""
         norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         scale = norm.square_().mul_(1 / x.shape[-1]).add_(eps).rsqrt_()
         unit: Tensor = x * scale
@@ -30,6 +36,7 @@ class RmsNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of x and gain."""
         unit, scale, *gains = ctx.saved_tensors
         d_unit, d_gain = gradients[0], None
         if gains:
@@ -40,7 +47,7 @@ class RmsNorm(torch.autograd.Function):
 
 
 def rms_norm(x: Tensor, gain: Tensor | None, eps: float) -> Tensor:
-    """x [..., D] to [..., D]; other types than float32 go through torch."""
+    """Return the RMS norm of x [..., D] times gain; see `RmsNorm`. Other dtypes than float32 use torch's."""
     if x.dtype != torch.float32:
         return F.rms_norm(x, (x.shape[-1],), gain, eps)
     out: Tensor = RmsNorm.apply(x, gain, eps)
@@ -48,16 +55,18 @@ def rms_norm(x: Tensor, gain: Tensor | None, eps: float) -> Tensor:
 
 
 class SwiGlu(torch.autograd.Function):
-    """gate_up [N, 2 F] -> silu(gate) * up [N, F] (arXiv:2002.05202), its gradient written in one piece."""
+    """gate_up [N, 2 F] -> silu(gate) * up [N, F] (arXiv:2002.05202); its gradient is written into one tensor."""
 
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor) -> Tensor:
+        """Return silu(gate) * up [N, F]."""
         ctx.save_for_backward(gate_up)
         gate, up = gate_up.chunk(2, -1)
         return F.silu(gate).mul_(up)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        """Return the gradient of gate_up [N, 2 F]."""
         (gate_up,) = ctx.saved_tensors
         gate, up = gate_up.chunk(2, -1)
         d_gate_up = torch.empty_like(gate_up)
@@ -68,7 +77,7 @@ class SwiGlu(torch.autograd.Function):
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
-    """See SwiGlu."""
+    """Return silu(gate) * up [N, F] of gate_up [N, 2 F]; see `SwiGlu`."""
     out: Tensor = SwiGlu.apply(gate_up)
     return out
 
@@ -76,14 +85,15 @@ def swiglu(gate_up: Tensor) -> Tensor:
 class TokenLogprobs(torch.autograd.Function):
     """hidden [N, D], head [V, D], bias [V] or None, target [N] -> log p(target) [N] and entropy [N], in nats.
 
-    p = softmax((hidden head^T + bias) / temperature). Logits exist CHUNK elements (or CHUNK_ROWS rows) at a time, in
-    both passes: [N, V] never stands. Gradients of head and bias add up over chunks in float32.
+    p = softmax((hidden head^T + bias) / temperature). In both passes logits exist in chunks of CHUNK elements (or
+    CHUNK_ROWS rows), never [N, V] at once. Gradients of head and bias are summed over chunks in float32.
     """
 
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, head: Tensor, bias: Tensor | None, target: Tensor, temperature: float, wanted: bool
     ) -> tuple[Tensor, Tensor]:
+        """Return log-probs and entropies [N]. wanted: False computes no entropies (0), for passes without gradients."""
         logprobs = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
         entropy = torch.zeros_like(logprobs)
         if not wanted:
@@ -106,6 +116,7 @@ class TokenLogprobs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of hidden, head and bias."""
         hidden, head, *biases, target, entropy = ctx.saved_tensors
         d_logprobs = torch.zeros_like(entropy) if gradients[0] is None else gradients[0]
         d_entropy = gradients[1]
@@ -135,7 +146,8 @@ class TokenLogprobs(torch.autograd.Function):
 def token_logprobs(
     hidden: Tensor, head: Tensor, bias: Tensor | None, target: Tensor, temperature: float
 ) -> tuple[Tensor, Tensor]:
-    """See TokenLogprobs. Without gradients entropies are not computed, but 0: old and reference log-probs want none."""
+    """Return log-probs and entropies; see `TokenLogprobs`. Entropies are 0 without gradients, for old and reference
+    log-probs."""
     logprobs, entropy = TokenLogprobs.apply(hidden, head, bias, target, temperature, torch.is_grad_enabled())
     return logprobs, entropy
 
@@ -153,7 +165,7 @@ def _as(parameter: Tensor | None, gradient: Tensor | None) -> Tensor | None:
 def _of_chunk(
     hidden: Tensor, head: Tensor, bias: Tensor | None, target: Tensor, temperature: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probs and entropies of some rows, and their probabilities."""
+    """Return the log-probs and entropies [n] of some rows, and their probabilities [n, V]."""
     log_p = _log_softmax(hidden, head, bias, temperature)
     p = log_p.exp()
     return log_p.gather(1, target[:, None])[:, 0], -torch.linalg.vecdot(p, log_p), p
@@ -169,7 +181,10 @@ def _log_softmax(hidden: Tensor, head: Tensor, bias: Tensor | None, temperature:
 def _d_logits(
     p: Tensor, target: Tensor, entropy: Tensor, d_logprobs: Tensor, d_entropy: Tensor | None, kept: bool
 ) -> Tensor:
-    """d log p(t) / d logits = [t] - p; d H / d logits = -p (log p + H). kept: p is wanted afterwards."""
+    """Return the gradient of the logits: d log p(t) / d logits = [t] - p; d H / d logits = -p (log p + H).
+
+    kept: leave p unchanged.
+    """
     if d_entropy is None:
         d_logits = torch.mul(p, -d_logprobs[:, None], out=None if kept else p)
     else:

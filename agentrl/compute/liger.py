@@ -1,7 +1,7 @@
-"""Triton kernels of liger-kernel for the norms and gated layers of a model on a CUDA device, where it is installed.
+"""Triton kernels of liger-kernel, if it is installed, for the norms and gated layers of a model on a CUDA device.
 
-What it has besides stays out: its fused output layer gives neither entropies nor a weight a token, so log-probs are
-those of kernels.py; its rotary embedding would replace that of every model in the process, those on a CPU included.
+Its other kernels are not used: the fused output layer gives neither entropies nor a weight for each token, so log-probs
+are those of kernels.py; its rotary embedding would replace that of all models in the process, also of those on a CPU.
 """
 
 import sys
@@ -15,10 +15,11 @@ from torch import Tensor
 from agentrl.errors import UserError
 
 DESCRIPTION = "norms and gates by liger-kernel"
+"""Part of the description of a forward that uses it."""
 
 
 def fits(model: Any, device: torch.device) -> bool:
-    """Return whether it is installed, the device is a CUDA device, and it knows the architecture."""
+    """Return whether liger-kernel is installed and supports the architecture, and the device is a CUDA device."""
     if device.type != "cuda" or find_spec("liger_kernel") is None:
         return False
     from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
@@ -26,8 +27,8 @@ def fits(model: Any, device: torch.device) -> bool:
     return model.config.model_type in MODEL_TYPE_TO_APPLY_LIGER_FN
 
 
-def put_into(model: Any) -> None:
-    """Replace norms and gated layers of this model, in place, and of no other."""
+def apply_kernels(model: Any) -> None:
+    """Replace the norms and gated layers of this model, in place, and of no other model."""
     from liger_kernel.transformers import _apply_liger_kernel_to_instance
 
     family = vars(sys.modules[type(model).__module__])
@@ -38,15 +39,16 @@ def put_into(model: Any) -> None:
     family.update(before)  # it also names its classes as the family's, for models that are yet to be made
 
 
-def put_in_and_compare(
+def apply_and_compare(
     model: Any, logprobs: Callable[[], Tensor], judge: Callable[[Tensor, Tensor], str | None]
 ) -> None:
-    """`put_into`, and see that `logprobs` stay as they are.
+    """Apply the kernels, and compare the log-probs before and after.
 
-    judge: says why the log-probs after (its first argument) are not those before, None where they are. Raises UserError
-    when they are not, or the kernels do not run."""
+    judge: returns why the log-probs after (first argument) differ from those before; None if they do not. Raises
+    UserError: they differ, or the kernels do not run.
+    """
     before = logprobs()
-    put_into(model)
+    apply_kernels(model)
     try:
         after = logprobs()
     except Exception as error:

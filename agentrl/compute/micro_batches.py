@@ -15,24 +15,23 @@ from agentrl.compute.packing import Packed, Segment, bins, pack
 
 _NONE = np.zeros(0, np.int64)
 EMPTY = Packed(np.zeros(1, np.int64), np.zeros(1, np.int64), (Segment(0, 1),), _NONE, _NONE, _NONE)
-"""A pass that computes one token and predicts none, for a rank with fewer micro-batches than others."""
+"""A micro-batch of one token without predictions, for a rank with fewer micro-batches than others."""
 
 
 class ProcessGroup(Protocol):
-    """The ranks of an SPMD computation.
-
-    size: ranks whose gradients are averaged, so that each scales its share of a loss by it.
-    """
+    """The ranks of an SPMD computation."""
 
     @property
-    def size(self) -> int: ...
-
-    def most(self, count: int) -> int:
-        """Return the maximum of `count` over the ranks, all of which call this: every rank runs that many passes."""
+    def size(self) -> int:
+        """Number of ranks whose gradients are averaged; each multiplies its part of a loss by it."""
         ...
 
-    def beat(self) -> None:
-        """Say that a pass is done: whoever waits for the ranks sees that they make progress."""
+    def max_over_ranks(self, count: int) -> int:
+        """Return the maximum of `count` over the ranks, all of which call this."""
+        ...
+
+    def heartbeat(self) -> None:
+        """Report that a pass has ended, to a controller that watches the progress of the ranks."""
         ...
 
 
@@ -41,52 +40,58 @@ class SingleProcess:
     """A group of one process."""
 
     size: int = 1
+    """Number of ranks."""
 
-    def most(self, count: int) -> int:
+    def max_over_ranks(self, count: int) -> int:
+        """Return `count`."""
         return count
 
-    def beat(self) -> None:
-        """Nobody waits."""
+    def heartbeat(self) -> None:
+        """Do nothing: there is no controller."""
 
 
 SINGLE_PROCESS = SingleProcess()
 
 
 class TorchProcessGroup:
-    """The ranks of torch's default process group; a collective over tensors on `device`.
+    """The ranks of torch's default process group, with collectives over tensors on `device`.
 
-    beat: called after each pass."""
+    heartbeat: called after each pass.
+    """
 
-    def __init__(self, device: Any = "cpu", beat: Callable[[], None] = lambda: None) -> None:
-        self._device, self.beat = device, beat
+    def __init__(self, device: Any = "cpu", heartbeat: Callable[[], None] = lambda: None) -> None:
+        self._device, self.heartbeat = device, heartbeat
         self.size: int = dist.get_world_size()
 
-    def most(self, count: int) -> int:
+    def max_over_ranks(self, count: int) -> int:
+        """Return the maximum of `count` over the ranks; a collective."""
         found = torch.tensor([count], device=self._device)
         dist.all_reduce(found, op=dist.ReduceOp.MAX)
         return int(found)
 
 
 def aligned_micro_batches(batch: Batch, tokens: int, ranks: ProcessGroup = SINGLE_PROCESS) -> Iterator[Packed]:
-    """Yield as many micro-batches as every other rank does, of at most `tokens` packed tokens, the largest first.
+    """Yield the micro-batches of this rank, as many as on every other rank, of at most `tokens` packed tokens each, the
+    largest first.
 
-    FSDP2 lets ranks meet in every layer, so that each pass takes as long as the largest of any rank. Therefore each
-    rank spreads its samples evenly over as many micro-batches as the rank with the most needs; what it still lacks are
-    EMPTY ones.
+    FSDP2 synchronizes the ranks in every layer, so that a pass takes as long as the largest of any rank. Therefore each
+    rank spreads its samples evenly over as many micro-batches as the fullest rank needs, and adds EMPTY ones for the
+    rest.
     """
     parts = bins(batch, tokens)
-    count = ranks.most(len(parts))  # before the first pass, which has collectives of its own
+    count = ranks.max_over_ranks(len(parts))  # before the first pass, which has collectives of its own
     if len(parts) < count and len(more := bins(batch, tokens, count)) <= count:
         parts = more
     for index in range(count):
         yield pack(batch, parts[index]) if index < len(parts) else EMPTY
-        ranks.beat()
+        ranks.heartbeat()
 
 
 def token_column(
     batch: Batch, tokens: int, ranks: ProcessGroup, compute: Callable[[Packed], Tensor]
 ) -> npt.NDArray[np.float32]:
-    """Return compute(packed) [N], without gradient, as a token column: float32 [T], 0 where nothing is sampled."""
+    """Return `compute` [N] of all micro-batches, without gradients, as a token column: float32 [T], 0 where nothing is
+    sampled. tokens, ranks: see `aligned_micro_batches`."""
     found = np.zeros(int(batch.offsets[-1]), np.float32)
     with torch.no_grad():
         for packed in aligned_micro_batches(batch, tokens, ranks):

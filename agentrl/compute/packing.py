@@ -1,8 +1,8 @@
-"""A batch packed into one row of shared-prefix trees: a prompt that samples share is laid out once.
+"""Pack samples into one row of shared-prefix trees, in which a prompt that samples share occurs once.
 
-A tree is [prompt | answer 1 | ... | answer G], positions running along each path; a lone sequence is a tree with an
-empty prompt and one leaf. A leaf attends to its prompt and to itself, so every path sees exactly what it would see as a
-row of its own. The last token of the prompt predicts the first token of every answer.
+A tree is [prompt | answer 1 | ... | answer G], with positions along each path; a single sequence is a tree with an
+empty prompt and one leaf. A leaf attends to its prompt and to itself, so that the result of each path is that of a row
+of its own. The last token of the prompt predicts the first token of every answer.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,47 +15,52 @@ from agentrl.compute.batch import Batch, Ints, Piece, PrefixTree, balanced, pack
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """packed[start:end] attends to packed[prefix_start:prefix_end], all of it, and causally to itself.
-
-    predictions: how many of the row's predictions, in order, are of this segment's tokens (a prompt has none).
-    """
+    """Packed tokens [start:end], which attend to all of [prefix_start:prefix_end] and causally to themselves."""
 
     start: int
+    """Index of the first packed token."""
     end: int
+    """Index after the last packed token."""
     prefix_start: int = 0
+    """Start of its prefix."""
     prefix_end: int = 0
+    """End of its prefix; equal to `prefix_start` without one."""
     predictions: int = 0
+    """Number of its tokens that are predicted; 0 for a prompt. The row's predictions are in the order of the
+    segments."""
 
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """One forward pass: P packed tokens that hold N predictions.
-
-    ids, positions: int64 [P]. segments: every packed token lies in exactly one, prompts before their leaves.
-    predict: int64 [N], the packed token whose hidden state predicts; target: int64 [N], the id it predicts; source:
-    int64 [N], where that id stands in the batch's token columns.
-    """
+    """The input of one forward pass: P packed tokens with N predictions."""
 
     ids: Ints
+    """int64 [P]: the token ids."""
     positions: Ints
+    """int64 [P]: the position of each token along its path."""
     segments: tuple[Segment, ...]
+    """Segments that cover every packed token once, prompts before their leaves."""
     predict: Ints
+    """int64 [N]: the packed token whose hidden state predicts."""
     target: Ints
+    """int64 [N]: the id that is predicted."""
     source: Ints
+    """int64 [N]: the index of that id in the batch's token columns."""
 
 
 def micro_batches(batch: Batch, tokens: int) -> Iterator[Packed]:
-    """Yield the batch in packed parts of at most `tokens` tokens each; see `bins`."""
+    """Yield the batch in packed rows of at most `tokens` tokens each; see `bins`."""
     for trees in bins(batch, tokens):
         yield pack(batch, trees)
 
 
 def bins(batch: Batch, tokens: int, count: int = 0) -> list[list[PrefixTree]]:
-    """Distribute the samples over bins of about equal packed tokens, `tokens` at most; return them, the fullest first.
+    """Distribute the samples over bins of about equal packed tokens, `tokens` at most; return the trees of each bin,
+    the fullest first.
 
-    count: how many bins are wanted; there are more where `tokens` would be exceeded, and fewer where there are fewer
-    samples. A sample larger than `tokens` has a bin of its own. Groups are cut where that evens the bins, their prompt
-    in each. Samples without a sampled token are left out: they predict nothing.
+    count: desired number of bins; there are more if `tokens` would be exceeded, and fewer if there are fewer samples. A
+    sample larger than `tokens` has a bin of its own. Groups are split where that evens the bins, with their prompt in
+    each. Samples without a sampled token are left out.
     """
     kept = np.flatnonzero(batch.sampled > 0)
     lengths = batch.lengths[kept]
@@ -77,7 +82,7 @@ def bins(batch: Batch, tokens: int, count: int = 0) -> list[list[PrefixTree]]:
 
 
 def pack(batch: Batch, trees: Sequence[PrefixTree]) -> Packed:
-    """Lay the trees out in one row, one after another."""
+    """Return the trees as one packed row, one after another."""
     pieces: list[tuple[int, int, int]] = []  # (start in the batch, end, first position)
     segments: list[Segment] = []
     predict: list[Ints] = []
@@ -100,22 +105,22 @@ def pack(batch: Batch, trees: Sequence[PrefixTree]) -> Packed:
             predict.append(before)
             source.append(start + wanted)
             cursor += end - start
-    where = np.concatenate([np.arange(low, high) for low, high, _ in pieces])
-    everywhere = np.concatenate(source)
+    sources = np.concatenate([np.arange(low, high) for low, high, _ in pieces])
+    predicted = np.concatenate(source)
     return Packed(
-        ids=batch.tokens["ids"][where].astype(np.int64),
-        positions=np.concatenate([np.arange(at, at + high - low) for low, high, at in pieces]),
+        ids=batch.tokens["ids"][sources].astype(np.int64),
+        positions=np.concatenate([np.arange(first, first + high - low) for low, high, first in pieces]),
         segments=tuple(segments),
         predict=np.concatenate(predict),
-        target=batch.tokens["ids"][everywhere].astype(np.int64),
-        source=everywhere,
+        target=batch.tokens["ids"][predicted].astype(np.int64),
+        source=predicted,
     )
 
 
 def _even(
     shared: Sequence[int], answers: Sequence[list[tuple[int, int]]], tokens: int, count: int
 ) -> list[list[Piece]]:
-    """Return the pieces of each bin: `count` bins or more, as few as hold `tokens` at most; none is empty."""
+    """Return the pieces of each bin, none of which is empty: the fewest bins, at least `count`, of at most `tokens`."""
     total = sum(shared) + sum(own for group in answers for own, _ in group)
     parts = max(1, count, -(-total // tokens))
     while True:
@@ -126,5 +131,5 @@ def _even(
 
 
 def _tree(shared: int, samples: Ints) -> PrefixTree:
-    """A lone sample shares its prompt with nobody."""
+    """Return the tree of these samples; a single one has no shared prefix."""
     return PrefixTree(shared if len(samples) > 1 else 0, tuple(samples.tolist()))

@@ -1,8 +1,8 @@
-"""One packed row computed by several ranks, each with a slice of its tokens (Ulysses, arXiv:2309.14509).
+"""Sequence parallelism: several ranks compute one packed row, each a slice of its tokens (Ulysses, arXiv:2309.14509).
 
-Embeddings, norms and MLPs see P / s tokens a rank. Around attention the ranks exchange tokens for heads, so that each
-attends over the whole row with H / s of the heads, by the same plan as one process would. What one process would
-compute is what the ranks compute: log-probs are equal, and the parameters' gradients add up over the ranks.
+Embeddings, norms and MLPs see P / s tokens on each of s ranks. Around attention the ranks exchange tokens for heads, so
+that each attends over the whole row with H / s heads, by the layout of a single process. Log-probs equal those of a
+single process, and so does the sum of the parameters' gradients over the ranks.
 """
 
 import math
@@ -16,18 +16,18 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from agentrl.compute.forward import ModuleForward
-from agentrl.compute.hf_attention import attending
+from agentrl.compute.hf_attention import replaced_attention
 from agentrl.compute.kernels import token_logprobs
 from agentrl.compute.packing import Packed
-from agentrl.compute.tree_attention import Layout, attend, plan
+from agentrl.compute.tree_attention import Layout, attend, make_layout
 from agentrl.compute.value_head import ModuleValues, ValueModel
 from agentrl.errors import UserError
 
 
 class _Sharing:
-    """This rank's part of what the ranks of `group` compute together; `model` is a transformer with attention heads.
+    """The part of one rank of `group` in the computation of `model`, a transformer with attention heads.
 
-    Raises UserError when those cannot be dealt out evenly.
+    Raises UserError if the number of ranks does not divide the number of heads.
     """
 
     def __init__(self, model: PreTrainedModel, base: Any, group: dist.ProcessGroup) -> None:
@@ -41,12 +41,12 @@ class _Sharing:
             )
 
     def states(self, packed: Packed, device: torch.device) -> tuple[Tensor, np.ndarray]:
-        """What `base` makes of the tokens that predict, as far as they lie in this rank's slice, [n, D], and which of
-        the row's predictions those are."""
+        """Return the hidden states of `base` for the predicting tokens in this rank's slice, [n, D], and their indices
+        among the row's predictions, [n]."""
         width = -(-len(packed.ids) // self.ranks)
         start, end = self.rank * width, (self.rank + 1) * width
-        layout = plan(packed.segments, device)
-        with attending(self.model, lambda q, k, v, scale: self._attend(q, k, v, layout, scale)):
+        layout = make_layout(packed.segments, device)
+        with replaced_attention(self.model, lambda q, k, v, scale: self._attend(q, k, v, layout, scale)):
             states = self.base(
                 input_ids=_slice(packed.ids, start, width).to(device)[None],
                 position_ids=_slice(packed.positions, start, width).to(device)[None],
@@ -56,16 +56,16 @@ class _Sharing:
         return states.index_select(0, torch.from_numpy(packed.predict[own] - start).to(device)), own
 
     def gathered(self, found: Tensor, own: np.ndarray, count: int) -> Tensor:
-        """found [k, n]: this rank's, which are number `own` of `count`; [k, count] with those of all ranks, which have
-        no gradient."""
+        """Return the values of all ranks, [k, count]; only those of this rank have a gradient. found: this rank's
+        values [k, n], at the indices `own`."""
         everyone = torch.zeros(len(found), count, dtype=found.dtype, device=found.device)
-        places = torch.from_numpy(own).to(found.device)
-        everyone.index_copy_(1, places, found.detach())
+        indices = torch.from_numpy(own).to(found.device)
+        everyone.index_copy_(1, indices, found.detach())
         dist.all_reduce(everyone, group=self.group)
-        return everyone.index_copy(1, places, found)
+        return everyone.index_copy(1, indices, found)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, layout: Layout, scale: float) -> Tensor:
-        """query [W, H, D], key and value [W, G, D] of this rank's slice to [W, H * D]: attention over the whole row."""
+        """Attend over the whole row: query [W, H, D], key and value [W, G, D] of this rank's slice to [W, H * D]."""
         copies = math.lcm(key.shape[1], self.ranks) // key.shape[1]  # so that every rank gets the keys of its queries
         keys_values = [x.repeat_interleave(copies, 1) if copies > 1 else x for x in (key, value)]
         by_rank = [x.unflatten(1, (self.ranks, -1)) for x in (query, *keys_values)]
@@ -78,7 +78,7 @@ class _Sharing:
         return heads.transpose(0, 1).flatten(1)
 
     def _exchange(self, parts: Tensor) -> Tensor:
-        """parts [s, ...]: part i goes to rank i; back come the parts that the ranks have for this one, in their
+        """Send part i of `parts` [s, ...] to rank i; return the parts that the ranks send to this one, in their
         order."""
         exchanged: Tensor = _AllToAll.apply(parts, self.group)
         return exchanged
@@ -87,10 +87,10 @@ class _Sharing:
 class SequenceParallelForward(ModuleForward):
     """A `Forward` that the ranks of `group` call with equal arguments.
 
-    Every rank gets all log-probs and entropies [N], with a gradient for those alone that its own tokens predict. So a
-    loss of them is the same on every rank, and its gradients must be added up over the ranks of the group.
+    Each rank returns all log-probs and entropies [N], with gradients only for those that its own tokens predict. So a
+    loss of them is equal on all ranks, and its gradients must be summed over the ranks of the group.
 
-    Raises UserError when the model's attention heads cannot be dealt out evenly.
+    Raises UserError if the number of ranks does not divide the number of attention heads.
     """
 
     def __init__(self, model: PreTrainedModel, group: dist.ProcessGroup) -> None:
@@ -108,7 +108,10 @@ class SequenceParallelForward(ModuleForward):
 
 
 class SequenceParallelValues(ModuleValues):
-    """A `ValueForward` likewise: every rank gets all values [N], with a gradient for those of its own tokens."""
+    """A `ValueForward` for the ranks of `group`: each returns all values [N], with gradients only for its own tokens.
+
+    Raises as `SequenceParallelForward` does.
+    """
 
     def __init__(self, model: ValueModel, group: dist.ProcessGroup) -> None:
         super().__init__(model)
@@ -123,7 +126,7 @@ class SequenceParallelValues(ModuleValues):
 
 
 class _AllToAll(torch.autograd.Function):
-    """[s, ...] to [s, ...]; its transpose, which carries the gradient back, is the same exchange."""
+    """All-to-all over the first dimension, [s, ...] to [s, ...]; its gradient is the same exchange."""
 
     @staticmethod
     def forward(ctx: Any, parts: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -142,6 +145,6 @@ def _all_to_all(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def _slice(column: np.ndarray, start: int, width: int) -> Tensor:
-    """width entries from `start` on, zeros behind the end."""
+    """Return `width` entries from `start` on, padded with zeros behind the end."""
     part = column[start : start + width]
     return torch.from_numpy(np.pad(part, (0, width - len(part))))

@@ -1,13 +1,12 @@
 """Attention over a packed row whose sequences share prefixes, without a mask of all pairs of tokens.
 
-On a CPU segments of similar length are one bucket: a batched product, prefixes included. Padding exists inside a
-bucket's scores only; no padded token reaches a layer. Short buckets run a hand-derived forward and backward pass (1.5
-times faster than flash attention on a CPU), long ones scaled_dot_product_attention.
+On a CPU, segments of similar length form a bucket, which is one batched product, prefixes included. Padding exists only
+in the scores of a bucket; no padded token reaches a layer. Short buckets have a hand-derived forward and backward pass
+(1.5 times faster than flash attention on a CPU), long ones use scaled_dot_product_attention.
 
-On a CUDA device one kernel computes the whole row: flex_attention over the blocks of the mask where samples share a
-prompt, flash attention over sequences of any length where none do (half precision alone). A kernel is used once it
-agrees with the buckets on a small row, gradients included; otherwise the buckets are used, and a line of the log says
-why.
+On a CUDA device one kernel computes the whole row: flex_attention over the blocks of the mask if samples share a
+prompt, else flash attention over sequences of any length (half precision only). A kernel is used if it agrees with the
+buckets on a small row, gradients included; otherwise the buckets are used, and a line of the log gives the reason.
 """
 
 import functools
@@ -28,34 +27,42 @@ from agentrl.compute.packing import Segment
 
 log = logging.getLogger(__name__)
 
-SHORT = 512  # keys: up to here a bucket keeps its probabilities for the backward pass
-STEP = 1024  # queries that a long bucket with prefixes runs at once, so that its mask stays small
-HALVED = 256  # from here on a short segment without a prefix is two, the second behind the first: a quarter less work
+SHORT = 512
+"""Number of keys up to which a bucket keeps its probabilities for the backward pass."""
+STEP = 1024
+"""Queries of a long bucket with prefixes that are computed at once, so that the mask stays small."""
+HALVED = 256
+"""Length from which a short segment without a prefix is split in two, the first half being the prefix of the second: a
+quarter less work."""
 GROUPED = ("cpu",)
-"""Devices whose fused kernels take fewer key heads beside a mask. On a GPU only the one that makes all scores does,
-which at 8192 keys no memory is enough for: there each key is repeated for the query heads that it serves."""
+"""Devices whose fused kernels take a mask and fewer key heads than query heads. On a GPU only the kernel that holds all
+scores does, for which memory does not suffice at 8192 keys: there, keys are repeated for the query heads."""
 BLOCK = 128
+"""Tokens of a block of the mask of flex_attention."""
 KINDS = 64
-"""Of tensors that flex_attention may be compiled for in one process."""
-TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.05, torch.float16: 0.01}  # of the largest value; TF32 is within it
-FILL = 0.8  # least share of a bucket's longest segment that a member must have
+"""Maximum kinds of tensors that flex_attention is compiled for in one process."""
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.05, torch.float16: 0.01}
+"""Largest difference of a kernel from the buckets, as a share of the largest value; TF32 is within it."""
+FILL = 0.8
+"""Minimum length of a segment in a bucket, as a share of the longest."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """B segments of at most A tokens behind prefixes of at most R tokens, K = R + A.
-
-    own: int64 [B, A] and keys: int64 [B, K], packed indices (where padded, some token of the segment). seen: bool
-    [B or 1, R], which prefix keys are real. padding: bool [B, A], None when every segment has A tokens.
-    """
+    """B segments of at most A tokens, after prefixes of at most R tokens; K = R + A."""
 
     own: Tensor
+    """int64 [B, A]: packed indices of the segments' tokens; padding repeats a token of the segment."""
     keys: Tensor
+    """int64 [B, K]: packed indices of the prefixes' and the segments' tokens, padded likewise."""
     seen: Tensor
+    """bool [B or 1, R]: which keys of the prefixes are not padding."""
     padding: Tensor | None
+    """bool [B, A]: which entries of `own` are padding; None if all segments have A tokens."""
 
     def mask(self, start: int, end: int) -> Tensor:
-        """Of the queries start .. end - 1 over the keys R + end: float [B or 1, end - start, R + end], 0 or -inf."""
+        """Return the mask of queries start .. end - 1 over R + end keys: float [B or 1, end - start, R + end], 0 or
+        -inf."""
         steps = torch.arange(end, device=self.own.device)
         causal = (steps[start:, None] >= steps).expand(len(self.seen), -1, -1)
         allowed = torch.cat([self.seen[:, None].expand(-1, end - start, -1), causal], -1)
@@ -63,28 +70,31 @@ class Bucket:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """How one packed row attends. back: int64 [P], where each packed token stands in the buckets' concatenation."""
+class BucketLayout:
+    """A `Layout` of buckets."""
 
     buckets: tuple[Bucket, ...]
+    """The buckets of the row, which hold every packed token once."""
     back: Tensor
+    """int64 [P]: the index of each packed token in the concatenation of the buckets."""
     _by_heads: dict[int, list[tuple[Tensor, Tensor]]] = field(default_factory=dict)
     _masks: list[Tensor] = field(default_factory=list)
 
     @property
     def masks(self) -> list[Tensor]:
-        """The whole mask of every bucket, [B or 1, A, K]: for short ones, made once for all layers."""
+        """The whole mask of every bucket, [B or 1, A, K], computed once for all layers; for short buckets."""
         if not self._masks:
             self._masks.extend(b.mask(0, b.own.shape[1]) for b in self.buckets)
         return self._masks
 
     @property
     def longest(self) -> int:
-        """The most keys that a query has."""
+        """Largest number of keys of a query."""
         return max(b.keys.shape[1] for b in self.buckets)
 
     @property
     def tokens(self) -> int:
+        """Number of packed tokens, P."""
         return len(self.back)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
@@ -99,7 +109,8 @@ class Plan:
         return short
 
     def by_heads(self, heads: int) -> list[tuple[Tensor, Tensor]]:
-        """For every bucket `own` [B * heads * A] and `keys` [B * heads * K] as rows of a [P * heads, ...] tensor."""
+        """Return `own` [B * heads * A] and `keys` [B * heads * K] of every bucket as rows of a [P * heads, ...]
+        tensor."""
         if heads not in self._by_heads:
             self._by_heads[heads] = [(_rows(b.own, heads), _rows(b.keys, heads)) for b in self.buckets]
         return self._by_heads[heads]
@@ -110,7 +121,7 @@ class Layout(Protocol):
 
     @property
     def tokens(self) -> int:
-        """P, the row's tokens."""
+        """Number of packed tokens, P."""
         ...
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
@@ -118,46 +129,49 @@ class Layout(Protocol):
         ...
 
 
-def plan(segments: Sequence[Segment], device: torch.device | str = "cpu") -> Layout:
-    """What fits the device: one kernel over the row on CUDA (`Row`), elsewhere buckets."""
+def make_layout(segments: Sequence[Segment], device: torch.device | str = "cpu") -> Layout:
+    """Return the layout of a packed row for a device: `RowLayout` on CUDA, else `BucketLayout`."""
     if torch.device(device).type == "cuda":
-        return Row(tuple(segments), torch.device(device))
-    return bucketed(segments, device)
+        return RowLayout(tuple(segments), torch.device(device))
+    return bucket_layout(segments, device)
 
 
-def bucketed(segments: Sequence[Segment], device: torch.device | str = "cpu") -> Plan:
-    """Sort segments into buckets. Costs O(tokens), once a packed row, for all layers."""
+def bucket_layout(segments: Sequence[Segment], device: torch.device | str = "cpu") -> BucketLayout:
+    """Sort segments into buckets. Takes O(tokens), once a packed row, for all layers."""
     real = [s for s in segments if _length(s)]
     if max(_prefix(s) + _length(s) for s in real) <= SHORT:
         real = [half for s in real for half in _halves(s)]
     order = sorted(real, key=lambda s: (_prefix(s) > 0, _length(s)), reverse=True)
     buckets: list[Bucket] = []
     packed: list[Tensor] = []
-    placed: list[Tensor] = []
+    bucketed: list[Tensor] = []
     offset = 0
     for members in _runs(order):
         width = _length(members[0])
         buckets.append(_bucket(members, width, device))
         for row, segment in enumerate(members):
-            at = offset + row * width
+            first = offset + row * width
             packed.append(torch.arange(segment.start, segment.end))
-            placed.append(torch.arange(at, at + _length(segment)))
+            bucketed.append(torch.arange(first, first + _length(segment)))
         offset += len(members) * width
     back = torch.empty(sum(len(p) for p in packed), dtype=torch.long)
-    back[torch.cat(packed)] = torch.cat(placed)
-    return Plan(tuple(buckets), back.to(device))
+    back[torch.cat(packed)] = torch.cat(bucketed)
+    return BucketLayout(tuple(buckets), back.to(device))
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, plan: Layout, scale: float) -> Tensor:
-    """query [P, H, D], key and value [P, G, D] (the H / G heads of a group next to each other) to [P, H * D]."""
-    return plan.attend(query, key, value, scale)
+def attend(query: Tensor, key: Tensor, value: Tensor, layout: Layout, scale: float) -> Tensor:
+    """Attend over a packed row: query [P, H, D], key and value [P, G, D] to [P, H * D].
+
+    The H / G query heads of a key head are neighbours.
+    """
+    return layout.attend(query, key, value, scale)
 
 
-def _long(query: Tensor, key: Tensor, value: Tensor, plan: Plan, scale: float) -> Tensor:
+def _long(query: Tensor, key: Tensor, value: Tensor, layout: BucketLayout, scale: float) -> Tensor:
     outputs: list[Tensor] = []
     parts: list[Tensor] = []
     repeats = query.shape[1] // key.shape[1] if query.device.type not in GROUPED else 1
-    for bucket in plan.buckets:
+    for bucket in layout.buckets:
         q, k, v = query[bucket.own], key[bucket.keys], value[bucket.keys]
         reach, width = bucket.seen.shape[1], bucket.own.shape[1]
         step = STEP if reach else width
@@ -176,22 +190,27 @@ def _long(query: Tensor, key: Tensor, value: Tensor, plan: Plan, scale: float) -
             parts.append(attended.transpose(1, 2).flatten(2))
         outputs.append(torch.cat(parts, 1).flatten(0, 1))
         parts.clear()
-    return torch.cat(outputs).index_select(0, plan.back)
+    return torch.cat(outputs).index_select(0, layout.back)
 
 
 def _for_heads(states: Tensor, repeats: int) -> Tensor:
-    """Keys or values [B, G, K, D] for every query head, [B, G * repeats, K, D]."""
+    """Repeat keys or values [B, G, K, D] for every query head, to [B, G * repeats, K, D]."""
     return states if repeats == 1 else states.repeat_interleave(repeats, 1)
 
 
 class _Short(torch.autograd.Function):
-    """Rows are tokens x key heads: query [P * G, (H / G) * D], key and value [P * G, D] to [P, H * D]."""
+    """Attention over short buckets: query [P * G, (H / G) * D], key and value [P * G, D] to [P, H * D].
+
+    Rows are tokens x key heads.
+    """
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, plan: Plan, groups: int, scale: float) -> Tensor:
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, layout: BucketLayout, groups: int, scale: float
+    ) -> Tensor:
         outputs: list[Tensor] = []
         kept: list[Tensor] = []
-        for bucket, mask, (own, keys) in zip(plan.buckets, plan.masks, plan.by_heads(groups), strict=True):
+        for bucket, mask, (own, keys) in zip(layout.buckets, layout.masks, layout.by_heads(groups), strict=True):
             rows, length = bucket.own.shape
             q, k, v = _gather(query, key, value, own, keys, rows * groups)
             scores = torch.bmm(q.mul_(scale), k.transpose(1, 2))
@@ -200,10 +219,10 @@ class _Short(torch.autograd.Function):
             attended = torch.bmm(weights, v).view(rows, groups, length, -1)
             outputs.append(attended.transpose(1, 2).reshape(rows * length, -1))
             kept += (q, k, v, weights)
-        ctx.plan, ctx.groups, ctx.scale = plan, groups, scale
+        ctx.layout, ctx.groups, ctx.scale = layout, groups, scale
         ctx.save_for_backward(*kept)  # so that activation checkpointing can do without them
         ctx.shapes = (query.shape, key.shape, value.shape)
-        return torch.cat(outputs).index_select(0, plan.back)
+        return torch.cat(outputs).index_select(0, layout.back)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
@@ -212,7 +231,7 @@ class _Short(torch.autograd.Function):
         by_own: list[list[Tensor]] = [[], [], []]
         by_prefix: list[tuple[Tensor, Tensor, Tensor]] = []
         saved = iter(ctx.saved_tensors)
-        for bucket, (own, keys) in zip(ctx.plan.buckets, ctx.plan.by_heads(groups), strict=True):
+        for bucket, (own, keys) in zip(ctx.layout.buckets, ctx.layout.by_heads(groups), strict=True):
             rows, length = bucket.own.shape
             q, k, v, weights = islice(saved, 4)
             d_out = d_out_all.index_select(0, own).view(q.shape)
@@ -230,7 +249,7 @@ class _Short(torch.autograd.Function):
                 shared = keys.view(rows * groups, -1)[:, :reach].reshape(-1)
                 by_prefix.append((shared, d_keys[:, :reach].reshape(-1, size), d_values[:, :reach].reshape(-1, size)))
         d_query, d_key, d_value = (
-            torch.cat(parts).index_select(0, ctx.plan.back).view(shape)
+            torch.cat(parts).index_select(0, ctx.layout.back).view(shape)
             for parts, shape in zip(by_own, ctx.shapes, strict=True)
         )
         for shared, d_keys, d_values in by_prefix:
@@ -242,7 +261,7 @@ class _Short(torch.autograd.Function):
 def _gather(
     query: Tensor, key: Tensor, value: Tensor, own: Tensor, keys: Tensor, batch: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """One bucket's queries [batch, A * H / G, D], keys and values [batch, K, D]."""
+    """Return a bucket's queries [batch, A * H / G, D], keys and values [batch, K, D]."""
     size = key.shape[1]
     q = query.index_select(0, own).view(batch, -1, size)
     return q, key.index_select(0, keys).view(batch, -1, size), value.index_select(0, keys).view(batch, -1, size)
@@ -264,7 +283,8 @@ def _halves(s: Segment) -> tuple[Segment, ...]:
 
 
 def _runs(order: Sequence[Segment]) -> Iterator[list[Segment]]:
-    """Runs of segments that fill at least FILL of the first, which is the longest, and all have a prefix or none."""
+    """Yield runs of segments that are at least FILL of the first one's length, the longest, and all have a prefix or
+    none."""
     run: list[Segment] = []
     for segment in order:
         if run and (_length(segment) < FILL * _length(run[0]) or bool(_prefix(segment)) != bool(_prefix(run[0]))):
@@ -293,24 +313,27 @@ def _column(values: Sequence[int]) -> Tensor:
 
 
 def _rows(indices: Tensor, heads: int) -> Tensor:
-    """Packed indices [B, X] to rows of a [P * heads, ...] tensor, [B * heads * X]."""
+    """Return the rows of a [P * heads, ...] tensor for packed indices [B, X]: [B * heads * X]."""
     spread = indices[:, None] * heads + torch.arange(heads, device=indices.device)[:, None]
     return spread.reshape(-1)
 
 
-Kernel = Callable[[Tensor, Tensor, Tensor, "Row", float], Tensor]
+Kernel = Callable[[Tensor, Tensor, Tensor, "RowLayout", float], Tensor]
+"""(query [P, H, D], key [P, G, D], value [P, G, D], row, scale) -> [P, H, D]"""
 
 
 @dataclass(frozen=True)
-class Row:
-    """A `Layout`: the segments of a packed row, in their order, and what kernels need to know of them, made when one
-    asks for it."""
+class RowLayout:
+    """A `Layout` for kernels that compute a whole row. What a kernel needs is computed when it is first used."""
 
     segments: tuple[Segment, ...]
+    """The segments of the row, in their order."""
     device: torch.device
+    """The device of the tensors."""
 
     @property
     def tokens(self) -> int:
+        """Number of packed tokens, P."""
         return max(s.end for s in self.segments)
 
     @property
@@ -319,37 +342,38 @@ class Row:
         return any(s.prefix_end > s.prefix_start for s in self.segments)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        """query [P, H, D], key and value [P, G, D] to [P, H * D]."""
+        """See the function `attend`."""
         kernel = kernel_for(self.shared, query, key)
         if kernel is None:
             return self.buckets.attend(query, key, value, scale)
         return kernel(query, key, value, self, scale).flatten(1)
 
     @cached_property
-    def buckets(self) -> Plan:
-        return bucketed(self.segments, self.device)
+    def buckets(self) -> BucketLayout:
+        """The same row in buckets, for tensors that no kernel serves."""
+        return bucket_layout(self.segments, self.device)
 
     @cached_property
     def ends(self) -> tuple[Tensor, int]:
-        """Where sequences begin and the last ends, int32 [sequences + 1], and how long the longest is."""
+        """The starts of the sequences and the end of the last, int32 [sequences + 1], and the length of the longest."""
         lengths = np.array([s.end - s.start for s in self.segments if s.end > s.start])
         return torch.from_numpy(np.cumsum([0, *lengths], dtype=np.int32)).to(self.device), int(lengths.max())
 
     @cached_property
     def mask(self) -> BlockMask:
-        """For the row padded to whole blocks; the padding is a sequence of its own."""
+        """The mask of the row padded to whole blocks; the padding is a sequence of its own."""
         return block_mask(self.segments, self.tokens, self.device)
 
 
 def kernel_for(shared: bool, query: Tensor, key: Tensor) -> Kernel | None:
-    """The first that has shown to work for such tensors; None: none has."""
+    """Return the first kernel that works for such tensors; None: none does. shared: whether a segment has a prefix."""
     kernels: list[Kernel] = [by_flex] if shared or query.dtype == torch.float32 else [by_flash, by_flex]
     about = (str(query.device), query.dtype, query.shape[1], *key.shape[1:])
     return next((kernel for kernel in kernels if kernel_fault(kernel, *about) is None), None)
 
 
-def by_flex(query: Tensor, key: Tensor, value: Tensor, row: Row, scale: float) -> Tensor:
-    """query [P, H, D], key and value [P, G, D] to [P, H, D], any forest (arXiv:2412.05496)."""
+def by_flex(query: Tensor, key: Tensor, value: Tensor, row: RowLayout, scale: float) -> Tensor:
+    """A `Kernel` for all prefix trees, by flex_attention (arXiv:2412.05496)."""
     more = padded(len(query)) - len(query)
     q, k, v = (F.pad(x, (0, 0, 0, 0, 0, more)).transpose(0, 1)[None] for x in (query, key, value))
     same = query.shape[1] == key.shape[1]
@@ -361,8 +385,8 @@ def by_flex(query: Tensor, key: Tensor, value: Tensor, row: Row, scale: float) -
     return found
 
 
-def by_flash(query: Tensor, key: Tensor, value: Tensor, row: Row, scale: float) -> Tensor:
-    """Likewise, where no segment has a prefix (arXiv:2307.08691)."""
+def by_flash(query: Tensor, key: Tensor, value: Tensor, row: RowLayout, scale: float) -> Tensor:
+    """A `Kernel` for rows without prefixes, by flash attention (arXiv:2307.08691)."""
     from torch.nn.attention.varlen import varlen_attn
 
     ends, longest = row.ends
@@ -373,11 +397,11 @@ def by_flash(query: Tensor, key: Tensor, value: Tensor, row: Row, scale: float) 
 
 
 def _flex(device: str) -> Any:
-    """Compiled where that pays; as it is, it makes all scores, which serves small tests alone.
+    """Return flex_attention, compiled on CUDA. Uncompiled it holds all scores in memory, which is for small tests only.
 
-    Each type and shape of heads is compiled by itself, with and without gradients, and torch gives up after eight: it
-    would go on uncompiled, which no GPU has the memory for. So it may compile more, and must not go on without. The
-    limit is set here since it is each thread's own: layers that are computed again run in autograd's.
+    Each dtype and shape of heads is compiled separately, with and without gradients. After eight kinds torch would run
+    it uncompiled, for which no GPU has the memory; so the limit is raised. It is set in each call because each thread
+    has its own, and recomputed layers run in autograd's.
     """
     if device != "cuda":
         return flex_attention
@@ -392,12 +416,12 @@ def _compiled() -> Any:
 
 
 def padded(tokens: int) -> int:
-    """Whole blocks that hold so many tokens. Two at least: a row of one would be compiled by itself."""
+    """Return the number of tokens, rounded up to whole blocks; at least two, since one would be compiled separately."""
     return max(2, -(-tokens // BLOCK)) * BLOCK
 
 
 def bounds(segments: Sequence[Segment], tokens: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """For each token, int32 [padded(tokens)]: where its segment begins, and where its prefix begins and ends."""
+    """Return the start of each token's segment, and the start and end of its prefix: int32 [padded(tokens)] each."""
     start, prefix_start, prefix_end = (np.zeros(padded(tokens), np.int32) for _ in range(3))
     start[tokens:] = tokens
     for s in segments:
@@ -407,7 +431,7 @@ def bounds(segments: Sequence[Segment], tokens: int) -> tuple[np.ndarray, np.nda
 
 
 def mask_of(segments: Sequence[Segment], tokens: int, device: torch.device) -> Callable[..., Tensor]:
-    """The mask as flex_attention wants it: whether a query sees a key."""
+    """Return the mask in the form of flex_attention: a function that tells whether a query sees a key."""
     start, prefix_start, prefix_end = (torch.from_numpy(column).to(device) for column in bounds(segments, tokens))
 
     def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -418,7 +442,7 @@ def mask_of(segments: Sequence[Segment], tokens: int, device: torch.device) -> C
 
 
 def block_mask(segments: Sequence[Segment], tokens: int, device: torch.device) -> BlockMask:
-    """Which blocks hold anything to see, and which nothing else: counted from the segments, without a P x P mask."""
+    """Return the mask by blocks (empty, partial, full), counted from the segments, without a P x P mask."""
     pairs = visible(segments, tokens)
     whole = pairs == BLOCK * BLOCK
     some = (pairs > 0) & ~whole
@@ -435,20 +459,21 @@ def block_mask(segments: Sequence[Segment], tokens: int, device: torch.device) -
 
 
 def visible(segments: Sequence[Segment], tokens: int) -> np.ndarray:
-    """How many pairs of a query and a key that it sees each pair of blocks holds: int64 [blocks, blocks]."""
+    """Return the number of pairs of a query and a key that it sees, by pair of blocks: int64 [blocks, blocks]."""
     blocks = padded(tokens) // BLOCK
     pairs = np.zeros((blocks, blocks), np.int64)
     for s in (*segments, Segment(tokens, blocks * BLOCK)):
         first, own = _overlap(s.start, s.end)
         behind, prefix = _overlap(s.prefix_start, s.prefix_end)
-        here, there = slice(first, first + len(own)), slice(behind, behind + len(prefix))
-        pairs[here, there] += np.outer(own, prefix)
-        pairs[here, here] += np.tril(np.outer(own, own), -1) + np.diag(own * (own + 1) // 2)
+        queries, prefixes = slice(first, first + len(own)), slice(behind, behind + len(prefix))
+        pairs[queries, prefixes] += np.outer(own, prefix)
+        pairs[queries, queries] += np.tril(np.outer(own, own), -1) + np.diag(own * (own + 1) // 2)
     return pairs
 
 
 def _overlap(start: int, end: int) -> tuple[int, np.ndarray]:
-    """The first block that start .. end - 1 touches, and how many of these tokens lie in it and in the following."""
+    """Return the first block that start .. end - 1 overlaps, and the number of these tokens in it and in each block
+    after it."""
     if end <= start:
         return 0, np.zeros(0, np.int64)
     edges = np.arange(start // BLOCK, -(-end // BLOCK) + 1) * BLOCK
@@ -456,7 +481,8 @@ def _overlap(start: int, end: int) -> tuple[int, np.ndarray]:
 
 
 def _listed(blocks: np.ndarray, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Of a bool [queries, keys]: how many are set in a row, and which, these first; int32 [1, 1, ...]."""
+    """Return, for a bool matrix of blocks [queries, keys], the number of set entries in each row, and the indices of
+    all entries, the set ones first: int32 [1, 1, ...]."""
     order = np.argsort(~blocks, axis=1, kind="stable").astype(np.int32)
     counts = blocks.sum(1, dtype=np.int32)
     return torch.from_numpy(counts)[None, None].to(device), torch.from_numpy(order)[None, None].to(device)
@@ -464,7 +490,7 @@ def _listed(blocks: np.ndarray, device: torch.device) -> tuple[Tensor, Tensor]:
 
 @functools.cache
 def kernel_fault(kernel: Kernel, device: str, dtype: torch.dtype, heads: int, groups: int, size: int) -> str | None:
-    """Return why `kernel` cannot serve tensors of this kind, found out once; None: it can."""
+    """Return why `kernel` cannot serve tensors of this kind; None: it can. Each kind is tested once a process."""
     try:
         off = _difference(kernel, torch.device(device), dtype, heads, groups, size)
         fault = None if off <= TOLERANCE[dtype] else f"it is off by {off:.2g}"
@@ -486,10 +512,11 @@ def faults(device: torch.device) -> str:
 
 
 def _difference(kernel: Kernel, device: torch.device, dtype: torch.dtype, heads: int, groups: int, size: int) -> float:
-    """How far output and gradients are from those of the buckets, in shares of their largest value."""
+    """Return the largest difference of output and gradients from those of the buckets, as a share of the largest
+    value."""
     lone = [Segment(0, 150), Segment(150, 157), Segment(157, 300)]
     prefix_trees = [Segment(0, 140), Segment(140, 150, 0, 140), Segment(150, 290, 0, 140), Segment(290, 300)]
-    row = Row(tuple(lone if kernel is by_flash else prefix_trees), device)
+    row = RowLayout(tuple(lone if kernel is by_flash else prefix_trees), device)
     given = torch.Generator(device).manual_seed(0)
     own_hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)  # not those of a layer around us
     with torch.enable_grad(), torch.autocast(device.type, enabled=False), own_hooks:

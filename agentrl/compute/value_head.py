@@ -1,10 +1,10 @@
-"""Values of a packed row: a policy's backbone with an output layer of one row.
+"""Values of a packed row, by the backbone of a language model and an output layer of one row.
 
-The value of a token is that of the state before it is sampled. It is read from the hidden state that predicts the
-token, and from confidence features: how likely the tokens sampled so far were to the policy. A policy that errs mostly
-errs by an unlikely token, and what is still to come depends on that more than on anything else that a small critic
-finds in few steps: on the calculator recipe's first policy these two features explain 27 % of the variance of returns
-after 128 samples, of 39 % that can be explained at all; the backbone by itself explains 6 % after 2,000.
+The value of a token is that of the state before it is sampled. It is computed from the hidden state that predicts the
+token, and from confidence features: how likely the tokens sampled so far were under the policy. Errors of a policy are
+mostly unlikely tokens, and returns depend on them more than on anything else that a small critic learns in few steps:
+for the first policy of the calculator recipe, these two features explain 27 % of the variance of returns after 128
+samples, of 39 % that can be explained at all; the backbone alone explains 6 % after 2,000.
 """
 
 from types import SimpleNamespace
@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from agentrl.compute.batch import Batch
-from agentrl.compute.block_forward import FastForward
+from agentrl.compute.block_forward import BlockForward
 from agentrl.compute.forward import Forward, ModuleForward, SequenceForward, SequenceRunner, choose, hidden_states
 from agentrl.compute.packing import Packed
 
 CONFIDENCE_FEATURES = 2
-"""Columns that `confidence_features` returns."""
+"""Number of columns of `confidence_features`."""
 
 _STORED_NAME = "doubt"
 """The name under which checkpoints hold the weights of the confidence features, since 0.1."""
@@ -31,9 +31,9 @@ _STORED_NAME = "doubt"
 def confidence_features(batch: Batch) -> npt.NDArray[np.float32]:
     """Return how likely the sampled tokens before each token of its sample were, float32 [T, 2], each in 0..1.
 
-    The columns are 1 - min p, and min p - prod p, over the sampled tokens before; both are 0 before the first, and
-    where nothing is sampled. p is that of the policy that sampled, by the engine: exp(`logprobs`). Only tokens before
-    the one whose state is valued count, so that the value stays a baseline.
+    The columns are 1 - min p and min p - prod p over the sampled tokens before; both are 0 before the first one, and
+    where nothing is sampled. p is the engine's probability, exp(`logprobs`). The token itself does not count, so that
+    the value remains a baseline.
     """
     features = np.zeros((int(batch.offsets[-1]), CONFIDENCE_FEATURES), np.float32)
     sampled = np.flatnonzero(batch.tokens["loss_mask"])
@@ -48,10 +48,10 @@ def confidence_features(batch: Batch) -> npt.NDArray[np.float32]:
 
 
 class ValueModel(nn.Module):
-    """The backbone of a causal language model, and an output layer of one row whose weights start at 0.
+    """The backbone of a causal language model, with an output layer of one row whose weights start at 0.
 
-    Its parts have the names of a language model's whose vocabulary is one number. `lm_head` and `confidence` have the
-    backbone's type and device. The language model that it is made from keeps its own head.
+    Its modules are named as in a language model with a vocabulary of one. `lm_head` and `confidence` have the dtype and
+    device of the backbone. The original language model keeps its own output layer.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -63,7 +63,7 @@ class ValueModel(nn.Module):
         self.lm_head = nn.Linear(size, 1, device=like.device, dtype=like.dtype)
         confidence = nn.Linear(CONFIDENCE_FEATURES, 1, bias=False, device=like.device, dtype=like.dtype)
         self.add_module(_STORED_NAME, confidence)
-        # Adam moves every weight alike: a step of these counts as much as one of all hidden states' weights.
+        # Adam changes every weight by as much: so a step of these counts as much as one of all hidden states' weights.
         self.gain = size / CONFIDENCE_FEATURES
         for parameter in (self.lm_head.weight, self.lm_head.bias, confidence.weight):
             nn.init.zeros_(parameter)
@@ -92,6 +92,7 @@ class ValueForward(Protocol):
     """Computes values, with gradients to the parameters of `model`."""
 
     model: ValueModel
+    """The value model."""
 
     def __call__(self, packed: Packed, features: Tensor) -> Tensor:
         """Return one value for each prediction of the row, float32 [N].
@@ -101,11 +102,11 @@ class ValueForward(Protocol):
         ...
 
 
-class FastValues:
-    """Values by our own forward pass."""
+class BlockValues:
+    """A `ValueForward` by our own decoder block."""
 
     def __init__(self, model: ValueModel) -> None:
-        self.model, self._forward = model, FastForward(model)
+        self.model, self._forward = model, BlockForward(model)
 
     def __call__(self, packed: Packed, features: Tensor) -> Tensor:
         states, head = self._forward.states(packed)
@@ -113,7 +114,7 @@ class FastValues:
 
 
 class ModuleValues:
-    """Values by the module with its attention replaced. compute: as of `ModuleForward`."""
+    """A `ValueForward` by the module with its attention replaced. compute: see `ModuleForward`."""
 
     def __init__(self, model: ValueModel, compute: torch.dtype | None = None) -> None:
         self.model, self.compute = model, compute
@@ -126,7 +127,7 @@ class ModuleValues:
 
 
 class SequenceValues(SequenceRunner[ValueModel]):
-    """Values by the unchanged module, one sequence after another."""
+    """A `ValueForward` by the unchanged module, one sequence after another."""
 
     def __call__(self, packed: Packed, features: Tensor) -> Tensor:
         idle = self.idle_passes(packed)
@@ -140,20 +141,25 @@ def value_forward(
     checkpointing: bool = False,
     offload: bool = False,
 ) -> tuple[ValueForward, str]:
-    """Return the fastest exact `ValueForward` of a new value model on the backbone of `model`, and a line about it.
+    """Return the fastest exact `ValueForward` of a new value model on the backbone of `model`, and one line about it.
 
-    The options are those of `forward.choose`, which tries `model` itself: its output layer still tells tokens apart.
+    The options are those of `forward.choose`, which compares implementations on `model` itself, since the new output
+    layer returns 0 for every state.
     """
     forward, description = choose(model, compute, checkpointing, offload)
     return as_values(forward, ValueModel(model)), description
 
 
 def as_values(forward: Forward, model: ValueModel) -> ValueForward:
-    """Return the `ValueForward` of `model` of the kind that was chosen for the language model with its backbone."""
-    if isinstance(forward, FastForward):
-        return FastValues(model)
+    """Return the `ValueForward` of `model` that corresponds to `forward`, chosen for the language model with its
+    backbone.
+
+    Raises TypeError for another kind of forward.
+    """
+    if isinstance(forward, BlockForward):
+        return BlockValues(model)
     if isinstance(forward, ModuleForward):
         return ModuleValues(model, forward.compute)
     if isinstance(forward, SequenceForward):
-        return SequenceValues(model, forward.compute, forward.most)
+        return SequenceValues(model, forward.compute, forward.max_over_ranks)
     raise TypeError(f"cannot compute values as {type(forward).__name__} computes log-probs")

@@ -14,8 +14,11 @@ class TaskSampler:
     """
 
     size: int
+    """Number of tasks."""
     seed: int
+    """Seed of the shuffles."""
     epoch: int = 0
+    """Number of epochs that are used up."""
     position: int = 0
     """Number of indices of the epoch's order that are used up."""
     excluded: frozenset[int] = frozenset()

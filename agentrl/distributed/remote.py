@@ -14,7 +14,7 @@ from agentrl.cluster.placement import Placement, names_of
 from agentrl.cluster.pool import Home, ResourcePool, own_address
 from agentrl.cluster.session import Session
 from agentrl.compute.batch import Batch
-from agentrl.compute.flops import Work
+from agentrl.compute.flops import RoleCost
 from agentrl.learner.metrics import MicroBatchMetrics
 from agentrl.learner.roles import forward_lines
 from agentrl.recipe.schema import ClusterSection, Recipe
@@ -42,10 +42,12 @@ class RemoteActor:
         """Updates sent to the workers: one that fails may have changed the weights of some."""
 
     def logprobs(self, batch: Batch) -> Floats:
+        """Return the log-probs of the sampled tokens, float32 [T], 0 elsewhere."""
         found: Floats = self._group.logprobs(batch)
         return found
 
     def update(self, batch: Batch, rate: float) -> MicroBatchMetrics:
+        """Make one optimizer update on all workers; return its metrics."""
         self.updates += 1
         found: MicroBatchMetrics = self._group.update(batch, rate)
         return found
@@ -58,6 +60,7 @@ class RemoteReference:
         self._group = group
 
     def logprobs(self, batch: Batch) -> Floats:
+        """Return the log-probs of the sampled tokens, float32 [T], 0 elsewhere."""
         found: Floats = self._group.reference_logprobs(batch)
         return found
 
@@ -70,10 +73,12 @@ class RemoteCritic:
         self.updates = 0
 
     def values(self, batch: Batch) -> Floats:
+        """Return the value of the state before each sampled token, float32 [T], 0 elsewhere."""
         found: Floats = self._group.values(batch)
         return found
 
     def update(self, batch: Batch, rate: float) -> MicroBatchMetrics:
+        """Make one optimizer update on all workers; return its metrics."""
         self.updates += 1
         found: MicroBatchMetrics = self._group.update_critic(batch, rate)
         return found
@@ -87,6 +92,7 @@ class RemoteRewardModel:
         self.description: str = group.describe_reward_model()
 
     def scores(self, batch: Batch) -> Floats:
+        """Return the score of each sample, float32 [S]."""
         found: Floats = self._group.scores(batch)
         return found
 
@@ -122,21 +128,25 @@ class RemotePublisher:
     def open(
         self, folder: str | None = None, transport: str = "auto", key: str | None = None, kind: str = "sglang"
     ) -> None:
+        """Open the publisher of every rank (see `Publisher.open`)."""
         self._transport = transport
         self._group.open_publisher(folder, transport, key, kind)
 
     def publish(self, request: WeightRequest) -> WeightResult:
+        """Let the workers send their weights; return the joined results."""
         return WeightResult.joined(self._group.publish(replace(request, senders=self._senders(request.urls))))
 
     def sleep(self, urls: Sequence[str]) -> dict[str, str]:
+        """Let the servers release their memory; return the failures by URL."""
         return _merged(self._group.sleep_servers(urls, self._senders(urls)))
 
     def wake(self) -> dict[str, str]:
+        """Wake the servers after `sleep`; return the failures by URL."""
         return _merged(self._group.wake_servers())
 
     def _senders(self, urls: Sequence[str]) -> dict[str, int]:
         """Return URL -> rank on its machine, for servers on other machines than rank 0's. Each is looked for once."""
-        if self._transport != "auto" or len({hello.node_id for hello in self._group.workers}) == 1:
+        if self._transport != "auto" or len({process.node_id for process in self._group.workers}) == 1:
             return {}
         if new := [url for url in urls if url not in self._rank_by_url]:
             found = enumerate(self._group.near(new))
@@ -150,6 +160,7 @@ class RemotePublisher:
             future.result()
 
     def close(self) -> None:
+        """Close the publisher of every rank."""
         self._group.close_publisher()
 
 
@@ -162,6 +173,7 @@ class RemoteSave:
             group.begin_save(str(folder))
 
     def done(self) -> bool:
+        """Return whether every worker has written its part, or failed."""
         return all(all(group.saved()) for group in self._groups)
 
     def result(self) -> None:
@@ -182,7 +194,7 @@ class RayRoles:
     Raises ClusterError (Ray, resources, a worker), and UserError of the workers: a model that does not load.
     """
 
-    here, device = False, "cpu"
+    in_process, device = False, "cpu"
 
     def __init__(
         self,
@@ -242,12 +254,13 @@ class RayRoles:
         self._groups |= dict.fromkeys(roles, group)
 
     @property
-    def work(self) -> dict[str, Work]:
-        found: dict[str, Work] = {}
+    def role_costs(self) -> dict[str, RoleCost]:
+        """The FLOPs of each role's passes, and the peak of the devices of its group."""
+        found: dict[str, RoleCost] = {}
         for group in dict.fromkeys(self._groups.values()):
-            costs, peak = group.work()
+            costs, peak = group.role_costs()
             whole = peak and peak * len(group)
-            found |= {role: Work(cost, whole, group.name) for role, cost in costs.items()}
+            found |= {role: RoleCost(cost, whole, group.name) for role, cost in costs.items()}
         return found
 
     def measure(self) -> dict[str, float]:
@@ -261,11 +274,13 @@ class RayRoles:
                     found[name] = max(value, found.get(name, 0.0))
         return found
 
-    def record(self, step: int, folder: Path) -> None:
+    def trace(self, step: int, folder: Path) -> None:
+        """Let the workers write traces of step `step` into `folder` from now on; step 0 ends that."""
         for group in dict.fromkeys(self._groups.values()):
-            group.record(step, str(folder))
+            group.trace(step, str(folder))
 
     def describe(self) -> list[str]:
+        """Return lines for the start of a run: how each role computes."""
         lines = forward_lines(self.actor.description)
         lines += [f"trained: {self.actor.adapter}"] if self.actor.adapter else []
         return lines + ([f"reward model: {self.reward_model.description}"] if self.reward_model is not None else [])
@@ -276,13 +291,16 @@ class RayRoles:
         return self._weights
 
     def save(self, folder: Path) -> RemoteSave:
+        """Start to write the trained roles into `folder`; they may go on learning at once."""
         return RemoteSave(self._trained(), folder)
 
     def load(self, folder: Path) -> None:
+        """Load the trained roles from a checkpoint. Raises UserError."""
         for future in [group.load.future(str(folder)) for group in self._trained()]:
             future.result()
 
     def close(self) -> None:
+        """End the workers, and the Ray that this run started."""
         self._stack.close()
 
     def _trained(self) -> list[WorkerGroup]:

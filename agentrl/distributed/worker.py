@@ -17,7 +17,7 @@ from agentrl.compute.classifier import RewardModel
 from agentrl.compute.flops import ROLES, Cost, costs, peak_of
 from agentrl.compute.micro_batches import TorchProcessGroup
 from agentrl.distributed.fsdp.build import build_critic, build_policy, build_reference, build_reward_model
-from agentrl.distributed.fsdp.mesh import find_place
+from agentrl.distributed.fsdp.mesh import make_context
 from agentrl.learner.actor import Actor
 from agentrl.learner.critic import Critic
 from agentrl.learner.metrics import MicroBatchMetrics
@@ -56,25 +56,25 @@ class TrainWorker(InstrumentedWorker):
         cluster = self.recipe.cluster
         if "actor" not in roles:  # a pool of its own is sharded over itself
             cluster = cluster.model_copy(update={"shard": 0, "sequence_parallel": 1})
-        place = find_place(cluster, self.device)
-        ranks = TorchProcessGroup(self.device, self.beat)
+        context = make_context(cluster, self.device)
+        ranks = TorchProcessGroup(self.device, self.heartbeat)
         self._saving = dist.new_group(backend="gloo")  # a save goes on beside the collectives of training
         self._save: Pending | None = None
         self._weights: Iterator[list[NamedTensor]] = iter(())
         if "actor" in roles:
-            made = build_policy(self.recipe, place)
+            made = build_policy(self.recipe, context)
             self.actor = Actor(made.model, self.recipe, made.forward, ranks, made.description)
             self._publisher = Publisher(made.model, self.rank)
         if "reference" in roles:
             if self.recipe.model.lora is not None:  # then no pool of its own holds it
                 self.reference = Reference(self.recipe, WithoutAdapter(self.actor.model, self.actor.forward), ranks)
             else:
-                self.reference = Reference(original, build_reference(original, place).forward, ranks)
+                self.reference = Reference(original, build_reference(original, context).forward, ranks)
         if "critic" in roles:
-            valued = build_critic(original, place)
+            valued = build_critic(original, context)
             self.critic = Critic(original, valued.forward, ranks, valued.description)
         if "reward_model" in roles:
-            scored = build_reward_model(original, place)
+            scored = build_reward_model(original, context)
             self.reward_model = RewardModel(original, scored.forward, ranks, scored.description)
 
     @property
@@ -89,7 +89,7 @@ class TrainWorker(InstrumentedWorker):
         return {"description": self.actor.description, "trained": self.actor.trained, "adapter": adapter}
 
     @register(RANK_ZERO)
-    def work(self) -> tuple[dict[str, Cost], float | None]:
+    def role_costs(self) -> tuple[dict[str, Cost], float | None]:
         """Return the cost of each role's passes, and the peak of this rank's device (FLOP/s; None: not known)."""
         some = next(role for name in ROLES if (role := getattr(self, name, None)) is not None)
         return costs(self), peak_of(some.model, self.recipe, self.device)
@@ -97,16 +97,19 @@ class TrainWorker(InstrumentedWorker):
     @register(SPLIT)
     @instrumented("actor")
     def logprobs(self, batch: Batch) -> Floats:
+        """Return the actor's log-probs of the rank's part of a batch."""
         return self.actor.logprobs(batch)
 
     @register(SPLIT)
     @instrumented("reference")
     def reference_logprobs(self, batch: Batch) -> Floats:
+        """Return the reference's log-probs of the rank's part of a batch."""
         return self.reference.logprobs(batch)
 
     @register(SPLIT)
     @instrumented("actor")
     def update(self, batch: Batch, rate: float) -> MicroBatchMetrics:
+        """Make an update of the actor with the rank's part of a batch."""
         return self.actor.update(batch, rate)
 
     @register(ONE_TO_ALL)
@@ -132,6 +135,7 @@ class TrainWorker(InstrumentedWorker):
     @register(ONE_TO_ALL)
     @instrumented("actor", SYNC)
     def publish(self, request: WeightRequest) -> WeightResult | None:
+        """Take part in sending the weights (see `Publisher.publish`)."""
         return self._publisher.publish(request)
 
     @register(ONE_TO_ALL)
@@ -142,15 +146,18 @@ class TrainWorker(InstrumentedWorker):
     @register(ONE_TO_ALL)
     @instrumented("actor", SYNC)
     def sleep_servers(self, urls: Sequence[str], senders: Mapping[str, int]) -> dict[str, str]:
+        """Let the servers of this rank release their memory; return the failures by URL."""
         return self._publisher.sleep(urls, senders)
 
     @register(ONE_TO_ALL)
     @instrumented("actor", SYNC)
     def wake_servers(self) -> dict[str, str]:
+        """Wake the servers of this rank; return the failures by URL."""
         return self._publisher.wake()
 
     @register(ONE_TO_ALL)
     def close_publisher(self) -> None:
+        """Close the publisher of this rank."""
         self._publisher.close()
 
     @register(ONE_TO_ALL)
@@ -159,6 +166,7 @@ class TrainWorker(InstrumentedWorker):
         torch.cuda.empty_cache()
 
     def close(self) -> None:
+        """Close the publisher, and leave the process group."""
         if hasattr(self, "_publisher"):
             self._publisher.close()
         super().close()
@@ -166,20 +174,24 @@ class TrainWorker(InstrumentedWorker):
     @register(SPLIT)
     @instrumented("critic")
     def values(self, batch: Batch) -> Floats:
+        """Return the critic's values of the rank's part of a batch."""
         return self.critic.values(batch)
 
     @register(SPLIT)
     @instrumented("critic")
     def update_critic(self, batch: Batch, rate: float) -> MicroBatchMetrics:
+        """Make an update of the critic with the rank's part of a batch."""
         return self.critic.update(batch, rate)
 
     @register(RANK_ZERO)
     def describe_reward_model(self) -> str:
+        """Return one line that says how scores are computed."""
         return self.reward_model.description
 
     @register(SPLIT)
     @instrumented("reward_model")
     def scores(self, batch: Batch) -> Floats:
+        """Return the reward model's scores of the rank's part of a batch."""
         return self.reward_model.scores(batch)
 
     @register(ONE_TO_ALL)

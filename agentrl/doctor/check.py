@@ -37,6 +37,7 @@ class Check:
     """One thing to try."""
 
     name: str
+    """Name of the check, unique."""
     tries: str
     """What is tried, in a few words."""
     run: "Callable[[Subject], str]"
@@ -54,8 +55,11 @@ class Finding:
     """What came of one check."""
 
     name: str
+    """Name of the check."""
     tries: str
+    """What was tried, in a few words."""
     status: Status
+    """How the check ended."""
     figure: str
     """What was measured; where the check failed, how; where it was left out, why."""
     remedy: str = ""

@@ -15,6 +15,7 @@ FINDINGS, RECIPE = "findings.jsonl", "recipe.yaml"
 
 
 def main(arguments: Sequence[str]) -> None:
+    """Run the named checks, and write their findings: see the docstring of the module."""
     folder, place, *names = arguments
     from agentrl.doctor.check import Check, Status, perform
     from agentrl.doctor.subject import Subject

@@ -78,9 +78,9 @@ def attention(subject: Subject) -> str:
     size = getattr(config, "head_dim", None) or config.hidden_size // heads
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     segments = _forest(ROW_TOKENS[device.type])
-    row = tree_attention.plan(segments, device)
+    row = tree_attention.make_layout(segments, device)
     query, key, value = (torch.randn(row.tokens, h, size, dtype=dtype, device=device) for h in (heads, groups, groups))
-    buckets = tree_attention.bucketed(segments, device)
+    buckets = tree_attention.bucket_layout(segments, device)
     ways: dict[str, Any] = {
         "short buckets": lambda: tree_attention.attend(query, key, value, buckets, size**-0.5),
         "long buckets": lambda: tree_attention._long(query, key, value, buckets, size**-0.5),

@@ -1,6 +1,7 @@
-"""`Actor`: the tensor work of the policy, in one process or as one rank of several. It is given a share of a
-batch whose weights in the loss are fixed already, so that micro-batches and ranks add up to exactly the gradient of
-the whole.
+"""`Actor`: the tensor work of the policy, in one process or as one rank of several.
+
+It receives its rank's part of a batch whose weights in the loss are fixed already, so that the gradients of
+micro-batches and ranks add up to exactly that of the whole batch.
 """
 
 from collections.abc import Mapping
@@ -34,10 +35,10 @@ from agentrl.recipe.schema import AlgorithmSection, Recipe
 
 
 class Actor:
-    """Trains `model` in place by `recipe`. `description` says in a line how it computes log-probs.
+    """Trains `model` in place by `recipe`.
 
-    forward: how log-probs are computed (None: the fastest exact implementation for a model that is whole in this
-    process).
+    forward: computes log-probs; None chooses the fastest exact implementation for a model that is whole in this
+    process. ranks: the ranks that share the model. description: how `forward` computes, in one line.
     """
 
     def __init__(
@@ -64,12 +65,12 @@ class Actor:
 
     @property
     def trained(self) -> int:
-        """Parameters that are trained, over all ranks."""
+        """Number of trained parameters, over all ranks."""
         return sum(p.numel() for p in self.optimizer.parameters)
 
     @property
     def updates(self) -> int:
-        """Updates that changed the weights, or began to."""
+        """Number of optimizer updates that changed the weights, or began to."""
         return self.optimizer.begun
 
     def logprobs(self, batch: Batch) -> npt.NDArray[np.float32]:
@@ -78,10 +79,11 @@ class Actor:
         return token_column(batch, tokens, self.ranks, lambda packed: self.forward(packed, self.temperature)[0])
 
     def update(self, batch: Batch, rate: float) -> MicroBatchMetrics:
-        """Make one optimizer update at learning rate `rate`, by this rank's share of it; return its metrics.
+        """Make one optimizer update at learning rate `rate` from this rank's part of the batch; return its metrics.
 
-        Token columns: `weight` (in the loss), `advantages`, `logprobs` of the engine, and, where there are any,
-        `old_logprobs` (else those of the pass that is differentiated) and `reference_logprobs`.
+        It reads the token columns `weight` (in the loss), `advantages`, `logprobs` (the engine's) and, if there are
+        any, `reference_logprobs` and `old_logprobs`. Without the latter, log-probs of the differentiated pass are the
+        old ones.
         """
         metrics = MicroBatchMetrics()
         for packed in aligned_micro_batches(batch, self.recipe.train.micro_batch_tokens, self.ranks):
@@ -92,7 +94,7 @@ class Actor:
         return metrics
 
     def _loss(self, packed: Packed, batch: Batch, metrics: MicroBatchMetrics) -> Tensor:
-        """Return this micro-batch's share of the update's loss, and add it to `metrics`."""
+        """Return the loss of a micro-batch, a summand of the update's, and add its metrics to `metrics`."""
         algorithm = self.recipe.algorithm
         logprobs, entropy = self.forward(packed, self.temperature)
         if packed is EMPTY:
@@ -122,10 +124,10 @@ class Actor:
 
 
 def loss_terms(loss: Any, tokens: Tokens, config: AlgorithmSection) -> LossTerms:
-    """Call a loss of algo's registry `losses`, and check its result.
+    """Call a loss of the registry `algo.losses`, and check its result. config: the recipe's `algorithm`.
 
-    config: the recipe's `algorithm`. Raises UserError for an error of the loss, and when it gives something of another
-    type or shape. Whether it is finite is not asked, which would wait for the device: see `Optimizer.step`.
+    Raises UserError: the loss raised, or returned another type or shape. Whether the result is finite is not checked
+    here, since that would synchronize with the device: see `Optimizer.step`.
     """
     whose = f"algorithm.loss {config.loss!r}"
     found = call_plugin(whose, loss, tokens, config)

@@ -1,4 +1,4 @@
-"""Advantages of a step, from its rewards, values and the KL in the reward: over the whole batch, before it is split."""
+"""Advantages of a whole batch, from its rewards, its values and the KL penalty, before the batch is split."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -160,7 +160,7 @@ def _with_columns(batch: Batch, advantages: Floats, others: dict[str, Floats]) -
 
 def with_kl_penalty(batch: Batch, actor: Any, reference: Any, coefficient: float) -> Batch:
     """Return the batch with `old_logprobs`, `reference_logprobs` and `kl_penalty`, coefficient x (old - reference):
-    float32 [T], 0 where nothing was sampled.
+    token columns, float32 [T], 0 where nothing was sampled. actor, reference: have `logprobs(batch)`.
 
     Ziegler et al. (arXiv:1909.08593), equation 2, token by token, as REINFORCE++ (arXiv:2501.03262) does. The
     difference is the estimator k1 of Schulman, "Approximating KL divergence" (2020): unbiased, and of either sign. Its
@@ -183,8 +183,9 @@ def penalty_metrics(batch: Batch) -> dict[str, float]:
 
 
 def scattered(batch: Batch, chosen: npt.NDArray[np.bool_], compute: Callable[[Batch], Floats]) -> Floats:
-    """Return compute(the chosen samples) as a token column of the whole batch, 0 for the others; not called for
-    none.
+    """Return `compute` of the chosen samples as a token column of the whole batch, float32 [T], 0 for the others.
+
+    chosen: bool [S]. `compute` is not called if no sample is chosen.
     """
     found = np.zeros(int(batch.offsets[-1]), np.float32)
     if chosen.any():

@@ -1,7 +1,7 @@
-"""`Critic`: the tensor work of the value model, in one process or as one rank of several, as `Actor` is the policy's.
+"""`Critic`: the tensor work of the value model, in one process or as one rank of several.
 
-The weights in the loss are fixed by the whole update before anything is split, so that micro-batches and ranks add up
-to exactly the gradient of the whole.
+As for `Actor`, the weights in the loss are fixed before the batch is split, so that the gradients of micro-batches and
+ranks add up to exactly that of the whole batch.
 """
 
 from typing import Any
@@ -31,10 +31,11 @@ from agentrl.recipe.schema import CriticSection, ModelSection, Recipe
 
 
 class Critic:
-    """Trains a value model in place by the recipe's `critic`. `description` says in a line how it computes values.
+    """Trains a value model in place by the recipe's `critic`.
 
-    forward: how values are computed (None: the model is loaded here, whole). Where the policy is trained by an adapter
-    the critic has one of the same shape on its own backbone, and trains that and its output layer.
+    forward: computes values; None loads the whole model in this process. ranks: the ranks that share the model.
+    description: how `forward` computes, in one line. If the policy is trained by an adapter, the critic has one of the
+    same shape on its own backbone, and trains that and its output layer.
     """
 
     def __init__(
@@ -57,25 +58,25 @@ class Critic:
 
     @property
     def trained(self) -> int:
-        """Parameters that are trained, over all ranks."""
+        """Number of trained parameters, over all ranks."""
         return sum(p.numel() for p in self.optimizer.parameters)
 
     @property
     def updates(self) -> int:
-        """Updates that changed the weights, or began to."""
+        """Number of optimizer updates that changed the weights, or began to."""
         return self.optimizer.begun
 
     def values(self, batch: Batch) -> npt.NDArray[np.float32]:
         """Return the value of the state before each sampled token, float32 [T], 0 elsewhere."""
         batch = batch.with_tokens(confidence=confidence_features(batch))
         return token_column(
-            batch, self.recipe.train.micro_batch_tokens, self.ranks, lambda packed: self._of(packed, batch)
+            batch, self.recipe.train.micro_batch_tokens, self.ranks, lambda packed: self._packed_values(packed, batch)
         )
 
     def update(self, batch: Batch, rate: float) -> MicroBatchMetrics:
-        """Make one optimizer update at learning rate `rate`, by this rank's share of it; return its metrics.
+        """Make one optimizer update at learning rate `rate` from this rank's part of the batch; return its metrics.
 
-        Token columns: `weight` (in the loss), `values` (when the step began) and `returns`.
+        It reads the token columns `weight` (in the loss), `values` (of the beginning of the step) and `returns`.
         """
         metrics, batch = MicroBatchMetrics(), batch.with_tokens(confidence=confidence_features(batch))
         for packed in aligned_micro_batches(batch, self.recipe.train.micro_batch_tokens, self.ranks):
@@ -85,13 +86,13 @@ class Critic:
         metrics.updated(self.optimizer.step(rate), rate)
         return metrics
 
-    def _of(self, packed: Packed, batch: Batch) -> Tensor:
-        """Return the row's values, float32 [N]; `batch` has the column `confidence`."""
+    def _packed_values(self, packed: Packed, batch: Batch) -> Tensor:
+        """Return the values of the packed row's predictions, float32 [N]; `batch` has the column `confidence`."""
         return self.forward(packed, column_at(batch, "confidence", packed, self.model.lm_head.weight.device))
 
     def _loss(self, packed: Packed, batch: Batch, metrics: MicroBatchMetrics) -> Tensor:
-        """Return this micro-batch's share of the update's loss, and add it to `metrics`."""
-        values = self._of(packed, batch)
+        """Return the loss of a micro-batch, a summand of the update's, and add its metrics to `metrics`."""
+        values = self._packed_values(packed, batch)
         if packed is EMPTY:
             return values.sum()
         old, returns, weight = (
@@ -104,8 +105,8 @@ class Critic:
 
 
 def critic_model(recipe: Recipe) -> ModelSection:
-    """What the critic's backbone is loaded by: the policy's section, at the path that the recipe's `critic` names. Its
-    adapter, where there is one, begins anew."""
+    """Return the section by which the critic's backbone is loaded: that of the policy, with the path that the recipe's
+    `critic` names, and with a new adapter if the policy has one."""
     section, own = recipe.model, recipe.critic or CriticSection()
     changes: dict[str, Any] = {"path": own.path or section.path}
     if section.lora is not None:
@@ -114,7 +115,10 @@ def critic_model(recipe: Recipe) -> ModelSection:
 
 
 def load_critic(recipe: Recipe) -> tuple[ValueForward, str]:
-    """The recipe's value model, whole in this process, and a line that says how it computes. Raises UserError."""
+    """Load the recipe's value model whole into this process; return its forward and one line about it.
+
+    Raises UserError: the model cannot be loaded.
+    """
     section = critic_model(recipe)
     model = load_model(section, recipe.train.seed, headless=True)[0]
     return value_forward(model, computed_in(section), section.checkpointing, recipe.cluster.offload.activations)

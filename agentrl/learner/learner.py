@@ -1,10 +1,9 @@
-"""`Learner`: one step of learning, from groups to metrics, as one sequential program over the roles that do the tensor
-work.
+"""`Learner`: one step of learning, from groups to metrics, as one sequential program.
 
-The roles (`Actor`, `Critic`) are called in this process, or on a cluster through objects with the same methods; which,
-the learner does not know. What depends on the whole step (advantages, each token's weight in the loss, the order of
-mini-batches) is fixed here, before anything is split. Samples whose advantage is 0 count in those weights; where they
-carry no gradient they are not computed.
+The roles (`Actor`, `Critic`, `Reference`) do the tensor work, in this process or on a cluster, through the same
+methods. What depends on the whole step (advantages, the weight of each token in the loss, the order of mini-batches) is
+fixed here, before anything is split. Samples whose advantage is 0 count in those weights, but are not computed if they
+have no gradient.
 """
 
 from collections.abc import Iterator, Sequence
@@ -34,9 +33,9 @@ Bools = npt.NDArray[np.bool_]
 
 
 class Learner:
-    """Learns by `recipe`, with the roles of `role_host`, which may be wrapped (such as by a profiler) beforehand.
+    """Learns by `recipe` with the roles of `role_host`, which may be wrapped, for example by a profiler.
 
-    steps: steps of the loop so far.
+    steps: number of steps of the loop so far.
     """
 
     def __init__(self, recipe: Recipe, role_host: Roles) -> None:
@@ -48,20 +47,21 @@ class Learner:
 
     @property
     def updates(self) -> int:
-        """Optimizer updates of the roles that changed weights, or began to."""
+        """Number of optimizer updates, of all roles, that changed weights or began to."""
         return self.actor.updates + (self.critic.updates if self.critic is not None else 0)
 
     def learn(self, groups: Sequence[Group]) -> dict[str, float]:
-        """Make one step: values, advantages, old log-probs, reference, updates. Return the metrics of `update`.
-        Where a KL is part of the reward, log-probs come before advantages.
+        """Make one step: values, advantages, old and reference log-probs, updates. Return the metrics of `update`.
+
+        If a KL is part of the reward, log-probs are computed before advantages.
         """
         batch = Batch.from_groups(groups)
         trajectories = [t for group in groups for t in group.trajectories]
         return self.update(self.with_advantages(batch.with_tokens(step_rewards=step_rewards(trajectories, batch))))
 
     def with_advantages(self, batch: Batch) -> Batch:
-        """Return the batch with the token column `advantages`; with `values` and `returns` where there is a critic;
-        with log-probs, old and of the reference, and `kl_penalty` where the recipe takes a KL off the rewards.
+        """Return the batch with the token column `advantages`, and those that it needs: `values` and `returns` with a
+        critic; `old_logprobs`, `reference_logprobs` and `kl_penalty` with a KL in the reward.
         """
         if self.critic is not None:
             batch = batch.with_tokens(values=self.critic.values(batch))
@@ -72,19 +72,19 @@ class Learner:
     def update(self, batch: Batch) -> dict[str, float]:
         """Make one step of the loop: mini-batches x epochs of optimizer updates on `batch`, which has `advantages`.
 
-        With one update the old log-probs are those of the pass that is differentiated: they cost no pass of their own,
-        unless the batch has them already.
-        Metrics, under train/: loss, grad_norm, lr, entropy, clip fractions and what else the loss measures, kl (with a
-        reference), tokens and samples (computed); mismatch/... (see `policy_metrics`); critic/..., where there is one;
-        reward/kl_penalty, what a KL subtracts from a sample's reward on average, where it does.
-        In the critic's warm-up it alone is updated.
+        With a single update, the old log-probs are those of the differentiated pass and need no pass of their own.
+        While the critic warms up, only the critic is updated.
+
+        Returns train/... (loss, grad_norm, lr, entropy, what the loss measures, kl with a reference, tokens and samples
+        computed), mismatch/... (see `policy_metrics`), critic/... with a critic, and reward/kl_penalty with a KL in the
+        reward.
         """
         train, critic = self.recipe.train, self.recipe.critic
         rate = learning_rate(self.steps, train.steps, train.lr, train.schedule, train.warmup_steps)
         policy, values = MicroBatchMetrics(rate), MicroBatchMetrics()
         waits = critic is not None and self.steps < critic.warmup_steps
         if not waits:
-            batch = self._with_old(batch)
+            batch = self._with_logprobs(batch)
         for part in self._mini_batches(batch):
             if self.critic is not None:
                 values.add(self.critic.update(self._weighted(part), self._critic_rate()))
@@ -94,8 +94,8 @@ class Learner:
         learned = critic_metrics(values) if self.critic is not None else {}
         return {**policy_metrics(policy), **learned, **penalty_metrics(batch), "train/parameters": self.actor.trained}
 
-    def _with_old(self, batch: Batch) -> Batch:
-        """Return the batch with the log-probs that the loss compares with, for the samples that have a gradient."""
+    def _with_logprobs(self, batch: Batch) -> Batch:
+        """Return the batch with the old and reference log-probs of the samples that can have a gradient."""
         train, useful = self.recipe.train, self._useful(batch)
         if train.mini_batches * train.epochs > 1 and useful.any() and "old_logprobs" not in batch.tokens:
             batch = batch.with_tokens(old_logprobs=scattered(batch, useful, self.actor.logprobs))
@@ -104,7 +104,7 @@ class Learner:
         return batch
 
     def _update_actor(self, batch: Batch, rate: float, metrics: MicroBatchMetrics) -> None:
-        """Fix the weights by the whole update, leave out what carries no gradient, let the actor do the rest."""
+        """Fix the weights by the whole update, drop samples without a gradient, and update the actor."""
         weighted = self._weighted(batch).select(np.flatnonzero(self._useful(batch)))
         if len(weighted):
             metrics.add(self.actor.update(weighted, rate), int(weighted.rollouts[-1]) + 1)
@@ -134,6 +134,6 @@ class Learner:
             return
         rng = np.random.default_rng((train.seed, self.steps))
         for _ in range(train.epochs):
-            place = rng.permutation(int(batch.samples["group"].max(initial=-1)) + 1)
-            order = np.argsort(place[batch.samples["group"]], kind="stable")
+            position = rng.permutation(int(batch.samples["group"].max(initial=-1)) + 1)
+            order = np.argsort(position[batch.samples["group"]], kind="stable")
             yield from (part for part in batch.select(order).split(train.mini_batches) if len(part))

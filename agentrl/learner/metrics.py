@@ -1,4 +1,4 @@
-"""The metrics of one step, summed over micro-batches so that they do not depend on how the step was split."""
+"""Metrics of one step of learning, as sums over micro-batches, so that they do not depend on how the step was split."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -12,13 +12,13 @@ from agentrl.algo.loss import LOG_RATIO_LIMIT
 class MicroBatchMetrics:
     """Sums over the predicted tokens of micro-batches, ranks and updates of one role.
 
-    tokens: packed tokens computed. predictions: sampled tokens among them, over which means are taken. samples: of the
-    updates. loss: summed over updates. rate: learning rate of the last update. norms: the gradient norm before clipping
-    of each update, not finite where the update was discarded. sums: column name -> sum over the predictions. largest:
-    column name -> maximum.
+    tokens: packed tokens computed. predictions: sampled tokens among them, over which means are taken. samples: samples
+    of the updates. loss: summed over updates. rate: learning rate of the last update. norms: the gradient norm of each
+    update before clipping, not finite if the update was discarded. sums: column name -> sum over the predictions.
+    largest: column name -> maximum.
 
-    What a micro-batch measured stays on its device until `updated`: reading each number would let the host wait for the
-    device between two passes.
+    Values of micro-batches stay on their device until `updated`: reading each one would synchronize host and device
+    between two passes.
     """
 
     def __init__(self, rate: float = 0.0) -> None:
@@ -34,8 +34,8 @@ class MicroBatchMetrics:
     ) -> None:
         """Add a micro-batch of `tokens` packed tokens.
 
-        loss: its share of the update's. columns: name -> [N], one value for each prediction, summed in its own type.
-        largest: likewise, for the maximum of non-negative values.
+        loss: its summand of the update's loss. columns: name -> one value for each prediction [N], summed in its own
+        dtype. largest: the same for columns of which the maximum is kept; their values are not negative.
         """
         self.tokens += tokens
         self.predictions += len(next(iter(columns.values())))
@@ -44,13 +44,13 @@ class MicroBatchMetrics:
         self._unread.append((list(columns), list(largest), torch.stack([each.detach().double() for each in found])))
 
     def updated(self, norm: float, rate: float) -> None:
-        """Note an optimizer update at learning rate `rate`, which was discarded if its gradient norm is not finite."""
+        """Add an optimizer update at learning rate `rate`; it was discarded if its gradient norm is not finite."""
         self._read()
         self.norms.append(norm)
         self.rate = rate
 
     def _read(self) -> None:
-        """Add what micro-batches measured, in their order."""
+        """Read the values of the micro-batches from the device, and add them in their order."""
         numbers = iter(torch.cat([values for *_, values in self._unread]).tolist() if self._unread else ())
         for columns, largest, _ in self._unread:
             self.loss += next(numbers)
@@ -61,7 +61,7 @@ class MicroBatchMetrics:
         self._unread.clear()
 
     def merge(self, others: Sequence["MicroBatchMetrics"]) -> "MicroBatchMetrics":
-        """Add what the other ranks measured in the same update, each in its share; the norm is equal on all ranks."""
+        """Add the metrics of the other ranks' parts of the same update; the norm is equal on all ranks."""
         for other in others:
             self._sum(other)
         return self
@@ -88,7 +88,7 @@ class MicroBatchMetrics:
         return [norm for norm in self.norms if math.isfinite(norm)]
 
     def mean(self, name: str) -> float:
-        """Return the mean of a column over the predictions; 0 where there are none."""
+        """Return the mean of a column over the predictions; 0 if there are none."""
         return self.sums.get(name, 0.0) / max(1, self.predictions)
 
     def of_updates(self, prefix: str) -> dict[str, float]:
@@ -122,11 +122,11 @@ def mismatch_columns(difference: Tensor, factor: Tensor, *, corrected: bool) -> 
 def policy_metrics(found: MicroBatchMetrics) -> dict[str, float]:
     """Return train/... and mismatch/... of a step; without a prediction there are no means and no mismatch.
 
-    With d = trainer's log-prob - engine's, over the sampled tokens that were computed: mismatch/logprob_mean and
-    logprob_max are of |d|; mismatch/kl is the mean of exp(d) - 1 - d, which estimates KL(engine || trainer) (k3 of
-    Schulman 2020); mismatch/ess is (sum w)^2 / (n sum w^2) with w = exp(d), the share of n tokens that so many of
-    the trainer's own tokens would be worth; mismatch/weight_mean is the mean factor that corrects the loss, and
-    mismatch/weight_cut the share of tokens whose factor is not w, because it was truncated or masked.
+    Let d be the trainer's log-prob minus the engine's, over the n sampled tokens that were computed, and w = exp(d).
+    mismatch/logprob_mean and logprob_max are of |d|. mismatch/kl is the mean of w - 1 - d, which estimates
+    KL(engine || trainer) (k3 of Schulman 2020). mismatch/ess is the effective sample size (sum w)^2 / (n sum w^2), as a
+    share of n. mismatch/weight_mean is the mean factor that corrects the loss, and mismatch/weight_cut the share of
+    tokens whose factor is not w, because it was truncated or masked.
     """
     counts = {
         **found.of_updates("train"),
@@ -163,9 +163,9 @@ _CRITIC_COLUMNS = ("value_mean", "return_mean", "clip_fraction", "return_squared
 def critic_metrics(found: MicroBatchMetrics) -> dict[str, float]:
     """Return critic/... of a step.
 
-    critic/value_mean and clip_fraction are of the updates' own values; explained_variance, 1 - Var(R - V) / Var(R) over
-    the tokens, is of those when the step began: 1 predicts every return, 0 no more than their mean does, which is the
-    most where all returns are equal.
+    critic/value_mean and clip_fraction are of the values in the updates. explained_variance is 1 - Var(R - V) / Var(R)
+    over the tokens, with the values V of the beginning of the step: 1 if they predict every return R, 0 if they predict
+    no more than the mean return, and 0 if all returns are equal.
     """
     value, mean, clipped, square, error, error_squared = (found.mean(name) for name in _CRITIC_COLUMNS)
     variance = square - mean**2

@@ -1,4 +1,5 @@
-"""AdamW with gradient clipping and a learning rate that is a function of the step, so that nothing drifts on resume."""
+"""AdamW and Muon with gradient clipping, and the learning rate as a function of the step, so that a resumed run
+continues exactly."""
 
 import math
 import weakref
@@ -10,20 +11,24 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic iteration: steep at 0, within 0.7 .. 1.2 near 1
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+"""Coefficients of the quintic Newton-Schulz iteration: steep at 0, between 0.7 and 1.2 near 1."""
 ITERATIONS = 5
+"""Newton-Schulz iterations of an update."""
 OFFLOADED = ("exp_avg", "exp_avg_sq")
+"""AdamW's moments by torch's names, each as large as its parameter."""
 MOMENTS = (*OFFLOADED, "step")
-"""What AdamW keeps of each parameter, by torch's names; its two moments, as large as the parameter."""
+"""AdamW's state of each parameter, by torch's names."""
 
 
 def learning_rate(
     step: int, total: int, peak: float, schedule: str = "constant", warmup: int = 0, floor: float = 0.0
 ) -> float:
-    """Return the rate of step 0 .. total - 1: linear warm-up over `warmup` steps, then constant, or down to `floor` x
-    peak.
+    """Return the learning rate of `step` (0 .. total - 1): linear warm-up over `warmup` steps to `peak`, then the
+    schedule, which ends at `floor` x peak.
 
-    schedule: constant, linear or cosine (SGDR, arXiv:1608.03983, equation 5, without restarts).
+    schedule: constant, linear or cosine (SGDR, arXiv:1608.03983, equation 5, without restarts). Raises ValueError for
+    another one.
     """
     if step < warmup:
         return peak * (step + 1) / warmup
@@ -40,15 +45,15 @@ def learning_rate(
 
 
 class Optimizer:
-    """AdamW (arXiv:1711.05101) on the parameters that require gradients; only matrices decay.
+    """AdamW (arXiv:1711.05101) on the parameters that require gradients; only matrices have weight decay.
 
-    Parameters of less precision than float32 get a float32 master, or small updates would be rounded away. Their
-    gradients are moved there as soon as autograd (or FSDP2) gives them, so that those of micro-batches add up in
-    float32 too. Sharded parameters (DTensors) have sharded masters and moments; every rank calls every method in step
-    with the others.
+    Parameters of lower precision than float32 have a float32 master, since small updates would be rounded away. Their
+    gradients are moved to it as soon as autograd (or FSDP2) computes them, so that those of micro-batches add up in
+    float32 too. Sharded parameters (DTensors) have sharded masters and moments; all ranks call every method, in the
+    same order.
 
-    parameters: with their names, as `named_parameters` gives them, or without (then they are called by number).
-    offload: keep the moments in CPU memory but for the steps, when activations are freed.
+    parameters: with names, as from `named_parameters`, or without; then their numbers are their names. max_norm: the
+    gradient norm to clip to. offload: keep the moments in CPU memory except during `step`.
     """
 
     def __init__(
@@ -63,7 +68,8 @@ class Optimizer:
         self.names = [name for name, p in named if p.requires_grad]
         self.parameters = [p for _, p in named if p.requires_grad]
         self.max_norm, self.offload = max_norm, offload
-        self.begun = 0  # steps that changed the weights, or began to
+        self.begun = 0
+        """Number of steps that changed the weights, or began to."""
         self.masters = [p if p.dtype == torch.float32 else p.detach().float().clone() for p in self.parameters]
         for parameter, master in zip(self.parameters, self.masters, strict=True):
             if master is not parameter:
@@ -75,9 +81,9 @@ class Optimizer:
         self.adam = torch.optim.AdamW([g for g in groups if g["params"]], lr=0.0, betas=betas, fused=True)
 
     def step(self, rate: float) -> float:
-        """Apply the gradients at learning rate `rate`, and clear them. Returns their norm before clipping.
+        """Apply the gradients at learning rate `rate`, and clear them; return their norm before clipping.
 
-        Gradients that are not finite are discarded; the returned norm is then not finite.
+        Gradients that are not finite are discarded; then the returned norm is not finite.
         """
         norm = self._clip()
         if math.isfinite(norm):
@@ -85,15 +91,16 @@ class Optimizer:
             for group in self.adam.param_groups:
                 group["lr"] = rate
             if self.offload:
-                self._place_moments(here=True)
+                self._move_moments(offload=False)
             self.adam.step()
             if self.offload:
-                self._place_moments(here=False)
+                self._move_moments(offload=True)
             self._publish()
         self.clear()
         return norm
 
     def clear(self) -> None:
+        """Discard the gradients."""
         for parameter, master in zip(self.parameters, self.masters, strict=True):
             parameter.grad = None
             master.grad = None
@@ -105,12 +112,12 @@ class Optimizer:
         norm = nn.utils.clip_grad_norm_(self.masters, self.max_norm)
         return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
-    def _place_moments(self, here: bool) -> None:
-        """Move the moments to their parameters' devices, or to CPU memory."""
+    def _move_moments(self, offload: bool) -> None:
+        """Move the moments to CPU memory, or to the devices of their parameters."""
         for master, state in self.adam.state.items():
             for kind in OFFLOADED:
                 if kind in state:
-                    state[kind] = _placed(state[kind], _local(master).device if here else torch.device("cpu"))
+                    state[kind] = _to(state[kind], torch.device("cpu") if offload else _local(master).device)
 
     @torch.no_grad()
     def _publish(self) -> None:
@@ -119,11 +126,9 @@ class Optimizer:
                 parameter.copy_(master)
 
     def named_state(self) -> dict[str, Tensor]:
-        """Return the tensors of its state, not copies: `exp_avg.<parameter>`, `exp_avg_sq.<parameter>`,
-        `step.<parameter>`, and `master.<parameter>` where there is one. State that AdamW has not created yet is created
-        as 0.
-
-        Written in place (through `load_named_state`), they are the state of the next step.
+        """Return the tensors of the state by name, not copies: `exp_avg.<parameter>`, `exp_avg_sq.<parameter>`,
+        `step.<parameter>`, and `master.<parameter>` if there is a master. State that AdamW has not created yet is
+        created as 0.
         """
         found: dict[str, Tensor] = {}
         for name, parameter, master in zip(self.names, self.parameters, self.masters, strict=True):
@@ -138,8 +143,8 @@ class Optimizer:
 
     @torch.no_grad()
     def load_named_state(self, state: Mapping[str, Tensor]) -> None:
-        """Load what `named_state` returned; weights without a master are loaded already. Raises KeyError for a missing
-        tensor."""
+        """Load what `named_state` returned; weights without a master are loaded with the model. Raises KeyError for a
+        missing tensor."""
         for name, tensor in self.named_state().items():
             if state[name] is not tensor:
                 tensor.copy_(state[name])
@@ -151,27 +156,29 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
-def _placed(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return the tensor on `device`; of a sharded one this rank's shard is moved, in place."""
+def _to(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return the tensor on `device`; the shard of a sharded tensor is moved in place."""
     if not isinstance(tensor, DTensor):
         return tensor.to(device)
     tensor._local_tensor = tensor._local_tensor.to(device)
     return tensor
 
 
-_TAKEN: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+_GRADIENT_HOOKS: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 """Parameter -> the handle of the hook that moves its gradients."""
 
 
 def _take_gradients(parameter: Tensor, master: Tensor) -> None:
-    """Let the gradients of `parameter` go to this master, and no longer to that of an optimizer before."""
-    if (former := _TAKEN.get(parameter)) is not None:
+    """Send the gradients of `parameter` to this master, and no longer to that of an earlier optimizer."""
+    if (former := _GRADIENT_HOOKS.get(parameter)) is not None:
         former.remove()
-    _TAKEN[parameter] = parameter.register_post_accumulate_grad_hook(partial(_move_gradient, weakref.ref(master)))
+    _GRADIENT_HOOKS[parameter] = parameter.register_post_accumulate_grad_hook(
+        partial(_move_gradient, weakref.ref(master))
+    )
 
 
 def _move_gradient(master: "weakref.ref[Tensor]", parameter: Tensor) -> None:
-    """Add the gradient of `parameter` to that of its master, unless its optimizer is gone, and free it."""
+    """Add the gradient of `parameter` to that of its master, unless the master was freed, and free it."""
     owner, gradient = master(), parameter.grad
     if owner is None or gradient is None:
         return
@@ -183,7 +190,8 @@ def _move_gradient(master: "weakref.ref[Tensor]", parameter: Tensor) -> None:
 
 
 def orthogonal(matrix: Tensor) -> Tensor:
-    """Return `matrix` (rows, columns) with its singular values near 1, its singular vectors unchanged."""
+    """Return `matrix` [rows, columns] with singular values near 1 and the same singular vectors, by Newton-Schulz
+    iterations."""
     a, b, c = COEFFICIENTS
     tall = matrix.shape[0] > matrix.shape[1]
     x = matrix.T if tall else matrix
@@ -198,8 +206,8 @@ def orthogonal(matrix: Tensor) -> Tensor:
 class Muon:
     """Muon (Jordan et al., 2024, https://kellerjordan.github.io/posts/muon/): orthogonalized momentum for matrices.
 
-    A tiny model learns to copy and to combine from far fewer examples than with AdamW. Float32 throughout, so that a
-    CPU without fast bfloat16 is not slowed down. `parameters` are float32 and 2-D, each with one momentum buffer.
+    A tiny model learns to copy and to combine from far fewer examples than with AdamW. All arithmetic is in float32,
+    since bfloat16 is slow on many CPUs. parameters: float32, 2-D; each has one momentum buffer.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], momentum: float = 0.95, weight_decay: float = 0.05) -> None:
@@ -209,7 +217,7 @@ class Muon:
 
     @torch.no_grad()
     def step(self, rate: float) -> None:
-        """Apply the gradients: an update of root mean square about `rate` / sqrt(the smaller side)."""
+        """Apply the gradients. The root mean square of an update is about `rate` / sqrt(smaller side of the matrix)."""
         for parameter, buffer in zip(self.parameters, self.buffers, strict=True):
             if parameter.grad is None:
                 continue
@@ -220,9 +228,9 @@ class Muon:
 
 
 class MuonAdamW:
-    """Muon on the matrices of the blocks, which alone decay, at `share` x the rate; AdamW on embeddings and vectors.
+    """Muon on the matrices of the blocks, at `share` x the rate; AdamW on embeddings and vectors, without weight decay.
 
-    For training from scratch; its state is not saved.
+    It is for training from scratch: its state is not saved.
     """
 
     def __init__(
@@ -238,7 +246,8 @@ class MuonAdamW:
         self.adamw = Optimizer((p for p in model.parameters() if id(p) not in inside), betas, 0.0, max_norm)
 
     def step(self, rate: float) -> float:
-        """As Optimizer's; the norm is that of AdamW's part (Muon's updates do not depend on it)."""
+        """Apply the gradients at learning rate `rate`, and clear them; return the norm of AdamW's part before clipping
+        (Muon's updates do not depend on the norm)."""
         self.muon.step(rate * self.share)
         for parameter in self.muon.parameters:
             parameter.grad = None

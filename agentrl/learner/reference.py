@@ -1,4 +1,4 @@
-"""`Reference`: the frozen policy that a KL term compares with: the model that the recipe names, before any training."""
+"""`Reference`: the frozen policy of a KL term, which is the recipe's model before any training."""
 
 from typing import Any
 
@@ -17,16 +17,22 @@ from agentrl.recipe.schema import Recipe
 
 
 class Reference:
-    """`forward`: how its log-probs are computed."""
+    """The tensor work of the reference policy, in one process or as one rank of several.
+
+    forward: computes its log-probs. ranks: the ranks that share the model.
+    """
 
     def __init__(self, recipe: Recipe, forward: Forward, ranks: ProcessGroup = SINGLE_PROCESS) -> None:
         self._tokens, self._temperature = recipe.train.micro_batch_tokens, recipe.rollout.temperature or 1.0
         self._forward, self._ranks, self.model = forward, ranks, forward.model
 
     @classmethod
-    def alone(cls, recipe: Recipe, model: Any, forward: Forward) -> "Reference":
-        """Return the reference of one process: the policy `model` without its adapter where it has one, else the
-        recipe's model, loaded again (also when a run is resumed). forward: the policy's."""
+    def in_process(cls, recipe: Recipe, model: Any, forward: Forward) -> "Reference":
+        """Return the reference of a single process. forward: that of the policy `model`.
+
+        It is the policy without its adapter if it has one, else the recipe's model, loaded again (also when a run is
+        resumed). Raises UserError: the model cannot be loaded.
+        """
         if lora.layers(model):
             return cls(recipe, WithoutAdapter(model, forward))
         compute, section = computed_in(recipe.model), recipe.model.model_copy(update={"lora": None})
@@ -44,8 +50,10 @@ class Reference:
 
 
 def narrow(model: Any, compute: torch.dtype) -> None:
-    """Keep the matrices that autocast rounds to `compute` in it, in place: what is computed stays the same to the bit.
-    Embeddings, an output layer that is tied to them, and norms are not rounded, and keep their type."""
+    """Convert the matrices that autocast rounds in each pass to `compute`, in place; results stay equal to the bit.
+
+    Embeddings, an output layer tied to them, and norms, which autocast does not round, keep their dtype.
+    """
     tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     for module in model.modules():
         if isinstance(module, nn.Linear) and id(module.weight) not in tables:
@@ -54,7 +62,7 @@ def narrow(model: Any, compute: torch.dtype) -> None:
 
 
 class WithoutAdapter:
-    """The policy's forward with the adapter switched off."""
+    """A `Forward`: that of the policy, with its adapter switched off."""
 
     def __init__(self, model: Any, forward: Forward) -> None:
         self.model, self._forward = model, forward

@@ -1,4 +1,6 @@
-"""`RoleHost`: the roles of a run, in this process or on a cluster. Loop and learner do not know which."""
+"""`RoleHost`: the contract of whoever holds the roles of a run. `LocalRoles` holds them in this process, `RayRoles` on
+a cluster; loop and learner do not know which.
+"""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,8 +13,8 @@ from agentrl.checkpoint.pending import Pending, PendingLike
 from agentrl.checkpoint.roles import RoleState, load_roles, save_roles
 from agentrl.compute.batch import Batch
 from agentrl.compute.classifier import RewardModel
-from agentrl.compute.flops import Work, costs, peak_of
-from agentrl.compute.forward import ALONE
+from agentrl.compute.flops import RoleCost, costs, peak_of
+from agentrl.compute.forward import SEQUENTIAL
 from agentrl.learner.actor import Actor
 from agentrl.learner.critic import Critic
 from agentrl.learner.metrics import MicroBatchMetrics
@@ -24,116 +26,147 @@ from agentrl.weights.source import WeightSource
 Floats = npt.NDArray[np.float32]
 
 
-class Policy(Protocol):
-    """What the learner asks of the actor, wherever it is; see `Actor`."""
+class ActorRole(Protocol):
+    """What the learner needs of the actor, in whatever process it runs. `Actor` is one."""
 
     @property
-    def description(self) -> str: ...
+    def description(self) -> str:
+        """How log-probs are computed, in one line."""
+        ...
 
     @property
-    def trained(self) -> int: ...
+    def trained(self) -> int:
+        """Number of trained parameters, over all ranks."""
+        ...
 
     @property
-    def updates(self) -> int: ...
+    def updates(self) -> int:
+        """Number of optimizer updates that changed the weights, or began to."""
+        ...
 
-    def logprobs(self, batch: Batch) -> Floats: ...
+    def logprobs(self, batch: Batch) -> Floats:
+        """Return the log-probs of the sampled tokens under the current weights, float32 [T], 0 elsewhere."""
+        ...
 
-    def update(self, batch: Batch, rate: float) -> MicroBatchMetrics: ...
-
-
-class Frozen(Protocol):
-    """Likewise of the reference."""
-
-    def logprobs(self, batch: Batch) -> Floats: ...
-
-
-class Values(Protocol):
-    """Likewise of the critic; see `Critic`."""
-
-    @property
-    def updates(self) -> int: ...
-
-    def values(self, batch: Batch) -> Floats: ...
-
-    def update(self, batch: Batch, rate: float) -> MicroBatchMetrics: ...
+    def update(self, batch: Batch, rate: float) -> MicroBatchMetrics:
+        """Make one optimizer update at learning rate `rate`; return its metrics. See `Actor.update` for the columns."""
+        ...
 
 
-class Scores(Protocol):
-    """Likewise of the reward model; see `RewardModel`."""
+class ReferenceRole(Protocol):
+    """What the learner needs of the reference policy. `Reference` is one."""
+
+    def logprobs(self, batch: Batch) -> Floats:
+        """Return the log-probs of the sampled tokens, float32 [T], 0 elsewhere."""
+        ...
+
+
+class CriticRole(Protocol):
+    """What the learner needs of the critic. `Critic` is one."""
 
     @property
-    def description(self) -> str: ...
+    def updates(self) -> int:
+        """Number of optimizer updates that changed the weights, or began to."""
+        ...
 
-    def scores(self, batch: Batch) -> Floats: ...
+    def values(self, batch: Batch) -> Floats:
+        """Return the value of the state before each sampled token, float32 [T], 0 elsewhere."""
+        ...
+
+    def update(self, batch: Batch, rate: float) -> MicroBatchMetrics:
+        """Make one optimizer update at learning rate `rate`; return its metrics. See `Critic.update` for the
+        columns."""
+        ...
+
+
+class RewardModelRole(Protocol):
+    """What rollouts need of the reward model. `RewardModel` is one."""
+
+    @property
+    def description(self) -> str:
+        """How scores are computed, in one line."""
+        ...
+
+    def scores(self, batch: Batch) -> Floats:
+        """Return the score of each sample, float32 [S]."""
+        ...
 
 
 class Roles(Protocol):
-    """The roles, ready to work. reference, critic, reward_model: None where the recipe has none."""
+    """The roles of a run, ready for calls."""
 
     @property
-    def actor(self) -> Policy: ...
+    def actor(self) -> ActorRole:
+        """The policy that is trained."""
+        ...
 
     @property
-    def reference(self) -> Frozen | None: ...
+    def reference(self) -> ReferenceRole | None:
+        """The frozen policy of a KL term; None if the recipe has none."""
+        ...
 
     @property
-    def critic(self) -> Values | None: ...
+    def critic(self) -> CriticRole | None:
+        """The value model; None if the recipe has none."""
+        ...
 
     @property
-    def reward_model(self) -> Scores | None: ...
+    def reward_model(self) -> RewardModelRole | None:
+        """The model that scores trajectories; None if the recipe has none."""
+        ...
 
 
 class RoleHost(Roles, Protocol):
-    """The roles, and where they are."""
+    """The roles, with what the run needs to know of the processes and devices that hold them."""
 
     @property
-    def here(self) -> bool:
-        """Whether they work in this process."""
+    def in_process(self) -> bool:
+        """Whether the roles compute in this process."""
         ...
 
     @property
     def device(self) -> Any:
-        """Of the tensors in this process."""
+        """The device of the roles' tensors in this process; "cpu" if the roles are in other processes."""
         ...
 
     @property
-    def work(self) -> Mapping[str, Work]:
-        """What the passes of each role cost, and its devices."""
+    def role_costs(self) -> Mapping[str, RoleCost]:
+        """The FLOPs of each role's passes and the peak of its devices, by the name of the role."""
         ...
 
     def measure(self) -> dict[str, float]:
-        """The memory of roles in other processes since the last call: memory/<phase>_<role>_gb."""
+        """Return memory/<phase>_<role>_gb: the peak memory, since the last call, of roles in other processes."""
         ...
 
-    def record(self, step: int, folder: Path) -> None:
-        """Roles in other processes write traces of what they do from now on, as of step `step`. 0: no more."""
+    def trace(self, step: int, folder: Path) -> None:
+        """Let roles in other processes write traces of step `step` into `folder` from now on; step 0 ends that."""
         ...
 
     def describe(self) -> list[str]:
-        """Lines for the start of a run."""
+        """Return lines for the start of a run: how each role computes."""
         ...
 
     def weights(self) -> WeightSource | None:
-        """Return what the engine is given once the policy has changed; None where it shares the policy's weights."""
+        """Return the source that the engine reads after an update; None if it shares the policy's weights."""
         ...
 
     def save(self, folder: Path) -> PendingLike:
-        """Write what is trained into `folder`, as `save_roles` does; the roles may go on learning at once."""
+        """Start to write the trained roles into `folder`, as `save_roles` does; they may go on learning at once."""
         ...
 
     def load(self, folder: Path) -> None:
-        """The inverse. Raises UserError."""
+        """Load the roles from what `save` wrote. Raises UserError: it is damaged, or of another model."""
         ...
 
     def close(self) -> None:
-        """Let go of all of it."""
+        """Release the roles and their processes; also after an error."""
         ...
 
 
 def forward_lines(description: str) -> list[str]:
-    """Return lines for the start of a run: how the policy is computed, and a warning where that is slow."""
+    """Return lines for the start of a run: how the policy is computed, and a warning if that is slow."""
     lines = [f"training forward: {description}"]
-    if description.startswith(ALONE):
+    if description.startswith(SEQUENTIAL):
         lines.append(
             "warning: training is slow: prompts that samples share are computed for each, and the logits of a whole "
             "sequence stand at once; the line above says why"
@@ -142,45 +175,54 @@ def forward_lines(description: str) -> list[str]:
 
 
 class LocalRoles:
-    """In this process, on `model`, in place."""
+    """The role host of this process. The actor trains `model` in place."""
 
     def __init__(self, recipe: Recipe, model: Any, tokenizer: Any = None) -> None:
         self.model, self._tokenizer, self._recipe = model, tokenizer, recipe
-        self.here, self.device = True, next(model.parameters()).device
+        self.in_process, self.device = True, next(model.parameters()).device
         self.actor = Actor(model, recipe)
-        self.reference = Reference.alone(recipe, model, self.actor.forward) if recipe.algorithm.kl_coef > 0 else None
+        self.reference = (
+            Reference.in_process(recipe, model, self.actor.forward) if recipe.algorithm.kl_coef > 0 else None
+        )
         self.critic = Critic(recipe) if recipe.critic is not None else None
         self.reward_model = RewardModel(recipe) if recipe.rewards.model is not None else None
 
     @property
-    def work(self) -> dict[str, Work]:
+    def role_costs(self) -> dict[str, RoleCost]:
+        """The FLOPs of each role's passes; all roles share one device."""
         peak = peak_of(self.model, self._recipe, self.device)
-        return {name: Work(cost, peak, "here") for name, cost in costs(self).items()}
+        return {name: RoleCost(cost, peak, "this process") for name, cost in costs(self).items()}
 
     def measure(self) -> dict[str, float]:
+        """Return nothing: no role is in another process."""
         return {}
 
-    def record(self, step: int, folder: Path) -> None:
-        """There are none."""
+    def trace(self, step: int, folder: Path) -> None:
+        """Do nothing: no role is in another process."""
 
     @property
     def roles(self) -> Mapping[str, RoleState]:
+        """The trained roles by name."""
         return {"actor": self.actor} | ({"critic": self.critic} if self.critic is not None else {})
 
     def describe(self) -> list[str]:
+        """Return lines for the start of a run: how each role computes."""
         lines = forward_lines(self.actor.description)
         lines += [f"trained: {lora.describe(self.model)}"] if lora.layers(self.model) else []
         lines += [f"critic: {self.critic.description}"] if self.critic is not None else []
         return lines + ([f"reward model: {self.reward_model.description}"] if self.reward_model is not None else [])
 
     def weights(self) -> None:
+        """Return None: an engine in this process shares the policy's weights."""
         return None
 
     def save(self, folder: Path) -> Pending:
+        """Start to write the trained roles and the tokenizer into `folder` (see `save_roles`)."""
         return save_roles(self.roles, folder, tokenizer=self._tokenizer)
 
     def load(self, folder: Path) -> None:
+        """Load the trained roles from what `save` wrote. Raises UserError."""
         load_roles(self.roles, folder)
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: no process or connection is open."""

@@ -3,9 +3,9 @@
 from pathlib import Path
 
 EMBEDDED = "tiny"
-"""What `model.path` says for the embedded model."""
+"""The `model.path` of the embedded model."""
 
 
 def embedded_path() -> Path:
-    """The folder of the embedded model, in Hugging Face's form."""
+    """Return the folder of the embedded model, which `from_pretrained` loads."""
     return Path(__file__).parent / EMBEDDED

@@ -1,7 +1,7 @@
-"""The Qwen2/Qwen3/Llama block on flat tokens: its parts serve the engine and the packed training step alike.
+"""The decoder of Qwen2, Qwen3, Llama and Mistral models on flat tokens, for the engine and the packed training step.
 
-Invariant: `hidden(weights_of(model), ...)` equals the module's own forward up to rounding, and is differentiable down
-to the module's parameters. Attention is the caller's: it alone knows which token may see which.
+Invariant: `hidden(weights_of(model), ...)` equals the module's own forward up to rounding, with gradients to the
+module's parameters. The caller provides the attention, since it knows which tokens attend to which.
 """
 
 from collections.abc import Callable
@@ -23,47 +23,62 @@ FAMILIES = ("qwen2", "qwen3", "llama", "mistral")
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Sizes of a model of these families; eps is that of every RMS norm."""
+    """Sizes of a model of FAMILIES."""
 
     layers: int
+    """Number of blocks."""
     hidden: int
+    """Width of the residual stream."""
     heads: int
+    """Number of query heads."""
     kv_heads: int
+    """Number of key and value heads."""
     head_dim: int
+    """Width of a head."""
     eps: float
+    """Epsilon of every RMS norm."""
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """Weights of one block. Where a norm's gain is folded into the product after it, the gain is None.
-
-    qk_gain [heads + kv_heads, D]: of the norms on q and k (None: the family has none).
-    """
+    """Weights of one block. The gain of a norm may be folded into the product after it."""
 
     qkv: Dense
+    """Projection of q, k and v: hidden -> (heads + 2 kv_heads) x head_dim."""
     out: Dense
+    """Output projection of the attention: heads x head_dim -> hidden."""
     gate_up: Dense
+    """Projection of gate and up: hidden -> 2 F."""
     down: Dense
+    """Output projection of the MLP: F -> hidden."""
     attention_gain: Tensor | None
+    """Gain [hidden] of the norm before the attention; None: it is folded into `qkv`."""
     mlp_gain: Tensor | None
+    """Gain [hidden] of the norm before the MLP; None: it is folded into `gate_up`."""
     qk_gain: Tensor | None
+    """Gains [heads + kv_heads, head_dim] of the norms of q and k; None: the family has none."""
 
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """embed [vocab, hidden]; head maps hidden states to logits. interleaved: the two halves that RoPE rotates
-    alternate in q and k (their scores are the same), so a rotation is one complex product."""
+    """Weights of a model."""
 
     shape: Shape
+    """Sizes of the model."""
     embed: Tensor
+    """Embeddings [vocabulary, hidden]."""
     layers: tuple[Layer, ...]
+    """The blocks, in order."""
     final_gain: Tensor | None
+    """Gain [hidden] of the final norm; None: it is folded into `head`."""
     head: Dense
+    """Output layer: hidden -> vocabulary."""
     interleaved: bool
+    """Whether the two halves that RoPE rotates alternate in q and k, so that a rotation is one complex product."""
 
 
 def unsupported(model: Any) -> str | None:
-    """Return why this forward does not fit `model`, in one line; None: it fits."""
+    """Return why this decoder cannot compute `model`, in a few words; None: it can."""
     config: Any = getattr(model, "config", None)
     family = getattr(config, "model_type", None)
     if family not in FAMILIES:
@@ -84,6 +99,7 @@ def unsupported(model: Any) -> str | None:
 
 
 def shape_of(model: Any) -> Shape:
+    """Return the sizes of a transformers model of FAMILIES."""
     config: Any = model.config
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return Shape(
@@ -147,7 +163,7 @@ def _qk_gain(attention: Any, s: Shape, interleave: bool) -> Tensor | None:
 
 
 def _interleave(w: Tensor, head_dim: int) -> Tensor:
-    """Rows of every head reordered from (first half, second half) to (0, D/2, 1, D/2 + 1, ...)."""
+    """Return the rows of each head in the order (0, D/2, 1, D/2 + 1, ...)."""
     heads = w.view(-1, 2, head_dim // 2, *w.shape[1:])
     return heads.transpose(1, 2).reshape(w.shape)
 
@@ -163,7 +179,8 @@ def rms_norm(x: Tensor, gain: Tensor | None, eps: float) -> Tensor:
 
 
 class Rope:
-    """Rotary positions of a model, from its own rotary module (so every static scaling is exact)."""
+    """Rotary position embeddings (arXiv:2104.09864) of a model, by the frequencies of its own module, so that every
+    static scaling is exact. factor: multiplies the rotations."""
 
     def __init__(self, model: Any, factor: float = 1.0) -> None:
         rotary: Any = model.model.rotary_emb
@@ -172,13 +189,14 @@ class Rope:
         self._table = torch.empty(0, len(self._frequencies), dtype=torch.complex64)
 
     def __call__(self, positions: Tensor) -> Tensor:
-        """positions [N] -> complex64 [N, 1, D / 2]: e^(i position frequency), times the attention scaling
-        and `factor`."""
+        """Return the rotations of positions [N]: e^(i position frequency), times the attention scaling and `factor`,
+        complex64 [N, 1, D / 2]."""
         angles = torch.outer(positions.float(), self._frequencies.to(positions.device))
         return torch.polar(torch.full_like(angles, self._scaling), angles)[:, None]
 
     def table(self, positions: int) -> Tensor:
-        """complex64 [>= positions, D / 2], kept and grown by doubling."""
+        """Return the rotations of at least the first `positions` positions, complex64 [n, D / 2]; kept, grown by
+        doubling."""
         if len(self._table) < positions:
             grown = max(positions, 2 * len(self._table), 256)
             self._table = self(torch.arange(grown, device=self._frequencies.device))[:, 0]
@@ -186,7 +204,7 @@ class Rope:
 
 
 def rotate(x: Tensor, rotation: Tensor, interleaved: bool) -> Tensor:
-    """x [N, heads, D] rotated by `rotation` [N, 1, D / 2] (complex), in float32."""
+    """Rotate x [N, heads, D] by `rotation`, complex64 [N, 1, D / 2]; return float32."""
     if interleaved:
         pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
         return torch.view_as_real(pairs * rotation).flatten(-2)
@@ -196,14 +214,14 @@ def rotate(x: Tensor, rotation: Tensor, interleaved: bool) -> Tensor:
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
-    """gate_up [N, 2 F] -> silu(gate) * up [N, F]."""
+    """Return silu(gate) * up [N, F] of gate_up [N, 2 F] (arXiv:2002.05202)."""
     gate, up = gate_up.chunk(2, -1)
     return F.silu(gate) * up
 
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """The functions of `hidden` that depend on who computes: the training forward brings its own gradients."""
+    """Functions of `hidden` that the caller may replace: the training forward has its own gradients."""
 
     rms_norm: Callable[[Tensor, Tensor | None, float], Tensor] = rms_norm
     """(x [..., D], gain [D] or [H, D] or None, eps) -> [..., D]"""
@@ -218,9 +236,9 @@ def hidden(
 ) -> Tensor:  # fmt: skip
     """Return the hidden states [N, hidden] after the final norm of the tokens `ids` [N] (int64).
 
-    rotation: `rope(positions)`, complex64 [N, 1, D / 2]. predict [M]: the tokens whose states are wanted (None: all);
-    the others are not computed beyond the last attention. Logits are `weights.head` of the states: the final gain is
-    folded into it where the weights are copied.
+    rotation: `Rope` of the positions, complex64 [N, 1, D / 2]. predict: indices [M] of the tokens whose states are
+    returned (None: all); the others are not computed beyond the last attention. Logits are `weights.head` of the
+    states; the final gain is folded into it if the weights are copied.
     """
     s, rms_norm, swiglu = weights.shape, kernels.rms_norm, kernels.swiglu
     x = F.embedding(ids, weights.embed)
@@ -230,9 +248,9 @@ def hidden(
         if layer.qk_gain is not None:
             qk = rms_norm(qk, layer.qk_gain, s.eps)
         qk = rotate(qk, rotation, weights.interleaved).to(x.dtype)
-        mixed = attend(i, qk[:, : s.heads], qk[:, s.heads :], v)
+        attended = attend(i, qk[:, : s.heads], qk[:, s.heads :], v)
         if predict is not None and i == s.layers - 1:
-            x, mixed = x.index_select(0, predict), mixed.index_select(0, predict)
-        x = layer.out.plus(x, mixed)
+            x, attended = x.index_select(0, predict), attended.index_select(0, predict)
+        x = layer.out.plus(x, attended)
         x = layer.down.plus(x, swiglu(layer.gate_up(rms_norm(x, layer.mlp_gain, s.eps))))
     return rms_norm(x, weights.final_gain, s.eps)

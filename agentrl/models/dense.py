@@ -1,6 +1,6 @@
-"""`Dense`: y = x W^T + b through the fastest matrix product of this machine, with or without gradients.
+"""`Dense`: y = x W^T + b by the fastest matrix product of this machine, with or without gradients.
 
-Which one is decided by what the machine is, never by a stopwatch: two runs of one recipe must round alike.
+The choice depends on the machine only, not on measured times, so that two runs of one recipe round alike.
 """
 
 import functools
@@ -16,7 +16,7 @@ from torch import Tensor
 
 @functools.cache
 def prefers_onednn() -> bool:
-    """Whether float32 products should bypass MKL: it runs at half its speed on CPUs of another maker than Intel."""
+    """Return whether float32 products should use oneDNN: MKL runs at half its speed on CPUs that are not Intel's."""
     backends: Any = torch.backends
     if not (backends.mkl.is_available() and backends.mkldnn.is_available()):
         return False
@@ -53,7 +53,7 @@ def _onednn(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [N, in], weight [out, in] as a module stores it -> [N, out]; differentiable."""
+    """Return x W^T + b [N, out] of x [N, in] and weight [out, in]; differentiable."""
     if not (x.device.type == "cpu" and x.dtype == weight.dtype == torch.float32 and prefers_onednn()):
         return F.linear(x, weight, bias)
     if torch.is_autocast_enabled("cpu"):
@@ -66,11 +66,11 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 class Dense:
-    """Several linear maps of one input as one, their weights concatenated by output.
+    """Several linear maps of one input as one, with outputs concatenated.
 
-    weights [out_i, in]; biases likewise or all None. copy: the product gets a weight of its own (laid out [in, out] for
-    MKL, which is up to twice as fast for few rows); it is differentiable, so gradients reach the parameters. Without
-    copy one weight is held by reference, several are applied one by one.
+    weights: [out_i, in] each. biases: [out_i] each, or all None. copy: concatenate the weights (as [in, out] for MKL,
+    which is up to twice as fast for few rows), with gradients to the originals. Without copy, weights are held by
+    reference and applied one by one.
     """
 
     __slots__ = ("bias", "transposed", "weights")
@@ -83,7 +83,7 @@ class Dense:
         self.weights = [w.t().contiguous() for w in joined] if self.transposed else joined
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x [N, in] -> [N, sum of out_i]."""
+        """Return the outputs [N, sum of out_i] of x [N, in]."""
         if self.transposed:
             w = self.weights[0]
             return torch.mm(x, w) if self.bias is None else torch.addmm(self.bias, x, w)
@@ -93,17 +93,18 @@ class Dense:
         return y if self.bias is None else y + self.bias
 
     def plus(self, residual: Tensor, x: Tensor) -> Tensor:
-        """residual [N, out] + self(x)."""
+        """Return residual [N, out] + self(x)."""
         if self.transposed and self.bias is None:
             return torch.addmm(residual, x, self.weights[0])
         return residual + self(x)
 
     def halves(self) -> tuple[Tensor, Tensor]:
-        """The weight of the first and of the second half of the outputs, as views."""
+        """Return the weight of the first and of the second half of the outputs, as views."""
         first, second = self.weights[0].chunk(2, 1 if self.transposed else 0)
         return first, second
 
     def bias_halves(self) -> tuple[Tensor | None, Tensor | None]:
+        """Return the bias of the first and of the second half of the outputs, as views; None without a bias."""
         if self.bias is None:
             return None, None
         first, second = self.bias.chunk(2)

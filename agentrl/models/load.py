@@ -13,28 +13,28 @@ ADAPTER_CONFIG = "adapter_config.json"  # peft's
 
 
 def load_model(section: ModelSection, seed: int = 0, *, headless: bool = False) -> tuple[Any, Any]:
-    """Return the causal LM on `model.device`, weights of `model.dtype`, in evaluation mode (no dropout), and its
+    """Load a causal language model onto `model.device`, in `model.dtype` and evaluation mode (no dropout), and its
     tokenizer.
 
-    Nothing in it is drawn at random but a new adapter, by `seed`. headless: the output layer will not be read, and may
-    be absent from the files.
+    seed: of a new adapter; nothing else is random. headless: the output layer is not used, and may be absent from the
+    files.
 
-    Raises UserError: a device that is not there, no such folder, no model in it, not a causal language model, weights
-    that are absent, a hub that does not answer.
+    Raises UserError: no such device or folder, no causal language model in it, absent weights, or a hub that does not
+    answer.
     """
     import torch
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging as progress
 
     progress.disable_progress_bar()
-    place, device = resolve(section.path), find_device(section.device)
-    config = _load(section.path, "its configuration", lambda: _causal_config(place, section))
+    path, device = resolve(section.path), find_device(section.device)
+    config = _load(section.path, "its configuration", lambda: _causal_config(path, section))
     dtype = getattr(torch, section.dtype)
     options = {"config": config, "dtype": dtype, "trust_remote_code": section.trust_remote_code}
     model, found = _load(
         section.path,
         "its weights",
-        lambda: AutoModelForCausalLM.from_pretrained(place, output_loading_info=True, **options),
+        lambda: AutoModelForCausalLM.from_pretrained(path, output_loading_info=True, **options),
     )
     _check_whole(section.path, model, found["missing_keys"], headless)
     tokenizer = load_tokenizer(section)
@@ -42,18 +42,18 @@ def load_model(section: ModelSection, seed: int = 0, *, headless: bool = False) 
     if section.lora is not None:
         from agentrl.models.lora import add_adapter
 
-        add_adapter(model, section.lora, place, seed)
+        add_adapter(model, section.lora, path, seed)
     return model, tokenizer
 
 
-def load_shape(section: ModelSection) -> tuple[Any, Any]:
-    """Return the model without its weights (on the meta device, without an adapter), and its tokenizer: for a process
-    that does not compute with it. Raises UserError likewise."""
+def load_skeleton(section: ModelSection) -> tuple[Any, Any]:
+    """Return the model without weights and adapter, on the meta device, and its tokenizer, for a process that does not
+    compute with it. Raises UserError as `load_model` does."""
     import torch
     from transformers import AutoModelForCausalLM
 
-    place = resolve(section.path)
-    config = _load(section.path, "its configuration", lambda: _causal_config(place, section))
+    path = resolve(section.path)
+    config = _load(section.path, "its configuration", lambda: _causal_config(path, section))
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
             config, dtype=getattr(torch, section.dtype), trust_remote_code=section.trust_remote_code
@@ -62,14 +62,14 @@ def load_shape(section: ModelSection) -> tuple[Any, Any]:
 
 
 def load_tokenizer(section: ModelSection) -> Any:
-    """Return the tokenizer, with the recipe's chat template. Raises UserError likewise."""
+    """Return the tokenizer with the recipe's chat template. Raises UserError as `load_model` does."""
     from transformers import AutoTokenizer
 
-    place = resolve(section.path)
+    path = resolve(section.path)
     tokenizer = _load(
         section.path,
         "its tokenizer",
-        lambda: AutoTokenizer.from_pretrained(place, trust_remote_code=section.trust_remote_code),
+        lambda: AutoTokenizer.from_pretrained(path, trust_remote_code=section.trust_remote_code),
     )
     if section.chat_template is not None:  # on the tokenizer itself, so that checkpoints carry it
         tokenizer.chat_template = _read(section.chat_template)
@@ -77,7 +77,7 @@ def load_tokenizer(section: ModelSection) -> Any:
 
 
 def find_device(name: str) -> Any:
-    """Return the torch device that `model.device` names. Raises UserError when it is not there."""
+    """Return the torch device that `model.device` names. Raises UserError if it does not exist."""
     import torch
 
     if name == "auto":
@@ -112,7 +112,8 @@ def resolve_types(recipe: Recipe) -> Recipe:
 
 
 def resolve(path: str) -> str:
-    """Return what `from_pretrained` is given for `model.path`: an existing folder, or a hub name. Raises UserError."""
+    """Return the argument of `from_pretrained` for `model.path`: an existing folder, or a hub name. Raises
+    UserError."""
     if path == EMBEDDED:
         return str(embedded_path())
     folder = Path(path).expanduser()
@@ -152,11 +153,11 @@ def _check_whole(path: str, model: Any, missing: Collection[str], headless: bool
         )
 
 
-def _causal_config(place: str, section: ModelSection) -> Any:
+def _causal_config(path: str, section: ModelSection) -> Any:
     from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    config = AutoConfig.from_pretrained(place, trust_remote_code=section.trust_remote_code)
+    config = AutoConfig.from_pretrained(path, trust_remote_code=section.trust_remote_code)
     remote = section.trust_remote_code and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
     if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not remote:
         raise UserError(f"model.path: {section.path} is a {config.model_type!r}, which is not a causal language model")

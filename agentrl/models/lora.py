@@ -54,7 +54,7 @@ def add_adapter(model: Any, section: LoraSection, base: str, seed: int = 0) -> N
 
 
 def target_names(model: Any, targets: tuple[str, ...]) -> list[str]:
-    """Full names of the layers that get an adapter: those whose name, or the end of it, is among `targets`."""
+    """Return the full names of the layers that get an adapter: those whose name ends with one of `targets`."""
     head = model.get_output_embeddings()
     linear = [name for name, module in model.named_modules() if type(module) is nn.Linear and module is not head]
     if ALL in targets:
@@ -72,30 +72,31 @@ def target_names(model: Any, targets: tuple[str, ...]) -> list[str]:
 
 
 def is_adapted(module: Any) -> bool:
-    """Whether this one layer has an adapter."""
+    """Return whether this layer has an adapter."""
     return hasattr(module, "base_layer") and ADAPTER in getattr(module, "lora_A", ())
 
 
 def layers(model: nn.Module) -> dict[str, Any]:
-    """Name -> each layer that has an adapter; empty: the model has none."""
+    """Return the layers that have an adapter, by name; empty: the model has none."""
     return {name: module for name, module in model.named_modules() if is_adapted(module)}
 
 
 def adapter_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """Return the matrices A and B of every layer with an adapter, in the order of `adapter_state`."""
     return [matrix.weight for layer in layers(model).values() for matrix in _matrices(layer)]
 
 
 def weight_of(layer: Any) -> Tensor:
-    """Return what a linear layer multiplies with, [out, in]: with the adapter's share where one is on, differentiable
-    down to the adapter (its dropout is left out)."""
+    """Return the effective weight of a linear layer, [out, in]: merged with its adapter if that is on, with gradients
+    to the adapter, and without its dropout."""
     weight: Tensor = layer.weight
     return merged(layer) if is_adapted(layer) and not layer.disable_adapters else weight
 
 
 def merged(layer: Any, whole: Callable[[Tensor], Tensor] = lambda t: t) -> Tensor:
-    """weight + scaling x B A of a layer with an adapter, whether that is on or not; the sum is made in float32.
+    """Return weight + scaling x B A of a layer with an adapter, summed in float32, whether the adapter is on or off.
 
-    whole: what is done to each tensor first, such as gathering its shards.
+    whole: applied to each tensor first, for example to gather its shards.
     """
     a, b = (whole(matrix.weight) for matrix in _matrices(layer))
     weight = whole(layer.base_layer.weight)
@@ -103,12 +104,13 @@ def merged(layer: Any, whole: Callable[[Tensor], Tensor] = lambda t: t) -> Tenso
 
 
 def has_dropout(model: nn.Module) -> bool:
+    """Return whether any layer of the adapter has dropout."""
     return any(not isinstance(layer.lora_dropout[ADAPTER], nn.Identity) for layer in layers(model).values())
 
 
 @contextmanager
 def dropping_out(model: nn.Module) -> Iterator[None]:
-    """The adapter's dropout works inside the block."""
+    """Apply the adapter's dropout inside the block."""
     drops = [layer.lora_dropout[ADAPTER] for layer in layers(model).values()]
     for drop in drops:
         drop.train()
@@ -149,7 +151,7 @@ def plain_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor, Any]]:
 
 
 def adapter_state(model: nn.Module) -> dict[str, Tensor]:
-    """The adapter's tensors by the names of peft's files."""
+    """Return the adapter's tensors by their names in peft's files."""
     return {
         f"{PREFIX}{name}.lora_{letter}.weight": matrix.weight.detach()
         for name, layer in layers(model).items()
@@ -158,13 +160,13 @@ def adapter_state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def adapter_config(model: Any) -> dict[str, Any]:
-    """What peft's adapter_config.json says."""
+    """Return the content of peft's adapter_config.json."""
     found = {**model.peft_config[ADAPTER].to_dict(), "inference_mode": True}
     return dict(json.loads(json.dumps(found, default=lambda value: sorted(value))))
 
 
 def describe(model: nn.Module) -> str:
-    """One line for people."""
+    """Return one line about the adapter."""
     found = layers(model)
     own = sum(p.numel() for p in adapter_parameters(model))
     rank = next(iter(found.values())).r[ADAPTER]

@@ -1,7 +1,6 @@
-"""The proof that a fast computation equals the module's own forward: both run on a small probe before one is chosen.
+"""Test at run time that a fast computation equals the module's own forward on a small probe.
 
-It lies in `models` because the local engine, which proves its slot cache, lies below `compute`, which proves its packed
-rows: both know torch models and nothing of each other.
+This is in `models` because the local engine, which tests its slot cache, is below `compute`, which tests packed rows.
 """
 
 from collections.abc import Callable
@@ -9,11 +8,10 @@ from collections.abc import Callable
 from torch import Tensor
 
 MISFITS = (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError)
-"""Exceptions that a model raises where it cannot be computed in the fast way."""
-
+"""Exceptions that a model raises if it does not support the fast computation."""
 
 HALF_SHARE = 0.25
-"""How much of the mean difference that other prompts make log-probs in half precision may be off."""
+"""Largest mean difference of log-probs in half precision, as a share of the mean difference that other prompts make."""
 
 
 def disproof(

@@ -18,20 +18,21 @@ class Shape:
     layers: int
     """The number of blocks."""
     layer: int
-    """Parameters of the largest block."""
+    """The number of parameters of the largest block."""
     root: int
-    """Parameters outside of blocks: embeddings, final norm, output layer."""
+    """The number of parameters outside of blocks: embeddings, final norm, output layer."""
     hidden: int
     """The width of the residual stream."""
     wide: int
     """The width of the feed-forward."""
     vocabulary: int
+    """Number of rows of the embeddings."""
     kv: int
     """Numbers that a token's keys and values take, over all layers."""
 
     @classmethod
     def of(cls, config: Any, lora: LoraSection | None = None, trust_remote_code: bool = False) -> "Shape":
-        """config: that of a causal language model, as transformers has it."""
+        """Count a causal language model. config: its transformers configuration. lora: the adapter to count with it."""
         import torch
         from transformers import AutoModelForCausalLM
 
@@ -60,7 +61,10 @@ class Shape:
 
 
 def read_shape(section: ModelSection) -> Shape | None:
-    """None where the model's configuration is not on this machine. Raises UserError for a path that is no model."""
+    """Return the shape of a recipe's model; None if its configuration is not on this machine.
+
+    Raises UserError for a path that is no model.
+    """
     from transformers import AutoConfig
 
     try:
@@ -77,7 +81,7 @@ def _count(module: Any) -> int:
 
 
 def _blocks(model: Any) -> list[Any]:
-    """The longest list of modules that lies in no other list."""
+    """Return the longest list of modules that is in no other list."""
     from torch.nn import ModuleList
 
     lists = {name: module for name, module in model.named_modules() if isinstance(module, ModuleList)}

@@ -1,8 +1,8 @@
-"""A model whose weights stay in their files: its modules as transformers loads them, but every parameter a stand-in,
+"""A model whose weights stay in their files: its modules as transformers loads them, but every parameter a placeholder,
 one number repeated over the whole shape, that knows which stored tensor it stands for.
 
 Invariant: for every parameter and buffer `Stored.read` gives the very bits that `from_pretrained` would have put there.
-So transformers' own loader does the work (names, types, ties, what is computed anew), with stand-ins in place of
+So transformers' own loader does the work (names, types, ties, what is computed anew), with placeholders in place of
 tensors. Whatever it does to one but to put it in its place refuses: then the model must be loaded whole.
 """
 
@@ -15,45 +15,47 @@ import torch
 from torch import Tensor, nn
 
 from agentrl.errors import UserError
-from agentrl.models.load import load_shape, resolve
+from agentrl.models.load import load_skeleton, resolve
 from agentrl.recipe.schema import ModelSection
 
 Read = Callable[[Tensor], Tensor]
-"""The value of a parameter or buffer of the model that came with it, on the CPU."""
+"""Return the value of a parameter or buffer of the streamed model, on the CPU."""
 
 
 class NotStreamed(Exception):  # noqa: N818 - a reason, not a failure: the model is loaded whole
-    """Why the files of a model cannot be read one tensor at a time."""
+    """The reason why the files of a model cannot be read one tensor at a time."""
 
 
 class Stored:
-    """The tensors of safetensors files, and which stand-in is which. Reading one maps that one alone into memory, until
-    it is let go."""
+    """The tensors of safetensors files, and the placeholder of each. Reading one maps only that one into memory."""
 
     def __init__(self, files: Iterable[str]) -> None:
         from safetensors import safe_open
 
         self.shapes: dict[str, tuple[int, ...]] = {}
         self._file: dict[str, str] = {}
-        self._standing: dict[int, tuple[str, Tensor]] = {}  # by the address of the number; kept, so that it stays its
+        self._placeholders: dict[
+            int, tuple[str, Tensor]
+        ] = {}  # by the address of the number; kept, so that it stays its
         for file in sorted(files):
             with safe_open(file, framework="pt") as opened:
                 for name in opened.keys():  # noqa: SIM118 - it is no mapping
                     self.shapes[name] = tuple(opened.get_slice(name).get_shape())
                     self._file[name] = file
 
-    def stand_in(self, name: str, dtype: torch.dtype) -> Tensor:
-        """For the tensor of that name, once it is cast to `dtype`."""
+    def placeholder(self, name: str, dtype: torch.dtype) -> Tensor:
+        """Make the placeholder of the tensor `name`, cast to `dtype`: one number expanded to its shape."""
         made = torch.zeros(1, dtype=dtype)
-        self._standing[made.untyped_storage().data_ptr()] = (name, made)
+        self._placeholders[made.untyped_storage().data_ptr()] = (name, made)
         return made.expand(self.shapes[name])
 
     def name_of(self, tensor: Tensor) -> str | None:
-        """Which stored tensor this stands for; None: it stands for itself."""
-        return self._standing.get(tensor.untyped_storage().data_ptr(), (None,))[0]
+        """Return the name of the stored tensor of a placeholder; None: `tensor` is no placeholder."""
+        return self._placeholders.get(tensor.untyped_storage().data_ptr(), (None,))[0]
 
     def read(self, tensor: Tensor) -> Tensor:
-        """Raises UserError when the file cannot be read any more."""
+        """Return the value of a placeholder, or `tensor` itself if it is none. Raises UserError: the file is
+        unreadable."""
         from safetensors import SafetensorError, safe_open
 
         name = self.name_of(tensor)
@@ -68,29 +70,35 @@ class Stored:
 
 
 def stream_model(section: ModelSection, seed: int = 0, *, headless: bool = False) -> tuple[Any, Read]:
-    """As `load_model` makes it on the CPU, adapter and all. Raises NotStreamed, and UserError likewise."""
+    """Return the model of `load_model`, with its adapter, as placeholders, and the function that reads them.
+
+    Raises NotStreamed, and UserError as `load_model` does.
+    """
     from agentrl.models.lora import add_adapter
 
-    place, shape = resolve(section.path), load_shape(section)[0]
+    path, shape = resolve(section.path), load_skeleton(section)[0]
     head = shape.get_output_embeddings()
     unread = [name for name, module in shape.named_modules() if headless and module is head]
-    model, read = stream(type(shape), place, section, unread)
+    model, read = stream(type(shape), path, section, unread)
     if section.lora is not None:
-        add_adapter(model, section.lora, place, seed)
+        add_adapter(model, section.lora, path, seed)
     return model, read
 
 
-def stream(kind: Any, place: str, section: ModelSection, unread: Sequence[str] = ()) -> tuple[Any, Read]:
-    """A model of the class `kind` (one of transformers') from the files of `place` (a folder or a hub name), in the
-    precision that `section` wants, in evaluation mode. unread: modules that the files may lack. Raises NotStreamed."""
+def stream(kind: Any, path: str, section: ModelSection, unread: Sequence[str] = ()) -> tuple[Any, Read]:
+    """Return a model of the transformers class `kind` as placeholders, and the function that reads them.
+
+    path: a folder or a hub name. unread: modules that may be absent from the files. The model is in evaluation mode and
+    in the dtype of `section`. Raises NotStreamed.
+    """
     from transformers import AutoConfig
 
     refused: list[str] = []
     try:
-        config = AutoConfig.from_pretrained(place, trust_remote_code=section.trust_remote_code)
+        config = AutoConfig.from_pretrained(path, trust_remote_code=section.trust_remote_code)
         if getattr(config, "quantization_config", None) is not None:
             raise NotStreamed("its weights are quantized")
-        stored = Stored(_files(place, config))
+        stored = Stored(_files(path, config))
         untouched = type("_Untouched", (_Untouched,), {"refused": refused})
         slots = {name: _Slot(stored, name, untouched) for name in stored.shapes}
         with _quiet():
@@ -102,17 +110,17 @@ def stream(kind: Any, place: str, section: ModelSection, unread: Sequence[str] =
             raise NotStreamed(f"the files lack {lacking[0]}")
         _settle(model, stored, absent)
         if model.can_generate():
-            model.generation_config = _generation(place)
+            model.generation_config = _generation(path)
     except NotStreamed:
         raise
-    except Exception as error:  # whatever that loader has against stand-ins: with tensors it is as ever
+    except Exception as error:  # whatever that loader has against placeholders: with tensors it is as ever
         raise NotStreamed(refused[0] if refused else f"{type(error).__name__}: {error}".splitlines()[0]) from error
     return model.eval(), stored.read
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence the loader about stand-ins that it cannot use: the caller reports them in one line."""
+    """Silence the loader about placeholders that it cannot use: the caller reports them in one line."""
     from transformers.utils import logging
 
     logging.disable_progress_bar()
@@ -138,11 +146,11 @@ class _Slot:
     def to(self, device: Any = None, dtype: torch.dtype | None = None) -> Tensor:
         if dtype is None:
             raise NotStreamed(f"{self._name} keeps the type of its file")
-        return self._stored.stand_in(self._name, dtype).as_subclass(self._kind)
+        return self._stored.placeholder(self._name, dtype).as_subclass(self._kind)
 
 
 class _Untouched(Tensor):
-    """A stand-in while the loader has it: asked what it is and put in its place, no more. refused: what else was
+    """A placeholder while the loader has it: which may be inspected and assigned, no more. refused: what else was
     tried."""
 
     refused: ClassVar[list[str]]
@@ -157,7 +165,7 @@ class _Untouched(Tensor):
 
 
 def _settle(model: nn.Module, stored: Stored, absent: Collection[str]) -> None:
-    """Make plain stand-ins of those that the loader put in their places. absent: names that are not in the files."""
+    """Make plain placeholders of those that the loader put in their places. absent: names that are not in the files."""
     plain: dict[int, nn.Parameter] = {}  # those that are tied stay one
     with torch._C.DisableTorchFunctionSubclass():
         for module in model.modules():
@@ -176,12 +184,12 @@ def _plain(parameter: nn.Parameter) -> nn.Parameter:
     return nn.Parameter(parameter.detach().as_subclass(Tensor), requires_grad=parameter.requires_grad)
 
 
-def _files(place: str, config: Any) -> list[str]:
+def _files(path: str, config: Any) -> list[str]:
     """The safetensors files that `from_pretrained` would read; those of a hub name are fetched."""
     from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
     def find(name: str) -> str | None:
-        found: str | None = cached_file(place, name, _raise_exceptions_for_missing_entries=False)
+        found: str | None = cached_file(path, name, _raise_exceptions_for_missing_entries=False)
         return found
 
     if getattr(config, "transformers_weights", None) is not None:
@@ -198,11 +206,11 @@ def _files(place: str, config: Any) -> list[str]:
     return [file for file in files if file is not None]
 
 
-def _generation(place: str) -> Any:
+def _generation(path: str) -> Any:
     """The settings that `from_pretrained` gives a model: those beside it, else what its configuration says."""
     from transformers import GenerationConfig
 
     try:
-        return GenerationConfig.from_pretrained(place)
+        return GenerationConfig.from_pretrained(path)
     except OSError:
-        return GenerationConfig.from_pretrained(place, config_file_name="config.json", _from_model_config=True)
+        return GenerationConfig.from_pretrained(path, config_file_name="config.json", _from_model_config=True)

@@ -9,8 +9,9 @@ from agentrl.errors import PlainError
 
 Json: TypeAlias = Any
 """What JSON can hold: None, bool, int, float, str, lists, and dicts by text. Of this type are task data, hooks' keyword
-arguments, arguments of tools and JSON schemas. It is an alias of Any: an author knows the shape of his own data, and a
-recursive union would make every plugin narrow each field that it reads. What is not JSON is refused at run time.
+arguments, arguments of tools and JSON schemas. It is an alias of Any: an author knows the shape of his own data. With
+the recursive union of these types, `mypy --strict` finds 133 errors in 32 files, each of which needs a cast or a check
+where a field is read. What is not JSON is refused at run time.
 """
 
 
@@ -34,19 +35,28 @@ class ToolCallMessage(TypedDict):
     """One entry of `tool_calls`, in the shape of the OpenAI chat API."""
 
     type: Literal["function"]
+    """The kind of call; functions are the only one."""
     id: NotRequired[str]
+    """The ID that the result refers to."""
     function: FunctionCall
+    """The function and its arguments."""
 
 
 class Message(TypedDict, total=False):
     """A chat message in the shape of the OpenAI API. `content` is text, or parts when there are images."""
 
     role: Required[Literal["system", "user", "assistant", "tool"]]
+    """Who wrote the message."""
     content: Required[str | list[dict[str, Any]] | None]
+    """Text, or parts when there are images; None beside tool calls."""
     tool_calls: list[ToolCallMessage]
+    """The calls of an assistant turn."""
     tool_call_id: str
+    """The ID of the call that a tool's message answers."""
     name: str
+    """The tool's name, in a tool's message."""
     reasoning_content: str
+    """The reasoning of an assistant turn, apart from its content."""
 
 
 def answer_of(messages: Sequence[Message]) -> str:

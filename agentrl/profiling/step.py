@@ -15,8 +15,8 @@ from time import perf_counter
 from typing import Any, TypeVar, cast
 
 from agentrl.compute.batch import Batch
-from agentrl.compute.flops import Cost, Need, peak_together, utilisation
-from agentrl.learner.roles import Frozen, Policy, RoleHost, Scores, Values
+from agentrl.compute.flops import Cost, Workload, peak_together, utilisation
+from agentrl.learner.roles import ActorRole, CriticRole, ReferenceRole, RewardModelRole, RoleHost
 from agentrl.profiling.memory import PeakMemory
 from agentrl.profiling.trace import Profiler
 
@@ -33,13 +33,13 @@ T = TypeVar("T")
 class InstrumentedRoles:
     """The roles of a role host, wrapped so that their calls are counted and traced."""
 
-    actor: Policy
+    actor: ActorRole
     """The policy being trained."""
-    reference: Frozen | None
+    reference: ReferenceRole | None
     """The reference policy; None without one."""
-    critic: Values | None
+    critic: CriticRole | None
     """The critic; None without one."""
-    reward_model: Scores | None
+    reward_model: RewardModelRole | None
     """The reward model; None without one."""
 
 
@@ -52,7 +52,7 @@ class StepProfiler:
 
     def __init__(self, role_host: RoleHost, folder: Path, steps: Collection[int] = (), *, engine: bool) -> None:
         self._role_host, self._folder, self._steps = role_host, folder, frozenset(steps)
-        self._work = dict(role_host.work)
+        self._work = dict(role_host.role_costs)
         scoring = self._work.get(REWARD_MODEL)
         self._peak_flops = peak_together(work for name, work in self._work.items() if name != REWARD_MODEL)
         self._scoring_peak_flops = None if scoring is None else scoring.peak
@@ -89,10 +89,10 @@ class StepProfiler:
             if name == ROLLOUT:
                 stack.enter_context(self._engine.step(step))
             if recorded:
-                self._role_host.record(step, self._folder)
+                self._role_host.trace(step, self._folder)
             yield
             if recorded:
-                self._role_host.record(0, self._folder)
+                self._role_host.trace(0, self._folder)
 
     def take(self, seconds: float) -> dict[str, float]:
         """Return the metrics of a step whose training took `seconds`, and start the next step's.
@@ -124,7 +124,7 @@ class StepProfiler:
         """Return `role` wrapped, or None if it is None."""
         if role is None:
             return role
-        profiler = Profiler(self._folder, name, steps=self._steps if self._role_host.here else ())
+        profiler = Profiler(self._folder, name, steps=self._steps if self._role_host.in_process else ())
         return cast(T, _InstrumentedRole(role, name, profiler, self, self._work[name].cost))
 
 
@@ -140,9 +140,9 @@ class _InstrumentedRole:
             return self._counted(found, self._cost.forward)
         return self._counted(found, self._cost.update) if name in UPDATE else found
 
-    def _counted(self, method: Callable[..., Any], flops: Callable[[Need], float]) -> Callable[..., Any]:
+    def _counted(self, method: Callable[..., Any], flops: Callable[[Workload], float]) -> Callable[..., Any]:
         def call(batch: Batch, *arguments: Any) -> Any:
-            needed, began = flops(Need.of(batch)), perf_counter()
+            needed, began = flops(Workload.of(batch)), perf_counter()
             with self._profiler.step(self._steps.step):
                 found = method(batch, *arguments)
             self._steps.count(self._name, needed, perf_counter() - began)

@@ -36,7 +36,7 @@ class InstrumentedWorker(Worker):
     """Base class of workers that are measured; a subclass calls `start_measuring()` once its device is known."""
 
     def start_measuring(self) -> None:
-        """Start to measure memory, without traces until `record` is called."""
+        """Start to measure memory, without traces until `trace` is called."""
         self._peaks = PeakMemory(self.device)
         self._profilers: dict[str, Profiler] = {}
         self._recorded = 0
@@ -48,7 +48,7 @@ class InstrumentedWorker(Worker):
         return self._peaks.take()
 
     @register(ONE_TO_ALL)
-    def record(self, step: int, folder: str) -> None:
+    def trace(self, step: int, folder: str) -> None:
         """Trace the roles into `folder` from now on, as step `step`; 0: stop tracing until the next call."""
         self._recorded, self._folder = step, Path(folder)
 

@@ -41,6 +41,7 @@ class PluginProofLoop(asyncio.SelectorEventLoop):
     work that it runs, or a signal's handler, that raised it. Whoever awaits such a task is told as ever."""
 
     def run_until_complete(self, future: Generator[Any, None, T] | Awaitable[T]) -> T:
+        """Run the work to its end, whatever other tasks and callbacks raise; return its result."""
         work: asyncio.Future[T] = asyncio.ensure_future(future, loop=self)  # type: ignore[arg-type]
         while True:
             try:

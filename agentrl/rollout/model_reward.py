@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from agentrl.chat.template import CONTENT, USER, Template, TemplateRefusalError, probe_result, probe_turn
 from agentrl.compute.batch import Batch
-from agentrl.compute.classifier import RewardModel, classifier_config, classifier_folder, to_score
+from agentrl.compute.classifier import RewardModel, classifier_config, classifier_folder, scoring_batch
 from agentrl.errors import UserError
 from agentrl.plugins.reward import GroupReward, Sample
 from agentrl.plugins.rewards import MODEL
@@ -36,8 +36,8 @@ class _Waiting:
 
 @dataclass(slots=True)
 class ModelReward(GroupReward):
-    """translate: a finished conversation as the reward model's ids. scores: the ids of many, [S], as `to_score` puts
-    them together, to their scores; it is called in a thread, never twice at once."""
+    """translate: a finished conversation as the reward model's ids. scores: the ids of many, [S], as `scoring_batch`
+    puts them together, to their scores; it is called in a thread, never twice at once."""
 
     translate: Translate
     scores: Scores
@@ -82,7 +82,7 @@ class ModelReward(GroupReward):
             outcomes.append([])
             rows += own
             named += [number] * len(own)
-        for number, score in zip(named, self.scores(to_score(rows, named)).tolist() if rows else [], strict=True):
+        for number, score in zip(named, self.scores(scoring_batch(rows, named)).tolist() if rows else [], strict=True):
             found = outcomes[number]
             assert isinstance(found, list)
             found.append(score)

@@ -12,7 +12,7 @@ from agentrl.cluster.placement import Placement
 from agentrl.data.prompts import PromptLengths, measure_prompts
 from agentrl.engine.base import Engine, engine_class
 from agentrl.gateway.server import Gateway
-from agentrl.models.load import load_model, load_shape, resolve
+from agentrl.models.load import load_model, load_skeleton, resolve
 from agentrl.plugins.agent import Agent, make_agent
 from agentrl.plugins.environment import Environment
 from agentrl.plugins.registry import make_engine, make_environment, make_message_engine
@@ -45,7 +45,8 @@ class Player:
     """The recipe's tools, opened."""
     rewards: Rewards
     """The recipe's reward functions."""
-    model: Any  # a transformers causal LM, which the trainer updates in place; None behind an endpoint
+    model: Any
+    """A transformers causal LM, which the trainer updates in place; None behind an endpoint."""
     tokenizer: Any
     """A transformers tokenizer; None behind an endpoint that takes messages."""
     chat: Chat
@@ -118,7 +119,7 @@ class Player:
         if placement is not None and placement.embedded is not None:
             section = section.model_copy(update={"device": f"cuda:{placement.embedded}"})
         shape_only = apart and not engine_class(recipe.engine.name).in_process
-        model, tokenizer = load_shape(section) if shape_only else load_model(section, recipe.train.seed)
+        model, tokenizer = load_skeleton(section) if shape_only else load_model(section, recipe.train.seed)
         chat = load_chat(
             tokenizer,
             model_path=section.path,

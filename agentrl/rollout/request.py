@@ -145,6 +145,7 @@ class AsyncRolloutRequest:
     tool_calls: int = 0
     """Calls that were run."""
     rewards: dict[str, float] = field(default_factory=dict)
+    """Reward parts by name, before weighting."""
     finish: FinishReason | None = None
     """Why it ended; None while it runs."""
     failure: Failure | None = None

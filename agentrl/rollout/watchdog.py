@@ -37,8 +37,11 @@ class Frame(NamedTuple):
     """One frame of a thread's stack."""
 
     file: str
+    """Path of the source file."""
     line: int
+    """Line in the file."""
     function: str
+    """Name of the function."""
 
     def __str__(self) -> str:
         return f"{self.function} ({Path(self.file).name}:{self.line})"

@@ -100,6 +100,7 @@ class TextEngine(Engine):
         self._turns: Counter[str] = Counter()
 
     def seat(self, request_id: str, agent: Turn) -> None:
+        """Let `agent` answer for the request `request_id`."""
         self._agents[request_id] = agent
 
     async def generate(self, ids: Sequence[int], sampling: Sampling, request_id: str) -> Generation:

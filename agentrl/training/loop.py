@@ -17,9 +17,8 @@ from agentrl.checkpoint.run_folder import RunFolder
 from agentrl.errors import nearest
 from agentrl.eval.held_out import HeldOut
 from agentrl.eval.result import Accuracy, failures
-from agentrl.learner.contrast import ContrastWatch
 from agentrl.learner.learner import Learner
-from agentrl.learner.mismatch import MismatchWatch
+from agentrl.learner.monitors import ContrastMonitor, MismatchMonitor
 from agentrl.learner.roles import RoleHost
 from agentrl.profiling.step import ROLLOUT, SYNC, TRAIN, StepProfiler
 from agentrl.recipe.schema import Recipe
@@ -61,9 +60,9 @@ class Loop:
     """Shows the progress."""
     interrupts: Interrupts
     """Runs asynchronous work and handles signals."""
-    mismatch: MismatchWatch
+    mismatch: MismatchMonitor
     """Warns if engine and trainer compute different log-probs."""
-    contrast: ContrastWatch
+    contrast: ContrastMonitor
     """Warns if the samples of each task have equal rewards, so that there is nothing to learn."""
     trackers: Trackers
     """Receive the metrics of each step."""

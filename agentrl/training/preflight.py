@@ -35,6 +35,7 @@ class Checked:
     """What the checks have loaded."""
 
     env: Environment
+    """The environment."""
     splits: tuple[str, ...]
     """Held-out splits that are reported."""
     choosing: str | None

@@ -13,9 +13,8 @@ from agentrl.data.sampler import TaskSampler
 from agentrl.errors import describe
 from agentrl.eval.held_out import HeldOut
 from agentrl.eval.result import Accuracy
-from agentrl.learner.contrast import ContrastWatch
 from agentrl.learner.learner import Learner
-from agentrl.learner.mismatch import MismatchWatch
+from agentrl.learner.monitors import ContrastMonitor, MismatchMonitor
 from agentrl.learner.roles import LocalRoles, RoleHost
 from agentrl.plugins.environment import is_validation
 from agentrl.plugins.types import Task
@@ -38,6 +37,7 @@ class Start:
     """What is known of a run before its parts are made."""
 
     recipe: Recipe
+    """The recipe of the run."""
     name: str
     """Of a numbered run folder, where the recipe names no `output`."""
     resumed: RunFolder | None
@@ -45,8 +45,11 @@ class Start:
     saved: Saved | None
     """The checkpoint that it continues from; None: from the first step."""
     checked: Checked
+    """What the checks have loaded."""
     display: Display
+    """Shows the progress."""
     interrupts: Interrupts
+    """Runs asynchronous work and handles signals."""
     stack: ExitStack
     """Closes the parts when the run ends."""
     folder: RunFolder | None = None
@@ -104,8 +107,8 @@ def set_up(start: Start) -> Loop:
     learner = Learner(recipe, profiler.roles)
     trackers = Trackers(display.note)
     trackers.start(start.checked.trackers, folder.path, recipe.shown(), stack)
-    contrast = ContrastWatch(recipe)
-    if line := contrast.beforehand():
+    contrast = ContrastMonitor(recipe)
+    if line := contrast.initial_warning():
         display.note(line)
     loop = Loop(
         recipe=recipe,
@@ -120,7 +123,7 @@ def set_up(start: Start) -> Loop:
         checkpoints=Checkpoints(folder.checkpoints, recipe.train.keep, player.tokenizer),
         display=display,
         interrupts=interrupts,
-        mismatch=MismatchWatch(recipe),
+        mismatch=MismatchMonitor(recipe),
         contrast=contrast,
         trackers=trackers,
     )
@@ -128,7 +131,7 @@ def set_up(start: Start) -> Loop:
         _restore(loop, start.saved, len(start.checked.tasks))
     elif start.resumed:
         folder.rewind(-1)
-    if not role_host.here:  # the engine has loaded the recipe's model; the workers may have restored a later one
+    if not role_host.in_process:  # the engine has loaded the recipe's model; the workers may have restored a later one
         interrupts.complete(lambda: player.engine.update_weights(loop.step, role_host.weights()))
     display.note(f"run folder: {folder.path}")
     return loop

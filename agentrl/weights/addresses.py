@@ -61,10 +61,12 @@ def is_own(address: str) -> bool:
 
 
 def is_loopback(host: str) -> bool:
+    """Return whether `host` names the loopback interface."""
     return host == "localhost" or host.startswith("127.") or host == "::1"
 
 
 def given_key(variable: str = KEY_VARIABLE) -> str | None:
+    """Return the key in the environment variable; None without one."""
     return os.environ.get(variable) or None
 
 

@@ -147,6 +147,7 @@ class WeightChannel:
             return failures | await self.resume()
 
     async def close(self) -> None:
+        """Close the transport."""
         await self.transport.close()
 
     async def _open(self, server: WeightServer, version: int, mode: PauseMode) -> None:

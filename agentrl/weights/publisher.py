@@ -96,6 +96,7 @@ class Sender:
         return dict(await self._channel.wake()) if self._channel is not None else {}
 
     async def close(self) -> None:
+        """Close the channel; the next `send` opens another one."""
         channel, self._channel, self._channel_key = self._channel, None, None
         if channel is not None:
             await channel.close()

@@ -59,6 +59,7 @@ class ModelWeights(WeightSource):
         return self._read() if self._once is None else self._once
 
     def intact(self) -> bool:
+        """Return whether the weights are those of the time when this was made."""
         return self._hash() == self.stamp
 
     def finish(self) -> None:
@@ -96,6 +97,7 @@ class Rounded(WeightSource):
             yield name, tensor.to(self._dtype) if tensor.dim() > 1 and tensor.dtype == torch.float32 else tensor
 
     def intact(self) -> bool:
+        """Return whether the underlying weights are intact."""
         return self._weights.intact()
 
 

@@ -56,7 +56,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
     from batches import make_batch
 
-    from agentrl.compute.flops import Need, utilisation
+    from agentrl.compute.flops import Workload, utilisation
     from agentrl.distributed.remote import RayRoles
     from agentrl.learner.learner import Learner
     from agentrl.models.load import resolve_types
@@ -86,8 +86,8 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
             learner.update(batch)
             seconds.append(perf_counter() - began)
         middle = statistics.median(seconds[WARM_UP:])
-        work = place.work["actor"]
-        need, memory = Need.of(batch), place.measure()
+        work = place.role_costs["actor"]
+        need, memory = Workload.of(batch), place.measure()
     return {
         "gpus": options.gpus, "parameters": plan.parameters, "micro_batch_tokens": recipe.train.micro_batch_tokens,
         "packed_tokens": need.tokens, "seconds": middle,

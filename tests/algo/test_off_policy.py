@@ -10,7 +10,6 @@ from learner_help import REWARDS, alone, make_groups, make_model, make_recipe
 from agentrl.algo.off_policy import importance_weights
 from agentrl.compute.batch import Batch
 from agentrl.learner.actor import off_policy_of
-from agentrl.learner.mismatch import SILENT_STEPS, MismatchWatch
 from agentrl.recipe.schema import Recipe
 from agentrl.trajectory import Group
 
@@ -100,17 +99,3 @@ def test_auto_corrects_where_engine_and_trainer_are_apart():
     assert kind(engine={"name": "sglang"}) == "token_tis"
     assert kind(rollout={"overlap": "async"}) == "token_tis"
     assert kind(engine={"name": "sglang"}, algorithm={"off_policy": "none"}) == "none"
-
-
-def test_a_mismatch_is_said_once_in_a_while_with_its_likely_causes():
-    watch = MismatchWatch(Recipe.model_validate({"engine": {"name": "sglang"}}))
-    fine = {"mismatch/logprob_mean": 0.01, "mismatch/logprob_max": 0.3, "mismatch/ess": 0.99}
-    bad = {**fine, "mismatch/ess": 0.4}
-    assert watch.warning(1, fine) is None
-    assert "effective sample size 40%" in watch.warning(2, bad)
-    assert watch.warning(3, bad) is None
-    line = watch.warning(2 + SILENT_STEPS, {**bad, "mismatch/logprob_mean": 0.2})
-    assert "0.200 nats" in line
-    assert "weights that did not reach the engine" in line
-    assert "number format" in line
-    assert MismatchWatch(Recipe()).warning(1, {}) is None

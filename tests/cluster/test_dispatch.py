@@ -36,11 +36,11 @@ def test_rank_zero_calls_no_other() -> None:
 def test_split_puts_any_number_of_rows_back_in_order(count: int, parallel: int) -> None:
     shape = Shape(4, parallel)
     rows = Rows(np.arange(count))
-    calls, deal = SPLIT.scatter(shape, ("same", rows), {})
+    calls, partition = SPLIT.scatter(shape, ("same", rows), {})
     assert [call[0][0] for call in calls] == ["same"] * 4
     assert sum(len(call[0][1].values) for call in calls) == count * parallel
     outputs = [call[0][1].values + 100 for call in calls]
-    assert SPLIT.gather(shape, outputs, deal).tolist() == [value + 100 for value in range(count)]
+    assert SPLIT.gather(shape, outputs, partition).tolist() == [value + 100 for value in range(count)]
 
 
 def test_ranks_of_one_sequence_are_given_the_same_object() -> None:
@@ -50,22 +50,22 @@ def test_ranks_of_one_sequence_are_given_the_same_object() -> None:
     assert calls[0][1]["rows"].values.tolist() == [0, 2]
 
 
-def test_several_arguments_are_dealt_alike() -> None:
+def test_several_arguments_are_split_alike() -> None:
     calls, _ = SPLIT.scatter(Shape(2), (Rows(np.arange(3)), Rows(np.arange(3) * 10)), {})
     assert [call[0][1].values.tolist() for call in calls] == [[0, 20], [10]]
 
 
 def test_split_needs_something_to_deal() -> None:
-    with pytest.raises(TypeError, match="must have `deal"):
+    with pytest.raises(TypeError, match="must have `distribute"):
         SPLIT.scatter(Shape(2), ([1, 2],), {})
 
 
 def test_split_refuses_a_deal_of_the_wrong_size() -> None:
     class Broken(Rows):
-        def deal(self, parts: int):  # type: ignore[no-untyped-def]
-            return super().deal(parts + 1)
+        def distribute(self, parts: int):  # type: ignore[no-untyped-def]
+            return super().distribute(parts + 1)
 
-    with pytest.raises(ValueError, match=r"deal\(2\) gave 3 parts"):
+    with pytest.raises(ValueError, match=r"distribute\(2\) gave 3 parts"):
         SPLIT.scatter(Shape(2), (Broken(np.arange(3)),), {})
 
 

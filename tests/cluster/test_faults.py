@@ -101,7 +101,7 @@ def test_a_worker_that_hangs_is_told_from_those_that_wait_for_it(collective: Wor
     )
     assert re.search(r"; worker 0 .* stands at all_reduce ", said)
     assert "in all_reduce" in (tmp_path / "probe_0.log").read_text()
-    assert gone([hello.pid for hello in collective.workers])
+    assert gone([process.pid for process in collective.workers])
 
 
 def test_a_call_waits_for_those_before_it(group: WorkerGroup) -> None:
@@ -148,10 +148,10 @@ CONTROLLER = """
         signal.signal(number, lambda number, frame: asked.append(number))
     with Session(cpus=2, object_store=STORE) as session, ResourcePool(2) as pool:
         group = WorkerGroup(pool, Probe, name="probe", logs=Path({logs!r}))
-        print(session.folder, *(hello.pid for hello in group.workers), flush=True)
+        print(session.folder, *(process.pid for process in group.workers), flush=True)
         while len(asked) < 2:
             time.sleep(0.05)
-        assert [about["place"].rank for about in group.about()] == [0, 1]
+        assert [about["rank_info"].rank for about in group.about()] == [0, 1]
         group.close()
     print("whole", asked, flush=True)
 """

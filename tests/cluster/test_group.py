@@ -50,10 +50,10 @@ def test_workers_know_their_place(group: WorkerGroup) -> None:
     ]
     assert len({(env["MASTER_ADDR"], env["MASTER_PORT"]) for env in told}) == 1
     about = group.about()
-    assert [(one["place"].rank, one["place"].world_size, one["place"].node) for one in about] == [
+    assert [(one["rank_info"].rank, one["rank_info"].world_size, one["rank_info"].node) for one in about] == [
         (rank, 3, told[0]["MASTER_ADDR"]) for rank in range(3)
     ]
-    assert [one["pid"] for one in about] == [hello.pid for hello in group.workers]
+    assert [one["pid"] for one in about] == [process.pid for process in group.workers]
     assert {one["folder"] for one in about} == {os.getcwd()}
     assert {one["said"] for one in about} == {("told",)}
 
@@ -112,7 +112,7 @@ def test_futures_of_groups_in_pools_of_their_own(group: WorkerGroup, tmp_path: P
         quick = other.first.future("meanwhile")
         assert quick.result() == "meanwhile of 0"
         assert slow.result() == [0, 1, 2]
-        assert other.workers[0].pid not in {hello.pid for hello in group.workers}
+        assert other.workers[0].pid not in {process.pid for process in group.workers}
 
 
 def test_threads_are_seen_in_one_order(group: WorkerGroup) -> None:
@@ -201,7 +201,7 @@ def test_a_group_that_is_closed(session: Session, tmp_path: Path) -> None:
         group = WorkerGroup(pool, Probe, name="closed", logs=tmp_path)
         with pytest.raises(ClusterError, match="the pool holds the group 'closed'; make another pool for 'second'"):
             WorkerGroup(pool, Probe, name="second", logs=tmp_path)
-        pids = [hello.pid for hello in group.workers]
+        pids = [process.pid for process in group.workers]
         group.close()
         assert gone(pids)
         with pytest.raises(ClusterError, match="the group 'closed' was closed"):

@@ -80,7 +80,7 @@ def test_workers_over_both_nodes(session: Session, tmp_path: Path) -> None:
         ResourcePool(4, nodes=2) as pool,
         WorkerGroup(pool, Probe, name="probe", logs=tmp_path, collective=True) as group,
     ):
-        ids = [hello.node_id for hello in group.workers]
+        ids = [process.node_id for process in group.workers]
         assert ids[0] == ids[1] != ids[2] == ids[3]
         told = group.environment()
         assert [(env["RANK"], env["LOCAL_RANK"], env["LOCAL_WORLD_SIZE"]) for env in told] == [
@@ -97,7 +97,7 @@ def test_workers_over_both_nodes(session: Session, tmp_path: Path) -> None:
             ResourcePool(1, patience=0.5)
         with pytest.raises(WorkerLost, match=r"worker 3 .* died in 'end'.*probe_3\.log: .*the last thing it said"):
             group.end("SIGKILL", 3)
-        assert gone([hello.pid for hello in group.workers])
+        assert gone([process.pid for process in group.workers])
 
 
 def test_one_node_cannot_hold_what_two_can(session: Session) -> None:
@@ -115,7 +115,7 @@ def test_a_cluster_is_left_as_it_was(cluster: str, tmp_path: Path) -> None:
     with Session(address=cluster), ResourcePool(3, nodes=2) as pool:
         assert pool.by_node == [2, 1]
         group = WorkerGroup(pool, Probe, name="probe", logs=tmp_path)
-        pids = [hello.pid for hello in group.workers]
+        pids = [process.pid for process in group.workers]
         assert all(map(alive, pids))
     assert gone(pids)  # the session ended without a word from the group
     with Session(address=cluster):

@@ -144,7 +144,7 @@ def test_a_ray_of_our_own_gives_workers_the_tables_devices(tmp_path: Path, monke
         WorkerGroup(pool, Probe, name="probe", logs=tmp_path) as group,
     ):
         assert {env["CUDA_VISIBLE_DEVICES"] for env in group.environment()} == {"5", "3"}
-        assert {gpu for hello in group.workers for gpu in hello.gpus} == {"5", "3"}
+        assert {gpu for process in group.workers for gpu in process.gpus} == {"5", "3"}
 
 
 @pytest.mark.ray

@@ -5,14 +5,14 @@ from pathlib import Path
 import pytest
 
 from agentrl.cluster import post_mortem
-from agentrl.cluster.host import Hello
+from agentrl.cluster.host import ProcessInfo
 from agentrl.cluster.post_mortem import PostMortem, WorkerReference, cause_of_death, last_stack, worker_died
 
 
 @pytest.mark.parametrize(("alive", "said"), [(False, "it was killed"), (True, "Ray has lost touch with it")])
 def test_a_process_that_ray_lost_is_looked_for(monkeypatch: pytest.MonkeyPatch, alive: bool, said: str) -> None:
     monkeypatch.setattr(post_mortem, "examine", lambda _: [PostMortem(["bye"], "", [], 0, alive)])
-    worker = WorkerReference("probe", 1, Hello(7, "127.0.0.1", "node", 1, 1, "", (), 0), Path("probe_1.log"))
+    worker = WorkerReference("probe", 1, ProcessInfo(7, "127.0.0.1", "node", 1, 1, "", (), 0), Path("probe_1.log"))
     assert f"died in 'end': {said}" in str(worker_died(worker, "end", post_mortem.DISCONNECTED))
 
 

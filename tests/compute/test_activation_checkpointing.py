@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from agentrl.compute.activation_checkpointing import blocks_of
-from agentrl.compute.forward import FastForward, Forward, ModuleForward, SequenceForward, _probe, choose
+from agentrl.compute.forward import BlockForward, Forward, ModuleForward, SequenceForward, _probe, choose
 from agentrl.learner.roles import LocalRoles
 from agentrl.models import lora
 from agentrl.models.load import load_model
@@ -125,7 +125,7 @@ def test_mixed_precision_keeps_weights_and_results_float32(way: Any) -> None:
 
 def test_mixed_precision_declines_the_own_forward() -> None:
     model = load_model(ModelSection(device="cpu"))[0]
-    assert isinstance(choose(model)[0], FastForward)
+    assert isinstance(choose(model)[0], BlockForward)
     forward, said = choose(model, torch.bfloat16)
     assert isinstance(forward, ModuleForward)
     assert forward.compute == torch.bfloat16

@@ -1,4 +1,5 @@
-"""A dealt batch: every sample exactly once, balanced by packed tokens, and outputs joined in the batch's order."""
+"""A partitioned batch: every sample exactly once, balanced by packed tokens, and outputs joined in the batch's
+order."""
 
 import pickle
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from packing_help import make_batch
 
-from agentrl.compute.batch import Batch, deal, prefix_trees
+from agentrl.compute.batch import Batch, prefix_trees
 
 shapes = st.lists(
     st.tuples(st.integers(0, 40), st.lists(st.integers(1, 30), min_size=1, max_size=9)), min_size=1, max_size=8
@@ -28,24 +29,24 @@ def named(batch: Batch) -> Batch:
 
 @settings(max_examples=150, deadline=None)
 @given(shapes, st.integers(1, 9), st.integers(0, 3))
-def test_every_sample_is_dealt_once_and_joined_in_order(
+def test_every_sample_is_in_one_part_and_joined_in_order(
     drawn: list[tuple[int, list[int]]], parts: int, seed: int
 ) -> None:
     batch = named(make_batch(drawn, seed))
-    dealt = deal(batch, parts)
-    assert len(dealt.parts) == parts
-    assert sorted(np.concatenate([part.samples["name"] for part in dealt.parts])) == list(range(len(batch)))
-    for part in dealt.parts:
+    partition = batch.distribute(parts)
+    assert len(partition.parts) == parts
+    assert sorted(np.concatenate([part.samples["name"] for part in partition.parts])) == list(range(len(batch)))
+    for part in partition.parts:
         assert np.all(np.diff(part.samples["name"]) > 0)
         for i in range(len(part)):
             there = batch.span(int(part.samples["name"][i]))
             assert np.array_equal(part.tokens["ids"][part.span(i)], batch.tokens["ids"][there])
-    assert np.array_equal(dealt.join([part.tokens["place"] for part in dealt.parts]), batch.tokens["place"])
-    assert np.array_equal(dealt.join([part.samples["name"] for part in dealt.parts]), batch.samples["name"])
-    again = dealt.join(dealt.parts)
+    assert np.array_equal(partition.join([part.tokens["place"] for part in partition.parts]), batch.tokens["place"])
+    assert np.array_equal(partition.join([part.samples["name"] for part in partition.parts]), batch.samples["name"])
+    again = partition.join(partition.parts)
     assert np.array_equal(again.offsets, batch.offsets)
     assert np.array_equal(again.tokens["place"], batch.tokens["place"])
-    assert [pickle.dumps(p) for p in deal(batch, parts).parts] == [pickle.dumps(p) for p in dealt.parts]
+    assert [pickle.dumps(p) for p in batch.distribute(parts).parts] == [pickle.dumps(p) for p in partition.parts]
 
 
 @settings(max_examples=150, deadline=None)
@@ -54,7 +55,7 @@ def test_no_part_is_much_fuller_than_the_others(drawn: list[tuple[int, list[int]
     """Graham's bound, for whole groups and for single samples (whose prompts then count each)."""
     batch = make_batch(drawn, seed)
     kept = batch.select(np.flatnonzero(batch.sampled > 0))
-    fullest = max(packed_tokens(part) for part in deal(batch, parts).parts)
+    fullest = max(packed_tokens(part) for part in batch.distribute(parts).parts)
     largest = max((packed_tokens(kept.select(tree.samples)) for tree in prefix_trees(kept)), default=0)
     assert fullest <= 1.02 * (packed_tokens(batch) / parts + largest)
     assert fullest <= 1.02 * (kept.lengths.sum() / parts + kept.lengths.max(initial=0))
@@ -63,45 +64,45 @@ def test_no_part_is_much_fuller_than_the_others(drawn: list[tuple[int, list[int]
 
 def test_groups_stay_whole_where_that_balances() -> None:
     batch = make_batch([(100, [10] * 8)] * 8)
-    dealt = batch.deal(4)
-    assert [packed_tokens(part) for part in dealt.parts] == [360] * 4
-    assert all(len(set(part.samples["group"])) == 2 for part in dealt.parts)
+    partition = batch.distribute(4)
+    assert [packed_tokens(part) for part in partition.parts] == [360] * 4
+    assert all(len(set(part.samples["group"])) == 2 for part in partition.parts)
 
 
 def test_exchanges_find_what_the_largest_first_rule_misses() -> None:
     sizes = [60, 60, 40, 40, 40]  # largest first: 140 and 100
     batch = make_batch([(0, [size]) for size in sizes])
     batch.tokens["loss_mask"][:] = 1
-    assert [packed_tokens(part) for part in batch.deal(2).parts] == [120, 120]
+    assert [packed_tokens(part) for part in batch.distribute(2).parts] == [120, 120]
 
 
-def test_a_group_is_dealt_out_where_whole_ones_do_not_balance() -> None:
+def test_a_group_is_split_where_whole_ones_do_not_balance() -> None:
     batch = make_batch([(20, [100] * 8)])
-    assert [packed_tokens(part) for part in batch.deal(4).parts] == [220] * 4
+    assert [packed_tokens(part) for part in batch.distribute(4).parts] == [220] * 4
     uneven = make_batch([(20, [50] * 16), (20, [50] * 4), (20, [50] * 4)])
-    loads = [packed_tokens(part) for part in uneven.deal(4).parts]
+    loads = [packed_tokens(part) for part in uneven.distribute(4).parts]
     assert max(loads) <= 1.1 * sum(loads) / 4
     assert max(loads) < packed_tokens(uneven.select(range(16))) / 2
 
 
-def test_a_group_with_a_long_prompt_is_not_dealt_out_in_vain() -> None:
+def test_a_group_with_a_long_prompt_is_not_split_in_vain() -> None:
     batch = make_batch([(4000, [1] * 8), (4000, [1] * 8)])
     batch.tokens["loss_mask"][:] = 1
-    assert sorted(packed_tokens(part) for part in batch.deal(4).parts) == [0, 0, 4008, 4008]
+    assert sorted(packed_tokens(part) for part in batch.distribute(4).parts) == [0, 0, 4008, 4008]
 
 
 def test_pieces_go_where_their_prompt_is_already() -> None:
     batch = make_batch([(300, [80, 90, 50]), (350, [10, 60])])
     batch.tokens["loss_mask"][:] = 1
-    assert sorted(packed_tokens(part) for part in batch.deal(3).parts) == [390, 420, 430]
+    assert sorted(packed_tokens(part) for part in batch.distribute(3).parts) == [390, 420, 430]
 
 
 def test_more_parts_than_samples_and_an_empty_batch() -> None:
     batch = named(make_batch([(3, [4, 5])]))
-    dealt = batch.deal(5)
-    assert sorted(len(part) for part in dealt.parts) == [0, 0, 0, 1, 1]
-    assert np.array_equal(dealt.join([part.tokens["place"] for part in dealt.parts]), batch.tokens["place"])
-    nothing = batch.select([]).deal(3)
+    partition = batch.distribute(5)
+    assert sorted(len(part) for part in partition.parts) == [0, 0, 0, 1, 1]
+    assert np.array_equal(partition.join([part.tokens["place"] for part in partition.parts]), batch.tokens["place"])
+    nothing = batch.select([]).distribute(3)
     assert [len(part) for part in nothing.parts] == [0, 0, 0]
     assert len(nothing.join([part.tokens["place"] for part in nothing.parts])) == 0
 
@@ -111,10 +112,10 @@ def test_samples_without_sampled_tokens_weigh_nothing() -> None:
     batch.tokens["loss_mask"][:] = 1
     for silent in (2, 5):
         batch.tokens["loss_mask"][batch.span(silent)] = 0
-    dealt = batch.deal(2)
-    assert [part.samples["name"].tolist() for part in dealt.parts] == [[0, 1, 2], [3, 4, 5]]
-    assert [packed_tokens(part) for part in dealt.parts] == [105, 105]
-    assert np.array_equal(dealt.join([part.samples["name"] for part in dealt.parts]), batch.samples["name"])
+    partition = batch.distribute(2)
+    assert [part.samples["name"].tolist() for part in partition.parts] == [[0, 1, 2], [3, 4, 5]]
+    assert [packed_tokens(part) for part in partition.parts] == [105, 105]
+    assert np.array_equal(partition.join([part.samples["name"] for part in partition.parts]), batch.samples["name"])
 
 
 @dataclass
@@ -126,19 +127,19 @@ class Count:
 
 
 def test_other_outputs_are_merged_or_refused() -> None:
-    dealt = make_batch([(3, [4, 5]), (2, [6])]).deal(2)
-    assert dealt.join([Count(2), Count(3)]) == Count(5)
-    assert dealt.join([None, None]) is None
+    partition = make_batch([(3, [4, 5]), (2, [6])]).distribute(2)
+    assert partition.join([Count(2), Count(3)]) == Count(5)
+    assert partition.join([None, None]) is None
     with pytest.raises(ValueError, match="type NoneType, ndarray"):
-        dealt.join([None, np.zeros(3)])
+        partition.join([None, np.zeros(3)])
     with pytest.raises(ValueError, match="neither the parts' tokens nor their samples"):
-        dealt.join([np.zeros(1000), np.zeros(3)])
+        partition.join([np.zeros(1000), np.zeros(3)])
     with pytest.raises(ValueError, match="1 outputs for 2 parts"):
-        dealt.join([None])
+        partition.join([None])
 
 
 def test_arrays_with_further_dimensions_are_joined_too() -> None:
     batch = make_batch([(3, [4, 5]), (2, [6])])
     wide = np.arange(int(batch.offsets[-1]) * 3).reshape(-1, 3)
-    dealt = batch.with_tokens(wide=wide).deal(2)
-    assert np.array_equal(dealt.join([part.tokens["wide"] for part in dealt.parts]), wide)
+    partition = batch.with_tokens(wide=wide).distribute(2)
+    assert np.array_equal(partition.join([part.tokens["wide"] for part in partition.parts]), wide)

@@ -66,7 +66,7 @@ def test_without_the_package_nothing_fits(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_what_it_cannot_do_for_us_stays_out_and_other_models_stay_as_they_are(install: Install) -> None:
     calls, before = install(1.0), modeling_qwen3.Qwen3RMSNorm
-    liger.put_into(make_model("qwen3"))
+    liger.apply_kernels(make_model("qwen3"))
     assert calls == [
         {"rope": False, "cross_entropy": False, "fused_linear_cross_entropy": False, "rms_norm": True, "swiglu": True}
     ]
@@ -85,14 +85,14 @@ def test_kernels_that_change_the_model_are_refused(install: Install) -> None:
     install(1.3)
     model = make_model("qwen3")
     with pytest.raises(UserError, match=r"liger-kernel is installed, but .* without: it differs by 0\.\d+ from"):
-        liger.put_in_and_compare(model, logprobs(model), differs)
+        liger.apply_and_compare(model, logprobs(model), differs)
 
 
 def test_kernels_that_do_not_run_are_named(install: Install) -> None:
     install(float("nan"))
     model = make_model("qwen3")
     with pytest.raises(UserError, match="differs by nan"):
-        liger.put_in_and_compare(model, logprobs(model), differs)
+        liger.apply_and_compare(model, logprobs(model), differs)
 
     calls = 0
 
@@ -106,7 +106,7 @@ def test_kernels_that_do_not_run_are_named(install: Install) -> None:
     with pytest.raises(
         UserError, match=r"do not run here \(RuntimeError: no kernel image is available\); uninstall it"
     ):
-        liger.put_in_and_compare(model, second_call_fails, differs)
+        liger.apply_and_compare(model, second_call_fails, differs)
 
 
 def test_the_description_says_it(install: Install, monkeypatch: pytest.MonkeyPatch) -> None:

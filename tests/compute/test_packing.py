@@ -19,9 +19,9 @@ from agentrl.compute import forward as forward_module
 from agentrl.compute import tree_attention as attention
 from agentrl.compute.activation_checkpointing import recompute
 from agentrl.compute.batch import Batch, prefix_trees
-from agentrl.compute.block_forward import FastForward
+from agentrl.compute.block_forward import BlockForward
 from agentrl.compute.forward import Forward, ModuleForward, SequenceForward, choose
-from agentrl.compute.hf_attention import recomputing
+from agentrl.compute.hf_attention import checkpoint_contexts
 from agentrl.compute.micro_batches import EMPTY, aligned_micro_batches
 from agentrl.compute.packing import Segment, micro_batches, pack
 from agentrl.models.load import load_model
@@ -59,7 +59,7 @@ def gradients(model: PreTrainedModel) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("budget", [10_000, 40])
-@pytest.mark.parametrize("kind", [FastForward, ModuleForward, SequenceForward])
+@pytest.mark.parametrize("kind", [BlockForward, ModuleForward, SequenceForward])
 @pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama"])
 def test_packed_equals_separate(family: str, kind: Any, budget: int, temperature: float) -> None:
     model, batch = make_model(family), make_batch(SHAPES)
@@ -72,7 +72,7 @@ def test_packed_equals_separate(family: str, kind: Any, budget: int, temperature
         torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("kind", [FastForward, ModuleForward])
+@pytest.mark.parametrize("kind", [BlockForward, ModuleForward])
 def test_long_sequences_take_the_other_attention_and_agree(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model, batch = make_model("qwen3"), make_batch(SHAPES)
     weight = torch.ones(int(batch.offsets[-1]))
@@ -85,7 +85,7 @@ def test_long_sequences_take_the_other_attention_and_agree(kind: Any, monkeypatc
         torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("kind", [FastForward, ModuleForward])
+@pytest.mark.parametrize("kind", [BlockForward, ModuleForward])
 def test_a_segment_in_two_halves_attends_as_one(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model, batch = make_model("qwen3"), make_batch(SHAPES)
     weight = torch.ones(int(batch.offsets[-1]))
@@ -93,7 +93,7 @@ def test_a_segment_in_two_halves_attends_as_one(kind: Any, monkeypatch: pytest.M
     wanted_gradients = gradients(model)
     monkeypatch.setattr(attention, "HALVED", 3)
     row = pack(batch, prefix_trees(batch))
-    assert sum(len(b.own) for b in attention.bucketed(row.segments).buckets) > len(row.segments)
+    assert sum(len(b.own) for b in attention.bucket_layout(row.segments).buckets) > len(row.segments)
     torch.testing.assert_close(packed(kind(model), batch, weight, 1.0, 10_000), wanted, atol=1e-5, rtol=1e-5)
     for got, expected in zip(gradients(model), wanted_gradients, strict=True):
         torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
@@ -104,12 +104,12 @@ def test_large_vocabularies_recompute_probabilities_in_chunks(monkeypatch: pytes
 
     model, batch = make_model("qwen2"), make_batch(SHAPES)
     weight = torch.ones(int(batch.offsets[-1]))
-    wanted = packed(FastForward(model), batch, weight, 0.9, 10_000)
+    wanted = packed(BlockForward(model), batch, weight, 0.9, 10_000)
     wanted_gradients = gradients(model)
     monkeypatch.setattr(kernels, "CHUNK", 0)
     monkeypatch.setattr(kernels, "CHUNK_ROWS", 5)
     monkeypatch.setattr(kernels, "KEPT", 0)
-    torch.testing.assert_close(packed(FastForward(model), batch, weight, 0.9, 10_000), wanted)
+    torch.testing.assert_close(packed(BlockForward(model), batch, weight, 0.9, 10_000), wanted)
     for got, expected in zip(gradients(model), wanted_gradients, strict=True):
         torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
 
@@ -125,7 +125,7 @@ def test_every_product_and_layout_of_the_weights_agrees(
     wanted = packed(SequenceForward(model), batch, weight, 1.0, 10_000)
     wanted_gradients = gradients(model)
     monkeypatch.setattr("agentrl.models.dense.prefers_onednn", lambda: onednn)
-    forward = FastForward(model)
+    forward = BlockForward(model)
     forward.copies = copies
     torch.testing.assert_close(packed(forward, batch, weight, 1.0, 10_000), wanted, atol=1e-5, rtol=1e-5)
     for got, expected in zip(gradients(model), wanted_gradients, strict=True):
@@ -137,7 +137,7 @@ def test_entropy_and_its_gradient() -> None:
     row = pack(batch, prefix_trees(batch))
     found: list[torch.Tensor] = []
     wanted: list[torch.Tensor] = []
-    for forward, entropies in ((FastForward(model), found), (SequenceForward(model), wanted)):
+    for forward, entropies in ((BlockForward(model), found), (SequenceForward(model), wanted)):
         _, entropy = forward(row, 0.8)
         entropy.sum().backward()
         entropies += [entropy.detach(), *gradients(model)]
@@ -148,7 +148,7 @@ def test_entropy_and_its_gradient() -> None:
 @pytest.mark.parametrize(
     ("family", "way", "why"),
     [
-        ("qwen3", FastForward, "own forward"),
+        ("qwen3", BlockForward, "own forward"),
         ("windowed", SequenceForward, "sliding window"),
         ("gpt2", ModuleForward, "no own forward: architecture 'gpt2'"),
     ],
@@ -188,7 +188,7 @@ def test_layers_computed_again_in_the_backward_pass_attend_alike() -> None:
     weight = torch.ones(int(batch.offsets[-1]))
     wanted = packed(ModuleForward(model), batch, weight, 1.0, 10_000)
     wanted_gradients = gradients(model)
-    again = {"use_reentrant": False, "context_fn": partial(recomputing, model)}
+    again = {"use_reentrant": False, "context_fn": partial(checkpoint_contexts, model)}
     model.activation_checkpointing_enable(again)
     model.train()
     assert torch.equal(packed(ModuleForward(model), batch, weight, 1.0, 10_000), wanted)
@@ -225,10 +225,10 @@ class Ranks:
     size: int = 2
     beats: list[int] = field(default_factory=list)
 
-    def most(self, count: int) -> int:
+    def max_over_ranks(self, count: int) -> int:
         return max(count, self.fullest)
 
-    def beat(self) -> None:
+    def heartbeat(self) -> None:
         self.beats.append(len(self.beats))
 
 
@@ -269,7 +269,7 @@ def test_prompts_that_differ_share_their_common_start() -> None:
     assert prefix_trees(batch)[0].shared == 6
     model, weight = make_model("qwen3"), torch.ones(28)
     wanted = separate(model, batch, weight, 1.0)
-    torch.testing.assert_close(packed(FastForward(model), batch, weight, 1.0, 100), wanted, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(packed(BlockForward(model), batch, weight, 1.0, 100), wanted, atol=1e-5, rtol=1e-5)
 
 
 def test_select_split_concat_repeat_keep_every_column() -> None:
@@ -317,8 +317,8 @@ def test_in_half_precision_rounding_is_told_from_wrong_attention(
     if wrong is None:
         monkeypatch.setattr(ModuleForward, "__call__", noisy)
     else:
-        planned = forward_module.plan
-        monkeypatch.setattr(forward_module, "plan", lambda s, device: planned(WRONG[wrong](s), device))
+        planned = forward_module.make_layout
+        monkeypatch.setattr(forward_module, "make_layout", lambda s, device: planned(WRONG[wrong](s), device))
     chosen, said = choose(model)
     assert isinstance(chosen, ModuleForward if wrong is None else SequenceForward), said
     assert wrong is None or "where other prompts make" in said

@@ -106,10 +106,10 @@ def sharded(group: dist.ProcessGroup, row: Packed) -> list[dict[str, Any]]:
 def checkpointed(group: dist.ProcessGroup) -> dict[str, Any]:
     from functools import partial
 
-    from agentrl.compute.hf_attention import recomputing
+    from agentrl.compute.hf_attention import checkpoint_contexts
 
     model = make_model("qwen3")
-    again = {"use_reentrant": False, "context_fn": partial(recomputing, model)}
+    again = {"use_reentrant": False, "context_fn": partial(checkpoint_contexts, model)}
     model.activation_checkpointing_enable(again)
     model.train()
     return measured(SequenceParallelForward(model, group), model, row_named("even"))

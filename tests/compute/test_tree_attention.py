@@ -21,9 +21,9 @@ from agentrl.compute.batch import prefix_trees
 from agentrl.compute.packing import Segment, pack
 from agentrl.compute.tree_attention import (
     BLOCK,
-    Row,
+    RowLayout,
     block_mask,
-    bucketed,
+    bucket_layout,
     by_flash,
     by_flex,
     faults,
@@ -53,9 +53,9 @@ def tensors(tokens: int, heads: int = 4, groups: int = 2) -> tuple[Tensor, Tenso
 @given(shapes)
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
 def test_flex_attention_over_the_mask_is_attention_over_the_buckets(shape: list[tuple[int, list[int]]]) -> None:
-    row = Row(segments_of(shape), CPU)
+    row = RowLayout(segments_of(shape), CPU)
     query, key, value = tensors(row.tokens)
-    wanted = bucketed(row.segments).attend(query, key, value, 0.3)
+    wanted = bucket_layout(row.segments).attend(query, key, value, 0.3)
     torch.testing.assert_close(by_flex(query, key, value, row, 0.3).flatten(1), wanted, atol=1e-5, rtol=1e-5)
 
 
@@ -94,10 +94,10 @@ def untried(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_lone_sequences_go_to_flash_attention_in_half_precision(
     groups: int, untried: None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    row = Row((Segment(0, 7), Segment(7, 7), Segment(7, 200), Segment(200, 230)), CPU)
+    row = RowLayout((Segment(0, 7), Segment(7, 7), Segment(7, 200), Segment(200, 230)), CPU)
     query, key, value = (x.bfloat16() for x in tensors(230, groups=groups))
     assert kernel_for(row.shared, query, key) is by_flash
-    wanted = bucketed(row.segments).attend(query, key, value, 0.2)
+    wanted = bucket_layout(row.segments).attend(query, key, value, 0.2)
     torch.testing.assert_close(row.attend(query, key, value, 0.2), wanted, atol=0.02, rtol=0.02)
     assert not caplog.records
 
@@ -114,11 +114,11 @@ def test_a_shared_prompt_and_whole_precision_go_to_flex_attention(
 
 def test_a_kernel_that_fails_leaves_the_work_to_the_buckets(untried: None, caplog: pytest.LogCaptureFixture) -> None:
     """flex_attention has no backward pass on a CPU: a real failure of the real trial."""
-    row = Row(segments_of([(9, [5, 6]), (4, [3])]), CPU)
+    row = RowLayout(segments_of([(9, [5, 6]), (4, [3])]), CPU)
     query, key, value = tensors(row.tokens)
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
-            wanted = bucketed(row.segments).attend(query, key, value, 0.3)
+            wanted = bucket_layout(row.segments).attend(query, key, value, 0.3)
             assert torch.equal(row.attend(query, key, value, 0.3), wanted)
     assert len(caplog.records) == 1
     assert "runs in buckets, not by_flex" in caplog.text
@@ -139,7 +139,7 @@ def test_a_kernel_that_computes_something_else_is_not_used(
 
 def test_the_trial_inside_a_layer_that_is_computed_again(untried: None) -> None:
     """Its backward pass must not start that of the layer around it."""
-    row = Row((Segment(0, 30),), CPU)
+    row = RowLayout((Segment(0, 30),), CPU)
     query, key, value = (x.bfloat16().requires_grad_() for x in tensors(30))
 
     def layer(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -155,7 +155,7 @@ def test_keys_are_repeated_for_their_heads_where_a_mask_forbids_fewer(
     reach: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tree_attention, "SHORT", 3)
-    row = bucketed(segments_of([(reach, [5, 60]), (4, [3])]), CPU)
+    row = bucket_layout(segments_of([(reach, [5, 60]), (4, [3])]), CPU)
     query, key, value = tensors(row.tokens, groups=2)
     wanted = row.attend(query, key, value, 0.3)
     monkeypatch.setattr(tree_attention, "GROUPED", ())

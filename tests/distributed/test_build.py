@@ -1,17 +1,22 @@
 """A sharded model on a single rank, in this process: it computes what the plain model does."""
 
+import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from sharded_help import FOLDERS, ROW, SCENARIOS, apart, make_folders, whole
+from torch import Tensor
 
 from agentrl.compute.forward import SequenceForward
-from agentrl.compute.value_head import CONFIDENCE_FEATURES
+from agentrl.compute.packing import Packed
+from agentrl.compute.value_head import CONFIDENCE_FEATURES, ModuleValues
+from agentrl.distributed.fsdp import build
 from agentrl.distributed.fsdp.build import build_critic, build_policy, build_reference
-from agentrl.distributed.fsdp.mesh import Place, find_place
+from agentrl.distributed.fsdp.mesh import ParallelContext, make_context
 from agentrl.errors import UserError
 from agentrl.models.load import load_model
 from agentrl.recipe.schema import ClusterSection
@@ -20,9 +25,9 @@ pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
 
 @pytest.fixture(scope="module")
-def place() -> Iterator[Place]:
+def context() -> Iterator[ParallelContext]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield find_place(ClusterSection(), torch.device("cpu"))
+    yield make_context(ClusterSection(), torch.device("cpu"))
     dist.destroy_process_group()
 
 
@@ -33,11 +38,13 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", ["tied", "untied", "window"])
-def test_policy_and_reference_compute_what_the_plain_model_does(name: str, place: Place, root: Path) -> None:
+def test_policy_and_reference_compute_what_the_plain_model_does(
+    name: str, context: ParallelContext, root: Path
+) -> None:
     recipe = SCENARIOS[name].recipe(root)
     plain = load_model(recipe.model)[0]
     wanted = SequenceForward(plain)(ROW, 1.0)[0]
-    policy, reference = build_policy(recipe, place), build_reference(recipe, place)
+    policy, reference = build_policy(recipe, context), build_reference(recipe, context)
     for built in (policy, reference):
         assert built.description.endswith(", whole")
         torch.testing.assert_close(built.forward(ROW, 1.0)[0], wanted, atol=1e-5, rtol=1e-5)
@@ -48,21 +55,34 @@ def test_policy_and_reference_compute_what_the_plain_model_does(name: str, place
     assert apart(found, {n: p.grad for n, p in plain.named_parameters() if p.grad is not None}) < 1e-4
 
 
-def test_a_critic_begins_with_values_of_0(place: Place, root: Path) -> None:
-    critic = build_critic(SCENARIOS["critic"].recipe(root), place)
+def test_a_critic_begins_with_values_of_0(context: ParallelContext, root: Path) -> None:
+    critic = build_critic(SCENARIOS["critic"].recipe(root), context)
     confidence = torch.zeros(len(ROW.predict), CONFIDENCE_FEATURES)
     assert critic.forward(ROW, confidence).abs().max() == 0
 
 
+def test_values_of_the_wrong_tokens_are_found_although_a_new_critic_gives_all_of_them_0(
+    context: ParallelContext, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Reversed(ModuleValues):
+        def __call__(self, packed: Packed, features: Tensor) -> Tensor:
+            return super().__call__(replace(packed, predict=packed.predict[::-1].copy()), features)
+
+    recipe = SCENARIOS["critic"].recipe(root)
+    assert build_critic(recipe, context).description.startswith("module with shared-prefix attention")
+    monkeypatch.setattr(build, "ModuleValues", Reversed)
+    assert re.match(r"one sequence at a time \(no .*: it differs by", build_critic(recipe, context).description)
+
+
 @pytest.mark.parametrize("key", ["shard", "sequence_parallel"])
-def test_what_does_not_divide_the_ranks_is_refused(key: str, place: Place) -> None:
+def test_what_does_not_divide_the_ranks_is_refused(key: str, context: ParallelContext) -> None:
     with pytest.raises(UserError, match=f"^cluster.{key} is 3, which does not divide the 1 workers$"):
-        find_place(ClusterSection.model_validate({"workers": 3, key: 3}), torch.device("cpu"))
+        make_context(ClusterSection.model_validate({"workers": 3, key: 3}), torch.device("cpu"))
 
 
-def test_a_folder_that_is_none_is_refused(place: Place, root: Path) -> None:
+def test_a_folder_that_is_none_is_refused(context: ParallelContext, root: Path) -> None:
     assert "nowhere" not in FOLDERS
     recipe = SCENARIOS["tied"].recipe(root)
     recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"path": str(root / "nowhere")})})
     with pytest.raises(UserError, match="nowhere is no folder"):
-        build_policy(recipe, place)
+        build_policy(recipe, context)

@@ -144,7 +144,7 @@ def test_a_critic_and_a_reference_in_a_pool_of_their_own(workers: WorkerGroup, t
     ours, our_weights = here(recipe)
     with on_cluster(recipe, tmp_path) as role_host:
         theirs, their_weights = learn(recipe, role_host), weights_of(role_host)
-        devices = {role: work.devices for role, work in role_host.work.items()}
+        devices = {role: work.devices for role, work in role_host.role_costs.items()}
     assert devices == {"actor": "trainer", "critic": "critic_reference", "reference": "critic_reference"}
     assert sorted(log.name for log in tmp_path.iterdir()) == ["critic_reference_0.log", "trainer_0.log"]
     same_rows(ours, theirs, 1e-4)

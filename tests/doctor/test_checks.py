@@ -19,7 +19,7 @@ from train_help import small
 from agentrl.checkpoint.checkpoints import Checkpoints
 from agentrl.checkpoint.roles import save_roles
 from agentrl.compute import tree_attention
-from agentrl.compute.block_forward import FastForward
+from agentrl.compute.block_forward import BlockForward
 from agentrl.doctor import computing, machine, running, sampling
 from agentrl.doctor.check import Check, CheckError, Finding, NotHereError, Status, perform
 from agentrl.doctor.checks import CHECKS
@@ -88,8 +88,8 @@ def wrong_product(subject: Subject, patch: Patch, folder: Path) -> None:
 
 
 def wrong_packing(subject: Subject, patch: Patch, folder: Path) -> None:
-    right = FastForward.__call__
-    patch.setattr(FastForward, "__call__", lambda self, packed, t: [x + 0.1 for x in right(self, packed, t)])
+    right = BlockForward.__call__
+    patch.setattr(BlockForward, "__call__", lambda self, packed, t: [x + 0.1 for x in right(self, packed, t)])
 
 
 def wrong_attention(subject: Subject, patch: Patch, folder: Path) -> None:

@@ -12,13 +12,13 @@ from packing_help import SHAPES, make_batch, make_model
 
 from agentrl.algo.returns import gae
 from agentrl.compute.batch import Batch
-from agentrl.compute.block_forward import FastForward
+from agentrl.compute.block_forward import BlockForward
 from agentrl.compute.forward import ModuleForward, SequenceForward
 from agentrl.compute.micro_batches import EMPTY
 from agentrl.compute.packing import micro_batches
 from agentrl.compute.value_head import (
     CONFIDENCE_FEATURES,
-    FastValues,
+    BlockValues,
     ModuleValues,
     SequenceValues,
     ValueForward,
@@ -83,7 +83,7 @@ def gradients(model: ValueModel) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("budget", [10_000, 40])
-@pytest.mark.parametrize("kind", [FastValues, ModuleValues, SequenceValues])
+@pytest.mark.parametrize("kind", [BlockValues, ModuleValues, SequenceValues])
 @pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama"])
 def test_packed_values_equal_those_of_separate_sequences(family: str, kind: Any, budget: int) -> None:
     model, batch = make_values(family), make_told()
@@ -99,7 +99,7 @@ def test_packed_values_equal_those_of_separate_sequences(family: str, kind: Any,
 
 
 @pytest.mark.parametrize(
-    ("family", "way"), [("qwen3", FastValues), ("gpt2", ModuleValues), ("windowed", SequenceValues)]
+    ("family", "way"), [("qwen3", BlockValues), ("gpt2", ModuleValues), ("windowed", SequenceValues)]
 )
 def test_the_way_is_that_of_the_language_model(family: str, way: type) -> None:
     model = make_model(family)
@@ -213,10 +213,10 @@ class TwoRanks:
 
     size = 2
 
-    def most(self, count: int) -> int:
+    def max_over_ranks(self, count: int) -> int:
         return max(count, 3)
 
-    def beat(self) -> None:
+    def heartbeat(self) -> None:
         """Nobody waits."""
 
 
@@ -363,5 +363,5 @@ def test_a_way_that_is_not_known_is_refused() -> None:
     model = make_model("qwen3")
     found = as_values(SequenceForward(model, torch.bfloat16, lambda n: n), ValueModel(model))
     assert isinstance(found, SequenceValues)
-    assert (found.compute, found.most is not None) == (torch.bfloat16, True)
-    assert isinstance(as_values(FastForward(model), ValueModel(model)), FastValues)
+    assert (found.compute, found.max_over_ranks is not None) == (torch.bfloat16, True)
+    assert isinstance(as_values(BlockForward(model), ValueModel(model)), BlockValues)

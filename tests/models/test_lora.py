@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 import agentrl
 from agentrl.cli.main import run
 from agentrl.compute.batch import Batch
-from agentrl.compute.block_forward import FastForward
+from agentrl.compute.block_forward import BlockForward
 from agentrl.compute.forward import ModuleForward, SequenceForward, _probe, choose
 from agentrl.engine.base import Sampling
 from agentrl.engine.local.block_runner import BlockRunner
@@ -80,7 +80,7 @@ def logits(model: Any) -> torch.Tensor:
     return found
 
 
-@pytest.mark.parametrize("way", [FastForward, ModuleForward])
+@pytest.mark.parametrize("way", [BlockForward, ModuleForward])
 def test_every_forward_gives_the_modules_log_probs_and_gradients(model: Any, way: Any) -> None:
     """Gradients reach the adapter alone, and are those of the plain module."""
     found = {}

@@ -10,7 +10,7 @@ import torch
 from paths import ROOT
 from transformers import AutoModelForCausalLM, Qwen2Config
 
-from agentrl.compute.flops import Cost, Need, known_peak
+from agentrl.compute.flops import Cost, Workload, known_peak
 from agentrl.models.load import resolve_types
 from agentrl.models.memory import MemoryPlan, Setting, Traffic, into_node, plan
 from agentrl.models.shape import Shape
@@ -54,10 +54,10 @@ def planned(lora: bool = False, **changes: Any) -> MemoryPlan:
     return plan(shape(lora), setting(**changes), ("actor", "reference"))
 
 
-def need() -> Need:
+def need() -> Workload:
     own = MEAN - PROMPT
     pairs = PROMPT * (PROMPT + 1) // 2 + SAMPLES * (own * PROMPT + own * (own + 1) // 2)
-    return Need(GROUPS * (PROMPT + SAMPLES * own), GROUPS * SAMPLES * SAMPLED, GROUPS * pairs)
+    return Workload(GROUPS * (PROMPT + SAMPLES * own), GROUPS * SAMPLES * SAMPLED, GROUPS * pairs)
 
 
 def train_seconds(gpus: int) -> float:

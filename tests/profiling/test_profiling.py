@@ -21,7 +21,7 @@ import agentrl
 from agentrl.cluster.dispatch import ONE_TO_ALL, register, registered
 from agentrl.compute import flops
 from agentrl.compute.batch import Batch
-from agentrl.compute.flops import Cost, Need, Work, costs, known_peak, peak_flops, utilisation
+from agentrl.compute.flops import Cost, RoleCost, Workload, costs, known_peak, peak_flops, utilisation
 from agentrl.compute.packing import micro_batches
 from agentrl.compute.value_head import CONFIDENCE_FEATURES, ValueModel
 from agentrl.models import lora
@@ -56,8 +56,8 @@ def counted(model: Any, tokens: int, backward: bool) -> int:
 def test_operations_are_those_that_torch_counts(tied: bool) -> None:
     model, tokens = make_model(tied), 40
     cost = Cost.of(model)
-    assert cost.forward(Need(tokens, tokens, tokens**2)) == counted(model, tokens, backward=False)
-    assert cost.update(Need(tokens, tokens, tokens**2)) == counted(model, tokens, backward=True)
+    assert cost.forward(Workload(tokens, tokens, tokens**2)) == counted(model, tokens, backward=False)
+    assert cost.update(Workload(tokens, tokens, tokens**2)) == counted(model, tokens, backward=True)
 
 
 def test_frozen_matrices_need_no_gradient_of_their_own() -> None:
@@ -69,7 +69,7 @@ def test_frozen_matrices_need_no_gradient_of_their_own() -> None:
     assert adapted.trained_body == rank_two
     assert adapted.body == whole.body + rank_two
     assert adapted.trained_head == 0
-    assert adapted.update(Need(10, 10, 0)) == 4.0 * (adapted.body + adapted.head) * 10 + 2 * rank_two * 10
+    assert adapted.update(Workload(10, 10, 0)) == 4.0 * (adapted.body + adapted.head) * 10 + 2 * rank_two * 10
 
 
 def test_of_experts_as_many_count_as_a_token_passes() -> None:
@@ -95,8 +95,8 @@ def test_a_batch_needs_what_its_packed_row_computes() -> None:
     for s in packed.segments:
         for i in range(s.start, s.end):
             mask[i, s.prefix_start : s.prefix_end] = mask[i, s.start : i + 1] = True
-    assert Need.of(batch) == Need(len(packed.ids), len(packed.predict), int(mask.sum()))
-    assert Need.of(batch.select(np.array([4]))) == Need(0, 0, 0)
+    assert Workload.of(batch) == Workload(len(packed.ids), len(packed.predict), int(mask.sum()))
+    assert Workload.of(batch.select(np.array([4]))) == Workload(0, 0, 0)
 
 
 def test_utilisation_is_the_share_of_the_peak() -> None:
@@ -271,13 +271,13 @@ class Trainer(InstrumentedWorker):
 def test_a_worker_records_the_steps_that_it_is_told_of(tmp_path: Path) -> None:
     worker = Trainer()
     worker.update(torch.zeros(2))  # before anybody has named a folder
-    worker.record(3, str(tmp_path))
+    worker.trace(3, str(tmp_path))
     assert worker.update(torch.zeros(2)).tolist() == [0, 0]
-    worker.record(0, str(tmp_path))
+    worker.trace(0, str(tmp_path))
     worker.update(torch.zeros(2))
-    worker.record(3, str(tmp_path))  # another phase of the same step
+    worker.trace(3, str(tmp_path))  # another phase of the same step
     worker.publish()
-    worker.record(0, str(tmp_path))
+    worker.trace(0, str(tmp_path))
     assert [p.name for p in sorted(tmp_path.glob("*.gz"))] == ["step_3_actor_0.json.gz"]
     names = [event["name"] for event in read(tmp_path / "step_3_actor_0.json.gz")]
     assert (names.count("aten::sin"), names.count("aten::cos")) == (1, 1)
@@ -290,13 +290,13 @@ def test_a_worker_says_what_each_phase_took() -> None:
     found = worker.measure()
     assert found["memory/train_gb"] > found["memory/sync_gb"] + 0.2
     assert worker.measure() == {}
-    assert {"measure", "record", "update"} <= set(registered(Trainer))
+    assert {"measure", "trace", "update"} <= set(registered(Trainer))
 
 
 class Host:
     """A role host whose roles are elsewhere."""
 
-    here, device = False, "cpu"
+    in_process, device = False, "cpu"
     cost = Cost(body=10, head=3, trained_body=10, trained_head=3, pair=8)
     frozen = Cost(body=20, head=1, trained_body=0, trained_head=0, pair=4)
 
@@ -304,12 +304,14 @@ class Host:
         self.recorded: list[int] = []
         self.actor, self.reference, self.critic, self.reward_model = Role(), Role(), None, Role()
         kinds = {"actor": (self.cost, 1e6, "a"), "critic": (self.cost, 1e6, "a"), "reference": (self.frozen, 5e5, "b")}
-        self.work = {name: Work(*kind) for name, kind in kinds.items()} | {"reward_model": Work(self.frozen, 2e3, "c")}
+        self.role_costs = {name: RoleCost(*kind) for name, kind in kinds.items()} | {
+            "reward_model": RoleCost(self.frozen, 2e3, "c")
+        }
 
     def measure(self) -> dict[str, float]:
         return {"memory/train_actor_gb": 4.0 / (1 + len(self.recorded))}
 
-    def record(self, step: int, folder: Path) -> None:
+    def trace(self, step: int, folder: Path) -> None:
         self.recorded.append(step)
 
 
@@ -405,7 +407,7 @@ def test_workers_are_told_of_the_steps_to_record_and_when_to_stop(tmp_path: Path
 
 def test_roles_here_are_recorded_here(tmp_path: Path) -> None:
     host = Host()
-    host.here = True
+    host.in_process = True
     profiler, roles = profiled(host, tmp_path, steps=(2,))
     for step in (1, 2):
         with profiler.phase("train", step):

@@ -29,7 +29,7 @@ from transformers import (
 from warm import on_ranks
 
 from agentrl.compute.batch import Batch
-from agentrl.compute.classifier import ModuleScores, RewardModel, SequenceScores, choose, to_score
+from agentrl.compute.classifier import ModuleScores, RewardModel, SequenceScores, choose, scoring_batch
 from agentrl.compute.micro_batches import EMPTY
 from agentrl.compute.packing import micro_batches
 from agentrl.errors import UserError
@@ -104,7 +104,7 @@ def test_scores_are_those_of_single_sequences(family: str, way: Any, pad: int | 
     rows[0][-3:] = 7  # padding at the end, where 7 is padding
     rows[5][4] = 7  # in the middle
     rows[8][:] = 7  # nothing else
-    found = Held(way, model, tokens).scores(to_score(rows, groups))
+    found = Held(way, model, tokens).scores(scoring_batch(rows, groups))
     assert found.dtype == np.float32
     np.testing.assert_allclose(found, separate(model, rows), atol=1e-5)
 
@@ -118,19 +118,19 @@ def test_scores_are_those_of_single_sequences(family: str, way: Any, pad: int | 
 def test_any_split_scores_every_sample_once(shapes: list[Any], tokens: int, seed: int) -> None:
     model = make_classifier(pad_token_id=3)
     rows, groups = rows_of(shapes, seed)
-    batch = to_score(rows, groups)
+    batch = scoring_batch(rows, groups)
     np.testing.assert_allclose(Held(ModuleScores, model, tokens).scores(batch), separate(model, rows), atol=1e-5)
 
 
-def test_a_shared_prompt_is_computed_once_and_dealt_batches_join() -> None:
+def test_a_shared_prompt_is_computed_once_and_the_parts_of_a_batch_join() -> None:
     rows, groups = rows_of([(20, [5, 5, 5])])
-    batch = to_score(rows, groups)
+    batch = scoring_batch(rows, groups)
     assert len(next(iter(micro_batches(batch, 1000))).ids) == 20 + 15
     rows, groups = rows_of(SHAPES)
-    batch, held = to_score(rows, groups), Held(ModuleScores, make_classifier(), 10_000)
+    batch, held = scoring_batch(rows, groups), Held(ModuleScores, make_classifier(), 10_000)
     for parts in (2, 3):
-        dealt = batch.deal(parts)
-        joined = dealt.join([held.scores(part) for part in dealt.parts])
+        partition = batch.distribute(parts)
+        joined = partition.join([held.scores(part) for part in partition.parts])
         np.testing.assert_allclose(joined, held.scores(batch), atol=1e-5)
     assert len(held.scores(batch.select([]))) == 0
 
@@ -165,7 +165,7 @@ def score_as_one_of_two(rank: int, root: Path, port: int) -> None:
     """A gloo rank that scores its part of the batch by a sharded reward model."""
     from agentrl.compute.micro_batches import TorchProcessGroup
     from agentrl.distributed.fsdp.build import build_reward_model
-    from agentrl.distributed.fsdp.mesh import find_place
+    from agentrl.distributed.fsdp.mesh import make_context
     from agentrl.recipe.schema import ClusterSection
 
     torch.set_num_threads(1)
@@ -174,16 +174,16 @@ def score_as_one_of_two(rank: int, root: Path, port: int) -> None:
     found = {}
     for family in FAMILIES:
         recipe = make_recipe(str(root / family)).model_copy(update={"train": TrainSection(micro_batch_tokens=40)})
-        made = build_reward_model(recipe, find_place(ClusterSection(workers=2), torch.device("cpu")))
+        made = build_reward_model(recipe, make_context(ClusterSection(workers=2), torch.device("cpu")))
         assert all(hasattr(p, "to_local") for p in made.model.parameters())
         reward = RewardModel(recipe, made.forward, TorchProcessGroup(), made.description)
         rows, groups = rows_of(SHAPES)
         for parts in (2, 1):  # then the second rank has nothing to do
-            dealt = to_score(rows, groups).deal(parts)
-            own = dealt.parts[rank] if rank < parts else dealt.parts[0].select([])
+            partition = scoring_batch(rows, groups).distribute(parts)
+            own = partition.parts[rank] if rank < parts else partition.parts[0].select([])
             gathered: list[Any] = [None, None]
             dist.all_gather_object(gathered, reward.scores(own))
-            found[family, parts] = dealt.join(gathered[:parts])
+            found[family, parts] = partition.join(gathered[:parts])
     if rank == 0:
         torch.save(found, root / "found.pt")
     dist.destroy_process_group()
@@ -231,7 +231,7 @@ def test_it_is_loaded_from_its_folder(tmp_path: Path) -> None:
     model = make_classifier(pad_token_id=5)
     rows, groups = rows_of(SHAPES)
     reward = RewardModel(make_recipe(saved(tmp_path, model)))
-    np.testing.assert_allclose(reward.scores(to_score(rows, groups)), separate(model, rows), atol=1e-5)
+    np.testing.assert_allclose(reward.scores(scoring_batch(rows, groups)), separate(model, rows), atol=1e-5)
     assert reward.description.startswith("packed")
     assert not any(p.requires_grad for p in reward.forward.model.parameters())
 

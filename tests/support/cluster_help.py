@@ -21,16 +21,16 @@ STORE = 100_000_000
 
 @dataclass
 class Rows:
-    """Numbers that can be dealt in turn, whatever their count."""
+    """Numbers that are split in turn, whatever their count."""
 
     values: np.ndarray
 
-    def deal(self, parts: int) -> "RowsDeal":
-        return RowsDeal([Rows(self.values[part::parts]) for part in range(parts)], len(self.values))
+    def distribute(self, parts: int) -> "RowsPartition":
+        return RowsPartition([Rows(self.values[part::parts]) for part in range(parts)], len(self.values))
 
 
 @dataclass
-class RowsDeal:
+class RowsPartition:
     parts: list[Rows]
     count: int
 
@@ -76,7 +76,13 @@ class Probe(Worker):
 
     @register()
     def about(self) -> dict[str, Any]:
-        return {"place": self.place, "pid": os.getpid(), "folder": os.getcwd(), "said": self.said, "argv": sys.argv}
+        return {
+            "rank_info": self.rank_info,
+            "pid": os.getpid(),
+            "folder": os.getcwd(),
+            "said": self.said,
+            "argv": sys.argv,
+        }
 
     @register()
     def size(self, value: np.ndarray, times: int = 1) -> int:
@@ -110,7 +116,7 @@ class Probe(Worker):
         began = time.monotonic()
         while (spent := time.monotonic() - began) < seconds:
             if spent < beats:
-                self.beat()
+                self.heartbeat()
             time.sleep(0.2)
         return self.rank
 

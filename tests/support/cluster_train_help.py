@@ -42,9 +42,9 @@ class Again(TrainWorker):
 
     @register(ONE_TO_ALL)
     def become(self, *arguments: Any) -> None:
-        place = self.place
+        rank_info = self.rank_info
         self.__dict__.clear()
-        self.place = place
+        self.rank_info = rank_info
         TrainWorker.__init__(self, *arguments)
 
 

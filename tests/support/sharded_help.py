@@ -21,7 +21,7 @@ from agentrl.compute.batch import Batch
 from agentrl.compute.forward import _probe
 from agentrl.compute.micro_batches import TorchProcessGroup
 from agentrl.distributed.fsdp.build import build_critic, build_policy, build_reference
-from agentrl.distributed.fsdp.mesh import Place
+from agentrl.distributed.fsdp.mesh import ParallelContext
 from agentrl.learner.actor import Actor
 from agentrl.learner.critic import Critic
 from agentrl.learner.learner import Learner
@@ -136,64 +136,64 @@ class Dealt:
 
     Every third call everything goes to the first rank."""
 
-    def __init__(self, role: Any, place: Place, sharing: int) -> None:
-        self.role, self.place, self.sharing, self.calls = role, place, sharing, 0
+    def __init__(self, role: Any, context: ParallelContext, sharing: int) -> None:
+        self.role, self.context, self.sharing, self.calls = role, context, sharing, 0
         self.trained = getattr(role, "trained", 0)
 
     def logprobs(self, batch: Batch) -> Any:
-        return self._dealt(self.role.logprobs, batch)
+        return self._split(self.role.logprobs, batch)
 
     def values(self, batch: Batch) -> Any:
-        return self._dealt(self.role.values, batch)
+        return self._split(self.role.values, batch)
 
     def update(self, batch: Batch, rate: float) -> Any:
-        return self._dealt(self.role.update, batch, rate)
+        return self._split(self.role.update, batch, rate)
 
-    def _dealt(self, method: Any, batch: Batch, *options: Any) -> Any:
+    def _split(self, method: Any, batch: Batch, *options: Any) -> Any:
         self.calls += 1
-        parts, mine = self.place.size // self.sharing, self.place.rank // self.sharing
+        parts, mine = self.context.size // self.sharing, self.context.rank // self.sharing
         lopsided = self.calls % 3 == 0
-        deal = batch.deal(1 if lopsided else parts)
-        own = deal.parts[mine] if mine < len(deal.parts) else batch.select([])
-        found: list[Any] = [None] * self.place.size
+        partition = batch.distribute(1 if lopsided else parts)
+        own = partition.parts[mine] if mine < len(partition.parts) else batch.select([])
+        found: list[Any] = [None] * self.context.size
         dist.all_gather_object(found, method(own, *options))
-        return deal.join(found[:: self.sharing][: len(deal.parts)])
+        return partition.join(found[:: self.sharing][: len(partition.parts)])
 
 
 class There:
     """The roles of this rank."""
 
-    def __init__(self, recipe: Recipe, place: Place) -> None:
-        ranks, sharing = TorchProcessGroup(device=place.device), recipe.cluster.sequence_parallel
-        self.policy = build_policy(recipe, place)
+    def __init__(self, recipe: Recipe, context: ParallelContext) -> None:
+        ranks, sharing = TorchProcessGroup(device=context.device), recipe.cluster.sequence_parallel
+        self.policy = build_policy(recipe, context)
         self.own = Actor(self.policy.model, recipe, self.policy.forward, ranks, self.policy.description)
-        self.actor = Dealt(self.own, place, sharing)
+        self.actor = Dealt(self.own, context, sharing)
         self.reference = self.critic = None
         if recipe.algorithm.kl_coef:
             forward: Any = WithoutAdapter(self.policy.model, self.policy.forward)
             if recipe.model.lora is None:
-                forward = build_reference(recipe, place).forward
-            self.reference = Dealt(Reference(recipe, forward, ranks), place, sharing)
+                forward = build_reference(recipe, context).forward
+            self.reference = Dealt(Reference(recipe, forward, ranks), context, sharing)
         if recipe.critic is not None:
-            made = build_critic(recipe, place)
-            self.critic = Dealt(Critic(recipe, made.forward, ranks, made.description), place, sharing)
+            made = build_critic(recipe, context)
+            self.critic = Dealt(Critic(recipe, made.forward, ranks, made.description), context, sharing)
 
 
 def train_here(recipe: Recipe, steps: int) -> dict[str, Any]:
     torch.manual_seed(0)
-    place = LocalRoles(recipe, load_model(recipe.model)[0])
-    return {**learned(recipe, place, steps), **state_of(place.model, place.actor.optimizer)}
+    context = LocalRoles(recipe, load_model(recipe.model)[0])
+    return {**learned(recipe, context, steps), **state_of(context.model, context.actor.optimizer)}
 
 
-def train_there(recipe: Recipe, place: Place, steps: int) -> dict[str, Any]:
+def train_there(recipe: Recipe, context: ParallelContext, steps: int) -> dict[str, Any]:
     torch.manual_seed(0)
-    roles = There(recipe, place)
+    roles = There(recipe, context)
     found = {**learned(recipe, roles, steps), **state_of(roles.policy.model, roles.own.optimizer)}
     return {**found, "description": roles.policy.description}
 
 
-def learned(recipe: Recipe, place: Any, steps: int) -> dict[str, Any]:
-    learner = Learner(recipe, place)
+def learned(recipe: Recipe, context: Any, steps: int) -> dict[str, Any]:
+    learner = Learner(recipe, context)
     return {"metrics": [learner.learn(groups) for groups in islice(batches(), steps)]}
 
 
@@ -228,12 +228,12 @@ def run_rank(rank: int, port: int, root: Path) -> None:
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 100_000)  # so that what is freed does not count as held
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     dist.init_process_group("gloo", rank=rank, world_size=2, timeout=timedelta(minutes=5))  # a hang is a failure
-    from agentrl.distributed.fsdp.mesh import find_place
+    from agentrl.distributed.fsdp.mesh import make_context
 
     cpu, found = torch.device("cpu"), {}
     for name, scenario in SCENARIOS.items():
         recipe = scenario.recipe(root)
-        found[name] = train_there(recipe, find_place(recipe.cluster, cpu), scenario.steps)
+        found[name] = train_there(recipe, make_context(recipe.cluster, cpu), scenario.steps)
     for question in QUESTIONS:
         found[question.__name__] = question(root)
     torch.save(found, root / f"rank{rank}.pt")

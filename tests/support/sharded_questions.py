@@ -14,7 +14,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 from agentrl.compute import liger
 from agentrl.distributed.fsdp import role
 from agentrl.distributed.fsdp.build import build_critic, build_policy
-from agentrl.distributed.fsdp.mesh import Place, find_place
+from agentrl.distributed.fsdp.mesh import ParallelContext, make_context
 from agentrl.errors import UserError
 from agentrl.learner.learner import Learner
 from agentrl.learner.optimizer import Optimizer
@@ -25,8 +25,8 @@ CPU = torch.device("cpu")
 BETAS = (0.9, 0.95)
 
 
-def place_of(**changes: Any) -> Place:
-    return find_place(ClusterSection.model_validate({"workers": 2, **changes}), CPU)
+def context_of(**changes: Any) -> ParallelContext:
+    return make_context(ClusterSection.model_validate({"workers": 2, **changes}), CPU)
 
 
 def recipe_at(folder: Path) -> Recipe:
@@ -36,7 +36,7 @@ def recipe_at(folder: Path) -> Recipe:
 
 def names_of_shards(root: Path) -> dict[str, tuple[int, ...]]:
     """Shapes of what this rank holds, after a pass in which it held more."""
-    policy = build_policy(SCENARIOS["untied"].recipe(root), place_of())
+    policy = build_policy(SCENARIOS["untied"].recipe(root), context_of())
     with torch.no_grad():
         policy.forward(ROW, 1.0)
     return {name: tuple(p.to_local().shape) for name, p in policy.model.named_parameters()}
@@ -47,7 +47,7 @@ def refused(root: Path) -> list[str]:
     said = []
     for folder, cluster in (("nowhere", {}), ("sliding", {"sequence_parallel": 2}), ("tied", {"shard": 3})):
         try:
-            build_policy(recipe_at(root / folder), place_of(**cluster))
+            build_policy(recipe_at(root / folder), context_of(**cluster))
         except UserError as error:
             said.append(str(error))
     return said
@@ -55,7 +55,7 @@ def refused(root: Path) -> list[str]:
 
 def not_finite(root: Path) -> dict[str, Any]:
     """One rank's gradient is nan."""
-    policy = build_policy(SCENARIOS["tied"].recipe(root), place_of())
+    policy = build_policy(SCENARIOS["tied"].recipe(root), context_of())
     optimizer = Optimizer(policy.model.named_parameters(), BETAS, 0.1, 1.0)
     before = state_of(policy.model, optimizer)["weights"]
     loss = policy.forward(ROW, 1.0)[0].sum()
@@ -67,7 +67,7 @@ def not_finite(root: Path) -> dict[str, Any]:
 def resumed(root: Path) -> dict[str, Any]:
     """A step after two others, made twice: the second time by a new optimizer with the state of the first."""
     recipe = SCENARIOS["narrow"].recipe(root)
-    roles = There(recipe, place_of())
+    roles = There(recipe, context_of())
     learner, groups = Learner(recipe, roles), list(batches())[:3]
     for batch in groups[:2]:
         learner.learn(batch)
@@ -96,7 +96,7 @@ def started_adapter(root: Path) -> dict[str, Any]:
     recipe = SCENARIOS["adapter"].recipe(root)
     section = LoraSection.model_validate({**LORA, "start": str(root / "adapter")})
     recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"lora": section})})
-    model = build_policy(recipe, place_of()).model
+    model = build_policy(recipe, context_of()).model
     return {
         "adapter": {name: whole(tensor) for name, tensor in lora.adapter_state(model).items()},
         "trained": [name for name, p in model.named_parameters() if p.requires_grad],
@@ -119,7 +119,7 @@ def memory(root: Path) -> dict[str, float]:
     before, most = _status("VmRSS"), []
     chosen = role.choose
     role.choose = lambda *args: most.append(_status("VmHWM")) or chosen(*args)  # type: ignore[func-returns-value]
-    model = build_policy(recipe, place_of()).model
+    model = build_policy(recipe, context_of()).model
     role.choose = chosen
     size = sum(p.numel() * p.element_size() for p in model.parameters()) / 2**20
     return {"model": size, "held": most[0] - before}
@@ -137,7 +137,7 @@ def read_whole(root: Path) -> dict[str, Any]:
         config = Qwen3MoeConfig(**SMALL, moe_intermediate_size=16, num_experts=4, num_experts_per_tok=2)
         save_folder(Qwen3MoeForCausalLM(config), root / "experts")
     dist.barrier()
-    policy = build_policy(recipe_at(root / "experts"), place_of())
+    policy = build_policy(recipe_at(root / "experts"), context_of())
     return {"weights": {n: whole(p) for n, p in policy.model.named_parameters()}, "said": policy.description}
 
 
@@ -146,14 +146,14 @@ def misfit(root: Path) -> dict[str, Any]:
     usual = Qwen3Attention.forward
 
     def forward(self: Any, *args: Any, **options: Any) -> Any:
-        if self.layer_idx == 1 and self.config._attn_implementation == "agentrl_forest":
+        if self.layer_idx == 1 and self.config._attn_implementation == "agentrl_prefix_trees":
             raise ValueError("not this way")
         return usual(self, *args, **options)
 
     Qwen3Attention.forward = forward  # type: ignore[method-assign]
     try:
-        recipe, place = SCENARIOS["critic"].recipe(root), place_of()
-        policy, critic = build_policy(recipe, place), build_critic(recipe, place)
+        recipe, context = SCENARIOS["critic"].recipe(root), context_of()
+        policy, critic = build_policy(recipe, context), build_critic(recipe, context)
         logprobs = policy.forward(ROW, 1.0)[0]
         logprobs.sum().backward()
         gradients = {n: whole(p.grad) for n, p in policy.model.named_parameters() if p.grad is not None}
@@ -166,18 +166,18 @@ def misfit(root: Path) -> dict[str, Any]:
 def kernels(root: Path) -> dict[str, Any]:
     """A stand-in of liger-kernel that this machine's devices pass for, which multiplies a norm: what is said, and how
     often it was put in. It fits everywhere, on one rank alone, and everywhere but computes something else."""
-    usual, found = (liger.fits, liger.put_into), {}
+    usual, found = (liger.fits, liger.apply_kernels), {}
     for name, fits, factor in (("fits", True, 1.0), ("here alone", dist.get_rank() == 0, 1.0), ("differs", True, 1.5)):
         put: list[Any] = []
         liger.fits = lambda model, device, fits=fits: fits  # type: ignore[misc, assignment]
-        liger.put_into = lambda model, factor=factor, put=put: put.append(_scale(model, factor))  # type: ignore[misc]
+        liger.apply_kernels = lambda model, factor=factor, put=put: put.append(_scale(model, factor))  # type: ignore[misc]
         try:
-            recipe, place = SCENARIOS["critic"].recipe(root), place_of()
-            said = [build(recipe, place).description for build in (build_policy, build_critic)]
+            recipe, context = SCENARIOS["critic"].recipe(root), context_of()
+            said = [build(recipe, context).description for build in (build_policy, build_critic)]
         except UserError as error:
             said = [str(error)]
         found[name] = (said, len(put))
-    liger.fits, liger.put_into = usual
+    liger.fits, liger.apply_kernels = usual
     return found
 
 

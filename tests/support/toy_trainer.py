@@ -14,7 +14,7 @@ from agentrl.algo.terms import Tokens
 from agentrl.checkpoint.pending import Pending
 from agentrl.checkpoint.roles import load_roles, save_roles
 from agentrl.compute.batch import Batch
-from agentrl.compute.flops import Cost, Work
+from agentrl.compute.flops import Cost, RoleCost
 from agentrl.learner.actor import loss_terms
 from agentrl.learner.metrics import MicroBatchMetrics, mismatch_columns
 from agentrl.models.load import load_model
@@ -77,7 +77,7 @@ class FlatOptimizer:
 
 
 class ToyActor:
-    """A `Policy`."""
+    """An `ActorRole`."""
 
     description, adapter = "toy: flat shards, one sample at a time", ""
 
@@ -144,20 +144,20 @@ class ToyWeights(WeightSource):
 class ToyRoles:
     """A `RoleHost`, made as `RayRoles` is."""
 
-    here, device = False, "cpu"
+    in_process, device = False, "cpu"
     reference = critic = reward_model = None
 
     def __init__(self, recipe: Recipe, begins: Recipe, logs: Path, *say: Any) -> None:
         self.actor = ToyActor(recipe, load_model(begins.model, recipe.train.seed)[0])
 
     @property
-    def work(self) -> dict[str, Work]:
-        return {"actor": Work(Cost.of(self.actor.model), None, "toy")}
+    def role_costs(self) -> dict[str, RoleCost]:
+        return {"actor": RoleCost(Cost.of(self.actor.model), None, "toy")}
 
     def measure(self) -> dict[str, float]:
         return {}
 
-    def record(self, step: int, folder: Path) -> None: ...
+    def trace(self, step: int, folder: Path) -> None: ...
 
     def describe(self) -> list[str]:
         return [self.actor.description]

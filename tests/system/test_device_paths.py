@@ -21,7 +21,7 @@ from torch.nn.attention import varlen
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig, MambaConfig, MambaForCausalLM
 
 from agentrl.checkpoint import roles, sharded
-from agentrl.cluster.host import Hello, interface_of
+from agentrl.cluster.host import ProcessInfo, interface_of
 from agentrl.cluster.spawn import environments
 from agentrl.compute import tree_attention
 from agentrl.compute.batch import Batch
@@ -343,8 +343,8 @@ def test_shared_memory_lies_in_plain_segments(monkeypatch: pytest.MonkeyPatch) -
     assert found == {"PYTORCH_ALLOC_CONF": "expandable_segments:False"}
 
 
-def hello(pid: int, interface: str = "") -> Hello:
-    return Hello(pid=pid, node="n", node_id="n", port=1, cores=2, interface=interface, gpus=(), oom_kills=0)
+def hello(pid: int, interface: str = "") -> ProcessInfo:
+    return ProcessInfo(pid=pid, node="n", node_id="n", port=1, cores=2, interface=interface, gpus=(), oom_kills=0)
 
 
 def test_machines_talk_by_the_interface_that_the_others_reach(monkeypatch: pytest.MonkeyPatch) -> None:

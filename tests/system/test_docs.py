@@ -87,6 +87,25 @@ def test_what_a_page_names_is_there(page: str) -> None:
             assert any((place / path).exists() for place in PLACES), path
 
 
+def test_every_name_that_the_architecture_page_gives_is_in_the_source() -> None:
+    sources = {path: path.read_text(encoding="utf-8") for place in PLACES[1:] for path in place.rglob("*.py")}
+    words = set(re.findall(r"\w+", " ".join(sources.values())))
+    keys = set(re.findall(r"^\| `([\w.]+)` \|", read(REFERENCE), re.M))
+    unknown = []
+    for name in set(re.findall(r"`([A-Za-z_]\w*(?:\.\w+)?)(?:\([^`]*\))?`", read("docs/architecture.md"))):
+        first, _, second = name.partition(".")
+        owners = [text for path, text in sources.items() if path.stem == first]
+        if second == "py":
+            known = bool(owners)
+        elif second and owners and not is_key(name, keys) and first.capitalize() not in words:
+            known = any(re.search(rf"\b{second}\b", text) for text in owners)
+        else:
+            known = is_key(name, keys) or {first, second or first} <= words
+        if not known and not (ROOT / name).exists():
+            unknown.append(name)
+    assert unknown == []
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_a_recipe_takes_the_keys_that_a_page_gives_it(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)

@@ -14,23 +14,23 @@ from agentrl.compute.classifier import (
     ModuleScores,
     SequenceScores,
     classifier_folder,
-    classifier_shape,
+    classifier_skeleton,
     load_classifier,
 )
 from agentrl.compute.classifier import probe_of as classifier_probe
-from agentrl.compute.forward import ModuleForward, SequenceForward, local_attention, probe_of
+from agentrl.compute.forward import ModuleForward, SequenceForward, probe_of, unsupported_attention
 from agentrl.compute.micro_batches import TorchProcessGroup
 from agentrl.compute.sequence_parallel import SequenceParallelForward, SequenceParallelValues
 from agentrl.compute.tree_attention import faults
 from agentrl.compute.value_head import CONFIDENCE_FEATURES, ModuleValues, SequenceValues, ValueModel
 from agentrl.distributed.fsdp.choose import Candidates
-from agentrl.distributed.fsdp.mesh import Place
+from agentrl.distributed.fsdp.mesh import ParallelContext
 from agentrl.distributed.fsdp.role import Built, Role, build
 from agentrl.distributed.fsdp.scatter import Source, open_source
 from agentrl.distributed.fsdp.shard import Options
 from agentrl.errors import UserError
 from agentrl.learner.critic import critic_model
-from agentrl.models.load import load_model, load_shape, resolve
+from agentrl.models.load import load_model, load_skeleton, resolve
 from agentrl.models.lora import add_adapter
 from agentrl.models.streamed import stream, stream_model
 from agentrl.recipe.schema import ModelSection, Recipe
@@ -50,17 +50,17 @@ class Sharded:
     """A line for people."""
 
 
-def build_policy(recipe: Recipe, place: Place) -> Sharded:
+def build_policy(recipe: Recipe, context: ParallelContext) -> Sharded:
     """Build the policy, to be trained. forward: a `Forward`."""
-    return _causal(recipe, place, recipe.model, trained=True)
+    return _causal(recipe, context, recipe.model, trained=True)
 
 
-def build_reference(recipe: Recipe, place: Place) -> Sharded:
+def build_reference(recipe: Recipe, context: ParallelContext) -> Sharded:
     """Build the policy as it was before training, frozen, without an adapter (with one it is its own reference)."""
-    return _causal(recipe, place, recipe.model.frozen, trained=False)
+    return _causal(recipe, context, recipe.model.frozen, trained=False)
 
 
-def build_critic(recipe: Recipe, place: Place) -> Sharded:
+def build_critic(recipe: Recipe, context: ParallelContext) -> Sharded:
     """Build the value model of the recipe's `critic`. forward: a `ValueForward`."""
     section = critic_model(recipe)
 
@@ -69,49 +69,49 @@ def build_critic(recipe: Recipe, place: Place) -> Sharded:
         return replace(source, model=ValueModel(source.model))
 
     def candidates(model: ValueModel) -> Candidates:
-        backbone, group = model.model, place.sequence
+        backbone, group = model.model, context.sequence
         fast = partial(ModuleValues, model) if group is None else partial(SequenceParallelValues, model, group)
-        slow = SequenceValues(model, most=TorchProcessGroup(device=place.device).most)
+        slow = SequenceValues(model, max_over_ranks=TorchProcessGroup(device=context.device).max_over_ranks)
         probe = probe_of(backbone)
-        features = torch.zeros(len(probe.predict), CONFIDENCE_FEATURES, device=place.device)
+        features = torch.zeros(len(probe.predict), CONFIDENCE_FEATURES, device=context.device)
         return _candidates(backbone, fast, slow, (probe, features), partial(_distinguishing_states, model))
 
-    built = build(Role(lambda: ValueModel(_skeleton(section)), load, candidates), recipe, place)
-    return _sharded(recipe, place, built)
+    built = build(Role(lambda: ValueModel(_skeleton(section)), load, candidates), recipe, context)
+    return _sharded(recipe, context, built)
 
 
-def build_reward_model(recipe: Recipe, place: Place) -> Sharded:
+def build_reward_model(recipe: Recipe, context: ParallelContext) -> Sharded:
     """Build the recipe's reward model, frozen. forward: a `ScoreForward`. Raises as `load_classifier` does."""
 
     def load() -> Source:
-        kind, folder = type(classifier_shape(recipe)), classifier_folder(str(recipe.rewards.model))
+        kind, folder = type(classifier_skeleton(recipe)), classifier_folder(str(recipe.rewards.model))
         return open_source(partial(stream, kind, folder, recipe.model.frozen), partial(load_classifier, recipe))
 
     def candidates(model: Any) -> Candidates:
-        slow = SequenceScores(model, TorchProcessGroup(device=place.device).most)
+        slow = SequenceScores(model, TorchProcessGroup(device=context.device).max_over_ranks)
         probe = (classifier_probe(model),)
         return Candidates(partial(ModuleScores, model), slow, probe, "packed, prompts shared", relative=True)
 
-    built = build(Role(lambda: classifier_shape(recipe), load, candidates), recipe, place, trained=False)
+    built = build(Role(lambda: classifier_skeleton(recipe), load, candidates), recipe, context, trained=False)
     return Sharded(built.model, built.root, built.description)
 
 
-def _causal(recipe: Recipe, place: Place, section: ModelSection, trained: bool) -> Sharded:
+def _causal(recipe: Recipe, context: ParallelContext, section: ModelSection, trained: bool) -> Sharded:
     def candidates(model: Any) -> Candidates:
-        group = place.sequence
+        group = context.sequence
         fast = partial(ModuleForward, model) if group is None else partial(SequenceParallelForward, model, group)
-        slow = SequenceForward(model, most=TorchProcessGroup(device=place.device).most)
+        slow = SequenceForward(model, max_over_ranks=TorchProcessGroup(device=context.device).max_over_ranks)
         found = _candidates(model, fast, slow, (probe_of(model), 1.0))
         return replace(found, other=(probe_of(model, other=True), 1.0))
 
     role = Role(lambda: _skeleton(section), lambda: _open(section, recipe.train.seed), candidates)
-    built = build(role, recipe, place, trained)
+    built = build(role, recipe, context, trained)
     built.model.generation_config = built.known
-    return _sharded(recipe, place, built)
+    return _sharded(recipe, context, built)
 
 
 def _skeleton(section: ModelSection) -> Any:
-    model = load_shape(section)[0]
+    model = load_skeleton(section)[0]
     if section.lora is not None:
         add_adapter(model, section.lora.model_copy(update={"start": None}), resolve(section.path))
     return model
@@ -127,7 +127,7 @@ def _open(section: ModelSection, seed: int, headless: bool = False) -> Source:
 
 def _candidates(transformer: Any, fast: Any, slow: Any, probe: tuple[Any, ...], around: Any = None) -> Candidates:
     """around: the context that both are compared in, if they do not give log-probs."""
-    found = Candidates(fast, slow, probe, NAME, local_attention(transformer), kernels=transformer)
+    found = Candidates(fast, slow, probe, NAME, unsupported_attention(transformer), kernels=transformer)
     return found if around is None else replace(found, around=around, relative=True)
 
 
@@ -140,24 +140,24 @@ def _distinguishing_states(model: ValueModel) -> Iterator[None]:
         mixture = torch.randn(states.shape[-1], 1, generator=torch.Generator().manual_seed(0))
         return states.float() @ mixture.to(states.device) / math.sqrt(len(mixture))
 
-    model.of = mixed  # type: ignore[assignment]
+    model.of_states = mixed  # type: ignore[method-assign]
     try:
         yield
     finally:
-        del model.of
+        del model.of_states
 
 
-def _sharded(recipe: Recipe, place: Place, built: Built) -> Sharded:
+def _sharded(recipe: Recipe, context: ParallelContext, built: Built) -> Sharded:
     """Complete the description. Raises UserError if ranks share sequences that the model computes singly."""
-    if place.sequence is not None and isinstance(built.root.computation, SequenceForward):
+    if context.sequence is not None and isinstance(built.root.computation, SequenceForward):
         raise UserError(f"cluster.sequence_parallel: the model runs {built.description}; leave it at 1")
-    return Sharded(built.model, built.root, f"{built.description}, {_spread(recipe, place)}")
+    return Sharded(built.model, built.root, f"{built.description}, {_spread(recipe, context)}")
 
 
-def _spread(recipe: Recipe, place: Place) -> str:
-    copies = place.size // place.shards
-    spread = f"sharded over {place.shards} workers" if place.shards > 1 else "whole"
+def _spread(recipe: Recipe, context: ParallelContext) -> str:
+    copies = context.size // context.shards
+    spread = f"sharded over {context.shards} workers" if context.shards > 1 else "whole"
     offloaded = ", offloaded to the CPU" if Options.of(recipe).offload else ""
     spread += ", in bfloat16" if Options.of(recipe).compute == torch.bfloat16 else ""
-    spread += f", attention in buckets, which is slow ({why})" if (why := faults(place.device)) else ""
+    spread += f", attention in buckets, which is slow ({why})" if (why := faults(context.device)) else ""
     return spread + (f", in {copies} copies" if copies > 1 else "") + offloaded

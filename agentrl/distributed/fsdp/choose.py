@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from agentrl.compute import liger
-from agentrl.compute.forward import ALONE, EXACT, TOLERANCE
+from agentrl.compute.forward import EXACT, SEQUENTIAL, TOLERANCE
 from agentrl.compute.hf_attention import Unsupported
-from agentrl.distributed.fsdp.mesh import Place
+from agentrl.distributed.fsdp.mesh import ParallelContext
 from agentrl.distributed.fsdp.scatter import everywhere, share
 from agentrl.distributed.fsdp.shard import Root
 from agentrl.models.prove import attempt, difference, differs_like_others
@@ -48,20 +48,20 @@ class Candidates:
 
 
 @torch.no_grad()
-def choose(candidates: Candidates, root: Root, place: Place, compute: torch.dtype) -> tuple[Any, str]:
+def choose(candidates: Candidates, root: Root, context: ParallelContext, compute: torch.dtype) -> tuple[Any, str]:
     """Return the fastest exact computation, and a line for people. compute: the dtype of its matrix products.
 
     Raises UserError: as `candidates.fast` does; kernels that are installed and change the results.
     """
     with candidates.around():
-        why = share(candidates.declined or _mismatch(candidates, root, compute), place)
+        why = share(candidates.declined or _mismatch(candidates, root, compute), context)
         if why is not None:
-            return candidates.slow, f"{ALONE} (no {candidates.name}: {why})"
+            return candidates.slow, f"{SEQUENTIAL} (no {candidates.name}: {why})"
         fast = candidates.fast()
-        if candidates.kernels is None or not everywhere(liger.fits(candidates.kernels, place.device), place):
+        if candidates.kernels is None or not everywhere(liger.fits(candidates.kernels, context.device), context):
             return fast, candidates.name
         judge = _judge(candidates, root, compute)
-        liger.put_in_and_compare(candidates.kernels, lambda: _run(root, fast, candidates), judge)
+        liger.apply_and_compare(candidates.kernels, lambda: _run(root, fast, candidates), judge)
         return fast, f"{candidates.name}, {liger.DESCRIPTION}"
 
 

@@ -1,4 +1,4 @@
-"""`Place`: the position of this process among the ranks of an initialised torch process group."""
+"""`ParallelContext`: the position of this process among the ranks of an initialised torch process group."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +12,7 @@ from agentrl.recipe.schema import ClusterSection
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ParallelContext:
     """The position of one rank, and how the weights lie over all of them."""
 
     rank: int
@@ -36,7 +36,7 @@ class Place:
         return rank % self.shards
 
 
-def find_place(cluster: ClusterSection, device: torch.device) -> Place:
+def make_context(cluster: ClusterSection, device: torch.device) -> ParallelContext:
     """Return the position of this rank of the default process group, which computes on `device`. A collective.
 
     Raises UserError: a `cluster.shard` or `cluster.sequence_parallel` that does not divide the number of ranks.
@@ -51,7 +51,7 @@ def find_place(cluster: ClusterSection, device: torch.device) -> Place:
         mesh = init_device_mesh(kind, (size,), mesh_dim_names=("shard",))
     else:
         mesh = init_device_mesh(kind, (size // shard, shard), mesh_dim_names=("replicate", "shard"))
-    return Place(dist.get_rank(), size, device, mesh, _sequence_group(cluster.sequence_parallel, size, kind))
+    return ParallelContext(dist.get_rank(), size, device, mesh, _sequence_group(cluster.sequence_parallel, size, kind))
 
 
 def _sequence_group(length: int, size: int, kind: str) -> Any:

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from agentrl.compute.activation_checkpointing import blocks_of, recompute
 from agentrl.distributed.fsdp.choose import Candidates, choose
-from agentrl.distributed.fsdp.mesh import Place
+from agentrl.distributed.fsdp.mesh import ParallelContext
 from agentrl.distributed.fsdp.scatter import Source, fill, share
 from agentrl.distributed.fsdp.shard import Options, Root, shard
 from agentrl.errors import UserError
@@ -49,12 +49,12 @@ class Built:
     """A line that says how it is computed."""
 
 
-def build(role: Role, recipe: Recipe, place: Place, trained: bool = True) -> Built:
+def build(role: Role, recipe: Recipe, context: ParallelContext, trained: bool = True) -> Built:
     """Build, shard and fill the model. trained: False freezes it. Raises UserError on all ranks if rank 0 fails to."""
-    source, manifest = _read(role, place)
+    source, manifest = _read(role, context)
     with torch.device("meta"):
         model = role.skeleton()
-    _match(model, manifest, place)
+    _match(model, manifest, context)
     transformer = next(module for module in model.modules() if isinstance(module, PreTrainedModel))
     if not trained:
         model.requires_grad_(False)
@@ -63,12 +63,12 @@ def build(role: Role, recipe: Recipe, place: Place, trained: bool = True) -> Bui
     root = Root(model.eval(), None)
     options, blocks = Options.of(recipe), blocks_of(transformer)
     _check_types(root, blocks)
-    shard(root, blocks, place, options)
-    model.to_empty(device="cpu" if options.offload else place.device)
-    fill(model, source, place)
+    shard(root, blocks, context, options)
+    model.to_empty(device="cpu" if options.offload else context.device)
+    fill(model, source, context)
     del source
     root.computation, line = choose(
-        role.candidates(model), root, place, options.compute or next(model.parameters()).dtype
+        role.candidates(model), root, context, options.compute or next(model.parameters()).dtype
     )
     return Built(model, root, manifest.known, f"{line}, {manifest.note}" if manifest.note else line)
 
@@ -83,32 +83,32 @@ class _Manifest:
     note: str
 
 
-def _read(role: Role, place: Place) -> tuple[Source | None, _Manifest]:
+def _read(role: Role, context: ParallelContext) -> tuple[Source | None, _Manifest]:
     """Open the source on rank 0 (None on the others), and share its manifest."""
     source: Source | None = None
     found: _Manifest | UserError | None = None
-    if place.rank == 0:
+    if context.rank == 0:
         try:
             source = role.load()
             kinds = {name: (tuple(p.shape), p.dtype) for name, p in source.model.named_parameters()}
             found = _Manifest(kinds, source.known, source.note)
         except UserError as error:
             found = error
-    found = share(found, place)
+    found = share(found, context)
     if isinstance(found, UserError):
         raise found
     assert found is not None
     return source, found
 
 
-def _match(model: nn.Module, manifest: _Manifest, place: Place) -> None:
+def _match(model: nn.Module, manifest: _Manifest, context: ParallelContext) -> None:
     """Give the parameters the dtypes that rank 0 found: some layers may be kept in another precision.
 
     Raises RuntimeError if this rank's skeleton is of another model."""
     own = {name: tuple(p.shape) for name, p in model.named_parameters()}
     if own != (theirs := {name: shape for name, (shape, _) in manifest.kinds.items()}):
         odd = min(name for name, _ in own.items() ^ theirs.items())
-        raise RuntimeError(f"rank {place.rank} built another model than rank 0: {odd} differs")
+        raise RuntimeError(f"rank {context.rank} built another model than rank 0: {odd} differs")
     for name, parameter in model.named_parameters():
         parameter.data = parameter.data.to(manifest.kinds[name][1])
 

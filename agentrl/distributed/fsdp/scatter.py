@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from agentrl.distributed.fsdp.mesh import Place
+from agentrl.distributed.fsdp.mesh import ParallelContext
 from agentrl.models.streamed import NotStreamed, Read
 
 _log = logging.getLogger(__name__)
@@ -44,46 +44,46 @@ def open_source(stream: Callable[[], tuple[Any, Read]], whole: Callable[[], Any]
     return Source(model, read, getattr(model, "generation_config", None), note)
 
 
-def share(value: Any, place: Place) -> Any:
+def share(value: Any, context: ParallelContext) -> Any:
     """Broadcast a small picklable object from rank 0 to all ranks."""
     box = [value]
-    dist.broadcast_object_list(box, src=0, device=place.device)
+    dist.broadcast_object_list(box, src=0, device=context.device)
     return box[0]
 
 
-def everywhere(value: bool, place: Place) -> bool:
+def everywhere(value: bool, context: ParallelContext) -> bool:
     """Return whether `value` is true on all ranks."""
-    found = torch.tensor([int(value)], device=place.device)
+    found = torch.tensor([int(value)], device=context.device)
     dist.all_reduce(found, op=dist.ReduceOp.MIN)
     return bool(found)
 
 
 @torch.no_grad()
-def fill(model: nn.Module, source: Source | None, place: Place) -> None:
+def fill(model: nn.Module, source: Source | None, context: ParallelContext) -> None:
     """Set every parameter, buffer and other tensor of `model` (sharded, uninitialised) to its value in `source` (None
     except on rank 0), one at a time."""
     values = dict(source.model.named_parameters()) if source is not None else {}
     for name, parameter in model.named_parameters():
         send = _scatter if isinstance(parameter, DTensor) else _broadcast
-        send(parameter, source.read(values[name]) if source is not None else None, place)  # nobody else keeps it
+        send(parameter, source.read(values[name]) if source is not None else None, context)  # nobody else keeps it
     stored = _unsharded(source.model) if source is not None else {}
     for name, (owner, key, tensor) in _unsharded(model).items():
-        target = torch.empty_like(tensor, device=place.device)
-        _broadcast(target, source.read(stored[name][2]) if source is not None else None, place)
+        target = torch.empty_like(tensor, device=context.device)
+        _broadcast(target, source.read(stored[name][2]) if source is not None else None, context)
         setattr(owner, key, target)
 
 
-def _scatter(parameter: Any, whole: Tensor | None, place: Place) -> None:
+def _scatter(parameter: Any, whole: Tensor | None, context: ParallelContext) -> None:
     """Send each rank its shard of a tensor. FSDP2 cuts the first dimension as torch.chunk does: the last shards may be
     short, or empty."""
-    rows = -(-parameter.shape[0] // place.shards)
+    rows = -(-parameter.shape[0] // context.shards)
     shape = (rows, *parameter.shape[1:])
-    received = torch.empty(shape, dtype=parameter.dtype, device=place.device)
+    received = torch.empty(shape, dtype=parameter.dtype, device=context.device)
     parts = None
     if whole is not None:
-        whole = whole.to(place.device)
-        cut = [_padded(whole[i * rows : (i + 1) * rows], shape) for i in range(place.shards)]
-        parts = [_bytes(cut[place.shard_of(rank)]) for rank in range(place.size)]
+        whole = whole.to(context.device)
+        cut = [_padded(whole[i * rows : (i + 1) * rows], shape) for i in range(context.shards)]
+        parts = [_bytes(cut[context.shard_of(rank)]) for rank in range(context.size)]
     dist.scatter(_bytes(received), parts, src=0)
     local = parameter.to_local()
     local.copy_(received[: len(local)])
@@ -97,8 +97,10 @@ def _padded(part: Tensor, shape: tuple[int, ...]) -> Tensor:
     return full
 
 
-def _broadcast(tensor: Tensor, whole: Tensor | None, place: Place) -> None:
-    carried = tensor.detach().to(place.device).contiguous() if whole is None else whole.to(place.device).contiguous()
+def _broadcast(tensor: Tensor, whole: Tensor | None, context: ParallelContext) -> None:
+    carried = (
+        tensor.detach().to(context.device).contiguous() if whole is None else whole.to(context.device).contiguous()
+    )
     dist.broadcast(_bytes(carried), src=0)
     tensor.copy_(carried)
 

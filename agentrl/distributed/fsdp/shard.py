@@ -19,7 +19,7 @@ from torch.distributed.fsdp import (
 )
 
 from agentrl.compute.forward import computed_in
-from agentrl.distributed.fsdp.mesh import Place
+from agentrl.distributed.fsdp.mesh import ParallelContext
 from agentrl.recipe.schema import Recipe
 
 
@@ -34,6 +34,7 @@ class Options:
 
     @classmethod
     def of(cls, recipe: Recipe) -> "Options":
+        """Read the options from a recipe."""
         return cls(computed_in(recipe.model), recipe.cluster.offload.parameters)
 
 
@@ -49,6 +50,7 @@ class Root(nn.Module):
         self.model, self.computation = model, computation
 
     def forward(self, *arguments: Any, **options: Any) -> Any:
+        """Call the computation, with all weights outside of blocks gathered."""
         found = self.computation(*arguments, **options)
         return found.clone() if isinstance(found, Tensor) else found  # FSDP2 hooks onto it, which no view survives
 
@@ -59,11 +61,11 @@ class Root(nn.Module):
         return found
 
 
-def shard(root: nn.Module, blocks: Sequence[nn.Module], place: Place, options: Options) -> None:
+def shard(root: nn.Module, blocks: Sequence[nn.Module], context: ParallelContext, options: Options) -> None:
     """Apply FSDP2 in place, on any device. Gradients are averaged over all ranks, in float32."""
     precision = MixedPrecisionPolicy(param_dtype=options.compute, reduce_dtype=torch.float32)
-    offload = CPUOffloadPolicy(pin_memory=place.device.type == "cuda") if options.offload else OffloadPolicy()
-    settings: dict[str, Any] = {"mesh": place.mesh, "mp_policy": precision, "offload_policy": offload}
+    offload = CPUOffloadPolicy(pin_memory=context.device.type == "cuda") if options.offload else OffloadPolicy()
+    settings: dict[str, Any] = {"mesh": context.mesh, "mp_policy": precision, "offload_policy": offload}
     for block in reversed(blocks):  # FSDP2 wants what lies inside of another first
         fully_shard(block, **settings)
     fully_shard(root, **settings)

@@ -26,7 +26,9 @@ class Transport(Protocol):
         """
         ...
 
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        """Release connections, memory and files."""
+        ...
 
 
 async def each(

@@ -35,6 +35,7 @@ class DiskTransport:
         self._keep, self._shard_bytes = keep, shard_bytes
 
     async def send(self, version: int, servers: Sequence[WeightServer], weights: WeightSource, flush: bool) -> Failures:
+        """Write the weights, let the servers load them, and remove old versions."""
         failures: Failures = {}
         folder = await in_thread(self._write, version, weights)
         await each(servers, lambda server: server.load_folder(str(folder), flush), failures)
@@ -42,6 +43,7 @@ class DiskTransport:
         return failures
 
     async def close(self) -> None:
+        """Remove the folders that were written."""
         await in_thread(shutil.rmtree, self._folder, True)
         if self._made is not None:
             with contextlib.suppress(OSError):  # another channel uses it

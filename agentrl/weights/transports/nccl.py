@@ -36,6 +36,7 @@ class GroupTransport:
         self._broke = BROKEN
 
     async def send(self, version: int, servers: Sequence[WeightServer], weights: WeightSource, flush: bool) -> Failures:
+        """Broadcast the weights; again to the remaining servers if one breaks the group."""
         failures: Failures = {}
         opened = await each(servers, lambda server: server.begin(), failures)
         unsent, before = await self._attempt(opened, weights, failures, flush), len(opened) + 1
@@ -47,6 +48,7 @@ class GroupTransport:
         return failures
 
     async def close(self) -> None:
+        """Leave the process group."""
         group, self._group = self._group, None
         if group is not None:
             await each(group.servers, lambda server: server.leave_group(group.name), {})

@@ -48,6 +48,7 @@ class SharedMemoryTransport:
         self._buckets = (SharedBucket(), SharedBucket())
 
     async def send(self, version: int, servers: Sequence[WeightServer], weights: WeightSource, flush: bool) -> Failures:
+        """Copy the weights into shared buckets, and let the servers load them."""
         failures: Failures = {}
         opened = await each(servers, lambda server: server.begin(), failures)
         await self._send_buckets(opened, buckets(weights, self._limit), failures, flush)
@@ -55,6 +56,7 @@ class SharedMemoryTransport:
         return failures
 
     async def close(self) -> None:
+        """Release the shared buckets."""
         self._buckets = (SharedBucket(), SharedBucket())
 
     async def _send_buckets(

@@ -18,6 +18,7 @@ class SplitTransport:
         self.name = f"{near.name} and {far.name}"
 
     async def send(self, version: int, servers: Sequence[WeightServer], weights: WeightSource, flush: bool) -> Failures:
+        """Send to near and far servers at once, each by its transport."""
         near = [server for server in servers if server.url in self._close]
         far = [server for server in servers if server.url not in self._close]
         if not near or not far:
@@ -38,6 +39,7 @@ class SplitTransport:
         return {url: why for result in found if isinstance(result, dict) for url, why in result.items()}
 
     async def close(self) -> None:
+        """Close both transports."""
         await asyncio.gather(self._near.close(), self._far.close())
 
 
@@ -68,6 +70,7 @@ class Shared:
         return item
 
     def leave(self, branch: "Branch") -> None:
+        """End the reading of `branch`: the others no longer wait for it."""
         with self._change:
             branch.left = True
             branch.ahead.clear()
@@ -106,7 +109,9 @@ class Branch(WeightSource):
         self.leave()
 
     def intact(self) -> bool:
+        """Return whether the underlying weights are intact."""
         return self._shared.weights.intact()
 
     def leave(self) -> None:
+        """End this reading: the others no longer wait for it."""
         self._shared.leave(self)

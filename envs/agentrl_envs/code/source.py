@@ -118,9 +118,13 @@ class TaskSource(Protocol):
     """Gives the tasks of each split."""
 
     @property
-    def splits(self) -> tuple[str, ...]: ...
+    def splits(self) -> tuple[str, ...]:
+        """Names of the held-out splits."""
+        ...
 
-    def tasks(self, split: str) -> Sequence[Task]: ...
+    def tasks(self, split: str) -> Sequence[Task]:
+        """Return the tasks of a split."""
+        ...
 
 
 class Generated:

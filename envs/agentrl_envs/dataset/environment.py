@@ -98,6 +98,7 @@ class Dataset(Environment):
 
     @property
     def reward_parts(self) -> tuple[str, ...]:  # type: ignore[override]
+        """`answer`, if answers are compared with a ground truth."""
         return () if self._match is None else ("answer",)
 
     async def calc_reward(self, session: Session, **kwargs: Json) -> dict[str, float]:

@@ -88,6 +88,7 @@ class DatasetTasks(LazyTasks):
         return Task(f"{self._split}-{self._rows.number(at)}", data, tools, kwargs)
 
     def where(self, index: int) -> str:
+        """Return the place of a row for people."""
         return self._rows.where(index)
 
 

@@ -56,9 +56,13 @@ class Source(Protocol):
     """Gives the tasks of each split."""
 
     @property
-    def splits(self) -> tuple[str, ...]: ...
+    def splits(self) -> tuple[str, ...]:
+        """Names of the held-out splits."""
+        ...
 
-    def tasks(self, split: str) -> Sequence[Task]: ...
+    def tasks(self, split: str) -> Sequence[Task]:
+        """Return the tasks of a split."""
+        ...
 
 
 def generated(split: str, size: int, seed: int) -> LazyTasks:
@@ -77,6 +81,7 @@ class Generator:
     """The generator. Train depends on the seed; the held-out splits never do, so that runs compare."""
 
     seed: int
+    """Seed of the training problems."""
     splits: tuple[str, ...] = SPLITS[1:]
 
     def tasks(self, split: str) -> Sequence[Task]:

@@ -115,6 +115,7 @@ class SearchQa(Environment):
 
     @property
     def reward_parts(self) -> tuple[str, ...]:  # type: ignore[override]
+        """`em`, `f1`, and `format` if it is rewarded."""
         return ("em", "f1", "format") if self._format else ("em", "f1")
 
     async def calc_reward(self, session: Session, **kwargs: Json) -> dict[str, float]:

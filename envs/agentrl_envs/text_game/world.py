@@ -29,6 +29,7 @@ class Direction(Enum):
     WEST = "west"
 
     def step(self, cell: Cell) -> Cell:
+        """Return the neighbour of `cell` in this direction."""
         dx, dy = _STEPS[self]
         return cell[0] + dx, cell[1] + dy
 
@@ -50,6 +51,7 @@ class World:
     key: Cell
     """Where the key lies."""
     door: Cell
+    """Where the door is."""
     goal: Cell
     """Where the goal is."""
 

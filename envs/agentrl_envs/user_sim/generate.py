@@ -35,6 +35,7 @@ class Kind:
     """
 
     name: str
+    """Name of the wish."""
     facts: tuple[Fact, ...]
     """The facts that the wish needs."""
     form: str

@@ -18,7 +18,7 @@ from agentrl.engine.servers.adapters import AdapterNeeds, AdapterRoom, needs_of,
 from agentrl.engine.sglang.command import SglangPlan
 from agentrl.engine.sglang.kind import SglangEngine
 from agentrl.errors import UserError
-from agentrl.models.load import load_shape
+from agentrl.models.load import load_skeleton
 from agentrl.recipe.schema import LoraSection, ModelSection
 from agentrl.weights import Publisher, WeightSource
 
@@ -121,7 +121,7 @@ class Elsewhere(WeightSource):
 
 async def test_a_shape_waits_for_its_trainer() -> None:
     """The controller of a cluster holds no weights: who does sends the base, where that is not known, and adapters."""
-    shape, _ = load_shape(ModelSection())
+    shape, _ = load_skeleton(ModelSection())
     model = adapted()
     stir(model, 1)
     with torch.no_grad():
@@ -141,7 +141,7 @@ async def test_a_shape_waits_for_its_trainer() -> None:
 
 
 async def test_a_shape_without_an_adapter_is_sent_whole_weights() -> None:
-    shape, _ = load_shape(ModelSection())
+    shape, _ = load_skeleton(ModelSection())
     model = tiny()[0]
     with torch.no_grad():
         model.model.norm.weight.mul_(1.3)
@@ -188,7 +188,7 @@ def test_why_whole_weights_are_sent(needs: AdapterNeeds, room: AdapterRoom, why:
 
 def test_what_an_adapter_needs_is_the_same_of_a_model_and_of_its_shape() -> None:
     section = LoraSection(rank=4, alpha=8)
-    shape, _ = load_shape(ModelSection())
+    shape, _ = load_skeleton(ModelSection())
     assert needs_of(shape, section) == needs_of(adapted(), None)
     assert needs_of(tiny()[0], section) is None  # such as a checkpoint, whose adapter is merged
 

@@ -65,11 +65,17 @@ _OPEN = ("$ref", "allOf", "anyOf", "oneOf", "patternProperties", "if")
 class Server(Protocol):
     """Whom a tool asks."""
 
-    async def lease(self, session: Session) -> Any: ...
+    async def lease(self, session: Session) -> Any:
+        """Connect the session to the server, if it is not yet."""
+        ...
 
-    async def give_back(self, session: Session) -> None: ...
+    async def give_back(self, session: Session) -> None:
+        """End the connection with the last tool of the session."""
+        ...
 
-    async def call(self, name: str, arguments: dict[str, Json], session: Session) -> ToolResponse: ...
+    async def call(self, name: str, arguments: dict[str, Json], session: Session) -> ToolResponse:
+        """Call a tool by its name at the server. Raises InfrastructureError."""
+        ...
 
 
 class McpTool(Tool):
@@ -204,6 +210,7 @@ class McpSource(ToolSource):
         return lease
 
     async def give_back(self, session: Session) -> None:
+        """End the connection with the last tool of the session."""
         lease = self._leases.get(session.id)
         if lease is None:
             return

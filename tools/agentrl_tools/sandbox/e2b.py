@@ -61,6 +61,7 @@ class E2bSandbox(Sandbox):
         return session
 
     def forget(self, session: "E2bSession") -> None:
+        """Leave a session that has ended out of `close`."""
         self._sessions.discard(session)
 
     async def close(self) -> None:

@@ -13,10 +13,12 @@ _WANTS = f"expected a folder of .txt or .md files, or {WANTED}"
 
 
 class Document(NamedTuple):
-    """title may be empty."""
+    """A document of a corpus."""
 
     title: str
+    """The title; may be empty."""
     text: str
+    """The text."""
 
 
 def corpus_files(corpus: Path) -> list[Path]:

@@ -30,6 +30,7 @@ class StoredDocuments(Sequence[Document]):
 
     @classmethod
     def write(cls, folder: Path, documents: Sequence[Document]) -> None:
+        """Write the documents and their offsets into `folder`."""
         import numpy
 
         starts = [0]

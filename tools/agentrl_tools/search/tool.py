@@ -22,9 +22,13 @@ NOTHING = "nothing found"
 class Backend(Protocol):
     """Finds passages. before: on the clock of time.monotonic()."""
 
-    async def search(self, query: str, before: float) -> list[Hit]: ...
+    async def search(self, query: str, before: float) -> list[Hit]:
+        """Return the passages for a query, the best first. Raises InfrastructureError."""
+        ...
 
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        """Release connections and threads."""
+        ...
 
 
 class Search(Tool):

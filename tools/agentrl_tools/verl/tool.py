@@ -86,6 +86,7 @@ class VerlTool(Tool):
 
     @property
     def reward_parts(self) -> tuple[str, ...]:  # type: ignore[override]
+        """The tool's name: its reward is one part."""
         return (self.name,)
 
     async def calc_reward(self, session: Session, **kwargs: Any) -> float | None:

@@ -35,6 +35,7 @@ class Problem:
     """The formula with its numbers."""
     steps: tuple[tuple[str, int], ...]
     answer: int
+    """The result of the last step."""
     kind: str
     """Name of the kind of problem."""
     numbers: tuple[tuple[str, int], ...]

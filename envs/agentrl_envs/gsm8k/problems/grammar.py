@@ -124,6 +124,7 @@ class Kind:
     """`formula` uses the names that `draw` gives; every step of it is a whole number and none is negative."""
 
     name: str
+    """Name of the kind."""
     formula: str
     draw: Callable[[Draw], dict[str, int]]
     grammar: Sequence

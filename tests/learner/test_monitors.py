@@ -1,4 +1,4 @@
-"""Runs in which the samples of a task do not differ are told so, with the likely cause, once."""
+"""Warnings of a run, with the likely cause: equal samples once, a mismatch of engine and trainer once in a while."""
 
 import io
 import re
@@ -10,7 +10,8 @@ from rich.console import Console
 from train_help import small
 
 import agentrl
-from agentrl.learner.contrast import ContrastWatch
+from agentrl.learner.monitors import SILENT_STEPS, ContrastMonitor, MismatchMonitor
+from agentrl.recipe.schema import Recipe
 from agentrl.training.display import Display
 
 STEP = {
@@ -39,22 +40,22 @@ Changes = dict[str, Any]
     ],
 )
 def test_steps_without_contrast_are_told_once(recipe: Changes, metrics: Changes, words: str | None) -> None:
-    watch = ContrastWatch(small(**recipe))
-    assert watch.beforehand() is None
-    lines = [watch.warning(step, STEP | metrics) for step in range(1, 9)]
+    monitor = ContrastMonitor(small(**recipe))
+    assert monitor.initial_warning() is None
+    lines = [monitor.warning(step, STEP | metrics) for step in range(1, 9)]
     assert [i for i, line in enumerate(lines) if line] == ([] if words is None else [2])
     assert words is None or re.search(words, lines[2] or "")
 
 
 def test_steps_apart_are_no_row() -> None:
-    watch = ContrastWatch(small())
-    lines = [watch.warning(step, STEP | {"groups/varied": step % 3 == 0}) for step in range(1, 9)]
+    monitor = ContrastMonitor(small())
+    lines = [monitor.warning(step, STEP | {"groups/varied": step % 3 == 0}) for step in range(1, 9)]
     assert not any(lines)
 
 
 def test_a_critic_that_warms_up_is_not_taken_for_it() -> None:
-    watch = ContrastWatch(small(algorithm={"advantage": "gae"}, critic={"warmup_steps": 4}))
-    lines = [watch.warning(step, STEP) for step in range(1, 9)]
+    monitor = ContrastMonitor(small(algorithm={"advantage": "gae"}, critic={"warmup_steps": 4}))
+    lines = [monitor.warning(step, STEP) for step in range(1, 9)]
     assert [i for i, line in enumerate(lines, 1) if line] == [7]
 
 
@@ -68,11 +69,11 @@ def test_a_critic_that_warms_up_is_not_taken_for_it() -> None:
     ],
 )
 def test_samples_that_cannot_differ_are_told_before_the_first(changes: Changes, words: str | None) -> None:
-    watch = ContrastWatch(small(**changes))
-    line = watch.beforehand()
+    monitor = ContrastMonitor(small(**changes))
+    line = monitor.initial_warning()
     assert line is None if words is None else re.search(words, line or "")
     if words is not None:
-        assert not any(watch.warning(step, STEP) for step in range(1, 9))
+        assert not any(monitor.warning(step, STEP) for step in range(1, 9))
 
 
 @pytest.mark.slow
@@ -87,3 +88,17 @@ def test_a_run_says_it(tmp_path: Path, changes: Changes, words: str) -> None:
     console = Console(file=io.StringIO(), width=200)
     agentrl.train(small(tmp_path / "run", **changes, eval__splits=[], train__steps=4), display=Display(4, "x", console))
     assert console.file.getvalue().count(words) == 1  # type: ignore[attr-defined]
+
+
+def test_a_mismatch_is_said_once_in_a_while_with_its_likely_causes() -> None:
+    monitor = MismatchMonitor(Recipe.model_validate({"engine": {"name": "sglang"}}))
+    fine = {"mismatch/logprob_mean": 0.01, "mismatch/logprob_max": 0.3, "mismatch/ess": 0.99}
+    bad = {**fine, "mismatch/ess": 0.4}
+    assert monitor.warning(1, fine) is None
+    assert "effective sample size 40%" in monitor.warning(2, bad)
+    assert monitor.warning(3, bad) is None
+    line = monitor.warning(2 + SILENT_STEPS, {**bad, "mismatch/logprob_mean": 0.2})
+    assert "0.200 nats" in line
+    assert "weights that did not reach the engine" in line
+    assert "number format" in line
+    assert MismatchMonitor(Recipe()).warning(1, {}) is None

@@ -6,13 +6,14 @@ module's parameters. The caller provides the attention, since it knows which tok
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from agentrl.models.dense import Dense
+from agentrl.models.dense import Dense, PackedDense, PackedGate
 from agentrl.models.lora import is_adapted, weight_of
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
@@ -112,24 +113,26 @@ def shape_of(model: Any) -> Shape:
     )
 
 
-def weights_of(model: Any, copy: bool = True, interleave: bool = False) -> Weights:
+def weights_of(model: Any, copy: bool = True, interleave: bool = False, pack: bool = False) -> Weights:
     """Return the weights of `model` in the form that `hidden` reads.
 
     copy: concatenate q|k|v and gate|up, fold the norms' gains, lay the matrices out for speed. Costs one copy of the
     model and pays for small ones; under autograd the copies carry gradients back to the parameters, so build them anew
-    for every update. Without copy everything is by reference. interleave: see `Weights` (needs copy).
+    for every update. Without copy everything is by reference. interleave: see `Weights` (needs copy). pack: matrices as
+    `PackedDense` lays them out, without gradients; the gains stay apart, since folding them would round once more.
     """
-    if interleave and not copy:
-        raise ValueError("interleave needs copy")
+    if (interleave and not copy) or (pack and copy):
+        raise ValueError("interleave needs copy, and pack copies by itself")
     shape, inner = shape_of(model), model.model
-    layers = tuple(_layer(block, shape, copy, interleave) for block in inner.layers)
+    layers = tuple(_layer(block, shape, copy, interleave, pack) for block in inner.layers)
     head, gain = model.lm_head.weight, inner.norm.weight
     if copy:
         head, gain = head * gain, None
-    return Weights(shape, inner.embed_tokens.weight, layers, gain, Dense([head], copy=copy), interleave)
+    dense = PackedDense([head]) if pack else Dense([head], copy=copy)
+    return Weights(shape, inner.embed_tokens.weight, layers, gain, dense, interleave)
 
 
-def _layer(block: Any, s: Shape, copy: bool, interleave: bool) -> Layer:
+def _layer(block: Any, s: Shape, copy: bool, interleave: bool, pack: bool) -> Layer:
     attention, mlp = block.self_attn, block.mlp
     qkv = [attention.q_proj, attention.k_proj, attention.v_proj]
     gate_up = [mlp.gate_proj, mlp.up_proj]
@@ -142,11 +145,12 @@ def _layer(block: Any, s: Shape, copy: bool, interleave: bool) -> Layer:
     if interleave:
         qkv_weights[:2] = [_interleave(w, s.head_dim) for w in qkv_weights[:2]]
         qkv_biases[:2] = [b if b is None else _interleave(b, s.head_dim) for b in qkv_biases[:2]]
+    dense, gate = (PackedDense, PackedGate) if pack else (partial(Dense, copy=copy),) * 2
     return Layer(
-        Dense(qkv_weights, qkv_biases, copy),
-        Dense([weight_of(attention.o_proj)], [attention.o_proj.bias], copy),
-        Dense(gate_up_weights, [m.bias for m in gate_up], copy),
-        Dense([weight_of(mlp.down_proj)], [mlp.down_proj.bias], copy),
+        dense(qkv_weights, qkv_biases),
+        dense([weight_of(attention.o_proj)], [attention.o_proj.bias]),
+        gate(gate_up_weights, [m.bias for m in gate_up]),
+        dense([weight_of(mlp.down_proj)], [mlp.down_proj.bias]),
         None if copy else gains[0],
         None if copy else gains[1],
         _qk_gain(attention, s, interleave),
@@ -252,5 +256,5 @@ def hidden(
         if predict is not None and i == s.layers - 1:
             x, attended = x.index_select(0, predict), attended.index_select(0, predict)
         x = layer.out.plus(x, attended)
-        x = layer.down.plus(x, swiglu(layer.gate_up(rms_norm(x, layer.mlp_gain, s.eps))))
+        x = layer.down.plus(x, layer.gate_up.gated(rms_norm(x, layer.mlp_gain, s.eps), swiglu))
     return rms_norm(x, weights.final_gain, s.eps)

@@ -8,14 +8,18 @@ import torch
 from torch import Tensor
 
 from agentrl.engine.local.attention import Bucket, attend
-from agentrl.engine.local.cache import CachedRunner
+from agentrl.engine.local.cache import CachedRunner, machine_bytes
 from agentrl.engine.local.fused_step import Fused, fuse, fused_step
 from agentrl.engine.local.runner import Bools, Chunk, Ints, Work
 from agentrl.models import block
+from agentrl.models.dense import packs
 
 COPY_BELOW = 200_000_000
 """Number of parameters below which a model is decoded from a fused copy of its weights, which takes 1 ms per million
 parameters for every update. In larger models, matrix products are large enough that a copy is not worth its memory."""
+
+PACKED_SHARE = 8
+"""A bfloat16 model is decoded from a copy laid out for this CPU if that takes at most this part of its memory."""
 
 SCORES_AT_ONCE = 1 << 22
 """Maximum number of attention scores of chunks held at once; a single chunk with more uses torch's fused attention."""
@@ -33,7 +37,8 @@ class BlockRunner(CachedRunner):
         self.device = model.model.embed_tokens.weight.device
         dtype = model.model.embed_tokens.weight.dtype
         self.token_bytes = 2 * self.shape.layers * self.shape.kv_heads * self.shape.head_dim * dtype.itemsize
-        self.copies = sum(p.numel() for p in model.parameters()) < COPY_BELOW
+        self.packs = packs(model.lm_head.weight) and PACKED_SHARE * _packed_bytes(model) <= machine_bytes()
+        self.copies = not self.packs and sum(p.numel() for p in model.parameters()) < COPY_BELOW
         self._weights: block.Weights | None = None
         self._fused: Fused | None = None
 
@@ -70,7 +75,7 @@ class BlockRunner(CachedRunner):
     def _prepare(self) -> None:
         """Make sure that the weights are in the form that a step reads, and that the cache is allocated."""
         if self._weights is None:
-            self._weights = block.weights_of(self.model, copy=self.copies, interleave=self.copies)
+            self._weights = block.weights_of(self.model, copy=self.copies, interleave=self.copies, pack=self.packs)
             fits = self.copies and self._weights.embed.dtype == torch.float32 and self.device.type == "cpu"
             self._fused = fuse(self._weights) if fits else None
         if not self.cache.keys:
@@ -137,3 +142,10 @@ class BlockRunner(CachedRunner):
         tensors = self._tensor(slots), self._tensor(pad), self._tensor(unpad), self._tensor(mask)
         long = len(chunks) * self.shape.heads * queries * width > SCORES_AT_ONCE
         return Bucket(*tensors, offset, offset + len(unpad), width, long)
+
+
+def _packed_bytes(model: Any) -> int:
+    """Return the size of a packed copy of the model: all but its embeddings, and its output layer even if tied."""
+    embed, head = model.model.embed_tokens.weight, model.lm_head.weight
+    every = sum(p.nbytes for p in model.parameters())
+    return int(every if head is embed else every - embed.nbytes)

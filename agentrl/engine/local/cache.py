@@ -4,10 +4,16 @@ Invariant: every number is finite, even where no token was written, because mask
 of a slot is scratch space: rows that are not active in a step write there.
 """
 
+import os
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+
+
+def machine_bytes() -> int:
+    """Return the size of this machine's memory."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 class SlotCache:

@@ -10,16 +10,17 @@ from torch import Tensor
 from agentrl.engine.local.block_runner import BlockRunner
 from agentrl.engine.local.module_runner import ModuleRunner
 from agentrl.engine.local.recompute_runner import RecomputeRunner
-from agentrl.engine.local.runner import Chunk, Runner, Work
+from agentrl.engine.local.runner import Chunk, Ints, Runner, Work
 from agentrl.errors import UserError
 from agentrl.models import block
-from agentrl.models.prove import disproof
+from agentrl.models.prove import attempt, difference, differs_like_others
 
 log = logging.getLogger(__name__)
 
 PROBE_TOKENS = 12
 TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}
-"""Largest difference of log-probs between a probe with a slot cache and the plain forward; 0.1 in half precision."""
+"""Largest difference of log-probs between a probe with a slot cache and the plain forward; in half precision it is
+judged by `differs_like_others` instead, as the trainer's forward is."""
 
 
 def runner_for(model: Any) -> Runner:
@@ -43,25 +44,35 @@ def _disagreement(model: Any, runner: ModuleRunner) -> str | None:
     """
     window = runner._window if isinstance(runner._window, int) else 0
     longest = PROBE_TOKENS + (window if window <= 128 else 0)
-    plain = RecomputeRunner(model)
-    rng = np.random.default_rng(0)
-    ids = rng.integers(0, model.get_input_embeddings().weight.shape[0], (2, longest))
-    ends = (longest - 1, longest - 4)
-    first = tuple(Chunk(slot, 0, ids[slot, : 3 + slot]) for slot in (0, 1))
-    second = tuple(Chunk(slot, 3 + slot, ids[slot, 3 + slot : ends[slot]]) for slot in (0, 1))
-    none = np.zeros(0, np.int64)
-    last = Work(ids[[0, 1], ends], np.array(ends), np.array([True, True]), ())
-    steps = [Work(none, none, none.astype(bool), first), Work(none, none, none.astype(bool), second), last]
-    for r in (runner, plain):
-        r.resize(2, longest)
-
-    def logprobs(r: Runner) -> Tensor:
-        return torch.cat([r.forward(work).log_softmax(-1) for work in steps])
-
-    reason = disproof(lambda: logprobs(runner), lambda: logprobs(plain), TOLERANCE.get(runner.dtype, 0.1))
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    ids = np.random.default_rng(0).integers(0, vocabulary, (2, longest))
+    found = attempt(lambda: _probe(runner, ids))
+    if isinstance(found, str):
+        reason: str | None = found
+    else:
+        wanted = _probe(RecomputeRunner(model), ids)
+        if runner.dtype in TOLERANCE:
+            reason = difference(found, wanted, TOLERANCE[runner.dtype])
+        else:
+            other = ids.copy()
+            other[:, :2] = (ids[:, :2] + vocabulary // 2) % vocabulary
+            reason = differs_like_others(found, wanted, _probe(RecomputeRunner(model), other))
     runner.clear()
     if reason is None and not runner.token_bytes:
         reason = "its forward leaves no keys and values in it"
     if reason is None:
         runner.resize(0, 0)
     return reason and f"through a slot cache: {reason}"
+
+
+def _probe(runner: Runner, ids: Ints) -> Tensor:
+    """Return the log-probs after each chunk and after the decoded tokens, [6, vocab]. ids: [2, longest]."""
+    longest = ids.shape[1]
+    runner.resize(2, longest)
+    ends = (longest - 1, longest - 4)
+    first = tuple(Chunk(slot, 0, ids[slot, : 3 + slot]) for slot in (0, 1))
+    second = tuple(Chunk(slot, 3 + slot, ids[slot, 3 + slot : ends[slot]]) for slot in (0, 1))
+    none = np.zeros(0, np.int64)
+    last = Work(ids[[0, 1], ends], np.array(ends), np.array([True, True]), ())
+    steps = [Work(none, none, none.astype(bool), first), Work(none, none, none.astype(bool), second), last]
+    return torch.cat([runner.forward(work).log_softmax(-1) for work in steps])

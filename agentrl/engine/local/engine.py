@@ -7,7 +7,6 @@ they run in one worker thread, so that the event loop stays responsive.
 
 import asyncio
 import copy
-import os
 import secrets
 import time
 from collections.abc import Iterable, Sequence
@@ -19,6 +18,7 @@ import torch
 from torch import Tensor
 
 from agentrl.engine.base import Engine, EngineError, Generation, GenerationFinish, Sampling
+from agentrl.engine.local.cache import machine_bytes
 from agentrl.engine.local.choose import runner_for
 from agentrl.engine.local.sampler import key_of
 from agentrl.engine.local.scheduler import Scheduler
@@ -304,4 +304,4 @@ def context_of(model: Any) -> int:
 def _default_cache_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0] // 2
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
+    return machine_bytes() // 4

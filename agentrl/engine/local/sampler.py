@@ -8,6 +8,9 @@ import torch
 from torch import Tensor
 
 U64 = np.uint64
+BLOCK = 512
+"""Tokens whose probabilities are summed before one of them is looked for, in vocabularies of at least LARGE."""
+LARGE = 16_384
 _GOLDEN = U64(0x9E3779B97F4A7C15)
 _MIX1, _MIX2 = U64(0xBF58476D1CE4E5B9), U64(0x94D049BB133111EB)
 
@@ -58,7 +61,8 @@ def sample(logits: Tensor, choice: Choice) -> tuple[npt.NDArray[np.int64], npt.N
         logits = logits * torch.from_numpy(scale.astype(np.float32)).to(logits.device)[:, None]
     p = torch.softmax(logits, -1)
     u = torch.from_numpy(uniforms(choice.key, choice.position)).to(logits.device)[:, None]
-    tokens = _inverse_cdf(p, u)[:, 0] if not greedy.all() else logits.argmax(-1)
+    draw = _by_blocks if p.is_cpu and p.shape[-1] >= LARGE else _inverse_cdf
+    tokens = draw(p, u)[:, 0] if not greedy.all() else logits.argmax(-1)
     if greedy.any():
         tokens = torch.where(torch.from_numpy(greedy).to(logits.device), logits.argmax(-1), tokens)
     cut = ~greedy & ((choice.top_p < 1) | (choice.top_k > 0))
@@ -78,6 +82,21 @@ def _inverse_cdf(p: Tensor, u: Tensor) -> Tensor:
     """
     cdf = p.cumsum(-1, dtype=None if p.is_cpu else torch.float64)
     return torch.searchsorted(cdf, u * cdf[:, -1:], right=True).clamp_(max=p.shape[-1] - 1)
+
+
+def _by_blocks(p: Tensor, u: Tensor) -> Tensor:
+    """Return the same as `_inverse_cdf` up to rounding: first the block, then the token in it, so that no cumulative
+    sum of a whole vocabulary is written, which takes a CPU five times as long as reading it."""
+    whole = p.shape[-1] // BLOCK * BLOCK
+    sums = torch.cat([p[:, :whole].unflatten(-1, (-1, BLOCK)).sum(-1), p[:, whole:].sum(-1, keepdim=True)], -1)
+    block = _inverse_cdf(sums, u)
+    upto = sums.cumsum(-1)
+    inside = sums.gather(1, block)
+    rest = (u * upto[:, -1:] - upto.gather(1, block) + inside) / inside
+    places = block * BLOCK + torch.arange(BLOCK)
+    beyond = places >= p.shape[-1]
+    own = p.gather(1, places.clamp(max=p.shape[-1] - 1)).masked_fill_(beyond, 0)
+    return block * BLOCK + _inverse_cdf(own, rest.clamp(0, 1 - 2**-23))
 
 
 def _truncated(p: Tensor, u: Tensor, top_p: npt.NDArray[np.float32], top_k: npt.NDArray[np.int64]) -> Tensor:

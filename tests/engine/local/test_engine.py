@@ -14,7 +14,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from agentrl.engine.base import EngineError, Generation, GenerationFinish, Sampling
 from agentrl.engine.local.engine import LocalEngine
 from agentrl.engine.local.runner import Work
-from agentrl.engine.local.sampler import Choice, key_of, sample, uniforms
+from agentrl.engine.local.sampler import BLOCK, Choice, _by_blocks, key_of, sample, uniforms
 from agentrl.errors import UserError
 
 VOCAB = 61
@@ -82,6 +82,22 @@ def test_sampled_frequencies_are_those_of_the_distribution(temperature: float, t
     seen = torch.bincount(torch.from_numpy(tokens), minlength=6) / n
     assert torch.all(seen[wanted == 0] == 0)
     assert torch.all((seen - wanted).abs() < 5 * (wanted * (1 - wanted) / n).sqrt() + 1e-6)
+
+
+@pytest.mark.parametrize("vocabulary", [BLOCK * 40, BLOCK * 40 + 77])
+def test_a_large_vocabulary_is_drawn_from_by_blocks(vocabulary: int) -> None:
+    """The token is the one at which the cumulative probability passes the number drawn; impossible ones never are."""
+    n, random = 200, torch.Generator().manual_seed(0)
+    p = torch.softmax(4 * torch.randn(n, vocabulary, generator=random), -1)
+    p[:, ::3] = 0
+    p[: n // 2, BLOCK : 30 * BLOCK] = 0  # blocks without anything, and so few tokens that all of them are met
+    u = torch.cat([torch.rand(n - 2, 1, generator=random), torch.tensor([[0.0], [1 - 2**-23]])])
+    tokens = _by_blocks(p, u)
+    cdf = p.double().cumsum(-1)
+    after = cdf.gather(1, tokens) / cdf[:, -1:]
+    own = p.double().gather(1, tokens) / cdf[:, -1:]
+    assert (own > 0).all()
+    assert ((after - own - 1e-5 <= u) & (u <= after + 1e-5)).all()
 
 
 def test_greedy_rows_and_others_share_a_batch() -> None:

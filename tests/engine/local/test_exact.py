@@ -25,13 +25,16 @@ from transformers import (
 )
 
 from agentrl.engine.base import Generation, GenerationFinish, Sampling
-from agentrl.engine.local.block_runner import BlockRunner
+from agentrl.engine.local.block_runner import PACKED_SHARE, BlockRunner
+from agentrl.engine.local.choose import runner_for
 from agentrl.engine.local.engine import LocalEngine
 from agentrl.engine.local.fused_step import _step, fused_step
 from agentrl.engine.local.module_runner import ModuleRunner
 from agentrl.engine.local.recompute_runner import RecomputeRunner
+from agentrl.engine.local.runner import Work
 from agentrl.errors import UserError
 from agentrl.models import block
+from agentrl.models.dense import Dense, PackedDense, PackedGate, packs
 
 VOCAB = 97
 LLAMA3 = {
@@ -171,15 +174,44 @@ async def test_running_rows_are_retracted_when_they_outgrow_the_cache() -> None:
         check(model, prompt, g, greedy=True)
 
 
-async def test_bfloat16_is_close_to_the_module() -> None:
-    model = MODELS["qwen3"][0]().bfloat16()
+@pytest.mark.parametrize("name", ["qwen3", "qwen2"])
+@pytest.mark.parametrize("share", [PACKED_SHARE, 1 << 60])
+async def test_bfloat16_is_close_to_the_module(name: str, share: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With weights packed for this CPU, where it computes in bfloat16, and without."""
+    monkeypatch.setattr("agentrl.engine.local.block_runner.PACKED_SHARE", share)
+    model = MODELS[name][0]().bfloat16()
     engine = LocalEngine(model, max_batch=4)
+    assert BlockRunner(model).packs == (share == PACKED_SHARE and packs(model.lm_head.weight))
     prompt = np.random.default_rng(0).integers(5, VOCAB, 12).tolist()
     g = await engine.generate(prompt, Sampling(20), "a")
     with torch.no_grad():
         logits = model.float()(input_ids=torch.tensor([[*prompt, *g.ids]])).logits[0, len(prompt) - 1 : -1]
     wanted = logits.log_softmax(-1).gather(1, torch.tensor(g.ids)[:, None])[:, 0]
     assert (torch.tensor(g.logprobs) - wanted).abs().mean() < 0.1
+
+
+def test_packed_products_are_those_of_the_weights() -> None:
+    """As exact as plain ones in bfloat16, for any number of rows; a CPU without bfloat16 packs nothing."""
+    torch.manual_seed(0)
+    x, residual = torch.randn(300, 48), torch.randn(300, 64)
+    weights, biases = [torch.randn(64, 48) for _ in range(2)], [torch.randn(64) for _ in range(2)]
+    half = [w.bfloat16() for w in weights]
+    if not packs(half[0]):
+        assert not BlockRunner(MODELS["qwen3"][0]().bfloat16()).packs
+        return
+    for given, kept in ((biases, [b.bfloat16() for b in biases]), ([None, None], [None, None])):
+        exact, gate = Dense([w.bfloat16().float() for w in weights], given), PackedGate(half, kept)
+        one = Dense([half[0].float()], given[:1])
+        for rows in (1, 7, 300):
+            xs, rs = x[:rows].bfloat16(), residual[:rows].bfloat16()
+            joined, alone = PackedDense(half, kept), PackedDense(half[:1], kept[:1])
+            for found, wanted in (
+                (joined(xs), exact(xs.float())),
+                (gate(xs), exact(xs.float())),
+                (alone.plus(rs, xs), one.plus(rs.float(), xs.float())),
+                (gate.gated(xs, block.swiglu), exact.gated(xs.float(), block.swiglu)),
+            ):
+                assert (found.float() - wanted).abs().max() <= 0.01 * wanted.abs().max()
 
 
 async def test_a_prompt_longer_than_one_feed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,6 +281,22 @@ def test_variants_that_the_block_does_not_know_are_left_to_the_module(more: dict
     model = small(LlamaConfig, LlamaForCausalLM, **more)
     assert reason in str(block.unsupported(model))
     assert not isinstance(LocalEngine(model, max_batch=2)._runner, BlockRunner)
+
+
+@pytest.mark.parametrize(("noise", "kind"), [(0.05, ModuleRunner), (0.5, RecomputeRunner)])
+def test_half_precision_is_judged_by_what_the_model_makes_of_other_prompts(
+    noise: float, kind: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rounding may put one log-prob off by more than a tenth of a nat; a wrong cache puts them all off."""
+    model, forward = gpt2().bfloat16(), ModuleRunner.forward
+    random = torch.Generator().manual_seed(0)
+
+    def rounded(self: ModuleRunner, work: Work) -> torch.Tensor:
+        logits = forward(self, work)
+        return logits + noise * torch.randn(logits.shape, generator=random)
+
+    monkeypatch.setattr(ModuleRunner, "forward", rounded)
+    assert type(runner_for(model)) is kind
 
 
 def test_an_encoder_decoder_is_refused() -> None:

@@ -1,0 +1,61 @@
+"""The benchmarks beside other software print their tables, at the smallest size; the numbers are nobody's business."""
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+from paths import ROOT
+
+FOLDER = ROOT / "benchmarks"
+
+
+def table(script: str, *arguments: str) -> str:
+    """Run a benchmark and return what it printed."""
+    command = [sys.executable, str(FOLDER / script), *arguments]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_a_model_of_real_size_beside_transformers() -> None:
+    rows = re.findall(
+        r"^(\w+)[^\n]*?(bfloat16|float32) +[\d.]+ +[\d.]+ +[\d.]+  ", table("real_model.py", "--quick"), re.M
+    )
+    counted = {row: rows.count(row) for row in rows}
+    assert counted == {
+        ("decode", "bfloat16"): 3, ("decode", "float32"): 1, ("prefill", "bfloat16"): 1, ("prefill", "float32"): 1,
+        ("train", "bfloat16"): 1, ("train", "float32"): 1, ("lora", "bfloat16"): 1, ("lora", "float32"): 1,
+    }  # fmt: skip
+
+
+@pytest.mark.long
+def test_one_environment_class_in_both_trainers() -> None:
+    """TRL ends with the first reset that raises; here the rollout is tried again."""
+    instant, slow, faults = table("vs_trl.py", "--quick").splitlines()[-3:]
+    for line in (instant, slow):
+        assert re.search(r"(?:  +[\d.]+){8}$", line), line
+    assert re.search(r"(?:  +[\d.]+){3} +TRL ends in step \d: ConnectionError", faults), faults
+
+
+async def test_the_environment_of_both_raises_and_pays_as_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(FOLDER))
+    import vs_trl
+
+    monkeypatch.setattr(vs_trl.Scales, "resets", 0)
+    scales, raised = vs_trl.Scales(faults=True), 0
+    for row in vs_trl.rows(2 * vs_trl.ONE_IN, seed=0):
+        try:
+            scales.reset(**row)
+        except ConnectionError:
+            raised += 1
+    assert raised == 2
+    scales.reset(shelf=3)
+    heaviest = max(int(scales.weigh(box=box)) for box in (7, 40))
+    assert scales.get_reward() == heaviest / 1000
+    told = [message["content"] for message in vs_trl.demonstration({"prompt": [], "shelf": 3}, vs_trl.random.Random(0))]
+    assert told[-1] == "Two boxes are weighed."
+    assert len(told) == 5

@@ -6,7 +6,7 @@ time; nor is the reward model, which scores while samples are drawn: its own fig
 
 Counted as in appendix B of PaLM (Chowdhery et al., arXiv:2204.02311): two operations a parameter and token forwards,
 four backwards, and those of attention; nothing for norms, softmax, or what is computed a second time (activations,
-prompts that a split of the batch repeats). Stricter than there: a prompt that samples share counts once, the output
+what a split of the batch repeats). Stricter than there: what samples have in common counts once, the output
 layer only where a token is predicted, and attention only for pairs of tokens that attend.
 """
 
@@ -111,8 +111,8 @@ def _active(text: Any) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """What a batch asks of a model when every shared prompt is computed once: packed tokens, predictions, and pairs of
-    tokens of which one attends to the other or to itself."""
+    """What a batch asks of a model when whatever its samples share is computed once: packed tokens, predictions, and
+    pairs of tokens of which one attends to the other or to itself."""
 
     tokens: int
     predictions: int
@@ -121,15 +121,9 @@ class Need:
     @classmethod
     def of(cls, batch: Batch) -> "Need":
         """Samples without a sampled token are left out, as they are by the passes."""
-        predicting = batch.sampled > 0
-        kept = batch if predicting.all() else batch.select(np.flatnonzero(predicting))
-        lengths = kept.lengths.astype(np.int64)
-        tokens = pairs = 0
-        for tree in prefix_trees(kept):
-            shared, own = tree.shared, lengths[list(tree.samples)] - tree.shared
-            tokens += shared + int(own.sum())
-            pairs += shared * (shared + 1) // 2 + int((own * shared + own * (own + 1) // 2).sum())
-        return cls(tokens, int(kept.sampled.sum()), pairs)
+        sampled = batch.sampled
+        trees = prefix_trees(batch, np.flatnonzero(sampled > 0))
+        return cls(sum(t.tokens for t in trees), int(sampled.sum()), sum(t.pairs for t in trees))
 
 
 def utilisation(flops: float, seconds: float, peak: float | None, of: str = "train") -> dict[str, float]:

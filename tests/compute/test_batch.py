@@ -18,8 +18,7 @@ shapes = st.lists(
 
 def packed_tokens(batch: Batch) -> int:
     """Tokens that a worker computes for `batch`: those of samples that predict something, prompts once."""
-    kept = batch.select(np.flatnonzero(batch.sampled > 0))
-    return sum(t.shared + sum(int(kept.lengths[s]) - t.shared for s in t.samples) for t in prefix_trees(kept))
+    return sum(tree.tokens for tree in prefix_trees(batch, np.flatnonzero(batch.sampled > 0)))
 
 
 def named(batch: Batch) -> Batch:

@@ -30,6 +30,7 @@ from agentrl.compute.tree_attention import (
     kernel_for,
     mask_of,
     padded,
+    subtree_ends,
 )
 
 CPU = torch.device("cpu")
@@ -67,7 +68,7 @@ def test_blocks_are_those_of_the_mask(shape: list[tuple[int, list[int]]]) -> Non
     tokens = max(s.end for s in segments)
     length = padded(tokens)
     found = block_mask(segments, tokens, CPU)
-    mask = mask_of(segments, tokens, CPU)
+    mask = mask_of(subtree_ends(segments, tokens), CPU)
     wanted = create_block_mask(mask, None, None, length, length, device="cpu", BLOCK_SIZE=BLOCK)
     for name in ("kv_num_blocks", "full_kv_num_blocks", "q_num_blocks", "full_q_num_blocks"):
         assert torch.equal(getattr(found, name), getattr(wanted, name)), name

@@ -243,18 +243,20 @@ def balanced(trees: Sequence[PrefixTree], parts: int) -> list[list[Piece]]:
     Of several ways to cut the trees the one that cuts least is taken, unless its fullest part is fuller.
     """
     ideal = sum(tree.tokens for tree in trees) / parts
+    ways = [_placed([p for i, t in enumerate(trees) for p in _cut(i, t, size * ideal)], trees, parts) for size in SIZES]
+    if any(tree.root is None for tree in trees):
+        ways.insert(1, _in_order(trees, parts))
     found: list[tuple[float, list[list[Piece]]]] = []
-    for size in SIZES:
-        pieces = [piece for index, tree in enumerate(trees) for piece in _cut(index, tree, size * ideal)]
-        placed = _evened(_placed(pieces, trees, parts), trees)
+    for way in ways:
+        placed = _evened(way, trees)
         found.append((max(packed_tokens(part, trees) for part in placed), placed))
     fullest = min(load for load, _ in found)
     return next(placed for load, placed in found if load <= SLACK * fullest)
 
 
 def _cut(index: int, tree: PrefixTree, size: float) -> Iterator[Piece]:
-    """A tree in few pieces of at most `size` tokens each (or of one path), cut where that repeats least: of a branch
-    that is too large, what hangs from it, in about equal pieces; of those branches that are themselves too large."""
+    """A tree in few pieces of about `size` tokens each (or of one path), cut where that repeats least: where it forks
+    first, in about equal pieces; a branch that has more than `size` tokens by itself is cut likewise."""
     pending = [(0, len(tree.samples))]
     while pending:
         low, high = pending.pop()
@@ -267,7 +269,7 @@ def _cut(index: int, tree: PrefixTree, size: float) -> Iterator[Piece]:
         small: list[tuple[int, tuple[int, int]]] = []
         for first, end in pairwise(edges):
             own = tree.cost_between(first, end) - shared
-            if shared + own > size and end - first > 1:
+            if own > size and end - first > 1:
                 pending.append((first, end))
             else:
                 small.append((own, (first, end)))
@@ -289,6 +291,36 @@ def _even_pieces(index: int, shared: int, branches: list[tuple[int, tuple[int, i
     for chosen in bins:
         places = sorted(place for _, edge in chosen for place in range(*edge))
         yield Piece(index, shared + sum(own for own, _ in chosen), tuple(places))
+
+
+def _in_order(trees: Sequence[PrefixTree], parts: int) -> list[list[Piece]]:
+    """Every part a run of paths as they stand, depth-first, the fullest as small as it can be: what neighbours have in
+    common is computed twice where a tree is cut, and nothing else."""
+    least = max(int(tree.lengths.max()) for tree in trees)
+    most = max(least, sum(tree.tokens for tree in trees))
+    while least < most:
+        middle = (least + most) // 2
+        least, most = (least, middle) if len(_filled(trees, middle)) <= parts else (middle + 1, most)
+    found = _filled(trees, most)
+    return found + [[] for _ in range(parts - len(found))]
+
+
+def _filled(trees: Sequence[PrefixTree], most: int) -> list[list[Piece]]:
+    """Runs of paths, each of `most` tokens at most."""
+    found: list[list[Piece]] = [[]]
+    load = 0
+    for index, tree in enumerate(trees):
+        low = 0
+        for place, (length, shared) in enumerate(zip(tree.lengths.tolist(), tree.shared.tolist(), strict=True)):
+            own = length - (shared if place > low else 0)
+            if load + own > most:
+                if place > low:
+                    found[-1].append(Piece(index, tree.cost_between(low, place), tuple(range(low, place))))
+                found.append([])
+                load, low, own = 0, place, length
+            load += own
+        found[-1].append(Piece(index, tree.cost_between(low, len(tree.lengths)), tuple(range(low, len(tree.lengths)))))
+    return found
 
 
 def _placed(pieces: Sequence[Piece], trees: Sequence[PrefixTree], parts: int) -> list[list[Piece]]:

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 Ints = npt.NDArray[np.int64]
 
-LEAST = 16
+LEAST = 8
 """A common prefix is laid out by itself where it is so many tokens longer than the one around it. Below, computing it
 once saves less than its segment costs."""
 

@@ -24,8 +24,9 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from agentrl.compute.batch import Batch, PrefixTree, prefix_trees
+from agentrl.compute.batch import Batch, prefix_trees
 from agentrl.compute.packing import bins
+from agentrl.compute.prefix_tree import PrefixTree
 
 BODY, PAIR = 2_774_000_000, 4 * 36 * 16 * 128
 """Of Qwen2.5-3B: parameters in matrices that each token passes, and operations of a token that attends to another."""
@@ -70,7 +71,8 @@ def make_step(tasks: int, samples: int, seed: int = 0) -> Batch:
     group = np.repeat(np.arange(tasks), samples)
     position = np.arange(offsets[-1]) - np.repeat(offsets[:-1], lengths)
     answered = position >= np.repeat(prompts, lengths)
-    ids = np.where(answered, position, np.repeat(group, lengths)).astype(np.int32)  # prompts of a group are equal
+    answer = tasks + np.repeat(np.arange(tasks * samples), lengths)  # what samples of a group share is the prompt alone
+    ids = np.where(answered, answer, np.repeat(group, lengths)).astype(np.int32)
     return Batch(
         offsets,
         {"ids": ids, "loss_mask": answered.astype(np.uint8)},
@@ -82,28 +84,23 @@ def greedy(batch: Batch, tokens: int) -> Bins:
     """Return the cut that `bins` is compared with."""
     found: Bins = []
     used = tokens
-    for tree in _bounded(prefix_trees(batch), batch.lengths, tokens):
-        size = tokens_of([tree], batch)
-        if used + size > tokens:
+    for tree in _bounded(prefix_trees(batch), tokens):
+        if used + tree.tokens > tokens:
             found.append([])
             used = 0
         found[-1].append(tree)
-        used += size
+        used += tree.tokens
     return found
 
 
-def _bounded(trees: Sequence[PrefixTree], lengths: np.ndarray, tokens: int) -> Iterator[PrefixTree]:
+def _bounded(trees: Sequence[PrefixTree], tokens: int) -> Iterator[PrefixTree]:
     for tree in trees:
-        part: list[int] = []
-        used = tree.shared
-        for sample in tree.samples:
-            size = int(lengths[sample]) - tree.shared
-            if part and used + size > tokens:
-                yield PrefixTree(tree.shared, tuple(part))
-                part, used = [], tree.shared
-            part.append(sample)
-            used += size
-        yield PrefixTree(tree.shared, tuple(part))
+        low = 0
+        for place in range(1, len(tree.samples)):
+            if tree.cost_between(low, place + 1) > tokens:
+                yield tree.subset(range(low, place))
+                low = place
+        yield tree.subset(range(low, len(tree.samples)))
 
 
 def even(parts: Sequence[Batch], tokens: int) -> list[Bins]:
@@ -114,25 +111,21 @@ def even(parts: Sequence[Batch], tokens: int) -> list[Bins]:
     return [new if len(new) <= most else cut for new, cut in zip(again, found, strict=True)]
 
 
-def tokens_of(trees: Sequence[PrefixTree], batch: Batch) -> int:
+def tokens_of(trees: Sequence[PrefixTree]) -> int:
     """Return the packed tokens of a micro-batch."""
-    return sum(tree.shared + sum(int(batch.lengths[s]) - tree.shared for s in tree.samples) for tree in trees)
+    return sum(tree.tokens for tree in trees)
 
 
-def operations_of(trees: Sequence[PrefixTree], batch: Batch) -> int:
+def operations_of(trees: Sequence[PrefixTree]) -> int:
     """Return the operations of its forward and backward pass, without the output layer."""
-    pairs = 0
-    for tree in trees:
-        own = batch.lengths[list(tree.samples)] - tree.shared
-        pairs += tree.shared * (tree.shared + 1) // 2 + int((own * tree.shared + own * (own + 1) // 2).sum())
-    return 6 * BODY * tokens_of(trees, batch) + 3 * PAIR * pairs
+    return 6 * BODY * tokens_of(trees) + 3 * PAIR * sum(tree.pairs for tree in trees)
 
 
-def path(parts: Sequence[Batch], cut: Sequence[Bins], size: Callable[[Sequence[PrefixTree], Batch], int]) -> np.ndarray:
+def path(cut: Sequence[Bins], size: Callable[[Sequence[PrefixTree]], int]) -> np.ndarray:
     """Return the sizes of micro-batches, [ranks, passes], 0 where a rank has none."""
-    sizes = np.zeros((len(parts), max(map(len, cut))))
-    for rank, (part, trees) in enumerate(zip(parts, cut, strict=True)):
-        sizes[rank, : len(trees)] = [size(t, part) for t in trees]
+    sizes = np.zeros((len(cut), max(map(len, cut))))
+    for rank, trees in enumerate(cut):
+        sizes[rank, : len(trees)] = [size(t) for t in trees]
     return sizes
 
 
@@ -153,7 +146,7 @@ def main() -> None:
                 began = time.process_time()
                 cut = [greedy(part, limit) for part in parts] if name == "greedy" else even(parts, limit)
                 took = (time.process_time() - began) / options.ranks
-                tokens, work = (path(parts, cut, size) for size in (tokens_of, operations_of))
+                tokens, work = (path(cut, size) for size in (tokens_of, operations_of))
                 whole, flops = tokens.max(0).sum(), work.max(0).sum()
                 base = base or whole
                 print(

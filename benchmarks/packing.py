@@ -11,24 +11,34 @@ positions that predict an answer's token.
 padded     the Hugging Face module (sdpa), rows in the order of the batch, padded on the right to the longest of their
            micro-batch, with an attention mask if lengths differ.
 unshared   our forward on the same rows packed one after another, each with its prompt.
-fast       our forward on shared-prefix trees (BlockForward);  module   the Hugging Face module on them (ModuleForward).
+fast       our forward on prefix trees (BlockForward);   module   the Hugging Face module on them (ModuleForward).
 
 Tokens are samples x (prompt + answer), the same for all methods. Times are CPU seconds of the process, the minimum of
 the rounds, with alternating methods: on one thread, that is the time on a core of its own, whatever else runs on the
 machine. The log-probs of all methods are compared before anything is timed.
+
+A second table has conversations of turns of about 48 tokens behind a prompt of 100, our forward alone:
+
+turns k    8 samples of 6 turns, of which either half has its first k in common
+thinking   4 rollouts of 4 turns whose thinking is left out of later turns: a path each turn
+retries    4 rollouts of 6 turns that went back after the second and after the fourth turn: 3 paths
+compacted  4 rollouts that went on from a summary twice: 3 paths, which have the prompt alone in common
+
+separate   every path by itself;   prompt   what all paths of a group have in common once;   tree   every beginning once
 """
 
 import argparse
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from agentrl.compute.batch import Batch
+from agentrl.compute import batch as batch_module
+from agentrl.compute.batch import Batch, prefix_trees
 from agentrl.compute.block_forward import BlockForward
 from agentrl.compute.forward import Forward, ModuleForward
 from agentrl.compute.packing import micro_batches
@@ -53,26 +63,93 @@ def make_batch(
     prompt: int, answer: int, samples: int, groups: int, varied: bool, vocabulary: int = VOCABULARY
 ) -> Batch:
     rng = np.random.default_rng(0)
-    rows, prompts = [], []
+    rows: list[list[np.ndarray]] = []
+    prompts = []
     for _ in range(groups):
+        rows.append([])
         length = int(rng.integers(prompt * 3 // 4, prompt * 5 // 4)) if varied else prompt
         opening = rng.integers(1, vocabulary, length)
         for _ in range(samples):
             drawn = rng.lognormal(-0.18, 0.6) if varied else 1.0
             own = rng.integers(1, vocabulary, max(1, round(answer * min(drawn, 4))))
-            rows.append(np.concatenate([opening, own]))
+            rows[-1].append(np.concatenate([opening, own]))
             prompts.append(length)
+    return batch_of(rows, prompts)
+
+
+def batch_of(groups: Sequence[Sequence[np.ndarray]], prompts: Sequence[int]) -> Batch:
+    """Return a batch of the rows of all groups, which are sampled behind their prompts; column `weight` of the loss."""
+    rows = [row for group in groups for row in group]
     mask = [np.arange(len(row)) >= length for row, length in zip(rows, prompts, strict=True)]
     offsets = np.cumsum([0, *(len(row) for row in rows)])
+    weight = np.random.default_rng(1).normal(size=int(offsets[-1])).astype(np.float32)
     return Batch(
         offsets,
+        {"ids": np.concatenate(rows).astype(np.int32), "loss_mask": np.concatenate(mask).astype(np.uint8)},
         {
-            "ids": np.concatenate(rows).astype(np.int32),
-            "loss_mask": np.concatenate(mask).astype(np.uint8),
-            "weight": rng.normal(size=int(offsets[-1])).astype(np.float32),
+            "prompt_length": np.array(prompts, np.int32),
+            "group": np.repeat(np.arange(len(groups)), [len(group) for group in groups]),
         },
-        {"prompt_length": np.array(prompts, np.int32), "group": np.repeat(np.arange(groups), samples)},
-    )
+    ).with_tokens(weight=weight)
+
+
+Turns = Callable[[int], list[np.ndarray]]
+"""Makes as many turns, of new ids."""
+
+
+def forked(prompt: np.ndarray, turns: Turns, shared: int) -> Iterator[np.ndarray]:
+    for common in (turns(shared), turns(shared)):
+        yield from (np.concatenate([prompt, *common, *turns(6 - shared)]) for _ in range(4))
+
+
+def thinking(prompt: np.ndarray, turns: Turns) -> Iterator[np.ndarray]:
+    for _ in range(4):
+        thoughts, answers = turns(4), turns(4)
+        yield from (np.concatenate([prompt, *answers[:k], thoughts[k], answers[k]]) for k in range(4))
+
+
+def retries(prompt: np.ndarray, turns: Turns) -> Iterator[np.ndarray]:
+    for _ in range(4):
+        first = turns(6)
+        second = [*first[:4], *turns(2)]
+        yield from (np.concatenate([prompt, *path]) for path in (first, second, [*first[:2], *turns(4)]))
+
+
+def compacted(prompt: np.ndarray, turns: Turns) -> Iterator[np.ndarray]:
+    for _ in range(4):
+        summary: list[np.ndarray] = []
+        for _ in range(3):
+            path = [*summary, *turns(4)]
+            summary = turns(1)
+            yield np.concatenate([prompt, *path, *summary])
+
+
+CONVERSATIONS: dict[str, Callable[[np.ndarray, Turns], Iterator[np.ndarray]]] = {
+    **{f"turns {k}": lambda prompt, turns, k=k: forked(prompt, turns, k) for k in (1, 2, 4)},
+    "thinking": thinking,
+    "retries": retries,
+    "compacted": compacted,
+}
+
+
+def conversations(name: str, groups: int, turn: int = 48, prompt: int = 100, vocabulary: int = VOCABULARY) -> Batch:
+    """Return groups of a kind of CONVERSATIONS; turns have `turn` tokens, a quarter more or less."""
+    rng = np.random.default_rng(0)
+
+    def turns(count: int) -> list[np.ndarray]:
+        return [rng.integers(1, vocabulary, rng.integers(turn * 3 // 4, turn * 5 // 4 + 1)) for _ in range(count)]
+
+    rows = [list(CONVERSATIONS[name](rng.integers(1, vocabulary, prompt), turns)) for _ in range(groups)]
+    return batch_of(rows, [prompt] * sum(map(len, rows)))
+
+
+def prompts_alone(work: Callable[[], np.ndarray]) -> np.ndarray:
+    """Do it with trees of one level."""
+    least, batch_module.LEAST = batch_module.LEAST, 1 << 40
+    try:
+        return work()
+    finally:
+        batch_module.LEAST = least
 
 
 def packed(forward: Forward, batch: Batch, budget: int) -> np.ndarray:
@@ -126,10 +203,11 @@ def apart(batch: Batch) -> Batch:
 
 
 def compared(sides: dict[str, Callable[[], np.ndarray]], tolerance: float) -> None:
-    """Run each method once, which also warms it up, and exit if the log-probs differ by more than `tolerance`."""
+    """Run each method once, which also warms it up, and exit if log-probs differ from the first's by more."""
     found = {name: work() for name, work in sides.items()}
+    wanted = next(iter(found.values()))
     for name, logprobs in found.items():
-        if (off := float(np.abs(logprobs - found["padded"]).max())) > tolerance:
+        if (off := float(np.abs(logprobs - wanted).max())) > tolerance:
             raise SystemExit(f"log-probs of {name} are off by {off:.2g}: nothing to compare")
 
 
@@ -161,6 +239,22 @@ def measure(model: Any, batch: Batch, budget: int, rounds: int) -> dict[str, flo
     return {name: int(batch.offsets[-1]) / spent for name, spent in times.items()}
 
 
+def measure_trees(model: Any, batch: Batch, budget: int, rounds: int) -> list[float]:
+    """Return packed tokens as shares of the paths', and speeds as multiples of that of separate paths: of the prompt
+    alone, and of the tree."""
+    fast = BlockForward(model)
+    sides: dict[str, Callable[[], np.ndarray]] = {
+        "separate": lambda: packed(fast, apart(batch), budget),
+        "prompt": lambda: prompts_alone(lambda: packed(fast, batch, budget)),
+        "tree": lambda: packed(fast, batch, budget),
+    }
+    compared(sides, 1e-4)
+    times = seconds(sides, model, rounds, time.process_time)
+    counts = [sum(tree.tokens for tree in prefix_trees(batch, least=least)) for least in (1 << 40, None)]
+    shares = [count / int(batch.offsets[-1]) for count in counts]
+    return [*shares, *(times["separate"] / times[side] for side in ("prompt", "tree"))]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
@@ -184,6 +278,17 @@ def main() -> None:
                     f" {ratios[0]:5.2f} {ratios[1]:7.2f}  | {ratios[2]:5.2f} {ratios[3]:7.2f}",
                     flush=True,
                 )
+
+    print("\nconversations          tokens of separate     times separate    tree times prompt")
+    print("             paths      prompt    tree        prompt    tree")
+    for name in CONVERSATIONS:
+        batch = conversations(name, options.groups)
+        found = measure_trees(model, batch, options.budget, options.rounds)
+        print(
+            f"{name:10s}  {len(batch):6d}      {found[0]:6.2f}  {found[1]:6.2f}        {found[2]:6.2f}  {found[3]:6.2f}"
+            f"    {found[3] / found[2]:13.2f}",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from agentrl.compute.prefix_tree import LEAST, Ints, PrefixTree, prefix_tree
 from agentrl.trajectory import Group, Trajectory
 
 Array = npt.NDArray[Any]
-Ints = npt.NDArray[np.int64]
 
 SIZES = (np.inf, 1.0, 0.5, 0.25, 0.125, 0.0)
 """Limits on the size of a piece that `balanced` tries, as shares of a part; 0: single samples."""
@@ -131,23 +131,30 @@ class Batch:
     def distribute(self, parts: int) -> "Partition":
         """Split the samples over `parts` workers by packed tokens, each part in the order of the batch; deterministic.
 
-        Groups stay whole where that balances, since a worker computes the prompt of a group once for all of its
-        samples. Where it does not, a group is split, and several workers compute its prompt. Samples without a sampled
+        Groups stay whole where that balances: a worker computes what samples of a group have in common once, for all of
+        them that it has. Where it does not, a group is split, and several workers compute it. Samples without a sampled
         token are never computed: they count as 0 tokens, and stay with the sample before them.
         """
-        kept = np.flatnonzero(self.sampled > 0)
-        lengths = self.lengths[kept]
-        trees = prefix_trees(self.select(kept))
-        shared = [tree.shared for tree in trees]
-        answers = [[(int(lengths[s]) - tree.shared, s) for s in tree.samples] for tree in trees]
+        trees = prefix_trees(self, np.flatnonzero(self.sampled > 0))
         owner = np.full(len(self), -1)
-        for part, pieces in enumerate(balanced(shared, answers, parts)):
+        for part, pieces in enumerate(balanced(trees, parts)):
             for piece in pieces:
-                owner[kept[list(piece.samples)]] = part
+                owner[trees[piece.tree].samples[list(piece.places)]] = part
         known = np.maximum.accumulate(np.where(owner >= 0, np.arange(len(self)), 0))
-        owner = np.maximum(owner[known], 0)
+        owner = self.undivided(np.maximum(owner[known], 0))
         chosen = [np.flatnonzero(owner == part) for part in range(parts)]
         return Partition([self.select(indices) for indices in chosen], np.concatenate(chosen))
+
+    def undivided(self, owner: Ints) -> Ints:
+        """Return `owner`, int64 [S], the part of each sample, with all paths of a rollout in the part that has most of
+        its tokens: a loss may compare a rollout's tokens as a whole."""
+        if "rollout" not in self.samples or not len(self):
+            return owner
+        rollouts, tokens = self.rollouts, np.zeros((int(self.rollouts[-1]) + 1, int(owner.max()) + 1), np.int64)
+        there = owner >= 0
+        np.add.at(tokens, (rollouts[there], owner[there]), self.lengths[there])
+        found: Ints = np.where(there, tokens.argmax(1)[rollouts], owner)
+        return found
 
     def split(self, parts: int) -> "list[Batch]":
         """Return `parts` runs of consecutive rollouts whose counts differ by at most one; some may be empty."""
@@ -237,36 +244,18 @@ def _columns(batch: Batch) -> list[str]:
     return sorted([*batch.tokens, *batch.samples])
 
 
-@dataclass(frozen=True, slots=True)
-class PrefixTree:
-    """Samples whose first ids are equal, and computed once."""
+def prefix_trees(batch: Batch, samples: Ints | None = None, least: int | None = None) -> list[PrefixTree]:
+    """Neighbouring samples of one group make a tree, whatever they have in common: prompts, turns, answers.
 
-    shared: int
-    """Length of the shared prefix, in tokens."""
-    samples: tuple[int, ...]
-    """Indices into the batch."""
-
-
-def prefix_trees(batch: Batch) -> list[PrefixTree]:
-    """Return a tree for each run of consecutive samples of a group; its prefix is the longest that their prompts
-    share."""
-    trees = []
-    groups = batch.samples["group"]
-    starts = [0, *(np.flatnonzero(np.diff(groups)) + 1).tolist(), len(batch)] if len(batch) else [0]
-    for low, high in pairwise(starts):
-        samples = tuple(range(low, high))
-        trees.append(PrefixTree(_common_prefix(batch, samples) if len(samples) > 1 else 0, samples))
-    return trees
-
-
-def _common_prefix(batch: Batch, samples: Sequence[int]) -> int:
-    """Return the length of the longest common prefix of the samples' prompts."""
-    prompts = [batch.tokens["ids"][batch.span(s)][: batch.samples["prompt_length"][s]] for s in samples]
-    length = min(len(p) for p in prompts)
-    for prompt in prompts[1:]:
-        differs = np.flatnonzero(prompt[:length] != prompts[0][:length])
-        length = int(differs[0]) if len(differs) else length
-    return length
+    samples: those that count, ascending (None: all). least: see `prefix_tree` (None: LEAST).
+    """
+    chosen = np.arange(len(batch)) if samples is None else samples
+    groups, ids = batch.samples["group"][chosen], batch.tokens["ids"]
+    starts = [0, *(np.flatnonzero(np.diff(groups)) + 1).tolist(), len(chosen)] if len(chosen) else [0]
+    return [
+        prefix_tree(chosen[low:high], [ids[batch.span(s)] for s in chosen[low:high].tolist()], least or LEAST)
+        for low, high in pairwise(starts)
+    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,89 +301,144 @@ class Partition:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Samples of one group that stay in one part."""
+    """Paths of one tree that stay together: their places in it, ascending, and the tokens computed for them alone."""
 
-    group: int
-    """Index of the group."""
+    tree: int
     tokens: int
-    """Their tokens without the shared prompt."""
-    samples: tuple[int, ...]
-    """Indices of the samples."""
+    places: tuple[int, ...]
 
 
-def balanced(shared: Sequence[int], answers: Sequence[list[tuple[int, int]]], parts: int) -> list[list[Piece]]:
-    """Distribute groups over `parts` parts of about equal packed tokens; return the pieces of each part, perhaps none.
+def balanced(trees: Sequence[PrefixTree], parts: int) -> list[list[Piece]]:
+    """Distribute trees over `parts` parts of about equal packed tokens; return the pieces of each, some maybe none.
 
-    shared: number of tokens of each group's shared prompt. answers: for each group, (tokens without the prompt,
-    sample). Groups are cut by several limits in turn (SIZES), and the one that cuts least is chosen among those whose
-    fullest part is within SLACK of the best.
+    Of several ways to cut the trees the one that cuts least is taken, unless its fullest part is fuller.
     """
-    ideal = sum(shared, sum(tokens for group in answers for tokens, _ in group)) / parts
+    ideal = sum(tree.tokens for tree in trees) / parts
+    ways = [_placed([p for i, t in enumerate(trees) for p in _cut(i, t, size * ideal)], trees, parts) for size in SIZES]
+    if any(tree.root is None for tree in trees):
+        ways.insert(1, _in_order(trees, parts))
     found: list[tuple[float, list[list[Piece]]]] = []
-    for size in SIZES:
-        pieces = [p for g, group in enumerate(answers) for p in _cut(g, shared[g], group, size * ideal)]
-        placed = _rebalanced(_assigned(pieces, shared, parts), shared)
-        found.append((max(packed_tokens(part, shared) for part in placed), placed))
+    for way in ways:
+        placed = _evened(way, trees)
+        found.append((max(packed_tokens(part, trees) for part in placed), placed))
     fullest = min(load for load, _ in found)
     return next(placed for load, placed in found if load <= SLACK * fullest)
 
 
-def _cut(group: int, shared: int, answers: list[tuple[int, int]], size: float) -> Iterator[Piece]:
-    """Cut a group into the fewest pieces, of about equal size, of at most `size` tokens with their prompt, or of one
-    answer."""
-    tokens = sum(length for length, _ in answers)
-    count = 1 if shared + tokens <= size else min(len(answers), int(-(-tokens // max(1.0, size - shared))))
-    bins: list[list[tuple[int, int]]] = [[] for _ in range(count)]
-    loads = np.zeros(count)
-    for answer in sorted(answers, key=lambda a: (-a[0], a[1])):
-        lightest = int(loads.argmin())
-        bins[lightest].append(answer)
-        loads[lightest] += max(1, answer[0])
+def _cut(index: int, tree: PrefixTree, size: float) -> Iterator[Piece]:
+    """A tree in few pieces of about `size` tokens each (or of one path), cut where that repeats least: where it forks
+    first, in about equal pieces; a branch that has more than `size` tokens by itself is cut likewise."""
+    pending = [(0, len(tree.samples))]
+    while pending:
+        low, high = pending.pop()
+        whole = tree.cost_between(low, high)
+        if whole <= size or high - low == 1:
+            yield Piece(index, whole, tuple(range(low, high)))
+            continue
+        shared = int(tree.shared[low + 1 : high].min())
+        edges = [low, *(low + 1 + np.flatnonzero(tree.shared[low + 1 : high] == shared)).tolist(), high]
+        small: list[tuple[int, tuple[int, int]]] = []
+        for first, end in pairwise(edges):
+            own = tree.cost_between(first, end) - shared
+            if own > size and end - first > 1:
+                pending.append((first, end))
+            else:
+                small.append((own, (first, end)))
+        if small:
+            yield from _even_pieces(index, shared, small, size)
+
+
+def _even_pieces(index: int, shared: int, branches: list[tuple[int, tuple[int, int]]], size: float) -> Iterator[Piece]:
+    """The fewest pieces of at most `size` tokens (or of one branch), about equal ones, of branches (own tokens, places)
+    behind `shared` common tokens."""
+    tokens = sum(own for own, _ in branches)
+    count = min(len(branches), int(-(-tokens // max(1.0, size - shared)))) if shared + tokens > size else 1
+    bins: list[list[tuple[int, tuple[int, int]]]] = [[] for _ in range(max(1, count))]
+    loads = np.zeros(len(bins))
+    for branch in sorted(branches, key=lambda b: (-b[0], b[1])):
+        place = int(loads.argmin())
+        bins[place].append(branch)
+        loads[place] += max(1, branch[0])
     for chosen in bins:
-        yield Piece(group, sum(length for length, _ in chosen), tuple(sorted(s for _, s in chosen)))
+        places = sorted(place for _, edge in chosen for place in range(*edge))
+        yield Piece(index, shared + sum(own for own, _ in chosen), tuple(places))
 
 
-def _assigned(pieces: Sequence[Piece], shared: Sequence[int], parts: int) -> list[list[Piece]]:
-    """Assign the pieces to parts, the largest first, each to the part with the least load afterwards (LPT, Graham 1969;
-    a prompt that a part has already costs nothing). Pieces of one group in one part become one piece."""
+def _in_order(trees: Sequence[PrefixTree], parts: int) -> list[list[Piece]]:
+    """Every part a run of paths as they stand, depth-first, the fullest as small as it can be: what neighbours have in
+    common is computed twice where a tree is cut, and nothing else."""
+    least = max(int(tree.lengths.max()) for tree in trees)
+    most = max(least, sum(tree.tokens for tree in trees))
+    while least < most:
+        middle = (least + most) // 2
+        least, most = (least, middle) if len(_filled(trees, middle)) <= parts else (middle + 1, most)
+    found = _filled(trees, most)
+    return found + [[] for _ in range(parts - len(found))]
+
+
+def _filled(trees: Sequence[PrefixTree], most: int) -> list[list[Piece]]:
+    """Runs of paths, each of `most` tokens at most."""
+    found: list[list[Piece]] = [[]]
+    load = 0
+    for index, tree in enumerate(trees):
+        low = 0
+        for place, (length, shared) in enumerate(zip(tree.lengths.tolist(), tree.shared.tolist(), strict=True)):
+            own = length - (shared if place > low else 0)
+            if load + own > most:
+                if place > low:
+                    found[-1].append(Piece(index, tree.cost_between(low, place), tuple(range(low, place))))
+                found.append([])
+                load, low, own = 0, place, length
+            load += own
+        found[-1].append(Piece(index, tree.cost_between(low, len(tree.lengths)), tuple(range(low, len(tree.lengths)))))
+    return found
+
+
+def _placed(pieces: Sequence[Piece], trees: Sequence[PrefixTree], parts: int) -> list[list[Piece]]:
+    """The largest piece first, each where the load is least afterwards (LPT, Graham 1969; what a part computes already
+    costs nothing). Pieces of a tree in one part become one."""
     loads = np.zeros(parts)
-    computing: dict[int, list[int]] = {}  # group -> the parts that compute its prompt
-    placed: list[dict[int, list[Piece]]] = [{} for _ in range(parts)]
-    for piece in sorted(pieces, key=lambda p: (-(p.tokens + shared[p.group]), p.samples)):
-        after = loads + piece.tokens + shared[piece.group]
-        after[computing.get(piece.group, [])] -= shared[piece.group]
+    owners: dict[int, Ints] = {}  # tree -> the part that computes each path, -1 where none does yet
+    placed: list[dict[int, Piece]] = [{} for _ in range(parts)]
+    for piece in sorted(pieces, key=lambda p: (-p.tokens, p.tree, p.places)):
+        tree, there = trees[piece.tree], np.zeros(parts)  # what each part has of it already
+        if (owner := owners.get(piece.tree)) is not None:
+            known = owner >= 0
+            if tree.root is not None:
+                there[owner[known]] = tree.root
+            else:
+                np.maximum.at(there, owner[known], tree.common(piece.places[0])[known])
+        after = loads + piece.tokens - there
         part = int(after.argmin())
         loads[part] = after[part]
-        if piece.group not in placed[part]:
-            computing.setdefault(piece.group, []).append(part)
-        placed[part].setdefault(piece.group, []).append(piece)
-    return [[_merged(pieces) for pieces in part.values()] for part in placed]
+        if other := placed[part].get(piece.tree):
+            places = tuple(sorted(other.places + piece.places))
+            placed[part][piece.tree] = Piece(piece.tree, other.tokens + piece.tokens - int(there[part]), places)
+        else:
+            placed[part][piece.tree] = piece
+        if len(piece.places) < len(tree.samples):
+            owners.setdefault(piece.tree, np.full(len(tree.samples), -1))[list(piece.places)] = part
+    return [list(part.values()) for part in placed]
 
 
-def _merged(pieces: Sequence[Piece]) -> Piece:
-    samples = sorted(sample for piece in pieces for sample in piece.samples)
-    return Piece(pieces[0].group, sum(piece.tokens for piece in pieces), tuple(samples))
-
-
-def _rebalanced(parts: list[list[Piece]], shared: Sequence[int]) -> list[list[Piece]]:
-    """Move pieces out of the fullest part, or exchange them with another part's, as long as that lowers the fuller of
-    the two."""
+def _evened(parts: list[list[Piece]], trees: Sequence[PrefixTree]) -> list[list[Piece]]:
+    """Pieces moved from the fullest part, or exchanged with another's, as long as that makes the two fullest less."""
+    loads = np.array([packed_tokens(part, trees) for part in parts])
     for _ in range(8 * len(parts)):
-        loads = np.array([packed_tokens(part, shared) for part in parts])
         full = int(loads.argmax())
         for other in np.argsort(loads, kind="stable").tolist():
-            if _moved(parts[full], parts[other], loads[full] - loads[other], shared):
+            if _exchanged(parts[full], parts[other], loads[full] - loads[other]):
+                loads[[full, other]] = [packed_tokens(parts[part], trees) for part in (full, other)]
                 break
         else:
             break
     return parts
 
 
-def _moved(full: list[Piece], other: list[Piece], gap: float, shared: Sequence[int]) -> bool:
-    """Move one piece from `full` to `other`, or exchange two, so that the change in tokens is nearest to half of `gap`;
-    return False if no move changes less than `gap`."""
-    given = np.array([p.tokens + shared[p.group] for p in full], float)
-    taken = np.array([0, *(p.tokens + shared[p.group] for p in other)], float)
+def _exchanged(full: list[Piece], other: list[Piece], gap: float) -> bool:
+    """Give the piece, or exchange the two, whose difference in tokens is nearest to half the gap; False if none is."""
+    given = np.array([p.tokens for p in full], float)
+    taken = np.array([0, *(p.tokens for p in other)], float)
     change = given[:, None] - taken
     change[(change <= 0) | (change >= gap)] = np.inf
     off = np.abs(change - gap / 2)
@@ -408,6 +452,12 @@ def _moved(full: list[Piece], other: list[Piece], gap: float, shared: Sequence[i
     return True
 
 
-def packed_tokens(pieces: Sequence[Piece], shared: Sequence[int]) -> int:
-    """Return the number of packed tokens of a part: each prompt counts once. shared: see `balanced`."""
-    return sum(piece.tokens for piece in pieces) + sum(shared[group] for group in {piece.group for piece in pieces})
+def packed_tokens(pieces: Sequence[Piece], trees: Sequence[PrefixTree]) -> int:
+    """Return the packed tokens of a part."""
+    by_tree: dict[int, list[Piece]] = {}
+    for piece in pieces:
+        by_tree.setdefault(piece.tree, []).append(piece)
+    return sum(
+        own[0].tokens if len(own) == 1 else trees[tree].cost(sorted(place for piece in own for place in piece.places))
+        for tree, own in by_tree.items()
+    )

@@ -16,7 +16,7 @@ from torch import Tensor
 from agentrl.compute.batch import Batch, prefix_trees
 from agentrl.compute.forward import TOLERANCE, hidden_states
 from agentrl.compute.micro_batches import SINGLE_PROCESS, ProcessGroup, token_column
-from agentrl.compute.packing import Packed, Segment, pack
+from agentrl.compute.packing import Packed, indices, pack
 from agentrl.errors import UserError
 from agentrl.models.load import find_device
 from agentrl.models.prove import disproof
@@ -77,7 +77,7 @@ class ModuleScores:
     def __call__(self, packed: Packed) -> Tensor:
         backbone, score = getattr(self.model, self.model.base_model_prefix), self.model.score
         states = hidden_states(backbone, backbone, packed, score.weight.device)
-        read = torch.from_numpy(_targets(packed)).to(states.device)
+        read = torch.from_numpy(packed.predicted).to(states.device)
         scores: Tensor = score(states.index_select(0, read))
         return scores[:, 0].float()
 
@@ -92,10 +92,7 @@ class SequenceScores:
         self.model, self.max_over_ranks = model, max_over_ranks
 
     def __call__(self, packed: Packed) -> Tensor:
-        leaves = [segment for segment in packed.segments if segment.predictions]
-        paths = [
-            np.concatenate([packed.ids[s.prefix_start : s.prefix_end], packed.ids[s.start : s.end]]) for s in leaves
-        ]
+        paths = [packed.ids[indices(path.spans)] for path in packed.paths if path.predictions]
         wanted = self.max_over_ranks(len(paths)) if self.max_over_ranks is not None else len(paths)
         scores = [self._score(path) for path in [*paths, *[packed.ids[:1]] * (wanted - len(paths))]]
         return torch.stack(scores)[: len(paths)] if scores else torch.zeros(0)
@@ -259,10 +256,3 @@ def _mark_ends(batch: Batch, pad: int | None) -> Batch:
     mask = np.zeros(len(real), np.uint8)
     mask[batch.offsets[:-1] + last] = 1
     return batch.with_tokens(loss_mask=mask).with_samples(prompt_length=last.astype(np.int32))
-
-
-def _targets(packed: Packed) -> Ints:
-    """Return the packed index of each predicted token, int64 [N]."""
-    leaves: list[Segment] = [segment for segment in packed.segments if segment.predictions]
-    starts = np.repeat([s.start for s in leaves], [s.predictions for s in leaves]).astype(np.int64)
-    return np.where(packed.predict >= starts, packed.predict + 1, starts)

@@ -122,7 +122,7 @@ def _active(text: Any) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """The size of a batch for a model that computes each shared prompt once."""
+    """The size of a batch for a model that computes whatever its samples have in common once."""
 
     tokens: int
     """Packed tokens."""
@@ -134,15 +134,9 @@ class Workload:
     @classmethod
     def of(cls, batch: Batch) -> "Workload":
         """Count the tokens of a batch, without samples that have no sampled token: no pass computes them."""
-        predicting = batch.sampled > 0
-        kept = batch if predicting.all() else batch.select(np.flatnonzero(predicting))
-        lengths = kept.lengths.astype(np.int64)
-        tokens = pairs = 0
-        for tree in prefix_trees(kept):
-            shared, own = tree.shared, lengths[list(tree.samples)] - tree.shared
-            tokens += shared + int(own.sum())
-            pairs += shared * (shared + 1) // 2 + int((own * shared + own * (own + 1) // 2).sum())
-        return cls(tokens, int(kept.sampled.sum()), pairs)
+        sampled = batch.sampled
+        trees = prefix_trees(batch, np.flatnonzero(sampled > 0))
+        return cls(sum(t.tokens for t in trees), int(sampled.sum()), sum(t.pairs for t in trees))
 
 
 def utilisation(flops: float, seconds: float, peak: float | None, of: str = "train") -> dict[str, float]:

@@ -22,7 +22,7 @@ from agentrl.compute.batch import Batch, prefix_trees
 from agentrl.compute.block_forward import BlockForward
 from agentrl.compute.hf_attention import Unsupported, replaced_attention
 from agentrl.compute.kernels import token_logprobs
-from agentrl.compute.packing import Packed, pack
+from agentrl.compute.packing import Packed, indices, pack
 from agentrl.compute.tree_attention import attend, faults, make_layout
 from agentrl.models.prove import attempt, difference, differs_like_others
 from agentrl.recipe.schema import ModelSection
@@ -111,7 +111,7 @@ class SequenceRunner(Generic[M]):
         """
         nothing = torch.zeros((), device=self._device)
         if self.max_over_ranks is not None:
-            passes = sum(bool(segment.predictions) for segment in packed.segments)
+            passes = sum(bool(path.predictions) for path in packed.paths)
             for _ in range(max(1, self.max_over_ranks(passes)) - passes):
                 nothing = nothing + 0.0 * self._run(packed.ids[:1]).float().sum()
         return nothing
@@ -120,18 +120,13 @@ class SequenceRunner(Generic[M]):
         """Yield, for each sequence, the slice of the row's predictions that are its own, and their logits, float32 [n,
         V]."""
         first = 0
-        for segment in packed.segments:
-            if not segment.predictions:
+        for path in packed.paths:
+            if not path.predictions:
                 continue
-            own = slice(first, first + segment.predictions)
-            prefix = segment.prefix_end - segment.prefix_start
-            path = np.concatenate(
-                [packed.ids[segment.prefix_start : segment.prefix_end], packed.ids[segment.start : segment.end]]
-            )
-            predict = packed.predict[own]
-            rows = np.where(predict >= segment.start, predict - segment.start + prefix, prefix - 1)
-            yield own, self._run(path).index_select(0, torch.from_numpy(rows).to(self._device)).float()
-            first += segment.predictions
+            own = slice(first, first + path.predictions)
+            rows = torch.from_numpy(packed.positions[packed.predict[own]]).to(self._device)
+            yield own, self._run(packed.ids[indices(path.spans)]).index_select(0, rows).float()
+            first += path.predictions
 
     @property
     def _device(self) -> torch.device:
@@ -256,7 +251,7 @@ def unsupported_attention(model: PreTrainedModel) -> str | None:
 
 
 def _probe(vocabulary: int, other: bool = False) -> Packed:
-    """Return a row of two groups with shared prompts and a single sequence."""
+    """Two groups with a shared prompt, two answers of the first with a common beginning, and a lone sequence."""
     rng = np.random.default_rng(0)
     rows, prompts, groups = [], [], []
     for group, (prompt, answers) in enumerate([(5, (3, 6, 4)), (7, (5, 2)), (4, (9,))]):
@@ -265,10 +260,11 @@ def _probe(vocabulary: int, other: bool = False) -> Packed:
             rows.append(np.concatenate([opening, rng.integers(0, vocabulary, answer)]))
             prompts.append(prompt)
             groups.append(group)
+    rows[2][5:7] = rows[1][5:7]
     mask = [np.arange(len(row)) >= prompt for row, prompt in zip(rows, prompts, strict=True)]
     batch = Batch(
         np.cumsum([0, *(len(row) for row in rows)]),
         {"ids": np.concatenate(rows).astype(np.int32), "loss_mask": np.concatenate(mask).astype(np.uint8)},
         {"prompt_length": np.array(prompts, np.int32), "group": np.array(groups, np.int64)},
     )
-    return pack(batch, prefix_trees(batch))
+    return pack(batch, prefix_trees(batch, least=1))

@@ -1,51 +1,81 @@
-"""Pack samples into one row of shared-prefix trees, in which a prompt that samples share occurs once.
+"""A batch packed into one row of prefix trees: whatever samples of a group have in common is laid out once.
 
-A tree is [prompt | answer 1 | ... | answer G], with positions along each path; a single sequence is a tree with an
-empty prompt and one leaf. A leaf attends to its prompt and to itself, so that the result of each path is that of a row
-of its own. The last token of the prompt predicts the first token of every answer.
+A tree is laid out depth-first, in segments: [prompt | answer 1 | ... | answer G] where samples share their prompt
+alone, else every common beginning, to any depth, and behind it what continues it. Positions run along each path. A
+segment attends to those that it continues and to itself, so every path sees exactly what it would see as a row of its
+own. The last token of a segment predicts the first token of each that continues it.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
-from agentrl.compute.batch import Batch, Ints, Piece, PrefixTree, balanced, packed_tokens, prefix_trees
+from agentrl.compute.batch import Batch, Piece, balanced, packed_tokens, prefix_trees
+from agentrl.compute.prefix_tree import Ints, PrefixTree
+
+Span = tuple[int, int]
+"""Packed tokens, from the first to before the second."""
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Packed tokens [start:end], which attend to all of [prefix_start:prefix_end] and causally to themselves."""
+    """packed[start:end] attends to the spans of `prefix`, all of them, and causally to itself."""
 
     start: int
     """Index of the first packed token."""
     end: int
     """Index after the last packed token."""
-    prefix_start: int = 0
-    """Start of its prefix."""
-    prefix_end: int = 0
-    """End of its prefix; equal to `prefix_start` without one."""
-    predictions: int = 0
-    """Number of its tokens that are predicted; 0 for a prompt. The row's predictions are in the order of the
-    segments."""
+    prefix: tuple[Span, ...] = ()
+    """(start, end) of what it continues, from the root on."""
+
+    @property
+    def reach(self) -> int:
+        """Tokens of the prefix."""
+        return sum(end - start for start, end in self.prefix)
+
+
+@dataclass(frozen=True, slots=True)
+class Path:
+    """A sample of the row: the spans that hold its tokens, in order, and how many of the row's predictions, in order,
+    are its own."""
+
+    spans: tuple[Span, ...]
+    predictions: int
 
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """The input of one forward pass: P packed tokens with N predictions."""
+    """One forward pass: P packed tokens that hold N predictions.
+
+    ids, positions: int64 [P]. segments: every packed token lies in exactly one, each behind those of its prefix and all
+    that continue one next to each other (depth-first). paths: every sample. predict: int64 [N], the packed token whose
+    hidden state predicts (-1 for the first of a path, which none does); predicted: int64 [N], the packed token that is
+    predicted, and source: int64 [N], the same in the batch's token columns. A packed token that several samples have
+    in common may be predicted for each of them.
+    """
 
     ids: Ints
     """int64 [P]: the token ids."""
     positions: Ints
     """int64 [P]: the position of each token along its path."""
     segments: tuple[Segment, ...]
-    """Segments that cover every packed token once, prompts before their leaves."""
+    paths: tuple[Path, ...]
     predict: Ints
-    """int64 [N]: the packed token whose hidden state predicts."""
-    target: Ints
-    """int64 [N]: the id that is predicted."""
+    predicted: Ints
     source: Ints
     """int64 [N]: the index of that id in the batch's token columns."""
+
+    @property
+    def target(self) -> Ints:
+        """The ids that are predicted, int64 [N]."""
+        return self.ids[self.predicted]
+
+
+def indices(spans: Sequence[Span]) -> Ints:
+    """The packed tokens of all spans, in order."""
+    return np.concatenate([np.zeros(0, np.int64), *(np.arange(start, end) for start, end in spans)])
 
 
 def micro_batches(batch: Batch, tokens: int) -> Iterator[Packed]:
@@ -58,78 +88,118 @@ def bins(batch: Batch, tokens: int, count: int = 0) -> list[list[PrefixTree]]:
     """Distribute the samples over bins of about equal packed tokens, `tokens` at most; return the trees of each bin,
     the fullest first.
 
-    count: desired number of bins; there are more if `tokens` would be exceeded, and fewer if there are fewer samples. A
-    sample larger than `tokens` has a bin of its own. Groups are split where that evens the bins, with their prompt in
-    each. Samples without a sampled token are left out.
+    count: how many bins are wanted; there are more where `tokens` would be exceeded, and fewer where there are fewer
+    samples. A sample larger than `tokens` has a bin of its own. Groups are cut where that evens the bins, what their
+    parts have in common in each. Samples without a sampled token are left out: they predict nothing. The paths of a
+    rollout stay together, also where that takes more than `tokens`.
     """
+    lengths = batch.lengths
     kept = np.flatnonzero(batch.sampled > 0)
-    lengths = batch.lengths[kept]
-    large = np.flatnonzero(lengths > tokens)
-    found = [(int(lengths[s]), [PrefixTree(0, (int(kept[s]),))]) for s in large]
-    shared: list[int] = []
-    answers: list[list[tuple[int, int]]] = []
-    for tree in prefix_trees(batch.select(kept)):
-        if fitting := [(int(lengths[s]) - tree.shared, s) for s in tree.samples if lengths[s] <= tokens]:
-            shared.append(tree.shared)
-            answers.append(fitting)
-    for pieces in _even(shared, answers, tokens, count - len(large)):
+    large = kept[lengths[kept] > tokens]
+    found = [[PrefixTree(s, lengths[s], np.zeros(1, np.int64))] for s in large[:, None]]
+    trees = prefix_trees(batch, kept[lengths[kept] <= tokens])
+    for pieces in _even(trees, tokens, count - len(large)):
         own: dict[int, list[int]] = {}  # a bin may hold several pieces of a group
         for piece in pieces:
-            own.setdefault(piece.group, []).extend(piece.samples)
-        joined = [_tree(shared[group], kept[sorted(own[group])]) for group in sorted(own)]
-        found.append((packed_tokens(pieces, shared), joined))
-    return [trees for _, trees in sorted(found, key=lambda part: (-part[0], part[1][0].samples))]
+            own.setdefault(piece.tree, []).extend(piece.places)
+        found.append([trees[index].subset(sorted(own[index])) for index in sorted(own)])
+    if "rollout" in batch.samples:
+        found = _undivided(batch, kept, found)
+    return sorted(found, key=lambda part: (-sum(tree.tokens for tree in part), part[0].samples.tolist()))
+
+
+def _undivided(batch: Batch, kept: Ints, bins: list[list[PrefixTree]]) -> list[list[PrefixTree]]:
+    """Return the bins with all paths of each rollout in one of them."""
+    owner = np.full(len(batch), -1)
+    for index, trees in enumerate(bins):
+        for tree in trees:
+            owner[tree.samples] = index
+    whole = batch.undivided(owner)
+    if np.array_equal(whole, owner):
+        return bins
+    found: list[list[PrefixTree]] = [[] for _ in bins]
+    for tree in prefix_trees(batch, kept):
+        owners = whole[tree.samples]
+        for index in np.unique(owners).tolist():
+            found[index].append(tree.subset(np.flatnonzero(owners == index)))
+    return [trees for trees in found if trees]
 
 
 def pack(batch: Batch, trees: Sequence[PrefixTree]) -> Packed:
-    """Return the trees as one packed row, one after another."""
-    pieces: list[tuple[int, int, int]] = []  # (start in the batch, end, first position)
+    """Lay the trees out in one row, one after another."""
+    where: list[Ints] = []  # the packed tokens in the batch's token columns
+    positions: list[Ints] = []
     segments: list[Segment] = []
-    predict: list[Ints] = []
-    source: list[Ints] = []
+    paths: list[Path] = []
+    predictions: list[tuple[Ints, Ints, Ints]] = []
     cursor = 0
     for tree in trees:
-        first = int(batch.offsets[tree.samples[0]])
-        prefix = (cursor, cursor + tree.shared)
-        if tree.shared:
-            pieces.append((first, first + tree.shared, 0))
-            segments.append(Segment(*prefix))
-            cursor += tree.shared
-        for sample in tree.samples:
-            start, end = int(batch.offsets[sample]) + tree.shared, int(batch.offsets[sample + 1])
-            pieces.append((start, end, tree.shared))
-            wanted = np.flatnonzero(batch.tokens["loss_mask"][start:end])
-            segments.append(Segment(cursor, cursor + end - start, *prefix, len(wanted)))
-            before = cursor + wanted - 1
-            before[wanted == 0] = prefix[1] - 1
-            predict.append(before)
-            source.append(start + wanted)
-            cursor += end - start
-    sources = np.concatenate([np.arange(low, high) for low, high, _ in pieces])
-    predicted = np.concatenate(source)
+        spans: list[Span] = []
+        for sample, shared, edges in zip(tree.samples.tolist(), tree.shared.tolist(), _edges(tree), strict=True):
+            first, end = int(batch.offsets[sample]), int(batch.offsets[sample + 1])
+            spans = _beginning(spans, shared)
+            for low, high in pairwise(edges):
+                segments.append(Segment(cursor, cursor + high - low, tuple(spans)))
+                spans = _joined(spans, (cursor, cursor + high - low))
+                cursor += high - low
+            where.append(np.arange(first + shared, end))
+            positions.append(np.arange(shared, end - first))
+            wanted = np.flatnonzero(batch.tokens["loss_mask"][first:end])
+            paths.append(Path(tuple(spans), len(wanted)))
+            path = np.concatenate([[-1], indices(spans)])
+            predictions.append((path[wanted], path[wanted + 1], first + wanted))
+    predict, predicted, source = (np.concatenate(column) for column in zip(*predictions, strict=True))
     return Packed(
-        ids=batch.tokens["ids"][sources].astype(np.int64),
-        positions=np.concatenate([np.arange(first, first + high - low) for low, high, first in pieces]),
+        ids=batch.tokens["ids"][np.concatenate(where)].astype(np.int64),
+        positions=np.concatenate(positions),
         segments=tuple(segments),
-        predict=np.concatenate(predict),
-        target=batch.tokens["ids"][predicted].astype(np.int64),
-        source=predicted,
+        paths=tuple(paths),
+        predict=predict,
+        predicted=predicted,
+        source=source,
     )
 
 
-def _even(
-    shared: Sequence[int], answers: Sequence[list[tuple[int, int]]], tokens: int, count: int
-) -> list[list[Piece]]:
-    """Return the pieces of each bin, none of which is empty: the fewest bins, at least `count`, of at most `tokens`."""
-    total = sum(shared) + sum(own for group in answers for own, _ in group)
-    parts = max(1, count, -(-total // tokens))
+def _edges(tree: PrefixTree) -> list[list[int]]:
+    """For each path where the tokens that it adds begin and end, and where between others branch off, as lengths of the
+    path, ascending; empty where it adds none."""
+    found: list[list[int]] = []
+    laid: list[list[int]] = []  # of the paths that the tokens before are laid out with, the outermost first
+    for shared, length in zip(tree.shared.tolist(), tree.lengths.tolist(), strict=True):
+        edges = [shared, length] if length > shared else []
+        found.append(edges)
+        if edges:
+            while laid and laid[-1][0] >= shared:
+                laid.pop()
+            if laid and shared < laid[-1][1]:  # depth-first: the deepest branch of a path comes first
+                laid[-1].insert(1, shared)
+            laid.append(edges)
+    return found
+
+
+def _beginning(spans: Sequence[Span], tokens: int) -> list[Span]:
+    """The first `tokens` of the spans."""
+    found: list[Span] = []
+    for start, end in spans:
+        if tokens <= 0:
+            break
+        found.append((start, min(end, start + tokens)))
+        tokens -= end - start
+    return found
+
+
+def _joined(spans: list[Span], more: Span) -> list[Span]:
+    """All of them, as one where they are neighbours."""
+    if spans and spans[-1][1] == more[0]:
+        return [*spans[:-1], (spans[-1][0], more[1])]
+    return [*spans, more]
+
+
+def _even(trees: Sequence[PrefixTree], tokens: int, count: int) -> list[list[Piece]]:
+    """Return the pieces of each bin: `count` bins or more, as few as hold `tokens` at most; none is empty."""
+    parts = max(1, count, -(-sum(tree.tokens for tree in trees) // tokens))
     while True:
-        placed = balanced(shared, answers, parts)
-        if all(packed_tokens(pieces, shared) <= tokens for pieces in placed):
+        placed = balanced(trees, parts)
+        if all(packed_tokens(pieces, trees) <= tokens for pieces in placed):
             return [pieces for pieces in placed if pieces]
         parts += max(1, parts // 32)
-
-
-def _tree(shared: int, samples: Ints) -> PrefixTree:
-    """Return the tree of these samples; a single one has no shared prefix."""
-    return PrefixTree(shared if len(samples) > 1 else 0, tuple(samples.tolist()))

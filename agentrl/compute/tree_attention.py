@@ -4,9 +4,10 @@ On a CPU, segments of similar length form a bucket, which is one batched product
 in the scores of a bucket; no padded token reaches a layer. Short buckets have a hand-derived forward and backward pass
 (1.5 times faster than flash attention on a CPU), long ones use scaled_dot_product_attention.
 
-On a CUDA device one kernel computes the whole row: flex_attention over the blocks of the mask if samples share a
-prompt, else flash attention over sequences of any length (half precision only). A kernel is used if it agrees with the
-buckets on a small row, gradients included; otherwise the buckets are used, and a line of the log gives the reason.
+On a CUDA device one kernel computes the whole row: flex_attention over the blocks of the mask where samples share a
+beginning, flash attention over sequences of any length where none do (half precision alone). A kernel is used once it
+agrees with the buckets on a small row, gradients included; otherwise the buckets are used, and a line of the log says
+why.
 """
 
 import functools
@@ -14,7 +15,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import islice
+from itertools import islice, pairwise
 from typing import Any, Protocol
 
 import numpy as np
@@ -23,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from agentrl.compute.packing import Segment
+from agentrl.compute.packing import Segment, Span, indices
 
 log = logging.getLogger(__name__)
 
@@ -139,9 +140,9 @@ def make_layout(segments: Sequence[Segment], device: torch.device | str = "cpu")
 def bucket_layout(segments: Sequence[Segment], device: torch.device | str = "cpu") -> BucketLayout:
     """Sort segments into buckets. Takes O(tokens), once a packed row, for all layers."""
     real = [s for s in segments if _length(s)]
-    if max(_prefix(s) + _length(s) for s in real) <= SHORT:
+    if max(s.reach + _length(s) for s in real) <= SHORT:
         real = [half for s in real for half in _halves(s)]
-    order = sorted(real, key=lambda s: (_prefix(s) > 0, _length(s)), reverse=True)
+    order = sorted(real, key=lambda s: (s.reach > 0, _length(s)), reverse=True)
     buckets: list[Bucket] = []
     packed: list[Tensor] = []
     bucketed: list[Tensor] = []
@@ -271,15 +272,11 @@ def _length(s: Segment) -> int:
     return s.end - s.start
 
 
-def _prefix(s: Segment) -> int:
-    return s.prefix_end - s.prefix_start
-
-
 def _halves(s: Segment) -> tuple[Segment, ...]:
-    if _prefix(s) or _length(s) < HALVED:
+    if s.prefix or _length(s) < HALVED:
         return (s,)
     middle = (s.start + s.end) // 2
-    return Segment(s.start, middle), Segment(middle, s.end, s.start, middle)
+    return Segment(s.start, middle), Segment(middle, s.end, ((s.start, middle),))
 
 
 def _runs(order: Sequence[Segment]) -> Iterator[list[Segment]]:
@@ -287,7 +284,7 @@ def _runs(order: Sequence[Segment]) -> Iterator[list[Segment]]:
     none."""
     run: list[Segment] = []
     for segment in order:
-        if run and (_length(segment) < FILL * _length(run[0]) or bool(_prefix(segment)) != bool(_prefix(run[0]))):
+        if run and (_length(segment) < FILL * _length(run[0]) or bool(segment.prefix) != bool(run[0].prefix)):
             yield run
             run = []
         run.append(segment)
@@ -297,15 +294,25 @@ def _runs(order: Sequence[Segment]) -> Iterator[list[Segment]]:
 
 def _bucket(members: Sequence[Segment], width: int, device: torch.device | str) -> Bucket:
     start, length = _column([s.start for s in members]), _column([_length(s) for s in members])
-    prefix_start, prefix = _column([s.prefix_start for s in members]), _column([_prefix(s) for s in members])
+    prefix = _column([s.reach for s in members])
     steps = torch.arange(width)
     own = start + torch.minimum(steps, length - 1)
     reach = int(prefix.max())
-    behind = torch.arange(reach)
-    keys = torch.cat([prefix_start + torch.minimum(behind, (prefix - 1).clamp(min=0)), own], 1)
-    seen = (behind < prefix) if int(prefix.min()) < reach else torch.ones(1, reach, dtype=torch.bool)
+    keys = torch.cat([_behind([s.prefix for s in members], reach), own], 1)
+    seen = (torch.arange(reach) < prefix) if int(prefix.min()) < reach else torch.ones(1, reach, dtype=torch.bool)
     padding = (steps >= length).to(device) if int(length.min()) < width else None
     return Bucket(own.to(device), keys.to(device), seen.to(device), padding)
+
+
+def _behind(prefixes: Sequence[tuple[Span, ...]], reach: int) -> Tensor:
+    """The packed tokens of each prefix, filled up to `reach` with some token: int64 [B, reach]."""
+    rows: dict[tuple[Span, ...], np.ndarray] = {}
+    for prefix in prefixes:
+        if prefix not in rows:
+            found = indices(prefix)
+            rows[prefix] = np.zeros(reach, np.int64)
+            rows[prefix][: len(found)] = found
+    return torch.from_numpy(np.stack([rows[prefix] for prefix in prefixes]))
 
 
 def _column(values: Sequence[int]) -> Tensor:
@@ -339,7 +346,7 @@ class RowLayout:
     @property
     def shared(self) -> bool:
         """Whether any segment has a prefix."""
-        return any(s.prefix_end > s.prefix_start for s in self.segments)
+        return any(s.prefix for s in self.segments)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """See the function `attend`."""
@@ -420,30 +427,30 @@ def padded(tokens: int) -> int:
     return max(2, -(-tokens // BLOCK)) * BLOCK
 
 
-def bounds(segments: Sequence[Segment], tokens: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the start of each token's segment, and the start and end of its prefix: int32 [padded(tokens)] each."""
-    start, prefix_start, prefix_end = (np.zeros(padded(tokens), np.int32) for _ in range(3))
-    start[tokens:] = tokens
+def subtree_ends(segments: Sequence[Segment], tokens: int) -> np.ndarray:
+    """For each token the end of what continues it, int32 [padded(tokens)]: since the row is depth-first, a query sees
+    a key iff key <= query < end[key]. The padding is a sequence of its own."""
+    end = np.full(padded(tokens), padded(tokens), np.int32)
     for s in segments:
-        start[s.start : s.end] = s.start
-        prefix_start[s.start : s.end], prefix_end[s.start : s.end] = s.prefix_start, s.prefix_end
-    return start, prefix_start, prefix_end
+        for first, last in (*s.prefix, (s.start, s.end)):
+            end[first:last] = s.end
+    return end
 
 
-def mask_of(segments: Sequence[Segment], tokens: int, device: torch.device) -> Callable[..., Tensor]:
-    """Return the mask in the form of flex_attention: a function that tells whether a query sees a key."""
-    start, prefix_start, prefix_end = (torch.from_numpy(column).to(device) for column in bounds(segments, tokens))
+def mask_of(ends: np.ndarray, device: torch.device) -> Callable[..., Tensor]:
+    """The mask as flex_attention wants it: whether a query sees a key."""
+    end = torch.from_numpy(ends).to(device)
 
     def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        own = (key >= start[query]) & (key <= query)
-        return own | ((key >= prefix_start[query]) & (key < prefix_end[query]))
+        return (key <= query) & (query < end[key])
 
     return sees
 
 
 def block_mask(segments: Sequence[Segment], tokens: int, device: torch.device) -> BlockMask:
-    """Return the mask by blocks (empty, partial, full), counted from the segments, without a P x P mask."""
-    pairs = visible(segments, tokens)
+    """Which blocks hold anything to see, and which nothing else: counted from the segments, without a P x P mask."""
+    ends = subtree_ends(segments, tokens)
+    pairs = visible(ends)
     whole = pairs == BLOCK * BLOCK
     some = (pairs > 0) & ~whole
     (partly, which), (fully, whole_ones) = (_listed(blocks, device) for blocks in (some, whole))
@@ -453,21 +460,22 @@ def block_mask(segments: Sequence[Segment], tokens: int, device: torch.device) -
         fully,
         whole_ones,
         BLOCK_SIZE=BLOCK,
-        mask_mod=mask_of(segments, tokens, device),
+        mask_mod=mask_of(ends, device),
         seq_lengths=(padded(tokens), padded(tokens)),
     )
 
 
-def visible(segments: Sequence[Segment], tokens: int) -> np.ndarray:
-    """Return the number of pairs of a query and a key that it sees, by pair of blocks: int64 [blocks, blocks]."""
-    blocks = padded(tokens) // BLOCK
+def visible(ends: np.ndarray) -> np.ndarray:
+    """How many pairs of a query and a key that it sees each pair of blocks holds: int64 [blocks, blocks]."""
+    blocks = len(ends) // BLOCK
     pairs = np.zeros((blocks, blocks), np.int64)
-    for s in (*segments, Segment(tokens, blocks * BLOCK)):
-        first, own = _overlap(s.start, s.end)
-        behind, prefix = _overlap(s.prefix_start, s.prefix_end)
-        queries, prefixes = slice(first, first + len(own)), slice(behind, behind + len(prefix))
-        pairs[queries, prefixes] += np.outer(own, prefix)
-        pairs[queries, queries] += np.tril(np.outer(own, own), -1) + np.diag(own * (own + 1) // 2)
+    edges = [0, *(np.flatnonzero(np.diff(ends)) + 1).tolist(), len(ends)]
+    for start, stop in pairwise(edges):  # keys that the same queries see, and each other
+        first, own = _overlap(start, stop)
+        after, behind = _overlap(stop, int(ends[start]))
+        here, there = slice(first, first + len(own)), slice(after, after + len(behind))
+        pairs[there, here] += np.outer(behind, own)
+        pairs[here, here] += np.tril(np.outer(own, own), -1) + np.diag(own * (own + 1) // 2)
     return pairs
 
 
@@ -515,8 +523,10 @@ def _difference(kernel: Kernel, device: torch.device, dtype: torch.dtype, heads:
     """Return the largest difference of output and gradients from those of the buckets, as a share of the largest
     value."""
     lone = [Segment(0, 150), Segment(150, 157), Segment(157, 300)]
-    prefix_trees = [Segment(0, 140), Segment(140, 150, 0, 140), Segment(150, 290, 0, 140), Segment(290, 300)]
-    row = RowLayout(tuple(lone if kernel is by_flash else prefix_trees), device)
+    root, branch = (0, 140), (150, 230)
+    tree = [Segment(*root), Segment(140, 150, (root,)), Segment(*branch, (root,)), Segment(230, 260, (root, branch))]
+    forest = [*tree, Segment(260, 290, (root, branch)), Segment(290, 300)]
+    row = RowLayout(tuple(lone if kernel is by_flash else forest), device)
     given = torch.Generator(device).manual_seed(0)
     own_hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)  # not those of a layer around us
     with torch.enable_grad(), torch.autocast(device.type, enabled=False), own_hooks:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from agentrl.compute import tree_attention
 from agentrl.compute.forward import SequenceForward, choose, computed_in, probe_of
-from agentrl.compute.packing import Packed, Segment
+from agentrl.compute.packing import Packed, Segment, indices
 from agentrl.doctor.check import CheckError, NotHereError
 from agentrl.doctor.machine import fastest
 from agentrl.doctor.subject import Subject
@@ -59,7 +59,7 @@ def packing(subject: Subject) -> str:
     found, wanted = (_logprobs(way, probe) for way in (forward, separate))
     if (wrong := gap(found, wanted, is_half(model) or section.compute == "bfloat16")) is not None:
         raise CheckError(f"packed rows do not give the log-probs of separate sequences: {wrong}")
-    tokens = sum(s.end - s.start + s.prefix_end - s.prefix_start for s in probe.segments)
+    tokens = sum(len(indices(path.spans)) for path in probe.paths)
     packed, alone = (fastest(lambda way=way: _logprobs(way, probe), subject.device) for way in (forward, separate))  # type: ignore[misc]
     return f"{how}; packed {tokens / packed:,.0f} tokens/s, separate {tokens / alone:,.0f} tokens/s"
 
@@ -105,10 +105,11 @@ def attention(subject: Subject) -> str:
 
 
 def _forest(tokens: int) -> list[Segment]:
-    """A prompt of a quarter of the tokens, and three answers behind it."""
+    """A prompt of a quarter of the tokens, and three answers behind it, two of which begin alike."""
     part = tokens // 4
-    prompt = Segment(0, part)
-    return [prompt, *(Segment(i * part, (i + 1) * part, 0, part) for i in (1, 2, 3))]
+    prompt, half, end = (0, part), (2 * part, 5 * part // 2), 3 * part
+    alone = [Segment(*prompt), Segment(part, 2 * part, (prompt,)), Segment(*half, (prompt,))]
+    return [*alone, Segment(half[1], end, (prompt, half)), Segment(end, 4 * part, (prompt, half))]
 
 
 def separately(query: Tensor, key: Tensor, value: Tensor, segments: list[Segment]) -> Tensor:
@@ -117,10 +118,9 @@ def separately(query: Tensor, key: Tensor, value: Tensor, segments: list[Segment
     q, k, v = query.double(), *(x.double().repeat_interleave(repeat, 1) for x in (key, value))
     out = torch.zeros_like(q)
     for s in segments:
-        seen = [*range(s.prefix_start, s.prefix_end), *range(s.start, s.end)]
+        seen = indices((*s.prefix, (s.start, s.end)))
         scores = torch.einsum("qhd,khd->hqk", q[s.start : s.end], k[seen]) * query.shape[2] ** -0.5
-        own, prefix = s.end - s.start, s.prefix_end - s.prefix_start
-        hidden = torch.ones(own, prefix + own, dtype=torch.bool, device=q.device).triu(prefix + 1)
+        hidden = torch.ones(s.end - s.start, len(seen), dtype=torch.bool, device=q.device).triu(s.reach + 1)
         out[s.start : s.end] = torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v[seen])
     return out.flatten(1)
 

@@ -30,10 +30,13 @@ class Seen:
     """A call, and its body up to the end of its last message."""
 
     prefix: bytes
+    """The body up to there."""
     head: int
     """Bytes up to the first message."""
     dialect: type
+    """What read it."""
     call: Call
+    """What it was."""
 
 
 class History:

@@ -115,7 +115,9 @@ class FunctionAgent(Agent):
     """A function as an agent."""
 
     name: str
+    """Of the function, for messages."""
     function: Callable[..., Any]
+    """`solve(task, client, **arguments)`."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
     """Keyword arguments of every call: `agent.args`."""
     _threads: DaemonThreads | None = None
@@ -155,6 +157,7 @@ class ProgramAgent(Agent):
     command: tuple[str, ...]
     """Program and arguments; {prompt} stands for the text of the opening's last message."""
     name: str = ""
+    """Of the program, for messages."""
     _running: dict[str, ProcessTree] = field(default_factory=dict)  # by working folder
 
     def __post_init__(self) -> None:

@@ -35,7 +35,9 @@ class AgentRequest(AsyncRolloutRequest):
     """A rollout of an agent: its tokens are those of a tree."""
 
     tree: ConversationTree = field(init=False)
+    """Its calls."""
     train_auxiliary: bool = False
+    """`agent.train_auxiliary`."""
     outcome: Outcome | None = None
     """What its agent came to, until it is released."""
 

@@ -26,6 +26,7 @@ class Branch:
     """A growing path of tokens, which the engine knows by one name."""
 
     name: str
+    """Unique within a run."""
     ids: "array[int]"
     """All tokens from the root on."""
 
@@ -37,7 +38,9 @@ class Node:
     index: int
     """In the order in which the calls began."""
     parent: "Node | None"
+    """The call whose answer it goes on from; None: a conversation begins."""
     branch: Branch
+    """Where its tokens stand."""
     given: list[int]
     """Tokens between the parent's end and the first sampled one."""
     call: Call
@@ -84,7 +87,10 @@ class Counts:
 
 @dataclass(slots=True)
 class ConversationTree:
-    """name: of the rollout, with which the names of its branches begin. chat: turns messages into tokens."""
+    """The calls of one rollout.
+
+    name: of the rollout, with which the names of its branches begin. chat: turns messages into tokens.
+    """
 
     name: str
     chat: Chat
@@ -92,6 +98,7 @@ class ConversationTree:
     """Every call that began, in that order."""
     branches: list[Branch] = field(default_factory=list)
     counts: Counts = field(default_factory=Counts)
+    """For the metrics."""
     tokens: int = 0
     """Tokens of the tree, each counted once."""
     _by_key: dict[Key, list[Node]] = field(default_factory=dict)

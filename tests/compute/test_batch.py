@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from packing_help import make_batch
+from packing_help import make_batch, make_deep
 
 from agentrl.compute.batch import Batch, prefix_trees
+from agentrl.compute.packing import bins
 
 shapes = st.lists(
     st.tuples(st.integers(0, 40), st.lists(st.integers(1, 30), min_size=1, max_size=9)), min_size=1, max_size=8
@@ -19,8 +20,7 @@ shapes = st.lists(
 
 def packed_tokens(batch: Batch) -> int:
     """Tokens that a worker computes for `batch`: those of samples that predict something, prompts once."""
-    kept = batch.select(np.flatnonzero(batch.sampled > 0))
-    return sum(t.shared + sum(int(kept.lengths[s]) - t.shared for s in t.samples) for t in prefix_trees(kept))
+    return sum(tree.tokens for tree in prefix_trees(batch, np.flatnonzero(batch.sampled > 0)))
 
 
 def named(batch: Batch) -> Batch:
@@ -95,6 +95,58 @@ def test_pieces_go_where_their_prompt_is_already() -> None:
     batch = make_batch([(300, [80, 90, 50]), (350, [10, 60])])
     batch.tokens["loss_mask"][:] = 1
     assert sorted(packed_tokens(part) for part in batch.distribute(3).parts) == [390, 420, 430]
+
+
+def branched() -> Batch:
+    """A group with 20 tokens in common, either half of it 200 more, and each sample 30 for itself; the halves mixed."""
+    batch = make_batch([(20, [230] * 8)])
+    batch.tokens["loss_mask"][:] = 1
+    rows = [batch.tokens["ids"][batch.span(i)] for i in range(8)]
+    for i in range(2, 8):
+        rows[i][20:220] = rows[i % 2][20:220]
+    return batch
+
+
+def test_a_group_is_cut_where_least_is_computed_twice() -> None:
+    batch = named(branched())
+    assert packed_tokens(batch) == 20 + 2 * 200 + 8 * 30
+    dealt = batch.distribute(2)
+    assert [part.samples["name"].tolist() for part in dealt.parts] == [[0, 2, 4, 6], [1, 3, 5, 7]]
+    assert [packed_tokens(part) for part in dealt.parts] == [340, 340]
+    assert sorted(packed_tokens(part) for part in batch.distribute(4).parts) == [280] * 4
+    (first,), (second,) = bins(batch, 400)
+    assert [sorted(tree.samples.tolist()) for tree in (first, second)] == [[0, 2, 4, 6], [1, 3, 5, 7]]
+    assert first.tokens == second.tokens == 340
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 8), st.integers(0, 1000), st.integers(1, 9))
+def test_deep_groups_are_dealt_once_in_order_and_balanced(depth: int, seed: int, parts: int) -> None:
+    """The bounds are those of groups with a prompt alone."""
+    batch = named(make_deep(depth, seed, groups=3))
+    dealt = batch.distribute(parts)
+    assert sorted(np.concatenate([part.samples["name"] for part in dealt.parts])) == list(range(len(batch)))
+    assert np.array_equal(dealt.join([part.tokens["place"] for part in dealt.parts]), batch.tokens["place"])
+    kept = np.flatnonzero(batch.sampled > 0)
+    fullest = max(packed_tokens(part) for part in dealt.parts)
+    largest = max(tree.tokens for tree in prefix_trees(batch, kept))
+    assert fullest <= 1.02 * (packed_tokens(batch) / parts + largest)
+    assert fullest <= 1.02 * (batch.lengths[kept].sum() / parts + batch.lengths.max())
+    assert fullest <= packed_tokens(batch)
+
+
+def test_a_long_chain_of_forks_is_cut() -> None:
+    """As of an agent whose thinking is left out of later turns: each turn forks."""
+    turns = np.arange(200 * 10)
+    rows = [np.concatenate([turns[: 10 * k], 100_000 + k * 10 + np.arange(10)]) for k in range(1, 201)]
+    batch = Batch(
+        np.cumsum([0, *map(len, rows)]),
+        {"ids": np.concatenate(rows).astype(np.int32), "loss_mask": np.ones(sum(map(len, rows)), np.uint8)},
+        {"group": np.zeros(len(rows), np.int64)},
+    )
+    assert packed_tokens(batch) == 2 * 200 * 10
+    assert max(packed_tokens(part) for part in batch.distribute(2).parts) <= 3100
+    assert max(sum(tree.tokens for tree in part) for part in bins(batch, 3100)) <= 3100
 
 
 def test_more_parts_than_samples_and_an_empty_batch() -> None:

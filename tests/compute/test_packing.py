@@ -2,7 +2,7 @@
 
 import pickle
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from packing_help import SHAPES, VOCABULARY, make_batch, make_model, shapes
+from packing_help import SHAPES, VOCABULARY, make_batch, make_deep, make_model, prefixes, shapes
 from transformers import (
     PreTrainedModel,
 )
@@ -23,7 +23,8 @@ from agentrl.compute.block_forward import BlockForward
 from agentrl.compute.forward import Forward, ModuleForward, SequenceForward, choose
 from agentrl.compute.hf_attention import checkpoint_contexts
 from agentrl.compute.micro_batches import EMPTY, aligned_micro_batches
-from agentrl.compute.packing import Segment, micro_batches, pack
+from agentrl.compute.packing import Segment, indices, micro_batches, pack
+from agentrl.compute.prefix_tree import LEAST
 from agentrl.models.load import load_model
 from agentrl.recipe.schema import ModelSection
 
@@ -68,6 +69,42 @@ def test_packed_equals_separate(family: str, kind: Any, budget: int, temperature
     wanted_gradients = gradients(model)
     found = packed(kind(model), batch, weight, temperature, budget)
     torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
+    for got, expected in zip(gradients(model), wanted_gradients, strict=True):
+        torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
+
+
+@cache
+def wanted_of(depth: int) -> tuple[PreTrainedModel, Batch, torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+    """A model, a deep batch, weights of its tokens, and the log-probs and gradients of separate sequences."""
+    model, batch = make_model("qwen3"), make_deep(depth, seed=depth)
+    weight = torch.randn(int(batch.offsets[-1]), generator=torch.Generator().manual_seed(depth)) / 50
+    return model, batch, weight, separate(model, batch, weight, 0.8), gradients(model)
+
+
+@pytest.mark.parametrize(
+    ("kind", "least"),
+    [(BlockForward, 1), (BlockForward, LEAST), (ModuleForward, 1), (ModuleForward, LEAST), (SequenceForward, 1)],
+)
+@pytest.mark.parametrize("depth", range(1, 9))
+def test_trees_of_any_depth_equal_separate_sequences(
+    kind: Any, depth: int, least: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("agentrl.compute.batch.LEAST", least)
+    model, batch, weight, wanted, wanted_gradients = wanted_of(depth)
+    found = packed(kind(model), batch, weight, 0.8, 10_000 if depth % 2 else 200)
+    torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
+    for got, expected in zip(gradients(model), wanted_gradients, strict=True):
+        torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("change", [{"SHORT": 3, "STEP": 4}, {"HALVED": 3}])
+@pytest.mark.parametrize("depth", [2, 8])
+def test_deep_trees_by_every_attention(depth: int, change: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agentrl.compute.batch.LEAST", 1)
+    for name, value in change.items():
+        monkeypatch.setattr(attention, name, value)
+    model, batch, weight, wanted, wanted_gradients = wanted_of(depth)
+    torch.testing.assert_close(packed(BlockForward(model), batch, weight, 0.8, 10_000), wanted, atol=1e-5, rtol=1e-5)
     for got, expected in zip(gradients(model), wanted_gradients, strict=True):
         torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
 
@@ -217,6 +254,62 @@ def test_micro_batches_predict_every_sampled_token_once(
             assert row.ids[i] == batch.tokens["ids"][position - 1]
 
 
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 8), st.integers(0, 1000), st.integers(1, 400), st.sampled_from([1, 4, LEAST]))
+def test_micro_batches_of_deep_trees(depth: int, seed: int, budget: int, least: int) -> None:
+    batch = make_deep(depth, seed)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("agentrl.compute.batch.LEAST", least)
+        rows = list(micro_batches(batch, budget))
+    sources = np.sort(np.concatenate([row.source for row in rows]))
+    assert np.array_equal(sources, np.flatnonzero(batch.tokens["loss_mask"]))
+    sample_of = np.searchsorted(batch.offsets, np.arange(batch.offsets[-1]), "right") - 1
+    for row in rows:
+        assert len(row.ids) <= max(budget, int(batch.lengths.max()))
+        first = 0
+        for path in row.paths:
+            own = slice(first, first + path.predictions)
+            sample, found = sample_of[row.source[own]], indices(path.spans)
+            assert len(set(sample)) == 1
+            assert np.array_equal(row.ids[found], batch.tokens["ids"][batch.span(int(sample[0]))])
+            assert np.array_equal(row.positions[found], np.arange(len(found)))
+            steps = row.source[own] - batch.offsets[sample]
+            assert np.array_equal(row.predict[own], found[steps - 1])
+            assert np.array_equal(row.predicted[own], found[steps])
+            first += path.predictions
+        assert np.array_equal(row.target, batch.tokens["ids"][row.source])
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 8), st.integers(0, 1000))
+def test_a_tree_computes_every_beginning_once(depth: int, seed: int) -> None:
+    batch = make_deep(depth, seed)
+    trees = prefix_trees(batch, least=1)
+    assert sum(tree.tokens for tree in trees) == prefixes(batch) == len(pack(batch, trees).ids)
+    for tree in trees:
+        places = np.flatnonzero(np.random.default_rng(seed).random(len(tree.samples)) < 0.6)
+        if len(places):
+            part = batch.select(np.sort(tree.samples[places]))
+            assert tree.subset(places).tokens == tree.cost(places) == prefixes(part)
+
+
+def test_branches_stand_in_the_order_of_their_samples() -> None:
+    """So a batch whose samples share their prompt alone is laid out as it stands; what is short is not laid apart."""
+    batch = make_batch([(20, [30, 30, 30, 30])])
+    rows = [batch.tokens["ids"][batch.span(i)] for i in range(4)]
+    rows[2][20:25] = rows[0][20:25]
+    rows[3][20:40] = rows[1][20:40]
+    (tree,) = prefix_trees(batch)
+    assert (tree.samples.tolist(), tree.shared.tolist()) == ([0, 1, 3, 2], [0, 20, 40, 20])
+    (tree,) = prefix_trees(batch, least=5)
+    assert (tree.samples.tolist(), tree.shared.tolist()) == ([0, 2, 1, 3], [0, 25, 20, 40])
+    spans = [(s.start, s.end, s.prefix) for s in pack(batch, [tree]).segments]
+    assert spans == [
+        (0, 20, ()), (20, 25, ((0, 20),)), (25, 50, ((0, 25),)), (50, 75, ((0, 25),)), (75, 95, ((0, 20),)),
+        (95, 105, ((0, 20), (75, 95))), (105, 115, ((0, 20), (75, 95))),
+    ]  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Ranks:
     """A rank beside others, of which the fullest needs `fullest` micro-batches."""
@@ -266,7 +359,7 @@ def test_a_shared_prompt_is_computed_once() -> None:
 def test_prompts_that_differ_share_their_common_start() -> None:
     batch = make_batch([(10, [4, 4])])
     batch.tokens["ids"][14 + 6] = (batch.tokens["ids"][6] + 1) % VOCABULARY
-    assert prefix_trees(batch)[0].shared == 6
+    assert prefix_trees(batch)[0].root == 6
     model, weight = make_model("qwen3"), torch.ones(28)
     wanted = separate(model, batch, weight, 1.0)
     torch.testing.assert_close(packed(BlockForward(model), batch, weight, 1.0, 100), wanted, atol=1e-5, rtol=1e-5)
@@ -295,8 +388,8 @@ def test_a_batch_pickles_as_flat_arrays() -> None:
 
 WRONG: dict[str, Any] = {
     "across sequences": lambda s: (Segment(0, max(x.end for x in s)),),
-    "no prompt": lambda s: tuple(Segment(x.start, x.end, predictions=x.predictions) for x in s),
-    "another prompt": lambda s: tuple(replace(x, prefix_start=0, prefix_end=5) if x.prefix_end else x for x in s),
+    "no prompt": lambda s: tuple(Segment(x.start, x.end) for x in s),
+    "another prompt": lambda s: tuple(replace(x, prefix=((0, 5),)) if x.prefix or x is s[-1] else x for x in s),
 }
 
 

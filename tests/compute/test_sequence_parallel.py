@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from packing_help import SHAPES, Live, make_batch, make_model
+from packing_help import SHAPES, Live, make_batch, make_deep, make_model
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
@@ -24,7 +24,10 @@ ONE_KV_HEAD: dict[str, Any] = {
     "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 16,
     "num_attention_heads": 4, "num_key_value_heads": 1, "initializer_range": 0.2,
 }  # fmt: skip
-ROWS = {"even": SHAPES, "uneven": [(9, [12, 5, 1, 7]), (4, [3])], "short": [(1, [1])], "first half": [(20, [1])]}
+ROWS = {
+    "even": make_batch(SHAPES), "uneven": make_batch([(9, [12, 5, 1, 7]), (4, [3])]), "short": make_batch([(1, [1])]),
+    "first half": make_batch([(20, [1])]), "deep": make_deep(6),
+}  # fmt: skip
 MODELS = ("qwen3", "gpt2", "one kv head")
 
 
@@ -37,9 +40,9 @@ def model_named(name: str) -> PreTrainedModel:
 
 
 def row_named(name: str) -> Packed:
-    batch = make_batch(ROWS[name])
+    batch = ROWS[name]
     batch.tokens["loss_mask"][batch.offsets[1:] - 1] = 1
-    return pack(batch, prefix_trees(batch))
+    return pack(batch, prefix_trees(batch, least=1 if name == "deep" else None))
 
 
 def measured(forward: Forward, model: torch.nn.Module, row: Packed) -> dict[str, Any]:
@@ -128,7 +131,8 @@ def two(rank: int, folder: str) -> None:
         forward = SequenceParallelForward(model, group)
         for row in ROWS:
             found[f"{name}, {row}"] = measured(forward, model, row_named(row))
-    found["sharded"] = sharded(group, row_named("even"))
+    for row in ("even", "deep"):
+        found[f"sharded, {row}"] = sharded(group, row_named(row))
     found["checkpointed"] = checkpointed(group)
     found["bytes"] = kept(SequenceParallelForward(make_model("qwen3"), group), long_row())
     torch.save(found, f"{folder}/{rank}.pt")
@@ -168,11 +172,12 @@ def test_two_ranks_compute_what_one_process_does(name: str, row: str, ranks: lis
 
 
 @pytest.mark.slow
-def test_under_fsdp_the_averaged_gradient_is_exact(ranks: list[dict[str, Any]]) -> None:
+@pytest.mark.parametrize("row", ["even", "deep"])
+def test_under_fsdp_the_averaged_gradient_is_exact(row: str, ranks: list[dict[str, Any]]) -> None:
     model = make_model("qwen3")
-    logprobs, _ = ModuleForward(model)(row_named("even"), 0.8)
+    logprobs, _ = ModuleForward(model)(row_named(row), 0.8)
     logprobs.sum().backward()
-    for found in (*ranks[0]["sharded"], *ranks[1]["sharded"]):
+    for found in (*ranks[0][f"sharded, {row}"], *ranks[1][f"sharded, {row}"]):
         torch.testing.assert_close(found["logprobs"], logprobs.detach(), atol=1e-5, rtol=1e-5)
         same(found["gradients"], {n: p.grad for n, p in model.named_parameters() if p.grad is not None})
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from packing_help import make_batch
+from packing_help import make_batch, make_deep
 from pretend_gpu import flash
 from torch import Tensor
 from torch.nn.attention import varlen
@@ -18,7 +18,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 from agentrl.compute import tree_attention
 from agentrl.compute.batch import prefix_trees
-from agentrl.compute.packing import Segment, pack
+from agentrl.compute.packing import Packed, Segment, indices, pack
 from agentrl.compute.tree_attention import (
     BLOCK,
     RowLayout,
@@ -30,6 +30,7 @@ from agentrl.compute.tree_attention import (
     kernel_for,
     mask_of,
     padded,
+    subtree_ends,
 )
 
 CPU = torch.device("cpu")
@@ -59,15 +60,53 @@ def test_flex_attention_over_the_mask_is_attention_over_the_buckets(shape: list[
     torch.testing.assert_close(by_flex(query, key, value, row, 0.3).flatten(1), wanted, atol=1e-5, rtol=1e-5)
 
 
+def deep_row(depth: int, seed: int = 0) -> Packed:
+    batch = make_deep(depth, seed)
+    return pack(batch, prefix_trees(batch, least=1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("depth", [2, 8])
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
+def test_flex_attention_over_deep_trees(depth: int) -> None:
+    row = RowLayout(deep_row(depth).segments, CPU)
+    query, key, value = tensors(row.tokens)
+    wanted = bucket_layout(row.segments).attend(query, key, value, 0.3)
+    torch.testing.assert_close(by_flex(query, key, value, row, 0.3).flatten(1), wanted, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("depth", range(1, 9))
+def test_a_query_sees_its_path_alone(depth: int) -> None:
+    """By the definition: a token sees those before it on the paths that it lies on, and itself."""
+    row = deep_row(depth, seed=depth)
+    wanted = torch.zeros(len(row.ids), len(row.ids), dtype=torch.bool)
+    for path in row.paths:
+        own = torch.from_numpy(indices(path.spans))
+        wanted[own[:, None], own] |= torch.ones(len(own), len(own), dtype=torch.bool).tril()
+    places = torch.arange(len(row.ids))
+    sees = mask_of(subtree_ends(row.segments, len(row.ids)), CPU)
+    none = torch.zeros((), dtype=torch.long)
+    assert torch.equal(sees(none, none, places[:, None], places), wanted)
+    found = torch.zeros_like(wanted)
+    for s in row.segments:
+        found[s.start : s.end, indices(s.prefix)] = True
+        found[s.start : s.end, s.start : s.end] = torch.ones(s.end - s.start, s.end - s.start, dtype=torch.bool).tril()
+    assert torch.equal(found, wanted)
+
+
+def forests() -> st.SearchStrategy[tuple[Segment, ...]]:
+    deep = st.builds(lambda depth, seed: deep_row(depth, seed).segments, st.integers(1, 8), st.integers(0, 99))
+    return st.one_of(shapes.map(segments_of), deep)
+
+
 @settings(max_examples=25, deadline=None)
-@given(shapes)
-def test_blocks_are_those_of_the_mask(shape: list[tuple[int, list[int]]]) -> None:
+@given(forests())
+def test_blocks_are_those_of_the_mask(segments: tuple[Segment, ...]) -> None:
     """Against torch's own way, which looks at every pair."""
-    segments = segments_of(shape)
     tokens = max(s.end for s in segments)
     length = padded(tokens)
     found = block_mask(segments, tokens, CPU)
-    mask = mask_of(segments, tokens, CPU)
+    mask = mask_of(subtree_ends(segments, tokens), CPU)
     wanted = create_block_mask(mask, None, None, length, length, device="cpu", BLOCK_SIZE=BLOCK)
     for name in ("kv_num_blocks", "full_kv_num_blocks", "q_num_blocks", "full_q_num_blocks"):
         assert torch.equal(getattr(found, name), getattr(wanted, name)), name

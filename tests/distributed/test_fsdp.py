@@ -21,7 +21,7 @@ from agentrl.models import lora
 from agentrl.models.load import load_model
 from agentrl.recipe.schema import ClusterSection, LoraSection, ModelSection
 
-EXACT = ("tied", "untied", "adapter", "critic", "copies", "offload", "checkpointing", "window", "sequences")
+EXACT = ("tied", "untied", "adapter", "critic", "copies", "offload", "checkpointing", "window", "sequences", "forks")
 NARROW_LOSS, NARROW_WEIGHTS = 0.01, 0.01
 MIXED_LOSS, MIXED_WEIGHTS = 0.01, 0.01
 """nats, and units of weights that are about 0.2"""
@@ -49,7 +49,7 @@ def pair(root: Path) -> list[dict[str, Any]]:
 
 def trained_alone(name: str, root: Path) -> dict[str, Any]:
     scenario = SCENARIOS[name]
-    return train_here(scenario.recipe(root, alone=True), scenario.steps)
+    return train_here(scenario.recipe(root, alone=True), scenario.steps, scenario.forks)
 
 
 @pytest.mark.parametrize("name", EXACT)

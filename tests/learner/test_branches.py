@@ -10,6 +10,7 @@ import torch
 from learner_help import VOCABULARY, alone, learned, make_groups, make_model, make_recipe, weights
 
 from agentrl.compute.batch import Batch
+from agentrl.compute.packing import bins
 from agentrl.learner.advantages import sampled_in_order
 from agentrl.plugins.types import Task
 from agentrl.trajectory import (
@@ -190,3 +191,27 @@ def gradient(model: Any) -> torch.Tensor:
 def test_a_tree_that_does_not_hold_together_is_refused(change: dict[str, Any], said: str) -> None:
     with pytest.raises(InvariantError, match=said):
         check_invariants(replace(tree([(-1, 5, 3)]), **change))
+
+
+@pytest.mark.parametrize("tokens", [4096, 20])
+@pytest.mark.parametrize("loss", [{"loss": "gspo"}, {"off_policy": "sequence_tis", "off_policy_cap": 1e9}], ids=str)
+def test_the_size_of_a_micro_batch_changes_nothing_where_a_loss_compares_whole_rollouts(
+    loss: dict[str, Any], tokens: int
+) -> None:
+    groups = [
+        Group(Task("t", {}), tuple(tree(FORKED, reward, seed) for seed, reward in enumerate((1.0, 0.5, 0.0, 0.0))))
+    ]
+    (one, metrics), (other, same) = (
+        learned(make_recipe(loss, epochs=2, micro_batch_tokens=size), groups) for size in (100_000, tokens)
+    )
+    torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-5)
+    assert metrics["train/loss"] == pytest.approx(same["train/loss"], abs=1e-6)
+
+
+def test_the_paths_of_a_rollout_go_to_one_worker_and_one_micro_batch() -> None:
+    batch = Batch.from_trajectories([tree(FORKED, 1.0, seed) for seed in range(6)], [0] * 6)
+    for part in batch.distribute(4).parts:
+        assert len(part) % 3 == 0
+    for packed in bins(batch, 20):
+        owners = sorted(batch.rollouts[np.concatenate([one.samples for one in packed])].tolist())
+        assert all(owners.count(owner) == 3 for owner in owners)

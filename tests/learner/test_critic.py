@@ -8,7 +8,7 @@ import pytest
 import torch
 from learner_help import make_model as make_policy
 from learner_help import save_tokenizer
-from packing_help import SHAPES, make_batch, make_model
+from packing_help import SHAPES, make_batch, make_deep, make_model
 
 from agentrl.algo.returns import gae
 from agentrl.compute.batch import Batch
@@ -45,8 +45,11 @@ def make_values(family: str) -> ValueModel:
 
 
 def make_told(shapes: list[tuple[int, list[int]]] = SHAPES, seed: int = 0) -> Batch:
-    """A batch with log-probs, and what they say of the tokens so far."""
-    batch = make_batch(shapes, seed)
+    return told(make_batch(shapes, seed), seed)
+
+
+def told(batch: Batch, seed: int = 0) -> Batch:
+    """With log-probs, and what they say of the tokens so far."""
     logprobs = -np.random.default_rng(seed).exponential(0.5, len(batch.tokens["ids"])) * batch.tokens["loss_mask"]
     batch = batch.with_tokens(logprobs=logprobs.astype(np.float32))
     return batch.with_tokens(confidence=confidence_features(batch))
@@ -94,6 +97,20 @@ def test_packed_values_equal_those_of_separate_sequences(family: str, kind: Any,
     torch.testing.assert_close(packed(kind(model), batch, weight, budget), wanted, atol=1e-5, rtol=1e-5)
     found = gradients(model)
     assert found.keys() == wanted_gradients.keys() == dict(model.named_parameters()).keys()
+    for name, gradient in wanted_gradients.items():
+        torch.testing.assert_close(found[name], gradient, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", [BlockValues, ModuleValues, SequenceValues])
+def test_values_of_deep_trees_equal_those_of_separate_sequences(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A token that several samples have in common has a value on each path, by what that says of the tokens before."""
+    monkeypatch.setattr("agentrl.compute.batch.LEAST", 1)
+    model, batch = make_values("qwen3"), told(make_deep(5))
+    weight = torch.randn(int(batch.offsets[-1]), generator=torch.Generator().manual_seed(1)) / 50
+    wanted = separate(model, batch, weight)
+    wanted_gradients = gradients(model)
+    torch.testing.assert_close(packed(kind(model), batch, weight, 200), wanted, atol=1e-5, rtol=1e-5)
+    found = gradients(model)
     for name, gradient in wanted_gradients.items():
         torch.testing.assert_close(found[name], gradient, atol=1e-5, rtol=1e-5)
 

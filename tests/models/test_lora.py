@@ -11,14 +11,16 @@ import pytest
 import torch
 from learner_help import alone
 from lora_help import ADAPTED, save_adapter, stirred, tiny
+from packing_help import make_deep
 from train_help import lines, metrics, small
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 import agentrl
 from agentrl.cli.main import run
-from agentrl.compute.batch import Batch
+from agentrl.compute.batch import Batch, prefix_trees
 from agentrl.compute.block_forward import BlockForward
 from agentrl.compute.forward import ModuleForward, SequenceForward, _probe, choose
+from agentrl.compute.packing import pack
 from agentrl.engine.base import Sampling
 from agentrl.engine.local.block_runner import BlockRunner
 from agentrl.engine.local.choose import runner_for
@@ -94,6 +96,23 @@ def test_every_forward_gives_the_modules_log_probs_and_gradients(model: Any, way
         torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
     own = {id(p) for p in lora.adapter_parameters(model)}
     assert {id(p) for p in model.parameters() if p.grad is not None} == own
+
+
+@pytest.mark.parametrize("way", [BlockForward, ModuleForward])
+def test_deep_trees_with_an_adapter_and_without(model: Any, way: Any) -> None:
+    """The adapter's gradients are those of the plain module; with it off, log-probs are the reference's."""
+    deep = make_deep(4)
+    row = pack(deep, prefix_trees(deep, least=1))
+    found = {}
+    for kind in (way, SequenceForward):
+        model.zero_grad()
+        (kind(model)(row, 0.8)[0] / 50).square().sum().backward()
+        found[kind] = [p.grad.clone() for p in lora.adapter_parameters(model)]
+    for ours, theirs in zip(found[way], found[SequenceForward], strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+    with torch.no_grad(), lora.switched_off(model):
+        reference = way(model)(row, 1.0)[0]
+        torch.testing.assert_close(reference, SequenceForward(plain())(row, 1.0)[0], rtol=1e-5, atol=1e-5)
 
 
 def test_the_fast_ways_serve_an_adapter_and_say_when_they_do_not(model: Any) -> None:

@@ -22,7 +22,7 @@ from agentrl.cluster.dispatch import ONE_TO_ALL, register, registered
 from agentrl.compute import flops
 from agentrl.compute.batch import Batch
 from agentrl.compute.flops import Cost, RoleCost, Workload, costs, known_peak, peak_flops, utilisation
-from agentrl.compute.packing import micro_batches
+from agentrl.compute.packing import indices, micro_batches
 from agentrl.compute.value_head import CONFIDENCE_FEATURES, ValueModel
 from agentrl.models import lora
 from agentrl.profiling.memory import PeakMemory
@@ -94,7 +94,7 @@ def test_a_batch_needs_what_its_packed_row_computes() -> None:
     mask = np.zeros((len(packed.ids), len(packed.ids)), bool)
     for s in packed.segments:
         for i in range(s.start, s.end):
-            mask[i, s.prefix_start : s.prefix_end] = mask[i, s.start : i + 1] = True
+            mask[i, indices(s.prefix)] = mask[i, s.start : i + 1] = True
     assert Workload.of(batch) == Workload(len(packed.ids), len(packed.predict), int(mask.sum()))
     assert Workload.of(batch.select(np.array([4]))) == Workload(0, 0, 0)
 

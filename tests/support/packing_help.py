@@ -74,6 +74,41 @@ def make_batch(shapes: list[tuple[int, list[int]]], seed: int = 0) -> Batch:
     )
 
 
+def make_deep(depth: int, seed: int = 0, groups: int = 2) -> Batch:
+    """Groups of samples, in no order, that fork `depth` times and more, in mid-sequence too. One stands twice, and one
+    ends where another goes on. What is sampled in one is context in another, or sampled in both."""
+    rng = np.random.default_rng(seed)
+
+    def longer(row: np.ndarray, most: int = 20) -> np.ndarray:
+        return np.concatenate([row, rng.integers(0, VOCABULARY, rng.integers(1, most + 1))])
+
+    rows: list[np.ndarray] = []
+    sizes: list[int] = []
+    for _ in range(groups):
+        stem, own = longer(np.zeros(1, np.int64), 8), []
+        for _ in range(depth):
+            own += [longer(stem) for _ in range(1 + (rng.random() < 0.3))]
+            stem = longer(stem)
+        own += [stem, longer(stem)]
+        own += [longer(row[: rng.integers(1, len(row))]) for row in (own[0], own[-1])]
+        own += [own[int(rng.integers(len(own)))], own[-3][: rng.integers(2, len(own[-3]))]]
+        rows += [own[i] for i in rng.permutation(len(own))]
+        sizes.append(len(own))
+    masks = [np.arange(len(row)) > 0 for row in rows]
+    masks = [mask & (rng.random(len(mask)) < 0.6) for mask in masks]
+    return Batch(
+        np.cumsum([0, *(len(r) for r in rows)]),
+        {"ids": np.concatenate(rows).astype(np.int32), "loss_mask": np.concatenate(masks).astype(np.uint8)},
+        {"prompt_length": np.ones(len(rows), np.int32), "group": np.repeat(np.arange(groups), sizes)},
+    )
+
+
+def prefixes(batch: Batch) -> int:
+    """How many different beginnings the samples of each group have, by their definition: what a tree computes."""
+    rows = [(int(g), batch.tokens["ids"][batch.span(i)].tobytes()) for i, g in enumerate(batch.samples["group"])]
+    return len({(group, row[:end]) for group, row in rows for end in range(4, len(row) + 1, 4)})
+
+
 SHAPES = [(9, [12, 5, 1, 7]), (4, [3]), (15, [30, 2]), (1, [6, 6, 6])]
 
 

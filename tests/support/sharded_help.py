@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -54,12 +54,14 @@ LORA = {"rank": 4, "alpha": 8, "dropout": 0.0}
 
 @dataclass(frozen=True)
 class Scenario:
-    """One training. sections: of the recipe. alone: what differs when one process does it."""
+    """One training. sections: of the recipe. alone: what differs when one process does it. forks: samples of a group
+    have more in common than their prompt."""
 
     folder: str = "tied"
     sections: dict[str, Any] = field(default_factory=dict)
     steps: int = 4
     alone: dict[str, Any] = field(default_factory=dict)
+    forks: bool = False
 
     def recipe(self, root: Path, alone: bool = False) -> Recipe:
         sections: dict[str, Any] = {
@@ -94,6 +96,7 @@ SCENARIOS = {
         "untied",
         {"cluster": {"sequence_parallel": 2}, "algorithm": {"advantage": "gae", "lam": 0.95}, "critic": {"lr": 1e-3}},
     ),
+    "forks": Scenario("untied", {"algorithm": KL, "train": {"mini_batches": 2}}, forks=True),
     "narrow": Scenario("untied", {"model": {"dtype": "bfloat16"}, "algorithm": KL}),
     "narrow adapter": Scenario("tied", {"model": {"dtype": "bfloat16", "lora": LORA}}),
     "mixed": Scenario(
@@ -124,11 +127,15 @@ def save_folder(model: Any, folder: Path) -> None:
         shutil.copy(embedded_path() / file, folder)
 
 
-def batches() -> Iterator[list[Group]]:
-    """Of a run's steps: groups of uneven sizes and lengths; some have nothing to learn from."""
+def batches(forks: bool = False) -> Iterator[list[Group]]:
+    """Of a run's steps: groups of uneven sizes and lengths; some have nothing to learn from. forks: see Scenario."""
     for step in range(STEPS):
         rewards = [[1.0, 0.0, 0.0, 1.0], [0.0, 1.0], [1.0, 0.0, 1.0], [0.0, 0.0], [0.0] * 6 + [1.0]]
-        yield make_groups(rewards[step % 3 :] if step % 4 else [[1.0, 0.0]], seed=step)
+        groups = make_groups(rewards[step % 3 :] if step % 4 else [[1.0, 0.0]], seed=step)
+        for before, sample in (pair for group in groups for pair in pairwise(group.trajectories)) if forks else ():
+            common = 3 * min(len(before.ids), len(sample.ids)) // 4
+            sample.ids[:common] = before.ids[:common]
+        yield groups
 
 
 class Dealt:
@@ -179,22 +186,22 @@ class There:
             self.critic = Dealt(Critic(recipe, made.forward, ranks, made.description), context, sharing)
 
 
-def train_here(recipe: Recipe, steps: int) -> dict[str, Any]:
+def train_here(recipe: Recipe, steps: int, forks: bool = False) -> dict[str, Any]:
     torch.manual_seed(0)
-    context = LocalRoles(recipe, load_model(recipe.model)[0])
-    return {**learned(recipe, context, steps), **state_of(context.model, context.actor.optimizer)}
+    place = LocalRoles(recipe, load_model(recipe.model)[0])
+    return {**learned(recipe, place, steps, forks), **state_of(place.model, place.actor.optimizer)}
 
 
-def train_there(recipe: Recipe, context: ParallelContext, steps: int) -> dict[str, Any]:
+def train_there(recipe: Recipe, context: ParallelContext, steps: int, forks: bool) -> dict[str, Any]:
     torch.manual_seed(0)
     roles = There(recipe, context)
-    found = {**learned(recipe, roles, steps), **state_of(roles.policy.model, roles.own.optimizer)}
+    found = {**learned(recipe, roles, steps, forks), **state_of(roles.policy.model, roles.own.optimizer)}
     return {**found, "description": roles.policy.description}
 
 
-def learned(recipe: Recipe, context: Any, steps: int) -> dict[str, Any]:
-    learner = Learner(recipe, context)
-    return {"metrics": [learner.learn(groups) for groups in islice(batches(), steps)]}
+def learned(recipe: Recipe, place: Any, steps: int, forks: bool) -> dict[str, Any]:
+    learner = Learner(recipe, place)
+    return {"metrics": [learner.learn(groups) for groups in islice(batches(forks), steps)]}
 
 
 def state_of(model: Any, optimizer: Any) -> dict[str, Any]:
@@ -233,7 +240,7 @@ def run_rank(rank: int, port: int, root: Path) -> None:
     cpu, found = torch.device("cpu"), {}
     for name, scenario in SCENARIOS.items():
         recipe = scenario.recipe(root)
-        found[name] = train_there(recipe, make_context(recipe.cluster, cpu), scenario.steps)
+        found[name] = train_there(recipe, make_context(recipe.cluster, cpu), scenario.steps, scenario.forks)
     for question in QUESTIONS:
         found[question.__name__] = question(root)
     torch.save(found, root / f"rank{rank}.pt")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from paths import ROOT
 from tiers import FIXTURES, TIERS
-from venvs import wait_for_install
+from venvs import INSTALLING, wait_for_install
 
 TESTS = ROOT / "tests"
 NOT_QUICK = TIERS.keys() | FIXTURES.keys() | {"sglang_url", "vllm_url"}
@@ -55,8 +55,9 @@ def test_a_marker_is_seen_wherever_it_stands(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def venv(tmp_path: Path) -> Path:
+def venv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A virtual environment whose installation was broken off."""
+    monkeypatch.delenv(INSTALLING, raising=False)
     (tmp_path / "venv/bin").mkdir(parents=True)
     (tmp_path / "venv/bin/python").touch()
     (tmp_path / "venv/.agentrl-vllm-cpu").write_text("incomplete\n")
@@ -74,6 +75,23 @@ def test_tests_wait_for_the_end_of_an_installation(venv: Path) -> None:
         (venv / ".agentrl-vllm-cpu").write_text("97ed3b\n")
     waiting.join(30.0)
     wait_for_install(venv)
+
+
+def test_tests_wait_for_an_installation_that_has_not_begun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, venv: Path
+) -> None:
+    installing = tmp_path / "installing"
+    monkeypatch.setenv(INSTALLING, str(installing))
+    installing.touch()
+    with pytest.raises(RuntimeError, match="still being installed after 0 seconds"):
+        wait_for_install(tmp_path / "later", 0.0)
+    with pytest.raises(RuntimeError, match="still being installed after 0 seconds"):
+        wait_for_install(venv, 0.0)
+    (venv / ".agentrl-vllm-cpu").write_text("97ed3b\n")
+    wait_for_install(venv)  # others may go on
+    installing.unlink()
+    with pytest.raises(RuntimeError, match="later is no virtual environment"):
+        wait_for_install(tmp_path / "later")
 
 
 def test_a_failed_installation_is_told(venv: Path) -> None:

@@ -1,6 +1,4 @@
-"""Over every chat template with tools that `trl` carries: what was sampled stays as it was, in whatever form agents send
-it back.
-"""
+"""Over every chat template with tools that `trl` carries: what was sampled stays as it was, whatever an agent sends."""
 
 import json
 import random

@@ -197,9 +197,16 @@ class Rollout:
         finally:
             deadline.cancel()
             request.seconds["engine"] += time.monotonic() - started
-        if not generation.ids:
-            self.broken = (Boundary.ENGINE, "engine"), EngineError("a call ended without a token")
-            raise GatewayError("the engine gave no token", 500, "server_error")
+        count = len(generation.ids)
+        versions = generation.weight_version
+        wrong = None
+        if not 0 < count <= room:
+            wrong = f"{count} ids came where 1 to {room} were asked for"
+        elif len(generation.logprobs) != count or not (isinstance(versions, int) or len(versions) == count):
+            wrong = f"{count} ids came with another number of logprobs or weight versions"
+        if wrong is not None:
+            self.broken = (Boundary.ENGINE, "engine"), EngineError(wrong)
+            raise GatewayError(f"the engine failed: {wrong}", 500, "server_error")
         return generation
 
     def _tokens(self, generation: Generation) -> list[tuple[str, float]]:

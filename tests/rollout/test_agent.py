@@ -17,6 +17,7 @@ from agentrl_tools.agents import anthropic_messages, chat_completions, responses
 from fakes import END, CharChat, Echo, Env, Hooks, ScriptedEngine, call, logprob
 from processes import eventually
 
+from agentrl.engine.base import EngineError, Generation, GenerationFinish
 from agentrl.gateway.server import Gateway
 from agentrl.plugins.agent import AgentClient, FunctionAgent, Outcome, ProgramAgent
 from agentrl.plugins.tool import Tool
@@ -357,12 +358,23 @@ async def test_what_a_tool_earns_stands_at_the_answer_and_its_faults_are_its_own
     assert broken.failure.boundary is Boundary.TOOL
 
 
-async def test_an_engine_that_fails_is_told_to_the_agent_and_fails_the_rollout() -> None:
-    from agentrl.engine.base import EngineError
+@pytest.mark.parametrize(
+    ("gives", "why"),
+    [
+        (EngineError("it is gone"), "it is gone"),
+        (Generation([], [], GenerationFinish.STOP), "0 ids came"),
+        (Generation([1] * 3000, [-0.5] * 3000, GenerationFinish.STOP), "3000 ids came where 1 to 2000"),
+        (Generation([1, 2], [-0.5], GenerationFinish.STOP), "another number of logprobs"),
+        (Generation([1, 2], [-0.5, -0.5], GenerationFinish.STOP, [1]), "another number of logprobs or weight versions"),
+    ],
+)
+async def test_an_engine_that_fails_is_told_to_the_agent_and_fails_the_rollout(gives: Any, why: str) -> None:
 
     class Broken(ScriptedEngine):
         async def generate(self, *args: Any) -> Any:
-            raise EngineError("it is gone")
+            if isinstance(gives, EngineError):
+                raise gives
+            return gives
 
     async def solve(task: Task, client: AgentClient) -> None:
         status, body = await raw(client, [user("one")])
@@ -371,7 +383,7 @@ async def test_an_engine_that_fails_is_told_to_the_agent_and_fails_the_rollout()
     found = await played(solve, Broken(["4"]))
     assert found.failure is not None
     assert found.failure.boundary is Boundary.ENGINE
-    assert "it is gone" in found.failure.message
+    assert why in found.failure.message
 
 
 CURL = """

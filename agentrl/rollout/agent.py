@@ -19,7 +19,7 @@ from agentrl.gateway.chat_completions import tool_call
 from agentrl.gateway.server import Gateway
 from agentrl.plugins.agent import Agent, AgentClient, Outcome
 from agentrl.plugins.types import InfrastructureError, Json, Message, Task
-from agentrl.recipe.schema import AgentSection
+from agentrl.recipe.schema import AgentSection, RolloutSection
 from agentrl.rollout.calls import assistant_message, bounded
 from agentrl.rollout.conversation_tree import ConversationTree, Counts, Node
 from agentrl.rollout.deadline import DeadlineExceededError, DeadlineTimer
@@ -84,26 +84,21 @@ class AgentRequest(AsyncRolloutRequest):
         self.extra["gateway"] = {name: getattr(counts, name) for name in Counts.__slots__}
 
 
-class Rollout:
-    """The endpoint of one rollout's key, and what its agent is given."""
+class TreeEndpoint:
+    """Answers calls out of a tree of conversations; a subclass says what a call may be, and what becomes of it.
 
-    def __init__(self, driver: "AgentDriver", request: AgentRequest) -> None:
-        self._driver, self._request = driver, request
+    tree: of what was said so far; its name begins the ids of completions.
+    """
+
+    def __init__(self, tree: ConversationTree, engine: Engine, chat: Chat, limits: RolloutSection) -> None:
+        self.tree, self.engine, self.chat, self.limits = tree, engine, chat, limits
         self._given: dict[bytes, asyncio.Task[Any]] = {}
         self._sent_again: set[str] = set()  # ids of completions
-        self.refused: FinishReason | None = None
-        self.broken: tuple[tuple[Boundary, str], Exception] | None = None
-        self.tools_done = False
-
-    @property
-    def tools(self) -> tuple[dict[str, Json], ...]:
-        """See `Endpoint.tools`."""
-        return self._driver.schemas(self._request)
 
     async def complete(self, call: Call, origin: Origin) -> Completion:
         """See `Endpoint.complete`. A call that an SDK sends again joins the first."""
         if origin.retry and (first := self._given.get(origin.body)) is not None:
-            self._request.tree.counts.retries += 1
+            self.tree.counts.retries += 1
             found: Completion = await asyncio.shield(first)
             self._sent_again.add(found.id)
             return found
@@ -116,43 +111,66 @@ class Rollout:
         return await self._sampled(call)
 
     def count(self, call: Call) -> int:
-        return self._request.tree.measure(call)
+        """See `Endpoint.count`."""
+        return self.tree.measure(call)
 
     def previous(self, completion_id: str) -> tuple[Message, ...]:
+        """See `Endpoint.previous`."""
         return self._node(completion_id).conversation
 
     def lost(self, completion: Completion) -> None:
+        """See `Endpoint.lost`."""
         if completion.id not in self._sent_again:
             self._node(completion.id).lost = True
 
+    def check(self) -> None:
+        """Raise GatewayError where no further call is allowed."""
+
+    def too_long(self, why: str) -> GatewayError:
+        """Return the error of a call for which there is no room."""
+        return GatewayError(why, 400, "context_length_exceeded")
+
+    def sampling(self, node: Node, room: int) -> Sampling:
+        """Return how to sample the answer of a call, `room` tokens at most. Raises GatewayError."""
+        raise NotImplementedError
+
+    def failed(self, error: EngineError) -> None:
+        """Note that the engine failed."""
+
+    def answered(self, node: Node, seconds: float) -> None:
+        """Note an answer, and the time that it took."""
+
     def _node(self, completion_id: str) -> Node:
         head, _, index = completion_id.rpartition("-")
-        nodes = self._request.tree.nodes
-        if head != _public(self._request.id) or not index.isdecimal() or int(index) >= len(nodes):
-            raise GatewayError(f"previous_response_id: {completion_id[:80]!r} is not of this rollout")
+        nodes = self.tree.nodes
+        if head != _public(self.tree.name) or not index.isdecimal() or int(index) >= len(nodes):
+            raise GatewayError(f"previous_response_id: {completion_id[:80]!r} is unknown here")
         return nodes[int(index)]
 
     async def _sampled(self, call: Call) -> Completion:
-        request, driver = self._request, self._driver
-        self._check_limits()
+        self.check()
+        tree, started = self.tree, time.monotonic()
         try:
-            node = request.tree.add(call)
+            node = tree.add(call)
         except UserError as error:
             raise GatewayError(str(error)) from None
         try:
             generation = await self._generate(node, call)
-        except BaseException:
-            request.tree.give_up(node)
-            raise
-        parsed = bounded(driver.chat.parse(generation.ids))
+        except BaseException as error:
+            tree.give_up(node)
+            if not isinstance(error, EngineError):
+                raise
+            self.failed(error)
+            raise GatewayError(f"the engine failed: {error}", 500, "server_error") from error
+        parsed = bounded(self.chat.parse(generation.ids))
         message = assistant_message(parsed, node.index)
-        request.tree.answer(node, generation, message)
-        request.messages[:] = node.conversation
+        tree.answer(node, generation, message)
         finish = Finish.TOOLS if parsed.calls else Finish.STOP
         if generation.finish is not GenerationFinish.STOP and not parsed.calls:
             finish = Finish.LENGTH
+        self.answered(node, time.monotonic() - started)
         return Completion(
-            id=f"{_public(request.id)}-{node.index}",
+            id=f"{_public(tree.name)}-{node.index}",
             message=message,
             finish=finish,
             prompt_tokens=node.end - len(generation.ids),
@@ -160,58 +178,75 @@ class Rollout:
             tokens=self._tokens(generation) if call.logprobs else (),
         )
 
-    def _check_limits(self) -> None:
-        tree, section = self._request.tree, self._driver.section
+    async def _generate(self, node: Node, call: Call) -> Generation:
+        """Raises EngineError, also for an answer that does not hold together."""
+        limits, engine, ids = self.limits, self.engine, node.branch.ids
+        most = min(limits.max_tokens, engine.max_context)
+        room = min(limits.max_turn_tokens, most - len(ids), call.max_tokens or limits.max_turn_tokens)
+        if room <= 0:
+            raise self.too_long(
+                f"the prompt has {len(ids)} tokens, of {most} (rollout.max_tokens, the model's context)"
+            )
+        sampling = self.sampling(node, room)
+        deadline = asyncio.get_running_loop().call_later(limits.turn_timeout, engine.abort, node.branch.name)
+        try:
+            generation = await engine.generate(ids, sampling, node.branch.name)
+        finally:
+            deadline.cancel()
+        count, versions = len(generation.ids), generation.weight_version
+        if not 0 < count <= room:
+            raise EngineError(f"{count} ids came where 1 to {room} were asked for")
+        if len(generation.logprobs) != count or not (isinstance(versions, int) or len(versions) == count):
+            raise EngineError(f"{count} ids came with another number of logprobs or weight versions")
+        return generation
+
+    def _tokens(self, generation: Generation) -> list[tuple[str, float]]:
+        decode = self.chat.decode
+        return [(decode([one]), value) for one, value in zip(generation.ids, generation.logprobs, strict=True)]
+
+
+class Rollout(TreeEndpoint):
+    """The endpoint of one rollout's key, and what its agent is given."""
+
+    def __init__(self, driver: "AgentDriver", request: AgentRequest) -> None:
+        super().__init__(request.tree, driver.engine, driver.chat, driver.limits)
+        self._driver, self._request = driver, request
+        self.refused: FinishReason | None = None
+        self.broken: tuple[tuple[Boundary, str], Exception] | None = None
+        self.tools_done = False
+
+    @property
+    def tools(self) -> tuple[dict[str, Json], ...]:
+        """See `Endpoint.tools`."""
+        return self._driver.schemas(self._request)
+
+    def check(self) -> None:
+        tree, section = self.tree, self._driver.section
         if len(tree.nodes) >= section.max_calls:
             self.refused = FinishReason.MAX_TURNS
             raise GatewayError(
                 f"this rollout has made its {section.max_calls} calls (agent.max_calls)", 400, "max_calls"
             )
         if tree.tokens >= section.max_total_tokens:
-            self._refuse_length(f"this rollout has {tree.tokens} tokens (agent.max_total_tokens)")
+            raise self.too_long(f"this rollout has {tree.tokens} tokens (agent.max_total_tokens)")
 
-    def _refuse_length(self, why: str) -> None:
+    def too_long(self, why: str) -> GatewayError:
         self.refused = FinishReason.LENGTH
-        raise GatewayError(why, 400, "context_length_exceeded")
+        return super().too_long(why)
 
-    async def _generate(self, node: Node, call: Call) -> Generation:
-        driver, request, ids = self._driver, self._request, node.branch.ids
-        limits, engine = driver.limits, driver.engine
-        most = min(limits.max_tokens, engine.max_context)
-        room = min(limits.max_turn_tokens, most - len(ids), call.max_tokens or limits.max_turn_tokens)
-        if room <= 0:
-            self._refuse_length(
-                f"the prompt has {len(ids)} tokens, of {most} (rollout.max_tokens, the model's context)"
-            )
-        sampling = Sampling(
+    def sampling(self, node: Node, room: int) -> Sampling:
+        limits = self.limits
+        return Sampling(
             max_tokens=room, temperature=limits.temperature, top_p=limits.top_p, top_k=limits.top_k,
-            stop_ids=driver.chat.stop_ids, seed=nth(request.seed, node.index),
+            stop_ids=self.chat.stop_ids, seed=nth(self._request.seed, node.index),
         )  # fmt: skip
-        started = time.monotonic()
-        deadline = asyncio.get_running_loop().call_later(limits.turn_timeout, engine.abort, node.branch.name)
-        try:
-            generation = await engine.generate(ids, sampling, node.branch.name)
-        except EngineError as error:
-            self.broken = (Boundary.ENGINE, "engine"), error
-            raise GatewayError(f"the engine failed: {error}", 500, "server_error") from error
-        finally:
-            deadline.cancel()
-            request.seconds["engine"] += time.monotonic() - started
-        count = len(generation.ids)
-        versions = generation.weight_version
-        wrong = None
-        if not 0 < count <= room:
-            wrong = f"{count} ids came where 1 to {room} were asked for"
-        elif len(generation.logprobs) != count or not (isinstance(versions, int) or len(versions) == count):
-            wrong = f"{count} ids came with another number of logprobs or weight versions"
-        if wrong is not None:
-            self.broken = (Boundary.ENGINE, "engine"), EngineError(wrong)
-            raise GatewayError(f"the engine failed: {wrong}", 500, "server_error")
-        return generation
 
-    def _tokens(self, generation: Generation) -> list[tuple[str, float]]:
-        decode = self._driver.chat.decode
-        return [(decode([one]), value) for one, value in zip(generation.ids, generation.logprobs, strict=True)]
+    def failed(self, error: EngineError) -> None:
+        self.broken = (Boundary.ENGINE, "engine"), error
+
+    def answered(self, node: Node, seconds: float) -> None:
+        self._request.seconds["engine"] += seconds
+        self._request.messages[:] = node.conversation
 
     async def call_tool(self, name: str, arguments: Mapping[str, Json] | str) -> str:
         """Run a tool of the task for the agent, as the built-in driver would; see `AgentClient.call_tool`."""

@@ -22,6 +22,7 @@ from agentrl.cli.evaluate import eval_command
 from agentrl.cli.listing import LISTED, list_command
 from agentrl.cli.new import new_app
 from agentrl.cli.recipes import recipes_command
+from agentrl.cli.serve import serve_command
 from agentrl.cli.sft import sft_command
 from agentrl.cli.train import train_command
 from agentrl.cli.try_ import try_command
@@ -66,6 +67,7 @@ app.command("sft")(sft_command)
 app.command("check")(check_command)
 app.command("doctor")(doctor_command)
 app.command("try")(try_command)
+app.command("serve")(serve_command)
 app.add_typer(new_app, name="new")
 app.command("data")(data_command)
 app.command("recipes")(recipes_command)

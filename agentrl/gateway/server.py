@@ -75,10 +75,11 @@ class Gateway:
         return f"http://{host}:{self._port}"
 
     @contextmanager
-    def serving(self, endpoint: Endpoint) -> Iterator[str]:
-        """Give `endpoint` a key for the time of this context. At its end calls of the key that still run are
-        cancelled."""
-        key = f"agentrl-{secrets.token_urlsafe(24)}"
+    def serving(self, endpoint: Endpoint, key: str | None = None) -> Iterator[str]:
+        """Give `endpoint` a key for the time of this context. At its end calls of the key that still run are cancelled.
+
+        key: None makes one; with the empty one the endpoint serves whoever sends a key of nobody's."""
+        key = f"agentrl-{secrets.token_urlsafe(24)}" if key is None else key
         self._endpoints[key], self._calls[key], self._histories[key] = endpoint, set(), History()
         try:
             yield key
@@ -170,10 +171,11 @@ class Gateway:
     def _of(self, request: web.Request) -> tuple[str, Endpoint]:
         """Return the key of a request and whose it is. Raises GatewayError (401)."""
         given = request.headers.get("x-api-key") or request.headers.get("Authorization", "").removeprefix("Bearer ")
-        endpoint = self._endpoints.get(given)
+        key = given if given in self._endpoints else ""
+        endpoint = self._endpoints.get(key)
         if endpoint is None:
             raise GatewayError("the API key is unknown, or its rollout is over", 401, "invalid_api_key")
-        return given, endpoint
+        return key, endpoint
 
 
 def _nothing_before(completion_id: str) -> Any:

@@ -1,0 +1,90 @@
+"""`serve`: a model behind the gateway for people, so that any OpenAI or Anthropic client talks to what was trained."""
+
+import asyncio
+import secrets
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+
+from agentrl.chat.base import Chat
+from agentrl.engine.base import Engine, Sampling
+from agentrl.gateway.call import Call, Completion, GatewayError, Origin
+from agentrl.gateway.server import Gateway
+from agentrl.plugins.types import Json
+from agentrl.recipe.schema import Recipe, RolloutSection
+from agentrl.rollout.agent import TreeEndpoint
+from agentrl.rollout.conversation_tree import ConversationTree, Node
+from agentrl.rollout.player import Player
+
+KEPT_TOKENS = 1_000_000
+"""Tokens of conversations that are kept, so that what was sampled in them goes on as it was; then all are forgotten."""
+
+
+class ServedModel(TreeEndpoint):
+    """Answers everybody: each call samples as it asks, else as the recipe's `rollout` says."""
+
+    def __init__(self, engine: Engine, chat: Chat, limits: RolloutSection) -> None:
+        super().__init__(ConversationTree("serve", chat), engine, chat, limits)
+        self._generations = 0
+        self._running = 0  # calls that are being answered
+
+    async def complete(self, call: Call, origin: Origin) -> Completion:
+        self._running += 1
+        try:
+            return await super().complete(call, origin)
+        finally:
+            self._running -= 1
+
+    @property
+    def tools(self) -> tuple[dict[str, Json], ...]:
+        """None: clients have tools of their own."""
+        return ()
+
+    async def call_tool(self, name: str, arguments: Mapping[str, Json] | str) -> str:
+        """Refuse: there are none."""
+        raise GatewayError("no tools are served here")
+
+    def check(self) -> None:
+        """Forget all conversations when they have become too many and none is running."""
+        if self.tree.tokens > KEPT_TOKENS and self._running <= 1:
+            for branch in self.tree.branches:
+                self.engine.finish(branch.name)
+            self._generations += 1
+            self.tree = ConversationTree(f"serve-{self._generations}", self.chat)
+
+    def sampling(self, node: Node, room: int) -> Sampling:
+        asked, limits = node.call.asked, self.limits
+        return Sampling(
+            max_tokens=room,
+            temperature=_number(asked, "temperature", 0.0, 5.0, limits.temperature),
+            top_p=_number(asked, "top_p", 1e-6, 1.0, limits.top_p),
+            top_k=int(_number(asked, "top_k", 0, 1e6, limits.top_k)),
+            stop_ids=self.chat.stop_ids,
+            seed=int(_number(asked, "seed", 0, 2**62, secrets.randbits(62))),
+        )
+
+
+def _number(asked: Mapping[str, Json], key: str, low: float, high: float, default: float) -> float:
+    value = asked.get(key, default)
+    if not isinstance(value, int | float) or isinstance(value, bool) or not low <= value <= high:
+        raise GatewayError(f"{key}: expected a number from {low:g} to {high:g}, got {str(value)[:40]!r}")
+    return value
+
+
+async def serve(recipe: Recipe, model: str | None, host: str, port: int, key: str, say: Callable[[str], None]) -> None:
+    """Serve the recipe's model, or `model`, until it is cancelled. Raises UserError.
+
+    key: what clients must send; empty: anything will do. say: told where it answers, once it does."""
+    plain = recipe.model_copy(update={"agent": None, "tools": ()})
+    player = await Player.build(plain, model_path=model, say=say)
+    gateway = Gateway(host=host, port=port, model=model or recipe.model.path)
+    try:
+        await gateway.start()
+        with gateway.serving(ServedModel(player.engine, player.chat, recipe.rollout), key):
+            say(f"OPENAI_BASE_URL={gateway.url}/v1 ANTHROPIC_BASE_URL={gateway.url}")
+            say(f"API key: {key or 'any'}")
+            with suppress(asyncio.CancelledError):
+                await asyncio.Event().wait()
+    finally:
+        await gateway.close()
+        for line in await player.close():
+            say(line)

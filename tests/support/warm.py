@@ -121,6 +121,7 @@ class Python:
 
 
 def _become(files: tuple[str, str], words: list[str], cwd: str, env: dict[str, str], packages: Path | None) -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which whoever started the tests under nohup ignores
     for number, file in enumerate(files, 1):
         opened = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(opened, number)

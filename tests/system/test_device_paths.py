@@ -28,6 +28,7 @@ from agentrl.compute.batch import Batch
 from agentrl.compute.value_head import value_forward
 from agentrl.distributed.remote import RemotePublisher
 from agentrl.engine.base import Sampling
+from agentrl.engine.local import block_runner
 from agentrl.engine.local import engine as local_engine
 from agentrl.engine.local.engine import LocalEngine
 from agentrl.engine.servers.client import Sessions
@@ -231,6 +232,7 @@ def test_the_local_engine_samples_as_on_the_cpu(
     make: Callable[[], Any], sampling: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(local_engine, "INLINE_SECONDS", 1e9)  # another thread knows nothing of what is pretended here
+    monkeypatch.setattr(block_runner, "packs", lambda weight: False)  # no GPU does, and packed products round otherwise
 
     async def sample(model: Any) -> list[list[int]]:
         engine = LocalEngine(model.eval(), max_batch=4, max_context=96, overlap=True)

@@ -1,18 +1,18 @@
 """The dialect of Anthropic's Messages API."""
 
-import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from agentrl.gateway.call import Call, Completion, Finish, GatewayError
 from agentrl.gateway.chat_completions import (
     UNREADABLE,
-    arguments_text,
     array,
     count,
+    encode,
     event,
     mapping,
     pieces,
+    text_of,
     tool_call,
     tool_schema,
 )
@@ -34,7 +34,7 @@ class AnthropicMessages:
             raise GatewayError("stop_sequences: not served here")
         messages: list[Message] = []
         if body.get("system"):
-            messages.append({"role": "system", "content": _text(body["system"], "system")})
+            messages.append({"role": "system", "content": text_of(body["system"], "system")})
         for i, one in enumerate(array(body.get("messages"), "messages")):
             messages += _messages(mapping(one, f"messages.{i}"), f"messages.{i}")
         return Call(
@@ -103,7 +103,7 @@ def _messages(one: Mapping[str, Any], where: str) -> Iterator[Message]:
                 given = mapping(block.get("input"), f"{at}.input")
                 calls.append(tool_call(str(block.get("id", "")), block.get("name"), given, at))
             case "tool_result" if role == "user":
-                result = _text(block.get("content"), f"{at}.content")
+                result = text_of(block.get("content"), f"{at}.content")
                 yield {"role": "tool", "content": result, "tool_call_id": str(block.get("tool_use_id", ""))}
             case kind:
                 raise GatewayError(f"{at}: a block of type {kind!r} is not served in a message of {role}")
@@ -114,22 +114,6 @@ def _messages(one: Mapping[str, Any], where: str) -> Iterator[Message]:
         yield message
     elif texts:
         yield {"role": "user", "content": "".join(texts)}
-
-
-def _text(content: Any, where: str) -> str:
-    if content is None:
-        return ""
-    if isinstance(content, str):
-        return content
-    texts = []
-    for i, part in enumerate(array(content, where)):
-        block = mapping(part, f"{where}.{i}")
-        if block.get("type") != "text":
-            raise GatewayError(
-                f"{where}.{i}: a block of type {block.get('type')!r} is not served; the model reads text"
-            )
-        texts.append(str(block.get("text", "")))
-    return "".join(texts)
 
 
 def _tools(body: Mapping[str, Any]) -> tuple[dict[str, Json], ...]:
@@ -166,8 +150,7 @@ def _block_events(index: int, block: dict[str, Any]) -> Iterator[bytes]:
         case "thinking":
             begun, kind, key, text = {**block, "thinking": ""}, "thinking_delta", "thinking", block["thinking"]
         case _:
-            written = arguments_text(block["input"]) if isinstance(block["input"], str) else json.dumps(block["input"])
-            begun, kind, key, text = {**block, "input": {}}, "input_json_delta", "partial_json", written
+            begun, kind, key, text = {**block, "input": {}}, "input_json_delta", "partial_json", encode(block["input"])
     yield _event("content_block_start", {**place, "content_block": begun})
     for piece in pieces(text):
         yield _event("content_block_delta", {**place, "delta": {"type": kind, key: piece}})

@@ -77,11 +77,16 @@ class ChatCompletions:
 
     def error(self, error: GatewayError) -> dict[str, Any]:
         """Return the body of an error."""
-        kind = "invalid_request_error" if error.status < 500 else "server_error"
-        return {"error": {"message": error.message, "type": kind, "param": None, "code": error.code}}
+        return openai_error(error)
 
     def _head(self, found: Completion, call: Call, kind: str) -> dict[str, Any]:
         return {"id": f"chatcmpl-{found.id}", "object": kind, "created": int(time.time()), "model": call.model}
+
+
+def openai_error(error: GatewayError) -> dict[str, Any]:
+    """Return the body of an error, as both of OpenAI's APIs have it."""
+    kind = "invalid_request_error" if error.status < 500 else "server_error"
+    return {"error": {"message": error.message, "type": kind, "param": None, "code": error.code}}
 
 
 def message_of(given: Any, index: int) -> Message:

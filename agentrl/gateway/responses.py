@@ -12,6 +12,7 @@ from agentrl.gateway.chat_completions import (
     count,
     event,
     mapping,
+    openai_error,
     pieces,
     refuse,
     text_of,
@@ -96,8 +97,7 @@ class Responses:
 
     def error(self, error: GatewayError) -> dict[str, Any]:
         """Return the body of an error."""
-        kind = "invalid_request_error" if error.status < 500 else "server_error"
-        return {"error": {"message": error.message, "type": kind, "param": None, "code": error.code}}
+        return openai_error(error)
 
 
 def _input(given: Any) -> Iterator[Message]:

@@ -8,9 +8,9 @@ import asyncio
 import json
 import logging
 import secrets
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 from aiohttp import web
 
@@ -27,6 +27,7 @@ BODY_BYTES = 32 << 20
 KEEP_ALIVE_SECONDS = 10.0
 """A stream that has nothing to say yet sends a comment this often."""
 
+T = TypeVar("T")
 Dialect = ChatCompletions | Responses | AnthropicMessages
 _log = logging.getLogger("agentrl.gateway")
 
@@ -95,78 +96,62 @@ class Gateway:
             self._runner = None
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
-        return await self._serve(request, lambda endpoint: ChatCompletions())
+        dialect = ChatCompletions()
+        return await _told(dialect, self._complete(request, lambda endpoint: dialect))
 
     async def _responses(self, request: web.Request) -> web.StreamResponse:
-        return await self._serve(
-            request, lambda endpoint: Responses(endpoint.previous if endpoint else _nothing_before)
-        )
+        work = self._complete(request, lambda endpoint: Responses(endpoint.previous))
+        return await _told(ChatCompletions(), work)
 
     async def _messages(self, request: web.Request) -> web.StreamResponse:
-        return await self._serve(request, lambda endpoint: AnthropicMessages())
-
-    async def _serve(self, request: web.Request, dialect_for: Any) -> web.StreamResponse:
-        """Answer a call; whatever goes wrong is an error of the dialect."""
-        dialect: Dialect = dialect_for(None)
-        try:
-            key, endpoint = self._of(request)
-            dialect = dialect_for(endpoint)
-            body = await _body(request)
-            call = self._histories[key].parse(body, dialect)
-            task = asyncio.ensure_future(endpoint.complete(call, _origin(body, request)))
-            self._calls[key].add(task)
-            task.add_done_callback(lambda done: self._calls.get(key, set()).discard(done))
-            if call.stream:
-                return await _stream(request, dialect, call, task, endpoint)
-            found = await asyncio.shield(task)
-            if request.transport is None or request.transport.is_closing():
-                endpoint.lost(found)
-            return _json(dialect.render(found, call))
-        except GatewayError as error:
-            return _json(dialect.error(error), error.status)
-        except asyncio.CancelledError:
-            if (current := asyncio.current_task()) is not None and current.cancelling():
-                raise
-            return _json(dialect.error(GatewayError("the rollout is over", 401, "invalid_api_key")), 401)
-        except Exception as error:  # noqa: BLE001 - boundary: an agent is told, and the run goes on
-            return _json(dialect.error(_fault(error)), 500)
-
-    async def _count(self, request: web.Request) -> web.Response:
         dialect = AnthropicMessages()
-        try:
+        return await _told(dialect, self._complete(request, lambda endpoint: dialect))
+
+    async def _complete(self, request: web.Request, dialect_of: Callable[[Endpoint], Dialect]) -> web.StreamResponse:
+        key, endpoint = self._of(request)
+        dialect, body = dialect_of(endpoint), await _body(request)
+        call = self._histories[key].parse(body, dialect)
+        task = self._task(key, endpoint.complete(call, _origin(body, request)))
+        if call.stream:
+            return await _stream(request, dialect, call, task, endpoint)
+        found = await asyncio.shield(task)
+        if request.transport is None or request.transport.is_closing():
+            endpoint.lost(found)
+        return _json(dialect.render(found, call))
+
+    async def _count(self, request: web.Request) -> web.StreamResponse:
+        dialect = AnthropicMessages()
+
+        async def work() -> web.Response:
             _, endpoint = self._of(request)
-            body = dict(json_object(await _body(request)))
+            body = json_object(await _body(request))
             return _json({"input_tokens": endpoint.count(dialect.parse({"max_tokens": 1, **body}))})
-        except GatewayError as error:
-            return _json(dialect.error(error), error.status)
-        except Exception as error:  # noqa: BLE001 - as in `_serve`
-            return _json(dialect.error(_fault(error)), 500)
 
-    async def _models(self, request: web.Request) -> web.Response:
-        try:
+        return await _told(dialect, work())
+
+    async def _models(self, request: web.Request) -> web.StreamResponse:
+        async def work() -> web.Response:
             self._of(request)
-        except GatewayError as error:
-            return _json(ChatCompletions().error(error), error.status)
-        model = {"id": self._model, "object": "model", "created": 0, "owned_by": "agentrl", "type": "model"}
-        return _json({"object": "list", "data": [model], "has_more": False})
+            model = {"id": self._model, "object": "model", "created": 0, "owned_by": "agentrl", "type": "model"}
+            return _json({"object": "list", "data": [model], "has_more": False})
 
-    async def _mcp(self, request: web.Request) -> web.Response:
-        try:
+        return await _told(ChatCompletions(), work())
+
+    async def _mcp(self, request: web.Request) -> web.StreamResponse:
+        async def work() -> web.Response:
             key, endpoint = self._of(request)
             given = json_object(await _body(request))
-            task = asyncio.ensure_future(mcp.answer(endpoint, given))
-            self._calls[key].add(task)
-            task.add_done_callback(lambda done: self._calls.get(key, set()).discard(done))
-            found = await asyncio.shield(task)
-        except GatewayError as error:
-            return _json(ChatCompletions().error(error), error.status)
-        except asyncio.CancelledError:
-            if (current := asyncio.current_task()) is not None and current.cancelling():
-                raise
-            return web.Response(status=401)
-        except Exception as error:  # noqa: BLE001 - as in `_serve`
-            return _json(ChatCompletions().error(_fault(error)), 500)
-        return web.Response(status=202) if found is None else _json(found)
+            found = await asyncio.shield(self._task(key, mcp.answer(endpoint, given)))
+            return web.Response(status=202) if found is None else _json(found)
+
+        return await _told(ChatCompletions(), work())
+
+    def _task(self, key: str, work: Coroutine[Any, Any, T]) -> "asyncio.Task[T]":
+        """Run the work of a call in a task of its own, which ends with the key at the latest."""
+        task = asyncio.ensure_future(work)
+        self._calls[key].add(task)
+        task.add_done_callback(lambda done: self._calls.get(key, set()).discard(done))
+        return task
 
     def _of(self, request: web.Request) -> tuple[str, Endpoint]:
         """Return the key of a request and whose it is. Raises GatewayError (401)."""
@@ -178,8 +163,18 @@ class Gateway:
         return key, endpoint
 
 
-def _nothing_before(completion_id: str) -> Any:
-    raise GatewayError(f"previous_response_id: {completion_id!r} is unknown")
+async def _told(dialect: Dialect, work: Awaitable[web.StreamResponse]) -> web.StreamResponse:
+    """Return the answer; whatever goes wrong is an error of the dialect."""
+    try:
+        return await work
+    except GatewayError as error:
+        return _json(dialect.error(error), error.status)
+    except asyncio.CancelledError:
+        if (current := asyncio.current_task()) is not None and current.cancelling():
+            raise
+        return _json(dialect.error(GatewayError("the rollout is over", 401, "invalid_api_key")), 401)
+    except Exception as error:  # noqa: BLE001 - boundary: an agent is told, and the run goes on
+        return _json(dialect.error(_fault(error)), 500)
 
 
 async def _body(request: web.Request) -> bytes:

@@ -6,6 +6,7 @@ agent's calls of the model come in by HTTP with the rollout's own key, and grow 
 
 import asyncio
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -84,7 +85,7 @@ class AgentRequest(AsyncRolloutRequest):
         self.extra["gateway"] = {name: getattr(counts, name) for name in Counts.__slots__}
 
 
-class TreeEndpoint:
+class TreeEndpoint(ABC):
     """Answers calls out of a tree of conversations; a subclass says what a call may be, and what becomes of it.
 
     tree: of what was said so far; its name begins the ids of completions.
@@ -123,21 +124,21 @@ class TreeEndpoint:
         if completion.id not in self._sent_again:
             self._node(completion.id).lost = True
 
-    def check(self) -> None:
+    def check(self) -> None:  # noqa: B027 - a hook with a default
         """Raise GatewayError where no further call is allowed."""
 
     def too_long(self, why: str) -> GatewayError:
         """Return the error of a call for which there is no room."""
         return GatewayError(why, 400, "context_length_exceeded")
 
+    @abstractmethod
     def sampling(self, node: Node, room: int) -> Sampling:
         """Return how to sample the answer of a call, `room` tokens at most. Raises GatewayError."""
-        raise NotImplementedError
 
-    def failed(self, error: EngineError) -> None:
+    def failed(self, error: EngineError) -> None:  # noqa: B027 - a hook with a default
         """Note that the engine failed."""
 
-    def answered(self, node: Node, seconds: float) -> None:
+    def answered(self, node: Node, seconds: float) -> None:  # noqa: B027 - a hook with a default
         """Note an answer, and the time that it took."""
 
     def _node(self, completion_id: str) -> Node:

@@ -18,12 +18,13 @@ from fakes import END, CharChat, Echo, Env, Hooks, ScriptedEngine, call, logprob
 from processes import eventually
 
 from agentrl.engine.base import EngineError, Generation, GenerationFinish
+from agentrl.gateway.call import Call, Origin
 from agentrl.gateway.server import Gateway
 from agentrl.plugins.agent import AgentClient, FunctionAgent, Outcome, ProgramAgent
 from agentrl.plugins.tool import Tool
 from agentrl.plugins.types import InfrastructureError, Session, Task, ToolResponse
 from agentrl.recipe.schema import AgentSection, RolloutSection
-from agentrl.rollout.agent import AgentDriver
+from agentrl.rollout.agent import AgentDriver, Rollout
 from agentrl.trajectory import Boundary, FinishReason, Trajectory, check_invariants
 
 TASK = Task("t", {"question": "2+2?"})
@@ -534,3 +535,27 @@ async def test_a_mistake_of_the_models_goes_back_to_it(solve: Solve, mistake: st
     assert trained(found) == [mistake, "sorry"]
     assert [s.parent for s in found.segments] == [-1, 0]
     assert found.tool_uses[0].error is not None
+
+
+async def test_a_call_without_tools_that_a_later_one_goes_on_from_is_trained() -> None:
+    async def solve(task: Task, client: AgentClient) -> None:
+        talk: list[Any] = [user("plan")]
+        talk += [await said(client, talk), user("more")]
+        await said(client, talk)
+        await said(client, [user("go")], tools=list(client.tools))
+
+    found = await played(solve, by_count(), tools=[Echo()])
+    assert trained(found) == ["a1", "a3"]  # nothing repeats the second answer
+
+
+async def test_an_answer_that_was_lost_is_trained_once_it_was_sent_again() -> None:
+    async with driving(lambda task, client: None) as (driver, _):
+        for retries, is_trained in ((0, False), (1, True)):
+            request = driver.request(TASK, 0)
+            rollout, call = Rollout(driver, request), Call((user("one"),))  # type: ignore[arg-type]
+            found = await asyncio.create_task(rollout.complete(call, Origin(b"{}")))
+            for _ in range(retries):
+                again = await asyncio.create_task(rollout.complete(call, Origin(b"{}", 1)))
+                assert again is found
+            rollout.lost(found)
+            assert [turn.trained for turn in request.turns] == [is_trained]

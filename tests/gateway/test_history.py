@@ -1,0 +1,58 @@
+"""Old messages are known by their bytes: a body is read as if all of it had been parsed, and nothing twice."""
+
+import json
+from typing import Any
+
+import pytest
+
+from agentrl.gateway.anthropic_messages import AnthropicMessages
+from agentrl.gateway.call import GatewayError
+from agentrl.gateway.chat_completions import ChatCompletions
+from agentrl.gateway.history import History
+from agentrl.gateway.responses import Responses
+
+DIALECTS: dict[str, Any] = {
+    "messages": ChatCompletions(), "input": Responses(lambda _: ()), "anthropic": AnthropicMessages(),
+}  # fmt: skip
+TALK = [
+    {"role": "user", "content": 'Überall "messages": [{}]'}, {"role": "assistant", "content": "é]}"},
+    {"role": "user", "content": "and then?"}, {"role": "assistant", "content": "so"},
+    {"role": "user", "content": "now"},
+]  # fmt: skip
+
+
+def body(name: str, messages: list[Any], spaced: bool, **more: Any) -> bytes:
+    key = "messages" if name == "anthropic" else name
+    whole = {"max_tokens": 5, key: messages, "model": "m", **more} if name == "anthropic" else {key: messages, **more}
+    return json.dumps(whole, ensure_ascii=False, separators=None if spaced else (",", ":")).encode()
+
+
+@pytest.mark.parametrize("spaced", [False, True])
+@pytest.mark.parametrize("name", DIALECTS)
+def test_a_longer_body_goes_on_from_the_one_before(name: str, spaced: bool) -> None:
+    history, dialect, before = History(), DIALECTS[name], None
+    for length in (1, 3, 5):
+        text = body(name, TALK[:length], spaced)
+        call = history.parse(text, dialect)
+        assert call.earlier is before
+        assert call.messages == dialect.parse(json.loads(text)).messages
+        before = call
+
+
+@pytest.mark.parametrize("change", [{"tools": [{"name": "t"}]}, {"system": "Be brief."}], ids=str)
+def test_other_tools_or_another_system_prompt_are_another_history(change: dict[str, Any]) -> None:
+    history, dialect = History(), DIALECTS["anthropic"]
+    history.parse(body("anthropic", TALK[:1], True), dialect)
+    text = body("anthropic", TALK[:3], True, **change)
+    call = history.parse(text, dialect)
+    assert call.earlier is None
+    assert call.messages == dialect.parse(json.loads(text)).messages
+
+
+def test_a_body_that_is_broken_after_what_is_known_is_an_error() -> None:
+    history, dialect = History(), DIALECTS["messages"]
+    known = body("messages", TALK[:1], False)
+    history.parse(known, dialect)
+    for broken in (known[:-2] + b",{]}", known[:-2] + b"}", known[:-1]):
+        with pytest.raises(GatewayError, match="the body is not JSON"):
+            history.parse(broken, dialect)

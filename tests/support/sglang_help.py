@@ -25,6 +25,8 @@ from agentrl.models import embedded_path
 from agentrl.models.load import load_model
 from agentrl.recipe.schema import ModelSection
 
+GREEDY = Sampling(24, temperature=0.0)
+PROMPT = [40, 41, 42, 43, 44]
 PIECE = 4
 ADAPTER = AdapterNeeds(4, frozenset(("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")))
 """What the session's server has room for."""

@@ -8,44 +8,17 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import pytest
-import torch
 from processes import eventually
 from serving import serving
-from sglang_help import StandIn, tiny
+from sglang_help import GREEDY, PROMPT, StandIn
 
 from agentrl.engine.base import EngineError, Generation, GenerationFinish, Sampling
-from agentrl.engine.local.engine import LocalEngine
 from agentrl.engine.servers.engine import ATTEMPTS
 from agentrl.engine.servers.identity import OPENING_TOKENS, PROBE_TOKENS, probe_of
 from agentrl.engine.sglang.kind import SglangEngine
 from agentrl.errors import UserError
 
-GREEDY = Sampling(24, temperature=0.0)
-PROMPT = [40, 41, 42, 43, 44]
-
-
-@pytest.fixture(scope="module")
-def parts() -> tuple[Any, Any]:
-    torch.set_num_threads(1)
-    return tiny()
-
-
-@pytest.fixture(autouse=True)
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Second tries come soon."""
-    monkeypatch.setattr("agentrl.engine.servers.engine.BACK_OFF_SECONDS", (0.01, 0.1))
-    monkeypatch.setattr("agentrl.engine.servers.fleet.FIRST_RETRY_SECONDS", 0.1)
-
-
-@pytest.fixture(scope="module")
-def expected(parts: tuple[Any, Any]) -> Generation:
-    async def once() -> Generation:
-        engine = LocalEngine(parts[0], max_batch=4)
-        made = await engine.generate(PROMPT, GREEDY, "x")
-        await engine.close()
-        return made
-
-    return asyncio.run(once())
+pytestmark = pytest.mark.usefixtures("impatient")
 
 
 @asynccontextmanager

@@ -11,9 +11,9 @@ import pytest
 import torch
 from processes import eventually
 from sglang_adapter_help import AdapterStandIn, adapted, stir
-from sglang_help import logprobs_of, tiny
+from sglang_help import GREEDY, PROMPT, logprobs_of, tiny
 
-from agentrl.engine.base import EngineError, Generation, Sampling
+from agentrl.engine.base import EngineError, Generation
 from agentrl.engine.servers.adapters import AdapterNeeds, AdapterRoom, needs_of, why_merged
 from agentrl.engine.sglang.command import SglangPlan
 from agentrl.engine.sglang.kind import SglangEngine
@@ -21,9 +21,6 @@ from agentrl.errors import UserError
 from agentrl.models.load import load_skeleton
 from agentrl.recipe.schema import LoraSection, ModelSection
 from agentrl.weights import Publisher, WeightSource
-
-PROMPT = [40, 41, 42, 43, 44]
-GREEDY = Sampling(24, temperature=0.0)
 
 
 @asynccontextmanager

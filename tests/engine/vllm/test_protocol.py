@@ -14,12 +14,11 @@ import pytest
 import torch
 from paths import RECIPES
 from processes import eventually
-from sglang_help import logprobs_of, tiny
+from sglang_help import GREEDY, PROMPT, logprobs_of
 from vllm_help import VllmStandIn
 
 from agentrl.cluster.placement import Launched
 from agentrl.engine.base import EngineError, Generation, GenerationFinish, Sampling
-from agentrl.engine.local.engine import LocalEngine
 from agentrl.engine.servers.adapters import AdapterNeeds, AdapterRoom, why_merged
 from agentrl.engine.servers.answer import INTERVAL, Answer, Features, PieceEnd
 from agentrl.engine.vllm.command import VllmPlan
@@ -35,32 +34,7 @@ from agentrl.weights.scratch import SHARED_MEMORY
 from agentrl.weights.server import PauseMode
 from agentrl.weights.vllm import VllmServer
 
-GREEDY = Sampling(24, temperature=0.0)
-PROMPT = [40, 41, 42, 43, 44]
-
-
-@pytest.fixture(scope="module")
-def parts() -> tuple[Any, Any]:
-    torch.set_num_threads(1)
-    return tiny()
-
-
-@pytest.fixture(autouse=True)
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Second tries come soon."""
-    monkeypatch.setattr("agentrl.engine.servers.engine.BACK_OFF_SECONDS", (0.01, 0.1))
-    monkeypatch.setattr("agentrl.engine.servers.fleet.FIRST_RETRY_SECONDS", 0.1)
-
-
-@pytest.fixture(scope="module")
-def expected(parts: tuple[Any, Any]) -> Generation:
-    async def once() -> Generation:
-        engine = LocalEngine(parts[0], max_batch=4)
-        made = await engine.generate(PROMPT, GREEDY, "x")
-        await engine.close()
-        return made
-
-    return asyncio.run(once())
+pytestmark = pytest.mark.usefixtures("impatient")
 
 
 @asynccontextmanager

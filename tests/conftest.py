@@ -16,6 +16,7 @@ import pytest
 from paths import SUPPORT
 from tiers import FIXTURES, SHARED, TIERS
 from venvs import wait_for_install
+from warm import have_ray_workers
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background job, which tests of Ctrl-C would inherit
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -70,6 +71,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if tiers:
             rank[item.path] = max(rank.get(item.path, 0), *tiers)
     items.sort(key=lambda item: rank.get(item.path, len(order)))
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("ray") is not None:
+        have_ray_workers()
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -29,6 +29,8 @@ OBJECT_STORE_MIN = 80 * MEGABYTE
 CONNECT_SECONDS = 30.0
 GRACE_SECONDS = 5.0
 """Time for Ray to end its processes by itself."""
+RAY = (sys.executable, "-m", "ray.scripts.scripts")
+"""The command `ray`, of this interpreter's packages."""
 _NOT_NEEDED = ("--include-dashboard=false", "--disable-usage-stats", "--no-monitor", "--include-log-monitor=false")
 """Of Ray's own processes: the dashboard, the autoscaler, and the one that would copy the workers' logs to us."""
 _BUSY = "timed out during startup"
@@ -187,7 +189,7 @@ def _arguments(cpus: int | None, gpus: int | None, object_store: int) -> list[st
 
 
 def _launch(folder: Path, arguments: list[str], devices: Sequence[str] | None, output: IO[bytes]) -> ProcessTree:
-    command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--port=0"]
+    command = [*RAY, "start", "--head", "--block", "--port=0"]
     command += [*_NOT_NEEDED, f"--temp-dir={folder}", *arguments]
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     environment.setdefault("RAY_worker_niceness", "0")  # else whatever runs beside them starves the workers

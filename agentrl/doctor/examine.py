@@ -21,6 +21,7 @@ from agentrl.recipe.load import dump_recipe
 from agentrl.recipe.schema import Recipe
 
 CHECKS = "agentrl.doctor.checks:CHECKS"
+CHILD = (sys.executable, "-m", "agentrl.doctor.child")
 START_SECONDS = 120.0
 """Time for a process to begin its first check."""
 POLL_SECONDS = 0.05
@@ -92,7 +93,7 @@ def _run(
     """Run as many of the checks as one process does: until one fails, or rests on one that did not succeed."""
     (folder / FINDINGS).unlink(missing_ok=True)
     (folder / FINDINGS).touch()
-    words = [sys.executable, "-m", "agentrl.doctor.child", str(folder), place, *(check.name for check in due)]
+    words = [*CHILD, str(folder), place, *(check.name for check in due)]
     with tempfile.TemporaryDirectory(prefix="agentrl-doctor-") as aside, (folder / "log").open("wb+") as log:
         own = Path(aside, "tree")  # removed with the tree
         own.mkdir()

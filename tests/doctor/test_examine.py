@@ -2,11 +2,11 @@
 
 import json
 import os
+import sys
 from pathlib import Path
 
 import pytest
 from train_help import small
-from warm import Python
 
 from agentrl.cli import main
 from agentrl.doctor import examine as examining
@@ -44,11 +44,12 @@ def test_a_check_that_fails_hangs_dies_or_exits_ends_no_other(tmp_path: Path) ->
 
 
 @pytest.mark.ray
-def test_every_check_passes_on_this_machine(bubblewrap: None, tmp_path: Path) -> None:
+def test_every_check_passes_on_this_machine(
+    bubblewrap: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = tmp_path / "report.json"
-    process = Python(["-m", "agentrl.cli.main", "doctor", "--output", str(folder)])
-    said, _ = process.communicate()
-    assert process.returncode == 0, said
+    monkeypatch.setattr(examining, "CHILD", (sys.executable, "-m", "warm_ray", "agentrl.doctor.child"))
+    assert main.run(["doctor", "--output", str(folder)]) == 0, capsys.readouterr().out
     findings = [Finding.read(found) for found in json.loads(folder.read_text())["findings"]]
     assert {found.name: found.status for found in findings} == {check.name: Status.OK for check in CHECKS}
     assert all(found.figure for found in findings)

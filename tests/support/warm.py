@@ -5,6 +5,7 @@ it is written, starts one by `subprocess`.
 """
 
 import atexit
+import functools
 import multiprocessing
 import multiprocessing.util
 import os
@@ -25,6 +26,9 @@ from typing import Any
 from unittest.mock import patch
 
 import torch.multiprocessing
+import warm_ray
+
+from agentrl.cluster import session
 
 METHOD = "forkserver"
 IMPORTED = (
@@ -48,6 +52,20 @@ def on_ranks(work: Callable[..., None], *arguments: Any, size: int = 2) -> None:
     """work(rank, *arguments) in `size` processes; raises what one of them raises."""
     _start()
     torch.multiprocessing.start_processes(work, arguments, nprocs=size, start_method=METHOD)
+
+
+@functools.cache
+def have_ray_workers() -> object:
+    """Let workers of the Rays that this process and those of `Python` start be forked, from now on until it ends."""
+    folder = tempfile.mkdtemp(dir="/tmp")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    path = str(Path(folder, "s"))
+    process, connection = started(warm_ray.serve, path)
+    atexit.register(connection.close)
+    connection.recv()
+    os.environ[warm_ray.SOCKET] = path
+    session.RAY = warm_ray.COMMAND
+    return process, connection
 
 
 def started(work: Callable[..., None], *arguments: Any) -> tuple[Any, Connection]:
@@ -130,6 +148,8 @@ def _become(files: tuple[str, str], words: list[str], cwd: str, env: dict[str, s
     os.environ.update(env)
     os.chdir(cwd)
     tempfile.tempdir = None
+    if warm_ray.SOCKET in env:
+        session.RAY = warm_ray.COMMAND
     first, *arguments = words
     own = {"-m": cwd, "-c": ""}.get(first, str(Path(first).parent))
     sys.path[:0] = [own, *_folders(env)]

@@ -20,7 +20,7 @@ def table(script: str, *arguments: str) -> str:
     return done.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_model_of_real_size_beside_transformers() -> None:
     rows = re.findall(
         r"^(\w+)[^\n]*?(bfloat16|float32) +[\d.]+ +[\d.]+ +[\d.]+  ", table("real_model.py", "--quick"), re.M

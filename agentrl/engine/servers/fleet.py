@@ -264,6 +264,8 @@ class Fleet:
                 if member.out is not None and (task is None or task.done()) and self._recoverable(member):
                     self._recovering[member] = asyncio.create_task(self._bring_back(member))
             self._give_up_waiting()
+            for server in self._servers.values():
+                server.shorten_log()
             await asyncio.sleep(tick)
 
     def _take_out_stalled(self, now: float) -> None:

@@ -19,6 +19,8 @@ from agentrl.weights.addresses import ANY, LOOPBACK, url_of
 POLL_SECONDS = 0.5
 HEALTH_SECONDS = 25.0
 """More than the 20 seconds that the server itself gives its scheduler to answer."""
+LOG_BYTES, LOG_END_BYTES = 64 << 20, 16 << 20
+"""Length from which on a log is shortened, and how much of its end is kept then."""
 LOWEST_PORT, USUAL_EPHEMERAL, PORT_TRIES = 22_000, 32_768, 64
 """Ports of servers: from this one on, below that one where the system does not tell, tries at a free one."""
 _PORT_TAKEN = "address already in use"
@@ -122,6 +124,24 @@ class Server:
         except OSError:
             path.symlink_to(self.log.resolve())
         self.log = path
+
+    def shorten_log(self) -> None:
+        """Keep the command and the end of a log of over `LOG_BYTES`: a server writes lines as long as it runs. What it
+        writes at that moment may be lost."""
+        try:
+            size = self.log.stat().st_size
+            if size <= LOG_BYTES:
+                return
+            with self.log.open("r+b") as file:  # the server's own descriptor appends, so it goes on at the new end
+                command = file.readline(LOG_END_BYTES)
+                file.seek(size - LOG_END_BYTES)
+                end = file.read().partition(b"\n")[2]
+                file.truncate(0)
+                file.seek(0)
+                file.write(command + b"[%d bytes left out]\n" % (size - len(command) - len(end)) + end)
+        except OSError:  # a log is not worth a run; a full disk is told by what needs it
+            return
+        self._log_start = 0
 
     def reason(self) -> str:
         """Return the line of its log that says best why it ended."""

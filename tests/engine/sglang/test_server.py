@@ -22,6 +22,7 @@ from warm import Python
 
 from agentrl.engine.base import Sampling
 from agentrl.engine.local.engine import LocalEngine
+from agentrl.engine.servers import server as launched_server
 from agentrl.engine.servers.server import Server
 from agentrl.engine.sglang.command import SglangPlan
 from agentrl.engine.sglang.kind import SglangEngine
@@ -98,6 +99,28 @@ async def test_its_log_moves_to_the_run_folder_while_it_writes(tmp_path: Path) -
         until(lambda: server.log.stat().st_size > size)
         assert "it serves" in (tmp_path / "run" / "sglang_0.log").read_text()
         assert not (tmp_path / "a" / "log").exists()
+    finally:
+        await server.stop()
+
+
+async def test_a_long_log_keeps_its_command_and_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launched_server, "LOG_BYTES", 1500)
+    monkeypatch.setattr(launched_server, "LOG_END_BYTES", 500)
+    program, log = tmp_path / "talks.py", tmp_path / "log"
+    talk = 'for i in range(200):\n    print(f"line {i}", flush=True)\nprint("it serves"'
+    program.write_text(FAKE.replace('print("it serves"', talk))
+    server = await started(plan(sys.executable, str(program), str(tmp_path / "ids")), log)
+    try:
+        until(lambda: "it serves" in log.read_text())
+        size = log.stat().st_size
+        server.shorten_log()
+        lines = log.read_text().splitlines()
+        assert lines[0].startswith("$ ")
+        assert lines[1].startswith("[")
+        assert lines[-2:] == ["line 199", "it serves"]
+        assert log.stat().st_size == size - int(lines[1].split()[0][1:]) + len(lines[1]) + 1
+        server.shorten_log()
+        assert log.read_text().splitlines() == lines
     finally:
         await server.stop()
 

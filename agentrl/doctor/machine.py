@@ -33,6 +33,11 @@ DRIVERS = {12: 525, 13: 580}
 SHOWN = ("torch", "transformers", "ray", "sglang", "vllm", "nvidia-nccl")
 """Packages whose versions matter between two environments, by the beginning of their names."""
 ASK = "import importlib.metadata as m, json; print(json.dumps({d.name: d.version for d in m.distributions()}))"
+COMPILERS = {
+    "ninja": "{venv}: pip install ninja there",
+    "nvcc": "the CUDA toolkit of the server's torch: install it, or name its folder in CUDA_HOME",
+}
+"""Program that SGLang, vLLM and flashinfer compile kernels with -> what to do where there is none."""
 SLOW = 0.2
 """Least share of the data sheet's figure that a matrix product on a free GPU reaches."""
 TIMED_SECONDS = 0.3
@@ -93,6 +98,11 @@ def versions(subject: Subject) -> str:
             f"NCCL is {nccl} here and {other} in the server's environment: a process group of both cannot be formed",
             "engine.args.weights: leave it at auto, or install the same nvidia-nccl in both environments",
         )
+    if torch.cuda.is_available() and (absent := compilers_missing(venv)):
+        raise CheckError(
+            f"a server compiles kernels as it runs, and finds no {' and no '.join(absent)}",
+            "; ".join(COMPILERS[name].format(venv=venv) for name in absent),
+        )
     return f"{here}; the server's: {server}"
 
 
@@ -109,6 +119,13 @@ def unmet_requirements(requirements: Iterable[str]) -> Iterable[str]:
             continue
         if not wanted.specifier.contains(found, prereleases=True):
             yield f"{wanted.name} is {found}; {wanted.specifier} is needed"
+
+
+def compilers_missing(venv: Path) -> list[str]:
+    """Return which of `COMPILERS` a server of this virtual environment does not find."""
+    cuda = [os.path.join(home, "bin") for home in (os.environ.get("CUDA_HOME"), "/usr/local/cuda") if home]
+    path = os.pathsep.join([str(venv / "bin"), *filter(None, [os.environ.get("PATH")]), *cuda])
+    return [name for name in COMPILERS if shutil.which(name, path=path) is None]
 
 
 def driver() -> str | None:

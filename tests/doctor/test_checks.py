@@ -78,6 +78,15 @@ def other_nccl(subject: Subject, patch: Patch, folder: Path) -> None:
     subject.recipe = small(engine__name="sglang", engine__args=args)
 
 
+def no_compilers(subject: Subject, patch: Patch, folder: Path) -> None:
+    program(folder / "bin" / "python", """echo '{"sglang": "0.5.23"}'""")
+    program(folder / "cuda" / "bin" / "nvcc", "")
+    patch.setattr(torch.cuda, "is_available", lambda: True)
+    patch.setenv("PATH", str(folder / "none"))
+    patch.setenv("CUDA_HOME", str(folder / "cuda"))
+    subject.recipe = small(engine__name="sglang", engine__args={"venv": str(folder)})
+
+
 def broken_venv(subject: Subject, patch: Patch, folder: Path) -> None:
     program(folder / "bin" / "python", "exit 127")
     subject.recipe = small(engine__name="sglang", engine__args={"venv": str(folder)})
@@ -179,6 +188,7 @@ FAULTS: list[tuple[str, Fault, str, str]] = [
     ("versions", old_package, "torch is 2.*; >=99 is needed", "package torch"),
     ("versions", old_driver, "needs driver 580; the driver is 525.60.13", "NVIDIA driver"),
     ("versions", other_nccl, "NCCL is None here and 2.30.7 in the server's", "engine.args.weights"),
+    ("versions", no_compilers, "compiles kernels as it runs, and finds no ninja$", "pip install ninja there"),
     ("versions", broken_venv, "its Python does not run", "engine.args.venv"),
     ("arithmetic", wrong_product, "a float32 matrix product is wrong", "model.dtype"),
     ("packing", wrong_packing, "packed rows do not give the log-probs", "model.path"),

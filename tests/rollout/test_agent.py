@@ -414,12 +414,12 @@ async def test_a_program_in_another_language_is_an_agent() -> None:
 
     async with program(["sh", "-c", CURL, "{prompt}"], env=Env(calc_reward=judge)) as driver:
         found = await driver.drive(driver.request(TASK, 0))
-    ((outcome, answer),) = seen
+        ((outcome, answer),) = seen
+        assert await gone(outcome)
     assert found.reward == 0.5
     assert (outcome.exit_code, outcome.output) == (3, "asked 2+2?\n")
     assert json.loads(answer)["choices"][0]["message"]["content"] == "4"
     assert texts(found)[0].count("2+2?") == 1
-    assert await gone(outcome)
 
 
 async def gone(outcome: Outcome) -> bool:
@@ -461,12 +461,12 @@ async def test_a_wild_program_is_bounded_and_judged_by_what_it_left() -> None:
     keys: dict[str, Any] = {"env": Env(calc_reward=judge), "timeout": 4.0, "max_calls": 5}
     async with program([sys.executable, "-c", WILD], by_count(), **keys) as driver:
         found = await driver.drive(driver.request(TASK, 0))
-    ((outcome, state),) = seen
+        ((outcome, state),) = seen
+        assert await gone(outcome)
     assert state == "here"
     assert len(found.turns) == 5
     assert outcome.exit_code is None
     assert 0 < len(outcome.output) <= 1 << 16
-    assert await gone(outcome)
     await eventually(lambda: not processes_with(str(outcome.folder)))
 
 

@@ -273,21 +273,26 @@ def make_agent(section: AgentSection) -> Agent:
         return ProgramAgent(section.command)
     if not section.name:
         raise UserError("agent: needs `name` (an installed agent, or module:attribute) or `command` (a program)")
-    made = load("agents", section.name)
+    return agent_of(load("agents", section.name), section.args, section.name)
+
+
+def agent_of(made: Any, args: Mapping[str, Any], name: str) -> Agent:
+    """Return what `name` stands for as an agent: a class of `Agent`, made with `args`, an object of one, or a function
+    `solve(task, client, **args)`. Raises UserError."""
     if isinstance(made, type) and issubclass(made, Agent):
-        made = construct(made, section.args, "agent.args")
+        made = construct(made, args, "agent.args")
     if isinstance(made, Agent):
         return made
     if not callable(made):
-        raise UserError(f"agent {section.name!r} is {type(made).__name__}; expected a function solve(task, client)")
-    _check_signature(made, section)
-    return FunctionAgent(str(section.name).rpartition(":")[2], made, dict(section.args))
+        raise UserError(f"agent {name!r} is {type(made).__name__}; expected a function solve(task, client)")
+    _check_signature(made, args, name)
+    return FunctionAgent(name.rpartition(":")[2], made, dict(args))
 
 
-def _check_signature(function: Callable[..., Any], section: AgentSection) -> None:
+def _check_signature(function: Callable[..., Any], args: Mapping[str, Any], name: str) -> None:
     try:
-        inspect.signature(function).bind(None, None, **section.args)
+        inspect.signature(function).bind(None, None, **args)
     except TypeError as error:
-        raise UserError(f"agent {section.name!r}: solve(task, client, **agent.args): {error}") from None
+        raise UserError(f"agent {name!r}: solve(task, client, **agent.args): {error}") from None
     except ValueError:
         return  # a builtin without a signature

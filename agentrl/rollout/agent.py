@@ -341,7 +341,7 @@ class AgentDriver(Driver):
         return rollout.refused or finish
 
     async def _solve(self, request: AgentRequest, client: AgentClient) -> None:
-        """Let the agent do its task. What it came to is known, and released later, also where a cancellation ended it."""
+        """Let the agent do its task. What it came to is released later, also where it ended by a cancellation."""
         found = await self._agent.solve(request.task, client)
         request.outcome = outcome = found if isinstance(found, Outcome) else Outcome(returned=found)
         request.held.append((f"agent {self._agent.name}", lambda: self._agent.release(outcome)))

@@ -117,9 +117,9 @@ def check_sum(rewards: Mapping[str, float], weights: Mapping[str, float]) -> Non
 
 
 async def release_all(request: AsyncRolloutRequest) -> None:
-    """Release what was begun, last first, then what is held, each plugin exactly once. It goes on when its caller is cancelled, whose
-    cancellation is raised again afterwards. A release that fails is logged and kept in `extra["release_errors"]`; one
-    that even ignores its cancellation is left behind."""
+    """Release what was begun, last first, then what is held, each plugin exactly once. It goes on when its caller is
+    cancelled, whose cancellation is raised again afterwards. A release that fails is logged and kept in
+    `extra["release_errors"]`; one that even ignores its cancellation is left behind."""
     if not request.begun:
         return
     begun, request.begun = request.begun, []

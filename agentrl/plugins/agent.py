@@ -268,6 +268,8 @@ def make_agent(section: AgentSection) -> Agent:
     if section.command and (section.name or section.args):
         raise UserError("agent: give `command`, or `name` and `args`, not both")
     if section.command:
+        if section.processes:
+            raise UserError("agent.processes: a program has a process of its own already; leave it out")
         if shutil.which(section.command[0]) is None:
             raise UserError(f"agent.command: there is no program {section.command[0]!r} on the PATH")
         return ProgramAgent(section.command)

@@ -196,6 +196,9 @@ class AgentSection(Section):
     command: Annotated[tuple[str, ...], BeforeValidator(_words)] = ()
     """A program instead of `name`, and its arguments, in which {prompt} is the opening's text. It finds the gateway by
     OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY, and its task in $AGENTRL_TASK."""
+    processes: Annotated[Count, Unit("processes")] = 0
+    """Run the function or class in this many processes, many rollouts in each, so that it does not hold up sampling;
+    one that dies fails its rollouts and is replaced. 0: in the run's own."""
     max_calls: Annotated[Positive, Unit("calls")] = 32
     """Calls of the model that one rollout may make."""
     max_total_tokens: Tokens = 65536

@@ -18,9 +18,12 @@ from fakes import END, CharChat, Echo, Env, Hooks, ScriptedEngine, call, logprob
 from processes import eventually
 
 from agentrl.engine.base import EngineError, Generation, GenerationFinish
+from agentrl.errors import UserError
 from agentrl.gateway.call import Call, Origin
 from agentrl.gateway.server import Gateway
+from agentrl.plugins import agent_process
 from agentrl.plugins.agent import AgentClient, FunctionAgent, Outcome, ProgramAgent
+from agentrl.plugins.agent_process import agent_of_recipe
 from agentrl.plugins.tool import Tool
 from agentrl.plugins.types import InfrastructureError, Session, Task, ToolResponse
 from agentrl.recipe.schema import AgentSection, RolloutSection
@@ -485,6 +488,98 @@ async def test_a_program_that_ends_without_a_call_fails_the_rollout() -> None:
         found = await driver.drive(driver.request(TASK, 0))
     assert found.failure is not None
     assert "without a call of the model" in found.failure.message
+
+
+@asynccontextmanager
+async def processes(name: str, count: int = 1, env: Env | None = None, **keys: Any) -> AsyncIterator[AgentDriver]:
+    async with driving(lambda task, client: None, lambda _, turn: "4", env, **keys) as (driver, _):
+        section = AgentSection(name=f"agent_functions:{name}", processes=count)
+        driver._agent = agent_of_recipe(section)
+        try:
+            yield driver
+        finally:
+            await driver._agent.close()
+
+
+async def then(driver: AgentDriver, what: str) -> Trajectory:
+    return await driver.drive(driver.request(Task("t", {"then": what}), 0))
+
+
+async def test_a_process_does_many_rollouts_at_once_and_says_in_a_line_what_each_raised() -> None:
+    seen: list[Any] = []
+    all_here = asyncio.Barrier(8)
+
+    async def execute(session: Session, text: str = "") -> str:
+        if session.task.data["then"] == "together":
+            await all_here.wait()
+        return text.upper() + "!"
+
+    env = Env(calc_reward=lambda session: seen.append(session.outcome.returned) or 1.0)
+    async with processes("act", env=env, tools=[Echo(execute=execute)]) as driver:
+        found = await asyncio.gather(*(then(driver, "together") for _ in range(8)))
+        assert all(t.failure is None for t in found), found[0].failure
+        pids = {returned["pid"] for returned in seen}
+        assert len(pids) == 1
+        assert os.getpid() not in pids
+        assert {returned["heard"] for returned in seen} == {"4!"}
+        assert [len(t.tool_uses) for t in found] == [1] * 8
+        faults = {
+            "raise": "agent act: ValueError: bad luck (agent_functions.py:", "exit": "SystemExit: enough",
+            "cancel": "it cancelled itself", "lambda": "what it returned cannot be sent from its process (",
+        }  # fmt: skip
+        for failed, line in zip(await asyncio.gather(*(then(driver, f) for f in faults)), faults.values(), strict=True):
+            assert failed.failure is not None
+            assert failed.failure.boundary is Boundary.AGENT
+            assert line in failed.failure.message
+            assert "\n" not in failed.failure.message
+        await then(driver, "")
+        assert seen[-1]["pid"] in pids, "the process goes on"
+        unsent = await driver.drive(driver.request(Task("t", {"then": "", "f": lambda: 0}), 0))
+        assert unsent.failure is not None
+        assert "the task cannot be sent to a process" in unsent.failure.message
+
+
+async def test_a_process_that_dies_or_hangs_fails_its_own_rollouts_and_is_replaced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(agent_process, "PING_SECONDS", 0.05)
+    monkeypatch.setattr(agent_process, "HELD_PINGS", 40)
+    monkeypatch.setattr(agent_process, "START_PINGS", 6000)
+    seen: list[Any] = []
+    waiting = asyncio.Event()
+
+    def execute(session: Session, text: str = "") -> str:
+        waiting.set()
+        return text
+
+    env = Env(calc_reward=lambda session: seen.append(session.outcome.returned) or 1.0)
+    async with processes("act", env=env, tools=[Echo(execute=execute)]) as driver:
+        for fault, line in (("die", "its process ended by exit code 7"), ("hold", "an agent held up its process for")):
+            waiting.clear()
+            beside = asyncio.ensure_future(then(driver, "wait"))
+            await waiting.wait()
+            for failed in (await then(driver, fault), await beside):
+                assert failed.failure is not None
+                assert failed.failure.boundary is Boundary.AGENT
+                assert line in failed.failure.message
+        await then(driver, "")
+        request = driver.request(Task("t", {"then": "late"}), 0)
+        monkeypatch.setattr(driver, "_limits", driver.limits.model_copy(update={"timeout": 1.5}))
+        late = await driver.drive(request)
+        assert (late.finish, seen[-1]) == (FinishReason.TIMEOUT, "at last")
+
+
+async def test_a_thread_that_hangs_ends_with_its_process() -> None:
+    async with processes("hang", timeout=20.0) as driver:
+        request = driver.request(TASK, 0)
+        driven = asyncio.ensure_future(driver.drive(request))
+        await eventually(lambda: request.turn_count)  # type: ignore[attr-defined]
+        pid = int(request.tree.nodes[0].call.messages[0]["content"])  # type: ignore[attr-defined]
+        driven.cancel()
+        await asyncio.wait({driven})
+        await eventually(lambda: not Path(f"/proc/{pid}").exists())
+    with pytest.raises(UserError, match=r"agent\.processes: a program has a process of its own"):
+        agent_of_recipe(AgentSection(command=("sh",), processes=1))
 
 
 async def agents_sdk(task: Task, client: AgentClient, api: str) -> str:

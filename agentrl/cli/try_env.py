@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
 FAILED = 1
 INTERRUPTED = 130
-PATIENCE = 1e6
-"""Seconds allowed for a person, instead of `rollout.timeout` and `rollout.turn_timeout`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +52,7 @@ def try_env(recipe: "Recipe", choice: Choice) -> int:
     turns = None if choice.replies is None else read_replies(choice.replies)
     env = make_environment(recipe.env)
     person = turns is None and choice.model is None
-    narrator = Narrator(Images(choice.images), mine=person)
+    narrator = Narrator(Images(choice.images), silent=("assistant",) if person else ())
     try:
         return run(_try(recipe, env, choice, turns, narrator))
     except KeyboardInterrupt:
@@ -70,6 +68,7 @@ async def _try(
     from agentrl.plugins.rewards import make_rewards
     from agentrl.plugins.toolbox import Toolbox, offered
     from agentrl.rollout.scorer import Scorer
+    from agentrl.rollout.talk import PATIENCE
     from agentrl.testing.agent import scripted
     from agentrl.testing.play import Stage
 

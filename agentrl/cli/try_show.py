@@ -3,6 +3,7 @@
 import json
 import shutil
 import tempfile
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -60,13 +61,13 @@ def _ending(head: bytes) -> str:
 class Narrator:
     """Prints what is new in a request since the last time.
 
-    mine: the reader wrote the assistant's turns, and needs no echo. calls_only: print only calls and their results.
+    silent: the roles whose messages the reader wrote. calls_only: print only calls and their results.
     """
 
-    def __init__(self, images: Images, mine: bool = False, calls_only: bool = False) -> None:
+    def __init__(self, images: Images, silent: Collection[str] = (), calls_only: bool = False) -> None:
         self._out = console()
         self._images = images
-        self._mine = mine
+        self._silent = silent
         self._calls_only = calls_only
         self._shown = 0
         self._answers: set[int] = set()  # of an agent's calls that were shown, by their numbers
@@ -93,7 +94,7 @@ class Narrator:
         for message in messages:
             if self._calls_only and message["role"] != "tool" and not message.get("tool_calls"):
                 continue
-            if message["role"] != "assistant" or not self._mine:
+            if message["role"] not in self._silent:
                 self._message(message)
 
     def _calls(self, request: "AgentRequest") -> None:

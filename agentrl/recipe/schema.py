@@ -519,8 +519,8 @@ class Recipe(Section):
     _references: dict[Key, Reference] = PrivateAttr(default_factory=dict)
 
     @classmethod
-    def load(cls, path: str | Path, overrides: Sequence[str] = ()) -> "Recipe":
-        """Read, extend, override and check a recipe: a file, or the name of one that ships.
+    def load(cls, path: str | Path | None, overrides: Sequence[str] = ()) -> "Recipe":
+        """Read, extend, override and check a recipe: a file, the name of one that ships, or None for the defaults.
 
         overrides: `rollout.n=16`, `env.args.names=[a, b]`, `tools.0.args.max_operations=4` (or
         `tools.calculator.args...`); the value is YAML and replaces what stands at its key.

@@ -277,7 +277,7 @@ def test_version(capsys, arguments):
 
 
 COMMANDS = (
-    "train", "eval", "sft", "check", "try", "new", "data", "recipes", "version", "tools", "envs", "rewards",
+    "train", "eval", "sft", "check", "try", "serve", "chat", "new", "data", "recipes", "version", "tools", "envs", "rewards",
     "advantages", "losses", "trackers", "engines",
 )  # fmt: skip
 

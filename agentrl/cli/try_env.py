@@ -104,13 +104,13 @@ async def _try(
 
 async def _holder(recipe: "Recipe", stack: AsyncExitStack) -> "Holder | None":
     """Return the recipe's agent at a gateway of its own; None: the built-in driver plays."""
-    from agentrl.gateway.server import Gateway
     from agentrl.plugins.agent import make_agent
+    from agentrl.rollout.player import gateway_of
     from agentrl.testing.play import Holder
 
     if recipe.agent is None:
         return None
-    agent, gateway = make_agent(recipe.agent), Gateway(model=recipe.model.path)
+    agent, gateway = make_agent(recipe.agent), gateway_of(recipe)
     stack.push_async_callback(agent.close)
     await gateway.start()
     stack.push_async_callback(gateway.close)

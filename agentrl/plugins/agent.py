@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.errors import UserError
+from agentrl.plugins.agent_sandbox import check_sandbox, environment, sandboxed
 from agentrl.plugins.registry import construct, load
 from agentrl.plugins.types import Json, Message, Task
 from agentrl.process_tree import ENDED, ProcessTree
@@ -56,6 +57,8 @@ class AgentClient:
     to the last answer."""
     timeout: float
     """Seconds that the rollout may still take."""
+    socket: str | None = None
+    """Path of the gateway's Unix socket, where a sandbox needs one."""
 
     def openai(self, **options: Any) -> Any:
         """Return an `openai.AsyncOpenAI` for the gateway; use it in `async with`. options: further arguments of it.
@@ -158,6 +161,10 @@ class ProgramAgent(Agent):
     """Program and arguments; {prompt} stands for the text of the opening's last message."""
     name: str = ""
     """Of the program, for messages."""
+    sandbox: bool = False
+    """Whether it runs in bubblewrap, where the gateway is all of the network."""
+    folders: tuple[str, ...] = ()
+    """What it may read in the sandbox besides the system and its working folder."""
     _running: dict[str, ProcessTree] = field(default_factory=dict)  # by working folder
 
     def __post_init__(self) -> None:
@@ -171,10 +178,16 @@ class ProgramAgent(Agent):
         opening.write_text(json.dumps(given, default=str), "utf-8")
         prompt = next((m["content"] for m in reversed(client.messages) if isinstance(m["content"], str)), "")
         words = [word.replace("{prompt}", prompt) for word in self.command]
+        inherited: Mapping[str, str] = os.environ
+        if self.sandbox:
+            assert client.socket is not None, "the gateway of a sandbox has a socket"
+            words = sandboxed(words, folder, opening, client.socket, client.base_url, self.folders)
+            inherited = environment(folder)
         output = _Output()
         command = ["/bin/sh", "-c", 'cd "$0" && exec "$@"', str(folder), *words]
         try:
-            tree = ProcessTree(command, output.writer, self._environment(client, opening), folder=outer)
+            variables = {**inherited, **self._environment(client, opening)}
+            tree = ProcessTree(command, output.writer, variables, folder=outer)
         except BaseException:
             output.close()
             shutil.rmtree(outer, ignore_errors=True)
@@ -197,7 +210,6 @@ class ProgramAgent(Agent):
 
     def _environment(self, client: AgentClient, opening: Path) -> dict[str, str]:
         return {
-            **os.environ,
             "OPENAI_BASE_URL": client.base_url,
             "OPENAI_API_KEY": client.api_key,
             "ANTHROPIC_BASE_URL": client.anthropic_url,
@@ -272,7 +284,11 @@ def make_agent(section: AgentSection) -> Agent:
             raise UserError("agent.processes: a program has a process of its own already; leave it out")
         if shutil.which(section.command[0]) is None:
             raise UserError(f"agent.command: there is no program {section.command[0]!r} on the PATH")
-        return ProgramAgent(section.command)
+        if section.sandbox:
+            check_sandbox(section.command[0], section.sandbox_folders)
+        return ProgramAgent(section.command, sandbox=section.sandbox, folders=section.sandbox_folders)
+    if section.sandbox:
+        raise UserError("agent.sandbox: is for programs: give `command`")
     if not section.name:
         raise UserError("agent: needs `name` (an installed agent, or module:attribute) or `command` (a program)")
     return agent_of(load("agents", section.name), section.args, section.name)

@@ -196,6 +196,11 @@ class AgentSection(Section):
     command: Annotated[tuple[str, ...], BeforeValidator(_words)] = ()
     """A program instead of `name`, and its arguments, in which {prompt} is the opening's text. It finds the gateway by
     OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY, and its task in $AGENTRL_TASK."""
+    sandbox: bool = False
+    """Run the program in bubblewrap: without a network but the gateway, and with no files but the system's, read-only,
+    and its working folder."""
+    sandbox_folders: Annotated[tuple[str, ...], BeforeValidator(_words)] = ()
+    """Further folders that a program in the sandbox may read, such as the one that it is installed in."""
     processes: Annotated[Count, Unit("processes")] = 0
     """Run the function or class in this many processes, many rollouts in each, so that it does not hold up sampling;
     one that dies fails its rollouts and is replaced. 0: in the run's own."""

@@ -358,6 +358,7 @@ class AgentDriver(Driver):
             tools=self.schemas(request),
             call_tool=rollout.call_tool,
             timeout=max(1.0, request.deadline - time.monotonic()),
+            socket=self._gateway.socket,
         )
 
     def _forget(self, request: AsyncRolloutRequest) -> None:

@@ -90,7 +90,7 @@ class Player:
             player = await cls._build(recipe, model_path, env, toolbox, rewards, say, phase, apart, placement)
             if agent is not None:
                 stack.push_async_callback(player.engine.close)
-                player.agent, player.gateway = agent, Gateway(model=recipe.model.path)
+                player.agent, player.gateway = agent, gateway_of(recipe)
                 await player.gateway.start()
             stack.pop_all()
         return player
@@ -211,6 +211,11 @@ class Player:
                 "engine": self.engine,
             }
         )
+
+
+def gateway_of(recipe: Recipe) -> Gateway:
+    """Return the gateway of a recipe's agent, not started yet."""
+    return Gateway(model=recipe.model.path, socket=recipe.agent is not None and recipe.agent.sandbox)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import shutil
+import socket
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -481,6 +482,63 @@ def processes_with(folder: str) -> list[str]:
             if os.readlink(link).startswith(folder):
                 found.append(str(link))
     return found
+
+
+SEALED = """
+import json, os, pathlib, socket, subprocess, sys, urllib.request
+task = json.load(open(os.environ["AGENTRL_TASK"]))
+body = json.dumps({"messages": [{"role": "user", "content": task["id"]}]}).encode()
+one = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body,
+                             {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]})
+said = json.load(urllib.request.urlopen(one))["choices"][0]["message"]["content"]
+try: socket.create_connection(("127.0.0.1", int(sys.argv[1])), 2); reached = True
+except OSError: reached = False
+interfaces = [line.split(":")[0].strip() for line in open("/proc/net/dev") if ":" in line]
+read = [path for path in sys.argv[2:] if os.path.exists(path)]
+pathlib.Path("state").write_text(json.dumps([said, reached, interfaces, read, "SECRET_OF_OURS" in os.environ]))
+subprocess.Popen(["sleep", "1000"], start_new_session=True)
+sys.exit(5)
+"""
+
+
+async def test_a_program_in_the_sandbox_has_the_gateway_and_nothing_else(
+    bubblewrap: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SECRET_OF_OURS", "x")
+    seen: list[tuple[Outcome, Any]] = []
+
+    def judge(session: Session) -> float:
+        folder = session.outcome.folder
+        seen.append((session.outcome, json.loads(Path(folder, "state").read_text())))
+        return 1.0
+
+    (tmp_path / "shown").mkdir()
+    (tmp_path / "hidden").mkdir()
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        words = [str(other.getsockname()[1]), *map(str, (tmp_path / "shown", tmp_path / "hidden", __file__))]
+        section = AgentSection(
+            command=(sys.executable, "-c", SEALED, *words), sandbox=True, sandbox_folders=(str(tmp_path / "shown"),)
+        )
+        gateway = Gateway(socket=True)
+        await gateway.start()
+        async with driving(lambda task, client: None, env=Env(calc_reward=judge)) as (driver, _):
+            driver._agent, driver._gateway = agent_of_recipe(section), gateway
+            found = await driver.drive(driver.request(TASK, 0))
+            await driver._agent.close()
+        await gateway.close()
+    assert found.failure is None, found.failure
+    ((outcome, state),) = seen
+    assert outcome.exit_code == 5, outcome.output
+    assert state == ["4", False, ["lo"], [str(tmp_path / "shown")], False]
+    assert not processes_with(str(outcome.folder))
+    assert not Path(str(gateway.socket)).exists()
+    program = tmp_path / "hidden" / "program"
+    program.write_text("")
+    program.chmod(0o755)
+    with pytest.raises(UserError, match=r"the sandbox does not show .*hidden/program: add the folder"):
+        agent_of_recipe(AgentSection(command=(str(program),), sandbox=True))
+    with pytest.raises(UserError, match=r"agent.sandbox: is for programs"):
+        agent_of_recipe(AgentSection(name="chat_completions", sandbox=True))
 
 
 async def test_a_program_that_ends_without_a_call_fails_the_rollout() -> None:

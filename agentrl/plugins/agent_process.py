@@ -42,11 +42,12 @@ def agent_of_recipe(section: AgentSection) -> Agent:
 
 
 class AgentProcesses(Agent):
-    """The agent of `section`. made: the same in this process, which is only released and closed."""
+    """The agent of `section`. made: the same in this process, which is only closed."""
 
     def __init__(self, made: Agent, section: AgentSection) -> None:
         self.name, self._made, self._section = made.name, made, section
         self._live: list[_Process] = []
+        self._held: dict[int, tuple[Outcome, _Process, int]] = {}  # what is still to be released, by its identity
         self._closed = False
 
     async def solve(self, task: Task, client: AgentClient) -> Any:
@@ -59,7 +60,13 @@ class AgentProcesses(Agent):
                 f"the task cannot be sent to a process ({type(error).__name__}: {error}): keep what cannot be pickled "
                 f"out of a task's data, or leave agent.processes out"
             ) from error
-        return await self._process().solve(given, client)
+        process = self._process()
+        number, found = await process.solve(given, client)
+        if type(self._made).release is Agent.release:
+            return found
+        outcome = found if isinstance(found, Outcome) else Outcome(returned=found)
+        self._held[id(outcome)] = outcome, process, number
+        return outcome
 
     def _process(self) -> "_Process":
         if self._closed:
@@ -72,7 +79,10 @@ class AgentProcesses(Agent):
         return min(fresh, key=lambda process: len(process.rollouts))
 
     async def release(self, outcome: Outcome) -> None:
-        await self._made.release(outcome)
+        """Let the process that came to an outcome free what it held, unless that has ended."""
+        if (held := self._held.pop(id(outcome), None)) is not None:
+            _, process, number = held
+            await process.release(number)
 
     async def close(self) -> None:
         """Kill the processes, whatever they do."""
@@ -103,12 +113,14 @@ class _Process:
         self._why = ""
         self._end: asyncio.Future[None] | None = None
         self.rollouts: dict[int, _Rollout] = {}
+        self._releases: dict[int, asyncio.Future[str | None]] = {}
         self.retired = False
         self.over = False
         self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._tasks = [asyncio.create_task(self._read(beginning(**facts))), asyncio.create_task(self._ping())]
 
-    async def solve(self, given: bytes, client: AgentClient) -> Any:
+    async def solve(self, given: bytes, client: AgentClient) -> tuple[int, Any]:
+        """Return the rollout's number here, and what the agent returned."""
         number, rollout = next(self._numbers), _Rollout(client, asyncio.get_running_loop().create_future())
         self.rollouts[number] = rollout
         begun = False
@@ -117,17 +129,31 @@ class _Process:
             begun = True
             self._send("solve", number, given)
             await asyncio.wait({rollout.done})
-            return rollout.done.result()
+            return number, rollout.done.result()
         except asyncio.CancelledError:
             if not begun or rollout.done.done():
                 raise
-            return await self._cancelled(number, rollout)
+            return number, await self._cancelled(number, rollout)
         finally:
             del self.rollouts[number]
             for tool in rollout.tools:
                 tool.cancel()
+            if rollout.done.done() and not rollout.done.cancelled():
+                rollout.done.exception()  # it is known, or of no interest any more
             if self.retired and not self.rollouts:
                 await self.close()
+
+    async def release(self, number: int) -> None:
+        """Let the agent release what a rollout came to. Raises InfrastructureError: what it raised."""
+        if self.over:
+            return
+        done = self._releases[number] = asyncio.get_running_loop().create_future()
+        try:
+            self._send("release", number, None)
+            if (line := await done) is not None:
+                raise InfrastructureError(line)
+        finally:
+            del self._releases[number]
 
     async def _cancelled(self, number: int, rollout: _Rollout) -> Any:
         """Return what an agent returns that catches its cancellation, as one in this process may."""
@@ -169,6 +195,9 @@ class _Process:
             self._ready.set_result(None)
         elif what == "broken":
             self._why = value
+        elif what == "released":
+            if (releasing := self._releases.get(number)) is not None and not releasing.done():
+                releasing.set_result(value)
         elif (rollout := self.rollouts.get(number)) is not None and not rollout.done.done():
             if what == "tool":
                 task = asyncio.create_task(self._call_tool(rollout, number, *value))
@@ -223,6 +252,9 @@ class _Process:
         for rollout in self.rollouts.values():
             if not rollout.done.done():
                 rollout.done.set_exception(InfrastructureError(why))
+        for releasing in self._releases.values():
+            if not releasing.done():
+                releasing.set_result(None)  # what it held is gone with it
         if self._end is None:
             for task in self._tasks:
                 if task is not asyncio.current_task():
@@ -248,6 +280,7 @@ class _Server:
     writer: asyncio.StreamWriter
     rollouts: dict[int, "asyncio.Task[None]"] = field(default_factory=dict)
     cancelled: set[int] = field(default_factory=set)
+    outcomes: dict[int, Outcome] = field(default_factory=dict)  # to be released
     calls: dict[int, "asyncio.Future[str]"] = field(default_factory=dict)
     numbers: "itertools.count[int]" = field(default_factory=itertools.count)
 
@@ -256,6 +289,9 @@ class _Server:
             self.send("pong", 0, None)
         elif what == "solve":
             self.rollouts[number] = task = asyncio.create_task(self.solve(number, value))
+            task.add_done_callback(lambda _: self.rollouts.pop(number, None))
+        elif what == "release":
+            self.rollouts[number] = task = asyncio.create_task(self.release(number))
             task.add_done_callback(lambda _: self.rollouts.pop(number, None))
         elif what == "cancel" and number in self.rollouts:
             self.cancelled.add(number)
@@ -281,6 +317,8 @@ class _Server:
                     return await self.call_tool(number, name, arguments)
 
             found = await self.agent.solve(task, replace(client, call_tool=call_tool))
+            if type(self.agent).release is not Agent.release:
+                self.outcomes[number] = found if isinstance(found, Outcome) else Outcome(returned=found)
             self.send("done", number, _pickled(found))
         except BaseException as error:  # noqa: BLE001 - boundary: an agent may raise anything
             if not isinstance(error, asyncio.CancelledError):
@@ -291,6 +329,14 @@ class _Server:
                 self.send("failed", number, "it cancelled itself")
         finally:
             self.cancelled.discard(number)
+
+    async def release(self, number: int) -> None:
+        line = None
+        try:
+            await self.agent.release(self.outcomes.pop(number))
+        except BaseException as error:  # noqa: BLE001 - boundary: an agent may raise anything
+            line = describe(error)
+        self.send("released", number, line)
 
     async def call_tool(self, number: int, name: str, arguments: Mapping[str, Json] | str) -> str:
         call = next(self.numbers)

@@ -549,9 +549,11 @@ async def test_a_program_that_ends_without_a_call_fails_the_rollout() -> None:
 
 
 @asynccontextmanager
-async def processes(name: str, count: int = 1, env: Env | None = None, **keys: Any) -> AsyncIterator[AgentDriver]:
+async def processes(
+    name: str, env: Env | None = None, args: dict[str, Any] | None = None, **keys: Any
+) -> AsyncIterator[AgentDriver]:
     async with driving(lambda task, client: None, lambda _, turn: "4", env, **keys) as (driver, _):
-        section = AgentSection(name=f"agent_functions:{name}", processes=count)
+        section = AgentSection(name=f"agent_functions:{name}", processes=1, args=args or {})
         driver._agent = agent_of_recipe(section)
         try:
             yield driver
@@ -601,7 +603,7 @@ async def test_a_process_that_dies_or_hangs_fails_its_own_rollouts_and_is_replac
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(agent_process, "PING_SECONDS", 0.05)
-    monkeypatch.setattr(agent_process, "HELD_PINGS", 40)
+    monkeypatch.setattr(agent_process, "HELD_PINGS", 20)
     monkeypatch.setattr(agent_process, "START_PINGS", 6000)
     seen: list[Any] = []
     waiting = asyncio.Event()
@@ -622,9 +624,22 @@ async def test_a_process_that_dies_or_hangs_fails_its_own_rollouts_and_is_replac
                 assert line in failed.failure.message
         await then(driver, "")
         request = driver.request(Task("t", {"then": "late"}), 0)
-        monkeypatch.setattr(driver, "_limits", driver.limits.model_copy(update={"timeout": 1.5}))
+        monkeypatch.setattr(driver, "_limits", driver.limits.model_copy(update={"timeout": 1.0}))
         late = await driver.drive(request)
         assert (late.finish, seen[-1]) == (FinishReason.TIMEOUT, "at last")
+
+
+async def test_an_outcome_is_released_where_it_was_made(tmp_path: Path) -> None:
+    mark = tmp_path / "mark"
+    judged: list[str] = []
+    env = Env(calc_reward=lambda session: judged.append(mark.read_text()) or 1.0)
+    async with processes("Holds", env, {"mark": str(mark)}) as driver:
+        found = await driver.drive(driver.request(TASK, 0))
+    pid = judged[0].split()[0]
+    assert judged == [f"{pid} 4"]
+    assert mark.read_text() == f"{pid} 4 {pid} 4"
+    assert "agent holds.release: OSError: it is stuck" in found.extra["release_errors"][0]
+    assert int(pid) != os.getpid()
 
 
 async def test_a_thread_that_hangs_ends_with_its_process() -> None:

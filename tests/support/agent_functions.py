@@ -5,9 +5,10 @@ import json
 import os
 import sys
 import time
+from pathlib import Path
 from urllib.request import Request, urlopen
 
-from agentrl.plugins.agent import AgentClient
+from agentrl.plugins.agent import Agent, AgentClient, Outcome
 from agentrl.plugins.types import Task
 
 
@@ -45,6 +46,24 @@ async def act(task: Task, client: AgentClient, more: str = "") -> object:
             except asyncio.CancelledError:
                 return "at last"
     return {"pid": os.getpid(), "heard": heard}
+
+
+class Holds(Agent):
+    """Keeps what it returned until it is released."""
+
+    name = "holds"
+
+    def __init__(self, mark: str) -> None:
+        self.mark = Path(mark)
+
+    async def solve(self, task: Task, client: AgentClient) -> str:
+        said = await asyncio.to_thread(ask, client)
+        self.mark.write_text(f"{os.getpid()} {said}")
+        return said
+
+    async def release(self, outcome: Outcome) -> None:
+        self.mark.write_text(f"{self.mark.read_text()} {os.getpid()} {outcome.returned}")
+        raise OSError("it is stuck")
 
 
 def hang(task: Task, client: AgentClient) -> None:

@@ -106,6 +106,8 @@ def _kind(what: str) -> str:
     if what not in tools | envs:
         if what in shipped_recipes():
             return "recipe"
+        if what in {plugin.name for plugin in installed("agents")}:
+            raise UserError(f"{what!r} is an agent: try a recipe with it, such as agentrl try gsm8k_tool agent={what}")
         raise UserError(f"no tool, environment or recipe {what!r} is installed{nearest(what, tools | envs)}")
     return "tool" if what in tools else "environment"
 

@@ -378,6 +378,7 @@ def test_a_model_plays_by_real_sampling(capsys):
 
 MISTAKES = [
     (("calculatr",), r"no tool, environment or recipe 'calculatr' is installed; did you mean 'calculator'\?"),
+    (("chat_completions",), r"'chat_completions' is an agent: try a recipe with it, such as agentrl try gsm8k_tool"),
     (("calculator", "{bad"), r"call 1: '\{bad' is not JSON"),
     (("calculator", "{}", "[1]"), r"call 2: '\[1\]': expected a JSON object"),
     (("calculator", "{}", "--args", "max_operation=2"), r"takes no such argument; did you mean 'max_operations'"),

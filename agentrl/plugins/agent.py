@@ -123,13 +123,15 @@ class FunctionAgent(Agent):
     """`solve(task, client, **arguments)`."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
     """Keyword arguments of every call: `agent.args`."""
+    abandoned: Abandoned = field(default_factory=lambda: Abandoned("agent", _REMEDY))
+    """Calls in threads that go on after their rollouts."""
     _threads: DaemonThreads | None = None
 
     async def solve(self, task: Task, client: AgentClient) -> Any:
         if inspect.iscoroutinefunction(self.function):
             return await self.function(task, client, **self.arguments)
         if self._threads is None:
-            self._threads = DaemonThreads(f"agent-{self.name}", _THREADS, Abandoned("agent", _REMEDY))
+            self._threads = DaemonThreads(f"agent-{self.name}", _THREADS, self.abandoned)
         loop, here = asyncio.get_running_loop(), threading.current_thread()
 
         def call_tool(name: str, arguments: Mapping[str, Json] | str) -> Any:

@@ -5,7 +5,6 @@ hang or crash: here it costs the engine nothing. A process that ends fails its r
 """
 
 import asyncio
-import inspect
 import itertools
 import pickle
 import socket
@@ -28,7 +27,8 @@ START_PINGS = 300
 HELD_PINGS = 60
 """Questions without an answer after which a process is killed: code that does not await holds up its event loop."""
 END_SECONDS = 1.0
-"""What a rollout that was cancelled may take to end; its process takes no other rollout where it takes longer."""
+"""What a rollout that was cancelled may take to end, its thread included; where it takes longer, its process takes no
+other one."""
 LARGEST = 64 << 20
 """Bytes of what an agent returns."""
 _TOOLS = 64  # calls of tools that a rollout has under way at once
@@ -181,8 +181,8 @@ class _Process:
                 self._take(pickle.loads(await _message(reader)))
         except (asyncio.IncompleteReadError, OSError):
             pass
-        except Exception as error:  # noqa: BLE001 - boundary: strangers' code shares the socket
-            self._why = f"what its process sent cannot be read: {describe(error, place=False)}"
+        except BaseException as error:  # noqa: BLE001 - boundary: strangers' code shares the socket
+            self._why = f"what its process sent cannot be read: {describe(contained(error), place=False)}"
             self._worker.kill()
         await self._lost()
 
@@ -195,6 +195,10 @@ class _Process:
             self._ready.set_result(None)
         elif what == "broken":
             self._why = value
+        elif what == "hangs":
+            self.retired = True
+            if not self.rollouts:
+                self._tasks.append(asyncio.create_task(self.close()))
         elif what == "released":
             if (releasing := self._releases.get(number)) is not None and not releasing.done():
                 releasing.set_result(value)
@@ -206,7 +210,6 @@ class _Process:
             elif what == "done":
                 self._done(rollout, value)
             elif what == "cancelled":
-                self.retired = self.retired or value
                 rollout.done.cancel()
             else:
                 rollout.done.set_exception(InfrastructureError(value))
@@ -324,11 +327,19 @@ class _Server:
             if not isinstance(error, asyncio.CancelledError):
                 self.send("failed", number, describe(error))
             elif number in self.cancelled:
-                self.send("cancelled", number, _in_thread(self.agent))
+                self.send("cancelled", number, None)
+                await self.look_for_threads()
             else:
                 self.send("failed", number, "it cancelled itself")
         finally:
             self.cancelled.discard(number)
+
+    async def look_for_threads(self) -> None:
+        """Say so where a rollout that was cancelled left a thread that does not end."""
+        if isinstance(self.agent, FunctionAgent) and self.agent.abandoned.total:
+            await asyncio.sleep(END_SECONDS)
+            if self.agent.abandoned.total:
+                self.send("hangs", 0, None)
 
     async def release(self, number: int) -> None:
         line = None
@@ -346,11 +357,6 @@ class _Server:
             return await self.calls[call]
         finally:
             self.calls.pop(call, None)
-
-
-def _in_thread(agent: Agent) -> bool:
-    """Return whether a rollout of it that is cancelled leaves a thread behind."""
-    return isinstance(agent, FunctionAgent) and not inspect.iscoroutinefunction(agent.function)
 
 
 def _pickled(found: Any) -> bytes:

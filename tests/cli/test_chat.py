@@ -11,6 +11,7 @@ import pytest
 from agentrl_envs.gsm8k.environment import Gsm8k
 
 from agentrl import Tool
+from agentrl.checkpoint.run_folder import MODEL
 from agentrl.cli import main
 from agentrl.cli.common import recipe_and_model
 from agentrl.errors import UserError
@@ -77,6 +78,12 @@ def test_a_run_a_recipe_and_a_model_can_be_named(tmp_path: Path):
     assert recipe_and_model("tiny", ["rollout.n=3"], None)[0].rollout.n == 3
     assert recipe_and_model(str(tmp_path), [], None)[1] == str(tmp_path)
     assert recipe_and_model("org/name", [], None)[1] == "org/name"
+    run = tmp_path / "run"
+    (run / MODEL).mkdir(parents=True)
+    (run / MODEL / "config.json").write_text("{}")
+    (run / "recipe.yaml").write_text("rollout: {n: 5}")
+    recipe, model = recipe_and_model(str(run), ["rollout.tasks=3"], None)
+    assert (recipe.rollout.n, recipe.rollout.tasks, model) == (5, 3, str(run / MODEL))
     recipe, model = recipe_and_model("gsm8k_tool", [], "tiny")
     assert ([tool.name for tool in recipe.tools], model) == (["calculator"], "tiny")
     assert recipe_and_model("gsm8k_tool", [], None)[1] is None

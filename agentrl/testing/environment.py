@@ -88,6 +88,7 @@ async def _check(
 
 
 def made_environment(env: Environment | type[Environment] | str) -> Environment:
+    """Return an object, a class that needs no argument, or an installed name, as an environment."""
     if isinstance(env, str):
         return make_environment(EnvSection(name=env))
     made: Any = env() if isinstance(env, type) else env
@@ -97,6 +98,7 @@ def made_environment(env: Environment | type[Environment] | str) -> Environment:
 
 
 def made_tool(one: Tool | str) -> Tool:
+    """Return a tool, or the installed one of that name."""
     made = make_tool(ToolSection(name=one)) if isinstance(one, str) else one
     require(isinstance(made, Tool), f"{one!r} is not a tool, and cannot be offered here")
     assert isinstance(made, Tool)

@@ -47,6 +47,7 @@ class Holder:
     """Who holds the conversations in place of the built-in driver."""
 
     agent: SolvingAgent
+    """Calls the model."""
     section: AgentSection
     """Of a recipe; what is counted in tokens is left out."""
     gateway: Gateway

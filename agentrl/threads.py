@@ -39,6 +39,12 @@ class Abandoned:
         self._lock = threading.Lock()
         self._closed = False
 
+    @property
+    def total(self) -> int:
+        """How many there are."""
+        with self._lock:
+            return sum(self._counts.values())
+
     def add(self, name: str) -> None:
         """Count an abandoned call of the function `name`."""
         with self._lock:

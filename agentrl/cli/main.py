@@ -15,6 +15,7 @@ from typing import Annotated
 import typer
 
 from agentrl import __version__
+from agentrl.cli.chat import chat_command
 from agentrl.cli.check import check_command
 from agentrl.cli.data import data_command
 from agentrl.cli.doctor import doctor_command
@@ -68,6 +69,7 @@ app.command("check")(check_command)
 app.command("doctor")(doctor_command)
 app.command("try")(try_command)
 app.command("serve")(serve_command)
+app.command("chat")(chat_command)
 app.add_typer(new_app, name="new")
 app.command("data")(data_command)
 app.command("recipes")(recipes_command)

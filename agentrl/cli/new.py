@@ -1,4 +1,4 @@
-"""`agentrl new`: write a small installable package with a tool or an environment, to be changed."""
+"""`agentrl new`: write a small installable package with a tool, an environment or an agent, to be changed."""
 
 import importlib.util
 import keyword
@@ -23,7 +23,7 @@ FILES = {
 
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
 
-new_app = typer.Typer(help="Write a small package with a new tool or environment.")
+new_app = typer.Typer(help="Write a small package with a new tool, environment or agent.")
 Name = Annotated[str, typer.Argument(metavar="NAME", help="Name of its Python module: small letters, digits and _.")]
 Into = Annotated[str, typer.Option("--into", metavar="DIR", help="Folder in which to make the folder NAME.")]
 
@@ -40,18 +40,32 @@ def new_env_command(name: Name, into: Into = ".") -> None:
     _new("env", name, into)
 
 
-def _new(kind: Literal["tool", "env"], name: str, into: str) -> None:
+@new_app.command("agent")
+def new_agent_command(name: Name, into: Into = ".") -> None:
+    """Write a package with a new agent: a function that holds the conversation with the model."""
+    _new("agent", name, into)
+
+
+_TRIED = {
+    "tool": '{name} \'{{"expression": "2*3"}}\'',
+    "env": "{name} --task 0 --tools calculator",
+    "agent": "recipes/{name}.yaml --model tiny",
+}
+
+
+def _new(kind: Literal["tool", "env", "agent"], name: str, into: str) -> None:
     _check_name(kind, name)
     folder = Path(into) / name
     write_package(kind, name, folder)
-    call = '\'{"expression": "2*3"}\'' if kind == "tool" else "--task 0 --tools calculator"
     typer.echo(f"wrote {folder}: change src/{name}.py")
     typer.echo(f"next: cd {folder} && pip install -e '.[test]' && pytest")
-    typer.echo(f"then: agentrl try {name} {call}; agentrl train recipes/{name}.yaml")
+    tried = _TRIED[kind].format(name=name)
+    typer.echo(f"then: agentrl try {tried}; agentrl train recipes/{name}.yaml")
 
 
 def write_package(kind: str, name: str, folder: Path) -> None:
-    """Write the package of a new tool or env (kind). Raises UserError if the folder exists or cannot be written."""
+    """Write the package of a new tool, env or agent (kind). Raises UserError if the folder exists or cannot be
+    written."""
     from importlib.resources import files
 
     words = {"name": name, "class_name": _class_name(name), "distribution": f"agentrl-{name.replace('_', '-')}"}

@@ -4,11 +4,11 @@ from typing import Annotated
 
 import typer
 
+from agentrl.cli.common import SUBJECT
+
 
 def serve_command(
-    recipe: Annotated[
-        str, typer.Argument(help="A recipe's file or name, or a run folder: its recipe and best checkpoint.")
-    ],
+    what: Annotated[str, typer.Argument(metavar="RUN_OR_MODEL", help=SUBJECT)],
     overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Keys to change.")] = None,
     model: Annotated[
         str | None,
@@ -24,25 +24,19 @@ def serve_command(
     """Serve a model to any client of the OpenAI or Anthropic API, until Ctrl-C."""
     import secrets
 
-    from agentrl.checkpoint.run_folder import recipe_of
-    from agentrl.cli.common import console
-    from agentrl.recipe.load import load_recipe
+    from agentrl.cli.common import console, recipe_and_model
 
-    path, run = recipe_of(recipe)
-    checked = load_recipe(path, overrides or [])  # before anything heavy is imported
-    from agentrl.eval.evaluate import model_of
-    from agentrl.models.load import resolve_types
+    checked, path = recipe_and_model(what, overrides or [], model)
     from agentrl.rollout.event_loop import Runner
     from agentrl.rollout.serve import serve
     from agentrl.weights.addresses import is_loopback
 
     if key is None:
         key = "" if is_loopback(host) else secrets.token_urlsafe(24)
-    named = model or run
     out = console()
 
     def say(line: str) -> None:
         out.print(line, markup=False, highlight=False, soft_wrap=True)
 
     with Runner() as runner:
-        runner.run(serve(resolve_types(checked), model_of(named) if named else None, host, port, key, say))
+        runner.run(serve(checked, path, host, port, key, say))

@@ -49,7 +49,7 @@ def try_command(
         typer.Option(
             "--replies",
             metavar="FILE",
-            help="File of the agent's turns: .jsonl, or text with --- lines between turns.",
+            help="File of the model's turns: .jsonl, or text with --- lines between turns.",
         ),
     ] = None,
     model: Annotated[
@@ -58,11 +58,14 @@ def try_command(
     ] = None,
     seed: Annotated[int, typer.Option("--seed", help="Seed of the model's sampling and of the plugins.")] = 0,
 ) -> None:
-    """Call a tool, or play one task: yourself, from a file of replies, or by a model.
+    """Call a tool, or play one task: yourself, from a file of replies, or by a model. An agent that a recipe names does
+    the task, and you are its model.
 
     agentrl try calculator '{"expression": "2*3"}'
 
     agentrl try gsm8k --task 0 --tools calculator
+
+    agentrl try agent_openai --model tiny
     """
     from agentrl.errors import UserError
 
@@ -103,6 +106,8 @@ def _kind(what: str) -> str:
     if what not in tools | envs:
         if what in shipped_recipes():
             return "recipe"
+        if what in {plugin.name for plugin in installed("agents")}:
+            raise UserError(f"{what!r} is an agent: try a recipe with it, such as agentrl try gsm8k_tool agent={what}")
         raise UserError(f"no tool, environment or recipe {what!r} is installed{nearest(what, tools | envs)}")
     return "tool" if what in tools else "environment"
 

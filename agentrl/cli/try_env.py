@@ -1,7 +1,10 @@
 """`agentrl try ENV`: play one task with the driver, from the first hook to the last."""
 
+import asyncio
 import json
+import shlex
 from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,12 +19,11 @@ if TYPE_CHECKING:
     from agentrl.plugins.types import Task
     from agentrl.recipe.schema import Recipe
     from agentrl.rollout.request import AsyncRolloutRequest
+    from agentrl.testing.play import Holder
     from agentrl.trajectory import Trajectory
 
 FAILED = 1
 INTERRUPTED = 130
-PATIENCE = 1e6
-"""Seconds allowed for a person, instead of `rollout.timeout` and `rollout.turn_timeout`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +52,7 @@ def try_env(recipe: "Recipe", choice: Choice) -> int:
     turns = None if choice.replies is None else read_replies(choice.replies)
     env = make_environment(recipe.env)
     person = turns is None and choice.model is None
-    narrator = Narrator(Images(choice.images), mine=person)
+    narrator = Narrator(Images(choice.images), silent=("assistant",) if person else ())
     try:
         return run(_try(recipe, env, choice, turns, narrator))
     except KeyboardInterrupt:
@@ -66,42 +68,58 @@ async def _try(
     from agentrl.plugins.rewards import make_rewards
     from agentrl.plugins.toolbox import Toolbox, offered
     from agentrl.rollout.scorer import Scorer
+    from agentrl.rollout.talk import PATIENCE
     from agentrl.testing.agent import scripted
     from agentrl.testing.play import Stage
 
-    rewards = make_rewards(recipe.rewards)
-    try:
+    async with AsyncExitStack() as stack:
+        stack.push_async_callback(env.close)
+        rewards = make_rewards(recipe.rewards)
+        stack.push_async_callback(rewards.close)
         toolbox = await Toolbox.open(recipe.tools, env)
-        try:
-            task = _task(env, choice.split, choice.task)
-            tools = offered(task, toolbox.tools, env)
-            _introduce(task, list(tools.values()), narrator)
-            changes = {"timeout": PATIENCE, "turn_timeout": PATIENCE} if turns is None else {}
-            scorer = Scorer(rewards, recipe.rollout.turn_timeout)
-            stage = Stage(env, toolbox.tools, recipe.rollout, scorer, changes)
-            play = Person(_hint(tools), narrator.say).turn if turns is None else scripted(turns)
+        stack.push_async_callback(toolbox.close)
+        task = _task(env, choice.split, choice.task)
+        tools = offered(task, toolbox.tools, env)
+        changes = {"timeout": PATIENCE, "turn_timeout": PATIENCE} if turns is None else {}
+        scorer = Scorer(rewards, recipe.rollout.turn_timeout)
+        stage = Stage(env, toolbox.tools, recipe.rollout, scorer, changes, await _holder(recipe, stack))
+        _introduce(task, list(tools.values()), narrator, recipe)
+        play = Person(_hint(tools), narrator.say).turn if turns is None else scripted(turns)
+        one_by_one = asyncio.Lock()  # an agent may ask for several answers at once
 
-            async def turn(number: int) -> str | None:
+        async def turn(number: int) -> str | None:
+            async with one_by_one:
                 narrator.follow(request)
-                return await play(number)
+                text = await play(number)
+                if text is None and recipe.agent is not None:  # the person leaves, whoever waits for answers
+                    request.own.stop()
+                return text
 
-            request = stage.request(task, turn, seed=choice.seed)
-            if turns is None:
-                narrator.say(_hint(tools), style="dim")
-            played = await stage.driver.drive(request)
-            return _conclude(narrator, request, played, env)
-        finally:
-            await toolbox.close()
-    finally:
-        await rewards.close()
-        await env.close()
+        request = stage.request(task, turn, seed=choice.seed)
+        if turns is None:
+            narrator.say(_hint(tools), style="dim")
+        played = await stage.driver.drive(request)
+        return _conclude(narrator, request, played, env)
+
+
+async def _holder(recipe: "Recipe", stack: AsyncExitStack) -> "Holder | None":
+    """Return the recipe's agent at a gateway of its own; None: the built-in driver plays."""
+    from agentrl.plugins.agent import make_agent
+    from agentrl.rollout.player import gateway_of
+    from agentrl.testing.play import Holder
+
+    if recipe.agent is None:
+        return None
+    agent, gateway = make_agent(recipe.agent), gateway_of(recipe)
+    stack.push_async_callback(agent.close)
+    await gateway.start()
+    stack.push_async_callback(gateway.close)
+    return Holder(agent, recipe.agent, gateway)
 
 
 async def _by_model(recipe: "Recipe", env: "Environment", choice: Choice, narrator: Narrator) -> int:
     from agentrl.plugins.toolbox import offered
-    from agentrl.rollout.driver import Driver
     from agentrl.rollout.player import Player
-    from agentrl.rollout.scorer import Scorer
 
     try:
         task = _task(env, choice.split, choice.task)  # before a model is loaded
@@ -110,16 +128,10 @@ async def _by_model(recipe: "Recipe", env: "Environment", choice: Choice, narrat
         raise
     player = await Player.build(recipe, model_path=choice.model, env=env)
     try:
-        _introduce(task, list(offered(task, player.toolbox.tools, env).values()), narrator)
-        engine: Any = _Watched(player.engine)
-        driver = Driver(
-            engine=engine,
-            chat=player.chat,
-            environment=env,
-            tools=player.toolbox.tools,
-            limits=recipe.rollout,
-            scorer=Scorer(player.rewards, recipe.rollout.turn_timeout),
-        )
+        _introduce(task, list(offered(task, player.toolbox.tools, env).values()), narrator, recipe)
+        engine: Any = Watched(player.engine)
+        player.engine = engine
+        driver = player.driver()
         request = driver.request(task, 0, seed=choice.seed)
         engine.before = lambda: narrator.follow(request)
         return _conclude(narrator, request, await driver.drive(request), env)
@@ -128,7 +140,7 @@ async def _by_model(recipe: "Recipe", env: "Environment", choice: Choice, narrat
             narrator.say(line)
 
 
-class _Watched:
+class Watched:
     """An engine that calls `before` each time it is asked for a turn."""
 
     def __init__(self, engine: Any) -> None:
@@ -163,12 +175,14 @@ def _task(env: "Environment", split: str, which: str) -> "Task":
     return found
 
 
-def _introduce(task: "Task", tools: "Sequence[Tool]", narrator: Narrator) -> None:
+def _introduce(task: "Task", tools: "Sequence[Tool]", narrator: Narrator, recipe: "Recipe") -> None:
     from agentrl.plugins.schema import outline
 
     narrator.say(f"task {task.id}", style="bold")
     for tool in tools:
         narrator.say(f"tool {tool.name} {outline(tool.parameters)}", style="dim")
+    if recipe.agent is not None:
+        narrator.say(f"agent {recipe.agent.name or shlex.join(recipe.agent.command)}", style="dim")
 
 
 def _hint(tools: "dict[str, Tool]") -> str:
@@ -186,7 +200,9 @@ def _count(number: int, what: str) -> str:
 def _conclude(narrator: Narrator, request: "AsyncRolloutRequest", played: "Trajectory", env: "Environment") -> int:
     from agentrl.trajectory import FinishReason
 
-    if narrator.failed(request, played):
+    failed = narrator.failed(request, played)
+    narrator.agent_ended(request)
+    if failed:
         return FAILED
     turns, calls = _count(len(played.turns), "turn"), _count(len(played.tool_uses), "tool call")
     if played.finish is FinishReason.ABORTED:

@@ -3,6 +3,7 @@
 import json
 import shutil
 import tempfile
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +11,10 @@ from agentrl.cli.common import console
 from agentrl.errors import UserError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from agentrl.plugins.types import Message
+    from agentrl.rollout.agent import AgentRequest
     from agentrl.rollout.request import AsyncRolloutRequest
     from agentrl.trajectory import Trajectory
 
@@ -57,15 +61,16 @@ def _ending(head: bytes) -> str:
 class Narrator:
     """Prints what is new in a request since the last time.
 
-    mine: the reader wrote the assistant's turns, and needs no echo. calls_only: print only calls and their results.
+    silent: the roles whose messages the reader wrote. calls_only: print only calls and their results.
     """
 
-    def __init__(self, images: Images, mine: bool = False, calls_only: bool = False) -> None:
+    def __init__(self, images: Images, silent: Collection[str] = (), calls_only: bool = False) -> None:
         self._out = console()
         self._images = images
-        self._mine = mine
+        self._silent = silent
         self._calls_only = calls_only
         self._shown = 0
+        self._answers: set[int] = set()  # of an agent's calls that were shown, by their numbers
         self._uses = 0
         self._paid = 0
 
@@ -75,14 +80,52 @@ class Narrator:
 
     def follow(self, request: "AsyncRolloutRequest") -> None:
         """Print the messages and tool results that came since the last call."""
-        new = request.messages[self._shown :]
-        self._shown += len(new)
-        for message in new:
+        from agentrl.rollout.agent import AgentRequest
+
+        if isinstance(request, AgentRequest):
+            self._calls(request)
+        else:
+            new = request.messages[self._shown :]
+            self._shown += len(new)
+            self._messages(new)
+        self._results(request)
+
+    def _messages(self, messages: "Sequence[Message]") -> None:
+        for message in messages:
             if self._calls_only and message["role"] != "tool" and not message.get("tool_calls"):
                 continue
-            if message["role"] != "assistant" or not self._mine:
+            if message["role"] not in self._silent:
                 self._message(message)
-        self._results(request)
+
+    def _calls(self, request: "AgentRequest") -> None:
+        """Print what an agent sent besides what the model has answered already, and the answers."""
+        for node in request.tree.nodes:
+            if node.index >= self._shown:
+                self._results(request)
+                self._shown = node.index + 1
+                known = node.parent.conversation if node.parent is not None else ()
+                if node.index and node.parent is not request.tree.nodes[node.index - 1]:
+                    begins = f"goes on from answer {node.parent.index + 1}" if node.parent else "begins a conversation"
+                    self.say(f"(call {node.index + 1} {begins})", style="dim")
+                self._messages(node.call.messages[len(known) :])
+            if node.answer is not None and node.index not in self._answers:
+                self._answers.add(node.index)
+                self._messages([node.answer])
+
+    def agent_ended(self, request: "AsyncRolloutRequest") -> None:
+        """Print what an agent came to."""
+        from agentrl.rollout.agent import AgentRequest
+
+        if not isinstance(request, AgentRequest):
+            return
+        outcome = request.outcome
+        if outcome.output:
+            self.say("[output of the agent]", style="bold")
+            self.say(outcome.output.rstrip())
+        if outcome.exit_code is not None:
+            self.say(f"the agent ended with exit code {outcome.exit_code}")
+        if outcome.returned is not None:
+            self.say(f"the agent returned {outcome.returned!r:.1000}")
 
     def failed(self, request: "AsyncRolloutRequest", played: "Trajectory") -> bool:
         """Print what came since the last call and what went wrong; return whether the request failed."""

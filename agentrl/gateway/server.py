@@ -8,6 +8,7 @@ import asyncio
 import json
 import logging
 import secrets
+import tempfile
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -35,15 +36,17 @@ _log = logging.getLogger("agentrl.gateway")
 class Gateway:
     """One HTTP server for all rollouts of a run, in the run's event loop.
 
-    host: address to listen on. port: 0 for any free one. model: the name that the list of models gives.
+    host: address to listen on. port: 0 for any free one. model: the name that the list of models gives. socket: whether
+    it listens on a Unix socket, too, for agents in a sandbox.
     """
 
-    def __init__(self, *, host: str = "127.0.0.1", port: int = 0, model: str = "agentrl") -> None:
+    def __init__(self, *, host: str = "127.0.0.1", port: int = 0, model: str = "agentrl", socket: bool = False) -> None:
         self._host, self._port, self._model = host, port, model
         self._endpoints: dict[str, Endpoint] = {}
         self._calls: dict[str, set[asyncio.Task[Any]]] = {}
         self._histories: dict[str, History] = {}
         self._runner: web.AppRunner | None = None
+        self._folder = tempfile.TemporaryDirectory(prefix="agentrl-gateway-") if socket else None
 
     async def start(self) -> None:
         """Listen. Raises UserError where the address cannot be used."""
@@ -63,11 +66,18 @@ class Gateway:
             await self._runner.cleanup()
             raise UserError(f"the gateway cannot listen on {self._host}:{self._port}: {error.strerror}") from None
         self._port = self._runner.addresses[0][1]
+        if self.socket is not None:
+            await web.UnixSite(self._runner, self.socket, backlog=1024).start()
 
     @property
     def model(self) -> str:
         """The name that the list of models gives."""
         return self._model
+
+    @property
+    def socket(self) -> str | None:
+        """The path of its Unix socket, if it has one."""
+        return f"{self._folder.name}/gateway.sock" if self._folder is not None else None
 
     @property
     def url(self) -> str:
@@ -94,6 +104,8 @@ class Gateway:
         if self._runner is not None:
             await self._runner.cleanup()
             self._runner = None
+        if self._folder is not None:
+            self._folder.cleanup()
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         dialect = ChatCompletions()

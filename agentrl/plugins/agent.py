@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.errors import UserError
+from agentrl.plugins.agent_sandbox import check_sandbox, environment, sandboxed
 from agentrl.plugins.registry import construct, load
 from agentrl.plugins.types import Json, Message, Task
 from agentrl.process_tree import ENDED, ProcessTree
@@ -56,6 +57,8 @@ class AgentClient:
     to the last answer."""
     timeout: float
     """Seconds that the rollout may still take."""
+    socket: str | None = None
+    """Path of the gateway's Unix socket, where a sandbox needs one."""
 
     def openai(self, **options: Any) -> Any:
         """Return an `openai.AsyncOpenAI` for the gateway; use it in `async with`. options: further arguments of it.
@@ -120,13 +123,15 @@ class FunctionAgent(Agent):
     """`solve(task, client, **arguments)`."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
     """Keyword arguments of every call: `agent.args`."""
+    abandoned: Abandoned = field(default_factory=lambda: Abandoned("agent", _REMEDY))
+    """Calls in threads that go on after their rollouts."""
     _threads: DaemonThreads | None = None
 
     async def solve(self, task: Task, client: AgentClient) -> Any:
         if inspect.iscoroutinefunction(self.function):
             return await self.function(task, client, **self.arguments)
         if self._threads is None:
-            self._threads = DaemonThreads(f"agent-{self.name}", _THREADS, Abandoned("agent", _REMEDY))
+            self._threads = DaemonThreads(f"agent-{self.name}", _THREADS, self.abandoned)
         loop, here = asyncio.get_running_loop(), threading.current_thread()
 
         def call_tool(name: str, arguments: Mapping[str, Json] | str) -> Any:
@@ -158,6 +163,10 @@ class ProgramAgent(Agent):
     """Program and arguments; {prompt} stands for the text of the opening's last message."""
     name: str = ""
     """Of the program, for messages."""
+    sandbox: bool = False
+    """Whether it runs in bubblewrap, where the gateway is all of the network."""
+    folders: tuple[str, ...] = ()
+    """What it may read in the sandbox besides the system and its working folder."""
     _running: dict[str, ProcessTree] = field(default_factory=dict)  # by working folder
 
     def __post_init__(self) -> None:
@@ -171,10 +180,16 @@ class ProgramAgent(Agent):
         opening.write_text(json.dumps(given, default=str), "utf-8")
         prompt = next((m["content"] for m in reversed(client.messages) if isinstance(m["content"], str)), "")
         words = [word.replace("{prompt}", prompt) for word in self.command]
+        inherited: Mapping[str, str] = os.environ
+        if self.sandbox:
+            assert client.socket is not None, "the gateway of a sandbox has a socket"
+            words = sandboxed(words, folder, opening, client.socket, client.base_url, self.folders)
+            inherited = environment(folder)
         output = _Output()
         command = ["/bin/sh", "-c", 'cd "$0" && exec "$@"', str(folder), *words]
         try:
-            tree = ProcessTree(command, output.writer, self._environment(client, opening), folder=outer)
+            variables = {**inherited, **self._environment(client, opening)}
+            tree = ProcessTree(command, output.writer, variables, folder=outer)
         except BaseException:
             output.close()
             shutil.rmtree(outer, ignore_errors=True)
@@ -197,7 +212,6 @@ class ProgramAgent(Agent):
 
     def _environment(self, client: AgentClient, opening: Path) -> dict[str, str]:
         return {
-            **os.environ,
             "OPENAI_BASE_URL": client.base_url,
             "OPENAI_API_KEY": client.api_key,
             "ANTHROPIC_BASE_URL": client.anthropic_url,
@@ -268,26 +282,37 @@ def make_agent(section: AgentSection) -> Agent:
     if section.command and (section.name or section.args):
         raise UserError("agent: give `command`, or `name` and `args`, not both")
     if section.command:
+        if section.processes:
+            raise UserError("agent.processes: a program has a process of its own already; leave it out")
         if shutil.which(section.command[0]) is None:
             raise UserError(f"agent.command: there is no program {section.command[0]!r} on the PATH")
-        return ProgramAgent(section.command)
+        if section.sandbox:
+            check_sandbox(section.command[0], section.sandbox_folders)
+        return ProgramAgent(section.command, sandbox=section.sandbox, folders=section.sandbox_folders)
+    if section.sandbox:
+        raise UserError("agent.sandbox: is for programs: give `command`")
     if not section.name:
         raise UserError("agent: needs `name` (an installed agent, or module:attribute) or `command` (a program)")
-    made = load("agents", section.name)
+    return agent_of(load("agents", section.name), section.args, section.name)
+
+
+def agent_of(made: Any, args: Mapping[str, Any], name: str) -> Agent:
+    """Return what `name` stands for as an agent: a class of `Agent`, made with `args`, an object of one, or a function
+    `solve(task, client, **args)`. Raises UserError."""
     if isinstance(made, type) and issubclass(made, Agent):
-        made = construct(made, section.args, "agent.args")
+        made = construct(made, args, "agent.args")
     if isinstance(made, Agent):
         return made
     if not callable(made):
-        raise UserError(f"agent {section.name!r} is {type(made).__name__}; expected a function solve(task, client)")
-    _check_signature(made, section)
-    return FunctionAgent(str(section.name).rpartition(":")[2], made, dict(section.args))
+        raise UserError(f"agent {name!r} is {type(made).__name__}; expected a function solve(task, client)")
+    _check_signature(made, args, name)
+    return FunctionAgent(name.rpartition(":")[2], made, dict(args))
 
 
-def _check_signature(function: Callable[..., Any], section: AgentSection) -> None:
+def _check_signature(function: Callable[..., Any], args: Mapping[str, Any], name: str) -> None:
     try:
-        inspect.signature(function).bind(None, None, **section.args)
+        inspect.signature(function).bind(None, None, **args)
     except TypeError as error:
-        raise UserError(f"agent {section.name!r}: solve(task, client, **agent.args): {error}") from None
+        raise UserError(f"agent {name!r}: solve(task, client, **agent.args): {error}") from None
     except ValueError:
         return  # a builtin without a signature

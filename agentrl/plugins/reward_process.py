@@ -1,30 +1,18 @@
-"""`Processes`: a reward in processes of its own, which can be killed whatever its code does; and their program.
-
-A process imports the reward by its name in the recipe, so that nothing but samples is pickled. It has the environment,
-the import path and the seed of this process.
-"""
+"""`Processes`: a reward in processes of its own, which can be killed whatever its code does; and their program."""
 
 import asyncio
-import fcntl
 import json
-import os
 import pickle
-import random
-import select
-import signal
-import subprocess
-import sys
 import threading
 from contextlib import suppress
-from typing import IO, Any
+from typing import Any, BinaryIO
 
 from agentrl.errors import describe
 from agentrl.plugins.reward import GroupReward, Reward, make_reward
-from agentrl.plugins.types import InfrastructureError, Json
+from agentrl.plugins.types import InfrastructureError
+from agentrl.plugins.worker_process import SIZE, WorkerProcess, beginning, begun, connected, framed, stream_of
 from agentrl.recipe.schema import RewardSection
 from agentrl.threads import DaemonThreads
-
-_SIZE = 8  # bytes before each message, which hold its length
 
 
 class Processes:
@@ -75,7 +63,7 @@ class Processes:
             process = _Process(self._name)
             self._live.add(process)
         try:
-            process.begin({**self._begin, "path": sys.path, "seed": _seed()})
+            process.ask(beginning(**self._begin))
         except BaseException:
             self._give_back(process)
             raise
@@ -153,113 +141,58 @@ class _Request:
                 self._process.kill()
 
 
-class _Process:
+class _Process(WorkerProcess):
     def __init__(self, name: str) -> None:
+        super().__init__("agentrl.plugins.reward_process")
         self._name = name
-        requests, self._requests = _pipe("wb")
-        replies, self._replies = _pipe("rb")
-        alive, self._alive = _pipe("wb")  # its end closes with this process, however that ends
-        theirs = (requests, replies, alive)
-        command = [sys.executable, "-m", "agentrl.plugins.reward_process", *map(str, theirs)]
-        try:
-            self._child = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=theirs, start_new_session=True)
-        finally:
-            for end in theirs:
-                os.close(end)
-
-    @property
-    def over(self) -> bool:
-        return self._child.poll() is not None
-
-    def begin(self, message: dict[str, Json]) -> None:
-        """Let it import the reward. Raises InfrastructureError where it cannot."""
-        self.ask(json.dumps(message).encode())
+        self._stream = stream_of(self.channel)
 
     def ask(self, payload: bytes) -> Any:
         try:
-            _write(self._requests, payload)
-            reply = _read(self._replies)
+            _write(self._stream, payload)
+            reply = _read(self._stream)
         except OSError:
             reply = None
         if reply is None:
-            code = self._child.wait()
-            how = f"signal {-code} ({signal.Signals(-code).name})" if code < 0 else f"exit code {code}"
-            raise InfrastructureError(f"{self._name}: its process ended by {how}")
+            raise InfrastructureError(f"{self._name}: {self.how_it_ended()}")
         found = json.loads(reply)
         if "error" in found:
             raise InfrastructureError(f"{self._name}: {found['error']}")
         return found["value"]
 
-    def kill(self) -> None:
-        """Kill its process group; a caller that waits for the reply gets an error."""
-        with suppress(ProcessLookupError):  # the whole session: what the reward started goes with it
-            os.killpg(self._child.pid, signal.SIGKILL)
-
     def end(self) -> None:
-        self.kill()
-        self._child.wait()
-        for stream in (self._requests, self._replies, self._alive):
-            with suppress(OSError):  # a request that was cut short is still buffered
-                stream.close()
+        super().end()
+        with suppress(OSError):  # a request that was cut short is still buffered
+            self._stream.close()
 
 
-def _pipe(mode: str) -> tuple[int, IO[bytes]]:
-    """Return the end for the other process, and ours."""
-    reading, writing = os.pipe()
-    theirs, ours = (reading, writing) if mode == "wb" else (writing, reading)
-    return theirs, os.fdopen(ours, mode)
-
-
-def _write(stream: IO[bytes], payload: bytes) -> None:
-    stream.write(len(payload).to_bytes(_SIZE, "big") + payload)
+def _write(stream: BinaryIO, payload: bytes) -> None:
+    stream.write(framed(payload))
     stream.flush()
 
 
-def _read(stream: IO[bytes]) -> bytes | None:
+def _read(stream: BinaryIO) -> bytes | None:
     """Return the next message; None where the stream ends."""
-    size = stream.read(_SIZE)
-    payload = stream.read(int.from_bytes(size, "big")) if len(size) == _SIZE else b""
+    size = stream.read(SIZE)
+    payload = stream.read(int.from_bytes(size, "big")) if len(size) == SIZE else b""
     return payload or None
 
 
-def _seed() -> int | None:
-    """Return the seed of the run, which is torch's here."""
-    torch = sys.modules.get("torch")
-    return None if torch is None else int(torch.initial_seed())
-
-
 def main() -> None:
-    """Serve until requests end. Arguments: the descriptors of requests, replies, and of a pipe that closes when
-    the other process ends."""
-    requests, replies, alive = map(int, sys.argv[1:])
-    _end_with(alive)
-    incoming, outgoing = os.fdopen(requests, "rb"), os.fdopen(replies, "wb")
-    first = _read(incoming)
+    """Serve until requests end."""
+    stream = stream_of(connected())
+    first = _read(stream)
     if first is None:
         return
-    begin = json.loads(first)
-    sys.path[:] = begin["path"]
     try:
-        made = _import(begin)
+        made = begun(first, lambda facts: make_reward(RewardSection.model_validate(facts["section"]), facts["where"]))
     except BaseException as error:  # noqa: BLE001 - the boundary of the process: a module may raise anything
-        _write(outgoing, _error(f"it cannot be imported in a process of its own: {describe(error)}"))
+        _write(stream, _error(f"it cannot be imported in a process of its own: {describe(error)}"))
         return
-    _write(outgoing, b'{"value": null}')
+    _write(stream, b'{"value": null}')
     with asyncio.Runner() as runner:
-        while (payload := _read(incoming)) is not None:
-            _write(outgoing, _answer(runner, made, payload))
-
-
-def _import(begin: dict[str, Any]) -> Reward | GroupReward:
-    if begin["seed"] is not None:
-        random.seed(begin["seed"])
-    made = make_reward(RewardSection.model_validate(begin["section"]), begin["where"])
-    if begin["seed"] is not None:
-        if (numpy := sys.modules.get("numpy")) is not None:
-            numpy.random.seed(begin["seed"] % 2**32)
-        if (torch := sys.modules.get("torch")) is not None:
-            torch.manual_seed(begin["seed"])
-    return made
+        while (payload := _read(stream)) is not None:
+            _write(stream, _answer(runner, made, payload))
 
 
 def _answer(runner: asyncio.Runner, made: Reward | GroupReward, payload: bytes) -> bytes:
@@ -280,15 +213,6 @@ async def _scored(made: Reward | GroupReward, given: Any) -> Any:
 
 def _error(line: str) -> bytes:
     return json.dumps({"error": line}).encode()
-
-
-def _end_with(alive: int) -> None:
-    """End when `alive` closes: by a signal of the kernel's, which needs nothing of an interpreter that is busy."""
-    signal.signal(signal.SIGIO, signal.SIG_DFL)
-    fcntl.fcntl(alive, fcntl.F_SETOWN, os.getpid())
-    fcntl.fcntl(alive, fcntl.F_SETFL, fcntl.fcntl(alive, fcntl.F_GETFL) | os.O_ASYNC)
-    if select.select([alive], [], [], 0)[0]:
-        sys.exit()
 
 
 if __name__ == "__main__":

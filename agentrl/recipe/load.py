@@ -8,7 +8,7 @@ from agentrl.recipe.schema import Recipe
 from agentrl.recipe.secrets import masked
 
 
-def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+def load_recipe(path: str | Path | None, overrides: Sequence[str] = ()) -> Recipe:
     """Read, extend, override and check a recipe; see `Recipe.load`. Raises UserError."""
     return Recipe.load(path, overrides)
 

@@ -33,10 +33,13 @@ _BESIDE_THE_RECIPE: tuple[Key, ...] = (("sft", "new_model", "chat_template"),)
 """Keys whose paths are relative to the recipe that names them."""
 
 
-def read_recipe(model: type[Model], path: str | Path, overrides: Sequence[str]) -> tuple[Model, dict[Key, Reference]]:
-    """Read a recipe as a `model`. Returns it, and what stood in the file where a `${VAR}` was. Raises UserError."""
-    file = _existing(Path(path))
-    document = _extended(file, ())
+def read_recipe(
+    model: type[Model], path: str | Path | None, overrides: Sequence[str]
+) -> tuple[Model, dict[Key, Reference]]:
+    """Read a recipe as a `model`; None: one that says nothing. Returns it, and what stood in the file where a `${VAR}`
+    was. Raises UserError."""
+    file = _existing(Path(path)) if path is not None else COMMAND_LINE
+    document = _extended(file, ()) if isinstance(file, Path) else Document({})
     for text in overrides:
         _override(document, text)
     try:

@@ -196,6 +196,14 @@ class AgentSection(Section):
     command: Annotated[tuple[str, ...], BeforeValidator(_words)] = ()
     """A program instead of `name`, and its arguments, in which {prompt} is the opening's text. It finds the gateway by
     OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY, and its task in $AGENTRL_TASK."""
+    sandbox: bool = False
+    """Run the program in bubblewrap: without a network but the gateway, and with no files but the system's, read-only,
+    and its working folder."""
+    sandbox_folders: Annotated[tuple[str, ...], BeforeValidator(_words)] = ()
+    """Further folders that a program in the sandbox may read, such as the one that it is installed in."""
+    processes: Annotated[Count, Unit("processes")] = 0
+    """Run the function or class in this many processes, many rollouts in each, so that it does not hold up sampling;
+    one that dies fails its rollouts and is replaced. 0: in the run's own."""
     max_calls: Annotated[Positive, Unit("calls")] = 32
     """Calls of the model that one rollout may make."""
     max_total_tokens: Tokens = 65536
@@ -516,8 +524,8 @@ class Recipe(Section):
     _references: dict[Key, Reference] = PrivateAttr(default_factory=dict)
 
     @classmethod
-    def load(cls, path: str | Path, overrides: Sequence[str] = ()) -> "Recipe":
-        """Read, extend, override and check a recipe: a file, or the name of one that ships.
+    def load(cls, path: str | Path | None, overrides: Sequence[str] = ()) -> "Recipe":
+        """Read, extend, override and check a recipe: a file, the name of one that ships, or None for the defaults.
 
         overrides: `rollout.n=16`, `env.args.names=[a, b]`, `tools.0.args.max_operations=4` (or
         `tools.calculator.args...`); the value is YAML and replaces what stands at its key.

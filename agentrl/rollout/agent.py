@@ -39,8 +39,8 @@ class AgentRequest(AsyncRolloutRequest):
     """Its calls."""
     train_auxiliary: bool = False
     """`agent.train_auxiliary`."""
-    outcome: Outcome | None = None
-    """What its agent came to, until it is released."""
+    outcome: Outcome = field(default_factory=Outcome)
+    """What its agent came to, once it has ended."""
 
     @property
     def turn_count(self) -> int:
@@ -314,14 +314,12 @@ class AgentDriver(Driver):
         rollout = Rollout(self, request)
         opening = tuple(request.messages)
         where = Boundary.AGENT, f"agent {self._agent.name}"
-        outcome, finish = Outcome(), FinishReason.STOP
+        finish = FinishReason.STOP
         with ExitStack() as stack:
             client = self._client(request, rollout, opening, stack.enter_context(self._gateway.serving(rollout)))
             request.at = where
             try:
-                found = await timer.wait(self._agent.solve(request.task, client), request.deadline)
-                outcome = found if isinstance(found, Outcome) else Outcome(returned=found)
-                request.outcome = outcome
+                await timer.wait(self._solve(request, client), request.deadline)
                 finish = FinishReason.TIMEOUT if timer.expired else finish
             except DeadlineExceededError:
                 finish = FinishReason.TIMEOUT
@@ -337,10 +335,16 @@ class AgentDriver(Driver):
             request.at = where
             raise UserError("it ended without a call of the model: does it use the gateway's base URL and key?")
         for begun in request.begun:
-            begun.session.outcome = outcome
+            begun.session.outcome = request.outcome
         if rollout.tools_done:
             finish = FinishReason.ENV_DONE
         return rollout.refused or finish
+
+    async def _solve(self, request: AgentRequest, client: AgentClient) -> None:
+        """Let the agent do its task. What it came to is released later, also where it ended by a cancellation."""
+        found = await self._agent.solve(request.task, client)
+        request.outcome = outcome = found if isinstance(found, Outcome) else Outcome(returned=found)
+        request.held.append((f"agent {self._agent.name}", lambda: self._agent.release(outcome)))
 
     def _client(self, request: AgentRequest, rollout: Rollout, opening: tuple[Message, ...], key: str) -> AgentClient:
         url = self._gateway.url
@@ -354,6 +358,7 @@ class AgentDriver(Driver):
             tools=self.schemas(request),
             call_tool=rollout.call_tool,
             timeout=max(1.0, request.deadline - time.monotonic()),
+            socket=self._gateway.socket,
         )
 
     def _forget(self, request: AsyncRolloutRequest) -> None:

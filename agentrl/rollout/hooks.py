@@ -117,14 +117,14 @@ def check_sum(rewards: Mapping[str, float], weights: Mapping[str, float]) -> Non
 
 
 async def release_all(request: AsyncRolloutRequest) -> None:
-    """Release what was begun, last first, each plugin exactly once. It goes on when its caller is cancelled, whose
-    cancellation is raised again afterwards. A release that fails is logged and kept in `extra["release_errors"]`; one
-    that even ignores its cancellation is left behind."""
+    """Release what was begun, last first, then what is held, each plugin exactly once. It goes on when its caller is
+    cancelled, whose cancellation is raised again afterwards. A release that fails is logged and kept in
+    `extra["release_errors"]`; one that even ignores its cancellation is left behind."""
     if not request.begun:
         return
     begun, request.begun = request.begun, []
     task = asyncio.create_task(_release(request, begun))
-    end = time.monotonic() + (RELEASE_SECONDS + 2 * GRACE) * len(begun)
+    end = time.monotonic() + (RELEASE_SECONDS + 2 * GRACE) * (len(begun) + len(request.held))
     cancelled: asyncio.CancelledError | None = None
     while not task.done() and (left := end - time.monotonic()) > 0:
         try:
@@ -141,19 +141,18 @@ async def release_all(request: AsyncRolloutRequest) -> None:
 async def _release(request: AsyncRolloutRequest, begun: list[Begun]) -> None:
     timer = DeadlineTimer(OwnedTask())
     try:
-        for one in reversed(begun):
+        for name, release in [*((one.plugin.name, one.release) for one in reversed(begun)), *request.held]:
             try:
-                work = one.plugin.release(one.session, **one.release_kwargs)
-                await timer.wait(work, time.monotonic() + RELEASE_SECONDS)
+                await timer.wait(release(), time.monotonic() + RELEASE_SECONDS)
             except DeadlineExceededError:
-                _release_error(request, one, f"took longer than {RELEASE_SECONDS:g} s")
+                _release_error(request, name, f"took longer than {RELEASE_SECONDS:g} s")
             except BaseException as error:  # noqa: BLE001 - the next plugin is still to be released
-                _release_error(request, one, describe(contained(error), place=False))
+                _release_error(request, name, describe(contained(error), place=False))
     finally:
         timer.close()
 
 
-def _release_error(request: AsyncRolloutRequest, begun: Begun, what: str) -> None:
-    line = f"{begun.plugin.name}.release: {what}"
+def _release_error(request: AsyncRolloutRequest, name: str, what: str) -> None:
+    line = f"{name}.release: {what}"
     request.extra.setdefault("release_errors", []).append(line)
     _log.warning("%s: %s", request.id, line)

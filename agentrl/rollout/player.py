@@ -13,7 +13,8 @@ from agentrl.data.prompts import PromptLengths, measure_prompts
 from agentrl.engine.base import Engine, engine_class
 from agentrl.gateway.server import Gateway
 from agentrl.models.load import load_model, load_skeleton, resolve
-from agentrl.plugins.agent import Agent, make_agent
+from agentrl.plugins.agent import Agent
+from agentrl.plugins.agent_process import agent_of_recipe
 from agentrl.plugins.environment import Environment
 from agentrl.plugins.registry import make_engine, make_environment, make_message_engine
 from agentrl.plugins.rewards import MODEL, Rewards, check_weights, known_parts, make_rewards
@@ -80,7 +81,7 @@ class Player:
         prepare_torch(recipe)
         env = env or make_environment(recipe.env)
         rewards = make_rewards(recipe.rewards)
-        agent = make_agent(recipe.agent) if recipe.agent is not None else None
+        agent = agent_of_recipe(recipe.agent) if recipe.agent is not None else None
         async with AsyncExitStack() as stack:  # what was opened is closed where a later part cannot be had
             toolbox = await Toolbox.open(recipe.tools, env)
             stack.push_async_callback(toolbox.close)
@@ -89,7 +90,7 @@ class Player:
             player = await cls._build(recipe, model_path, env, toolbox, rewards, say, phase, apart, placement)
             if agent is not None:
                 stack.push_async_callback(player.engine.close)
-                player.agent, player.gateway = agent, Gateway(model=recipe.model.path)
+                player.agent, player.gateway = agent, gateway_of(recipe)
                 await player.gateway.start()
             stack.pop_all()
         return player
@@ -210,6 +211,11 @@ class Player:
                 "engine": self.engine,
             }
         )
+
+
+def gateway_of(recipe: Recipe) -> Gateway:
+    """Return the gateway of a recipe's agent, not started yet."""
+    return Gateway(model=recipe.model.path, socket=recipe.agent is not None and recipe.agent.sandbox)
 
 
 @dataclass(frozen=True, slots=True)

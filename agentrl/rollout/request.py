@@ -2,7 +2,7 @@
 
 import hashlib
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import groupby
@@ -102,6 +102,10 @@ class Begun:
     release_kwargs: Mapping[str, Json]
     """Keyword arguments of its `release`."""
 
+    def release(self) -> Awaitable[None]:
+        """Call its `release`."""
+        return self.plugin.release(self.session, **self.release_kwargs)
+
 
 @dataclass(slots=True, eq=False)
 class AsyncRolloutRequest:
@@ -140,6 +144,8 @@ class AsyncRolloutRequest:
     """The tools that the task offers, by name."""
     begun: list[Begun] = field(default_factory=list)
     """Plugins to be released, in the order in which they were created."""
+    held: list[tuple[str, Callable[[], Awaitable[None]]]] = field(default_factory=list)
+    """What is released after them: whose, and how."""
     tool_uses: list[ToolUse] = field(default_factory=list)
     """One entry for each call so far."""
     tool_calls: int = 0

@@ -14,6 +14,7 @@ from agentrl.recipe.schema import Recipe, RolloutSection
 from agentrl.rollout.agent import TreeEndpoint
 from agentrl.rollout.conversation_tree import ConversationTree, Node
 from agentrl.rollout.player import Player
+from agentrl.rollout.talk import Talk, apart_from_tasks, nobody
 
 KEPT_TOKENS = 1_000_000
 """Tokens of conversations that are kept, so that what was sampled in them goes on as it was; then all are forgotten."""
@@ -74,8 +75,7 @@ async def serve(recipe: Recipe, model: str | None, host: str, port: int, key: st
     """Serve the recipe's model, or `model`, until it is cancelled. Raises UserError.
 
     key: what clients must send; empty: anything will do. say: told where it answers, once it does."""
-    plain = recipe.model_copy(update={"agent": None, "tools": ()})
-    player = await Player.build(plain, model_path=model, say=say)
+    player = await Player.build(apart_from_tasks(recipe, tools=()), model, Talk(nobody), say=say)
     gateway = Gateway(host=host, port=port, model=model or recipe.model.path)
     try:
         await gateway.start()

@@ -1,6 +1,6 @@
 """Contract tests for the authors of plugins: call them in a test of your own package.
 
-    from agentrl.testing import call, check_environment, check_tool
+    from agentrl.testing import call, check_agent, check_environment, check_tool
 
     def test_contract():
         check_tool(MyTool(), calls=[({"expression": "2*3"}, "6")], wrong=[{"expression": "2*"}])
@@ -9,7 +9,8 @@ A broken promise is an AssertionError whose one line says what to do. They block
 """
 
 from agentrl.testing.agent import call, plain_text
+from agentrl.testing.agent_contract import check_agent
 from agentrl.testing.environment import check_environment
 from agentrl.testing.tool import check_tool
 
-__all__ = ["call", "check_environment", "check_tool", "plain_text"]
+__all__ = ["call", "check_agent", "check_environment", "check_tool", "plain_text"]

@@ -19,7 +19,8 @@ Turn = Callable[[int], Awaitable[str | None]]
 """From a turn's number, counted from 0, to its text. None: the agent leaves, and the request is ABORTED."""
 
 END = 0x110000  # the first id that is no code point
-_NO_LIMIT = 1 << 30
+NO_LIMIT = 1 << 30
+"""In place of a limit in tokens."""
 _CALL = re.compile(r"/([A-Za-z_][\w.-]*)(?:\s+(.*))?$")
 
 
@@ -35,7 +36,7 @@ def plain_text(text: str) -> str:
 
 def without_token_limits(limits: RolloutSection, **changes: Any) -> RolloutSection:
     """Return `limits` without those in tokens: only what is counted in tokens has no meaning for code points."""
-    endless = {"max_tokens": _NO_LIMIT, "max_turn_tokens": _NO_LIMIT, "max_tool_tokens": _NO_LIMIT}
+    endless = {"max_tokens": NO_LIMIT, "max_turn_tokens": NO_LIMIT, "max_tool_tokens": NO_LIMIT}
     return limits.model_copy(update={**endless, **changes})
 
 
@@ -91,9 +92,9 @@ def _parsed(name: str, body: str, line: str) -> ParsedCall:
 
 
 class TextEngine(Engine):
-    """Says what the agent of each request says. `seat` comes before the request is driven."""
+    """Says what the agent of each request says, on whatever branch of it. `seat` comes before the request is driven."""
 
-    max_context = _NO_LIMIT
+    max_context = NO_LIMIT
 
     def __init__(self) -> None:
         self._agents: dict[str, Turn] = {}
@@ -104,9 +105,10 @@ class TextEngine(Engine):
         self._agents[request_id] = agent
 
     async def generate(self, ids: Sequence[int], sampling: Sampling, request_id: str) -> Generation:
-        number = self._turns[request_id]
-        self._turns[request_id] += 1
-        text = await self._agents[request_id](number)
+        seat = request_id if request_id in self._agents else request_id.rpartition("/")[0]
+        number = self._turns[seat]
+        self._turns[seat] += 1
+        text = await self._agents[seat](number)
         if text is None:
             return Generation([], [], GenerationFinish.ABORT)
         answer = [*map(ord, text), END]

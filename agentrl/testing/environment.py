@@ -69,8 +69,8 @@ async def _check(
     limits: dict[str, Any],
     sessions: int,
 ) -> None:
-    made, second = _made(env), None if isinstance(env, Environment) else _made(env)
-    own = [_tool(one) for one in tools]
+    made, second = made_environment(env), None if isinstance(env, Environment) else made_environment(env)
+    own = [made_tool(one) for one in tools]
     try:
         contract = _Contract(made, Stage(made, own, RolloutSection(**limits)), own, tasks)
         require_hooks(made, contract.what)
@@ -87,7 +87,8 @@ async def _check(
                 await one.close()
 
 
-def _made(env: Environment | type[Environment] | str) -> Environment:
+def made_environment(env: Environment | type[Environment] | str) -> Environment:
+    """Return an object, a class that needs no argument, or an installed name, as an environment."""
     if isinstance(env, str):
         return make_environment(EnvSection(name=env))
     made: Any = env() if isinstance(env, type) else env
@@ -96,7 +97,8 @@ def _made(env: Environment | type[Environment] | str) -> Environment:
     return made
 
 
-def _tool(one: Tool | str) -> Tool:
+def made_tool(one: Tool | str) -> Tool:
+    """Return a tool, or the installed one of that name."""
     made = make_tool(ToolSection(name=one)) if isinstance(one, str) else one
     require(isinstance(made, Tool), f"{one!r} is not a tool, and cannot be offered here")
     assert isinstance(made, Tool)

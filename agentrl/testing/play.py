@@ -1,17 +1,22 @@
-"""`Stage`: an environment and tools under the real driver, with agents that are no models."""
+"""`Stage`: an environment and tools under the real driver, with a model that is none: what it says is given."""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from agentrl.engine.base import EngineError
+from agentrl.gateway.server import Gateway
+from agentrl.plugins.agent import Agent as SolvingAgent
 from agentrl.plugins.environment import Environment
 from agentrl.plugins.tool import Tool
 from agentrl.plugins.types import Json, Message, Reply, Session, Task
-from agentrl.recipe.schema import RolloutSection
+from agentrl.recipe.schema import AgentSection, RolloutSection
+from agentrl.rollout.agent import AgentDriver, AgentRequest
 from agentrl.rollout.driver import Driver
 from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.rollout.scorer import Scorer
-from agentrl.testing.agent import TextChat, TextEngine, Turn, scripted, without_token_limits
+from agentrl.testing.agent import NO_LIMIT, TextChat, TextEngine, Turn, scripted, without_token_limits
 from agentrl.trajectory import Trajectory
 
 Agent = Callable[[Task], str | Sequence[str]] | Callable[[Task, Sequence[Message]], str]
@@ -37,6 +42,18 @@ class Alone(Environment):
         return {}
 
 
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """Who holds the conversations in place of the built-in driver."""
+
+    agent: SolvingAgent
+    """Calls the model."""
+    section: AgentSection
+    """Of a recipe; what is counted in tokens is left out."""
+    gateway: Gateway
+    """Started already."""
+
+
 class Stage:
     """One driver for any number of requests at once."""
 
@@ -47,18 +64,21 @@ class Stage:
         limits: RolloutSection | None = None,
         scorer: Scorer | None = None,
         changes: Mapping[str, object] | None = None,
+        holder: Holder | None = None,
     ) -> None:
-        """Build a driver. limits: of a recipe, those in tokens left out; `changes` to them go first."""
+        """Build a driver. limits: of a recipe, those in tokens left out; `changes` to them go first. holder: calls the
+        model in place of the built-in driver."""
         self.engine = TextEngine()
         self.chat = TextChat()
-        self.driver = Driver(
-            engine=self.engine,
-            chat=self.chat,
-            environment=environment,
-            tools=tools,
-            limits=without_token_limits(limits or RolloutSection(), **(changes or {})),
-            scorer=scorer,
-        )
+        parts: dict[str, Any] = {
+            "engine": self.engine,
+            "chat": self.chat,
+            "environment": environment,
+            "tools": tools,
+            "limits": without_token_limits(limits or RolloutSection(), **(changes or {})),
+            "scorer": scorer,
+        }
+        self.driver = Driver(**parts) if holder is None else _agent_driver(holder, parts)
 
     def request(self, task: Task, turn: Turn, seed: int = 0, sample: int = 0) -> AsyncRolloutRequest:
         """Return a request whose turns are the agent's."""
@@ -69,17 +89,34 @@ class Stage:
     async def play(self, task: Task, agent: Agent, sample: int = 0) -> Trajectory:
         """Return a task from the first hook to the last."""
         request = self.driver.request(task, sample)
-        self.engine.seat(request.id, _turns(agent, task, request.messages))
+        self.engine.seat(request.id, turns_of(agent, request))
         return await self.driver.drive(request)
 
 
-def _turns(agent: Agent, task: Task, messages: Sequence[Message]) -> Turn:
-    if len(inspect.signature(agent).parameters) == 1:
+def _agent_driver(holder: Holder, parts: dict[str, Any]) -> AgentDriver:
+    section = holder.section.model_copy(update={"max_total_tokens": NO_LIMIT})
+    return AgentDriver(agent=holder.agent, section=section, gateway=holder.gateway, **parts)
+
+
+def asked(request: AsyncRolloutRequest) -> Sequence[Message]:
+    """Return the messages that the model is to answer now."""
+    return request.tree.nodes[-1].call.messages if isinstance(request, AgentRequest) else request.messages
+
+
+def for_whole_task(agent: Agent) -> bool:
+    """Return whether it gives the turns of a task beforehand, not one by one."""
+    return len(inspect.signature(agent).parameters) == 1
+
+
+def turns_of(agent: Agent, request: AsyncRolloutRequest) -> Turn:
+    """Return what `agent` says in a request, turn by turn."""
+    task = request.task
+    if for_whole_task(agent):
         told = agent(task)  # type: ignore[call-arg]
         return scripted([told] if isinstance(told, str) else told)
 
     async def turn(number: int) -> str:
-        text = agent(task, tuple(messages))  # type: ignore[call-arg]
+        text = agent(task, tuple(asked(request)))  # type: ignore[call-arg]
         if not isinstance(text, str):
             raise EngineError(f"the agent said {type(text).__name__} in turn {number}, not text")
         return text

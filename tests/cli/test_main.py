@@ -277,8 +277,8 @@ def test_version(capsys, arguments):
 
 
 COMMANDS = (
-    "train", "eval", "sft", "check", "try", "new", "data", "recipes", "version", "tools", "envs", "rewards",
-    "advantages", "losses", "trackers", "engines",
+    "train", "eval", "sft", "check", "try", "serve", "chat", "new", "data", "recipes", "version", "tools", "envs",
+    "rewards", "advantages", "losses", "trackers", "engines",
 )  # fmt: skip
 
 

@@ -60,11 +60,12 @@ class House:
 
 @pytest.fixture(scope="module")
 def house(tmp_path_factory):
-    """With a new tool, a new environment, and a tool and an environment that fail to import."""
+    """With a new tool, environment and agent, and a tool and an environment that fail to import."""
     made = House(tmp_path_factory.mktemp("house"))
     assert "next: cd doubler && pip install -e '.[test]' && pytest" in made.agentrl("new", "tool", "doubler")
     made.agentrl("new", "env", "apples")
-    packages = [part for name in ("doubler", "apples") for part in ("-e", f"{made.folder / name}[test]")]
+    assert "agentrl try recipes/patient.yaml --model tiny" in made.agentrl("new", "agent", "patient")
+    packages = [part for name in ("doubler", "apples", "patient") for part in ("-e", f"{made.folder / name}[test]")]
     pip = [sys.executable, "-m", "pip", "--python", str(made.python), "install", "-q", "--disable-pip-version-check"]
     subprocess.run([*pip, "--no-index", "--no-build-isolation", *packages], check=True)
     for group, name in (("tools", "sick_tool"), ("envs", "sick_env")):
@@ -93,10 +94,21 @@ def test_its_own_test_passes_and_would_notice(house, name):
 
 
 @pytest.mark.slow
+def test_an_agent_passes_its_own_test_and_does_a_task(house):
+    """What its test would notice: `tests/testing/test_testing.py`."""
+    folder = house.folder / "patient"
+    assert re.search(r"\d+ passed", house.run("-m", "pytest", "-q", "-p", "no:cacheprovider", cwd=folder))
+    out = house.agentrl("try", "recipes/patient.yaml", "train.threads=1", "--model", "tiny", cwd=folder)
+    assert re.search(r"^ended by stop after \d turns? and \d tool calls?$", out, re.M)
+
+
+@pytest.mark.slow
 def test_it_is_listed_beside_those_that_cannot_be_imported(house):
     tools, envs = house.listed("tools"), house.listed("envs")
+    agents = house.agentrl("agents")
     assert re.search(r"^doubler +agentrl-doubler 0.1.0 +doubler:Doubler +Works out one operation", tools, re.M)
     assert re.search(r"^apples +agentrl-apples 0.1.0 +apples:Apples +Sums in a sentence", envs, re.M)
+    assert re.search(r"^patient +agentrl-patient 0.1.0 +patient:solve +Do one task", agents, re.M)
     for name, out in (("sick_tool", tools), ("sick_env", envs)):
         assert re.search(rf"^{name} +agentrl-{name} 0.1.0 +{name}:Plugin +broken: ", out, re.M)
     assert re.search(r"^calculator ", tools, re.M)

@@ -214,6 +214,58 @@ def test_json_lines_play_a_task_of_an_environment(capsys, tmp_path):
     assert out.index("\n2\n") < out.index("\n4\n") < out.index("solved: no")
 
 
+async def plans(task, client, calls=2):
+    """An agent: what is planned in one conversation is done in another."""
+    async with client.openai(max_retries=0) as openai:
+
+        async def ask(*messages):
+            found = await openai.chat.completions.create(model="any", messages=list(messages), tools=list(client.tools))
+            return found.choices[0].message
+
+        first = {"role": "user", "content": "a plan?"}
+        plan = await ask(first)
+        done = await ask(client.messages[0], {"role": "user", "content": f"the plan: {plan.content}"})
+        text = "nothing"
+        for call in done.tool_calls or ():
+            text = await client.call_tool(call.function.name, call.function.arguments)
+        for _ in range(calls - 2):
+            await ask(first, {"role": "assistant", "content": plan.content}, {"role": "user", "content": text})
+        return {"got": text}
+
+
+AGENT = f"agent={__name__}:plans"
+
+
+def test_an_agent_of_a_recipe_does_a_task(capsys, tmp_path):
+    replies = write(tmp_path, 'calculate\n---\n/calculator {"expression": "12*7"}\n---\n#### 6')
+    out = said(capsys, RECIPE, f"agent={{name: {__name__}:plans, args: {{calls: 3}}}}", "--replies", replies)
+    assert f"agent {__name__}:plans" in out
+    assert out.index("a plan?") < out.index("calculate") < out.index("(call 2 begins a conversation)")
+    assert out.index("(call 2") < out.index(QUESTION) < out.index("the plan: calculate") < out.index("(call 3 goes on")
+    assert re.search(r"^\(call 3 goes on from answer 1\)\n\[user\]\n84\n\[assistant\]\n#### 6$", out, re.M)
+    assert out.count("a plan?") == 1
+    assert re.search(r"^the agent returned {'got': '84'}\nended by stop after 3 turns and 1 tool call$", out, re.M)
+    assert "solved: yes" in out
+
+
+def test_a_person_answers_an_agent_and_may_leave(capsys, monkeypatch):
+    typed(monkeypatch, 'calculate\n/calculator {"expression": "1+1"}\n')
+    out = said(capsys, RECIPE, AGENT)
+    assert "the plan: calculate" in out
+    assert "(calculator: " in out
+    assert "the agent returned {'got': '2'}" in out
+    typed(monkeypatch, "calculate\n")
+    assert "quit after 1 turn: released, without a reward" in said(capsys, RECIPE, AGENT, code=1)
+
+
+def test_a_program_and_an_agent_that_fails_say_so(capsys, tmp_path):
+    program = "agent={command: [sh, -c, 'echo no plan; exit 3']}"
+    out = said(capsys, RECIPE, program, "--replies", write(tmp_path, "x"), code=1)
+    assert "agent sh -c 'echo no plan; exit 3'" in out
+    assert "[output of the agent]\nno plan\nthe agent ended with exit code 3" in out
+    assert "failed (agent): agent sh: it ended without a call of the model" in out
+
+
 @tool
 def shout(text: str) -> str:
     """Say it loudly."""
@@ -316,13 +368,17 @@ def test_ctrl_c_in_mid_game_releases_and_ends_at_once():
 
 
 def test_a_model_plays_by_real_sampling(capsys):
-    out = said(capsys, RECIPE, "train.threads=1", "--model", "tiny", "--split", "test", "--task", "1", "--seed", "5")
-    assert re.search(r"^\[user\]\nThere are 5 rows(.|\n)*^\[assistant\]\n(/calculator|####)", out, re.M)
-    assert re.search(r"^ended by \w+ after(.|\n)*^reward [01]: answer [01]\nsolved: (yes|no)$", out, re.M)
+    for agent in ((), ("agent=chat_completions",)):
+        keys = (*agent, "train.threads=1", "--model", "tiny", "--split", "test", "--task", "1", "--seed", "5")
+        out = said(capsys, RECIPE, *keys)
+        assert re.search(r"^\[user\]\nThere are 5 rows(.|\n)*^\[assistant\]\n(/calculator|####)", out, re.M)
+        assert re.search(r"^ended by \w+ after(.|\n)*^reward [01]: answer [01]\nsolved: (yes|no)$", out, re.M)
+        assert ("the agent returned '" in out) is bool(agent)
 
 
 MISTAKES = [
     (("calculatr",), r"no tool, environment or recipe 'calculatr' is installed; did you mean 'calculator'\?"),
+    (("chat_completions",), r"'chat_completions' is an agent: try a recipe with it, such as agentrl try gsm8k_tool"),
     (("calculator", "{bad"), r"call 1: '\{bad' is not JSON"),
     (("calculator", "{}", "[1]"), r"call 2: '\[1\]': expected a JSON object"),
     (("calculator", "{}", "--args", "max_operation=2"), r"takes no such argument; did you mean 'max_operations'"),

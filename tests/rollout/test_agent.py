@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import shutil
+import socket
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -18,9 +19,12 @@ from fakes import END, CharChat, Echo, Env, Hooks, ScriptedEngine, call, logprob
 from processes import eventually
 
 from agentrl.engine.base import EngineError, Generation, GenerationFinish
+from agentrl.errors import UserError
 from agentrl.gateway.call import Call, Origin
 from agentrl.gateway.server import Gateway
+from agentrl.plugins import agent_process
 from agentrl.plugins.agent import AgentClient, FunctionAgent, Outcome, ProgramAgent
+from agentrl.plugins.agent_process import agent_of_recipe
 from agentrl.plugins.tool import Tool
 from agentrl.plugins.types import InfrastructureError, Session, Task, ToolResponse
 from agentrl.recipe.schema import AgentSection, RolloutSection
@@ -414,12 +418,12 @@ async def test_a_program_in_another_language_is_an_agent() -> None:
 
     async with program(["sh", "-c", CURL, "{prompt}"], env=Env(calc_reward=judge)) as driver:
         found = await driver.drive(driver.request(TASK, 0))
-    ((outcome, answer),) = seen
+        ((outcome, answer),) = seen
+        assert await gone(outcome)
     assert found.reward == 0.5
     assert (outcome.exit_code, outcome.output) == (3, "asked 2+2?\n")
     assert json.loads(answer)["choices"][0]["message"]["content"] == "4"
     assert texts(found)[0].count("2+2?") == 1
-    assert await gone(outcome)
 
 
 async def gone(outcome: Outcome) -> bool:
@@ -461,12 +465,12 @@ async def test_a_wild_program_is_bounded_and_judged_by_what_it_left() -> None:
     keys: dict[str, Any] = {"env": Env(calc_reward=judge), "timeout": 4.0, "max_calls": 5}
     async with program([sys.executable, "-c", WILD], by_count(), **keys) as driver:
         found = await driver.drive(driver.request(TASK, 0))
-    ((outcome, state),) = seen
+        ((outcome, state),) = seen
+        assert await gone(outcome)
     assert state == "here"
     assert len(found.turns) == 5
     assert outcome.exit_code is None
     assert 0 < len(outcome.output) <= 1 << 16
-    assert await gone(outcome)
     await eventually(lambda: not processes_with(str(outcome.folder)))
 
 
@@ -480,11 +484,175 @@ def processes_with(folder: str) -> list[str]:
     return found
 
 
+SEALED = """
+import json, os, pathlib, socket, subprocess, sys, urllib.request
+task = json.load(open(os.environ["AGENTRL_TASK"]))
+body = json.dumps({"messages": [{"role": "user", "content": task["id"]}]}).encode()
+one = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body,
+                             {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]})
+said = json.load(urllib.request.urlopen(one))["choices"][0]["message"]["content"]
+try: socket.create_connection(("127.0.0.1", int(sys.argv[1])), 2); reached = True
+except OSError: reached = False
+interfaces = [line.split(":")[0].strip() for line in open("/proc/net/dev") if ":" in line]
+read = [path for path in sys.argv[2:] if os.path.exists(path)]
+pathlib.Path("state").write_text(json.dumps([said, reached, interfaces, read, "SECRET_OF_OURS" in os.environ]))
+subprocess.Popen(["sleep", "1000"], start_new_session=True)
+sys.exit(5)
+"""
+
+
+async def test_a_program_in_the_sandbox_has_the_gateway_and_nothing_else(
+    bubblewrap: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SECRET_OF_OURS", "x")
+    seen: list[tuple[Outcome, Any]] = []
+
+    def judge(session: Session) -> float:
+        folder = session.outcome.folder
+        seen.append((session.outcome, json.loads(Path(folder, "state").read_text())))
+        return 1.0
+
+    (tmp_path / "shown").mkdir()
+    (tmp_path / "hidden").mkdir()
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        words = [str(other.getsockname()[1]), *map(str, (tmp_path / "shown", tmp_path / "hidden", __file__))]
+        section = AgentSection(
+            command=(sys.executable, "-c", SEALED, *words), sandbox=True, sandbox_folders=(str(tmp_path / "shown"),)
+        )
+        gateway = Gateway(socket=True)
+        await gateway.start()
+        async with driving(lambda task, client: None, env=Env(calc_reward=judge)) as (driver, _):
+            driver._agent, driver._gateway = agent_of_recipe(section), gateway
+            found = await driver.drive(driver.request(TASK, 0))
+            await driver._agent.close()
+        await gateway.close()
+    assert found.failure is None, found.failure
+    ((outcome, state),) = seen
+    assert outcome.exit_code == 5, outcome.output
+    assert state == ["4", False, ["lo"], [str(tmp_path / "shown")], False]
+    assert not processes_with(str(outcome.folder))
+    assert not Path(str(gateway.socket)).exists()
+    program = tmp_path / "hidden" / "program"
+    program.write_text("")
+    program.chmod(0o755)
+    with pytest.raises(UserError, match=r"the sandbox does not show .*hidden/program: add the folder"):
+        agent_of_recipe(AgentSection(command=(str(program),), sandbox=True))
+    with pytest.raises(UserError, match=r"agent.sandbox: is for programs"):
+        agent_of_recipe(AgentSection(name="chat_completions", sandbox=True))
+
+
 async def test_a_program_that_ends_without_a_call_fails_the_rollout() -> None:
     async with program(["sh", "-c", "exit 1"]) as driver:
         found = await driver.drive(driver.request(TASK, 0))
     assert found.failure is not None
     assert "without a call of the model" in found.failure.message
+
+
+@asynccontextmanager
+async def processes(
+    name: str, env: Env | None = None, args: dict[str, Any] | None = None, **keys: Any
+) -> AsyncIterator[AgentDriver]:
+    async with driving(lambda task, client: None, lambda _, turn: "4", env, **keys) as (driver, _):
+        section = AgentSection(name=f"agent_functions:{name}", processes=1, args=args or {})
+        driver._agent = agent_of_recipe(section)
+        try:
+            yield driver
+        finally:
+            await driver._agent.close()
+
+
+async def then(driver: AgentDriver, what: str) -> Trajectory:
+    return await driver.drive(driver.request(Task("t", {"then": what}), 0))
+
+
+async def test_a_process_does_many_rollouts_at_once_and_says_in_a_line_what_each_raised() -> None:
+    seen: list[Any] = []
+    all_here = asyncio.Barrier(8)
+
+    async def execute(session: Session, text: str = "") -> str:
+        if session.task.data["then"] == "together":
+            await all_here.wait()
+        return text.upper() + "!"
+
+    env = Env(calc_reward=lambda session: seen.append(session.outcome.returned) or 1.0)
+    async with processes("act", env=env, tools=[Echo(execute=execute)]) as driver:
+        found = await asyncio.gather(*(then(driver, "together") for _ in range(8)))
+        assert all(t.failure is None for t in found), found[0].failure
+        pids = {returned["pid"] for returned in seen}
+        assert len(pids) == 1
+        assert os.getpid() not in pids
+        assert {returned["heard"] for returned in seen} == {"4!"}
+        assert [len(t.tool_uses) for t in found] == [1] * 8
+        faults = {
+            "raise": "agent act: ValueError: bad luck (agent_functions.py:", "exit": "SystemExit: enough",
+            "cancel": "it cancelled itself", "lambda": "what it returned cannot be sent from its process (",
+        }  # fmt: skip
+        for failed, line in zip(await asyncio.gather(*(then(driver, f) for f in faults)), faults.values(), strict=True):
+            assert failed.failure is not None
+            assert failed.failure.boundary is Boundary.AGENT
+            assert line in failed.failure.message
+            assert "\n" not in failed.failure.message
+        await then(driver, "")
+        assert seen[-1]["pid"] in pids, "the process goes on"
+        unsent = await driver.drive(driver.request(Task("t", {"then": "", "f": lambda: 0}), 0))
+        assert unsent.failure is not None
+        assert "the task cannot be sent to a process" in unsent.failure.message
+
+
+async def test_a_process_that_dies_or_hangs_fails_its_own_rollouts_and_is_replaced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(agent_process, "PING_SECONDS", 0.05)
+    monkeypatch.setattr(agent_process, "HELD_PINGS", 20)
+    monkeypatch.setattr(agent_process, "START_PINGS", 6000)
+    seen: list[Any] = []
+    waiting = asyncio.Event()
+
+    def execute(session: Session, text: str = "") -> str:
+        waiting.set()
+        return text
+
+    env = Env(calc_reward=lambda session: seen.append(session.outcome.returned) or 1.0)
+    async with processes("act", env=env, tools=[Echo(execute=execute)]) as driver:
+        for fault, line in (("die", "its process ended by exit code 7"), ("hold", "an agent held up its process for")):
+            waiting.clear()
+            beside = asyncio.ensure_future(then(driver, "wait"))
+            await waiting.wait()
+            for failed in (await then(driver, fault), await beside):
+                assert failed.failure is not None
+                assert failed.failure.boundary is Boundary.AGENT
+                assert line in failed.failure.message
+        await then(driver, "")
+        request = driver.request(Task("t", {"then": "late"}), 0)
+        monkeypatch.setattr(driver, "_limits", driver.limits.model_copy(update={"timeout": 1.0}))
+        late = await driver.drive(request)
+        assert (late.finish, seen[-1]) == (FinishReason.TIMEOUT, "at last")
+
+
+async def test_an_outcome_is_released_where_it_was_made(tmp_path: Path) -> None:
+    mark = tmp_path / "mark"
+    judged: list[str] = []
+    env = Env(calc_reward=lambda session: judged.append(mark.read_text()) or 1.0)
+    async with processes("Holds", env, {"mark": str(mark)}) as driver:
+        found = await driver.drive(driver.request(TASK, 0))
+    pid = judged[0].split()[0]
+    assert judged == [f"{pid} 4"]
+    assert mark.read_text() == f"{pid} 4 {pid} 4"
+    assert "agent holds.release: OSError: it is stuck" in found.extra["release_errors"][0]
+    assert int(pid) != os.getpid()
+
+
+async def test_a_thread_that_hangs_ends_with_its_process() -> None:
+    async with processes("hang", timeout=20.0) as driver:
+        request = driver.request(TASK, 0)
+        driven = asyncio.ensure_future(driver.drive(request))
+        await eventually(lambda: request.turn_count)  # type: ignore[attr-defined]
+        pid = int(request.tree.nodes[0].call.messages[0]["content"])  # type: ignore[attr-defined]
+        driven.cancel()
+        await asyncio.wait({driven})
+        await eventually(lambda: not Path(f"/proc/{pid}").exists())
+    with pytest.raises(UserError, match=r"agent\.processes: a program has a process of its own"):
+        agent_of_recipe(AgentSection(command=("sh",), processes=1))
 
 
 async def agents_sdk(task: Task, client: AgentClient, api: str) -> str:

@@ -8,7 +8,7 @@ from fakes import CharChat, ScriptedEngine
 from openai import AsyncOpenAI, AuthenticationError, BadRequestError
 
 from agentrl.gateway.server import Gateway
-from agentrl.recipe.schema import Recipe, RolloutSection
+from agentrl.recipe.schema import Recipe, RewardsSection, RolloutSection
 from agentrl.rollout import serve as serve_module
 from agentrl.rollout.serve import ServedModel, serve
 
@@ -65,7 +65,8 @@ async def test_conversations_are_forgotten_when_they_are_too_many(monkeypatch: p
 @pytest.mark.slow
 async def test_the_embedded_model_answers_until_it_is_told_to_end() -> None:
     lines: list[str] = []
-    work = asyncio.create_task(serve(Recipe(), None, "127.0.0.1", 0, "mine", lines.append))
+    recipe = Recipe(rewards=RewardsSection(weights={"of_a_tool": 2.0}))
+    work = asyncio.create_task(serve(recipe, None, "127.0.0.1", 0, "mine", lines.append))
     async with asyncio.timeout(60):
         while not any(line.startswith("API key") for line in lines):
             await asyncio.sleep(0.05)

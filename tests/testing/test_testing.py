@@ -1,14 +1,17 @@
 """The contract tests for authors: what ships keeps them, and each broken promise is named in one line."""
 
 import asyncio
+import json
 import math
 import random
 from functools import cache
+from urllib.request import Request, urlopen
 
 import pytest
 
 from agentrl import ArgumentError, Environment, Reply, Session, Task, Tool, ToolResponse, tool
-from agentrl.testing import call, check_environment, check_tool, plain_text
+from agentrl.plugins.agent import Agent
+from agentrl.testing import call, check_agent, check_environment, check_tool, plain_text
 from agentrl.testing.agent import TextChat
 
 
@@ -394,3 +397,157 @@ def test_a_turn_is_text_and_calls():
 
 def test_sessions_that_see_each_other_are_noticed_by_their_answers_alone():
     broken(r"16 sessions at once answered otherwise than one alone", check_tool, SharedAtOnce, [{"word": "a"}])
+
+
+def solved_by_calling(task):
+    return [call("calculator", expression="2*3"), f"#### {task.data['answer']}"]
+
+
+def check(solve, answers=solved_by_calling, **keys):
+    check_agent(solve, "gsm8k", answers, tools=["calculator"], **{"tasks": 1, "sessions": 2, **keys})
+
+
+async def loop(client, ask=None, *, keep=lambda message: message, run=True):
+    """A loop that calls tools: `ask` makes a call of the model, `keep` changes what it said."""
+    messages = list(client.messages)
+    async with client.openai(max_retries=0) as openai:
+        for _ in range(6):
+            create = openai.chat.completions.create
+            found = await (ask or create)(model=client.model, messages=messages, tools=list(client.tools))
+            message = found.choices[0].message
+            messages.append(keep(message.model_dump(exclude_none=True)))
+            for made in message.tool_calls or ():
+                text = await client.call_tool(made.function.name, made.function.arguments) if run else "6"
+                messages.append({"role": "tool", "tool_call_id": made.id, "content": text})
+            if not message.tool_calls:
+                return message.content
+
+
+async def plain(task, client):
+    return await loop(client)
+
+
+def test_a_good_agent_passes_by_whatever_it_is_made_of():
+    check(plain)
+    check("chat_completions", args={"turns": 3})
+
+    class Own(Agent):
+        name = "own"
+
+        async def solve(self, task, client):
+            return await loop(client)
+
+    check(Own)
+
+    def in_a_thread(task, client):
+        body = json.dumps({"messages": client.messages}).encode()
+        headers = {"Authorization": f"Bearer {client.api_key}"}
+        with urlopen(Request(f"{client.base_url}/chat/completions", body, headers)) as answered:
+            return json.load(answered)["choices"][0]["message"]["content"]
+
+    check(in_a_thread, lambda task: f"#### {task.data['answer']}")
+
+    def turn(task, messages):
+        return solved_by_calling(task)[sum(message["role"] == "assistant" for message in messages)]
+
+    check(plain, turn)
+
+
+async def shortens(task, client):
+    return await loop(client, keep=lambda message: {**message, "content": "in short"})
+
+
+async def runs_nothing(task, client):
+    return await loop(client, run=False)
+
+
+async def asks_once(task, client):
+    async with client.openai() as openai:
+        await openai.chat.completions.create(model="any", messages=list(client.messages))
+
+
+async def calls_nobody(task, client):
+    return "6"
+
+
+async def raises(task, client):
+    raise LookupError("no plan")
+
+
+COUNT = []
+
+
+async def remembers(task, client):
+    COUNT.append(1)
+    client.messages[0]["content"] += " again" * len(COUNT)
+    return await loop(client)
+
+
+async def insists(task, client):
+    from openai import BadRequestError
+
+    async def ask(**body):
+        async with client.openai() as openai:
+            while True:
+                try:
+                    return await openai.chat.completions.create(**body)
+                except BadRequestError:
+                    await asyncio.sleep(0.01)
+
+    return await loop(client, ask)
+
+
+async def lingers(task, client):
+    try:
+        return await loop(client)
+    except asyncio.CancelledError:
+        while True:
+            try:
+                await asyncio.sleep(3600)
+            except asyncio.CancelledError:
+                continue
+
+
+class Grows(Agent):
+    name = "grows"
+
+    def __init__(self):
+        self.kept = []
+
+    async def solve(self, task, client):
+        self.kept.append(task)
+        return await loop(client)
+
+
+SPOILED_AGENTS = {
+    r"its call 2 does not go on from the answer before it: message 2 was assistant '' with the calls .* and came back "
+    r"as assistant 'in short'": shortens,
+    r"the model called 'calculator', and the task's tool did not run": runs_nothing,
+    r"it ended after 1 of 2 answers: go on until the model calls no tool": asks_once,
+    r"calls_nobody: it ended without a call of the model": calls_nobody,
+    r"raises: LookupError: no plan \(test_testing.py": raises,
+    r"among 2 rollouts at once it says otherwise than alone": remembers,
+    r"after a call was refused with status 400 \(agent.max_calls\)": insists,
+    r"after its rollout was stopped: let CancelledError": lingers,
+    r"self.kept grew from": Grows,
+    r"agent 'nope' is installed": "nope",
+    r"agent '<lambda>': solve\(task, client, \*\*agent.args\): too many": lambda task: None,
+    r"agent 'int' is int; expected a function": 3,
+}
+
+
+@pytest.mark.parametrize(("words", "spoiled"), SPOILED_AGENTS.items())
+def test_each_broken_promise_of_an_agent_is_named(words, spoiled, monkeypatch):
+    monkeypatch.setattr("agentrl.testing.agent_contract.END_SECONDS", 0.3)
+    monkeypatch.setattr("agentrl.rollout.event_loop.GRACE", 0.01)
+    broken(words, check, spoiled)
+
+
+def test_answers_that_do_not_solve_a_task_are_said():
+    broken(r"the answers did not solve it; its rewards were \{'answer': 0.0\}", check, plain, lambda task: "#### x")
+    broken(
+        r"the script has 1 reply, and the conversation needs another one",
+        check,
+        plain,
+        lambda t: [call("calculator", expression="1")],
+    )

@@ -1,0 +1,143 @@
+"""`agentrl chat`: talk with a model in the terminal, its tools live."""
+
+import secrets
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from agentrl.cli.common import SUBJECT, console
+
+if TYPE_CHECKING:
+    from agentrl.cli.try_agents import Person
+    from agentrl.cli.try_show import Images
+    from agentrl.recipe.schema import Recipe
+    from agentrl.rollout.driver import Driver
+    from agentrl.trajectory import Trajectory
+
+HINT = "One line is one message; end it with \\ to continue on the next. /new begins anew; Ctrl-D quits; ? shows this."
+NEW = "/new"
+INTERRUPTED = 130
+
+
+def chat_command(
+    what: Annotated[str, typer.Argument(metavar="RUN_OR_MODEL", help=SUBJECT)],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[KEY=VALUE]...", help="Keys to change (rollout.temperature=0)."),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option("--model", metavar="DIR", help="A model, checkpoint or run folder, instead of the recipe's."),
+    ] = None,
+    tools: Annotated[
+        list[str] | None, typer.Option("--tools", metavar="NAME", help="A tool to offer, instead of the recipe's.")
+    ] = None,
+    system: Annotated[str, typer.Option("--system", metavar="TEXT", help="A system message to begin with.")] = "",
+) -> None:
+    """Talk with a model, which calls the tools of its recipe.
+
+    agentrl chat runs/gsm8k_tool-001
+
+    agentrl chat tiny --tools calculator
+    """
+    from agentrl.cli.common import recipe_and_model
+    from agentrl.recipe.schema import ToolSection
+    from agentrl.rollout.event_loop import run
+
+    recipe, path = recipe_and_model(what, overrides or [], model)
+    if tools:
+        recipe = recipe.model_copy(update={"tools": tuple(ToolSection(name=name) for name in tools)})
+    try:
+        run(_chat(recipe, path, system))
+    except KeyboardInterrupt:
+        _say("\ninterrupted: the tools were released")
+        raise typer.Exit(INTERRUPTED) from None
+
+
+def _say(line: str) -> None:
+    console().print(line, markup=False, soft_wrap=True, style="dim")
+
+
+async def _chat(recipe: "Recipe", model: str | None, system: str) -> None:
+    from agentrl.cli.try_agents import Person
+    from agentrl.cli.try_env import Watched
+    from agentrl.cli.try_show import Images
+    from agentrl.rollout.player import Player
+    from agentrl.rollout.talk import Talk, apart_from_tasks, unhurried
+
+    talker = _Talker(Person(HINT, _say))
+    plain = apart_from_tasks(recipe, rollout=unhurried(recipe.rollout))
+    player = await Player.build(plain, model, Talk(talker.listen, system), say=_say)
+    try:
+        engine: Any = Watched(player.engine)
+        player.engine = engine
+        names = ", ".join(tool.name for tool in player.toolbox.tools) or "none"
+        _say(f"model {model or recipe.model.path} · tools {names}")
+        _say(HINT)
+        images = Images(None)
+        while await talker.begins():
+            await _converse(player.driver(), talker, engine, images)
+        _say("")
+    finally:
+        for line in await player.close():
+            _say(line)
+
+
+class _Talker:
+    """What a person says, conversation after conversation. before: called each time one is listened to in mid-talk."""
+
+    def __init__(self, person: "Person") -> None:
+        self._person, self._first = person, ""
+        self.gone = False
+        self.before: Callable[[], None] = lambda: None
+
+    async def begins(self) -> bool:
+        """Hear the first words of a conversation; False where there is none."""
+        while not self.gone:
+            if (text := await self._heard()) is not None:
+                self._first = text
+                return True
+        return False
+
+    async def listen(self) -> str | None:
+        """Return the next words; None at the end of the conversation."""
+        if self._first:
+            text, self._first = self._first, ""
+            return text
+        self.before()
+        return await self._heard()
+
+    async def _heard(self) -> str | None:
+        text: str | None = ""
+        while text is not None and not text.strip():
+            text = await self._person.turn(0)
+        self.gone = text is None
+        return None if text is None or text.strip() == NEW else text
+
+
+async def _converse(driver: "Driver", talker: _Talker, engine: Any, images: "Images") -> None:
+    """Hold one conversation, and say why it is over where the person did not end it."""
+    from agentrl.cli.try_show import Narrator
+    from agentrl.plugins.types import Task
+
+    narrator = Narrator(images, silent=("system", "user"))
+    request = driver.request(Task("talk", {}), 0, seed=secrets.randbits(62))
+    engine.before = talker.before = lambda: narrator.follow(request)
+    played = await driver.drive(request)
+    narrator.failed(request, played)
+    if not talker.gone:
+        _say(f"({_why(played, driver.limits.max_turn_tokens)}a new conversation begins)")
+
+
+def _why(played: "Trajectory", longest: int) -> str:
+    from agentrl.trajectory import FinishReason
+
+    if played.finish in (FinishReason.STOP, FinishReason.ERROR):
+        return ""
+    if played.finish is not FinishReason.LENGTH:
+        return f"it ended by {played.finish}: "
+    last = played.turns[-1]
+    if last.end - last.start >= longest:
+        return f"the answer was cut at {longest} tokens, rollout.max_turn_tokens: "
+    return "the model's context is full: "

@@ -43,20 +43,30 @@ def show_command(
     shown = left = 0
     seen: set[str] = set()
     for one in files:
-        for record in read_records(one.path, tokens=tokens):
-            seen.add(str(record["task"]))
-            if (task is None or record["task"] == task) and (not failed or record.get("failure")):
-                if limit and shown == limit:
-                    left += 1
-                    continue
-                shown += 1
-                _print(printer, record, one)
+        facts = _facts(one.path)
+        seen.update(name for name, _ in facts)
+        chosen = [i for i, (name, lost) in enumerate(facts) if task in (None, name) and (lost or not failed)]
+        now = chosen[: limit - shown] if limit else chosen
+        left += len(chosen) - len(now)
+        shown += len(now)
+        records = read_records(one.path, tokens=tokens) if now else []
+        for index in now:
+            _print(printer, records[index], one)
     if task is not None and task not in seen:
         raise UserError(f"--task {task}: no sample of it is stored there{nearest(task, seen)[:500]}")
     if left:
         printer.say(f"{left} more: --limit 0 prints all of them", "dim")
     elif not shown:
         printer.say("no sample failed there" if failed else "no sample is stored there")
+
+
+def _facts(path: Path) -> list[tuple[str, bool]]:
+    """Return of each sample of a file its task, and whether it failed."""
+    from agentrl.rollout.trajectory_file import read_records, read_rows
+
+    if path.suffix == ".parquet":
+        return [(str(row["task"]), row["boundary"] is not None) for row in read_rows(path, ["task", "boundary"])]
+    return [(record["task"], bool(record.get("failure"))) for record in read_records(path)]
 
 
 def _print(printer: "_Printer", record: "Record", file: "Stored") -> None:

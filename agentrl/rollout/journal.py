@@ -1,14 +1,13 @@
 """`Journal`: the trajectories of a run as it goes: each step and evaluation whole, and what is in flight as it ends."""
 
 import glob
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from agentrl.plugins.types import Task
 from agentrl.recipe.schema import TrajectoriesSection
 from agentrl.rollout.groups import Contrast, contrast
-from agentrl.rollout.trajectory_file import IN_FLIGHT, TRAIN, Row, left_out, row, write_trajectories
+from agentrl.rollout.trajectory_file import IN_FLIGHT, TRAIN, Row, encode_plain, left_out, row, write_trajectories
 from agentrl.trajectory import Group, Learned, Trajectory
 
 STEP, EVALUATION = "step_", "eval_"  # how names of files begin
@@ -134,4 +133,4 @@ def _all(group: Group) -> tuple[Trajectory, ...]:
 
 
 def _lines(rows: Sequence[Row]) -> bytes:
-    return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
+    return "".join(encode_plain(row) + "\n" for row in rows).encode()

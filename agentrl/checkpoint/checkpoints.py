@@ -208,7 +208,7 @@ class Checkpoints:
         if final.exists():
             final.rename(self.folder / f".step_{step}.old")
         partial.rename(final)
-        disk.flush_folder(self.folder)
+        disk.flush_file(self.folder)
 
     def _remove_old(self) -> None:
         """Write `best.json`, and remove all checkpoints but the best and the last `keep`."""

@@ -35,16 +35,12 @@ def checksums(folder: Path, names: Sequence[str]) -> dict[str, str]:
 def flush(folder: Path) -> None:
     """Flush `folder` and every file and folder below it to the disk."""
     for path in folder.rglob("*"):
-        _flush_one(path)
-    flush_folder(folder)
+        flush_file(path)
+    flush_file(folder)
 
 
-def flush_folder(folder: Path) -> None:
-    """Flush the names in `folder` to the disk."""
-    _flush_one(folder)
-
-
-def _flush_one(path: Path) -> None:
+def flush_file(path: Path) -> None:
+    """Flush a file, or the names in a folder, to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -56,9 +52,9 @@ def write_whole(path: Path, text: str) -> None:
     """Write or replace a small file atomically: a reader sees the former text or the new one."""
     beside = path.with_name(f".{path.name}.new")
     beside.write_text(text, encoding="utf-8")
-    _flush_one(beside)
+    flush_file(beside)
     beside.replace(path)
-    flush_folder(path.parent)
+    flush_file(path.parent)
 
 
 def remove(folder: Path) -> None:

@@ -22,6 +22,10 @@ MODEL = "model"
 """Folder of the model that `agentrl sft` makes."""
 _LATER = re.compile(r"recipe\.resumed_(\d+)\.yaml")
 """Recipe of a resumed run, if it differs from the one before."""
+_OF_A_STEP = re.compile(
+    r"(?:step|eval_.+)_(\d+)\.(?:parquet|jsonl|jsonl\.zst)|in_flight\.jsonl|\..+\.parquet\.new", re.DOTALL
+)
+"""Names of files of trajectories, and their step; without one, of what is not whole."""
 
 
 def recipe_of(path: str) -> tuple[str, str | None]:
@@ -133,7 +137,11 @@ class RunFolder:
         return [row for row in rows if row is not None]
 
     def rewind(self, step: int) -> None:
-        """Drop metrics after `step`, so that a resumed run writes each step once."""
+        """Drop metrics and trajectories after `step`, so that a resumed run writes each step once."""
+        for path in (self.path / TRAJECTORIES).glob("*"):
+            named = _OF_A_STEP.fullmatch(path.name)
+            if named and path.is_file() and (named[1] is None or int(named[1]) > step):
+                path.unlink()
         rows = [row for row in self.metrics() if row["step"] <= step]
         beside = self.path / (METRICS + ".new")
         beside.write_text("".join(json.dumps(row) + "\n" for row in rows))

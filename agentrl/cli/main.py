@@ -25,6 +25,7 @@ from agentrl.cli.new import new_app
 from agentrl.cli.recipes import recipes_command
 from agentrl.cli.serve import serve_command
 from agentrl.cli.sft import sft_command
+from agentrl.cli.show import show_command
 from agentrl.cli.train import train_command
 from agentrl.cli.try_ import try_command
 from agentrl.errors import UserError, printable
@@ -70,6 +71,7 @@ app.command("doctor")(doctor_command)
 app.command("try")(try_command)
 app.command("serve")(serve_command)
 app.command("chat")(chat_command)
+app.command("show")(show_command)
 app.add_typer(new_app, name="new")
 app.command("data")(data_command)
 app.command("recipes")(recipes_command)

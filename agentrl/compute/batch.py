@@ -271,7 +271,8 @@ class Partition:
         """Join the workers' outputs for their parts, as if one worker had computed the whole batch.
 
         Batches, and arrays [tokens of the part, ...] or [samples of the part, ...], are put into the order of the whole
-        batch; objects with `merge(others)` are merged; None stays None. Raises ValueError for anything else.
+        batch; objects with `merge(others)` are merged, and such arrays in a mapping `columns` of theirs joined; None
+        stays None. Raises ValueError for anything else.
         """
         if len(outputs) != len(self.parts):
             raise ValueError(f"{len(outputs)} outputs for {len(self.parts)} parts")
@@ -283,7 +284,14 @@ class Partition:
         if all(isinstance(output, np.ndarray) for output in outputs):
             return self._column(outputs)
         if all(hasattr(output, "merge") for output in outputs):
-            return first.merge(list(outputs[1:]))
+            columns = {
+                name: self._column([output.columns[name] for output in outputs])
+                for name in getattr(first, "columns", ())
+            }
+            merged = first.merge(list(outputs[1:]))
+            if columns:
+                merged.columns = columns
+            return merged
         raise ValueError(f"cannot join outputs of type {', '.join(sorted({type(o).__name__ for o in outputs}))}")
 
     def _column(self, outputs: Sequence[npt.NDArray[Any]]) -> npt.NDArray[Any]:

@@ -83,7 +83,7 @@ class Actor:
 
         It reads the token columns `weight` (in the loss), `advantages`, `logprobs` (the engine's) and, if there are
         any, `reference_logprobs` and `old_logprobs`. Without the latter, log-probs of the differentiated pass are the
-        old ones.
+        old ones, and the column `logprobs` of the metrics.
         """
         metrics = MicroBatchMetrics()
         for packed in aligned_micro_batches(batch, self.recipe.train.micro_batch_tokens, self.ranks):
@@ -91,6 +91,8 @@ class Actor:
                 loss = self._loss(packed, batch, metrics)
             (loss * self.ranks.size).backward()
         metrics.updated(self.optimizer.step(rate), rate)
+        if "old_logprobs" not in batch.tokens:
+            metrics.keep_logprobs(int(batch.offsets[-1]))
         return metrics
 
     def _loss(self, packed: Packed, batch: Batch, metrics: MicroBatchMetrics) -> Tensor:
@@ -101,7 +103,11 @@ class Actor:
             return logprobs.sum()
         device = logprobs.device
         engine = column_at(batch, "logprobs", packed, device)
-        old = column_at(batch, "old_logprobs", packed, device) if "old_logprobs" in batch.tokens else logprobs.detach()
+        if "old_logprobs" in batch.tokens:
+            old = column_at(batch, "old_logprobs", packed, device)
+        else:
+            old = logprobs.detach()
+            metrics.predicted(packed.source, old)
         path = np.searchsorted(batch.offsets, packed.source, side="right") - 1
         sample = torch.from_numpy(batch.rollouts[path]).to(device)
         terms = loss_terms(

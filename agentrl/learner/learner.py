@@ -7,6 +7,7 @@ have no gradient.
 """
 
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +17,7 @@ from agentrl.algo.aggregation import token_weights
 from agentrl.compute.batch import Batch
 from agentrl.learner.advantages import (
     carries_gradient,
+    first_of_rollouts,
     penalty_metrics,
     sampled_of_rollouts,
     scattered,
@@ -27,15 +29,17 @@ from agentrl.learner.metrics import MicroBatchMetrics, critic_metrics, policy_me
 from agentrl.learner.optimizer import learning_rate
 from agentrl.learner.roles import Roles
 from agentrl.recipe.schema import Recipe
-from agentrl.trajectory import Group
+from agentrl.trajectory import Group, Learned, Trajectory
 
 Bools = npt.NDArray[np.bool_]
+Floats = npt.NDArray[np.float32]
 
 
 class Learner:
     """Learns by `recipe` with the roles of `role_host`, which may be wrapped, for example by a profiler.
 
-    steps: number of steps of the loop so far.
+    steps: number of steps of the loop so far. learned: what the last call of `learn` made of the valid trajectories, in
+    their order.
     """
 
     def __init__(self, recipe: Recipe, role_host: Roles) -> None:
@@ -44,6 +48,7 @@ class Learner:
         self.advantage = advantages.get(recipe.algorithm.advantage).function
         self._vanishes = losses.get(recipe.algorithm.loss).vanishes_with_advantage
         self.steps = 0
+        self.learned: list[Learned] = []
 
     @property
     def updates(self) -> int:
@@ -57,7 +62,10 @@ class Learner:
         """
         batch = Batch.from_groups(groups)
         trajectories = [t for group in groups for t in group.trajectories]
-        return self.update(self.with_advantages(batch.with_tokens(step_rewards=step_rewards(trajectories, batch))))
+        batch = self.with_advantages(batch.with_tokens(step_rewards=step_rewards(trajectories, batch)))
+        metrics, trained, logprobs = self._update(batch)
+        self.learned = learned(trajectories, batch, trained, logprobs)
+        return metrics
 
     def with_advantages(self, batch: Batch) -> Batch:
         """Return the batch with the token column `advantages`, and those that it needs: `values` and `returns` with a
@@ -79,20 +87,30 @@ class Learner:
         computed), mismatch/... (see `policy_metrics`), critic/... with a critic, and reward/kl_penalty with a KL in the
         reward.
         """
+        return self._update(batch)[0]
+
+    def _update(self, batch: Batch) -> tuple[dict[str, float], Bools, Floats | None]:
+        """Make one step; return its metrics, which samples the policy was trained on [S], and their log-probs before it
+        [T], None where they are not known."""
         train, critic = self.recipe.train, self.recipe.critic
         rate = learning_rate(self.steps, train.steps, train.lr, train.schedule, train.warmup_steps)
         policy, values = MicroBatchMetrics(rate), MicroBatchMetrics()
         waits = critic is not None and self.steps < critic.warmup_steps
         if not waits:
             batch = self._with_logprobs(batch)
+        trained = self._useful(batch) & (not waits)
+        logprobs = batch.tokens.get("old_logprobs")
         for part in self._mini_batches(batch):
             if self.critic is not None:
                 values.add(self.critic.update(self._weighted(part), self._critic_rate()))
             if not waits:
-                self._update_actor(part, rate, policy)
+                found = self._update_actor(part, rate, policy)
+                if found is not None and "old_logprobs" not in batch.tokens:  # the only update of the step
+                    logprobs = found
         self.steps += 1
-        learned = critic_metrics(values) if self.critic is not None else {}
-        return {**policy_metrics(policy), **learned, **penalty_metrics(batch), "train/parameters": self.actor.trained}
+        valued = critic_metrics(values) if self.critic is not None else {}
+        metrics = {**policy_metrics(policy), **valued, **penalty_metrics(batch)}
+        return {**metrics, "train/parameters": self.actor.trained}, trained, logprobs
 
     def _with_logprobs(self, batch: Batch) -> Batch:
         """Return the batch with the old and reference log-probs of the samples that can have a gradient."""
@@ -103,11 +121,17 @@ class Learner:
             batch = batch.with_tokens(reference_logprobs=scattered(batch, useful, self.reference.logprobs))
         return batch
 
-    def _update_actor(self, batch: Batch, rate: float, metrics: MicroBatchMetrics) -> None:
-        """Fix the weights by the whole update, drop samples without a gradient, and update the actor."""
-        weighted = self._weighted(batch).select(np.flatnonzero(self._useful(batch)))
-        if len(weighted):
-            metrics.add(self.actor.update(weighted, rate), int(weighted.rollouts[-1]) + 1)
+    def _update_actor(self, batch: Batch, rate: float, metrics: MicroBatchMetrics) -> Floats | None:
+        """Fix the weights by the whole update, drop samples without a gradient, and update the actor. Return the
+        log-probs of that pass [T], 0 where none was computed; None where the actor does not give them."""
+        useful = self._useful(batch)
+        weighted = self._weighted(batch).select(np.flatnonzero(useful))
+        if not len(weighted):
+            return None
+        found = self.actor.update(weighted, rate)
+        metrics.add(found, int(weighted.rollouts[-1]) + 1)
+        logprobs = found.columns.get("logprobs")
+        return None if logprobs is None else scattered(batch, useful, lambda _: logprobs)
 
     def _critic_rate(self) -> float:
         train, critic = self.recipe.train, self.recipe.critic
@@ -137,3 +161,31 @@ class Learner:
             position = rng.permutation(int(batch.samples["group"].max(initial=-1)) + 1)
             order = np.argsort(position[batch.samples["group"]], kind="stable")
             yield from (part for part in batch.select(order).split(train.mini_batches) if len(part))
+
+
+def learned(trajectories: Sequence[Trajectory], batch: Batch, trained: Bools, logprobs: Floats | None) -> list[Learned]:
+    """Return what an update made of each trajectory of `batch`, which has `advantages`.
+
+    trained: bool [S]. logprobs: of the trainer before the update [T]; known of the samples that were trained, and of
+    all where a KL is part of the reward.
+    """
+    known = trained | ("kl_penalty" in batch.tokens)
+    found = []
+    bounds = np.append(first_of_rollouts(batch), len(batch)).tolist()
+    for t, (first, end) in zip(trajectories, pairwise(bounds), strict=True):
+        given = logprobs if known[first:end].all() else None
+        columns = [_of_rollout(t, batch, column, first, end) for column in (batch.tokens["advantages"], given)]
+        assert columns[0] is not None
+        found.append(Learned(bool(trained[first:end].any()), columns[0], columns[1]))
+    return found
+
+
+def _of_rollout(t: Trajectory, batch: Batch, column: Floats | None, first: int, end: int) -> Floats | None:
+    """Return a token column [T] of the rollout whose paths are the samples first:end of the batch, in its own order."""
+    if column is None or "began" not in batch.tokens:
+        return None if column is None else column[batch.span(first)]
+    whole = np.zeros(len(t.ids), np.float32)
+    span = slice(int(batch.offsets[first]), int(batch.offsets[end]))
+    mask = batch.tokens["loss_mask"][span].astype(bool)
+    whole[batch.tokens["began"][span][mask]] = column[span][mask]
+    return whole

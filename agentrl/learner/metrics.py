@@ -3,6 +3,8 @@
 import math
 from collections.abc import Mapping, Sequence
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -15,7 +17,8 @@ class MicroBatchMetrics:
     tokens: packed tokens computed. predictions: sampled tokens among them, over which means are taken. samples: samples
     of the updates. loss: summed over updates. rate: learning rate of the last update. norms: the gradient norm of each
     update before clipping, not finite if the update was discarded. sums: column name -> sum over the predictions.
-    largest: column name -> maximum.
+    largest: column name -> maximum. columns: name -> token column [T] of the update's batch: `logprobs`, float32, the
+    policy's before the update, 0 where nothing was predicted; where they were computed before, there is none.
 
     Values of micro-batches stay on their device until `updated`: reading each one would synchronize host and device
     between two passes.
@@ -27,6 +30,8 @@ class MicroBatchMetrics:
         self.norms: list[float] = []
         self.sums: dict[str, float] = {}
         self.largest: dict[str, float] = {}
+        self.columns: dict[str, npt.NDArray[np.float32]] = {}
+        self._predicted: list[tuple[npt.NDArray[np.int64], Tensor]] = []
         self._unread: list[tuple[list[str], list[str], Tensor]] = []
 
     def micro_batch(
@@ -42,6 +47,19 @@ class MicroBatchMetrics:
         largest = largest or {}
         found = [loss, *(column.sum() for column in columns.values()), *(column.max() for column in largest.values())]
         self._unread.append((list(columns), list(largest), torch.stack([each.detach().double() for each in found])))
+
+    def predicted(self, source: npt.NDArray[np.int64], logprobs: Tensor) -> None:
+        """Add the log-probs [N] of a micro-batch, at the indices `source` of the token columns."""
+        self._predicted.append((source, logprobs.detach()))
+
+    def keep_logprobs(self, size: int) -> None:
+        """Make the column `logprobs` of `size` tokens from what was `predicted`."""
+        column = np.zeros(size, np.float32)
+        if self._predicted:
+            found = torch.cat([logprobs.float() for _, logprobs in self._predicted]).cpu().numpy()
+            column[np.concatenate([source for source, _ in self._predicted])] = found
+        self._predicted.clear()
+        self.columns["logprobs"] = column
 
     def updated(self, norm: float, rate: float) -> None:
         """Add an optimizer update at learning rate `rate`; it was discarded if its gradient norm is not finite."""

@@ -90,6 +90,11 @@ class Mixture(Environment):
             await env.close()
 
 
+def environment_of(env: Environment, task: Task) -> str:
+    """Return the name of a task's environment: `env`, or the one of a mixture that serves it."""
+    return task.id.partition("/")[0] if isinstance(env, Mixture) else env.name
+
+
 class _Labelled(LazyTasks):
     """The tasks of one environment, with its label in their ids and with the tools that the recipe gives it."""
 

@@ -15,7 +15,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from agentrl.errors import nearest
 from agentrl.recipe.document import Key, Reference
 from agentrl.recipe.reader import read_recipe
-from agentrl.recipe.secrets import masked, plain
+from agentrl.recipe.secrets import masked, plain, secret_values
 
 
 @dataclass(frozen=True, slots=True)
@@ -494,7 +494,7 @@ class TrackSection(Section):
     trackers: tuple[str, ...] = ()
     """Further trackers: installed ones (`agentrl trackers` lists them), or module:attribute."""
     trajectories: Annotated[TrajectoriesSection, BeforeValidator(_switched)] = TrajectoriesSection()
-    """Conversations in trajectories/step_N.jsonl and eval_SPLIT_N.jsonl; `false` is short for `{every: 0}`."""
+    """Samples in trajectories/step_N.parquet and eval_SPLIT_N.parquet; `false` is short for `{every: 0}`."""
 
 
 class Recipe(Section):
@@ -549,6 +549,11 @@ class Recipe(Section):
         """Return every key as JSON values for people: secrets hidden, `${VAR}` where one stood."""
         found: dict[str, Any] = plain(masked(self.written()))
         return found
+
+    @property
+    def secrets(self) -> tuple[str, ...]:
+        """Return the values of `${VAR}` that must not be written down anywhere."""
+        return secret_values(self._references)
 
     @property
     def roles(self) -> list[str]:

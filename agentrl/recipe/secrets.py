@@ -5,12 +5,13 @@ same: by people, and by versions that wrote the values of variables into their r
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from agentrl.recipe.document import Reference
+from agentrl.recipe.document import Key, Reference
 
 MASK = "***"
+_LEAST = 8  # characters of a value that is looked for in texts
 FREE = "args"
 """A recipe's own keys hold no secrets; below `args` lies what a plugin takes."""
 
@@ -63,6 +64,18 @@ def masked_words(words: Sequence[Any]) -> list[Any]:
         option = isinstance(before, str) and before.startswith("-") and is_secret(before, word)
         found.append(_hidden(word) if option else masked(word, free=True))
     return found
+
+
+def secret_values(references: Mapping[Key, Reference]) -> tuple[str, ...]:
+    """Return the values of a recipe's variables that are secrets by the name of the variable or of their key; short
+    ones are none, since they would be found in any text."""
+    found = set()
+    for key, reference in references.items():
+        names = [str(key[-1]) if key else "", *re.findall(r"\w+", reference.variables)]
+        value = str(reference.value)
+        if len(value) >= _LEAST and any(_NAME.fullmatch(_CAMEL.sub("_", name)) for name in names):
+            found.add(value)
+    return tuple(sorted(found, key=len, reverse=True))
 
 
 def masked_text(text: str) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.report.chart import Points, line_chart
-from agentrl.rollout.journal import read_journal
+from agentrl.rollout.trajectory_file import Told, conversations, read_records, stored_files
 
 SHOWN = 6  # conversations shown of each evaluation
 # By `solved` of the record; None: the environment's `solved` was not called.
@@ -58,7 +58,7 @@ def write_report(folder: Path, title: str) -> Path:
     lines = metrics.read_text(encoding="utf-8").split("\n") if metrics.exists() else []
     rows = [json.loads(line) for line in lines if line]
     page = folder / "report.html"
-    page.write_text(render(title, rows, _evaluations(folder)), encoding="utf-8")
+    page.write_text(render(title, rows, _evaluations(folder)), encoding="utf-8", errors="backslashreplace")
     return page
 
 
@@ -121,17 +121,25 @@ def _conversation(record: Mapping[str, Any]) -> str:
     reward = record["reward"]
     question = next((_content(m) for m in record["messages"] if m["role"] == "user"), record["task"])
     mark = MARKS[record.get("solved")]
+    earned = "no reward" if reward is None else f"reward {reward:g}"
+    summary = f"{mark} {escape(str(question))} <span>({earned}, {escape(record['finish'])})</span>"
+    talks = "".join(map(_talk, conversations(record)))
+    return f"<details><summary>{summary}</summary>{talks}{_parts(record)}</details>"
+
+
+def _talk(told: Told) -> str:
     bubbles = "".join(
         f'<div class="{escape(m["role"])}" data-role="{escape(m["role"])}">{escape(_text(m))}</div>'
-        for m in record["messages"]
+        for m in told.messages
     )
-    summary = f"{mark} {escape(str(question))} <span>(reward {reward:g}, {escape(record['finish'])})</span>"
-    return f'<details><summary>{summary}</summary><div class="talk">{bubbles}</div>{_parts(record)}</details>'
+    return (f"<p>{escape(told.heading)}</p>" if told.heading else "") + f'<div class="talk">{bubbles}</div>'
 
 
 def _parts(record: Mapping[str, Any]) -> str:
-    """Return the parts of the reward by name, before weighting, and the step rewards of turns."""
-    given = [f"{name} {value:g}" for name, value in record.get("rewards", {}).items()]
+    """Return what failed, the parts of the reward by name, before weighting, and the step rewards of turns."""
+    failure = record.get("failure")
+    given = [f"failed ({failure['boundary']}): {failure['message']}"] if failure else []
+    given += [f"{name} {value:g}" for name, value in record.get("rewards", {}).items()]
     steps = [(i, turn["reward"]) for i, turn in enumerate(record.get("turns", ()), 1) if turn["reward"]]
     given += [f"turn {i} {value:+g}" for i, value in steps]
     return f"<p>{escape(' · '.join(given))}</p>" if given else ""
@@ -160,15 +168,12 @@ def _label(part: Mapping[str, Any]) -> str:
 
 def _evaluations(folder: Path) -> dict[str, list[dict[str, Any]]]:
     """Return the records of the first and the last evaluation of each environment's leading split, by heading."""
-    found = {}
-    for path in (folder / "trajectories").glob("eval_*.jsonl*"):
-        name = path.name.removesuffix(".zst").removesuffix(".jsonl").removeprefix("eval_")
-        split, _, step = name.rpartition("_")
-        found[split, int(step)] = path
+    stored = stored_files(folder / "trajectories")
+    found = {(one.split, one.step): one.path for one in stored if one.evaluation}
     splits = sorted({split for split, _ in found}, key=lambda split: (split.split(".")[-1] != "test", split))
     leading = {split.rpartition(".")[0]: split for split in reversed(splits)}  # environment of a mixture -> split
     chosen = []
     for split in reversed(leading.values()):
         steps = [step for name, step in found if name == split]
         chosen += [(split, step) for step in sorted({min(steps), max(steps)})]
-    return {f"{split}, after step {step}": read_journal(found[split, step]) for split, step in chosen}
+    return {f"{split}, after step {step}": read_records(found[split, step]) for split, step in chosen}

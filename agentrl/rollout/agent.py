@@ -72,13 +72,14 @@ class AgentRequest(AsyncRolloutRequest):
         """Write the tree down as flat tokens, in the order in which the calls began."""
         for column in (self.ids, self.logprobs, self.versions, self.version_counts):
             del column[:]
-        self.segments = []
+        self.segments, self.branches = [], []
         for node, segment, _ in self.tree.segments(self.train_auxiliary):
             assert node.generation is not None
             self.ids.extend(node.given)
             self.add_sampled(node.generation)
             self.open_turn = None
             self.segments.append(segment)
+            self.branches.append(node.added)
         self.prompt_length = len(answered[0].given) if (answered := self.tree.answered) else 0
         counts = self.tree.counts
         counts.auxiliary = sum(1 for _ in self.tree.auxiliary())

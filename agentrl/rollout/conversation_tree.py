@@ -70,6 +70,11 @@ class Node:
         """The messages of the call and its answer."""
         return (*self.call.messages, self.answer) if self.answer is not None else self.call.messages
 
+    @property
+    def added(self) -> tuple[Message, ...]:
+        """The messages of `conversation` that follow those of the parent."""
+        return self.conversation[len(self.parent.conversation) if self.parent is not None else 0 :]
+
 
 @dataclass(slots=True)
 class Counts:

@@ -1,166 +1,136 @@
-"""Trajectories on disk: one JSON object a line, compressed with zstd where the file would be large."""
+"""`Journal`: the trajectories of a run as it goes: each step and evaluation whole, and what is in flight as it ends."""
 
 import glob
-import json
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import count
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
-import zstandard
-
-from agentrl.errors import contained
+from agentrl.plugins.types import Task
 from agentrl.recipe.schema import TrajectoriesSection
-from agentrl.trajectory import Group, Trajectory
+from agentrl.rollout.groups import Contrast, contrast
+from agentrl.rollout.trajectory_file import IN_FLIGHT, TRAIN, Row, encode_plain, left_out, row, write_trajectories
+from agentrl.trajectory import Group, Learned, Trajectory
 
-_DEPTH = 100  # lists and mappings in each other that are written out
-_VALUES = 100_000  # values in all that are written out, of one thing
-_BITS = 10_000  # of an integer; Python reads and writes no longer ones as text
 STEP, EVALUATION = "step_", "eval_"  # how names of files begin
-LARGE = 4_000_000  # bytes; a larger file is compressed, and its name ends in .zst
 
 
 class Journal:
     """The trajectories of a run, in files by step and evaluation, as `track.trajectories` says."""
 
-    def __init__(self, policy: TrajectoriesSection, folder: Callable[[], Path]) -> None:
-        """folder: returns that of the files, and makes it where it is not there."""
-        self._policy, self._folder = policy, folder
+    def __init__(
+        self,
+        policy: TrajectoriesSection,
+        folder: Callable[[], Path],
+        environment: Callable[[Task], str] = lambda task: "",
+        secrets: Sequence[str] = (),
+    ) -> None:
+        """folder: returns that of the files, and makes it where it is not there. environment: the name of that of a
+        task. secrets: texts that are masked."""
+        self._policy, self._folder, self._environment, self._secrets = policy, folder, environment, secrets
+        self._rows: dict[int, tuple[Group, list[Row]]] = {}  # of the groups in flight, by identity
+        self._refused: OSError | None = None
 
-    def step(self, step: int, groups: Sequence[Group]) -> None:
-        """Write the step, if it is due, and remove files that are no longer kept."""
-        if not self._policy.every or step % self._policy.every:
+    def finished(self, group: Group) -> None:
+        """Write down a group of a step that is not whole yet. What the disk refuses is raised by `step`."""
+        if not self._policy.every:
             return
-        if 0 < (most := self._policy.sample) < len(groups):
-            groups = [groups[i * len(groups) // most] for i in range(most)]
-        write_journal(self._folder(), f"{STEP}{step}", groups)
-        self._prune(STEP)
+        rows = [self._row(t) for t in _all(group)]
+        self._rows[id(group)] = group, rows
+        try:
+            with (self._folder() / IN_FLIGHT).open("ab") as file:
+                file.write(_lines(rows))
+        except OSError as error:
+            self._refused = error
+
+    def step(self, step: int, groups: Sequence[Group], learned: Sequence[Learned] = ()) -> None:
+        """Write a step that is whole, if it is due, and remove files that are no longer kept.
+
+        learned: what the update made of the valid trajectories of `groups`, in their order.
+        """
+        if not self._policy.every:
+            return
+        if self._refused is not None:
+            raise self._refused
+        if step % self._policy.every == 0:
+            place = {"step": step, "evaluation": False, "split": TRAIN}
+            self._write(f"{STEP}{step}", place, *self._step(groups, learned))
+            self._prune(STEP)
+        for group in groups:
+            self._rows.pop(id(group), None)
+        left = b"".join(_lines(rows) for _, rows in self._rows.values())
+        path = self._folder() / IN_FLIGHT
+        if left:
+            path.write_bytes(left)
+        else:
+            path.unlink(missing_ok=True)
+
+    def _step(
+        self, groups: Sequence[Group], learned: Sequence[Learned]
+    ) -> tuple[list[Trajectory], list[Row], list[Learned | None]]:
+        made = dict(zip((id(t) for group in groups for t in group.trajectories), learned, strict=bool(learned)))
+        most = min(self._policy.sample or len(groups), len(groups))
+        chosen = [i * len(groups) // most for i in range(most)]
+        trajectories: list[Trajectory] = []
+        rows: list[Row] = []
+        for index in chosen:
+            group = groups[index]
+            _, known = self._rows.get(id(group)) or (group, [self._row(t) for t in _all(group)])
+            teaches = contrast(group)
+            why = None if teaches is Contrast.VARIED else str(teaches)
+            for t, facts in zip(_all(group), known, strict=True):
+                rows.append({**facts, "group": index, "left_out": left_out(t, made.get(id(t)), why)})
+                trajectories.append(t)
+        return trajectories, rows, [made.get(id(t)) for t in trajectories]
 
     def evaluation(self, split: str, step: int, groups: Sequence[Group], solved: Callable[[Trajectory], bool]) -> None:
-        """Write the evaluation of `split` after `step`; the first one of the run is kept, for the report."""
-        if self._policy.every:
-            write_journal(self._folder(), f"{EVALUATION}{split}_{step}", groups, solved)
-            self._prune(f"{EVALUATION}{split}_", first=1)
+        """Write the evaluation of `split` after `step`; the first one of the run is kept, for the report.
+
+        solved: asked of every sample that is whole."""
+        if not self._policy.every:
+            return
+        each = [(index, t) for index, group in enumerate(groups) for t in _all(group)]
+        words = [solved(t) if t.valid else None for _, t in each]
+        rows = [
+            {**self._row(t), "solved": word, "group": index, "left_out": left_out(t, None, None)}
+            for (index, t), word in zip(each, words, strict=True)
+        ]
+        place = {"step": step, "evaluation": True, "split": split}
+        self._write(f"{EVALUATION}{split}_{step}", place, [t for _, t in each], rows)
+        self._prune(f"{EVALUATION}{split}_", first=1)
+
+    def _row(self, trajectory: Trajectory) -> Row:
+        return row(trajectory, environment=self._environment(trajectory.task), secrets=self._secrets)
+
+    def _write(
+        self,
+        name: str,
+        place: Row,
+        trajectories: Sequence[Trajectory],
+        rows: Sequence[Row],
+        learned: Sequence[Learned | None] = (),
+    ) -> None:
+        folder = self._folder()
+        placed = [{**facts, **place} for facts in rows]
+        write_trajectories(folder / f"{name}.parquet", placed, trajectories, learned)
+        for ending in ("jsonl", "jsonl.zst"):  # of an older version, which was here before
+            (folder / f"{name}.{ending}").unlink(missing_ok=True)
 
     def _prune(self, prefix: str, first: int = 0) -> None:
         """Remove all but the `first` oldest and the `keep` newest files `<prefix><step>`."""
         if not self._policy.keep:
             return
         found: dict[int, list[Path]] = {}
-        for path in self._folder().glob(f"{glob.escape(prefix)}*.jsonl*"):
-            number = path.name.removeprefix(prefix).partition(".")[0]
-            if number.isdecimal():
+        for path in self._folder().glob(f"{glob.escape(prefix)}*"):
+            number, _, ending = path.name.removeprefix(prefix).partition(".")
+            if number.isdecimal() and ending in ("parquet", "jsonl", "jsonl.zst"):
                 found.setdefault(int(number), []).append(path)
         for step in sorted(found)[first : max(first, len(found) - self._policy.keep)]:
             for path in found[step]:
                 path.unlink(missing_ok=True)
 
 
-def write_journal(
-    folder: Path, name: str, groups: Sequence[Group], solved: Callable[[Trajectory], bool] | None = None
-) -> Path:
-    """Return all samples of `groups`, the failed ones too, as `<name>.jsonl` or `<name>.jsonl.zst`; returns the path.
-
-    solved: asked of every sample that is whole."""
-    each = [t for g in groups for t in (*g.trajectories, *g.failed)]
-    words = [solved(t) if solved and t.valid else None for t in each]
-    lines = [json.dumps(record(t, solved=word), ensure_ascii=False) for t, word in zip(each, words, strict=True)]
-    data = "".join(line + "\n" for line in lines).encode("utf-8", "replace")
-    plain, packed = folder / f"{name}.jsonl", folder / f"{name}.jsonl.zst"
-    path, other = (packed, plain) if len(data) > LARGE else (plain, packed)
-    path.write_bytes(zstandard.compress(data) if path == packed else data)
-    other.unlink(missing_ok=True)
-    return path
+def _all(group: Group) -> tuple[Trajectory, ...]:
+    return (*group.trajectories, *group.failed)
 
 
-def read_journal(path: Path) -> list[dict[str, Any]]:
-    """Return the objects of a file that `write_journal` wrote."""
-    data = path.read_bytes()
-    if path.suffix == ".zst":
-        data = zstandard.decompress(data)
-    return [json.loads(line) for line in data.split(b"\n") if line]
-
-
-def record(trajectory: Trajectory, *, tokens: bool = False, solved: bool | None = None) -> dict[str, Any]:
-    """Return the object; every value can be written as JSON. tokens: with ids, mask, logprobs and versions a token.
-    solved: the environment's word, None where it was not asked for."""
-    t = trajectory
-    line: dict[str, Any] = {
-        "request": t.request_id,
-        "task": _plain(t.task.id),
-        "data": _plain(t.task.data),
-        "sample": t.sample,
-        "reward": t.reward,
-        "rewards": dict(t.rewards),
-        "weights": dict(t.weights),
-        "solved": solved,
-        "finish": str(t.finish),
-        "failure": None if t.failure is None else {"boundary": str(t.failure.boundary), "message": t.failure.message},
-        "turns": [
-            {"start": turn.start, "end": turn.end, "reward": turn.reward, "trained": turn.trained} for turn in t.turns
-        ],
-        "segments": [[segment.start, segment.end, segment.parent] for segment in t.segments],
-        "tokens": {"prompt": t.prompt_length, "sampled": t.sampled_tokens, "all": len(t.ids)},
-        "messages": _plain(t.messages),
-        "tools": list(t.tools),
-        "tool_uses": [
-            {
-                "name": u.name,
-                "turn": u.turn,
-                "seconds": round(u.seconds, 6),
-                "error": u.error,
-                "cut": u.cut,
-                "metrics": dict(u.metrics),
-            }
-            for u in t.tool_uses
-        ],
-        "seconds": {name: round(value, 6) for name, value in t.seconds.items()},
-        "extra": _plain(t.extra),
-    }
-    if tokens:
-        line["ids"] = t.ids.tolist()
-        line["loss_mask"] = t.loss_mask.tolist()
-        line["logprobs"] = [round(p, 6) for p in t.logprobs.tolist()]
-        line["weight_version"] = t.weight_version.tolist()
-    return line
-
-
-def _plain(value: Any) -> Any:
-    """Convert anything to JSON's own types: what has no such form (an image, an object, a list in itself) is written as
-    its name, and so is what raises as it is read."""
-    return _written(value, (), count())
-
-
-def _written(value: Any, inside: tuple[Any, ...], written: Iterator[int]) -> Any:
-    """Convert a value. inside: what it is in, outermost first. written: counts the values."""
-    if next(written) >= _VALUES:
-        return "<left out>"
-    if value is None or isinstance(value, str | bool):
-        return value
-    if isinstance(value, int):
-        return value if value.bit_length() <= _BITS else f"<integer of {value.bit_length()} bits>"
-    if isinstance(value, float):
-        return value if math.isfinite(value) else f"<{value}>"
-    if isinstance(value, bytes | bytearray):
-        return f"<{len(value)} bytes>"
-    if not isinstance(value, Mapping | Sequence):
-        return f"<{type(value).__name__}>"
-    if len(inside) == _DEPTH or any(one is value for one in inside):
-        return f"<{type(value).__name__} nested too deeply>"
-    inside = (*inside, value)
-    try:
-        if isinstance(value, Mapping):
-            return {str(key): _written(item, inside, written) for key, item in _some(value.items(), written)}
-        return [_written(item, inside, written) for item in _some(value, written)]
-    except BaseException as error:  # noqa: BLE001 - boundary: somebody's own mapping or sequence may do anything here
-        contained(error)
-        return f"<{type(value).__name__}>"
-
-
-def _some(items: Any, written: Iterator[int]) -> Iterator[Any]:
-    """Return `items`, as long as there is room."""
-    for item in items:
-        yield item
-        if next(written) >= _VALUES:
-            return
+def _lines(rows: Sequence[Row]) -> bytes:
+    return "".join(encode_plain(row) + "\n" for row in rows).encode()

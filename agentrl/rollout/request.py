@@ -164,6 +164,8 @@ class AsyncRolloutRequest:
     """Further facts for `Trajectory.extra`."""
     segments: list[Segment] = field(default_factory=list)
     """The tree of a rollout that an agent held; empty for one conversation."""
+    branches: list[tuple[Message, ...]] = field(default_factory=list)
+    """The messages that each of `segments` adds to its parent's conversation."""
 
     def move(self, state: RequestState) -> None:
         """Go to `state`. Raises TransitionError when the table does not allow it."""
@@ -279,5 +281,6 @@ class AsyncRolloutRequest:
             logprobs=logprobs, weight_version=version, prompt_length=self.prompt_length, turns=tuple(turns),
             messages=tuple(self.messages), rewards=dict(self.rewards), finish=self.finish or FinishReason.ERROR,
             weights=weights, tool_uses=tuple(self.tool_uses), failure=self.failure, seconds=dict(self.seconds),
-            tools=tuple(self.tools), extra=extra, segments=tuple(self.segments),
+            tools=tuple(self.tools), extra=extra, segments=tuple(self.segments), branches=tuple(self.branches),
+            seed=self.seed,
         )  # fmt: skip

@@ -43,7 +43,8 @@ class Stream:
     """driver: plays the groups. tasks: what indices stand for. draw: gives the index of the next task.
 
     version: of the engine's weights at the beginning, which is the number of steps that are done. first: indices of
-    tasks that come before those that `draw` gives. Everything but the constructor is called in one event loop.
+    tasks that come before those that `draw` gives. on_group: called as each group ends. Everything but the
+    constructor is called in one event loop.
     """
 
     def __init__(
@@ -55,9 +56,10 @@ class Stream:
         *,
         version: int = 0,
         first: Sequence[int] = (),
+        on_group: Callable[[Group], None] | None = None,
     ) -> None:
         self._driver, self._tasks, self._draw, self._plan = driver, tasks, draw, plan
-        self.version = version
+        self.version, self._on_group = version, on_group
         self._waiting = list(first)
         self._flights: list[Flight] = []
         self._begun = self._taken = version * plan.batch
@@ -110,7 +112,13 @@ class Stream:
     def _fill(self) -> None:
         while self._may_begin():
             index = self._waiting.pop(0) if self._waiting else self._draw()
-            play = roll_out(self._driver, [self._tasks[index]], self._plan.n, seed=(self._plan.seed, self._begun))
+            play = roll_out(
+                self._driver,
+                [self._tasks[index]],
+                self._plan.n,
+                seed=(self._plan.seed, self._begun),
+                on_group=self._on_group,
+            )
             work = asyncio.get_running_loop().create_task(play)
             work.add_done_callback(lambda _: self._fill())
             self._flights.append(Flight(index, self._begun, self.version, work))

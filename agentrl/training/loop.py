@@ -147,7 +147,7 @@ class Loop:
                 self.display.note(line)
         metrics["time/step_s"] = perf_counter() - start
         self.display.step(step, metrics)
-        self.journal.step(step, groups)
+        self.journal.step(step, groups, self.learner.learned)
         metrics |= self._evaluate_when_due(step)
 
     def _evaluate_when_due(self, step: int) -> dict[str, Any]:

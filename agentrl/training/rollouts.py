@@ -17,6 +17,8 @@ from agentrl.trajectory import Group
 from agentrl.weights.source import WeightSource
 
 T = TypeVar("T")
+OnGroup = Callable[[Group], None]
+"""Called with each group as its last sample ends, in the event loop."""
 Weights = Callable[[], WeightSource | None]
 """Returns the weights for the engine; None for an engine that shares the trainer's weights."""
 
@@ -32,9 +34,10 @@ class Rollouts(ABC):
         sampler: TaskSampler,
         interrupts: Interrupts,
         weights: Weights = lambda: None,
+        on_group: OnGroup | None = None,
     ) -> None:
         self._recipe, self._player, self._tasks = recipe, player, tasks
-        self._sampler, self._interrupts, self._weights = sampler, interrupts, weights
+        self._sampler, self._interrupts, self._weights, self._on_group = sampler, interrupts, weights, on_group
 
     @abstractmethod
     def next(self, step: int) -> tuple[list[Group], dict[str, Any]]:
@@ -71,7 +74,10 @@ class SerialRollouts(Rollouts):
         start = perf_counter()
         limits, seed = self._recipe.rollout, (self._recipe.train.seed, step)
         tasks = [self._tasks[i] for i in self._sampler.draw(limits.tasks)]
-        groups = self._interrupts.run(lambda: self._player.play(tasks, limits.n, seed=seed, occasion=f"step_{step}"))
+        occasion, told = f"step_{step}", self._on_group
+        groups = self._interrupts.run(
+            lambda: self._player.play(tasks, limits.n, seed=seed, occasion=occasion, on_group=told)
+        )
         seconds = perf_counter() - start
         return groups, _with_speed(groups, seconds, seconds)
 
@@ -113,7 +119,7 @@ class OverlappedRollouts(Rollouts):
         plan = Plan(limits.n, limits.tasks, train.steps, train.seed, staleness)
         draw = self._sampler.draw
         driver = self._player.driver(occasion=f"after_{step}")
-        return Stream(driver, self._tasks, lambda: draw(1)[0], plan, version=step, first=first)
+        return Stream(driver, self._tasks, lambda: draw(1)[0], plan, version=step, first=first, on_group=self._on_group)
 
     def next(self, step: int) -> tuple[list[Group], dict[str, Any]]:
         start = perf_counter()

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from agentrl.learner.learner import Learner
 from agentrl.learner.monitors import ContrastMonitor, MismatchMonitor
 from agentrl.learner.roles import LocalRoles, RoleHost
 from agentrl.plugins.environment import is_validation
+from agentrl.plugins.mixture import environment_of
 from agentrl.plugins.types import Task
 from agentrl.profiling.step import PROFILE, StepProfiler
 from agentrl.recipe.load import dump_recipe
@@ -98,7 +100,15 @@ def set_up(start: Start) -> Loop:
     if profiler.roles.reward_model is not None:
         add_reward_model(player, profiler.roles.reward_model.scores)
     kind = SerialRollouts if recipe.rollout.overlap == "none" else OverlappedRollouts
-    rollouts = kind(recipe, player, start.checked.tasks, sampler, interrupts, role_host.weights)
+    journal = Journal(
+        recipe.track.trajectories,
+        lambda: start.open_folder().trajectories,
+        partial(environment_of, player.env),
+        recipe.secrets,
+    )
+    rollouts = kind(
+        recipe, player, start.checked.tasks, sampler, interrupts, role_host.weights, on_group=journal.finished
+    )
     start.at_end("the rollouts", lambda: interrupts.complete(rollouts.close))
     interrupts.check()
     folder = start.open_folder()
@@ -119,7 +129,7 @@ def set_up(start: Start) -> Loop:
         rollouts=rollouts,
         held_out=held_out,
         folder=folder,
-        journal=Journal(recipe.track.trajectories, lambda: folder.trajectories),
+        journal=journal,
         checkpoints=Checkpoints(folder.checkpoints, recipe.train.keep, player.tokenizer),
         display=display,
         interrupts=interrupts,

@@ -99,7 +99,20 @@ def test_rewind_keeps_the_steps_up_to_the_checkpoint_and_drops_a_cut_line(tmp_pa
         folder.append_metrics({"step": step})
     with (folder.path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 5, "rew')
+    kept = {
+        "step_1.jsonl",
+        "step_3.parquet",
+        "eval_a_b_0.jsonl.zst",
+        "eval_test_3.parquet",
+        "notes_9.txt",
+        "step_x.jsonl",
+    }
+    gone = {"step_4.parquet", "step_12.jsonl.zst", "eval_a_b_4.parquet", "in_flight.jsonl", ".step_3.parquet.new"}
+    for name in kept | gone:
+        (folder.trajectories / name).write_text("")
+    (folder.trajectories / "step_5.parquet").mkdir()  # nothing of ours
     folder.rewind(3)
+    assert {path.name for path in folder.trajectories.iterdir()} == kept | {"step_5.parquet"}
     folder.append_metrics({"step": 4})
     assert [row["step"] for row in folder.metrics()] == [0, 1, 2, 3, 4]
 

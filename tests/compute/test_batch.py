@@ -2,7 +2,7 @@
 order."""
 
 import pickle
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
@@ -173,6 +173,7 @@ def test_samples_without_sampled_tokens_weigh_nothing() -> None:
 @dataclass
 class Count:
     value: int
+    columns: dict[str, np.ndarray] = field(default_factory=dict)
 
     def merge(self, others: "list[Count]") -> "Count":
         return Count(self.value + sum(other.value for other in others))
@@ -181,6 +182,8 @@ class Count:
 def test_other_outputs_are_merged_or_refused() -> None:
     partition = make_batch([(3, [4, 5]), (2, [6])]).distribute(2)
     assert partition.join([Count(2), Count(3)]) == Count(5)
+    joined = partition.join([Count(2, {"ids": part.tokens["ids"]}) for part in partition.parts])
+    np.testing.assert_array_equal(joined.columns["ids"], make_batch([(3, [4, 5]), (2, [6])]).tokens["ids"])
     assert partition.join([None, None]) is None
     with pytest.raises(ValueError, match="type NoneType, ndarray"):
         partition.join([None, np.zeros(3)])

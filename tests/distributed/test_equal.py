@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from cluster_train_help import UNEVEN, on_cluster, save_tiny, two_workers
@@ -49,7 +50,21 @@ def job(path: Path, **sections: Any) -> Recipe:
 def learn(recipe: Recipe, role_host: RoleHost, steps: range = range(STEPS)) -> Rows:
     learner = Learner(recipe, role_host)
     learner.steps = steps.start
-    return [learner.learn(make_groups(UNEVEN, seed)) for seed in steps]
+    return [{**learner.learn(make_groups(UNEVEN, seed)), **of_tokens(learner)} for seed in steps]
+
+
+def of_tokens(learner: Learner) -> dict[str, float]:
+    """What an update made of each token, each weighed by its place."""
+    assert any(made.logprobs is not None for made in learner.learned)
+    columns = {
+        "logprobs": [np.zeros(1) if made.logprobs is None else made.logprobs for made in learner.learned],
+        "advantages": [made.advantages for made in learner.learned],
+    }
+    joined = {name: np.concatenate(each) for name, each in columns.items()}
+    return {
+        f"tokens/{name}": float(np.cos(np.arange(len(column))) @ column) / len(column)
+        for name, column in joined.items()
+    }
 
 
 def here(recipe: Recipe) -> tuple[Rows, Weights]:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 from cluster_plugins import FATES
-from train_help import lines, metrics, small, steady
+from train_help import metrics, records, small, steady
 
 import agentrl
 from agentrl.cli import main
@@ -35,7 +35,7 @@ def same(a: TrainResult, b: TrainResult) -> None:
 
     assert a.steps == b.steps
     for step in range(1, a.steps + 1):
-        ours, theirs = (lines(r.folder / "trajectories" / f"step_{step}.jsonl") for r in (a, b))
+        ours, theirs = (records(r.folder, f"step_{step}") for r in (a, b))
         assert [t["messages"] for t in ours] == [t["messages"] for t in theirs]
     for mine, other in zip(metrics(a.folder), metrics(b.folder), strict=True):
         assert comparable(mine) == pytest.approx(comparable(other), rel=1e-3, abs=1e-4)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from paths import RECIPES
 from rich.console import Console
-from train_help import lines, metrics
+from train_help import metrics, records
 
 import agentrl
 from agentrl.recipe.load import load_recipe
@@ -29,6 +29,6 @@ def test_the_recipe_warm_starts_trains_and_evaluates(tmp_path: Path) -> None:
     rows = metrics(result.folder)
     assert [row["step"] for row in rows] == [0, 1, 2]
     assert all({"reward/passed", "reward/fraction", "reward/format"} <= set(row) for row in rows[1:])
-    played = lines(result.folder / "trajectories" / "step_2.jsonl")
+    played = records(result.folder, "step_2")
     assert len(played) == 4
     assert all(t["failure"] is None for t in played)

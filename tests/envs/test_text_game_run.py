@@ -11,7 +11,7 @@ from agentrl_envs.text_game.environment import TextGame
 from fakes import TASK, call, make_driver
 from paths import RECIPES
 from rich.console import Console
-from train_help import lines, metrics
+from train_help import metrics, records
 
 import agentrl
 from agentrl.plugins.types import Task
@@ -150,7 +150,7 @@ def test_the_recipe_runs_from_its_warm_start_to_its_last_step(tmp_path):
     rows = metrics(tmp_path / "run")
     assert [row["step"] for row in rows] == [0, 1, 2]
     assert all(row["tool/move/calls"] > 0 and 0 <= row["tool/move/illegal"] <= 1 for row in rows[1:])
-    played = lines(tmp_path / "run" / "trajectories" / "step_1.jsonl")
+    played = records(tmp_path / "run", "step_1")
     assert len(played) == 8
     for t in played:
         assert t["rewards"]["short"] <= t["rewards"]["goal"] <= 1

@@ -9,7 +9,7 @@ import pytest
 from agentrl_envs.user_sim.environment import UserSim
 from paths import RECIPES
 from rich.console import Console
-from train_help import lines, metrics
+from train_help import metrics, records
 
 import agentrl
 from agentrl.chat.encode import Encoder
@@ -38,7 +38,7 @@ def test_the_recipe_warm_starts_trains_and_evaluates(tmp_path: Path) -> None:
     rows = metrics(result.folder)
     assert [row["step"] for row in rows] == [0, 1, 2]
     assert all({"reward/answer", "reward/questions", "stop/env_done"} <= set(row) for row in rows[1:])
-    played = lines(result.folder / "trajectories" / "step_2.jsonl")
+    played = records(result.folder, "step_2")
     assert len(played) == 8
     said = [[m["role"] for m in t["messages"]] for t in played]
     assert any("user" in roles[2:] for roles in said), "the customer never spoke between turns"

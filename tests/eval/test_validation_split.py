@@ -13,7 +13,7 @@ from agentrl_envs.gsm8k.problems import problem as gsm8k_problem
 from agentrl_envs.user_sim.generate import scenario
 from paths import RECIPES
 from rich.console import Console
-from train_help import lines, metrics, small
+from train_help import metrics, records, small
 
 import agentrl
 from agentrl.cli import main
@@ -122,7 +122,7 @@ def test_the_final_table_has_intervals(run: tuple[TrainResult, str]) -> None:
 @pytest.mark.slow
 def test_every_session_of_a_run_has_an_id_of_its_own(run: tuple[TrainResult, str]) -> None:
     files = sorted((run[0].folder / "trajectories").iterdir())
-    ids = [record["request"] for file in files for record in lines(file)]
+    ids = [record["request"] for file in files for record in records(run[0].folder, file.stem)]
     assert len(files) == 3 + 3 + 3 + 3  # steps; before; chosen by; after
     assert len(set(ids)) == len(ids)
 

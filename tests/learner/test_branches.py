@@ -103,6 +103,13 @@ def test_a_conversation_cut_into_segments_is_trained_to_the_bit_as_it_was(algori
     (plain, metrics), (branched, same) = learned(recipe, groups), learned(recipe, cut)
     assert torch.equal(plain, branched)
     assert metrics == same
+    one, other = (alone(make_model(), make_recipe(algorithm)) for _ in range(2))
+    one.learn(groups)
+    other.learn(cut)
+    for ours, theirs in zip(one.learned, other.learned, strict=True):
+        assert (ours.trained, theirs.trained) == (True, True)
+        np.testing.assert_array_equal(ours.advantages, theirs.advantages)
+        np.testing.assert_allclose(ours.logprobs, theirs.logprobs, atol=1e-6)
 
 
 def in_segments(t: Trajectory) -> Trajectory:
@@ -148,6 +155,12 @@ def test_branches_are_trained_as_if_their_context_had_been_repeated(aggregation:
     )
     torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-5)
     assert metrics["train/loss"] == pytest.approx(same["train/loss"], abs=1e-6)
+    learner = alone(make_model(), recipe)
+    learner.learn([Group(Task("t", {}), tuple(trees))])
+    for t, made in zip(trees, learner.learned, strict=True):  # of every token, on whatever path it is trained
+        np.testing.assert_array_equal(made.advantages != 0, t.loss_mask == 1)
+        assert made.logprobs is not None
+        np.testing.assert_array_equal(made.logprobs < 0, t.loss_mask == 1)
     assert metrics["train/samples"] == same["train/samples"] == 2 * 3  # two epochs
 
 

@@ -22,6 +22,7 @@ from transformers import Qwen3ForCausalLM
 
 from agentrl.algo.terms import LossTerms, Tokens
 from agentrl.checkpoint.checkpoints import Checkpoints
+from agentrl.compute.batch import Batch
 from agentrl.learner.learner import Learner
 from agentrl.learner.metrics import MicroBatchMetrics, mismatch_columns, policy_metrics
 from agentrl.learner.optimizer import Optimizer, learning_rate
@@ -79,6 +80,30 @@ def test_recomputed_old_logprobs_equal_those_of_the_single_pass() -> None:
     again = learner.update(batch.with_tokens(old_logprobs=learner.actor.logprobs(batch)))
     torch.testing.assert_close(weights(learner.actor.model), single, atol=1e-6, rtol=1e-6)
     assert again["mismatch/logprob_mean"] == pytest.approx(metrics["mismatch/logprob_mean"], rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "train"),
+    [({}, {}), ({}, {"micro_batch_tokens": 60}), ({}, {"mini_batches": 2}), ({"kl_coef": 0.1, "kl_in": "reward"}, {})],
+)
+def test_what_an_update_made_of_each_trajectory_is_kept(algorithm: dict[str, Any], train: dict[str, Any]) -> None:
+    groups, recipe = make_groups(REWARDS), make_recipe(algorithm, **train)
+    learner = alone(make_model(), recipe)
+    if learner.reference is None and algorithm:
+        learner.reference = learner.actor
+    batch = Batch.from_groups(groups)
+    before, expected = learner.actor.logprobs(batch), learner.with_advantages(batch).tokens["advantages"]
+    learner.learn(groups)
+    assert len(learner.learned) == len(batch) == 16
+    for index, made in enumerate(learner.learned):
+        span = batch.span(index)
+        assert made.trained is (index // 4 != 1)  # the second group has no difference
+        np.testing.assert_array_equal(made.advantages, expected[span])
+        if made.trained or algorithm:
+            assert made.logprobs is not None
+            np.testing.assert_allclose(made.logprobs, before[span], atol=1e-5)
+        else:
+            assert made.logprobs is None
 
 
 def test_mismatch_is_measured_against_the_engine() -> None:

@@ -12,7 +12,7 @@ import torch
 from learner_help import alone
 from lora_help import ADAPTED, save_adapter, stirred, tiny
 from packing_help import make_deep
-from train_help import lines, metrics, small
+from train_help import metrics, records, small
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 import agentrl
@@ -251,7 +251,7 @@ def test_a_resumed_run_is_the_run(whole: Any, tmp_path: Path) -> None:
         timeless = {k for k in ours if k.startswith(("train/loss", "train/grad", "train/kl", "rollout/reward"))}
         assert {k: ours[k] for k in timeless} == pytest.approx({k: theirs[k] for k in timeless}, rel=1e-3, abs=2e-5)
     for step in (2, 3):
-        ours, theirs = (lines(f / "trajectories" / f"step_{step}.jsonl") for f in (whole.folder, again))
+        ours, theirs = (records(f, f"step_{step}") for f in (whole.folder, again))
         assert [t["messages"] for t in ours] == [t["messages"] for t in theirs]
     first, second = (tiny(start=str(r.checkpoint / "adapter")) for r in (whole, resumed))
     for a, b in zip(lora.adapter_parameters(first), lora.adapter_parameters(second), strict=True):

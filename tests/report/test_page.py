@@ -1,11 +1,18 @@
 import json
+import re
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from agentrl.plugins.types import Task
+from agentrl.recipe.schema import TrajectoriesSection
 from agentrl.report.chart import line_chart, thinned, ticks
 from agentrl.report.page import write_report
+from agentrl.rollout.journal import Journal
+from agentrl.trajectory import Boundary, Failure, FinishReason, Group, Segment, Trajectory
 
 RECORD = {
     "task": "test/1",
@@ -77,6 +84,29 @@ def test_images_reward_parts_and_step_rewards_can_be_read(tmp_path: Path) -> Non
     assert "Look:\n[image: &lt;70 bytes&gt;] <span>(reward 1" in page
     assert '<div class="user" data-role="user">Look:\n[image: &lt;70 bytes&gt;]</div>' in page
     assert "<p>answer 1 · brevity -0.25 · turn 2 +0.5</p>" in page
+
+
+def test_every_conversation_of_a_rollout_that_branched_is_shown(tmp_path: Path) -> None:
+    ids, said = np.arange(6, dtype=np.int32), [{"role": "user", "content": f"{i} \ud800"} for i in range(3)]
+    t = Trajectory(
+        request_id="r", task=Task("t", {}), sample=0, ids=ids, loss_mask=np.zeros(6, np.uint8),
+        logprobs=np.zeros(6, np.float32), weight_version=np.full(6, -1, np.int32), prompt_length=2, turns=(),
+        messages=(said[0], said[2]), rewards={}, finish=FinishReason.STOP,
+        segments=(Segment(0, 2), Segment(2, 4, 0), Segment(4, 6, 0)), branches=tuple((message,) for message in said),
+    )  # fmt: skip
+    lost = replace(t, segments=(), branches=(), finish=FinishReason.ERROR, failure=Failure(Boundary.TOOL, "away"))
+    folder = run_folder(tmp_path)
+    journal = Journal(TrajectoriesSection(), lambda: folder / "trajectories")
+    journal.evaluation("test", 10, [Group(t.task, (t,), (lost,))], lambda t: True)
+    page = write_report(folder, "job-001").read_text()
+    shown = page[page.index("test, after step 10") :]
+    bubbles = re.findall(r'<p>([^<]*)</p>|<div class="user" data-role="user">([^<]*)', shown)
+    assert [heading or text for heading, text in bubbles] == [
+        "conversation 1 of 2", "0 \\ud800", "1 \\ud800",
+        "conversation 2 of 2, which leaves conversation 1 after message 1", "2 \\ud800",
+        "0 \\ud800", "2 \\ud800", "failed (tool): away",
+    ]  # fmt: skip
+    assert "(no reward, error)" in page
 
 
 def test_every_environment_of_a_mixture_shows_its_leading_split(tmp_path: Path) -> None:

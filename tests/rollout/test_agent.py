@@ -29,6 +29,7 @@ from agentrl.plugins.tool import Tool
 from agentrl.plugins.types import InfrastructureError, Session, Task, ToolResponse
 from agentrl.recipe.schema import AgentSection, RolloutSection
 from agentrl.rollout.agent import AgentDriver, Rollout
+from agentrl.rollout.trajectory_file import conversations, record, row
 from agentrl.trajectory import Boundary, FinishReason, Trajectory, check_invariants
 
 TASK = Task("t", {"question": "2+2?"})
@@ -67,10 +68,22 @@ async def played(solve: Solve, script: Any = ("4",), **keys: Any) -> Trajectory:
 def check_tokens(t: Trajectory) -> None:
     """What was sampled is as the engine gave it, and each path is one conversation of the chat."""
     check_invariants(t)
+    check_messages(t)
     for turn in t.turns:
         assert t.logprobs[turn.start : turn.end].tolist() == pytest.approx(
             [logprob(i) for i in t.ids[turn.start : turn.end]]
         )
+
+
+def check_messages(t: Trajectory) -> None:
+    """Each segment adds messages that end with the call's answer, and each path is told as one conversation."""
+    assert len(t.branches) == len(t.segments)
+    if not t.branches:
+        return
+    assert [messages[-1]["role"] for messages in t.branches] == ["assistant"] * len(t.segments)
+    told = conversations(record(row(t)))
+    assert [len(one.messages) for one in told] == [sum(len(t.branches[i]) for i in one.segments) for one in told]
+    assert len(told) == len(t.paths())
 
 
 def texts(t: Trajectory) -> list[str]:

@@ -17,14 +17,16 @@ from agentrl.data.prompts import measure_prompts
 from agentrl.plugins.reward import GroupReward, Reward
 from agentrl.plugins.rewards import Rewards
 from agentrl.plugins.types import Reply, Task, ToolResponse
+from agentrl.recipe.schema import TrajectoriesSection
 from agentrl.rollout import deadline as timer
 from agentrl.rollout import hooks as hooks_module
 from agentrl.rollout.driver import Driver
 from agentrl.rollout.event_loop import run
 from agentrl.rollout.groups import roll_out
-from agentrl.rollout.journal import write_journal
+from agentrl.rollout.journal import Journal
 from agentrl.rollout.metrics import rollout_metrics
 from agentrl.rollout.scorer import Scorer
+from agentrl.rollout.trajectory_file import read_records
 from agentrl.trajectory import Boundary, FinishReason
 
 BAD, GOOD, N = "bad", "good", 2
@@ -237,7 +239,8 @@ def agree(groups, hooks, folder, failed):
     RunFolder(folder).append_metrics({"step": 1, **metrics})
     (row,) = map(strict, (folder / "metrics.jsonl").read_text().splitlines())
     assert "not_finite" not in row
-    lines = list(map(strict, write_journal(folder, "step_1", groups).read_text().split("\n")[:-1]))
+    Journal(TrajectoriesSection(), lambda: folder).step(1, groups)
+    lines = read_records(folder / "step_1.parquet")
     by = Counter(line["failure"]["boundary"] for line in lines if line["failure"])
     assert by == Counter({str(boundary): n for boundary, n in failed.items()})
     lost = sum(failed.values())

@@ -13,9 +13,9 @@ from agentrl.plugins.types import Task
 from agentrl.recipe.schema import RewardsSection
 from agentrl.rollout.driver import Driver
 from agentrl.rollout.groups import Contrast, contrast, roll_out
-from agentrl.rollout.journal import record
 from agentrl.rollout.metrics import rollout_metrics
 from agentrl.rollout.scorer import Scorer
+from agentrl.rollout.trajectory_file import record, row
 from agentrl.trajectory import Boundary
 
 
@@ -102,7 +102,7 @@ async def test_sample_functions_fill_their_parts_and_weights_count_in_the_reward
     assert [t.reward for t in group.trajectories] == [3 + 2 + 5 * k + k for k in (1, 2, 3)]
     metrics = rollout_metrics([group])
     assert (metrics["reward/size"], metrics["reward/mean"]) == (20, 17)
-    assert record(group.trajectories[0])["weights"] == {"size": 0.5, "env": 3}
+    assert record(row(group.trajectories[0]))["weights"] == {"env": 3, "turns": 1, "size": 0.5, "slow_length": 1}
     Turns.closed = 0
     await made.close()
     assert Turns.closed == 1

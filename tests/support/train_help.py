@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.recipe.schema import Recipe
+from agentrl.rollout.trajectory_file import read_records
 
 NOISY = "train_plugins:Noisy"
 
@@ -37,6 +38,11 @@ def metrics(folder: Path) -> list[dict[str, Any]]:
 
 def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().split("\n") if line]
+
+
+def records(folder: Path, name: str) -> list[dict[str, Any]]:
+    """What a run folder holds of a step or evaluation, such as `step_1`."""
+    return read_records(folder / "trajectories" / f"{name}.parquet")
 
 
 def steady(row: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from paths import RECIPES
-from train_help import lines, metrics, small
+from train_help import metrics, records, small
 
 import agentrl
 from agentrl.cli import main
@@ -41,7 +41,7 @@ def test_real_rows_go_through_training_and_evaluation(tmp_path: Path, capsys: py
     run = tmp_path / "run"
     assert main.run(["train", RECIPE, f"env.source={source}", f"output={run}", *SMALL]) == 0
     assert [row["step"] for row in metrics(run)] == [0, 1, 2]
-    played = [t for step in (1, 2) for t in lines(run / "trajectories" / f"step_{step}.jsonl")]
+    played = [t for step in (1, 2) for t in records(run, f"step_{step}")]
     asked = {t["messages"][1]["content"] for t in played}
     assert asked <= {question for question, _ in ROWS}  # a tag in a question stays text, and nothing is cut
     assert all(t["messages"][0]["role"] == "system" and t["failure"] is None for t in played)
@@ -111,11 +111,11 @@ def test_prompts_that_do_not_fit_are_counted_said_and_left_out(
     assert "2 of 6 test prompts are longer than the 255 tokens that fit (longest: " in said
     assert " training prompts are longer than the 255 tokens that fit" in said
     assert said.count("): left out") == 2
-    played = [t for step in (1, 2, 3) for t in lines(tmp_path / "run" / "trajectories" / f"step_{step}.jsonl")]
+    played = [t for step in (1, 2, 3) for t in records(tmp_path / "run", f"step_{step}")]
     assert len(played) == 24
     assert all(int(t["task"].removeprefix("train-")) % 3 for t in played)
     assert all(t["tokens"]["prompt"] <= 255 and t["failure"] is None for t in played)
-    assert len(lines(tmp_path / "run" / "trajectories" / "eval_test_0.jsonl")) == 4
+    assert len(records(tmp_path / "run", "eval_test_0")) == 4
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ import torch
 from agentrl_envs.gsm8k.environment import Gsm8k
 from paths import SUPPORT
 from torch import Tensor
-from train_help import lines, metrics, small, steady
+from train_help import lines, metrics, records, small, steady
 from train_plugins import Book, HangsLater, Noisy, Stuck
 
 import agentrl
@@ -53,7 +53,7 @@ def moved(result: TrainResult) -> bool:
 
 
 def played(result: TrainResult, step: int) -> list[dict[str, Any]]:
-    return lines(result.folder / "trajectories" / f"step_{step}.jsonl")
+    return records(result.folder, f"step_{step}")
 
 
 def test_a_reward_that_raises_costs_its_own_samples_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -326,19 +326,21 @@ def test_what_strangers_code_raises_ends_a_run_in_one_line_and_saves_the_last_wh
 def test_a_bug_in_the_bookkeeping_takes_no_step_with_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    kept = journal.write_journal
+    kept, rows = journal.write_trajectories, {}
 
-    def write(folder: Path, name: str, *arguments: Any) -> Any:
-        if name == "step_2":
+    def write(path: Path, *arguments: Any) -> None:
+        if path.stem == "step_2":
             raise KeyError("ids")
-        return kept(folder, name, *arguments)
+        kept(path, *arguments)
+        rows[path.stem] = [row["step"] for row in metrics(tmp_path / "run")]
 
-    monkeypatch.setattr(journal, "write_journal", write)
+    monkeypatch.setattr(journal, "write_trajectories", write)
     code, said = command(trapped(tmp_path / "run", eval__splits=[]), tmp_path / "job.yaml", capsys)
     assert code == 2
     assert said.startswith("error: KeyError: 'ids' (")
     assert said.endswith(f"{SAVED}, {go_on(tmp_path / 'run')}")
     assert [row["step"] for row in metrics(tmp_path / "run")] == [0, 1, 2]
+    assert rows == {"step_1": [0]}  # a step's trajectories are there before its row
     assert "in write" in (tmp_path / "run" / "error.log").read_text()
 
 
@@ -377,12 +379,13 @@ def test_what_cannot_be_closed_or_reported_is_a_line_at_the_end_of_a_whole_run(
     monkeypatch.setitem(TRAPS, "close", (1, SystemExit(0)))
     folder = tmp_path / "run"
     (folder / "trajectories").mkdir(parents=True)
-    (folder / "trajectories" / "eval_test_0.jsonl").mkdir()  # what is in the way of a page
+    (folder / "trajectories" / "eval_other_0.jsonl").mkdir()  # what is in the way of a page
     result = agentrl.train(trapped(folder, train__steps=1, eval__splits=[]))
     said = capsys.readouterr().out
     assert result.steps == 1
     assert f"environment 'gsm8k' could not be closed: SystemExit: 0 ({Path(__file__).name}:" in said
-    assert "report.html could not be written: Is a directory" in said
+    assert "report.html could not be written: " in said
+    assert "eval_other_0.jsonl: cannot be read: Is a directory" in said
 
 
 SEPARATORS = "now\u2028and\u2029or\x85so\x0bon\x1cend"
@@ -412,9 +415,9 @@ def test_characters_that_some_call_line_ends_end_no_run(tmp_path: Path, capsys: 
     engine = {"engine": {"name": f"{HERE}:Separating"}, "env__name": f"{HERE}:Parting"}
     code, said = command(trapped(tmp_path / "run", train__steps=1, **engine), tmp_path / "job.yaml", capsys)
     assert (code, said) == (0, "")
-    records = lines(tmp_path / "run" / "trajectories" / "eval_test_1.jsonl")
-    assert len(records) == 4
-    assert {m["role"] for t in records for m in t["messages"] if SEPARATORS in m["content"]} == {"user", "assistant"}
+    kept = records(tmp_path / "run", "eval_test_1")
+    assert len(kept) == 4
+    assert {m["role"] for t in kept for m in t["messages"] if SEPARATORS in m["content"]} == {"user", "assistant"}
     page = (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
     assert "after step 1" in page
     assert SEPARATORS in page

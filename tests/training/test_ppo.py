@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from train_help import lines, metrics, small, steady
+from train_help import metrics, records, small, steady
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForSequenceClassification
 
 import agentrl
@@ -54,7 +54,7 @@ def run(classifier: str, tmp_path_factory: pytest.TempPathFactory) -> TrainResul
 
 def test_scores_are_a_part_of_the_reward(run: TrainResult) -> None:
     for row in metrics(run.folder)[1:]:
-        played = lines(run.folder / "trajectories" / f"step_{row['step']}.jsonl")
+        played = records(run.folder, f"step_{row['step']}")
         scores = [one["rewards"]["model"] for one in played]
         assert row["reward/model"] == pytest.approx(sum(scores) / len(scores), rel=1e-4)
         assert len(set(scores)) > 2

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from train_help import lines, metrics, small, steady
+from train_help import lines, metrics, records, small, steady
 from train_plugins import Noisy
 
 import agentrl
@@ -53,7 +53,7 @@ def same(a: TrainResult, b: TrainResult) -> None:
     for ours, theirs in zip(metrics(a.folder), metrics(b.folder), strict=True):
         assert steady(ours) == pytest.approx(steady(theirs), rel=1e-3, abs=2e-5)
     for step in range(1, a.steps + 1):
-        ours, theirs = (lines(r.folder / "trajectories" / f"step_{step}.jsonl") for r in (a, b))
+        ours, theirs = (records(r.folder, f"step_{step}") for r in (a, b))
         assert [t["messages"] for t in ours] == [t["messages"] for t in theirs]
     first, second = (AutoModelForCausalLM.from_pretrained(r.checkpoint).state_dict() for r in (a, b))
     for name, value in first.items():
@@ -93,10 +93,23 @@ def test_steps_after_the_checkpoint_are_written_anew(stopped: TrainResult, tmp_p
     folder = copied(stopped, tmp_path / "run")
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "reward/mean": 9}\n{"step": 5, "rew')
+    stored = folder / "trajectories"
+    shutil.copy(stored / "step_3.parquet", stored / "step_4.parquet")
+    shutil.copy(stored / "step_3.parquet", stored / "step_6.parquet")  # killed before its row of metrics
+    old = json.dumps({"request": "old", "messages": []})
+    for name in ("step_5.jsonl", "eval_test_6.jsonl", "in_flight.jsonl", "step_1.jsonl"):
+        (stored / name).write_text(old)
+    (stored / "step_1.parquet").unlink()  # of an older version
     resumed = resume_run(str(folder), overrides=["train.steps=4", "eval.every=0", "eval.splits=[]"])
     rows = metrics(resumed.folder)
     assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
     assert rows[4]["reward/mean"] < 3
+    assert {path.name for path in stored.iterdir()} == {
+        "step_1.jsonl", "step_2.parquet", "step_3.parquet", "step_4.parquet", "eval_test_0.parquet",
+        "eval_validation_3.parquet",
+    }  # fmt: skip
+    assert (stored / "step_1.jsonl").read_text() == old
+    assert {t["step"] for t in records(folder, "step_4")} == {4}
 
 
 def test_a_run_that_was_done_goes_on_when_it_is_given_more_steps(tmp_path: Path) -> None:
@@ -323,11 +336,7 @@ def every_step(folder: Path, kind: str) -> TrainResult:
 def test_interrupted_at_any_step_it_is_the_same_run_to_the_bit(tmp_path: Path, kind: str, steps: Sequence[int]) -> None:
     whole = every_step(tmp_path, kind)
     told = [steady(row) for row in metrics(whole.folder)]
-    drawn = [
-        row["task"]
-        for step in range(1, STEPS + 1)
-        for row in lines(whole.folder / "trajectories" / f"step_{step}.jsonl")
-    ]
+    drawn = [row["task"] for step in range(1, STEPS + 1) for row in records(whole.folder, f"step_{step}")]
     assert (
         len(set(drawn[: 5 * 4])) == len(set(drawn[5 * 4 : 10 * 4])) == 5
     )  # epochs end inside of step 3 and with step 5

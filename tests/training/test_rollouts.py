@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from train_help import lines, metrics, small
+from train_help import metrics, records, small
 
 import agentrl
 from agentrl.recipe.schema import Recipe
@@ -21,8 +21,8 @@ def job(output: Path, overlap: str, **changes: Any) -> Recipe:
 
 def tasks(result: TrainResult) -> Counter[str]:
     """How often each task was trained on, in samples."""
-    paths = (result.folder / "trajectories").glob("step_*.jsonl")
-    return Counter(t["task"] for path in paths for t in lines(path))
+    paths = (result.folder / "trajectories").glob("step_*")
+    return Counter(t["task"] for path in paths for t in records(result.folder, path.stem))
 
 
 @pytest.mark.slow

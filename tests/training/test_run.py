@@ -8,9 +8,10 @@ import sys
 from contextlib import ExitStack
 from pathlib import Path
 
+import numpy as np
 import pytest
 from paths import ROOT
-from train_help import lines, metrics, small
+from train_help import lines, metrics, records, small
 from train_plugins import Absent, Refusing
 
 import agentrl
@@ -19,6 +20,7 @@ from agentrl.cli import main
 from agentrl.errors import UserError
 from agentrl.models.load import resolve_types
 from agentrl.recipe.schema import Recipe
+from agentrl.rollout.trajectory_file import read_records
 from agentrl.training.loop import Loop
 from agentrl.training.run import TrainResult, resume_run
 from agentrl.training.trackers import Trackers
@@ -67,11 +69,16 @@ def test_metrics_hold_the_named_keys_and_one_row_a_step(result: TrainResult) -> 
 @pytest.mark.slow
 def test_metrics_agree_with_each_other_and_with_the_trajectories(result: TrainResult) -> None:
     for row in metrics(result.folder)[1:]:
-        played = lines(result.folder / "trajectories" / f"step_{row['step']}.jsonl")
+        played = records(result.folder, f"step_{row['step']}")
         assert len(played) == 8
         assert sum(row[f"stop/{t}"] for t in ("stop", "length", "max_turns", "max_tool_calls")) == 8
         assert row["reward/mean"] == pytest.approx(sum(t["reward"] for t in played) / 8)
         assert row["rollout/tokens"] == sum(t["tokens"]["sampled"] for t in played)
+        assert {(t["step"], t["split"], t["environment"], t["left_out"]) for t in played} == {
+            (row["step"], "train", "gsm8k", None)
+        }
+        assert [(t["group"], t["sample"]) for t in played] == [(group, n) for group in (0, 1) for n in range(4)]
+        assert len({t["seed"] for t in played}) == 8
         assert row["groups/varied"] == 2
         calls = [u for t in played for u in t["tool_uses"] if u["name"] == "calculator"]
         assert row["tool/calculator/calls"] == len(calls) > 0
@@ -90,7 +97,25 @@ def test_the_reference_stays_while_the_policy_moves(result: TrainResult) -> None
 @pytest.mark.slow
 def test_evaluations_are_kept_too(result: TrainResult) -> None:
     names = {path.name for path in (result.folder / "trajectories").iterdir()}
-    assert names == {"step_1.jsonl", "step_2.jsonl", "step_3.jsonl", "eval_test_0.jsonl", "eval_test_3.jsonl"}
+    assert names == {f"{name}.parquet" for name in ("step_1", "step_2", "step_3", "eval_test_0", "eval_test_3")}
+
+
+@pytest.mark.slow
+def test_tokens_are_kept_with_what_the_update_made_of_them(result: TrainResult) -> None:
+    (row,) = [row for row in metrics(result.folder) if row["step"] == 2]
+    played = read_records(result.folder / "trajectories" / "step_2.parquet", tokens=True)
+    apart = []
+    for t in played:
+        mask = np.array(t["loss_mask"], bool)
+        assert len(t["ids"]) == t["tokens"]["all"]
+        assert set(np.array(t["weight_version"])[mask].tolist()) == {1}  # one update lies behind the weights
+        assert not np.array(t["advantages"])[~mask].any()
+        assert not np.array(t["trainer_logprobs"])[~mask].any()
+        apart += np.abs(np.array(t["trainer_logprobs"]) - np.array(t["logprobs"]))[mask].tolist()
+    assert max(apart) == pytest.approx(row["mismatch/logprob_max"], rel=1e-3, abs=1e-7)
+    assert {np.sign(t["advantages"][-1]) for t in played} == {1, -1}
+    evaluated = read_records(result.folder / "trajectories" / "eval_test_0.parquet", tokens=True)
+    assert {(t["advantages"], t["evaluation"], t["split"]) for t in evaluated} == {(None, True, "test")}
 
 
 @pytest.mark.slow

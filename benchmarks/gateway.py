@@ -60,6 +60,7 @@ class Instant:
     """An engine that answers at once."""
 
     max_context = 1 << 30
+    streams = False
 
     def __init__(self) -> None:
         self.ids = [*map(ord, ANSWER), 1]
@@ -70,6 +71,8 @@ class Instant:
         return Generation(list(self.ids), self.logprobs, GenerationFinish.STOP)
 
     def finish(self, request_id: str) -> None: ...
+
+    def fork(self, request_id: str, others: Sequence[str]) -> None: ...
 
     def abort(self, request_id: str | None = None) -> None: ...
 

@@ -19,6 +19,7 @@ from agentrl.plugins.types import Json, Message
 from agentrl.trajectory import Segment, Turn
 
 Key = bytes
+_RELATIVES = 64
 
 
 @dataclass(slots=True, eq=False)
@@ -124,6 +125,12 @@ class ConversationTree:
         self.tokens += len(given)
         self._by_call[id(call)] = node
         return node
+
+    def relatives(self, node: Node) -> list[str]:
+        """Return names of branches that may begin like that of `node`: its parent's, and the latest others."""
+        names = [branch.name for branch in self.branches[-_RELATIVES:]]
+        parent = [node.parent.branch.name] if node.parent is not None else []
+        return [name for name in dict.fromkeys([*parent, *names]) if name != node.branch.name]
 
     def measure(self, call: Call) -> int:
         """Return the tokens that the prompt of a call would have, without adding it."""

@@ -153,7 +153,9 @@ async def test_a_history_that_was_changed_begins_a_branch_at_the_last_answer_tha
         await said(client, [*edited, user("three")])
         await said(client, [user("new")])
 
-    found = await played(solve, by_count())
+    engine = ScriptedEngine(by_count())
+    found = await played(solve, engine)
+    assert list(engine.forks.values()) == [["t#0.1"], ["t#0.1", "t#0.1/1"]]
     assert [s.parent for s in found.segments] == [-1, 0, 0, 2, -1]
     assert trained(found) == ["a1", "a2", "a3", "a4", "a5"]
     assert found.extra["gateway"]["forks"] == 2

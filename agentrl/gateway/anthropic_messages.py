@@ -18,7 +18,7 @@ from agentrl.gateway.chat_completions import (
 from agentrl.gateway.stream import Writer
 from agentrl.plugins.types import Json, Message
 
-_ASKED = ("temperature", "top_p", "top_k", "thinking")
+_ASKED = frozenset(("temperature", "top_p", "top_k", "thinking"))
 _STOP = {Finish.STOP: "end_turn", Finish.LENGTH: "max_tokens", Finish.TOOLS: "tool_use"}
 _KINDS = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large", 429: "rate_limit_error"}
 
@@ -43,7 +43,7 @@ class AnthropicMessages:
             max_tokens=count(body.get("max_tokens"), "max_tokens"),
             stream=bool(body.get("stream")),
             model=str(body.get("model", "")),
-            asked={key: body[key] for key in _ASKED if body.get(key) is not None},
+            asked={key: value for key, value in body.items() if key in _ASKED and value is not None},
         )
 
     def render(self, found: Completion, call: Call) -> dict[str, Any]:

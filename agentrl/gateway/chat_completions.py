@@ -9,7 +9,9 @@ from agentrl.gateway.call import Call, Completion, GatewayError
 from agentrl.gateway.stream import Writer
 from agentrl.plugins.types import Json, Message
 
-ASKED = ("temperature", "top_p", "top_k", "seed", "presence_penalty", "frequency_penalty", "reasoning_effort")
+ASKED = frozenset(
+    ("temperature", "top_p", "top_k", "seed", "presence_penalty", "frequency_penalty", "reasoning_effort")
+)
 """Parameters of sampling that the recipe decides; what the agent asked for is recorded."""
 
 UNREADABLE = "unreadable_arguments"
@@ -38,7 +40,7 @@ class ChatCompletions:
             usage_in_stream=bool(mapping(body.get("stream_options"), "stream_options").get("include_usage")),
             logprobs=bool(body.get("logprobs")),
             model=str(body.get("model", "")),
-            asked={key: body[key] for key in ASKED if body.get(key) is not None},
+            asked={key: value for key, value in body.items() if key in ASKED and value is not None},
         )
 
     def render(self, found: Completion, call: Call) -> dict[str, Any]:
@@ -211,9 +213,9 @@ def _logprobs(found: Completion) -> dict[str, Any]:
 
 def refuse(body: Mapping[str, Any], served: Mapping[str, Any]) -> None:
     """Raise GatewayError where a key of `served` has another value than the one that is served, or an empty one."""
-    for key, value in served.items():
-        given = body.get(key)
-        if given is not None and given != value and given not in ([], {}, 0, False):
+    for key in served.keys() & body.keys():
+        given = body[key]
+        if given is not None and given != served[key] and given not in ([], {}, 0, False):
             raise GatewayError(f"{key}: {json.dumps(given)[:80]} is not served here")
 
 

@@ -21,6 +21,7 @@ from agentrl.gateway.chat_completions import (
 from agentrl.gateway.stream import Writer
 from agentrl.plugins.types import Json, Message
 
+_ASKED = ASKED | {"reasoning"}
 Previous = Callable[[str], tuple[Message, ...]]
 
 
@@ -50,7 +51,7 @@ class Responses:
             max_tokens=count(body.get("max_output_tokens"), "max_output_tokens"),
             stream=bool(body.get("stream")),
             model=str(body.get("model", "")),
-            asked={key: body[key] for key in (*ASKED, "reasoning") if body.get(key) is not None},
+            asked={key: value for key, value in body.items() if key in _ASKED and value is not None},
         )
 
     def render(self, found: Completion, call: Call) -> dict[str, Any]:

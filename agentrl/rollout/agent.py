@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 from agentrl.chat.base import Chat, ParsedCall, Streaming
@@ -378,6 +379,7 @@ class AgentDriver(Driver):
             self._forget_id(request, branch.name)
 
 
+@lru_cache
 def _public(request_id: str) -> str:
     """Return a rollout's id as ids of completions begin with it: letters, digits and dashes alone."""
     return "".join(c if c.isalnum() and c.isascii() else "-" for c in request_id)

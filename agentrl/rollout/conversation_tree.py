@@ -142,8 +142,9 @@ class ConversationTree:
         node.branch.ids.fromlist(generation.ids)
         self.tokens += len(generation.ids)
         node.end, node.generation, node.answer = len(node.branch.ids), generation, message
-        self._by_key.setdefault(_after(node.keys[-1], message), []).append(node)
-        self._answers[_canonical(message)] = node
+        canonical = _canonical(message)
+        self._by_key.setdefault(_digest(node.keys[-1], canonical), []).append(node)
+        self._answers[canonical] = node
 
     def give_up(self, node: Node) -> None:
         """Take back the prompt of a call that came to nothing, so that another can go on from its parent."""
@@ -153,7 +154,7 @@ class ConversationTree:
 
     def _branch(self, parent: Node | None, given: list[int]) -> Branch:
         if parent is not None and len(parent.branch.ids) == parent.end:
-            parent.branch.ids.extend(given)
+            parent.branch.ids.fromlist(given)
             return parent.branch
         before = parent.branch.ids[: parent.end] if parent is not None else array("i")
         name = f"{self.name}/{len(self.branches)}" if self.branches else self.name
@@ -257,8 +258,11 @@ def _after(key: Key, message: Message) -> Key:
 
 def _canonical(message: Message) -> bytes:
     """Return what a message says, whatever an agent made of its form: ids, thinking and the order of keys left out."""
-    calls = [[call["function"]["name"], call["function"]["arguments"]] for call in message.get("tool_calls", ())]
-    return _written([message["role"], message["content"] or "", calls])
+    text = f"{message['role']}:{message['content'] or ''}".encode("utf-8", "surrogatepass")
+    if not message.get("tool_calls"):
+        return text
+    calls = [[call["function"]["name"], call["function"]["arguments"]] for call in message["tool_calls"]]
+    return b"%d:%b%b" % (len(text), text, _written(calls))
 
 
 _encode = json.JSONEncoder(sort_keys=True, ensure_ascii=False).encode

@@ -8,7 +8,6 @@ import json
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from json.decoder import scanstring
 from typing import Any, Protocol
 
 from agentrl.gateway.call import Call, GatewayError
@@ -101,7 +100,9 @@ def _read(body: bytes, key: str) -> tuple[dict[str, Any], int, int]:
         at = _skipped(text, at + 1)
         closed = text[at : at + 1] == "}"
         while not closed:
-            name, at = _string(text, at)
+            if text[at : at + 1] != '"':
+                raise ValueError("a key is no text")
+            name, at = _value(text, at)
             start = _skipped(text, _after(text, at, ":"))
             found[name], at = _value(text, start)
             if name == key:
@@ -116,12 +117,6 @@ def _read(body: bytes, key: str) -> tuple[dict[str, Any], int, int]:
     if len(text) != len(body) and head:
         head, end = len(text[:head].encode("utf-8", "surrogatepass")), len(text[:end].encode("utf-8", "surrogatepass"))
     return found, head, end
-
-
-def _string(text: str, at: int) -> tuple[str, int]:
-    if text[at : at + 1] != '"':
-        raise ValueError("a key is no string")
-    return scanstring(text, at + 1, True)
 
 
 def _after(text: str, at: int, sign: str) -> int:

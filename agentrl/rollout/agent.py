@@ -320,7 +320,8 @@ class AgentDriver(Driver):
     ) -> AsyncRolloutRequest:
         plain = super().request(task, sample, seed=seed, attempt=attempt, opening=opening)
         request = AgentRequest(plain.id, task, sample, plain.seed, opening=plain.opening)
-        request.tree, request.train_auxiliary = ConversationTree(plain.id, self._chat), self.section.train_auxiliary
+        request.tree = ConversationTree(plain.id, self._chat, self.section.history)
+        request.train_auxiliary = self.section.train_auxiliary
         return request
 
     def _open(self, request: AsyncRolloutRequest) -> None:

@@ -111,7 +111,7 @@ async def test_a_loop_on_a_vendors_sdk_is_one_conversation(solve: Solve) -> None
         *["assistant", "tool"] * 2,
         "assistant",
     ]
-    assert found.extra["gateway"] == {"calls": 3, "forks": 0, "retries": 0, "auxiliary": 0}
+    assert found.extra["gateway"] == {"calls": 3, "forks": 0, "retries": 0, "auxiliary": 0, "dropped_thinking": 0}
 
 
 async def raw(client: AgentClient, messages: list[Any], headers: dict[str, str] | None = None, **body: Any) -> Any:
@@ -229,7 +229,7 @@ async def test_a_call_that_the_sdk_sends_again_joins_the_first() -> None:
 
     found = await played(solve, ScriptedEngine(["a"], seconds=0.1))
     assert len(found.turns) == 1
-    assert found.extra["gateway"] == {"calls": 1, "forks": 0, "retries": 2, "auxiliary": 0}
+    assert found.extra["gateway"] == {"calls": 1, "forks": 0, "retries": 2, "auxiliary": 0, "dropped_thinking": 0}
 
 
 async def test_calls_run_side_by_side_and_stand_in_the_order_in_which_they_began() -> None:

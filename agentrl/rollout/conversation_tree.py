@@ -191,7 +191,8 @@ class ConversationTree:
     def _without_thinking(self, parent: Node, given: Sequence[int], call: Call) -> list[int] | None:
         """Return the prompt as the template writes it, where that lacks thinking which stands in the path of `parent`;
         None: it lacks none."""
-        messages, thoughts, node = list(call.messages), list[str](), parent
+        messages, thoughts = list(call.messages), list[str]()
+        node: Node | None = parent
         while node is not None and self.chat.rewrites_history is not None:
             if node.answer is not None and (thought := node.answer.get("reasoning_content")):
                 thoughts.append(thought)

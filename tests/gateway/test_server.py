@@ -386,6 +386,21 @@ async def test_a_client_that_leaves_is_noticed(monkeypatch: pytest.MonkeyPatch) 
     assert sorted(endpoint.losses) == ["t-1", "t-2"]
 
 
+async def test_a_client_that_leaves_in_the_middle_of_a_text_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "KEEP_ALIVE_SECONDS", 0.02)
+    endpoint = Scripted(TEXT, seconds=0.3)
+    endpoint.spoken = [("content", "Hello"), ("content", ", you")]
+    async with served(endpoint) as (url, key):
+        async with aiohttp.ClientSession(headers={"x-api-key": key}) as session:
+            await left(session, url, True)
+        endpoint.heard.set()
+        async with asyncio.timeout(5):
+            while len(endpoint.losses) < 1:
+                endpoint.heard.set()
+                await asyncio.sleep(0.01)
+    assert endpoint.losses == ["t-1"]
+
+
 async def left(session: aiohttp.ClientSession, url: str, stream: bool) -> None:
     """Close the connection before the answer, or in the middle of a stream."""
     body = {"messages": [], "stream": stream}

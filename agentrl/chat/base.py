@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from agentrl.plugins.types import Json, Message
 
@@ -33,6 +33,15 @@ class ParsedTurn:
     """Tool calls in the order in which they were written."""
     reasoning: str | None = None
     """Thinking, or None where there is none."""
+
+
+class Said(NamedTuple):
+    """A piece of what an assistant says while its turn is sampled."""
+
+    kind: str
+    """`content` or `reasoning`, as in `ParsedTurn`."""
+    text: str
+    """Follows the pieces of the same kind before it."""
 
 
 class Chat(Protocol):
@@ -83,4 +92,23 @@ class Measuring(Protocol):
 
     def lengths(self, openings: Sequence[Opening]) -> list[int]:
         """Return `len(render(*opening))` of each opening, exactly."""
+        ...
+
+
+class PartialTurn(Protocol):
+    """What is certain of a turn while it is sampled."""
+
+    def add(self, ids: Sequence[int]) -> list[Said]:
+        """Return what is certain now and was not before. ids: sampled since the last call.
+
+        The pieces of a kind are, joined, the beginning of what `Chat.parse` makes of all ids of the turn."""
+        ...
+
+
+@runtime_checkable
+class Streaming(Protocol):
+    """A chat that reads turns while they are sampled."""
+
+    def stream(self) -> PartialTurn | None:
+        """Return a reader for one turn; None: this model's turns can be read whole only."""
         ...

@@ -5,11 +5,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from agentrl.chat.base import Opening, ParsedTurn
-from agentrl.chat.encode import Encoder, Marks
+from agentrl.chat.encode import Encoder, Marks, PartialText
 from agentrl.chat.frame import Frame, Shape, content_text, shape_of
 from agentrl.chat.frame_maker import FrameMaker
 from agentrl.chat.parse import TurnParser
 from agentrl.chat.probe import TurnEnds
+from agentrl.chat.stream import TurnStream
 from agentrl.chat.template import Template, TemplateRefusalError
 from agentrl.errors import UserError
 from agentrl.plugins.types import Json, Message
@@ -152,6 +153,10 @@ class BridgeChat:
     def parse(self, turn_ids: Sequence[int]) -> ParsedTurn:
         """See `Chat.parse`."""
         return self._parser.parse(turn_ids)
+
+    def stream(self) -> TurnStream:
+        """See `Streaming.stream`."""
+        return self._parser.stream(PartialText(self._encoder))
 
     def decode(self, ids: Sequence[int]) -> str:
         """See `Chat.decode`."""

@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from typing import Any
 
 from agentrl.errors import UserError
@@ -111,6 +112,14 @@ class Encoder:
         text: str = self._full.decode(ids, skip_special_tokens=False)
         return text
 
+    @cached_property
+    def byte_ids(self) -> frozenset[int]:
+        """Ids that are single bytes (`<0x0A>`), which the decoder joins: one can undo what those before it spell."""
+        if "ByteFallback" not in json.dumps(json.loads(self._full.to_str())["decoder"]):
+            return frozenset()
+        ids = (self._full.token_to_id(f"<0x{byte:02X}>") for byte in range(256))
+        return frozenset(i for i in ids if i is not None)
+
     def split(self, text: str) -> list[tuple[int | None, str]]:
         """Return the text cut at its structural tokens: (id, token) and (None, what lies between and is not
         swallowed)."""
@@ -143,6 +152,29 @@ class Encoder:
         for token, piece in self.split(text):
             ids += [token] if token is not None else self.plain(marks.restored(piece))
         return ids
+
+
+class PartialText:
+    """The text of ids as they come: what `add` returns is, joined, the beginning of `Encoder.decode` of all of them."""
+
+    def __init__(self, encoder: Encoder) -> None:
+        self._encoder = encoder
+        self._known: list[int] = []  # the last ids of which the text was returned
+        self._new: list[int] = []
+        self._lost = False
+
+    def add(self, ids: Sequence[int]) -> str:
+        """Return the text that further ids made certain; a character that may be incomplete is not."""
+        self._new += ids
+        if not self._new or self._new[-1] in self._encoder.byte_ids or self._lost:
+            return ""
+        before = self._encoder.decode(self._known)
+        text = self._encoder.decode([*self._known, *self._new])
+        if text.endswith("\ufffd"):
+            return ""
+        self._lost = not text.startswith(before)  # a decoder that looks further back than this
+        self._known, self._new = self._new, []
+        return "" if self._lost else text[len(before) :]
 
 
 class Marks:

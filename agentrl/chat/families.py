@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from agentrl.chat.base import Opening, ParsedCall, ParsedTurn
+from agentrl.chat.base import Opening, ParsedCall, ParsedTurn, PartialTurn
 from agentrl.chat.bridge import BridgeChat
 from agentrl.chat.frame import content_text
 from agentrl.chat.template import Template, TemplateRefusalError
@@ -240,6 +240,10 @@ class FamilyChat:
         )
         calls = tuple(_parsed(call) for call in found.tool_calls)
         return ParsedTurn(found.content.strip(), calls, found.reasoning_content or None)
+
+    def stream(self) -> PartialTurn | None:
+        """See `Streaming.stream`. The family's own parser reads whole turns only."""
+        return self._bridge.stream() if self._bridge.call_format is not None else None
 
     def decode(self, ids: Sequence[int]) -> str:
         """See `Chat.decode`."""

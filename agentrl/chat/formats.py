@@ -34,6 +34,8 @@ class Reading:
     """Pieces of thinking."""
 
 
+CHANNELS, BARE = "channels", "bare JSON"
+
 BodyReader = Callable[[str, str, Schemas], list[ParsedCall]]
 """(what stands between the tags, the same with its tags, the tools' types) -> calls."""
 
@@ -44,11 +46,13 @@ it: -1 where the body's grammar does not tell, the text's length where it stands
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """name: for people. marker: what must occur in a text with calls. read: text, whether the turn ended, types."""
+    """name: for people. marker: what must occur in a text with calls. read: text, whether the turn ended, types.
+    dropped: wrappers around all calls, which are no content."""
 
     name: str
     marker: str
     read: Callable[[str, bool, Schemas], Reading]
+    dropped: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)
@@ -104,7 +108,7 @@ def _tagged(
             reading.content = [piece.replace(wrapper, "") for piece in reading.content]
         return reading
 
-    return Format(name, opening, read)
+    return Format(name, opening, read, dropped)
 
 
 def _after_json(*leads: str, closing: str, tail: str = "") -> Reach:
@@ -340,27 +344,28 @@ def _mistral_reach(text: str, at: int, first: int) -> int:
 
 
 _muse_body = _invoke_tags("atem:")
-_START, _MESSAGE = "<|start|>assistant", "<|message|>"
-_MUSE, _MUSE_END = "<atem:function_calls>", "</atem:function_calls>"
+START, MESSAGE = "<|start|>assistant", "<|message|>"
+MESSAGE_ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|eom|>", "<|eot|>", START)
+MUSE, _MUSE_END = "<atem:function_calls>", "</atem:function_calls>"
 _MUSE_REACH = re.compile(rf"</atem:invoke>\s*{_MUSE_END}")
-_MESSAGE_END = re.compile(r"<\|(?:end|call|return|eom|eot)\|>|<\|start\|>assistant")
+_MESSAGE_END = re.compile("|".join(map(re.escape, MESSAGE_ENDS)))
 
 
 def _read_channels(text: str, closed: bool, schemas: Schemas) -> Reading:
     """Return messages with headers (`to=`, `<|channel|>`), the first of which stands in the generation prompt."""
     reading = Reading()
-    whole, left = text + _START, 4 * len(text)
+    whole, left = text + START, 4 * len(text)
     at = 0
     while at < len(text):
-        start = at + len(_START) if whole.startswith(_START, at) else at
-        following = whole.find(_START, start)
-        mark = whole.find(_MESSAGE, start, following)
+        start = at + len(START) if whole.startswith(START, at) else at
+        following = whole.find(START, start)
+        mark = whole.find(MESSAGE, start, following)
         if mark < 0:
             reading.content.append(whole[start:following])
             at = following
             continue
-        to, thought = _recipient(whole[start:mark])
-        inner = mark + len(_MESSAGE)
+        to, thought = recipient(whole[start:mark])
+        inner = mark + len(MESSAGE)
         end = _message_end(whole, inner)
         if thought:
             reading.reasoning.append(whole[inner:end])
@@ -369,11 +374,13 @@ def _read_channels(text: str, closed: bool, schemas: Schemas) -> Reading:
         elif end == len(text) and not closed and not _is_muse(whole[inner:end]):
             reading.calls.append(failed(whole[start:end], "it is not finished", to))
         else:
+            if to in ("", "user"):
+                reading.content.append(whole[inner:end].partition(MUSE)[0])
             bodies = _Bodies(whole, schemas, partial(_message_body, to), _message_reach, left)
             calls, end = bodies.read(start, inner, end, 0)
             reading.calls += calls
             left = bodies.left
-        at = whole.find(_START, end)
+        at = whole.find(START, end)
     return reading
 
 
@@ -383,7 +390,7 @@ def _message_end(text: str, at: int) -> int:
     return match.start()
 
 
-def _recipient(head: str) -> tuple[str, bool]:
+def recipient(head: str) -> tuple[str, bool]:
     """Return whom a message is for, and whether it is a thought."""
     to = head.partition("to=")[2].partition("<")[0].strip().partition(" ")[0]
     channel = head.partition("<|channel|>")[2].strip().partition(" ")[0].partition("<")[0]
@@ -391,13 +398,13 @@ def _recipient(head: str) -> tuple[str, bool]:
 
 
 def _is_muse(body: str) -> bool:
-    return _MUSE in body and not body.lstrip().startswith("{")
+    return MUSE in body and not body.lstrip().startswith("{")
 
 
 def _message_body(to: str, body: str, raw: str, schemas: Schemas) -> list[ParsedCall]:
     if not _is_muse(body):
         return [named_json(to, body, raw)]
-    inner, ended, _ = body.partition(_MUSE)[2].rpartition(_MUSE_END)
+    inner, ended, _ = body.partition(MUSE)[2].rpartition(_MUSE_END)
     return _muse_body(inner, raw, schemas) if ended else [failed(raw, f"it is not closed by {_MUSE_END}", to)]
 
 
@@ -470,6 +477,6 @@ FORMATS = (
     _json_in("JSON in <|tool_call|>", "<|tool_call|>", "<|/tool_call|>"),
     _json_in("JSON in <function_call>", "<function_call>", "</function_call>"),
     Format("Mistral calls", _MISTRAL, _read_mistral),
-    Format("channels", _MESSAGE, _read_channels),
-    Format("bare JSON", "{", _read_bare),
+    Format(CHANNELS, MESSAGE, _read_channels),
+    Format(BARE, "{", _read_bare),
 )

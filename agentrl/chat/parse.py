@@ -5,8 +5,10 @@ from typing import Any
 
 from agentrl.chat.base import ParsedTurn
 from agentrl.chat.calls import Schemas
-from agentrl.chat.formats import FORMATS, HERMES, Format
+from agentrl.chat.encode import PartialText
+from agentrl.chat.formats import BARE, CHANNELS, FORMATS, HERMES, Format
 from agentrl.chat.probe import THINKING, after, generation_prompt
+from agentrl.chat.stream import TurnStream
 from agentrl.chat.template import KEY, USER, Template, TemplateRefusalError, call_name, call_value, probe_turn, shared
 from agentrl.plugins.types import Json, Message
 
@@ -25,7 +27,8 @@ class TurnParser:
         tools: Sequence[dict[str, Json]],
     ) -> None:
         self.format = find_format(template)
-        self._formats = (self.format,) if self.format else tuple(f for f in FORMATS if f.name != "bare JSON")
+        unknown = [f for f in FORMATS if f.name != BARE and (f.name != CHANNELS or f.marker in template.source)]
+        self._formats = (self.format,) if self.format else tuple(unknown)
         self._decode, self.stops, self._schemas = decode, frozenset(stop_ids), Schemas(tools)
         prompt = generation_prompt(template)
         pairs = [(opening.strip(), closing) for opening, closing in THINKING]
@@ -43,6 +46,10 @@ class TurnParser:
         closed = len(turn_ids) > 0 and turn_ids[-1] in self.stops
         text = self._decode(turn_ids[:-1] if closed else turn_ids)
         return self.parse_text(text, closed=closed)
+
+    def stream(self, text: PartialText) -> TurnStream:
+        """Return a reader of one turn while it is sampled. text: of its ids."""
+        return TurnStream(text, self._formats, self._thinking, self.stops)
 
     def parse_text(self, text: str, *, closed: bool) -> ParsedTurn:
         """Return the same from text without its stop token."""

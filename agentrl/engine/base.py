@@ -1,7 +1,8 @@
 """`Engine`: the contract of an engine, which samples token ids after token ids."""
 
+import asyncio
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -70,6 +71,19 @@ class Generation:
     during the turn."""
 
 
+OnTokens = Callable[[Sequence[int]], None]
+"""Is given sampled ids as they come, in the event loop's thread; must be quick."""
+
+
+def tell(on_tokens: OnTokens, ids: Sequence[int]) -> None:
+    """Call `on_tokens` in the event loop's thread; what it raises goes to the loop's handler, and no further."""
+    try:
+        on_tokens(ids)
+    except Exception as error:  # noqa: BLE001 - the boundary to whoever reads along
+        told = {"message": "on_tokens of Engine.generate raised", "exception": error}
+        asyncio.get_running_loop().call_exception_handler(told)
+
+
 class EngineError(PlainError):
     """An error of the engine: the request becomes FAILED with boundary `engine`, without a reward."""
 
@@ -84,6 +98,9 @@ class Engine(Protocol):
     in_process: ClassVar[bool] = False
     """Whether the engine computes with the run's model in this process: it is then given the weights also where they
     are trained in others."""
+
+    streams: ClassVar[bool] = False
+    """Whether `generate` calls `on_tokens`; where not, it is not given any."""
 
     chat: Chat | None = None
     """The engine's own chat if `brings_chat`."""
@@ -110,13 +127,23 @@ class Engine(Protocol):
         ...
 
     @abstractmethod
-    async def generate(self, ids: Sequence[int], sampling: Sampling, request_id: str) -> Generation:
+    async def generate(
+        self, ids: Sequence[int], sampling: Sampling, request_id: str, on_tokens: OnTokens | None = None
+    ) -> Generation:
         """Sample one turn after the prompt `ids`. Raises EngineError.
 
         Calls with the same `request_id` are turns of one conversation. Each prompt begins with the previous prompt and
         answer, so that their cached state may be kept until `finish(request_id)`.
+
+        on_tokens: called with the ids that were sampled since its last call, each id once and in order, the last ones
+        before this returns: together they are `Generation.ids`. What it raises is logged by the event loop.
         """
         ...
+
+    def fork(self, request_id: str, others: Sequence[str]) -> None:
+        """Note that the first prompt of the new conversation `request_id` begins like the conversations `others`, as
+        far as it does, so that their cached state may serve it too. An engine that finds that out itself ignores it."""
+        return None
 
     def finish(self, request_id: str) -> None:
         """Free the state kept for a conversation that has ended. Unknown ids are ignored."""

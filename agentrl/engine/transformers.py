@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
-from agentrl.engine.base import Engine, EngineError, Generation, GenerationFinish, Sampling
+from agentrl.engine.base import Engine, EngineError, Generation, GenerationFinish, OnTokens, Sampling
 from agentrl.engine.local.choose import PROBE_TOKENS, TOLERANCE
 from agentrl.engine.local.engine import context_of, copy_into
 from agentrl.engine.local.module_runner import evaluating
@@ -32,6 +32,7 @@ class _Row:
     room: int
     key: int
     future: "asyncio.Future[Generation]"
+    on_tokens: OnTokens | None = None
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     aborted: bool = False
@@ -68,6 +69,8 @@ class _Chooser:
             if row.finish is None:
                 row.ids.append(token)
                 row.logprobs.append(logprob)
+                if row.on_tokens is not None:  # this is a thread of its own
+                    row.future.get_loop().call_soon_threadsafe(row.on_tokens, (token,))
         chosen = torch.from_numpy(tokens).to(scores.device)[:, None]
         return torch.full_like(scores, -torch.inf).scatter_(1, chosen, 0.0)
 
@@ -89,6 +92,7 @@ class TransformersEngine(Engine):
     """
 
     in_process: ClassVar[bool] = True
+    streams: ClassVar[bool] = True
 
     def __init__(self, model: Any, *, max_batch: int, max_context: int | None = None, overlap: bool = False) -> None:
         if max_batch < 1:
@@ -113,7 +117,9 @@ class TransformersEngine(Engine):
     def max_context(self) -> int:
         return self._context
 
-    async def generate(self, ids: Sequence[int], sampling: Sampling, request_id: str) -> Generation:
+    async def generate(
+        self, ids: Sequence[int], sampling: Sampling, request_id: str, on_tokens: OnTokens | None = None
+    ) -> Generation:
         """See `Engine.generate`. A prompt that leaves no room for an answer gives no ids and finish `length`. Raises
         EngineError on an empty prompt, ids outside the vocabulary, or a second call for a request that is running."""
         prompt = self._checked(ids, request_id)
@@ -121,7 +127,7 @@ class TransformersEngine(Engine):
         if room <= 0:
             return Generation([], [], GenerationFinish.LENGTH, self._version)
         key = secrets.randbits(64) if sampling.seed is None else key_of(sampling.seed)
-        row = _Row(request_id, prompt, sampling, room, key, asyncio.get_running_loop().create_future())
+        row = _Row(request_id, prompt, sampling, room, key, asyncio.get_running_loop().create_future(), on_tokens)
         self._waiting.append(row)
         self._start()
         try:

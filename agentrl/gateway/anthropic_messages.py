@@ -11,14 +11,14 @@ from agentrl.gateway.chat_completions import (
     encode,
     event,
     mapping,
-    pieces,
     text_of,
     tool_call,
     tool_schema,
 )
+from agentrl.gateway.stream import Writer
 from agentrl.plugins.types import Json, Message
 
-_ASKED = ("temperature", "top_p", "top_k", "thinking")
+_ASKED = frozenset(("temperature", "top_p", "top_k", "thinking"))
 _STOP = {Finish.STOP: "end_turn", Finish.LENGTH: "max_tokens", Finish.TOOLS: "tool_use"}
 _KINDS = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large", 429: "rate_limit_error"}
 
@@ -43,33 +43,17 @@ class AnthropicMessages:
             max_tokens=count(body.get("max_tokens"), "max_tokens"),
             stream=bool(body.get("stream")),
             model=str(body.get("model", "")),
-            asked={key: body[key] for key in _ASKED if body.get(key) is not None},
+            asked={key: value for key, value in body.items() if key in _ASKED and value is not None},
         )
 
     def render(self, found: Completion, call: Call) -> dict[str, Any]:
         """Return the answer as an object."""
-        return {
-            "id": f"msg_{found.id}",
-            "type": "message",
-            "role": "assistant",
-            "model": call.model,
-            "content": list(_blocks(found)),
-            "stop_reason": _STOP[found.finish],
-            "stop_sequence": None,
-            "usage": {"input_tokens": found.prompt_tokens, "output_tokens": found.completion_tokens},
-        }
+        usage = {"input_tokens": found.prompt_tokens, "output_tokens": found.completion_tokens}
+        return _message(found.id, call, list(_blocks(found)), _STOP[found.finish], usage)
 
-    def events(self, found: Completion, call: Call) -> Iterator[bytes]:
-        """Yield the answer as server-sent events."""
-        whole = self.render(found, call)
-        usage = whole["usage"]
-        begun = {**whole, "content": [], "stop_reason": None, "usage": {**usage, "output_tokens": 0}}
-        yield _event("message_start", {"message": begun})
-        for index, block in enumerate(whole["content"]):
-            yield from _block_events(index, block)
-        delta = {"stop_reason": whole["stop_reason"], "stop_sequence": None}
-        yield _event("message_delta", {"delta": delta, "usage": {"output_tokens": usage["output_tokens"]}})
-        yield _event("message_stop", {})
+    def writer(self, call: Call) -> Writer:
+        """Return what writes an answer as server-sent events."""
+        return _MessageWriter(call)
 
     def error(self, error: GatewayError) -> dict[str, Any]:
         """Return the body of an error."""
@@ -129,29 +113,85 @@ def _tools(body: Mapping[str, Any]) -> tuple[dict[str, Json], ...]:
     return () if choice == "none" else tuple(tools)
 
 
+def _message(
+    completion_id: str, call: Call, content: list[Any], stop: str | None, usage: Mapping[str, int]
+) -> dict[str, Any]:
+    return {
+        "id": f"msg_{completion_id}",
+        "type": "message",
+        "role": "assistant",
+        "model": call.model,
+        "content": content,
+        "stop_reason": stop,
+        "stop_sequence": None,
+        "usage": usage,
+    }
+
+
 def _blocks(found: Completion) -> Iterator[dict[str, Any]]:
     message = found.message
-    calls = message.get("tool_calls", [])
     if message.get("reasoning_content"):
-        yield {"type": "thinking", "thinking": message["reasoning_content"], "signature": ""}
-    if message["content"] or not calls:
-        yield {"type": "text", "text": message["content"] or ""}
-    for call in calls:
+        yield {**_EMPTY["reasoning"], "thinking": message["reasoning_content"]}
+    if message["content"] or not message.get("tool_calls"):
+        yield {**_EMPTY["content"], "text": message["content"] or ""}
+    yield from _tool_uses(found)
+
+
+def _tool_uses(found: Completion) -> Iterator[dict[str, Any]]:
+    for call in found.message.get("tool_calls", ()):
         given = call["function"]["arguments"]
         arguments = given if isinstance(given, dict) else {UNREADABLE: given}
         yield {"type": "tool_use", "id": call.get("id", ""), "name": call["function"]["name"], "input": arguments}
 
 
-def _block_events(index: int, block: dict[str, Any]) -> Iterator[bytes]:
-    place = {"index": index}
-    match block["type"]:
-        case "text":
-            begun, kind, key, text = {**block, "text": ""}, "text_delta", "text", block["text"]
-        case "thinking":
-            begun, kind, key, text = {**block, "thinking": ""}, "thinking_delta", "thinking", block["thinking"]
-        case _:
-            begun, kind, key, text = {**block, "input": {}}, "input_json_delta", "partial_json", encode(block["input"])
-    yield _event("content_block_start", {**place, "content_block": begun})
-    for piece in pieces(text):
-        yield _event("content_block_delta", {**place, "delta": {"type": kind, key: piece}})
-    yield _event("content_block_stop", place)
+_EMPTY = {
+    "content": {"type": "text", "text": ""},
+    "reasoning": {"type": "thinking", "thinking": "", "signature": ""},
+}
+_DELTAS = {"content": ("text_delta", "text"), "reasoning": ("thinking_delta", "thinking")}
+
+
+class _MessageWriter(Writer):
+    """One content block after the other; what is said and what is thought are blocks of their own."""
+
+    def __init__(self, call: Call) -> None:
+        super().__init__(call)
+        self._blocks = 0
+        self._open = ""  # the kind of the last block, while it is open
+        self._texts = False
+
+    def begin(self, prompt_tokens: int) -> Iterator[bytes]:
+        usage = {"input_tokens": prompt_tokens, "output_tokens": 0}
+        yield _event("message_start", {"message": _message(self.completion_id, self.call, [], None, usage)})
+
+    def piece(self, kind: str, text: str) -> Iterator[bytes]:
+        if kind != self._open:
+            yield from self._stop()
+            yield from self._start(kind, _EMPTY[kind])
+        name, key = _DELTAS[kind]
+        yield self._delta({"type": name, key: text})
+
+    def close(self, found: Completion) -> Iterator[bytes]:
+        if not self._texts and not found.message.get("tool_calls"):
+            yield from self._stop()
+            yield from self._start("content", _EMPTY["content"])
+        yield from self._stop()
+        for block in _tool_uses(found):
+            yield from self._start("call", {**block, "input": {}})
+            yield self._delta({"type": "input_json_delta", "partial_json": encode(block["input"])})
+            yield from self._stop()
+        delta = {"stop_reason": _STOP[found.finish], "stop_sequence": None}
+        yield _event("message_delta", {"delta": delta, "usage": {"output_tokens": found.completion_tokens}})
+        yield _event("message_stop", {})
+
+    def _start(self, kind: str, block: Mapping[str, Any]) -> Iterator[bytes]:
+        self._open, self._texts = kind, self._texts or kind == "content"
+        yield _event("content_block_start", {"index": self._blocks, "content_block": block})
+
+    def _delta(self, delta: Mapping[str, Any]) -> bytes:
+        return _event("content_block_delta", {"index": self._blocks, "delta": delta})
+
+    def _stop(self) -> Iterator[bytes]:
+        if self._open:
+            yield _event("content_block_stop", {"index": self._blocks})
+            self._open, self._blocks = "", self._blocks + 1

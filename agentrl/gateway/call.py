@@ -1,10 +1,12 @@
 """What an agent's call is, whatever dialect it came in, and what it is answered with."""
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
 
+from agentrl.chat.base import PartialTurn, Said
 from agentrl.plugins.types import Json, Message
 
 
@@ -73,6 +75,46 @@ class Completion:
     """Text and natural log-prob of each sampled token."""
 
 
+class Feed:
+    """The way from the engine to the stream of one call. The engine's side only keeps ids; `take` reads them."""
+
+    def __init__(self) -> None:
+        self.completion_id = ""
+        """See `Completion.id`."""
+        self.prompt_tokens = 0
+        """Tokens of the prompt."""
+        self._turn: PartialTurn | None = None
+        self._ids: list[int] = []
+        self._news = asyncio.Event()
+
+    def begin(self, completion_id: str, prompt_tokens: int, turn: PartialTurn) -> None:
+        """Note what is being sampled. turn: reads it."""
+        self.completion_id, self.prompt_tokens, self._turn = completion_id, prompt_tokens, turn
+
+    def add(self, ids: Sequence[int]) -> None:
+        """Take sampled ids; see `OnTokens`."""
+        self._ids += ids
+        self._news.set()
+
+    def wake(self) -> None:
+        """End a `wait`, also where nothing came."""
+        self._news.set()
+
+    async def wait(self, seconds: float) -> None:
+        """Wait until something came, `seconds` at most."""
+        try:
+            async with asyncio.timeout(seconds):
+                await self._news.wait()
+        except TimeoutError:
+            return
+
+    def take(self) -> list[Said]:
+        """Return what has become certain."""
+        self._news.clear()
+        ids, self._ids = self._ids, []
+        return self._turn.add(ids) if self._turn is not None else []
+
+
 class GatewayError(Exception):
     """A call that cannot be served; it is answered in the dialect's own form."""
 
@@ -93,8 +135,10 @@ class Endpoint(Protocol):
         """Run one of the tools; return what the model reads."""
         ...
 
-    async def complete(self, call: Call, origin: Origin) -> Completion:
-        """Return the answer; each call runs in a task of its own. Raises GatewayError."""
+    async def complete(self, call: Call, origin: Origin, feed: Feed | None = None) -> Completion:
+        """Return the answer; each call runs in a task of its own. Raises GatewayError.
+
+        feed: is given what is sampled as it comes, as far as the engine and the chat can do that."""
         ...
 
     def count(self, call: Call) -> int:

@@ -6,9 +6,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, cast
 
 from agentrl.gateway.call import Call, Completion, GatewayError
+from agentrl.gateway.stream import Writer
 from agentrl.plugins.types import Json, Message
 
-ASKED = ("temperature", "top_p", "top_k", "seed", "presence_penalty", "frequency_penalty", "reasoning_effort")
+ASKED = frozenset(
+    ("temperature", "top_p", "top_k", "seed", "presence_penalty", "frequency_penalty", "reasoning_effort")
+)
 """Parameters of sampling that the recipe decides; what the agent asked for is recorded."""
 
 UNREADABLE = "unreadable_arguments"
@@ -37,13 +40,13 @@ class ChatCompletions:
             usage_in_stream=bool(mapping(body.get("stream_options"), "stream_options").get("include_usage")),
             logprobs=bool(body.get("logprobs")),
             model=str(body.get("model", "")),
-            asked={key: body[key] for key in ASKED if body.get(key) is not None},
+            asked={key: value for key, value in body.items() if key in ASKED and value is not None},
         )
 
     def render(self, found: Completion, call: Call) -> dict[str, Any]:
         """Return the answer as an object."""
         return {
-            **self._head(found, call, "chat.completion"),
+            **_head(found.id, call, "chat.completion"),
             "choices": [
                 {
                     "index": 0,
@@ -55,32 +58,38 @@ class ChatCompletions:
             "usage": _usage(found),
         }
 
-    def events(self, found: Completion, call: Call) -> Iterator[bytes]:
-        """Yield the answer as server-sent events."""
-        head = self._head(found, call, "chat.completion.chunk")
-        message = written(found.message)
-        calls = message.pop("tool_calls", ())
-        deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
-        if "reasoning_content" in message:
-            deltas.append({"reasoning_content": message["reasoning_content"]})
-        deltas += [{"content": part} for part in pieces(message["content"] or "")]
-        deltas += [{"tool_calls": [{"index": i, **one}]} for i, one in enumerate(calls)]
-        for delta in deltas:
-            yield event({**head, "choices": [{"index": 0, "delta": delta, "finish_reason": None}]})
-        last = {"index": 0, "delta": {}, "finish_reason": str(found.finish)}
-        if call.logprobs:
-            last["logprobs"] = _logprobs(found)
-        yield event({**head, "choices": [last]})
-        if call.usage_in_stream:
-            yield event({**head, "choices": [], "usage": _usage(found)})
-        yield b"data: [DONE]\n\n"
+    def writer(self, call: Call) -> Writer:
+        """Return what writes an answer as server-sent events."""
+        return _ChatWriter(call)
 
     def error(self, error: GatewayError) -> dict[str, Any]:
         """Return the body of an error."""
         return openai_error(error)
 
-    def _head(self, found: Completion, call: Call, kind: str) -> dict[str, Any]:
-        return {"id": f"chatcmpl-{found.id}", "object": kind, "created": int(time.time()), "model": call.model}
+
+class _ChatWriter(Writer):
+    def begin(self, prompt_tokens: int) -> Iterator[bytes]:
+        self._head = _head(self.completion_id, self.call, "chat.completion.chunk")
+        yield self._chunk({"role": "assistant", "content": ""})
+
+    def piece(self, kind: str, text: str) -> Iterator[bytes]:
+        yield self._chunk({"content" if kind == "content" else "reasoning_content": text})
+
+    def close(self, found: Completion) -> Iterator[bytes]:
+        for i, one in enumerate(written(found.message).get("tool_calls", ())):
+            yield self._chunk({"tool_calls": [{"index": i, **one}]})
+        logprobs = {"logprobs": _logprobs(found)} if self.call.logprobs else {}
+        yield self._chunk({}, str(found.finish), **logprobs)
+        if self.call.usage_in_stream:
+            yield event({**self._head, "choices": [], "usage": _usage(found)})
+        yield b"data: [DONE]\n\n"
+
+    def _chunk(self, delta: Mapping[str, Any], finish: str | None = None, **more: Any) -> bytes:
+        return event({**self._head, "choices": [{"index": 0, "delta": delta, "finish_reason": finish, **more}]})
+
+
+def _head(completion_id: str, call: Call, kind: str) -> dict[str, Any]:
+    return {"id": f"chatcmpl-{completion_id}", "object": kind, "created": int(time.time()), "model": call.model}
 
 
 def openai_error(error: GatewayError) -> dict[str, Any]:
@@ -183,12 +192,6 @@ def arguments_text(arguments: Any) -> str:
     return arguments if isinstance(arguments, str) else encode(arguments)
 
 
-def pieces(text: str, size: int = 24) -> Iterator[str]:
-    """Yield a text in pieces of `size` characters."""
-    for start in range(0, len(text), size):
-        yield text[start : start + size]
-
-
 def event(data: Mapping[str, Any], name: str | None = None) -> bytes:
     """Return a server-sent event."""
     head = f"event: {name}\n" if name else ""
@@ -210,9 +213,9 @@ def _logprobs(found: Completion) -> dict[str, Any]:
 
 def refuse(body: Mapping[str, Any], served: Mapping[str, Any]) -> None:
     """Raise GatewayError where a key of `served` has another value than the one that is served, or an empty one."""
-    for key, value in served.items():
-        given = body.get(key)
-        if given is not None and given != value and given not in ([], {}, 0, False):
+    for key in served.keys() & body.keys():
+        given = body[key]
+        if given is not None and given != served[key] and given not in ([], {}, 0, False):
             raise GatewayError(f"{key}: {json.dumps(given)[:80]} is not served here")
 
 

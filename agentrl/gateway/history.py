@@ -14,7 +14,8 @@ from agentrl.gateway.call import Call, GatewayError
 
 KEPT = 8
 """Calls of a key whose bytes are kept: as many branches may grow side by side."""
-_decoder = json.JSONDecoder()
+_value = json.JSONDecoder().raw_decode
+_SPACE = frozenset(" \n\r\t")
 
 
 class Dialect(Protocol):
@@ -48,69 +49,91 @@ class History:
     def parse(self, body: bytes, dialect: Dialect) -> Call:
         """Return the call of a body, with `earlier` where its messages go on from those of a call before. Raises
         GatewayError."""
-        for seen in self._seen:
-            if seen.dialect is type(dialect) and body.startswith(seen.prefix):
-                found = self._continued(body, seen, dialect)
+        kind = type(dialect)
+        for place, seen in enumerate(self._seen):
+            if seen.dialect is kind and body.startswith(seen.prefix):
+                found = _continued(body, seen, dialect)
                 if found is not None:
-                    self._seen.remove(seen)
+                    del self._seen[place]
                     self._seen.appendleft(found)
                     return found.call
-        call = dialect.parse(json_object(body))
-        if (placed := _place(body, dialect.history)) is not None:
-            self._seen.appendleft(Seen(body[: placed[1]], placed[0], type(dialect), call))
+        given, head, end = _read(body, dialect.history)
+        call = dialect.parse(given)
+        if head:
+            self._seen.appendleft(Seen(body[:end], head, kind, call))
         return call
 
-    def _continued(self, body: bytes, seen: Seen, dialect: Dialect) -> Seen | None:
-        """Return what a body is that begins with the messages of `seen`; None where that does not help."""
-        rest = body[len(seen.prefix) :].lstrip()
-        if not rest.startswith(b","):
-            return None
-        short = seen.prefix[: seen.head] + rest[1:]
-        placed = _place(short, dialect.history)
-        if placed is None or placed[0] != seen.head:
-            return None
-        given = json_object(short)
-        if given.get("previous_response_id"):
-            return None
-        new, old = dialect.parse(given), seen.call
-        system = int(bool(new.messages) and new.messages[0]["role"] == "system")
-        if new.messages[:system] != old.messages[:system] or new.tools != old.tools:
-            return None
-        call = replace(new, messages=(*old.messages, *new.messages[system:]), tools=old.tools, earlier=old)
-        end = len(body) - len(short) + placed[1]
-        return Seen(body[:end], seen.head, type(dialect), call)
+
+def _continued(body: bytes, seen: Seen, dialect: Dialect) -> Seen | None:
+    """Return what a body is that begins with the messages of `seen`; None where that does not help."""
+    rest = body[len(seen.prefix) :].lstrip()
+    if not rest.startswith(b","):
+        return None
+    short = seen.prefix[: seen.head] + rest[1:]
+    given, head, end = _read(short, dialect.history)
+    if head != seen.head or given.get("previous_response_id"):
+        return None
+    new, old = dialect.parse(given), seen.call
+    system = int(bool(new.messages) and new.messages[0]["role"] == "system")
+    if new.messages[:system] != old.messages[:system] or new.tools != old.tools:
+        return None
+    call = replace(new, messages=(*old.messages, *new.messages[system:]), tools=old.tools, earlier=old)
+    return Seen(body[: len(body) - len(short) + end], head, type(dialect), call)
 
 
 def json_object(body: bytes) -> dict[str, Any]:
     """Return a body as an object. Raises GatewayError."""
+    return _read(body, "")[0]
+
+
+def _read(body: bytes, key: str) -> tuple[dict[str, Any], int, int]:
+    """Return a body as an object, where the array of messages in it begins and where its last message ends, in bytes;
+    0 where there is no such array at `key`. Raises GatewayError."""
+    found: dict[str, Any] = {}
+    head = end = 0
     try:
-        found = json.loads(body)
+        text = body.decode("utf-8", "surrogatepass")
+        at = _skipped(text, 0)
+        if text[at : at + 1] != "{":
+            json.loads(text)
+            raise GatewayError("the body is not a JSON object")
+        at = _skipped(text, at + 1)
+        closed = text[at : at + 1] == "}"
+        while not closed:
+            if text[at : at + 1] != '"':
+                raise ValueError("a key is no text")
+            name, at = _value(text, at)
+            start = _skipped(text, _after(text, at, ":"))
+            found[name], at = _value(text, start)
+            if name == key:
+                head, end = _inside(text, start, at, found[name])
+            at = _skipped(text, at)
+            closed = text[at : at + 1] == "}"
+            at = at if closed else _skipped(text, _after(text, at, ","))
+        if _skipped(text, at + 1) != len(text):
+            raise ValueError("more follows")
     except (ValueError, RecursionError):
         raise GatewayError("the body is not JSON") from None
-    if not isinstance(found, dict):
-        raise GatewayError("the body is not a JSON object")
-    return found
+    if len(text) != len(body) and head:
+        head, end = len(text[:head].encode("utf-8", "surrogatepass")), len(text[:end].encode("utf-8", "surrogatepass"))
+    return found, head, end
 
 
-def _place(body: bytes, key: str) -> tuple[int, int] | None:
-    """Return where the array of messages begins and where its last message ends; None where there is none."""
-    text = body.decode("latin-1")  # a character a byte: only where values end is asked
-    at = _skipped(text, 0) + 1
-    try:
-        while True:
-            name, at = _decoder.raw_decode(text, _skipped(text, at))
-            start = _skipped(text, _skipped(text, at) + 1)
-            value, at = _decoder.raw_decode(text, start)
-            if name == key:
-                end = len(text[: at - 1].rstrip())
-                return (start + 1, end) if isinstance(value, list) and text[end - 1] == "}" else None
-            at = _skipped(text, at) + 1
-    except (ValueError, RecursionError):
-        return None
+def _after(text: str, at: int, sign: str) -> int:
+    at = _skipped(text, at)
+    if text[at : at + 1] != sign:
+        raise ValueError(f"{sign} is missing")
+    return at + 1
+
+
+def _inside(text: str, start: int, end: int, value: Any) -> tuple[int, int]:
+    """Return where the objects of an array begin and end; 0 where it holds anything else at its end."""
+    end = len(text[start : end - 1].rstrip()) + start
+    return (start + 1, end) if isinstance(value, list) and text[end - 1] == "}" else (0, 0)
 
 
 def _skipped(text: str, at: int) -> int:
     """Return the index of the first character from `at` on that is no white space."""
-    while text[at : at + 1] in (" ", "\n", "\r", "\t"):
+    while text[at : at + 1] in _SPACE:
         at += 1
     return at

@@ -13,14 +13,15 @@ from agentrl.gateway.chat_completions import (
     event,
     mapping,
     openai_error,
-    pieces,
     refuse,
     text_of,
     tool_call,
     tool_schema,
 )
+from agentrl.gateway.stream import Writer
 from agentrl.plugins.types import Json, Message
 
+_ASKED = ASKED | {"reasoning"}
 Previous = Callable[[str], tuple[Message, ...]]
 
 
@@ -50,50 +51,16 @@ class Responses:
             max_tokens=count(body.get("max_output_tokens"), "max_output_tokens"),
             stream=bool(body.get("stream")),
             model=str(body.get("model", "")),
-            asked={key: body[key] for key in (*ASKED, "reasoning") if body.get(key) is not None},
+            asked={key: value for key, value in body.items() if key in _ASKED and value is not None},
         )
 
     def render(self, found: Completion, call: Call) -> dict[str, Any]:
         """Return the answer as an object."""
-        cut = found.finish is Finish.LENGTH
-        return {
-            "id": f"resp_{found.id}",
-            "object": "response",
-            "created_at": int(time.time()),
-            "status": "incomplete" if cut else "completed",
-            "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
-            "error": None,
-            "instructions": None,
-            "metadata": {},
-            "model": call.model,
-            "output": _output(found),
-            "parallel_tool_calls": True,
-            "temperature": None,
-            "tool_choice": "auto",
-            "tools": [{**tool["function"], "type": "function", "strict": False} for tool in call.tools],
-            "top_p": None,
-            "usage": {
-                "input_tokens": found.prompt_tokens,
-                "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
-                "output_tokens": found.completion_tokens,
-                "output_tokens_details": {"reasoning_tokens": 0},
-                "total_tokens": found.prompt_tokens + found.completion_tokens,
-            },
-        }
+        return _ended(found, call, int(time.time()), _output(found))
 
-    def events(self, found: Completion, call: Call) -> Iterator[bytes]:
-        """Yield the answer as server-sent events."""
-        whole = self.render(found, call)
-        opened = {**whole, "status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
-        listed: list[tuple[str, dict[str, Any]]] = [("created", {"response": opened})]
-        listed.append(("in_progress", {"response": opened}))
-        for index, item in enumerate(whole["output"]):
-            listed += _item_events(index, item)
-        ended = "incomplete" if found.finish is Finish.LENGTH else "completed"
-        listed.append((ended, {"response": whole}))
-        for number, (kind, data) in enumerate(listed):
-            name = f"response.{kind}"
-            yield event({"type": name, "sequence_number": number, **data}, name)
+    def writer(self, call: Call) -> Writer:
+        """Return what writes an answer as server-sent events."""
+        return _ResponseWriter(call)
 
     def error(self, error: GatewayError) -> dict[str, Any]:
         """Return the body of an error."""
@@ -148,49 +115,163 @@ def _tools(body: Mapping[str, Any]) -> tuple[dict[str, Json], ...]:
     return () if choice == "none" else tuple(tools)
 
 
-def _output(found: Completion) -> list[dict[str, Any]]:
-    items: list[dict[str, Any]] = []
-    message = found.message
-    if message.get("reasoning_content"):
-        thought = {"type": "summary_text", "text": message["reasoning_content"]}
-        items.append({"type": "reasoning", "id": f"rs_{found.id}", "summary": [thought]})
-    calls = message.get("tool_calls", [])
-    if message["content"] or not calls:
-        text = {"type": "output_text", "text": message["content"] or "", "annotations": [], "logprobs": []}
-        state = {"id": f"msg_{found.id}", "status": "completed", "role": "assistant"}
-        items.append({"type": "message", **state, "content": [text]})
-    for i, call in enumerate(calls):
-        function = call["function"]
-        items.append(
-            {
-                "type": "function_call",
-                "id": f"fc_{found.id}_{i}",
-                "call_id": call.get("id", ""),
-                "name": function["name"],
-                "arguments": arguments_text(function["arguments"]),
-                "status": "completed",
-            }
-        )
-    return items
-
-
-def _item_events(index: int, item: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    place = {"output_index": index}
-    empty: dict[str, dict[str, Any]] = {
-        "message": {"content": [], "status": "in_progress"},
-        "function_call": {"arguments": ""},
+def _response(completion_id: str, call: Call, created: int, **more: Any) -> dict[str, Any]:
+    return {
+        "id": f"resp_{completion_id}",
+        "object": "response",
+        "created_at": created,
+        "status": "in_progress",
+        "incomplete_details": None,
+        "error": None,
+        "instructions": None,
+        "metadata": {},
+        "model": call.model,
+        "output": [],
+        "parallel_tool_calls": True,
+        "temperature": None,
+        "tool_choice": "auto",
+        "tools": [{**tool["function"], "type": "function", "strict": False} for tool in call.tools],
+        "top_p": None,
+        "usage": None,
+        **more,
     }
-    yield "output_item.added", {**place, "item": {**item, **empty.get(item["type"], {})}}
-    inside = {**place, "item_id": item["id"]}
+
+
+def _ended(found: Completion, call: Call, created: int, output: list[dict[str, Any]]) -> dict[str, Any]:
+    cut = found.finish is Finish.LENGTH
+    usage = {
+        "input_tokens": found.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+        "output_tokens": found.completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": found.prompt_tokens + found.completion_tokens,
+    }
+    state = {"status": "incomplete" if cut else "completed", "output": output, "usage": usage}
+    details = {"incomplete_details": {"reason": "max_output_tokens"}} if cut else {}
+    return _response(found.id, call, created, **state, **details)
+
+
+def _output(found: Completion) -> list[dict[str, Any]]:
+    message, items = found.message, []
+    if message.get("reasoning_content"):
+        items.append(_reasoning(f"rs_{found.id}", message["reasoning_content"]))
+    if message["content"] or not message.get("tool_calls"):
+        items.append(_message(f"msg_{found.id}", str(message["content"] or "")))
+    return [*items, *_calls(found)]
+
+
+def _reasoning(name: str, text: str) -> dict[str, Any]:
+    return {"type": "reasoning", "id": name, "summary": [{"type": "summary_text", "text": text}]}
+
+
+def _message(name: str, text: str) -> dict[str, Any]:
+    part = {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+    return {"type": "message", "id": name, "status": "completed", "role": "assistant", "content": [part]}
+
+
+def _calls(found: Completion) -> Iterator[dict[str, Any]]:
+    for i, call in enumerate(found.message.get("tool_calls", ())):
+        function = call["function"]
+        yield {
+            "type": "function_call",
+            "id": f"fc_{found.id}_{i}",
+            "call_id": call.get("id", ""),
+            "name": function["name"],
+            "arguments": arguments_text(function["arguments"]),
+            "status": "completed",
+        }
+
+
+class _ResponseWriter(Writer):
+    """One item after the other; what is said and what is thought are items of their own."""
+
+    def __init__(self, call: Call) -> None:
+        super().__init__(call)
+        self._created, self._number = int(time.time()), 0
+        self._items: list[dict[str, Any]] = []  # those that are whole
+        self._open = ""  # the kind of the item that is open
+        self._text: list[str] = []  # its text
+
+    def begin(self, prompt_tokens: int) -> Iterator[bytes]:
+        opened = {"response": _response(self.completion_id, self.call, self._created)}
+        yield self._event("created", opened)
+        yield self._event("in_progress", opened)
+
+    def piece(self, kind: str, text: str) -> Iterator[bytes]:
+        if kind != self._open:
+            yield from self._stop()
+            yield from self._start(kind)
+        self._text.append(text)
+        if kind == "content":
+            yield self._event("output_text.delta", {**self._place(), "delta": text, "logprobs": []})
+        else:
+            yield self._event("reasoning_summary_text.delta", {**self._place(), "delta": text})
+
+    def close(self, found: Completion) -> Iterator[bytes]:
+        texts = any(item["type"] == "message" for item in self._items) or self._open == "content"
+        if not texts and not found.message.get("tool_calls"):
+            yield from self._stop()
+            yield from self._start("content")
+        yield from self._stop()
+        for item in _calls(found):
+            yield from self._call(item)
+        whole = _ended(found, self.call, self._created, self._items)
+        yield self._event(whole["status"], {"response": whole})
+
+    def _item(self, text: str) -> dict[str, Any]:
+        """Return the item that is open, with `text`. Its id is that of an answer which is sent whole, where it is the
+        first of its kind."""
+        kind = "message" if self._open == "content" else "reasoning"
+        count = sum(item["type"] == kind for item in self._items)
+        name = f"{self.completion_id}_{count}" if count else self.completion_id
+        return _message(f"msg_{name}", text) if kind == "message" else _reasoning(f"rs_{name}", text)
+
+    def _place(self) -> dict[str, Any]:
+        index = "content_index" if self._open == "content" else "summary_index"
+        return {"output_index": len(self._items), "item_id": self._item("")["id"], index: 0}
+
+    def _start(self, kind: str) -> Iterator[bytes]:
+        self._open, self._text = kind, []
+        item = self._item("")
+        empty = {"content": [], "status": "in_progress"} if kind == "content" else {"summary": []}
+        yield self._event("output_item.added", {"output_index": len(self._items), "item": {**item, **empty}})
+        part, name = _part(item)
+        yield self._event(f"{name}.added", {**self._place(), "part": part})
+
+    def _stop(self) -> Iterator[bytes]:
+        if not self._open:
+            return
+        text, place = "".join(self._text), self._place()
+        item = self._item(text)
+        part, name = _part(item)
+        if self._open == "content":
+            yield self._event("output_text.done", {**place, "text": text, "logprobs": []})
+        else:
+            yield self._event("reasoning_summary_text.done", {**place, "text": text})
+        yield self._event(f"{name}.done", {**place, "part": part})
+        yield self._done(item)
+        self._open = ""
+
+    def _call(self, item: dict[str, Any]) -> Iterator[bytes]:
+        index, arguments = len(self._items), item["arguments"]
+        yield self._event("output_item.added", {"output_index": index, "item": {**item, "arguments": ""}})
+        inside = {"output_index": index, "item_id": item["id"]}
+        yield self._event("function_call_arguments.delta", {**inside, "delta": arguments})
+        yield self._event("function_call_arguments.done", {**inside, "name": item["name"], "arguments": arguments})
+        yield self._done(item)
+
+    def _done(self, item: dict[str, Any]) -> bytes:
+        self._items.append(item)
+        return self._event("output_item.done", {"output_index": len(self._items) - 1, "item": item})
+
+    def _event(self, kind: str, data: Mapping[str, Any]) -> bytes:
+        name, number = f"response.{kind}", self._number
+        self._number += 1
+        return event({"type": name, "sequence_number": number, **data}, name)
+
+
+def _part(item: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
+    """Return the only part of a message or a thought, and what its events are called."""
     if item["type"] == "message":
-        part = item["content"][0]
-        at = {**inside, "content_index": 0}
-        yield "content_part.added", {**at, "part": {**part, "text": ""}}
-        for piece in pieces(part["text"]):
-            yield "output_text.delta", {**at, "delta": piece, "logprobs": []}
-        yield "output_text.done", {**at, "text": part["text"], "logprobs": []}
-        yield "content_part.done", {**at, "part": part}
-    elif item["type"] == "function_call":
-        yield "function_call_arguments.delta", {**inside, "delta": item["arguments"]}
-        yield "function_call_arguments.done", {**inside, "name": item["name"], "arguments": item["arguments"]}
-    yield "output_item.done", {**place, "item": item}
+        return item["content"][0], "content_part"
+    return item["summary"][0], "reasoning_summary_part"

@@ -9,8 +9,8 @@ import json
 import logging
 import secrets
 import tempfile
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator
+from contextlib import aclosing, contextmanager
 from typing import Any, TypeVar
 
 from aiohttp import web
@@ -18,15 +18,18 @@ from aiohttp import web
 from agentrl.errors import UserError, contained, describe
 from agentrl.gateway import mcp
 from agentrl.gateway.anthropic_messages import AnthropicMessages
-from agentrl.gateway.call import Call, Completion, Endpoint, GatewayError, Origin
+from agentrl.gateway.call import Completion, Endpoint, Feed, GatewayError, Origin
 from agentrl.gateway.chat_completions import ChatCompletions, encode
 from agentrl.gateway.history import History, json_object
 from agentrl.gateway.responses import Responses
+from agentrl.gateway.stream import Writer
 
 BODY_BYTES = 32 << 20
 """Largest request that is read."""
 KEEP_ALIVE_SECONDS = 10.0
-"""A stream that has nothing to say yet sends a comment this often."""
+"""A stream that has nothing to say sends a comment this often."""
+TOGETHER_SECONDS = 0.02
+"""What comes within this time is sent together: a stream costs the same however fast tokens are sampled."""
 
 T = TypeVar("T")
 Dialect = ChatCompletions | Responses | AnthropicMessages
@@ -123,9 +126,11 @@ class Gateway:
         key, endpoint = self._of(request)
         dialect, body = dialect_of(endpoint), await _body(request)
         call = self._histories[key].parse(body, dialect)
-        task = self._task(key, endpoint.complete(call, _origin(body, request)))
         if call.stream:
-            return await _stream(request, dialect, call, task, endpoint)
+            feed = Feed()
+            task = self._task(key, endpoint.complete(call, _origin(body, request), feed))
+            return await _stream(request, dialect, dialect.writer(call), task, feed, endpoint)
+        task = self._task(key, endpoint.complete(call, _origin(body, request)))
         found = await asyncio.shield(task)
         if request.transport is None or request.transport.is_closing():
             endpoint.lost(found)
@@ -202,20 +207,24 @@ def _origin(body: bytes, request: web.Request) -> Origin:
 
 
 async def _stream(
-    request: web.Request, dialect: Dialect, call: Call, task: "asyncio.Future[Completion]", endpoint: Endpoint
+    request: web.Request,
+    dialect: Dialect,
+    writer: Writer,
+    task: "asyncio.Future[Completion]",
+    feed: Feed,
+    endpoint: Endpoint,
 ) -> web.StreamResponse:
-    """Answer as server-sent events; an error before the first of them is an ordinary answer."""
-    await asyncio.wait({task}, timeout=KEEP_ALIVE_SECONDS)
-    if task.done():
-        task.result()
+    """Answer as server-sent events, as it is sampled; an error before the first of them is an ordinary answer."""
+    task.add_done_callback(lambda done: feed.wake())
+    parts = _parts(writer, task, feed)
+    first = await anext(parts)
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
     await response.prepare(request)
     try:
-        while not task.done():
-            await response.write(b": keep-alive\n\n")
-            await asyncio.wait({task}, timeout=KEEP_ALIVE_SECONDS)
-        for part in dialect.events(task.result(), call):
-            await response.write(part)
+        async with aclosing(parts):
+            await response.write(first)
+            async for part in parts:
+                await response.write(part)
     except ConnectionError:
         task.add_done_callback(
             lambda done: None if done.cancelled() or done.exception() else endpoint.lost(done.result())
@@ -226,6 +235,23 @@ async def _stream(
         await response.write(f"event: error\ndata: {json.dumps(dialect.error(told))}\n\n".encode())
     await response.write_eof()
     return response
+
+
+async def _parts(writer: Writer, task: "asyncio.Future[Completion]", feed: Feed) -> AsyncGenerator[bytes]:
+    """Yield the events of an answer as they become certain, and a comment where there is nothing to say for long.
+    Raises what the task raises."""
+    clock = asyncio.get_running_loop().time
+    spoke = clock()
+    while not task.done():
+        await feed.wait(spoke + KEEP_ALIVE_SECONDS - clock())
+        if said := feed.take():
+            yield b"".join(writer.add(feed.completion_id, feed.prompt_tokens, said))
+            spoke = clock()
+            await asyncio.wait({task}, timeout=TOGETHER_SECONDS)
+        elif clock() >= spoke + KEEP_ALIVE_SECONDS:
+            yield b": keep-alive\n\n"
+            spoke = clock()
+    yield b"".join(writer.end(task.result()))
 
 
 def _fault(error: Exception) -> GatewayError:

@@ -210,6 +210,9 @@ class AgentSection(Section):
     """Tokens of a whole rollout, all of its branches together; rollout.max_tokens is the limit of one."""
     train_auxiliary: bool = False
     """Train also on calls without tools, of an agent that otherwise offers tools, whose answers it never repeats."""
+    history: Literal["sampled", "template"] = "sampled"
+    """What becomes of thinking that the chat template leaves out of earlier turns: `sampled` keeps it, so that a
+    conversation stays one path; `template` goes on without it, from a branch that begins anew."""
 
 
 class RewardSection(Section):

@@ -10,12 +10,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
-from agentrl.chat.base import Chat, ParsedCall
+from agentrl.chat.base import Chat, ParsedCall, Streaming
 from agentrl.engine.base import Engine, EngineError, Generation, GenerationFinish, Sampling
 from agentrl.errors import UserError, describe
-from agentrl.gateway.call import Call, Completion, Finish, GatewayError, Origin
+from agentrl.gateway.call import Call, Completion, Feed, Finish, GatewayError, Origin
 from agentrl.gateway.chat_completions import tool_call
 from agentrl.gateway.server import Gateway
 from agentrl.plugins.agent import Agent, AgentClient, Outcome
@@ -97,7 +98,7 @@ class TreeEndpoint(ABC):
         self._given: dict[bytes, asyncio.Task[Any]] = {}
         self._sent_again: set[str] = set()  # ids of completions
 
-    async def complete(self, call: Call, origin: Origin) -> Completion:
+    async def complete(self, call: Call, origin: Origin, feed: Feed | None = None) -> Completion:
         """See `Endpoint.complete`. A call that an SDK sends again joins the first."""
         if origin.retry and (first := self._given.get(origin.body)) is not None:
             self.tree.counts.retries += 1
@@ -110,7 +111,7 @@ class TreeEndpoint(ABC):
         self._given[origin.body] = task
         if len(self._given) > _RETRIED:
             self._given = dict(list(self._given.items())[-_RETRIED:])
-        return await self._sampled(call)
+        return await self._sampled(call, feed)
 
     def count(self, call: Call) -> int:
         """See `Endpoint.count`."""
@@ -142,6 +143,19 @@ class TreeEndpoint(ABC):
     def answered(self, node: Node, seconds: float) -> None:  # noqa: B027 - a hook with a default
         """Note an answer, and the time that it took."""
 
+    def _listening(self, node: Node, feed: Feed | None) -> dict[str, Any]:
+        """Return what the engine is told so that `feed` gets what it samples; nothing where it or the chat cannot."""
+        if feed is None or not self.engine.streams or not isinstance(self.chat, Streaming):
+            return {}
+        turn = self.chat.stream()
+        if turn is None:
+            return {}
+        feed.begin(self._completion_id(node), len(node.branch.ids), turn)
+        return {"on_tokens": feed.add}
+
+    def _completion_id(self, node: Node) -> str:
+        return f"{_public(self.tree.name)}-{node.index}"
+
     def _node(self, completion_id: str) -> Node:
         head, _, index = completion_id.rpartition("-")
         nodes = self.tree.nodes
@@ -149,15 +163,18 @@ class TreeEndpoint(ABC):
             raise GatewayError(f"previous_response_id: {completion_id[:80]!r} is unknown here")
         return nodes[int(index)]
 
-    async def _sampled(self, call: Call) -> Completion:
+    async def _sampled(self, call: Call, feed: Feed | None) -> Completion:
         self.check()
         tree, started = self.tree, time.monotonic()
+        branches = len(tree.branches)
         try:
             node = tree.add(call)
         except UserError as error:
             raise GatewayError(str(error)) from None
+        if 0 < branches < len(tree.branches):
+            self.engine.fork(node.branch.name, tree.relatives(node))
         try:
-            generation = await self._generate(node, call)
+            generation = await self._generate(node, call, feed)
         except BaseException as error:
             tree.give_up(node)
             if not isinstance(error, EngineError):
@@ -172,7 +189,7 @@ class TreeEndpoint(ABC):
             finish = Finish.LENGTH
         self.answered(node, time.monotonic() - started)
         return Completion(
-            id=f"{_public(tree.name)}-{node.index}",
+            id=self._completion_id(node),
             message=message,
             finish=finish,
             prompt_tokens=node.end - len(generation.ids),
@@ -180,7 +197,7 @@ class TreeEndpoint(ABC):
             tokens=self._tokens(generation) if call.logprobs else (),
         )
 
-    async def _generate(self, node: Node, call: Call) -> Generation:
+    async def _generate(self, node: Node, call: Call, feed: Feed | None) -> Generation:
         """Raises EngineError, also for an answer that does not hold together."""
         limits, engine, ids = self.limits, self.engine, node.branch.ids
         most = min(limits.max_tokens, engine.max_context)
@@ -192,7 +209,7 @@ class TreeEndpoint(ABC):
         sampling = self.sampling(node, room)
         deadline = asyncio.get_running_loop().call_later(limits.turn_timeout, engine.abort, node.branch.name)
         try:
-            generation = await engine.generate(ids, sampling, node.branch.name)
+            generation = await engine.generate(ids, sampling, node.branch.name, **self._listening(node, feed))
         finally:
             deadline.cancel()
         count, versions = len(generation.ids), generation.weight_version
@@ -304,7 +321,8 @@ class AgentDriver(Driver):
     ) -> AsyncRolloutRequest:
         plain = super().request(task, sample, seed=seed, attempt=attempt, opening=opening)
         request = AgentRequest(plain.id, task, sample, plain.seed, opening=plain.opening)
-        request.tree, request.train_auxiliary = ConversationTree(plain.id, self._chat), self.section.train_auxiliary
+        request.tree = ConversationTree(plain.id, self._chat, self.section.history)
+        request.train_auxiliary = self.section.train_auxiliary
         return request
 
     def _open(self, request: AsyncRolloutRequest) -> None:
@@ -368,6 +386,7 @@ class AgentDriver(Driver):
             self._forget_id(request, branch.name)
 
 
+@lru_cache
 def _public(request_id: str) -> str:
     """Return a rollout's id as ids of completions begin with it: letters, digits and dashes alone."""
     return "".join(c if c.isalnum() and c.isascii() else "-" for c in request_id)

@@ -10,6 +10,7 @@ import json
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from agentrl.chat.base import Chat
 from agentrl.engine.base import Generation
@@ -19,6 +20,7 @@ from agentrl.plugins.types import Json, Message
 from agentrl.trajectory import Segment, Turn
 
 Key = bytes
+_RELATIVES = 64
 
 
 @dataclass(slots=True, eq=False)
@@ -88,17 +90,21 @@ class Counts:
     """Calls that an SDK sent again, which got the answer of the first."""
     auxiliary: int = 0
     """Calls that are not trained."""
+    dropped_thinking: int = 0
+    """Calls that go on from thinking which the chat template would leave out by then."""
 
 
 @dataclass(slots=True)
 class ConversationTree:
     """The calls of one rollout.
 
-    name: of the rollout, with which the names of its branches begin. chat: turns messages into tokens.
+    name: of the rollout, with which the names of its branches begin. chat: turns messages into tokens. history: see
+    `agent.history`.
     """
 
     name: str
     chat: Chat
+    history: Literal["sampled", "template"] = "sampled"
     nodes: list[Node] = field(default_factory=list)
     """Every call that began, in that order."""
     branches: list[Branch] = field(default_factory=list)
@@ -118,7 +124,8 @@ class ConversationTree:
     def add(self, call: Call) -> Node:
         """Return a new node for a call, its prompt laid out in `node.branch.ids`. Raises UserError: the chat template
         cannot express the messages."""
-        parent, given, keys = self._place(call)
+        parent, given, keys, dropped = self._place(call)
+        self.counts.dropped_thinking += dropped
         node = Node(len(self.nodes), parent, self._branch(parent, given), given, call, keys)
         forked = parent is None or node.branch is not parent.branch
         self.counts.calls += 1
@@ -130,9 +137,15 @@ class ConversationTree:
         self._by_call[id(call)] = node
         return node
 
+    def relatives(self, node: Node) -> list[str]:
+        """Return names of branches that may begin like that of `node`: its parent's, and the latest others."""
+        names = [branch.name for branch in self.branches[-_RELATIVES:]]
+        parent = [node.parent.branch.name] if node.parent is not None else []
+        return [name for name in dict.fromkeys([*parent, *names]) if name != node.branch.name]
+
     def measure(self, call: Call) -> int:
         """Return the tokens that the prompt of a call would have, without adding it."""
-        parent, given, _ = self._place(call)
+        parent, given, _, _ = self._place(call)
         return (parent.end if parent is not None else 0) + len(given)
 
     def answer(self, node: Node, generation: Generation, message: Message) -> None:
@@ -140,8 +153,9 @@ class ConversationTree:
         node.branch.ids.fromlist(generation.ids)
         self.tokens += len(generation.ids)
         node.end, node.generation, node.answer = len(node.branch.ids), generation, message
-        self._by_key.setdefault(_after(node.keys[-1], message), []).append(node)
-        self._answers[_canonical(message)] = node
+        canonical = _canonical(message)
+        self._by_key.setdefault(_digest(node.keys[-1], canonical), []).append(node)
+        self._answers[canonical] = node
 
     def give_up(self, node: Node) -> None:
         """Take back the prompt of a call that came to nothing, so that another can go on from its parent."""
@@ -151,7 +165,7 @@ class ConversationTree:
 
     def _branch(self, parent: Node | None, given: list[int]) -> Branch:
         if parent is not None and len(parent.branch.ids) == parent.end:
-            parent.branch.ids.extend(given)
+            parent.branch.ids.fromlist(given)
             return parent.branch
         before = parent.branch.ids[: parent.end] if parent is not None else array("i")
         name = f"{self.name}/{len(self.branches)}" if self.branches else self.name
@@ -159,8 +173,9 @@ class ConversationTree:
         self.branches.append(branch)
         return branch
 
-    def _place(self, call: Call) -> tuple[Node | None, list[int], list[Key]]:
-        """Return the parent of a call, the tokens that follow it, and the keys of the call."""
+    def _place(self, call: Call) -> tuple[Node | None, list[int], list[Key], bool]:
+        """Return the parent of a call, the tokens that follow it, the keys of the call, and whether the template would
+        have dropped thinking of its history."""
         messages = call.messages
         if not messages or messages[-1]["role"] == "assistant":
             raise UserError("the last message must be one that the model answers, not an assistant's")
@@ -170,9 +185,32 @@ class ConversationTree:
             if found:
                 parent = _told_apart(found, messages[length - 1])
                 if (given := self._following(parent.ids, messages[length:])) is not None:
-                    return parent, given, keys
+                    written = self._without_thinking(parent, given, call)
+                    if written is None or self.history == "sampled":
+                        return parent, given, keys, written is not None
+                    parent.continued = True
+                    return None, written, keys, True
                 break
-        return None, self._from_nothing(messages, call.tools), keys
+        return None, self._from_nothing(messages, call.tools), keys, False
+
+    def _without_thinking(self, parent: Node, given: Sequence[int], call: Call) -> list[int] | None:
+        """Return the prompt as the template writes it, where that lacks thinking which stands in the path of `parent`;
+        None: it lacks none."""
+        messages, thoughts = list(call.messages), list[str]()
+        node: Node | None = parent
+        while node is not None and self.chat.rewrites_history is not None:
+            if node.answer is not None and (thought := node.answer.get("reasoning_content")):
+                thoughts.append(thought)
+                messages[len(node.call.messages)] = {**messages[len(node.call.messages)], "reasoning_content": thought}
+            node = node.parent
+        if not thoughts:
+            return None
+        try:
+            written = list(self.chat.render(messages, call.tools))
+        except UserError:
+            return None
+        path, text = self.chat.decode([*parent.branch.ids[: parent.end], *given]), self.chat.decode(written)
+        return written if any(path.count(one) > text.count(one) for one in thoughts) else None
 
     def _keys(self, call: Call) -> list[Key]:
         """Return the key of the conversation before each message, and of all of it."""
@@ -255,8 +293,11 @@ def _after(key: Key, message: Message) -> Key:
 
 def _canonical(message: Message) -> bytes:
     """Return what a message says, whatever an agent made of its form: ids, thinking and the order of keys left out."""
-    calls = [[call["function"]["name"], call["function"]["arguments"]] for call in message.get("tool_calls", ())]
-    return _written([message["role"], message["content"] or "", calls])
+    text = f"{message['role']}:{message['content'] or ''}".encode("utf-8", "surrogatepass")
+    if not message.get("tool_calls"):
+        return text
+    calls = [[call["function"]["name"], call["function"]["arguments"]] for call in message["tool_calls"]]
+    return b"%d:%b%b" % (len(text), text, _written(calls))
 
 
 _encode = json.JSONEncoder(sort_keys=True, ensure_ascii=False).encode

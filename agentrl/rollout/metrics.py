@@ -20,7 +20,7 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
     mean a call, a tool's own metrics means over the calls that have them;
     `reward/<part>` means over the valid trajectories (0 where a part is missing), before `rewards.weights`;
     `reward/mean` is their weighted sum. Of rollouts of an agent, sums of what their calls were: `gateway/calls`,
-    `/forks`, `/retries`, `/auxiliary`.
+    `/forks`, `/retries`, `/auxiliary`, `/dropped_thinking`.
     """
     valid = [t for g in groups for t in g.trajectories]
     failed = [t for g in groups for t in g.failed]

@@ -7,7 +7,7 @@ from contextlib import suppress
 
 from agentrl.chat.base import Chat
 from agentrl.engine.base import Engine, Sampling
-from agentrl.gateway.call import Call, Completion, GatewayError, Origin
+from agentrl.gateway.call import Call, Completion, Feed, GatewayError, Origin
 from agentrl.gateway.server import Gateway
 from agentrl.plugins.types import Json
 from agentrl.recipe.schema import Recipe, RolloutSection
@@ -28,10 +28,10 @@ class ServedModel(TreeEndpoint):
         self._generations = 0
         self._running = 0  # calls that are being answered
 
-    async def complete(self, call: Call, origin: Origin) -> Completion:
+    async def complete(self, call: Call, origin: Origin, feed: Feed | None = None) -> Completion:
         self._running += 1
         try:
-            return await super().complete(call, origin)
+            return await super().complete(call, origin, feed)
         finally:
             self._running -= 1
 

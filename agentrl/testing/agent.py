@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from agentrl.chat.base import ParsedCall, ParsedTurn
-from agentrl.engine.base import Engine, EngineError, Generation, GenerationFinish, Sampling
+from agentrl.engine.base import Engine, EngineError, Generation, GenerationFinish, OnTokens, Sampling
 from agentrl.plugins.types import Json, Message
 from agentrl.recipe.schema import RolloutSection
 
@@ -104,7 +104,9 @@ class TextEngine(Engine):
         """Let `agent` answer for the request `request_id`."""
         self._agents[request_id] = agent
 
-    async def generate(self, ids: Sequence[int], sampling: Sampling, request_id: str) -> Generation:
+    async def generate(
+        self, ids: Sequence[int], sampling: Sampling, request_id: str, on_tokens: OnTokens | None = None
+    ) -> Generation:
         seat = request_id if request_id in self._agents else request_id.rpartition("/")[0]
         number = self._turns[seat]
         self._turns[seat] += 1

@@ -3,6 +3,7 @@
 import functools
 import json
 from collections.abc import Callable
+from random import Random
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from chat_help import (
     CALCULATOR,
     DIFFICULT,
     HERMES,
+    by_bytes,
     call,
     make_tokenizer,
     result,
@@ -19,7 +21,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from agentrl.chat.bridge import BridgeChat
-from agentrl.chat.encode import Encoder, Marks
+from agentrl.chat.encode import Encoder, Marks, PartialText
 from agentrl.chat.load import load_chat
 from agentrl.errors import UserError
 from agentrl.rollout.calls import assistant_message, call_id
@@ -362,6 +364,20 @@ def test_difficult_tokenizers_give_the_ids_of_the_whole_text(make: Callable[[], 
     added = set(tokenizer.get_added_vocab().values()) - ordinary
     assert [i for i in attack if i in added] == [i for i in honest if i in added]
     assert max(attack) < len(tokenizer)
+
+
+@pytest.mark.parametrize("make", [*DIFFICULT, by_bytes])
+def test_text_is_decoded_while_ids_come(make: Callable[[], PreTrainedTokenizerFast]) -> None:
+    tokenizer, random = make(), Random(0)
+    encoder = Encoder(tokenizer, HERMES)
+    texts = ["Überall 漢字 🙂 <tool_call> is\n\n 3 * 3?", " The answer.\ufffd\ufffd", "🙂🙂"]
+    for text in [*texts, *[""] * 200]:
+        anything = [random.randrange(len(tokenizer)) for _ in range(8)]
+        ids = tokenizer.encode(text, add_special_tokens=False) if text else anything
+        partial = PartialText(encoder)
+        came = "".join(partial.add([i]) for i in ids)
+        assert encoder.decode(ids).startswith(came)
+        assert text != texts[0] or encoder.decode(ids) == came
 
 
 @functools.cache

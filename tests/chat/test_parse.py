@@ -1,5 +1,6 @@
 """Reading an assistant's turn: every format, everything that can be wrong with it, and no text that raises."""
 
+import copy
 import functools
 import json
 import re
@@ -13,7 +14,8 @@ from hypothesis import strategies as st
 
 from agentrl.chat.base import ParsedCall
 from agentrl.chat.calls import Schemas
-from agentrl.chat.formats import FORMATS, Format
+from agentrl.chat.encode import PartialText
+from agentrl.chat.formats import FORMATS, MESSAGE_ENDS, Format
 from agentrl.chat.gemma import read_gemma_arguments
 from agentrl.chat.load import load_chat
 
@@ -414,6 +416,32 @@ def test_no_ids_make_a_chat_raise(text: str, ids: list[int]) -> None:
     tokenizer, chat = hermes()
     chat.parse(ids)
     chat.parse(tokenizer.encode(text, add_special_tokens=False))
+
+
+BEGUN = [("<think>", "</think>", True)]
+THOUGHTS = [("<think>", "</think>", False)], BEGUN, [("[THINK]", "[/THINK]", False), *BEGUN]
+
+
+@given(text=ANYTHING, form=st.sampled_from([*FORMATS, None]), more=st.data())
+@settings(max_examples=150, deadline=None)
+def test_what_is_certain_of_a_turn_is_the_beginning_of_the_whole(text: str, form: Format | None, more: Any) -> None:
+    tokenizer, chat = hermes()
+    parser = copy.copy(chat._parser)
+    parser._formats = (form,) if form else tuple(f for f in FORMATS if f.name not in ("bare JSON", "channels"))
+    parser._thinking = more.draw(st.sampled_from(THOUGHTS))
+    wrappers = st.sampled_from([w for f in parser._formats for w in (f.marker, *f.dropped, *MESSAGE_ENDS, "{")])
+    pieces = [
+        text,
+        more.draw(wrappers),
+        more.draw(st.just("") | ANYTHING),
+        more.draw(st.sampled_from(["", "<|im_end|>"])),
+    ]
+    ids = tokenizer.encode("".join(pieces), add_special_tokens=False)
+    whole, size = parser.parse(ids), more.draw(st.integers(1, 4))
+    stream = parser.stream(PartialText(chat._encoder))
+    said = [one for at in range(0, len(ids), size) for one in stream.add(ids[at : at + size])]
+    assert whole.content.startswith("".join(one.text for one in said if one.kind == "content"))
+    assert (whole.reasoning or "").startswith("".join(one.text for one in said if one.kind == "reasoning"))
 
 
 @functools.cache

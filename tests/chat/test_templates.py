@@ -209,10 +209,10 @@ def keeper_of(name: str) -> BridgeChat:
     return chat
 
 
-def written_turn(chat: BridgeChat, turn: dict[str, Any]) -> str:
+def written_turn(chat: BridgeChat, turn: dict[str, Any], tool: dict[str, Any] = KEEPER) -> str:
     """What the template writes of an assistant turn, from behind the generation prompt."""
-    before = chat.template.text([USER], [KEEPER], generate=True)  # type: ignore[list-item]
-    text = chat.template.text([USER, turn], [KEEPER], generate=False)  # type: ignore[list-item]
+    before = chat.template.text([USER], [tool], generate=True)  # type: ignore[list-item]
+    text = chat.template.text([USER, turn], [tool], generate=False)  # type: ignore[list-item]
     return text[shared(before, text) :].rstrip("\n")
 
 
@@ -235,6 +235,28 @@ def test_a_turn_that_the_template_writes_is_read_back(name: str, data: st.DataOb
     if name.startswith("gptoss"):  # it writes what is said before a call as a thought
         content, thought = "", thought or content or None
     assert (parsed.content, parsed.reasoning) == (content, thought)
+
+
+SAID = "It's <b>漢字</b> 🙂:\n\n12 + 7 = {19}. Völlig klar."
+
+
+@pytest.mark.parametrize("name", WITH_TOOLS)
+def test_a_turn_is_read_while_it_is_sampled(name: str) -> None:
+    """All that is said before a call reaches the reader as it comes, and nothing of the call does."""
+    chat, tokenizer = chat_of(name), tokenizer_of(name)
+    for thought, calls in (("", 0), ("Twice 漢.", 0), ("", 1), ("Twice 漢.", 1)):
+        turn: dict[str, Any] = {"role": "assistant", "content": SAID, "reasoning_content": thought}
+        if calls and name not in NO_CALLS:
+            turn["tool_calls"] = [call(0, expression="2*3")]
+        if name.startswith("gptoss") and calls:
+            del turn["reasoning_content"]  # it takes a thought or a content beside a call
+        text = written_turn(chat, turn, CALCULATOR)
+        parsed, stream = chat.parse(ids := tokenizer.encode(text, add_special_tokens=False)), chat.stream()
+        said = [one for i in ids for one in stream.add([i])]
+        content = "" if "gemma" in name and calls else parsed.content  # they write it after the call
+        assert "".join(one.text for one in said if one.kind == "content") == content
+        assert "".join(one.text for one in said if one.kind == "reasoning") == (parsed.reasoning or "")
+        assert calls or len(said) > len(SAID) // 3
 
 
 @pytest.mark.parametrize("name", sorted(ESCAPES_NOTHING))

@@ -77,7 +77,11 @@ async def turns(engine: Any) -> list[Generation]:
 
 async def each(engine: Any, prompts: list[list[int]]) -> list[Generation]:
     asked = enumerate(zip(prompts, ASKED, strict=True))
-    return await asyncio.gather(*(engine.generate(prompt, how, f"r{i}") for i, (prompt, how) in asked))
+    told: list[list[int]] = [[] for _ in prompts]
+    work = (engine.generate(prompt, how, f"r{i}", told[i].extend) for i, (prompt, how) in asked)
+    found = await asyncio.gather(*work)
+    assert told == [turn.ids for turn in found]
+    return found
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -8,7 +8,7 @@ import pytest
 from agentrl.gateway.anthropic_messages import AnthropicMessages
 from agentrl.gateway.call import GatewayError
 from agentrl.gateway.chat_completions import ChatCompletions
-from agentrl.gateway.history import History
+from agentrl.gateway.history import History, _read
 from agentrl.gateway.responses import Responses
 
 DIALECTS: dict[str, Any] = {
@@ -56,3 +56,26 @@ def test_a_body_that_is_broken_after_what_is_known_is_an_error() -> None:
     for broken in (known[:-2] + b",{]}", known[:-2] + b"}", known[:-1]):
         with pytest.raises(GatewayError, match="the body is not JSON"):
             history.parse(broken, dialect)
+
+
+def test_a_body_is_read_as_json_reads_it() -> None:
+    """In one pass, which also finds where the messages stand."""
+    right = [
+        "{}", " {\n} ", '{"a":1}', '{ "a" : [ 1 , {"b":null} ] , "c":"}]," }', '{"messages":[{}]}', '{"a":1,"a":2}',
+        '{"messages":[{"k":1}],"messages":3}', '{"\\u0061": NaN}', '{"ü":"🙂","messages":[{"k":"é"} ] }\n',
+    ]  # fmt: skip
+    wrong = [
+        "", " ", "{", "{,}", '{"a"}', '{"a":}', '{"a":1,}', '{"a":1}}', '{"a":1 "b":2}', "{a:1}", '{"a":1', "[]", "nul",
+        '{"a" 1}', '{"a":1};', "\ufeff{}", "{'a':1}", '{"messages":[{}]', '{"messages":[{},]}', '"{"', "{1:2}",
+    ]  # fmt: skip
+    for text in right:
+        found, head, end = _read(body := text.encode(), "messages")
+        assert repr(found) == repr(json.loads(body))
+        assert not head or json.loads(b"[" + body[head:end] + b"]") == found["messages"]
+        assert bool(head) == (bool(found.get("messages")) and found["messages"] != 3)
+    for text in wrong:
+        with pytest.raises(GatewayError, match="the body is not"):
+            _read(text.encode(), "messages")
+    with pytest.raises(GatewayError, match="the body is not JSON"):
+        _read(b'{"a": "\xff"}', "messages")
+    assert _read('{"a": "\ud800"}'.encode("utf-8", "surrogatepass"), "a")[0] == {"a": "\ud800"}

@@ -2,8 +2,9 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
+from itertools import groupby
 from typing import Any
 
 import aiohttp
@@ -11,10 +12,21 @@ import pytest
 from anthropic import AsyncAnthropic
 from openai import AsyncOpenAI, BadRequestError
 
+from agentrl.chat.base import Said
 from agentrl.gateway import server as server_module
-from agentrl.gateway.call import Call, Completion, Finish, GatewayError, Origin
+from agentrl.gateway.call import Call, Completion, Feed, Finish, GatewayError, Origin
 from agentrl.gateway.server import Gateway
 from agentrl.plugins.types import Message
+
+THOUGHT = 1 << 24
+
+
+class Letters:
+    """Reads ids that are characters, those of thoughts above THOUGHT."""
+
+    def add(self, ids: Sequence[int]) -> list[Said]:
+        pieces = groupby(ids, lambda i: "reasoning" if i >= THOUGHT else "content")
+        return [Said(kind, "".join(chr(i % THOUGHT) for i in piece)) for kind, piece in pieces]
 
 
 class Scripted:
@@ -25,10 +37,19 @@ class Scripted:
         self.calls: list[Call] = []
         self.error: Exception | None = None
         self.losses: list[str] = []
+        self.spoken: list[tuple[str, str]] = []
+        """Pieces that are certain before the answer is whole; after each it waits until it was `heard`."""
+        self.heard = asyncio.Event()
 
-    async def complete(self, call: Call, origin: Origin) -> Completion:
+    async def complete(self, call: Call, origin: Origin, feed: Feed | None = None) -> Completion:
         self.calls.append(call)
         name = f"t-{len(self.calls)}"
+        if feed is not None and self.spoken:
+            feed.begin(name, 7, Letters())
+            for kind, text in self.spoken:
+                feed.add([ord(c) + THOUGHT * (kind == "reasoning") for c in text])
+                await self.heard.wait()
+                self.heard.clear()
         await asyncio.sleep(self.seconds)
         if self.error is not None:
             raise self.error
@@ -258,6 +279,99 @@ async def test_an_error_of_the_endpoint_is_told_also_in_a_stream(monkeypatch: py
             assert said in text
 
 
+async def heard_in_chat(url: str, key: str) -> AsyncIterator[tuple[str, str]]:
+    talk: Any = [{"role": "user", "content": "hi"}]
+    async with (
+        AsyncOpenAI(base_url=f"{url}/v1", api_key=key) as openai,
+        openai.chat.completions.stream(model="any", messages=talk) as stream,
+    ):
+        async for event in stream:
+            if event.type == "chunk" and event.chunk.choices:
+                delta = event.chunk.choices[0].delta
+                yield "reasoning", getattr(delta, "reasoning_content", None) or ""
+                yield "content", delta.content or ""
+        final = await stream.get_final_completion()
+    yield "whole", final.choices[0].message.content or ""
+    yield "calls", json.dumps([c.function.arguments for c in final.choices[0].message.tool_calls or ()])
+
+
+async def heard_in_responses(url: str, key: str) -> AsyncIterator[tuple[str, str]]:
+    kinds = {"response.output_text.delta": "content", "response.reasoning_summary_text.delta": "reasoning"}
+    async with (
+        AsyncOpenAI(base_url=f"{url}/v1", api_key=key) as openai,
+        openai.responses.stream(model="any", input="hi") as stream,
+    ):
+        async for event in stream:
+            if event.type in kinds:
+                yield kinds[event.type], event.delta
+        final = await stream.get_final_response()
+    yield "whole", final.output_text
+    yield "calls", json.dumps([item.arguments for item in final.output if item.type == "function_call"])
+
+
+async def heard_in_messages(url: str, key: str) -> AsyncIterator[tuple[str, str]]:
+    asked: Any = {"model": "any", "max_tokens": 5, "messages": [{"role": "user", "content": "hi"}]}
+    async with (
+        AsyncAnthropic(base_url=url, api_key=key) as anthropic,
+        anthropic.messages.stream(**asked) as stream,
+    ):
+        async for event in stream:
+            if event.type in ("text", "thinking"):
+                yield ("content", event.text) if event.type == "text" else ("reasoning", event.thinking)
+        final = await stream.get_final_message()
+    yield "whole", "".join(block.text for block in final.content if block.type == "text")
+    inputs = [block.input for block in final.content if block.type == "tool_use"]
+    yield "calls", json.dumps([i.get("unreadable_arguments") or json.dumps(i, ensure_ascii=False) for i in inputs])
+
+
+SPOKEN = [
+    (TEXT, [("content", "Hello, you"), ("content", " there; ")]),
+    (TEXT, [("content", TEXT["content"])]),
+    (TOOLS, [("content", "Let me")]),
+    ({**BOTH, "content": "So."}, [("reasoning", "h"), ("reasoning", "m"), ("content", "S")]),
+    ({**BOTH, "content": "So."}, [("content", "S"), ("reasoning", "h"), ("content", "o")]),
+    (BOTH, [("reasoning", "hm")]),
+]
+
+
+@pytest.mark.parametrize("hear", [heard_in_chat, heard_in_responses, heard_in_messages])
+@pytest.mark.parametrize(("message", "spoken"), SPOKEN, ids=[str(i) for i in range(len(SPOKEN))])
+async def test_text_comes_while_it_is_sampled(message: Any, spoken: Any, hear: Any) -> None:
+    """Each piece is waited for before the next one is sampled; what is left comes with the end."""
+    endpoint = Scripted(message)
+    endpoint.spoken, texts, came = spoken, {"content": "", "reasoning": ""}, 0
+    async with served(endpoint) as (url, key), asyncio.timeout(10):
+        async for kind, text in hear(url, key):
+            texts[kind] = texts.get(kind, "") + text
+            if came < len(spoken) and texts[spoken[came][0]].endswith(spoken[came][1]):
+                came += 1
+                endpoint.heard.set()
+    assert came == len(spoken)
+    assert (texts["content"], texts["reasoning"]) == (message["content"], message.get("reasoning_content", ""))
+    assert texts["whole"] == message["content"]
+    arguments = [call["function"]["arguments"] for call in message.get("tool_calls", ())]
+    given = [a if isinstance(a, str) else json.dumps(a, ensure_ascii=False) for a in arguments]
+    assert json.loads(texts["calls"]) == given
+
+
+async def test_an_answer_that_is_another_than_was_sent_ends_in_an_error() -> None:
+    endpoint = Scripted(TEXT)
+    endpoint.spoken = [("content", "Another")]
+    body = {"messages": [], "stream": True, "max_tokens": 5}
+    async with (
+        served(endpoint) as (url, key),
+        aiohttp.ClientSession(headers={"x-api-key": key}) as session,
+        session.post(f"{url}/v1/messages", json=body) as response,
+    ):
+        text = ""
+        async with asyncio.timeout(5):
+            while "Another" not in text:
+                text += (await response.content.readany()).decode()
+        endpoint.heard.set()
+        text += await response.text()
+    assert "is not the beginning of the whole" in text.partition("event: error\n")[2]
+
+
 async def test_a_client_that_leaves_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_module, "KEEP_ALIVE_SECONDS", 0.02)
     endpoint = Scripted(TEXT, seconds=0.3)
@@ -270,6 +384,21 @@ async def test_a_client_that_leaves_is_noticed(monkeypatch: pytest.MonkeyPatch) 
             while len(endpoint.losses) < 2:
                 await asyncio.sleep(0.01)
     assert sorted(endpoint.losses) == ["t-1", "t-2"]
+
+
+async def test_a_client_that_leaves_in_the_middle_of_a_text_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "KEEP_ALIVE_SECONDS", 0.02)
+    endpoint = Scripted(TEXT, seconds=0.3)
+    endpoint.spoken = [("content", "Hello"), ("content", ", you")]
+    async with served(endpoint) as (url, key):
+        async with aiohttp.ClientSession(headers={"x-api-key": key}) as session:
+            await left(session, url, True)
+        endpoint.heard.set()
+        async with asyncio.timeout(5):
+            while len(endpoint.losses) < 1:
+                endpoint.heard.set()
+                await asyncio.sleep(0.01)
+    assert endpoint.losses == ["t-1"]
 
 
 async def left(session: aiohttp.ClientSession, url: str, stream: bool) -> None:

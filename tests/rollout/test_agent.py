@@ -128,7 +128,7 @@ async def test_a_loop_on_a_vendors_sdk_is_one_conversation(solve: Solve) -> None
         *["assistant", "tool"] * 2,
         "assistant",
     ]
-    assert found.extra["gateway"] == {"calls": 3, "forks": 0, "retries": 0, "auxiliary": 0}
+    assert found.extra["gateway"] == {"calls": 3, "forks": 0, "retries": 0, "auxiliary": 0, "dropped_thinking": 0}
 
 
 async def raw(client: AgentClient, messages: list[Any], headers: dict[str, str] | None = None, **body: Any) -> Any:
@@ -170,7 +170,9 @@ async def test_a_history_that_was_changed_begins_a_branch_at_the_last_answer_tha
         await said(client, [*edited, user("three")])
         await said(client, [user("new")])
 
-    found = await played(solve, by_count())
+    engine = ScriptedEngine(by_count())
+    found = await played(solve, engine)
+    assert list(engine.forks.values()) == [["t#0.1"], ["t#0.1", "t#0.1/1"]]
     assert [s.parent for s in found.segments] == [-1, 0, 0, 2, -1]
     assert trained(found) == ["a1", "a2", "a3", "a4", "a5"]
     assert found.extra["gateway"]["forks"] == 2
@@ -244,7 +246,7 @@ async def test_a_call_that_the_sdk_sends_again_joins_the_first() -> None:
 
     found = await played(solve, ScriptedEngine(["a"], seconds=0.1))
     assert len(found.turns) == 1
-    assert found.extra["gateway"] == {"calls": 1, "forks": 0, "retries": 2, "auxiliary": 0}
+    assert found.extra["gateway"] == {"calls": 1, "forks": 0, "retries": 2, "auxiliary": 0, "dropped_thinking": 0}
 
 
 async def test_calls_run_side_by_side_and_stand_in_the_order_in_which_they_began() -> None:

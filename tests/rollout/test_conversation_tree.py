@@ -108,3 +108,31 @@ def alike(tree: ConversationTree, node: Node) -> list[Node]:
         return one.keys[-1], (one.answer or {}).get("content"), json.dumps(calls, sort_keys=True)
 
     return [other for other in tree.answered if key(other) == key(node)]
+
+
+@pytest.mark.parametrize("history", ["sampled", "template"])
+@pytest.mark.parametrize(("name", "drops"), [("qwen3", True), ("qwen3_training", False), ("qwen2_5", False)])
+def test_thinking_that_the_template_drops_stays_or_goes(name: str, drops: bool, history: Any) -> None:
+    chat = load_chat(make_tokenizer(trl_templates()[name]), model_path="nowhere", kind="bridge", tools=[CALCULATOR])
+    tree = ConversationTree("r", chat, history)
+    talk: list[Any] = [{"role": "user", "content": "What is 2*3?"}]
+    said = '<think>\nTwice three.\n</think>\n\n<tool_call>\n{"name": "calculator", "arguments": {}}\n</tool_call>'
+    nodes = [answered(tree, chat, Call(tuple(talk), (CALCULATOR,)), said)]
+    for text in ("<think>\nSo six.\n</think>\n\nIt is 6.", "Yes.", "Yes."):
+        answer = {key: value for key, value in nodes[-1].answer.items() if key != "reasoning_content"}  # type: ignore[union-attr]
+        talk += [answer, *following(nodes[-1])]
+        nodes.append(answered(tree, chat, Call(tuple(talk), (CALCULATOR,)), text))
+    result, again, last = nodes[1:]
+    assert result.parent is nodes[0]  # the same turn of the user's: its thinking stays in any case
+    assert last.parent is again
+    texts = [chat.decode(node.branch.ids[: node.end].tolist()) for node in (again, last)]
+    if drops and history == "template":
+        assert again.parent is None
+        assert again.given == chat.render(talk[:-2], [CALCULATOR])
+        assert all("Twice three" not in text for text in texts)
+        assert tree.counts.dropped_thinking == 1
+        assert result.continued
+    else:
+        assert again.parent is result
+        assert all(text.count("Twice three") == 1 for text in texts)
+        assert tree.counts.dropped_thinking == (2 if drops else 0)

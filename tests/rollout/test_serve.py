@@ -4,9 +4,16 @@ import asyncio
 from typing import Any
 
 import pytest
+import torch
+from anthropic import AsyncAnthropic
+from chat_help import HERMES, make_tokenizer
 from fakes import CharChat, ScriptedEngine
 from openai import AsyncOpenAI, AuthenticationError, BadRequestError
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from agentrl.chat.load import load_chat
+from agentrl.engine.local.engine import LocalEngine
+from agentrl.gateway.call import Feed
 from agentrl.gateway.server import Gateway
 from agentrl.recipe.schema import Recipe, RewardsSection, RolloutSection
 from agentrl.rollout import serve as serve_module
@@ -60,6 +67,51 @@ async def test_conversations_are_forgotten_when_they_are_too_many(monkeypatch: p
     assert len(engine.known) == 4
     assert sum(engine.finished.values()) >= 3
     assert len(served.tree.nodes) == 1
+
+
+def embedded() -> ServedModel:
+    """A small model of random weights, which says all kinds of things: broken characters, calls, thoughts."""
+    tokenizer = make_tokenizer(HERMES, ("<think>", "</think>"))
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=16, max_position_embeddings=512, initializer_range=0.2, pad_token_id=0,
+    )  # fmt: skip
+    engine = LocalEngine(Qwen3ForCausalLM(config).eval(), max_batch=8)
+    chat = load_chat(tokenizer, model_path="nowhere", kind="bridge", tools=())
+    return ServedModel(engine, chat, RolloutSection(temperature=0.0, max_turn_tokens=40))
+
+
+async def test_a_streamed_answer_is_what_a_whole_one_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By each vendor's SDK, from the embedded engine, as it samples."""
+    served, gateway = embedded(), Gateway()
+    took: list[int] = []
+    add = Feed.add
+    monkeypatch.setattr(Feed, "add", lambda feed, ids: (took.append(len(ids)), add(feed, ids)))
+    await gateway.start()
+    try:
+        with gateway.serving(served, ""):
+            async with (
+                AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key="any") as openai,
+                AsyncAnthropic(base_url=gateway.url, api_key="any") as anthropic,
+            ):
+                for question in ("2+2?", "漢字?"):
+                    talk: Any = [{"role": "user", "content": question}]
+                    whole = await openai.chat.completions.create(model="any", messages=talk)
+                    wanted = whole.choices[0].message.content or ""
+                    async with openai.chat.completions.stream(model="any", messages=talk) as chat:
+                        said = "".join([e.delta async for e in chat if e.type == "content.delta"])
+                    assert said == wanted
+                    async with openai.responses.stream(model="any", input=question) as response:
+                        said = "".join([e.delta async for e in response if e.type == "response.output_text.delta"])
+                    assert said == wanted
+                    async with anthropic.messages.stream(model="any", max_tokens=40, messages=talk) as message:
+                        assert "".join([text async for text in message.text_stream]) == wanted
+    finally:
+        await gateway.close()
+        await served.engine.close()
+    assert max(took) == 1
+    assert len(took) > 100
 
 
 @pytest.mark.slow

@@ -144,4 +144,19 @@ def with_white_space_tokens() -> PreTrainedTokenizerFast:
     return tokenizer
 
 
+def by_bytes() -> PreTrainedTokenizerFast:
+    """BPE that writes what it does not know byte by byte, in the manner of sentencepiece."""
+    letters = sorted({c for s in SENTENCES for c in s.replace(" ", "▁")})
+    names = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), *letters, "<|im_start|>", "<|im_end|>"]
+    tokenizer = Tokenizer(
+        models.BPE({name: i for i, name in enumerate(names)}, [], unk_token="<unk>", byte_fallback=True)
+    )
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    strip = decoders.Strip(content=" ", left=1, right=0)
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), strip])
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", unk_token="<unk>")
+    fast.chat_template = HERMES
+    return fast
+
+
 DIFFICULT = [unigram("always"), unigram("first"), unigram("never"), swallowing, with_white_space_tokens]

@@ -78,6 +78,8 @@ Script = Callable[[str, int], str]
 class ScriptedEngine:
     """Says what `script(request_id, turn)` returns, and asserts that each prompt goes on from the former turn."""
 
+    streams = False
+
     def __init__(self, script: Script | Sequence[str], *, max_context: int = 1_000_000, seconds: float = 0.0) -> None:
         self.script: Script = script if callable(script) else lambda _, turn: script[turn]
         self.max_context = max_context
@@ -88,6 +90,10 @@ class ScriptedEngine:
         self.finished: Counter[str] = Counter()
         self.samplings: list[Sampling] = []
         self.stopping: dict[str, asyncio.Event] = {}
+        self.forks: dict[str, Sequence[str]] = {}
+
+    def fork(self, request_id: str, others: Sequence[str]) -> None:
+        self.forks[request_id] = others
 
     async def generate(self, ids: Sequence[int], sampling: Sampling, request_id: str) -> Generation:
         known = self.known.get(request_id, [])

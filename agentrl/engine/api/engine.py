@@ -7,7 +7,7 @@ from typing import Any
 
 from agentrl.chat.base import Chat
 from agentrl.engine.api.chat import ApiChat, Ledger, Opening
-from agentrl.engine.base import Engine, EngineError, Generation, GenerationFinish, Sampling
+from agentrl.engine.base import Engine, EngineError, Generation, GenerationFinish, OnTokens, Sampling
 from agentrl.errors import UserError, nearest
 
 FOREVER = 1 << 30  # tokens: the endpoint limits its context itself
@@ -58,7 +58,9 @@ class OpenAIEngine(Engine):
     def max_context(self) -> int:
         return FOREVER
 
-    async def generate(self, ids: Sequence[int], sampling: Sampling, request_id: str) -> Generation:
+    async def generate(
+        self, ids: Sequence[int], sampling: Sampling, request_id: str, on_tokens: OnTokens | None = None
+    ) -> Generation:
         """Request one completion. Raises EngineError if the endpoint refuses it or does not answer despite retries."""
         body = self._body(list(ids), sampling)
         async with self._limit:

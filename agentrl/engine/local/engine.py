@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from agentrl.engine.base import Engine, EngineError, Generation, GenerationFinish, Sampling
+from agentrl.engine.base import Engine, EngineError, Generation, GenerationFinish, OnTokens, Sampling, tell
 from agentrl.engine.local.cache import machine_bytes
 from agentrl.engine.local.choose import runner_for
 from agentrl.engine.local.sampler import key_of
@@ -49,6 +49,7 @@ class LocalEngine(Engine):
     """
 
     in_process: ClassVar[bool] = True
+    streams: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -96,7 +97,9 @@ class LocalEngine(Engine):
         """The trainer's step whose weights are sampled from."""
         return self._scheduler.version
 
-    async def generate(self, ids: Sequence[int], sampling: Sampling, request_id: str) -> Generation:
+    async def generate(
+        self, ids: Sequence[int], sampling: Sampling, request_id: str, on_tokens: OnTokens | None = None
+    ) -> Generation:
         """Sample one turn. A prompt that leaves no room for an answer gives no ids and finish `length`.
 
         The random numbers of a seed do not depend on the batch, but the last bits of the logits do (matrix products of
@@ -111,7 +114,7 @@ class LocalEngine(Engine):
             return Generation([], [], GenerationFinish.LENGTH, self.weight_version)
         key = secrets.randbits(64) if sampling.seed is None else key_of(sampling.seed)
         future: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
-        request = Request(request_id, prompt, sampling, key, room, future)
+        request = Request(request_id, prompt, sampling, key, room, future, on_tokens=on_tokens)
         self._requests[request_id] = request
         self._scheduler.add(request)
         self._start_loop()
@@ -124,6 +127,10 @@ class LocalEngine(Engine):
 
     def finish(self, request_id: str) -> None:
         self._scheduler.finish(request_id)
+
+    def fork(self, request_id: str, others: Sequence[str]) -> None:
+        """See `Engine.fork`. Keys and values are copied as far as the tokens agree, where a slot still holds them."""
+        self._scheduler.forks[request_id] = tuple(others)
 
     def abort(self, request_id: str | None = None) -> None:
         for request in self._scheduler.requests():
@@ -248,6 +255,8 @@ class LocalEngine(Engine):
                 self._stepping = None
         self._step_seconds += 0.2 * (time.perf_counter() - began - self._step_seconds)
         over = scheduler.commit(plan, *result)
+        for request, new in scheduler.news() if scheduler.streaming else ():
+            _tell(request, new)
         for request, generation in over:
             _deliver(request, generation)
         return len(over)
@@ -262,7 +271,15 @@ class LocalEngine(Engine):
 
 def _deliver(request: Request, generation: Generation) -> None:
     if not request.future.done():
+        _tell(request, generation.ids[request.told :])
         request.future.set_result(generation)
+
+
+def _tell(request: Request, ids: Sequence[int]) -> None:
+    """Give a request's `on_tokens` what is new, before whoever awaits the request goes on."""
+    if request.on_tokens is not None and ids and not request.future.done():
+        request.told += len(ids)
+        tell(request.on_tokens, ids)
 
 
 @torch.no_grad()

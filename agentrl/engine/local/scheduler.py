@@ -55,6 +55,10 @@ class Scheduler:
         """Requests without a slot, in order."""
         self.version = 0
         """The version of the weights."""
+        self.forks: dict[str, tuple[str, ...]] = {}
+        """By conversations that have not begun: those that may begin like it."""
+        self.streaming: dict[Request, None] = {}
+        """Running requests whose tokens are told as they come."""
         self._max_batch = max_batch
         self._running: dict[Request, Conversation] = {}  # in the order of admission
         self._feeding: dict[Request, list[Request]] = {}  # leader -> requests that wait for the same prompt
@@ -86,6 +90,7 @@ class Scheduler:
 
     def finish(self, request_id: str) -> None:
         """End a conversation: free its slot now, or when its running turn ends."""
+        self.forks.pop(request_id, None)
         c = self.slots.by_id.get(request_id)
         if c is not None and c.running is None:
             self.slots.free(c)
@@ -106,6 +111,7 @@ class Scheduler:
         self.waiting.clear()
         self._running.clear()
         self._feeding.clear()
+        self.streaming.clear()
         self.slots.free_all()
         self.slots.drop_memory()
         return requests
@@ -163,6 +169,16 @@ class Scheduler:
         ended = rows.append(plan.slots[kept], tokens[kept], logprobs[kept])
         return [self._end_turn(int(slot)) for slot in ended]
 
+    def news(self) -> list[tuple[Request, list[int]]]:
+        """Return what was sampled since it was last told, of each request that wants to know."""
+        rows, found = self.slots.rows, []
+        for request in self.streaming:
+            assert request.slot is not None
+            first, count = request.told - len(request.done_ids), int(rows.count[request.slot])
+            if first < count:
+                found.append((request, rows.ids[request.slot, first:count].tolist()))
+        return found
+
     def _admit(self) -> None:
         """Start waiting requests in order, as long as there are slots."""
         later: deque[Request] = deque()
@@ -190,6 +206,8 @@ class Scheduler:
             leader = self._open(c, request, leaders)
         c.running, request.slot, c.ids = request, c.slot, request.ids
         self._running[request] = c
+        if request.on_tokens is not None:
+            self.streaming[request] = None
         self.slots.rows.start(c.slot, request.sampling, request.key, request.room)
         if leader is None:
             self._feeding[request] = []
@@ -199,28 +217,43 @@ class Scheduler:
 
     def _resume(self, c: Conversation, request: Request) -> None:
         """Start another turn of a conversation; the prefix that is already computed is not computed again."""
-        known = min(int(self.slots.rows.length[c.slot]), len(request.ids) - 1)
-        differ = np.flatnonzero(c.ids[:known] != request.ids[:known])
-        request.fed = int(differ[0]) if len(differ) else known
+        request.fed = self._common(c, request.ids)
         self.slots.rows.length[c.slot] = request.fed
         if c.opening is not None and request.fed * request.ids.itemsize < len(c.opening):
             self.slots.forget_opening(c)
 
     def _open(self, c: Conversation, request: Request, leaders: dict[bytes, Request]) -> Request | None:
         """Start a first turn; return the running request that computes the same prompt, if there is one to wait for."""
+        others = self.forks.pop(request.request_id, ())
         key = request.ids.tobytes()
         if key in leaders:
             return leaders[key]
         source = self.slots.openings.get(key)
         if source is None:
             leaders[key] = request
-            request.fed = 0
+            source, request.fed = self._likest(request.ids, others)
         else:
             request.fed = len(request.ids) - 1
-            if request.fed:
-                self.runner.copy([source.slot], [c.slot], request.fed)
+        if source is not None and request.fed:
+            self.runner.copy([source.slot], [c.slot], request.fed)
         self.slots.rows.length[c.slot] = request.fed
         return None
+
+    def _likest(self, ids: Ints, others: Iterable[str]) -> tuple[Conversation | None, int]:
+        """Return which conversation of `others` has computed the most of what `ids` begin with, and how much."""
+        best, most = None, 0
+        for other in others:
+            c = self.slots.by_id.get(other)
+            common = 0 if c is None else self._common(c, ids)
+            if common > most:
+                best, most = c, common
+        return best, most
+
+    def _common(self, c: Conversation, ids: Ints) -> int:
+        """Return how many of `ids`, the last one apart, the slot of `c` has computed."""
+        known = min(int(self.slots.rows.length[c.slot]), len(c.ids), len(ids) - 1)
+        differ = np.flatnonzero(c.ids[:known] != ids[:known])
+        return int(differ[0]) if len(differ) else known
 
     def _grow(self) -> None:
         """Make room for one more token per row; if memory is short, put the latest requests back into the queue."""
@@ -300,6 +333,7 @@ class Scheduler:
     def _detach(self, request: Request) -> Conversation:
         """Remove a request from its slot; the requests that wait for its prompt go back into the queue."""
         c = self._running.pop(request)
+        self.streaming.pop(request, None)
         followers = self._feeding.pop(request, [])
         for others in self._feeding.values():
             if request in others:

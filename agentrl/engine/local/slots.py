@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from agentrl.engine.base import Generation, Sampling
+from agentrl.engine.base import Generation, OnTokens, Sampling
 from agentrl.engine.local.runner import Runner
 from agentrl.engine.local.sampler import Choice
 
@@ -49,6 +49,10 @@ class Request:
     """The log-prob of each of `done_ids`."""
     done_versions: list[int] = field(default_factory=list)
     """The weight version of each of `done_ids`."""
+    on_tokens: OnTokens | None = None
+    """Is given the sampled ids as they come."""
+    told: int = 0
+    """Number of ids that `on_tokens` was given."""
 
 
 @dataclass(slots=True, eq=False)

@@ -4,11 +4,14 @@ from array import array
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from agentrl.engine.base import Generation, GenerationFinish, Sampling
+from agentrl.engine.base import Generation, GenerationFinish, OnTokens, Sampling, tell
 
 INTERVAL = 64
 """Tokens between two pieces of an answer: what is lost with a server that dies. Each piece costs this process what some
 tens of tokens do (`benchmarks/sglang_client.py`)."""
+
+STREAM_INTERVAL = 8
+"""The same where somebody reads along."""
 
 
 class PieceEnd(StrEnum):
@@ -39,6 +42,16 @@ class Answer:
     """Natural log-probs, one for each id."""
     versions: list[tuple[int, int]] = field(default_factory=list)
     """Runs of (weight version, number of ids)."""
+    on_tokens: OnTokens | None = None
+    """Is given the ids as they come."""
+    told: int = 0
+    """How many ids it was given."""
+
+    def tell(self, sure: int) -> None:
+        """Give `on_tokens` what is new of the first `sure` ids, which stay."""
+        if self.on_tokens is not None and sure > self.told:
+            new, self.told = self.ids[self.told : sure], sure
+            tell(self.on_tokens, new)
 
     def generation(self, finish: GenerationFinish, version: int) -> Generation:
         """Return it as a `Generation`. version: of the weights, where no id came."""

@@ -17,9 +17,9 @@ from typing import Any, ClassVar
 import torch
 
 from agentrl.cluster.placement import Launched
-from agentrl.engine.base import Engine, EngineError, Generation, GenerationFinish, Sampling
+from agentrl.engine.base import Engine, EngineError, Generation, GenerationFinish, OnTokens, Sampling
 from agentrl.engine.servers.adapters import needs_of
-from agentrl.engine.servers.answer import Answer, PieceEnd, finish_of
+from agentrl.engine.servers.answer import INTERVAL, STREAM_INTERVAL, Answer, PieceEnd, finish_of
 from agentrl.engine.servers.client import LostAdapterError, RefusedError, ServerError
 from agentrl.engine.servers.fleet import Fleet
 from agentrl.engine.servers.kind import ServerKind
@@ -46,6 +46,7 @@ class ServerEngine(Engine):
     servers, which they compute in (None: that of `model`). The rest is described in `Settings`.
     """
 
+    streams: ClassVar[bool] = True
     kind: ClassVar[ServerKind]
     """What the servers speak."""
 
@@ -150,7 +151,9 @@ class ServerEngine(Engine):
         if not self._fleet.pool.up:
             raise EngineError(f"no {self.kind.plan.program.title} server is left: {self._fleet.reasons()}")
 
-    async def generate(self, ids: Sequence[int], sampling: Sampling, request_id: str) -> Generation:
+    async def generate(
+        self, ids: Sequence[int], sampling: Sampling, request_id: str, on_tokens: OnTokens | None = None
+    ) -> Generation:
         """See `Engine.generate`. A prompt that leaves no room for an answer gives no ids and finish `length`. Raises
         EngineError on a prompt that no server may be given, and when servers failed too often.
 
@@ -164,7 +167,7 @@ class ServerEngine(Engine):
         if room <= 0:
             return Generation([], [], GenerationFinish.LENGTH, self.weight_version)
         call = self._calls[request_id] = Call()
-        answer = Answer()
+        answer = Answer(on_tokens=on_tokens)
         try:
             finish = await self._answer(call, prompt, answer, sampling, room, request_id)
         finally:
@@ -259,6 +262,7 @@ class ServerEngine(Engine):
                 continue
             finally:
                 pool.give(member)
+                answer.tell(len(answer.ids))
             member.faults = 0
             if (finish := finish_of(end, answer, sampling, room)) is not None:
                 return finish
@@ -269,10 +273,11 @@ class ServerEngine(Engine):
         """Have one server continue the answer, and return why it stopped. What it sampled is in `answer` also when it
         fails."""
         rid = uuid.uuid4().hex  # of one length: a server aborts every id that has the given one as a prefix
-        have = len(answer.ids)
+        have = sure = len(answer.ids)
+        interval = INTERVAL if answer.on_tokens is None else STREAM_INTERVAL
         adapter, version = self._fleet.sync.adapter_of(member.url) or (None, self._fleet.version)
-        body = self.kind.body(prompt + answer.ids, sampling, room - have, rid, member.features, adapter)
-        mark = self._fleet.mark
+        body = self.kind.body(prompt + answer.ids, sampling, room - have, rid, member.features, adapter, interval)
+        mark, certain = self._fleet.mark, not self._fleet.paused
         reader = self.kind.reader(answer, member.url, version, adapter is not None)
         end: PieceEnd | None = None
         with call.on(member, rid, adapter):
@@ -281,9 +286,12 @@ class ServerEngine(Engine):
                     async for payload in payloads:
                         member.last_seen = time.monotonic()
                         end = reader.add(payload)
+                        if certain and self._fleet.mark == mark:  # these ids are of the weights that it began with
+                            sure = len(answer.ids)
+                            answer.tell(sure)
             except TimeoutError:
                 if self._fleet.mark != mark:
-                    reader.give_up()
+                    reader.give_up(sure)
                 if call.aborted:
                     return PieceEnd.ABORT
                 raise call.take_error() from None
@@ -293,7 +301,7 @@ class ServerEngine(Engine):
                 raise
             except ServerError:
                 if self._fleet.mark != mark:
-                    reader.give_up()
+                    reader.give_up(sure)
                 raise
         if end is None:
             raise ServerError(f"{member.url}{self.kind.generate}: the answer has no end")

@@ -23,8 +23,9 @@ class AnswerReader(Protocol):
         malformed or holds an error; then nothing of it was added."""
         ...
 
-    def give_up(self) -> None:
-        """Drop the tokens of which nobody knows the weights: these changed meanwhile, and the answer ended early."""
+    def give_up(self, sure: int) -> None:
+        """Drop the tokens of which nobody knows the weights: these changed meanwhile, and the answer ended early. sure:
+        how many ids of the answer came before they changed."""
         ...
 
 
@@ -107,9 +108,17 @@ class ServerKind(ABC):
 
     @abstractmethod
     def body(
-        self, ids: Sequence[int], sampling: Sampling, room: int, rid: str, features: Features, adapter: str | None
+        self,
+        ids: Sequence[int],
+        sampling: Sampling,
+        room: int,
+        rid: str,
+        features: Features,
+        adapter: str | None,
+        interval: int,
     ) -> dict[str, Any]:
-        """Return the body that asks for `room` more tokens after `ids`, as a stream. rid: the request's id."""
+        """Return the body that asks for `room` more tokens after `ids`, as a stream. rid: the request's id. interval:
+        tokens between two pieces of the stream."""
         ...
 
     @abstractmethod

@@ -85,9 +85,16 @@ class SglangKind(ServerKind):
             raise ServerError(f"{client.url}: it returned no token when asked for one")
 
     def body(
-        self, ids: Sequence[int], sampling: Sampling, room: int, rid: str, features: Features, adapter: str | None
+        self,
+        ids: Sequence[int],
+        sampling: Sampling,
+        room: int,
+        rid: str,
+        features: Features,
+        adapter: str | None,
+        interval: int,
     ) -> dict[str, Any]:
-        return request_body(ids, sampling, room, rid, features, adapter)
+        return request_body(ids, sampling, room, rid, features, adapter, interval)
 
     def reader(self, answer: Answer, url: str, version: int, fixed: bool) -> Reader:
         return Reader(answer, url, version, fixed)

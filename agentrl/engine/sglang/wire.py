@@ -21,14 +21,21 @@ _INTEGERS, _NUMBERS = frozenset((int,)), frozenset((int, float))
 
 
 def request_body(
-    ids: Sequence[int], sampling: Sampling, room: int, rid: str, features: Features, adapter: str | None = None
+    ids: Sequence[int],
+    sampling: Sampling,
+    room: int,
+    rid: str,
+    features: Features,
+    adapter: str | None = None,
+    interval: int = INTERVAL,
 ) -> dict[str, Any]:
     """Return the body that asks for `room` more tokens after `ids`. rid: the request's id. adapter: name of one that
-    the server holds.
+    the server holds. interval: tokens between two pieces of the answer.
 
     Every parameter is given, so that no default of the server or of the model's generation config applies. At
     temperature 0 it reports log-probs at temperature 1, as the contract says.
     """
+    pieces = PIECES * INTERVAL // interval
     parameters: dict[str, Any] = {
         "max_new_tokens": room,
         "temperature": sampling.temperature,
@@ -42,7 +49,7 @@ def request_body(
         "ignore_eos": not sampling.stop_ids,  # it switches `stop_token_ids` off too, so only where there are none
         "skip_special_tokens": False,
         "no_stop_trim": True,
-        "stream_interval": INTERVAL if features.incremental else max(INTERVAL, -(-room // PIECES)),
+        "stream_interval": interval if features.incremental else max(interval, -(-room // pieces)),
     }
     if features.seeds and sampling.seed is not None:
         parameters["sampling_seed"] = sampling.seed
@@ -84,7 +91,7 @@ class Reader:
         self._answer.versions[self._runs :] = runs
         return end
 
-    def give_up(self) -> None:
+    def give_up(self, sure: int) -> None:
         """Do nothing: each piece names the weights that sampled it."""
 
     def _new(self, ids: list[int], meta: Mapping[str, Any]) -> tuple[list[int], list[float]]:

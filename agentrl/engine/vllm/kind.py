@@ -123,9 +123,16 @@ class VllmKind(ServerKind):
         return None
 
     def body(
-        self, ids: Sequence[int], sampling: Sampling, room: int, rid: str, features: Features, adapter: str | None
+        self,
+        ids: Sequence[int],
+        sampling: Sampling,
+        room: int,
+        rid: str,
+        features: Features,
+        adapter: str | None,
+        interval: int,
     ) -> dict[str, Any]:
-        return request_body(ids, sampling, room, rid, features, adapter)
+        return request_body(ids, sampling, room, rid, features, adapter, interval)
 
     def reader(self, answer: Answer, url: str, version: int, fixed: bool) -> VllmReader:
         return VllmReader(answer, url, version, fixed)

@@ -21,10 +21,16 @@ PREFIX = "generate-tokens-"
 
 
 def request_body(
-    ids: Sequence[int], sampling: Sampling, room: int, rid: str, features: Features, adapter: str | None = None
+    ids: Sequence[int],
+    sampling: Sampling,
+    room: int,
+    rid: str,
+    features: Features,
+    adapter: str | None = None,
+    interval: int = INTERVAL,
 ) -> dict[str, Any]:
     """Return the body that asks for `room` more tokens after `ids`. rid: the request's id. adapter: name of one that
-    the server holds.
+    the server holds. interval: tokens between two pieces of the answer.
 
     At temperature 0 the server reports log-probs at temperature 1, as the contract says.
     """
@@ -37,7 +43,7 @@ def request_body(
         "ignore_eos": True,  # of the model's own ids: those to stop at are given
         "detokenize": False,
         "logprobs": 0,
-        "stream_interval": INTERVAL,
+        "stream_interval": interval,
     }
     if features.seeds and sampling.seed is not None:
         parameters["seed"] = sampling.seed
@@ -82,12 +88,12 @@ class VllmReader:
         self._answer.versions[self._runs :] = runs
         return end
 
-    def give_up(self) -> None:
+    def give_up(self, sure: int) -> None:
         """Drop the tokens whose weights the server has not told: it changed weights meanwhile, and ended early."""
         if not self._told:
-            del self._answer.ids[self._start :]
-            del self._answer.logprobs[self._start :]
-            del self._answer.versions[self._runs :]
+            del self._answer.ids[sure:]
+            del self._answer.logprobs[sure:]
+            self._answer.versions[self._runs :] = [(self._version, sure - self._start)] if sure > self._start else []
 
     def _logprobs(self, ids: Sequence[int], given: Any) -> list[float]:
         content = given.get("content") if isinstance(given, dict) else None

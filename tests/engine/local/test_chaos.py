@@ -44,7 +44,9 @@ async def converse(engine: LocalEngine, model: Any, prompt: list[int], name: str
     ids, checked = list(prompt), 0
     for _ in range(rng.randint(1, 4)):
         await idle(rng, 12)
-        task = asyncio.create_task(engine.generate(ids, Sampling(rng.randint(1, 20), 0.0, stop_ids=(3,)), name))
+        told: list[int] = []
+        sampling = Sampling(rng.randint(1, 20), 0.0, stop_ids=(3,))
+        task = asyncio.create_task(engine.generate(ids, sampling, name, on_tokens=told.extend))
         if rng.random() < 0.15:
             await idle(rng, 9)
             task.cancel()
@@ -52,6 +54,7 @@ async def converse(engine: LocalEngine, model: Any, prompt: list[int], name: str
             g = await task
         except asyncio.CancelledError:
             continue
+        assert told == g.ids
         if g.ids:
             assert_greedy(model, ids, g)
             checked += 1
@@ -98,6 +101,7 @@ async def test_a_disturbed_crowd(
     scheduler, slots = engine._scheduler, engine._scheduler.slots
     assert not scheduler.busy
     assert not scheduler._feeding
+    assert not scheduler.streaming
     held = {i: c for i, c in enumerate(slots.at) if c is not None}
     assert all(c.slot == i and slots.by_id[c.request_id] is c for i, c in held.items())
     assert len(slots.by_id) == len(held)

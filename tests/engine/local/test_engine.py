@@ -196,6 +196,77 @@ async def test_abort_one_and_all(engine: LocalEngine) -> None:
     assert continued.ids == (await engine.generate([1, 1, *one.ids], Sampling(3, 0.0), "fresh")).ids
 
 
+async def test_tokens_are_told_as_they_come_and_cost_only_those_who_ask(engine: LocalEngine) -> None:
+    told: list[tuple[int, ...]] = []
+
+    def raises(ids: Any) -> None:
+        raise ValueError("a bug of the reader's")
+
+    problems: list[Any] = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: problems.append(context["exception"]))
+    quiet = asyncio.create_task(engine.generate([1, 2], Sampling(30, 0.0), "quiet"))
+    heard = asyncio.create_task(
+        engine.generate([1, 3], Sampling(20, 0.0), "heard", lambda ids: told.append(tuple(ids)))
+    )
+    broken = asyncio.create_task(engine.generate([1, 4], Sampling(3, 0.0), "broken", raises))
+    while len(told) < 10:
+        await asyncio.sleep(0)
+    assert [len(one) for one in told] == [1] * 10
+    assert [r.request_id for r in engine._scheduler.streaming] == ["heard"]
+    whole = await heard
+    assert [i for one in told for i in one] == whole.ids
+    assert len((await broken).ids) == len(problems) == 3
+    assert len((await quiet).ids) == 30
+
+
+@pytest.mark.parametrize("running", [False, True], ids=["idle", "running"])
+async def test_a_fork_begins_with_what_its_parent_has_computed(engine: LocalEngine, running: bool) -> None:
+    prompt = list(range(1, 31))
+    first = await engine.generate(prompt, Sampling(10, 0.0), "parent")
+    stem = [*prompt, *first.ids]
+    if running:
+        more = asyncio.create_task(engine.generate([*stem, 5], Sampling(40, 0.0), "parent"))
+        while not engine._scheduler.slots.rows.active.any():
+            await asyncio.sleep(0)
+    seen = count_work(engine)
+    ask = Sampling(12, seed=3)
+    forks = {"whole": [*stem, 7, 8], "before": [*prompt[:20], 9, 9, 9], "same": prompt, "new": [40, 41]}
+    found = {}
+    for name, ids in forks.items():
+        engine.fork(name, ["nobody", "parent"])
+        found[name] = await engine.generate(ids, ask, name)
+    fed = [(c.start, len(c.ids)) for work in seen for c in work.chunks]
+    assert fed == [(40, 2) if running else (39, 3), (20, 3), (29, 1), (0, 2)]
+    assert not engine._scheduler.forks
+    for name, ids in forks.items():
+        fresh = await engine.generate(ids, ask, f"fresh {name}")
+        assert fresh.ids == found[name].ids
+        assert np.allclose(fresh.logprobs, found[name].logprobs, atol=1e-5)
+    if running:
+        assert len((await more).ids) == 40
+
+
+async def test_forks_are_forgotten_and_their_slots_are_taken_back(model: Any) -> None:
+    """Idle branches take no more than the cache; one whose parent was evicted computes all of its prompt."""
+    token_bytes, context = LocalEngine(model, max_batch=1)._runner.token_bytes, 80
+    engine = LocalEngine(model, max_batch=2, max_context=context, cache_bytes=3 * token_bytes * (context + 1))
+    stem, ask = list(range(1, 31)), Sampling(30, 0.0)
+    await engine.generate(stem, Sampling(2, 0.0), "0")
+    for i in range(1, 6):
+        engine.fork(str(i), [str(j) for j in range(i)])
+        found = await engine.generate([*stem, i], ask, str(i))
+        assert found.ids == (await LocalEngine(model, max_batch=2).generate([*stem, i], ask, "x")).ids
+    assert len(engine._scheduler.slots.by_id) <= 3
+    engine.fork("never", ["5"])
+    engine.finish("never")
+    engine.fork("late", ["5"])
+    await engine.update_weights(1)
+    seen = count_work(engine)
+    await engine.generate([*stem, 8], Sampling(1, 0.0), "late")
+    assert [c.start for work in seen for c in work.chunks] == [0]
+    assert not engine._scheduler.forks
+
+
 async def test_cancelling_frees_the_row_and_spares_the_group(model: Any) -> None:
     engine = LocalEngine(model, max_batch=2)
     prompt = [1, 2, 3]

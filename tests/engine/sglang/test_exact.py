@@ -10,6 +10,7 @@ from sglang_help import StandIn, all_of, logprobs_of, prompts, tiny
 
 from agentrl.engine.base import EngineError, GenerationFinish, Sampling
 from agentrl.engine.local.engine import LocalEngine
+from agentrl.engine.servers.answer import STREAM_INTERVAL
 from agentrl.engine.sglang.kind import SglangEngine
 from agentrl.errors import UserError
 
@@ -71,8 +72,11 @@ async def test_greedy_among_sampled_ones_keeps_its_temperature(engines: Any, par
 async def test_no_stop_ids_means_that_nothing_stops(engines: Any, parts: Any) -> None:
     remote, local = engines
     prompt = prompts(parts[1], 1)[0]
-    theirs, ours = [await e.generate(prompt, Sampling(80, temperature=0.0), "x") for e in (remote, local)]
+    told: list[list[int]] = []
+    theirs, ours = [await e.generate(prompt, Sampling(80, temperature=0.0), "x", told.append) for e in (remote, local)]
     assert theirs.ids == ours.ids
+    assert [i for piece in told for i in piece] == theirs.ids * 2
+    assert len(told) >= 80 + 80 // STREAM_INTERVAL
     assert len(theirs.ids) == 80
     assert 2 in theirs.ids  # the model's own end of turn, which stops a server left to itself
 

@@ -56,8 +56,10 @@ async def test_a_healthy_server(parts: Any, expected: Generation, incremental: b
 @pytest.mark.parametrize("after", [0, 2])
 async def test_a_piece_goes_wrong(parts: Any, expected: Generation, kind: str, after: int, incremental: bool) -> None:
     """The request goes on after the tokens that came whole, which are sampled and counted once."""
+    told: list[int] = []
     async with served(parts, (kind, after), incremental=incremental) as (engine, (server,), _):
-        same(await engine.generate(PROMPT, GREEDY, "x"), expected)
+        same(await engine.generate(PROMPT, GREEDY, "x", told.extend), expected)
+    assert told == expected.ids
     assert server.asked == [PROMPT, PROMPT + expected.ids[: 4 * after]]
 
 

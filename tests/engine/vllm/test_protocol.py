@@ -5,6 +5,7 @@ import copy
 import json
 from array import array
 from collections import deque
+from collections.abc import Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -74,9 +75,25 @@ async def test_a_healthy_server(parts: Any, expected: Generation) -> None:
 )
 async def test_a_piece_goes_wrong(parts: Any, expected: Generation, kind: str, after: int) -> None:
     """The request goes on after the tokens that came whole, which are sampled and counted once."""
+    told: list[int] = []
     async with served(parts, (kind, after)) as (engine, (server,), _):
-        same(await engine.generate(PROMPT, GREEDY, "x"), expected)
+        same(await engine.generate(PROMPT, GREEDY, "x", told.extend), expected)
+    assert told == expected.ids
     assert server.asked == [PROMPT, PROMPT + expected.ids[: 4 * after]]
+
+
+async def test_what_was_told_is_not_taken_back_when_weights_change(parts: Any, expected: Generation) -> None:
+    """Of a request that ends early while new weights come, the tokens from before stay; no others were told."""
+    told: list[int] = []
+    async with served(parts, ("cut", 3)) as (engine, (server,), _):
+
+        def hear(ids: Sequence[int]) -> None:
+            told.extend(ids)
+            engine._fleet._epoch += len(told) == 8
+
+        same(await engine.generate(PROMPT, GREEDY, "x", hear), expected)
+    assert told == expected.ids
+    assert server.asked == [PROMPT, PROMPT + expected.ids[:8]]
 
 
 async def test_a_dead_server_leaves_its_requests_to_another(parts: Any, expected: Generation) -> None:
@@ -239,16 +256,18 @@ def test_the_last_piece_tells_which_weights_sampled_what() -> None:
     assert reader.add(piece([3, 4])) is None
     spans = [{"version": "1", "start": 0, "end": 1}, {"version": "2", "start": 1, "end": 3}]
     assert reader.add(piece([5], spans, "stop")) is PieceEnd.STOP
-    reader.give_up()
+    reader.give_up(2)
     assert (answer.ids, answer.versions) == ([9, 3, 4, 5], [(1, 1), (1, 1), (2, 2)])
 
 
-def test_tokens_of_untold_weights_are_given_up() -> None:
-    answer = Answer([9], array("d", [-1.0]), [(1, 1)])
+@pytest.mark.parametrize("sure", [1, 2, 3])
+def test_tokens_of_untold_weights_are_given_up(sure: int) -> None:
+    answer = Answer([9], array("d", [-1.0]), [(0, 1)])
     reader = VllmReader(answer, "http://s", 1)
     reader.add(piece([3, 4]))
-    reader.give_up()
-    assert (answer.ids, list(answer.logprobs), answer.versions) == ([9], [-1.0], [(1, 1)])
+    reader.give_up(sure)
+    assert (answer.ids, list(answer.logprobs)) == ([9, 3, 4][:sure], [-1.0, -0.5, -0.5][:sure])
+    assert answer.versions == [(0, 1), *([(1, sure - 1)] if sure > 1 else [])]
 
 
 @pytest.mark.parametrize("value", [-9999.0, -9999.5])

@@ -125,13 +125,15 @@ async def test_weights_change_in_mid_request_and_each_token_has_its_version(part
     try:
         await remote.health()
         prompt, member = prompts(tokenizer, 1)[0], remote._fleet.pool.up[0]
-        running = asyncio.create_task(remote.generate(prompt, Sampling(900, temperature=0.0), "a"))
+        told: list[int] = []
+        running = asyncio.create_task(remote.generate(prompt, Sampling(900, temperature=0.0), "a", told.extend))
         seen = member.last_seen
         await eventually(lambda: member.calls and member.last_seen > seen)
         model.load_state_dict(second.state_dict())
         await remote.update_weights(3)
         assert not running.done(), "the server was too quick for this test: let it sample more"
         made = await running
+        assert told == made.ids
         versions = list(made.weight_version)
         assert sorted(set(versions)) == [0, 3]
         assert versions == sorted(versions)

@@ -75,6 +75,8 @@ class Narrator:
 
     def follow(self, request: "AsyncRolloutRequest") -> None:
         """Print the messages and tool results that came since the last call."""
+        if len(request.messages) < self._shown:  # it went on from a summary
+            self._shown = 0
         new = request.messages[self._shown :]
         self._shown += len(new)
         for message in new:

@@ -47,6 +47,10 @@ class AgentRequest(AsyncRolloutRequest):
         return len(self.tree.answered)
 
     @property
+    def last_turn(self) -> int:
+        return self.turn_count - 1
+
+    @property
     def sampled_tokens(self) -> int:
         return sum(len(node.ids) for node in self.tree.answered)
 
@@ -260,7 +264,7 @@ class Rollout(TreeEndpoint):
                 parsed = ParsedCall(name, {}, call["arguments"], error="the arguments are no JSON object")
             started = time.monotonic()
             deadline = min(started + driver.limits.turn_timeout, request.deadline)
-            answers = await driver.caller.answer(request, [parsed], deadline, timer)
+            answers = await driver.caller.answer(request, request, [parsed], deadline, timer)
         except InfrastructureError as error:
             self.broken = request.at, error
             raise
@@ -302,7 +306,7 @@ class AgentDriver(Driver):
         self, task: Task, sample: int, *, seed: Seed = 0, attempt: int = 0, opening: Opening | None = None
     ) -> AsyncRolloutRequest:
         plain = super().request(task, sample, seed=seed, attempt=attempt, opening=opening)
-        request = AgentRequest(plain.id, task, sample, plain.seed, opening=plain.opening)
+        request = AgentRequest(plain.id, task, sample, seed=plain.seed, opening=plain.opening)
         request.tree, request.train_auxiliary = ConversationTree(plain.id, self._chat), self.section.train_auxiliary
         return request
 

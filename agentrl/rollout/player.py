@@ -11,12 +11,14 @@ from agentrl.chat.load import load_chat
 from agentrl.cluster.placement import Placement
 from agentrl.data.prompts import PromptLengths, measure_prompts
 from agentrl.engine.base import Engine, engine_class
+from agentrl.errors import UserError
 from agentrl.gateway.server import Gateway
 from agentrl.models.load import load_model, load_skeleton, resolve
 from agentrl.plugins.agent import Agent, make_agent
 from agentrl.plugins.environment import Environment
 from agentrl.plugins.registry import make_engine, make_environment, make_message_engine
 from agentrl.plugins.rewards import MODEL, Rewards, check_weights, known_parts, make_rewards
+from agentrl.plugins.tool import Tool
 from agentrl.plugins.toolbox import Toolbox, close_all
 from agentrl.plugins.types import Task
 from agentrl.recipe.schema import Recipe
@@ -84,6 +86,8 @@ class Player:
         async with AsyncExitStack() as stack:  # what was opened is closed where a later part cannot be had
             toolbox = await Toolbox.open(recipe.tools, env)
             stack.push_async_callback(toolbox.close)
+            if agent is not None:
+                check_agent_recipe(recipe, (*toolbox.tools, *env.tools()))
             others = (STEP, *rewards.samples, *rewards.groups, *((MODEL,) if recipe.rewards.model else ()))
             check_weights(recipe.rewards.weights, known_parts((env, *toolbox.tools, *env.tools()), others))
             player = await cls._build(recipe, model_path, env, toolbox, rewards, say, phase, apart, placement)
@@ -209,6 +213,19 @@ class Player:
                 f"environment {self.env.name!r}": _Bounded(self.env),
                 "engine": self.engine,
             }
+        )
+
+
+def check_agent_recipe(recipe: Recipe, tools: Sequence[Tool]) -> None:
+    """Raise UserError where a recipe with an agent asks for what the built-in driver alone can give."""
+    if recipe.rollout.compact is not None:
+        raise UserError(
+            "rollout.compact has no effect beside `agent`, which holds its conversations itself: leave it out"
+        )
+    if held := [tool.name for tool in tools if tool.converses]:
+        raise UserError(
+            f"tool {held[0]!r} holds conversations with the model, which it cannot beside `agent`: let the agent start "
+            "its sub-agents itself"
         )
 
 

@@ -35,7 +35,8 @@ def plain_text(text: str) -> str:
 
 def without_token_limits(limits: RolloutSection, **changes: Any) -> RolloutSection:
     """Return `limits` without those in tokens: only what is counted in tokens has no meaning for code points."""
-    endless = {"max_tokens": _NO_LIMIT, "max_turn_tokens": _NO_LIMIT, "max_tool_tokens": _NO_LIMIT}
+    endless: dict[str, Any] = {"max_tokens": _NO_LIMIT, "max_turn_tokens": _NO_LIMIT, "max_tool_tokens": _NO_LIMIT}
+    endless |= {"max_total_tokens": None, "compact": None}
     return limits.model_copy(update={**endless, **changes})
 
 
@@ -90,8 +91,13 @@ def _parsed(name: str, body: str, line: str) -> ParsedCall:
     return ParsedCall(name, arguments, line)
 
 
+ANSWER = "(the model's answer)"
+"""What conversations that a tool holds come to."""
+
+
 class TextEngine(Engine):
-    """Says what the agent of each request says. `seat` comes before the request is driven."""
+    """Says what the agent of each request says, and ANSWER in conversations of tools. `seat` comes before the request
+    is driven."""
 
     max_context = _NO_LIMIT
 
@@ -106,7 +112,8 @@ class TextEngine(Engine):
     async def generate(self, ids: Sequence[int], sampling: Sampling, request_id: str) -> Generation:
         number = self._turns[request_id]
         self._turns[request_id] += 1
-        text = await self._agents[request_id](number)
+        agent = self._agents.get(request_id)
+        text = ANSWER if agent is None else await agent(number)
         if text is None:
             return Generation([], [], GenerationFinish.ABORT)
         answer = [*map(ord, text), END]

@@ -591,6 +591,9 @@ class Recipe(Section):
                 raise ValueError(
                     f"env.{key} has no effect beside env.mix: set it in the parts, and leave it at {default!r}"
                 )
+        for key in ("compact", "max_total_tokens") if self.agent is not None else ():
+            if getattr(self.rollout, key) is not None:
+                raise ValueError(f"rollout.{key} has no effect beside agent, which holds its conversations itself")
         self._check_cluster()
         if never := [step for step in self.profile.steps if not 1 <= step <= self.train.steps]:
             raise ValueError(f"profile.steps: there is no step {never[0]}; train.steps is {self.train.steps}")

@@ -87,7 +87,7 @@ class Player:
             toolbox = await Toolbox.open(recipe.tools, env)
             stack.push_async_callback(toolbox.close)
             if agent is not None:
-                check_agent_recipe(recipe, (*toolbox.tools, *env.tools()))
+                check_tools_of_agent((*toolbox.tools, *env.tools()))
             others = (STEP, *rewards.samples, *rewards.groups, *((MODEL,) if recipe.rewards.model else ()))
             check_weights(recipe.rewards.weights, known_parts((env, *toolbox.tools, *env.tools()), others))
             player = await cls._build(recipe, model_path, env, toolbox, rewards, say, phase, apart, placement)
@@ -216,12 +216,8 @@ class Player:
         )
 
 
-def check_agent_recipe(recipe: Recipe, tools: Sequence[Tool]) -> None:
-    """Raise UserError where a recipe with an agent asks for what the built-in driver alone can give."""
-    if recipe.rollout.compact is not None:
-        raise UserError(
-            "rollout.compact has no effect beside `agent`, which holds its conversations itself: leave it out"
-        )
+def check_tools_of_agent(tools: Sequence[Tool]) -> None:
+    """Raise UserError where a tool wants of an agent's rollout what the built-in driver alone can give."""
     if held := [tool.name for tool in tools if tool.converses]:
         raise UserError(
             f"tool {held[0]!r} holds conversations with the model, which it cannot beside `agent`: let the agent start "

@@ -9,12 +9,14 @@ from fakes import TASK, CharChat, Echo, Env, Hooks, ScriptedEngine, call, logpro
 
 from agentrl.compute.batch import Batch
 from agentrl.engine.base import EngineError
+from agentrl.errors import UserError
 from agentrl.plugins.tool import Tool
 from agentrl.plugins.types import InfrastructureError, Message, Reply, ToolResponse
 from agentrl.rollout.driver import Driver
 from agentrl.rollout.groups import roll_out
 from agentrl.rollout.journal import record
 from agentrl.rollout.metrics import rollout_metrics
+from agentrl.rollout.player import check_tools_of_agent
 from agentrl.rollout.request import RequestState, TransitionError
 from agentrl.trajectory import Boundary, FinishReason, Group, Trajectory, check_invariants
 
@@ -339,6 +341,11 @@ async def test_nothing_is_said_after_the_call():
     )
     with pytest.raises(InfrastructureError, match="the call is over"):
         await tool.kept([{"role": "user", "content": "?"}])
+
+
+def test_an_agent_holds_its_conversations_itself():
+    with pytest.raises(UserError, match=r"tool 'delegate' holds conversations .* beside `agent`"):
+        check_tools_of_agent([Echo(), Delegate()])
 
 
 async def test_a_sub_agent_compacts_too():

@@ -8,10 +8,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from random import Random
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 from agentrl_envs.gsm8k.environment import Gsm8k
+from fakes import ScriptedEngine
 from paths import RECIPES
 from rich.console import Console
 
@@ -19,17 +21,19 @@ from agentrl.chat.encode import Encoder
 from agentrl.chat.load import load_chat
 from agentrl.chat.template import Template
 from agentrl.cli import main
+from agentrl.engine.base import Generation, GenerationFinish, Sampling
 from agentrl.errors import UserError
 from agentrl.models.load import load_model, resolve, resolve_types
 from agentrl.plugins.environment import Environment
 from agentrl.plugins.registry import make_environment, make_tool
 from agentrl.plugins.types import Message, Task
 from agentrl.recipe.load import load_recipe
-from agentrl.recipe.schema import EnvSection, ModelSection, ToolSection
+from agentrl.recipe.schema import CompactSection, EnvSection, ModelSection, RolloutSection, ToolSection
+from agentrl.rollout.driver import Driver
 from agentrl.sft.demonstrations import Demonstrator
 from agentrl.sft.new_model import bare_tokenizer, new_model, train_tokenizer
 from agentrl.sft.run import sft
-from agentrl.trajectory import Trajectory
+from agentrl.trajectory import Trajectory, check_invariants
 
 TEMPLATE = (RECIPES / "tiny_template.jinja").read_text()
 
@@ -74,6 +78,63 @@ def test_a_demonstration_is_the_rendered_conversation_and_its_mask_the_assistant
         assert all(text.count("<|im_end|>") == 1 and text.endswith("<|im_end|>") for text in learned)
         assert learned[-1] == f"{messages[-1]['content']}<|im_end|>"
         assert tokenizer.decode(trajectory.ids[trajectory.loss_mask == 1]) == "".join(learned)
+
+
+class Says(ScriptedEngine):
+    """Says the turns of a trajectory, in the order in which they began."""
+
+    def __init__(self, trajectory: Trajectory) -> None:
+        super().__init__([])
+        self.left = [trajectory.ids[turn.start : turn.end].tolist() for turn in trajectory.turns]
+
+    async def generate(self, ids: Sequence[int], sampling: Sampling, request_id: str) -> Generation:
+        turn = self.left.pop(0)
+        return Generation(turn, [0.0] * len(turn), GenerationFinish.STOP)
+
+
+COMPACT = {"max_tokens": 2000, "compact": {"at": 230, "prompt": "Sum up.", "resume": "{summary}"}}
+
+
+@pytest.mark.parametrize(("limits", "delegate"), [({}, False), (COMPACT, False), ({}, True), (COMPACT, True)])
+def test_a_demonstration_has_the_ids_of_a_rollout_in_which_the_model_says_the_same(
+    limits: dict[str, Any], delegate: bool
+) -> None:
+    plain, _ = make_demonstrator()
+    env = make_environment(EnvSection(args={"delegate": delegate}))
+    tools = [make_tool(ToolSection(name=name)) for name in ("calculator", *(["delegate"] if delegate else []))]
+    section = RolloutSection(**{"max_turns": 99, "max_tokens": 512, **limits})
+    made = Demonstrator(env, tools, plain.chat, plain.template, plain.encoder, section)
+    branched = 0
+
+    async def compare(index: int) -> int:
+        task = env.tasks("train")[index]
+        wanted = await made.trajectory(task, Random(index), "clean")
+        check_invariants(wanted)
+        driver = Driver(engine=Says(wanted), chat=plain.chat, environment=env, tools=tools, limits=section)
+        found = await driver.drive(driver.request(task, 0))
+        assert found.failure is None
+        assert found.ids.tolist() == wanted.ids.tolist()
+        assert (found.segments, found.turns) == (wanted.segments, wanted.turns)
+        assert found.messages[-1]["content"] == wanted.messages[-1]["content"]
+        return len(wanted.segments)
+
+    for index in range(6):
+        branched += asyncio.run(compare(index)) > 1
+    assert branched == (6 if limits or delegate else 0)
+
+
+def test_a_summary_that_nobody_demonstrates_is_one_clear_line() -> None:
+    demonstrator, _ = make_demonstrator()
+    demonstrator.limits = RolloutSection(compact=CompactSection(at=2))
+    task = demonstrator.env.tasks("train")[0]
+    for said, message in (
+        (NotImplementedError("environment 'gsm8k' has no summaries"), "no summaries.*give its class `summarize`"),
+        (KeyError("x"), "summarize.*failed: KeyError"),
+        ("", "returned no text"),
+    ):
+        demonstrator.env.summarize = Mock(side_effect=[said])  # type: ignore[method-assign]
+        with pytest.raises(UserError, match=message):
+            asyncio.run(demonstrator.trajectory(task, Random(0), "clean"))
 
 
 class Odd:

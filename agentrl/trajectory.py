@@ -150,7 +150,8 @@ class Trajectory:
     tools: Sequence[str] = ()
     """Names of the tools that the task offered."""
     extra: Mapping[str, Any] = field(default_factory=dict)
-    """`retried` and `release_errors`, tuples of lines, if there are any."""
+    """`retried` and `release_errors`, tuples of lines, and `branches`, the conversations beside that of `messages`, by
+    `depth` (0: a summary took its place) and `messages`, if there are any."""
     segments: tuple[Segment, ...] = ()
     """The tree, in the order of the tokens; empty for one conversation, whose only segment is all of it."""
     leaf: int = -1

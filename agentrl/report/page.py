@@ -121,12 +121,26 @@ def _conversation(record: Mapping[str, Any]) -> str:
     reward = record["reward"]
     question = next((_content(m) for m in record["messages"] if m["role"] == "user"), record["task"])
     mark = MARKS[record.get("solved")]
-    bubbles = "".join(
-        f'<div class="{escape(m["role"])}" data-role="{escape(m["role"])}">{escape(_text(m))}</div>'
-        for m in record["messages"]
-    )
+    bubbles = _bubbles(record["messages"])
     summary = f"{mark} {escape(str(question))} <span>(reward {reward:g}, {escape(record['finish'])})</span>"
-    return f'<details><summary>{summary}</summary><div class="talk">{bubbles}</div>{_parts(record)}</details>'
+    talk = f'<div class="talk">{bubbles}</div>{_branches(record)}'
+    return f"<details><summary>{summary}</summary>{talk}{_parts(record)}</details>"
+
+
+def _bubbles(messages: Sequence[Mapping[str, Any]]) -> str:
+    return "".join(
+        f'<div class="{escape(m["role"])}" data-role="{escape(m["role"])}">{escape(_text(m))}</div>' for m in messages
+    )
+
+
+def _branches(record: Mapping[str, Any]) -> str:
+    """Return what stood before summaries, and the conversations of sub-agents."""
+    found = record.get("extra", {}).get("branches", ())
+    titles = ("sub-agent" if branch["depth"] else "before a summary" for branch in found)
+    return "".join(
+        f'<details><summary>{title}</summary><div class="talk">{_bubbles(branch["messages"])}</div></details>'
+        for title, branch in zip(titles, found, strict=True)
+    )
 
 
 def _parts(record: Mapping[str, Any]) -> str:

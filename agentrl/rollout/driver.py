@@ -449,7 +449,7 @@ class Driver:
         if self._limits.compact is not None:
             request.extra |= dict(zip(COUNTS, (request.summaries, request.summaries_failed), strict=True))
         if request.branches:
-            request.extra["branches"] = [tuple(branch.messages) for branch in request.branches]
+            request.extra["branches"] = [{"depth": b.depth, "messages": tuple(b.messages)} for b in request.branches]
         trajectory = request.trajectory(self._weights)
         ended = request.state in _ENDS
         try:

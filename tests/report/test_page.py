@@ -44,6 +44,16 @@ def test_the_page_shows_what_the_run_wrote_and_escapes_what_the_model_said(tmp_p
     assert page.index("test, after step 0") < page.index("test, after step 10")
 
 
+def test_conversations_beside_the_last_one_can_be_read(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path)
+    said = [[{"role": "user", "content": text}] for text in ("what went before", "a part of <it>")]
+    branches = [{"depth": depth, "messages": messages} for depth, messages in enumerate(said)]
+    (folder / "trajectories" / "eval_test_10.jsonl").write_text(json.dumps(RECORD | {"extra": {"branches": branches}}))
+    page = write_report(folder, "job-001").read_text()
+    assert page.index("before a summary") < page.index("what went before") < page.index("sub-agent")
+    assert "a part of &lt;it&gt;" in page
+
+
 @pytest.mark.parametrize("count", [1, 2, 9, 10, 11, 1000, 12_345])
 def test_a_line_has_no_more_points_than_it_can_show(count: int) -> None:
     points = [(float(step), 3.0 * step) for step in range(count)]

@@ -64,7 +64,7 @@ async def test_a_conversation_that_nears_its_limit_goes_on_from_its_summary():
     assert [m["content"] for m in t.messages] == ["2+2?\n\nSo far: saw x", "four, done"]
     assert t.ids[t.last_path()].tolist() == request.ids.tolist()
     assert [m["content"] for m in seen[0]] == ["2+2?", ""]
-    assert [m["content"] for m in t.extra["branches"][0]] == ["2+2?", "", "x" * 20, "Sum up.", "saw x"]
+    assert [m["content"] for m in t.extra["branches"][0]["messages"]] == ["2+2?", "", "x" * 20, "Sum up.", "saw x"]
     assert rollout_metrics([Group(TASK, (t,))])["rollout/compactions"] == 1
     assert set(engine.finished) == {request.id, f"{request.id}/1"}
     assert len({s.seed for s in engine.samplings}) == 3

@@ -224,8 +224,12 @@ class Driver:
 
     def _room(self, request: AsyncRolloutRequest, talk: Conversation) -> int:
         """Return the tokens that a conversation may still have."""
-        room, total = self._most(talk) - len(talk.ids), self._limits.max_total_tokens
-        return room if total is None else min(room, total - request.total_tokens)
+        return self._within_total(request, self._most(talk) - len(talk.ids))
+
+    def _within_total(self, request: AsyncRolloutRequest, room: int) -> int:
+        """Return `room`, or what is left of the tokens of all conversations together where that is less."""
+        total = self._limits.max_total_tokens
+        return room if total is None else min(room, total - request.total_tokens - request.promised)
 
     async def _turn(
         self, request: AsyncRolloutRequest, talk: Conversation, timer: DeadlineTimer
@@ -259,7 +263,7 @@ class Driver:
         """Write down what follows a turn, the request for a summary where one is due. Why the conversation is over, or
         None."""
         talk.at = _CHAT
-        if request.turn_count >= self._limits.max_turns or 0 < talk.max_turns <= talk.turns_taken:
+        if request.turns_begun >= self._limits.max_turns or 0 < talk.max_turns <= talk.turns_taken:
             return FinishReason.MAX_TURNS
         room, added = self._room(request, talk), self._bridge(turn_ids, replies)
         section = self._limits.compact
@@ -284,7 +288,7 @@ class Driver:
         both the summary and a turn after it are allowed."""
         if len(talk.ids) + new < threshold(section, self._most(talk)) or request.summaries >= section.most:
             return False
-        left = self._limits.max_turns - request.turn_count
+        left = self._limits.max_turns - request.turns_begun
         return min(left, talk.max_turns - talk.turns_taken if talk.max_turns else left) >= 2
 
     def _go_on_from(self, request: AsyncRolloutRequest, talk: Conversation, summary: str) -> FinishReason | None:
@@ -294,11 +298,11 @@ class Driver:
         request.summaries += 1
         messages = reopened(section, talk.opening_messages, summary)
         ids = array("i", self._chat.render(messages, self._offered(talk)) if summary else ())
-        total = self._limits.max_total_tokens
-        most = self._most(talk) if total is None else min(self._most(talk), total - request.total_tokens)
-        if not 0 < len(ids) < most:
+        if not 0 < len(ids) < self._within_total(request, self._most(talk)):
             request.summaries_failed += 1
             return FinishReason.LENGTH
+        if request.turns_begun >= self._limits.max_turns:  # other conversations have used up what was left
+            return FinishReason.MAX_TURNS
         past = talk.begin_anew(request.branch_name())
         request.branches.append(past)
         self._forget_id(request, past.name)
@@ -317,11 +321,14 @@ class Driver:
             stop_ids=self._chat.stop_ids, seed=nth(talk.seed, len(talk.versions)),
         )  # fmt: skip
         talk.at = _ENGINE
+        request.promised += room
         try:
             work = engine.generate(talk.ids, sampling, talk.name)
             generation = await timer.wait(work, deadline, lambda: engine.abort(talk.name))
         except DeadlineExceededError:
             return None
+        finally:
+            request.promised -= room
         if len(generation.ids) > room:
             raise EngineError(f"{len(generation.ids)} ids came where at most {room} were asked for")
         talk.add_sampled(generation)
@@ -500,7 +507,7 @@ class _Talking:
             raise InfrastructureError("the call is over in which conversations may be held")
         if unknown := [name for name in tools if name not in request.tools]:
             raise UserError(f"the task has no tool {unknown[0]!r}{nearest(unknown[0], request.tools)}")
-        if request.turn_count >= most:
+        if request.turns_begun >= most:
             raise ArgumentError(f"no turn is left of {most} (rollout.max_turns)")
         said = hooks.checked_messages(messages, "messages")
         self._held += 1

@@ -279,7 +279,9 @@ class AsyncRolloutRequest(Conversation):
     branches: list[Conversation] = field(default_factory=list)
     """What a summary took the place of, and the conversations of its tools, in the order in which they began."""
     turns_begun: int = 0
-    """Turns of all of its conversations, those that came to nothing included."""
+    """Turns of all of its conversations, those that are sampled now and those that came to nothing included."""
+    promised: int = 0
+    """Tokens that turns may still add which are sampled now."""
     broken: tuple[tuple[Boundary, str], Exception] | None = None
     """What failed in a conversation of a tool, and where, where the machinery did."""
     summaries: int = 0

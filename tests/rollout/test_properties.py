@@ -90,19 +90,20 @@ def test_ids_mask_and_logprobs_agree_however_it_ends(turns, limits, seed):
 
 
 BRANCHING = st.lists(
-    st.lists(st.one_of(PIECE, TEXT.map(lambda text: call("delegate", task=text))), max_size=4).map("".join),
-    min_size=1,
+    st.lists(st.one_of(PIECE, TEXT.map(lambda text: call("delegate", task=text))), min_size=1, max_size=4).map("".join),
+    min_size=2,
     max_size=6,
 )
 
 
 @settings(max_examples=80, deadline=None)
-@given(BRANCHING, LIMITS, st.integers(0, 99), st.integers(2, 200), st.integers(1, 3), st.integers(40, 900))
+@given(BRANCHING, LIMITS, st.integers(0, 99), st.integers(30, 250), st.integers(1, 3), st.integers(100, 3000))
 def test_every_path_of_a_rollout_that_branches_is_what_the_engine_saw_and_said(turns, limits, seed, at, depth, total):
     hooks = Hooks()
     env, tools = plugins(hooks, seed)
-    engine = ScriptedEngine(lambda name, turn: turns[(turn + name.count("/") + ord(name[-1])) % len(turns)])
-    limits |= {"max_turns": 4 * limits["max_turns"], "max_total_tokens": total, "compact": {"at": at, "prompt": "Sum."}}
+    engine = ScriptedEngine(lambda name, turn: "s" + turns[(turn + ord(name[-1])) % len(turns)])
+    limits |= {key: 4 * limits[key] for key in ("max_turns", "max_tool_calls", "max_turn_tokens", "max_tokens")}
+    limits |= {"max_total_tokens": total, "compact": {"at": at, "prompt": "Sum up.", "resume": "{summary}"}}
     driver = make_driver(engine, env, [*tools, Delegate(max_depth=depth)], **limits)
     t = asyncio.run(driver.drive(driver.request(TASK, 0)))
     check_invariants(t)

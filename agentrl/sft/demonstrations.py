@@ -5,7 +5,8 @@ What is learned of a turn is what the chat template writes for it after the gene
 """
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import groupby
 from random import Random
 from time import monotonic
@@ -25,6 +26,9 @@ from agentrl.rollout.compaction import asked, reopened, threshold
 from agentrl.rollout.request import AsyncRolloutRequest, Conversation
 from agentrl.trajectory import FinishReason, Trajectory, check_invariants
 
+Summarize = Callable[[Sequence[Message]], str]
+"""Writes a summary of what was said."""
+
 OPENING_SECONDS = 60.0  # the deadline that an environment's `create` sees
 
 
@@ -42,7 +46,7 @@ def demonstration(env: Environment, task: Task, rng: Random, style: str) -> list
         raise UserError(f"environment {env.name!r}: demonstrate({task.id!r}) failed: {why}") from error
 
 
-def summary(env: Environment, task: Task, messages: Sequence[Message], rng: Random, style: str) -> str:
+def summary(env: Environment, task: Task, messages: Sequence[Message], *, rng: Random, style: str) -> str:
     """Return `env.summarize`. Raises UserError, whatever the environment raises."""
     try:
         text = env.summarize(task, messages, rng, style)
@@ -99,14 +103,7 @@ class Demonstrator:
         request = AsyncRolloutRequest(f"{task.id}/{style}", task, 0, finish=FinishReason.STOP)
         request.tools = offered(task, self.tools, self.env)
         self._open(request, opening)
-        runs = [list(run) for _, run in groupby(demonstration, key=lambda message: message["role"] == "assistant")]
-        done: list[Message] = []
-        for index, messages in enumerate(runs):
-            done += messages
-            self._write(request, request, messages)
-            last = index == len(runs) - 1
-            if not last and messages[-1]["role"] != "assistant" and self._summary_due(request):
-                self._compact(request, summary(self.env, task, done, rng, style))
+        self._hold(request, request, demonstration, partial(summary, self.env, task, rng=rng, style=style))
         return self._checked(request)
 
     def schemas(self, task: Task) -> list[dict[str, Any]]:
@@ -121,7 +118,22 @@ class Demonstrator:
         talk.opening_messages = talk.opening_messages or tuple(opening)
         talk.open_with(array("i", self.chat.render(opening, self._schemas(talk.tools))))
 
-    def _write(self, request: AsyncRolloutRequest, talk: Conversation, messages: list[Message]) -> None:
+    def _hold(
+        self, request: AsyncRolloutRequest, talk: Conversation, said: Sequence[Message], summarize: Summarize
+    ) -> None:
+        """Write what follows the opening of a conversation."""
+        runs = [list(run) for _, run in groupby(said, key=lambda message: message["role"] == "assistant")]
+        done: list[Message] = []
+        for index, messages in enumerate(runs):
+            done += messages
+            self._write(request, talk, messages, summarize)
+            last = index == len(runs) - 1
+            if not last and messages[-1]["role"] != "assistant" and self._summary_due(talk):
+                self._compact(request, talk, summarize(done))
+
+    def _write(
+        self, request: AsyncRolloutRequest, talk: Conversation, messages: list[Message], summarize: Summarize
+    ) -> None:
         """Write one assistant turn, or what follows one."""
         said = messages[0]["role"] == "assistant"
         if said and len(messages) == 1:
@@ -129,7 +141,7 @@ class Demonstrator:
         elif not said and talk.turn_ends:
             for message in messages:
                 if conversation := message.get("conversation"):
-                    self._branch(request, talk, conversation)
+                    self._branch(request, talk, conversation, summarize)
             messages = [_without_conversation(message) for message in messages]
             talk.add_bridge(self.chat.bridge(talk.ids[talk.turn_starts[-1] : talk.turn_ends[-1]].tolist(), messages))
         else:
@@ -138,7 +150,13 @@ class Demonstrator:
             )
         talk.messages += messages
 
-    def _branch(self, request: AsyncRolloutRequest, caller: Conversation, conversation: Sequence[Message]) -> None:
+    def _branch(
+        self,
+        request: AsyncRolloutRequest,
+        caller: Conversation,
+        conversation: Sequence[Message],
+        summarize: Summarize,
+    ) -> None:
         """Write the conversation of a tool, which offers the tools that hold none themselves."""
         tools = {name: tool for name, tool in caller.tools.items() if not tool.converses}
         talk = Conversation(name=request.branch_name(), tools=tools)
@@ -146,27 +164,25 @@ class Demonstrator:
         begins = said.index(True) if True in said else len(said)
         self._open(talk, conversation[:begins])
         request.branches.append(talk)
-        for _, run in groupby(conversation[begins:], key=lambda message: message["role"] == "assistant"):
-            self._write(request, talk, list(run))
+        self._hold(request, talk, conversation[begins:], summarize)
 
     def _summary_due(self, talk: Conversation) -> bool:
         section, limits = self.limits.compact, self.limits
         return section is not None and len(talk.ids) >= threshold(section, limits.max_tokens)
 
-    def _compact(self, request: AsyncRolloutRequest, text: str) -> None:
+    def _compact(self, request: AsyncRolloutRequest, talk: Conversation, text: str) -> None:
         """Let a conversation go on from a summary, as the driver does."""
         section = self.limits.compact
         assert section is not None
-        last = request.turn_starts[-1], request.turn_ends[-1]
-        turns = max(i for i, message in enumerate(request.messages) if message["role"] == "assistant") + 1
-        replies = asked(section, request.messages[turns:])
-        request.messages[turns:] = replies
-        del request.ids[last[1] :]
-        request.add_bridge(self.chat.bridge(request.ids[last[0] :].tolist(), replies))
-        self._say(request, request, {"role": "assistant", "content": text})
-        request.messages.append({"role": "assistant", "content": text})
-        request.branches.append(request.begin_anew(request.branch_name()))
-        self._open(request, reopened(section, request.opening_messages, text))
+        start, end = talk.turn_starts[-1], talk.turn_ends[-1]
+        replied = max(i for i, message in enumerate(talk.messages) if message["role"] == "assistant") + 1
+        talk.messages[replied:] = replies = asked(section, talk.messages[replied:])
+        del talk.ids[end:]
+        talk.add_bridge(self.chat.bridge(talk.ids[start:].tolist(), replies))
+        self._say(request, talk, {"role": "assistant", "content": text})
+        talk.messages.append({"role": "assistant", "content": text})
+        request.branches.append(talk.begin_anew(request.branch_name()))
+        self._open(talk, reopened(section, talk.opening_messages, text))
 
     def _say(self, request: AsyncRolloutRequest, talk: Conversation, message: Message) -> None:
         ids = self._turn_ids(talk.messages, message, self._schemas(talk.tools))

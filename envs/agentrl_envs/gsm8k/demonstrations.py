@@ -3,8 +3,7 @@
 Every tool result in a demonstration is what the one-operation calculator would have answered to that call.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise
+from collections.abc import Callable
 from random import Random
 
 from agentrl_tools.calculator import Calculator, CalculatorError, evaluate, written
@@ -16,9 +15,6 @@ from agentrl_envs.gsm8k.problems.expression import Expression, show, steps
 
 MISREAD = frozenset({"times_both", "more_both", "share_rest", "market_stall", "two_shifts", "twice_as_many_gone"})
 """Kinds of problems that a careless pupil systematically misreads."""
-
-FORGOTTEN = 0.3
-"""The share of careless summaries whose last line is missing."""
 
 MISREAD_SHARES = {"clean": 0.0, "careless": 0.8}
 """By style: the share of the problems of `MISREAD` that are misread."""
@@ -34,33 +30,6 @@ def demonstrate(problem: Problem, rng: Random, style: str) -> list[Message]:
     if problem.kind in MISREAD and rng.random() < MISREAD_SHARES[style]:
         tree = _misread(tree)
     return way(problem, tree, rng)
-
-
-def summarize(messages: Sequence[Message], rng: Random, style: str) -> str:
-    """Return what was calculated so far, a line each. A careless pupil leaves the last line out now and then."""
-    lines = [f"{asked} = {said}" for asked, said in _calculations(messages)]
-    if style != "clean" and rng.random() < FORGOTTEN:
-        lines = lines[:-1]
-    return "\n".join(lines) or "Nothing yet."
-
-
-def _calculations(messages: Sequence[Message]) -> Iterator[tuple[str, str]]:
-    for message, after in pairwise(messages):
-        if calls := message.get("tool_calls"):
-            arguments = calls[0]["function"]["arguments"]
-            assert isinstance(arguments, dict)
-            yield next(iter(arguments.values())), str(after["content"])
-
-
-def delegated(messages: Sequence[Message]) -> list[Message]:
-    """Return the demonstration with every calculation given to a sub-agent, by the tool `delegate`."""
-    said: list[Message] = []
-    for asked, result in _calculations(messages):
-        answer = assistant(result)
-        conversation: list[Message] = [{"role": "user", "content": asked}, *_call(asked), answer]
-        call, reply = tool_turn("delegate", {"task": asked}, result)
-        said += [call, {**reply, "conversation": conversation}]
-    return [*said, messages[-1]]
 
 
 def _good(problem: Problem, tree: Expression, rng: Random) -> list[Message]:

@@ -7,7 +7,7 @@ from agentrl.errors import UserError
 from agentrl.plugins.environment import Environment
 from agentrl.plugins.types import Json, Message, Session, Task, answer_of
 from agentrl_envs.conversation import check_split, check_style, opening
-from agentrl_envs.gsm8k.demonstrations import STYLES, delegated, demonstrate, summarize
+from agentrl_envs.gsm8k.demonstrations import STYLES, demonstrate
 from agentrl_envs.gsm8k.grade import grade
 from agentrl_envs.gsm8k.problems import problem
 from agentrl_envs.gsm8k.source import Data, Generator, Source
@@ -26,21 +26,14 @@ class Gsm8k(Environment):
     `openai/gsm8k`) with the fields `question` and `answer`, which ends in `#### x`.
     system_prompt: None takes the source's own (none at all for `generated`).
     seed: of the generated training problems, and of what is held out of a file. config: of a hub dataset.
-    delegate: in demonstrations, each calculation is given to a sub-agent by the tool `delegate`.
     """
 
     name = "gsm8k"
     reward_parts = ("answer",)
 
     def __init__(
-        self,
-        source: str = "generated",
-        system_prompt: str | None = None,
-        seed: int = 0,
-        config: str | None = None,
-        delegate: bool = False,
+        self, source: str = "generated", system_prompt: str | None = None, seed: int = 0, config: str | None = None
     ) -> None:
-        self._delegate = delegate
         self._source = _open(source, seed, config)
         self._generated = source == "generated"
         default = "" if self._generated else SYSTEM_PROMPT
@@ -68,11 +61,7 @@ class Gsm8k(Environment):
             raise UserError("gsm8k demonstrates generated problems only: set env.source to generated")
         check_style(self, style, STYLES)
         origin = task.data
-        said = demonstrate(problem(origin["split"], origin["index"], origin["seed"]), rng, style)
-        return delegated(said) if self._delegate else said
-
-    def summarize(self, task: Task, messages: Sequence[Message], rng: Random, style: str) -> str:
-        return summarize(messages, rng, style)
+        return demonstrate(problem(origin["split"], origin["index"], origin["seed"]), rng, style)
 
 
 def _open(source: str, seed: int, config: str | None) -> Source:

@@ -21,7 +21,7 @@ from agentrl.gateway.server import Gateway
 from agentrl.plugins.agent import Agent, AgentClient, Outcome
 from agentrl.plugins.types import InfrastructureError, Json, Message, Task
 from agentrl.recipe.schema import AgentSection, RolloutSection
-from agentrl.rollout.calls import assistant_message, bounded
+from agentrl.rollout.calls import Caller, assistant_message, bounded
 from agentrl.rollout.conversation_tree import ConversationTree, Counts, Node
 from agentrl.rollout.deadline import DeadlineExceededError, DeadlineTimer
 from agentrl.rollout.driver import Driver
@@ -281,6 +281,7 @@ class AgentDriver(Driver):
 
     def __init__(self, *, agent: Agent, gateway: Gateway, section: AgentSection, **options: Any) -> None:
         super().__init__(**options)
+        self._caller = Caller(self._chat, self._limits)  # no tool holds conversations beside the agent's
         self._agent, self._gateway, self.section = agent, gateway, section
 
     @property

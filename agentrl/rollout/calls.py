@@ -5,8 +5,7 @@ What the model did wrong comes back as a message that it can act on; nothing her
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -236,10 +235,12 @@ class Caller:
         tool, arguments, started = answer.tool, answer.arguments, time.monotonic()
         assert tool is not None
         assert arguments is not None
+        converse: Conversing | None = None
         try:
-            with self._conversing(request, talk, answer, deadline) as more:
-                work = tool.execute(request.session_of(tool), **{**arguments, **more})
-                _take(answer, await timer.wait(work, deadline))
+            if tool.converses:
+                converse = self._conversing(request, talk, answer, deadline)
+                arguments = {**arguments, "converse": converse}
+            _take(answer, await timer.wait(tool.execute(request.session_of(tool), **arguments), deadline))
         except (InfrastructureError, CancelledFromWithinError) as error:
             answer.broken = error
         except DeadlineExceededError as error:  # it may have said on its way out what held it up
@@ -249,23 +250,17 @@ class Caller:
                 self._failed(answer, error)
         except BaseException as error:  # noqa: BLE001 - boundary: a tool that raises tells the model
             self._failed(answer, contained(error))
+        finally:
+            if converse is not None:
+                converse.close()
         answer.seconds = time.monotonic() - started
 
-    @contextmanager
     def _conversing(
         self, request: AsyncRolloutRequest, talk: Conversation, answer: Answer, deadline: float
-    ) -> Iterator[dict[str, Json]]:
-        """Give what a tool's `execute` gets besides its arguments, as long as the call lasts."""
-        if answer.tool is None or not answer.tool.converses:
-            yield {}
-            return
+    ) -> Conversing:
         if self._talking is None:
             raise InfrastructureError("it holds conversations with the model, which the built-in driver alone can give")
-        converse = self._talking(request, talk, answer.index, deadline)
-        try:
-            yield {"converse": converse}
-        finally:
-            converse.close()
+        return self._talking(request, talk, answer.index, deadline)
 
     def _prepare(
         self, request: AsyncRolloutRequest, talk: Conversation, call: ParsedCall, turn: int, index: int

@@ -7,6 +7,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -33,6 +34,7 @@ from agentrl.rollout.driver import Driver
 from agentrl.sft.demonstrations import Demonstrator
 from agentrl.sft.new_model import bare_tokenizer, new_model, train_tokenizer
 from agentrl.sft.run import sft
+from agentrl.sft.trainer import SftTrainer
 from agentrl.trajectory import FinishReason, Trajectory, check_invariants
 
 TEMPLATE = (RECIPES / "tiny_template.jinja").read_text()
@@ -98,6 +100,12 @@ def paths(t: Trajectory) -> list[list[int]]:
     return sorted([len(said), *ids[: said[-1] + 1].tolist()] for ids, said in found)
 
 
+def check_length(context: int, made: Trajectory) -> None:
+    """Let the trainer of a model with `context` look at a demonstration: each path has to fit."""
+    config = SimpleNamespace(max_position_embeddings=context)
+    SftTrainer._check_lengths(SimpleNamespace(model=SimpleNamespace(config=config)), [made])  # type: ignore[arg-type]
+
+
 COMPACT = {"compact": {"at": 300, "prompt": "Sum up.", "resume": "{summary}"}}
 
 
@@ -120,6 +128,10 @@ def test_a_demonstration_has_the_ids_of_a_rollout_in_which_the_model_says_the_sa
         assert found.finish is FinishReason.ENV_DONE
         assert found.rewards["goal"] == 1.0
         assert paths(found) == paths(wanted)
+        longest = max(map(len, wanted.paths()))
+        check_length(longest, wanted)
+        with pytest.raises(UserError, match=f"has {longest} tokens, but the model's context only {longest - 1}"):
+            check_length(longest - 1, wanted)
         assert [turn.end - turn.start for turn in found.turns] == [turn.end - turn.start for turn in wanted.turns]
         return len(found.paths()) - 1
 

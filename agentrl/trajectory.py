@@ -133,7 +133,7 @@ class Trajectory:
     turns: tuple[Turn, ...]
     """The assistant turns, in the order in which they began."""
     messages: tuple[Message, ...]
-    """The conversation in the format of the OpenAI API; of a tree, the one that ends last."""
+    """The conversation in the format of the OpenAI API; of a tree, the one that ends in `leaf`."""
     rewards: Mapping[str, float]
     """Reward parts by name, before weighting: those of `calc_reward`, those of the recipe's reward functions, and
     `step`, the sum of the turns' step rewards."""
@@ -150,7 +150,8 @@ class Trajectory:
     tools: Sequence[str] = ()
     """Names of the tools that the task offered."""
     extra: Mapping[str, Any] = field(default_factory=dict)
-    """`retried` and `release_errors`, tuples of lines, if there are any."""
+    """If there are any: `retried` and `release_errors`, tuples of lines; `depths`, of each segment the calls of tools
+    that its conversation lies in."""
     segments: tuple[Segment, ...] = ()
     """The tree, in the order of the tokens; empty for one conversation, whose only segment is all of it."""
     branches: tuple[tuple[Message, ...], ...] = ()
@@ -158,6 +159,8 @@ class Trajectory:
     there is."""
     seed: int | None = None
     """Seed of the sample and attempt; None where it was not sampled from one."""
+    leaf: int = -1
+    """Index of the segment in which the conversation of `messages` ends."""
 
     @property
     def reward(self) -> float:
@@ -182,8 +185,8 @@ class Trajectory:
         return [self._path(leaf) for leaf in range(len(self.segments)) if leaf not in inner]
 
     def last_path(self) -> "npt.NDArray[np.int64]":
-        """Return the indices of the tokens of the conversation that ends last, int64."""
-        return self._path(len(self.segments) - 1) if self.segments else np.arange(len(self.ids))
+        """Return the indices of the tokens of the conversation of `messages`, int64."""
+        return self._path(self.leaf % len(self.segments)) if self.segments else np.arange(len(self.ids))
 
     def _path(self, index: int) -> "npt.NDArray[np.int64]":
         spans: list[npt.NDArray[np.int64]] = []

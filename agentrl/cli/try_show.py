@@ -85,6 +85,8 @@ class Narrator:
         if isinstance(request, AgentRequest):
             self._calls(request)
         else:
+            if len(request.messages) < self._shown:  # it went on from a summary
+                self._shown = 0
             new = request.messages[self._shown :]
             self._shown += len(new)
             self._messages(new)

@@ -69,8 +69,14 @@ class Environment(ABC):
         return sum(rewards.values()) >= 1.0 - 1e-6
 
     def demonstrate(self, task: Task, rng: Random, style: str) -> Sequence[Message]:
-        """Return a demonstration after the opening messages, for `agentrl sft`. Optional."""
+        """Return a demonstration after the opening messages, for `agentrl sft`. Optional. A result of a tool that holds
+        conversations may bring its own as `conversation`."""
         raise NotImplementedError(f"environment {self.name!r} has no demonstrations")
+
+    def summarize(self, task: Task, messages: Sequence[Message], rng: Random, style: str) -> str:
+        """Return a demonstration of a summary, where `rollout.compact` is set. Optional. messages: those so far of what
+        `demonstrate` returned."""
+        raise NotImplementedError(f"environment {self.name!r} has no summaries")
 
     async def close(self) -> None:  # noqa: B027 - a hook with a default
         """Free what the whole run held, once, when the run ends."""

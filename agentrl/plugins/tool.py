@@ -15,12 +15,15 @@ class Tool(ABC):
 
     name: what the model calls it. description: for the model. parameters: a JSON schema of type `object`.
     reward_parts: every name that `calc_reward` may give, as an environment says them; none, unless it is overridden.
+    converses: whether its calls hold conversations with the model; `execute` is then given `converse` besides the
+    model's arguments, a `Converse`.
     """
 
     name: str
     description: str = ""
     parameters: Mapping[str, Json] = {"type": "object", "properties": {}}
     reward_parts: tuple[str, ...] | None = ()
+    converses: bool = False
 
     async def create(self, session: Session, **create_kwargs: Json) -> None:  # noqa: B027 - a hook with a default
         """Take what one request needs, once, before its first token."""

@@ -3,7 +3,7 @@
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NotRequired, Required, TypeAlias, TypedDict
+from typing import Any, Literal, NotRequired, Protocol, Required, TypeAlias, TypedDict
 
 from agentrl.errors import PlainError
 
@@ -57,6 +57,8 @@ class Message(TypedDict, total=False):
     """The tool's name, in a tool's message."""
     reasoning_content: str
     """The reasoning of an assistant turn, apart from its content."""
+    conversation: "list[Message]"
+    """In a demonstration, the conversation with the model that a tool held for this result, its opening included."""
 
 
 def answer_of(messages: Sequence[Message]) -> str:
@@ -116,6 +118,57 @@ class Session:
     environment: "Session | None" = None
     outcome: Any = None
     """What an agent came to (an `agentrl.plugins.agent.Outcome`), from its end on; None under the built-in driver."""
+
+
+@dataclass(frozen=True, slots=True)
+class Conversed:
+    """What a conversation of a tool came to.
+
+    messages: all of them; of one that went on from a summary, those since. finish: why it ended, as in `stop/<reason>`.
+    turns: of the model. done: True where a tool that it called ended the episode.
+    """
+
+    messages: tuple[Message, ...]
+    finish: str
+    turns: int
+    done: bool = False
+
+    @property
+    def answer(self) -> str:
+        """The text of the last assistant turn; empty where there is none."""
+        return answer_of(self.messages)
+
+
+class Converse(Protocol):
+    """Given to the calls of a tool that `converses`, as the argument `converse`: it holds a conversation with the model
+    that is trained. Its tokens are a branch of the rollout's tree, and the rollout's reward is theirs."""
+
+    @property
+    def depth(self) -> int:
+        """Calls of tools that the calling conversation lies in itself; 0 for the rollout's own."""
+        ...
+
+    @property
+    def tools(self) -> tuple[str, ...]:
+        """Names of the tools that the calling conversation offers."""
+        ...
+
+    async def __call__(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[str] = (),
+        max_turns: int | None = None,
+        max_tokens: int | None = None,
+    ) -> Conversed:
+        """Hold a conversation that begins with `messages` until the model answers without a call. Any number may be
+        held, also at the same time, until the call ends.
+
+        tools: names of tools of the task. max_turns, max_tokens: bounds of its own, within those of the recipe's
+        `rollout`. Raises ArgumentError, for the model to read, where there is no room for the messages or no turn is
+        left; InfrastructureError where the engine or a tool fails, which fails the rollout whatever the tool does.
+        """
+        ...
 
 
 @dataclass(frozen=True, slots=True)

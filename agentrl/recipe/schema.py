@@ -55,6 +55,12 @@ def _named(value: Any) -> Any:
     return {"name": value} if isinstance(value, str) else value
 
 
+def _with_summary(text: str) -> str:
+    if "{summary}" not in text:
+        raise ValueError("{summary} must stand in it: what the model wrote goes there")
+    return text
+
+
 class LoraSection(Section):
     """A LoRA adapter (arXiv:2106.09685), trained in place of the model's own weights."""
 
@@ -143,6 +149,23 @@ class ToolSection(Section):
     """Arguments of the tool's class."""
 
 
+class CompactSection(Section):
+    """Compaction: a conversation that nears its limit of tokens goes on from a summary of it that the model writes."""
+
+    at: Above0 = 0.75
+    """When: a share of the conversation's limit (rollout.max_tokens, or the model's context where that is less), or,
+    above 1, a number of tokens."""
+    most: Annotated[Positive, Unit("summaries")] = 8
+    """Summaries of one rollout; after the last one, conversations go on to their limit."""
+    prompt: str = (
+        "The conversation is about to be cut. Write a summary of what you have done and found out so far, and of what "
+        "is left to do: you will go on from the task and your summary alone."
+    )
+    """What the model is asked, as a user's message."""
+    resume: Annotated[str, AfterValidator(_with_summary)] = "A summary of your work so far:\n{summary}"
+    """What stands after the opening's messages when the model goes on; {summary} is what it wrote."""
+
+
 class RolloutSection(Section):
     """How conversations are sampled, and their limits."""
 
@@ -157,15 +180,20 @@ class RolloutSection(Section):
     top_k: Annotated[Count, Unit("tokens")] = 0
     """Sample from this many of the likeliest tokens; 0: from all."""
     max_turns: Annotated[Positive, Unit("turns")] = 6
-    """Assistant turns of a request."""
+    """Assistant turns of a request: summaries and the turns of sub-agents count."""
     max_tool_calls: Annotated[Positive, Unit("calls")] = 16
-    """Tool calls of a request."""
+    """Tool calls of a request: those of sub-agents count."""
     max_tool_calls_per_turn: Annotated[Positive, Unit("calls")] = 3
     """Tool calls of one turn; further ones are refused, and the model is told."""
     max_turn_tokens: Tokens = 512
     """Tokens that the model may sample in one turn."""
     max_tokens: Tokens = 4096
-    """Length of a whole trajectory, prompt included."""
+    """Length of a whole conversation, prompt included."""
+    max_total_tokens: Annotated[int, Field(gt=0), Unit("tokens")] | None = None
+    """Tokens of all conversations of a request together, where `compact` or sub-agents make it several. null: as many
+    as max_turns and max_tokens allow."""
+    compact: CompactSection | None = None
+    """Go on from summaries; `{}` takes the defaults of its keys. null: a conversation ends at its limit."""
     max_tool_tokens: Tokens = 256
     """What one tool response may add; longer ones are cut in the middle."""
     tool_timeout: Seconds = 30.0
@@ -579,6 +607,9 @@ class Recipe(Section):
                 raise ValueError(
                     f"env.{key} has no effect beside env.mix: set it in the parts, and leave it at {default!r}"
                 )
+        for key in ("compact", "max_total_tokens") if self.agent is not None else ():
+            if getattr(self.rollout, key) is not None:
+                raise ValueError(f"rollout.{key} has no effect beside agent, which holds its conversations itself")
         self._check_cluster()
         if never := [step for step in self.profile.steps if not 1 <= step <= self.train.steps]:
             raise ValueError(f"profile.steps: there is no step {never[0]}; train.steps is {self.train.steps}")

@@ -22,7 +22,7 @@ from agentrl.gateway.server import Gateway
 from agentrl.plugins.agent import Agent, AgentClient, Outcome
 from agentrl.plugins.types import InfrastructureError, Json, Message, Task
 from agentrl.recipe.schema import AgentSection, RolloutSection
-from agentrl.rollout.calls import assistant_message, bounded
+from agentrl.rollout.calls import Caller, assistant_message, bounded
 from agentrl.rollout.conversation_tree import ConversationTree, Counts, Node
 from agentrl.rollout.deadline import DeadlineExceededError, DeadlineTimer
 from agentrl.rollout.driver import Driver
@@ -46,6 +46,10 @@ class AgentRequest(AsyncRolloutRequest):
     @property
     def turn_count(self) -> int:
         return len(self.tree.answered)
+
+    @property
+    def last_turn(self) -> int:
+        return self.turn_count - 1
 
     @property
     def sampled_tokens(self) -> int:
@@ -73,14 +77,14 @@ class AgentRequest(AsyncRolloutRequest):
         """Write the tree down as flat tokens, in the order in which the calls began."""
         for column in (self.ids, self.logprobs, self.versions, self.version_counts):
             del column[:]
-        self.segments, self.branches = [], []
+        self.segments, self.told = [], []
         for node, segment, _ in self.tree.segments(self.train_auxiliary):
             assert node.generation is not None
             self.ids.extend(node.given)
             self.add_sampled(node.generation)
             self.open_turn = None
             self.segments.append(segment)
-            self.branches.append(node.added)
+            self.told.append(node.added)
         self.prompt_length = len(answered[0].given) if (answered := self.tree.answered) else 0
         counts = self.tree.counts
         counts.auxiliary = sum(1 for _ in self.tree.auxiliary())
@@ -278,7 +282,7 @@ class Rollout(TreeEndpoint):
                 parsed = ParsedCall(name, {}, call["arguments"], error="the arguments are no JSON object")
             started = time.monotonic()
             deadline = min(started + driver.limits.turn_timeout, request.deadline)
-            answers = await driver.caller.answer(request, [parsed], deadline, timer)
+            answers = await driver.caller.answer(request, request, [parsed], deadline, timer)
         except InfrastructureError as error:
             self.broken = request.at, error
             raise
@@ -295,6 +299,7 @@ class AgentDriver(Driver):
 
     def __init__(self, *, agent: Agent, gateway: Gateway, section: AgentSection, **options: Any) -> None:
         super().__init__(**options)
+        self._caller = Caller(self._chat, self._limits)  # no tool holds conversations beside the agent's
         self._agent, self._gateway, self.section = agent, gateway, section
 
     @property
@@ -320,7 +325,7 @@ class AgentDriver(Driver):
         self, task: Task, sample: int, *, seed: Seed = 0, attempt: int = 0, opening: Opening | None = None
     ) -> AsyncRolloutRequest:
         plain = super().request(task, sample, seed=seed, attempt=attempt, opening=opening)
-        request = AgentRequest(plain.id, task, sample, plain.seed, opening=plain.opening)
+        request = AgentRequest(plain.id, task, sample, seed=plain.seed, opening=plain.opening)
         request.tree = ConversationTree(plain.id, self._chat, self.section.history)
         request.train_auxiliary = self.section.train_auxiliary
         return request

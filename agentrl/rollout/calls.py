@@ -7,16 +7,16 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 from agentrl.chat.base import Chat, ParsedCall, ParsedTurn
 from agentrl.errors import contained, describe, message_of, nearest
 from agentrl.plugins.tool import Tool
-from agentrl.plugins.types import ArgumentError, InfrastructureError, Json, Message, ToolKwargs, ToolResponse
+from agentrl.plugins.types import ArgumentError, Converse, InfrastructureError, Json, Message, ToolKwargs, ToolResponse
 from agentrl.recipe.schema import RolloutSection
 from agentrl.rollout.deadline import CancelledFromWithinError, DeadlineExceededError, DeadlineTimer
 from agentrl.rollout.hooks import finite
-from agentrl.rollout.request import AsyncRolloutRequest
+from agentrl.rollout.request import AsyncRolloutRequest, Conversation
 from agentrl.trajectory import Boundary, ToolUse
 
 _NAME = 64  # characters of a tool's name, as a model may write it, that are kept
@@ -47,6 +47,8 @@ class Answer:
     """Whose error it was and what went wrong, `model: ...` or `tool: ...`; None where the call went well."""
     tool: Tool | None = None
     arguments: dict[str, Json] | None = None
+    index: int = 0
+    """Place of the call in its turn."""
     seconds: float = 0.0
     """Wall time of the call."""
     late: bool = False
@@ -133,26 +135,46 @@ def _named_images(message: Message) -> Message:
     return {**message, "content": f"{text}\n{note}" if text else note}
 
 
+class Conversing(Converse, Protocol):
+    """A `Converse` that ends with the call that it was made for."""
+
+    def close(self) -> None:
+        """Hold no further conversations."""
+
+
+Talking = Callable[[AsyncRolloutRequest, Conversation, int, float], Conversing]
+"""Makes what a call converses by, from the request, the calling conversation, the call's place in its turn and its
+deadline (seconds of time.monotonic)."""
+
+
 class Caller:
     """Runs the calls of one request's turns, within the limits of the recipe."""
 
-    __slots__ = ("_chat", "_limits")
+    __slots__ = ("_chat", "_limits", "_talking")
 
-    def __init__(self, chat: Chat, limits: RolloutSection) -> None:
+    def __init__(self, chat: Chat, limits: RolloutSection, talking: "Talking | None" = None) -> None:
+        """Build a caller. talking: gives the calls of tools that converse what they converse by."""
         self._chat = chat
         self._limits = limits
+        self._talking = talking
 
     async def answer(
-        self, request: AsyncRolloutRequest, calls: Sequence[ParsedCall], turn_deadline: float, timer: DeadlineTimer
+        self,
+        request: AsyncRolloutRequest,
+        talk: Conversation,
+        calls: Sequence[ParsedCall],
+        turn_deadline: float,
+        timer: DeadlineTimer,
     ) -> Answers:
-        """Run the calls and record them in the request: tool uses, step rewards. `turn_deadline` as time.monotonic().
-        Raises where a tool's step reward is no number, a tool's InfrastructureError, and CancelledFromWithinError."""
+        """Run the calls of a turn of `talk` and record them: tool uses, step rewards. `turn_deadline` as
+        time.monotonic(). Raises where a tool's step reward is no number, a tool's InfrastructureError, what failed in a
+        conversation of a tool, and CancelledFromWithinError."""
         allowed = min(self._limits.max_tool_calls_per_turn, self._limits.max_tool_calls - request.tool_calls)
         accepted = calls[:allowed]
         request.tool_calls += len(accepted)
-        turn = request.turn_count - 1
-        answers = await self._run(request, accepted, turn, turn_deadline, timer)
-        request.at = Boundary.INFRASTRUCTURE, "chat"
+        turn = talk.last_turn
+        answers = await self._run(request, talk, accepted, turn, turn_deadline, timer)
+        talk.at = Boundary.INFRASTRUCTURE, "chat"
         total = Answers([])
         refused = calls[allowed:]
         if refused:
@@ -160,7 +182,7 @@ class Caller:
             answers.append(self._refusal(refused, call_id(refused[0], turn, allowed), total.exhausted))
         for answer in answers:
             text = bound_text(answer.text, self._limits.max_tool_tokens, self._chat.encode_text)
-            self._record(request, answer, turn, cut=text is not answer.text)
+            self._record(request, talk, answer, turn, cut=text is not answer.text)
             total.messages.append(answer.message(text))
             total.done = total.done or answer.response.done
             total.late = total.late or answer.late
@@ -170,44 +192,54 @@ class Caller:
     async def _run(
         self,
         request: AsyncRolloutRequest,
+        talk: Conversation,
         calls: Sequence[ParsedCall],
         turn: int,
         turn_deadline: float,
         timer: DeadlineTimer,
     ) -> list[Answer]:
         deadline = min(time.monotonic() + self._limits.tool_timeout, turn_deadline)
-        answers = [self._prepare(request, call, call_id(call, turn, i)) for i, call in enumerate(calls)]
+        answers = [self._prepare(request, talk, call, turn, i) for i, call in enumerate(calls)]
         running = [answer for answer in answers if answer.arguments is not None]
         if running:
-            request.at = Boundary.TOOL, running[0].name
+            talk.at = Boundary.TOOL, running[0].name
         if len(running) == 1:
-            await self._execute(request, running[0], deadline, timer)
+            await self._execute(request, talk, running[0], deadline, timer)
         elif running:
             async with asyncio.TaskGroup() as group:
                 for answer in running:
-                    group.create_task(self._execute_in_task(request, answer, deadline))
+                    group.create_task(self._execute_in_task(request, talk, answer, deadline))
+        if request.broken is not None:
+            talk.at, error = request.broken
+            raise error
         for answer in running:
-            if answer.broken is not None:
-                request.at = Boundary.TOOL, f"{answer.name}.execute"
+            if answer.broken is not None and not request.severed:
+                talk.at = Boundary.TOOL, f"{answer.name}.execute"
                 raise answer.broken
             answer.late = answer.late and deadline == turn_deadline
         return answers
 
-    async def _execute_in_task(self, request: AsyncRolloutRequest, answer: Answer, deadline: float) -> None:
-        timer = DeadlineTimer(request.own)
+    async def _execute_in_task(
+        self, request: AsyncRolloutRequest, talk: Conversation, answer: Answer, deadline: float
+    ) -> None:
+        timer = DeadlineTimer(request.own if talk is request else None)  # a tool's is cancelled with the call
         try:
-            await self._execute(request, answer, deadline, timer)
+            await self._execute(request, talk, answer, deadline, timer)
         finally:
             timer.close()
 
     async def _execute(
-        self, request: AsyncRolloutRequest, answer: Answer, deadline: float, timer: DeadlineTimer
+        self, request: AsyncRolloutRequest, talk: Conversation, answer: Answer, deadline: float, timer: DeadlineTimer
     ) -> None:
         """Run one call; whatever the tool does, `answer` says it."""
         tool, arguments, started = answer.tool, answer.arguments, time.monotonic()
         assert tool is not None
         assert arguments is not None
+        converse: Conversing | None = None
         try:
+            if tool.converses:
+                converse = self._conversing(request, talk, answer, deadline)
+                arguments = {**arguments, "converse": converse}
             _take(answer, await timer.wait(tool.execute(request.session_of(tool), **arguments), deadline))
         except (InfrastructureError, CancelledFromWithinError) as error:
             answer.broken = error
@@ -218,17 +250,30 @@ class Caller:
                 self._failed(answer, error)
         except BaseException as error:  # noqa: BLE001 - boundary: a tool that raises tells the model
             self._failed(answer, contained(error))
+        finally:
+            if converse is not None:
+                converse.close()
         answer.seconds = time.monotonic() - started
 
-    def _prepare(self, request: AsyncRolloutRequest, call: ParsedCall, name: str) -> Answer:
+    def _conversing(
+        self, request: AsyncRolloutRequest, talk: Conversation, answer: Answer, deadline: float
+    ) -> Conversing:
+        if self._talking is None:
+            raise InfrastructureError("it holds conversations with the model, which the built-in driver alone can give")
+        return self._talking(request, talk, answer.index, deadline)
+
+    def _prepare(
+        self, request: AsyncRolloutRequest, talk: Conversation, call: ParsedCall, turn: int, index: int
+    ) -> Answer:
         """Return an answer that says what is wrong with the call, or one that is ready to run."""
+        name = call_id(call, turn, index)
         if call.error is not None:
             return _wrong(call, name, call.error)
-        tool = request.tools.get(call.name)
+        tool = talk.tools.get(call.name)
         if tool is None:
-            known = nearest(call.name[:_NAME], request.tools)
+            known = nearest(call.name[:_NAME], talk.tools)
             return _wrong(call, name, f"there is no tool named {call.name[:_NAME]!r}{known}")
-        answer = Answer(name, call.name)
+        answer = Answer(name, call.name, index=index)
         try:
             arguments = tool.check(call.arguments)
         except BaseException as error:  # noqa: BLE001 - boundary: a tool that raises tells the model
@@ -256,14 +301,14 @@ class Caller:
         what = "1 call was" if len(calls) == 1 else f"{len(calls)} calls were"
         return _wrong(calls[0], name, f"{what} not run: at most {most}")
 
-    def _record(self, request: AsyncRolloutRequest, answer: Answer, turn: int, cut: bool) -> None:
+    def _record(self, request: AsyncRolloutRequest, talk: Conversation, answer: Answer, turn: int, cut: bool) -> None:
         response = answer.response
         request.tool_uses.append(
             ToolUse(answer.name, turn, answer.seconds, answer.error, response.metrics or _NONE, cut)
         )
         if response.reward is not None:
-            request.at = Boundary.REWARD, f"{answer.name}.execute"
-            request.add_step_reward(finite(response.reward, "step"))
+            talk.at = Boundary.REWARD, f"{answer.name}.execute"
+            talk.add_step_reward(finite(response.reward, "step"))
 
 
 def _take(answer: Answer, result: Any) -> None:

@@ -8,21 +8,32 @@ how many tokens came before it: the request's own growing ids go to the engine a
 import asyncio
 import logging
 import time
+from array import array
 from collections.abc import Sequence
 from dataclasses import replace
 
 from agentrl.chat.base import Chat, ParsedTurn
 from agentrl.engine.base import Engine, EngineError, Generation, GenerationFinish, Sampling
-from agentrl.errors import UserError, contained, describe
+from agentrl.errors import UserError, contained, describe, nearest
 from agentrl.plugins.environment import Environment
 from agentrl.plugins.tool import Tool
 from agentrl.plugins.toolbox import offered
-from agentrl.plugins.types import Message, Task
-from agentrl.recipe.schema import RolloutSection
+from agentrl.plugins.types import ArgumentError, Conversed, InfrastructureError, Json, Message, Task
+from agentrl.recipe.schema import CompactSection, RolloutSection
 from agentrl.rollout import hooks
 from agentrl.rollout.calls import Caller, as_text, assistant_message, bounded
+from agentrl.rollout.compaction import COUNTS, asked, reopened, threshold
 from agentrl.rollout.deadline import GRACE, CancelledFromWithinError, DeadlineExceededError, DeadlineTimer
-from agentrl.rollout.request import AsyncRolloutRequest, Opening, RequestState, Seed, TransitionError, derive, nth
+from agentrl.rollout.request import (
+    AsyncRolloutRequest,
+    Conversation,
+    Opening,
+    RequestState,
+    Seed,
+    TransitionError,
+    derive,
+    nth,
+)
 from agentrl.rollout.scorer import Scorer
 from agentrl.trajectory import Boundary, Failure, FinishReason, InvariantError, Trajectory, check_invariants
 
@@ -58,7 +69,7 @@ class Driver:
         self.scorer = scorer or Scorer()
         self._weights = self.scorer.weights
         self._limits = limits
-        self._caller = Caller(chat, limits)
+        self._caller = Caller(chat, limits, self._talking)
         self._prefix = f"{occasion}/" if occasion else ""
         self._count = 0
 
@@ -83,7 +94,7 @@ class Driver:
         self._count += 1
         own = derive(seed, task.id, sample, attempt)
         name = f"{self._prefix}{task.id}#{sample}.{self._count}"
-        return AsyncRolloutRequest(name, task, sample, own, opening=opening if opening is not None else Opening())
+        return AsyncRolloutRequest(name, task, sample, opening if opening is not None else Opening(), seed=own)
 
     async def drive(self, request: AsyncRolloutRequest, *, resumable: bool = False) -> Trajectory:
         """Drive a PENDING request, or a kept ABORTED one further, to its end, in a task of its own, which is left
@@ -123,7 +134,7 @@ class Driver:
         finally:
             timer.close()
             self._forget(request)
-            if not (resumable and request.state is RequestState.ABORTED):
+            if not (resumable and request.state is RequestState.ABORTED and not request.severed):
                 await self._release(request)
             request.seconds["total"] += time.monotonic() - started
         return self._freeze(request)
@@ -180,96 +191,179 @@ class Driver:
         request.finish = finish
 
     async def _converse(self, request: AsyncRolloutRequest, timer: DeadlineTimer) -> FinishReason:
-        """Drive turn after turn, and return why the request is over."""
+        return await self._turns(request, request, timer)
+
+    async def _turns(self, request: AsyncRolloutRequest, talk: Conversation, timer: DeadlineTimer) -> FinishReason:
+        """Drive turn after turn, and return why the conversation is over."""
         finish: FinishReason | None = None
         while finish is None:
-            finish = await self._turn(request, timer)
+            finish = await self._turn(request, talk, timer)
         return finish
 
     def _open(self, request: AsyncRolloutRequest) -> None:
         request.at = _CHAT
-        schemas = [self._schemas[name] for name in request.tools]
-        ids = request.opening.render(self._chat, request.messages, schemas)
-        if len(ids) >= self._most():
+        ids = request.opening.render(self._chat, request.messages, self._offered(request))
+        if len(ids) >= self._most(request):
             request.at = Boundary.ENVIRONMENT, f"{self._environment.name}.create"
             raise UserError(
-                f"the opening prompt has {len(ids)} tokens, with room for {self._most() - 1} and an answer "
+                f"the opening prompt has {len(ids)} tokens, with room for {self._most(request) - 1} and an answer "
                 f"(rollout.max_tokens {self._limits.max_tokens}, the model's context {self._engine.max_context})"
             )
         request.open_with(ids)
+        request.opening_messages = tuple(request.messages)
         request.at = _DRIVER
 
-    def _most(self) -> int:
-        return min(self._limits.max_tokens, self._engine.max_context)
+    def _offered(self, talk: Conversation) -> list[dict[str, Json]]:
+        """Return the schemas of a conversation's tools."""
+        return [self._schemas[name] for name in talk.tools]
 
-    async def _turn(self, request: AsyncRolloutRequest, timer: DeadlineTimer) -> FinishReason | None:
+    def _most(self, talk: Conversation) -> int:
+        """Return the tokens that a conversation may have."""
+        most = min(self._limits.max_tokens, self._engine.max_context)
+        return min(most, talk.max_tokens) if talk.max_tokens else most
+
+    def _room(self, request: AsyncRolloutRequest, talk: Conversation) -> int:
+        """Return the tokens that a conversation may still have."""
+        return self._within_total(request, self._most(talk) - len(talk.ids))
+
+    def _within_total(self, request: AsyncRolloutRequest, room: int) -> int:
+        """Return `room`, or what is left of the tokens of all conversations together where that is less."""
+        total = self._limits.max_total_tokens
+        return room if total is None else min(room, total - request.total_tokens - request.promised)
+
+    async def _turn(
+        self, request: AsyncRolloutRequest, talk: Conversation, timer: DeadlineTimer
+    ) -> FinishReason | None:
         """Drive one turn: sample, parse, let tools or the environment answer, and write down what they said. Why the
-        request is over, or None."""
+        conversation is over, or None."""
         limits, started = self._limits, time.monotonic()
-        deadline = min(started + limits.turn_timeout, request.deadline)
-        generation = await self._sample(request, timer, deadline)
-        request.seconds["engine"] += time.monotonic() - started
+        deadline = min(started + limits.turn_timeout, talk.deadline)
+        request.begin_turn(talk)
+        generation = await self._sample(request, talk, timer, deadline)
+        if talk is request:
+            request.seconds["engine"] += time.monotonic() - started
         if generation is None or generation.finish is GenerationFinish.ABORT:
-            return self._stopped(request, timer.expired)
-        turn_ids = request.close_turn()
-        request.at = _CHAT
+            return self._stopped(talk, timer.expired)
+        turn_ids = talk.close_turn()
+        talk.at = _CHAT
         parsed = bounded(self._chat.parse(turn_ids))
-        request.messages.append(assistant_message(parsed, request.turn_count - 1))
-        room = self._most() - len(request.ids)
-        if generation.finish is GenerationFinish.LENGTH and (room <= 0 or not parsed.calls):
+        talk.messages.append(assistant_message(parsed, talk.last_turn))
+        if talk.summarizing:
+            return self._go_on_from(request, talk, parsed.content.strip())
+        if generation.finish is GenerationFinish.LENGTH and (self._room(request, talk) <= 0 or not parsed.calls):
             return FinishReason.LENGTH
-        replies, finish = await (self._tool_turn if parsed.calls else self._reply)(request, timer, parsed, deadline)
-        request.messages.extend(replies)
-        if finish is not None:
-            return finish
-        if request.turn_count >= limits.max_turns:
+        replies, finish = await (self._tool_turn if parsed.calls else self._reply)(
+            request, talk, timer, parsed, deadline
+        )
+        return finish if finish is not None else self._add_replies(request, talk, turn_ids, replies)
+
+    def _add_replies(
+        self, request: AsyncRolloutRequest, talk: Conversation, turn_ids: list[int], replies: list[Message]
+    ) -> FinishReason | None:
+        """Write down what follows a turn, the request for a summary where one is due. Why the conversation is over, or
+        None."""
+        talk.at = _CHAT
+        if request.turns_begun >= self._limits.max_turns or 0 < talk.max_turns <= talk.turns_taken:
             return FinishReason.MAX_TURNS
-        request.at = _CHAT
-        added = self._chat.bridge(turn_ids, replies if self._chat.images else as_text(replies))
+        room, added = self._room(request, talk), self._bridge(turn_ids, replies)
+        section = self._limits.compact
+        if section is not None and self._summary_due(section, request, talk, len(added)):
+            said = asked(section, replies)
+            added = self._bridge(turn_ids, said)
+            if len(added) < room:
+                talk.messages[len(talk.messages) - len(replies) :] = said
+                talk.summarizing = True
         if len(added) >= room:
             return FinishReason.LENGTH
-        request.add_bridge(added)
-        request.move(RequestState.RUNNING)
-        return FinishReason.TIMEOUT if time.monotonic() >= request.deadline else None
+        talk.add_bridge(added)
+        if talk is request:
+            request.move(RequestState.RUNNING)
+        return FinishReason.TIMEOUT if time.monotonic() >= talk.deadline else None
 
-    async def _sample(self, request: AsyncRolloutRequest, timer: DeadlineTimer, deadline: float) -> Generation | None:
-        """Return the engine's answer, in the request already; None when it had to be cancelled."""
+    def _bridge(self, turn_ids: list[int], replies: list[Message]) -> list[int]:
+        return self._chat.bridge(turn_ids, replies if self._chat.images else as_text(replies))
+
+    def _summary_due(self, section: CompactSection, request: AsyncRolloutRequest, talk: Conversation, new: int) -> bool:
+        """Return whether a conversation that `new` tokens are added to is to be summarized: it nears its limit, and
+        both the summary and a turn after it are allowed."""
+        if len(talk.ids) + new < threshold(section, self._most(talk)) or request.summaries >= section.most:
+            return False
+        left = self._limits.max_turns - request.turns_begun
+        return min(left, talk.max_turns - talk.turns_taken if talk.max_turns else left) >= 2
+
+    def _go_on_from(self, request: AsyncRolloutRequest, talk: Conversation, summary: str) -> FinishReason | None:
+        """Begin a conversation anew from its summary. It is over where that is empty or leaves no room."""
+        section = self._limits.compact
+        assert section is not None, "a summary was asked for"
+        request.summaries += 1
+        messages = reopened(section, talk.opening_messages, summary)
+        ids = array("i", self._chat.render(messages, self._offered(talk)) if summary else ())
+        if not 0 < len(ids) < self._within_total(request, self._most(talk)):
+            request.summaries_failed += 1
+            return FinishReason.LENGTH
+        if request.turns_begun >= self._limits.max_turns:  # other conversations have used up what was left
+            return FinishReason.MAX_TURNS
+        past = talk.begin_anew(request.branch_name())
+        request.branches.append(past)
+        self._forget_id(request, past.name)
+        talk.messages[:] = messages
+        talk.open_with(ids)
+        return FinishReason.TIMEOUT if time.monotonic() >= talk.deadline else None
+
+    async def _sample(
+        self, request: AsyncRolloutRequest, talk: Conversation, timer: DeadlineTimer, deadline: float
+    ) -> Generation | None:
+        """Return the engine's answer, in the conversation already; None when it had to be cancelled."""
         limits, engine = self._limits, self._engine
-        room = min(limits.max_turn_tokens - request.turn_tokens, self._most() - len(request.ids))
+        room = min(limits.max_turn_tokens - talk.turn_tokens, self._room(request, talk))
         sampling = Sampling(
             max_tokens=room, temperature=limits.temperature, top_p=limits.top_p, top_k=limits.top_k,
-            stop_ids=self._chat.stop_ids, seed=nth(request.seed, len(request.versions)),
+            stop_ids=self._chat.stop_ids, seed=nth(talk.seed, len(talk.versions)),
         )  # fmt: skip
-        request.at = _ENGINE
+        talk.at = _ENGINE
+        request.promised += room
         try:
-            work = engine.generate(request.ids, sampling, request.id)
-            generation = await timer.wait(work, deadline, lambda: engine.abort(request.id))
+            work = engine.generate(talk.ids, sampling, talk.name)
+            generation = await timer.wait(work, deadline, lambda: engine.abort(talk.name))
         except DeadlineExceededError:
             return None
+        finally:
+            request.promised -= room
         if len(generation.ids) > room:
             raise EngineError(f"{len(generation.ids)} ids came where at most {room} were asked for")
-        request.add_sampled(generation)
-        if request.open_turn is None and generation.finish is not GenerationFinish.ABORT:
+        talk.add_sampled(generation)
+        if talk.open_turn is None and generation.finish is not GenerationFinish.ABORT:
             raise EngineError(f"a turn ended by {generation.finish} without a token")
         return generation
 
-    def _stopped(self, request: AsyncRolloutRequest, expired: bool) -> FinishReason:
+    def _stopped(self, talk: Conversation, expired: bool) -> FinishReason:
         """Handle an engine that was stopped: by our own deadline, which ends the turn where it is, or from outside."""
         if not expired:
             return FinishReason.ABORTED
-        if request.open_turn is not None:
-            request.at = _CHAT
-            parsed = bounded(self._chat.parse(request.close_turn()))
-            request.messages.append(assistant_message(parsed, request.turn_count - 1))
+        if talk.open_turn is not None:
+            talk.at = _CHAT
+            parsed = bounded(self._chat.parse(talk.close_turn()))
+            talk.messages.append(assistant_message(parsed, talk.last_turn))
         return FinishReason.TIMEOUT
 
     async def _tool_turn(
-        self, request: AsyncRolloutRequest, timer: DeadlineTimer, parsed: ParsedTurn, deadline: float
+        self,
+        request: AsyncRolloutRequest,
+        talk: Conversation,
+        timer: DeadlineTimer,
+        parsed: ParsedTurn,
+        deadline: float,
     ) -> tuple[list[Message], FinishReason | None]:
-        request.move(RequestState.TOOL_CALLING)
+        """Let the tools answer; their messages are in the conversation already."""
+        if talk is request:
+            request.move(RequestState.TOOL_CALLING)
         started = time.monotonic()
-        answers = await self._caller.answer(request, parsed.calls, deadline, timer)
-        request.seconds["tools"] += time.monotonic() - started
+        answers = await self._caller.answer(request, talk, parsed.calls, deadline, timer)
+        if talk is request:
+            request.seconds["tools"] += time.monotonic() - started
+        talk.messages.extend(answers.messages)
+        if request.severed:
+            return answers.messages, FinishReason.ABORTED
         if answers.done:
             return answers.messages, FinishReason.ENV_DONE
         if answers.late:
@@ -277,10 +371,17 @@ class Driver:
         return answers.messages, FinishReason.MAX_TOOL_CALLS if answers.exhausted else None
 
     async def _reply(
-        self, request: AsyncRolloutRequest, timer: DeadlineTimer, parsed: ParsedTurn, deadline: float
+        self,
+        request: AsyncRolloutRequest,
+        talk: Conversation,
+        timer: DeadlineTimer,
+        parsed: ParsedTurn,
+        deadline: float,
     ) -> tuple[list[Message], FinishReason | None]:
         """Let the environment answer, in `turn_timeout` seconds of its own: when it needs more, the fault is not the
-        model's."""
+        model's. Its messages are in the conversation already. A conversation of a tool is over."""
+        if talk is not request:
+            return [], FinishReason.STOP
         request.move(RequestState.INTERACTING)
         environment, started = self._environment, time.monotonic()
         request.at = Boundary.ENVIRONMENT, f"{environment.name}.execute"
@@ -295,6 +396,7 @@ class Driver:
         if reply.reward is not None:
             request.add_step_reward(hooks.finite(reply.reward, "step"))
         messages = hooks.checked_messages(reply.messages)
+        request.messages.extend(messages)
         if reply.done:
             return messages, FinishReason.ENV_DONE if messages else FinishReason.STOP
         if not messages:
@@ -307,8 +409,39 @@ class Driver:
         _log.debug("%s failed at %s", request.id, line, exc_info=error)
         request.end(RequestState.FAILED, FinishReason.ERROR, Failure(boundary, line))
 
+    def _talking(self, request: AsyncRolloutRequest, talk: Conversation, index: int, deadline: float) -> "_Talking":
+        return _Talking(self, request, talk, derive(talk.seed, len(talk.versions), index), deadline)
+
+    async def hold(self, request: AsyncRolloutRequest, talk: Conversation) -> FinishReason:
+        """Drive a conversation of a tool, a branch of the request, to its end. Where the machinery fails, so does the
+        request, whatever the tool makes of the InfrastructureError that this raises."""
+        timer = DeadlineTimer()
+        try:
+            talk.at = _CHAT
+            ids = array("i", self._chat.render(talk.messages, self._offered(talk)))
+            if len(ids) >= self._room(request, talk):
+                room = max(0, self._room(request, talk) - 1)
+                raise ArgumentError(f"it begins with {len(ids)} tokens, with room for {room} and an answer")
+            talk.open_with(ids)
+            request.branches.append(talk)
+            finish = await self._turns(request, talk, timer)
+        except (ArgumentError, asyncio.CancelledError):
+            raise
+        except BaseException as error:
+            request.broken = request.broken or (talk.at, contained(error))
+            raise InfrastructureError(f"the conversation failed: {describe(request.broken[1])}") from error
+        finally:
+            timer.close()
+            self._forget_id(request, talk.name)
+        if finish is FinishReason.ABORTED:
+            request.severed = True
+            raise InfrastructureError("the conversation was aborted")
+        return finish
+
     def _forget(self, request: AsyncRolloutRequest) -> None:
-        self._forget_id(request, request.id)
+        self._forget_id(request, request.name)
+        for branch in request.branches:
+            self._forget_id(request, branch.name)
 
     def _forget_id(self, request: AsyncRolloutRequest, request_id: str) -> None:
         """Let the engine free what it keeps under `request_id`, one of the request's."""
@@ -320,6 +453,8 @@ class Driver:
 
     def _freeze(self, request: AsyncRolloutRequest) -> Trajectory:
         """Return the trajectory, whose invariants hold: one whose do not is FAILED, and nobody trains on it."""
+        if self._limits.compact is not None:
+            request.extra |= dict(zip(COUNTS, (request.summaries, request.summaries_failed), strict=True))
         trajectory = request.trajectory(self._weights)
         ended = request.state in _ENDS
         try:
@@ -332,3 +467,59 @@ class Driver:
         if not ended:
             request.move(RequestState.COMPLETED)
         return trajectory
+
+
+class _Talking:
+    """What a call of a tool converses by; see `Converse`."""
+
+    def __init__(
+        self, driver: Driver, request: AsyncRolloutRequest, talk: Conversation, seed: int, deadline: float
+    ) -> None:
+        self._driver, self._request, self._talk = driver, request, talk
+        self._seed, self._deadline = seed, deadline
+        self._held = 0
+        self._closed = False
+
+    @property
+    def depth(self) -> int:
+        return self._talk.depth
+
+    @property
+    def tools(self) -> tuple[str, ...]:
+        return tuple(self._talk.tools)
+
+    def close(self) -> None:
+        """See `Conversing.close`."""
+        self._closed = True
+
+    async def __call__(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[str] = (),
+        max_turns: int | None = None,
+        max_tokens: int | None = None,
+    ) -> Conversed:
+        request, most = self._request, self._driver.limits.max_turns
+        if self._closed or request.ended:
+            raise InfrastructureError("the call is over in which conversations may be held")
+        if unknown := [name for name in tools if name not in request.tools]:
+            raise UserError(f"the task has no tool {unknown[0]!r}{nearest(unknown[0], request.tools)}")
+        if request.turns_begun >= most:
+            raise ArgumentError(f"no turn is left of {most} (rollout.max_turns)")
+        said = hooks.checked_messages(messages, "messages")
+        self._held += 1
+        talk = Conversation(
+            name=request.branch_name(),
+            seed=derive(self._seed, self._held),
+            messages=said,
+            opening_messages=tuple(said),
+            tools={name: request.tools[name] for name in tools},
+            deadline=self._deadline,
+            depth=self._talk.depth + 1,
+            max_turns=max_turns or 0,
+            max_tokens=max_tokens or 0,
+        )
+        finish = await self._driver.hold(request, talk)
+        done = finish is FinishReason.ENV_DONE
+        return Conversed(tuple(talk.messages), str(finish), talk.turns_taken, done)

@@ -92,7 +92,7 @@ async def calc_rewards(request: AsyncRolloutRequest, timer: DeadlineTimer, secon
             if not isinstance(part, str):
                 raise PluginError(f"a reward's name is {type(part).__name__}, not text")
             rewards[part] = rewards.get(part, 0.0) + finite(number, part)
-    if step := sum(request.step_rewards):
+    if step := request.step_reward:
         rewards[STEP] = rewards.get(STEP, 0.0) + step
     return rewards
 

@@ -3,6 +3,7 @@
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 
+from agentrl.rollout.compaction import COUNTS
 from agentrl.rollout.groups import Contrast, contrast
 from agentrl.trajectory import FinishReason, Group, ToolUse, Trajectory
 
@@ -20,7 +21,8 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
     mean a call, a tool's own metrics means over the calls that have them;
     `reward/<part>` means over the valid trajectories (0 where a part is missing), before `rewards.weights`;
     `reward/mean` is their weighted sum. Of rollouts of an agent, sums of what their calls were: `gateway/calls`,
-    `/forks`, `/retries`, `/auxiliary`, `/dropped_thinking`.
+    `/forks`, `/retries`, `/auxiliary`, `/dropped_thinking`. Where conversations are compacted, `rollout/compactions`
+    and `rollout/compactions_failed`: summaries, and those from which it could not be gone on.
     """
     valid = [t for g in groups for t in g.trajectories]
     failed = [t for g in groups for t in g.failed]
@@ -35,6 +37,7 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
         **_stops([*valid, *failed]),
         **_tools(valid),
         **_gateway([*valid, *failed]),
+        **_compactions([*valid, *failed]),
     }
 
 
@@ -78,6 +81,11 @@ def _gateway(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     for trajectory in trajectories:
         counts.update(trajectory.extra.get("gateway", {}))
     return {f"gateway/{name}": count for name, count in sorted(counts.items())}
+
+
+def _compactions(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    extras = [t.extra for t in trajectories if COUNTS[0] in t.extra]
+    return {f"rollout/{name}": sum(extra[name] for extra in extras) for name in COUNTS if extras}
 
 
 def _tools(valid: Sequence[Trajectory]) -> dict[str, float]:

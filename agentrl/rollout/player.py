@@ -11,6 +11,7 @@ from agentrl.chat.load import load_chat
 from agentrl.cluster.placement import Placement
 from agentrl.data.prompts import PromptLengths, measure_prompts
 from agentrl.engine.base import Engine, engine_class
+from agentrl.errors import UserError
 from agentrl.gateway.server import Gateway
 from agentrl.models.load import load_model, load_skeleton, resolve
 from agentrl.plugins.agent import Agent
@@ -18,6 +19,7 @@ from agentrl.plugins.agent_process import agent_of_recipe
 from agentrl.plugins.environment import Environment
 from agentrl.plugins.registry import make_engine, make_environment, make_message_engine
 from agentrl.plugins.rewards import MODEL, Rewards, check_weights, known_parts, make_rewards
+from agentrl.plugins.tool import Tool
 from agentrl.plugins.toolbox import Toolbox, close_all
 from agentrl.plugins.types import Task
 from agentrl.recipe.schema import Recipe
@@ -85,6 +87,8 @@ class Player:
         async with AsyncExitStack() as stack:  # what was opened is closed where a later part cannot be had
             toolbox = await Toolbox.open(recipe.tools, env)
             stack.push_async_callback(toolbox.close)
+            if agent is not None:
+                check_tools_of_agent((*toolbox.tools, *env.tools()))
             others = (STEP, *rewards.samples, *rewards.groups, *((MODEL,) if recipe.rewards.model else ()))
             check_weights(recipe.rewards.weights, known_parts((env, *toolbox.tools, *env.tools()), others))
             player = await cls._build(recipe, model_path, env, toolbox, rewards, say, phase, apart, placement)
@@ -216,6 +220,15 @@ class Player:
 def gateway_of(recipe: Recipe) -> Gateway:
     """Return the gateway of a recipe's agent, not started yet."""
     return Gateway(model=recipe.model.path, socket=recipe.agent is not None and recipe.agent.sandbox)
+
+
+def check_tools_of_agent(tools: Sequence[Tool]) -> None:
+    """Raise UserError where a tool wants of an agent's rollout what the built-in driver alone can give."""
+    if held := [tool.name for tool in tools if tool.converses]:
+        raise UserError(
+            f"tool {held[0]!r} holds conversations with the model, which it cannot beside `agent`: let the agent start "
+            "its sub-agents itself"
+        )
 
 
 @dataclass(frozen=True, slots=True)

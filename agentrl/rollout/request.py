@@ -1,14 +1,16 @@
 """`AsyncRolloutRequest`: one sample of one task while it grows. Every token is written once, and never again."""
 
 import hashlib
+import math
 from array import array
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from itertools import groupby
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from agentrl.chat.base import Chat
 from agentrl.engine.base import EngineError, Generation
@@ -107,25 +109,19 @@ class Begun:
         return self.plugin.release(self.session, **self.release_kwargs)
 
 
-@dataclass(slots=True, eq=False)
-class AsyncRolloutRequest:
-    """A request as the driver sees it. `ids` grows in place and is handed to the engine as it is.
+@dataclass(slots=True, eq=False, kw_only=True)
+class Conversation:
+    """One sequence of tokens while it grows. `ids` grows in place and is handed to the engine as it is.
 
-    id: unique among the requests in flight. seed: of this sample and attempt. logprobs, versions: of the sampled ids
-    alone, in order, versions as counts of ids in a row with one version. turn_starts, turn_ends, step_rewards: one
-    entry a turn. open_turn: where a turn begins that is not whole yet. deadline: seconds of time.monotonic(). at: whose
-    code runs now, and which, so that an error finds its boundary. own: the task that it is driven in.
+    logprobs, versions: of the sampled ids alone, in order, versions as counts of ids in a row with one version.
+    turn_starts, turn_ends, step_rewards, orders: one entry a turn. open_turn: where a turn begins that is not whole
+    yet. deadline: seconds of time.monotonic(). at: whose code runs now, and which, so that an error finds its boundary.
     """
 
-    id: str
-    task: Task
-    sample: int
-    seed: int
-    opening: Opening = field(default_factory=Opening)
-    """Shared by the samples of a task."""
-    own: OwnedTask = field(default_factory=OwnedTask)
-    state: RequestState = RequestState.PENDING
-    """Changed by `move` and `end` alone."""
+    name: str = ""
+    """By which the engine knows it; unique among the conversations in flight."""
+    seed: int = 0
+    """Of its tokens."""
     at: tuple[Boundary, str] = (Boundary.INFRASTRUCTURE, "driver")
     ids: "array[int]" = field(default_factory=lambda: array("i"))
     logprobs: "array[float]" = field(default_factory=lambda: array("f"))
@@ -138,72 +134,27 @@ class AsyncRolloutRequest:
     turn_starts: "array[int]" = field(default_factory=lambda: array("i"))
     turn_ends: "array[int]" = field(default_factory=lambda: array("i"))
     step_rewards: "array[float]" = field(default_factory=lambda: array("d"))
+    orders: "array[int]" = field(default_factory=lambda: array("i"))
+    """For each turn, how many turns of the rollout began before it."""
+    order: int = -1
+    """That of the turn that is not whole yet; -1: none has begun."""
+    opening_messages: tuple[Message, ...] = ()
+    """The messages that it began with, without a summary."""
     messages: list[Message] = field(default_factory=list)
     """The conversation so far."""
     tools: dict[str, Tool] = field(default_factory=dict)
-    """The tools that the task offers, by name."""
-    begun: list[Begun] = field(default_factory=list)
-    """Plugins to be released, in the order in which they were created."""
-    held: list[tuple[str, Callable[[], Awaitable[None]]]] = field(default_factory=list)
-    """What is released after them: whose, and how."""
-    tool_uses: list[ToolUse] = field(default_factory=list)
-    """One entry for each call so far."""
-    tool_calls: int = 0
-    """Calls that were run."""
-    rewards: dict[str, float] = field(default_factory=dict)
-    """Reward parts by name, before weighting."""
-    finish: FinishReason | None = None
-    """Why it ended; None while it runs."""
-    failure: Failure | None = None
-    """What failed, where the machinery did."""
+    """The tools that it offers, by name."""
     deadline: float = 0.0
-    seconds: dict[str, float] = field(
-        default_factory=lambda: {"total": 0.0, "engine": 0.0, "tools": 0.0, "environment": 0.0, "hooks": 0.0}
-    )
-    extra: dict[str, Any] = field(default_factory=dict)
-    """Further facts for `Trajectory.extra`."""
-    segments: list[Segment] = field(default_factory=list)
-    """The tree of a rollout that an agent held; empty for one conversation."""
-    branches: list[tuple[Message, ...]] = field(default_factory=list)
-    """The messages that each of `segments` adds to its parent's conversation."""
-
-    def move(self, state: RequestState) -> None:
-        """Go to `state`. Raises TransitionError when the table does not allow it."""
-        if state not in self.state.nexts:
-            raise TransitionError(f"{self.id}: {self.state} -> {state} is not a transition of a request")
-        self.state = state
-
-    def end(self, state: RequestState, finish: FinishReason, failure: Failure | None = None) -> None:
-        """Go to a state that ends it, and keep why."""
-        self.move(state)
-        self.finish, self.failure = finish, failure
-
-    def session_of(self, plugin: Environment | Tool) -> Session:
-        """Return the session of a plugin that was created."""
-        for begun in self.begun:
-            if begun.plugin is plugin:
-                return begun.session
-        raise KeyError(plugin.name)
-
-    @property
-    def turn_count(self) -> int:
-        """Whole turns so far."""
-        return len(self.turn_ends)
-
-    @property
-    def turns(self) -> list[Turn]:
-        """The whole turns so far, made on demand."""
-        return list(map(Turn, self.turn_starts, self.turn_ends, self.step_rewards))
-
-    @property
-    def sampled_tokens(self) -> int:
-        """Tokens that were sampled so far."""
-        return len(self.logprobs)
-
-    @property
-    def conversation_ids(self) -> Sequence[int]:
-        """The tokens of the conversation; of a tree, of the one that ends last."""
-        return self.ids
+    depth: int = 0
+    """Calls of tools that it lies in: 0 for the rollout's own."""
+    max_turns: int = 0
+    """Assistant turns that it may have; 0: as many as the rollout."""
+    max_tokens: int = 0
+    """Tokens that it may have; 0: as many as a rollout's own."""
+    summarizing: bool = False
+    """Whether the next turn is a summary, from which it goes on."""
+    turns_before: int = 0
+    """Its turns that summaries took the place of."""
 
     @property
     def turn_tokens(self) -> int:
@@ -248,6 +199,8 @@ class AsyncRolloutRequest:
         self.turn_starts.append(start)
         self.turn_ends.append(len(self.ids))
         self.step_rewards.append(0.0)
+        self.orders.append(self.order if self.order >= 0 else len(self.orders))
+        self.order = -1
         return self.ids[start:].tolist()
 
     def add_bridge(self, ids: list[int]) -> None:
@@ -258,29 +211,282 @@ class AsyncRolloutRequest:
         """Credit a step reward to the last turn."""
         self.step_rewards[-1] += reward
 
+    @property
+    def last_turn(self) -> int:
+        """Index of the last whole turn among those of the rollout."""
+        return self.orders[-1]
+
+    def begin_anew(self, name: str) -> "Conversation":
+        """Return what it was so far, as a conversation of its own; go on as an empty one that the engine knows by
+        `name`. Its messages are the caller's to change."""
+        past = Conversation(**{one.name: getattr(self, one.name) for one in fields(Conversation)})
+        past.messages = list(self.messages)
+        self.name, self.seed, self.turns_before = name, derive(self.seed, "summary"), self.turns_taken
+        self.ids, self.logprobs, self.versions, self.version_counts = array("i"), array("f"), array("i"), array("i")
+        self.turn_starts, self.turn_ends, self.orders, self.step_rewards = (
+            array("i"),
+            array("i"),
+            array("i"),
+            array("d"),
+        )
+        self.open_turn, self.order, self.summarizing = None, -1, False
+        return past
+
+    @property
+    def turns_taken(self) -> int:
+        """Whole turns so far, those before a summary included."""
+        return self.turns_before + len(self.turn_ends)
+
+    @property
+    def own_turns(self) -> list[Turn]:
+        """The turns, one that is not whole among them; places in `ids`."""
+        turns = list(map(Turn, self.turn_starts, self.turn_ends, self.step_rewards))
+        if self.open_turn is not None:
+            turns.append(Turn(self.open_turn, len(self.ids)))
+        return turns
+
+
+@dataclass(slots=True, eq=False)
+class AsyncRolloutRequest(Conversation):
+    """A request as the driver sees it: the conversation that its hooks see, and the branches beside it.
+
+    id: unique among the requests in flight. seed: of this sample and attempt. own: the task that it is driven in.
+    """
+
+    id: str
+    task: Task
+    sample: int
+    opening: Opening = field(default_factory=Opening)
+    """Shared by the samples of a task."""
+    own: OwnedTask = field(default_factory=OwnedTask)
+    state: RequestState = RequestState.PENDING
+    """Changed by `move` and `end` alone."""
+    begun: list[Begun] = field(default_factory=list)
+    """Plugins to be released, in the order in which they were created."""
+    held: list[tuple[str, Callable[[], Awaitable[None]]]] = field(default_factory=list)
+    """What is released after them: whose, and how."""
+    tool_uses: list[ToolUse] = field(default_factory=list)
+    """One entry for each call so far."""
+    tool_calls: int = 0
+    """Calls that were run."""
+    rewards: dict[str, float] = field(default_factory=dict)
+    """Reward parts by name, before weighting."""
+    finish: FinishReason | None = None
+    """Why it ended; None while it runs."""
+    failure: Failure | None = None
+    """What failed, where the machinery did."""
+    seconds: dict[str, float] = field(
+        default_factory=lambda: {"total": 0.0, "engine": 0.0, "tools": 0.0, "environment": 0.0, "hooks": 0.0}
+    )
+    extra: dict[str, Any] = field(default_factory=dict)
+    """Further facts for `Trajectory.extra`."""
+    segments: list[Segment] = field(default_factory=list)
+    """The tree of a rollout that an agent held; empty for one conversation."""
+    told: list[tuple[Message, ...]] = field(default_factory=list)
+    """The messages that each of `segments` adds to its parent's conversation."""
+    branches: list[Conversation] = field(default_factory=list)
+    """What a summary took the place of, and the conversations of its tools, in the order in which they began."""
+    turns_begun: int = 0
+    """Turns of all of its conversations, those that are sampled now and those that came to nothing included."""
+    promised: int = 0
+    """Tokens that turns may still add which are sampled now."""
+    broken: tuple[tuple[Boundary, str], Exception] | None = None
+    """What failed in a conversation of a tool, and where, where the machinery did."""
+    summaries: int = 0
+    """Summaries that were asked for, and written."""
+    summaries_failed: int = 0
+    """Those of them from which it could not be gone on."""
+    severed: bool = False
+    """Whether it was aborted within a call of a tool, and so cannot be driven on."""
+
+    def __post_init__(self) -> None:
+        self.name = self.name or self.id
+
+    def move(self, state: RequestState) -> None:
+        """Go to `state`. Raises TransitionError when the table does not allow it."""
+        if state not in self.state.nexts:
+            raise TransitionError(f"{self.id}: {self.state} -> {state} is not a transition of a request")
+        self.state = state
+
+    def end(self, state: RequestState, finish: FinishReason, failure: Failure | None = None) -> None:
+        """Go to a state that ends it, and keep why."""
+        self.move(state)
+        self.finish, self.failure = finish, failure
+
+    @property
+    def ended(self) -> bool:
+        """Whether it is over."""
+        return self.state in _ENDS
+
+    def session_of(self, plugin: Environment | Tool) -> Session:
+        """Return the session of a plugin that was created."""
+        for begun in self.begun:
+            if begun.plugin is plugin:
+                return begun.session
+        raise KeyError(plugin.name)
+
+    def branch_name(self) -> str:
+        """Return a name for a conversation beside those so far."""
+        return f"{self.id}/{len(self.branches) + 1}"
+
+    @property
+    def turn_count(self) -> int:
+        """Whole turns so far, of all conversations."""
+        return len(self.turn_ends) + sum(len(branch.turn_ends) for branch in self.branches)
+
+    @property
+    def turns(self) -> list[Turn]:
+        """The whole turns of its own conversation so far, made on demand."""
+        return list(map(Turn, self.turn_starts, self.turn_ends, self.step_rewards))
+
+    @property
+    def sampled_tokens(self) -> int:
+        """Tokens that were sampled so far, in all conversations."""
+        return len(self.logprobs) + sum(len(branch.logprobs) for branch in self.branches)
+
+    @property
+    def total_tokens(self) -> int:
+        """Tokens of all conversations."""
+        return len(self.ids) + sum(len(branch.ids) for branch in self.branches)
+
+    @property
+    def step_reward(self) -> float:
+        """The sum of all step rewards."""
+        return sum(self.step_rewards) + sum(sum(branch.step_rewards) for branch in self.branches)
+
+    @property
+    def conversation_ids(self) -> Sequence[int]:
+        """The tokens of the conversation; of an agent's tree, of the one that ends last."""
+        return self.ids
+
+    def begin_turn(self, talk: Conversation) -> None:
+        """Note that a turn of `talk` begins, or goes on."""
+        if talk.order < 0:
+            talk.order = self.turns_begun
+            self.turns_begun += 1
+
     def trajectory(self, weights: Mapping[str, float] = _UNWEIGHTED) -> Trajectory:
         """Return what it leaves behind, as arrays of its own: the request may be driven on afterwards. weights: of
         reward parts."""
-        turns = self.turns
-        if self.open_turn is not None:
-            turns.append(Turn(self.open_turn, len(self.ids)))
-        size = len(self.ids)
-        mask = np.zeros(size, np.uint8)
-        for turn in turns:
-            mask[turn.start : turn.end] = 1
-        sampled = np.flatnonzero(mask)
-        for turn in turns:
+        tree = _tree(self) if self.branches else _one(self)
+        mask = np.zeros(len(tree.ids), np.uint8)
+        for turn in tree.turns:
             mask[turn.start : turn.end] = turn.trained
-        logprobs = np.zeros(size, np.float32)
-        logprobs[sampled] = self.logprobs
-        version = np.full(size, -1, np.int32)
-        version[sampled] = np.repeat(np.array(self.versions, np.int32), self.version_counts)
         extra = {key: tuple(value) if isinstance(value, list) else value for key, value in self.extra.items()}
+        if any(tree.depths):
+            extra["depths"] = tree.depths
         return Trajectory(
-            request_id=self.id, task=self.task, sample=self.sample, ids=np.array(self.ids, np.int32), loss_mask=mask,
-            logprobs=logprobs, weight_version=version, prompt_length=self.prompt_length, turns=tuple(turns),
-            messages=tuple(self.messages), rewards=dict(self.rewards), finish=self.finish or FinishReason.ERROR,
-            weights=weights, tool_uses=tuple(self.tool_uses), failure=self.failure, seconds=dict(self.seconds),
-            tools=tuple(self.tools), extra=extra, segments=tuple(self.segments), branches=tuple(self.branches),
-            seed=self.seed,
+            request_id=self.id, task=self.task, sample=self.sample, ids=tree.ids, loss_mask=mask,
+            logprobs=tree.logprobs, weight_version=tree.version, prompt_length=tree.prompt_length,
+            turns=tuple(tree.turns), messages=tuple(self.messages), rewards=dict(self.rewards),
+            finish=self.finish or FinishReason.ERROR, weights=weights, tool_uses=tuple(tree.tool_uses),
+            failure=self.failure, seconds=dict(self.seconds), tools=tuple(self.tools), extra=extra,
+            segments=tuple(tree.segments), branches=tuple(tree.told), leaf=tree.leaf, seed=self.seed,
         )  # fmt: skip
+
+
+@dataclass(slots=True)
+class _Flat:
+    """The columns of a trajectory, as it has them."""
+
+    ids: npt.NDArray[np.int32]
+    logprobs: npt.NDArray[np.float32]
+    version: npt.NDArray[np.int32]
+    prompt_length: int
+    turns: list[Turn]
+    tool_uses: list[ToolUse]
+    segments: list[Segment]
+    told: list[tuple[Message, ...]]
+    depths: tuple[int, ...] = ()
+    leaf: int = -1
+
+
+def _one(request: AsyncRolloutRequest) -> _Flat:
+    """Return the columns of a request whose tokens lie in a row."""
+    turns = request.turns
+    if request.open_turn is not None:
+        turns.append(Turn(request.open_turn, len(request.ids)))
+    columns = _columns(request, turns)
+    return _Flat(*columns, request.prompt_length, turns, request.tool_uses, request.segments, request.told)
+
+
+def _columns(
+    talk: Conversation, turns: Sequence[Turn]
+) -> "tuple[npt.NDArray[np.int32], npt.NDArray[np.float32], npt.NDArray[np.int32]]":
+    """Return ids, log-probs and versions of all tokens."""
+    sampled = np.zeros(len(talk.ids), np.bool_)
+    for turn in turns:
+        sampled[turn.start : turn.end] = True
+    logprobs, version = np.zeros(len(sampled), np.float32), np.full(len(sampled), -1, np.int32)
+    logprobs[sampled] = talk.logprobs
+    version[sampled] = np.repeat(np.array(talk.versions, np.int32), talk.version_counts)
+    return np.array(talk.ids, np.int32), logprobs, version
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Tokens of a conversation: a turn, and what was said before it. order: of the turn among the rollout's."""
+
+    order: float
+    talk: int
+    start: int
+    end: int
+    turn: Turn | None
+    messages: tuple[Message, ...]
+
+
+def _pieces(index: int, talk: Conversation) -> Iterator[_Piece]:
+    """Yield a conversation turn by turn; what follows its last turn goes with that."""
+    if not (turns := talk.own_turns):
+        return
+    orders = [*talk.orders, talk.order][: len(turns)]
+    starts = [0, *(turn.end for turn in turns[:-1])]
+    ends = [*(turn.end for turn in turns[:-1]), len(talk.ids)]
+    told = _told(talk, len(turns))
+    for order, start, end, turn, messages in zip(orders, starts, ends, turns, told, strict=True):
+        yield _Piece(order, index, start, end, turn, messages)
+
+
+def _told(talk: Conversation, turns: int) -> list[tuple[Message, ...]]:
+    """Return the messages of each turn with those before it; what follows the last turn goes with that."""
+    first = len(talk.opening_messages)
+    said = [i + 1 for i, message in enumerate(talk.messages) if i >= first and message["role"] == "assistant"]
+    ends = [*said[: turns - 1], *[len(talk.messages)] * (turns - min(len(said), turns - 1))]
+    return [tuple(talk.messages[start:end]) for start, end in zip([0, *ends], ends, strict=False)]
+
+
+def _tree(request: AsyncRolloutRequest) -> _Flat:
+    """Return the columns of a request with branches: its turns in the order in which they began."""
+    talks: list[Conversation] = [*request.branches, request]
+    pieces = [piece for index, talk in enumerate(talks) for piece in _pieces(index, talk)]
+    if request.ids and not request.own_turns:  # it was just begun anew
+        pieces.append(_Piece(math.inf, len(talks) - 1, 0, len(request.ids), None, tuple(request.messages)))
+    pieces.sort(key=lambda piece: piece.order)
+    columns = [_columns(talk, talk.own_turns) for talk in talks]
+    segments: list[Segment] = []
+    told: list[tuple[Message, ...]] = []
+    depths: list[int] = []
+    last: dict[int, int] = {}  # the segment in which each conversation ends so far
+    turns: list[Turn] = []
+    at = 0
+    for piece, before in zip(pieces, [None, *pieces], strict=False):
+        end = at + piece.end - piece.start
+        if before is not None and before.talk == piece.talk:
+            segments[-1] = replace(segments[-1], end=end)
+            told[-1] += piece.messages
+        else:
+            segments.append(Segment(at, end, last.get(piece.talk, -1)))
+            told.append(piece.messages)
+            depths.append(talks[piece.talk].depth)
+        last[piece.talk] = len(segments) - 1
+        if piece.turn is not None:
+            moved = at - piece.start
+            turns.append(replace(piece.turn, start=piece.turn.start + moved, end=piece.turn.end + moved))
+        at = end
+    parts = [[column[piece.start : piece.end] for column in columns[piece.talk]] for piece in pieces]
+    ids, logprobs, version = (np.concatenate(column) for column in zip(*parts, strict=True))
+    rank = {int(piece.order): index for index, piece in enumerate(pieces) if piece.turn is not None}
+    uses = [replace(use, turn=rank.get(use.turn, use.turn)) for use in request.tool_uses]
+    opening = talks[pieces[0].talk].prompt_length
+    leaf = last.get(len(talks) - 1, -1)
+    return _Flat(ids, logprobs, version, opening, turns, uses, segments, told, tuple(depths), leaf)

@@ -401,6 +401,7 @@ def conversations(record: Mapping[str, Any]) -> list[Told]:
     if not branches:
         return [Told(record["messages"])]
     parents = [segment["parent"] for segment in record["segments"]]
+    depths = record.get("extra", {}).get("depths", ())
     leaves = sorted(set(range(len(parents))) - set(parents))
     shown: dict[int, int] = {}  # segment -> the conversation that shows it
     found: list[Told] = []
@@ -409,6 +410,7 @@ def conversations(record: Mapping[str, Any]) -> list[Told]:
         new = [index for index in path if index not in shown]
         before = path[: len(path) - len(new)]
         heading = f"conversation {number} of {len(leaves)}" if len(leaves) > 1 else ""
+        heading += " (sub-agent)" if leaf < len(depths) and depths[leaf] else ""
         if before:
             count = sum(len(branches[index]) for index in before)
             heading += f", which leaves conversation {shown[before[-1]]} after message {count}"

@@ -5,7 +5,8 @@ What is learned of a turn is what the chat template writes for it after the gene
 """
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import groupby
 from random import Random
 from time import monotonic
@@ -20,8 +21,13 @@ from agentrl.plugins.environment import Environment
 from agentrl.plugins.tool import Tool
 from agentrl.plugins.toolbox import offered
 from agentrl.plugins.types import Json, Message, Session, Task
-from agentrl.rollout.request import AsyncRolloutRequest
+from agentrl.recipe.schema import RolloutSection
+from agentrl.rollout.compaction import asked, reopened, threshold
+from agentrl.rollout.request import AsyncRolloutRequest, Conversation
 from agentrl.trajectory import FinishReason, Trajectory, check_invariants
+
+Summarize = Callable[[Sequence[Message]], str]
+"""Writes a summary of what was said."""
 
 OPENING_SECONDS = 60.0  # the deadline that an environment's `create` sees
 
@@ -40,13 +46,44 @@ def demonstration(env: Environment, task: Task, rng: Random, style: str) -> list
         raise UserError(f"environment {env.name!r}: demonstrate({task.id!r}) failed: {why}") from error
 
 
+def summary(env: Environment, task: Task, messages: Sequence[Message], *, rng: Random, style: str) -> str:
+    """Return `env.summarize`. Raises UserError, whatever the environment raises."""
+    try:
+        text = env.summarize(task, messages, rng, style)
+    except NotImplementedError as error:
+        raise UserError(f"{error}, which `agentrl sft` learns from: give its class `summarize`") from error
+    except Exception as error:  # the boundary: an environment may raise anything
+        why = describe(error, place=False)
+        raise UserError(f"environment {env.name!r}: summarize({task.id!r}) failed: {why}") from error
+    if not isinstance(text, str) or not text.strip():
+        raise UserError(f"environment {env.name!r}: summarize({task.id!r}) returned no text")
+    return text
+
+
+def _without_conversation(message: Message) -> Message:
+    if "conversation" not in message:
+        return message
+    plain = message.copy()
+    del plain["conversation"]
+    return plain
+
+
 class Demonstrator:
     """Asks the environment to demonstrate tasks, and writes what it says as token ids."""
 
     def __init__(
-        self, env: Environment, tools: Sequence[Tool], chat: Chat, template: Template, encoder: Encoder
+        self,
+        env: Environment,
+        tools: Sequence[Tool],
+        chat: Chat,
+        template: Template,
+        encoder: Encoder,
+        limits: RolloutSection | None = None,
     ) -> None:
+        """Build a demonstrator. limits: of a recipe whose `compact` conversations are to be demonstrated; None: none is
+        compacted."""
         self.env, self.tools, self.chat = env, tools, chat
+        self.limits = limits or RolloutSection()
         self.template, self.encoder = template, encoder
         self._contexts: dict[tuple[str, ...], tuple[list[Message], str]] = {}
 
@@ -63,32 +100,95 @@ class Demonstrator:
         """Return one demonstration. Raises UserError where it cannot be written: no assistant turn, or a template that
         rewrites what stands before it."""
         opening, demonstration = await self.messages(task, rng, style)
-        request = AsyncRolloutRequest(f"{task.id}/{style}", task, 0, 0, finish=FinishReason.STOP)
-        request.messages = [*opening]
-        schemas = self.schemas(task)
-        request.open_with(array("i", self.chat.render(opening, schemas)))
-        for said, run in groupby(demonstration, key=lambda message: message["role"] == "assistant"):
-            messages = list(run)
-            if said and len(messages) == 1:
-                self._say(request, messages[0], schemas)
-            elif not said and request.turns:
-                last = request.turns[-1]
-                request.add_bridge(self.chat.bridge(request.ids[last.start : last.end].tolist(), messages))
-            else:
-                raise UserError(
-                    f"{self.env.name}: the demonstration of {task.id} does not alternate with the assistant"
-                )
-            request.messages += messages
+        request = AsyncRolloutRequest(f"{task.id}/{style}", task, 0, finish=FinishReason.STOP)
+        request.tools = offered(task, self.tools, self.env)
+        self._open(request, opening)
+        self._hold(request, request, demonstration, partial(summary, self.env, task, rng=rng, style=style))
         return self._checked(request)
 
     def schemas(self, task: Task) -> list[dict[str, Any]]:
         """Return the schemas of the tools that the task offers."""
-        return [tool.schema for tool in offered(task, self.tools, self.env).values()]
+        return self._schemas(offered(task, self.tools, self.env))
 
-    def _say(self, request: AsyncRolloutRequest, message: Message, schemas: list[dict[str, Json]]) -> None:
-        ids = self._turn_ids(request.messages, message, schemas)
-        request.add_sampled(Generation(ids, [0.0] * len(ids), GenerationFinish.STOP))
-        request.close_turn()
+    def _schemas(self, tools: Mapping[str, Tool]) -> list[dict[str, Any]]:
+        return [tool.schema for tool in tools.values()]
+
+    def _open(self, talk: Conversation, opening: Sequence[Message]) -> None:
+        talk.messages[:] = opening
+        talk.opening_messages = talk.opening_messages or tuple(opening)
+        talk.open_with(array("i", self.chat.render(opening, self._schemas(talk.tools))))
+
+    def _hold(
+        self, request: AsyncRolloutRequest, talk: Conversation, said: Sequence[Message], summarize: Summarize
+    ) -> None:
+        """Write what follows the opening of a conversation."""
+        runs = [list(run) for _, run in groupby(said, key=lambda message: message["role"] == "assistant")]
+        done: list[Message] = []
+        for index, messages in enumerate(runs):
+            done += messages
+            self._write(request, talk, messages, summarize)
+            last = index == len(runs) - 1
+            if not last and messages[-1]["role"] != "assistant" and self._summary_due(talk):
+                self._compact(request, talk, summarize(done))
+
+    def _write(
+        self, request: AsyncRolloutRequest, talk: Conversation, messages: list[Message], summarize: Summarize
+    ) -> None:
+        """Write one assistant turn, or what follows one."""
+        said = messages[0]["role"] == "assistant"
+        if said and len(messages) == 1:
+            self._say(request, talk, messages[0])
+        elif not said and talk.turn_ends:
+            for message in messages:
+                if conversation := message.get("conversation"):
+                    self._branch(request, talk, conversation, summarize)
+            messages = [_without_conversation(message) for message in messages]
+            talk.add_bridge(self.chat.bridge(talk.ids[talk.turn_starts[-1] : talk.turn_ends[-1]].tolist(), messages))
+        else:
+            raise UserError(
+                f"{self.env.name}: the demonstration of {request.task.id} does not alternate with the assistant"
+            )
+        talk.messages += messages
+
+    def _branch(
+        self,
+        request: AsyncRolloutRequest,
+        caller: Conversation,
+        conversation: Sequence[Message],
+        summarize: Summarize,
+    ) -> None:
+        """Write the conversation of a tool, which offers the tools that hold none themselves."""
+        tools = {name: tool for name, tool in caller.tools.items() if not tool.converses}
+        talk = Conversation(name=request.branch_name(), tools=tools)
+        said = [message["role"] == "assistant" for message in conversation]
+        begins = said.index(True) if True in said else len(said)
+        self._open(talk, conversation[:begins])
+        request.branches.append(talk)
+        self._hold(request, talk, conversation[begins:], summarize)
+
+    def _summary_due(self, talk: Conversation) -> bool:
+        section, limits = self.limits.compact, self.limits
+        return section is not None and len(talk.ids) >= threshold(section, limits.max_tokens)
+
+    def _compact(self, request: AsyncRolloutRequest, talk: Conversation, text: str) -> None:
+        """Let a conversation go on from a summary, as the driver does."""
+        section = self.limits.compact
+        assert section is not None
+        start, end = talk.turn_starts[-1], talk.turn_ends[-1]
+        replied = max(i for i, message in enumerate(talk.messages) if message["role"] == "assistant") + 1
+        talk.messages[replied:] = replies = asked(section, talk.messages[replied:])
+        del talk.ids[end:]
+        talk.add_bridge(self.chat.bridge(talk.ids[start:].tolist(), replies))
+        self._say(request, talk, {"role": "assistant", "content": text})
+        talk.messages.append({"role": "assistant", "content": text})
+        request.branches.append(talk.begin_anew(request.branch_name()))
+        self._open(talk, reopened(section, talk.opening_messages, text))
+
+    def _say(self, request: AsyncRolloutRequest, talk: Conversation, message: Message) -> None:
+        ids = self._turn_ids(talk.messages, message, self._schemas(talk.tools))
+        request.begin_turn(talk)
+        talk.add_sampled(Generation(ids, [0.0] * len(ids), GenerationFinish.STOP))
+        talk.close_turn()
 
     def _turn_ids(self, before: Sequence[Message], message: Message, schemas: list[dict[str, Json]]) -> list[int]:
         """Return the ids of an assistant turn, the first stop id last."""

@@ -25,7 +25,7 @@ from agentrl.plugins.registry import make_environment, tasks_of
 from agentrl.plugins.tool import Tool
 from agentrl.plugins.toolbox import Toolbox, close_all
 from agentrl.recipe.load import dump_recipe, load_recipe
-from agentrl.recipe.schema import NewModel, Recipe, SftSection
+from agentrl.recipe.schema import NewModel, Recipe, RolloutSection, SftSection
 from agentrl.rollout.event_loop import Runner
 from agentrl.sft.demonstrations import Demonstrator, demonstration
 from agentrl.sft.new_model import bare_tokenizer, new_model, read_template, train_tokenizer
@@ -78,7 +78,7 @@ def sft(
             console.print(f"making a tokenizer from {recipe.sft.new_model.texts:,} demonstrations", highlight=False)
         model, tokenizer, chat = _start(recipe, recipe.sft, env, tools, runner)
         folder, journal = _places(output, recipe, name)
-        demonstrator = _demonstrator(env, tools, chat, tokenizer)
+        demonstrator = _demonstrator(env, tools, chat, tokenizer, recipe.rollout)
         trainer = SftTrainer(recipe, demonstrator, model, runner, console, journal)
         parameters = sum(p.numel() for p in model.parameters()) / 1e6
         console.print(
@@ -139,9 +139,11 @@ def _chat(recipe: Recipe, tokenizer: Any, env: Environment, tools: Sequence[Tool
     )
 
 
-def _demonstrator(env: Environment, tools: Sequence[Tool], chat: Chat, tokenizer: Any) -> Demonstrator:
+def _demonstrator(
+    env: Environment, tools: Sequence[Tool], chat: Chat, tokenizer: Any, limits: RolloutSection
+) -> Demonstrator:
     template = Template(tokenizer, None, [tool.schema for tool in (*tools, *env.tools())])
-    return Demonstrator(env, tools, chat, template, Encoder(tokenizer, template.source))
+    return Demonstrator(env, tools, chat, template, Encoder(tokenizer, template.source), limits)
 
 
 def _new_tokenizer(recipe: Recipe, section: NewModel, env: Environment, tools: Sequence[Tool], runner: Runner) -> Any:
@@ -149,7 +151,7 @@ def _new_tokenizer(recipe: Recipe, section: NewModel, env: Environment, tools: S
     reported."""
     template = read_template(section)
     bare = bare_tokenizer(template)
-    demonstrator = _demonstrator(env, tools, _chat(recipe, bare, env, tools), bare)
+    demonstrator = _demonstrator(env, tools, _chat(recipe, bare, env, tools), bare, recipe.rollout)
     styles = list(dict.fromkeys(stage.style for stage in (recipe.sft or SftSection()).stages))
 
     async def texts() -> list[str]:

@@ -115,12 +115,11 @@ class SftTrainer:
         return self.runner.run(demonstrate())
 
     def _check_lengths(self, made: Sequence[Trajectory]) -> None:
-        longest = max(made, key=lambda t: len(t.ids))
+        longest, tokens = max(((t, max(map(len, t.paths()))) for t in made), key=lambda pair: pair[1])
         context = self.model.config.max_position_embeddings
-        if len(longest.ids) > context:
+        if tokens > context:
             raise UserError(
-                f"the demonstration of {longest.task.id} has {len(longest.ids)} tokens, but the model's context only "
-                f"{context}"
+                f"the demonstration of {longest.task.id} has {tokens} tokens, but the model's context only {context}"
             )
 
     def _gradient(self, batch: Batch) -> float:

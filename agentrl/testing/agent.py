@@ -36,7 +36,8 @@ def plain_text(text: str) -> str:
 
 def without_token_limits(limits: RolloutSection, **changes: Any) -> RolloutSection:
     """Return `limits` without those in tokens: only what is counted in tokens has no meaning for code points."""
-    endless = {"max_tokens": NO_LIMIT, "max_turn_tokens": NO_LIMIT, "max_tool_tokens": NO_LIMIT}
+    endless: dict[str, Any] = {"max_tokens": NO_LIMIT, "max_turn_tokens": NO_LIMIT, "max_tool_tokens": NO_LIMIT}
+    endless |= {"max_total_tokens": None, "compact": None}
     return limits.model_copy(update={**endless, **changes})
 
 
@@ -91,26 +92,36 @@ def _parsed(name: str, body: str, line: str) -> ParsedCall:
     return ParsedCall(name, arguments, line)
 
 
+ANSWER = "(the model's answer)"
+"""What conversations that a tool holds come to."""
+
+
 class TextEngine(Engine):
-    """Says what the agent of each request says, on whatever branch of it. `seat` comes before the request is driven."""
+    """Says what the agent of each request says, and ANSWER in conversations of tools. `seat` comes before the request
+    is driven."""
 
     max_context = NO_LIMIT
 
     def __init__(self) -> None:
         self._agents: dict[str, Turn] = {}
+        self._branching: set[str] = set()
         self._turns: Counter[str] = Counter()
 
-    def seat(self, request_id: str, agent: Turn) -> None:
-        """Let `agent` answer for the request `request_id`."""
+    def seat(self, request_id: str, agent: Turn, *, branches: bool = False) -> None:
+        """Let `agent` answer for the request `request_id`. branches: on whatever branch of it."""
         self._agents[request_id] = agent
+        if branches:
+            self._branching.add(request_id)
 
     async def generate(
         self, ids: Sequence[int], sampling: Sampling, request_id: str, on_tokens: OnTokens | None = None
     ) -> Generation:
-        seat = request_id if request_id in self._agents else request_id.rpartition("/")[0]
+        whole = request_id.rpartition("/")[0]
+        seat = whole if request_id not in self._agents and whole in self._branching else request_id
         number = self._turns[seat]
         self._turns[seat] += 1
-        text = await self._agents[seat](number)
+        agent = self._agents.get(seat)
+        text = ANSWER if agent is None else await agent(number)
         if text is None:
             return Generation([], [], GenerationFinish.ABORT)
         answer = [*map(ord, text), END]
@@ -118,6 +129,7 @@ class TextEngine(Engine):
 
     def finish(self, request_id: str) -> None:
         self._agents.pop(request_id, None)
+        self._branching.discard(request_id)
         self._turns.pop(request_id, None)
 
 

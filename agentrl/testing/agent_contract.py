@@ -169,7 +169,9 @@ class _Contract:
         request = stage.driver.request(task, 0)
         assert isinstance(request, AgentRequest)
         told = self.answers(task) if for_whole_task(self.answers) else None  # type: ignore[call-arg]
-        stage.engine.seat(request.id, turns_of(self.answers if told is None else lambda task: told, request))
+        stage.engine.seat(
+            request.id, turns_of(self.answers if told is None else lambda task: told, request), branches=True
+        )
         played = await stage.driver.drive(request)
         nodes = request.tree.answered
         if not branches:

@@ -83,13 +83,13 @@ class Stage:
     def request(self, task: Task, turn: Turn, seed: int = 0, sample: int = 0) -> AsyncRolloutRequest:
         """Return a request whose turns are the agent's."""
         made = self.driver.request(task, sample, seed=seed)
-        self.engine.seat(made.id, turn)
+        self.engine.seat(made.id, turn, branches=isinstance(made, AgentRequest))
         return made
 
     async def play(self, task: Task, agent: Agent, sample: int = 0) -> Trajectory:
         """Return a task from the first hook to the last."""
         request = self.driver.request(task, sample)
-        self.engine.seat(request.id, turns_of(agent, request))
+        self.engine.seat(request.id, turns_of(agent, request), branches=isinstance(request, AgentRequest))
         return await self.driver.drive(request)
 
 

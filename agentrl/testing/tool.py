@@ -6,8 +6,9 @@ from typing import Any
 
 from agentrl.plugins.registry import make_tool
 from agentrl.plugins.tool import Tool, ToolSource
-from agentrl.plugins.types import ArgumentError, Json, Session, Task, ToolKwargs, ToolResponse
+from agentrl.plugins.types import ArgumentError, Conversed, Json, Message, Session, Task, ToolKwargs, ToolResponse
 from agentrl.recipe.schema import ToolSection
+from agentrl.testing.agent import ANSWER
 from agentrl.testing.agent import call as call_line
 from agentrl.testing.hooks import (
     first_difference,
@@ -22,6 +23,7 @@ from agentrl.testing.hooks import (
 )
 from agentrl.testing.play import Alone, Stage
 
+_HELD = 16  # turns of conversations that a call of a tool may hold
 Call = Mapping[str, Any] | tuple[Mapping[str, Any], str]
 """The arguments of a call, or those and a text that its answer must hold."""
 
@@ -40,7 +42,8 @@ def check_tool(
 
     tool: an object, a class that needs no argument, or an installed name. calls: made one after the other in every
     session; none may be refused. wrong: calls that must be refused, after which the right ones still work.
-    create_kwargs, execute_kwargs: what a task would hand over. deterministic: whether a session alone decides what is
+    create_kwargs, execute_kwargs: what a task would hand over; of a tool that converses also the `converse` of its own
+    tests (by default every conversation is answered alike). deterministic: whether a session alone decides what is
     answered (by the calls and `session.rng`): False for a tool that asks the world. sessions: how many at once.
 
     Checked: async hooks and what they take; name, description, schema; rewards and metrics are finite numbers;
@@ -107,6 +110,24 @@ def _compare(expected: list[Any], got: list[Any], what: str, how: str) -> None:
         )
 
 
+class _Answered:
+    """A `Converse` whose conversations all come to ANSWER."""
+
+    depth = 0
+    tools: tuple[str, ...] = ()
+
+    async def __call__(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[str] = (),
+        max_turns: int | None = None,
+        max_tokens: int | None = None,
+    ) -> Conversed:
+        answer: Message = {"role": "assistant", "content": ANSWER}
+        return Conversed((*messages, answer), "stop", 1)
+
+
 class _Contract:
     """A tool, and the calls to try it with."""
 
@@ -122,7 +143,8 @@ class _Contract:
         self.what = f"tool {getattr(tool, 'name', type(tool).__name__)!r}"
         self.calls = [call if isinstance(call, tuple) else (call, "") for call in calls]
         self.wrong = list(wrong)
-        self.kwargs = ToolKwargs(create_kwargs=dict(create_kwargs or {}), execute_kwargs=dict(execute_kwargs or {}))
+        hidden = {**({"converse": _Answered()} if tool.converses else {}), **(execute_kwargs or {})}
+        self.kwargs = ToolKwargs(create_kwargs=dict(create_kwargs or {}), execute_kwargs=hidden)
         self.task = Task("check", {}, tools_kwargs={getattr(tool, "name", ""): self.kwargs})
 
     async def begin(self, index: int) -> Session:
@@ -220,7 +242,8 @@ class _Contract:
     async def drive(self) -> None:
         """Check that the driver itself plays all calls as one request, which must not fail."""
         lines = [call_line(self.tool.name, **arguments) for arguments, _ in self.calls]
-        stage = Stage(Alone(), [self.tool], changes={"max_turns": len(lines) + 1, "max_tool_calls": len(lines) + 1})
+        turns = (_HELD if self.tool.converses else 1) * len(lines)
+        stage = Stage(Alone(), [self.tool], changes={"max_turns": turns + 1, "max_tool_calls": len(lines) + 1})
         played = await stage.play(self.task, lambda task: [*lines, "done"])
         require(played.failure is None, f"{self.what}: {played.failure.message if played.failure else ''}")
         errors = [use.error for use in played.tool_uses if use.error]

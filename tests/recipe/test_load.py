@@ -143,7 +143,7 @@ env:
 
 
 MISTAKES = {
-    "rollout: {m: 3}": r"r.yaml:1: rollout.m: unknown key; known: concurrency, max_",
+    "rollout: {m: 3}": r"r.yaml:1: rollout.m: unknown key; known: compact, concurrency, max_",
     "rolout: {n: 3}": r"rolout: unknown key; did you mean 'rollout'\?",
     "algorithm: {normalize_std: false}": r"r.yaml:1: algorithm.normalize_std: was removed: for false write",
     "lr: 1": r"lr: unknown key; did you mean 'train.lr' or 'critic.lr'\?",
@@ -166,6 +166,10 @@ MISTAKES = {
     "train: {schedule: cosin}": r"train.schedule: expected one of .*; did you mean 'cosine'\?",
     "rollout: {n: 1}": r"rollout.n is 1, but grpo",
     "rollout: {n: 1}\nalgorithm: {advantage: rloo}": r"rollout.n is 1, but rloo compares",
+    "rollout: {compact: {resume: x}}": r"rollout.compact.resume: {summary} must stand in it",
+    "rollout: {compact: {at: 0}}": r"rollout.compact.at: expected more than 0, got 0",
+    "agent: a\nrollout: {compact: {}}": r"rollout.compact has no effect beside agent",
+    "agent: a\nrollout: {max_total_tokens: 9}": r"rollout.max_total_tokens has no effect beside agent",
     "tools: [a, a]": r"tools: a is listed twice",
     "env: {name: code, mix: [{name: gsm8k}]}": r"env.name has no effect beside env.mix",
     "env: {args: {size: 1}, mix: [{name: gsm8k}]}": r"env.args has no effect beside env.mix",

@@ -4,6 +4,8 @@ for id, the trajectory so far. The scripted engine asserts the latter at every t
 import asyncio
 import random
 
+import numpy as np
+from agentrl_tools.delegate import Delegate
 from fakes import ROLES, TASK, CharChat, Echo, Env, Hooks, ScriptedEngine, call, logprob, make_driver, rng_text
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -85,6 +87,40 @@ def test_ids_mask_and_logprobs_agree_however_it_ends(turns, limits, seed):
     check(t, engine, limits)
     hooks.check()
     assert hooks.total("env", "calc_reward") == 1
+
+
+BRANCHING = st.lists(
+    st.lists(st.one_of(PIECE, TEXT.map(lambda text: call("delegate", task=text))), min_size=1, max_size=4).map("".join),
+    min_size=2,
+    max_size=6,
+)
+
+
+@settings(max_examples=80, deadline=None)
+@given(BRANCHING, LIMITS, st.integers(0, 99), st.integers(30, 250), st.integers(1, 3), st.integers(100, 3000))
+def test_every_path_of_a_rollout_that_branches_is_what_the_engine_saw_and_said(turns, limits, seed, at, depth, total):
+    hooks = Hooks()
+    env, tools = plugins(hooks, seed)
+    engine = ScriptedEngine(lambda name, turn: "s" + turns[(turn + ord(name[-1])) % len(turns)])
+    limits |= {key: 4 * limits[key] for key in ("max_turns", "max_tool_calls", "max_turn_tokens", "max_tokens")}
+    limits |= {"max_total_tokens": total, "compact": {"at": at, "prompt": "Sum up.", "resume": "{summary}"}}
+    driver = make_driver(engine, env, [*tools, Delegate(max_depth=depth)], **limits)
+    t = asyncio.run(driver.drive(driver.request(TASK, 0)))
+    check_invariants(t)
+    hooks.check()
+    assert t.failure is None, t.failure
+    assert len(t.turns) == engine.turns.total() <= limits["max_turns"]
+    assert len(t.ids) <= total
+    assert all(turn.end - turn.start <= limits["max_turn_tokens"] for turn in t.turns)
+    assert all(t.ids[turn.start - 1] == ROLES["assistant"] for turn in t.turns)
+    seen = []
+    for path in t.paths():
+        assert len(path) <= limits["max_tokens"]
+        if t.loss_mask[path].any():
+            seen.append(t.ids[path][: np.flatnonzero(t.loss_mask[path])[-1] + 1].tolist())
+    assert sorted(seen) == sorted(engine.known.values())
+    assert t.ids[t.loss_mask.astype(bool)].size == sum(turn.end - turn.start for turn in t.turns)
+    assert set(engine.known) <= set(engine.finished)
 
 
 @settings(max_examples=40, deadline=None)

@@ -7,11 +7,14 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 from agentrl_envs.gsm8k.environment import Gsm8k
+from fakes import ScriptedEngine
 from paths import RECIPES
 from rich.console import Console
 
@@ -19,17 +22,20 @@ from agentrl.chat.encode import Encoder
 from agentrl.chat.load import load_chat
 from agentrl.chat.template import Template
 from agentrl.cli import main
+from agentrl.engine.base import Generation, GenerationFinish, Sampling
 from agentrl.errors import UserError
 from agentrl.models.load import load_model, resolve, resolve_types
 from agentrl.plugins.environment import Environment
 from agentrl.plugins.registry import make_environment, make_tool
 from agentrl.plugins.types import Message, Task
 from agentrl.recipe.load import load_recipe
-from agentrl.recipe.schema import EnvSection, ModelSection, ToolSection
+from agentrl.recipe.schema import CompactSection, EnvSection, ModelSection, RolloutSection, ToolSection
+from agentrl.rollout.driver import Driver
 from agentrl.sft.demonstrations import Demonstrator
 from agentrl.sft.new_model import bare_tokenizer, new_model, train_tokenizer
 from agentrl.sft.run import sft
-from agentrl.trajectory import Trajectory
+from agentrl.sft.trainer import SftTrainer
+from agentrl.trajectory import FinishReason, Trajectory, check_invariants
 
 TEMPLATE = (RECIPES / "tiny_template.jinja").read_text()
 
@@ -74,6 +80,77 @@ def test_a_demonstration_is_the_rendered_conversation_and_its_mask_the_assistant
         assert all(text.count("<|im_end|>") == 1 and text.endswith("<|im_end|>") for text in learned)
         assert learned[-1] == f"{messages[-1]['content']}<|im_end|>"
         assert tokenizer.decode(trajectory.ids[trajectory.loss_mask == 1]) == "".join(learned)
+
+
+class Says(ScriptedEngine):
+    """Says the turns of a trajectory, in the order in which they began."""
+
+    def __init__(self, trajectory: Trajectory) -> None:
+        super().__init__([])
+        self.left = [trajectory.ids[turn.start : turn.end].tolist() for turn in trajectory.turns]
+
+    async def generate(self, ids: Sequence[int], sampling: Sampling, request_id: str) -> Generation:
+        turn = self.left.pop(0)
+        return Generation(turn, [0.0] * len(turn), GenerationFinish.STOP)
+
+
+def paths(t: Trajectory) -> list[list[int]]:
+    """The paths up to the last word of the model, beginning with a count of what it said there."""
+    found = [(t.ids[path], np.flatnonzero(t.loss_mask[path])) for path in t.paths()]
+    return sorted([len(said), *ids[: said[-1] + 1].tolist()] for ids, said in found)
+
+
+def check_length(context: int, made: Trajectory) -> None:
+    """Let the trainer of a model with `context` look at a demonstration: each path has to fit."""
+    config = SimpleNamespace(max_position_embeddings=context)
+    SftTrainer._check_lengths(SimpleNamespace(model=SimpleNamespace(config=config)), [made])  # type: ignore[arg-type]
+
+
+COMPACT = {"compact": {"at": 300, "prompt": "Sum up.", "resume": "{summary}"}}
+
+
+@pytest.mark.parametrize(("limits", "delegate"), [({}, 0), (COMPACT, 0), ({}, 2), (COMPACT, 3)])
+def test_a_demonstration_has_the_ids_of_a_rollout_in_which_the_model_says_the_same(
+    limits: dict[str, Any], delegate: int
+) -> None:
+    plain, _ = make_demonstrator()
+    env = make_environment(EnvSection(name="text_game", args={"delegate": delegate}))
+    tools = [make_tool(ToolSection(name="delegate"))] if delegate else []
+    section = RolloutSection(max_turns=99, max_tool_calls=99, max_tokens=4000, **limits)
+    made = Demonstrator(env, tools, plain.chat, plain.template, plain.encoder, section)
+
+    async def branches(index: int) -> int:
+        task = env.tasks("train")[index]
+        wanted = await made.trajectory(task, Random(index), "clean")
+        check_invariants(wanted)
+        driver = Driver(engine=Says(wanted), chat=plain.chat, environment=env, tools=tools, limits=section)
+        found = await driver.drive(driver.request(task, 0))
+        assert found.finish is FinishReason.ENV_DONE
+        assert found.rewards["goal"] == 1.0
+        assert paths(found) == paths(wanted)
+        longest = max(map(len, wanted.paths()))
+        check_length(longest, wanted)
+        with pytest.raises(UserError, match=f"has {longest} tokens, but the model's context only {longest - 1}"):
+            check_length(longest - 1, wanted)
+        assert [turn.end - turn.start for turn in found.turns] == [turn.end - turn.start for turn in wanted.turns]
+        return len(found.paths()) - 1
+
+    made_branches = [asyncio.run(branches(index)) for index in range(4)]
+    assert all(made_branches) if limits or delegate else not any(made_branches)
+
+
+def test_a_summary_that_nobody_demonstrates_is_one_clear_line() -> None:
+    demonstrator, _ = make_demonstrator()
+    demonstrator.limits = RolloutSection(compact=CompactSection(at=2))
+    task = demonstrator.env.tasks("train")[0]
+    for said, message in (
+        (NotImplementedError("environment 'gsm8k' has no summaries"), "no summaries.*give its class `summarize`"),
+        (KeyError("x"), "summarize.*failed: KeyError"),
+        ("", "returned no text"),
+    ):
+        demonstrator.env.summarize = Mock(side_effect=[said])  # type: ignore[method-assign]
+        with pytest.raises(UserError, match=message):
+            asyncio.run(demonstrator.trajectory(task, Random(0), "clean"))
 
 
 class Odd:

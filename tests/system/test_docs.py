@@ -147,7 +147,7 @@ VARIANTS: dict[str, dict[str, object]] = {
     "plain": {"train__mini_batches": 2},
     "critic": {"algorithm__advantage": "gae", "critic__lr": 1e-4},
     "kl": {"algorithm__kl_coef": 0.01, "algorithm__kl_in": "reward", "model__lora": {"rank": 2}},
-    "overlap": {"rollout__overlap": "async", "env__name": "train_plugins:Lonely"},
+    "overlap": {"rollout__overlap": "async", "rollout__compact": {}, "env__name": "train_plugins:Lonely"},
     "agent": {"agent__name": "chat_completions", "agent__processes": 1},
 }
 OWN = ("tool/<name>/<key>", "train/<metric>")  # of somebody's tool or loss: they document them

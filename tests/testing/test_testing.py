@@ -25,6 +25,10 @@ def test_the_shipped_calculator_keeps_the_contract():
     check_tool("calculator", calls=[({"expression": "2*3"}, "6")], wrong=[{"expression": "2*"}, {}])
 
 
+def test_a_tool_that_holds_conversations_is_answered():
+    check_tool("delegate", calls=[({"task": "2*3"}, "(the model's answer)")], wrong=[{}])
+
+
 def test_the_shipped_environment_keeps_the_contract():
     def gold(task):
         return [call("calculator", expression="2*3"), f"#### {task.data['answer']}"]

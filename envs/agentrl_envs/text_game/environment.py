@@ -8,7 +8,7 @@ from agentrl.plugins.environment import Environment
 from agentrl.plugins.tool import Tool
 from agentrl.plugins.types import Json, Message, Reply, Session, Task, ToolResponse
 from agentrl_envs.conversation import check_split, check_style
-from agentrl_envs.text_game.demonstrations import STYLES, demonstrate
+from agentrl_envs.text_game.demonstrations import STYLES, delegated, demonstrate, summarize
 from agentrl_envs.text_game.game import VIEWS, Game, Outcome
 from agentrl_envs.text_game.maps import SPLITS, maps
 from agentrl_envs.text_game.world import Direction, World
@@ -44,7 +44,8 @@ class TextGame(Environment):
 
     source: `generated`, which is all there is. view: what is told after every move, `compass` (the way to the next
     target and the open ways, in words) or `map` (the map, drawn). slack: turns that may be used for each move of the
-    shortest way; one more is given. seed: of the training maps.
+    shortest way; one more is given. seed: of the training maps. delegate: moves that each sub-agent makes in
+    demonstrations, which call the tool `delegate` for all of them; 0: none does.
 
     Rewards: `goal`, 1 when it is reached; `short`, then, the share of the turns that were needed; and step rewards
     that add up to the progress made, at most 1. So the best game is worth 3.
@@ -54,13 +55,18 @@ class TextGame(Environment):
     reward_parts = ("goal", "short")
     splits = SPLITS[1:]
 
-    def __init__(self, source: str = "generated", view: str = "compass", slack: float = 1.5, seed: int = 0) -> None:
+    def __init__(
+        self, source: str = "generated", view: str = "compass", slack: float = 1.5, seed: int = 0, delegate: int = 0
+    ) -> None:
         if source != "generated":
             raise UserError(f"env.source: text_game makes its maps itself: expected 'generated', got {source!r}")
         if view not in VIEWS:
             raise UserError(f"env.args.view: text_game has no view {view!r}{nearest(view, VIEWS)}")
         if not slack >= 1:
             raise UserError(f"env.args.slack is {slack}: below 1 no game can be won")
+        if delegate < 0:
+            raise UserError(f"env.args.delegate is {delegate}: it must be 0 or more")
+        self._delegate = delegate
         self._view, self._slack, self._seed = view, slack, seed
         self._tools = (Move(),)
 
@@ -92,7 +98,13 @@ class TextGame(Environment):
     def demonstrate(self, task: Task, rng: Random, style: str) -> list[Message]:
         """Return a game played in a style of `demonstrations.STYLES`."""
         check_style(self, style, STYLES)
-        return demonstrate(self.game(task), rng, style, REMINDER)
+        game = self.game(task)
+        view = game.view(game)
+        said = demonstrate(game, rng, style, REMINDER)
+        return delegated(view, said, self._delegate, rng, style) if self._delegate else said
+
+    def summarize(self, task: Task, messages: Sequence[Message], rng: Random, style: str) -> str:
+        return summarize(messages, rng, style)
 
     def game(self, task: Task) -> Game:
         """Return a task's game, at its start."""

@@ -16,7 +16,7 @@ from agentrl.trajectory import check_invariants
 
 
 def request() -> AsyncRolloutRequest:
-    made = AsyncRolloutRequest("r", Task("t", {}), 0, 1)
+    made = AsyncRolloutRequest("r", Task("t", {}), 0, seed=1)
     made.open_with(array("i", [1, 2, 3]))
     return made
 

@@ -1,6 +1,7 @@
 """`Journal`: the trajectories of a run as it goes: each step and evaluation whole, and what is in flight as it ends."""
 
 import glob
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -11,6 +12,8 @@ from agentrl.rollout.trajectory_file import IN_FLIGHT, TRAIN, Row, encode_plain,
 from agentrl.trajectory import Group, Learned, Trajectory
 
 STEP, EVALUATION = "step_", "eval_"  # how names of files begin
+IN_FLIGHT_SECONDS = 1.0
+"""Least time between two writes of what is in flight: steps that are shorter pay nothing for it."""
 
 
 class Journal:
@@ -27,17 +30,26 @@ class Journal:
         task. secrets: texts that are masked."""
         self._policy, self._folder, self._environment, self._secrets = policy, folder, environment, secrets
         self._rows: dict[int, tuple[Group, list[Row]]] = {}  # of the groups in flight, by identity
+        self._unwritten: dict[int, list[Row]] = {}
+        """Of `_rows`, what is not in the file of those in flight."""
+        self._wrote = time.monotonic()
         self._refused: OSError | None = None
 
     def finished(self, group: Group) -> None:
-        """Write down a group of a step that is not whole yet. What the disk refuses is raised by `step`."""
+        """Note a group of a step that is not whole yet, and write down those noted, once a second. What the disk
+        refuses is raised by `step`."""
         if not self._policy.every:
             return
         rows = [self._row(t) for t in _all(group)]
         self._rows[id(group)] = group, rows
+        self._unwritten[id(group)] = rows
+        if time.monotonic() - self._wrote < IN_FLIGHT_SECONDS:
+            return
         try:
             with (self._folder() / IN_FLIGHT).open("ab") as file:
-                file.write(_lines(rows))
+                file.write(b"".join(map(_lines, self._unwritten.values())))
+            self._unwritten.clear()
+            self._wrote = time.monotonic()
         except OSError as error:
             self._refused = error
 
@@ -56,7 +68,9 @@ class Journal:
             self._prune(STEP)
         for group in groups:
             self._rows.pop(id(group), None)
-        left = b"".join(_lines(rows) for _, rows in self._rows.values())
+            self._unwritten.pop(id(group), None)
+        written = (rows for key, (_, rows) in self._rows.items() if key not in self._unwritten)
+        left = b"".join(map(_lines, written))
         path = self._folder() / IN_FLIGHT
         if left:
             path.write_bytes(left)

@@ -1,6 +1,7 @@
 """Trajectories on disk: which steps, how many tasks of each, how many files stay; and that what is read is what was."""
 
 import json
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -258,7 +259,10 @@ def test_a_large_step_is_cut_into_pieces_that_can_be_read_alone(
     assert len(read_records(tmp_path / "step_1.parquet")) == 11
 
 
-def test_what_is_in_flight_is_appended_and_gone_once_its_step_is_whole(tmp_path: Path) -> None:
+def test_what_is_in_flight_is_appended_and_gone_once_its_step_is_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "IN_FLIGHT_SECONDS", 0.0)
     written, path = journal(tmp_path), tmp_path / IN_FLIGHT
     lengths = []
     for group in GROUPS[:3]:
@@ -280,6 +284,25 @@ def test_what_is_in_flight_is_appended_and_gone_once_its_step_is_whole(tmp_path:
         written.step(3, [GROUPS[3]])
 
 
+def test_a_step_of_less_than_a_second_writes_only_its_own_file(tmp_path: Path) -> None:
+    written, path = journal(tmp_path), tmp_path / IN_FLIGHT
+    written._wrote = time.monotonic() + 1000.0
+    written.finished(GROUPS[0])
+    written.finished(GROUPS[1])
+    written.step(1, [GROUPS[1]])
+    assert names(tmp_path) == ["step_1.parquet"]
+    written._wrote = 0.0
+    written.finished(GROUPS[2])
+    assert len(path.read_bytes().splitlines()) == 4  # and the first group's
+    written._wrote = time.monotonic() + 1000.0
+    written.finished(GROUPS[3])
+    written.step(2, [GROUPS[0]])
+    assert len(path.read_bytes().splitlines()) == 2
+    written._wrote = 0.0
+    written.finished(GROUPS[1])
+    assert len(path.read_bytes().splitlines()) == 6
+
+
 def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written = journal(tmp_path)
     written.step(1, GROUPS[:1])
@@ -296,6 +319,7 @@ def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path, monkeypatch: p
 
 
 def test_secrets_of_the_recipe_stand_nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "IN_FLIGHT_SECONDS", 0.0)
     monkeypatch.setenv("SEARCH_TOKEN", 'se"cret\u00e9-1234')
     monkeypatch.setenv("DATA_DIR", "/data/of/mine")
     monkeypatch.setenv("PIN_TOKEN", "1234")

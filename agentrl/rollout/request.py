@@ -278,6 +278,7 @@ class AsyncRolloutRequest(Conversation):
     seconds: dict[str, float] = field(
         default_factory=lambda: {"total": 0.0, "engine": 0.0, "tools": 0.0, "environment": 0.0, "hooks": 0.0}
     )
+    """Wall time so far, in all and by whom it was waited for."""
     extra: dict[str, Any] = field(default_factory=dict)
     """Further facts for `Trajectory.extra`."""
     segments: list[Segment] = field(default_factory=list)

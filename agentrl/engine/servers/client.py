@@ -47,6 +47,7 @@ class Sessions:
         self._open: dict[asyncio.AbstractEventLoop, aiohttp.ClientSession] = {}
 
     def get(self) -> aiohttp.ClientSession:
+        """Return the session of the running event loop."""
         loop = asyncio.get_running_loop()
         session = self._open.get(loop)
         if session is None or session.closed:
@@ -82,6 +83,7 @@ class Client:
         return await self._call("GET", path, None, timeout)
 
     async def post(self, path: str, body: Mapping[str, Any], *, timeout: float = 60.0) -> Any:
+        """Post JSON, and return the answer's. timeout: seconds. Raises ServerError."""
         return await self._call("POST", path, body, timeout)
 
     async def stream(self, path: str, body: Mapping[str, Any]) -> AsyncGenerator[bytes]:

@@ -139,6 +139,7 @@ class ServerEngine(Engine):
 
     @property
     def weight_version(self) -> int:
+        """The trainer's step whose weights the servers have."""
         return self._fleet.version
 
     def keep_logs(self, folder: Path) -> None:

@@ -227,6 +227,7 @@ class Fleet:
                 server.move_log(_free(folder, server.log.stem))
 
     def reasons(self) -> str:
+        """Say why each server that is out is."""
         return "; ".join(f"{m.url}: {m.out}" for m in self.pool.members if m.out is not None)
 
     async def close(self) -> None:

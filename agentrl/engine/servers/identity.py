@@ -111,6 +111,7 @@ def other_weights(client: Client, gap: float, probe: Probe, limit: float | None 
 
 
 def other_model(client: Client, info: dict[str, Any], theirs: str, ours: str) -> str:
+    """Return the line that refuses a server. info: its own facts. theirs, ours: what it and model.path have."""
     served = info.get("served_model_name") or info.get("model_path")
     return f"engine: {client.url} serves another model: {served} has {theirs}, model.path has {ours}"
 

@@ -53,6 +53,7 @@ class LaunchPlan(ABC):
     """How to launch servers of one kind."""
 
     program: ClassVar[Program]
+    """What is launched."""
 
     command: tuple[str, ...]
     """Words up to the flags."""
@@ -87,6 +88,7 @@ class LaunchPlan(ABC):
 
     @property
     def host(self) -> str:
+        """The address to listen on."""
         return self.flag("host") or self.listen
 
     def flag(self, name: str) -> str | None:

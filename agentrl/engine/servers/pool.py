@@ -42,6 +42,7 @@ class Member:
 
     @property
     def url(self) -> str:
+        """Its address."""
         return self.client.url
 
 
@@ -142,14 +143,17 @@ class Pool:
 
     @property
     def up(self) -> list[Member]:
+        """The servers that are sent requests."""
         return [m for m in self.members if m.out is None]
 
     @property
     def waiting(self) -> bool:
+        """Whether a request waits for room on any server."""
         return any(not w.future.done() for w in self._queue)
 
     @property
     def in_flight(self) -> int:
+        """Requests on all servers."""
         return sum(len(m.calls) for m in self.members)
 
     async def take(self, conversation: str, avoid: Member | None = None) -> Member:
@@ -172,6 +176,7 @@ class Pool:
         self._serve()
 
     def forget(self, conversation: str) -> None:
+        """Bind a conversation that has ended to no server."""
         self._home.pop(conversation, None)
 
     def take_out(self, member: Member, why: str) -> None:
@@ -188,6 +193,7 @@ class Pool:
         self._serve()
 
     def let_in(self, member: Member) -> None:
+        """Send it requests again."""
         member.out, member.faults, member.last_seen = None, 0, time.monotonic()
         self._serve()
 

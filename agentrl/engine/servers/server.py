@@ -41,6 +41,7 @@ class Server:
 
     @property
     def running(self) -> bool:
+        """Whether its process runs."""
         return self._tree is not None and self._tree.running
 
     async def start(self, timeout: float, phase: Callable[[str], None]) -> None:

@@ -23,6 +23,7 @@ class SglangPlan(LaunchPlan):
     adapters in page-locked memory, which a CPU alone does not have (the servers of scripts/sglang_cpu do without)."""
 
     program: ClassVar[Program] = SGLANG
+    """See `LaunchPlan.program`."""
 
     @property
     def adapted(self) -> bool:

@@ -38,6 +38,7 @@ class VllmPlan(LaunchPlan):
     """How to launch vLLM servers."""
 
     program: ClassVar[Program] = VLLM
+    """See `LaunchPlan.program`."""
 
     @property
     def adapted(self) -> bool:

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
 from agentrl.errors import UserError
@@ -29,6 +29,17 @@ class Accuracy(NamedTuple):
         if self.low is None or self.high is None:
             return f"{self.value:.1%}"
         return f"{self.value:.1%} ({self.low:.1%} to {self.high:.1%})"
+
+
+class Part(NamedTuple):
+    """The accuracy on the tasks of a split that agree in a field of their data."""
+
+    tasks: int
+    """Number of tasks."""
+    samples: int
+    """Number of samples, failed ones excluded."""
+    accuracy: Accuracy
+    """Share of samples solved, with its interval."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +74,8 @@ class SplitResult:
     """Finish reason -> number of samples."""
     failed: int
     """Number of samples lost to an error that is not the model's."""
+    by: Mapping[str, Part] = field(default_factory=dict)
+    """Value of the field that was asked for -> the part of the split that has it, the lowest accuracy first."""
 
     @property
     def interval(self) -> Accuracy:
@@ -71,7 +84,7 @@ class SplitResult:
 
     def json(self) -> dict[str, Any]:
         """Return the fields as a dictionary, which `json.dumps` takes."""
-        return asdict(self)
+        return asdict(self) | {"by": {value: part._asdict() for value, part in self.by.items()}}
 
 
 def summarize(split: str, groups: Sequence[Group], solved: Callable[[Trajectory], bool]) -> SplitResult:
@@ -97,6 +110,21 @@ def summarize(split: str, groups: Sequence[Group], solved: Callable[[Trajectory]
         finish=dict(Counter(str(t.finish) for t in played)),
         failed=sum(len(group.failed) for group in groups),
     )
+
+
+def parts(groups: Sequence[Group], name: str, solved: Callable[[Trajectory], bool]) -> dict[str, Part]:
+    """Return the accuracy by each value of the field `name` of the tasks' data, the lowest first; tasks without the
+    field, or without a sample, are left out."""
+    chosen: dict[str, list[Group]] = {}
+    for group in groups:
+        if name in group.task.data and group.trajectories:
+            chosen.setdefault(f"{group.task.data[name]!s:.80}", []).append(group)
+    found = {}
+    for value, those in chosen.items():
+        samples = [len(group.trajectories) for group in those]
+        correct = [sum(map(solved, group.trajectories)) for group in those]
+        found[value] = Part(len(those), sum(samples), Accuracy(*accuracy_interval(correct, samples)))
+    return dict(sorted(found.items(), key=lambda item: (item[1].accuracy.value, item[0])))
 
 
 def failures(what: str, groups: Sequence[Group]) -> str | None:

@@ -1,17 +1,21 @@
 """Output of evaluation results: a table on the terminal, and a JSON file."""
 
 import json
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from agentrl.errors import UserError
+from agentrl.errors import UserError, nearest
 from agentrl.eval.evaluate import Evaluation
 from agentrl.eval.result import SplitResult
 from agentrl.terminal import terminal
+
+SHOWN = 30
+"""Values of a field that are shown."""
 
 
 def show(evaluation: Evaluation, console: Console | None = None) -> None:
@@ -27,6 +31,22 @@ def show(evaluation: Evaluation, console: Console | None = None) -> None:
     for name in dict.fromkeys(name for column in cells for name in column):
         table.add_row(name, *(column.get(name, "") for column in cells))
     console.print(table)
+    for result in evaluation.splits:
+        if result.by:
+            console.print(_parts(result))
+
+
+def _parts(result: SplitResult) -> Table:
+    table = Table(title=escape(f"{result.split}, the lowest first"), title_justify="left")
+    for name in ("value", "tasks", "samples", "accuracy", "95 % interval"):
+        table.add_column(name, justify="left" if name == "value" else "right")
+    for value, part in list(result.by.items())[:SHOWN]:
+        low, high = part.accuracy.low or 0.0, part.accuracy.high or 0.0
+        figures = (f"{part.tasks:,}", f"{part.samples:,}", f"{part.accuracy.value:.1%}", f"{low:.1%} to {high:.1%}")
+        table.add_row(escape(value), *figures)
+    if len(result.by) > SHOWN:
+        table.caption = f"and {len(result.by) - SHOWN} more: --json has all"
+    return table
 
 
 def _cells(r: SplitResult) -> Iterator[tuple[str, str]]:
@@ -62,3 +82,29 @@ def write_json(evaluation: Evaluation, path: str) -> None:
         Path(path).write_text(json.dumps(evaluation.json(), indent=2) + "\n")
     except OSError as error:
         raise UserError(f"--json {path}: cannot be written: {error.strerror}") from error
+
+
+def least_accuracies(wanted: Sequence[str]) -> dict[str, float]:
+    """Return split -> accuracy from texts such as `test=0.9`. Raises UserError."""
+    found = {}
+    for text in wanted:
+        split, _, share = text.partition("=")
+        try:
+            found[split] = float(share)
+        except ValueError:
+            found[split] = math.nan
+        if not split or not 0 <= found[split] <= 1:
+            raise UserError(f"--fail-below {text}: expected a split and a share from 0 to 1, such as test=0.9")
+    return found
+
+
+def too_low(evaluation: Evaluation, least: Mapping[str, float]) -> list[str]:
+    """Return a line for each split whose accuracy is below `least`. Raises UserError for one that was not evaluated."""
+    found = {result.split: result.accuracy for result in evaluation.splits}
+    if lost := [split for split in least if split not in found]:
+        raise UserError(f"--fail-below: {lost[0]} was not evaluated{nearest(lost[0], list(found))}")
+    return [
+        f"{split}: accuracy {found[split]:.1%} is below {share:.1%} (--fail-below)"
+        for split, share in least.items()
+        if found[split] < share
+    ]

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from learner_help import make_groups
 from paths import RECIPES
 from rich.console import Console
 from train_help import small
@@ -16,8 +17,10 @@ from agentrl.errors import UserError
 from agentrl.eval.evaluate import Evaluation
 from agentrl.eval.held_out import HeldOut
 from agentrl.eval.progress import Progress
-from agentrl.eval.show import show
+from agentrl.eval.result import parts
+from agentrl.eval.show import show, too_low
 from agentrl.rollout.player import Player
+from agentrl.rollout.trajectory_file import read_records
 
 RECIPE = str(RECIPES / "gsm8k_tool.yaml")
 SMALL = ["eval.tasks=3", "rollout.max_turns=4"]
@@ -77,6 +80,7 @@ def test_the_table_shows_every_split_and_figure(evaluation: Evaluation) -> None:
 def test_the_command_writes_what_it_shows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "found.json"
     arguments = ["eval", RECIPE, *SMALL, "--split", "large", "--samples", "2", "--json", str(file)]
+    arguments += ["--by", "kind", "--keep", str(tmp_path / "kept"), "--fail-below", "large=0"]
     assert main.run(arguments) == 0
     said = capsys.readouterr().out
     found = json.loads(file.read_text())
@@ -86,6 +90,38 @@ def test_the_command_writes_what_it_shows(tmp_path: Path, capsys: pytest.Capture
     assert list(result["pass_at"]) == ["1", "2"]
     assert f"{result['accuracy']:.1%}" in said
     assert f"{result['pass_at']['2']:.1%}" in said
+    assert sum(part["tasks"] for part in result["by"].values()) == 3
+    assert all(kind in said for kind in result["by"])
+    kept = read_records(tmp_path / "kept" / "trajectories" / "eval_large_0.parquet")
+    assert len(kept) == 6
+    assert sum(one["solved"] for one in kept) == 6 * result["accuracy"]
+    assert main.run(["show", str(tmp_path / "kept"), "--split", "large"]) == 0
+    assert kept[0]["task"] in capsys.readouterr().out
+    assert main.run(arguments) == 2
+    assert "holds conversations already" in capsys.readouterr().err
+
+
+def test_an_accuracy_that_is_too_low_is_told(evaluation: Evaluation) -> None:
+    low = evaluation["test"].accuracy
+    assert too_low(evaluation, {"test": low, "phrasing": 0.0}) == []
+    assert too_low(evaluation, {"test": min(1.0, low + 0.01)}) == [
+        f"test: accuracy {low:.1%} is below {min(1.0, low + 0.01):.1%} (--fail-below)"
+    ]
+    with pytest.raises(UserError, match="tets was not evaluated; did you mean 'test'"):
+        too_low(evaluation, {"tets": 0.5})
+
+
+def test_parts_of_a_split_are_those_of_a_field() -> None:
+    groups = make_groups([[1.0, 1.0], [0.0, 1.0], [0.0, 0.0]])
+    for group, kind in zip(groups, ("a", "b", "a"), strict=True):
+        group.task.data["kind"] = kind
+    found = parts(groups, "kind", lambda t: t.reward == 1.0)
+    assert [(value, part.tasks, part.samples, part.accuracy.value) for value, part in found.items()] == [
+        ("a", 2, 4, 0.5),
+        ("b", 1, 2, 0.5),
+    ]
+    assert found["a"].accuracy.high - found["a"].accuracy.low > 0.5
+    assert parts(groups, "other", lambda t: True) == {}
 
 
 def test_a_recipe_and_its_file_evaluate_alike() -> None:
@@ -123,6 +159,12 @@ def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--json", "nowhere/found.json"], "--json nowhere/found.json: cannot be written: there is no folder nowhere"),
         (["--json", "."], "--json .: cannot be written: it is a folder"),
         (["eval.tasks=0"], "eval.tasks"),
+        (["--by", "knid"], "--by knid: the tasks of test have no such field; did you mean 'kind'?"),
+        (["--keep", "/dev/null/x"], "--keep /dev/null/x: cannot be made: Not a directory"),
+        (
+            ["--fail-below", "test=90"],
+            "--fail-below test=90: expected a split and a share from 0 to 1",
+        ),
         (["env.source=nowhere.jsonl"], "env.source: there is no file nowhere.jsonl"),
     ],
 )

@@ -12,6 +12,7 @@ from agentrl.cli import main
 from agentrl.models import embedded_path
 from agentrl.plugins.types import Task
 from agentrl.recipe.schema import TrajectoriesSection
+from agentrl.rollout import journal as journals
 from agentrl.rollout.journal import Journal
 from agentrl.trajectory import Boundary, Failure, FinishReason, Group, Learned, Segment, ToolUse, Trajectory, Turn
 
@@ -60,7 +61,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         made = [Learned(True, t.loss_mask * np.float32(0.7), t.logprobs * 2) for t in (*a, sample("b", 0))]
         journal.step(step, [Group(a[0].task, tuple(a)), Group(lost.task, (sample("b", 0),), (lost,))], made)
     journal.evaluation("test", 4, [Group(tree.task, (tree,))], lambda t: True)
-    journal.finished(Group(Task("c", {}), (sample("c", 0),)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(journals, "IN_FLIGHT_SECONDS", 0.0)
+        journal.finished(Group(Task("c", {}), (sample("c", 0),)))
     return folder
 
 

@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -11,6 +10,7 @@ from pathlib import Path
 import pytest
 from cluster_help import STORE, Probe
 from processes import alive, command, descendants, gone, until
+from warm_ray import COMMAND
 
 from agentrl.cluster.errors import ClusterError, WorkerLost
 from agentrl.cluster.group import WorkerGroup
@@ -19,15 +19,7 @@ from agentrl.cluster.session import GRACE_SECONDS, Session
 from agentrl.process_tree import ProcessTree
 
 pytestmark = pytest.mark.ray
-START = [
-    sys.executable,
-    "-m",
-    "ray.scripts.scripts",
-    "start",
-    "--block",
-    "--disable-usage-stats",
-    "--include-log-monitor=false",
-]
+START = [*COMMAND, "start", "--block", "--disable-usage-stats", "--include-log-monitor=false"]
 SECONDS = 180.0
 
 

@@ -93,6 +93,7 @@ def test_every_conversation_of_a_rollout_that_branched_is_shown(tmp_path: Path) 
         logprobs=np.zeros(6, np.float32), weight_version=np.full(6, -1, np.int32), prompt_length=2, turns=(),
         messages=(said[0], said[2]), rewards={}, finish=FinishReason.STOP,
         segments=(Segment(0, 2), Segment(2, 4, 0), Segment(4, 6, 0)), branches=tuple((message,) for message in said),
+        extra={"depths": (0, 0, 1)},
     )  # fmt: skip
     lost = replace(t, segments=(), branches=(), finish=FinishReason.ERROR, failure=Failure(Boundary.TOOL, "away"))
     folder = run_folder(tmp_path)
@@ -103,7 +104,7 @@ def test_every_conversation_of_a_rollout_that_branched_is_shown(tmp_path: Path) 
     bubbles = re.findall(r'<p>([^<]*)</p>|<div class="user" data-role="user">([^<]*)', shown)
     assert [heading or text for heading, text in bubbles] == [
         "conversation 1 of 2", "0 \\ud800", "1 \\ud800",
-        "conversation 2 of 2, which leaves conversation 1 after message 1", "2 \\ud800",
+        "conversation 2 of 2 (sub-agent), which leaves conversation 1 after message 1", "2 \\ud800",
         "0 \\ud800", "2 \\ud800", "failed (tool): away",
     ]  # fmt: skip
     assert "(no reward, error)" in page

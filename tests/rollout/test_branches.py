@@ -33,7 +33,21 @@ def texts(t: Trajectory) -> list[str]:
     batch = Batch.from_trajectories([t])
     assert int(batch.tokens["loss_mask"].sum()) == t.sampled_tokens == int(sampled.sum())  # each token once
     json.dumps(record(row(t)))
+    check_messages(t)
     return [CharChat().decode(t.ids[path].tolist()) for path in t.paths()]
+
+
+def check_messages(t: Trajectory) -> None:
+    """Each segment has the messages of its own turns, and those up to the leaf are the conversation's."""
+    for segment, messages in zip(t.segments, t.branches, strict=True):
+        turns = sum(segment.start <= turn.start < segment.end for turn in t.turns)
+        assert [m["role"] for m in messages].count("assistant") == turns
+    if t.segments:
+        index, path = t.leaf % len(t.segments), []
+        while index >= 0:
+            path.insert(0, index)
+            index = t.segments[index].parent
+        assert [m for index in path for m in t.branches[index]] == list(t.messages)
 
 
 def compacting(script, *, at=60, env=None, tools=None, most=8, resume="So far: {summary}", **limits):

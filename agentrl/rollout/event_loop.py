@@ -8,7 +8,7 @@ of tasks and callbacks that a plugin starts itself.
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Generator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any, TypeVar
 
 from agentrl.errors import describe, from_signal
@@ -22,16 +22,23 @@ _ROUNDS = 3  # times that what still runs at the end is cancelled
 _log = logging.getLogger("agentrl.plugins")
 
 
+SIGNAL_SECONDS = 0.2
+"""Seconds until the thread that waits in `blocking` handles a signal that the system gave to another thread."""
+
+
 def blocking(work: Callable[[], T]) -> T:
     """Call `work()`, which runs an event loop of its own: here, or in a thread where this one has a loop already, as in
-    a notebook. What a signal's handler raises while the thread is waited for is raised at once."""
+    a notebook. What a signal's handler raises while the thread is waited for is raised within SIGNAL_SECONDS."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
         return work()
     thread = ThreadPoolExecutor(1, "agentrl")
     try:
-        return thread.submit(work).result()
+        running = thread.submit(work)
+        while not wait([running], SIGNAL_SECONDS).done:
+            pass  # a signal that another thread was given is handled here, where Python code runs again
+        return running.result()
     finally:
         thread.shutdown(wait=False)
 

@@ -240,6 +240,15 @@ class StopsAfterThree(Book):
             os.kill(os.getpid(), signal.SIGINT)
 
 
+class StopsItsThread(Book):
+    """As StopsAfterThree, but the kernel hands the signal to the tracker's thread, not to the main one."""
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        super().log(step, metrics)
+        if step == 3:
+            signal.pthread_kill(threading.get_ident(), signal.SIGINT)
+
+
 class StopsAtOnce(StopsAfterThree):
     last = 0
 

@@ -166,9 +166,10 @@ def test_outside_the_main_thread_a_run_needs_no_signals(tmp_path: Path) -> None:
     assert result.steps == 1
 
 
-async def test_ctrl_c_reaches_a_run_that_a_notebook_started(tmp_path: Path) -> None:
-    """There the run has a thread of its own, and the signal comes to the one that waits for it."""
-    recipe = small(tmp_path / "run", train__steps=9, eval__splits=[], track__trackers=["train_plugins:StopsAfterThree"])
+@pytest.mark.parametrize("presses", ["StopsAfterThree", "StopsItsThread"])
+async def test_ctrl_c_reaches_a_run_that_a_notebook_started(tmp_path: Path, presses: str) -> None:
+    """There the run has a thread of its own, and the one that waits for it handles the signal, whichever gets it."""
+    recipe = small(tmp_path / "run", train__steps=9, eval__splits=[], track__trackers=[f"train_plugins:{presses}"])
     result = agentrl.train(recipe)
     assert result.interrupted
     assert 3 <= result.steps < 9

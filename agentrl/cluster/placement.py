@@ -22,10 +22,12 @@ Kind = Literal["trainer", "server", "embedded"]
 
 @dataclass(frozen=True, slots=True)
 class Launched:
-    """The servers that an engine launches on this machine."""
+    """The servers that an engine launches."""
 
     servers: int = 0
     """How many."""
+    elsewhere: int = 0
+    """How many are launched on other machines."""
     ranks: int = 1
     """GPUs of each (tensor x pipeline parallelism), which are neighbours."""
     first: int | None = None
@@ -86,8 +88,8 @@ class Placement:
 
     @property
     def servers(self) -> tuple[tuple[int, ...], ...]:
-        """The devices of each launched server; none, of one on CPUs."""
-        return tuple(row.devices for row in self.rows if row.kind == "server")
+        """The devices of each server launched here; none, of one on CPUs."""
+        return tuple(row.devices for row in self.rows if row.kind == "server" and row.node == HERE)
 
     @property
     def embedded(self) -> int | None:
@@ -220,6 +222,10 @@ def _servers(recipe: Recipe, launched: Launched, here: int, taken: set[int]) -> 
             taken = taken | set(devices)
         part = f"server {i}" + (f" of {ranks} ranks" if ranks > 1 else "")
         rows.append(Row("server", part, HERE, devices, share=launched.share if devices else None))
+    if launched.elsewhere:
+        part = f"{launched.elsewhere} servers on other machines" + (f", of {ranks} ranks" if ranks > 1 else "")
+        places = launched.elsewhere * ranks
+        rows.append(Row("server", part, None if on_gpus else 1, (), places, launched.share if on_gpus else None))
     return rows
 
 

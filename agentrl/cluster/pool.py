@@ -16,6 +16,7 @@ Resources = dict[str, float]
 POLL_SECONDS = 0.2
 NODE_SHARE = 0.001
 """Of the resource with a node's name, of which each node has 1: asking for it says where."""
+_NODE_ID = "ray.io/node-id"  # label that Ray gives each machine
 RESERVE_SECONDS = 30.0
 """Minimum time for Ray to reserve what it reported as free."""
 
@@ -30,6 +31,8 @@ class Node:
     """All its resources, by Ray's names."""
     free: Resources
     """Those not reserved."""
+    id: str = ""
+    """Ray's name of it."""
 
 
 @dataclass(frozen=True)
@@ -53,24 +56,34 @@ class ResourcePool:
     """Slots for `workers` workers, spread evenly over `nodes` machines (the first ones hold one more if that does not
     divide).
 
-    gpu: each worker gets a GPU of its own, beside its CPU. home: the controller's machine and its GPUs, where an engine
-    has some of them. patience: seconds to wait for resources that others use;
-    what no machine has is refused at once. Raises ClusterError with what is needed and what exists."""
+    gpu: each worker gets `each` GPUs of its own, beside its CPU. home: the controller's machine and its GPUs, where an
+    engine has some of them. elsewhere: on other machines than the controller's alone. patience: seconds to wait for
+    resources that others use; what no machine has is refused at once. Raises ClusterError with what is needed and what
+    exists."""
 
     def __init__(
-        self, workers: int, nodes: int = 1, *, gpu: bool = False, home: Home | None = None, patience: float = 10.0
+        self,
+        workers: int,
+        nodes: int = 1,
+        *,
+        gpu: bool = False,
+        each: int = 1,
+        home: Home | None = None,
+        elsewhere: bool = False,
+        patience: float = 10.0,
     ) -> None:
         if not 1 <= nodes <= workers:
             raise ClusterError(f"{workers} workers cannot lie on {nodes} nodes; each node takes at least one")
-        self.workers, self.gpu, self._home = workers, gpu, home
+        self.workers, self.gpu, self._each, self._home = workers, gpu, each, home
+        self._not_on = own_id() if elsewhere else None
         self.by_node = spread(workers, nodes)
         self._held: PlacementGroup | None = None
         self._group: str | None = None
         self._check(lambda node: node.total, "there")
-        if home is not None:
-            _check_whole(home.address)
+        for address in [home.address] if home is not None else [n.address for n in self._nodes() if elsewhere and gpu]:
+            _check_whole(address)
         until = time.monotonic() + patience
-        while not self._fits(lambda node: node.free, cluster_nodes()):
+        while not self._fits(lambda node: node.free, self._nodes()):
             if time.monotonic() > until:
                 self._check(lambda node: node.free, "free")
             time.sleep(POLL_SECONDS)
@@ -84,7 +97,7 @@ class ResourcePool:
 
     def needs(self, workers: int = 1) -> Resources:
         """Return the resources that `workers` workers take of one node."""
-        return {"CPU": float(workers), **({"GPU": float(workers)} if self.gpu else {})}
+        return {"CPU": float(workers), **({"GPU": float(workers * self._each)} if self.gpu else {})}
 
     def release(self) -> None:
         """Release the resources. Close the groups in the pool first."""
@@ -126,7 +139,11 @@ class ResourcePool:
         bundles = [self.needs(workers) for workers in self.by_node]
         if self._home is not None and self._home.here:
             bundles[0] = self._first()
-        self._held = ray.util.placement_group(bundles, strategy="STRICT_SPREAD" if len(bundles) > 1 else "PACK")
+        self._held = ray.util.placement_group(
+            bundles,
+            strategy="STRICT_SPREAD" if len(bundles) > 1 else "PACK",
+            bundle_label_selector=[{_NODE_ID: f"!{self._not_on}"}] * len(bundles) if self._not_on else None,
+        )
         if not self._held.wait(timeout):
             self.release()
             self._check(lambda node: node.free, "free")
@@ -169,13 +186,18 @@ class ResourcePool:
         """Return how many workers a node can hold."""
         return int(min(resources.get(name, 0.0) / amount for name, amount in self.needs().items()))
 
+    def _nodes(self) -> list[Node]:
+        """Return the machines that workers may lie on."""
+        return [node for node in cluster_nodes() if node.id != self._not_on]
+
     def _check(self, has: Callable[[Node], Resources], word: str) -> None:
-        nodes = cluster_nodes()
+        nodes = self._nodes()
         if not self._fits(has, nodes):
+            lower = "cluster.workers (or cluster.nodes, cluster.gpus)"
+            lower = "engine.args.servers (or engine.args.remote_nodes)" if self._not_on else lower
+            found = "; ".join(f"node {node.address} with {_amounts(has(node))}" for node in nodes) or "no other node"
             raise ClusterError(
-                f"needed: {self._needed()}; {word}: "
-                + "; ".join(f"node {node.address} with {_amounts(has(node))}" for node in nodes)
-                + ". Lower cluster.workers (or cluster.nodes, cluster.gpus), or add machines to the cluster"
+                f"needed: {self._needed()}; {word}: {found}. Lower {lower}, or add machines to the cluster"
             )
 
     def _needed(self) -> str:
@@ -184,7 +206,7 @@ class ResourcePool:
         if self._home is not None and self._home.here:
             needed += f", the first of them {self._home.address}"
             needed += f" with {len(self._home.engine)} GPUs more for the engine" if self._home.engine else ""
-        return needed
+        return f"{needed}, other than this one" if self._not_on else needed
 
 
 def spread(workers: int, nodes: int) -> list[int]:
@@ -206,7 +228,7 @@ def cluster_nodes() -> list[Node]:
 
     free = available_resources_per_node()
     return [
-        Node(node["NodeManagerAddress"], dict(node["Resources"]), dict(free.get(node["NodeID"], {})))
+        Node(node["NodeManagerAddress"], dict(node["Resources"]), dict(free.get(node["NodeID"], {})), node["NodeID"])
         for node in ray.nodes()
         if node["Alive"]
     ]
@@ -217,6 +239,13 @@ def own_address() -> str:
     import ray
 
     return str(ray.util.get_node_ip_address())
+
+
+def own_id() -> str:
+    """Return Ray's name of this machine."""
+    import ray
+
+    return str(ray.get_runtime_context().get_node_id())
 
 
 def _check_whole(address: str) -> None:

@@ -89,6 +89,11 @@ class Session:
         self.close()
 
     @classmethod
+    def current(cls) -> "Session | None":
+        """Return the session of this process, if it has one that runs."""
+        return cls._current if cls.reachable() else None
+
+    @classmethod
     def reachable(cls) -> bool:
         """Return whether this process is connected to a Ray that runs."""
         import ray

@@ -1,7 +1,7 @@
 """`RayRoles`: the role host on Ray workers. Its roles are objects here that call the groups of workers."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from time import sleep
@@ -314,9 +314,11 @@ def _merged(failed: Sequence[dict[str, str]]) -> dict[str, str]:
     return {url: why for part in failed for url, why in part.items()}
 
 
-def _session(cluster: ClusterSection, placement: Placement | None) -> Session:
-    """Connect to the cluster, or start a Ray that is shown the trainer's devices alone, so that no worker gets an
-    engine's."""
+def _session(cluster: ClusterSection, placement: Placement | None) -> AbstractContextManager[Session]:
+    """Connect to the cluster, unless the engine has, whose servers are on its other machines; or start a Ray that is
+    shown the trainer's devices alone, so that no worker gets an engine's."""
+    if cluster.address is not None and (joined := Session.current()) is not None:
+        return nullcontext(joined)
     if cluster.address is not None or not cluster.gpus or placement is None:
         return Session(cluster.address, gpus=None if cluster.gpus else 0)
     devices = names_of(placement.devices("trainer"))

@@ -1,22 +1,32 @@
 """An existing cluster of two Ray nodes, joined by its address: it is used, and left as it was."""
 
+import asyncio
 import os
+import re
 import shutil
+import signal
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
-from cluster_help import STORE, Probe
+from cluster_help import STORE, Holder, Probe
+from paths import RECIPES
 from processes import alive, command, descendants, gone, until
 from warm_ray import COMMAND
 
+from agentrl.checkpoint.run_folder import RunFolder
 from agentrl.cluster.errors import ClusterError, WorkerLost
 from agentrl.cluster.group import WorkerGroup
-from agentrl.cluster.pool import ResourcePool
+from agentrl.cluster.pool import ResourcePool, cluster_nodes
 from agentrl.cluster.session import GRACE_SECONDS, Session
+from agentrl.engine.servers.remote import RemoteNodes, RemoteServer
+from agentrl.engine.sglang.command import SglangPlan
+from agentrl.errors import UserError
 from agentrl.process_tree import ProcessTree
+from agentrl.training.run import train
 
 pytestmark = pytest.mark.ray
 START = [*COMMAND, "start", "--block", "--disable-usage-stats", "--include-log-monitor=false"]
@@ -140,3 +150,112 @@ def test_ray_that_ends_in_mid_run(tmp_path: Path) -> None:
         until(lambda: not session.alive)
     assert not session.folder.exists()
     assert gone([process.pid for process in ours])
+
+
+SERVES = """
+import http.server, os, sys
+class Healthy(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200 if self.headers.get("Authorization") else 401)
+        self.end_headers()
+    def log_message(self, *args):
+        pass
+print(os.environ.get("CUDA_VISIBLE_DEVICES"), "are its GPUs", flush=True)
+print("serving as", os.getpid(), flush=True)
+address = sys.argv[sys.argv.index("--host") + 1], int(sys.argv[sys.argv.index("--port") + 1])
+http.server.HTTPServer(address, Healthy).serve_forever()
+"""
+
+
+def served_by(log: Path) -> int:
+    """The process ID that the last server said."""
+    return int(log.read_text().rpartition("serving as ")[2].split()[0])
+
+
+async def test_servers_on_another_machine(cluster: str, tmp_path: Path) -> None:
+    import ray
+
+    plan = SglangPlan((sys.executable, "-c", SERVES), "model", "float32", {}, 1, 1, 1, cpu=True, key="secret")
+    with Session(address=cluster):
+        nodes = RemoteNodes(cluster, servers=2, nodes=1, ranks=1)
+        servers = [RemoteServer(nodes, plan, i, tmp_path / f"server_{i}.log") for i in range(2)]
+        assert not any(server.running for server in servers)
+        await asyncio.gather(*(server.start(SECONDS, lambda line: None) for server in servers))
+        here, pids = ray.get_runtime_context().get_node_id(), [served_by(server.log) for server in servers]
+        assert {node.id == here: node.free.get("CPU", 0.0) for node in cluster_nodes()} == {True: 2.0, False: 0.0}
+        assert [alive(pid) and server.running for pid, server in zip(pids, servers, strict=True)] == [True, True]
+        os.kill(pids[0], signal.SIGKILL)
+        until(lambda: not servers[0].running)
+        assert servers[0].reason() == f"the command ended with exit code -9 (log: {tmp_path}/server_0.log)"
+        (tmp_path / "run").mkdir()
+        servers[1].move_log(tmp_path / "run" / "server.log")
+        assert servers[1].log == tmp_path / "run" / "server.log"
+        await servers[0].stop()
+        await servers[0].start(SECONDS, lambda line: None)
+        pids.append(served_by(servers[0].log))
+        assert servers[0].running
+        assert pids[2] != pids[0]
+        with pytest.raises(UserError, match=r"remote_nodes: needed: one node with 1 CPU, other than this one; free: "):
+            RemoteNodes(cluster, servers=1, nodes=1, ranks=1)
+        await servers[0].stop()
+        servers[1].kill()
+        until(lambda: gone(pids))
+        assert not any(server.running for server in servers)
+        nodes.close()
+        until(lambda: ray.available_resources().get("CPU") == 4.0)
+
+
+async def test_a_server_on_another_machine_with_gpus(cluster: str, tmp_path: Path) -> None:
+    """It gets as many as it has ranks; a machine whose GPUs are shared by fraction is refused."""
+    import ray
+
+    flags = {"tp-size": 2}
+    plan = SglangPlan((sys.executable, "-c", SERVES), "model", "float32", flags, 1, 1, 1, cpu=True, key="secret")
+    with node(tmp_path, f"--address={cluster}", "--num-cpus=2", "--num-gpus=3"), Session(address=cluster):
+        until(lambda: 3.0 in [node.total.get("GPU") for node in cluster_nodes()])
+        half = ray.remote(num_gpus=0.5, num_cpus=0)(Holder).remote()
+        ray.get(half.ready.remote())
+        with pytest.raises(UserError, match=r"2\.5 GPUs of .* are shared by fraction"):
+            RemoteNodes(cluster, servers=1, nodes=1, ranks=2)
+        ray.kill(half)
+        until(lambda: ray.available_resources().get("GPU") == 3.0)
+        with pytest.raises(UserError, match=r"one node with 2 CPUs and 4 GPUs, other than this one; there: node"):
+            RemoteNodes(cluster, servers=2, nodes=1, ranks=2)
+        nodes = RemoteNodes(cluster, servers=1, nodes=1, ranks=2)
+        server = RemoteServer(nodes, plan, 0, tmp_path / "server.log")
+        await server.start(SECONDS, lambda line: None)
+        said = server.log.read_text()
+        assert "--tp-size 2 --base-gpu-id 0" in said
+        assert re.search(r"^\d,\d are its GPUs", said, re.M)
+        await server.stop()
+        nodes.close()
+
+
+async def test_a_server_that_does_not_start_on_another_machine(cluster: str, tmp_path: Path) -> None:
+    plan = SglangPlan(
+        (sys.executable, "-c", "exit('Error: no room')"), "model", "float32", {}, 1, 1, 1, cpu=True, key="secret"
+    )
+    with Session(address=cluster):
+        nodes = RemoteNodes(cluster, servers=1, nodes=1, ranks=1)
+        with pytest.raises(UserError, match=r"ended as it started: Error: no room \(log: .*\), on another machine"):
+            await RemoteServer(nodes, plan, 0, tmp_path / "server.log").start(SECONDS, lambda line: None)
+        nodes.close()
+
+
+@pytest.mark.usefixtures("sglang_venv")
+def test_a_run_trains_with_a_server_on_another_machine(cluster: str, tmp_path: Path) -> None:
+    import ray
+
+    result = train(
+        str(RECIPES / "gsm8k_tool.yaml"),
+        overrides=[
+            "engine.name=sglang", "engine.args.remote_nodes=1", f"cluster.address={cluster}", "cluster.workers=1",
+            "train.steps=2", "rollout.tasks=4", "rollout.n=4", "train.lr=1e-3", "eval.every=0", "eval.splits=[]",
+            "train.threads=1", f"output={tmp_path / 'run'}",
+        ],
+    )  # fmt: skip
+    rows = RunFolder(result.folder).metrics()
+    assert [row["rollout/failed"] for row in rows[1:]] == [0, 0]
+    assert max(row.get("mismatch/logprob_max", 0.0) for row in rows[1:]) < 1e-3
+    assert "max-running-requests" in (result.folder / "sglang_0.log").read_text()
+    assert not ray.is_initialized()

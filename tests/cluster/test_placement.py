@@ -1,12 +1,12 @@
 """Which part of a run gets which device: the table, on machines that are pretended, and Ray that follows it."""
 
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster_help import STORE, Probe
+from cluster_help import STORE, Holder, Probe
 from paths import ROOT
+from processes import until
 
 from agentrl.cluster.errors import ClusterError
 from agentrl.cluster.group import WorkerGroup
@@ -55,6 +55,10 @@ LAYOUTS: list[tuple[str, int, list[str], list[tuple[int | None, str, str]]]] = [
      [(None, "actor", ""), (0, "server 0", "0"), (0, "server 1", "1")]),
     ("a cluster's pool", 8, [ADDRESS, "cluster.gpus=4", CRITIC, "cluster.pools=[{roles: [critic]}]"],
      [(0, "actor", "0-3"), (None, "critic", ""), (0, "server 0", "4")]),
+    ("servers on other machines", 4, [ADDRESS, "cluster.gpus=4", "servers=8", "remote_nodes=2", "tp-size=2"],
+     [(0, "actor", "0-3"), (None, "8 servers on other machines, of 2 ranks", "")]),
+    ("servers on other machines, none here", 0, [ADDRESS, "cluster.workers=2", "servers=2", "remote_nodes=1"],
+     [(0, "actor", ""), (1, "2 servers on other machines", "")]),
     ("servers elsewhere", 8, ["cluster.gpus=8", "urls"], [(0, "actor", "0-7")]),
     ("workers, embedded engine", 4, ["cluster.gpus=3", "engine.name=local"],
      [(0, "actor", "0-2"), (0, "engine local", "3")]),
@@ -73,7 +77,7 @@ def recipe_of(overrides: list[str]) -> Recipe:
             rest.append(given)
         elif key == "urls":
             args.append("urls: [http://a:1]")
-        elif key == "servers":
+        elif key in ("servers", "remote_nodes"):
             args.append(given.replace("=", ": "))
         else:
             flags.append(given.replace("=", ": "))
@@ -170,6 +174,7 @@ def test_on_a_cluster_the_engines_devices_are_reserved(tmp_path: Path, monkeypat
         with pytest.raises(ClusterError, match=r"^5\.5 GPUs of .* are shared by fraction, and the run's engine takes"):
             ResourcePool(2, gpu=True, home=home)
         ray.kill(half)
+        until(lambda: ray.available_resources()["GPU"] == 6.0)
         other = ray.remote(num_gpus=1)(Holder).remote()  # somebody's, on the first
         ray.get(other.ready.remote())
         with (
@@ -183,13 +188,6 @@ def test_on_a_cluster_the_engines_devices_are_reserved(tmp_path: Path, monkeypat
             ClusterError, match=r"the first of them 10\.9\.9\.9 with 2 GPUs more for the engine; there: "
         ):
             ResourcePool(2, gpu=True, home=Home("10.9.9.9", home.workers, home.engine))
-
-
-class Holder:
-    """Holds what Ray gave it."""
-
-    def ready(self) -> int:
-        return os.getpid()
 
 
 def test_an_engine_that_launches_nothing_needs_nothing() -> None:

@@ -11,6 +11,7 @@ import uuid
 from array import array
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -25,7 +26,7 @@ from agentrl.engine.servers.fleet import Fleet
 from agentrl.engine.servers.kind import ServerKind
 from agentrl.engine.servers.launch import Flag, launch_command, plain_flags, sizes_of
 from agentrl.engine.servers.pool import Call, Member
-from agentrl.engine.servers.settings import Settings, settings_of
+from agentrl.engine.servers.settings import NO_CLUSTER, Settings, settings_of
 from agentrl.errors import UserError
 from agentrl.recipe.schema import LoraSection, Recipe
 from agentrl.weights.source import WeightSource
@@ -65,6 +66,7 @@ class ServerEngine(Engine):
         dtype: str | None = None,
         urls: tuple[str, ...] | str = (),
         servers: int = 1,
+        remote_nodes: int = 0,
         venv: str | None = None,
         command: str | None = None,
         flags: Mapping[str, Flag] | None = None,
@@ -79,7 +81,8 @@ class ServerEngine(Engine):
     ) -> None:
         given = (urls,) if isinstance(urls, str) else urls
         settings = Settings(
-            urls=tuple(url.rstrip("/") for url in given), servers=servers, venv=venv, command=command,
+            urls=tuple(url.rstrip("/") for url in given), servers=servers,
+            remote_nodes=remote_nodes, venv=venv, command=command,
             flags=flags or {}, env=env or {}, start_timeout=start_timeout, stall=stall, patience=patience,
             restarts=restarts, weights=weights, pause=pause, log_dir=log_dir,
         )  # fmt: skip
@@ -89,7 +92,9 @@ class ServerEngine(Engine):
         needs = needs_of(model, lora)
         plan = settings.plan(self.kind.plan, model, model_path, max_batch, needs, cluster, devices, dtype)
         quiet: Callable[[str], None] = lambda line: None  # noqa: E731
-        self._fleet = Fleet(self.kind, model, tokenizer, settings, plan, needs, max_batch, say or quiet, phase or quiet)
+        self._fleet = Fleet(
+            self.kind, model, tokenizer, settings, plan, needs, cluster, max_batch, say or quiet, phase or quiet
+        )
         self._calls: dict[str, Call] = {}
         self._background: set[asyncio.Task[None]] = set()
         self._starting: asyncio.Task[None] | None = None
@@ -106,6 +111,13 @@ class ServerEngine(Engine):
         except UserError as error:
             return [str(error), *unable]
         adapted = recipe.model.lora is not None
+        if given.remote_nodes and recipe.cluster.address is None:
+            unable = [NO_CLUSTER, *unable]
+        if given.remote_nodes and recipe.engine.sleep:
+            unable = [
+                "engine.sleep: servers on other machines (engine.args.remote_nodes) share no GPU: leave it out",
+                *unable,
+            ]
         refused = cls.kind.refused(given, sleep=recipe.engine.sleep, lora=adapted, gpus=gpu)
         return [*refused, *(cls.kind.faults(given, command) if gpu else []), *unable]
 
@@ -114,7 +126,8 @@ class ServerEngine(Engine):
         """See `Engine.launched`."""
         if args.get("urls"):
             return Launched()
-        return cls.kind.launched(int(args.get("servers", 1)), plain_flags(args.get("flags") or {}))
+        found = cls.kind.launched(int(args.get("servers", 1)), plain_flags(args.get("flags") or {}))
+        return replace(found, servers=0, elsewhere=found.servers) if int(args.get("remote_nodes", 0)) else found
 
     @classmethod
     def _unable(cls, recipe: Recipe) -> list[str]:

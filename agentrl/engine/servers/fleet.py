@@ -14,9 +14,10 @@ from agentrl.engine.servers.admission import Admission
 from agentrl.engine.servers.client import Client, LateError, LostAdapterError, ServerError, Sessions
 from agentrl.engine.servers.identity import ServerFacts
 from agentrl.engine.servers.kind import ServerKind
-from agentrl.engine.servers.launch import LaunchPlan
+from agentrl.engine.servers.launch import LaunchPlan, plain_flags
 from agentrl.engine.servers.pool import Member, Pool
-from agentrl.engine.servers.server import Server
+from agentrl.engine.servers.remote import RemoteNodes, RemoteServer
+from agentrl.engine.servers.server import LaunchedServer, Server
 from agentrl.engine.servers.settings import Settings
 from agentrl.engine.servers.sync import Sync
 from agentrl.errors import UserError
@@ -36,8 +37,8 @@ FIRST_RETRY_SECONDS, LAST_RETRY_SECONDS = 1.0, 30.0
 
 class Fleet:
     """kind: what the servers speak. plan: how to launch servers; None where `settings.urls` names them.
-    adapter: what the run's adapter needs of them. limit: requests in flight on one server. say, phase: called with
-    lines that stay, and with what goes on."""
+    adapter: what the run's adapter needs of them. cluster: address of the Ray cluster that has other machines.
+    limit: requests in flight on one server. say, phase: called with lines that stay, and with what goes on."""
 
     def __init__(
         self,
@@ -47,6 +48,7 @@ class Fleet:
         settings: Settings,
         plan: LaunchPlan | None,
         adapter: AdapterNeeds | None,
+        cluster: str | None,
         limit: int,
         say: Callable[[str], None],
         phase: Callable[[str], None],
@@ -56,8 +58,10 @@ class Fleet:
         self._adapter = adapter
         self._sessions = Sessions(settings.key(plan, self._program.key_variable))
         self._logs, self._weights = Scratch(LOGS), folder_for(self._program.name, model)
-        self._launched: list[Server] = []
-        self._servers: dict[Member, Server] = {}
+        self._launched: list[LaunchedServer] = []
+        self._servers: dict[Member, LaunchedServer] = {}
+        self._cluster = cluster
+        self._remote: RemoteNodes | None = None
         self._restarts: dict[Member, int] = {}
         self._recovering: dict[Member, asyncio.Task[None]] = {}
         self._monitor: asyncio.Task[None] | None = None
@@ -98,8 +102,21 @@ class Fleet:
     async def _launch(self, plan: LaunchPlan) -> None:
         logs = Path(self._settings.log_dir) if self._settings.log_dir else self._logs.path()
         name, title = self._program.name, self._program.title
-        servers = [Server(plan, i, logs / f"{name}_{i}.log", self._sessions) for i in range(self._settings.servers)]
-        self._say(f"engine: starting {len(servers)} {title} server(s), output in {logs}")
+        count, nodes, where = self._settings.servers, self._settings.remote_nodes, f"output in {logs}"
+        files = [logs / f"{name}_{i}.log" for i in range(count)]
+        servers: list[LaunchedServer]
+        if nodes:
+            assert self._cluster is not None  # `Settings.plan` has seen to it
+            ranks = self._kind.launched(count, plain_flags(self._settings.flags)).ranks
+            self._remote = remote = RemoteNodes(self._cluster, count, nodes, ranks)
+            servers, where = [RemoteServer(remote, plan, i, file) for i, file in enumerate(files)], f"{where} there"
+            title = f"{title} server(s) on {nodes} other machine(s)"
+        else:
+            servers, title = (
+                [Server(plan, i, file, self._sessions) for i, file in enumerate(files)],
+                f"{title} server(s)",
+            )
+        self._say(f"engine: starting {len(servers)} {title}, {where}")
         self._launched = servers
         await _all(*(s.start(self._settings.start_timeout, self._phase_of(i)) for i, s in enumerate(servers)))
         for server in servers:
@@ -108,6 +125,8 @@ class Fleet:
             self.pool.members.append(member)
 
     def _launched_where(self) -> str:
+        if self._remote is not None:
+            return f"launched with a key, at {', '.join(member.url for member in self.pool.members)}"
         return f"launched, on {self._plan.host} with a key" if self._plan and self._plan.key else "launched"
 
     def _phase_of(self, index: int) -> Callable[[str], None]:
@@ -236,6 +255,8 @@ class Fleet:
                 task.cancel()
         await self.sync.close()
         await asyncio.gather(*(server.stop() for server in self._launched))
+        if self._remote is not None:
+            self._remote.close()
         await self._sessions.close()
         self._weights.close()
         self._logs.close()

@@ -7,7 +7,7 @@ import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO
+from typing import IO, Protocol
 
 from agentrl.engine.servers.client import Client, ServerError, Sessions
 from agentrl.engine.servers.launch import LaunchPlan
@@ -27,8 +27,46 @@ _PORT_TAKEN = "address already in use"
 _STARTS = 3
 
 
-class Server:
-    """Server `index` of a run. log: file that its output is appended to."""
+class LaunchedServer(Protocol):
+    """A server that the run launched, here (`Server`) or on another machine (`remote.RemoteServer`)."""
+
+    log: Path
+    """File with its output, on its machine."""
+    url: str
+    """Its address; empty before it was started."""
+
+    @property
+    def running(self) -> bool:
+        """Whether its process runs."""
+        ...
+
+    async def start(self, timeout: float, phase: Callable[[str], None]) -> None:
+        """Launch it and wait until it serves; see `Server.start`."""
+        ...
+
+    async def stop(self) -> None:
+        """End the whole process tree, and wait until it is gone."""
+        ...
+
+    def kill(self) -> None:
+        """End it at once."""
+        ...
+
+    def move_log(self, path: Path) -> None:
+        """Move the log to `path`, if its machine has that folder."""
+        ...
+
+    def shorten_log(self) -> None:
+        """Keep the log from growing without bound; called about once a second."""
+        ...
+
+    def reason(self) -> str:
+        """Say in a line why it ended."""
+        ...
+
+
+class Server(LaunchedServer):
+    """Server `index` of a run, on this machine. log: file that its output is appended to."""
 
     def __init__(self, plan: LaunchPlan, index: int, log: Path, sessions: Sessions) -> None:
         self._plan, self._index, self._sessions = plan, index, sessions

@@ -7,11 +7,12 @@ from typing import Any
 import torch
 
 from agentrl.engine.servers.adapters import AdapterNeeds
-from agentrl.engine.servers.launch import Flag, LaunchPlan, launch_command, sizes_of
+from agentrl.engine.servers.launch import Flag, LaunchPlan, launch_command, plain_flags, sizes_of
 from agentrl.errors import UserError
 from agentrl.weights.addresses import KEY_VARIABLE, given_key, is_loopback, listen_host, new_key
 from agentrl.weights.server import PauseMode
 
+NO_CLUSTER = "engine.args.remote_nodes: other machines are those of a running Ray cluster: name it in cluster.address"
 GRACE_SECONDS = 5.0
 """Time to end for what a recipe's own command starts; servers themselves need none."""
 
@@ -25,6 +26,9 @@ class Settings:
     (AGENTRL_VLLM_KEY), where there is one."""
     servers: int = 1
     """How many are launched."""
+    remote_nodes: int = 0
+    """Machines of the cluster at `cluster.address`, other than this one, that launched servers are spread over; each
+    server lies on one of them. 0: all are launched on this machine."""
     venv: str | None = None
     """Virtual environment with the server's program that launches them."""
     command: str | None = None
@@ -51,12 +55,24 @@ class Settings:
 
     def __post_init__(self) -> None:
         """Raise UserError for keys that contradict each other."""
-        if self.urls and (self.venv or self.command or self.flags or self.servers != 1):
-            raise UserError("engine.args: `urls` are servers that run already; leave servers, venv, command, flags out")
+        if self.urls and (self.venv or self.command or self.flags or self.servers != 1 or self.remote_nodes):
+            raise UserError(
+                "engine.args: `urls` are servers that run already; leave servers, remote_nodes, venv, command and "
+                "flags out"
+            )
         if "port" in self.flags:
             raise UserError("engine.args.flags.port: leave it out; each server is given a port that is free")
         if self.servers < 1:
             raise UserError(f"engine.args.servers is {self.servers}; it must be at least 1")
+        if not 0 <= self.remote_nodes <= self.servers:
+            raise UserError(
+                f"engine.args.remote_nodes is {self.remote_nodes}; it is from 0 to engine.args.servers ({self.servers})"
+            )
+        for flag in ("host", "base-gpu-id"):
+            if self.remote_nodes and flag in plain_flags(self.flags):
+                raise UserError(
+                    f"engine.args.flags.{flag}: leave it out; with remote_nodes, Ray says where servers run"
+                )
         if self.pause not in (PauseMode.RETRACT, PauseMode.IN_PLACE):
             raise UserError(f"engine.args.pause is {self.pause!r}; it is retract or in_place")
         if len(set(self.urls)) != len(self.urls):
@@ -85,6 +101,8 @@ class Settings:
         if self.urls:
             return None
         command = launch_command(self.command, self.venv, kind.program)
+        if self.remote_nodes and cluster is None:
+            raise UserError(NO_CLUSTER)
         if model_path is None:
             raise UserError(f"engine {kind.program.name}: a server is launched with model_path, and none was given")
         token_bytes, context = sizes_of(model)
@@ -104,9 +122,8 @@ class Settings:
             devices=devices,
             grace=GRACE_SECONDS if self.command is not None else 0.0,
         )
-        return replace(
-            plan, key=plan.flag("api-key") or (None if is_loopback(plan.host) else new_key(kind.program.key_variable))
-        )
+        alone = is_loopback(plan.host) and not self.remote_nodes
+        return replace(plan, key=plan.flag("api-key") or (None if alone else new_key(kind.program.key_variable)))
 
     def key(self, plan: LaunchPlan | None, variable: str = KEY_VARIABLE) -> str | None:
         """Return the key that is sent with every request. variable: environment variable that has that of servers

@@ -176,3 +176,19 @@ def test_what_an_update_does_to_requests_is_named() -> None:
     assert settings_of({"pause": "in_place", "urls": "http://a:1"}).pause == "in_place"
     with pytest.raises(UserError, match=r"engine\.args\.pause is 'abort'; it is retract or in_place"):
         Settings(pause="abort")
+
+
+def test_servers_on_other_machines_need_a_cluster_and_no_place_of_their_own(tmp_path: Path) -> None:
+    args: dict[str, object] = {"command": "true", "servers": 2, "remote_nodes": 2}
+    plan = settings_of(args).plan(SglangPlan, tiny()[0], "m", 4, None, "127.0.0.1:6379")
+    assert plan is not None
+    assert plan.key, "another machine's server listens on a network"
+    with pytest.raises(UserError, match=r"remote_nodes: other machines are those of a running Ray cluster"):
+        settings_of(args).plan(SglangPlan, tiny()[0], "m", 4, None)
+    with pytest.raises(UserError, match=r"remote_nodes is 3; it is from 0 to engine\.args\.servers \(2\)"):
+        settings_of(args | {"remote_nodes": 3})
+    with pytest.raises(UserError, match=r"flags\.base-gpu-id: leave it out; with remote_nodes, Ray says where"):
+        settings_of(args | {"flags": {"base_gpu_id": 1}})
+    engine = {"name": "sglang", "sleep": True, "args": args}
+    lines = SglangEngine.missing(Recipe.model_validate({"env": {"name": "gsm8k"}, "engine": engine}))
+    assert [line.partition(":")[0] for line in lines] == ["engine.sleep", "engine.args.remote_nodes"]

@@ -1,0 +1,213 @@
+"""Servers on other machines of a Ray cluster: each is a `Server` in an actor there, with GPUs of its own.
+
+Ray ends the actors with the run, however that ends, and a server ends with its actor's process.
+"""
+
+import asyncio
+import os
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from agentrl.cluster.errors import ClusterError
+from agentrl.cluster.pool import ResourcePool, cluster_nodes, own_id
+from agentrl.cluster.post_mortem import cause_of_death
+from agentrl.cluster.session import Session
+from agentrl.cluster.spawn import FORWARDED, SPAWN_SECONDS
+from agentrl.engine.servers.client import Sessions
+from agentrl.engine.servers.launch import LaunchPlan
+from agentrl.engine.servers.server import POLL_SECONDS, LaunchedServer, Server
+from agentrl.errors import UserError
+from agentrl.process_tree import END_SECONDS
+
+REASON_SECONDS = 5.0
+"""Time for another machine to say why a server ended, or to move its log."""
+
+
+class ServerHost:
+    """The actor of one server. plan: as the controller made it; address and GPUs are those that Ray gave the actor.
+    environment: variables of the controller that servers anywhere get. log: file for its output, on this machine."""
+
+    def __init__(self, plan: LaunchPlan, index: int, log: str, environment: dict[str, str]) -> None:
+        import ray
+
+        os.environ.update(environment)
+        gpus = ray.get_runtime_context().get_accelerator_ids().get("GPU", ())
+        here = replace(
+            plan, listen=ray.util.get_node_ip_address(), devices=[range(len(gpus))] * (index + 1), cpu=not gpus
+        )
+        self._sessions = Sessions(here.key)
+        self._server = Server(here, index, Path(log), self._sessions)
+        self._doing = ""
+
+    async def start(self, timeout: float) -> tuple[str, str]:
+        """Start the server; return its URL, and why it did not start (empty: it serves)."""
+        try:
+            await self._server.start(timeout, self._do)
+        except UserError as error:
+            return "", str(error)
+        return self._server.url, ""
+
+    def _do(self, line: str) -> None:
+        self._doing = line
+
+    async def doing(self) -> str:
+        """Return what it does as it starts."""
+        return self._doing
+
+    async def ended(self) -> str:
+        """Wait until the server's process has ended; return why. Shortens its log as long as it runs."""
+        while self._server.running:
+            await asyncio.sleep(POLL_SECONDS)
+            self._server.shorten_log()
+        return f"{self._server.reason()} (log: {self._server.log})"
+
+    async def move_log(self, path: str) -> str:
+        """Move the log to `path` if this machine has its folder; return where it lies."""
+        if Path(path).parent.is_dir():
+            self._server.move_log(Path(path))
+        return str(self._server.log)
+
+    async def stop(self) -> None:
+        """End the server."""
+        await self._server.stop()
+        await self._sessions.close()
+
+
+class RemoteNodes:
+    """The machines of a cluster, other than this one, that `servers` servers are spread over, and what is reserved
+    there for them until `close`.
+
+    address: of the cluster. ranks: GPUs of each server, where the other machines have any; else it computes on CPUs.
+    Raises UserError: the cluster cannot be reached, or has no room.
+    """
+
+    def __init__(self, address: str, servers: int, nodes: int, ranks: int) -> None:
+        self._stack = ExitStack()
+        try:
+            if not Session.reachable():
+                self._stack.enter_context(Session(address))
+            gpu = any(node.total.get("GPU", 0.0) >= 1.0 for node in cluster_nodes() if node.id != own_id())
+            pool = ResourcePool(servers, nodes, gpu=gpu, each=ranks, elsewhere=True)
+            self._pool = self._stack.enter_context(pool)
+        except ClusterError as error:
+            self.close()
+            raise UserError(f"engine.args.remote_nodes: {error}") from error
+        except BaseException:
+            self.close()
+            raise
+        self._node_of = [node for node, count in enumerate(pool.by_node) for _ in range(count)]
+
+    def actor(self, index: int, *args: Any) -> Any:
+        """Start the actor of server `index` with these arguments of `ServerHost`."""
+        import ray
+
+        return ray.remote(ServerHost).options(max_restarts=0, **self._pool.place(self._node_of[index])).remote(*args)
+
+    def close(self) -> None:
+        """Release what is reserved."""
+        self._stack.close()
+
+
+class RemoteServer(LaunchedServer):
+    """Server `index` of a run, on one of `nodes`. log: file for its output there."""
+
+    def __init__(self, nodes: RemoteNodes, plan: LaunchPlan, index: int, log: Path) -> None:
+        self._nodes, self._plan, self._index = nodes, plan, index
+        self._name = f"engine {plan.program.name}"
+        self._actor: Any = None
+        self._ended: Any = None  # Ray's reference to the reason why it ended
+        self.log, self.url = log, ""
+
+    @property
+    def running(self) -> bool:
+        """See `LaunchedServer`."""
+        import ray
+
+        return self._ended is not None and Session.reachable() and not ray.wait([self._ended], timeout=0)[0]
+
+    async def start(self, timeout: float, phase: Callable[[str], None]) -> None:
+        """See `LaunchedServer`."""
+        environment = {name: value for name, value in os.environ.items() if name.startswith(FORWARDED)}
+        self._actor = self._nodes.actor(self._index, self._plan, self._index, str(self.log), environment)
+        starting = asyncio.ensure_future(_answer(self._actor.start.remote(timeout)))
+        begun, limit = time.monotonic(), timeout + SPAWN_SECONDS
+        try:
+            while not (await asyncio.wait({starting}, timeout=POLL_SECONDS))[0]:
+                if (waited := time.monotonic() - begun) > limit:
+                    raise UserError(
+                        f"{self._name}: no server on another machine within {limit:g} seconds; see `ray status`, and "
+                        "whether every machine has agentrl"
+                    )
+                phase(await self._doing(waited))
+            self.url, why = starting.result()
+        except UserError:
+            self.kill()
+            raise
+        finally:
+            starting.cancel()
+        if why:
+            self.kill()
+            raise UserError(f"{why}, on another machine")
+        self._ended = self._actor.ended.remote()
+
+    async def _doing(self, waited: float) -> str:
+        """Return what the server does; its machine may still be starting the actor."""
+        asked = asyncio.ensure_future(_answer(self._actor.doing.remote()))
+        done, _ = await asyncio.wait({asked}, timeout=POLL_SECONDS)
+        asked.cancel()
+        return (asked.result() if done and asked.exception() is None else "") or f"{waited:3.0f} s"
+
+    async def stop(self) -> None:
+        """See `LaunchedServer`."""
+        if self._actor is not None and Session.reachable():
+            asked = asyncio.ensure_future(_answer(self._actor.stop.remote()))
+            done, _ = await asyncio.wait({asked}, timeout=2 * END_SECONDS)
+            asked.cancel()
+            for task in done:
+                task.exception()  # its machine may be gone
+        self.kill()
+
+    def kill(self) -> None:
+        """See `LaunchedServer`."""
+        import ray
+
+        actor, self._actor, self._ended = self._actor, None, None
+        if actor is not None and Session.reachable():
+            ray.kill(actor)
+
+    def move_log(self, path: Path) -> None:
+        """See `LaunchedServer`."""
+        import ray
+
+        try:
+            self.log = Path(ray.get(self._actor.move_log.remote(str(path)), timeout=REASON_SECONDS))
+        except ray.exceptions.RayError:  # the server is gone, which is found out by what needs it
+            return
+
+    def shorten_log(self) -> None:
+        """Do nothing: the actor does it."""
+
+    def reason(self) -> str:
+        """See `LaunchedServer`."""
+        import ray
+
+        if self._ended is None:
+            return "it was ended"
+        try:
+            return str(ray.get(self._ended, timeout=REASON_SECONDS))
+        except ray.exceptions.RayError as error:
+            return cause_of_death(error)
+
+
+async def _answer(reference: Any) -> Any:
+    """Await Ray's answer. Raises UserError where the actor is gone."""
+    import ray
+
+    try:
+        return await reference
+    except ray.exceptions.RayError as error:
+        raise UserError(f"engine: a server's machine does not answer: {cause_of_death(error)}") from error

@@ -47,7 +47,7 @@ class Policy:
     def update(self, batch: Batch) -> tuple[float, float]:
         """Make one optimizer step on `batch`, which has advantages; return the loss and the gradient's norm."""
         algorithm, total = self.recipe.algorithm, 0.0
-        compute_loss = losses.get(algorithm.loss).function
+        compute_loss = losses.bound(algorithm.loss)
         # Each token's weight is fixed by the whole batch, so that micro-batches add up to its exact gradient.
         batch = batch.with_tokens(weight=batch.spread(token_weights(batch.sampled, algorithm.aggregation)))
         for packed in micro_batches(batch, self.recipe.train.micro_batch_tokens):
@@ -70,7 +70,7 @@ def with_advantages(batch: Batch, config: AlgorithmSection) -> Batch:
         groups=torch.from_numpy(batch.samples["group"]),
         lengths=torch.from_numpy(batch.sampled),
     )
-    found = advantages.get(config.advantage).function(samples, config)
+    found = advantages.bound(config.advantage)(samples, config)
     return batch.with_tokens(advantages=batch.spread(found.float().numpy()))
 
 

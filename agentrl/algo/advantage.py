@@ -85,6 +85,21 @@ def grpo_passk(samples: Samples, config: AlgorithmSection) -> Tensor:
     return torch.where(leads, ahead / (deviation + EPSILON), torch.zeros_like(rewards)).float()
 
 
+@advantages.register("gpg")
+def gpg(samples: Samples, config: AlgorithmSection) -> Tensor:
+    """Reward minus the mean reward of the task, larger where few samples earn anything: float32 [S]. Reads no recipe
+    keys.
+
+    GPG (arXiv:2504.02546), equation 6: A_i = alpha (r_i - mean(r)), alpha = S / (samples of the step whose reward is
+    not 0). The paper's loss is `reinforce`. In a group of one the mean is 0, as in the authors' code.
+    """
+    groups = Groups(samples.groups)
+    rewards = samples.rewards.double()
+    mean = torch.where(groups.count > 1, groups.mean(rewards), torch.zeros_like(rewards))
+    alpha = len(rewards) / max(1, int((rewards != 0).sum()))
+    return (alpha * (rewards - mean)).float()
+
+
 def earned(samples: Samples) -> Tensor:
     """Return the rewards before any KL was subtracted, float64 [S]."""
     return (samples.rewards if samples.earned is None else samples.earned).double()

@@ -1,12 +1,16 @@
 """Policy losses per token, the value loss, and the two regularizers. `aggregation` weights their sums."""
 
+from typing import Literal
+
 import torch
+from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
 from agentrl.algo.registry import losses
 from agentrl.algo.terms import LossTerms, Tokens
 from agentrl.recipe.schema import AlgorithmSection
 
+_TINY = 1e-8  # added to probabilities that may be 0
 LOG_RATIO_LIMIT = 20.0  # its exp is finite in float32; larger ratios are clipped by the losses anyway
 
 
@@ -76,6 +80,110 @@ def reinforce(tokens: Tokens, config: AlgorithmSection) -> LossTerms:
     return LossTerms(-tokens.advantages * tokens.logprobs, _against_old(ratio, tokens))
 
 
+class SapoArgs(BaseModel):
+    """Arguments of `sapo`."""
+
+    model_config = ConfigDict(extra="forbid")
+    tau_positive: float = Field(1.0, gt=0)
+    """Steepness of the gate where the advantage is positive."""
+    tau_negative: float = Field(1.05, gt=0)
+    """Steepness of the gate elsewhere; a larger one stops earlier."""
+
+
+@losses.register("sapo", vanishes_with_advantage=True)
+def sapo(tokens: Tokens, config: AlgorithmSection, args: SapoArgs) -> LossTerms:
+    """Policy gradient under a smooth gate in place of the clip, float32 [N].
+
+    SAPO (arXiv:2511.20347): -f(rho) A with f(rho) = 4 / tau sigmoid(tau (rho - 1)), whose slope at 1 is 1 and which
+    flattens away from it, on both sides. The paper weights all samples equally (`aggregation: sequence_mean`).
+    metrics: ratio_mean, approx_kl.
+    """
+    ratio = _ratio(tokens)
+    tau = torch.where(tokens.advantages > 0, args.tau_positive, args.tau_negative)
+    gate = torch.sigmoid(tau * (ratio - 1)) * 4 / tau
+    return LossTerms(-gate * tokens.advantages, _against_old(ratio.detach(), tokens))
+
+
+@losses.register("gmpo", vanishes_with_advantage=True)
+def gmpo(tokens: Tokens, config: AlgorithmSection) -> LossTerms:
+    """Geometric mean of ratios that are clipped token by token, float32 [N].
+
+    GMPO (arXiv:2507.20673), equation 4: -A exp(mean over a sample's tokens of c), where c is the log-ratio, clipped to
+    -clip_low and clip_high on the side on which the advantage would push it further. Each token has the value of its
+    sample and the gradient of its own c: with `aggregation: sequence_mean` and equal advantages, that of the formula.
+    Reads algorithm.clip_low and clip_high (the paper: 0.4 both). Raises ValueError without `Tokens.sample`.
+
+    metrics: clip_fraction, clip_fraction_high, clip_fraction_low, ratio_mean, approx_kl.
+    """
+    log_ratio, sign = tokens.logprobs - tokens.old, tokens.advantages.sign()
+    bounded = log_ratio.clamp(-config.clip_low, config.clip_high)
+    chosen = torch.where(sign * bounded < sign * log_ratio, bounded, log_ratio)
+    chosen = chosen.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    mean = _mean_by_sample(chosen.detach(), tokens.sample).exp()
+    is_clipped = chosen.detach() != log_ratio.detach()
+    metrics = {
+        "clip_fraction": is_clipped.float(),
+        "clip_fraction_high": (is_clipped & (sign > 0)).float(),
+        "clip_fraction_low": (is_clipped & (sign < 0)).float(),
+        **_against_old(mean, tokens),
+    }
+    return LossTerms(-tokens.advantages * mean * (chosen - chosen.detach()).exp(), metrics)
+
+
+class DppoArgs(BaseModel):
+    """Arguments of `dppo`."""
+
+    model_config = ConfigDict(extra="forbid")
+    divergence: Literal["tv", "kl"] = "tv"
+    """What is bounded: the change of the token's probability, or the KL of the token against all others."""
+    ratio_cap: float = Field(20.0, ge=1)
+    """Upper bound of the ratio, which is a weight without a gradient."""
+
+
+@losses.register("dppo", vanishes_with_advantage=True)
+def dppo(tokens: Tokens, config: AlgorithmSection, args: DppoArgs) -> LossTerms:
+    """Policy gradient of the tokens whose distribution moved little, float32 [N].
+
+    DPPO (arXiv:2602.04879) in its binary forms: -min(rho, ratio_cap) A log pi where the divergence of {token, others}
+    from the old policy is within bounds, or A pulls back; 0 elsewhere. A ratio is large where a probability is small
+    though nothing of it matters; the divergence is not. Reads algorithm.clip_low (A <= 0) and clip_high (A > 0) as the
+    bounds of the divergence. metrics: clip_fraction (tokens without a gradient), ratio_mean, approx_kl.
+    """
+    ratio = _ratio(tokens).detach()
+    new, old = tokens.logprobs.detach().exp(), tokens.old.exp()
+    if args.divergence == "tv":
+        moved = (new - old).abs()
+    else:
+        rest = ((1 - old + _TINY) / (1 - new + _TINY)).log()
+        moved = old * (tokens.old - tokens.logprobs.detach()) + (1 - old) * rest
+    up = tokens.advantages > 0
+    kept = torch.where(
+        up, (moved <= config.clip_high) | (new <= old), (moved <= config.clip_low) | (new >= old)
+    )  # what pulls back is kept
+    metrics = {"clip_fraction": (~kept).float(), **_against_old(ratio, tokens)}
+    weight = ratio.clamp(max=args.ratio_cap) * kept
+    return LossTerms(-weight * tokens.advantages * tokens.logprobs, metrics)
+
+
+class DroArgs(BaseModel):
+    """Arguments of `dro`."""
+
+    model_config = ConfigDict(extra="forbid")
+    beta: float = Field(gt=0)
+    """Strength of the pull towards the old policy."""
+
+
+@losses.register("dro")
+def dro(tokens: Tokens, config: AlgorithmSection, args: DroArgs) -> LossTerms:
+    """Policy gradient with a quadratic pull towards the old policy, float32 [N].
+
+    DRO (arXiv:2405.19107), token by token: -(A log pi - beta / 2 (log pi - log pi_old)^2). metrics: ratio_mean,
+    approx_kl.
+    """
+    pull = 0.5 * args.beta * (tokens.logprobs - tokens.old).square()
+    return LossTerms(pull - tokens.advantages * tokens.logprobs, _against_old(_ratio(tokens).detach(), tokens))
+
+
 def value_loss(values: Tensor, old: Tensor, returns: Tensor, clip: float) -> LossTerms:
     """Clipped value loss of the critic, float32 [N].
 
@@ -101,6 +209,36 @@ def k3(logprobs: Tensor, reference: Tensor) -> Tensor:
     return torch.expm1(log_ratio) - log_ratio
 
 
+def kl_estimator(config: AlgorithmSection) -> str:
+    """Return `algorithm.kl_estimator`, with `auto` resolved."""
+    return {"loss": "k3", "reward": "k1"}[config.kl_in] if config.kl_estimator == "auto" else config.kl_estimator
+
+
+def kl_estimate(logprobs: Tensor, reference: Tensor, estimator: str) -> Tensor:
+    """Estimate KL(pi || reference) per token: [N]. logprobs, reference: natural log-probs [N] of the same tokens.
+
+    Schulman, "Approximating KL divergence" (2020): k1 = log pi - log reference, unbiased; abs = |k1|; k2 = k1^2 / 2;
+    k3: see there. The expected gradient of k2 is that of the KL, unlike those of k1 and k3: `k1+` and `k3+` have their
+    values, and the gradient of k2. Raises ValueError for another estimator.
+    """
+    difference = logprobs - reference
+    match estimator.removesuffix("+"):
+        case "k1":
+            value = difference
+        case "abs":
+            value = difference.abs()
+        case "k2":
+            value = 0.5 * difference.square()
+        case "k3":
+            value = k3(logprobs, reference)
+        case _:
+            raise ValueError(f"no estimator {estimator!r} of a KL")
+    if not estimator.endswith("+"):
+        return value
+    slope = 0.5 * difference.square()
+    return slope - slope.detach() + value.detach()
+
+
 def entropy(logits: Tensor) -> Tensor:
     """Return the entropy -sum p log p of categorical distributions, in nats: logits [..., V] to [...]."""
     logprobs = logits.log_softmax(-1)
@@ -120,6 +258,10 @@ def _clipped(ratio: Tensor, tokens: Tokens, config: AlgorithmSection) -> LossTer
         **_against_old(ratio.detach(), tokens),
     }
     return LossTerms(torch.maximum(unclipped, clipped), metrics)
+
+
+def _ratio(tokens: Tokens) -> Tensor:
+    return (tokens.logprobs - tokens.old).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
 
 
 def _against_old(ratio: Tensor, tokens: Tokens) -> dict[str, Tensor]:

@@ -18,12 +18,13 @@ from torch import Tensor
 
 from agentrl.algo.terms import LossTerms, Samples, TokenAdvantages, Tokens
 from agentrl.errors import UserError, nearest
-from agentrl.plugins.registry import installed, load
-from agentrl.recipe.schema import AlgorithmSection, Recipe
+from agentrl.plugins.registry import installed, load, with_arguments
+from agentrl.recipe.schema import AdvantageSection, AlgorithmSection, LossSection, Recipe
 
 
 class Advantage(Protocol):
-    """Signature of an advantage estimator.
+    """Signature of an advantage estimator. A third parameter, of a pydantic model or a dataclass, is made from
+    `algorithm.advantage.args`.
 
     Returns one advantage per sample, float32 [S], or one per sampled token, as TokenAdvantages.
     """
@@ -32,7 +33,8 @@ class Advantage(Protocol):
 
 
 class Loss(Protocol):
-    """Signature of a policy loss. Returns one loss per token."""
+    """Signature of a policy loss. Returns one loss per token. A third parameter, of a pydantic model or a dataclass, is
+    made from `algorithm.loss.args`."""
 
     def __call__(self, tokens: Tokens, config: AlgorithmSection) -> LossTerms: ...
 
@@ -45,6 +47,8 @@ class AdvantageEntry:
     """The estimator."""
     needs_values: bool = False
     """Whether it reads the critic's `Samples.values` and returns `TokenAdvantages.returns`, the critic's targets."""
+    needs_turns: bool = False
+    """Whether it reads `Samples.turns`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +80,8 @@ class Registry(Generic[Entry]):
     def register(self, name: str, **flags: bool) -> Callable[[F], F]:
         """Register the decorated function as `name`.
 
-        flags: `needs_values` for an advantage, `vanishes_with_advantage` for a loss. Raises ValueError if a function of
-        another module has the name.
+        flags: `needs_values`, `needs_turns` for an advantage, `vanishes_with_advantage` for a loss. Raises ValueError
+        if a function of another module has the name.
         """
 
         def keep(function: F) -> F:
@@ -107,6 +111,13 @@ class Registry(Generic[Entry]):
         function = load(self.group, name)
         return next((e for e in self._entries.values() if e.function is function), None) or self._unregistered(function)
 
+    def bound(self, section: AdvantageSection | LossSection) -> Callable[..., Any]:
+        """Return the function that a recipe's section names, with its own arguments made and given to it.
+
+        Raises UserError, one line: see `get`; arguments that it does not take.
+        """
+        return with_arguments(self.get(section.name).function, 2, section.args, f"algorithm.{self.kind}.args")
+
     def _unregistered(self, function: Any) -> Entry:
         marked = bool(getattr(function, self._attribute, False))
         if marked:
@@ -125,7 +136,7 @@ losses = Registry("agentrl.losses", "loss", LossEntry, "vanishes_with_advantage"
 
 def check_critic(recipe: Recipe) -> None:
     """Check that the recipe has a critic exactly if its advantage needs one. Raises UserError if not."""
-    name = recipe.algorithm.advantage
+    name = recipe.algorithm.advantage.name
     needed = advantages.get(name).needs_values
     if needed and recipe.critic is None:
         raise UserError(f"algorithm.advantage {name!r} needs a critic, and the recipe has none: add `critic: {{}}`")

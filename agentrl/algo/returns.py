@@ -56,6 +56,39 @@ def reinforce_plus_plus_baseline(samples: Samples, config: AlgorithmSection) -> 
     return TokenAdvantages(whitened(spread).float())
 
 
+@advantages.register("turn", needs_turns=True)
+def turn(samples: Samples, config: AlgorithmSection) -> TokenAdvantages:
+    """Rewards from a turn on, minus those of the other samples of the task that reached that turn: one per token.
+
+    A_ik = G_ik - mean over j != i of G_jk, over the samples j of the task that have a turn k; the mean is 0 where there
+    is none. G_ik = sum over l >= k of gamma^(l - k) r_il, where r_il is what was earned in turn l (the reward of the
+    whole sample in its last turn).
+
+    Unbiased, also where the policy decides how many turns there are. Given the task, the baseline of sample i depends
+    on other samples alone (which of them reached turn k included), so it is independent of what sample i did, and the
+    expectation of its product with the gradient of log pi of a turn is 0; G_ik holds all that a turn can still change.
+    A mean over all samples that reached turn k, i included, is biased: how many there are depends on what i did. So are
+    deviations, and weights by numbers of turns or tokens: use `aggregation: constant` or `sequence_sum`. Reads
+    algorithm.gamma. Raises ValueError without `Samples.turns`.
+    """
+    if samples.turns is None:
+        raise ValueError("turn needs the numbers of the turns")
+    size, turns = len(samples.lengths), int(samples.turns.max()) + 1 if len(samples.turns) else 1
+    cell = torch.repeat_interleave(torch.arange(size), samples.lengths) * turns + samples.turns
+    zeros = torch.zeros(size * turns, dtype=torch.float64)
+    to_go = zeros.index_add(0, cell, _token_rewards(samples)).view(size, turns)
+    reached = zeros.index_fill(0, cell, 1.0).view(size, turns)
+    for k in reversed(range(turns - 1)):
+        to_go[:, k] += config.gamma * to_go[:, k + 1]
+    to_go = to_go * reached
+    task = torch.unique(samples.groups, return_inverse=True)[1]
+    total = torch.zeros(size, turns, dtype=torch.float64)
+    earned_by_others = total.index_add(0, task, to_go)[task] - to_go
+    others = total.index_add(0, task, reached)[task] - reached
+    found = to_go - earned_by_others / others.clamp(min=1)
+    return TokenAdvantages(found.view(-1)[cell])
+
+
 def discounted(values: Tensor, lengths: Tensor, factor: float) -> Tensor:
     """Return y with y_t = x_t + factor * y_t+1 within each sample. values: float64 [N]. lengths: int64 [S], sum N."""
     order = torch.argsort(lengths, descending=True, stable=True)

@@ -27,6 +27,9 @@ class Samples:
     """float32 [N]: the critic's value of the state before each token; None without a critic."""
     earned: Tensor | None = None
     """float32 [S]: the rewards before the KL was subtracted; None if no KL was subtracted."""
+    turns: Tensor | None = None
+    """int64 [N]: the number (0, 1, ...) of each token's turn in its rollout; None unless the estimator is registered
+    with `needs_turns`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,6 +48,21 @@ def show_group(group: str) -> None:
     console().print(table if plugins else f"nothing is installed in the group agentrl.{group}")
 
 
+def presets_command() -> None:
+    """List the presets of `algorithm`: what each sets, its paper, and where it differs."""
+    from rich.markup import escape
+    from rich.table import Table
+
+    from agentrl.cli.common import console
+    from agentrl.recipe.presets import PRESETS
+
+    table = Table("name", "sets", "what it is", box=None, header_style="bold", pad_edge=False)
+    for name, preset in PRESETS.items():
+        keys = ", ".join(f"{key}: {'null' if value is None else value}" for key, value in preset.keys.items())
+        table.add_row(name, escape(keys), escape(preset.text))
+    console().print(table)
+
+
 def _built_in(group: str) -> "list[Plugin]":
     """Return the advantages and losses of agentrl's own, which need no entry point."""
     if group not in ("advantages", "losses"):

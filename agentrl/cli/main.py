@@ -20,7 +20,7 @@ from agentrl.cli.check import check_command
 from agentrl.cli.data import data_command
 from agentrl.cli.doctor import doctor_command
 from agentrl.cli.evaluate import eval_command
-from agentrl.cli.listing import LISTED, list_command
+from agentrl.cli.listing import LISTED, list_command, presets_command
 from agentrl.cli.new import new_app
 from agentrl.cli.recipes import recipes_command
 from agentrl.cli.serve import serve_command
@@ -78,6 +78,7 @@ app.command("recipes")(recipes_command)
 for _group, _what in LISTED.items():
     _help = f"List the {_what} that are installed, and where they come from."
     app.command(_group, help=_help, rich_help_panel="What is installed")(list_command(_group))
+app.command("presets", rich_help_panel="What is installed")(presets_command)
 app.command("version")(version_command)
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from agentrl.algo import losses
-from agentrl.algo.loss import k3
+from agentrl.algo.loss import kl_estimate, kl_estimator
 from agentrl.algo.off_policy import OffPolicy, importance_weights
 from agentrl.algo.terms import LossTerms, Tokens
 from agentrl.compute.batch import Batch
@@ -55,7 +55,7 @@ class Actor:
                 model, computed_in(recipe.model), recipe.model.checkpointing, recipe.cluster.offload.activations
             )
         self.forward, self.description = forward, description
-        self.loss = losses.get(recipe.algorithm.loss).function
+        self.loss = losses.bound(recipe.algorithm.loss)
         train, offload = recipe.train, recipe.cluster.offload.optimizer
         self.optimizer = Optimizer(
             model.named_parameters(), train.betas, train.weight_decay, train.max_grad_norm, offload
@@ -116,8 +116,10 @@ class Actor:
         factor = importance_weights(old, engine, sample, self.off_policy, algorithm.off_policy_cap)
         each, measured = terms.loss * factor, {**terms.metrics, "entropy": entropy.detach()}
         if "reference_logprobs" in batch.tokens:
-            kl = k3(logprobs, column_at(batch, "reference_logprobs", packed, device))
-            each = each + algorithm.kl_coef * kl if algorithm.kl_in == "loss" else each
+            reference = column_at(batch, "reference_logprobs", packed, device)
+            pulls = algorithm.kl_in == "loss"
+            kl = kl_estimate(logprobs, reference, kl_estimator(algorithm) if pulls else "k3")
+            each = each + algorithm.kl_coef * kl if pulls else each
             measured["kl"] = kl.detach()
         if algorithm.entropy_coef:
             each = each - algorithm.entropy_coef * entropy
@@ -135,7 +137,7 @@ def loss_terms(loss: Any, tokens: Tokens, config: AlgorithmSection) -> LossTerms
     Raises UserError: the loss raised, or returned another type or shape. Whether the result is finite is not checked
     here, since that would synchronize with the device: see `Optimizer.step`.
     """
-    whose = f"algorithm.loss {config.loss!r}"
+    whose = f"algorithm.loss {config.loss.name!r}"
     found = call_plugin(whose, loss, tokens, config)
     if not isinstance(found, LossTerms):
         raise UserError(f"{whose} gave {type(found).__name__}, not LossTerms")

@@ -8,6 +8,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from agentrl.algo.loss import kl_estimate, kl_estimator
 from agentrl.algo.terms import Samples, TokenAdvantages
 from agentrl.compute.batch import Batch
 from agentrl.errors import UserError, call_plugin
@@ -24,8 +25,8 @@ def with_advantages(batch: Batch, estimator: Any, config: AlgorithmSection) -> B
 
     A rollout that branched is one sample to the estimator: its tokens stand in the order in which they were sampled,
     each value taken on its own path. It reads the sample columns `reward` and `group`, and, where they are, the token
-    columns `step_rewards`, `values` and `kl_penalty` (subtracted from each token's reward, its sum over a rollout from
-    the rollout's).
+    columns `step_rewards`, `turns`, `values` and `kl_penalty` (subtracted from each token's reward, its sum over a
+    rollout from the rollout's).
     estimator: as algo's registry `advantages` gives it; config: the recipe's `algorithm`. Raises UserError for an error
     of the estimator, and when it gives something of another type or shape, or not finite.
     """
@@ -40,6 +41,7 @@ def with_advantages(batch: Batch, estimator: Any, config: AlgorithmSection) -> B
         groups=torch.from_numpy(batch.samples["group"][first]),
         lengths=torch.from_numpy(lengths),
         token_rewards=torch.from_numpy((each_token if penalty is None else each_token - penalty)[sampled]),
+        turns=torch.from_numpy(batch.tokens["turns"][sampled]) if "turns" in batch.tokens else None,
         values=None if values is None else torch.from_numpy(values[sampled]),
         earned=None if penalty is None else torch.from_numpy(earned),
     )
@@ -110,10 +112,28 @@ def step_rewards(trajectories: Sequence[Trajectory], batch: Batch) -> Floats:
         columns.append(column)
     if "began" not in batch.tokens:
         return np.concatenate(columns)
-    starts = np.cumsum([0, *(len(t.ids) for t in trajectories)])[:-1]
-    at = np.repeat(starts[batch.rollouts], batch.lengths) + batch.tokens["began"]
-    found: Floats = np.concatenate(columns)[at] * batch.tokens["loss_mask"]
+    found: Floats = np.concatenate(columns)[_places(trajectories, batch)] * batch.tokens["loss_mask"]
     return found
+
+
+def turn_numbers(trajectories: Sequence[Trajectory], batch: Batch) -> npt.NDArray[np.int64]:
+    """Return the number (0, 1, ...) of each sampled token's turn in its rollout, int64 [T] of `batch`, which holds the
+    trajectories; 0 elsewhere."""
+    columns = [np.zeros(0, np.int64)]
+    for t in trajectories:
+        column = np.zeros(len(t.ids), np.int64)
+        for number, turn in enumerate(t.turns):
+            column[turn.start : turn.end] = number
+        columns.append(column)
+    found: npt.NDArray[np.int64] = np.concatenate(columns)
+    return found if "began" not in batch.tokens else found[_places(trajectories, batch)]
+
+
+def _places(trajectories: Sequence[Trajectory], batch: Batch) -> npt.NDArray[np.int64]:
+    """Return where each token of the batch, whose rollouts branched, lies in the concatenated trajectories, [T]."""
+    starts = np.cumsum([0, *(len(t.ids) for t in trajectories)])[:-1]
+    places: npt.NDArray[np.int64] = np.repeat(starts[batch.rollouts], batch.lengths) + batch.tokens["began"]
+    return places
 
 
 def _spread(found: Any, lengths: Tensor, config: AlgorithmSection) -> TokenAdvantages:
@@ -141,7 +161,7 @@ def _column(name: str, found: Any, sampled: npt.NDArray[np.int64], size: int, co
 
 
 def _named(config: AlgorithmSection) -> str:
-    return f"algorithm.advantage {config.advantage!r}"
+    return f"algorithm.advantage {config.advantage.name!r}"
 
 
 def sums(batch: Batch, column: Floats) -> Floats:
@@ -158,19 +178,20 @@ def _with_columns(batch: Batch, advantages: Floats, others: dict[str, Floats]) -
     return batch.with_tokens(advantages=advantages, **others).with_samples(advantage=mean.astype(np.float32))
 
 
-def with_kl_penalty(batch: Batch, actor: Any, reference: Any, coefficient: float) -> Batch:
-    """Return the batch with `old_logprobs`, `reference_logprobs` and `kl_penalty`, coefficient x (old - reference):
-    token columns, float32 [T], 0 where nothing was sampled. actor, reference: have `logprobs(batch)`.
+def with_kl_penalty(batch: Batch, actor: Any, reference: Any, config: AlgorithmSection) -> Batch:
+    """Return the batch with `old_logprobs`, `reference_logprobs` and `kl_penalty`, the estimated KL times
+    algorithm.kl_coef: token columns, float32 [T], 0 where nothing was sampled.
 
-    Ziegler et al. (arXiv:1909.08593), equation 2, token by token, as REINFORCE++ (arXiv:2501.03262) does. The
-    difference is the estimator k1 of Schulman, "Approximating KL divergence" (2020): unbiased, and of either sign. Its
-    sum over a rollout is the log-ratio of the rollout as a whole.
+    Ziegler et al. (arXiv:1909.08593), equation 2, token by token, as REINFORCE++ (arXiv:2501.03262) does. By default
+    the estimate is k1 = old - reference: unbiased, and of either sign. Its sum over a rollout is the log-ratio of the
+    rollout as a whole.
 
     actor, reference: have `logprobs(batch)`; see `RoleHost`.
     """
     sampled = batch.sampled > 0
     old, frozen = (scattered(batch, sampled, role.logprobs) for role in (actor, reference))
-    penalty = np.float32(coefficient) * (old - frozen)
+    estimate = kl_estimate(torch.from_numpy(old), torch.from_numpy(frozen), kl_estimator(config)).numpy()
+    penalty = np.float32(config.kl_coef) * estimate
     return batch.with_tokens(old_logprobs=old, reference_logprobs=frozen, kl_penalty=penalty)
 
 

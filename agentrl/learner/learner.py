@@ -22,6 +22,7 @@ from agentrl.learner.advantages import (
     sampled_of_rollouts,
     scattered,
     step_rewards,
+    turn_numbers,
     with_advantages,
     with_kl_penalty,
 )
@@ -45,8 +46,9 @@ class Learner:
     def __init__(self, recipe: Recipe, role_host: Roles) -> None:
         self.recipe, self.actor = recipe, role_host.actor
         self.reference, self.critic = role_host.reference, role_host.critic
-        self.advantage = advantages.get(recipe.algorithm.advantage).function
-        self._vanishes = losses.get(recipe.algorithm.loss).vanishes_with_advantage
+        self.advantage = advantages.bound(recipe.algorithm.advantage)
+        self._needs_turns = advantages.get(recipe.algorithm.advantage.name).needs_turns
+        self._vanishes = losses.get(recipe.algorithm.loss.name).vanishes_with_advantage
         self.steps = 0
         self.learned: list[Learned] = []
 
@@ -62,7 +64,10 @@ class Learner:
         """
         batch = Batch.from_groups(groups)
         trajectories = [t for group in groups for t in group.trajectories]
-        batch = self.with_advantages(batch.with_tokens(step_rewards=step_rewards(trajectories, batch)))
+        batch = batch.with_tokens(step_rewards=step_rewards(trajectories, batch))
+        if self._needs_turns:
+            batch = batch.with_tokens(turns=turn_numbers(trajectories, batch))
+        batch = self.with_advantages(batch)
         metrics, trained, logprobs = self._update(batch)
         self.learned = learned(trajectories, batch, trained, logprobs)
         return metrics
@@ -74,7 +79,7 @@ class Learner:
         if self.critic is not None:
             batch = batch.with_tokens(values=self.critic.values(batch))
         if self.reference is not None and self.recipe.algorithm.kl_in == "reward":
-            batch = with_kl_penalty(batch, self.actor, self.reference, self.recipe.algorithm.kl_coef)
+            batch = with_kl_penalty(batch, self.actor, self.reference, self.recipe.algorithm)
         return with_advantages(batch, self.advantage, self.recipe.algorithm)
 
     def update(self, batch: Batch) -> dict[str, float]:
@@ -139,7 +144,8 @@ class Learner:
         return learning_rate(self.steps, train.steps, critic.lr, train.schedule, train.warmup_steps)
 
     def _weighted(self, batch: Batch) -> Batch:
-        weights = token_weights(sampled_of_rollouts(batch), self.recipe.algorithm.aggregation)
+        recipe = self.recipe
+        weights = token_weights(sampled_of_rollouts(batch), recipe.algorithm.aggregation, recipe.rollout.max_tokens)
         return batch.with_tokens(weight=batch.spread(weights[batch.rollouts]))
 
     def _useful(self, batch: Batch) -> Bools:

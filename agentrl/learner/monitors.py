@@ -69,7 +69,7 @@ class ContrastMonitor:
 
     def __init__(self, recipe: Recipe) -> None:
         self._recipe = recipe
-        self._compares = recipe.algorithm.advantage in COMPARING
+        self._compares = recipe.algorithm.advantage.name in COMPARING
         self._greedy = _greedy(recipe)
         self._equal_steps = 0
         self._warned = False
@@ -81,7 +81,7 @@ class ContrastMonitor:
         self._warned = True
         return (
             f"{self._greedy}, so the samples of a task are one and the same unless its tools draw lots, and "
-            f"{self._recipe.algorithm.advantage}, which compares them, has nothing to learn from: sample at "
+            f"{self._recipe.algorithm.advantage.name}, which compares them, has nothing to learn from: sample at "
             "rollout.temperature=1"
         )
 
@@ -93,7 +93,7 @@ class ContrastMonitor:
         self._warned = True
         return (
             f"steps {step - EQUAL_STEPS + 1} to {step}: no two samples of a task differed in their reward, and "
-            f"{self._recipe.algorithm.advantage} learned nothing. Likely cause: {self._cause(metrics)}"
+            f"{self._recipe.algorithm.advantage.name} learned nothing. Likely cause: {self._cause(metrics)}"
         )
 
     def _learns_nothing(self, step: int, metrics: Mapping[str, Any]) -> bool:

@@ -7,9 +7,10 @@ Wherever a name is wanted, an import path `package.module:attribute` will do.
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
+from functools import partial
 from importlib import import_module
 from importlib.metadata import entry_points
-from typing import Any, get_type_hints
+from typing import Any, TypeVar, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, PydanticUserError, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
@@ -21,6 +22,8 @@ from agentrl.plugins.tool import Tool, ToolSource
 from agentrl.plugins.types import Json, Task
 from agentrl.recipe.schema import EngineSection, EnvPart, EnvSection, ToolSection
 from agentrl.recipe.secrets import MASK, is_secret, masked
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,6 +207,25 @@ def _checked(maker: Callable[..., Any], args: Mapping[str, Json], where: str, wh
         if whole and key not in args and parameters[key].default is inspect.Parameter.empty:
             raise UserError(f"{_key(where, key)}: {name} needs it, and it is missing")
     return {key: _typed(maker, key, value, where) for key, value in args.items()}
+
+
+def with_arguments(function: Callable[..., T], position: int, args: Mapping[str, Json], where: str) -> Callable[..., T]:
+    """Return a function whose parameter at `position` (0, 1, ...) is given `args`, as the pydantic model or dataclass
+    that it is annotated with; one without such a parameter unchanged.
+
+    Raises UserError, one line that begins with `where`, the key of the arguments.
+    """
+    name = getattr(function, "__name__", str(function))
+    try:
+        parameters = list(inspect.signature(function).parameters)[position:]
+    except (TypeError, ValueError):
+        parameters = []
+    kind = _hints(function).get(parameters[0]) if parameters else None
+    if not isinstance(kind, type) or not (issubclass(kind, BaseModel) or is_dataclass(kind)):
+        if args:
+            raise UserError(f"{_key(where, next(iter(args)))}: {name} takes no arguments of its own")
+        return function
+    return partial(function, **_with_config(parameters[0], kind, name, args, where, whole=True))
 
 
 def _hints(maker: Callable[..., Any]) -> dict[str, Any]:

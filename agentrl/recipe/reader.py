@@ -28,6 +28,13 @@ RENAMED: dict[str, str] = {}
 """Old key -> new key, both dotted and outside of lists. The old one is still read, with a line, until RENAMED_UNTIL."""
 RENAMED_UNTIL = "0.3.0"
 
+SHORT: dict[Key, str] = {
+    ("algorithm",): "preset",
+    ("algorithm", "advantage"): "name",
+    ("algorithm", "loss"): "name",
+    ("agent",): "name",
+}
+"""Section for which a text may stand -> the key that the text then is."""
 COMMAND_LINE = "command line"
 _BESIDE_THE_RECIPE: tuple[Key, ...] = (("sft", "new_model", "chat_template"),)
 """Keys whose paths are relative to the recipe that names them."""
@@ -91,6 +98,9 @@ def _extended(path: Path, seen: tuple[Path, ...]) -> Document:
     beside = path.parent / parent
     named = Path(parent) if parent in shipped_recipes() and not beside.exists() else beside
     base = _extended(_existing(named, f"{where}: extends: "), (*seen, path.resolve()))
+    for key in SHORT:
+        if _mapping_at(document.value, key):
+            _write_out(base, key)
     kept = {key: reference for key, reference in base.references.items() if _stands(key, document.value)}
     merged = _merged(base.value, document.value)
     return Document(merged, base.origins | document.origins, kept | document.references)
@@ -101,6 +111,18 @@ def _mapping_at(tree: Any, key: Key) -> dict[str, Any] | None:
     for part in key:
         tree = tree.get(part) if isinstance(tree, dict) else None
     return tree if isinstance(tree, dict) else None
+
+
+def _write_out(document: Document, key: Key) -> None:
+    """Make a section of the text that stands for one at `key`, if one does, so that others of its keys can be set."""
+    place = _mapping_at(document.value, key[:-1])
+    if place is None or not isinstance(text := place.get(str(key[-1])), str):
+        return
+    name = SHORT[key]
+    place[str(key[-1])] = {name: text}
+    for table in (document.origins, document.references):
+        if key in table:
+            table[(*key, name)] = table[key]  # type: ignore[index]
 
 
 def _rename(document: Document) -> None:
@@ -176,8 +198,11 @@ def _override(document: Document, text: str) -> None:
     name = _new_name(name)
     given = read_document(raw, f"{COMMAND_LINE}: {name}", numbered=False)
     parts = name.split(".")
+    for key in SHORT:
+        if len(parts) > len(key) and key == tuple(parts[: len(key)]):
+            _write_out(document, key)
     place: Any = document.value
-    key: Key = ()
+    key = ()
     for i, part in enumerate(parts):
         step = _step(place, part, key, name)
         key = (*key, step)

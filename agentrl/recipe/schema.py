@@ -14,6 +14,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from agentrl.errors import nearest
 from agentrl.recipe.document import Key, Reference
+from agentrl.recipe.presets import PRESETS
 from agentrl.recipe.reader import read_recipe
 from agentrl.recipe.secrets import masked, plain, secret_values
 
@@ -284,17 +285,35 @@ COMPARING = ("grpo", "dr_grpo", "rloo", "opo", "grpo_passk", "reinforce_plus_plu
 """Our own advantages that are 0 where a task has one sample."""
 
 
-class AlgorithmSection(Section):
-    """Advantages and the policy loss."""
+class AdvantageSection(Section):
+    """The advantage estimator; its name alone is short for `{name: NAME}`."""
 
-    advantage: str = "grpo"
+    name: str
     """An advantage estimator (`agentrl advantages` lists them), or module:attribute."""
+    args: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of its own."""
+
+
+class LossSection(Section):
+    """The policy loss; its name alone is short for `{name: NAME}`."""
+
+    name: str
+    """A policy loss (`agentrl losses` lists them), or module:attribute."""
+    args: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of its own."""
+
+
+class AlgorithmSection(Section):
+    """Advantages and the policy loss; the name of a preset alone is short for `{preset: NAME}`."""
+
+    preset: str | None = None
+    """Published settings that the other keys here change (`agentrl presets` lists them). null: the defaults below."""
+    advantage: Annotated[AdvantageSection, BeforeValidator(_named)] = AdvantageSection(name="grpo")
     gamma: Fraction = 1.0
-    """Discount for each sampled token (gae)."""
+    """Discount for each sampled token (gae, reinforce_plus_plus), or for each turn (turn)."""
     lam: Fraction = 1.0
     """Lambda of gae: 1 takes returns as they come, 0 relies on the critic."""
-    loss: str = "ppo_clip"
-    """A policy loss (`agentrl losses` lists them), or module:attribute."""
+    loss: Annotated[LossSection, BeforeValidator(_named)] = LossSection(name="ppo_clip")
     clip_low: Fraction = 0.2
     """How far below 1 the probability ratio may fall before it is clipped."""
     clip_high: AtLeast0 = 0.2
@@ -304,18 +323,31 @@ class AlgorithmSection(Section):
     kl_coef: AtLeast0 = 0.0
     """Coefficient of the KL divergence from the reference model; 0: no reference is kept."""
     kl_in: Literal["loss", "reward"] = "loss"
-    """loss: the KL (k3) is a term beside the policy loss. reward: each token's log-ratio (k1) is subtracted from its
-    reward."""
+    """loss: the KL is a term beside the policy loss. reward: that of each token is subtracted from its reward."""
+    kl_estimator: Literal["auto", "k1", "abs", "k2", "k3", "k1+", "k3+"] = "auto"
+    """Estimate of each token's KL (Schulman 2020). auto: k3 in the loss, k1 in the reward. With `+` its gradient is
+    that of k2, which is in expectation that of the KL."""
     entropy_coef: AtLeast0 = 0.0
     """Coefficient of the entropy bonus."""
-    aggregation: Literal["token_mean", "sequence_mean"] = "token_mean"
-    """token_mean: every token of a step counts the same. sequence_mean: every sample does."""
+    aggregation: Literal["token_mean", "sequence_mean", "token_sum", "sequence_sum", "constant"] = "token_mean"
+    """token_mean: every token of an update counts the same. sequence_mean: every sample does. token_sum: the sum over
+    tokens. sequence_sum: that of a sample, mean over samples. constant: that by rollout.max_tokens (Dr. GRPO)."""
     off_policy: Literal["auto", "none", "token_tis", "sequence_tis", "token_mask"] = "auto"
     """Importance weight of a token that the engine sampled with another probability than the trainer's. auto:
     token_tis where the two are apart (an engine other than `local`, rollout.overlap, or `local` beside mixed precision,
     which it does not sample in), else none."""
     off_policy_cap: Annotated[float, Field(ge=1)] = 2.0
     """Upper bound of the importance weights."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_preset(cls, given: Any) -> Any:
+        given = {"preset": given} if isinstance(given, str) else given
+        if not isinstance(given, dict) or not isinstance(name := given.get("preset"), str):
+            return given
+        if name not in PRESETS:
+            raise ValueError(f"no preset {name!r}{nearest(name, PRESETS)}")
+        return {**PRESETS[name].keys, **given}
 
 
 class TrainSection(Section):
@@ -619,8 +651,8 @@ class Recipe(Section):
             raise ValueError("rollout.max_turn_tokens is larger than rollout.max_tokens, so it can never be reached")
         if self.train.mini_batches > self.rollout.n * self.rollout.tasks:
             raise ValueError("train.mini_batches is larger than rollout.n x rollout.tasks: some would be empty")
-        if self.rollout.n < 2 and self.algorithm.advantage in COMPARING and self.train.steps > 0:
-            name = self.algorithm.advantage
+        if self.rollout.n < 2 and self.algorithm.advantage.name in COMPARING and self.train.steps > 0:
+            name = self.algorithm.advantage.name
             raise ValueError(f"rollout.n is 1, but {name} compares the samples of a task: use 2 or more")
         return self
 

@@ -53,7 +53,7 @@ def check_names(recipe: Recipe) -> None:
     if recipe.agent is not None:
         make_agent(recipe.agent)
     check_critic(recipe)
-    losses.get(recipe.algorithm.loss)
+    losses.bound(recipe.algorithm.loss)
     if recipe.rewards.model is not None:
         classifier_config(recipe.rewards.model, recipe.model)
 
@@ -90,12 +90,12 @@ def check_algorithm(recipe: Recipe) -> None:
     Raises UserError for a mistake that their signature or their result shows.
     """
     algorithm, batch = recipe.algorithm, _invented_step(recipe)
-    found = with_advantages(batch, advantages.get(algorithm.advantage).function, algorithm)
+    found = with_advantages(batch, advantages.bound(algorithm.advantage), algorithm)
     logprobs = torch.from_numpy(batch.tokens["logprobs"]).requires_grad_()
     sample = torch.from_numpy(np.repeat(np.arange(len(batch)), batch.lengths))
     tokens = Tokens(logprobs * 1.0, logprobs.detach(), torch.from_numpy(found.tokens["advantages"]), sample)
-    where = f"algorithm.loss {algorithm.loss!r}"
-    terms = loss_terms(losses.get(algorithm.loss).function, tokens, algorithm)
+    where = f"algorithm.loss {algorithm.loss.name!r}"
+    terms = loss_terms(losses.bound(algorithm.loss), tokens, algorithm)
     if not bool(torch.isfinite(terms.loss).all()):
         raise UserError(f"{where} gave a loss that is not finite")
     if not terms.loss.requires_grad:

@@ -11,7 +11,8 @@ from learner_help import REWARDS, learned, make_groups, make_recipe
 from agentrl.algo import losses
 from agentrl.algo.loss import cispo, gspo, ppo_clip, reinforce, value_loss
 from agentrl.algo.terms import Tokens
-from agentrl.recipe.schema import AlgorithmSection
+from agentrl.errors import UserError
+from agentrl.recipe.schema import AlgorithmSection, LossSection
 
 CONFIG = AlgorithmSection(clip_low=0.2, clip_high=0.3)
 
@@ -73,14 +74,18 @@ def test_reinforce_is_the_plain_policy_gradient() -> None:
     torch.testing.assert_close(gradient(given_, terms.loss.sum()), torch.tensor([-0.7, 1.3]))
 
 
-ALL = ["ppo_clip", "gspo", "cispo", "reinforce"]
+ALL = ["ppo_clip", "gspo", "cispo", "reinforce", "sapo", "gmpo", "dppo"]
+
+
+def bound(name: str, **args: Any) -> Any:
+    return losses.bound(LossSection(name=name, args=args))
 
 
 @pytest.mark.parametrize("name", ALL)
 def test_at_ratio_one_every_loss_is_the_policy_gradient(name: str) -> None:
     given_ = tokens([-1.0, -2.0, -0.5], [-1.0, -2.0, -0.5], [0.7, 0.7, -1.3], [0, 0, 1])
     torch.testing.assert_close(
-        gradient(given_, losses.get(name).function(given_, CONFIG).loss.sum()), torch.tensor([-0.7, -0.7, 1.3])
+        gradient(given_, bound(name)(given_, CONFIG).loss.sum()), torch.tensor([-0.7, -0.7, 1.3])
     )
 
 
@@ -88,7 +93,7 @@ def test_at_ratio_one_every_loss_is_the_policy_gradient(name: str) -> None:
 def test_no_advantage_no_gradient(name: str) -> None:
     assert losses.get(name).vanishes_with_advantage
     given_ = tokens([-1.0, -2.0], [-3.0, -0.5], [0.0, 0.0], [0, 1])
-    assert not gradient(given_, losses.get(name).function(given_, CONFIG).loss.sum()).any()
+    assert not gradient(given_, bound(name)(given_, CONFIG).loss.sum()).any()
 
 
 rows = st.lists(
@@ -106,7 +111,7 @@ def test_losses_add_up_however_samples_are_dealt_out(rows: list[list[Any]], name
         new, old, advantages = (list(column) for column in zip(*(t for row in part for t in row), strict=True))
         which = [low + i for i, row in enumerate(part) for _ in row]
         given_ = tokens(new, old, advantages, which)
-        loss = losses.get(name).function(given_, CONFIG).loss
+        loss = bound(name)(given_, CONFIG).loss
         return loss.detach(), gradient(given_, loss.sum())
 
     cut = min(cut, len(rows) - 1)
@@ -143,7 +148,7 @@ def test_ppo_and_gspo_agree_on_samples_of_one_token() -> None:
     torch.testing.assert_close(gspo(tokens(*given_), plain).loss, ppo_clip(tokens(*given_), plain).loss)
 
 
-@pytest.mark.parametrize("name", ["gspo", "cispo", "reinforce"])
+@pytest.mark.parametrize("name", ["gspo", "cispo", "reinforce", "gmpo"])
 def test_in_the_actor_micro_batches_change_nothing(name: str) -> None:
     def after(tokens: int) -> tuple[torch.Tensor, dict[str, float]]:
         keys = {"loss": name, "aggregation": "sequence_mean", "clip_low": 0.01, "clip_high": 0.01}
@@ -154,3 +159,29 @@ def test_in_the_actor_micro_batches_change_nothing(name: str) -> None:
     torch.testing.assert_close(split, whole, atol=1e-5, rtol=1e-4)
     assert same["train/loss"] == pytest.approx(metrics["train/loss"], abs=1e-5, rel=1e-4)
     assert name == "reinforce" or metrics["train/clip_fraction"] > 0
+
+
+def test_dppo_drops_what_moved_far_and_would_move_on() -> None:
+    #        rare, ratio 4   likely: moved 0.45   the same, pulled back   less likely, pushed on
+    new, old = [0.04, 0.95, 0.95, 0.3], [0.01, 0.5, 0.5, 0.9]
+    given_ = tokens(torch.tensor(new).log().tolist(), torch.tensor(old).log().tolist(), [1.0, 1.0, -1.0, -1.0])
+    terms = bound("dppo", ratio_cap=3.0)(given_, CONFIG)
+    moves = gradient(given_, terms.loss.sum())
+    torch.testing.assert_close(moves, torch.tensor([-3.0, 0.0, 1.9, 0.0]))
+    assert terms.metrics["clip_fraction"].tolist() == [0, 1, 0, 1]
+
+
+def test_arguments_of_a_loss_are_typed() -> None:
+    for args, said in [
+        (
+            {"tau_positve": 2},
+            r"^algorithm\.loss\.args\.tau_positve: sapo takes no such argument; did you mean 'tau_posit",
+        ),
+        ({"tau_positive": -1}, r"^algorithm\.loss\.args\.tau_positive: should be greater than 0, got -1"),
+    ]:
+        with pytest.raises(UserError, match=said):
+            bound("sapo", **args)
+    with pytest.raises(UserError, match=r"^algorithm\.loss\.args\.beta: dro needs it, and it is missing"):
+        bound("dro")
+    with pytest.raises(UserError, match=r"^algorithm\.loss\.args\.tau: gspo takes no arguments of its own"):
+        bound("gspo", tau=1)

@@ -2,6 +2,7 @@
 
 import os
 import re
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -13,7 +14,9 @@ from agentrl.recipe import reader
 from agentrl.recipe.document import dump, read_document
 from agentrl.recipe.load import dump_recipe, load_recipe, recipe_name, show_recipe
 from agentrl.recipe.mistakes import known_fields, section_of
+from agentrl.recipe.presets import PRESETS
 from agentrl.recipe.reference import reference
+from agentrl.recipe.schema import AlgorithmSection
 from agentrl.recipe.secrets import masked_text
 
 SHIPPED = RECIPES
@@ -521,3 +524,31 @@ def test_aliases_that_stand_for_billions_are_refused(write):
 def test_a_number_that_is_too_long_is_told(write):
     with pytest.raises(UserError, match=r"r.yaml:1: train.seed: a number of 5,000 digits is too long"):
         load_recipe(write(f"train: {{seed: {'9' * 5000}}}"))
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_sets_its_keys_and_a_recipes_own_come_over_them(name: str) -> None:
+    keys = PRESETS[name].keys
+    short, other = (
+        AlgorithmSection.model_validate(name),
+        AlgorithmSection(preset=name, off_policy_cap=3.0, clip_high=0.9),
+    )
+    for key, value in keys.items():
+        found = getattr(short, key)
+        assert getattr(found, "name", found) == value
+        assert key == "clip_high" or getattr(other, key) == found
+    assert (other.clip_high, other.off_policy_cap) == (0.9, 3.0)
+    assert AlgorithmSection.model_validate(short.model_dump()) == short
+
+
+def test_presets_on_the_command_line(tmp_path: Path) -> None:
+    path = tmp_path / "r.yaml"
+    path.write_text("algorithm: dapo\n")
+    assert Recipe.load(path).algorithm.clip_high == 0.28
+    assert Recipe.load(path, ["algorithm.preset=gspo"]).algorithm.loss.name == "gspo"
+    assert Recipe.load(path, ["algorithm.clip_high=0.4"]).algorithm.clip_high == 0.4
+    assert Recipe.load(path, ["algorithm.loss=sapo", "algorithm.loss.args.tau_positive=2"]).algorithm.loss.args == {
+        "tau_positive": 2
+    }
+    with pytest.raises(UserError, match=r"algorithm: no preset 'dpao'; did you mean 'dapo'"):
+        Recipe.load(None, ["algorithm=dpao"])

@@ -106,7 +106,7 @@ class ToyActor:
             if "old_logprobs" in batch.tokens:  # several updates a step
                 old = torch.from_numpy(batch.tokens["old_logprobs"][place])
             tokens = Tokens(logprobs, old, advantages, torch.zeros(len(place), dtype=torch.long))
-            terms = loss_terms(losses.get(algorithm.loss).function, tokens, algorithm)
+            terms = loss_terms(losses.bound(algorithm.loss), tokens, algorithm)
             loss = (weight * terms.loss).sum()  # the weights make it the share of the whole update
             loss.backward()
             off = old - torch.from_numpy(batch.tokens["logprobs"][place])

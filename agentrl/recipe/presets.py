@@ -1,0 +1,67 @@
+"""Presets of `algorithm`: the settings of published methods, as the keys that they set."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Preset:
+    """What a preset sets; a recipe's own keys come over it."""
+
+    text: str
+    """The paper, and where the preset differs from it."""
+    keys: Mapping[str, Any]
+    """Keys of `algorithm` and their values."""
+
+
+_SYMMETRIC = {"clip_low": 0.2, "clip_high": 0.2, "clip_dual": None}
+PRESETS = {
+    "grpo": Preset(
+        "DeepSeekMath, arXiv:2402.03300: group-relative advantages, KL to the reference in the loss",
+        {"advantage": "grpo", "loss": "ppo_clip", "aggregation": "sequence_mean", "kl_coef": 0.04, "kl_in": "loss"}
+        | _SYMMETRIC,
+    ),
+    "dapo": Preset(
+        "arXiv:2503.14476: clip-higher, every token counts the same; without its dynamic sampling and overlong penalty",
+        {"advantage": "grpo", "loss": "ppo_clip", "aggregation": "token_mean", **_SYMMETRIC, "clip_high": 0.28},
+    ),
+    "dr_grpo": Preset(
+        "arXiv:2503.20783: no standard deviation, sums by a constant; the constant is rollout.max_tokens",
+        {"advantage": "dr_grpo", "loss": "ppo_clip", "aggregation": "constant", **_SYMMETRIC},
+    ),
+    "gspo": Preset(
+        "arXiv:2507.18071: one ratio a sample",
+        {"advantage": "grpo", "loss": "gspo", "aggregation": "sequence_mean", "clip_low": 3e-4, "clip_high": 4e-4},
+    ),
+    "sapo": Preset(
+        "arXiv:2511.20347: a smooth gate in place of the clip",
+        {"advantage": "grpo", "loss": "sapo", "aggregation": "sequence_mean"},
+    ),
+    "cispo": Preset(
+        "MiniMax-M1, arXiv:2506.13585: every token keeps its gradient, its weight is bounded; the paper names no bound",
+        {"advantage": "grpo", "loss": "cispo", "aggregation": "token_mean", "clip_low": 1.0, "clip_high": 4.0},
+    ),
+    "gmpo": Preset(
+        "arXiv:2507.20673: geometric mean of ratios that are clipped token by token",
+        {"advantage": "grpo", "loss": "gmpo", "aggregation": "sequence_mean", "clip_low": 0.4, "clip_high": 0.4},
+    ),
+    "rloo": Preset(
+        "arXiv:2402.14740: leave-one-out baseline, plain policy gradient of whole samples, KL in the reward",
+        {"advantage": "rloo", "loss": "reinforce", "aggregation": "sequence_sum", "kl_coef": 0.03, "kl_in": "reward"},
+    ),
+    "reinforce++": Preset(
+        "arXiv:2501.03262: no comparison within a task, advantages whitened over the step, KL in the reward",
+        {"advantage": "reinforce_plus_plus", "loss": "ppo_clip", "kl_coef": 0.01, "kl_in": "reward"} | _SYMMETRIC,
+    ),
+    "ppo": Preset(
+        "arXiv:1707.06347 with GAE; needs `critic: {}` beside it",
+        {"advantage": "gae", "loss": "ppo_clip", "gamma": 1.0, "lam": 0.95} | _SYMMETRIC,
+    ),
+    "turn": Preset(
+        "credit by turn: rewards to go from a turn on, against other rollouts that reached it; for environments whose "
+        "replies carry rewards",
+        {"advantage": "turn", "loss": "ppo_clip", "aggregation": "constant"} | _SYMMETRIC,
+    ),
+}
+"""Presets by name."""

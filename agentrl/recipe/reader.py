@@ -120,9 +120,10 @@ def _write_out(document: Document, key: Key) -> None:
         return
     name = SHORT[key]
     place[str(key[-1])] = {name: text}
-    for table in (document.origins, document.references):
-        if key in table:
-            table[(*key, name)] = table[key]  # type: ignore[index]
+    if key in document.origins:
+        document.origins[(*key, name)] = document.origins[key]
+    if key in document.references:
+        document.references[(*key, name)] = document.references.pop(key)
 
 
 def _rename(document: Document) -> None:

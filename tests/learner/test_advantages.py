@@ -12,7 +12,7 @@ from torch import Tensor
 
 from agentrl.algo import advantages
 from agentrl.algo.terms import Samples
-from agentrl.learner.advantages import sums, with_advantages
+from agentrl.learner.advantages import sums, turn_numbers, with_advantages
 from agentrl.learner.learner import Learner
 from agentrl.learner.roles import LocalRoles
 from agentrl.recipe.schema import AlgorithmSection
@@ -158,3 +158,16 @@ def test_where_nothing_was_sampled_nobody_is_asked(folder: str) -> None:
     metrics = Learner(recipe, roles).learn([])
     assert not calls
     assert metrics["train/updates"] == metrics["reward/kl_penalty"] == 0
+
+
+def test_tokens_know_their_turns() -> None:
+    groups = make_groups(REWARDS)
+    batch = actor_batch(groups)
+    trajectories = [t for group in groups for t in group.trajectories]
+    found = turn_numbers(trajectories, batch)
+    for i, t in enumerate(trajectories):
+        own = found[batch.span(i)]
+        assert [set(own[turn.start : turn.end].tolist()) for turn in t.turns] == [{k} for k in range(len(t.turns))]
+    learner = alone(make_model(), make_recipe({"preset": "turn"}))
+    assert learner.learn(groups)["train/samples"] > 0
+    assert learner.learned[0].advantages.any()

@@ -63,3 +63,13 @@ def pass_at_k(correct: int, samples: int, k: int) -> float:
     if k > samples:
         raise ValueError(f"pass@{k} needs at least {k} samples, there are {samples}")
     return 1.0 - math.comb(samples - correct, k) / math.comb(samples, k)
+
+
+def pass_all_k(correct: int, samples: int, k: int) -> float:
+    """Return the unbiased estimate of the probability that all of k samples are correct (pass^k).
+
+    C(correct, k) / C(samples, k) (Yao et al. 2024, arXiv:2406.12045). Raises ValueError if k > samples.
+    """
+    if k > samples:
+        raise ValueError(f"pass^{k} needs at least {k} samples, there are {samples}")
+    return math.comb(correct, k) / math.comb(samples, k)

@@ -15,6 +15,9 @@ import numpy.typing as npt
 
 from agentrl.plugins.types import Message, Task
 
+UNKNOWN = "unknown"
+"""The name in `tool/<name>/...` of every tool that a model called although it does not exist."""
+
 
 class FinishReason(StrEnum):
     """Why a request ended; counted as `stop/<reason>`."""

@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from agentrl.errors import UserError
-from agentrl.rollout.metrics import UNKNOWN
 from agentrl.rollout.trajectory_file import Row, read_records, read_rows
-from agentrl.trajectory import FinishReason, Group, Trajectory
+from agentrl.trajectory import UNKNOWN, FinishReason, Group, Trajectory
 
 COLUMNS = (
     "environment", "task", "group", "sample", "reward", "rewards", "solved", "finish", "boundary", "error",

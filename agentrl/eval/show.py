@@ -4,21 +4,24 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from agentrl.errors import UserError
-from agentrl.eval.evaluate import Evaluation
 from agentrl.eval.result import SplitResult
 from agentrl.terminal import terminal
+
+if TYPE_CHECKING:
+    from agentrl.eval.evaluate import Evaluation
 
 SHOWN = 30
 """Values of a field that are shown."""
 
 
-def show(evaluation: Evaluation, console: Console | None = None) -> None:
+def show(evaluation: "Evaluation", console: Console | None = None) -> None:
     """Print the notes and a table with one column per split. console: default stdout."""
     console = console or terminal()
     for note in evaluation.notes:
@@ -78,18 +81,26 @@ def _cells(r: SplitResult) -> Iterator[tuple[str, str]]:
         yield "failed, not counted above", f"[yellow]{r.failed:,}[/yellow]"
 
 
-def check_writable(path: str) -> None:
-    """Check before the evaluation that `write_json` can write to `path`. Raises UserError if not."""
+class Told(Protocol):
+    """What is written as JSON."""
+
+    def json(self) -> dict[str, Any]:
+        """Return JSON values."""
+        ...
+
+
+def check_writable(path: str, option: str = "--json") -> None:
+    """Check before the work that a file can be written to `path`. option: begins the UserError."""
     file = Path(path)
     if file.is_dir() or not file.parent.is_dir():
         what = "it is a folder" if file.is_dir() else f"there is no folder {file.parent}"
-        raise UserError(f"--json {path}: cannot be written: {what}")
+        raise UserError(f"{option} {path}: cannot be written: {what}")
 
 
-def write_json(evaluation: Evaluation, path: str) -> None:
-    """Write `evaluation.json()` to `path`. Raises UserError if the file cannot be written."""
+def write_json(found: Told, path: str) -> None:
+    """Write `found.json()` to `path`. Raises UserError if the file cannot be written."""
     try:
-        Path(path).write_text(json.dumps(evaluation.json(), indent=2) + "\n")
+        Path(path).write_text(json.dumps(found.json(), indent=2) + "\n")
     except OSError as error:
         raise UserError(f"--json {path}: cannot be written: {error.strerror}") from error
 
@@ -108,7 +119,7 @@ def least_accuracies(wanted: Sequence[str]) -> dict[str, float]:
     return found
 
 
-def too_low(evaluation: Evaluation, least: Mapping[str, float]) -> list[str]:
+def too_low(evaluation: "Evaluation", least: Mapping[str, float]) -> list[str]:
     """Return a line for each split whose accuracy is below `least`; its splits are those of the evaluation."""
     found = {result.split: result.accuracy for result in evaluation.splits}
     return [

@@ -154,7 +154,7 @@ class Trajectory:
     """Names of the tools that the task offered."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """If there are any: `retried` and `release_errors`, tuples of lines; `depths`, of each segment the calls of tools
-    that its conversation lies in."""
+    that its conversation lies in; `usage`, what an endpoint counted, failed attempts included (`Generation.usage`)."""
     segments: tuple[Segment, ...] = ()
     """The tree, in the order of the tokens; empty for one conversation, whose only segment is all of it."""
     branches: tuple[tuple[Message, ...], ...] = ()

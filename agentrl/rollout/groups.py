@@ -122,6 +122,7 @@ async def _sample(driver: Driver, group: _Growing, index: int, seed: Seed, flyin
     """Sample once, and again where the machinery failed; what failed before is kept in `extra["retried"]`. One that
     was in flight while the process stood still is as if it had never been. flying: told of what may be stopped."""
     failures: list[str] = []
+    spent: Counter[str] = Counter()  # by attempts that failed, as an endpoint counted it
     still = 0
     while True:
         request = driver.request(
@@ -145,8 +146,11 @@ async def _sample(driver: Driver, group: _Growing, index: int, seed: Seed, flyin
         if failure is None or trajectory.finish is FinishReason.ABORTED or len(failures) >= driver.limits.retries:
             break
         failures.append(f"{failure.boundary}: {failure.message}")
+        spent.update(trajectory.extra.get("usage", {}))
     if group.first or failures:
         extra = {**trajectory.extra, "retried": tuple(failures)} if failures else trajectory.extra
+        if spent:
+            extra = {**extra, "usage": dict(spent + Counter(extra.get("usage", {})))}
         trajectory = replace(trajectory, sample=index, extra=extra)
     return trajectory
 

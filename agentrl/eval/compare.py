@@ -161,10 +161,11 @@ def _sides(
     if len(names) > len(LETTERS):
         raise UserError(f"at most {len(LETTERS)} can be compared")
     stored = [_stored(name) for name in names]
-    if len(names) == 1:
-        if stored[0] is None or not (first := _first(names[0], stored[0])):
-            raise UserError(f"{names[0]}: has one evaluation only; name what it is to be compared with")
-        names, stored = [first[0], names[0]], [first[1], stored[0]]
+    if len(names) == 1 and "@" in Path(names[0]).name:
+        raise UserError(f"{names[0]}: name what it is to be compared with")
+    if len(names) == 1 and stored[0] is not None:
+        first, last = _first_and_last(names[0], stored[0])
+        names, stored = [_at(*first), _at(*last)], [first, last]
     if not names:
         raise UserError("name the runs, evaluations or models to compare")
     notes: list[str] = []
@@ -176,7 +177,7 @@ def _sides(
     for letter, name, one in zip(LETTERS, names, stored, strict=False):
         assert one is not None
         folder, files = one
-        sides.append(Side(letter, _named(name, files), folder, files, _model(folder, files)))
+        sides.append(Side(letter, _named(name, folder, files), folder, files, _model(folder, files)))
     return sides, notes
 
 
@@ -231,19 +232,27 @@ def _steps(folder: Path) -> str:
     return f"; stored are those after {', '.join(map(str, steps))}" if steps else ""
 
 
-def _first(name: str, stored: _Found) -> tuple[str, _Found] | None:
-    """Return the first evaluation of a run, if it has another one than the newest, which is `stored`."""
+def _first_and_last(name: str, stored: _Found) -> tuple[_Found, _Found]:
+    """Return the first and the newest evaluation of each split that a run has evaluated twice; `stored`: the newest.
+    Raises UserError: there is none."""
     folder, newest = stored
-    steps = [one.step for one in stored_files(folder / TRAJECTORIES) if one.evaluation]
-    if "@" in name or min(steps) == max(one.step for one in newest.values()):
-        return None
-    return f"{folder}@{min(steps)}", (folder, _files(folder, min(steps)))
+    every = [one for one in stored_files(folder / TRAJECTORIES) if one.evaluation]
+    first = {one.split: one for one in reversed(every)}
+    again = [split for split in newest if first[split].step < newest[split].step]
+    if not again:
+        raise UserError(f"{name}: has one evaluation only; name what it is to be compared with")
+    return (folder, {split: first[split] for split in again}), (folder, {split: newest[split] for split in again})
 
 
-def _named(name: str, files: Mapping[str, Stored]) -> str:
-    """Return a name with the step of the run's evaluation."""
-    step = max(one.step for one in files.values())
-    return f"{name}@{step}" if step and not re.search(r"@\d+$|checkpoints/step_\d+/?$", name) else name
+def _named(name: str, folder: Path, files: Mapping[str, Stored]) -> str:
+    """Return a name with the steps of the run's evaluations."""
+    if all(one.step == 0 for one in files.values()) or re.search(r"@[\d,]+$|checkpoints/step_\d+/?$", name):
+        return name
+    return _at(folder, files)
+
+
+def _at(folder: Path, files: Mapping[str, Stored]) -> str:
+    return f"{folder}@{','.join(map(str, sorted({one.step for one in files.values()})))}"
 
 
 def _model(folder: Path, files: Mapping[str, Stored]) -> str:
@@ -252,7 +261,7 @@ def _model(folder: Path, files: Mapping[str, Stored]) -> str:
         return str(found["model"])
     except (OSError, ValueError, TypeError, LookupError, RecursionError):
         steps = {one.step for one in files.values()}
-        return f"after step {max(steps)}" if max(steps) else "before training"
+        return "" if len(steps) > 1 else f"after step {max(steps)}" if max(steps) else "before training"
 
 
 def _evaluated(

@@ -8,7 +8,7 @@ from typing import Any
 from agentrl.checkpoint.checkpoints import Checkpoints
 from agentrl.checkpoint.run_folder import MODEL, RunFolder, recipe_of
 from agentrl.errors import UserError, nearest
-from agentrl.eval.folder import EvaluationFolder, Keeper
+from agentrl.eval.folder import EVALUATION, EvaluationFolder, Keeper
 from agentrl.eval.held_out import HeldOut
 from agentrl.eval.outcome import Outcome
 from agentrl.eval.progress import Progress
@@ -106,6 +106,8 @@ def model_of(path: str) -> str:
     if recipe_of(path)[1] is None:
         return path
     folder = RunFolder(Path(path))
+    if (folder.path / EVALUATION).exists():
+        raise UserError(f"{path}: an evaluation, not a run or a model: agentrl eval --resume {path} goes on with it")
     checkpoints = Checkpoints(folder.checkpoints, 1)
     if (saved := checkpoints.best() or checkpoints.latest()) is not None:
         return str(saved.path)

@@ -146,7 +146,7 @@ def test_a_run_is_compared_with_itself_before(here: Path, capsys: pytest.Capture
     assert "agentrl show run --split test --step 8 --task t0" in said
     assert "lost: t20\n" in said
     found = json.loads(Path("found.json").read_text())
-    assert (found["sides"]["A"]["name"], found["sides"]["B"]["name"]) == ("run@0", "run@8")
+    assert [found["sides"][one]["name"] for one in "AB"] == ["run@0", "run@8"]
     (one,) = found["comparisons"]
     assert (one["pairs"], len(one["gained"]), len(one["lost"]), one["apart"]) == (24, 18, 1, True)
     assert one["difference"]["test"] == "exact McNemar"

@@ -105,9 +105,9 @@ def _drawn(d: Values) -> float:
 def bootstrap_interval(d: Values) -> tuple[float, float]:
     """Return the 95 % interval of the mean of `d`, by drawing whole tasks again (percentile bootstrap, seeded).
 
-    Two more tasks are drawn from, which differ in either direction, by the mean of 1 and of the most that any does, or by
-    1 where none does: what few tasks have not shown yet may happen. With one sample a side their effect on the variance
-    is that of Bonett and Price (2012), whose interval covers also where hardly any task differs.
+    Two more tasks are drawn from, which differ in either direction, by the mean of 1 and of the most that any does, or
+    by 1 where none does: what few tasks have not shown yet may happen. With one sample a side their effect on the
+    variance is that of Bonett and Price (2012), whose interval covers also where hardly any task differs.
     """
     rng = np.random.default_rng(SEED)
     most = float(np.abs(d).max())

@@ -1,6 +1,7 @@
 """`agentrl eval`: measure accuracy on held-out tasks."""
 
 import shlex
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -57,7 +58,12 @@ def eval_command(
 ) -> None:
     """Evaluate a model on held-out tasks."""
     if resume is not None:
-        checked, run = _resumed(resume, [*([recipe] if recipe else []), *(overrides or [])], model, output, no_keep)
+        if model or output or no_keep:
+            raise UserError(
+                f"--resume {resume}: the model and the folder stay what they are: leave out the other options"
+            )
+        checked = _resumed(resume, [*([recipe] if recipe else []), *(overrides or [])], split or (), samples)
+        run = split = samples = None
     elif recipe is None:
         raise typer.BadParameter("name a recipe, a run folder, or --resume DIR")
     else:
@@ -101,16 +107,16 @@ def _named(recipe: str, overrides: list[str]) -> "tuple[Recipe, str | None]":
     return load_recipe(path, overrides), run  # before anything heavy is imported
 
 
-def _resumed(
-    folder: str, overrides: list[str], model: str | None, output: str | None, no_keep: bool
-) -> "tuple[Recipe, None]":
+def _resumed(folder: str, overrides: list[str], splits: Sequence[str], samples: int | None) -> "Recipe":
+    """Return the recipe of an evaluation that goes on. splits: played beside its own."""
     if lost := next((text for text in overrides if "=" not in text), None):
         raise UserError(f"--resume {folder} {lost}: it has its recipe already; only KEY=VALUE may follow")
-    if model or output or no_keep:
-        raise UserError(f"--resume {folder}: the model and the folder stay what they are: leave out the other options")
     from agentrl.eval.folder import EvaluationFolder
 
-    return EvaluationFolder.existing(Path(folder)).recipe(overrides), None
+    given = [] if samples is None else [f"eval.samples={samples}"]
+    recipe = EvaluationFolder.existing(Path(folder)).recipe([*overrides, *given])
+    every = tuple(dict.fromkeys((*(recipe.eval.splits or ()), *splits)))
+    return recipe.model_copy(update={"eval": recipe.eval.model_copy(update={"splits": every})})
 
 
 def _leave(folder: Path | None, made: bool) -> None:

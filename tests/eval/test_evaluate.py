@@ -264,15 +264,19 @@ def test_an_evaluation_that_was_cut_short_plays_what_is_missing(
     assert len(store.parts("test")) >= 3
     assert len(store.stored("test")) == 3
     monkeypatch.setattr(HeldOut, "solved", asked)
-    assert main.run(["eval", "--resume", "cut", "eval.tasks=4", "--json", "resumed.json"]) == 0
+    more = ["eval.tasks=4", "--split", "large", "--json", "resumed.json"]
+    assert main.run(["eval", "--resume", "cut", *more]) == 0
     assert store.parts("test") == [store.file("test")]
     found = {(one["task"], one["sample"]): one for one in read_records(store.file("test"), tokens=True)}
     for one in read_records(Path("whole/trajectories/eval_test_0.parquet"), tokens=True):
         other = found[one["task"], one["sample"]]
         assert (one["ids"], one["reward"], one["group"]) == (other["ids"], other["reward"], other["group"])
     assert len(found) == 8
-    result = json.loads(Path("resumed.json").read_text())["splits"]["test"]
-    assert (result["tasks"], result["samples"]) == (4, 8)
+    results = json.loads(Path("resumed.json").read_text())["splits"]
+    assert {split: (one["tasks"], one["samples"]) for split, one in results.items()} == {
+        "test": (4, 8),
+        "large": (4, 8),
+    }
     assert whole["test"].samples == 6
 
 
@@ -282,6 +286,7 @@ def test_an_evaluation_that_was_cut_short_plays_what_is_missing(
     [
         (["rollout.temperature=0"], "rollout.temperature cannot change: what was played stays part of the result"),
         (["eval.tasks=2"], "eval.tasks=2 is less than the 3 that were asked for"),
+        (["eval.samples=2", "--samples", "0"], "Invalid value for '--samples'"),
         (["recipe.yaml"], "only KEY=VALUE may follow"),
         (["--model", "other"], "leave out the other options"),
     ],

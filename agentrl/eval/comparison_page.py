@@ -164,7 +164,8 @@ def _messages(record: Record) -> Iterator[str]:
             role = message["role"] if message["role"] in ("assistant", "tool") else "user"
             text = escape(_text(message)[:LETTERS])
             yield f'<div class="told {role}"><b class=soft>{escape(message["role"])}</b> {text}</div>'
-    yield f"<p class=soft>reward {record['reward']:g}, ended by {escape(str(record['finish']))}</p>"
+    reward = "no reward" if record["reward"] is None else f"reward {record['reward']:g}"
+    yield f"<p class=soft>{reward}, ended by {escape(str(record['finish']))}</p>"
 
 
 def _text(message: Mapping[str, Any]) -> str:

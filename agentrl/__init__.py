@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from agentrl.algo.terms import LossTerms, Samples, TokenAdvantages, Tokens
     from agentrl.engine.base import Engine, Generation, Sampling
     from agentrl.errors import UserError
+    from agentrl.eval.compare import compare
     from agentrl.eval.evaluate import evaluate
     from agentrl.plugins.decorator import tool
     from agentrl.plugins.environment import Environment, LazyTasks
@@ -56,6 +57,7 @@ _HOMES = {
     "ToolSource": "agentrl.plugins.tool",
     "Tracker": "agentrl.plugins.tracker",
     "UserError": "agentrl.errors",
+    "compare": "agentrl.eval.compare",
     "evaluate": "agentrl.eval.evaluate",
     "sft": "agentrl.sft.run",
     "tool": "agentrl.plugins.decorator",
@@ -89,6 +91,7 @@ __all__ = [
     "ToolSource",
     "Tracker",
     "UserError",
+    "compare",
     "evaluate",
     "sft",
     "tool",

@@ -15,6 +15,9 @@ import numpy.typing as npt
 
 from agentrl.plugins.types import Message, Task
 
+UNKNOWN = "unknown"
+"""The name in `tool/<name>/...` of every tool that a model called although it does not exist."""
+
 
 class FinishReason(StrEnum):
     """Why a request ended; counted as `stop/<reason>`."""
@@ -151,7 +154,7 @@ class Trajectory:
     """Names of the tools that the task offered."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """If there are any: `retried` and `release_errors`, tuples of lines; `depths`, of each segment the calls of tools
-    that its conversation lies in."""
+    that its conversation lies in; `usage`, what an endpoint counted, failed attempts included (`Generation.usage`)."""
     segments: tuple[Segment, ...] = ()
     """The tree, in the order of the tokens; empty for one conversation, whose only segment is all of it."""
     branches: tuple[tuple[Message, ...], ...] = ()

@@ -17,6 +17,7 @@ import typer
 from agentrl import __version__
 from agentrl.cli.chat import chat_command
 from agentrl.cli.check import check_command
+from agentrl.cli.compare import compare_command
 from agentrl.cli.data import data_command
 from agentrl.cli.doctor import doctor_command
 from agentrl.cli.evaluate import eval_command
@@ -65,6 +66,7 @@ def version_command() -> None:
 
 app.command("train")(train_command)
 app.command("eval")(eval_command)
+app.command("compare")(compare_command)
 app.command("sft")(sft_command)
 app.command("check")(check_command)
 app.command("doctor")(doctor_command)

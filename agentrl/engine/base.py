@@ -3,7 +3,7 @@
 import asyncio
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
@@ -69,6 +69,9 @@ class Generation:
     weight_version: int | Sequence[int] = 0
     """The trainer's step whose weights sampled the ids: one number for all ids, or one per id if the weights changed
     during the turn."""
+
+    usage: Mapping[str, int] = field(default_factory=dict)
+    """What an endpoint counted, which tokens here do not say: `input`, `cached_input` (part of it) and `output`."""
 
 
 OnTokens = Callable[[Sequence[int]], None]

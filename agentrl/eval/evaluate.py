@@ -1,28 +1,29 @@
 """`evaluate`: play held-out tasks with a model, and score them with the rewards that the recipe trains on."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from agentrl.checkpoint.checkpoints import Checkpoints
-from agentrl.checkpoint.run_folder import MODEL, TRAJECTORIES, RunFolder, recipe_of
+from agentrl.checkpoint.run_folder import MODEL, RunFolder, recipe_of
 from agentrl.errors import UserError, nearest
+from agentrl.eval.folder import EVALUATION, EvaluationFolder, Keeper
 from agentrl.eval.held_out import HeldOut
+from agentrl.eval.outcome import Outcome
 from agentrl.eval.progress import Progress
-from agentrl.eval.result import SplitResult, failures, parts
+from agentrl.eval.result import SplitResult, losses, summarize
 from agentrl.models.load import resolve_types
 from agentrl.plugins.environment import Environment, is_validation
 from agentrl.plugins.mixture import environment_of
 from agentrl.plugins.registry import make_environment, tasks_of
 from agentrl.plugins.types import Task
 from agentrl.recipe.load import load_recipe
-from agentrl.recipe.schema import Recipe, TrajectoriesSection
+from agentrl.recipe.schema import Recipe
 from agentrl.rollout.event_loop import blocking, run
-from agentrl.rollout.journal import Journal
 from agentrl.rollout.model_reward import ask_reward_model
 from agentrl.rollout.player import Player
+from agentrl.trajectory import Group, Trajectory
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +43,15 @@ class Evaluation:
         """Return the result of `split`. Raises StopIteration if it was not evaluated."""
         return next(r for r in self.splits if r.split == split)
 
+    outcomes: Mapping[str, Sequence[Outcome]] = field(default_factory=dict, compare=False, repr=False)
+    """Split -> how each of its samples ended."""
+    folder: Path | None = field(default=None, compare=False)
+    """Where the conversations are; None where they were not kept."""
+
     def json(self) -> dict[str, Any]:
-        """Return model, environment and the results by split as JSON values; `notes` are left out."""
-        return {"model": self.model, "env": self.env, "splits": {r.split: r.json() for r in self.splits}}
+        """Return model, environment, notes and the results by split as JSON values."""
+        splits = {r.split: r.json() for r in self.splits}
+        return {"model": self.model, "env": self.env, "notes": list(self.notes), "splits": splits}
 
 
 def evaluate(
@@ -56,6 +63,7 @@ def evaluate(
     samples: int | None = None,
     by: str | None = None,
     keep: str | Path | None = None,
+    resume: str | Path | None = None,
     progress: Progress | None = None,
 ) -> Evaluation:
     """Evaluate a model on `eval.tasks` tasks of each split, with `samples` (default: `eval.samples`) samples per task.
@@ -63,8 +71,10 @@ def evaluate(
     recipe: a Recipe, the path of a recipe, or a run folder: then that run's recipe and its best checkpoint are used.
     overrides: `key=value`, only with a path. model: replaces the recipe's model: a folder, a run folder (its best
     checkpoint) or a hub name. splits: replaces `eval.splits`. by: a field of the tasks' data, by whose values the
-    accuracy is given too. keep: a folder for the conversations, which `agentrl show` prints. progress: where to show
-    progress; default: stderr. A reward model (`rewards.model`) is loaded into this process.
+    accuracy is given too. keep: a folder for the conversations and the result, which `agentrl show`, `view` and
+    `compare` read. resume: such a folder, whose samples count as played, unless they failed; `recipe` is then what
+    `EvaluationFolder.recipe` returned for it. progress: where to show progress; default: stderr. A reward model
+    (`rewards.model`) is loaded into this process.
 
     Raises UserError for bad input; before a model is loaded, wherever the mistake can be found without one.
     """
@@ -77,8 +87,15 @@ def evaluate(
     changed = {"samples": samples or recipe.eval.samples, "splits": tuple(splits) if splits else recipe.eval.splits}
     recipe = resolve_types(recipe.model_copy(update={"eval": recipe.eval.model_copy(update=changed)}))
     extend = None if recipe.rewards.model is None else ask_reward_model
-    with progress or Progress() as shown:
-        return blocking(lambda: run(play(recipe, model, shown, extend, by, keep)))
+    store = None
+    if keep is not None or resume is not None:
+        store = EvaluationFolder.new(Path(keep)) if keep is not None else EvaluationFolder.existing(Path(resume or ""))
+    try:
+        with progress or Progress() as shown:
+            return blocking(lambda: run(play(recipe, model, shown, extend, by, store)))
+    finally:
+        if store is not None:
+            store.close()
 
 
 def model_of(path: str) -> str:
@@ -89,6 +106,8 @@ def model_of(path: str) -> str:
     if recipe_of(path)[1] is None:
         return path
     folder = RunFolder(Path(path))
+    if (folder.path / EVALUATION).exists():
+        raise UserError(f"{path}: an evaluation, not a run or a model: agentrl eval --resume {path} goes on with it")
     checkpoints = Checkpoints(folder.checkpoints, 1)
     if (saved := checkpoints.best() or checkpoints.latest()) is not None:
         return str(saved.path)
@@ -103,12 +122,12 @@ async def play(
     progress: Progress,
     extend: Callable[[Player], None] | None = None,
     by: str | None = None,
-    keep: str | Path | None = None,
+    store: EvaluationFolder | None = None,
 ) -> Evaluation:
     """Run the evaluation that the recipe's `eval` section describes, in the running event loop.
 
     model: a folder or hub name that replaces the recipe's. extend: called once with the player, before it plays.
-    by, keep: see `evaluate`.
+    by: see `evaluate`. store: where it is kept, and what of it is there already.
 
     Raises UserError for bad input; before a model is loaded, wherever the mistake can be found without one.
     """
@@ -119,45 +138,108 @@ async def play(
     if by is not None:
         for split in chosen:
             check_field(by, tasks_of(env, split)[0], split)
-    journal = None if keep is None else journal_in(keep, recipe, env)
     player = await Player.build(recipe, model_path=model, env=env, say=progress.say, phase=progress.phase)
+    outcomes: dict[str, Sequence[Outcome]] = {}
     try:
         held_out, notes = await HeldOut.prepare(player, recipe, chosen)
         if extend is not None:
             extend(player)
-        results = []
+        if store is not None:
+            store.begin(played_recipe(recipe, model, chosen))
         for split in held_out.splits:
-            on_group = progress.follow(split, len(held_out.tasks[split]))
-            result, groups = await held_out.play(split, on_group)
-            results.append(result if by is None else replace(result, by=parts(groups, by, held_out.solved)))
-            if journal is not None:
-                journal.evaluation(split, 0, groups, held_out.solved)
-            if line := failures(f"evaluation of {split}", groups):
+            outcomes[split] = found = await play_split(held_out, split, progress, store)
+            if line := losses(f"evaluation of {split}", found):
                 notes.append(line)
     finally:
         unclosed = await player.close()
+    results = tuple(summarize(split, found, by, recipe.engine.args.get("prices")) for split, found in outcomes.items())
     played = player.chat.description if player.model is None else model or recipe.model.path
     source = "" if recipe.env.mix else f" ({recipe.env.source})"
-    return Evaluation(played, f"{env.name}{source}", tuple(results), (*notes, *unclosed))
+    folder = None if store is None else store.path
+    evaluation = Evaluation(played, f"{env.name}{source}", results, (*notes, *unclosed), outcomes, folder)
+    if store is not None:
+        store.write(evaluation.json(), outcomes)
+    return evaluation
+
+
+def played_recipe(recipe: Recipe, model: str | None, splits: Sequence[str]) -> Recipe:
+    """Return the recipe that says what is played: with the model and the splits in it."""
+    changes: dict[str, Any] = {"eval": recipe.eval.model_copy(update={"splits": tuple(splits)}), "output": None}
+    if model is not None:
+        changes["model"] = recipe.model.model_copy(update={"path": model, "lora": None})
+    return recipe.model_copy(update=changes)
+
+
+async def play_split(
+    held_out: HeldOut, split: str, progress: Progress, store: EvaluationFolder | None
+) -> list[Outcome]:
+    """Play what is not stored of a split, and return the outcomes of all of it. Raises UserError."""
+    tasks, env = held_out.tasks[split], held_out.player.env
+    known = {} if store is None else done(store, split, tasks, together=bool(held_out.player.rewards.groups))
+    found = dict(known)
+    only = [[i for i in range(held_out.samples) if (group, i) not in known] for group in range(len(tasks))]
+    keeper = None
+    if store is not None:
+        keeper = Keeper(store, split, lambda t: environment_of(env, t.task), held_out.player.recipe.secrets)
+
+    def on_sample(group: int, trajectory: Trajectory) -> None:
+        solved = held_out.solved(trajectory) if trajectory.valid else None
+        one = Outcome.of(trajectory, group, solved, environment_of(env, trajectory.task))
+        found[group, trajectory.sample] = one
+        if keeper is not None:
+            keeper.add(trajectory, one)
+
+    places = {id(task): group for group, task in enumerate(tasks)}
+    advance = progress.follow(split, sum(map(bool, only)))
+
+    def on_group(group: Group) -> None:
+        for trajectory in (*group.trajectories, *group.failed):
+            on_sample(places[id(group.task)], trajectory)
+        advance(group)
+
+    try:
+        if held_out.player.rewards.groups:  # a sample is not whole before its group is scored
+            await held_out.sample(split, only=only, on_group=on_group)
+        else:
+            await held_out.sample(split, only=only, on_sample=on_sample, on_group=advance)
+    finally:
+        if keeper is not None:
+            keeper.flush()
+    if store is not None:
+        store.join(split)
+    return [found[place] for place in sorted(found)]
+
+
+def done(store: EvaluationFolder, split: str, tasks: Sequence[Task], together: bool) -> dict[tuple[int, int], Outcome]:
+    """Return the valid outcomes that are stored of a split, by task and sample. together: a task of which a sample
+    failed is left out as a whole, since its samples are scored together.
+
+    Raises UserError: the environment has other tasks by now.
+    """
+    stored = store.stored(split)
+    if wrong := [one for one in stored if one.group >= len(tasks) or tasks[one.group].id != one.task]:
+        raise UserError(
+            f"--resume {store.path}: task {wrong[0].task} of {split} is not at its place any more: the environment "
+            "gives other tasks than when the evaluation began"
+        )
+    broken = {one.group for one in stored if not one.valid} if together else set()
+    return {(one.group, one.sample): one for one in stored if one.valid and one.group not in broken}
+
+
+def check_evaluated(recipe: Recipe, splits: Sequence[str] | None, wanted: Iterable[str]) -> None:
+    """Raise UserError where one of the splits that are `wanted` is not among those to be evaluated. splits: as of
+    `evaluate`."""
+    env = make_environment(recipe.env)
+    changed = recipe.eval.model_copy(update={"splits": tuple(splits) if splits else recipe.eval.splits})
+    chosen = chosen_splits(env, recipe.model_copy(update={"eval": changed}))
+    if lost := [split for split in wanted if split not in chosen]:
+        raise UserError(f"--fail-below: {lost[0]} is not evaluated, but {', '.join(chosen)}{nearest(lost[0], chosen)}")
 
 
 def check_field(name: str, task: Task, split: str) -> None:
     """Raise UserError unless the first task of a split has a field of this name in its data."""
     if name not in task.data:
         raise UserError(f"--by {name}: the tasks of {split} have no such field{nearest(name, list(task.data))}")
-
-
-def journal_in(folder: str | Path, recipe: Recipe, env: Environment) -> Journal:
-    """Return what keeps the conversations of an evaluation in a folder. Raises UserError where it cannot be made, or
-    holds some."""
-    path = Path(folder) / TRAJECTORIES
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        if any(path.iterdir()):
-            raise UserError(f"--keep {folder}: holds conversations already; name another folder")
-    except OSError as error:
-        raise UserError(f"--keep {folder}: cannot be made: {error.strerror}") from error
-    return Journal(TrajectoriesSection(), lambda: path, partial(environment_of, env), recipe.secrets)
 
 
 def chosen_splits(env: Environment, recipe: Recipe) -> tuple[str, ...]:

@@ -1,11 +1,13 @@
 """The held-out tasks of a run: the same tasks and the same seeds at every evaluation."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from agentrl.errors import UserError, call_plugin
+from agentrl.eval.outcome import outcomes_of
 from agentrl.eval.result import SplitResult, summarize
 from agentrl.plugins.registry import tasks_of
 from agentrl.plugins.types import Task
@@ -26,8 +28,8 @@ class HeldOut:
     """The tasks of each split: those of its first `eval.tasks` whose prompt fits."""
     samples: int
     """Samples per task."""
-    temperature: float | None
-    """Sampling temperature; None: that of `rollout.temperature`."""
+    limits: Mapping[str, Any]
+    """Keys of `rollout` that evaluations have another value of, such as the temperature."""
     splits: tuple[str, ...]
     """The splits to report."""
     choosing: str | None
@@ -44,11 +46,11 @@ class HeldOut:
         for split in dict.fromkeys((*splits, *((choosing,) if choosing is not None else ()))):
             every = tasks_of(player.env, split)
             wanted = [every[i] for i in range(min(recipe.eval.tasks, len(every)))]
-            lengths = await player.measure(wanted)
+            lengths = await player.measure(wanted, recipe.eval.max_tokens)
             if line := lengths.report(split):
                 notes.append(line)
             chosen[split] = [wanted[i] for i in lengths.fitting]
-        return cls(player, chosen, recipe.eval.samples, recipe.eval.temperature, tuple(splits), choosing), notes
+        return cls(player, chosen, recipe.eval.samples, sampling_of(recipe), tuple(splits), choosing), notes
 
     async def play(
         self, split: str, on_group: Callable[[Group], None] | None = None, after: int = 0
@@ -58,15 +60,29 @@ class HeldOut:
         on_group: called as each group ends. after: training steps done so far; part of the session ids, not of the
         seeds.
         """
-        groups = await self.player.play(
+        groups = await self.sample(split, on_group=on_group, after=after)
+        return summarize(split, outcomes_of(groups, self.solved)), groups
+
+    async def sample(
+        self,
+        split: str,
+        *,
+        only: Sequence[Collection[int]] | None = None,
+        on_sample: Callable[[int, Trajectory], None] | None = None,
+        on_group: Callable[[Group], None] | None = None,
+        after: int = 0,
+    ) -> list[Group]:
+        """Play tasks of `split`; return the groups. only, on_sample, on_group: as of `roll_out`. after: see `play`."""
+        return await self.player.play(
             self.tasks[split],
             self.samples,
             seed=(EVAL_SEED, 0),
-            temperature=self.temperature,
+            limits=self.limits,
+            only=only,
+            on_sample=on_sample,
             on_group=on_group,
             occasion=f"eval_{split}_{after}",
         )
-        return summarize(split, groups, self.solved), groups
 
     def solved(self, trajectory: Trajectory) -> bool:
         """Return the environment's `solved` for a finished trajectory.
@@ -79,3 +95,13 @@ class HeldOut:
         if not isinstance(found, bool | np.bool_):
             raise UserError(f"{whose} gave {type(found).__name__}, not True or False")
         return bool(found)
+
+
+SAMPLING = ("temperature", "top_p", "top_k", "max_turns", "max_turn_tokens", "max_tokens")
+"""Keys of `rollout` that `eval` may replace."""
+
+
+def sampling_of(recipe: Recipe) -> dict[str, Any]:
+    """Return the keys of SAMPLING whose value `eval` replaces, and that value."""
+    given = {name: getattr(recipe.eval, name) for name in SAMPLING}
+    return {name: value for name, value in given.items() if value is not None}

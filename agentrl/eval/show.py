@@ -4,21 +4,24 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from agentrl.errors import UserError, nearest
-from agentrl.eval.evaluate import Evaluation
+from agentrl.errors import UserError
 from agentrl.eval.result import SplitResult
 from agentrl.terminal import terminal
+
+if TYPE_CHECKING:
+    from agentrl.eval.evaluate import Evaluation
 
 SHOWN = 30
 """Values of a field that are shown."""
 
 
-def show(evaluation: Evaluation, console: Console | None = None) -> None:
+def show(evaluation: "Evaluation", console: Console | None = None) -> None:
     """Print the notes and a table with one column per split. console: default stdout."""
     console = console or terminal()
     for note in evaluation.notes:
@@ -54,32 +57,50 @@ def _cells(r: SplitResult) -> Iterator[tuple[str, str]]:
     yield "95 % interval", f"{r.low:.1%} to {r.high:.1%}"
     for k, value in r.pass_at.items():
         if k > 1:
-            yield f"pass@{k}", f"{value:.1%}"
+            yield f"pass@{k} (one of {k})", f"{value:.1%}"
+            yield f"pass^{k} (all of {k})", f"{r.pass_all[k]:.1%}"
     yield "tasks", f"{r.tasks:,}"
     yield "samples", f"{r.samples:,}"
     yield "reward", f"{r.reward:.3f}"
+    if len(r.rewards) > 1:
+        for name, value in r.rewards.items():
+            yield escape(f"  {name}"), f"{value:.3f}"
     yield "turns per sample", f"{r.turns:.2f}"
     yield "tool calls per sample", f"{r.tool_calls:.2f}"
     yield "tool errors", f"{r.tool_errors:.1%}"
+    if len(r.tools) > 1:
+        for name, tool in r.tools.items():
+            yield escape(f"  {name}"), f"{tool.errors:,} of {tool.calls:,}"
     yield "tokens per sample", f"{r.tokens:.1f}"
+    yield "seconds per sample", f"{r.seconds:.2f}"
+    if r.cost is not None:
+        yield "cost", f"{r.cost:.4f}"
     for reason, count in sorted(r.finish.items()):
         yield f"ended by {reason}", f"{count / r.samples:.1%}"
     if r.failed:
         yield "failed, not counted above", f"[yellow]{r.failed:,}[/yellow]"
 
 
-def check_writable(path: str) -> None:
-    """Check before the evaluation that `write_json` can write to `path`. Raises UserError if not."""
+class Told(Protocol):
+    """What is written as JSON."""
+
+    def json(self) -> dict[str, Any]:
+        """Return JSON values."""
+        ...
+
+
+def check_writable(path: str, option: str = "--json") -> None:
+    """Check before the work that a file can be written to `path`. option: begins the UserError."""
     file = Path(path)
     if file.is_dir() or not file.parent.is_dir():
         what = "it is a folder" if file.is_dir() else f"there is no folder {file.parent}"
-        raise UserError(f"--json {path}: cannot be written: {what}")
+        raise UserError(f"{option} {path}: cannot be written: {what}")
 
 
-def write_json(evaluation: Evaluation, path: str) -> None:
-    """Write `evaluation.json()` to `path`. Raises UserError if the file cannot be written."""
+def write_json(found: Told, path: str) -> None:
+    """Write `found.json()` to `path`. Raises UserError if the file cannot be written."""
     try:
-        Path(path).write_text(json.dumps(evaluation.json(), indent=2) + "\n")
+        Path(path).write_text(json.dumps(found.json(), indent=2) + "\n")
     except OSError as error:
         raise UserError(f"--json {path}: cannot be written: {error.strerror}") from error
 
@@ -98,11 +119,9 @@ def least_accuracies(wanted: Sequence[str]) -> dict[str, float]:
     return found
 
 
-def too_low(evaluation: Evaluation, least: Mapping[str, float]) -> list[str]:
-    """Return a line for each split whose accuracy is below `least`. Raises UserError for one that was not evaluated."""
+def too_low(evaluation: "Evaluation", least: Mapping[str, float]) -> list[str]:
+    """Return a line for each split whose accuracy is below `least`; its splits are those of the evaluation."""
     found = {result.split: result.accuracy for result in evaluation.splits}
-    if lost := [split for split in least if split not in found]:
-        raise UserError(f"--fail-below: {lost[0]} was not evaluated{nearest(lost[0], list(found))}")
     return [
         f"{split}: accuracy {found[split]:.1%} is below {share:.1%} (--fail-below)"
         for split, share in least.items()

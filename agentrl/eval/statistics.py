@@ -5,6 +5,9 @@ from collections.abc import Sequence
 
 Z95 = 1.959963984540054  # two-sided 95 % quantile of the standard normal
 
+PSEUDO = 3
+"""So many that intervals cover at least 93 % where hardly any task differs, too: `benchmarks/intervals.py`."""
+
 
 def wilson(successes: float, trials: float) -> tuple[float, float]:
     """Return the 95 % score interval (low, high) of a proportion (Wilson 1927): within 0..1, and valid at 0 and 1.
@@ -41,15 +44,16 @@ def _correlation(pairs: Sequence[tuple[int, int]]) -> float:
     """Return the intra-task correlation of two samples, 0..1, from (correct, samples) of each task.
 
     It follows from how often a second sample of a task has the same outcome, given that the first has the rarer one.
-    One pseudo-sample of the rarer outcome is added, with which all other samples of its task agree: without data the
-    correlation is 1, and with more data the pseudo-sample matters less.
+    PSEUDO samples of the rarer outcome are added, with which all other samples of their tasks agree: without data the
+    correlation is 1, and with more data they matter less.
     """
     total, correct = sum(s for _, s in pairs), sum(c for c, _ in pairs)
     rare = pairs if 2 * correct <= total else [(s - c, s) for c, s in pairs]
     others = sum(s * s for _, s in pairs) / total - 1
     if others <= 0:
         return 0.0
-    alike = (sum(r * (r - 1) for r, _ in rare) + others) / (sum(r * (s - 1) for r, s in rare) + others)
+    agreed = PSEUDO * others
+    alike = (sum(r * (r - 1) for r, _ in rare) + agreed) / (sum(r * (s - 1) for r, s in rare) + agreed)
     share = min(correct, total - correct) / total
     return min(1.0, max(0.0, (alike - share) / (1 - share)))
 
@@ -63,3 +67,13 @@ def pass_at_k(correct: int, samples: int, k: int) -> float:
     if k > samples:
         raise ValueError(f"pass@{k} needs at least {k} samples, there are {samples}")
     return 1.0 - math.comb(samples - correct, k) / math.comb(samples, k)
+
+
+def pass_all_k(correct: int, samples: int, k: int) -> float:
+    """Return the unbiased estimate of the probability that all of k samples are correct (pass^k).
+
+    C(correct, k) / C(samples, k) (Yao et al. 2024, arXiv:2406.12045). Raises ValueError if k > samples.
+    """
+    if k > samples:
+        raise ValueError(f"pass^{k} needs at least {k} samples, there are {samples}")
+    return math.comb(correct, k) / math.comb(samples, k)

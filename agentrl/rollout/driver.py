@@ -9,6 +9,7 @@ import asyncio
 import logging
 import time
 from array import array
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -332,6 +333,8 @@ class Driver:
         if len(generation.ids) > room:
             raise EngineError(f"{len(generation.ids)} ids came where at most {room} were asked for")
         talk.add_sampled(generation)
+        if generation.usage:
+            request.extra["usage"] = dict(Counter(request.extra.get("usage", {})) + Counter(generation.usage))
         if talk.open_turn is None and generation.finish is not GenerationFinish.ABORT:
             raise EngineError(f"a turn ended by {generation.finish} without a token")
         return generation

@@ -3,7 +3,7 @@
 import asyncio
 import gc
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -62,24 +62,28 @@ async def roll_out(
     n: int,
     *,
     seed: Seed = 0,
-    on_trajectory: Callable[[Trajectory], None] | None = None,
+    only: Sequence[Collection[int]] | None = None,
+    on_sample: Callable[[int, Trajectory], None] | None = None,
     on_group: Callable[[Group], None] | None = None,
 ) -> list[Group]:
     """Return `n` samples of each task, in the order of `tasks`; no request waits for another's turn.
 
     seed: of the run and the step; the same seed, weights and tasks give the same tokens where the engine does. Requests
-    in flight and retries: `rollout.concurrency`, `rollout.retries`. on_trajectory, on_group: called as each ends (also
-    for the failed), in the event loop. When it is cancelled, every request in flight is released first. What was in
-    flight while the process stood still is sampled again.
+    in flight and retries: `rollout.concurrency`, `rollout.retries`. only: of each task, the indices of the samples that
+    are played; the others are left out of its group. on_sample, on_group: called as each ends (also for the failed), in
+    the event loop; a sample comes with the index of its task, and without what is scored by group. When it is
+    cancelled, every request in flight is released first. What was in flight while the process stood still is sampled
+    again.
 
     Raises UserError where too many calls of one synchronous function hang (`agentrl.threads`).
     """
     seen: Counter[str] = Counter()
     growing = []
-    for task in tasks:
-        growing.append(_Growing(task, seen[task.id] * n, samples=[None] * n, left=n))
+    wanted = [sorted(chosen) for chosen in only] if only is not None else [list(range(n))] * len(tasks)
+    for task, chosen in zip(tasks, wanted, strict=True):
+        growing.append(_Growing(task, seen[task.id] * n, samples=[None] * n, left=len(chosen)))
         seen[task.id] += 1
-    jobs = deque((group, index) for group in growing for index in range(n))
+    jobs = deque((place, index) for place, chosen in enumerate(wanted) for index in chosen)
 
     flying: set[OwnedTask] = set()
 
@@ -89,11 +93,12 @@ async def roll_out(
 
     async def work() -> None:
         while jobs:
-            group, index = jobs.popleft()
+            place, index = jobs.popleft()
+            group = growing[place]
             trajectory = await _sample(driver, group, index, seed, flying)
             group.samples[index] = trajectory
-            if on_trajectory is not None:
-                on_trajectory(trajectory)
+            if on_sample is not None:
+                on_sample(place, trajectory)
             group.left -= 1
             if group.left == 0:
                 group.whole = await _score(driver, group.group())
@@ -117,6 +122,7 @@ async def _sample(driver: Driver, group: _Growing, index: int, seed: Seed, flyin
     """Sample once, and again where the machinery failed; what failed before is kept in `extra["retried"]`. One that
     was in flight while the process stood still is as if it had never been. flying: told of what may be stopped."""
     failures: list[str] = []
+    spent: Counter[str] = Counter()  # by attempts that failed, as an endpoint counted it
     still = 0
     while True:
         request = driver.request(
@@ -140,8 +146,11 @@ async def _sample(driver: Driver, group: _Growing, index: int, seed: Seed, flyin
         if failure is None or trajectory.finish is FinishReason.ABORTED or len(failures) >= driver.limits.retries:
             break
         failures.append(f"{failure.boundary}: {failure.message}")
+        spent.update(trajectory.extra.get("usage", {}))
     if group.first or failures:
         extra = {**trajectory.extra, "retried": tuple(failures)} if failures else trajectory.extra
+        if spent:
+            extra = {**extra, "usage": dict(spent + Counter(extra.get("usage", {})))}
         trajectory = replace(trajectory, sample=index, extra=extra)
     return trajectory
 

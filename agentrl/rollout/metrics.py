@@ -5,10 +5,7 @@ from collections.abc import Iterable, Sequence
 
 from agentrl.rollout.compaction import COUNTS
 from agentrl.rollout.groups import Contrast, contrast
-from agentrl.trajectory import FinishReason, Group, ToolUse, Trajectory
-
-UNKNOWN = "unknown"
-"""The name in `tool/<name>/...` of every tool that a model called although it does not exist."""
+from agentrl.trajectory import UNKNOWN, FinishReason, Group, ToolUse, Trajectory
 
 
 def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:

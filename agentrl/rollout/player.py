@@ -1,7 +1,7 @@
 """`Player`: the parts that play tasks, put together from a recipe: environment, tools, model, chat, engine, driver."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -30,7 +30,7 @@ from agentrl.rollout.groups import roll_out
 from agentrl.rollout.hooks import STEP
 from agentrl.rollout.request import Seed
 from agentrl.rollout.scorer import Scorer
-from agentrl.trajectory import Group
+from agentrl.trajectory import Group, Trajectory
 
 CLOSE_SECONDS = 60.0
 """What the plugins of one kind may take to close, at the end of a run."""
@@ -154,9 +154,11 @@ class Player:
         """The most tokens of an opening prompt that leave room for an answer."""
         return min(self.recipe.rollout.max_tokens, self.engine.max_context) - 1
 
-    async def measure(self, tasks: Sequence[Task]) -> PromptLengths:
-        """Return the lengths of the tasks' opening prompts, and the most that fit."""
-        return await measure_prompts(self.env, self.toolbox.tools, self.chat, tasks, self.prompt_limit)
+    async def measure(self, tasks: Sequence[Task], max_tokens: int | None = None) -> PromptLengths:
+        """Return the lengths of the tasks' opening prompts, and the most that fit. max_tokens: in place of
+        `rollout.max_tokens`."""
+        most = self.prompt_limit if max_tokens is None else min(max_tokens, self.engine.max_context) - 1
+        return await measure_prompts(self.env, self.toolbox.tools, self.chat, tasks, most)
 
     async def play(
         self,
@@ -164,26 +166,28 @@ class Player:
         n: int,
         *,
         seed: Seed,
-        temperature: float | None = None,
+        limits: Mapping[str, Any] | None = None,
+        only: Sequence[Collection[int]] | None = None,
+        on_sample: Callable[[int, Trajectory], None] | None = None,
         on_group: Callable[[Group], None] | None = None,
         occasion: str = "",
     ) -> list[Group]:
-        """Return `n` samples of every task, groups in the order of `tasks`. temperature, occasion: as of `driver`."""
-        return await roll_out(self.driver(temperature, occasion), tasks, n, seed=seed, on_group=on_group)
+        """Return `n` samples of every task, groups in the order of `tasks`. limits, occasion: as of `driver`. only,
+        on_sample, on_group: as of `roll_out`."""
+        driver = self.driver(occasion, limits)
+        return await roll_out(driver, tasks, n, seed=seed, only=only, on_sample=on_sample, on_group=on_group)
 
-    def driver(self, temperature: float | None = None, occasion: str = "") -> Driver:
-        """Return what drives requests; `temperature` replaces that of the recipe. occasion: see `Driver`; sessions of a
-        run have ids of their own when no two drivers of it have the same."""
-        limits = self.recipe.rollout
-        if temperature is not None:
-            limits = limits.model_copy(update={"temperature": temperature})
+    def driver(self, occasion: str = "", limits: Mapping[str, Any] | None = None) -> Driver:
+        """Return what drives requests. occasion: see `Driver`; sessions of a run have ids of their own when no two
+        drivers of it have the same. limits: keys of the recipe's section `rollout` that have another value."""
+        section = self.recipe.rollout.model_copy(update=dict(limits or {}))
         options: dict[str, Any] = {
             "engine": self.engine,
             "chat": self.chat,
             "environment": self.env,
             "tools": self.toolbox.tools,
-            "limits": limits,
-            "scorer": Scorer(self.rewards, limits.turn_timeout),
+            "limits": section,
+            "scorer": Scorer(self.rewards, section.turn_timeout),
             "occasion": occasion,
         }
         if self.agent is None or self.gateway is None or self.recipe.agent is None:

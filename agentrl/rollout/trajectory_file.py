@@ -8,6 +8,7 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -201,25 +202,49 @@ def write_trajectories(
     learned: what the update made of each; empty where there was none. Raises InvariantError (a number is not finite),
     OSError.
     """
-    beside = path.with_name(f".{path.name}.new")
     learned = learned or [None] * len(rows)
+    with _writer(path) as writer:
+        for start, end in _pieces(rows):
+            writer.write_batch(_batch(rows[start:end], trajectories[start:end], learned[start:end]))
+
+
+def join_trajectories(path: Path, parts: Sequence[Path]) -> None:
+    """Write the samples of all `parts` as one file, by group and sample; of those that come twice, the last. `path` may
+    be one of the parts. Raises UserError: one of them is damaged."""
+    tables = [_table(part, SCHEMA.names) for part in parts]
+    every = pa.concat_tables(tables)
+    places = zip(every["group"].to_pylist(), every["sample"].to_pylist(), strict=True)
+    last = {place: index for index, place in enumerate(places)}
+    every = every.take(pa.array([last[place] for place in sorted(last)], pa.int64()))
+    rows = every.select(_TEXTS).to_pylist()
+    with _writer(path) as writer:
+        for start, end in _pieces(rows):
+            writer.write_table(every.slice(start, end - start), row_group_size=_PIECE)
+
+
+@contextmanager
+def _writer(path: Path) -> Iterator[pq.ParquetWriter]:
+    """Give what writes a file: aside, flushed to the disk, renamed, unless the block raises."""
+    beside = path.with_name(f".{path.name}.new")
     try:
         with pq.ParquetWriter(
             beside, SCHEMA, compression="zstd", use_dictionary=_FEW_VALUES, write_statistics=_SHORT, version="2.6"
         ) as writer:
-            for start, end in _pieces(rows):
-                writer.write_batch(_batch(rows[start:end], trajectories[start:end], learned[start:end]))
+            yield writer
         flush_file(beside)
         beside.replace(path)
     finally:
         beside.unlink(missing_ok=True)
 
 
+_TEXTS = ["task_data", "messages", "branches", "extra"]
+
+
 def _pieces(rows: Sequence[Row]) -> Iterator[tuple[int, int]]:
     """Yield the first and last + 1 of the rows of each row group."""
     start = letters = 0
     for index, row in enumerate(rows):
-        own = sum(len(row[name] or "") for name in ("task_data", "messages", "branches", "extra"))
+        own = sum(len(row[name] or "") for name in _TEXTS)
         if index > start and (index - start == _PIECE or letters + own > _CHARACTERS):
             yield start, index
             start, letters = index, 0
@@ -286,7 +311,12 @@ def read_rows(path: Path, columns: Sequence[str] | None = None) -> list[Row]:
 
     Raises UserError: the file is damaged, of a later version, or something else.
     """
-    wanted = list(SCHEMA.names if columns is None else columns)
+    found: list[Row] = _table(path, list(SCHEMA.names if columns is None else columns)).to_pylist()
+    return found
+
+
+def _table(path: Path, wanted: list[str]) -> pa.Table:
+    """Return columns of a file. Raises UserError as `read_rows` does."""
     try:
         with pq.ParquetFile(path) as file:
             version = (file.schema_arrow.metadata or {}).get(_ABOUT, b"").decode(errors="replace")
@@ -300,8 +330,7 @@ def read_rows(path: Path, columns: Sequence[str] | None = None) -> list[Row]:
             for name in wanted:
                 if name not in file.schema_arrow.names or file.schema_arrow.field(name).type != SCHEMA.field(name).type:
                     raise UserError(f"{path}: damaged: its column {name} is missing or of another type")
-            rows: list[Row] = file.read(wanted, use_threads=False).to_pylist()
-            return rows
+            return file.read(wanted, use_threads=False)
     except (OSError, ValueError, pa.ArrowException) as error:
         raise UserError(_unreadable(path, error)) from error
 

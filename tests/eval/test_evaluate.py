@@ -3,6 +3,7 @@
 import importlib
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,13 +15,19 @@ from train_help import small
 import agentrl
 from agentrl.cli import main
 from agentrl.errors import UserError
-from agentrl.eval.evaluate import Evaluation
+from agentrl.eval import folder as folder_module
+from agentrl.eval.evaluate import Evaluation, done
+from agentrl.eval.folder import EvaluationFolder, Keeper
 from agentrl.eval.held_out import HeldOut
+from agentrl.eval.outcome import Outcome, outcomes_of
 from agentrl.eval.progress import Progress
-from agentrl.eval.result import parts
+from agentrl.eval.result import cost, summarize
 from agentrl.eval.show import show, too_low
+from agentrl.plugins.types import Task
+from agentrl.recipe.schema import Recipe
 from agentrl.rollout.player import Player
 from agentrl.rollout.trajectory_file import read_records
+from agentrl.trajectory import Boundary, Failure, FinishReason, Trajectory
 
 RECIPE = str(RECIPES / "gsm8k_tool.yaml")
 SMALL = ["eval.tasks=3", "rollout.max_turns=4"]
@@ -99,6 +106,10 @@ def test_the_command_writes_what_it_shows(tmp_path: Path, capsys: pytest.Capture
     assert kept[0]["task"] in capsys.readouterr().out
     assert main.run(arguments) == 2
     assert "holds conversations already" in capsys.readouterr().err
+    lines = [json.loads(line) for line in (tmp_path / "kept" / "tasks.jsonl").read_text().splitlines()]
+    assert [(one["split"], one["samples"]) for one in lines] == [("large", 2)] * 3
+    assert sum(one["solved"] for one in lines) == 6 * result["accuracy"]
+    assert json.loads((tmp_path / "kept" / "evaluation.json").read_text()) == found
 
 
 def test_an_accuracy_that_is_too_low_is_told(evaluation: Evaluation) -> None:
@@ -107,26 +118,23 @@ def test_an_accuracy_that_is_too_low_is_told(evaluation: Evaluation) -> None:
     assert too_low(evaluation, {"test": min(1.0, low + 0.01)}) == [
         f"test: accuracy {low:.1%} is below {min(1.0, low + 0.01):.1%} (--fail-below)"
     ]
-    with pytest.raises(UserError, match="tets was not evaluated; did you mean 'test'"):
-        too_low(evaluation, {"tets": 0.5})
 
 
 def test_parts_of_a_split_are_those_of_a_field() -> None:
     groups = make_groups([[1.0, 1.0], [0.0, 1.0], [0.0, 0.0]])
-    for group, kind in zip(groups, ("a", "b", "a"), strict=True):
-        group.task.data["kind"] = kind
-    found = parts(groups, "kind", lambda t: t.reward == 1.0)
+    kinds = ("a", "b", "a")
+    outcomes = outcomes_of(groups, lambda t: t.reward == 1.0)
+    outcomes = [replace(one, data={"kind": kinds[one.group]}) for one in outcomes]
+    found = summarize("test", outcomes, by="kind").by
     assert [(value, part.tasks, part.samples, part.accuracy.value) for value, part in found.items()] == [
         ("a", 2, 4, 0.5),
         ("b", 1, 2, 0.5),
     ]
     assert found["a"].accuracy.high - found["a"].accuracy.low > 0.5
-    assert parts(groups, "other", lambda t: True) == {}
+    assert summarize("test", outcomes, by="other").by == {}
 
 
 def test_a_recipe_and_its_file_evaluate_alike() -> None:
-    from agentrl.recipe.schema import Recipe
-
     by_path = agentrl.evaluate(RECIPE, overrides=SMALL, splits=["test"])
     assert by_path == agentrl.evaluate(Recipe.load(RECIPE, SMALL), splits=["test"])
 
@@ -160,11 +168,12 @@ def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--json", "."], "--json .: cannot be written: it is a folder"),
         (["eval.tasks=0"], "eval.tasks"),
         (["--by", "knid"], "--by knid: the tasks of test have no such field; did you mean 'kind'?"),
-        (["--keep", "/dev/null/x"], "--keep /dev/null/x: cannot be made: Not a directory"),
+        (["--keep", "/dev/null/x"], "--output /dev/null/x: cannot be made: Not a directory"),
         (
             ["--fail-below", "test=90"],
             "--fail-below test=90: expected a split and a share from 0 to 1",
         ),
+        (["--fail-below", "tset=0.9"], "--fail-below: tset is not evaluated, but test, phrasing, large; did you mean"),
         (["env.source=nowhere.jsonl"], "env.source: there is no file nowhere.jsonl"),
     ],
 )
@@ -228,3 +237,94 @@ def test_progress_shows_what_an_engine_does_as_it_starts():
     assert "the server loads [weights]" in said
     assert "server at http://127.0.0.1:1 is ready" in said
     assert "1/2" in said
+
+
+def test_an_evaluation_that_was_cut_short_plays_what_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its samples are those of one that was never cut short: the seeds are of the task and sample."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(folder_module, "PART_SECONDS", 0.0)
+    monkeypatch.setattr(folder_module, "PART_SHARE", 0.0)
+    whole = agentrl.evaluate(RECIPE, overrides=SMALL, samples=2, splits=["test"], keep="whole")
+    asked = HeldOut.solved
+    count = 0
+
+    def stopped(self: HeldOut, trajectory: Trajectory) -> bool:
+        nonlocal count
+        count += 1
+        if count > 3:
+            raise UserError("stopped")
+        return asked(self, trajectory)
+
+    monkeypatch.setattr(HeldOut, "solved", stopped)
+    assert main.run(["eval", RECIPE, *SMALL, "--samples", "2", "--split", "test", "--output", "cut"]) == 2
+    assert "agentrl eval --resume cut" in capsys.readouterr().err
+    store = EvaluationFolder.existing(Path("cut"))
+    assert len(store.parts("test")) >= 3
+    assert len(store.stored("test")) == 3
+    monkeypatch.setattr(HeldOut, "solved", asked)
+    more = ["eval.tasks=4", "--split", "large", "--json", "resumed.json"]
+    assert main.run(["eval", "--resume", "cut", *more]) == 0
+    assert store.parts("test") == [store.file("test")]
+    found = {(one["task"], one["sample"]): one for one in read_records(store.file("test"), tokens=True)}
+    for one in read_records(Path("whole/trajectories/eval_test_0.parquet"), tokens=True):
+        other = found[one["task"], one["sample"]]
+        assert (one["ids"], one["reward"], one["group"]) == (other["ids"], other["reward"], other["group"])
+    assert len(found) == 8
+    results = json.loads(Path("resumed.json").read_text())["splits"]
+    assert {split: (one["tasks"], one["samples"]) for split, one in results.items()} == {
+        "test": (4, 8),
+        "large": (4, 8),
+    }
+    assert whole["test"].samples == 6
+
+
+@pytest.mark.usefixtures("no_model")
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["rollout.temperature=0"], "rollout.temperature cannot change: what was played stays part of the result"),
+        (["eval.tasks=2"], "eval.tasks=2 is less than the 3 that were asked for"),
+        (["eval.samples=2", "--samples", "0"], "Invalid value for '--samples'"),
+        (["recipe.yaml"], "only KEY=VALUE may follow"),
+        (["--model", "other"], "leave out the other options"),
+    ],
+)
+def test_what_was_played_stays_what_it_was(
+    arguments: list[str], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    EvaluationFolder.new(tmp_path).begin(Recipe.load(RECIPE, SMALL))
+    assert main.run(["eval", "--resume", str(tmp_path), *arguments]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_samples_that_failed_are_played_again(tmp_path: Path) -> None:
+    """Samples are kept whatever becomes of the evaluation; those that failed are replaced."""
+    store = EvaluationFolder.new(tmp_path / "kept")
+    store.begin(small())
+    made = [t for group in make_groups([[1.0, 0.0], [1.0, 1.0]]) for t in group.trajectories]
+    lost = replace(made[1], failure=Failure(Boundary.ENGINE, "gone"), finish=FinishReason.ERROR, rewards={})
+    keeper = Keeper(store, "test", lambda t: "env")
+    for place, t in ((0, made[0]), (0, lost), (1, made[2]), (1, made[3])):
+        keeper.add(t, Outcome.of(t, place, None if t is lost else t.reward > 0))
+    keeper.flush()
+    store.join("test")
+    tasks = [Task("t", {}), Task("t", {})]
+    assert sorted(done(store, "test", tasks, together=False)) == [(0, 0), (1, 0), (1, 1)]
+    assert sorted(done(store, "test", tasks, together=True)) == [(1, 0), (1, 1)]
+    with pytest.raises(UserError, match="task t of test is not at its place"):
+        done(store, "test", tasks[:1], together=False)
+    again = Keeper(store, "test", lambda t: "env")
+    again.add(made[1], Outcome.of(made[1], 0, False))
+    again.flush()
+    store.join("test")
+    assert [(one.group, one.sample, one.solved) for one in store.stored("test")] == [
+        (0, 0, True), (0, 1, False), (1, 0, True), (1, 1, True),
+    ]  # fmt: skip
+
+
+def test_what_tokens_cost() -> None:
+    usage = {"input": 3_000_000, "cached_input": 1_000_000, "output": 500_000}
+    assert cost(usage, {"input": 1.0, "cached_input": 0.1, "output": 8.0}) == pytest.approx(2.0 + 0.1 + 4.0)
+    assert cost(usage, {"input": 1.0}) == pytest.approx(3.0)

@@ -186,7 +186,7 @@ def test_a_runs_folder_stands_for_its_best_checkpoint(
     best = json.loads((folder / "checkpoints" / "best.json").read_text())
     small_ones = ["eval.tasks=4", "--split", "validation", "--json", str(found)]
     given = [str(folder)] if recipe is None else [recipe, "--model", str(folder)]
-    assert main.run(["eval", *given, *small_ones]) == 0
+    assert main.run(["eval", *given, *small_ones, "--no-keep"]) == 0
     said = json.loads(found.read_text())
     assert said["model"] == str(folder / "checkpoints" / best["path"])
     if recipe is None:  # whose limits of a conversation differ from those of the run

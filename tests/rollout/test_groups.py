@@ -109,12 +109,12 @@ async def test_a_slow_tool_delays_its_own_request_alone():
             await others.wait()
         return "ok"
 
-    def note(trajectory):
+    def note(_, trajectory):
         ended.append(trajectory.task.id)
         if len(ended) == 8:
             others.set()
 
-    await roll_out(make_driver(two_turns, tools=[Echo(execute=execute)]), TASKS, 4, on_trajectory=note)
+    await roll_out(make_driver(two_turns, tools=[Echo(execute=execute)]), TASKS, 4, on_sample=note)
     assert ended[8:] == ["t0"] * 4
 
 
@@ -266,3 +266,13 @@ async def test_a_record_is_json_and_holds_what_happened():
     failed = record(row(await driver.drive(driver.request(task, 0))))
     assert failed["failure"]["boundary"] == "reward"
     assert failed["reward"] is None
+
+
+async def test_only_the_samples_that_are_asked_for_are_played():
+    ended = []
+    driver = make_driver(two_turns, tools=[Echo()])
+    groups = await roll_out(
+        driver, TASKS, 4, only=[[1, 3], [], [0]], on_sample=lambda place, t: ended.append((place, t.sample))
+    )
+    assert [[t.sample for t in group.trajectories] for group in groups] == [[1, 3], [], [0]]
+    assert sorted(ended) == [(0, 1), (0, 3), (2, 0)]

@@ -41,6 +41,26 @@ def test_one_environment_class_in_both_trainers() -> None:
     assert re.search(r"(?:  +[\d.]+){3} +TRL ends in step \d: ConnectionError", faults), faults
 
 
+@pytest.mark.long
+def test_intervals_cover_and_tests_find_what_they_say() -> None:
+    """With 400 simulations a share is off by up to 3 points, twice its standard error."""
+    said = table("intervals.py", "--runs", "400")
+    cells = [[cell.strip() for cell in line.split("│")[1:-1]] for line in said.splitlines() if line.startswith("│")]
+    accuracy = [row for row in cells if len(row) == 5 and row[0] in ("128", "500")]
+    power = [row for row in cells if len(row) == 5 and row not in accuracy]
+    compared = {tuple(row[:4]): row[4:] for row in cells if len(row) == 7}
+    assert (len(accuracy), len(power), len(compared)) == (8, 12, 70)
+    assert min(share(row[2]) for row in accuracy) >= 0.90
+    assert min(share(row[0]) for row in compared.values()) >= 0.90
+    assert max(share(row[1]) for key, row in compared.items() if key[3] == "0") <= 0.08
+    assert share(compared["500", "1", "30 % differ", "10"][1]) >= 0.9
+    assert min(share(row[4]) for row in power) >= 0.7
+
+
+def share(text: str) -> float:
+    return float(text.rstrip("%")) / 100
+
+
 async def test_the_environment_of_both_raises_and_pays_as_planned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(FOLDER))
     import vs_trl

@@ -49,7 +49,7 @@ def test_real_rows_go_through_training_and_evaluation(tmp_path: Path, capsys: py
     found = tmp_path / "found.json"
     code = main.run(
         ["eval", RECIPE, f"env.source={tmp_path / 'test.jsonl'}", "--model", str(run / "checkpoints" / "step_2"),
-         "--json", str(found), *SMALL]
+         "--json", str(found), "--no-keep", *SMALL]
     )  # fmt: skip
     assert code == 0
     result = json.loads(found.read_text())["splits"]["test"]
@@ -98,7 +98,7 @@ def test_a_test_file_alone_can_be_evaluated_but_not_trained_on(
     source = write(tmp_path / "test.jsonl", ROWS)
     assert main.run(["train", RECIPE, f"env.source={source}", *SMALL]) == 2
     assert "nothing to train on" in capsys.readouterr().err
-    assert main.run(["eval", RECIPE, f"env.source={source}", "eval.tasks=1"]) == 0
+    assert main.run(["eval", RECIPE, f"env.source={source}", "eval.tasks=1", "--no-keep"]) == 0
 
 
 @pytest.mark.slow

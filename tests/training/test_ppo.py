@@ -96,7 +96,8 @@ def test_an_evaluation_asks_the_reward_model_where_it_can(run: TrainResult, clas
     assert asked["test"].accuracy == without["test"].accuracy
     assert asked["test"].reward != without["test"].reward
     (tmp_path / "recipe.yaml").write_text(dump_recipe(recipe))
-    assert main.run(["eval", str(tmp_path / "recipe.yaml"), "--json", str(tmp_path / "found.json")]) == 0
+    given = ["eval", str(tmp_path / "recipe.yaml"), "--no-keep", "--json", str(tmp_path / "found.json")]
+    assert main.run(given) == 0
     assert f'"reward": {asked["test"].reward}'[:15] in (tmp_path / "found.json").read_text()
 
 

@@ -11,6 +11,8 @@ from agentrl.engine.base import Engine, EngineError, Generation, GenerationFinis
 from agentrl.errors import UserError, nearest
 
 FOREVER = 1 << 30  # tokens: the endpoint limits its context itself
+PRICES = ("input", "cached_input", "output")
+"""Kinds of tokens that have prices."""
 LINE = 300  # maximum characters of an endpoint's error that are kept
 
 
@@ -21,9 +23,10 @@ class OpenAIEngine(Engine):
     None: OpenAI's. api_key_env: the environment variable with the key, which an endpoint with a `base_url` may not
     need. timeout: seconds per completion. retries: after status 429 or 5xx and lost connections, with growing pauses.
     max_tokens_key: the endpoint's name for the maximum tokens of a completion; None: `max_tokens`, at OpenAI
-    `max_completion_tokens`. extra: further keys of the request's body.
+    `max_completion_tokens`. extra: further keys of the request's body. prices: what a million tokens cost, for
+    `agentrl eval`, by PRICES; `cached_input` without a price costs what input does.
 
-    Raises UserError if OpenAI's key is not set.
+    Raises UserError if OpenAI's key is not set, or a price is none.
     """
 
     brings_chat = True  # no model and no tokenizer are loaded
@@ -39,7 +42,9 @@ class OpenAIEngine(Engine):
         retries: int = 5,
         max_tokens_key: str | None = None,
         extra: dict[str, Any] | None = None,
+        prices: dict[str, float] | None = None,
     ) -> None:
+        _check_prices(prices or {})
         key = os.environ.get(api_key_env, "")
         if not key and base_url is None:
             raise UserError(f"engine openai: {api_key_env} is not set in the environment (engine.args.api_key_env)")
@@ -103,7 +108,7 @@ class OpenAIEngine(Engine):
         ids = self._ledger.add((turn,), tokens)
         self._known.setdefault(request_id, []).append(ids[0])
         finish = GenerationFinish.LENGTH if choice.finish_reason == "length" else GenerationFinish.STOP
-        return Generation(ids, [0.0] * len(ids), finish)
+        return Generation(ids, [0.0] * len(ids), finish, usage=_usage(answer.usage))
 
     def _connected(self) -> Any:
         """Return the client of the running event loop; it is made on first use."""
@@ -167,3 +172,23 @@ class OpenAIEngine(Engine):
 
 def _line(error: Exception) -> str:
     return " ".join(str(error).split())[:LINE]
+
+
+def _usage(counted: Any) -> dict[str, int]:
+    """Return the tokens that an endpoint counted; empty where it says nothing."""
+    if counted is None:
+        return {}
+    details = getattr(counted, "prompt_tokens_details", None)
+    cached = getattr(details, "cached_tokens", None) or 0
+    return {"input": counted.prompt_tokens or 0, "cached_input": cached, "output": counted.completion_tokens or 0}
+
+
+def _check_prices(prices: Any) -> None:
+    if not isinstance(prices, dict) or not prices.keys() <= set(PRICES):
+        unknown = next((str(key) for key in prices if key not in PRICES), "") if isinstance(prices, dict) else ""
+        raise UserError(
+            f"engine.args.prices: expected prices of a million tokens by {', '.join(PRICES)}{nearest(unknown, PRICES)}"
+        )
+    for key, price in prices.items():
+        if isinstance(price, bool) or not isinstance(price, int | float) or not 0 <= price < float("inf"):
+            raise UserError(f"engine.args.prices.{key}: expected a number of at least 0, got {price!r}")

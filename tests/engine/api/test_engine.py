@@ -150,6 +150,12 @@ async def test_what_is_known_at_the_start_is_said_in_a_line(monkeypatch):
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
     with pytest.raises(UserError, match="OPENAI_API_KEY is not set"):
         OpenAIEngine(model="m")
+    for prices, words in (
+        ({"inptu": 1}, "prices of a million tokens by .*did you mean 'input'"),
+        ({"input": -1}, "got -1"),
+    ):
+        with pytest.raises(UserError, match=words):
+            OpenAIEngine(model="m", base_url="http://x", prices=prices)
     monkeypatch.setenv("MY_KEY", "secret")
     async with Endpoint(lambda body: completion("4")) as endpoint:
         for name, words in (("god-model", "has no model 'god-model'; did you mean 'good-model'"), ("forbidden", "key")):
@@ -194,9 +200,17 @@ def test_eval_plays_the_recipes_tasks_and_tools_through_the_endpoint(tmp_path, c
         overrides = ["engine.name=openai", "engine.args.model=good-model", f"engine.args.base_url={ready[0]}"]
         out = tmp_path / "result.json"
         recipe = "recipes/gsm8k_tool.yaml"
-        assert run(["eval", recipe, *overrides, "eval.tasks=6", "--split", "test", "--json", str(out)]) == 0
-        assert json.loads(out.read_text())["splits"]["test"]["accuracy"] == 1.0
-        assert "good-model" in capsys.readouterr().out
+        overrides += ["engine.args.prices.input=2", "engine.args.prices.output=10"]
+        asked = ["eval", recipe, *overrides, "eval.tasks=6", "--split", "test", "--output", str(tmp_path / "kept")]
+        assert run([*asked, "--json", str(out)]) == 0
+        found = json.loads(out.read_text())["splits"]["test"]
+        assert found["accuracy"] == 1.0
+        turns = round(found["turns"] * 6)
+        assert found["usage"] == {"input": 5 * turns, "output": 7 * turns}
+        assert found["cost"] == pytest.approx((2 * 5 + 10 * 7) * turns / 1e6)
+        said = capsys.readouterr().out
+        assert "good-model" in said
+        assert "cost" in said
         assert run(["train", recipe, *overrides]) == 2
         assert "cannot be trained" in capsys.readouterr().err
     finally:

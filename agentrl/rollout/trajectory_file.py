@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -286,7 +287,30 @@ def read_rows(path: Path, columns: Sequence[str] | None = None) -> list[Row]:
 
     Raises UserError: the file is damaged, of a later version, or something else.
     """
-    wanted = list(SCHEMA.names if columns is None else columns)
+    rows: list[Row] = _table(path, SCHEMA.names if columns is None else columns).to_pylist()
+    return rows
+
+
+def read_columns(
+    path: Path, facts: Sequence[str], tokens: Sequence[str]
+) -> tuple[list[Row], dict[str, list[npt.NDArray[Any]]]]:
+    """Return the rows of a Parquet file by columns of FACTS, and by name columns of TOKENS: an array [T] a row.
+
+    Raises UserError: as `read_rows`; a row has no array.
+    """
+    table = _table(path, [*facts, *tokens])
+    columns: dict[str, list[npt.NDArray[Any]]] = {}
+    for name in tokens:
+        column = table[name].combine_chunks()
+        if column.null_count or column.values.null_count:
+            raise UserError(f"{path}: damaged: its column {name} has nulls; move the file away")
+        values, ends = column.values.to_numpy(), column.offsets.to_numpy()
+        columns[name] = [values[start:end].copy() for start, end in pairwise(ends.tolist())]
+    rows: list[Row] = table.select(list(facts)).to_pylist()
+    return rows, columns
+
+
+def _table(path: Path, wanted: Sequence[str]) -> pa.Table:
     try:
         with pq.ParquetFile(path) as file:
             version = (file.schema_arrow.metadata or {}).get(_ABOUT, b"").decode(errors="replace")
@@ -300,8 +324,7 @@ def read_rows(path: Path, columns: Sequence[str] | None = None) -> list[Row]:
             for name in wanted:
                 if name not in file.schema_arrow.names or file.schema_arrow.field(name).type != SCHEMA.field(name).type:
                     raise UserError(f"{path}: damaged: its column {name} is missing or of another type")
-            rows: list[Row] = file.read(wanted, use_threads=False).to_pylist()
-            return rows
+            return file.read(list(wanted), use_threads=False)
     except (OSError, ValueError, pa.ArrowException) as error:
         raise UserError(_unreadable(path, error)) from error
 

@@ -1,0 +1,118 @@
+"""What is done with stored rollouts, on one small run: its updates repeated, its rewards computed again, its
+conversations played again and gone on with."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from paths import ROOT
+from safetensors.torch import load_file
+from train_help import metrics, records, small, steady
+
+import agentrl
+from agentrl.cli import main
+from agentrl.errors import UserError
+from agentrl.recipe.schema import Recipe
+from agentrl.rollout.stored import training_files
+from agentrl.rollout.trajectory_file import read_rows
+from agentrl.training.run import TrainResult, resume_run, told_of_stored
+
+pytestmark = pytest.mark.slow
+
+
+FUNCTIONS = ["reward_functions:picky", "reward_functions:places"]
+
+
+def job(output: Path, **changes: object) -> Recipe:
+    """What an update reads is all in it: rewards that fail, several updates a step, a KL in the reward, decay."""
+    return small(
+        output,
+        **{
+            "rewards": {
+                "functions": ["reward_functions:picky", "reward_functions:places"],
+                "weights": {"places": 0.01},
+            },
+            "rollout__retries": 0,
+            "algorithm": {"kl_coef": 0.01, "kl_in": "reward"},
+            "train__mini_batches": 2,
+            "train__epochs": 2,
+            "train__schedule": "cosine",
+            "eval__splits": [],
+            **changes,
+        },
+    )
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> TrainResult:
+    return agentrl.train(job(tmp_path_factory.mktemp("stored") / "run"))
+
+
+def equal_weights(one: TrainResult, other: TrainResult) -> bool:
+    ours, theirs = (load_file(result.checkpoint / "model.safetensors") for result in (one, other))
+    return all(torch.equal(value, theirs[name]) for name, value in ours.items())
+
+
+# agentrl train --from
+
+
+def test_updates_are_repeated_to_the_bit(run: TrainResult, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    failed = [t for step in (1, 2, 3) for t in records(run.folder, f"step_{step}") if t["failure"]]
+    assert failed, "groups are to lack samples"
+    again = agentrl.train(job(tmp_path / "again"), stored=[str(run.folder)])
+    assert equal_weights(run, again)
+    said = capsys.readouterr().out
+    assert "trains on 3 of 3 stored steps" in said
+    assert "to the bit" not in said
+    for ours, theirs in zip(metrics(again.folder)[1:], metrics(run.folder)[1:], strict=True):
+        assert steady(ours) == steady(theirs)
+    for step in (1, 2, 3):
+        name = f"trajectories/step_{step}.parquet"
+        assert read_rows(again.folder / name) == read_rows(run.folder / name)
+
+
+def test_an_interrupted_repetition_goes_on(
+    run: TrainResult, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = agentrl.train(job(tmp_path / "run"), stored=[str(run.folder / "trajectories" / "step_1.parquet")])
+    assert first.steps == 1
+    said = capsys.readouterr().out
+    assert "trains on 1 of 1 stored steps; the learning rates are those of train.steps 3" in said
+    with pytest.raises(UserError, match="step 1 of 1 is done; no more steps are stored"):
+        resume_run(str(first.folder))
+    assert equal_weights(run, resume_run(str(first.folder), stored=[str(run.folder)]))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (["--from", "nowhere", "RECIPE"], "error: nowhere: there is no such file or folder"),
+        (["--from", "RUN", "--resume", "RUN"], "error: --from: the run that is resumed samples its rollouts"),
+        (["--from", "RUN/trajectories/step_1.parquet"], "error: train needs a recipe"),
+        (["--from", "RUN", "model.path=TINY", "rollout.n=x"], "error: command line: rollout.n"),
+    ],
+)
+def test_what_cannot_be_repeated_is_one_line(
+    arguments: list[str], why: str, run: TrainResult, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = {"RUN": str(run.folder), "RECIPE": str(ROOT / "recipes" / "gsm8k_tool.yaml")}
+    given = arguments
+    for name, value in names.items():
+        given = [text.replace(name, value) for text in given]
+    assert main.run(["train", *given]) == 2
+    assert capsys.readouterr().err.startswith(why)
+
+
+def test_it_is_said_why_updates_differ(run: TrainResult, tmp_path: Path) -> None:
+    recipe = Recipe.load(str(run.folder / "recipe.yaml"))
+    files = training_files([str(run.folder)])
+    assert told_of_stored([str(run.folder)], files, recipe) == ["trains on 3 of 3 stored steps"]
+    other = Recipe.load(str(run.folder / "recipe.yaml"), ["train.lr=0.1", "rollout.concurrency=3"])
+    copy = Path(shutil.copytree(run.folder, tmp_path / "copy", ignore=shutil.ignore_patterns("step_1.parquet")))
+    (copy / "recipe.resumed_1.yaml").write_text((copy / "recipe.yaml").read_text())
+    _, line = told_of_stored([str(copy)], training_files([str(copy)]), other)
+    assert line == (
+        f"not the updates of {copy} to the bit: changed since the run began: train.lr 0.001 -> 0.1; it was resumed "
+        "with other recipes; not all of its steps are stored whole (track.trajectories)"
+    )

@@ -148,15 +148,15 @@ def row(
                 "seconds": round(use.seconds, 6),
                 "error": None if use.error is None else _line(use.error),
                 "cut": use.cut,
-                "metrics": _json(use.metrics) if use.metrics else "{}",
+                "metrics": as_json(use.metrics) if use.metrics else "{}",
             }
             for use in t.tool_uses
         ],
         "seconds": {name: round(t.seconds.get(name, 0.0), 6) for name in _SECONDS},
-        "task_data": _json(t.task.data),
-        "messages": _json(t.messages),
-        "branches": _json(t.branches) if t.branches else None,
-        "extra": _json({key: _lines(value) for key, value in t.extra.items()}),
+        "task_data": as_json(t.task.data),
+        "messages": as_json(t.messages),
+        "branches": as_json(t.branches) if t.branches else None,
+        "extra": as_json({key: _lines(value) for key, value in t.extra.items()}),
     }
     _check_finite(found)
     return _without(found, secrets) if secrets else found
@@ -450,7 +450,7 @@ def _path(index: int, parents: Sequence[int]) -> list[int]:
     return found[::-1]
 
 
-def _json(value: Any) -> str:
+def as_json(value: Any) -> str:
     """Return anything as JSON: see `_written`. Lone surrogates, which UTF-8 does not have, stand as escapes."""
     plain = value
     try:

@@ -13,6 +13,7 @@ from train_help import metrics, records, small, steady
 import agentrl
 from agentrl.cli import main
 from agentrl.errors import UserError
+from agentrl.offline.rescore import rescore
 from agentrl.recipe.schema import Recipe
 from agentrl.rollout.stored import training_files
 from agentrl.rollout.trajectory_file import read_rows
@@ -116,3 +117,61 @@ def test_it_is_said_why_updates_differ(run: TrainResult, tmp_path: Path) -> None
         f"not the updates of {copy} to the bit: changed since the run began: train.lr 0.001 -> 0.1; it was resumed "
         "with other recipes; not all of its steps are stored whole (track.trajectories)"
     )
+
+
+# agentrl rescore
+
+
+def test_the_same_recipe_flips_nothing(run: TrainResult, tmp_path: Path) -> None:
+    found = rescore(run.folder, output=str(tmp_path / "same"))
+    assert [one for one in found.samples if one.changed] == []
+    assert (found.computed, found.kept) == (("picky", "places"), ("answer", "noise"))
+    for step in (1, 2, 3):
+        ours, theirs = (records(folder, f"step_{step}") for folder in (found.folder, run.folder))
+        for one, other in zip(ours, theirs, strict=True):
+            assert one | {"left_out": None} == other | {"left_out": None}
+        assert {one["left_out"] for one in ours} <= {None, "failed"}
+
+
+def test_changed_rewards_are_computed_from_stored_conversations(
+    run: TrainResult, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ['rewards.functions=[{name: "reward_functions:strict", part: answer}]', "rewards.weights={noise: 2}"]
+    assert main.run(["rescore", str(run.folder), *given, "--step", "2"]) == 0
+    said = capsys.readouterr().out
+    assert "computed: answer; kept as stored, of environment and tools: noise" in said
+    folder = run.folder / "rescored-001"
+    assert [path.name for path in (folder / "trajectories").iterdir()] == ["step_2.parquet"]
+    former = {t["request"]: t for t in records(run.folder, "step_2")}
+    for t in records(folder, "step_2"):
+        old = former[t["request"]]
+        if old["failure"] is not None:
+            assert t["failure"] == old["failure"]
+        else:
+            answer = old["rewards"]["answer"] - 2 * len(old["turns"])
+            assert t["rewards"] == pytest.approx({"answer": answer, "noise": old["rewards"]["noise"]})
+            assert t["reward"] == pytest.approx(answer + 2 * old["rewards"]["noise"])
+    assert Recipe.load(str(folder / "recipe.yaml")).rewards.weights == {"noise": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (["nowhere"], "error: nowhere: not a folder with stored rollouts (trajectories/ is missing)"),
+        (["RUN", "--step", "9"], "error: --step 9: not stored in RUN; stored are 1-3"),
+        (["RUN", "--split", "trian"], "error: --split trian: nothing of it is stored in RUN; did you mean 'train'?"),
+        (["RUN", "--output", "RUN"], "error: output: RUN already holds a run"),
+        (["RUN", "rewards.weights.nois=2"], "error: rewards.weights: no stored rollout has the part 'nois'"),
+        (["RUN", "rewards.functions=[reward_functions:nothing]"], "error: "),
+        (["RUN", "--recipe", "nowhere.yaml"], "error: nowhere.yaml"),
+    ],
+)
+def test_what_cannot_be_rescored_is_one_line(
+    arguments: list[str], why: str, run: TrainResult, capsys: pytest.CaptureFixture[str]
+) -> None:
+    there = set(run.folder.iterdir())
+    assert main.run(["rescore", *(text.replace("RUN", str(run.folder)) for text in arguments)]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(why.replace("RUN", str(run.folder)))
+    assert said.count("\n") == 1
+    assert set(run.folder.iterdir()) == there

@@ -56,3 +56,8 @@ def picky(sample) -> float:
     if sample.tokens % 7 == 0:
         raise ValueError("a length that I do not like")
     return len(sample.answer) / 100
+
+
+def strict(sample) -> float:
+    """Takes 2 off a turn."""
+    return -2.0 * sample.turns

@@ -24,6 +24,7 @@ from agentrl.cli.listing import LISTED, list_command
 from agentrl.cli.new import new_app
 from agentrl.cli.recipes import recipes_command
 from agentrl.cli.rescore import rescore_command
+from agentrl.cli.rollout import rollout_command
 from agentrl.cli.serve import serve_command
 from agentrl.cli.sft import sft_command
 from agentrl.cli.show import show_command
@@ -73,6 +74,7 @@ app.command("try")(try_command)
 app.command("serve")(serve_command)
 app.command("chat")(chat_command)
 app.command("show")(show_command)
+app.command("rollout")(rollout_command)
 app.command("rescore")(rescore_command)
 app.add_typer(new_app, name="new")
 app.command("data")(data_command)

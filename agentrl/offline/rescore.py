@@ -34,7 +34,7 @@ from agentrl.rollout.journal import Journal
 from agentrl.rollout.model_reward import ModelReward, translation
 from agentrl.rollout.scorer import Scorer
 from agentrl.rollout.stored import StoredSample, as_groups, chosen_files, read_samples
-from agentrl.rollout.trajectory_file import Row, Stored, read_rows
+from agentrl.rollout.trajectory_file import TRAIN, Row, Stored, read_rows
 from agentrl.threads import check_abandoned
 from agentrl.trajectory import Group, Trajectory
 
@@ -268,7 +268,7 @@ class _Work:
         if file.evaluation:
             self.journal.evaluation(file.split, file.step, scored, partial(solved_by, self.env))
         else:
-            self.journal.step(file.step, scored)
+            self.journal.step(file.step, scored, split=next((s.facts["split"] for s in samples), TRAIN))
         after = {t.request_id: t for group in scored for t in (*group.trajectories, *group.failed)}
         return [
             Change(file, t.task.id, t.sample, t.request_id, before[t.request_id], self._scores(after[t.request_id]))

@@ -186,7 +186,8 @@ def _prepare_tasks(start: Start, player: Player) -> tuple[HeldOut, TaskSampler]:
     held_out, notes = start.interrupts.run(lambda: HeldOut.prepare(player, recipe, checked.splits, checked.choosing))
     sampler = TaskSampler(len(checked.tasks), recipe.train.seed)
     if not start.stored:
-        notes += _exclude_long(recipe, player, checked.tasks, sampler, start.interrupts)
+        needed = recipe.train.steps * recipe.rollout.tasks
+        notes += exclude_long(player, checked.tasks, needed, sampler, start.interrupts)
     if checked.choosing in checked.splits and 0 < recipe.eval.every < recipe.train.steps:
         notes.append(
             f"the best checkpoint is chosen on {checked.choosing}, which is also reported and therefore biased upwards"
@@ -197,12 +198,13 @@ def _prepare_tasks(start: Start, player: Player) -> tuple[HeldOut, TaskSampler]:
     return held_out, sampler
 
 
-def _exclude_long(
-    recipe: Recipe, player: Player, tasks: Sequence[Task], sampler: TaskSampler, interrupts: Interrupts
+def exclude_long(
+    player: Player, tasks: Sequence[Task], needed: int, sampler: TaskSampler, interrupts: Interrupts
 ) -> list[str]:
-    """Measure the prompts of the tasks that this run will use, exclude those that are too long; return a note."""
-    need = min(recipe.train.steps * recipe.rollout.tasks, len(tasks))
-    probe = TaskSampler(len(tasks), recipe.train.seed)
+    """Measure the prompts of the `needed` tasks that are drawn first, exclude those that are too long; return a note.
+    Raises UserError: none fits."""
+    need = min(needed, len(tasks))
+    probe = TaskSampler(len(tasks), sampler.seed)
     found: dict[int, int] = {}
     limit = player.prompt_limit
     while sum(n <= limit for n in found.values()) < need and len(found) < len(tasks):

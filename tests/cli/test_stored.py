@@ -27,7 +27,7 @@ FUNCTIONS = ["reward_functions:picky", "reward_functions:places"]
 
 def job(output: Path, **changes: object) -> Recipe:
     """What an update reads is all in it: rewards that fail, several updates a step, a KL in the reward, decay."""
-    return small(
+    made: Recipe = small(
         output,
         **{
             "rewards": {
@@ -43,6 +43,7 @@ def job(output: Path, **changes: object) -> Recipe:
             **changes,
         },
     )
+    return made
 
 
 @pytest.fixture(scope="module")
@@ -175,3 +176,46 @@ def test_what_cannot_be_rescored_is_one_line(
     assert said.startswith(why.replace("RUN", str(run.folder)))
     assert said.count("\n") == 1
     assert set(run.folder.iterdir()) == there
+
+
+# agentrl rollout
+
+
+def test_rollouts_alone_are_those_of_a_run(
+    run: TrainResult, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "alone"
+    assert main.run(["rollout", str(run.folder / "recipe.yaml"), f"output={output}"]) == 0
+    ours, theirs = (read_rows(folder / "trajectories" / "step_1.parquet") for folder in (output, run.folder))
+    unlike = {"seconds", "tool_uses", "left_out", "advantages", "trainer_logprobs"}
+    for one, other in zip(ours, theirs, strict=True):
+        assert {key for key in one if one[key] != other[key]} <= unlike
+        assert (one["advantages"], one["trainer_logprobs"]) == (None, None)
+    assert f"folder: {output} (1 of 1 steps)" in capsys.readouterr().out
+    assert main.run(["rollout", "--resume", str(output), "--steps", "2"]) == 0
+    assert [t["task"] for t in records(output, "step_2")] == [t["task"] for t in records(run.folder, "step_2")]
+    assert main.run(["rollout", "--resume", str(output), "--steps", "2"]) == 2
+    assert "step 2 of 2 is done; set --steps higher" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        ([], "error: rollout needs a recipe"),
+        (["RUN", "output=RUN"], "error: output: RUN already holds a run"),
+        (
+            ["RUN", "--split", "tset"],
+            "error: --split tset: environment 'gsm8k' has no such split; did you mean 'test'?",
+        ),
+        (["--resume", "RUN"], "error: --resume RUN: a run that trains"),
+        (["RUN", "--resume", "RUN"], "error: --resume goes on with the folder's own recipe"),
+    ],
+)
+def test_what_cannot_be_sampled_is_one_line(
+    arguments: list[str], why: str, run: TrainResult, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    assert main.run(["rollout", *(text.replace("RUN", str(run.folder)) for text in arguments)]) == 2
+    assert capsys.readouterr().err.startswith(why.replace("RUN", str(run.folder)))
+    assert list(tmp_path.iterdir()) == []

@@ -23,6 +23,7 @@ from agentrl.cli.evaluate import eval_command
 from agentrl.cli.listing import LISTED, list_command
 from agentrl.cli.new import new_app
 from agentrl.cli.recipes import recipes_command
+from agentrl.cli.replay import replay_command
 from agentrl.cli.rescore import rescore_command
 from agentrl.cli.rollout import rollout_command
 from agentrl.cli.serve import serve_command
@@ -76,6 +77,7 @@ app.command("chat")(chat_command)
 app.command("show")(show_command)
 app.command("rollout")(rollout_command)
 app.command("rescore")(rescore_command)
+app.command("replay")(replay_command)
 app.add_typer(new_app, name="new")
 app.command("data")(data_command)
 app.command("recipes")(recipes_command)

@@ -1,6 +1,7 @@
 """What is done with stored rollouts, on one small run: its updates repeated, its rewards computed again, its
 conversations played again and gone on with."""
 
+import asyncio
 import shutil
 from pathlib import Path
 
@@ -13,9 +14,12 @@ from train_help import metrics, records, small, steady
 import agentrl
 from agentrl.cli import main
 from agentrl.errors import UserError
+from agentrl.offline.replay import live_task, play_again, scripted_player
 from agentrl.offline.rescore import rescore
+from agentrl.offline.turns import StoredTurns
+from agentrl.plugins.registry import make_environment
 from agentrl.recipe.schema import Recipe
-from agentrl.rollout.stored import training_files
+from agentrl.rollout.stored import StoredSample, read_samples, training_files
 from agentrl.rollout.trajectory_file import read_rows
 from agentrl.training.run import TrainResult, resume_run, told_of_stored
 
@@ -219,3 +223,78 @@ def test_what_cannot_be_sampled_is_one_line(
     assert main.run(["rollout", *(text.replace("RUN", str(run.folder)) for text in arguments)]) == 2
     assert capsys.readouterr().err.startswith(why.replace("RUN", str(run.folder)))
     assert list(tmp_path.iterdir()) == []
+
+
+# agentrl replay
+
+
+def samples_of(run: TrainResult, step: int) -> list[StoredSample]:
+    return read_samples(run.folder / "trajectories" / f"step_{step}.parquet")
+
+
+def test_every_sample_is_played_again_as_it_was(run: TrainResult) -> None:
+    """Environment, tools and the plugins' random numbers say the same, so prompts are equal id for id."""
+    recipe = Recipe.load(str(run.folder / "recipe.yaml"))
+
+    async def play() -> None:
+        env, engine = make_environment(recipe.env), StoredTurns()
+        player = await scripted_player(recipe, env, engine)
+        for sample in samples_of(run, 2):
+            found = await play_again(player, engine, sample, live_task(env, sample))
+            stored, live = sample.trajectory, found.live
+            assert [step.same for step in found.steps] == [True] * (len(stored.turns) + 1)
+            assert live.finish == stored.finish
+            assert (live.failure is None) is (stored.failure is None)
+            for name in ("ids", "loss_mask", "logprobs", "weight_version"):
+                assert getattr(live, name).tobytes() == getattr(stored, name).tobytes()
+            own = {part: value for part, value in stored.rewards.items() if part not in found.group_parts}
+            assert live.rewards == own
+        assert await player.close() == []
+
+    asyncio.run(play())
+
+
+def test_a_tool_that_answers_otherwise_is_shown(run: TrainResult, capsys: pytest.CaptureFixture[str]) -> None:
+    sample = next(s for s in samples_of(run, 1) if s.trajectory.tool_uses and not s.trajectory.tool_uses[0].error)
+    given = ["replay", str(run.folder), "--id", sample.trajectory.request_id]
+    assert main.run(given) == 0
+    said = capsys.readouterr().out
+    assert "environment and tools answer as stored" in said
+    assert "of the whole group, so not computed" in said
+    answer = sample.trajectory.messages[2]["content"]
+    assert main.run([*given, "tools=[train_plugins:Raising]"]) == 1
+    said = capsys.readouterr().out
+    assert f"-{answer}\n+" in said
+    assert "out of paper" in said
+    assert "environment or tools answer otherwise after turn 1" in said
+
+
+@pytest.mark.parametrize("command", ["replay"])
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (["nowhere"], "error: nowhere: not a folder with stored rollouts"),
+        (["RUN"], "error: RUN: 24 samples match: name one by --id: step_1/"),
+        (["RUN", "--id", "step_1/nobody"], "error: RUN: no such sample is stored there"),
+        (["RUN", "--step", "7"], "error: --step 7: not stored in RUN; stored are 1-3"),
+        (
+            ["RUN", "--step", "1", "--task", "TASK", "--sample", "0", "env.name=gsm8k", "env.source=nowhere.jsonl"],
+            "error: ",
+        ),
+        (
+            ["RUN", "--step", "1", "--task", "TASK", "--sample", "0", "env.name=text_game"],
+            "error: task TASK: environment",
+        ),
+    ],
+)
+def test_what_cannot_be_played_again_is_one_line(
+    command: str, arguments: list[str], why: str, run: TrainResult, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = {"RUN": str(run.folder), "TASK": samples_of(run, 1)[0].trajectory.task.id}
+    for name, value in names.items():
+        arguments, why = [text.replace(name, value) for text in arguments], why.replace(name, value)
+    more = ["--turn", "1"] if command == "continue" else []
+    assert main.run([command, *arguments, *more]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(why)
+    assert said.count("\n") == 1

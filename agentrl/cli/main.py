@@ -17,6 +17,7 @@ import typer
 from agentrl import __version__
 from agentrl.cli.chat import chat_command
 from agentrl.cli.check import check_command
+from agentrl.cli.continue_ import continue_command
 from agentrl.cli.data import data_command
 from agentrl.cli.doctor import doctor_command
 from agentrl.cli.evaluate import eval_command
@@ -78,6 +79,7 @@ app.command("show")(show_command)
 app.command("rollout")(rollout_command)
 app.command("rescore")(rescore_command)
 app.command("replay")(replay_command)
+app.command("continue")(continue_command)
 app.add_typer(new_app, name="new")
 app.command("data")(data_command)
 app.command("recipes")(recipes_command)

@@ -1,5 +1,6 @@
 """`agentrl train`: train by a recipe."""
 
+import re
 from pathlib import Path
 from typing import Annotated
 
@@ -48,7 +49,7 @@ def _train(given: list[str], resume: str | None, force: bool, stored: list[str])
     from agentrl.errors import UserError
     from agentrl.recipe.load import load_recipe, recipe_name
 
-    path = given.pop(0) if given and "=" not in given[0].split("/")[-1] else None
+    path = given.pop(0) if given and not re.match(r"[\w.]+=", given[0]) else None
     if resume is not None:
         from agentrl.checkpoint.run_folder import RunFolder
 

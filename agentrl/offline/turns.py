@@ -82,13 +82,15 @@ class Script:
     limit: int
     """Turns of them that are said again."""
     strict: bool = False
-    """Whether to stop where the conversation is not, id for id, the stored one."""
+    """Whether to stop where the conversation is not, id for id, the stored one, up to the turn after those."""
     branches: bool = False
     """Whether the rollout is a tree, whose turns are known by what stands before them."""
     number: int = 0
     """Divides the seeds of those that go on from the same turn."""
     said: set[int] = field(default_factory=set)
     """Turns that were said again."""
+    gone_on: bool = False
+    """Whether a turn was sampled anew."""
     stopped: str = ""
     """Why no more is said; empty where the request ended by itself."""
 
@@ -101,7 +103,7 @@ class Script:
 
 
 class StoredTurns(Engine):
-    """seat comes before a request is driven. inner: says what no stored turn does; None: then the request is aborted."""
+    """`seat` comes before a request is driven. inner: says what no stored turn does; None: it is aborted."""
 
     def __init__(self, inner: Engine | None = None) -> None:
         self._inner = inner
@@ -127,16 +129,19 @@ class StoredTurns(Engine):
         if index is not None:
             return self._say(script, index, ids, sampling)
         if script.branches and len(script.said) < script.limit:
-            return self._stop(script, "what stands before the next turn is not as stored")
+            return self._stop(script, _unlike(len(script.said)))
         if self._inner is None:
             return self._stop(script, "it goes on here, and no further turn is stored")
+        if script.strict and not script.gone_on and script.turns[script.limit].before != list(ids):
+            return self._stop(script, _unlike(script.limit))
+        script.gone_on = True
         seed = None if sampling.seed is None else derive(sampling.seed, "continue", script.number)
         return await self._inner.generate(ids, replace(sampling, seed=seed), request_id)
 
     def _say(self, script: Script, index: int, ids: Sequence[int], sampling: Sampling) -> Generation:
         turn = script.turns[index]
         if script.strict and turn.before != list(ids):
-            return self._stop(script, f"what stands before turn {index + 1} is not as stored")
+            return self._stop(script, _unlike(index))
         if len(turn.ids) > sampling.max_tokens:
             return self._stop(script, f"turn {index + 1} has no room any more")
         script.said.add(index)
@@ -163,3 +168,7 @@ class StoredTurns(Engine):
     async def close(self) -> None:
         if self._inner is not None:
             await self._inner.close()
+
+
+def _unlike(turn: int) -> str:
+    return f"what stands before turn {turn + 1} is not as stored"

@@ -219,16 +219,12 @@ def _unlike(folder: Path, former: Recipe, recipe: Recipe, files: Sequence[Path])
 
 def _check_tokenizer(folder: Path, former: Recipe, recipe: Recipe) -> None:
     if engine_class(former.engine.name).brings_chat:
-        raise UserError(
-            f"{folder}: engine {former.engine.name!r} gives no token ids, so nothing can be trained on them"
-        )
+        raise UserError(f"{folder}: its engine {former.engine.name!r} gives no token ids to train on")
     if former.model.path == recipe.model.path:
         return
     theirs, ours = (load_tokenizer(one.model).get_vocab() for one in (former, recipe))
     if theirs != ours:
-        raise UserError(
-            f"{folder}: was sampled with the tokenizer of {former.model.path}, which is another one than ours"
-        )
+        raise UserError(f"{folder}: sampled with the tokenizer of {former.model.path}: {recipe.model.path} has another")
 
 
 def _run(start: Start) -> TrainResult:

@@ -10,6 +10,7 @@ import torch
 from paths import ROOT
 from safetensors.torch import load_file
 from train_help import metrics, records, small, steady
+from transformers import AutoTokenizer
 
 import agentrl
 from agentrl.cli import main
@@ -22,6 +23,7 @@ from agentrl.recipe.schema import Recipe
 from agentrl.rollout.stored import StoredSample, read_samples, training_files
 from agentrl.rollout.trajectory_file import read_rows
 from agentrl.training.run import TrainResult, resume_run, told_of_stored
+from agentrl.trajectory import Trajectory
 
 pytestmark = pytest.mark.slow
 
@@ -232,6 +234,12 @@ def samples_of(run: TrainResult, step: int) -> list[StoredSample]:
     return read_samples(run.folder / "trajectories" / f"step_{step}.parquet")
 
 
+def called(run: TrainResult) -> Trajectory:
+    """A sample whose first call went well."""
+    each = (sample.trajectory for sample in samples_of(run, 1))
+    return next(t for t in each if t.tool_uses and not t.tool_uses[0].error)
+
+
 def test_every_sample_is_played_again_as_it_was(run: TrainResult) -> None:
     """Environment, tools and the plugins' random numbers say the same, so prompts are equal id for id."""
     recipe = Recipe.load(str(run.folder / "recipe.yaml"))
@@ -255,13 +263,13 @@ def test_every_sample_is_played_again_as_it_was(run: TrainResult) -> None:
 
 
 def test_a_tool_that_answers_otherwise_is_shown(run: TrainResult, capsys: pytest.CaptureFixture[str]) -> None:
-    sample = next(s for s in samples_of(run, 1) if s.trajectory.tool_uses and not s.trajectory.tool_uses[0].error)
-    given = ["replay", str(run.folder), "--id", sample.trajectory.request_id]
+    stored = called(run)
+    given = ["replay", str(run.folder), "--id", stored.request_id]
     assert main.run(given) == 0
     said = capsys.readouterr().out
     assert "environment and tools answer as stored" in said
     assert "of the whole group, so not computed" in said
-    answer = sample.trajectory.messages[2]["content"]
+    answer = stored.messages[2]["content"]
     assert main.run([*given, "tools=[train_plugins:Raising]"]) == 1
     said = capsys.readouterr().out
     assert f"-{answer}\n+" in said
@@ -269,7 +277,7 @@ def test_a_tool_that_answers_otherwise_is_shown(run: TrainResult, capsys: pytest
     assert "environment or tools answer otherwise after turn 1" in said
 
 
-@pytest.mark.parametrize("command", ["replay"])
+@pytest.mark.parametrize("command", ["replay", "continue"])
 @pytest.mark.parametrize(
     ("arguments", "why"),
     [
@@ -298,3 +306,59 @@ def test_what_cannot_be_played_again_is_one_line(
     said = capsys.readouterr().err
     assert said.startswith(why)
     assert said.count("\n") == 1
+
+
+# agentrl continue
+
+
+def long_one(run: TrainResult) -> StoredSample:
+    return next(s for s in samples_of(run, 3) if len(s.trajectory.turns) > 1 and s.trajectory.valid)
+
+
+def test_continuations_begin_with_the_stored_tokens(run: TrainResult, capsys: pytest.CaptureFixture[str]) -> None:
+    stored = long_one(run).trajectory
+    assert main.run(["continue", str(run.folder), "--id", stored.request_id, "--turn", "1", "-n", "5"]) == 0
+    said = capsys.readouterr().out
+    assert f"{stored.request_id}, 1 of {len(stored.turns)} turns kept" in said
+    samples = read_samples(run.folder / "continued-001" / "trajectories" / "step_1.parquet")
+    assert len(samples) == 5
+    start = stored.turns[1].start
+    for _, t in samples:
+        assert t.ids[:start].tobytes() == stored.ids[:start].tobytes()
+        assert t.logprobs[:start].tobytes() == stored.logprobs[:start].tobytes()
+        assert t.weight_version[:start].tobytes() == stored.weight_version[:start].tobytes()
+        assert [turn.trained for turn in t.turns] == [False, *[True] * (len(t.turns) - 1)]
+        assert t.loss_mask.sum() == sum(turn.end - turn.start for turn in t.turns[1:]) > 0
+        assert not t.valid or t.rewards["noise"] == stored.rewards["noise"]  # the plugins' random numbers
+    assert len({t.ids.tobytes() for _, t in samples}) > 1
+
+
+def test_nothing_is_sampled_after_tools_that_answer_otherwise(
+    run: TrainResult, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stored = next(
+        s.trajectory for s in samples_of(run, 1) if s.trajectory.tool_uses and not s.trajectory.tool_uses[0].error
+    )
+    given = ["continue", str(run.folder), "--id", stored.request_id, "tools=[train_plugins:Raising]"]
+    output = tmp_path / "out"
+    assert main.run([*given, "--turn", "1", "-n", "2", "--output", str(output)]) == 1
+    said = capsys.readouterr().out
+    assert said.count("what stands before turn 2 is not as stored") == 2
+    assert f"agentrl replay {run.folder} --id {stored.request_id}" in said
+    assert not output.exists()
+    assert main.run([*given, "--turn", "9"]) == 2
+    turns = len(stored.turns)
+    assert f"has {turns} turns: expected 0 to {turns - 1}" in capsys.readouterr().err
+
+
+def test_another_tokenizer_is_refused(run: TrainResult, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = Path(shutil.copytree(run.checkpoint, tmp_path / "model"))
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.add_tokens(["zyzzyva"])
+    tokenizer.save_pretrained(model)
+    chosen = ["--id", long_one(run).trajectory.request_id, "--turn", "1"]
+    assert main.run(["continue", str(run.folder), *chosen, "--model", str(model)]) == 2
+    assert f"error: --model: {model} has another tokenizer than tiny" in capsys.readouterr().err
+    given = ["--from", str(run.folder), f"model.path={model}", f"output={tmp_path / 'out'}"]
+    assert main.run(["train", *given]) == 2
+    assert f"error: {run.folder}: sampled with the tokenizer of tiny: {model} has another" in capsys.readouterr().err

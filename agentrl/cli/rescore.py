@@ -26,15 +26,19 @@ def rescore_command(
     output: Annotated[
         str | None, typer.Option("--output", metavar="DIR", help="A new folder (default: RUN/rescored-<number>).")
     ] = None,
+    replay: Annotated[
+        bool, typer.Option("--replay", help="Play every rollout again, so that environment and tools score it anew.")
+    ] = False,
     limit: Annotated[int, typer.Option("--limit", min=0, help="Changed samples that are listed; 0: all.")] = 20,
 ) -> None:
     """Compute the rewards of stored rollouts again, by changed reward functions, weights or graders.
 
-    What functions of the recipe and its reward model give is computed anew; what environment and tools gave is kept.
+    What functions of the recipe and its reward model give is computed anew; what environment and tools gave is kept,
+    unless --replay plays the stored turns again with live calls.
     """
     from agentrl.offline.rescore import rescore
 
-    found = rescore(run, recipe=recipe, overrides=overrides or [], step=step, split=split, output=output)
+    found = rescore(run, recipe=recipe, overrides=overrides or [], step=step, split=split, output=output, replay=replay)
     out = console()
     for line in found.notes:
         out.print(line, markup=False)
@@ -51,9 +55,11 @@ def _summary(found: "Rescored", changed: "Sequence[Change]") -> str:
     flips = [one for one in changed if one.flipped and one.before.solved is not None and one.after.solved is not None]
     gained = sum(one.after.solved is True for one in flips)
     lost = sum(one.after.failure is not None and one.before.failure is None for one in found.samples)
+    whole = sum(one.after.failure is None and one.before.failure is not None for one in found.samples)
     lines = [
         f"{len(changed)} of {len(found.samples)} samples changed; {gained} solved now, {len(flips) - gained} no more"
-        + (f"; {lost} failed now" if lost else ""),
+        + (f"; {lost} failed now" if lost else "")
+        + (f"; {whole} that had failed are whole now" if whole else ""),
         f"computed: {', '.join(found.computed) or 'nothing'}; "
         f"kept as stored, of environment and tools: {', '.join(found.kept) or 'nothing'}",
         f"folder: {found.folder}",

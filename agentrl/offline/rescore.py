@@ -1,7 +1,7 @@
 """`rescore`: the rewards of stored rollouts computed again, by changed functions, weights or graders.
 
 What the recipe's functions and its reward model give is computed from the stored conversations. What environment and
-tools gave is kept: their hooks need a session, which `replay` opens.
+tools gave is kept, since their hooks need a session; or the conversation is played again in one, with live calls.
 """
 
 import asyncio
@@ -19,7 +19,9 @@ from agentrl.errors import UserError, nearest
 from agentrl.eval.held_out import solved_by
 from agentrl.eval.progress import Progress
 from agentrl.models.load import load_tokenizer, resolve_types
+from agentrl.offline.replay import play_again, scripted_player
 from agentrl.offline.tasks import live_tasks
+from agentrl.offline.turns import StoredTurns
 from agentrl.plugins.environment import Environment, declared_parts
 from agentrl.plugins.mixture import environment_of
 from agentrl.plugins.registry import load, make_environment
@@ -27,16 +29,17 @@ from agentrl.plugins.rewards import MODEL, Rewards, make_rewards
 from agentrl.plugins.toolbox import Toolbox
 from agentrl.plugins.types import Task
 from agentrl.recipe.load import dump_recipe, load_recipe
-from agentrl.recipe.schema import Recipe, RewardSection, TrajectoriesSection
+from agentrl.recipe.schema import Recipe, RewardSection, RewardsSection, TrajectoriesSection
 from agentrl.rollout.event_loop import blocking, run
 from agentrl.rollout.hooks import STEP
 from agentrl.rollout.journal import Journal
 from agentrl.rollout.model_reward import ModelReward, translation
+from agentrl.rollout.player import Player
 from agentrl.rollout.scorer import Scorer
 from agentrl.rollout.stored import StoredSample, as_groups, chosen_files, read_samples
 from agentrl.rollout.trajectory_file import TRAIN, Row, Stored, read_rows
 from agentrl.threads import check_abandoned
-from agentrl.trajectory import Group, Trajectory
+from agentrl.trajectory import Boundary, Group, Trajectory
 
 CLOSE = 1e-6  # relative difference of rewards that is none: a reward model's scores depend on the batch
 
@@ -117,12 +120,15 @@ def rescore(
     step: int | None = None,
     split: str | None = None,
     output: str | None = None,
+    replay: bool = False,
     progress: Progress | None = None,
 ) -> Rescored:
     """Compute the rewards of stored rollouts again, and write them into a new folder.
 
     folder: of a run or an evaluation. recipe: a path; default: that of the folder. overrides: `key=value`. step, split:
-    of the files; default: all. output: the new folder; default: `rescored-<number>` beside what is stored.
+    of the files; default: all. output: the new folder; default: `rescored-<number>` beside what is stored. replay: play
+    every rollout again, so that environment and tools give their rewards anew; where they answer otherwise than stored,
+    the stored rewards are kept.
 
     Raises UserError for bad input, before anything is written.
     """
@@ -133,15 +139,23 @@ def rescore(
     if output is not None:
         RunFolder.check_free(output)
     with progress or Progress() as shown:
-        return blocking(lambda: run(_rescore(folder, files, former, now, output, shown)))
+        return blocking(lambda: run(_rescore(folder, files, former, now, output, replay, shown)))
 
 
 async def _rescore(
-    folder: Path, files: Sequence[Stored], former: Recipe, recipe: Recipe, output: str | None, progress: Progress
+    folder: Path,
+    files: Sequence[Stored],
+    former: Recipe,
+    recipe: Recipe,
+    output: str | None,
+    replay: bool,
+    progress: Progress,
 ) -> Rescored:
     async with AsyncExitStack() as stack:
         env = make_environment(recipe.env)
-        stack.push_async_callback(env.close)
+        live = await _live_hooks(recipe, env, stack) if replay else None
+        if live is None:
+            stack.push_async_callback(env.close)
         rewards = make_rewards(recipe.rewards)
         stack.push_async_callback(rewards.close)
         if recipe.rewards.model is not None:
@@ -156,13 +170,25 @@ async def _rescore(
         found = Rescored(out.path, computed=(*rewards.samples, *rewards.groups), notes=notes)
         whole = TrajectoriesSection(keep=0)
         journal = Journal(whole, lambda: out.trajectories, partial(environment_of, env), recipe.secrets)
-        work = _Work(env, recipe, rewards, were, journal)
+        work = _Work(env, recipe, rewards, were, journal, live, tasks)
         for one in files:
             samples = _live(read_samples(one.path, recipe.rewards.weights), tasks)
             found.samples += await work.file(one, samples, progress)
-        found.kept = tuple(dict.fromkeys(part for change in found.samples for part in change.after.parts))
-        found.kept = tuple(part for part in found.kept if part not in found.computed)
+        others = dict.fromkeys(part for change in found.samples for part in change.after.parts)
+        found.kept = tuple(part for part in others if part not in found.computed)
+        if live is not None:
+            found.computed, found.kept = (*found.kept, *found.computed), ()
+            line = f"{work.unlike} of {len(found.samples)} rollouts could not be played again as they are stored"
+            found.notes += [f"{line}: what environment and tools gave is kept there"] if work.unlike else []
         return found
+
+
+async def _live_hooks(recipe: Recipe, env: Environment, stack: AsyncExitStack) -> tuple[Player, StoredTurns]:
+    """Return what plays rollouts again, without the recipe's own rewards."""
+    engine = StoredTurns()
+    player = await scripted_player(recipe.model_copy(update={"rewards": RewardsSection()}), env, engine)
+    stack.push_async_callback(player.close)
+    return player, engine
 
 
 async def _with_model(recipe: Recipe, rewards: Rewards, env: Environment, progress: Progress) -> Rewards:
@@ -234,6 +260,12 @@ def _live(samples: Sequence[StoredSample], tasks: Mapping[tuple[str, str], Task]
     return found
 
 
+def _earned(t: Trajectory, live: Trajectory, weights: Mapping[str, float]) -> Trajectory:
+    """Return a stored trajectory with what was earned as it was played again."""
+    turns = tuple(replace(turn, reward=now.reward) for turn, now in zip(t.turns, live.turns, strict=True))
+    return replace(t, rewards=dict(live.rewards), weights=dict(weights), turns=turns, finish=live.finish, failure=None)
+
+
 @dataclass(slots=True)
 class _Work:
     env: Environment
@@ -242,10 +274,17 @@ class _Work:
     were: set[str]
     """Parts that are computed again, or gone."""
     journal: Journal
+    live: tuple[Player, StoredTurns] | None
+    """What plays rollouts again; None: nothing does."""
+    tasks: Mapping[tuple[str, str], Task]
+    """Those that the environment has, by split and id."""
+    unlike: int = 0
+    """Rollouts that could not be played again as they are stored."""
 
     async def file(self, file: Stored, samples: Sequence[StoredSample], progress: Progress) -> list[Change]:
         """Compute the rewards of a file's samples, and write them."""
         before = {sample.facts["request"]: self._stored(sample) for sample in samples}
+        rows = {sample.facts["request"]: sample for sample in samples}
         scorer = Scorer(self.rewards, self.recipe.rollout.turn_timeout)
         groups = as_groups(samples)
         done = progress.follow(f"{file.split}, step {file.step}", len(groups))
@@ -254,7 +293,8 @@ class _Work:
 
         async def score(group: Group) -> Group:
             async with room:
-                scored = await scorer.score_stored(self._bare(group), self.recipe.rollout.retries)
+                bare = await self._played(group, rows) if self.live is not None else self._bare(group)
+                scored = await scorer.score_stored(bare, self.recipe.rollout.retries)
                 check_abandoned()
                 done(scored)
                 return scored
@@ -274,6 +314,27 @@ class _Work:
             Change(file, t.task.id, t.sample, t.request_id, before[t.request_id], self._scores(after[t.request_id]))
             for _, t in samples
         ]
+
+    async def _played(self, group: Group, rows: Mapping[str, StoredSample]) -> Group:
+        """Return the group with the parts that environment and tools give now; one that a reward failed may be valid
+        again."""
+        assert self.live is not None
+        kept = {t.request_id: t for t in self._bare(group).trajectories}
+        samples: list[Trajectory] = []
+        for t in (*group.trajectories, *group.failed):
+            if not t.valid and (t.failure is None or t.failure.boundary is not Boundary.REWARD):
+                samples.append(t)
+                continue
+            sample = rows[t.request_id]
+            task = self.tasks.get((sample.facts["split"], t.task.id))
+            found = await play_again(*self.live, sample, task) if task is not None else None
+            if found is None or not found.same or found.stopped:
+                self.unlike += 1
+                samples.append(kept.get(t.request_id, t))
+            else:
+                samples.append(_earned(t, found.live, self.recipe.rewards.weights))
+        ended = sorted(samples, key=lambda t: t.sample)
+        return Group(group.task, tuple(t for t in ended if t.valid), tuple(t for t in ended if not t.valid))
 
     def _bare(self, group: Group) -> Group:
         """Return the group with the parts that are kept."""

@@ -161,6 +161,32 @@ def test_changed_rewards_are_computed_from_stored_conversations(
     assert Recipe.load(str(folder / "recipe.yaml")).rewards.weights == {"noise": 2.0}
 
 
+def test_environment_and_tools_score_anew_where_rollouts_are_played_again(
+    run: TrainResult, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    same = rescore(run.folder, step=1, replay=True, output=str(tmp_path / "same"))
+    assert [one for one in same.samples if one.changed] == []
+    assert (same.computed, same.kept, same.notes) == (("answer", "noise", "picky", "places"), (), [])
+    stored = {t["request"]: t for step in (1, 2, 3) for t in records(run.folder, f"step_{step}")}
+    output, given = str(tmp_path / "out"), ["rescore", str(run.folder), "--replay", "--output"]
+    assert main.run([*given, output, "rewards.functions=[]", "rewards.weights={noise: 2}"]) == 0
+    assert "that had failed are whole now" in capsys.readouterr().out
+    for step in (1, 2, 3):
+        for t in records(tmp_path / "out", f"step_{step}"):
+            former = stored[t["request"]]
+            assert t["failure"] is None  # of those, too, that a function had failed
+            assert set(t["rewards"]) == {"answer", "noise"}
+            if former["failure"] is None:
+                assert t["rewards"] == {part: former["rewards"][part] for part in ("answer", "noise")}
+    other = rescore(run.folder, overrides=["tools=[train_plugins:Raising]"], step=1, replay=True,
+                    output=str(tmp_path / "other"))  # fmt: skip
+    unlike = sum(bool(t["tool_uses"]) for t in records(run.folder, "step_1"))
+    assert other.notes == [
+        f"{unlike} of 8 rollouts could not be played again as they are stored: what environment and tools gave is kept "
+        "there"
+    ]
+
+
 @pytest.mark.parametrize(
     ("arguments", "why"),
     [

@@ -34,6 +34,7 @@ from agentrl.testing.agent import END, TextChat, without_token_limits
 from agentrl.trajectory import Trajectory
 
 _LISTED = 5  # ids that an error lists
+_HINT = 200  # characters of the ids that are near to a wrong one; more are all that there are
 
 
 class Step(NamedTuple):
@@ -97,8 +98,8 @@ class Which:
                 if all(w in (None, f) for w, f in zip(wanted, facts.values(), strict=True)):
                     found.append((file, index, str(facts["request"])))
         if not found:
-            hint = nearest(self.request, seen)[:500] if self.request is not None else ""
-            raise UserError(f"{folder}: no such sample is stored there{hint}")
+            hint = nearest(self.request, seen) if self.request is not None else ""
+            raise UserError(f"{folder}: no such sample is stored there{hint if len(hint) < _HINT else ''}")
         if len(found) > 1:
             some = ", ".join(name for _, _, name in found[:_LISTED])
             more = f" and {len(found) - _LISTED} more" if len(found) > _LISTED else ""

@@ -233,7 +233,7 @@ _FACTS = ("split", "task", "task_data", "rewards")
 
 def _check_weights(recipe: Recipe, rewards: Rewards, were: set[str], facts: Sequence[Row]) -> None:
     """Raise UserError for a weight of a part that no sample has, which is a slip of the pen."""
-    stored = {part["name"] for row in facts for part in row["rewards"] or ()} | were
+    stored = {part["name"] for row in facts for part in row["rewards"] or () if part} | were
     known = {*stored, *rewards.samples, *rewards.groups, STEP}
     if unknown := next((part for part in recipe.rewards.weights if part not in known), None):
         raise UserError(f"rewards.weights: no stored rollout has the part {unknown!r}{nearest(unknown, known)}")
@@ -243,7 +243,8 @@ def _tasks(env: Environment, facts: Sequence[Row]) -> tuple[dict[tuple[str, str]
     """Return the tasks that the environment has still, by split and id, and a line about the others."""
     stored: dict[str, dict[str, str]] = {}
     for row in facts:
-        stored.setdefault(row["split"], {})[row["task"]] = row["task_data"]
+        if None not in (row["split"], row["task"], row["task_data"]):  # of a damaged file, as is said when it is read
+            stored.setdefault(row["split"], {})[row["task"]] = row["task_data"]
     found = {
         (split, name): task for split, tasks in stored.items() for name, task in live_tasks(env, split, tasks).items()
     }

@@ -32,7 +32,7 @@ FIXED = ("env", "tools", "rewards", "model", "algorithm", "critic", "train.seed"
 limits, evaluation, machines) may change; the change is printed."""
 FREE = ("model.device", "model.checkpointing", "model.compute", "model.trust_remote_code")
 """Keys below `FIXED` that may change, because they only define where and how the same result is computed."""
-_TRAINED = ("model", "algorithm", "critic", "train", "rollout.temperature", "cluster", "rewards.weights")
+_TRAINED = ("model", "algorithm", "critic", "train", "rollout.temperature", "cluster")
 """Keys that say what an update makes of given rollouts."""
 SHOWN = 8  # maximum number of changed keys listed in a line
 
@@ -196,6 +196,8 @@ def told_of_stored(stored: Sequence[str], files: Sequence[Path], recipe: Recipe)
     for folder in (Path(name) for name in stored if Path(name, RECIPE).is_file()):
         former = load_recipe(str(RunFolder(folder).recipe()))
         _check_tokenizer(folder, former, recipe)
+        if former.rewards != recipe.rewards:
+            lines.append(f"rewards are those stored in {folder}: agentrl rescore computes them by another recipe")
         if why := _unlike(folder, former, recipe, files):
             lines.append(f"not the updates of {folder} to the bit: {'; '.join(why)}")
     return lines

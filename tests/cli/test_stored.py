@@ -116,10 +116,13 @@ def test_it_is_said_why_updates_differ(run: TrainResult, tmp_path: Path) -> None
     recipe = Recipe.load(str(run.folder / "recipe.yaml"))
     files = training_files([str(run.folder)])
     assert told_of_stored([str(run.folder)], files, recipe) == ["trains on 3 of 3 stored steps"]
-    other = Recipe.load(str(run.folder / "recipe.yaml"), ["train.lr=0.1", "rollout.concurrency=3"])
+    other = Recipe.load(
+        str(run.folder / "recipe.yaml"), ["train.lr=0.1", "rollout.concurrency=3", "rewards.weights={}"]
+    )
     copy = Path(shutil.copytree(run.folder, tmp_path / "copy", ignore=shutil.ignore_patterns("step_1.parquet")))
     (copy / "recipe.resumed_1.yaml").write_text((copy / "recipe.yaml").read_text())
-    _, line = told_of_stored([str(copy)], training_files([str(copy)]), other)
+    _, rewards, line = told_of_stored([str(copy)], training_files([str(copy)]), other)
+    assert rewards == f"rewards are those stored in {copy}: agentrl rescore computes them by another recipe"
     assert line == (
         f"not the updates of {copy} to the bit: changed since the run began: train.lr 0.001 -> 0.1; it was resumed "
         "with other recipes; not all of its steps are stored whole (track.trajectories)"

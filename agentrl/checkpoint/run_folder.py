@@ -51,6 +51,11 @@ class RunFolder:
         _make(path)
         return cls(path)
 
+    @classmethod
+    def within(cls, root: Path, name: str) -> "RunFolder":
+        """Make root/<name>-<number> with the next free number, also where `root` holds a run itself."""
+        return cls(_next_numbered(root, name))
+
     @staticmethod
     def check_free(output: str | None, root: Path = Path("runs")) -> None:
         """Raises UserError if `output` cannot take a new run. Makes nothing: call it before costly work."""

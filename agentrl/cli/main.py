@@ -18,12 +18,16 @@ from agentrl import __version__
 from agentrl.cli.chat import chat_command
 from agentrl.cli.check import check_command
 from agentrl.cli.compare import compare_command
+from agentrl.cli.continue_ import continue_command
 from agentrl.cli.data import data_command
 from agentrl.cli.doctor import doctor_command
 from agentrl.cli.evaluate import eval_command
 from agentrl.cli.listing import LISTED, list_command, presets_command
 from agentrl.cli.new import new_app
 from agentrl.cli.recipes import recipes_command
+from agentrl.cli.replay import replay_command
+from agentrl.cli.rescore import rescore_command
+from agentrl.cli.rollout import rollout_command
 from agentrl.cli.serve import serve_command
 from agentrl.cli.sft import sft_command
 from agentrl.cli.show import show_command
@@ -74,6 +78,10 @@ app.command("try")(try_command)
 app.command("serve")(serve_command)
 app.command("chat")(chat_command)
 app.command("show")(show_command)
+app.command("rollout")(rollout_command)
+app.command("rescore")(rescore_command)
+app.command("replay")(replay_command)
+app.command("continue")(continue_command)
 app.add_typer(new_app, name="new")
 app.command("data")(data_command)
 app.command("recipes")(recipes_command)

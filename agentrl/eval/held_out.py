@@ -9,6 +9,7 @@ import numpy as np
 from agentrl.errors import UserError, call_plugin
 from agentrl.eval.outcome import outcomes_of
 from agentrl.eval.result import SplitResult, summarize
+from agentrl.plugins.environment import Environment
 from agentrl.plugins.registry import tasks_of
 from agentrl.plugins.types import Task
 from agentrl.recipe.schema import Recipe
@@ -89,12 +90,16 @@ class HeldOut:
 
         Raises UserError if `solved` raises, or returns anything but a bool.
         """
-        env = self.player.env
-        whose = f"environment {env.name!r}: `solved` of task {trajectory.task.id}"
-        found = call_plugin(whose, env.solved, trajectory.rewards, trajectory.task)
-        if not isinstance(found, bool | np.bool_):
-            raise UserError(f"{whose} gave {type(found).__name__}, not True or False")
-        return bool(found)
+        return solved_by(self.player.env, trajectory)
+
+
+def solved_by(env: Environment, trajectory: Trajectory) -> bool:
+    """Return the environment's `solved` for a finished trajectory. Raises UserError as `HeldOut.solved`."""
+    whose = f"environment {env.name!r}: `solved` of task {trajectory.task.id}"
+    found = call_plugin(whose, env.solved, trajectory.rewards, trajectory.task)
+    if not isinstance(found, bool | np.bool_):
+        raise UserError(f"{whose} gave {type(found).__name__}, not True or False")
+    return bool(found)
 
 
 SAMPLING = ("temperature", "top_p", "top_k", "max_turns", "max_turn_tokens", "max_tokens")

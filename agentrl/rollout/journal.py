@@ -53,17 +53,17 @@ class Journal:
         except OSError as error:
             self._refused = error
 
-    def step(self, step: int, groups: Sequence[Group], learned: Sequence[Learned] = ()) -> None:
+    def step(self, step: int, groups: Sequence[Group], learned: Sequence[Learned] = (), *, split: str = TRAIN) -> None:
         """Write a step that is whole, if it is due, and remove files that are no longer kept.
 
-        learned: what the update made of the valid trajectories of `groups`, in their order.
+        learned: what the update made of the valid trajectories of `groups`, in their order. split: of their tasks.
         """
         if not self._policy.every:
             return
         if self._refused is not None:
             raise self._refused
         if step % self._policy.every == 0:
-            place = {"step": step, "evaluation": False, "split": TRAIN}
+            place = {"step": step, "evaluation": False, "split": split}
             self._write(f"{STEP}{step}", place, *self._step(groups, learned))
             self._prune(STEP)
         for group in groups:

@@ -1,4 +1,5 @@
-"""`Scorer`: the recipe's reward functions on finished requests. One that raises makes a sample FAILED, never a 0."""
+"""`Scorer`: the recipe's reward functions on finished requests, and on stored ones. One that raises makes a sample
+FAILED, never a 0."""
 
 import time
 from collections.abc import Sequence
@@ -6,7 +7,7 @@ from dataclasses import replace
 from itertools import islice
 
 from agentrl.errors import contained, describe
-from agentrl.plugins.reward import GroupReward, Sample
+from agentrl.plugins.reward import GroupReward, Reward, Sample
 from agentrl.plugins.rewards import NO_REWARDS, Rewards
 from agentrl.rollout.deadline import GRACE, CancelledFromWithinError, DeadlineTimer, OwnedTask
 from agentrl.rollout.hooks import PluginError, check_sum, finite
@@ -50,20 +51,38 @@ class Scorer:
     async def score_group(self, group: Group) -> Group:
         """Return the group with every group function's part. Where one raises, all of its samples are FAILED."""
         for part, reward in self._rewards.groups.items():
-            if not group.trajectories:
-                break
-            own = OwnedTask()
-            work = self._scored(own, reward, part, group.trajectories)
-            task = await own.run(work, self._seconds + 3 * GRACE, 3 * GRACE)
-            if not task.done():
-                return _failed(group, f"{part}: it ignores its cancellation and was left behind")
-            if task.cancelled():
-                return _failed(group, f"{part}: {CancelledFromWithinError()}")
-            scored = task.result()
-            if isinstance(scored, str):
-                return _failed(group, f"{part}: {scored}")
-            group = replace(group, trajectories=scored)
+            group = await self._score_part(group, part, reward)
         return group
+
+    async def score_stored(self, group: Group, retries: int = 0) -> Group:
+        """Return a stored group, whose samples have the parts of environment and tools alone, with every function's
+        part. A sample whose function raises is tried `retries` times more, then FAILED."""
+        alone = [await self._score_sample(t, retries) for t in group.trajectories]
+        valid = tuple(t for t in alone if t.valid)
+        failed = (*group.failed, *(t for t in alone if not t.valid))
+        return await self.score_group(replace(group, trajectories=valid, failed=failed))
+
+    async def _score_sample(self, t: Trajectory, retries: int) -> Trajectory:
+        for _ in range(retries + 1):
+            group = Group(t.task, (t,))
+            for part, reward in self._rewards.samples.items():
+                group = await self._score_part(group, part, _OfOne(reward, t))
+            if group.trajectories:
+                break
+        return (*group.trajectories, *group.failed)[0]
+
+    async def _score_part(self, group: Group, part: str, reward: GroupReward) -> Group:
+        if not group.trajectories:
+            return group
+        own = OwnedTask()
+        work = self._scored(own, reward, part, group.trajectories)
+        task = await own.run(work, self._seconds + 3 * GRACE, 3 * GRACE)
+        if not task.done():
+            return _failed(group, f"{part}: it ignores its cancellation and was left behind")
+        if task.cancelled():
+            return _failed(group, f"{part}: {CancelledFromWithinError()}")
+        scored = task.result()
+        return _failed(group, f"{part}: {scored}") if isinstance(scored, str) else replace(group, trajectories=scored)
 
     async def _scored(
         self, own: OwnedTask, reward: GroupReward, part: str, trajectories: Sequence[Trajectory]
@@ -82,6 +101,17 @@ class Scorer:
             return describe(contained(error))
         finally:
             timer.close()
+
+
+class _OfOne(GroupReward):
+    """A function of a sample, on one that is stored; it sees all sampled tokens, as when it was sampled."""
+
+    def __init__(self, reward: Reward, t: Trajectory) -> None:
+        self.name, self._reward = reward.name, reward
+        self._tokens = sum(turn.end - turn.start for turn in t.turns)
+
+    async def score(self, samples: Sequence[Sample]) -> Sequence[float]:
+        return [await self._reward.score(replace(sample, tokens=self._tokens)) for sample in samples]
 
 
 def _sample(t: Trajectory) -> Sample:

@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -148,15 +149,15 @@ def row(
                 "seconds": round(use.seconds, 6),
                 "error": None if use.error is None else _line(use.error),
                 "cut": use.cut,
-                "metrics": _json(use.metrics) if use.metrics else "{}",
+                "metrics": as_json(use.metrics) if use.metrics else "{}",
             }
             for use in t.tool_uses
         ],
         "seconds": {name: round(t.seconds.get(name, 0.0), 6) for name in _SECONDS},
-        "task_data": _json(t.task.data),
-        "messages": _json(t.messages),
-        "branches": _json(t.branches) if t.branches else None,
-        "extra": _json({key: _lines(value) for key, value in t.extra.items()}),
+        "task_data": as_json(t.task.data),
+        "messages": as_json(t.messages),
+        "branches": as_json(t.branches) if t.branches else None,
+        "extra": as_json({key: _lines(value) for key, value in t.extra.items()}),
     }
     _check_finite(found)
     return _without(found, secrets) if secrets else found
@@ -311,11 +312,30 @@ def read_rows(path: Path, columns: Sequence[str] | None = None) -> list[Row]:
 
     Raises UserError: the file is damaged, of a later version, or something else.
     """
-    found: list[Row] = _table(path, list(SCHEMA.names if columns is None else columns)).to_pylist()
-    return found
+    rows: list[Row] = _table(path, SCHEMA.names if columns is None else columns).to_pylist()
+    return rows
 
 
-def _table(path: Path, wanted: list[str]) -> pa.Table:
+def read_columns(
+    path: Path, facts: Sequence[str], tokens: Sequence[str]
+) -> tuple[list[Row], dict[str, list[npt.NDArray[Any]]]]:
+    """Return the rows of a Parquet file by columns of FACTS, and by name columns of TOKENS: an array [T] a row.
+
+    Raises UserError: as `read_rows`; a row has no array.
+    """
+    table = _table(path, [*facts, *tokens])
+    columns: dict[str, list[npt.NDArray[Any]]] = {}
+    for name in tokens:
+        column = table[name].combine_chunks()
+        if column.null_count or column.values.null_count:
+            raise UserError(f"{path}: damaged: its column {name} has nulls; move the file away")
+        values, ends = column.values.to_numpy(), column.offsets.to_numpy()
+        columns[name] = [values[start:end].copy() for start, end in pairwise(ends.tolist())]
+    rows: list[Row] = table.select(list(facts)).to_pylist()
+    return rows, columns
+
+
+def _table(path: Path, wanted: Sequence[str]) -> pa.Table:
     """Return columns of a file. Raises UserError as `read_rows` does."""
     try:
         with pq.ParquetFile(path) as file:
@@ -330,7 +350,7 @@ def _table(path: Path, wanted: list[str]) -> pa.Table:
             for name in wanted:
                 if name not in file.schema_arrow.names or file.schema_arrow.field(name).type != SCHEMA.field(name).type:
                     raise UserError(f"{path}: damaged: its column {name} is missing or of another type")
-            return file.read(wanted, use_threads=False)
+            return file.read(list(wanted), use_threads=False)
     except (OSError, ValueError, pa.ArrowException) as error:
         raise UserError(_unreadable(path, error)) from error
 
@@ -456,7 +476,7 @@ def _path(index: int, parents: Sequence[int]) -> list[int]:
     return found[::-1]
 
 
-def _json(value: Any) -> str:
+def as_json(value: Any) -> str:
     """Return anything as JSON: see `_written`. Lone surrogates, which UTF-8 does not have, stand as escapes."""
     plain = value
     try:

@@ -87,7 +87,7 @@ class Loop:
         return self.learner.updates == self._updates
 
     def run(self) -> bool:
-        """Run the steps up to `train.steps`, save the last one, and return whether the run was interrupted.
+        """Run the steps up to the last, save the last one, and return whether the run was interrupted.
 
         Other exceptions go to `run.py`, which uses `whole` and `save_after_error`.
         """
@@ -100,7 +100,7 @@ class Loop:
                 self.before = self._evaluate(self.held_out.splits)
                 self._log({"step": 0, **_accuracy_keys(self.before)})
             self.display.begin()
-            while self.step < self.recipe.train.steps:
+            while self.step < self.rollouts.steps:
                 self._one_step()
         except Interrupted:
             interrupted = True
@@ -153,7 +153,7 @@ class Loop:
     def _evaluate_when_due(self, step: int) -> dict[str, Any]:
         """Evaluate the split that chooses the best checkpoint when it is due, and all reported ones after the last
         step."""
-        every, choosing, last = self.recipe.eval.every, self.held_out.choosing, step == self.recipe.train.steps
+        every, choosing, last = self.recipe.eval.every, self.held_out.choosing, step == self.rollouts.steps
         splits = self.held_out.splits if last else ()
         if choosing is None or not (last or (every and step % every == 0)):
             return {}

@@ -1,15 +1,18 @@
-"""`Rollouts`: sample the groups of each step, before the update or while the update runs."""
+"""`Rollouts`: the groups of each step, sampled before the update or while it runs, or read from files."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from time import perf_counter
 from typing import Any, TypeVar
 
 from agentrl.data.sampler import TaskSampler
+from agentrl.errors import UserError
 from agentrl.plugins.types import Task
 from agentrl.recipe.schema import Recipe
 from agentrl.rollout.metrics import rollout_metrics
 from agentrl.rollout.player import Player
+from agentrl.rollout.stored import read_groups
 from agentrl.rollout.stream import Flight, Plan, Stream
 from agentrl.threads import in_thread
 from agentrl.training.interrupt import Interrupts
@@ -38,6 +41,11 @@ class Rollouts(ABC):
     ) -> None:
         self._recipe, self._player, self._tasks = recipe, player, tasks
         self._sampler, self._interrupts, self._weights, self._on_group = sampler, interrupts, weights, on_group
+
+    @property
+    def steps(self) -> int:
+        """Number of steps of the run."""
+        return self._recipe.train.steps
 
     @abstractmethod
     def next(self, step: int) -> tuple[list[Group], dict[str, Any]]:
@@ -96,6 +104,41 @@ class SerialRollouts(Rollouts):
 
     def sync_engine(self) -> None:
         """Do nothing: `publish` has published the weights."""
+
+
+class StoredRollouts(SerialRollouts):
+    """Rollouts of former runs, a file a step: nothing is sampled, and the engine serves evaluations alone."""
+
+    def __init__(self, files: Sequence[Path], *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._files = files
+
+    @property
+    def steps(self) -> int:
+        return min(super().steps, len(self._files))
+
+    def next(self, step: int) -> tuple[list[Group], dict[str, Any]]:
+        start = perf_counter()
+        path = self._files[step - 1]
+        groups = read_groups(path, self._recipe.rewards.weights)
+        self._check(path, groups)
+        return groups, {
+            **rollout_metrics(groups), "time/rollout_s": perf_counter() - start, "rollout/tokens_per_s": 0.0,
+        }  # fmt: skip
+
+    def _check(self, path: Path, groups: Sequence[Group]) -> None:
+        size = self._player.model.config.get_text_config().vocab_size
+        for t in (t for group in groups for t in group.trajectories):
+            if foreign := t.ids[(t.ids < 0) | (t.ids >= size)].tolist():
+                raise UserError(f"{path}: holds token {foreign[0]}, and the model has a vocabulary of {size}")
+
+    def learn(self, work: Callable[[], T]) -> T:
+        if self._recipe.rollout.overlap != "none":  # as the run did whose updates are repeated
+            return self._interrupts.complete(lambda: in_thread(work))
+        return super().learn(work)
+
+    def state(self) -> dict[str, Any]:
+        return {**super().state(), "stored": [str(path) for path in self._files]}
 
 
 class OverlappedRollouts(Rollouts):

@@ -11,25 +11,29 @@ from typing import Any
 
 from agentrl.checkpoint.checkpoints import Checkpoints, NotSaved, Saved
 from agentrl.checkpoint.disk import FULL
-from agentrl.checkpoint.run_folder import ERRORS, FolderLock, RunFolder
+from agentrl.checkpoint.run_folder import ERRORS, RECIPE, FolderLock, RunFolder
 from agentrl.cluster.errors import WorkerLost
+from agentrl.engine.base import engine_class
 from agentrl.errors import UserError, describe, from_signal
-from agentrl.models.load import resolve_types
+from agentrl.models.load import load_tokenizer, resolve_types
 from agentrl.recipe.load import load_recipe, recipe_name
 from agentrl.recipe.schema import Recipe
 from agentrl.report.page import write_report
 from agentrl.rollout.event_loop import blocking
+from agentrl.rollout.stored import training_files
 from agentrl.training.display import Display
 from agentrl.training.interrupt import Interrupted, Interrupts
 from agentrl.training.loop import Loop
 from agentrl.training.preflight import check_run
-from agentrl.training.setup import Start, set_up
+from agentrl.training.setup import Start, set_up, stored_of
 
 FIXED = ("env", "tools", "rewards", "model", "algorithm", "critic", "train.seed")
 """Keys that a resumed run must keep, because they define what is trained. Others (steps, learning rate, sampling,
 limits, evaluation, machines) may change; the change is printed."""
 FREE = ("model.device", "model.checkpointing", "model.compute", "model.trust_remote_code")
 """Keys below `FIXED` that may change, because they only define where and how the same result is computed."""
+_TRAINED = ("model", "algorithm", "critic", "train", "rollout.temperature", "cluster")
+"""Keys that say what an update makes of given rollouts."""
 SHOWN = 8  # maximum number of changed keys listed in a line
 
 
@@ -52,12 +56,18 @@ class TrainResult:
 
 
 def train(
-    recipe: Recipe | str, *, overrides: Sequence[str] = (), name: str | None = None, display: Display | None = None
+    recipe: Recipe | str,
+    *,
+    overrides: Sequence[str] = (),
+    name: str | None = None,
+    display: Display | None = None,
+    stored: Sequence[str] = (),
 ) -> TrainResult:
     """Train from the first step, in a new run folder.
 
     recipe: a path or a Recipe. overrides: `key=value`, only with a path. name: of the run folder; default: the recipe's
-    name, or `run` for a Recipe. display: default: on stdout.
+    name, or `run` for a Recipe. display: default: on stdout. stored: run folders or Parquet files of trajectories, to
+    train on these instead of sampling: a file is a step.
 
     Raises UserError, one line, before anything is sampled if the mistake can be found by then, later with the step that
     is saved. Raises KeyboardInterrupt if stopped before the first evaluation, when there is nothing to save.
@@ -66,7 +76,7 @@ def train(
         name, recipe = name or recipe_name(recipe), load_recipe(recipe, overrides)
     elif overrides:
         raise UserError("overrides go with a recipe's path; a Recipe object is complete")
-    return _start(recipe, name or "run", None, display)
+    return _start(recipe, name or "run", None, display, stored)
 
 
 def resume_run(
@@ -76,8 +86,11 @@ def resume_run(
     overrides: Sequence[str] = (),
     force: bool = False,
     display: Display | None = None,
+    stored: Sequence[str] = (),
 ) -> TrainResult:
     """Continue the run in folder `run` from its last checkpoint, with its own recipe or `recipe`, plus `overrides`.
+
+    stored: of a run that trains on stored rollouts, where they lie now; default: where they lay.
 
     Raises UserError, also for a recipe that changes what is trained (`FIXED`) unless `force` is set.
     """
@@ -85,21 +98,29 @@ def resume_run(
     found = load_recipe(recipe or folder.recipe(), overrides)
     if not force:
         check_same_run(folder.recipe(), found)
-    return _start(found, folder.path.name, folder, display)
+    return _start(found, folder.path.name, folder, display, stored)
 
 
-def _start(recipe: Recipe, name: str, resumed: RunFolder | None, display: Display | None) -> TrainResult:
+def _start(
+    recipe: Recipe, name: str, resumed: RunFolder | None, display: Display | None, stored: Sequence[str]
+) -> TrainResult:
     with Interrupts() as interrupts:
-        return blocking(lambda: _run_with_restarts(recipe, name, resumed, display, interrupts))
+        return blocking(lambda: _run_with_restarts(recipe, name, resumed, display, interrupts, stored))
 
 
 def _run_with_restarts(
-    recipe: Recipe, name: str, resumed: RunFolder | None, display: Display | None, interrupts: Interrupts
+    recipe: Recipe,
+    name: str,
+    resumed: RunFolder | None,
+    display: Display | None,
+    interrupts: Interrupts,
+    stored: Sequence[str],
 ) -> TrainResult:
     """Run; if a worker is lost, restart from the last checkpoint, at most `cluster.restarts` times."""
     folder = resumed
     for left in range(recipe.cluster.restarts, -1, -1):
-        start = _prepare(recipe, name, folder, display, interrupts, restarted=left < recipe.cluster.restarts)
+        restarted = left < recipe.cluster.restarts
+        start = _prepare(recipe, name, folder, display, interrupts, stored, restarted=restarted)
         try:
             return _run(start)
         except WorkerLost as lost:
@@ -122,10 +143,11 @@ def _prepare(
     resumed: RunFolder | None,
     display: Display | None,
     interrupts: Interrupts,
+    stored: Sequence[str],
     restarted: bool,
 ) -> Start:
-    """Lock the folder, find the checkpoint and check the recipe. restarted: whether the program itself restarts the
-    run, so that a folder without a checkpoint starts from the first step."""
+    """Lock the folder, find the checkpoint and the stored rollouts, and check the recipe. restarted: whether the
+    program itself restarts the run, so that a folder without a checkpoint starts from the first step."""
     recipe, saved = resolve_types(recipe), None
     with ExitStack() as stack:
         if resumed is None:
@@ -133,21 +155,78 @@ def _prepare(
         else:
             stack.callback(FolderLock(resumed.path).release)
             saved = _last_checkpoint(recipe, resumed, restarted)
-        display = display or Display(recipe.train.steps, name, first_step=saved.step if saved else 0)
+            stored = _former_files(saved, stored)
+        files = training_files(stored)
+        steps = min(recipe.train.steps, len(files) or recipe.train.steps)
+        if saved and saved.step >= steps:
+            more = "set train.steps higher to go on" if steps == recipe.train.steps else "no more steps are stored"
+            raise UserError(f"--resume: step {saved.step} of {steps} is done; {more}")
+        display = display or Display(steps, name, first_step=saved.step if saved else 0)
         if resumed and not restarted and (line := changes(resumed.recipe(), recipe)):
             display.note(line)
-        return Start(recipe, name, resumed, saved, check_run(recipe), display, interrupts, stack.pop_all())
+        checked = check_run(recipe)
+        for line in told_of_stored(stored, files, recipe):
+            display.note(line)
+        return Start(recipe, name, resumed, saved, checked, display, interrupts, stack.pop_all(), files)
 
 
 def _last_checkpoint(recipe: Recipe, resumed: RunFolder, restarted: bool) -> Saved | None:
     saved = Checkpoints(resumed.checkpoints, recipe.train.keep).latest()
-    if saved is None and restarted:
-        return None
-    if saved is None:
+    if saved is None and not restarted:
         raise UserError(f"--resume {resumed.path}: no checkpoint was saved there; start a new run")
-    if saved.step >= recipe.train.steps:
-        raise UserError(f"--resume: step {saved.step} of {recipe.train.steps} is done; set train.steps higher to go on")
     return saved
+
+
+def _former_files(saved: Saved | None, stored: Sequence[str]) -> Sequence[str]:
+    """Return what a resumed run trains on. Raises UserError: it samples, and is asked to train on `stored`."""
+    former = stored_of(saved) if saved is not None else []
+    if saved is not None and stored and not former:
+        raise UserError("--from: the run that is resumed samples its rollouts; start a new run to train on stored ones")
+    return stored or former
+
+
+def told_of_stored(stored: Sequence[str], files: Sequence[Path], recipe: Recipe) -> list[str]:
+    """Return lines that say what is trained on, and why a run's updates are not repeated to the bit where they are
+    not. Raises UserError: another tokenizer made the tokens."""
+    if not files:
+        return []
+    steps, most = len(files), recipe.train.steps
+    few = f"; the learning rates are those of train.steps {most}" if steps < most else ""
+    lines = [f"trains on {min(steps, most)} of {steps} stored steps{few}"]
+    for folder in (Path(name) for name in stored if Path(name, RECIPE).is_file()):
+        former = load_recipe(str(RunFolder(folder).recipe()))
+        _check_tokenizer(folder, former, recipe)
+        if former.rewards != recipe.rewards:
+            lines.append(f"rewards are those stored in {folder}: agentrl rescore computes them by another recipe")
+        if why := _unlike(folder, former, recipe, files):
+            lines.append(f"not the updates of {folder} to the bit: {'; '.join(why)}")
+    return lines
+
+
+def _unlike(folder: Path, former: Recipe, recipe: Recipe, files: Sequence[Path]) -> list[str]:
+    """Return what keeps the updates of the run in `folder` from being repeated to the bit."""
+    why = []
+    if line := changes(RunFolder(folder).recipe(), recipe, _TRAINED):
+        why.append(line)
+    if list(folder.glob("recipe.resumed_*.yaml")):
+        why.append("it was resumed with other recipes")
+    policy = former.track.trajectories
+    whole = [f"step_{step}.parquet" for step in range(1, len(files) + 1)]
+    if [path.name for path in files] != whole or 0 < policy.sample < former.rollout.tasks:
+        why.append("not all of its steps are stored whole (track.trajectories)")
+    if former.cluster.used:
+        why.append("several workers trained")
+    return why
+
+
+def _check_tokenizer(folder: Path, former: Recipe, recipe: Recipe) -> None:
+    if engine_class(former.engine.name).brings_chat:
+        raise UserError(f"{folder}: its engine {former.engine.name!r} gives no token ids to train on")
+    if former.model.path == recipe.model.path:
+        return
+    theirs, ours = (load_tokenizer(one.model).get_vocab() for one in (former, recipe))
+    if theirs != ours:
+        raise UserError(f"{folder}: sampled with the tokenizer of {former.model.path}: {recipe.model.path} has another")
 
 
 def _run(start: Start) -> TrainResult:
@@ -266,7 +345,7 @@ def _finish(loop: Loop, interrupted: bool, seconds: float) -> TrainResult:
         why = error.strerror if isinstance(error, OSError) and error.strerror else describe(error)
         display.note(f"report.html could not be written: {why}")
     if interrupted:
-        done = loop.step >= loop.recipe.train.steps
+        done = loop.step >= loop.rollouts.steps
         then = "every step is done" if done else f"go on with: agentrl train --resume {folder}"
         display.note(f"Interrupted. The checkpoint of step {loop.step} is saved in {last.path}; {then}")
     else:
@@ -280,16 +359,16 @@ def _finish(loop: Loop, interrupted: bool, seconds: float) -> TrainResult:
     return TrainResult(folder, loop.step, last.path, before, after, interrupted)
 
 
-def changes(former: Path, recipe: Recipe) -> str | None:
+def changes(former: Path, recipe: Recipe, sections: tuple[str, ...] = ()) -> str | None:
     """Return one line with the keys in which `recipe` differs from the recipe at `former`, and both values.
 
-    None if they are equal. The values of `${VAR}` are compared but not shown.
+    None if they are equal. The values of `${VAR}` are compared but not shown. sections: keys that matter; empty: all.
     """
     try:
         before = load_recipe(former)
     except UserError as error:
         return f"what changed since the run began is not known: {error}"
-    keys = _differing(before, recipe)
+    keys = [key for key in _differing(before, recipe) if not sections or _below(key, sections)]
     return f"changed since the run began: {_describe_changes(keys, before, recipe)}" if keys else None
 
 

@@ -30,7 +30,7 @@ from agentrl.training.display import Display
 from agentrl.training.interrupt import Interrupts
 from agentrl.training.loop import Loop
 from agentrl.training.preflight import Checked
-from agentrl.training.rollouts import OverlappedRollouts, SerialRollouts
+from agentrl.training.rollouts import OverlappedRollouts, Rollouts, SerialRollouts, StoredRollouts
 from agentrl.training.trackers import Trackers
 
 
@@ -54,6 +54,8 @@ class Start:
     """Runs asynchronous work and handles signals."""
     stack: ExitStack
     """Closes the parts when the run ends."""
+    stored: Sequence[Path] = ()
+    """Files to train on, a file a step; empty: rollouts are sampled."""
     folder: RunFolder | None = None
     """The run's folder, once it exists."""
 
@@ -99,7 +101,9 @@ def set_up(start: Start) -> Loop:
     )
     if profiler.roles.reward_model is not None:
         add_reward_model(player, profiler.roles.reward_model.scores)
-    kind = SerialRollouts if recipe.rollout.overlap == "none" else OverlappedRollouts
+    kind: Callable[..., Rollouts] = SerialRollouts if recipe.rollout.overlap == "none" else OverlappedRollouts
+    if start.stored:
+        kind = partial(StoredRollouts, start.stored)
     journal = Journal(
         recipe.track.trajectories,
         lambda: start.open_folder().trajectories,
@@ -181,7 +185,9 @@ def _prepare_tasks(start: Start, player: Player) -> tuple[HeldOut, TaskSampler]:
     start.display.phase("measuring the prompts")
     held_out, notes = start.interrupts.run(lambda: HeldOut.prepare(player, recipe, checked.splits, checked.choosing))
     sampler = TaskSampler(len(checked.tasks), recipe.train.seed)
-    notes += _exclude_long(recipe, player, checked.tasks, sampler, start.interrupts)
+    if not start.stored:
+        needed = recipe.train.steps * recipe.rollout.tasks
+        notes += exclude_long(player, checked.tasks, needed, sampler, start.interrupts)
     if checked.choosing in checked.splits and 0 < recipe.eval.every < recipe.train.steps:
         notes.append(
             f"the best checkpoint is chosen on {checked.choosing}, which is also reported and therefore biased upwards"
@@ -192,12 +198,13 @@ def _prepare_tasks(start: Start, player: Player) -> tuple[HeldOut, TaskSampler]:
     return held_out, sampler
 
 
-def _exclude_long(
-    recipe: Recipe, player: Player, tasks: Sequence[Task], sampler: TaskSampler, interrupts: Interrupts
+def exclude_long(
+    player: Player, tasks: Sequence[Task], needed: int, sampler: TaskSampler, interrupts: Interrupts
 ) -> list[str]:
-    """Measure the prompts of the tasks that this run will use, exclude those that are too long; return a note."""
-    need = min(recipe.train.steps * recipe.rollout.tasks, len(tasks))
-    probe = TaskSampler(len(tasks), recipe.train.seed)
+    """Measure the prompts of the `needed` tasks that are drawn first, exclude those that are too long; return a note.
+    Raises UserError: none fits."""
+    need = min(needed, len(tasks))
+    probe = TaskSampler(len(tasks), sampler.seed)
     found: dict[int, int] = {}
     limit = player.prompt_limit
     while sum(n <= limit for n in found.values()) < need and len(found) < len(tasks):
@@ -256,6 +263,15 @@ def _read_progress(saved: Saved, tasks: int) -> tuple[dict[str, Any], dict[str, 
     if max(counts[1:]) >= tasks:
         raise saved.damaged(f"it was at task {max(counts[1:])}, and now there are {tasks} tasks to train on")
     return before, sampler
+
+
+def stored_of(saved: Saved) -> list[str]:
+    """Return the files that the run of a checkpoint trains on; empty where it samples. Raises UserError."""
+    sampler = saved.extra.get("sampler")
+    files = sampler.get("stored", []) if isinstance(sampler, dict) else []
+    if not isinstance(files, list) or not all(isinstance(name, str) for name in files):
+        raise saved.damaged("`stored` in its state.json is not a list of files")
+    return files
 
 
 def _is_accuracy(value: Any) -> bool:

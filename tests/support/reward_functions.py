@@ -49,3 +49,15 @@ def setting(sample) -> float:
 
 def places(samples) -> list[float]:
     return [float(len(s.answer)) for s in samples]
+
+
+def picky(sample) -> float:
+    """Fails for every seventh length."""
+    if sample.tokens % 7 == 0:
+        raise ValueError("a length that I do not like")
+    return len(sample.answer) / 100
+
+
+def strict(sample) -> float:
+    """Takes 2 off a turn."""
+    return -2.0 * sample.turns

@@ -11,9 +11,9 @@ from paths import ROOT
 PACKAGE = ROOT / "agentrl"
 
 ROOMS = (
-    "cli", "doctor", "sft", "training", "distributed", "profiling", "learner", "eval", "report", "testing", "rollout",
-    "gateway", "compute", "checkpoint", "engine", "weights", "trajectory", "data", "chat", "algo", "models", "plugins",
-    "cluster", "recipe", "scaffold", "terminal", "threads", "process_tree", "errors",
+    "cli", "doctor", "sft", "offline", "training", "distributed", "profiling", "learner", "eval", "report", "testing",
+    "rollout", "gateway", "compute", "checkpoint", "engine", "weights", "trajectory", "data", "chat", "algo", "models",
+    "plugins", "cluster", "recipe", "scaffold", "terminal", "threads", "process_tree", "errors",
 )  # fmt: skip
 """From the top; a room imports itself and what lies below it, nothing else."""
 

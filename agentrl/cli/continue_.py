@@ -1,0 +1,83 @@
+"""`agentrl continue`: sample on from a stored turn."""
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from agentrl.cli.common import console, shortened
+
+if TYPE_CHECKING:
+    from agentrl.offline.go_on import GoneOn
+
+STOPPED = 1
+
+
+def continue_command(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="A folder of a run, an evaluation or rollouts.")],
+    turn: Annotated[
+        int, typer.Option("--turn", min=0, help="Turns of the model that are kept; what follows is sampled anew.")
+    ],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Keys of its recipe to change.")
+    ] = None,
+    n: Annotated[int, typer.Option("-n", "--samples", min=1, help="Ways to go on.")] = 4,
+    model: Annotated[
+        str | None,
+        typer.Option("--model", metavar="DIR", help="Who goes on: a model, checkpoint or run folder (default: RUN's)."),
+    ] = None,
+    request: Annotated[
+        str | None, typer.Option("--id", metavar="REQUEST", help="The sample's id, such as step_3/train-7#0.12.")
+    ] = None,
+    step: Annotated[int | None, typer.Option("--step", min=0, help="The sample's step.")] = None,
+    split: Annotated[str | None, typer.Option("--split", metavar="NAME", help="Its split: train, or another.")] = None,
+    task: Annotated[str | None, typer.Option("--task", metavar="ID", help="Its task's id.")] = None,
+    sample: Annotated[int | None, typer.Option("--sample", min=0, help="Its number among the task's.")] = None,
+    output: Annotated[
+        str | None, typer.Option("--output", metavar="DIR", help="A new folder (default: RUN/continued-<number>).")
+    ] = None,
+) -> None:
+    """Sample on from a turn of a stored rollout, several ways: what would have helped?
+
+    The turns before are played again, their calls live; where these answer otherwise, nothing is sampled (exit code 1).
+    """
+    from agentrl.offline.go_on import go_on
+    from agentrl.offline.replay import Which
+
+    which = Which(request, step, split, task, sample)
+    found = go_on(run, which, turn=turn, n=n, model=model, overrides=overrides or [], output=output)
+    _print(found, turn, run)
+    raise typer.Exit(STOPPED if found.folder is None else 0)
+
+
+def _print(found: "GoneOn", turn: int, run: str) -> None:
+    from rich.markup import escape
+    from rich.table import Table
+
+    from agentrl.plugins.types import answer_of
+
+    out, stored = console(), found.stored.trajectory
+    title = f"{stored.request_id}, {turn} of {len(stored.turns)} turns kept"
+    table = Table(title=escape(title), title_justify="left")
+    for name in ("", "reward", "solved", "turns", "ended by", "answer"):
+        table.add_column(name)
+    rows = [("as stored", stored, found.solved, "")]
+    rows += [
+        (str(number), t, word, why)
+        for number, (t, word, why) in enumerate(zip(found.samples, found.solved_now, found.stopped, strict=True))
+    ]
+    for name, t, word, why in rows:
+        told = why or (t.failure.message if t.failure is not None else shortened(answer_of(t.messages), 80))
+        reward = f"{t.reward:.4g}" if t.valid else "-"
+        solved = {True: "yes", False: "no", None: "-"}[word]
+        table.add_row(*map(escape, (name, reward, solved, str(len(t.turns)), str(t.finish), told)))
+    out.print(table)
+    valid = [t for t in found.samples if t.valid]
+    if valid:
+        mean, good = sum(t.reward for t in valid) / len(valid), sum(word is True for word in found.solved_now)
+        then = f"{stored.reward:.4g}" if stored.valid else "none"
+        out.print(f"reward {mean:.4g} in the mean, {then} as stored; {good} of {len(valid)} solved", markup=False)
+    if any(found.stopped):
+        told = f"where tools answer otherwise: agentrl replay {run} --id {stored.request_id}"
+        out.print(told, markup=False, soft_wrap=True)
+    if found.folder is not None:
+        out.print(f"folder: {found.folder}", markup=False, soft_wrap=True)

@@ -1,0 +1,209 @@
+"""Stored rollouts as the objects that they were: the trajectories and groups of a file, and the files of a folder.
+
+A valid sample comes back as it was, to the bit in all that an update reads; `seconds` are rounded, texts have no
+secrets. Files may be a stranger's: each valid sample is checked as one that was just sampled.
+"""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy.typing as npt
+
+from agentrl.checkpoint.run_folder import TRAJECTORIES
+from agentrl.errors import UserError, nearest
+from agentrl.plugins.types import Task
+from agentrl.rollout.trajectory_file import FACTS, Row, Stored, read_columns, stored_files
+from agentrl.trajectory import (
+    Boundary,
+    Failure,
+    FinishReason,
+    Group,
+    InvariantError,
+    Segment,
+    ToolUse,
+    Trajectory,
+    Turn,
+    check_invariants,
+)
+
+_COLUMNS = ("ids", "loss_mask", "logprobs", "weight_version")
+_LINES = ("retried", "release_errors")  # of `extra`, tuples of lines
+
+
+class StoredSample(NamedTuple):
+    """A row of a file."""
+
+    facts: Row
+    """Its columns of FACTS."""
+    trajectory: Trajectory
+    """What it says."""
+
+
+def read_samples(path: Path, weights: Mapping[str, float] | None = None) -> list[StoredSample]:
+    """Return the samples of a Parquet file, in its order. Raises UserError: the file is damaged.
+
+    weights: of the reward parts that a sample does not have, and whose weights are therefore not in the file.
+    """
+    rows, columns = read_columns(path, [*FACTS], _COLUMNS)
+    found = []
+    for number, row in enumerate(rows):
+        try:
+            trajectory = _trajectory(row, {name: columns[name][number] for name in _COLUMNS}, weights or {})
+            if trajectory.valid:
+                check_invariants(trajectory)
+        except (AttributeError, LookupError, RecursionError, TypeError, ValueError, InvariantError) as error:
+            why = " ".join(str(error).split())[:300]
+            raise UserError(f"{path}, row {number + 1}: damaged: {why}; move the file away") from error
+        found.append(StoredSample(row, trajectory))
+    return found
+
+
+def read_groups(path: Path, weights: Mapping[str, float] | None = None) -> list[Group]:
+    """Return the groups of a Parquet file, in their order. weights, errors: those of `read_samples`."""
+    return as_groups(read_samples(path, weights))
+
+
+def as_groups(samples: Iterable[StoredSample]) -> list[Group]:
+    """Return the samples of a file by their groups."""
+    groups = []
+    for _, rows in groupby(samples, key=lambda sample: sample.facts["group"]):
+        each = [sample.trajectory for sample in rows]
+        valid, failed = (tuple(t for t in each if t.valid is wanted) for wanted in (True, False))
+        groups.append(Group(each[0].task, valid, failed))
+    return groups
+
+
+def _trajectory(row: Row, tokens: Mapping[str, npt.NDArray[Any]], weights: Mapping[str, float]) -> Trajectory:
+    if missing := next((name for name in _NEEDED if row[name] is None), None):
+        raise ValueError(f"its column {missing} is null")
+    messages = _messages(json.loads(row["messages"]))
+    branches = tuple(_messages(one) for one in json.loads(row["branches"] or "[]"))
+    segments = tuple(Segment(one["start"], one["end"], one["parent"]) for one in row["segments"])
+    return Trajectory(
+        request_id=row["request"],
+        task=Task(row["task"], _mapping(json.loads(row["task_data"]))),
+        sample=row["sample"],
+        **tokens,
+        prompt_length=row["prompt_tokens"],
+        turns=tuple(Turn(one["start"], one["end"], one["reward"], one["trained"]) for one in row["turns"]),
+        messages=messages,
+        rewards={part["name"]: part["value"] for part in row["rewards"]},
+        finish=FinishReason(row["finish"]),
+        weights={**weights, **{part["name"]: part["weight"] for part in row["rewards"]}},
+        tool_uses=tuple(_tool_use(one) for one in row["tool_uses"]),
+        failure=None if row["boundary"] is None else Failure(Boundary(row["boundary"]), row["error"] or ""),
+        seconds=dict(row["seconds"]),
+        tools=tuple(row["tools"]),
+        extra=_extra(_mapping(json.loads(row["extra"]))),
+        segments=segments,
+        branches=branches,
+        seed=row["seed"],
+        leaf=_leaf(messages, branches, segments),
+    )
+
+
+_NEEDED = (
+    "group", "request", "task", "sample", "prompt_tokens", "finish", "task_data", "messages", "extra", "turns",
+    "rewards", "segments", "tools", "tool_uses", "seconds",
+)  # fmt: skip
+
+
+def _mapping(value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ValueError("its task data or extra is no object")
+    return value
+
+
+def _messages(value: Any) -> tuple[Any, ...]:
+    if not isinstance(value, list) or not all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in value):
+        raise ValueError("its messages are not a list of objects with a role")
+    return tuple(value)
+
+
+def _tool_use(use: Mapping[str, Any]) -> ToolUse:
+    metrics = _mapping(json.loads(use["metrics"]))
+    return ToolUse(use["name"], use["turn"], use["seconds"], use["error"], metrics, use["cut"])
+
+
+def _extra(given: dict[str, Any]) -> dict[str, Any]:
+    return {key: tuple(value) if key in (*_LINES, "depths") else value for key, value in given.items()}
+
+
+def _leaf(messages: Sequence[Any], branches: Sequence[Sequence[Any]], segments: Sequence[Segment]) -> int:
+    """Return the segment in which the conversation of `messages` ends: the last whose path says the same."""
+    for leaf in range(len(branches) - 1, -1, -1):
+        said: list[Any] = []
+        index = leaf
+        while index >= 0:
+            said[:0] = branches[index]
+            index = segments[index].parent if segments[index].parent < index else -1
+        if said == list(messages):
+            return leaf
+    return -1
+
+
+def folder_files(folder: Path) -> list[Stored]:
+    """Return the Parquet files of a run folder, or any of its form. Raises UserError: it has none."""
+    if not (folder / TRAJECTORIES).is_dir():
+        raise UserError(f"{folder}: not a folder with stored rollouts ({TRAJECTORIES}/ is missing)")
+    found = stored_files(folder / TRAJECTORIES)
+    parquet = [one for one in found if one.path.suffix == ".parquet"]
+    if found and not parquet:
+        raise UserError(f"{folder}: an older version wrote its rollouts, as JSON lines without tokens")
+    if not found:
+        raise UserError(f"{folder}: no whole step or evaluation is stored there")
+    return parquet
+
+
+def chosen_files(folder: Path, step: int | None = None, split: str | None = None) -> list[Stored]:
+    """Return those of `folder_files` of this step and this split (`train`, or of evaluations), None: of all. Raises
+    UserError: there is none."""
+    found = folder_files(folder)
+    if split is not None:
+        splits = sorted({one.split for one in found})
+        if split not in splits:
+            raise UserError(f"--split {split}: nothing of it is stored in {folder}{nearest(split, splits)}")
+        found = [one for one in found if one.split == split]
+    if step is not None:
+        steps = sorted({one.step for one in found})
+        if step not in steps:
+            raise UserError(f"--step {step}: not stored in {folder}; stored are {ranges(steps)}")
+        found = [one for one in found if one.step == step]
+    return found
+
+
+def training_files(given: Sequence[str]) -> list[Path]:
+    """Return the files to train on, a file a step: those that are named, and the training steps of folders.
+
+    Raises UserError: nothing is stored there, or no tokens.
+    """
+    files: list[Path] = []
+    for name in given:
+        path = Path(name)
+        if path.is_dir():
+            own = [one.path for one in folder_files(path) if not one.evaluation]
+            if not own:
+                raise UserError(f"{path}: holds evaluations only; name their files to train on them")
+            files += own
+        elif path.suffix != ".parquet":
+            why = "JSON lines hold no tokens" if ".jsonl" in path.name else "expected a run folder or .parquet files"
+            raise UserError(f"{path}: {why if path.exists() else 'there is no such file or folder'}")
+        elif not path.is_file():
+            raise UserError(f"{path}: there is no such file")
+        else:
+            files.append(path)
+    return [path.absolute() for path in files]
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """Return ascending numbers as text, such as `1-40, 60`."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in runs)

@@ -8,6 +8,7 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -287,6 +288,20 @@ def read_rows(path: Path, columns: Sequence[str] | None = None) -> list[Row]:
     Raises UserError: the file is damaged, of a later version, or something else.
     """
     wanted = list(SCHEMA.names if columns is None else columns)
+    with _opened(path, wanted) as file:
+        rows: list[Row] = file.read(wanted, use_threads=False).to_pylist()
+        return rows
+
+
+def read_batches(path: Path, columns: Sequence[str], size: int = 1024) -> Iterator[pa.RecordBatch]:
+    """Yield these columns of a Parquet file, at most `size` samples at once. Raises UserError, as `read_rows`."""
+    with _opened(path, columns) as file:
+        yield from file.iter_batches(size, columns=list(columns), use_threads=False)
+
+
+@contextmanager
+def _opened(path: Path, wanted: Sequence[str]) -> Iterator[pq.ParquetFile]:
+    """Open a Parquet file that has these columns; what is wrong with it is a UserError, while it is read too."""
     try:
         with pq.ParquetFile(path) as file:
             version = (file.schema_arrow.metadata or {}).get(_ABOUT, b"").decode(errors="replace")
@@ -300,8 +315,7 @@ def read_rows(path: Path, columns: Sequence[str] | None = None) -> list[Row]:
             for name in wanted:
                 if name not in file.schema_arrow.names or file.schema_arrow.field(name).type != SCHEMA.field(name).type:
                     raise UserError(f"{path}: damaged: its column {name} is missing or of another type")
-            rows: list[Row] = file.read(wanted, use_threads=False).to_pylist()
-            return rows
+            yield file
     except (OSError, ValueError, pa.ArrowException) as error:
         raise UserError(_unreadable(path, error)) from error
 

@@ -30,7 +30,7 @@ from agentrl.rollout.player import Player
 from agentrl.training.display import Display
 from agentrl.training.interrupt import Interrupted, Interrupts
 from agentrl.training.rollouts import Rollouts
-from agentrl.training.trackers import Trackers
+from agentrl.training.trackers import Trackers, samples_of
 from agentrl.trajectory import Group
 
 
@@ -175,6 +175,10 @@ class Loop:
             metrics |= {f"eval/{split}/{name}": value for name, value in _held_out(result, groups).items()}
             self._report_failures(f"evaluation of {split} after step {self.step}", groups)
             self.journal.evaluation(split, self.step, groups, self.held_out.solved)
+            if self.trackers:
+                environment = partial(environment_of, self.player.env)
+                shown = samples_of(groups, self.held_out.solved, environment, self.recipe.secrets)
+                self.trackers.conversations(self.step, split, shown)
         if found:
             self.display.evaluation(self.step, found, self.held_out.choosing)
         return found, metrics

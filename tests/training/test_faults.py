@@ -521,7 +521,7 @@ def test_a_reward_whose_calls_keep_hanging_ends_the_run_with_the_last_step_saved
 def test_a_tracker_that_hangs_is_left_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("agentrl.training.trackers.SECONDS", 1.0)
+    monkeypatch.setattr("agentrl.training.trackers.FLUSH_SECONDS", 1.0)
     try:
         result = agentrl.train(small(tmp_path / "run", eval__splits=[], track__trackers=["train_plugins:Stuck"]))
     finally:

@@ -26,7 +26,7 @@ def check_command(
     from agentrl.cli.common import console
     from agentrl.errors import UserError
     from agentrl.models.load import resolve_types
-    from agentrl.plugins.registry import find, make_environment
+    from agentrl.plugins.registry import find, make_environment, tracker_makers
     from agentrl.plugins.rewards import make_rewards
     from agentrl.plugins.toolbox import Toolbox
     from agentrl.recipe.load import load_recipe, show_recipe
@@ -38,8 +38,7 @@ def check_command(
     make_rewards(checked.rewards)
     check_names(checked)
     find("engines", checked.engine.name)
-    for tracker in checked.track.trackers:
-        find("trackers", tracker)
+    tracker_makers(checked.track.trackers)
     out = console()
     _title(out, f"recipe {recipe}")
     out.print(show_recipe(checked).rstrip(), markup=False, soft_wrap=True)

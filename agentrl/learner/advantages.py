@@ -14,6 +14,7 @@ from agentrl.compute.batch import Batch
 from agentrl.errors import UserError, call_plugin
 from agentrl.recipe.schema import AlgorithmSection
 from agentrl.rollout.hooks import STEP
+from agentrl.rollout.metrics import spread
 from agentrl.trajectory import Trajectory
 
 Floats = npt.NDArray[np.float32]
@@ -193,6 +194,18 @@ def with_kl_penalty(batch: Batch, actor: Any, reference: Any, config: AlgorithmS
     estimate = kl_estimate(torch.from_numpy(old), torch.from_numpy(frozen), kl_estimator(config)).numpy()
     penalty = np.float32(config.kl_coef) * estimate
     return batch.with_tokens(old_logprobs=old, reference_logprobs=frozen, kl_penalty=penalty)
+
+
+def advantage_metrics(batch: Batch) -> dict[str, float]:
+    """Return train/advantage_... over the sampled tokens of a batch that has `advantages`, and train/return_... where
+    it has `returns`: mean, deviation, smallest and largest."""
+    sampled = sampled_in_order(batch)
+    names = {"train/advantage": "advantages", "train/return": "returns"}
+    found: dict[str, float] = {}
+    for name, column in names.items():
+        if column in batch.tokens:
+            found |= spread(name, batch.tokens[column][sampled])
+    return found
 
 
 def penalty_metrics(batch: Batch) -> dict[str, float]:

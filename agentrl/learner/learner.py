@@ -16,6 +16,7 @@ from agentrl.algo import advantages, losses
 from agentrl.algo.aggregation import token_weights
 from agentrl.compute.batch import Batch
 from agentrl.learner.advantages import (
+    advantage_metrics,
     carries_gradient,
     first_of_rollouts,
     penalty_metrics,
@@ -70,7 +71,7 @@ class Learner:
         batch = self.with_advantages(batch)
         metrics, trained, logprobs = self._update(batch)
         self.learned = learned(trajectories, batch, trained, logprobs)
-        return metrics
+        return {**metrics, **advantage_metrics(batch)}
 
     def with_advantages(self, batch: Batch) -> Batch:
         """Return the batch with the token column `advantages`, and those that it needs: `values` and `returns` with a

@@ -19,8 +19,9 @@ from agentrl.errors import UserError, contained, describe, nearest
 from agentrl.plugins.environment import Environment
 from agentrl.plugins.mixture import Mixture
 from agentrl.plugins.tool import Tool, ToolSource
+from agentrl.plugins.tracker import Tracker
 from agentrl.plugins.types import Json, Task
-from agentrl.recipe.schema import EngineSection, EnvPart, EnvSection, ToolSection
+from agentrl.recipe.schema import EngineSection, EnvPart, EnvSection, ToolSection, TrackerSection
 from agentrl.recipe.secrets import MASK, is_secret, masked
 
 T = TypeVar("T")
@@ -111,6 +112,24 @@ def make_tool(section: ToolSection) -> Tool | ToolSource:
     if not isinstance(getattr(made, "name", None), str) or not made.name:
         raise UserError(f"tool {section.name!r}: its class sets no `name`")
     return made
+
+
+def tracker_makers(sections: Sequence[TrackerSection]) -> dict[str, Callable[[], Tracker]]:
+    """Return what makes each tracker of a recipe, by name, those of one name numbered. Nothing is made.
+
+    Raises UserError: unknown, or arguments that its class does not take.
+    """
+    makers: dict[str, Callable[[], Tracker]] = {}
+    for section in sections:
+        made, where = load("trackers", section.name), f"track.trackers.{section.name}.args"
+        if not _makes(made, Tracker):
+            raise UserError(f"tracker {section.name!r} is {_type_of(made)}; expected a Tracker class")
+        _checked(made, section.args, where)
+        number = sum(name.partition(" #")[0] == section.name for name in makers) + 1
+        makers[section.name if number == 1 else f"{section.name} #{number}"] = partial(
+            construct, made, section.args, where
+        )
+    return makers
 
 
 def make_engine(section: EngineSection, model: Any, **context: Any) -> Any:

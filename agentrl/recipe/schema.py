@@ -561,11 +561,20 @@ def _switched(value: Any) -> Any:
     return {"every": int(value)} if isinstance(value, bool) else value
 
 
+class TrackerSection(Section):
+    """A tracker; `trackers: [tensorboard]` is short for `{name: tensorboard}`."""
+
+    name: str
+    """An installed tracker (`agentrl trackers` lists them), or module:attribute."""
+    args: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of the tracker's class, such as project, run and tags."""
+
+
 class TrackSection(Section):
     """What a run writes besides metrics.jsonl and the display."""
 
-    trackers: tuple[str, ...] = ()
-    """Further trackers: installed ones (`agentrl trackers` lists them), or module:attribute."""
+    trackers: tuple[Annotated[TrackerSection, BeforeValidator(_named)], ...] = ()
+    """Further trackers, such as tensorboard, wandb, mlflow and trackio."""
     trajectories: Annotated[TrajectoriesSection, BeforeValidator(_switched)] = TrajectoriesSection()
     """Samples in trajectories/step_N.parquet and eval_SPLIT_N.parquet; `false` is short for `{every: 0}`."""
 

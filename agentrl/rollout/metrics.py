@@ -1,36 +1,47 @@
 """Groups to the numbers of `metrics.jsonl`. Every finish reason has its key, also where it was never reached."""
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from math import comb
 
+import numpy as np
+import numpy.typing as npt
+
+from agentrl.plugins.types import Task
 from agentrl.rollout.compaction import COUNTS
 from agentrl.rollout.groups import Contrast, contrast
 from agentrl.trajectory import UNKNOWN, FinishReason, Group, ToolUse, Trajectory
 
 
 def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """Return the metrics of one step's groups.
+    """Return the metrics of one step's groups (docs/reference/metrics.md).
 
-    `rollout/tokens` sampled, `rollout/turns_mean`, `rollout/prompt_tokens_mean` a valid trajectory; `rollout/failed`
-    and `rollout/failed/<boundary>` samples left out, `rollout/retried` attempts; `groups/<contrast>` counts of groups
-    whose rewards are varied, equal or few (how many samples an update computed is `train/samples`);
+    `rollout/tokens` sampled; mean, deviation, smallest and largest `rollout/response_tokens` and `rollout/turns` of a
+    valid trajectory, `rollout/prompt_tokens_mean`, and mean seconds by what they were spent on
+    (`time/sample_engine_s`); `rollout/failed` and `rollout/failed/<boundary>` samples left out, `rollout/retried`
+    attempts; `groups/<contrast>` counts of groups whose rewards are varied, equal or few (how many samples an update
+    computed is `train/samples`), and `groups/pass_at_<k>`;
     `stop/<reason>` counts; `tool/<name>/calls`, `/errors` and `/cut` (answers that were too long) counts, `/seconds` a
     mean a call, a tool's own metrics means over the calls that have them;
     `reward/<part>` means over the valid trajectories (0 where a part is missing), before `rewards.weights`;
-    `reward/mean` is their weighted sum. Of rollouts of an agent, sums of what their calls were: `gateway/calls`,
-    `/forks`, `/retries`, `/auxiliary`, `/dropped_thinking`. Where conversations are compacted, `rollout/compactions`
-    and `rollout/compactions_failed`: summaries, and those from which it could not be gone on.
+    `reward/mean` is their weighted sum, with its deviation, minimum and maximum beside it. Of rollouts of an agent,
+    sums of what their calls were: `gateway/calls`, `/forks`, `/retries`, `/auxiliary`, `/dropped_thinking`. Where
+    conversations are compacted, `rollout/compactions` and `rollout/compactions_failed`: summaries, and those from which
+    it could not be gone on.
     """
     valid = [t for g in groups for t in g.trajectories]
     failed = [t for g in groups for t in g.failed]
     return {
-        **_rewards(valid),
+        **reward_metrics(valid),
         "rollout/tokens": sum(t.sampled_tokens for t in valid),
-        "rollout/turns_mean": _mean(len(t.turns) for t in valid),
+        **spread("rollout/response_tokens", [t.sampled_tokens for t in valid]),
+        **spread("rollout/turns", [len(t.turns) for t in valid]),
         "rollout/prompt_tokens_mean": _mean(t.prompt_length for t in valid),
         "rollout/trajectories": len(valid),
         **_failures(valid, failed),
         **_groups(groups),
+        **_pass_at(groups),
+        **_seconds(valid),
         **_stops([*valid, *failed]),
         **_tools(valid),
         **_gateway([*valid, *failed]),
@@ -43,13 +54,70 @@ def _mean(values: Iterable[float]) -> float:
     return sum(numbers) / len(numbers) if numbers else 0.0
 
 
-def _rewards(valid: Sequence[Trajectory]) -> dict[str, float]:
+def spread(name: str, values: npt.ArrayLike) -> dict[str, float]:
+    """Return <name>_mean, _std (of the population), _min and _max of some values; 0 where there are none."""
+    found = np.asarray(values, np.float64)
+    found = found if found.size else np.zeros(1)
+    return {
+        f"{name}_mean": float(found.mean()),
+        f"{name}_std": float(found.std()),
+        f"{name}_min": float(found.min()),
+        f"{name}_max": float(found.max()),
+    }
+
+
+def reward_metrics(valid: Sequence[Trajectory]) -> dict[str, float]:
+    """Return reward/<part> of valid trajectories, means before weights, and reward/mean, /std, /min and /max of the
+    whole."""
     sums: dict[str, float] = defaultdict(float)
     for trajectory in valid:
         for part, value in trajectory.rewards.items():
             sums[part] += value
-    rewards = {f"reward/{part}": total / len(valid) for part, total in sorted(sums.items())}
-    return {**rewards, "reward/mean": _mean(t.reward for t in valid)}
+    parts = {f"reward/{part}": total / len(valid) for part, total in sorted(sums.items())}
+    whole = spread("reward", [t.reward for t in valid])
+    return {**parts, **{name.replace("reward_", "reward/"): value for name, value in whole.items()}}
+
+
+def by_environment(groups: Sequence[Group], name_of: Callable[[Task], str]) -> dict[str, float]:
+    """Return env/<name>/... of each environment of a mixture. name_of: returns the name of a task's environment."""
+    parts: dict[str, list[Group]] = defaultdict(list)
+    for group in groups:
+        parts[name_of(group.task)].append(group)
+    metrics: dict[str, float] = {}
+    for name, those in sorted(parts.items()):
+        valid = [t for group in those for t in group.trajectories]
+        found = {
+            "samples": len(valid),
+            "failed": sum(len(group.failed) for group in those),
+            "groups_varied": sum(contrast(group) is Contrast.VARIED for group in those),
+            "reward_mean": _mean(t.reward for t in valid),
+            "turns_mean": _mean(len(t.turns) for t in valid),
+            "response_tokens_mean": _mean(t.sampled_tokens for t in valid),
+        }
+        metrics |= {f"env/{name}/{key}": value for key, value in found.items()}
+    return metrics
+
+
+def _pass_at(groups: Sequence[Group]) -> dict[str, float]:
+    """Return groups/pass_at_<k> for k = 2, 4, ... and the largest group: the expected largest reward of k samples of a
+    task, drawn without putting back, mean over the groups that have as many (for rewards of 0 and 1, pass@k)."""
+    most = max((len(group.trajectories) for group in groups), default=0)
+    metrics = {}
+    for k in sorted({2**i for i in range(1, most.bit_length()) if 2**i <= most} | ({most} if most > 1 else set())):
+        rewards = [sorted(t.reward for t in group.trajectories) for group in groups]
+        metrics[f"groups/pass_at_{k}"] = _mean(_expected_best(earned, k) for earned in rewards if len(earned) >= k)
+    return metrics
+
+
+def _expected_best(rewards: Sequence[float], k: int) -> float:
+    """Return the mean of the largest over all choices of k of these ascending rewards."""
+    choices = comb(len(rewards), k)
+    return sum(reward * (comb(index, k - 1) / choices) for index, reward in enumerate(rewards))
+
+
+def _seconds(valid: Sequence[Trajectory]) -> dict[str, float]:
+    parts = ("engine", "tools", "environment", "hooks")
+    return {f"time/sample_{part}_s": _mean(t.seconds.get(part, 0.0) for t in valid) for part in parts}
 
 
 def _failures(valid: Sequence[Trajectory], failed: Sequence[Trajectory]) -> dict[str, float]:

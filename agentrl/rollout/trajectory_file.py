@@ -337,6 +337,19 @@ def read_columns(
 
 def _table(path: Path, wanted: Sequence[str]) -> pa.Table:
     """Return columns of a file. Raises UserError as `read_rows` does."""
+    with _opened(path, wanted) as file:
+        return file.read(list(wanted), use_threads=False)
+
+
+def read_batches(path: Path, columns: Sequence[str], size: int = 1024) -> Iterator[pa.RecordBatch]:
+    """Yield these columns of a Parquet file, at most `size` samples at once. Raises UserError, as `read_rows`."""
+    with _opened(path, columns) as file:
+        yield from file.iter_batches(size, columns=list(columns), use_threads=False)
+
+
+@contextmanager
+def _opened(path: Path, wanted: Sequence[str]) -> Iterator[pq.ParquetFile]:
+    """Open a Parquet file that has these columns; what is wrong with it is a UserError, while it is read too."""
     try:
         with pq.ParquetFile(path) as file:
             version = (file.schema_arrow.metadata or {}).get(_ABOUT, b"").decode(errors="replace")
@@ -350,7 +363,7 @@ def _table(path: Path, wanted: Sequence[str]) -> pa.Table:
             for name in wanted:
                 if name not in file.schema_arrow.names or file.schema_arrow.field(name).type != SCHEMA.field(name).type:
                     raise UserError(f"{path}: damaged: its column {name} is missing or of another type")
-            return file.read(list(wanted), use_threads=False)
+            yield file
     except (OSError, ValueError, pa.ArrowException) as error:
         raise UserError(_unreadable(path, error)) from error
 

@@ -16,19 +16,21 @@ from agentrl.checkpoint.checkpoints import Checkpoints, NotSaved
 from agentrl.checkpoint.run_folder import RunFolder
 from agentrl.errors import nearest
 from agentrl.eval.held_out import HeldOut
-from agentrl.eval.result import Accuracy, failures
+from agentrl.eval.result import Accuracy, SplitResult, failures
 from agentrl.learner.learner import Learner
-from agentrl.learner.monitors import ContrastMonitor, MismatchMonitor
+from agentrl.learner.monitors import Finding, Health
 from agentrl.learner.roles import RoleHost
+from agentrl.plugins.mixture import environment_of
 from agentrl.profiling.step import ROLLOUT, SYNC, TRAIN, StepProfiler
 from agentrl.recipe.schema import Recipe
 from agentrl.rollout.hooks import STEP
 from agentrl.rollout.journal import Journal
+from agentrl.rollout.metrics import by_environment, reward_metrics
 from agentrl.rollout.player import Player
 from agentrl.training.display import Display
 from agentrl.training.interrupt import Interrupted, Interrupts
 from agentrl.training.rollouts import Rollouts
-from agentrl.training.trackers import Trackers
+from agentrl.training.trackers import Trackers, samples_of
 from agentrl.trajectory import Group
 
 
@@ -60,10 +62,8 @@ class Loop:
     """Shows the progress."""
     interrupts: Interrupts
     """Runs asynchronous work and handles signals."""
-    mismatch: MismatchMonitor
-    """Warns if engine and trainer compute different log-probs."""
-    contrast: ContrastMonitor
-    """Warns if the samples of each task have equal rewards, so that there is nothing to learn."""
+    health: Health
+    """Says what is wrong with the run by its metrics."""
     trackers: Trackers
     """Receive the metrics of each step."""
     step: int = 0
@@ -80,6 +80,7 @@ class Loop:
     _unwritten: dict[str, Any] | None = None  # the row that could not be appended to metrics.jsonl
     _accuracy: float | None = None  # accuracy of `step` on the split that chooses the best checkpoint, if evaluated
     _weights_checked: bool = False
+    _findings: list[Finding] = field(default_factory=list)  # those of the next row of metrics
 
     @property
     def whole(self) -> bool:
@@ -94,11 +95,12 @@ class Loop:
         self._sampler, self._updates = self.rollouts.state(), self.learner.updates
         self._saved = self.step if self.step else -1
         self.folder.remember()
+        self._find(self.health.before_start())
         interrupted = False
         try:
             if self.step == 0:
-                self.before = self._evaluate(self.held_out.splits)
-                self._log({"step": 0, **_accuracy_keys(self.before)})
+                self.before, measured = self._evaluate(self.held_out.splits)
+                self._log({"step": 0, **measured})
             self.display.begin()
             while self.step < self.rollouts.steps:
                 self._one_step()
@@ -117,6 +119,8 @@ class Loop:
         self._check_reward_weights(groups)
 
         self.display.phase("training")
+        if self.recipe.env.mix:
+            metrics |= by_environment(groups, partial(environment_of, self.player.env))
         metrics |= self._update(step, groups)
         self.step, self._sampler, self._updates = step, self.rollouts.state(), self.learner.updates
         self._accuracy = None
@@ -142,9 +146,6 @@ class Loop:
         with self.profiler.phase(SYNC, step):
             self.rollouts.publish(step)
         metrics |= {"time/sync_s": perf_counter() - trained, **self.profiler.take(metrics["time/train_s"])}
-        for line in (self.mismatch.warning(step, metrics), self.contrast.warning(step, metrics)):
-            if line:
-                self.display.note(line)
         metrics["time/step_s"] = perf_counter() - start
         self.display.step(step, metrics)
         self.journal.step(step, groups, self.learner.learned)
@@ -157,23 +158,30 @@ class Loop:
         splits = self.held_out.splits if last else ()
         if choosing is None or not (last or (every and step % every == 0)):
             return {}
-        found = self._evaluate(tuple(dict.fromkeys((choosing, *splits))))
+        found, measured = self._evaluate(tuple(dict.fromkeys((choosing, *splits))))
         self.after = {split: found[split] for split in splits}
         self._accuracy = found[choosing].value
-        return _accuracy_keys(found)
+        return measured
 
-    def _evaluate(self, splits: Sequence[str]) -> dict[str, Accuracy]:
+    def _evaluate(self, splits: Sequence[str]) -> tuple[dict[str, Accuracy], dict[str, float]]:
+        """Return the accuracies of these splits, and their metrics."""
         self.display.phase("evaluating")
         self.rollouts.sync_engine()
         found: dict[str, Accuracy] = {}
+        metrics: dict[str, float] = {}
         for split in splits:
             result, groups = self.interrupts.run(partial(self.held_out.play, split, after=self.step))
             found[split] = result.interval
+            metrics |= {f"eval/{split}/{name}": value for name, value in _held_out(result, groups).items()}
             self._report_failures(f"evaluation of {split} after step {self.step}", groups)
             self.journal.evaluation(split, self.step, groups, self.held_out.solved)
+            if self.trackers:
+                environment = partial(environment_of, self.player.env)
+                shown = samples_of(groups, self.held_out.solved, environment, self.recipe.secrets)
+                self.trackers.conversations(self.step, split, shown)
         if found:
             self.display.evaluation(self.step, found, self.held_out.choosing)
-        return found
+        return found, metrics
 
     def _report_failures(self, what: str, groups: Sequence[Group]) -> None:
         if line := failures(what, groups):
@@ -187,11 +195,20 @@ class Loop:
             self.display.note(f"rewards.weights: no {', '.join(unused)} in this step{nearest(unused[0], parts)}")
         self._weights_checked = True
 
+    def _find(self, findings: Sequence[Finding]) -> None:
+        """Show findings, and keep them for the next row."""
+        for finding in findings:
+            self.display.note(finding.line)
+        self._findings += findings
+
     def _log(self, metrics: Mapping[str, Any]) -> None:
+        self._find(self.health.step(metrics))
+        row = dict(metrics) | ({"health": [finding._asdict() for finding in self._findings]} if self._findings else {})
+        self._findings = []
         try:
-            bad = self.folder.append_metrics(metrics)
+            bad = self.folder.append_metrics(row)
         except OSError:  # the checkpoint keeps the row, and a resumed run appends it
-            self._unwritten = dict(metrics)
+            self._unwritten = row
             raise
         if bad:
             self.display.note(f"step {metrics['step']}: not finite, so left out of metrics.jsonl: {', '.join(bad)}")
@@ -233,5 +250,17 @@ class Loop:
         self.save_and_wait()
 
 
-def _accuracy_keys(found: Mapping[str, Accuracy]) -> dict[str, float]:
-    return {f"eval/{split}/accuracy": accuracy.value for split, accuracy in found.items()}
+def _held_out(result: SplitResult, groups: Sequence[Group]) -> dict[str, float]:
+    """Return the metrics of an evaluation of a split, without `eval/<split>/`."""
+    return {
+        "accuracy": result.accuracy,
+        "accuracy_low": result.low,
+        "accuracy_high": result.high,
+        **reward_metrics([t for group in groups for t in group.trajectories]),
+        **{f"pass_at_{k}": value for k, value in result.pass_at.items() if k > 1},
+        "turns": result.turns,
+        "response_tokens": result.tokens,
+        "tool_calls": result.tool_calls,
+        "tool_errors": result.tool_errors,
+        "failed": result.failed,
+    }

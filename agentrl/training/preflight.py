@@ -22,7 +22,7 @@ from agentrl.learner.advantages import with_advantages
 from agentrl.models.load import find_device, resolve
 from agentrl.plugins.agent import make_agent
 from agentrl.plugins.environment import Environment
-from agentrl.plugins.registry import check_engine, load, make_environment, tasks_of
+from agentrl.plugins.registry import check_engine, make_environment, tasks_of, tracker_makers
 from agentrl.plugins.tracker import Tracker
 from agentrl.plugins.types import Task
 from agentrl.recipe.schema import Recipe
@@ -60,7 +60,7 @@ def check_names(recipe: Recipe) -> None:
 
 def check_run(recipe: Recipe) -> Checked:
     """Check names, algorithm, machine, environment and tasks. Raises UserError."""
-    trackers = {name: load("agentrl.trackers", name) for name in recipe.track.trackers}
+    trackers = tracker_makers(recipe.track.trackers)
     check_names(recipe)
     check_algorithm(recipe)
     if engine_class(recipe.engine.name).brings_chat:

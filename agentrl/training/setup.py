@@ -15,7 +15,7 @@ from agentrl.errors import describe
 from agentrl.eval.held_out import HeldOut
 from agentrl.eval.result import Accuracy
 from agentrl.learner.learner import Learner
-from agentrl.learner.monitors import ContrastMonitor, MismatchMonitor
+from agentrl.learner.monitors import Health
 from agentrl.learner.roles import LocalRoles, RoleHost
 from agentrl.plugins.environment import is_validation
 from agentrl.plugins.mixture import environment_of
@@ -121,9 +121,6 @@ def set_up(start: Start) -> Loop:
     learner = Learner(recipe, profiler.roles)
     trackers = Trackers(display.note)
     trackers.start(start.checked.trackers, folder.path, recipe.shown(), stack)
-    contrast = ContrastMonitor(recipe)
-    if line := contrast.initial_warning():
-        display.note(line)
     loop = Loop(
         recipe=recipe,
         player=player,
@@ -137,8 +134,7 @@ def set_up(start: Start) -> Loop:
         checkpoints=Checkpoints(folder.checkpoints, recipe.train.keep, player.tokenizer),
         display=display,
         interrupts=interrupts,
-        mismatch=MismatchMonitor(recipe),
-        contrast=contrast,
+        health=Health(recipe),
         trackers=trackers,
     )
     if start.saved:
@@ -294,4 +290,5 @@ def _restore(loop: Loop, saved: Saved, tasks: int) -> None:
         raise saved.damaged("`unwritten` in its state.json is not a row of metrics")
     if saved.step and row and row["step"] not in {written["step"] for written in loop.folder.metrics()}:
         loop.folder.append_metrics(row)
+    loop.health = Health(loop.recipe, loop.folder.metrics())
     loop.display.note(f"resumed after step {saved.step}")

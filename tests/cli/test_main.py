@@ -40,7 +40,7 @@ MISTAKES = [
     (["check", RECIPE, "algorithm.loss=ppo_clop"], r"no loss 'ppo_clop'; did you mean 'ppo_clip'"),
     (["check", RECIPE, "algorithm.advantage=grop"], r"no advantage 'grop'; did you mean 'grpo'"),
     (["check", RECIPE, "rewards.model=./nowhere"], r"rewards.model: ./nowhere is not a folder"),
-    (["check", RECIPE, "track.trackers=[wandb]"], r"no tracker 'wandb' is installed"),
+    (["check", RECIPE, "track.trackers=[wanbd]"], r"no tracker 'wanbd' is installed; did you mean 'wandb'"),
     (["check", RECIPE, "eval.splits=[tset]"], r"eval.splits: environment 'gsm8k' has no 'tset'; did you mean 'test'"),
     (["check", RECIPE.replace("tool", "tol")], r"no such recipe file; did you mean .*gsm8k_tool.yaml"),
     (["check"], r"Missing argument .*; see agentrl check --help"),
@@ -167,7 +167,8 @@ def test_lists_say_what_is_installed_and_where_from(capsys, tmp_path, monkeypatc
     assert "broken" not in out
 
 
-def test_an_empty_list_says_so(capsys):
+def test_an_empty_list_says_so(capsys, monkeypatch):
+    monkeypatch.setattr("agentrl.plugins.registry.entry_points", lambda group: ())
     assert main.run(["trackers"]) == 0
     assert capsys.readouterr().out == "nothing is installed in the group agentrl.trackers\n"
 

@@ -99,7 +99,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[TrainResult, str]:
 @pytest.mark.slow
 def test_training_is_evaluated_and_chosen_by_the_validation_split(run: tuple[TrainResult, str]) -> None:
     result, said = run
-    evaluated = [sorted(k.split("/")[1] for k in row if k.startswith("eval/")) for row in metrics(result.folder)]
+    evaluated = [sorted({k.split("/")[1] for k in row if k.startswith("eval/")}) for row in metrics(result.folder)]
     reported = ["large", "phrasing", "test"]
     assert evaluated == [reported, ["validation"], ["validation"], [*reported, "validation"]]
     assert sorted(result.before) == sorted(result.after) == reported

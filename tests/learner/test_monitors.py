@@ -1,25 +1,169 @@
-"""Warnings of a run, with the likely cause: equal samples once, a mismatch of engine and trainer once in a while."""
+"""Health of a run: each condition by rows that raise it and rows that do not, each said once."""
 
 import io
+import json
 import re
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+from paths import ROOT
 from rich.console import Console
-from train_help import small
+from train_help import metrics, small
 
 import agentrl
-from agentrl.learner.monitors import SILENT_STEPS, ContrastMonitor, MismatchMonitor
+from agentrl.learner.monitors import CONDITIONS, RANGES, Finding, Health
 from agentrl.recipe.schema import Recipe
 from agentrl.training.display import Display
 
-STEP = {
+FLAT = {
     "groups/varied": 0, "groups/equal": 2, "groups/few": 0, "train/samples": 0, "rollout/trajectories": 8,
     "rollout/failed": 0, "stop/length": 0, "stop/max_turns": 0, "stop/timeout": 0, "reward/mean": 0.0,
 }  # fmt: skip
+WELL = FLAT | {
+    "groups/varied": 2, "groups/equal": 0, "train/samples": 8, "reward/mean": 0.5, "train/entropy": 0.4,
+    "train/grad_norm": 0.3, "train/updates_not_finite": 0, "mismatch/logprob_mean": 1e-3, "mismatch/logprob_max": 0.3,
+    "mismatch/ess": 0.99, "tool/calculator/calls": 16, "tool/calculator/errors": 1, "tool/calculator/seconds": 0.01,
+    "tool/unknown/calls": 4, "tool/unknown/errors": 4, "rollout/staleness_mean": 1.0, "reward/answer": 0.4,
+    "reward/brevity": 0.1, "time/rollout_s": 5.0, "time/step_s": 6.0, "time/sample_engine_s": 4.0,
+    "time/sample_tools_s": 0.1, "time/sample_environment_s": 0.1, "time/sample_hooks_s": 0.1,
+}  # fmt: skip
+GAMED = {"reward/brevity": 0.6, "reward/answer": 0.2}
+FAILING = {"rollout/failed": 2, "rollout/failed/tool": 1.5, "rollout/failed/reward": 0.5}
+STEPS = 40
 
 Changes = dict[str, Any]
+Rows = list[dict[str, Any]]
+
+
+def found(rows: Iterable[Mapping[str, Any]], recipe: Recipe | None = None) -> list[tuple[int, Finding]]:
+    """What the rows raise, with the step."""
+    health = Health(recipe or small())
+    return [(row["step"], finding) for row in rows for finding in health.step(row)]
+
+
+def well(changes: Mapping[str, Any] | None = None, *, of: range = range(STEPS // 2, STEPS)) -> Rows:
+    """The rows of a run that is well, with a little noise, but for `changes` in the steps `of`: values, or functions of
+    the step."""
+    rows = []
+    for step in range(1, STEPS + 1):
+        row = WELL | {"step": step}
+        if step - 1 in of:
+            row |= {key: value(step) if callable(value) else value for key, value in (changes or {}).items()}
+        noise = 1 + 0.02 * (step * 7 % 5 - 2)
+        rows.append({
+            key: value * noise if isinstance(value, float) and key.startswith(("reward", "train/e")) else value
+            for key, value in row.items()
+        })  # fmt: skip
+    return rows
+
+
+def test_a_run_that_is_well_raises_nothing() -> None:
+    assert found(well()) == []
+
+
+def once(step: int) -> range:
+    return range(step - 1, step)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "of", "step", "words"),
+    [
+        ("cut_by_length", {"stop/length": 3}, range(10, 40), 13, r"steps 11 to 13: 38% .*max_turn_tokens is 48"),
+        ("cut_by_length", {"stop/length": 3}, range(10, 12), None, ""),
+        ("cut_by_length", {"stop/length": 1}, range(40), None, ""),
+        ("cut_by_time", {"stop/timeout": 4}, range(10, 40), 13, r"50% of the samples ran out of time"),
+        ("cut_by_time", {"stop/timeout": 1}, range(40), None, ""),
+        ("tools_not_called", {"tool/calculator/calls": 0}, range(40), 10, r"no tool in 10 steps \(calculator\)"),
+        ("tools_not_called", {"tool/calculator/calls": 0}, range(20, 40), 30, r"hardly calls calculator any more"),
+        ("tools_not_called", {"tool/calculator/calls": 8}, range(20, 40), None, ""),
+        ("tools_not_called", {"tool/calculator/calls": 0}, range(9), None, ""),
+        ("entropy_collapse", {"train/entropy": 0.01}, range(20, 40), 30, r"0\.4 -> 0\.01 nats, reward 0\.5 -> 0\.5"),
+        ("entropy_collapse", {"train/entropy": 0.01, "reward/mean": 0.9}, range(20, 40), None, ""),
+        ("entropy_collapse", {"train/entropy": 0.05}, range(20, 40), None, ""),
+        ("mismatch", {"mismatch/ess": 0.4}, range(20, 40), 21, r"step 21: .*effective sample size 40%. Likely"),
+        ("mismatch", {"mismatch/logprob_mean": 0.2}, once(5), 5, r"0\.200 nats"),
+        ("mismatch_growing", {"mismatch/logprob_mean": 0.03}, range(20, 40), 24, r"drift apart: 0\.001 -> "),
+        ("mismatch_growing", {"mismatch/logprob_mean": 0.005}, range(20, 40), None, ""),
+        ("gradient_spike", {"train/grad_norm": 30.0}, once(20), 20, r"is 30, 100 times what it was \(0\.3\)"),
+        ("gradient_spike", {"train/grad_norm": 0.9}, once(20), None, ""),
+        ("gradient_spike", {"train/grad_norm": 30.0}, once(2), None, ""),
+        ("update_discarded", {"train/updates_not_finite": 2}, once(7), 7, r"of 2 updates was not finite"),
+        ("part_gamed", GAMED, range(15, 40), 23, r"'brevity' rose \(0\.1 -> .*'answer' fell \(0\.4"),
+        ("part_gamed", {"reward/brevity": 0.6}, range(15, 40), None, ""),
+        ("part_gamed", {"reward/brevity": 0.6, "reward/answer": 0.38}, range(15, 40), None, ""),
+        ("stale", {"rollout/staleness_mean": 3.5}, range(5, 40), 8, r"3\.5 updates old"),
+        ("stale", {"rollout/staleness_mean": 2.0}, range(40), None, ""),
+        ("samples_failed", FAILING, range(5, 40), 8, r"20% of .*most by tool"),
+        ("samples_failed", {"rollout/failed": 2}, once(5), None, ""),
+        ("tool_fails", {"tool/calculator/errors": 12}, range(10, 40), 20, r"75% of the calls of calculator"),
+        ("tool_fails", {"tool/calculator/errors": lambda step: 16 - step // 3}, range(40), None, ""),
+        ("tool_fails", {"tool/calculator/errors": 6}, range(40), None, ""),
+        ("tool_slow", {"tool/calculator/seconds": 20.0}, range(3, 40), 6, r"takes 20 s \(rollout.tool_timeout"),
+        ("tool_slow", {"tool/calculator/seconds": 2.0}, range(25, 40), 28, r"takes 2 s, 0\.01 s in the beginning"),
+        ("tool_slow", {"tool/calculator/seconds": 2.0}, range(40), None, ""),
+        ("environment_slow", {"time/sample_environment_s": 6.0}, range(5, 40), 8, r"spend 6\.1 s.*rollout.overlap"),
+        ("environment_slow", {"time/sample_environment_s": 6.0, "time/step_s": 20.0}, range(40), None, ""),
+    ],
+)  # fmt: skip
+def test_a_condition_is_raised_by_its_rows_alone_and_once(
+    name: str, changes: Changes, of: range, step: int | None, words: str
+) -> None:
+    raised = found(well(changes, of=of))
+    assert [(at, one.name) for at, one in raised] == ([] if step is None else [(step, name)])
+    assert step is None or re.search(words, raised[0][1].line)
+
+
+def evaluated(rows: Rows, measured: Mapping[int, tuple[float, float, float]]) -> Rows:
+    for step, (value, low, high) in measured.items():
+        key = "eval/test/accuracy"
+        rows[step] |= {key: value, f"{key}_low": low, f"{key}_high": high}
+    return rows
+
+
+@pytest.mark.parametrize(
+    ("later", "reward", "raised"),
+    [((0.3, 0.2, 0.4), 0.8, True), ((0.5, 0.4, 0.62), 0.8, False), ((0.3, 0.2, 0.4), 0.3, False)],
+)
+def test_accuracy_that_falls_while_the_reward_rises_is_said(
+    later: tuple[float, float, float], reward: float, raised: bool
+) -> None:
+    rows = [{"step": 0}, *well({"reward/mean": reward})]
+    rows = evaluated(rows, {0: (0.4, 0.3, 0.5), 20: (0.7, 0.6, 0.8), 40: later})
+    lines = [(step, one.line) for step, one in found(rows) if one.name == "accuracy_falls"]
+    assert [step for step, _ in lines] == ([40] if raised else [])
+    assert not raised or re.search(
+        r"reward rose .* accuracy on test fell \(70.0% after step 20 -> 30.0%\)", lines[0][1]
+    )
+
+
+def test_a_resumed_run_goes_on_where_it_was_and_says_nothing_twice() -> None:
+    rows = well({"stop/length": 4, "train/entropy": 0.001})
+    whole = found(rows)
+    assert [(step, one.name) for step, one in whole] == [(23, "cut_by_length"), (29, "entropy_collapse")]
+    for stopped in (22, 25):
+        health, written = Health(small()), []
+        for row in rows[:stopped]:
+            raised = [one._asdict() for one in health.step(row)]
+            written.append(row | ({"health": raised} if raised else {}))
+        again = Health(small(), json.loads(json.dumps(written)))
+        late = [(row["step"], one) for row in rows[stopped:] for one in again.step(row)]
+        assert late == [(step, one) for step, one in whole if step > stopped]
+
+
+def test_rows_of_strangers_are_read_as_far_as_they_go() -> None:
+    odd = {"step": 1, "health": [1, {"line": "x"}], "reward/mean": "high", "groups/varied": None, "stop/length": [3]}
+    health = Health(small(), [odd, {"step": 2}, {"step": 3, "train/grad_norm": float("nan")}])
+    assert health.step({"step": 4, "groups/varied": 0}) == []
+    health = Health(small(), [{"step": n} for n in range(1, 30)])
+    assert [one.name for n in range(30, 34) for one in health.step(FLAT | {"step": n})] == ["no_contrast"]
+
+
+def test_every_condition_and_range_is_documented() -> None:
+    page = (ROOT / "docs" / "reference" / "metrics.md").read_text()
+    assert set(CONDITIONS) == set(re.findall(r"^- `(\w+)`: ", page, re.M))
+    assert [name for name in RANGES if f"| `{name}` |" not in page] == []
 
 
 @pytest.mark.parametrize(
@@ -31,7 +175,7 @@ Changes = dict[str, Any]
             r"steps 1 to 3: no two .* grpo learned nothing. Likely cause: a reward that is the same",
         ),
         ({}, {"reward/mean": 1.0}, r"too easy .*mean reward 1\b"),
-        ({}, {"stop/length": 5}, r"5 of 8 samples were cut off \(rollout.max_turn_tokens"),
+        ({}, {"stop/max_turns": 5}, r"5 of 8 samples were cut off \(rollout.max_turn_tokens"),
         ({}, {"groups/few": 2, "groups/equal": 0, "rollout/failed": 7}, r"7 samples of the step failed"),
         ({"algorithm": {"kl_coef": 0.1}}, {"train/samples": 8}, r"grpo learned nothing"),  # the KL alone was trained
         ({"algorithm": {"advantage": "reinforce_plus_plus"}}, {}, r"reinforce_plus_plus learned nothing"),
@@ -40,23 +184,19 @@ Changes = dict[str, Any]
     ],
 )
 def test_steps_without_contrast_are_told_once(recipe: Changes, metrics: Changes, words: str | None) -> None:
-    monitor = ContrastMonitor(small(**recipe))
-    assert monitor.initial_warning() is None
-    lines = [monitor.warning(step, STEP | metrics) for step in range(1, 9)]
-    assert [i for i, line in enumerate(lines) if line] == ([] if words is None else [2])
-    assert words is None or re.search(words, lines[2] or "")
+    raised = found([FLAT | metrics | {"step": step} for step in range(1, 9)], small(**recipe))
+    lines = [(step, one.line) for step, one in raised if one.name == "no_contrast"]
+    assert [step for step, _ in lines] == ([] if words is None else [3])
+    assert words is None or re.search(words, lines[0][1])
 
 
 def test_steps_apart_are_no_row() -> None:
-    monitor = ContrastMonitor(small())
-    lines = [monitor.warning(step, STEP | {"groups/varied": step % 3 == 0}) for step in range(1, 9)]
-    assert not any(lines)
+    assert found(FLAT | {"step": step, "groups/varied": step % 3 == 0} for step in range(1, 9)) == []
 
 
 def test_a_critic_that_warms_up_is_not_taken_for_it() -> None:
-    monitor = ContrastMonitor(small(algorithm={"advantage": "gae"}, critic={"warmup_steps": 4}))
-    lines = [monitor.warning(step, STEP) for step in range(1, 9)]
-    assert [i for i, line in enumerate(lines, 1) if line] == [7]
+    recipe = small(algorithm={"advantage": "gae"}, critic={"warmup_steps": 4})
+    assert [step for step, _ in found([FLAT | {"step": step} for step in range(1, 9)], recipe)] == [7]
 
 
 @pytest.mark.parametrize(
@@ -69,36 +209,34 @@ def test_a_critic_that_warms_up_is_not_taken_for_it() -> None:
     ],
 )
 def test_samples_that_cannot_differ_are_told_before_the_first(changes: Changes, words: str | None) -> None:
-    monitor = ContrastMonitor(small(**changes))
-    line = monitor.initial_warning()
-    assert line is None if words is None else re.search(words, line or "")
+    health = Health(small(**changes))
+    lines = [one.line for one in health.before_start()]
+    assert len(lines) == (words is not None)
     if words is not None:
-        assert not any(monitor.warning(step, STEP) for step in range(1, 9))
+        assert re.search(words, lines[0])
+        assert not any(health.step(FLAT | {"step": step}) for step in range(1, 9))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("changes", "step", "words"),
     [
-        ({"rollout__temperature": 0.0}, "rollout.temperature is 0"),
-        ({"env__name": "train_plugins:Flat"}, "no two samples of a task differed in their reward"),
+        ({"rollout__temperature": 0.0}, 0, "rollout.temperature is 0"),
+        ({"env__name": "train_plugins:Flat"}, 3, "no two samples of a task differed in their reward"),
     ],
 )
-def test_a_run_says_it(tmp_path: Path, changes: Changes, words: str) -> None:
+def test_a_run_says_it(tmp_path: Path, changes: Changes, step: int, words: str) -> None:
     console = Console(file=io.StringIO(), width=200)
-    agentrl.train(small(tmp_path / "run", **changes, eval__splits=[], train__steps=4), display=Display(4, "x", console))
+    folder = agentrl.train(
+        small(tmp_path / "run", **changes, eval__splits=[], train__steps=4), display=Display(4, "x", console)
+    ).folder
     assert console.file.getvalue().count(words) == 1  # type: ignore[attr-defined]
+    written = [(row["step"], one) for row in metrics(folder) for one in row.get("health", ())]
+    assert [(at, one["name"], words in one["line"]) for at, one in written] == [(step, "no_contrast", True)]
 
 
-def test_a_mismatch_is_said_once_in_a_while_with_its_likely_causes() -> None:
-    monitor = MismatchMonitor(Recipe.model_validate({"engine": {"name": "sglang"}}))
-    fine = {"mismatch/logprob_mean": 0.01, "mismatch/logprob_max": 0.3, "mismatch/ess": 0.99}
-    bad = {**fine, "mismatch/ess": 0.4}
-    assert monitor.warning(1, fine) is None
-    assert "effective sample size 40%" in monitor.warning(2, bad)
-    assert monitor.warning(3, bad) is None
-    line = monitor.warning(2 + SILENT_STEPS, {**bad, "mismatch/logprob_mean": 0.2})
-    assert "0.200 nats" in line
-    assert "weights that did not reach the engine" in line
-    assert "number format" in line
-    assert MismatchMonitor(Recipe()).warning(1, {}) is None
+def test_the_causes_of_a_mismatch_depend_on_the_engine() -> None:
+    recipe = Recipe.model_validate({"engine": {"name": "sglang"}})
+    ((_, one),) = found([WELL | {"step": 1, "mismatch/logprob_mean": 0.2}], recipe)
+    assert "weights that did not reach the engine" in one.line
+    assert "number format" in one.line

@@ -227,9 +227,15 @@ async def test_the_numbers_of_a_step():
     metrics = rollout_metrics(await roll_out(make_driver(script, env, [tool, Echo(name="idle")]), TASKS, 2))
     seconds = metrics.pop("tool/echo/seconds")
     assert 0 < seconds < 1
+    spent = [metrics.pop(f"time/sample_{part}_s") for part in ("engine", "tools", "environment", "hooks")]
+    assert all(0 < seconds < 1 for seconds in spent)
+    length = len(script("", 0)) + 1 + 2
     assert metrics == {
         "reward/env": 0.5, "reward/style": 0.25, "reward/step": 0.25, "reward/mean": 1.0,
-        "rollout/tokens": 6 * (len(script("", 0)) + 1 + 2), "rollout/turns_mean": 2.0,
+        "reward/std": 0.75, "reward/min": 0.25, "reward/max": 1.75, "groups/pass_at_2": 1.75,
+        "rollout/tokens": 6 * length, "rollout/response_tokens_mean": length, "rollout/response_tokens_std": 0,
+        "rollout/response_tokens_min": length, "rollout/response_tokens_max": length,
+        "rollout/turns_mean": 2.0, "rollout/turns_std": 0, "rollout/turns_min": 2, "rollout/turns_max": 2,
         "rollout/prompt_tokens_mean": 16.0, "rollout/trajectories": 6,
         "rollout/failed": 0, "rollout/retried": 0, "rollout/release_errors": 0,
         "groups/varied": 3, "groups/equal": 0, "groups/few": 0,

@@ -14,7 +14,7 @@ from agentrl_envs.gsm8k.environment import Gsm8k
 from paths import SUPPORT
 from torch import Tensor
 from train_help import lines, metrics, records, small, steady
-from train_plugins import Book, HangsLater, Noisy, Stuck
+from train_plugins import HangsLater, Noisy, Stuck
 
 import agentrl
 from agentrl.algo import advantages
@@ -22,11 +22,13 @@ from agentrl.algo.advantage import grpo
 from agentrl.algo.loss import ppo_clip
 from agentrl.algo.returns import gae
 from agentrl.algo.terms import LossTerms, Samples, TokenAdvantages, Tokens
+from agentrl.checkpoint.run_folder import RunFolder
 from agentrl.cli import main
 from agentrl.engine.base import EngineError
 from agentrl.engine.local.engine import LocalEngine
 from agentrl.errors import UserError, call_plugin
 from agentrl.models.load import resolve_types
+from agentrl.plugins.tracker import Tracker
 from agentrl.plugins.types import Task
 from agentrl.recipe.load import dump_recipe
 from agentrl.recipe.schema import AlgorithmSection, Recipe
@@ -344,25 +346,33 @@ def test_a_bug_in_the_bookkeeping_takes_no_step_with_it(
     assert "in write" in (tmp_path / "run" / "error.log").read_text()
 
 
-class Deleting(Book):
-    """Takes the whole run away after step 2."""
+class Leaving(Tracker):
+    """Ends the process as it finishes, if it can."""
 
     def start(self, folder: Path, recipe: Mapping[str, Any]) -> None:
-        self.folder = folder
+        return
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        if step == 2:
-            shutil.rmtree(self.folder)
+        return
 
     def finish(self) -> None:
         raise SystemExit(0)
 
 
 def test_a_run_whose_folder_was_deleted_saves_into_it_and_goes_on_there(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder, changes = tmp_path / "run", {"train__save_every": 1, "train__steps": 4, "eval__splits": []}
-    recipe = trapped(folder, track__trackers=[f"{HERE}:Deleting"], **changes)
+    append = RunFolder.append_metrics
+
+    def then_delete(self: RunFolder, row: Mapping[str, Any]) -> list[str]:
+        bad = append(self, row)
+        if row["step"] == 2:
+            shutil.rmtree(self.path)
+        return bad
+
+    monkeypatch.setattr(RunFolder, "append_metrics", then_delete)
+    recipe = trapped(folder, track__trackers=[f"{HERE}:Leaving"], **changes)
     code, said = command(recipe, tmp_path / "job.yaml", capsys)
     assert code == 2
     assert said == f"error: {folder}: the folder of this run was deleted; step 2 is saved, {go_on(folder)}"
@@ -521,7 +531,7 @@ def test_a_reward_whose_calls_keep_hanging_ends_the_run_with_the_last_step_saved
 def test_a_tracker_that_hangs_is_left_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("agentrl.training.trackers.SECONDS", 1.0)
+    monkeypatch.setattr("agentrl.training.trackers.FLUSH_SECONDS", 1.0)
     try:
         result = agentrl.train(small(tmp_path / "run", eval__splits=[], track__trackers=["train_plugins:Stuck"]))
     finally:

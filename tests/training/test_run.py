@@ -38,6 +38,12 @@ EVERY_STEP = {
 """The keys that DESIGN and README name, for this environment and this tool."""
 
 
+HELD_OUT = (
+    "accuracy", "accuracy_low", "accuracy_high", "reward/answer", "reward/noise", "reward/mean",
+    "reward/std", "reward/min", "reward/max", "turns", "response_tokens", "tool_calls", "tool_errors", "failed",
+)  # fmt: skip
+
+
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> Recipe:
     folder = tmp_path_factory.mktemp("whole") / "run"
@@ -58,7 +64,8 @@ def test_the_recipe_in_the_folder_loads_to_an_equal_one(recipe: Recipe, result: 
 def test_metrics_hold_the_named_keys_and_one_row_a_step(result: TrainResult) -> None:
     rows = metrics(result.folder)
     assert [row["step"] for row in rows] == [0, 1, 2, 3]
-    assert set(rows[0]) == {"step", "eval/test/accuracy"}
+    assert set(rows[0]) == {"step", *(f"eval/test/{name}" for name in HELD_OUT)}
+    assert rows[0]["eval/test/accuracy_low"] <= rows[0]["eval/test/accuracy"] <= rows[0]["eval/test/accuracy_high"]
     for row in rows[1:]:
         assert set(row) >= EVERY_STEP
     assert rows[0]["eval/test/accuracy"] == result.before["test"]

@@ -1,0 +1,459 @@
+"""Why samples fail: what is more frequent among those that failed than among those that were solved.
+
+`diagnose` reads the stored samples of an evaluation (or training step), and those of the first one of the same split
+for the change since then. Each sample has signs (`signs.py`); a sign is a cause where failures have it more often than
+solved samples do, and so much more often that chance does not explain it.
+"""
+
+import json
+import math
+from bisect import bisect_left
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+
+from agentrl.errors import UserError
+from agentrl.eval.signs import UNSURE, Said, Sign, ended, miscopied, repeated, said, unsure
+from agentrl.rollout.trajectory_file import Record, Row, read_batches, read_records, read_rows
+
+CHANCE = 0.05
+"""Probability, under chance alone, of any cause of a kind being listed."""
+EXAMPLES = 20
+"""Examples that a cause keeps, each of another task."""
+_VALUES = (
+    12  # values of a field that are compared one by one; numbers and texts with more of them by quarters of the tasks
+)
+_TASKS = 4  # tasks that texts must agree on in the mean to be compared one by one, where there are more
+_LINE = 80  # characters of a field's value
+_COLUMNS = (
+    "task", "environment", "sample", "reward", "solved", "finish", "boundary", "task_data", "messages", "branches",
+    "segments", "tools", "tool_uses", "turns",
+)  # fmt: skip
+
+
+class Example(NamedTuple):
+    """A failed sample that has a cause."""
+
+    file: str
+    """Name of the file in `trajectories/`."""
+    task: str
+    """Id of its task."""
+    sample: int
+    """Index of the sample among those of its task."""
+    note: str
+    """What was found, such as `225 -> 22 in "22/15"`; may be empty."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """A sign that failures have more often than solved samples."""
+
+    kind: str
+    """`field`, `finish`, `tool error`, `calls`, `miscopied`, `made up` or `unsure`."""
+    value: str
+    """Which of its kind, such as `number in a call of calculator` or `kind = trip`."""
+    failed: int
+    """Number of failed samples that have it."""
+    tasks: int
+    """Number of tasks among these."""
+    share: float
+    """`failed` as a share of all failed samples, 0..1."""
+    solved: float
+    """Share of the solved samples that have it, 0..1."""
+    lift: float | None
+    """`share` over `solved`; None: no solved sample has it."""
+    chance: float
+    """Probability, by chance alone, of as large a difference (Fisher's exact test, one-sided)."""
+    before: float | None
+    """Share of the failed samples that had it in the first evaluation, 0..1; None: there is no other evaluation."""
+    failed_before: int | None
+    """Number of failed samples that had it then."""
+    examples: tuple[Example, ...]
+    """Failed samples that have it, at most EXAMPLES."""
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """Why the samples of an evaluation failed. Samples lost to an error that is not the model's are in `lost` alone."""
+
+    file: str
+    """Name of the file in `trajectories/`."""
+    samples: int
+    """Number of samples."""
+    failed: int
+    """Number of samples that failed."""
+    below: float | None
+    """Reward below which a sample counts as failed, where the environment was not asked; None where it was."""
+    lost: int
+    """Number of samples lost to an error that is not the model's."""
+    first_file: str | None
+    """Name of the file of the first evaluation; None: there is no other."""
+    first_samples: int
+    """Number of samples then."""
+    first_failed: int
+    """Number of samples that failed then."""
+    causes: tuple[Cause, ...]
+    """The causes, those first whose share among failures exceeds that among solved samples most."""
+    gone: tuple[Cause, ...]
+    """What was a cause in the first evaluation, and is at most half as frequent among today's failures; shares are
+    today's."""
+    unexplained: int
+    """Number of failed samples that have none of the causes."""
+    notes: tuple[str, ...] = ()
+    """What could not be looked at."""
+
+    def json(self) -> dict[str, Any]:
+        """Return the fields as a dictionary, which `json.dumps` takes."""
+        found = asdict(self)
+        for kind in ("causes", "gone"):
+            for cause in found[kind]:
+                cause["examples"] = [example._asdict() for example in cause["examples"]]
+        return found
+
+
+def diagnose(path: Path, first: Path | None = None, *, piece: Callable[[int], str] | None = None) -> Diagnosis:
+    """Return why the samples of a file of trajectories failed, and what changed since the file `first`.
+
+    piece: returns the text of a token id; without it nothing is said about where the model was not sure.
+
+    A sample failed where the environment does not call it solved; in a training step, which does not ask it, where it
+    earned less than the mean. Raises UserError: a file cannot be read, or is damaged.
+    """
+    now = _Counted(path, piece)
+    then = None if first is None else _Counted(first, piece)
+    labels = labels_of([*now.data(), *(then.data() if then else ())])
+    for counted in (now, *([then] if then else [])):
+        counted.count_fields(labels)
+    listed, gone = now.causes(), []
+    if then is not None:
+        gone = [sign for sign in then.causes() if sign not in listed and 2 * now.share(sign) <= then.share(sign)]
+    notes = [] if piece is not None and now.tokens else ["without tokens, nothing is said about where it was not sure"]
+    return Diagnosis(
+        file=path.name,
+        samples=now.samples,
+        failed=now.failed,
+        below=now.below,
+        lost=now.lost,
+        first_file=None if first is None else first.name,
+        first_samples=0 if then is None else then.samples,
+        first_failed=0 if then is None else then.failed,
+        causes=tuple(_cause(sign, now, then) for sign in listed),
+        gone=tuple(_cause(sign, now, then) for sign in gone),
+        unexplained=sum(not found.intersection(listed) for found in now.signs),
+        notes=tuple(notes),
+    )
+
+
+def _cause(sign: Sign, now: "_Counted", then: "_Counted | None") -> Cause:
+    tally = now.tally(sign)
+    share, solved = now.share(sign), tally.solved.total() / max(1, now.solved)
+    return Cause(
+        kind=sign[0],
+        value=sign[1],
+        failed=tally.failed.total(),
+        tasks=len(tally.failed),
+        share=share,
+        solved=solved,
+        lift=share / solved if solved else None,
+        chance=now.chance(tally) if now.failed and now.solved else 1.0,
+        before=None if then is None else then.share(sign),
+        failed_before=None if then is None else then.tally(sign).failed.total(),
+        examples=tuple(tally.examples),
+    )
+
+
+@dataclass(slots=True)
+class _Tally:
+    """The samples that have a sign."""
+
+    failed: Counter[str] = field(default_factory=Counter)
+    """Task -> number of failed samples."""
+    solved: Counter[str] = field(default_factory=Counter)
+    """Task -> number of solved samples."""
+    examples: list[Example] = field(default_factory=list)
+
+
+class _Counted:
+    """The samples of a file, and their signs.
+
+    failed, solved: number of samples. lost: see Diagnosis, like `below`. signs: of each failed sample. tokens: whether
+    it holds any.
+    """
+
+    def __init__(self, path: Path, piece: Callable[[int], str] | None) -> None:
+        self.path = path
+        self.failed = self.solved = self.lost = 0
+        self.tokens = path.suffix == ".parquet"
+        self.signs: list[set[Sign]] = []
+        self.below = _mean_reward(path)
+        self._piece = piece if self.tokens else None
+        self._tallies: dict[Sign, _Tally] = defaultdict(_Tally)
+        self._data: dict[str, dict[str, Any]] = {}  # task -> its data, scalars alone
+        self._failures: list[Example] = []  # in the order of `signs`
+        self._solutions: list[str] = []  # tasks
+        self._tasks: dict[str, tuple[int, int]] = {}  # task -> its failed samples, all of its samples
+        for number, row in enumerate(_rows(path, with_tokens=self._piece is not None), 1):
+            try:
+                self._add(row)
+            except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+                why = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+                raise UserError(f"{path}, sample {number}: damaged: {why}; move the file away") from error
+
+    @property
+    def samples(self) -> int:
+        """Number of samples that were not lost."""
+        return self.failed + self.solved
+
+    def _add(self, row: Row) -> None:
+        if row["boundary"] is not None or row["reward"] is None:
+            self.lost += 1
+            return
+        failed = row["reward"] < self.below if self.below is not None else not row["solved"]
+        task = str(row["task"])
+        if task not in self._data:
+            self._data[task] = _scalars(row)
+        before, all_before = self._tasks.get(task, (0, 0))
+        self._tasks[task] = (before + failed, all_before + 1)
+        found = dict(reversed([*self._signs(row)]))  # of several notes the first
+        if failed:
+            self.failed += 1
+            self.signs.append(set())
+            self._failures.append(Example(self.path.name, task, int(row["sample"]), ""))
+            for sign, note in found.items():
+                self._failed(-1, sign, note)
+        else:
+            self.solved += 1
+            self._solutions.append(task)
+            for sign in found:
+                self._tallies[sign].solved[task] += 1
+
+    def _failed(self, index: int, sign: Sign, note: str = "") -> None:
+        """Count a sign of the failed sample at this index."""
+        tally, example = self._tallies[sign], self._failures[index]
+        if example.task not in tally.failed and len(tally.examples) < EXAMPLES:
+            tally.examples.append(example._replace(note=note))
+        tally.failed[example.task] += 1
+        self.signs[index].add(sign)
+
+    def _signs(self, row: Row) -> Iterator[tuple[Sign, str]]:
+        messages, branches, tools = _conversations(row)
+        yield from ended(row)
+        yield from repeated(messages)
+        yield from miscopied(messages, tools)
+        if self._piece is None or row["lowest"] is None or (turn := _turn(row, messages, branches)) is None:
+            return
+        number, message = turn
+        start, end = row["turns"][number]["start"], row["turns"][number]["end"]
+        if row["logprob"] >= math.log(UNSURE):
+            yield ("unsure", "nowhere"), ""
+        elif end <= len(row["ids"]):
+            pieces, at = [self._piece(token) for token in row["ids"][start:end].tolist()], row["lowest"] - start
+            note = f'"{pieces[at]}" at {math.exp(row["logprob"]):.0%}'
+            yield unsure(pieces, at, message, last=number == len(row["turns"]) - 1, tools=tools), note
+
+    def count_fields(self, labels: Callable[[Mapping[str, Any]], Sequence[Sign]]) -> None:
+        """Count the signs that `labels` gives for the data of each sample's task."""
+        found = {task: labels(data) for task, data in self._data.items()}
+        for index, example in enumerate(self._failures):
+            for sign in found[example.task]:
+                self._failed(index, sign)
+        for task in self._solutions:
+            for sign in found[task]:
+                self._tallies[sign].solved[task] += 1
+
+    def data(self) -> Iterable[dict[str, Any]]:
+        """Return the scalars in the data of each task."""
+        return self._data.values()
+
+    def tally(self, sign: Sign) -> _Tally:
+        """Return the samples that have a sign."""
+        return self._tallies.get(sign, _Tally())
+
+    def share(self, sign: Sign) -> float:
+        """Return the share of the failed samples that have a sign."""
+        return self.tally(sign).failed.total() / max(1, self.failed)
+
+    def chance(self, tally: _Tally) -> float:
+        """Return the chance of a sign that has this tally; those of a task count as fewer as far as they agree."""
+        size = self._design_effect(tally)
+        a, b, failed, solved = (
+            round(n / size) for n in (tally.failed.total(), tally.solved.total(), self.failed, self.solved)
+        )
+        return fisher(min(a, failed), failed, min(b, solved), solved)
+
+    def _design_effect(self, tally: _Tally) -> float:
+        """Return by how much the variance of the difference exceeds that of independent samples: 1 up to the number of
+        samples of a task."""
+        each = self.samples / len(self._data)
+        failing = sum(tally.failed.values()) + sum(tally.solved.values())
+        x, f = failing / self.samples, self.failed / self.samples
+        expected = self.samples * x * (1 - x) * f * (1 - f)
+        if each <= 1 or not expected:
+            return 1.0
+        found = 0.0
+        for task, (failed, samples) in self._tasks.items():
+            a, b = tally.failed[task], tally.solved[task]
+            found += (a - f * (a + b) - x * failed + x * f * samples) ** 2
+        return max(1.0, min(each, found / expected))
+
+    def causes(self) -> list[Sign]:
+        """Return the signs that are causes, see the module, the largest difference of the shares first."""
+        if not self.failed or not self.solved:
+            return []
+        kinds = Counter(kind for kind, _ in self._tallies)
+        found = []
+        for sign, tally in self._tallies.items():
+            difference = self.share(sign) - tally.solved.total() / self.solved
+            if tally.failed.total() > 1 and difference > 0 and self.chance(tally) <= CHANCE / kinds[sign[0]]:
+                found.append((-difference, sign))
+        return [sign for _, sign in sorted(found)]
+
+
+def fisher(a: int, m: int, b: int, n: int) -> float:
+    """Return the probability that a or more of m have a sign where b of n others have it, if both are drawn alike
+    (Fisher's exact test, one-sided)."""
+    both, total = a + b, 0.0
+    for found in range(a, min(m, both) + 1):
+        if both - found > n:
+            continue
+        term = math.exp(_choose(m, found) + _choose(n, both - found) - _choose(m + n, both))
+        total += term
+        if term < 1e-12 * total:
+            break
+    return min(1.0, total)
+
+
+def _choose(n: int, k: int) -> float:
+    """Return the logarithm of n over k."""
+    return math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1)
+
+
+# Samples of a file
+
+
+def _mean_reward(path: Path) -> float | None:
+    """Return the mean reward where no sample has the environment's word, else None."""
+    rows = read_rows(path, ["reward", "solved"]) if path.suffix == ".parquet" else read_records(path)
+    if any(row.get("solved") is not None for row in rows):
+        return None
+    rewards = [row["reward"] for row in rows if isinstance(row.get("reward"), int | float)]
+    return sum(rewards) / len(rewards) if rewards else None
+
+
+def _rows(path: Path, *, with_tokens: bool) -> Iterator[Row]:
+    """Yield the samples of a file: the columns of `_COLUMNS`, and where `with_tokens` the ids, and index and value of
+    the lowest log-prob among the sampled tokens, as `ids`, `lowest` and `logprob`."""
+    if path.suffix != ".parquet":
+        yield from map(_of_record, read_records(path))
+        return
+    for batch in read_batches(path, [*_COLUMNS, "ids", "logprobs"] if with_tokens else _COLUMNS):
+        rows = batch.select(_COLUMNS).to_pylist()
+        yield from _with_lowest(rows, batch) if with_tokens else rows
+
+
+def _of_record(record: Record) -> Row:
+    """Return a sample of JSON lines, which have neither segments nor tokens."""
+    row = dict.fromkeys(_COLUMNS) | {name: record[name] for name in _COLUMNS if name in record}
+    boundary = (record.get("failure") or {}).get("boundary")
+    return row | {"boundary": boundary, "task_data": record.get("data"), "sample": record.get("sample") or 0}
+
+
+def _with_lowest(rows: Iterable[Row], batch: pa.RecordBatch) -> Iterator[Row]:
+    ids, logprobs = batch.column("ids"), batch.column("logprobs")
+    tokens, values = ids.values.to_numpy(zero_copy_only=False), logprobs.values.to_numpy(zero_copy_only=False)
+    places = zip(ids.offsets.tolist(), logprobs.offsets.tolist(), strict=True)
+    for row, ((i, low), (j, high)) in zip(rows, pairwise(places), strict=True):
+        own = values[low:high]
+        at = int(own.argmin()) if len(own) else None
+        yield row | {"ids": tokens[i:j], "lowest": at, "logprob": None if at is None else float(own[at])}
+
+
+def _conversations(row: Row) -> tuple[list[Said], list[list[Said]], Sequence[str]]:
+    """Return what was said, what each segment of a tree adds to it, and the names of the tools."""
+    branches = [[said(message) for message in one] for one in _parsed(row["branches"]) or ()]
+    messages = [message for one in branches for message in one] or [said(one) for one in _parsed(row["messages"])]
+    return messages, branches, row["tools"] or ()
+
+
+def _parsed(value: Any) -> Any:
+    return json.loads(value) if isinstance(value, str) else value
+
+
+def _turn(row: Row, messages: list[Said], branches: list[list[Said]]) -> tuple[int, Said] | None:
+    """Return index and message of the turn that the token of the lowest log-prob is of; None where it is of none."""
+    at, spans = row["lowest"], row["turns"] or []
+    number = next((i for i, turn in enumerate(spans) if turn["start"] <= at < turn["end"]), None)
+    if number is None:
+        return None
+    later = spans[number + 1 :]
+    for segment, own in zip(row["segments"], branches, strict=True) if branches else ():
+        if segment["start"] <= at < segment["end"]:
+            messages, later = own, [turn for turn in later if turn["start"] < segment["end"]]
+    sampled = [message for message in messages if message.sampled]  # from the end: the opening may have some too
+    return (number, sampled[-1 - len(later)]) if len(later) < len(sampled) else None
+
+
+# Fields of tasks
+
+
+def _scalars(row: Row) -> dict[str, Any]:
+    """Return the scalars in a task's data, and its environment."""
+    data = _parsed(row["task_data"])
+    found = {str(key): value for key, value in data.items() if isinstance(value, str | int | float)} if data else {}
+    return found | ({"environment": row["environment"]} if row["environment"] else {})
+
+
+def labels_of(tasks: Iterable[Mapping[str, Any]]) -> Callable[[Mapping[str, Any]], list[Sign]]:
+    """Return a function from a task's data to its signs, one for each field in which tasks agree.
+
+    Values are compared one by one where there are few; else numbers by quarters of the tasks, and texts by quarters of
+    their lengths.
+    """
+    columns: dict[str, list[Any]] = {}
+    for data in tasks:
+        for name, value in data.items():
+            columns.setdefault(name, []).append(value)
+    readers = {name: reader for name, values in columns.items() if (reader := _reader(name, values)) is not None}
+
+    def labels(data: Mapping[str, Any]) -> list[Sign]:
+        return [("field", readers[name](value)) for name, value in data.items() if name in readers]
+
+    return labels
+
+
+def _reader(name: str, values: Sequence[Any]) -> Callable[[Any], str] | None:
+    """Return what names the group of a value; None where all are equal."""
+    distinct = {str(value) for value in values}
+    if len(distinct) < 2:
+        return None
+    numbers = [number for value in values if (number := _number(value)) is not None]
+    agree = len(distinct) * _TASKS <= len(values) and len(numbers) < len(values)
+    if len(distinct) <= _VALUES or agree:
+        return lambda value: f"{name} = {str(value)[:_LINE]}"
+    size, unit, given = (_number, "", numbers) if len(numbers) == len(values) else (_letters, " characters", [])
+    edges = np.quantile(given or [_letters(value) for value in values], [0, 0.25, 0.5, 0.75, 1]).tolist()
+
+    def group(value: Any) -> str:
+        found = size(value)
+        place = 3 if found is None else max(0, min(3, bisect_left(edges, found) - 1))
+        return f"{name} from {edges[place]:.6g} to {edges[place + 1]:.6g}{unit}"
+
+    return group
+
+
+def _number(value: Any) -> float | None:
+    try:
+        found = float(value)
+    except (ValueError, OverflowError):
+        return None
+    return found if math.isfinite(found) else None
+
+
+def _letters(value: Any) -> float:
+    return float(len(str(value)))

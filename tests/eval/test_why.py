@@ -1,0 +1,282 @@
+"""Why samples fail: signs of samples, which of them are causes, and `agentrl why`."""
+
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from agentrl.cli import main
+from agentrl.errors import UserError
+from agentrl.eval.signs import miscopied, repeated, said, unsure
+from agentrl.eval.why import Diagnosis, diagnose, fisher
+from agentrl.plugins.types import Task
+from agentrl.recipe.schema import TrajectoriesSection
+from agentrl.rollout.journal import Journal
+from agentrl.trajectory import Boundary, Failure, FinishReason, Group, Learned, Segment, ToolUse, Trajectory, Turn
+
+
+def call(arguments: Any, name: str = "calculator") -> Any:
+    return {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": name, "arguments": arguments}}]}
+
+
+def user(text: str) -> Any:
+    return {"role": "user", "content": text}
+
+
+def answer(text: str) -> Any:
+    return {"role": "assistant", "content": text}
+
+
+def result(text: str) -> Any:
+    return {"role": "tool", "name": "calculator", "content": [{"type": "text", "text": text}, {"type": "image"}]}
+
+
+SUM, WRITTEN = call({"expression": "22/15"}), ['<call>{"x": "', "22", "/", '15"}', "<end>"]
+ASKED = user("225 stamps, 15 a jar, 1,260.50 dollars in src/stamps.py")
+
+
+@pytest.mark.parametrize(
+    ("messages", "found"),
+    [
+        ([call({"expression": "225/15"})], {}),
+        ([call({"expression": "22/15"})], {"miscopied: number in a call of calculator": '225 -> 22 in "22/15"'}),
+        ([call({"a": [{"b": 1260.5}], "c": True, "d": None})], {}),
+        ([call("0225 * 1260.5")], {}),
+        ([call("7*15")], {"made up: number in a call of calculator": '7 in "7*15"'}),
+        ([call("15", "nothing")], {}),
+        ([call("16", "nothing")], {"miscopied: number in a call of an unknown tool": '15 -> 16 in "16"'}),
+        ([call("15*15"), result("225.0"), answer("15, so 225")], {}),
+        ([call("15*15"), answer("99, and 777")], {"made up: number in the answer": '777 in "99, and 777"'}),
+        ([call({"path": "src/stamps.py"})], {}),
+        (
+            [call({"path": "src/stanps.py"})],
+            {"miscopied: word in a call of calculator": 'src/stamps.py -> src/stanps.py in "src/stanps.py"'},
+        ),
+        ([call({"query": "history of philately"})], {}),
+        ([call("9" * 1000), answer("9" * 1000)], {}),
+    ],
+)
+def test_what_is_copied_is_held_to_what_was_read(messages: list[Any], found: dict[str, str]) -> None:
+    signs = list(miscopied([said(message) for message in (ASKED, *messages)], ["calculator"]))
+    assert {f"{kind}: {value}": note for (kind, value), note in signs if not value.endswith("anywhere")} == found
+
+
+def test_a_call_made_twice_is_a_sign() -> None:
+    messages = [said(one) for one in (call("1+1"), result("2"), call("1+2"), call("1+1"), answer("2"))]
+    assert list(repeated(messages)) == [(("calls", "the same call again"), 'calculator("1+1")')]
+
+
+@pytest.mark.parametrize(
+    ("message", "pieces", "at", "last", "place"),
+    [
+        (SUM, WRITTEN, 1, False, "a number in the arguments of calculator"),
+        (SUM, WRITTEN, 2, False, "the arguments of calculator"),
+        (SUM, WRITTEN, 0, False, "how a call is written"),
+        (call({"c": 'a = "b"\nc'}), ['{"', "a =", ' \\"b', '\\"\\n', 'c"}'], 3, False, "the arguments of calculator"),
+        (call("x", "made up"), ["say", " x"], 1, False, "the arguments of an unknown tool"),
+        (answer("It is 4."), ["It", " is", " 4", ".", "<end>"], 2, True, "a number in the answer"),
+        (answer("It is 4."), ["It", " is", " 4", ".", "<end>"], 1, True, "the answer"),
+        (answer("It is 4."), ["It", " is", " 4", ".", " "], 4, True, "the end of a turn"),
+        (answer("Go on"), ["Go", " on"], 1, False, "a turn without a call"),
+        ({**answer("So."), "reasoning_content": "I think"}, ["I", " think", "So."], 1, True, "reasoning"),
+    ],
+)  # fmt: skip
+def test_a_token_is_named_by_its_place(message: Any, pieces: list[str], at: int, last: bool, place: str) -> None:
+    assert unsure(pieces, at, said(message), last=last, tools=["calculator"]) == ("unsure", place)
+
+
+def test_fishers_test_is_that_of_the_tea() -> None:
+    assert fisher(3, 4, 1, 4) == pytest.approx(17 / 70)
+    assert fisher(0, 4, 1, 4) == pytest.approx(1)
+    assert fisher(4, 4, 0, 4) == pytest.approx(1 / 70)
+
+
+TEXT = "".join(map(chr, range(32, 127)))
+
+
+def sample(number: int, wrong: bool, index: int = 0, **changes: Any) -> Trajectory:
+    """A sample whose call copies 225 wrongly if `wrong`, and is not sure of the 3 or the 4 there."""
+    written = "22/15 " if wrong else "225/15"
+    ids = np.array([TEXT.index(c) for c in f"?{written}.14!"], np.int32)
+    mask = np.array([0, *[1] * 6, 0, 1, 1, 1], np.uint8)
+    logprobs = (-0.1 * mask).astype(np.float32)
+    logprobs[2 if wrong else 8] = -3.0
+    messages = (user("225 by 15"), call({"expression": written}), result("14"), answer("14!"))
+    given = Trajectory(
+        request_id=f"{number}#{index}", task=Task(f"t{number}", {"level": number % 3, "number": number, "kind": "x"}),
+        sample=index, ids=ids, loss_mask=mask, logprobs=logprobs, prompt_length=1, turns=(Turn(1, 7), Turn(8, 11)),
+        weight_version=np.where(mask, 1, -1).astype(np.int32), messages=messages, rewards={"answer": float(not wrong)},
+        finish=FinishReason.STOP, tools=("calculator",), tool_uses=(ToolUse("calculator", 0, 0.1),),
+    )  # fmt: skip
+    return replace(given, **changes)
+
+
+def stored(folder: Path, step: int, samples: Sequence[Trajectory], split: str = "test") -> Path:
+    """The file of an evaluation of these samples, solved where they earned something."""
+    (folder / "trajectories").mkdir(parents=True, exist_ok=True)
+    journal = Journal(TrajectoriesSection(), lambda: folder / "trajectories", lambda task: "home")
+    groups: dict[str, list[Trajectory]] = {}
+    for one in samples:
+        groups.setdefault(one.task.id, []).append(one)
+    held = [
+        Group(those[0].task, tuple(t for t in those if t.valid), tuple(t for t in those if not t.valid))
+        for those in groups.values()
+    ]
+    if split == "train":
+        every = [t for group in held for t in group.trajectories]
+        journal.step(step, held, [Learned(True, t.logprobs, t.logprobs) for t in every])
+    else:
+        journal.evaluation(split, step, held, lambda t: t.reward > 0)
+    return folder / "trajectories" / (f"step_{step}.parquet" if split == "train" else f"eval_{split}_{step}.parquet")
+
+
+def untold(number: int) -> Trajectory:
+    """A sample that called no tool and failed."""
+    return replace(sample(number, True), tool_uses=(), messages=(user("225 by 15"), answer("Nothing.")))
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run whose failures at first called no tool, and copy numbers wrongly in the end, most at level 0."""
+    stored(tmp_path, 0, [untold(n) if n % 2 else sample(n, False) for n in range(60)])
+    lost = sample(60, True, rewards={}, finish=FinishReason.ERROR, failure=Failure(Boundary.TOOL, "away"))
+    stored(tmp_path, 5, [*(sample(n, n % 3 == 0) for n in range(60)), lost])
+    return tmp_path
+
+
+def told(found: Diagnosis) -> dict[str, tuple[int, float, float, float | None]]:
+    return {f"{c.kind}: {c.value}": (c.failed, c.share, c.solved, c.before) for c in found.causes}
+
+
+def test_causes_are_what_failures_have_more_often(run: Path) -> None:
+    files = [run / "trajectories" / f"eval_test_{step}.parquet" for step in (5, 0)]
+    found = diagnose(*files, piece=lambda token: TEXT[token])
+    assert (found.samples, found.failed, found.lost, found.first_failed) == (60, 20, 1, 30)
+    assert told(found) == {
+        "field: level = 0": (20, 1.0, 0.0, 1 / 3),
+        "miscopied: number anywhere": (20, 1.0, 0.0, 0.0),
+        "miscopied: number in a call of calculator": (20, 1.0, 0.0, 0.0),
+        "unsure: a number in the arguments of calculator": (20, 1.0, 0.0, 0.0),
+    }
+    cause = next(c for c in found.causes if c.kind == "miscopied")
+    assert (cause.lift, cause.tasks) == (None, 20)
+    assert cause.chance < 1e-9
+    assert cause.examples[1] == ("eval_test_5.parquet", "t3", 0, '225 -> 22 in "22/15"')
+    assert [(c.kind, c.value, c.failed_before, c.failed) for c in found.gone] == [
+        ("calls", "no tool was called", 30, 0)
+    ]
+    assert found.unexplained == 0
+    again = json.loads(json.dumps(found.json()))
+    assert again["causes"][0]["examples"][0]["task"] == "t0"
+
+
+def test_what_the_machinery_said_is_grouped_without_its_numbers(tmp_path: Path) -> None:
+    def wrong(number: int) -> Trajectory:
+        use = ToolUse("calculator", 0, 0.1, f"cannot read '{number}+': at {number}", cut=True)
+        return sample(number, True, tool_uses=(use,), finish=FinishReason.LENGTH, messages=(user("1"), answer("1")))
+
+    found = diagnose(stored(tmp_path, 1, [wrong(n) if n % 2 else sample(n, False) for n in range(40)]))
+    assert set(told(found)) == {
+        "tool error: calculator: cannot read …: at …",
+        "finish: length",
+        "calls: the answer of calculator was shortened",
+    }
+    assert [c.examples[0].note for c in found.causes if c.kind == "tool error"] == ["cannot read '1+': at 1"]
+    assert (found.first_file, found.causes[0].before) == (None, None)
+    assert found.notes
+
+
+@pytest.mark.parametrize("each", [1, 8])
+def test_chance_makes_no_cause(tmp_path: Path, each: int) -> None:
+    """Failures drawn by lot, all samples of a task alike: what one task has is not found often by its samples."""
+    lots = random.Random(each)
+    samples = []
+    for number in range(48):
+        wrong, known = lots.random() < 0.5, lots.random() < 0.5
+        messages = (user("225 by 15"), call({"expression": "225/15"}), *([call("225/15")] if known else []))
+        samples += [
+            sample(number, False, index, rewards={"answer": float(not wrong)}, messages=messages)
+            for index in range(each)
+        ]
+    assert diagnose(stored(tmp_path, 1, samples)).causes == ()
+
+
+def test_a_training_steps_failures_earned_less_than_the_mean(tmp_path: Path) -> None:
+    path = stored(tmp_path, 3, [sample(n, (n + i) % 2 == 0, i) for n in range(20) for i in range(4)], split="train")
+    found = diagnose(path)
+    assert (found.below, found.failed, found.samples) == (0.5, 40, 80)
+    assert "miscopied: number in a call of calculator" in told(found)
+
+
+def test_a_trees_turns_are_read_in_their_segments(tmp_path: Path) -> None:
+    def tree(number: int) -> Trajectory:
+        one = sample(number, True)
+        branches = (one.messages[:2], (user("again"), answer("14!")))
+        return replace(one, segments=(Segment(0, 7), Segment(7, 11)), branches=branches)
+
+    path = stored(tmp_path, 3, [tree(n) if n % 2 else sample(n, False) for n in range(40)])
+    found = told(diagnose(path, piece=lambda token: TEXT[token]))
+    assert "unsure: a number in the arguments of calculator" in found
+    assert "miscopied: number in a call of calculator" in found
+
+
+def test_lines_of_older_versions_are_read(run: Path, tmp_path: Path) -> None:
+    path = tmp_path / "trajectories" / "eval_old_1.jsonl"
+    lines = []
+    for number in range(40):
+        t = sample(number, number % 2 == 0)
+        lines.append({
+            "task": t.task.id, "sample": 0, "data": dict(t.task.data), "reward": t.reward, "solved": t.reward > 0,
+            "finish": "stop", "messages": list(t.messages), "tools": ["calculator"],
+            "tool_uses": [{"name": "calculator", "error": None, "cut": False}],
+        })  # fmt: skip
+    path.write_text("\n".join(map(json.dumps, lines)))
+    found = diagnose(path)
+    assert found.causes[0].kind == "miscopied"
+    assert found.notes
+
+
+@pytest.mark.parametrize("column", ["messages", "task_data", "branches"])
+@pytest.mark.parametrize("damage", ["{", "[1]", "[[[[", "true"])
+def test_a_damaged_sample_is_one_line(run: Path, column: str, damage: str) -> None:
+    path = run / "trajectories" / "eval_test_5.parquet"
+    table = pq.read_table(path)
+    texts = pa.array([damage] * len(table), pa.string())
+    pq.write_table(table.set_column(table.schema.get_field_index(column), column, texts), path)
+    with pytest.raises(UserError, match=r"eval_test_5.parquet, sample 1: damaged: .*; move the file away"):
+        diagnose(path, piece=lambda token: TEXT[token])
+
+
+def test_what_is_no_message_says_nothing() -> None:
+    wild = said({"role": "assistant", "content": {}, "tool_calls": [1, {"function": 2}, {"function": {"name": 3}}]})
+    assert (wild.text, wild.calls) == ("", [("3", [])])
+
+
+def test_why_is_printed(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (run / "recipe.yaml").write_text("model: {path: tiny}\nenv: {name: gsm8k}\n")
+    stored(run, 5, [sample(n, n == 0) for n in range(3)], split="hard")
+    assert main.run(["why", str(run)]) == 0
+    said = capsys.readouterr().out
+    assert "test, after step 5: 20 of 60 samples failed; after step 0: 30 of 60; 1 more lost" in said
+    assert 't3: 225 -> 22 in "22/15"' in said
+    assert "no tool was called (30 -> 0 samples)" in said
+    assert f"agentrl show {run} --split test --step 5 --task t0" in said.replace("\n", "")
+    assert "hard, after step 5: 1 of 3" in said
+    assert "1 of the 1 have nothing more often" in said
+    assert main.run(["why", str(run), "--split", "test", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["causes"][0]["value"] == "level = 0"
+    for words, line in (
+        (["--split", "tset"], "did you mean 'test'?"),
+        (["--step", "3"], "try one of 0, 5"),
+        (["--split", "train"], "nothing of train is stored"),
+    ):
+        assert main.run(["why", str(run), *words]) == 2
+        assert line in capsys.readouterr().err
+    assert main.run(["why", str(run / "nothing")]) == 2

@@ -1,0 +1,54 @@
+"""What the trackers share: their package, a step's numbers, and a conversation as text."""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from typing import Any
+
+from agentrl.errors import UserError
+
+
+def package(module: str, extra: str) -> Any:
+    """Return a module of the extra's package. Raises UserError where it is not installed."""
+    try:
+        return import_module(module)
+    except ImportError as error:
+        raise UserError(
+            f"it needs a package that is not installed ({error}): pip install 'agentrl[{extra}]'"
+        ) from error
+
+
+def numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Return the finite numbers of a row of metrics, without its step."""
+    return {
+        name: float(value)
+        for name, value in metrics.items()
+        if name != "step" and isinstance(value, int | float) and math.isfinite(value)
+    }
+
+
+def text_of(sample: Mapping[str, Any]) -> str:
+    """Return a conversation as Markdown; what was said stands in it as code, and so stays text."""
+    lines = [f"**{_line(sample['task'])}** · reward {sample['reward']} · {_solved(sample)} · {sample['finish']}"]
+    for message in sample["messages"]:
+        content = message.get("content")
+        parts = [content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)] if content else []
+        parts += [json.dumps(call, ensure_ascii=False) for call in message.get("tool_calls") or ()]
+        said = "\n".join(f"    {line}" for part in parts for line in part.splitlines())
+        lines.append(f"{_line(message['role'])}:\n\n{said}")
+    return "\n\n".join(lines)
+
+
+def table_of(samples: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[Any]]]:
+    """Return conversations as a table: the names of its columns, and its rows."""
+    columns = ["task", "sample", "solved", "reward", "finish", "tool_errors", "conversation"]
+    return columns, [[*(sample[name] for name in columns[:-1]), text_of(sample)] for sample in samples]
+
+
+def _solved(sample: Mapping[str, Any]) -> str:
+    return "solved" if sample["solved"] else "not solved"
+
+
+def _line(text: str) -> str:
+    return " ".join(str(text).split()).replace("*", "\\*")

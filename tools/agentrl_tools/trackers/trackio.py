@@ -1,0 +1,59 @@
+"""trackio: local, or in a Space of the Hugging Face hub."""
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from agentrl.plugins.tracker import Tracker
+from agentrl_tools.trackers.shared import numbers, package, table_of
+
+
+class Trackio(Tracker):
+    """Logs to trackio, which `trackio show` shows; a resumed run goes on under its name.
+
+    project, group: as `trackio.init` takes them. name: that of the run; default: the name of its folder. space: a Space
+    of the hub, else it stays on this machine. folder: where its database lies (TRACKIO_DIR); default: trackio's own.
+    tags: noted in the configuration.
+    """
+
+    def __init__(
+        self,
+        project: str = "agentrl",
+        name: str | None = None,
+        group: str | None = None,
+        tags: Sequence[str] = (),
+        space: str | None = None,
+        folder: str | None = None,
+    ) -> None:
+        if folder is not None:
+            os.environ["TRACKIO_DIR"] = str(Path(folder).resolve())  # it reads this when it is imported
+        self._trackio = package("trackio", "trackio")
+        self._name, self._tags = name, list(tags)
+        self._given = {"project": project, "group": group, "space_id": space}
+
+    def start(self, folder: Path, recipe: Mapping[str, Any]) -> None:
+        """Begin a run there, with the recipe as its configuration."""
+        self._run = self._trackio.init(
+            name=self._name or folder.name,
+            config={"tags": self._tags, **recipe},
+            resume="allow",
+            embed=False,
+            auto_log_gpu=False,
+            auto_log_cpu=False,
+            **self._given,
+        )
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Log the numbers of a step."""
+        self._run.log(numbers(metrics), step=step)
+
+    def conversations(self, step: int, split: str, samples: Sequence[Mapping[str, Any]]) -> None:
+        """Log them as a table."""
+        columns, rows = table_of(samples)
+        table = self._trackio.Table(columns=columns, data=rows)
+        self._run.log({f"conversations/{split}": table}, step=step)
+
+    def finish(self) -> None:
+        """Write down what is left."""
+        self._run.finish()

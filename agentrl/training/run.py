@@ -17,13 +17,13 @@ from agentrl.errors import UserError, describe, from_signal
 from agentrl.models.load import resolve_types
 from agentrl.recipe.load import load_recipe, recipe_name
 from agentrl.recipe.schema import Recipe
-from agentrl.report.page import write_report
 from agentrl.rollout.event_loop import blocking
 from agentrl.training.display import Display
 from agentrl.training.interrupt import Interrupted, Interrupts
 from agentrl.training.loop import Loop
 from agentrl.training.preflight import check_run
 from agentrl.training.setup import Start, set_up
+from agentrl.view.page import write_report
 
 FIXED = ("env", "tools", "rewards", "model", "algorithm", "critic", "train.seed")
 """Keys that a resumed run must keep, because they define what is trained. Others (steps, learning rate, sampling,

@@ -9,10 +9,10 @@ import pytest
 
 from agentrl.plugins.types import Task
 from agentrl.recipe.schema import TrajectoriesSection
-from agentrl.report.chart import line_chart, thinned, ticks
-from agentrl.report.page import write_report
 from agentrl.rollout.journal import Journal
 from agentrl.trajectory import Boundary, Failure, FinishReason, Group, Segment, Trajectory
+from agentrl.view.chart import line_chart, thinned, ticks
+from agentrl.view.page import write_report
 
 RECORD = {
     "task": "test/1",

@@ -6,8 +6,8 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from agentrl.report.chart import Points, line_chart
 from agentrl.rollout.trajectory_file import Told, conversations, read_records, stored_files
+from agentrl.view.chart import Points, line_chart
 
 SHOWN = 6  # conversations shown of each evaluation
 # By `solved` of the record; None: the environment's `solved` was not called.

@@ -28,6 +28,7 @@ from agentrl.cli.sft import sft_command
 from agentrl.cli.show import show_command
 from agentrl.cli.train import train_command
 from agentrl.cli.try_ import try_command
+from agentrl.cli.view import view_command
 from agentrl.errors import UserError, printable
 
 BAD_USAGE = 2
@@ -72,6 +73,7 @@ app.command("try")(try_command)
 app.command("serve")(serve_command)
 app.command("chat")(chat_command)
 app.command("show")(show_command)
+app.command("view")(view_command)
 app.add_typer(new_app, name="new")
 app.command("data")(data_command)
 app.command("recipes")(recipes_command)

@@ -286,6 +286,15 @@ def read_rows(path: Path, columns: Sequence[str] | None = None) -> list[Row]:
 
     Raises UserError: the file is damaged, of a later version, or something else.
     """
+    rows: list[Row] = read_table(path, columns).to_pylist()
+    return rows
+
+
+def read_table(path: Path, columns: Sequence[str] | None = None, row: int | None = None) -> pa.Table:
+    """Return the columns of a Parquet file as pyarrow holds them. row: only this one; those far from it are not read.
+
+    Raises UserError as `read_rows` does, and where there is no such row.
+    """
     wanted = list(SCHEMA.names if columns is None else columns)
     try:
         with pq.ParquetFile(path) as file:
@@ -300,8 +309,13 @@ def read_rows(path: Path, columns: Sequence[str] | None = None) -> list[Row]:
             for name in wanted:
                 if name not in file.schema_arrow.names or file.schema_arrow.field(name).type != SCHEMA.field(name).type:
                     raise UserError(f"{path}: damaged: its column {name} is missing or of another type")
-            rows: list[Row] = file.read(wanted, use_threads=False).to_pylist()
-            return rows
+            if row is None:
+                return file.read(wanted, use_threads=False)
+            for piece in range(file.num_row_groups):
+                if row < (count := file.metadata.row_group(piece).num_rows):
+                    return file.read_row_group(piece, wanted, use_threads=False).slice(row, 1)
+                row -= count
+            raise UserError(f"{path}: has no such row")
     except (OSError, ValueError, pa.ArrowException) as error:
         raise UserError(_unreadable(path, error)) from error
 

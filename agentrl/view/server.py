@@ -1,0 +1,211 @@
+"""`agentrl view`: the page of one or several runs, on this machine alone.
+
+Who may read it: requests carry a random token, as a cookie once the printed address was opened, so that neither other
+people of the machine nor pages of other sites (by a name that they let point here) read a run. What is served are the
+page's own files, by name from a fixed table, and what `RunStore` reads; no path comes from a request.
+"""
+
+import asyncio
+import hmac
+import json
+import secrets
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+
+from agentrl.errors import UserError
+from agentrl.view.store import Json, RunStore
+
+Ranges = Mapping[str, tuple[float | None, float | None]]
+"""Name of a metric -> its healthy low and high; None where it has no such bound."""
+
+MODULES = (
+    "dom.js", "data.js", "chart.js", "overview.js", "curves.js", "samples.js", "sample.js", "time.js", "errors.js",
+    "app.js",
+)  # fmt: skip
+"""The page's modules, each after those that it imports."""
+_KINDS = {".js": "text/javascript", ".css": "text/css", ".html": "text/html", ".svg": "image/svg+xml"}
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src data:; connect-src 'self'; base-uri 'none'; "
+    "form-action 'none'; frame-ancestors 'none'"
+)
+_HEADERS = {
+    "Content-Security-Policy": POLICY,
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+_NAMES_HERE = ("127.0.0.1", "localhost", "[::1]")
+_MOST_FILES = 64  # whose index one request may ask for
+_MOST_TEXT = 500  # characters that are searched for
+
+
+@dataclass(frozen=True)
+class Shown:
+    """What a page shows."""
+
+    runs: Sequence[RunStore]
+    """The runs, in the order in which they were named."""
+    ranges: Callable[[], Ranges] = dict
+    """Returns the healthy ranges of metrics; called once the page asks for them."""
+    follow: bool = False
+    """Whether the page goes to the newest step as it comes."""
+    token: str = field(default_factory=lambda: secrets.token_urlsafe(24))
+    """What a request must carry."""
+
+
+def page_file(name: str) -> bytes:
+    """Return a file of the page."""
+    return (files("agentrl.view") / "page" / name).read_bytes()
+
+
+def make_app(shown: Shown) -> web.Application:
+    """Return the application; see the module."""
+    app = web.Application(middlewares=[_guard(shown.token)])
+    app.router.add_get("/", _page)
+    for name in (*MODULES, "style.css"):
+        app.router.add_get(f"/{name}", _page)
+    for name, answer in _ANSWERS.items():
+        app.router.add_get(f"/api/{name}", _api(shown, answer))
+    return app
+
+
+def _guard(token: str) -> Any:
+    cookie = f"agentrl_{hmac.new(token.encode(), b'name', 'sha256').hexdigest()[:12]}"  # ports share cookies
+
+    @web.middleware
+    async def guard(
+        request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        if request.host.rsplit(":", 1)[0] not in _NAMES_HERE and request.host not in _NAMES_HERE:
+            return _refused("this address does not name this machine")
+        given = request.query.get("token")
+        if given is not None and hmac.compare_digest(given.encode(), token.encode()):
+            answer: web.StreamResponse = web.Response(status=303, headers={"Location": "/"})
+            answer.set_cookie(cookie, token, httponly=True, samesite="Strict", path="/")
+        elif hmac.compare_digest(request.cookies.get(cookie, "").encode(), token.encode()):
+            try:
+                answer = await handler(request)
+            except web.HTTPException as error:
+                answer = web.Response(status=error.status, text=error.reason)
+        else:
+            return _refused("open the address that agentrl view printed, with its token")
+        answer.headers.update(_HEADERS)
+        return answer
+
+    return guard
+
+
+def _refused(why: str) -> web.Response:
+    return web.Response(status=403, text=why, headers=_HEADERS)
+
+
+async def _page(request: web.Request) -> web.Response:
+    name = request.path[1:] or "index.html"
+    return web.Response(body=page_file(name), content_type=_KINDS[Path(name).suffix], charset="utf-8")
+
+
+def _api(shown: Shown, answer: Callable[[Shown, Mapping[str, str]], Json]) -> Callable[..., Any]:
+    async def handle(request: web.Request) -> web.Response:
+        try:
+            text = await asyncio.to_thread(lambda: json.dumps(answer(shown, request.query), allow_nan=False))
+            status = 200
+        except (UserError, ValueError, OSError) as error:
+            text, status = json.dumps({"error": " ".join(str(error).split())[:1000]}), 422
+        response = web.Response(text=text, content_type="application/json", status=status)
+        if len(text) > 100_000:
+            response.enable_compression()
+        return response
+
+    return handle
+
+
+def about(shown: Shown, query: Mapping[str, str]) -> Json:
+    """Return what does not change while the page is open."""
+    ranges = {name: list(bounds) for name, bounds in shown.ranges().items()}
+    return {"runs": [run.name for run in shown.runs], "ranges": ranges, "follow": shown.follow, "frozen": False}
+
+
+def _run(shown: Shown, query: Mapping[str, str]) -> RunStore:
+    number = _whole(query, "run")
+    if number >= len(shown.runs):
+        raise UserError("no such run")
+    return shown.runs[number]
+
+
+def _whole(query: Mapping[str, str], key: str) -> int:
+    text = query.get(key, "0")
+    if not (text.isascii() and text.isdecimal() and len(text) <= 18):
+        raise UserError(f"{key}: not a number")
+    return int(text)
+
+
+def _names(query: Mapping[str, str]) -> list[str]:
+    names = query.get("files", "").split("\n")
+    if len(names) > _MOST_FILES:
+        raise UserError(f"more than {_MOST_FILES} files at once")
+    return names
+
+
+def _state(shown: Shown, query: Mapping[str, str]) -> Json:
+    return [run.state() for run in shown.runs]
+
+
+def _metrics(shown: Shown, query: Mapping[str, str]) -> Json:
+    return _run(shown, query).metrics(_whole(query, "start"), query.get("of", ""))
+
+
+def _index(shown: Shown, query: Mapping[str, str]) -> Json:
+    return _run(shown, query).index(_names(query))
+
+
+def _previews(shown: Shown, query: Mapping[str, str]) -> Json:
+    return _run(shown, query).previews(query.get("file", ""))
+
+
+def _sample(shown: Shown, query: Mapping[str, str]) -> Json:
+    return _run(shown, query).sample(query.get("file", ""), _whole(query, "row"))
+
+
+def _search(shown: Shown, query: Mapping[str, str]) -> Json:
+    return _run(shown, query).search(query.get("text", "")[:_MOST_TEXT], _names(query))
+
+
+def _evaluations(shown: Shown, query: Mapping[str, str]) -> Json:
+    return _run(shown, query).evaluations()
+
+
+_ANSWERS: dict[str, Callable[[Shown, Mapping[str, str]], Json]] = {
+    "about": about,
+    "state": _state,
+    "metrics": _metrics,
+    "index": _index,
+    "previews": _previews,
+    "sample": _sample,
+    "search": _search,
+    "evaluations": _evaluations,
+}
+
+
+async def serve(shown: Shown, port: int, opened: Callable[[str], None]) -> None:
+    """Serve until cancelled. opened: called with the address, once it can be opened. Raises UserError: the port is
+    taken."""
+    runner = web.AppRunner(make_app(shown), access_log=None)
+    await runner.setup()
+    try:
+        site = web.TCPSite(runner, "127.0.0.1", port)
+        try:
+            await site.start()
+        except OSError as error:
+            why = "taken" if error.errno in (98, 48) else error.strerror
+            raise UserError(f"--port {port}: {why}; name another, or leave it out for any free one") from error
+        opened(f"http://127.0.0.1:{runner.addresses[0][1]}/?token={shown.token}")
+        await asyncio.Event().wait()
+    finally:
+        await runner.cleanup()

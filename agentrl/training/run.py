@@ -23,7 +23,7 @@ from agentrl.training.interrupt import Interrupted, Interrupts
 from agentrl.training.loop import Loop
 from agentrl.training.preflight import check_run
 from agentrl.training.setup import Start, set_up
-from agentrl.view.page import write_report
+from agentrl.view.freeze import write_report
 
 FIXED = ("env", "tools", "rewards", "model", "algorithm", "critic", "train.seed")
 """Keys that a resumed run must keep, because they define what is trained. Others (steps, learning rate, sampling,

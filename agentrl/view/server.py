@@ -11,23 +11,15 @@ import json
 import secrets
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from aiohttp import web
 
 from agentrl.errors import UserError
-from agentrl.view.store import Json, RunStore
+from agentrl.view.assets import MODULES, Ranges, page_file
+from agentrl.view.store import Json, RunStore, Why
 
-Ranges = Mapping[str, tuple[float | None, float | None]]
-"""Name of a metric -> its healthy low and high; None where it has no such bound."""
-
-MODULES = (
-    "dom.js", "data.js", "chart.js", "overview.js", "curves.js", "samples.js", "sample.js", "time.js", "errors.js",
-    "app.js",
-)  # fmt: skip
-"""The page's modules, each after those that it imports."""
 _KINDS = {".js": "text/javascript", ".css": "text/css", ".html": "text/html", ".svg": "image/svg+xml"}
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src data:; connect-src 'self'; base-uri 'none'; "
@@ -54,15 +46,12 @@ class Shown:
     """The runs, in the order in which they were named."""
     ranges: Callable[[], Ranges] = dict
     """Returns the healthy ranges of metrics; called once the page asks for them."""
+    why: Why | None = None
+    """Says why the samples of a file failed."""
     follow: bool = False
     """Whether the page goes to the newest step as it comes."""
     token: str = field(default_factory=lambda: secrets.token_urlsafe(24))
     """What a request must carry."""
-
-
-def page_file(name: str) -> bytes:
-    """Return a file of the page."""
-    return (files("agentrl.view") / "page" / name).read_bytes()
 
 
 def make_app(shown: Shown) -> web.Application:
@@ -129,7 +118,13 @@ def _api(shown: Shown, answer: Callable[[Shown, Mapping[str, str]], Json]) -> Ca
 def about(shown: Shown, query: Mapping[str, str]) -> Json:
     """Return what does not change while the page is open."""
     ranges = {name: list(bounds) for name, bounds in shown.ranges().items()}
-    return {"runs": [run.name for run in shown.runs], "ranges": ranges, "follow": shown.follow, "frozen": False}
+    return {
+        "runs": [run.name for run in shown.runs],
+        "ranges": ranges,
+        "follow": shown.follow,
+        "frozen": False,
+        "note": "",
+    }
 
 
 def _run(shown: Shown, query: Mapping[str, str]) -> RunStore:
@@ -177,6 +172,12 @@ def _search(shown: Shown, query: Mapping[str, str]) -> Json:
     return _run(shown, query).search(query.get("text", "")[:_MOST_TEXT], _names(query))
 
 
+def _why(shown: Shown, query: Mapping[str, str]) -> Json:
+    if shown.why is None:
+        raise UserError("nothing was given that says why samples fail")
+    return _run(shown, query).why(query.get("file", ""), shown.why)
+
+
 def _evaluations(shown: Shown, query: Mapping[str, str]) -> Json:
     return _run(shown, query).evaluations()
 
@@ -190,6 +191,7 @@ _ANSWERS: dict[str, Callable[[Shown, Mapping[str, str]], Json]] = {
     "sample": _sample,
     "search": _search,
     "evaluations": _evaluations,
+    "why": _why,
 }
 
 

@@ -19,6 +19,9 @@ from agentrl.errors import UserError
 
 Json = Any
 """What `json.dumps` takes."""
+Why = Callable[[Path, Path | None, Callable[[int], str] | None], Json]
+"""From a file of trajectories, that of the first evaluation of its split (if it is another), and a function from a
+token id to its text (if there is a tokenizer): why samples failed."""
 
 IN_FLIGHT = "in_flight.jsonl"
 _SHORT = (
@@ -47,7 +50,7 @@ def names_of(folders: Sequence[Path]) -> list[str]:
         names = ["/".join(part[-length:]) for part in parts]
         if len(set(names)) == len(names):
             return names
-    return [f"{name} ({number})" for number, name in enumerate(names, 1)]
+    return [f"{part[-1]} ({number})" for number, part in enumerate(parts, 1)]
 
 
 class RunStore:
@@ -57,6 +60,8 @@ class RunStore:
         self.folder, self.name = folder, name
         self._indices: dict[str, tuple[str, Json]] = {}  # file's name -> its version, and its index
         self._previews: dict[str, tuple[str, Json]] = {}
+        self._read_recipes: dict[str, tuple[str, Json]] = {}
+        self._reasons: dict[str, tuple[str, Json]] = {}
         self._pieces: tuple[str, Callable[[Sequence[int]], list[str]]] | None = None
 
     # --- what there is -------------------------------------------------------------------------------------------
@@ -67,7 +72,8 @@ class RunStore:
             "name": self.name,
             "folder": str(self.folder),
             "training": _is_training(self.folder),
-            "files": self._files(),
+            "files": (files := self._files()),
+            "stored": len(files),
             "recipes": self._recipes(),
             "checkpoints": self._checkpoints(),
             "others": [
@@ -97,8 +103,15 @@ class RunStore:
         found = []
         for path in _entries(self.folder):
             if m := _RECIPES.fullmatch(path.name):
-                found.append((int(m[1] or 0), {"name": path.name, **_recipe(path)}))
+                found.append((int(m[1] or 0), {"name": path.name, **self._recipe(path)}))
         return [recipe for _, recipe in sorted(found, key=lambda pair: pair[0])]
+
+    def _recipe(self, path: Path) -> Json:
+        version = _version(path)
+        known = self._read_recipes.get(path.name)
+        if known is None or known[0] != version:
+            known = self._read_recipes[path.name] = version, _recipe(path)
+        return known[1]
 
     def _checkpoints(self) -> list[Json]:
         best = _json(self.folder / CHECKPOINTS / "best.json")
@@ -151,10 +164,21 @@ class RunStore:
 
     def sample(self, name: str, row: int) -> Json:
         """Return one sample with every conversation and its tokens. Raises UserError: damaged, or no such one."""
-        path = self.path(name)
-        found = _sample(path, row)
+        return self._with_pieces(_sample(self.path(name), row))
+
+    def samples(self, name: str, rows: Sequence[int]) -> list[Json | None]:
+        """Return several samples of a file likewise; None for one that is damaged."""
+        if not rows:
+            return []
+        read = _samples(self.path(name), rows)
+        return [None if found is None else self._with_pieces(found) for found in read]
+
+    def _with_pieces(self, found: Json) -> Json:
         if "ids" in found:
-            found["pieces"], found["pieces_missing"] = self._texts(found["ids"])
+            try:
+                found["pieces"] = self._reader()(found["ids"])
+            except UserError as error:
+                found["pieces"], found["pieces_missing"] = None, str(error)
         return found
 
     def search(self, text: str, names: Iterable[str]) -> dict[str, list[int]]:
@@ -171,6 +195,17 @@ class RunStore:
                 if "error" not in facts and (row := _accuracy(facts)) is not None:
                     found.append({"split": file["split"], "step": file["step"], "file": file["name"], **row})
         return found
+
+    def why(self, name: str, why: Why) -> Json:
+        """Return why the samples of a file failed, by `why`; see it."""
+        return self._cached(self._reasons, name, lambda path: why(path, self._first(name), self._piece()))
+
+    def _first(self, name: str) -> Path | None:
+        """Return the file of the first evaluation of the same split; None where it is this one, or a training step."""
+        there = self._files()
+        split = next((file["split"] for file in there if file["name"] == name and file["evaluation"]), None)
+        first = next((file["name"] for file in there if file["split"] == split and file["evaluation"]), name)
+        return None if first == name else self.folder / TRAJECTORIES / first
 
     def path(self, name: str) -> Path:
         """Return the path of a stored file by its name. Raises UserError: it is not (or no longer) there."""
@@ -196,19 +231,23 @@ class RunStore:
 
     # --- tokens --------------------------------------------------------------------------------------------------
 
-    def _texts(self, ids: Sequence[int]) -> tuple[list[str] | None, str]:
-        """Return the text of each token, or None and why there is none."""
+    def _reader(self) -> Callable[[Sequence[int]], list[str]]:
+        """Return a function from token ids to the text of each. Raises UserError: there is no tokenizer."""
         path = self._tokenizer()
         if path is None:
-            return None, "neither a checkpoint nor the recipe names a tokenizer that lies on this machine"
+            raise UserError("neither a checkpoint nor the recipe names a tokenizer that lies on this machine")
         if self._pieces is None or self._pieces[0] != str(path):
             from agentrl.view.pieces import reader
 
-            try:
-                self._pieces = str(path), reader(path)
-            except UserError as error:
-                return None, str(error)
-        return self._pieces[1](ids), ""
+            self._pieces = str(path), reader(path)
+        return self._pieces[1]
+
+    def _piece(self) -> Callable[[int], str] | None:
+        try:
+            read = self._reader()
+        except UserError:
+            return None
+        return lambda token: read([token])[0]
 
     def _tokenizer(self) -> Path | None:
         """Return the tokenizer.json of the newest checkpoint, or of the recipe's model."""
@@ -459,18 +498,45 @@ def preview(messages: Json) -> str:
 
 
 def _sample(path: Path, row: int) -> Json:
-    from agentrl.rollout.trajectory_file import conversations, read_records, read_table, record
+    from agentrl.rollout.trajectory_file import read_records, read_table, record
 
     if path.suffix == ".parquet":
-        found = record(read_table(path, row=row).to_pylist()[0])
+        return _told(path, record(read_table(path, row=row).to_pylist()[0]))
+    records = read_records(path)
+    if row >= len(records):
+        raise UserError(f"{path}: has no such row")
+    return _told(path, records[row])
+
+
+def _samples(path: Path, rows: Sequence[int]) -> list[Json | None]:
+    from agentrl.rollout.trajectory_file import read_records, read_table, record
+
+    if path.suffix == ".parquet":
+        table = read_table(path)
+        found = [table.slice(row, 1).to_pylist()[0] for row in rows]
     else:
         records = read_records(path)
-        if not 0 <= row < len(records):
-            raise UserError(f"{path}: has no such row")
-        found = dict(records[row])
+        found = [records[row] for row in rows]
+    told: list[Json | None] = []
+    for one in found:
+        try:
+            told.append(_told(path, record(one) if path.suffix == ".parquet" else one))
+        except UserError:
+            told.append(None)
+    return told
+
+
+def _told(path: Path, record: Mapping[str, Any]) -> Json:
+    """Return a record as the page reads it: with every conversation as `told`, and log-probs of five digits."""
+    from agentrl.rollout.trajectory_file import conversations
+
+    found = dict(record)
     try:
         told = conversations(found)
         found["told"] = [{"heading": t.heading, "messages": t.messages, "segments": t.segments} for t in told]
+        for name in ("logprobs", "trainer_logprobs", "advantages"):
+            if found.get(name) is not None:
+                found[name] = [float(f"{value:.5g}") for value in found[name]]
         json.dumps(found, allow_nan=False)
     except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
         why = " ".join(f"{type(error).__name__}: {error}".split())[:200]

@@ -80,7 +80,7 @@ class Browser:
         assert "exceptionDetails" not in found, found["exceptionDetails"]
         return found["result"].get("value")
 
-    def until(self, condition: str, seconds: float = 60) -> Any:
+    def until(self, condition: str, seconds: float = 20) -> Any:
         """Return the value of an expression as soon as it is one that counts as true."""
         script = f"""new Promise((done, fail) => {{
             const end = performance.now() + {1000 * seconds};

@@ -112,8 +112,10 @@ class App {
     document.title = `${this.view.title} · ${this.runs.map((run) => run.name).join(", ")}`;
     for (const tab of this.tabs.children) {
       const mine = tab.dataset.view === this.name || (tab.dataset.view === "samples" && ["sample", "side"].includes(this.name));
-      if (mine) tab.setAttribute("aria-current", "page");
-      else tab.removeAttribute("aria-current");
+      if (mine) {
+        tab.setAttribute("aria-current", "page");
+        tab.scrollIntoView({ block: "nearest", inline: "nearest" });
+      } else tab.removeAttribute("aria-current");
     }
     if (place) window.scrollTo(0, 0);
   }
@@ -147,7 +149,10 @@ class App {
     const states = await this.source.state();
     this.runs = states.map((state, i) => new Run(this.about.runs[i], state));
     await Promise.all(this.runs.map((run, i) => this.metrics(run, i)));
-    addEventListener("hashchange", () => this.open());
+    addEventListener("hashchange", (event) => {
+      if (this.name === "samples") this.back = new URL(event.oldURL).hash || "#samples";
+      this.open();
+    });
     addEventListener("keydown", (event) => this.key(event));
     this.open();
     await this.load();

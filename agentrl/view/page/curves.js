@@ -42,6 +42,7 @@ export function curvesView(app, params) {
     for (const entry of entries) if (entry.isIntersecting) draw(entry.target);
   }, { rootMargin: "400px" });
   const slots = new Map(); // element -> key
+  let drawn = "";
 
   function draw(slot) {
     const key = slots.get(slot);
@@ -68,8 +69,14 @@ export function curvesView(app, params) {
       return varied || state.constant || wanted.length > 0;
     };
     const groups = keysOf(app.runs.map((run) => ({ series: run.all() }))).map(([name, keys]) => [name, keys.filter((key) => fits(key) && varies(key))]).filter(([, keys]) => keys.length);
+    const layout = JSON.stringify([groups, constant]);
+    if (layout === drawn && groups.length) { // only the values are new
+      for (const slot of body.querySelectorAll(".slot")) seen.observe(slots.set(slot, slot.dataset.key) && slot);
+      return;
+    }
+    drawn = layout;
     replace(body, groups.length ? groups.map(([name, keys]) => h("section", null, h("h2", null, name), h("div", { class: "charts" }, keys.map((key) => {
-      const slot = h("div", { class: "slot" });
+      const slot = h("div", { class: "slot", "data-key": key });
       slots.set(slot, key);
       return slot;
     })))) : h("p", { class: "empty" }, app.runs.every((run) => run.rows.length === 0) ? "No step is whole yet." : "No metric is named so."));

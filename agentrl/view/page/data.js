@@ -16,7 +16,7 @@ function server() {
     sample: (run, file, row) => get("sample", { run, file, row }),
     search: (run, text, files) => get("search", { run, text, files: files.join("\n") }),
     evaluations: (run) => get("evaluations", { run }),
-    why: (run, split) => get("why", { run, split }),
+    why: (run, file) => get("why", { run, file }),
   };
 }
 
@@ -32,7 +32,7 @@ function frozen(data) {
     state: async () => data.runs.map((run) => run.state),
     metrics: async (run, start) => {
       const rows = start === 0 ? data.runs[run].rows : [];
-      return { of: "frozen", start, next: 1, rows, damaged: 0, more: false };
+      return { of: "frozen", start, next: 1, rows, damaged: start === 0 ? data.runs[run].damaged : 0, more: false };
     },
     index: async (run, files) => Object.fromEntries(files.map((file) => [file, data.runs[run].index[file]])),
     previews: async (run, file) => data.runs[run].previews[file] ?? {},
@@ -46,7 +46,11 @@ function frozen(data) {
       return Object.fromEntries(files.map((file) => [file, hits(file)]));
     },
     evaluations: async (run) => data.runs[run].evaluations,
-    why: async (run, split) => data.runs[run].why[split ?? ""] ?? { splits: [], causes: [] },
+    why: async (run, file) => {
+      const found = data.runs[run].why[file];
+      if (found === undefined) throw new Error("not in this page: open the run with agentrl view");
+      return found;
+    },
   };
 }
 

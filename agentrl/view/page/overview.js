@@ -113,7 +113,7 @@ function places(run) {
   const saved = run.state.checkpoints.map((one) => `step ${one.step}${one.best ? " (best)" : ""}`);
   const rows = [["folder", h("code", null, run.state.folder)]];
   if (saved.length) rows.push(["checkpoints", saved.join(", ")]);
-  rows.push(["stored conversations", `${run.state.files.length} files in trajectories/`]);
+  rows.push(["stored conversations", `${run.state.stored} files in trajectories/`]);
   if (run.state.others.length) rows.push(["beside them", run.state.others.join(", ")]);
   return h("section", null, h("h3", null, "Where results lie"), table(["what", "where"], rows));
 }
@@ -128,8 +128,9 @@ function main(run) {
 export function overviewView(app) {
   const element = h("div", { class: "view" });
   function update() {
+    if (element.contains(document.activeElement) && document.activeElement.matches("input")) return; // somebody writes there
     const opened = new Set([...element.querySelectorAll("details[open]")].map((one, i) => i));
-    replace(element, app.runs.map((run, i) => h("section", { class: "run" },
+    replace(element, h("h1", { class: "hidden" }, "Overview"), app.about.note ? h("p", { class: "soft" }, app.about.note) : null, app.runs.map((run, i) => h("section", { class: "run" },
       h("h2", null, run.name), status(run), health(run),
       h("div", { class: "cards" }, [...accuracies(run)].map(([split, rows]) => card(app, i, split, rows))),
       h("div", { class: "charts" }, main(run)), recipes(run), places(run))));

@@ -73,7 +73,7 @@ export function chat(sample) {
   const single = sample.told.length === 1;
   return h("div", { class: "chat" }, sample.told.map((told, i) => {
     const beside = notes(sample, told.messages, single);
-    return h("section", { id: `told-${i}` }, told.heading && h("h3", null, told.heading), told.messages.map((message, k) => bubble(message, beside[k])));
+    return h("section", { "data-told": i }, told.heading && h("h3", null, told.heading), told.messages.map((message, k) => bubble(message, beside[k])));
   }));
 }
 
@@ -234,8 +234,8 @@ function summary(sample, i, column) {
 function over(app, i) {
   const { column } = app.samples;
   const same = app.samples.task(column.split[i], column.task[i]);
-  if (same.length < 2) return null;
   const runs = new Set(same.map((k) => column.run[k])).size > 1;
+  if (!runs && new Set(same.map((k) => column.step[k])).size < 2) return null;
   return h("nav", { class: "over", "aria-label": "the same task over the steps" }, h("span", { class: "soft" }, "this task: "), same.slice(0, 200).map((k) =>
     h("a", { href: app.linkOf(k), "aria-current": k === i ? "true" : null, title: `reward ${number(column.reward[k])}` }, runs && `${app.runs[column.run[k]].name} `, `step ${column.step[k]}`, column.sample[k] ? ` #${column.sample[k]}` : "", " ", mark(column, k), column.solved[k] === null ? ` ${number(column.reward[k])}` : "")));
 }
@@ -256,7 +256,7 @@ export function sampleView(app, params) {
     [...ways.children].forEach((button, i) => button.setAttribute("aria-pressed", String(WAYS[i] === name)));
     const parts = { chat: () => chat(sample), tokens: () => tokens(sample, params.by, (by) => app.remember(Object.assign(params, { by }))), tree: () => tree(sample), data: () => data(sample) };
     replace(body, parts[name]());
-    if (at !== undefined) document.getElementById(`told-${at}`)?.scrollIntoView();
+    if (at !== undefined) body.querySelector(`[data-told="${at}"]`)?.scrollIntoView();
   }
 
   function draw() {
@@ -268,7 +268,7 @@ export function sampleView(app, params) {
     const links = [
       h("a", { href: app.back ?? "#samples" }, "all samples"),
       group.length > 1 && h("a", { href: app.link("side", { run, file: params.file, row }) }, `its group of ${group.length} side by side`),
-      i !== undefined && app.samples.task(column.split[i], column.task[i]).length > 1 && h("a", { href: app.link("side", { run, file: params.file, row, over: 1 }) }, "this task over the steps"),
+      i !== undefined && over(app, i) && h("a", { href: app.link("side", { run, file: params.file, row, over: 1 }) }, "this task over the steps"),
       walk >= 0 && h("span", { class: "soft" }, `${(walk + 1).toLocaleString("en-US")} of ${app.list.length.toLocaleString("en-US")}`),
     ].filter(Boolean);
     body.addEventListener("show", (event) => show("chat", event.detail));

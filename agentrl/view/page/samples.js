@@ -136,7 +136,7 @@ export function samplesView(app, params) {
         prompts.set(key, found);
         for (const [index, element] of list.shown) {
           const k = app.list[index];
-          if (k !== undefined && `${column.run[k]}\n${column.file[k]}` === key) replace(element.querySelector(".prompt"), found[column.task[k]] ?? "");
+          if (k !== undefined && `${column.run[k]}\n${column.file[k]}` === key) replace(element.querySelector(".prompt .text"), found[column.task[k]] ?? "");
         }
       }).catch(() => {});
     }
@@ -147,11 +147,11 @@ export function samplesView(app, params) {
     const i = app.list[index];
     const { column } = samples;
     const cells = SHOWN.map(([key, , , priority]) => {
-      const inside = key === "mark" ? mark(column, i) : key === "prompt" ? prompt(i) : (WRITTEN[key] ?? ((v) => (v === null ? "" : String(v))))(column[key][i]);
+      const link = () => h("a", { href: app.linkOf(i), tabindex: -1, "aria-label": `conversation of ${column.task[i]}` }, h("span", { class: "text" }, prompt(i)));
+      const inside = key === "mark" ? mark(column, i) : key === "prompt" ? link() : (WRITTEN[key] ?? ((v) => (v === null ? "" : String(v))))(column[key][i]);
       return h("span", { role: "cell", class: `p${priority} ${key === "prompt" ? key : ""}${NUMBERS.has(key) ? " number" : ""}` }, inside);
     });
-    const linked = h("a", { class: `row${index === at ? " at" : ""}`, role: "row", href: app.linkOf(i), "aria-rowindex": index + 2, tabindex: -1 }, cells);
-    return linked;
+    return h("div", { class: `row${index === at ? " at" : ""}`, role: "row", "aria-rowindex": index + 2 }, cells);
   }
 
   function heading([key, text, , priority]) {
@@ -259,7 +259,7 @@ export function samplesView(app, params) {
     list.reveal(at);
     list.again(before);
     list.again(at);
-    list.shown.get(at)?.focus({ preventScroll: true });
+    list.shown.get(at)?.querySelector("a").focus({ preventScroll: true });
   }
 
   function update() {
@@ -281,5 +281,19 @@ export function samplesView(app, params) {
   };
   controls();
   draw();
-  return { element, title: "Conversations", update, search: box, keys, shown: () => search(parsed(filter.q ?? "", samples).text), ready: () => search(parsed(filter.q ?? "", samples).text), close: () => list.sizes.disconnect() };
+  const look = () => search(parsed(filter.q ?? "", samples).text);
+  function shown() {
+    look();
+    if (!app.seat || location.hash !== app.back) return; // where one was before a conversation was opened
+    at = app.list.indexOf(app.seat.sample);
+    list.element.scrollTop = app.seat.top;
+    list.draw();
+    list.again(at);
+    list.shown.get(at)?.querySelector("a").focus({ preventScroll: true });
+  }
+  function close() {
+    app.seat = { sample: app.list[at], top: list.element.scrollTop };
+    list.sizes.disconnect();
+  }
+  return { element, title: "Conversations", update, search: box, keys, shown, ready: look, close };
 }

@@ -52,6 +52,7 @@ function bounds(values, log, fixed) {
     if (v > high) high = v;
   }
   if (!log && low >= 0 && low < high * 0.7) low = 0;
+  if (low === 0 && high === 0) return [0, 1];
   if (!(high > low)) return log ? [low / 2, high * 2] : [low - Math.abs(low || 1) * 0.5, high + Math.abs(high || 1) * 0.5];
   return [low, high];
 }

@@ -159,10 +159,12 @@ export class Samples {
     return this.where((k) => same(k) && column.group[k] === column.group[i]);
   }
 
-  // The samples of a task, over splits' steps and runs.
-  task(split, task) {
+  // The samples of the task of sample i in its split, over all steps and runs.
+  over(i) {
     const { column } = this;
-    const found = this.where((k) => column.task[k] === task && column.split[k] === split);
+    const [task, split, environment] = [column.task[i], column.split[i], column.environment[i]];
+    const same = (k) => column.task[k] === task && column.split[k] === split && column.environment[k] === environment;
+    const found = this.where(same);
     return found.sort((a, b) => column.run[a] - column.run[b] || column.step[a] - column.step[b] || column.sample[a] - column.sample[b]);
   }
 

@@ -56,13 +56,14 @@ export function seconds(value) {
   return value < 120 ? `${number(value)} s` : `${Math.round(value / 60)} min`;
 }
 
-// A field to pick one of several: [value, label] each.
+// A field to pick one of several: [value, text] each. Where the first is no value, each text says what it is of.
 export function choice(label, options, value, change) {
   const select = h("select", { "aria-label": label, onchange: () => change(select.value) });
-  for (const [key, text] of options) select.append(h("option", { value: key }, text));
+  const filter = options[0]?.[0] === "";
+  for (const [key, text] of options) select.append(h("option", { value: key }, filter && !text.includes(": ") ? `${label}: ${text}` : text));
   select.value = value ?? "";
   if (select.selectedIndex < 0) select.selectedIndex = 0;
-  return h("label", { class: "field" }, h("span", null, label), select);
+  return h("label", { class: "field" }, filter ? null : h("span", null, label), select);
 }
 
 export function later(wait, action) {

@@ -233,7 +233,7 @@ function summary(sample, i, column) {
 
 function over(app, i) {
   const { column } = app.samples;
-  const same = app.samples.task(column.split[i], column.task[i]);
+  const same = app.samples.over(i);
   const runs = new Set(same.map((k) => column.run[k])).size > 1;
   if (!runs && new Set(same.map((k) => column.step[k])).size < 2) return null;
   return h("nav", { class: "over", "aria-label": "the same task over the steps" }, h("span", { class: "soft" }, "this task: "), same.slice(0, 200).map((k) =>
@@ -315,7 +315,7 @@ export function sideView(app, params) {
       return;
     }
     const { column } = app.samples;
-    const all = params.over ? app.samples.task(column.split[i], column.task[i]) : app.samples.group(i);
+    const all = params.over ? app.samples.over(i) : app.samples.group(i);
     const shown = all.slice(0, 32);
     const heading = params.over ? `Task ${column.task[i]} (${column.split[i]}) over the steps` : `Group of task ${column.task[i]}, ${column.split[i]}, step ${column.step[i]}`;
     const places = shown.map((k) => h("section", { class: `column${k === i ? " at" : ""}` }, h("h2", null, mark(column, k), " ", h("a", { href: app.linkOf(k) }, params.over ? `step ${column.step[k]}${column.sample[k] ? ` #${column.sample[k]}` : ""}` : `sample ${column.sample[k]}`)),

@@ -126,22 +126,29 @@ export function samplesView(app, params) {
   const template = () => SHOWN.map(([, , width]) => width).join(" ");
   const prompts = new Map(); // "run\nfile" -> task -> text, or a promise of it
 
+  const place = (i) => `${samples.column.run[i]}\n${samples.column.file[i]}`;
+
   function prompt(i) {
-    const { column } = samples;
-    const key = `${column.run[i]}\n${column.file[i]}`;
-    const known = prompts.get(key);
-    if (known === undefined) {
+    const known = prompts.get(place(i));
+    if (known === undefined) ask();
+    return known?.[samples.column.task[i]] ?? "";
+  }
+
+  // Ask for the prompts of the rows in sight, once they stay in sight for a moment.
+  const ask = later(60, () => {
+    for (const i of new Set([...list.shown.keys()].map((index) => app.list[index]))) {
+      const key = place(i);
+      if (i === undefined || prompts.has(key)) continue;
       prompts.set(key, {});
-      app.source.previews(column.run[i], column.file[i]).then((found) => {
+      app.source.previews(samples.column.run[i], samples.column.file[i]).then((found) => {
         prompts.set(key, found);
         for (const [index, element] of list.shown) {
           const k = app.list[index];
-          if (k !== undefined && `${column.run[k]}\n${column.file[k]}` === key) replace(element.querySelector(".prompt .text"), found[column.task[k]] ?? "");
+          if (k !== undefined && place(k) === key) replace(element.querySelector(".prompt .text"), found[samples.column.task[k]] ?? "");
         }
-      }).catch(() => {});
+      }).catch(() => {}); // the file's error is said beside the table
     }
-    return known?.[column.task[i]] ?? "";
-  }
+  });
 
   function row(index) {
     const i = app.list[index];

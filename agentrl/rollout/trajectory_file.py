@@ -306,8 +306,9 @@ def read_table(path: Path, columns: Sequence[str] | None = None, row: int | None
                     f"{path}: a later agentrl wrote it (schema {version[:9]}, and this one reads up to {VERSION}): "
                     "update agentrl"
                 )
+            kinds = dict(zip(file.schema_arrow.names, file.schema_arrow.types, strict=True))
             for name in wanted:
-                if name not in file.schema_arrow.names or file.schema_arrow.field(name).type != SCHEMA.field(name).type:
+                if kinds.get(name) != SCHEMA.field(name).type:
                     raise UserError(f"{path}: damaged: its column {name} is missing or of another type")
             if row is None:
                 return file.read(wanted, use_threads=False)

@@ -367,25 +367,32 @@ def _index_of_table(path: Path) -> Json:
     found["calls"] = pc.list_value_length(table["tool_uses"]).to_pylist()
     found["branches"] = pc.list_value_length(table["segments"]).to_pylist()
     for name in ("total", "engine", "tools", "environment", "hooks"):
-        found[f"{name}_s"] = [_number(v, 3) for v in pc.struct_field(table["seconds"], [name]).to_pylist()]
-    found["reward"] = [_number(v, 6) for v in found["reward"]]
-    found["advantage"] = _advantages(table["advantages"].combine_chunks(), found["sampled_tokens"])
+        found[f"{name}_s"] = _numbers(pc.struct_field(table["seconds"], [name]).to_numpy(), 3)
+    found["reward"] = _numbers(table["reward"].to_numpy(), 6)
+    found["advantage"] = _advantages(table["advantages"].combine_chunks(), table["sampled_tokens"].to_numpy())
     found["tasks"] = _tasks(zip(found["task"], table["task_data"].to_pylist(), strict=True))
     return found
 
 
-def _advantages(column: Any, trained: Sequence[int | None]) -> list[float | None]:
+def _advantages(column: Any, trained: Any) -> list[float | None]:
     """Return the mean advantage over the trained tokens of each sample; None where there are none."""
     import numpy as np
 
     offsets = column.offsets.to_numpy()
     sums = np.concatenate([[0.0], np.cumsum(column.values.to_numpy(zero_copy_only=False), dtype=np.float64)])
     totals = sums[offsets[1:]] - sums[offsets[:-1]]
-    there = column.is_valid().to_numpy(zero_copy_only=False)
-    return [
-        _number(float(total) / count, 5) if known and count else None
-        for total, count, known in zip(totals, trained, there, strict=True)
-    ]
+    there = column.is_valid().to_numpy(zero_copy_only=False) & (trained > 0)
+    return _numbers(np.where(there, totals / np.maximum(trained, 1), np.nan), 5)
+
+
+def _numbers(values: Any, digits: int) -> list[float | None]:
+    """Return the numbers of an array rounded, None for those that are not finite."""
+    import numpy as np
+
+    found: list[float | None] = np.round(values, digits).tolist()
+    for index in np.flatnonzero(~np.isfinite(values)).tolist():
+        found[index] = None
+    return found
 
 
 def _number(value: Any, digits: int) -> float | None:

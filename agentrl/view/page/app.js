@@ -12,7 +12,7 @@ import { errorsView } from "./errors.js";
 const VIEWS = { overview: overviewView, curves: curvesView, samples: samplesView, errors: errorsView, time: timeView, sample: sampleView, side: sideView };
 const TABS = [["overview", "Overview"], ["curves", "Curves"], ["samples", "Conversations"], ["errors", "Errors"], ["time", "Time"]];
 const EVERY = 2000; // milliseconds between two looks at what is new
-const AT_ONCE = 32; // files whose index is asked for together
+const FIRST = 8, AT_ONCE = 48; // files whose index is asked for together, at first and later
 const KEYS = [
   ["1 to 5", "overview, curves, conversations, errors, time"],
   ["/", "filter or search"],
@@ -206,10 +206,10 @@ class App {
       const due = files.filter((file) => !this.samples.has(i, file)).reverse();
       if (due.length === 0 && before === this.samples.chunks.size) continue;
       if (due.some((file) => file.evaluation)) run.evaluations = await this.source.evaluations(i);
-      for (let k = 0; k < due.length; k += AT_ONCE) {
-        const part = due.slice(k, k + AT_ONCE);
+      for (let k = 0, count = FIRST; k < due.length; k += count, count = AT_ONCE) {
+        const part = due.slice(k, k + count);
         this.samples.take(i, files, await this.source.index(i, part.map((file) => file.name)));
-        this.loading = k + AT_ONCE < due.length ? `reading ${k + AT_ONCE} of ${due.length} files` : "";
+        this.loading = k + count < due.length ? `reading ${k + count} of ${due.length} files` : "";
         this.samples.build();
         this.update();
       }

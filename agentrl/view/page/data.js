@@ -65,6 +65,15 @@ export const COLUMNS = [
   "hooks_s", "advantage",
 ];
 
+function comparison(values, sign) {
+  if (values.some((v) => typeof v === "string")) {
+    const ranks = new Map([...new Set(values)].filter((v) => v !== null).sort().map((v, rank) => [v, rank]));
+    values = values.map((v) => (v === null ? null : ranks.get(v)));
+  }
+  const keys = Float64Array.from(values, (v) => (v === null || v === undefined ? Infinity : sign * Number(v)));
+  return (a, b) => (keys[a] === keys[b] ? a - b : keys[a] < keys[b] ? -1 : 1);
+}
+
 // The short facts of every sample of every run, column by column; sample i is what stands at i of each.
 export class Samples {
   constructor() {
@@ -76,6 +85,9 @@ export class Samples {
   clear() {
     this.count = 0;
     this.column = Object.fromEntries(["run", "file", "row", "split", "step", "evaluation", ...COLUMNS].map((n) => [n, []]));
+    this.built = []; // chunks, in the order of the columns
+    this.orders = new Map(); // see sorted
+    this.fields = new Map(); // field of a task's data -> its values, some of them where there are many
     this.found = new Map(); // "run\nfile\nrow" -> i
   }
 
@@ -99,16 +111,27 @@ export class Samples {
     return this.chunks.get(`${run}\n${file.name}`)?.file.version === file.version;
   }
 
+  // Put the columns together: only what is new where that comes last, as while a run is read.
   build() {
-    this.clear();
+    const late = this.order();
+    const before = late.slice(0, this.built.length);
+    if (before.length < this.built.length || before.some((chunk, i) => chunk !== this.built[i])) {
+      this.clear();
+      this.built = [];
+    }
+    for (const chunk of late.slice(this.built.length)) this.append(chunk);
+    this.built = late;
+    this.orders.clear();
+  }
+
+  order() {
     const order = [...this.chunks.values()].filter((chunk) => chunk.facts !== null);
     const late = (step) => (step < 0 ? Infinity : step);
     order.sort((a, b) => a.run - b.run || late(b.file.step) - late(a.file.step) || (a.file.split < b.file.split ? -1 : 1));
-    for (const { run, file, facts } of order) this.append(run, file, facts);
-    this.fields = this.fieldsOf(order);
+    return order;
   }
 
-  append(run, file, facts) {
+  append({ run, file, facts }) {
     const rows = facts.at ?? null;
     const count = rows === null ? facts.rows : rows.length;
     for (const name of COLUMNS) {
@@ -128,19 +151,23 @@ export class Samples {
       this.column.evaluation.push(file.evaluation);
     }
     this.count += count;
-  }
-
-  fieldsOf(order) {
-    const values = new Map();
-    for (const { facts } of order) {
-      for (const data of Object.values(facts.tasks)) {
-        for (const [key, value] of Object.entries(data)) {
-          if (!values.has(key)) values.set(key, new Set());
-          if (values.get(key).size <= 200) values.get(key).add(value);
-        }
+    for (const data of Object.values(facts.tasks)) {
+      for (const [key, value] of Object.entries(data)) {
+        if (!this.fields.has(key)) this.fields.set(key, new Set());
+        if (this.fields.get(key).size <= 200) this.fields.get(key).add(value);
       }
     }
-    return values;
+  }
+
+  // All samples in the order of a column, those without a value last; "-name": the largest first.
+  sorted(sort) {
+    if (!this.orders.has(sort)) {
+      const values = this.column[sort.replace(/^-/, "")];
+      const order = Uint32Array.from({ length: this.count }, (_, i) => i);
+      if (values !== undefined) order.sort(comparison(values, sort.startsWith("-") ? -1 : 1));
+      this.orders.set(sort, order);
+    }
+    return this.orders.get(sort);
   }
 
   data(i) {

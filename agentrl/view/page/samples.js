@@ -38,7 +38,7 @@ export function parsed(text, samples) {
   for (const m of text.matchAll(TERM)) {
     const name = ALIASES[m[1]] ?? m[1];
     const value = m[3]?.replace(/^"(.*)"$/, "$1");
-    if (name !== undefined && (name in samples.column || samples.fields?.has(name))) conditions.push([name, m[2], value]);
+    if (name !== undefined && (name in samples.column || samples.fields.has(name))) conditions.push([name, m[2], value]);
     else words.push(m[4] ?? m[5] ?? m[0]);
   }
   return { conditions, text: words.join(" ") };
@@ -76,28 +76,12 @@ export function chosen(samples, filter, hits) {
   }
   if (hits) tests.push((i) => hits.has(i));
   const found = [];
-  for (let i = 0; i < samples.count; i++) {
+  for (const i of samples.sorted(filter.sort === "mark" ? "solved" : filter.sort === "-mark" ? "-solved" : (filter.sort ?? ""))) {
     let fits = true;
     for (let k = 0; k < tests.length && fits; k++) fits = tests[k](i);
     if (fits) found.push(i);
   }
-  return sorted(found, samples, filter.sort ?? "");
-}
-
-function sorted(list, { column }, sort) {
-  const down = sort.startsWith("-");
-  const name = down ? sort.slice(1) : sort;
-  if (name === "mark") return sorted(list, { column: { mark: column.solved.map((v) => (v === null ? null : Number(v))) } }, down ? "-mark_" : "mark_");
-  const values = column[name === "mark_" ? "mark" : name];
-  if (values === undefined) return list;
-  const sign = down ? -1 : 1;
-  return list.sort((a, b) => {
-    const [x, y] = [values[a], values[b]];
-    if (x === y) return a - b;
-    if (x === null || x === undefined) return 1;
-    if (y === null || y === undefined) return -1;
-    return (x < y ? -1 : 1) * sign;
-  });
+  return found;
 }
 
 export function mark(column, i) {
@@ -189,7 +173,7 @@ export function samplesView(app, params) {
     found.push(choice("finish", options("finish"), filter.finish, set("finish")));
     found.push(choice("tool errors", [["", "all"], ["yes", "some"], ["no", "none"]], filter.errors, set("errors")));
     if (distinct("environment").length > 1) found.push(choice("environment", options("environment"), filter.environment, set("environment")));
-    const fields = [...(samples.fields ?? [])].filter(([, values]) => values.size > 1 && values.size <= 40);
+    const fields = [...samples.fields].filter(([, values]) => values.size > 1 && values.size <= 40);
     if (fields.length) {
       const choices = fields.flatMap(([name, values]) => [...values].map(String).sort().map((v) => [`${name}:${/\s/.test(v) ? `"${v}"` : v}`, `${name}: ${v}`]));
       const now = (filter.q ?? "").split(/\s+(?=(?:[^"]*"[^"]*")*[^"]*$)/).find((term) => choices.some(([key]) => key === term)) ?? "";

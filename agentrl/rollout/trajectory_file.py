@@ -40,6 +40,8 @@ _USE = [
     ("metrics", pa.string()),
 ]  # fmt: skip
 
+_WAIT = [("part", pa.string()), ("start", pa.float64()), ("end", pa.float64())]
+
 FACTS: dict[str, pa.DataType] = {
     "step": pa.int32(),
     "evaluation": pa.bool_(),
@@ -66,6 +68,7 @@ FACTS: dict[str, pa.DataType] = {
     "tools": pa.list_(pa.string()),
     "tool_uses": pa.list_(pa.struct(_USE)),
     "seconds": pa.struct([(name, pa.float64()) for name in _SECONDS]),
+    "spans": pa.list_(pa.struct(_WAIT)),
     "task_data": pa.string(),
     "messages": pa.string(),
     "branches": pa.string(),
@@ -83,7 +86,11 @@ TOKENS: dict[str, pa.DataType] = {
 """Columns of lists with an entry for each token, and their types."""
 SCHEMA = pa.schema([*FACTS.items(), *TOKENS.items()], {_ABOUT: str(VERSION).encode()})
 
+_ADDED = ("spans",)
+"""Columns that files of the first writers of this version lack; they are null there."""
 _SHORT = [name for name, kind in FACTS.items() if not pa.types.is_nested(kind)]
+_ADDED = ("spans",)
+"""Columns that files of the first writers of this version lack; they are null there."""
 _SHORT = [name for name in _SHORT if name not in ("task_data", "messages", "branches", "extra")]
 _FEW_VALUES = ["split", "environment", "task", "finish", "left_out", "boundary"]
 _FEW_VALUES += [f"{name}.list.element" for name in TOKENS if "logprobs" not in name]
@@ -152,6 +159,7 @@ def row(
             for use in t.tool_uses
         ],
         "seconds": {name: round(t.seconds.get(name, 0.0), 6) for name in _SECONDS},
+        "spans": [{"part": s.part, "start": round(s.start, 6), "end": round(s.end, 6)} for s in t.spans] or None,
         "task_data": _json(t.task.data),
         "messages": _json(t.messages),
         "branches": _json(t.branches) if t.branches else None,
@@ -308,17 +316,26 @@ def read_table(path: Path, columns: Sequence[str] | None = None, row: int | None
                 )
             kinds = dict(zip(file.schema_arrow.names, file.schema_arrow.types, strict=True))
             for name in wanted:
-                if kinds.get(name) != SCHEMA.field(name).type:
+                if kinds.get(name) != SCHEMA.field(name).type and (name in kinds or name not in _ADDED):
                     raise UserError(f"{path}: damaged: its column {name} is missing or of another type")
+            there = [name for name in wanted if name in kinds]
             if row is None:
-                return file.read(wanted, use_threads=False)
+                return _whole(file.read(there, use_threads=False), wanted)
             for piece in range(file.num_row_groups):
                 if row < (count := file.metadata.row_group(piece).num_rows):
-                    return file.read_row_group(piece, wanted, use_threads=False).slice(row, 1)
+                    return _whole(file.read_row_group(piece, there, use_threads=False).slice(row, 1), wanted)
                 row -= count
             raise UserError(f"{path}: has no such row")
     except (OSError, ValueError, pa.ArrowException) as error:
         raise UserError(_unreadable(path, error)) from error
+
+
+def _whole(table: pa.Table, wanted: Sequence[str]) -> pa.Table:
+    """Return a table with all columns that were wanted, in their order."""
+    for name in wanted:
+        if name not in table.schema.names:
+            table = table.append_column(SCHEMA.field(name), pa.nulls(table.num_rows, SCHEMA.field(name).type))
+    return table.select(list(wanted))
 
 
 def _unreadable(path: Path, error: BaseException) -> str:

@@ -168,6 +168,10 @@ def _sample(shown: Shown, query: Mapping[str, str]) -> Json:
     return _run(shown, query).sample(query.get("file", ""), _whole(query, "row"))
 
 
+def _spans(shown: Shown, query: Mapping[str, str]) -> Json:
+    return _run(shown, query).spans(query.get("file", ""))
+
+
 def _search(shown: Shown, query: Mapping[str, str]) -> Json:
     return _run(shown, query).search(query.get("text", "")[:_MOST_TEXT], _names(query))
 
@@ -190,6 +194,7 @@ _ANSWERS: dict[str, Callable[[Shown, Mapping[str, str]], Json]] = {
     "previews": _previews,
     "sample": _sample,
     "search": _search,
+    "spans": _spans,
     "evaluations": _evaluations,
     "why": _why,
 }

@@ -181,6 +181,11 @@ class RunStore:
                 found["pieces"], found["pieces_missing"] = None, str(error)
         return found
 
+    def spans(self, name: str) -> Json:
+        """Return of each sample of a file when it waited for what: [part, start, end], in seconds since the first one
+        began; None for those of which it is not known."""
+        return _spans(self.path(name))
+
     def search(self, text: str, names: Iterable[str]) -> dict[str, list[int]]:
         """Return file -> the rows whose conversations contain a text, upper and lower case alike."""
         paths = self._paths()
@@ -502,6 +507,19 @@ def preview(messages: Json) -> str:
             texts = [text for part in parts if isinstance(text := _mapping(part).get("text"), str)]
             return " ".join(" ".join(texts)[: 4 * _PREVIEW].split())[:_PREVIEW]
     return ""
+
+
+def _spans(path: Path) -> list[Json | None]:
+    from agentrl.rollout.trajectory_file import read_table
+
+    if path.suffix != ".parquet":
+        return []
+    rows = read_table(path, ["spans"])["spans"].to_pylist()
+    zero = min((span["start"] for spans in rows for span in spans or ()), default=0.0)
+    return [
+        spans and [[s["part"], _number(s["start"] - zero, 4), _number(s["end"] - zero, 4)] for s in spans]
+        for spans in rows
+    ]
 
 
 def _sample(path: Path, row: int) -> Json:

@@ -11,7 +11,7 @@ import numpy as np
 from agentrl.plugins.types import Task
 from agentrl.recipe.schema import TrajectoriesSection
 from agentrl.rollout.journal import Journal
-from agentrl.trajectory import Boundary, Failure, FinishReason, Group, Learned, Segment, ToolUse, Trajectory, Turn
+from agentrl.trajectory import Boundary, Failure, FinishReason, Group, Learned, Segment, Span, ToolUse, Trajectory, Turn
 
 HOSTILE = "</script><script>globalThis.owned=1</script><img src=x onerror=globalThis.owned=1>\u2028\ud800<!--"
 PICTURE = "data:image/gif;base64,R0lGODlhAQABAIAAAP///wAAACH5BAAAAAAALAAAAAABAAEAAAICRAEAOw=="
@@ -47,6 +47,10 @@ def trajectory(task: str, sample: int = 0, reward: float = 1.0, said: str = "###
         "finish": FinishReason.STOP,
         "tool_uses": (ToolUse("calculator", 0, 0.002),),
         "seconds": {"total": 1.0 + sample, "engine": 0.7, "tools": 0.002, "environment": 0.0, "hooks": 0.1},
+        "spans": (
+            Span("engine", 1e9 + sample, 1e9 + sample + 0.7),
+            Span("tools", 1e9 + sample + 0.7, 1e9 + sample + 0.9),
+        ),
         "tools": ("calculator",),
         "seed": sample,
     }

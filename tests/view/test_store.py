@@ -136,6 +136,13 @@ def test_a_search_finds_what_was_said(store: RunStore, text: str, rows: list[int
     assert store.search(text, ["eval_test_2.parquet", "gone"]) == {"eval_test_2.parquet": rows}
 
 
+def test_spans_are_on_the_clock_of_the_file(store: RunStore) -> None:
+    found = store.spans("step_1.parquet")
+    assert len(found) == 8
+    assert found[0] == [["engine", 0.0, 0.7], ["tools", 0.7, 0.9]]
+    assert found[3] == [["engine", 3.0, 3.7], ["tools", 3.7, 3.9]]
+
+
 def test_evaluations_have_intervals(store: RunStore) -> None:
     found = {(one["split"], one["step"]): one for one in store.evaluations()}
     large = found["large", 2]

@@ -14,6 +14,7 @@ function server() {
     index: (run, files) => get("index", { run, files: files.join("\n") }),
     previews: (run, file) => get("previews", { run, file }),
     sample: (run, file, row) => get("sample", { run, file, row }),
+    spans: (run, file) => get("spans", { run, file }),
     search: (run, text, files) => get("search", { run, text, files: files.join("\n") }),
     evaluations: (run) => get("evaluations", { run }),
     why: (run, file) => get("why", { run, file }),
@@ -37,6 +38,14 @@ function frozen(data) {
     index: async (run, files) => Object.fromEntries(files.map((file) => [file, data.runs[run].index[file]])),
     previews: async (run, file) => data.runs[run].previews[file] ?? {},
     sample: async (run, file, row) => sample(run, file, row),
+    spans: async (run, file) => {
+      const rows = data.runs[run].index[file].at ?? [];
+      const known = rows.map((row) => [row, sample(run, file, row).spans]).filter(([, spans]) => spans);
+      const zero = known.reduce((least, [, spans]) => spans.reduce((low, span) => Math.min(low, span.start), least), Infinity);
+      const found = [];
+      for (const [row, spans] of known) found[row] = spans.map(({ part, start, end }) => [part, start - zero, end - zero]);
+      return found;
+    },
     search: async (run, text, files) => {
       const wanted = JSON.stringify(text).slice(1, -1).toLowerCase();
       const hits = (file) => {

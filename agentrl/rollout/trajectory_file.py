@@ -8,6 +8,7 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -304,6 +305,21 @@ def read_table(path: Path, columns: Sequence[str] | None = None, row: int | None
     Raises UserError as `read_rows` does, and where there is no such row.
     """
     wanted = list(SCHEMA.names if columns is None else columns)
+    with _opened(path, wanted) as file:
+        names = set(file.schema_arrow.names)
+        there = [name for name in wanted if name in names]
+        if row is None:
+            return _whole(file.read(there, use_threads=False), wanted)
+        for piece in range(file.num_row_groups):
+            if row < (count := file.metadata.row_group(piece).num_rows):
+                return _whole(file.read_row_group(piece, there, use_threads=False).slice(row, 1), wanted)
+            row -= count
+        raise UserError(f"{path}: has no such row")
+
+
+@contextmanager
+def _opened(path: Path, wanted: Sequence[str]) -> Iterator[pq.ParquetFile]:
+    """Open a Parquet file that has these columns; what is wrong with it is a UserError, while it is read too."""
     try:
         with pq.ParquetFile(path) as file:
             version = (file.schema_arrow.metadata or {}).get(_ABOUT, b"").decode(errors="replace")
@@ -318,14 +334,7 @@ def read_table(path: Path, columns: Sequence[str] | None = None, row: int | None
             for name in wanted:
                 if kinds.get(name) != SCHEMA.field(name).type and (name in kinds or name not in _ADDED):
                     raise UserError(f"{path}: damaged: its column {name} is missing or of another type")
-            there = [name for name in wanted if name in kinds]
-            if row is None:
-                return _whole(file.read(there, use_threads=False), wanted)
-            for piece in range(file.num_row_groups):
-                if row < (count := file.metadata.row_group(piece).num_rows):
-                    return _whole(file.read_row_group(piece, there, use_threads=False).slice(row, 1), wanted)
-                row -= count
-            raise UserError(f"{path}: has no such row")
+            yield file
     except (OSError, ValueError, pa.ArrowException) as error:
         raise UserError(_unreadable(path, error)) from error
 

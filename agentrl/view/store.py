@@ -558,6 +558,7 @@ def _told(path: Path, record: Mapping[str, Any]) -> Json:
     found = dict(record)
     try:
         told = conversations(found)
+        found["seed"] = None if found.get("seed") is None else str(found["seed"])  # a browser's numbers have 53 bits
         found["told"] = [{"heading": t.heading, "messages": t.messages, "segments": t.segments} for t in told]
         for name in ("logprobs", "trainer_logprobs", "advantages"):
             if found.get(name) is not None:

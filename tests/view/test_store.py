@@ -105,6 +105,7 @@ def test_a_sample_has_every_conversation_and_the_text_of_each_token(store: RunSt
     trained = store.sample("step_1.parquet", 1)
     assert trained["trainer_logprobs"][4:7] == [-0.35, -0.35, -2.25]
     assert trained["advantages"][4] == 0.5
+    assert trained["seed"] == "1"
 
 
 def test_without_a_tokenizer_it_says_why(tmp_path: Path) -> None:

@@ -51,6 +51,7 @@ export function percent(value) {
 
 export function seconds(value) {
   if (value === null || value === undefined) return "";
+  if (value === 0) return "0 s";
   if (value < 0.0005) return `${Math.round(value * 1e6)} µs`;
   if (value < 1) return `${number(value * 1000)} ms`;
   return value < 120 ? `${number(value)} s` : `${Math.round(value / 60)} min`;

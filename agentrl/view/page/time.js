@@ -69,7 +69,7 @@ export function timeView(app, params) {
       h("div", { class: "legend" }, sums.map(([name, value]) => h("span", null, h("i", { class: name }), name, " ", h("b", null, `${seconds(value)}, ${((100 * value) / all).toFixed(1)} %`)))),
       h("p", { class: "soft" }, `${shown.length} samples. `, placedAll ? "Each bar is one sample on the clock of the step: whom it waited for, and when. Waiting is for its turn, and what nothing else covers."
         : "Each bar is one sample: how long it waited for whom. When each part began is not stored in this file, so all bars begin at the left.")]);
-    replace(axis, h("span"), h("span", { class: "track" }, shown.length ? ticks(0, longest, 6).map((value) => h("span", { style: { left: share(value) } }, seconds(value))) : ""), h("span", { class: "number" }, "in all"));
+    replace(axis, h("span"), h("span", { class: "track" }, shown.length ? ticks(0, longest, innerWidth < 700 ? 2 : 6).map((value) => h("span", { style: { left: share(value) } }, seconds(value))) : ""), h("span", { class: "number" }, "in all"));
     list.reset(shown.length);
   }
 

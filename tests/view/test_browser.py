@@ -9,7 +9,7 @@ from pathlib import Path
 import axe_core_python
 import pytest
 from browser import Browser
-from view_help import embedded, group, journal, learned, run_folder, trajectory
+from view_help import HOSTILE, embedded, group, journal, learned, run_folder, trajectory
 
 from agentrl.view.freeze import write_report
 from agentrl.view.server import Shown, serve
@@ -182,6 +182,22 @@ def test_a_token_tells_what_is_known_of_it(browser: Browser, served: Served) -> 
         assert known in told
     coloured = "[...document.querySelectorAll('.tokens span')].map(token => token.style.backgroundColor !== '')"
     assert browser.evaluate(coloured) == [False] * 4 + [True] * 3 + [False] * 2 + [True] * 3
+
+
+def test_the_overview_and_the_curves_say_what_is_wrong(browser: Browser, served: Served) -> None:
+    go(browser, "#overview", VIEWS["#overview"])
+    told = text(browser)
+    for known in ("entropy collapse", HOSTILE[:40], "recipe.resumed_1.yaml", "train.steps", "54.5 %", "tiny"):
+        assert known in told
+    go(browser, "#curves?q=entropy", "document.querySelector('.healthy')")
+    assert "outside of its healthy range" in text(browser)
+
+
+def test_a_conversation_says_what_each_message_took(browser: Browser, served: Served) -> None:
+    go(browser, sample("step_2.parquet", 1), "document.querySelector('.chat')")
+    told = text(browser, ".chat")
+    for known in ("3 tokens · 48.0 % a token · advantage 0.5", "tool calculator 2 ms", "step reward 0.5"):
+        assert known in told
 
 
 def test_the_errors_page_leads_to_an_example(browser: Browser, served: Served) -> None:

@@ -39,26 +39,37 @@ function mean(values, start, end) {
   return end > start ? sum / (end - start) : null;
 }
 
-// What is known of each message of a conversation beside its text.
-function notes(sample, messages, single) {
-  let turn = 0, use = 0;
-  return messages.map((message) => {
-    const found = [];
-    if (single && message.role === "assistant") {
-      const one = sample.turns?.[turn++];
-      if (one && sample.logprobs && one.end > one.start) {
-        found.push(`${one.end - one.start} tokens`, `${percent(Math.exp(mean(sample.logprobs, one.start, one.end)))} a token`);
-        if (sample.advantages) found.push(`advantage ${number(mean(sample.advantages, one.start, one.end))}`);
-      }
-      if (one?.reward) found.push(`step reward ${number(one.reward)}`);
-      if (one && one.trained === false) found.push("not trained");
-    }
-    if (single && message.role === "tool") {
-      const one = sample.tool_uses?.[use++];
-      if (one) found.push(seconds(one.seconds), one.cut && "cut", one.error && h("span", { class: "bad" }, one.error));
+// What is known of each message of a conversation beside its text. Turns are matched from the end: an opening may hold
+// messages of an assistant that were not sampled.
+function notes(sample, told) {
+  const own = told.segments.map((i) => sample.segments[i]);
+  const inside = (turn) => own.length === 0 || own.some(({ start, end }) => turn.start >= start && turn.start < end);
+  const turns = (sample.turns ?? []).map((turn, index) => ({ ...turn, index })).filter(inside);
+  let next = turns.length - told.messages.filter((message) => message.role === "assistant").length;
+  let uses = [];
+  return told.messages.map((message) => {
+    let found = [];
+    if (message.role === "assistant") {
+      const turn = turns[next++];
+      uses = turn ? (sample.tool_uses ?? []).filter((use) => use.turn === turn.index) : [];
+      if (turn) found = ofTurn(sample, turn);
+    } else if (message.role === "tool") {
+      const use = uses.shift();
+      if (use) found = [seconds(use.seconds), use.cut && "cut", use.error && h("span", { class: "bad" }, use.error)];
     }
     return found.filter(Boolean).flatMap((text, i) => (i ? [" · ", text] : [text]));
   });
+}
+
+function ofTurn(sample, turn) {
+  const found = [];
+  if (sample.logprobs && turn.end > turn.start) {
+    found.push(`${turn.end - turn.start} tokens`, `${percent(Math.exp(mean(sample.logprobs, turn.start, turn.end)))} a token`);
+    if (sample.advantages) found.push(`advantage ${number(mean(sample.advantages, turn.start, turn.end))}`);
+  }
+  if (turn.reward) found.push(`step reward ${number(turn.reward)}`);
+  if (turn.trained === false) found.push("not trained");
+  return found;
 }
 
 function bubble(message, note) {
@@ -70,9 +81,8 @@ function bubble(message, note) {
 }
 
 export function chat(sample) {
-  const single = sample.told.length === 1;
   return h("div", { class: "chat" }, sample.told.map((told, i) => {
-    const beside = notes(sample, told.messages, single);
+    const beside = notes(sample, told);
     return h("section", { "data-told": i }, told.heading && h("h3", null, told.heading), told.messages.map((message, k) => bubble(message, beside[k])));
   }));
 }

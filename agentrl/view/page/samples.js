@@ -38,7 +38,7 @@ export function parsed(text, samples) {
   for (const m of text.matchAll(TERM)) {
     const name = ALIASES[m[1]] ?? m[1];
     const value = m[3]?.replace(/^"(.*)"$/, "$1");
-    if (name !== undefined && (name in samples.column || samples.fields.has(name))) conditions.push([name, m[2], value]);
+    if (name !== undefined && (Object.hasOwn(samples.column, name) || samples.fields.has(name))) conditions.push([name, m[2], value]);
     else words.push(m[4] ?? m[5] ?? m[0]);
   }
   return { conditions, text: words.join(" ") };

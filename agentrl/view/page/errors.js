@@ -41,33 +41,31 @@ export function errorsView(app, params) {
     });
   }
 
-  function place(run, example) {
+  // The samples of a file by task and number.
+  function placesOf(run, file) {
     const { column } = samples;
-    for (let i = 0; i < samples.count; i++) {
-      if (column.run[i] === run && column.file[i] === example.file && column.task[i] === example.task && column.sample[i] === example.sample) return i;
-    }
-    return undefined;
+    return new Map(samples.where((i) => column.run[i] === run && column.file[i] === file).map((i) => [`${column.task[i]}\n${column.sample[i]}`, i]));
   }
 
-  function examples(run, cause) {
+  function examples(places, cause) {
     return h("ul", { class: "examples" }, cause.examples.map((one) => {
-      const i = place(run, one);
+      const i = places.get(`${one.task}\n${one.sample}`);
       const name = `${one.task}${one.sample ? ` #${one.sample}` : ""}`;
       return h("li", null, i === undefined ? name : h("a", { href: app.linkOf(i) }, name), " ", h("code", null, one.note));
     }));
   }
 
-  function block(run, found, cause, open) {
+  function block(places, found, cause, open) {
     const count = `${cause.failed} of ${found.failed} failures, ${cause.tasks} tasks`;
-    const list = h("details", { open: open ? true : null, class: "cause" },
+    return h("details", { open: open ? true : null, class: "cause" },
       h("summary", null, h("span", { class: "tag" }, TOLD[cause.kind] ?? cause.kind), " ", h("b", null, cause.value), " ", h("span", { class: "soft" }, count)),
       h("div", { class: "shares" }, bar(cause.share, "failed", "of failures"), bar(cause.solved, "solved", "of solved samples")),
       h("p", null, change(cause)),
-      examples(run, cause));
-    return list;
+      examples(places, cause));
   }
 
   function draw({ run }, found) {
+    const places = placesOf(run, found.file);
     const share = found.samples ? found.failed / found.samples : 0;
     const before = found.first_file && found.first_samples ? ` In the first evaluation: ${found.first_failed} of ${found.first_samples} (${percent(found.first_failed / found.first_samples)}).` : "";
     const below = found.below === null || found.below === undefined ? "" : ` A sample counts as failed below the mean reward, ${found.below.toFixed(3)}.`;
@@ -75,10 +73,10 @@ export function errorsView(app, params) {
       h("p", null, h("b", null, `${found.failed} of ${found.samples} samples failed (${percent(share)}).`), before, below,
         found.lost ? h("span", { class: "bad" }, ` ${found.lost} more were lost to errors that are not the model's.`) : null),
       h("p", { class: "soft" }, "Each line is something that failures have more often than solved samples, and not by chance. Open it for examples."),
-      found.causes.map((cause, k) => block(run, found, cause, k === 0)),
+      found.causes.map((cause, k) => block(places, found, cause, k === 0)),
       found.causes.length === 0 ? h("p", { class: "empty" }, found.failed ? "Nothing sets the failures apart from what was solved." : "No sample failed.") : null,
       found.unexplained && found.causes.length ? h("p", { class: "soft" }, `${found.unexplained} failures have none of these. `) : null,
-      found.gone?.length ? [h("h2", null, "Gone since the first evaluation"), found.gone.map((cause) => block(run, found, cause, false))] : null,
+      found.gone?.length ? [h("h2", null, "Gone since the first evaluation"), found.gone.map((cause) => block(places, found, cause, false))] : null,
       found.notes.map((line) => h("p", { class: "soft" }, line)));
   }
 

@@ -254,7 +254,7 @@ export function sampleView(app, params) {
   const run = Number(params.run ?? 0), row = Number(params.row ?? 0);
   let way = WAYS.includes(params.way) ? params.way : "chat";
   const element = h("div", { class: "view" }, h("p", { class: "empty" }, "Reading…"));
-  let sample = null;
+  let sample = null, drawn;
   const index = () => app.samples.at(run, params.file, row);
   const body = h("div");
   const ways = h("div", { class: "ways", role: "group", "aria-label": "shown as" }, WAYS.map((name) => h("button", { onclick: () => show(name) }, name)));
@@ -270,7 +270,7 @@ export function sampleView(app, params) {
   }
 
   function draw() {
-    const i = index();
+    const i = (drawn = index());
     const { column } = app.samples;
     const group = i === undefined ? [] : app.samples.group(i);
     const walk = app.list.indexOf(i);
@@ -305,18 +305,17 @@ export function sampleView(app, params) {
     v: () => sample && show(WAYS[(WAYS.indexOf(way) + 1) % WAYS.length]),
     Escape: () => (location.hash = app.back ?? "#samples"),
   };
-  let drawnWith = app.samples.count;
-  const ready = () => {
-    if (sample && drawnWith === 0) draw();
-    drawnWith = app.samples.count;
+  const update = () => { // its group and its marks are known once its file was read
+    if (sample && drawn === undefined && index() !== undefined) draw();
   };
-  return { element, title: "Conversation", keys, ready };
+  return { element, title: "Conversation", keys, update };
 }
 
 // Several samples side by side: a group, or a task over the steps of training.
 export function sideView(app, params) {
   const run = Number(params.run ?? 0), row = Number(params.row ?? 0);
   const element = h("div", { class: "view full" }, h("p", { class: "empty" }, "Reading…"));
+  let drawn = false;
 
   async function draw() {
     const i = app.samples.at(run, params.file, row);
@@ -327,6 +326,7 @@ export function sideView(app, params) {
     const { column } = app.samples;
     const all = params.over ? app.samples.over(i) : app.samples.group(i);
     const shown = all.slice(0, 32);
+    drawn = true;
     const heading = params.over ? `Task ${column.task[i]} (${column.split[i]}) over the steps` : `Group of task ${column.task[i]}, ${column.split[i]}, step ${column.step[i]}`;
     const places = shown.map((k) => h("section", { class: `column${k === i ? " at" : ""}` }, h("h2", null, mark(column, k), " ", h("a", { href: app.linkOf(k) }, params.over ? `step ${column.step[k]}${column.sample[k] ? ` #${column.sample[k]}` : ""}` : `sample ${column.sample[k]}`)),
       h("p", { class: "soft" }, app.runs.length > 1 && params.over ? `${app.runs[column.run[k]].name} · ` : "", `reward ${column.reward[k] === null ? "none" : number(column.reward[k])}`, column.advantage[k] === null ? "" : ` · advantage ${column.advantage[k] > 0 ? "+" : ""}${number(column.advantage[k])}`, ` · ${column.finish[k]} · ${column.turns[k]} turns`),
@@ -343,5 +343,5 @@ export function sideView(app, params) {
   }
 
   draw();
-  return { element, title: "Side by side", ready: draw, keys: { Escape: () => history.back() } };
+  return { element, title: "Side by side", update: () => drawn || draw(), ready: () => drawn || draw(), keys: { Escape: () => history.back() } };
 }

@@ -1,8 +1,9 @@
 """`agentrl view`: the page of one or several runs, on this machine alone.
 
-Who may read it: requests carry a random token, as a cookie once the printed address was opened, so that neither other
-people of the machine nor pages of other sites (by a name that they let point here) read a run. What is served are the
-page's own files, by name from a fixed table, and what `RunStore` reads; no path comes from a request.
+Who may read it: what is asked of a run carries a random token, which the printed address holds behind its #. So no other
+server is sent it, as those of other ports would be sent a cookie. Requests by a name that somebody else lets point here
+are refused. What is served are the page's own files, by name from a fixed table, and what `RunStore` reads; no path comes
+from a request.
 """
 
 import asyncio
@@ -33,6 +34,8 @@ _HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
+HEADER = "X-Agentrl-Token"
+"""Of requests for what is stored."""
 _NAMES_HERE = ("127.0.0.1", "localhost", "[::1]")
 _MOST_FILES = 64  # whose index one request may ask for
 _MOST_TEXT = 500  # characters that are searched for
@@ -66,25 +69,19 @@ def make_app(shown: Shown) -> web.Application:
 
 
 def _guard(token: str) -> Any:
-    cookie = f"agentrl_{hmac.new(token.encode(), b'name', 'sha256').hexdigest()[:12]}"  # ports share cookies
-
     @web.middleware
     async def guard(
         request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
         if request.host.rsplit(":", 1)[0] not in _NAMES_HERE and request.host not in _NAMES_HERE:
             return _refused("this address does not name this machine")
-        given = request.query.get("token")
-        if given is not None and hmac.compare_digest(given.encode(), token.encode()):
-            answer: web.StreamResponse = web.Response(status=303, headers={"Location": "/"})
-            answer.set_cookie(cookie, token, httponly=True, samesite="Strict", path="/")
-        elif hmac.compare_digest(request.cookies.get(cookie, "").encode(), token.encode()):
-            try:
-                answer = await handler(request)
-            except web.HTTPException as error:
-                answer = web.Response(status=error.status, text=error.reason)
-        else:
+        given = request.headers.get(HEADER, "")
+        if request.path.startswith("/api/") and not hmac.compare_digest(given.encode(), token.encode()):
             return _refused("open the address that agentrl view printed, with its token")
+        try:
+            answer = await handler(request)
+        except web.HTTPException as error:
+            answer = web.Response(status=error.status, text=error.reason)
         answer.headers.update(_HEADERS)
         return answer
 
@@ -92,7 +89,7 @@ def _guard(token: str) -> Any:
 
 
 def _refused(why: str) -> web.Response:
-    return web.Response(status=403, text=why, headers=_HEADERS)
+    return web.json_response({"error": why}, status=403, headers=_HEADERS)
 
 
 async def _page(request: web.Request) -> web.Response:
@@ -212,7 +209,7 @@ async def serve(shown: Shown, port: int, opened: Callable[[str], None]) -> None:
         except OSError as error:
             why = "taken" if error.errno in (98, 48) else error.strerror
             raise UserError(f"--port {port}: {why}; name another, or leave it out for any free one") from error
-        opened(f"http://127.0.0.1:{runner.addresses[0][1]}/?token={shown.token}")
+        opened(f"http://127.0.0.1:{runner.addresses[0][1]}/#token={shown.token}")
         await asyncio.Event().wait()
     finally:
         await runner.cleanup()

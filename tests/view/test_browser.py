@@ -69,6 +69,7 @@ def served(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     browser.look()
     browser.open(one.address)
     browser.until(READY)
+    assert "token" not in browser.evaluate("location.href")
     yield one
     one.close()
 

@@ -10,7 +10,7 @@ from view_help import run_folder
 
 from agentrl.cli.main import run
 from agentrl.view.assets import MODULES
-from agentrl.view.server import POLICY, Shown, make_app, serve
+from agentrl.view.server import HEADER, POLICY, Shown, make_app, serve
 from agentrl.view.store import RunStore
 
 TOKEN = "the-token"
@@ -24,27 +24,26 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 async def client(folder: Path) -> AsyncIterator[TestClient]:
     shown = Shown([RunStore(folder, "run")], ranges=lambda: {"train/entropy": (0.1, None)}, token=TOKEN)
-    async with TestClient(TestServer(make_app(shown))) as opened:
+    async with TestClient(TestServer(make_app(shown)), headers={HEADER: TOKEN}) as opened:
         yield opened
 
 
-async def test_the_printed_address_opens_the_page_and_nothing_else_does(client: TestClient) -> None:
-    assert (await client.get("/")).status == 403
-    assert (await client.get("/api/state")).status == 403
-    assert (await client.get("/?token=another")).status == 403
-    opened = await client.get(f"/?token={TOKEN}")
-    assert opened.status == 200
-    assert "token" not in str(opened.url)
-    (cookie,) = client.session.cookie_jar
-    assert (cookie["httponly"], cookie["samesite"]) == (True, "Strict")
+async def test_what_is_stored_is_told_to_those_alone_who_have_the_token(client: TestClient) -> None:
+    assert (await client.get("/", headers={HEADER: ""})).status == 200  # the page without anything in it
+    for given in ("", "another", "the-token2", "\u00e9"):
+        answer = await client.get("/api/state", headers={HEADER: given})
+        assert answer.status == 403
+        assert "printed" in (await answer.json())["error"]
+    assert (await client.get(f"/api/state?token={TOKEN}", headers={HEADER: ""})).status == 403
     assert [run["name"] for run in await (await client.get("/api/state")).json()] == ["run"]
     for host in ("attacker.example", "127.0.0.1.attacker.example:80", "attacker.example:80"):
-        assert (await client.get("/", headers={"Host": host})).status == 403
-    assert (await client.get("/", headers={"Host": "localhost:9000"})).status == 200  # through a tunnel
+        for path in ("/", "/api/state"):
+            assert (await client.get(path, headers={"Host": host})).status == 403
+    assert (await client.get("/api/state", headers={"Host": "localhost:9000"})).status == 200  # through a tunnel
 
 
 async def test_every_answer_forbids_what_the_page_does_not_need(client: TestClient) -> None:
-    for path in ("/", f"/?token={TOKEN}", "/api/state", "/style.css", "/nothing"):
+    for path in ("/", "/api/state", "/style.css", "/nothing"):
         headers = (await client.get(path)).headers
         assert headers["Content-Security-Policy"] == POLICY
         assert headers["X-Content-Type-Options"] == "nosniff"
@@ -52,7 +51,6 @@ async def test_every_answer_forbids_what_the_page_does_not_need(client: TestClie
 
 
 async def test_only_the_files_of_the_page_are_served(client: TestClient) -> None:
-    await client.get(f"/?token={TOKEN}")
     for name in (*MODULES, "style.css"):
         assert (await client.get(f"/{name}")).status == 200
     for path in ("/index.html", "/../server.py", "/%2e%2e/server.py", "/recipe.yaml", "/page/app.js", "/api/nothing"):
@@ -67,7 +65,6 @@ async def test_the_page_is_told_what_it_asks(client: TestClient) -> None:
     async def ask(query: str) -> object:
         return await (await client.get(f"/api/{query}")).json()
 
-    await client.get(f"/?token={TOKEN}")
     about = await ask("about")
     assert about == {
         "runs": ["run"], "ranges": {"train/entropy": [0.1, None]}, "follow": False, "frozen": False, "note": "",
@@ -109,7 +106,7 @@ async def test_it_listens_on_this_machine_alone(folder: Path) -> None:
     task = asyncio.create_task(serve(Shown([RunStore(folder, "run")], token=TOKEN), 0, opened.set_result))
     address = await opened
     assert address.startswith("http://127.0.0.1:")
-    assert address.endswith(f"/?token={TOKEN}")
+    assert address.endswith(f"/#token={TOKEN}")
     task.cancel()
     await asyncio.wait([task])
 

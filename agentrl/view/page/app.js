@@ -150,6 +150,7 @@ class App {
     this.runs = states.map((state, i) => new Run(this.about.runs[i], state));
     await Promise.all(this.runs.map((run, i) => this.metrics(run, i)));
     addEventListener("hashchange", (event) => {
+      if (location.hash.startsWith("#token=")) return location.reload(); // the address of a server that was started anew
       if (this.name === "samples") this.back = new URL(event.oldURL).hash || "#samples";
       this.open();
     });

@@ -1,8 +1,21 @@
 // Where the page's data comes from: the server, or what is embedded in a frozen page. Both give the same.
 
+// The token of the printed address, which the address then no longer shows. Other tabs of this origin find it too.
+function token() {
+  const given = /^#token=([\w-]+)$/.exec(location.hash)?.[1];
+  if (given) history.replaceState(null, "", location.pathname);
+  try {
+    if (given) localStorage.setItem("agentrl-token", given);
+    return given ?? localStorage.getItem("agentrl-token") ?? "";
+  } catch {
+    return given ?? ""; // this browser keeps nothing
+  }
+}
+
 function server() {
+  const headers = { "X-Agentrl-Token": token() };
   async function get(what, query) {
-    const answer = await fetch(`api/${what}?${new URLSearchParams(query)}`);
+    const answer = await fetch(`api/${what}?${new URLSearchParams(query)}`, { headers });
     const found = await answer.json().catch(() => ({ error: `${answer.status}` }));
     if (!answer.ok) throw new Error(found.error ?? `${answer.status}`);
     return found;

@@ -1,9 +1,9 @@
 """`agentrl view`: the page of one or several runs, on this machine alone.
 
 Who may read it: what is asked of a run carries a random token, which the printed address holds behind its #. So no
-other server is sent it, as those of other ports would be sent a cookie. Requests by a name that somebody else lets point
-here are refused. What is served are the page's own files, by name from a fixed table, and what `RunStore` reads; no path
-comes from a request.
+other server is sent it, as those of other ports would be sent a cookie. Requests by a name that somebody else lets
+point here are refused. What is served are the page's own files, by name from a fixed table, and what `RunStore` reads;
+no path comes from a request.
 """
 
 import asyncio

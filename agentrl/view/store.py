@@ -36,7 +36,9 @@ _PREVIEW = 200  # characters of a prompt in the table
 
 
 def check_run(folder: Path, wait: bool = False) -> None:
-    """Raises UserError: nothing that can be shown lies there. wait: the folder is enough, for what will be written."""
+    """Raises UserError: nothing that can be shown lies there. wait: nothing needs to be there yet."""
+    if wait and not folder.exists():
+        return
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder")
     if not wait and not any((folder / name).exists() for name in (METRICS, TRAJECTORIES, RECIPE)):

@@ -206,6 +206,11 @@ def test_what_is_no_run_is_said(tmp_path: Path) -> None:
         with pytest.raises(UserError, match=said):
             check_run(folder)
     check_run(tmp_path, wait=True)
+    check_run(tmp_path / "soon", wait=True)
+    assert RunStore(tmp_path / "soon", "soon").state()["files"] == []
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="no such folder"):
+        check_run(tmp_path / "file", wait=True)
 
 
 def test_names_tell_folders_apart() -> None:

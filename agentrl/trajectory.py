@@ -8,7 +8,7 @@ paths run through it.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -113,6 +113,17 @@ class ToolUse:
     """Whether the answer was cut to `rollout.max_tool_tokens`."""
 
 
+class Span(NamedTuple):
+    """A stretch of time in which a rollout waited for one part."""
+
+    part: str
+    """`engine`, `tools`, `environment` or `hooks`."""
+    start: float
+    """Seconds since 1970, by a clock that does not jump while the process lives."""
+    end: float
+    """Likewise."""
+
+
 @dataclass(frozen=True, slots=True)
 class Trajectory:
     """A finished rollout of T tokens: one conversation, or a tree of them."""
@@ -150,6 +161,8 @@ class Trajectory:
     """Why the request FAILED; None if it did not."""
     seconds: Mapping[str, float] = field(default_factory=dict)
     """Wall time: `total`, `engine`, `tools`, `environment` (its replies) and `hooks` (`create` and `calc_reward`)."""
+    spans: tuple[Span, ...] = ()
+    """When that was, in the order in which the stretches ended; empty where it is not known."""
     tools: Sequence[str] = ()
     """Names of the tools that the task offered."""
     extra: Mapping[str, Any] = field(default_factory=dict)

@@ -33,6 +33,7 @@ from agentrl.cli.sft import sft_command
 from agentrl.cli.show import show_command
 from agentrl.cli.train import train_command
 from agentrl.cli.try_ import try_command
+from agentrl.cli.view import view_command
 from agentrl.cli.why import why_command
 from agentrl.errors import UserError, printable
 
@@ -84,6 +85,7 @@ app.command("rescore")(rescore_command)
 app.command("replay")(replay_command)
 app.command("continue")(continue_command)
 app.command("why")(why_command)
+app.command("view")(view_command)
 app.add_typer(new_app, name="new")
 app.command("data")(data_command)
 app.command("recipes")(recipes_command)

@@ -179,6 +179,11 @@ class _Tally:
     examples: list[Example] = field(default_factory=list)
 
 
+def reasons(path: Path, first: Path | None, piece: Callable[[int], str] | None) -> dict[str, Any]:
+    """Return `diagnose` as JSON values, for the page of a run."""
+    return diagnose(path, first, piece=piece).json()
+
+
 class _Counted:
     """The samples of a file, and their signs.
 

@@ -268,7 +268,7 @@ class Rollout(TreeEndpoint):
         self.broken = (Boundary.ENGINE, "engine"), error
 
     def answered(self, node: Node, seconds: float) -> None:
-        self._request.seconds["engine"] += seconds
+        self._request.waited("engine", time.monotonic() - seconds)
         self._request.messages[:] = node.conversation
 
     async def call_tool(self, name: str, arguments: Mapping[str, Json] | str) -> str:
@@ -288,7 +288,7 @@ class Rollout(TreeEndpoint):
             raise
         finally:
             timer.close()
-        request.seconds["tools"] += time.monotonic() - started
+        request.waited("tools", started)
         self.tools_done = self.tools_done or answers.done
         content = answers.messages[-1]["content"]
         return content if isinstance(content, str) else str(content[0].get("text", "")) if content else ""

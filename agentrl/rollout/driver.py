@@ -171,7 +171,7 @@ class Driver:
             request.tools = offered(request.task, self._tools, self._environment)
             started = time.monotonic()
             await hooks.create_all(request, self._environment, timer)
-            request.seconds["hooks"] += time.monotonic() - started
+            request.waited("hooks", started)
             self._open(request)
         for begun in request.begun:
             begun.session.deadline = request.deadline
@@ -188,7 +188,7 @@ class Driver:
         rewards = await self.scorer.score(request, rewards, finish, timer)
         hooks.check_sum(rewards, self._weights)
         request.rewards = rewards
-        request.seconds["hooks"] += time.monotonic() - started
+        request.waited("hooks", started)
         request.finish = finish
 
     async def _converse(self, request: AsyncRolloutRequest, timer: DeadlineTimer) -> FinishReason:
@@ -242,7 +242,7 @@ class Driver:
         request.begin_turn(talk)
         generation = await self._sample(request, talk, timer, deadline)
         if talk is request:
-            request.seconds["engine"] += time.monotonic() - started
+            request.waited("engine", started)
         if generation is None or generation.finish is GenerationFinish.ABORT:
             return self._stopped(talk, timer.expired)
         turn_ids = talk.close_turn()
@@ -363,7 +363,7 @@ class Driver:
         started = time.monotonic()
         answers = await self._caller.answer(request, talk, parsed.calls, deadline, timer)
         if talk is request:
-            request.seconds["tools"] += time.monotonic() - started
+            request.waited("tools", started)
         talk.messages.extend(answers.messages)
         if request.severed:
             return answers.messages, FinishReason.ABORTED
@@ -395,7 +395,7 @@ class Driver:
             if time.monotonic() < request.deadline:
                 raise
             return [], FinishReason.TIMEOUT
-        request.seconds["environment"] += time.monotonic() - started
+        request.waited("environment", started)
         if reply.reward is not None:
             request.add_step_reward(hooks.finite(reply.reward, "step"))
         messages = hooks.checked_messages(reply.messages)

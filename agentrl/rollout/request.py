@@ -2,6 +2,7 @@
 
 import hashlib
 import math
+import time
 from array import array
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -18,13 +19,14 @@ from agentrl.plugins.environment import Environment
 from agentrl.plugins.tool import Tool
 from agentrl.plugins.types import Json, Message, Session, Task
 from agentrl.rollout.deadline import OwnedTask
-from agentrl.trajectory import Boundary, Failure, FinishReason, Segment, ToolUse, Trajectory, Turn
+from agentrl.trajectory import Boundary, Failure, FinishReason, Segment, Span, ToolUse, Trajectory, Turn
 
 Seed = int | tuple[int, ...]
 """A run's seed, alone or with what it is divided by (the step)."""
 
 _BITS = 63
 _UNWEIGHTED: Mapping[str, float] = {}
+_SINCE_1970 = time.time() - time.monotonic()  # seconds from the clock of deadlines to that of the world
 
 
 def derive(*parts: object) -> int:
@@ -279,6 +281,8 @@ class AsyncRolloutRequest(Conversation):
         default_factory=lambda: {"total": 0.0, "engine": 0.0, "tools": 0.0, "environment": 0.0, "hooks": 0.0}
     )
     """Wall time so far, in all and by whom it was waited for."""
+    spans: list[Span] = field(default_factory=list)
+    """When it was waited for them."""
     extra: dict[str, Any] = field(default_factory=dict)
     """Further facts for `Trajectory.extra`."""
     segments: list[Segment] = field(default_factory=list)
@@ -360,6 +364,12 @@ class AsyncRolloutRequest(Conversation):
         """The tokens of the conversation; of an agent's tree, of the one that ends last."""
         return self.ids
 
+    def waited(self, part: str, started: float) -> None:
+        """Note that it waited for `part` since `started`, of time.monotonic()."""
+        now = time.monotonic()
+        self.seconds[part] += now - started
+        self.spans.append(Span(part, started + _SINCE_1970, now + _SINCE_1970))
+
     def begin_turn(self, talk: Conversation) -> None:
         """Note that a turn of `talk` begins, or goes on."""
         if talk.order < 0:
@@ -381,8 +391,8 @@ class AsyncRolloutRequest(Conversation):
             logprobs=tree.logprobs, weight_version=tree.version, prompt_length=tree.prompt_length,
             turns=tuple(tree.turns), messages=tuple(self.messages), rewards=dict(self.rewards),
             finish=self.finish or FinishReason.ERROR, weights=weights, tool_uses=tuple(tree.tool_uses),
-            failure=self.failure, seconds=dict(self.seconds), tools=tuple(self.tools), extra=extra,
-            segments=tuple(tree.segments), branches=tuple(tree.told), leaf=tree.leaf, seed=self.seed,
+            failure=self.failure, seconds=dict(self.seconds), spans=tuple(self.spans), tools=tuple(self.tools),
+            extra=extra, segments=tuple(tree.segments), branches=tuple(tree.told), leaf=tree.leaf, seed=self.seed,
         )  # fmt: skip
 
 

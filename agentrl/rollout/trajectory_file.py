@@ -42,6 +42,8 @@ _USE = [
     ("metrics", pa.string()),
 ]  # fmt: skip
 
+_WAIT = [("part", pa.string()), ("start", pa.float64()), ("end", pa.float64())]
+
 FACTS: dict[str, pa.DataType] = {
     "step": pa.int32(),
     "evaluation": pa.bool_(),
@@ -68,6 +70,7 @@ FACTS: dict[str, pa.DataType] = {
     "tools": pa.list_(pa.string()),
     "tool_uses": pa.list_(pa.struct(_USE)),
     "seconds": pa.struct([(name, pa.float64()) for name in _SECONDS]),
+    "spans": pa.list_(pa.struct(_WAIT)),
     "task_data": pa.string(),
     "messages": pa.string(),
     "branches": pa.string(),
@@ -85,7 +88,11 @@ TOKENS: dict[str, pa.DataType] = {
 """Columns of lists with an entry for each token, and their types."""
 SCHEMA = pa.schema([*FACTS.items(), *TOKENS.items()], {_ABOUT: str(VERSION).encode()})
 
+_ADDED = ("spans",)
+"""Columns that files of the first writers of this version lack; they are null there."""
 _SHORT = [name for name, kind in FACTS.items() if not pa.types.is_nested(kind)]
+_ADDED = ("spans",)
+"""Columns that files of the first writers of this version lack; they are null there."""
 _SHORT = [name for name in _SHORT if name not in ("task_data", "messages", "branches", "extra")]
 _FEW_VALUES = ["split", "environment", "task", "finish", "left_out", "boundary"]
 _FEW_VALUES += [f"{name}.list.element" for name in TOKENS if "logprobs" not in name]
@@ -154,6 +161,7 @@ def row(
             for use in t.tool_uses
         ],
         "seconds": {name: round(t.seconds.get(name, 0.0), 6) for name in _SECONDS},
+        "spans": [{"part": s.part, "start": round(s.start, 6), "end": round(s.end, 6)} for s in t.spans] or None,
         "task_data": as_json(t.task.data),
         "messages": as_json(t.messages),
         "branches": as_json(t.branches) if t.branches else None,
@@ -212,7 +220,7 @@ def write_trajectories(
 def join_trajectories(path: Path, parts: Sequence[Path]) -> None:
     """Write the samples of all `parts` as one file, by group and sample; of those that come twice, the last. `path` may
     be one of the parts. Raises UserError: one of them is damaged."""
-    tables = [_table(part, SCHEMA.names) for part in parts]
+    tables = [read_table(part) for part in parts]
     every = pa.concat_tables(tables)
     places = zip(every["group"].to_pylist(), every["sample"].to_pylist(), strict=True)
     last = {place: index for index, place in enumerate(places)}
@@ -312,8 +320,26 @@ def read_rows(path: Path, columns: Sequence[str] | None = None) -> list[Row]:
 
     Raises UserError: the file is damaged, of a later version, or something else.
     """
-    rows: list[Row] = _table(path, SCHEMA.names if columns is None else columns).to_pylist()
+    rows: list[Row] = read_table(path, columns).to_pylist()
     return rows
+
+
+def read_table(path: Path, columns: Sequence[str] | None = None, row: int | None = None) -> pa.Table:
+    """Return the columns of a Parquet file as pyarrow holds them. row: only this one; those far from it are not read.
+
+    Raises UserError as `read_rows` does, and where there is no such row.
+    """
+    wanted = list(SCHEMA.names if columns is None else columns)
+    with _opened(path, wanted) as file:
+        names = set(file.schema_arrow.names)
+        there = [name for name in wanted if name in names]
+        if row is None:
+            return _whole(file.read(there, use_threads=False), wanted)
+        for piece in range(file.num_row_groups):
+            if row < (count := file.metadata.row_group(piece).num_rows):
+                return _whole(file.read_row_group(piece, there, use_threads=False).slice(row, 1), wanted)
+            row -= count
+        raise UserError(f"{path}: has no such row")
 
 
 def read_columns(
@@ -323,7 +349,7 @@ def read_columns(
 
     Raises UserError: as `read_rows`; a row has no array.
     """
-    table = _table(path, [*facts, *tokens])
+    table = read_table(path, [*facts, *tokens])
     columns: dict[str, list[npt.NDArray[Any]]] = {}
     for name in tokens:
         column = table[name].combine_chunks()
@@ -333,12 +359,6 @@ def read_columns(
         columns[name] = [values[start:end].copy() for start, end in pairwise(ends.tolist())]
     rows: list[Row] = table.select(list(facts)).to_pylist()
     return rows, columns
-
-
-def _table(path: Path, wanted: Sequence[str]) -> pa.Table:
-    """Return columns of a file. Raises UserError as `read_rows` does."""
-    with _opened(path, wanted) as file:
-        return file.read(list(wanted), use_threads=False)
 
 
 def read_batches(path: Path, columns: Sequence[str], size: int = 1024) -> Iterator[pa.RecordBatch]:
@@ -360,12 +380,21 @@ def _opened(path: Path, wanted: Sequence[str]) -> Iterator[pq.ParquetFile]:
                     f"{path}: a later agentrl wrote it (schema {version[:9]}, and this one reads up to {VERSION}): "
                     "update agentrl"
                 )
+            kinds = dict(zip(file.schema_arrow.names, file.schema_arrow.types, strict=True))
             for name in wanted:
-                if name not in file.schema_arrow.names or file.schema_arrow.field(name).type != SCHEMA.field(name).type:
+                if kinds.get(name) != SCHEMA.field(name).type and (name in kinds or name not in _ADDED):
                     raise UserError(f"{path}: damaged: its column {name} is missing or of another type")
             yield file
     except (OSError, ValueError, pa.ArrowException) as error:
         raise UserError(_unreadable(path, error)) from error
+
+
+def _whole(table: pa.Table, wanted: Sequence[str]) -> pa.Table:
+    """Return a table with all columns that were wanted, in their order."""
+    for name in wanted:
+        if name not in table.schema.names:
+            table = table.append_column(SCHEMA.field(name), pa.nulls(table.num_rows, SCHEMA.field(name).type))
+    return table.select(list(wanted))
 
 
 def _unreadable(path: Path, error: BaseException) -> str:

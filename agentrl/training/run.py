@@ -15,10 +15,11 @@ from agentrl.checkpoint.run_folder import ERRORS, RECIPE, FolderLock, RunFolder
 from agentrl.cluster.errors import WorkerLost
 from agentrl.engine.base import engine_class
 from agentrl.errors import UserError, describe, from_signal
+from agentrl.eval.why import reasons
+from agentrl.learner.monitors import RANGES
 from agentrl.models.load import load_tokenizer, resolve_types
 from agentrl.recipe.load import load_recipe, recipe_name
 from agentrl.recipe.schema import Recipe
-from agentrl.report.page import write_report
 from agentrl.rollout.event_loop import blocking
 from agentrl.rollout.stored import training_files
 from agentrl.training.display import Display
@@ -26,6 +27,7 @@ from agentrl.training.interrupt import Interrupted, Interrupts
 from agentrl.training.loop import Loop
 from agentrl.training.preflight import check_run
 from agentrl.training.setup import Start, set_up, stored_of
+from agentrl.view.freeze import write_report
 
 FIXED = ("env", "tools", "rewards", "model", "algorithm", "critic", "train.seed")
 """Keys that a resumed run must keep, because they define what is trained. Others (steps, learning rate, sampling,
@@ -340,7 +342,7 @@ def _finish(loop: Loop, interrupted: bool, seconds: float) -> TrainResult:
     last = Checkpoints(loop.folder.checkpoints, loop.recipe.train.keep).latest()
     assert last is not None  # the loop saves before it returns
     try:
-        write_report(folder, folder.name)
+        write_report(folder, folder.name, RANGES, reasons)
     except Exception as error:  # noqa: BLE001 - the checkpoint is saved: the run succeeds without its report
         why = error.strerror if isinstance(error, OSError) and error.strerror else describe(error)
         display.note(f"report.html could not be written: {why}")

@@ -1,6 +1,8 @@
 """A request from its first hook to its last: what is written down, and every reason to end."""
 
 import asyncio
+import time
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -113,6 +115,16 @@ async def test_tool_calls_used_up():
     assert (t.finish, len(t.turns)) == (FinishReason.MAX_TOOL_CALLS, 2)
     assert hooks.total("echo", "execute") == 3
     assert [u.error is None for u in t.tool_uses] == [True, True, True, False]
+
+
+async def test_when_it_waited_for_whom_is_known():
+    t = await drive(make_driver(ScriptedEngine([call("echo"), "done"], seconds=0.01), tools=[Echo()]))
+    assert [span.part for span in t.spans] == ["hooks", "engine", "tools", "engine", "environment", "hooks"]
+    assert all(a.end <= b.start for a, b in pairwise(t.spans))
+    assert abs(t.spans[-1].end - time.time()) < 60
+    for part in ("hooks", "engine", "tools", "environment"):
+        own = sum(span.end - span.start for span in t.spans if span.part == part)
+        assert own == pytest.approx(t.seconds[part], abs=1e-5)
 
 
 async def test_the_deadline_of_a_turn_keeps_what_was_sampled():

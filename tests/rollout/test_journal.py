@@ -26,6 +26,7 @@ from agentrl.rollout.trajectory_file import (
     conversations,
     read_records,
     read_rows,
+    read_table,
     record,
     row,
     stored_files,
@@ -38,6 +39,7 @@ from agentrl.trajectory import (
     InvariantError,
     Learned,
     Segment,
+    Span,
     ToolUse,
     Trajectory,
     Turn,
@@ -136,6 +138,7 @@ def tree() -> Trajectory:
         tool_uses=(ToolUse("calculator", 1, 0.25, "model: no", {"hits": 3.0}, True),),
         tools=("calculator",), extra={"retried": ("tool: api_key='abcdefgh'",), "gateway": {"calls": 3}},
         segments=(Segment(0, 4), Segment(4, 8, 0), Segment(8, 12, 0)), branches=BRANCHES, seed=2**63 - 1,
+        spans=(Span("engine", 1e9, 1e9 + 1),),
     )  # fmt: skip
 
 
@@ -168,6 +171,7 @@ def test_what_is_read_is_what_was(tmp_path: Path) -> None:
             "name": "calculator", "turn": 1, "seconds": 0.25, "error": "model: no", "cut": True, "metrics": {"hits": 3},
         }],
         "seconds": {"total": 1.5, "engine": 1.0, "tools": 0.0, "environment": 0.0, "hooks": 0.0},
+        "spans": [{"part": "engine", "start": 1e9, "end": 1e9 + 1}],
         "data": {"question": "2+2?", "n": [1, 2.5, None, True]}, "messages": list(t.messages), "failure": None,
         "branches": [list(messages) for messages in BRANCHES],
         "extra": {"retried": ["tool: api_key='***'"], "gateway": {"calls": 3}},
@@ -359,6 +363,15 @@ def test_files_of_older_versions_are_read(tmp_path: Path) -> None:
         assert read_records(one.path) == [OLD]
         assert [c.messages for c in conversations(OLD)] == [OLD["messages"]]
     assert stored_files(tmp_path / "nothing") == []
+
+
+def test_a_file_from_before_a_column_was_added_is_read(tmp_path: Path) -> None:
+    journal(tmp_path).step(1, GROUPS[:1])
+    path = tmp_path / "step_1.parquet"
+    pq.write_table(pq.read_table(path).drop_columns(["spans"]), path)
+    assert [one["spans"] for one in read_records(path)] == [None] * len(GROUPS[0].trajectories)
+    assert read_rows(path, ["spans", "task"])[0].keys() == {"spans", "task"}
+    assert read_table(path, row=1).schema.names == SCHEMA.names
 
 
 def changed(path: Path, name: str, values: Any) -> None:

@@ -11,7 +11,7 @@ from paths import ROOT
 PACKAGE = ROOT / "agentrl"
 
 ROOMS = (
-    "cli", "doctor", "sft", "offline", "training", "distributed", "profiling", "learner", "eval", "report", "testing",
+    "cli", "doctor", "sft", "offline", "training", "distributed", "profiling", "learner", "view", "eval", "testing",
     "rollout", "gateway", "compute", "checkpoint", "engine", "weights", "trajectory", "data", "chat", "algo", "models",
     "plugins", "cluster", "recipe", "scaffold", "terminal", "threads", "process_tree", "errors",
 )  # fmt: skip

@@ -13,6 +13,7 @@ import pytest
 from paths import ROOT
 from train_help import lines, metrics, records, small
 from train_plugins import Absent, Refusing
+from view_help import embedded
 
 import agentrl
 from agentrl.checkpoint.run_folder import FolderLock
@@ -127,9 +128,12 @@ def test_tokens_are_kept_with_what_the_update_made_of_them(result: TrainResult) 
 
 @pytest.mark.slow
 def test_the_page_shows_the_run(result: TrainResult) -> None:
-    page = (result.folder / "report.html").read_text()
-    assert "Held-out accuracy" in page
-    assert "after step 3" in page
+    (run,) = embedded(result.folder / "report.html")["runs"]
+    assert run["rows"] == metrics(result.folder)
+    assert {(one["split"], one["step"]) for one in run["evaluations"]} == {("test", 0), ("test", 3)}
+    assert {name.split(":")[0] for name in run["samples"]} == {
+        "eval_test_0.parquet", "eval_test_3.parquet", "step_3.parquet",
+    }  # fmt: skip
 
 
 @pytest.mark.slow

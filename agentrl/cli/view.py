@@ -1,0 +1,57 @@
+"""`agentrl view`: runs as a page in the browser."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from agentrl.cli.common import console
+
+if TYPE_CHECKING:
+    from agentrl.view.assets import Ranges
+    from agentrl.view.store import Json
+
+
+def view_command(
+    runs: Annotated[list[str], typer.Argument(metavar="RUN...", help="Folders of runs or evaluations.")],
+    follow: Annotated[
+        bool, typer.Option("--follow", help="Go to the newest step as it comes; the run may still be about to begin.")
+    ] = False,
+    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="Port to listen on; 0: any free one.")] = 0,
+    open_page: Annotated[bool, typer.Option("--open", help="Open the page in the browser.")] = False,
+) -> None:
+    """Show runs as a page in the browser, live while they train, until Ctrl-C."""
+    import asyncio
+
+    from agentrl.view.store import RunStore, check_run, names_of
+
+    folders = [Path(run) for run in runs]
+    for folder in folders:
+        check_run(folder, wait=follow)
+    from agentrl.view.server import Shown, serve
+
+    stores = [RunStore(folder, name) for folder, name in zip(folders, names_of(folders), strict=True)]
+    out = console()
+
+    def opened(address: str) -> None:
+        out.print(f"{', '.join(store.name for store in stores)}: {address}", markup=False, soft_wrap=True)
+        out.print("Only this machine can open it. Ctrl-C ends it.", style="dim")
+        if open_page:
+            import webbrowser
+
+            webbrowser.open(address)
+
+    asyncio.run(serve(Shown(stores, _ranges, _why, follow), port, opened))
+
+
+def _ranges() -> "Ranges":
+    from agentrl.learner.monitors import RANGES
+
+    return RANGES
+
+
+def _why(path: Path, first: Path | None, piece: "Callable[[int], str] | None") -> "Json":
+    from agentrl.eval.why import reasons
+
+    return reasons(path, first, piece)

@@ -1,0 +1,18 @@
+"""The files of the page, which the server serves and `report.html` holds."""
+
+from collections.abc import Mapping
+from importlib.resources import files
+
+Ranges = Mapping[str, tuple[float | None, float | None]]
+"""Name of a metric -> its healthy low and high; None where it has no such bound."""
+
+MODULES = (
+    "dom.js", "data.js", "chart.js", "overview.js", "curves.js", "samples.js", "sample.js", "time.js", "errors.js",
+    "app.js",
+)  # fmt: skip
+"""The page's modules, each after those that it imports."""
+
+
+def page_file(name: str) -> bytes:
+    """Return a file of the page."""
+    return (files("agentrl.view") / "page" / name).read_bytes()

@@ -1,0 +1,251 @@
+// The page: which view is shown, what it is shown of, keys, colours.
+
+import { h, replace } from "./dom.js";
+import { openSource, Samples } from "./data.js";
+import { overviewView } from "./overview.js";
+import { curvesView } from "./curves.js";
+import { samplesView } from "./samples.js";
+import { sampleView, sideView } from "./sample.js";
+import { timeView } from "./time.js";
+import { errorsView } from "./errors.js";
+
+const VIEWS = { overview: overviewView, curves: curvesView, samples: samplesView, errors: errorsView, time: timeView, sample: sampleView, side: sideView };
+const TABS = [["overview", "Overview"], ["curves", "Curves"], ["samples", "Conversations"], ["errors", "Errors"], ["time", "Time"]];
+const EVERY = 2000; // milliseconds between two looks at what is new
+const FIRST = 8, AT_ONCE = 48; // files whose index is asked for together, at first and later
+const KEYS = [
+  ["1 to 5", "overview, curves, conversations, errors, time"],
+  ["/", "filter or search"],
+  ["j, k", "next, previous: row, conversation"],
+  ["Enter", "open the row"],
+  ["Esc", "leave a field; back to the table"],
+  ["g", "the group of a conversation, side by side"],
+  ["t", "the same task over the steps of training"],
+  ["v", "a conversation as chat, tokens, tree, data"],
+  ["d", "dark or light"],
+  ["?", "this help"],
+];
+
+class Run {
+  constructor(name, state) {
+    this.name = name;
+    this.state = state;
+    this.rows = [];
+    this.next = 0;
+    this.of = "";
+    this.damaged = 0;
+    this.evaluations = [];
+    this.lines = new Map();
+  }
+
+  all() {
+    if (this.lines.size === 0) {
+      for (const row of this.rows) {
+        for (const [key, value] of Object.entries(row)) {
+          if (typeof value !== "number" || key === "step") continue;
+          if (!this.lines.has(key)) this.lines.set(key, []);
+          this.lines.get(key).push([row.step, value]);
+        }
+      }
+    }
+    return this.lines;
+  }
+
+  series(key) {
+    return this.all().get(key) ?? [];
+  }
+
+  // Take new rows; return whether there were any.
+  take({ of, start, next, rows, damaged }) {
+    const again = start === 0;
+    if (!again && rows.length === 0 && damaged === 0) return false;
+    const changed = rows.length > 0 || damaged > 0 || this.rows.length > 0;
+    this.rows = again ? rows : [...this.rows, ...rows];
+    this.damaged = again ? damaged : this.damaged + damaged;
+    this.of = of;
+    this.next = next;
+    this.lines = new Map();
+    return changed;
+  }
+}
+
+class App {
+  constructor(source) {
+    this.source = source;
+    this.runs = [];
+    this.samples = new Samples();
+    this.view = null;
+    this.list = []; // the samples that j and k walk through
+    this.texts = new Map(); // what was searched for -> the samples found
+  }
+
+  link(view, params = {}) {
+    const kept = Object.entries(params).filter(([, value]) => value !== "" && value !== null && value !== undefined);
+    const query = new URLSearchParams(kept).toString();
+    return `#${view}${query ? `?${query}` : ""}`;
+  }
+
+  go(view, params) {
+    location.hash = this.link(view, params);
+  }
+
+  // Keep a view's settings in the address, without going anywhere.
+  remember(params) {
+    this.quiet = this.link(this.name, params);
+    history.replaceState(null, "", this.quiet);
+  }
+
+  linkOf(i, more = {}) {
+    const { run, file, row } = this.samples.column;
+    return this.link("sample", { run: run[i], file: file[i], row: row[i], ...more });
+  }
+
+  open() {
+    const [name, query] = location.hash.slice(1).split("?");
+    const make = VIEWS[name] ?? overviewView;
+    this.name = VIEWS[name] ? name : "overview";
+    this.view?.close?.();
+    const place = window.scrollY;
+    this.view = make(this, Object.fromEntries(new URLSearchParams(query ?? "")));
+    replace(this.main, this.view.element);
+    this.view.shown?.();
+    document.title = `${this.view.title} · ${this.runs.map((run) => run.name).join(", ")}`;
+    for (const tab of this.tabs.children) {
+      const mine = tab.dataset.view === this.name || (tab.dataset.view === "samples" && ["sample", "side"].includes(this.name));
+      if (mine) {
+        tab.setAttribute("aria-current", "page");
+        tab.scrollIntoView({ block: "nearest", inline: "nearest" });
+      } else tab.removeAttribute("aria-current");
+    }
+    if (place) window.scrollTo(0, 0);
+  }
+
+  frame() {
+    this.tabs = h("nav", { "aria-label": "views" }, TABS.map(([view, text]) => h("a", { href: `#${view}`, "data-view": view }, text)));
+    this.live = h("span", { class: "soft", role: "status" });
+    this.main = h("main", { id: "main" });
+    this.help = h("dialog", { "aria-label": "Keys" }, h("h2", null, "Keys"),
+      h("table", null, KEYS.map(([key, what]) => h("tr", null, h("th", { scope: "row" }, h("kbd", null, key)), h("td", null, what)))),
+      h("form", { method: "dialog" }, h("button", null, "Close")));
+    return [
+      h("header", null, h("a", { class: "brand", href: "#overview" }, "agentrl"), this.tabs, this.live,
+        h("button", { onclick: () => this.recolour(), "aria-label": "dark or light" }, "◐"),
+        h("button", { onclick: () => this.help.showModal(), "aria-label": "keys" }, "?")),
+      this.main, this.help];
+  }
+
+  recolour(theme) {
+    const dark = matchMedia("(prefers-color-scheme: dark)").matches;
+    const now = document.documentElement.dataset.theme ?? (dark ? "dark" : "light");
+    document.documentElement.dataset.theme = theme ?? (now === "dark" ? "light" : "dark");
+    try {
+      localStorage.setItem("agentrl-theme", document.documentElement.dataset.theme);
+    } catch {} // a page opened as a file may not keep anything
+  }
+
+  async begin() {
+    replace(document.getElementById("app"), this.frame());
+    this.about = await this.source.about();
+    const states = await this.source.state();
+    this.runs = states.map((state, i) => new Run(this.about.runs[i], state));
+    await Promise.all(this.runs.map((run, i) => this.metrics(run, i)));
+    addEventListener("hashchange", (event) => {
+      if (location.hash.startsWith("#token=")) return location.reload(); // the address of a server that was started anew
+      if (this.name === "samples") this.back = new URL(event.oldURL).hash || "#samples";
+      this.open();
+    });
+    addEventListener("keydown", (event) => this.key(event));
+    this.open();
+    await this.load();
+    if (!this.about.frozen) this.wait();
+  }
+
+  wait() {
+    setTimeout(async () => {
+      try {
+        if (!document.hidden) await this.look();
+        replace(this.live, this.runs.some((run) => run.state.training) ? h("b", { class: "live" }, "live") : "");
+      } catch {
+        replace(this.live, h("b", { class: "bad" }, "agentrl view has ended"));
+      }
+      this.wait();
+    }, EVERY);
+  }
+
+  async look() {
+    const states = await this.source.state();
+    let changed = false;
+    for (const [i, run] of this.runs.entries()) {
+      changed ||= run.state.training !== states[i].training || run.state.recipes.length !== states[i].recipes.length || run.state.checkpoints.length !== states[i].checkpoints.length;
+      run.state = states[i];
+      changed = (await this.metrics(run, i)) || changed;
+    }
+    if (changed) this.update();
+    await this.load();
+  }
+
+  async metrics(run, i) {
+    let changed = false;
+    for (let more = true; more; ) {
+      const found = await this.source.metrics(i, run.next, run.of);
+      changed = run.take(found) || changed;
+      more = found.more;
+    }
+    return changed;
+  }
+
+  update() {
+    this.view?.update?.();
+  }
+
+  // Read the index of files that are new or changed, the newest first.
+  async load() {
+    for (const [i, run] of this.runs.entries()) {
+      const { files } = run.state;
+      const before = this.samples.chunks.size;
+      this.samples.take(i, files, {});
+      const due = files.filter((file) => !this.samples.has(i, file)).reverse();
+      if (due.length === 0 && before === this.samples.chunks.size) continue;
+      if (due.some((file) => file.evaluation)) run.evaluations = await this.source.evaluations(i);
+      for (let k = 0, count = FIRST; k < due.length; k += count, count = AT_ONCE) {
+        const part = due.slice(k, k + count);
+        this.samples.take(i, files, await this.source.index(i, part.map((file) => file.name)));
+        this.loading = k + count < due.length ? `reading ${k + count} of ${due.length} files` : "";
+        this.samples.build();
+        this.update();
+      }
+      if (due.length === 0) {
+        this.samples.build();
+        this.update();
+      }
+    }
+    this.ready = true;
+    this.view?.ready?.();
+  }
+
+  key(event) {
+    if (event.ctrlKey || event.metaKey || event.altKey || this.help.open) return;
+    const typing = event.target.closest?.("input, select, textarea");
+    if (event.key === "Escape" && typing) return event.target.blur();
+    if (typing && event.target.type !== "checkbox") return;
+    const tab = TABS[Number(event.key) - 1];
+    if (tab) this.go(tab[0]);
+    else if (event.key === "?") this.help.showModal();
+    else if (event.key === "d") this.recolour();
+    else if (event.key === "/" && this.view.search) this.view.search.focus();
+    else if (this.view.keys?.[event.key]) {
+      if (event.key === "Enter" && event.target.closest?.("a, button, summary")) return;
+      this.view.keys[event.key]();
+    } else return;
+    event.preventDefault();
+  }
+}
+
+try {
+  const kept = localStorage.getItem("agentrl-theme");
+  if (kept === "dark" || kept === "light") document.documentElement.dataset.theme = kept;
+} catch {} // as above
+
+const app = new App(openSource());
+globalThis.app = app;
+app.begin().catch((error) => replace(document.getElementById("app"), h("p", { class: "empty bad" }, error.message)));

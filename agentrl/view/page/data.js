@@ -1,0 +1,225 @@
+// Where the page's data comes from: the server, or what is embedded in a frozen page. Both give the same.
+
+// The token of the printed address, which the address then no longer shows. Other tabs of this origin find it too.
+function token() {
+  const given = /^#token=([\w-]+)$/.exec(location.hash)?.[1];
+  if (given) history.replaceState(null, "", location.pathname);
+  try {
+    if (given) localStorage.setItem("agentrl-token", given);
+    return given ?? localStorage.getItem("agentrl-token") ?? "";
+  } catch {
+    return given ?? ""; // this browser keeps nothing
+  }
+}
+
+function server() {
+  const headers = { "X-Agentrl-Token": token() };
+  async function get(what, query) {
+    const answer = await fetch(`api/${what}?${new URLSearchParams(query)}`, { headers });
+    const found = await answer.json().catch(() => ({ error: `${answer.status}` }));
+    if (!answer.ok) throw new Error(found.error ?? `${answer.status}`);
+    return found;
+  }
+  return {
+    about: () => get("about", {}),
+    state: () => get("state", {}),
+    metrics: (run, start, of) => get("metrics", { run, start, of }),
+    index: (run, files) => get("index", { run, files: files.join("\n") }),
+    previews: (run, file) => get("previews", { run, file }),
+    sample: (run, file, row) => get("sample", { run, file, row }),
+    spans: (run, file) => get("spans", { run, file }),
+    search: (run, text, files) => get("search", { run, text, files: files.join("\n") }),
+    evaluations: (run) => get("evaluations", { run }),
+    why: (run, file) => get("why", { run, file }),
+  };
+}
+
+function frozen(data) {
+  const sample = (run, file, row) => {
+    const found = data.runs[run].samples[`${file}:${row}`];
+    if (found === undefined) throw new Error("not in this page: open the run with agentrl view");
+    return found;
+  };
+  const texts = (one) => one.told.map((told) => JSON.stringify(told.messages)).join("\n").toLowerCase();
+  return {
+    about: async () => data.about,
+    state: async () => data.runs.map((run) => run.state),
+    metrics: async (run, start) => {
+      const rows = start === 0 ? data.runs[run].rows : [];
+      return { of: "frozen", start, next: 1, rows, damaged: start === 0 ? data.runs[run].damaged : 0, more: false };
+    },
+    index: async (run, files) => Object.fromEntries(files.map((file) => [file, data.runs[run].index[file]])),
+    previews: async (run, file) => data.runs[run].previews[file] ?? {},
+    sample: async (run, file, row) => sample(run, file, row),
+    spans: async (run, file) => {
+      const rows = data.runs[run].index[file].at ?? [];
+      const known = rows.map((row) => [row, sample(run, file, row).spans]).filter(([, spans]) => spans);
+      const zero = known.reduce((least, [, spans]) => spans.reduce((low, span) => Math.min(low, span.start), least), Infinity);
+      const found = [];
+      for (const [row, spans] of known) found[row] = spans.map(({ part, start, end }) => [part, start - zero, end - zero]);
+      return found;
+    },
+    search: async (run, text, files) => {
+      const wanted = JSON.stringify(text).slice(1, -1).toLowerCase();
+      const hits = (file) => {
+        const facts = data.runs[run].index[file];
+        return (facts.at ?? []).filter((row) => texts(sample(run, file, row)).includes(wanted));
+      };
+      return Object.fromEntries(files.map((file) => [file, hits(file)]));
+    },
+    evaluations: async (run) => data.runs[run].evaluations,
+    why: async (run, file) => {
+      const found = data.runs[run].why[file];
+      if (found === undefined) throw new Error("not in this page: open the run with agentrl view");
+      return found;
+    },
+  };
+}
+
+export function openSource() {
+  const embedded = document.getElementById("data");
+  return embedded === null ? server() : frozen(JSON.parse(embedded.textContent));
+}
+
+export const COLUMNS = [
+  "task", "group", "sample", "environment", "reward", "solved", "finish", "left_out", "boundary", "tokens",
+  "sampled_tokens", "tool_errors", "turns", "calls", "branches", "total_s", "engine_s", "tools_s", "environment_s",
+  "hooks_s", "advantage",
+];
+
+function comparison(values, sign) {
+  if (values.some((v) => typeof v === "string")) {
+    const ranks = new Map([...new Set(values)].filter((v) => v !== null).sort().map((v, rank) => [v, rank]));
+    values = values.map((v) => (v === null ? null : ranks.get(v)));
+  }
+  const keys = Float64Array.from(values, (v) => (v === null || v === undefined ? Infinity : sign * Number(v)));
+  return (a, b) => (keys[a] === keys[b] ? a - b : keys[a] < keys[b] ? -1 : 1);
+}
+
+// The short facts of every sample of every run, column by column; sample i is what stands at i of each.
+export class Samples {
+  constructor() {
+    this.chunks = new Map(); // "run\nfile" -> {run, file, facts}
+    this.errors = new Map(); // likewise -> line
+    this.clear();
+  }
+
+  clear() {
+    this.count = 0;
+    this.column = Object.fromEntries(["run", "file", "row", "split", "step", "evaluation", ...COLUMNS].map((n) => [n, []]));
+    this.built = []; // chunks, in the order of the columns
+    this.orders = new Map(); // see sorted
+    this.fields = new Map(); // field of a task's data -> its values, some of them where there are many
+    this.found = new Map(); // "run\nfile\nrow" -> i
+  }
+
+  // Take the files of a run as they are now; facts: file's name -> its index, of those that are new.
+  take(run, files, facts) {
+    const there = new Set(files.map((file) => `${run}\n${file.name}`));
+    for (const key of [...this.chunks.keys()]) {
+      if (this.chunks.get(key).run === run && !there.has(key)) this.chunks.delete(key);
+    }
+    for (const file of files) {
+      const key = `${run}\n${file.name}`;
+      const one = facts[file.name];
+      if (one === undefined || one === null) continue;
+      this.errors.delete(key);
+      if (one.error !== undefined) this.errors.set(key, one.error);
+      this.chunks.set(key, { run, file, facts: one.error === undefined ? one : null });
+    }
+  }
+
+  has(run, file) {
+    return this.chunks.get(`${run}\n${file.name}`)?.file.version === file.version;
+  }
+
+  // Put the columns together: only what is new where that comes last, as while a run is read.
+  build() {
+    const late = this.order();
+    const before = late.slice(0, this.built.length);
+    if (before.length < this.built.length || before.some((chunk, i) => chunk !== this.built[i])) {
+      this.clear();
+      this.built = [];
+    }
+    for (const chunk of late.slice(this.built.length)) this.append(chunk);
+    this.built = late;
+    this.orders.clear();
+  }
+
+  order() {
+    const order = [...this.chunks.values()].filter((chunk) => chunk.facts !== null);
+    const late = (step) => (step < 0 ? Infinity : step);
+    order.sort((a, b) => a.run - b.run || late(b.file.step) - late(a.file.step) || (a.file.split < b.file.split ? -1 : 1));
+    return order;
+  }
+
+  append({ run, file, facts }) {
+    const rows = facts.at ?? null;
+    const count = rows === null ? facts.rows : rows.length;
+    for (const name of COLUMNS) {
+      const values = facts[name];
+      const into = this.column[name];
+      if (Array.isArray(values)) for (let i = 0; i < count; i++) into.push(values[i]);
+      else for (let i = 0; i < count; i++) into.push(values ?? null);
+    }
+    for (let i = 0; i < count; i++) {
+      const row = rows === null ? i : rows[i];
+      this.found.set(`${run}\n${file.name}\n${row}`, this.count + i);
+      this.column.run.push(run);
+      this.column.file.push(file.name);
+      this.column.row.push(row);
+      this.column.split.push(file.step < 0 ? "in flight" : file.split);
+      this.column.step.push(file.step < 0 ? null : file.step);
+      this.column.evaluation.push(file.evaluation);
+    }
+    this.count += count;
+    for (const data of Object.values(facts.tasks)) {
+      for (const [key, value] of Object.entries(data)) {
+        if (!this.fields.has(key)) this.fields.set(key, new Set());
+        if (this.fields.get(key).size <= 200) this.fields.get(key).add(value);
+      }
+    }
+  }
+
+  // All samples in the order of a column, those without a value last; "-name": the largest first.
+  sorted(sort) {
+    if (!this.orders.has(sort)) {
+      const values = this.column[sort.replace(/^-/, "")];
+      const order = Uint32Array.from({ length: this.count }, (_, i) => i);
+      if (values !== undefined) order.sort(comparison(values, sort.startsWith("-") ? -1 : 1));
+      this.orders.set(sort, order);
+    }
+    return this.orders.get(sort);
+  }
+
+  data(i) {
+    const { column } = this;
+    return this.chunks.get(`${column.run[i]}\n${column.file[i]}`)?.facts.tasks[column.task[i]] ?? {};
+  }
+
+  at(run, file, row) {
+    return this.found.get(`${run}\n${file}\n${row}`);
+  }
+
+  // The samples of the group of sample i.
+  group(i) {
+    const { column } = this;
+    const same = (k) => column.file[k] === column.file[i] && column.run[k] === column.run[i] && column.task[k] === column.task[i];
+    return this.where((k) => same(k) && column.group[k] === column.group[i]);
+  }
+
+  // The samples of the task of sample i in its split, over all steps and runs.
+  over(i) {
+    const { column } = this;
+    const [task, split, environment] = [column.task[i], column.split[i], column.environment[i]];
+    const same = (k) => column.task[k] === task && column.split[k] === split && column.environment[k] === environment;
+    const found = this.where(same);
+    return found.sort((a, b) => column.run[a] - column.run[b] || column.step[a] - column.step[b] || column.sample[a] - column.sample[b]);
+  }
+
+  where(test) {
+    const found = [];
+    for (let i = 0; i < this.count; i++) if (test(i)) found.push(i);
+    return found;
+  }
+}

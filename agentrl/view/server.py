@@ -1,0 +1,215 @@
+"""`agentrl view`: the page of one or several runs, on this machine alone.
+
+Who may read it: what is asked of a run carries a random token, which the printed address holds behind its #. So no
+other server is sent it, as those of other ports would be sent a cookie. Requests by a name that somebody else lets
+point here are refused. What is served are the page's own files, by name from a fixed table, and what `RunStore` reads;
+no path comes from a request.
+"""
+
+import asyncio
+import hmac
+import json
+import secrets
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+
+from agentrl.errors import UserError
+from agentrl.view.assets import MODULES, Ranges, page_file
+from agentrl.view.store import Json, RunStore, Why
+
+_KINDS = {".js": "text/javascript", ".css": "text/css", ".html": "text/html", ".svg": "image/svg+xml"}
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src data:; connect-src 'self'; base-uri 'none'; "
+    "form-action 'none'; frame-ancestors 'none'"
+)
+_HEADERS = {
+    "Content-Security-Policy": POLICY,
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+HEADER = "X-Agentrl-Token"
+"""Of requests for what is stored."""
+_NAMES_HERE = ("127.0.0.1", "localhost", "[::1]")
+_MOST_FILES = 64  # whose index one request may ask for
+_MOST_TEXT = 500  # characters that are searched for
+
+
+@dataclass(frozen=True)
+class Shown:
+    """What a page shows."""
+
+    runs: Sequence[RunStore]
+    """The runs, in the order in which they were named."""
+    ranges: Callable[[], Ranges] = dict
+    """Returns the healthy ranges of metrics; called once the page asks for them."""
+    why: Why | None = None
+    """Says why the samples of a file failed."""
+    follow: bool = False
+    """Whether the page goes to the newest step as it comes."""
+    token: str = field(default_factory=lambda: secrets.token_urlsafe(24))
+    """What a request must carry."""
+
+
+def make_app(shown: Shown) -> web.Application:
+    """Return the application; see the module."""
+    app = web.Application(middlewares=[_guard(shown.token)])
+    app.router.add_get("/", _page)
+    for name in (*MODULES, "style.css"):
+        app.router.add_get(f"/{name}", _page)
+    for name, answer in _ANSWERS.items():
+        app.router.add_get(f"/api/{name}", _api(shown, answer))
+    return app
+
+
+def _guard(token: str) -> Any:
+    @web.middleware
+    async def guard(
+        request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        if request.host.rsplit(":", 1)[0] not in _NAMES_HERE and request.host not in _NAMES_HERE:
+            return _refused("this address does not name this machine")
+        given = request.headers.get(HEADER, "")
+        if request.path.startswith("/api/") and not hmac.compare_digest(given.encode(), token.encode()):
+            return _refused("open the address that agentrl view printed, with its token")
+        try:
+            answer = await handler(request)
+        except web.HTTPException as error:
+            answer = web.Response(status=error.status, text=error.reason)
+        answer.headers.update(_HEADERS)
+        return answer
+
+    return guard
+
+
+def _refused(why: str) -> web.Response:
+    return web.json_response({"error": why}, status=403, headers=_HEADERS)
+
+
+async def _page(request: web.Request) -> web.Response:
+    name = request.path[1:] or "index.html"
+    return web.Response(body=page_file(name), content_type=_KINDS[Path(name).suffix], charset="utf-8")
+
+
+def _api(shown: Shown, answer: Callable[[Shown, Mapping[str, str]], Json]) -> Callable[..., Any]:
+    async def handle(request: web.Request) -> web.Response:
+        try:
+            text = await asyncio.to_thread(lambda: json.dumps(answer(shown, request.query), allow_nan=False))
+            status = 200
+        except (UserError, ValueError, OSError) as error:
+            text, status = json.dumps({"error": " ".join(str(error).split())[:1000]}), 422
+        response = web.Response(text=text, content_type="application/json", status=status)
+        if len(text) > 100_000:
+            response.enable_compression()
+        return response
+
+    return handle
+
+
+def about(shown: Shown, query: Mapping[str, str]) -> Json:
+    """Return what does not change while the page is open."""
+    ranges = {name: list(bounds) for name, bounds in shown.ranges().items()}
+    return {
+        "runs": [run.name for run in shown.runs],
+        "ranges": ranges,
+        "follow": shown.follow,
+        "frozen": False,
+        "note": "",
+    }
+
+
+def _run(shown: Shown, query: Mapping[str, str]) -> RunStore:
+    number = _whole(query, "run")
+    if number >= len(shown.runs):
+        raise UserError("no such run")
+    return shown.runs[number]
+
+
+def _whole(query: Mapping[str, str], key: str) -> int:
+    text = query.get(key, "0")
+    if not (text.isascii() and text.isdecimal() and len(text) <= 18):
+        raise UserError(f"{key}: not a number")
+    return int(text)
+
+
+def _names(query: Mapping[str, str]) -> list[str]:
+    names = query.get("files", "").split("\n")
+    if len(names) > _MOST_FILES:
+        raise UserError(f"more than {_MOST_FILES} files at once")
+    return names
+
+
+def _state(shown: Shown, query: Mapping[str, str]) -> Json:
+    return [run.state() for run in shown.runs]
+
+
+def _metrics(shown: Shown, query: Mapping[str, str]) -> Json:
+    return _run(shown, query).metrics(_whole(query, "start"), query.get("of", ""))
+
+
+def _index(shown: Shown, query: Mapping[str, str]) -> Json:
+    return _run(shown, query).index(_names(query))
+
+
+def _previews(shown: Shown, query: Mapping[str, str]) -> Json:
+    return _run(shown, query).previews(query.get("file", ""))
+
+
+def _sample(shown: Shown, query: Mapping[str, str]) -> Json:
+    return _run(shown, query).sample(query.get("file", ""), _whole(query, "row"))
+
+
+def _spans(shown: Shown, query: Mapping[str, str]) -> Json:
+    return _run(shown, query).spans(query.get("file", ""))
+
+
+def _search(shown: Shown, query: Mapping[str, str]) -> Json:
+    return _run(shown, query).search(query.get("text", "")[:_MOST_TEXT], _names(query))
+
+
+def _why(shown: Shown, query: Mapping[str, str]) -> Json:
+    if shown.why is None:
+        raise UserError("nothing was given that says why samples fail")
+    return _run(shown, query).why(query.get("file", ""), shown.why)
+
+
+def _evaluations(shown: Shown, query: Mapping[str, str]) -> Json:
+    return _run(shown, query).evaluations()
+
+
+_ANSWERS: dict[str, Callable[[Shown, Mapping[str, str]], Json]] = {
+    "about": about,
+    "state": _state,
+    "metrics": _metrics,
+    "index": _index,
+    "previews": _previews,
+    "sample": _sample,
+    "search": _search,
+    "spans": _spans,
+    "evaluations": _evaluations,
+    "why": _why,
+}
+
+
+async def serve(shown: Shown, port: int, opened: Callable[[str], None]) -> None:
+    """Serve until cancelled. opened: called with the address, once it can be opened. Raises UserError: the port is
+    taken."""
+    runner = web.AppRunner(make_app(shown), access_log=None)
+    await runner.setup()
+    try:
+        site = web.TCPSite(runner, "127.0.0.1", port)
+        try:
+            await site.start()
+        except OSError as error:
+            why = "taken" if error.errno in (98, 48) else error.strerror
+            raise UserError(f"--port {port}: {why}; name another, or leave it out for any free one") from error
+        opened(f"http://127.0.0.1:{runner.addresses[0][1]}/#token={shown.token}")
+        await asyncio.Event().wait()
+    finally:
+        await runner.cleanup()

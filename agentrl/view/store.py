@@ -1,0 +1,600 @@
+"""`RunStore`: what the page shows of a run's folder, read from its files as they are at that moment.
+
+Files are anybody's, are being written, and may be damaged: what is wrong with one file is a line beside it, and the
+others are shown.
+"""
+
+import json
+import os
+import re
+import socket
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from agentrl.checkpoint.run_folder import CHECKPOINTS, LOCK, METRICS, RECIPE, TRAJECTORIES
+from agentrl.errors import UserError
+
+Json = Any
+"""What `json.dumps` takes."""
+Why = Callable[[Path, Path | None, Callable[[int], str] | None], Json]
+"""From a file of trajectories, that of the first evaluation of its split (if it is another), and a function from a
+token id to its text (if there is a tokenizer): why samples failed."""
+
+IN_FLIGHT = "in_flight.jsonl"
+_SHORT = (
+    "task", "group", "sample", "environment", "reward", "solved", "finish", "left_out", "boundary", "tokens",
+    "sampled_tokens", "tool_errors",
+)  # fmt: skip
+_RECIPES = re.compile(r"recipe(?:\.resumed_(\d+))?\.yaml")
+_CHECKPOINT = re.compile(r"step_(\d+)")
+_MOST_LINES = 16 << 20  # bytes of metrics that one answer holds
+_FIELD = 80  # characters of a value of a task's data by which one can filter
+_PREVIEW = 200  # characters of a prompt in the table
+
+
+def check_run(folder: Path, wait: bool = False) -> None:
+    """Raises UserError: nothing that can be shown lies there. wait: nothing needs to be there yet."""
+    if wait and not folder.exists():
+        return
+    if not folder.is_dir():
+        raise UserError(f"{folder}: no such folder")
+    if not wait and not any((folder / name).exists() for name in (METRICS, TRAJECTORIES, RECIPE)):
+        raise UserError(f"{folder}: not a run folder ({METRICS}, {TRAJECTORIES}/ and {RECIPE} are missing)")
+
+
+def names_of(folders: Sequence[Path]) -> list[str]:
+    """Return a name for each folder: its own, with as many of those above as tell it from the others."""
+    parts = [folder.resolve().parts for folder in folders]
+    for length in range(1, max(map(len, parts), default=1) + 1):
+        names = ["/".join(part[-length:]) for part in parts]
+        if len(set(names)) == len(names):
+            return names
+    return [f"{part[-1]} ({number})" for number, part in enumerate(parts, 1)]
+
+
+class RunStore:
+    """Reads one run folder, or one of an evaluation. Safe to call from several threads."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self.folder, self.name = folder, name
+        self._indices: dict[str, tuple[str, Json]] = {}  # file's name -> its version, and its index
+        self._previews: dict[str, tuple[str, Json]] = {}
+        self._read_recipes: dict[str, tuple[str, Json]] = {}
+        self._reasons: dict[str, tuple[str, Json]] = {}
+        self._pieces: tuple[str, Callable[[Sequence[int]], list[str]]] | None = None
+
+    # --- what there is -------------------------------------------------------------------------------------------
+
+    def state(self) -> Json:
+        """Return what changes as a run goes on: files and their versions, recipes, checkpoints, whether it trains."""
+        return {
+            "name": self.name,
+            "folder": str(self.folder),
+            "training": _is_training(self.folder),
+            "files": (files := self._files()),
+            "stored": len(files),
+            "recipes": self._recipes(),
+            "checkpoints": self._checkpoints(),
+            "others": [
+                name for name in ("report.html", "error.log", "evaluation.json") if (self.folder / name).is_file()
+            ],
+        }
+
+    def _files(self) -> list[Json]:
+        from agentrl.rollout.trajectory_file import TRAIN, Stored, stored_files
+
+        folder = self.folder / TRAJECTORIES
+        try:
+            stored = stored_files(folder)
+        except OSError:
+            stored = []
+        if (folder / IN_FLIGHT).is_file():
+            stored.append(Stored(TRAIN, -1, False, folder / IN_FLIGHT))
+        found = []
+        for one in stored:
+            if version := _version(one.path):
+                facts = {"name": one.path.name, "split": one.split, "step": one.step, "evaluation": one.evaluation}
+                found.append({**facts, "version": version})
+        return found
+
+    def _recipes(self) -> list[Json]:
+        """Return the recipe and those that the run was resumed with, in order, each without secrets."""
+        found = []
+        for path in _entries(self.folder):
+            if m := _RECIPES.fullmatch(path.name):
+                found.append((int(m[1] or 0), {"name": path.name, **self._recipe(path)}))
+        return [recipe for _, recipe in sorted(found, key=lambda pair: pair[0])]
+
+    def _recipe(self, path: Path) -> Json:
+        version = _version(path)
+        known = self._read_recipes.get(path.name)
+        if known is None or known[0] != version:
+            known = self._read_recipes[path.name] = version, _recipe(path)
+        return known[1]
+
+    def _checkpoints(self) -> list[Json]:
+        best = _json(self.folder / CHECKPOINTS / "best.json")
+        best_step = best.get("step") if isinstance(best, dict) else None
+        steps = sorted(int(m[1]) for p in _entries(self.folder / CHECKPOINTS) if (m := _CHECKPOINT.fullmatch(p.name)))
+        return [{"step": step, "best": step == best_step} for step in steps]
+
+    # --- metrics -------------------------------------------------------------------------------------------------
+
+    def metrics(self, start: int = 0, of: str = "") -> Json:
+        """Return the rows of metrics.jsonl from byte `start` on; from its beginning if it is not the file `of`.
+
+        `next` and `of` are what the next call is given. A last line that is not whole yet is left for it; whole lines
+        that are no rows are counted in `damaged`.
+        """
+        path = self.folder / METRICS
+        try:
+            with path.open("rb") as file:
+                stat = os.fstat(file.fileno())
+                here = f"{stat.st_dev}-{stat.st_ino}"
+                if of != here or start > stat.st_size:
+                    start = 0
+                file.seek(start)
+                data = file.read(_MOST_LINES)
+                more = start + len(data) < stat.st_size
+        except FileNotFoundError:
+            return {"of": "", "start": 0, "next": 0, "rows": [], "damaged": 0, "more": False}
+        except OSError as error:
+            raise UserError(f"{path}: cannot be read: {error.strerror}") from error
+        whole = data[: data.rfind(b"\n") + 1]
+        rows, damaged = _rows(whole)
+        found = {"of": here, "start": start, "next": start + len(whole), "rows": rows, "damaged": damaged}
+        return {**found, "more": more and bool(whole)}
+
+    # --- samples -------------------------------------------------------------------------------------------------
+
+    def index(self, names: Iterable[str]) -> dict[str, Json]:
+        """Return of each of these files the short facts of its samples, column by column, or `error`.
+
+        Names of files that are not there are left out. A column whose values are all equal is that value alone. What is
+        `tasks` gives each task's short data, by which one can filter.
+        """
+        there = self._paths()
+        return {name: self._cached(self._indices, name, _index) for name in names if name in there}
+
+    def previews(self, name: str) -> Json:
+        """Return the beginning of the first prompt of each task of a file: task -> text."""
+        self.path(name)
+        return self._cached(self._previews, name, _previews)
+
+    def sample(self, name: str, row: int) -> Json:
+        """Return one sample with every conversation and its tokens. Raises UserError: damaged, or no such one."""
+        return self._with_pieces(_sample(self.path(name), row))
+
+    def samples(self, name: str, rows: Sequence[int]) -> list[Json | None]:
+        """Return several samples of a file likewise; None for one that is damaged."""
+        if not rows:
+            return []
+        read = _samples(self.path(name), rows)
+        return [None if found is None else self._with_pieces(found) for found in read]
+
+    def _with_pieces(self, found: Json) -> Json:
+        if "ids" in found:
+            try:
+                found["pieces"] = self._reader()(found["ids"])
+            except UserError as error:
+                found["pieces"], found["pieces_missing"] = None, str(error)
+        return found
+
+    def spans(self, name: str) -> Json:
+        """Return of each sample of a file when it waited for what: [part, start, end], in seconds since the first one
+        began; None for those of which it is not known."""
+        return _spans(self.path(name))
+
+    def search(self, text: str, names: Iterable[str]) -> dict[str, list[int]]:
+        """Return file -> the rows whose conversations contain a text, upper and lower case alike."""
+        paths = self._paths()
+        return {name: _search(paths[name], text) for name in names if name in paths}
+
+    def evaluations(self) -> list[Json]:
+        """Return the accuracy of each stored evaluation with its 95 % interval, by split and step."""
+        found = []
+        for file in self._files():
+            if file["evaluation"]:
+                facts = self.index([file["name"]]).get(file["name"], {})
+                if "error" not in facts and (row := _accuracy(facts)) is not None:
+                    found.append({"split": file["split"], "step": file["step"], "file": file["name"], **row})
+        return found
+
+    def why(self, name: str, why: Why) -> Json:
+        """Return why the samples of a file failed, by `why`; see it."""
+        return self._cached(self._reasons, name, lambda path: why(path, self._first(name), self._piece()))
+
+    def _first(self, name: str) -> Path | None:
+        """Return the file of the first evaluation of the same split; None where it is this one, or a training step."""
+        there = self._files()
+        split = next((file["split"] for file in there if file["name"] == name and file["evaluation"]), None)
+        first = next((file["name"] for file in there if file["split"] == split and file["evaluation"]), name)
+        return None if first == name else self.folder / TRAJECTORIES / first
+
+    def path(self, name: str) -> Path:
+        """Return the path of a stored file by its name. Raises UserError: it is not (or no longer) there."""
+        if (path := self._paths().get(name)) is None:
+            raise UserError(f"{name[:100]}: not stored there, or no longer")
+        return path
+
+    def _paths(self) -> dict[str, Path]:
+        return {file["name"]: self.folder / TRAJECTORIES / file["name"] for file in self._files()}
+
+    def _cached(self, cache: dict[str, tuple[str, Json]], name: str, read: Callable[[Path], Json]) -> Json:
+        path = self.folder / TRAJECTORIES / name
+        version = _version(path)
+        known = cache.get(name)
+        if known is not None and known[0] == version:
+            return known[1]
+        try:
+            found = read(path)
+        except UserError as error:
+            found = {"error": str(error)}
+        cache[name] = version, found
+        return found
+
+    # --- tokens --------------------------------------------------------------------------------------------------
+
+    def _reader(self) -> Callable[[Sequence[int]], list[str]]:
+        """Return a function from token ids to the text of each. Raises UserError: there is no tokenizer."""
+        path = self._tokenizer()
+        if path is None:
+            raise UserError("neither a checkpoint nor the recipe names a tokenizer that lies on this machine")
+        if self._pieces is None or self._pieces[0] != str(path):
+            from agentrl.view.pieces import reader
+
+            self._pieces = str(path), reader(path)
+        return self._pieces[1]
+
+    def _piece(self) -> Callable[[int], str] | None:
+        try:
+            read = self._reader()
+        except UserError:
+            return None
+        return lambda token: read([token])[0]
+
+    def _tokenizer(self) -> Path | None:
+        """Return the tokenizer.json of the newest checkpoint, or of the recipe's model."""
+        saved = [self.folder / CHECKPOINTS / f"step_{c['step']}" for c in reversed(self._checkpoints())]
+        named = [recipe["tree"] for recipe in self._recipes() if isinstance(recipe.get("tree"), dict)]
+        model = named[-1].get("model") if named else None
+        where = model.get("path") if isinstance(model, dict) else None
+        if isinstance(where, str):
+            from agentrl.models import EMBEDDED, embedded_path
+
+            saved.append(embedded_path() if where == EMBEDDED else Path(where))
+        return next((folder / "tokenizer.json" for folder in saved if (folder / "tokenizer.json").is_file()), None)
+
+
+def _entries(folder: Path) -> list[Path]:
+    try:
+        return sorted(folder.iterdir())
+    except OSError:
+        return []
+
+
+def _version(path: Path) -> str:
+    """Return what changes when a file does; an empty string where there is none."""
+    try:
+        stat = path.stat()
+    except OSError:
+        return ""
+    return f"{stat.st_ino}-{stat.st_size}-{stat.st_mtime_ns}"
+
+
+def _is_training(folder: Path) -> bool:
+    """Return whether a process of this machine says that it trains there. (Asking the kernel for the lock would keep a
+    run that starts at that moment from getting it.)"""
+    try:
+        text = (folder / LOCK).read_text(encoding="utf-8", errors="replace")[:200]
+    except OSError:
+        return False
+    m = re.fullmatch(r"process (\d{1,9}) on (.+)", text.strip())
+    if m is None or m[2] != socket.gethostname():
+        return m is not None
+    try:
+        os.kill(int(m[1]), 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def _json(path: Path) -> Json:
+    try:
+        return json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return None
+
+
+def _recipe(path: Path) -> Json:
+    """Return a recipe's tree, without what looks like a secret, and the comment that it begins with; or `error`."""
+    from agentrl.recipe.secrets import masked
+
+    try:
+        text = path.read_text(encoding="utf-8")
+        tree = masked(yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)))
+        json.dumps(tree, allow_nan=False)
+    except (OSError, ValueError, TypeError, RecursionError, yaml.YAMLError) as error:
+        return {"error": f"cannot be read: {' '.join(str(error).split())[:200]}"}
+    return {"tree": tree, "comment": text.partition("\n")[0][1:].strip() if text.startswith("#") else ""}
+
+
+def _rows(data: bytes) -> tuple[list[Json], int]:
+    rows, damaged = [], 0
+    for line in data.split(b"\n"):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line, parse_constant=lambda _: None)
+        except (ValueError, RecursionError):
+            row = None
+        if isinstance(row, dict) and type(row.get("step")) is int:
+            rows.append(row)
+        else:
+            damaged += 1
+    return rows, damaged
+
+
+# --- one file of samples -----------------------------------------------------------------------------------------
+
+
+def _index(path: Path) -> Json:
+    columns = _index_of_table(path) if path.suffix == ".parquet" else _index_of_records(path)
+    rows = len(columns["task"])
+    return {"rows": rows, **{name: _packed(values) for name, values in columns.items()}}
+
+
+def _packed(values: Json) -> Json:
+    """Return a column, or the one value that all samples have."""
+    if isinstance(values, list) and values and all(value == values[0] for value in values):
+        return values[0]
+    return values
+
+
+def column(facts: Json, name: str) -> list[Any]:
+    """Return a column of an index with one value a sample."""
+    values = facts[name]
+    return values if isinstance(values, list) else [values] * facts["rows"]
+
+
+def _index_of_table(path: Path) -> Json:
+    import pyarrow.compute as pc
+
+    from agentrl.rollout.trajectory_file import read_table
+
+    nested = ["turns", "tool_uses", "seconds", "segments", "task_data", "advantages"]
+    table = read_table(path, [*_SHORT, *nested])
+    found: dict[str, Json] = {name: table[name].to_pylist() for name in _SHORT}
+    found["turns"] = pc.list_value_length(table["turns"]).to_pylist()
+    found["calls"] = pc.list_value_length(table["tool_uses"]).to_pylist()
+    found["branches"] = pc.list_value_length(table["segments"]).to_pylist()
+    for name in ("total", "engine", "tools", "environment", "hooks"):
+        found[f"{name}_s"] = _numbers(pc.struct_field(table["seconds"], [name]).to_numpy(), 3)
+    found["reward"] = _numbers(table["reward"].to_numpy(), 6)
+    found["advantage"] = _advantages(table["advantages"].combine_chunks(), table["sampled_tokens"].to_numpy())
+    found["tasks"] = _tasks(zip(found["task"], table["task_data"].to_pylist(), strict=True))
+    return found
+
+
+def _advantages(column: Any, trained: Any) -> list[float | None]:
+    """Return the mean advantage over the trained tokens of each sample; None where there are none."""
+    import numpy as np
+
+    offsets = column.offsets.to_numpy()
+    sums = np.concatenate([[0.0], np.cumsum(column.values.to_numpy(zero_copy_only=False), dtype=np.float64)])
+    totals = sums[offsets[1:]] - sums[offsets[:-1]]
+    there = column.is_valid().to_numpy(zero_copy_only=False) & (trained > 0)
+    return _numbers(np.where(there, totals / np.maximum(trained, 1), np.nan), 5)
+
+
+def _numbers(values: Any, digits: int) -> list[float | None]:
+    """Return the numbers of an array rounded, None for those that are not finite."""
+    import numpy as np
+
+    found: list[float | None] = np.round(values, digits).tolist()
+    for index in np.flatnonzero(~np.isfinite(values)).tolist():
+        found[index] = None
+    return found
+
+
+def _number(value: Any, digits: int) -> float | None:
+    """Return a number rounded, None where it is not finite."""
+    if not isinstance(value, int | float) or value != value or abs(value) == float("inf"):
+        return None
+    return round(value, digits)
+
+
+def _tasks(pairs: Iterable[tuple[str, str | None]]) -> dict[str, Json]:
+    found: dict[str, Json] = {}
+    for task, text in pairs:
+        if task not in found:
+            try:
+                data = json.loads(text or "{}", parse_constant=lambda _: None)
+            except (ValueError, RecursionError):
+                data = None
+            found[task] = _short_data(data)
+    return found
+
+
+def _short_data(data: Json) -> dict[str, Json]:
+    if not isinstance(data, Mapping):
+        return {}
+    return {
+        key[:_FIELD]: value
+        for key, value in list(data.items())[:30]
+        if isinstance(value, bool | int | float) or (isinstance(value, str) and len(value) <= _FIELD)
+    }
+
+
+def _index_of_records(path: Path) -> Json:
+    """Return the same of JSON lines, which hold less."""
+    from agentrl.rollout.trajectory_file import read_records
+
+    records = read_records(path)
+    found: dict[str, Json] = {name: [record.get(name) for record in records] for name in _SHORT}
+    counts = [_mapping(record.get("tokens")) for record in records]
+    found["tokens"], found["sampled_tokens"] = ([c.get(key) for c in counts] for key in ("all", "sampled"))
+    found["boundary"] = [_mapping(record.get("failure")).get("boundary") for record in records]
+    uses = [_list(record.get("tool_uses")) for record in records]
+    found["tool_errors"] = [sum(isinstance(u, dict) and u.get("error") is not None for u in one) for one in uses]
+    found["calls"] = [len(one) for one in uses]
+    found["turns"] = [len(_list(record.get("turns"))) for record in records]
+    found["branches"] = [len(_list(record.get("segments"))) for record in records]
+    for name in ("total", "engine", "tools", "environment", "hooks"):
+        found[f"{name}_s"] = [_number(_mapping(record.get("seconds")).get(name), 3) for record in records]
+    found["reward"] = [_number(v, 6) for v in found["reward"]]
+    found["advantage"] = [None] * len(records)
+    found["tasks"] = {record["task"]: _short_data(record.get("data")) for record in records}
+    return found
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _mapping(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _accuracy(facts: Json) -> Json | None:
+    """Return tasks, samples, accuracy and its interval of an evaluation; None where nobody said what is solved."""
+    from agentrl.eval.statistics import accuracy_interval
+
+    tasks: dict[str, tuple[int, int]] = {}
+    for task, solved in zip(column(facts, "task"), column(facts, "solved"), strict=True):
+        if isinstance(solved, bool):
+            correct, samples = tasks.get(task, (0, 0))
+            tasks[task] = correct + solved, samples + 1
+    if not tasks:
+        return None
+    value, low, high = accuracy_interval(*zip(*tasks.values(), strict=True))
+    failed = sum(boundary is not None for boundary in column(facts, "boundary"))
+    samples = sum(count for _, count in tasks.values())
+    found = {"tasks": len(tasks), "samples": samples, "failed": failed}
+    return {**found, "accuracy": value, "low": low, "high": high}
+
+
+def _previews(path: Path) -> Json:
+    if path.suffix != ".parquet":
+        from agentrl.rollout.trajectory_file import read_records
+
+        return {record["task"]: preview(record["messages"]) for record in read_records(path)}
+    from agentrl.rollout.trajectory_file import read_table
+
+    table = read_table(path, ["task", "messages"])
+    first: dict[str, int] = {}
+    for row, task in enumerate(table["task"].to_pylist()):
+        first.setdefault(task, row)
+    texts = table["messages"].take(list(first.values())).to_pylist()
+    found = {}
+    for task, text in zip(first, texts, strict=True):
+        try:
+            found[task] = preview(json.loads(text or "[]"))
+        except (ValueError, RecursionError):
+            found[task] = ""
+    return found
+
+
+def preview(messages: Json) -> str:
+    """Return the beginning of the first message of a user as one line."""
+    for message in _list(messages):
+        if isinstance(message, dict) and message.get("role") == "user":
+            content = message.get("content")
+            parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
+            texts = [text for part in parts if isinstance(text := _mapping(part).get("text"), str)]
+            return " ".join(" ".join(texts)[: 4 * _PREVIEW].split())[:_PREVIEW]
+    return ""
+
+
+def _spans(path: Path) -> list[Json | None]:
+    from agentrl.rollout.trajectory_file import read_table
+
+    if path.suffix != ".parquet":
+        return []
+    rows = read_table(path, ["spans"])["spans"].to_pylist()
+    zero = min((span["start"] for spans in rows for span in spans or ()), default=0.0)
+    return [
+        spans and [[s["part"], _number(s["start"] - zero, 4), _number(s["end"] - zero, 4)] for s in spans]
+        for spans in rows
+    ]
+
+
+def _sample(path: Path, row: int) -> Json:
+    from agentrl.rollout.trajectory_file import read_records, read_table, record
+
+    if path.suffix == ".parquet":
+        return _told(path, record(read_table(path, row=row).to_pylist()[0]))
+    records = read_records(path)
+    if row >= len(records):
+        raise UserError(f"{path}: has no such row")
+    return _told(path, records[row])
+
+
+def _samples(path: Path, rows: Sequence[int]) -> list[Json | None]:
+    from agentrl.rollout.trajectory_file import read_records, read_table, record
+
+    if path.suffix == ".parquet":
+        table = read_table(path)
+        found = [table.slice(row, 1).to_pylist()[0] for row in rows]
+    else:
+        records = read_records(path)
+        found = [records[row] for row in rows]
+    told: list[Json | None] = []
+    for one in found:
+        try:
+            told.append(_told(path, record(one) if path.suffix == ".parquet" else one))
+        except UserError:
+            told.append(None)
+    return told
+
+
+def _told(path: Path, record: Mapping[str, Any]) -> Json:
+    """Return a record as the page reads it: with every conversation as `told`, and log-probs of five digits."""
+    from agentrl.rollout.trajectory_file import conversations
+
+    found = dict(record)
+    try:
+        told = conversations(found)
+        found["seed"] = None if found.get("seed") is None else str(found["seed"])  # a browser's numbers have 53 bits
+        found["told"] = [{"heading": t.heading, "messages": t.messages, "segments": t.segments} for t in told]
+        for name in ("logprobs", "trainer_logprobs", "advantages"):
+            if found.get(name) is not None:
+                found[name] = [float(f"{value:.5g}") for value in found[name]]
+        json.dumps(found, allow_nan=False)
+    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+        why = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        raise UserError(f"{path.name}: damaged: this sample cannot be shown ({why})") from error
+    for name in ("messages", "branches"):  # `told` holds them
+        found.pop(name, None)
+    return found
+
+
+def _search(path: Path, text: str) -> list[int]:
+    if path.suffix != ".parquet":
+        from agentrl.rollout.trajectory_file import read_records
+
+        try:
+            return [
+                row for row, one in enumerate(read_records(path)) if text.lower() in json.dumps(one["messages"]).lower()
+            ]
+        except UserError:
+            return []
+    import pyarrow.compute as pc
+
+    from agentrl.rollout.trajectory_file import encode_plain, read_table
+
+    wanted = encode_plain(text)[1:-1]  # as it stands within JSON
+    try:
+        table = read_table(path, ["messages", "branches"])
+    except UserError:
+        return []
+    hits = pc.fill_null(pc.match_substring(table["messages"], wanted, ignore_case=True), False)
+    if table["branches"].null_count < table.num_rows:
+        more = pc.match_substring(table["branches"], wanted, ignore_case=True)
+        hits = pc.or_(hits, pc.fill_null(more, False))
+    return [row for row, hit in enumerate(hits.to_pylist()) if hit]

@@ -1,0 +1,238 @@
+"""The page in Chromium: what is seen, keys, filters, hostile texts, accessibility. One browser for all of it."""
+
+import asyncio
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import axe_core_python
+import pytest
+from browser import Browser
+from view_help import HOSTILE, embedded, group, journal, learned, run_folder, trajectory
+
+from agentrl.view.freeze import write_report
+from agentrl.view.server import Shown, serve
+from agentrl.view.store import RunStore
+
+READY = "globalThis.app && app.ready"
+AXE = Path(axe_core_python.__file__).parent / "axe.min.js"
+
+
+def why(path: Path, first: Path | None, piece: object) -> dict[str, object]:
+    """What `agentrl why` gives, in short."""
+    example = {"file": path.name, "task": "large-1", "sample": 0, "note": '225 -> 22 in "22/15"'}
+    cause = {
+        "kind": "miscopied", "value": "number anywhere", "failed": 4, "tasks": 4, "share": 0.8, "solved": 0.0,
+        "lift": None, "chance": 1e-9, "before": 0.6, "failed_before": 4, "examples": [example],
+    }  # fmt: skip
+    return {
+        "file": path.name, "samples": 10, "failed": 5, "below": None, "lost": 0, "first_file": first and first.name,
+        "first_samples": 10, "first_failed": 7, "causes": [cause], "gone": [], "unexplained": 1, "notes": [],
+    }  # fmt: skip
+
+
+class Served:
+    """A run's page, served in a thread."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._loop = asyncio.new_event_loop()
+        opened, addresses = threading.Event(), []
+
+        def tell(address: str) -> None:
+            addresses.append(address)
+            opened.set()
+
+        shown = Shown([RunStore(folder, "first")], lambda: {"train/entropy": (0.6, None)}, why)
+        threading.Thread(target=self._loop.run_forever, daemon=True).start()
+        self._task = asyncio.run_coroutine_threadsafe(serve(shown, 0, tell), self._loop)
+        assert opened.wait(30)
+        self.address = addresses[0]
+
+    def close(self) -> None:
+        """End the server."""
+        self._task.cancel()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+
+
+@pytest.fixture(scope="module")
+def browser(chromium: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    opened = Browser(chromium, tmp_path_factory.mktemp("chromium"))
+    yield opened
+    opened.close()
+
+
+@pytest.fixture(scope="module")
+def served(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    one = Served(run_folder(tmp_path_factory.mktemp("view") / "first", tasks=30))
+    browser.look()
+    browser.open(one.address)
+    browser.until(READY)
+    assert "token" not in browser.evaluate("location.href")
+    yield one
+    one.close()
+
+
+def go(browser: Browser, place: str, until: str = READY) -> None:
+    browser.evaluate(f"location.hash = {json.dumps(place)}")
+    browser.evaluate("new Promise(done => setTimeout(done, 0))")
+    browser.until(until)
+
+
+def text(browser: Browser, selector: str = "main") -> str:
+    found: str = browser.evaluate(f"document.querySelector({json.dumps(selector)}).innerText")
+    return found
+
+
+def sample(file: str, row: int, **more: str) -> str:
+    return "#sample?" + "&".join([f"run=0&file={file}&row={row}", *(f"{key}={value}" for key, value in more.items())])
+
+
+VIEWS = {
+    "#overview": "document.querySelectorAll('.card').length === 2",
+    "#curves": "document.querySelectorAll('.slot svg').length >= 2",
+    "#samples": "document.querySelector('.row .prompt')?.textContent",
+    "#errors": "document.querySelector('.cause')",
+    "#time": "document.querySelector('.lane')",
+    sample("step_2.parquet", 1, way="tokens", by="gap"): "document.querySelectorAll('.tokens span').length === 12",
+    sample("step_2.parquet", 1, way="data"): "document.querySelector('.data')",
+    "#side?run=0&file=step_2.parquet&row=1": "document.querySelectorAll('.column .chat').length === 4",
+}
+OTHERS = {
+    sample("eval_test_2.parquet", 32): "document.querySelector('.chat img')",
+    sample("eval_test_2.parquet", 31, way="tree"): "document.querySelectorAll('.node').length === 3",
+    "#side?run=0&file=eval_test_2.parquet&row=3&over=1": "document.querySelectorAll('.column .chat').length === 2",
+}
+"""Views of samples that a frozen page does not hold."""
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_every_view_opens_without_an_error_and_can_be_used_by_everybody(
+    browser: Browser, served: Served, dark: bool
+) -> None:
+    browser.errors.clear()
+    browser.look(*((390, 844) if dark else (1280, 860)), dark=dark)
+    browser.evaluate(AXE.read_text(encoding="utf-8") + ";0")
+    rules = {"runOnly": ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "best-practice"]}
+    found = []
+    for place, until in (VIEWS | OTHERS).items():
+        go(browser, place, until)
+        answer = browser.evaluate(f"axe.run(document, {json.dumps(rules)}).then(found => found.violations)")
+        found += [(place, one["id"], one["nodes"][0]["html"], one["nodes"][0]["failureSummary"]) for one in answer]
+        wide = browser.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")
+        assert wide <= 0, f"{place} is wider than the screen by {wide} pixels"
+    assert not found, "\n".join(map(str, found))
+    assert browser.errors == []
+    assert browser.evaluate("globalThis.owned") is None
+    browser.look()
+
+
+def test_filters_sorting_and_keys_lead_to_a_conversation_and_back(browser: Browser, served: Served) -> None:
+    go(browser, "#samples")
+    assert "144 of 144 samples" in text(browser)
+    browser.key("/")
+    browser.write("reward<1 kind:odd")
+    browser.until("document.querySelector('[role=status].soft') && app.list.length === 54")
+    browser.key("Escape")
+    browser.evaluate("document.querySelector('[aria-label=\"sort by task\"]').click()")
+    ordered = browser.evaluate("app.list.slice(0, 3).map(i => app.samples.column.task[i])")
+    assert ordered == sorted(ordered)
+    assert "reward%3C1" in browser.evaluate("location.hash")
+    for _ in range(3):
+        browser.key("j")
+    browser.key("k")
+    place = browser.evaluate("document.querySelector('.row.at a').getAttribute('href')")
+    browser.key("Enter")
+    browser.until("document.querySelector('.chat')")
+    assert browser.evaluate("location.hash") == place
+    browser.key("v")
+    browser.until("document.querySelector('.tokens')")
+    browser.key("j")
+    browser.until(f"location.hash !== {json.dumps(place)} && document.querySelector('.tokens')")
+    browser.key("Escape")
+    browser.until("document.querySelector('.samples')")
+    assert browser.evaluate("app.list.length") == 54
+    browser.key("Escape")  # the filter is cleared
+    browser.until("app.list.length === 144")
+    browser.key("2")
+    browser.until("document.querySelector('.slot svg')")
+    browser.key("?")
+    browser.until("document.querySelector('dialog').open")
+    browser.evaluate("document.querySelector('dialog').close()")
+    browser.key("d")
+    assert browser.evaluate("document.documentElement.dataset.theme") == "dark"
+    browser.key("d")
+
+
+def test_what_the_conversations_say_is_found(browser: Browser, served: Served) -> None:
+    go(browser, "#samples?q=owned")
+    browser.until("app.list.length === 2")
+    assert browser.evaluate("app.list.map(i => app.samples.column.task[i])") == ["test-hostile"] * 2
+    go(browser, "#samples?outcome=failed", "app.list.length === 2")
+    go(browser, "#samples?split=train&errors=no&step=2", "app.list.length === 8")
+
+
+def test_a_token_tells_what_is_known_of_it(browser: Browser, served: Served) -> None:
+    go(browser, sample("step_2.parquet", 1, way="tokens"), "document.querySelector('.tokens')")
+    browser.evaluate("document.querySelector('.tokens').focus()")
+    for _ in range(7):
+        browser.send("Input.dispatchKeyEvent", type="keyDown", key="ArrowRight")
+    told = text(browser, ".facts")
+    for known in ("token 6 of 12", "trained", "log-prob -2 (13.5 %)", "after 3 updates", "trainer -2.25", "0.5"):
+        assert known in told
+    coloured = "[...document.querySelectorAll('.tokens span')].map(token => token.style.backgroundColor !== '')"
+    assert browser.evaluate(coloured) == [False] * 4 + [True] * 3 + [False] * 2 + [True] * 3
+
+
+def test_the_overview_and_the_curves_say_what_is_wrong(browser: Browser, served: Served) -> None:
+    go(browser, "#overview", VIEWS["#overview"])
+    told = text(browser)
+    for known in ("entropy collapse", HOSTILE[:40], "recipe.resumed_1.yaml", "train.steps", "54.5 %"):
+        assert known in told
+    go(browser, "#curves?q=entropy", "document.querySelector('.healthy')")
+    assert "outside of its healthy range" in text(browser)
+
+
+def test_a_conversation_says_what_each_message_took(browser: Browser, served: Served) -> None:
+    go(browser, sample("step_2.parquet", 1), "document.querySelector('.chat')")
+    told = text(browser, ".chat")
+    for known in ("3 tokens · 48.0 % a token · advantage 0.5", "tool calculator 2 ms", "step reward 0.5"):
+        assert known in told
+
+
+def test_the_errors_page_leads_to_an_example(browser: Browser, served: Served) -> None:
+    go(browser, "#errors", "document.querySelector('.examples a')")
+    told = text(browser)
+    for known in ("5 of 10 samples failed", "7 of 10 (70.0 %)", "a number copied wrongly", "+20.0 points", '"22/15"'):
+        assert known in told
+    browser.evaluate("document.querySelector('.examples a').click()")
+    browser.until("document.querySelector('.chat')")
+    assert "task large-1" in text(browser, "h1")
+
+
+def test_a_run_that_goes_on_is_followed(browser: Browser, served: Served) -> None:
+    go(browser, "#curves?q=reward", "document.querySelector('.slot svg')")
+    groups = [group(*(trajectory("train-new", s, s % 2) for s in range(4)))]
+    journal(served.folder).step(3, groups, learned(groups))
+    with (served.folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 3, "reward/mean": 0.625}\n{"step": 4, "rew')
+    browser.until("document.querySelector('.slot .legend b')?.textContent === '0.625'")
+    browser.until("app.samples.count === 148")
+    go(browser, "#samples?split=train", "app.list.length === 20")
+    assert browser.evaluate("app.samples.column.step[app.list[0]]") == 3
+    assert browser.errors == []
+
+
+def test_the_frozen_page_shows_the_same_without_a_server(browser: Browser, tmp_path: Path) -> None:
+    page = write_report(run_folder(tmp_path / "run"), "first", {"train/entropy": (0.6, None)}, why)
+    browser.errors.clear()
+    browser.open(page.as_uri())
+    browser.until(READY)
+    kept = len(embedded(page)["runs"][0]["samples"])
+    for place, until in VIEWS.items():
+        go(browser, place, until)
+    go(browser, "#samples?q=owned", "app.list.length === 2")
+    go(browser, "#samples", f"app.list.length === {kept}")
+    assert browser.errors == []
+    assert browser.evaluate("globalThis.owned") is None

@@ -1,0 +1,123 @@
+"""The server of the page: who may read what, and the command that starts it."""
+
+import socket
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from aiohttp.test_utils import TestClient, TestServer
+from view_help import run_folder
+
+from agentrl.cli.main import run
+from agentrl.view.assets import MODULES
+from agentrl.view.server import HEADER, POLICY, Shown, make_app, serve
+from agentrl.view.store import RunStore
+
+TOKEN = "the-token"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return run_folder(tmp_path_factory.mktemp("view") / "run")
+
+
+@pytest.fixture
+async def client(folder: Path) -> AsyncIterator[TestClient]:
+    shown = Shown([RunStore(folder, "run")], ranges=lambda: {"train/entropy": (0.1, None)}, token=TOKEN)
+    async with TestClient(TestServer(make_app(shown)), headers={HEADER: TOKEN}) as opened:
+        yield opened
+
+
+async def test_what_is_stored_is_told_to_those_alone_who_have_the_token(client: TestClient) -> None:
+    assert (await client.get("/", headers={HEADER: ""})).status == 200  # the page without anything in it
+    for given in ("", "another", "the-token2", "\u00e9"):
+        answer = await client.get("/api/state", headers={HEADER: given})
+        assert answer.status == 403
+        assert "printed" in (await answer.json())["error"]
+    assert (await client.get(f"/api/state?token={TOKEN}", headers={HEADER: ""})).status == 403
+    assert [run["name"] for run in await (await client.get("/api/state")).json()] == ["run"]
+    for host in ("attacker.example", "127.0.0.1.attacker.example:80", "attacker.example:80"):
+        for path in ("/", "/api/state"):
+            assert (await client.get(path, headers={"Host": host})).status == 403
+    assert (await client.get("/api/state", headers={"Host": "localhost:9000"})).status == 200  # through a tunnel
+
+
+async def test_every_answer_forbids_what_the_page_does_not_need(client: TestClient) -> None:
+    for path in ("/", "/api/state", "/style.css", "/nothing"):
+        headers = (await client.get(path)).headers
+        assert headers["Content-Security-Policy"] == POLICY
+        assert headers["X-Content-Type-Options"] == "nosniff"
+        assert headers["Cache-Control"] == "no-store"
+
+
+async def test_only_the_files_of_the_page_are_served(client: TestClient) -> None:
+    for name in (*MODULES, "style.css"):
+        assert (await client.get(f"/{name}")).status == 200
+    for path in ("/index.html", "/../server.py", "/%2e%2e/server.py", "/recipe.yaml", "/page/app.js", "/api/nothing"):
+        assert (await client.get(path)).status == 404
+    for query in ("sample?file=../recipe.yaml", "sample?file=/etc/passwd", "previews?file=..%2Frecipe.yaml"):
+        answer = await client.get(f"/api/{query}")
+        assert answer.status == 422
+        assert "not stored there" in (await answer.json())["error"]
+
+
+async def test_the_page_is_told_what_it_asks(client: TestClient) -> None:
+    async def ask(query: str) -> object:
+        return await (await client.get(f"/api/{query}")).json()
+
+    about = await ask("about")
+    assert about == {
+        "runs": ["run"], "ranges": {"train/entropy": [0.1, None]}, "follow": False, "frozen": False, "note": "",
+    }  # fmt: skip
+    assert len((await ask("metrics?run=0"))["rows"]) == 3
+    assert (await ask("index?run=0&files=step_1.parquet"))["step_1.parquet"]["rows"] == 8
+    assert (await ask("sample?file=step_1.parquet&row=1"))["sample"] == 1
+    assert (await ask("previews?file=step_1.parquet"))["train-10"] == "What is train-10?"
+    assert (await ask("search?text=train-10&files=step_1.parquet"))["step_1.parquet"] == [0, 1, 2, 3]
+    assert len(await ask("evaluations")) == 4
+    for query, said in (
+        ("metrics?run=7", "no such run"),
+        ("metrics?run=-1", "run: not a number"),
+        ("sample?file=step_1.parquet&row=1e3", "row: not a number"),
+        ("index?files=" + "%0A".join(["a"] * 65), "more than 64 files"),
+        ("why?file=step_1.parquet", "nothing was given"),
+    ):
+        assert said in (await ask(query))["error"]
+
+
+def test_a_port_that_is_taken_and_a_folder_that_holds_no_run_are_one_line(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert run(["view", str(folder), "--port", str(port)]) == 2
+        assert run(["view", str(tmp_path)]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == [
+        f"error: --port {port}: taken; name another, or leave it out for any free one",
+        f"error: {tmp_path}: not a run folder (metrics.jsonl, trajectories/ and recipe.yaml are missing)",
+    ]
+
+
+async def test_it_listens_on_this_machine_alone(folder: Path) -> None:
+    import asyncio
+
+    opened: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    task = asyncio.create_task(serve(Shown([RunStore(folder, "run")], token=TOKEN), 0, opened.set_result))
+    address = await opened
+    assert address.startswith("http://127.0.0.1:")
+    assert address.endswith(f"/#token={TOKEN}")
+    task.cancel()
+    await asyncio.wait([task])
+
+
+def test_it_starts_without_torch() -> None:
+    import ast
+
+    import agentrl.view as package
+
+    for name in ("store.py", "server.py", "assets.py", "pieces.py"):
+        source = (Path(package.__file__).parent / name).read_text(encoding="utf-8")
+        top = [node for node in ast.parse(source).body if isinstance(node, ast.Import | ast.ImportFrom)]
+        named = {getattr(node, "module", None) or node.names[0].name for node in top}
+        assert not {name.split(".")[0] for name in named} & {"torch", "transformers", "pyarrow", "numpy", "tokenizers"}

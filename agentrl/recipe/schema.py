@@ -10,7 +10,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    model_serializer,
+    model_validator,
+)
 
 from agentrl.errors import nearest
 from agentrl.recipe.document import Key, Reference
@@ -285,7 +294,18 @@ COMPARING = ("grpo", "dr_grpo", "rloo", "opo", "grpo_passk", "reinforce_plus_plu
 """Our own advantages that are 0 where a task has one sample."""
 
 
-class AdvantageSection(Section):
+class _Function(Section):
+    """A function with arguments of its own; written as its name alone where there are none."""
+
+    name: str
+    args: dict[str, Any] = Field(default_factory=dict)
+
+    @model_serializer
+    def _short(self) -> Any:
+        return {"name": self.name, "args": self.args} if self.args else self.name
+
+
+class AdvantageSection(_Function):
     """The advantage estimator; its name alone is short for `{name: NAME}`."""
 
     name: str
@@ -294,7 +314,7 @@ class AdvantageSection(Section):
     """Arguments of its own."""
 
 
-class LossSection(Section):
+class LossSection(_Function):
     """The policy loss; its name alone is short for `{name: NAME}`."""
 
     name: str

@@ -222,7 +222,7 @@ def test_rollouts_alone_are_those_of_a_run(
     output = tmp_path / "alone"
     assert main.run(["rollout", str(run.folder / "recipe.yaml"), f"output={output}"]) == 0
     ours, theirs = (read_rows(folder / "trajectories" / "step_1.parquet") for folder in (output, run.folder))
-    unlike = {"seconds", "tool_uses", "left_out", "advantages", "trainer_logprobs"}
+    unlike = {"seconds", "spans", "tool_uses", "left_out", "advantages", "trainer_logprobs"}
     for one, other in zip(ours, theirs, strict=True):
         assert {key for key in one if one[key] != other[key]} <= unlike
         assert (one["advantages"], one["trainer_logprobs"]) == (None, None)

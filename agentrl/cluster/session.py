@@ -29,7 +29,10 @@ OBJECT_STORE_MIN = 80 * MEGABYTE
 CONNECT_SECONDS = 30.0
 GRACE_SECONDS = 5.0
 """Time for Ray to end its processes by itself."""
-RAY = (sys.executable, "-m", "ray.scripts.scripts")
+NO_CLIENT_SERVER = "import sys; sys.modules['grpc'] = None"
+"""Code that keeps `ray start` from starting Ray's client server. It starts one wherever grpc is installed, which
+trackers bring, at port 10001, which would be that of every other run on the machine too."""
+RAY = (sys.executable, "-c", f"{NO_CLIENT_SERVER}; from ray.scripts.scripts import main; main()")
 """The command `ray`, of this interpreter's packages."""
 _NOT_NEEDED = ("--include-dashboard=false", "--disable-usage-stats", "--no-monitor", "--include-log-monitor=false")
 """Of Ray's own processes: the dashboard, the autoscaler, and the one that would copy the workers' logs to us."""

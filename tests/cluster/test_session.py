@@ -3,6 +3,8 @@
 import os
 import shutil
 import socket
+import subprocess
+import sys
 import threading
 from collections import namedtuple
 from collections.abc import Iterator
@@ -11,7 +13,7 @@ import pytest
 
 from agentrl.cluster import session
 from agentrl.cluster.errors import ClusterError
-from agentrl.cluster.session import object_store_bytes, reach
+from agentrl.cluster.session import NO_CLIENT_SERVER, object_store_bytes, reach
 
 
 @pytest.fixture
@@ -102,3 +104,14 @@ def test_too_little_shared_memory_is_said_before(monkeypatch: pytest.MonkeyPatch
     assert object_store_bytes() == int((1 << 30) * 0.3)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(1 << 40, 0, 1 << 40))
     assert object_store_bytes() == 8 << 30
+
+
+def test_ray_starts_no_client_server_where_grpc_is_installed() -> None:
+    """Two runs on a machine would want the same port for it; the test extra brings grpc."""
+    import grpc  # noqa: F401
+
+    asks = "from ray._private.utils import get_ray_client_dependency_error as why; print(why() is not None)"
+    done = subprocess.run(
+        [sys.executable, "-c", f"{NO_CLIENT_SERVER}; {asks}"], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "True"

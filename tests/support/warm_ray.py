@@ -144,6 +144,7 @@ def _main(module: str) -> None:
 
         ray_constants.SETUP_WORKER_FILENAME = str(Path(__file__).with_name("ray_worker.py"))
         module = "ray.scripts.scripts"
+        sys.modules["grpc"] = None  # type: ignore[assignment] # as `session.NO_CLIENT_SERVER`
     else:
         from agentrl.cluster import session
 

@@ -12,6 +12,7 @@ from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 from paths import SUPPORT
 from tiers import FIXTURES, SHARED, TIERS
@@ -25,6 +26,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 """Torch's threads wait for each other by spinning: as many as cores in each of several processes get nothing done."""
 os.environ["PYTHONPATH"] = os.pathsep.join([str(SUPPORT), *filter(None, [os.environ.get("PYTHONPATH")])])
 """Subprocesses and Ray workers import the shared helpers too."""
+
+hypothesis.settings.register_profile("no_deadline", deadline=None)
+hypothesis.settings.load_profile("no_deadline")
+"""A machine may pause for a moment in any example."""
 
 VENV, VLLM_VENV = "AGENTRL_SGLANG_VENV", "AGENTRL_VLLM_VENV"
 

@@ -11,7 +11,7 @@ from agentrl.checkpoint.checkpoints import ADAPTER, Checkpoints, Saved
 from agentrl.checkpoint.run_folder import FolderLock, RunFolder
 from agentrl.data.prompts import PromptLengths
 from agentrl.data.sampler import TaskSampler
-from agentrl.errors import describe
+from agentrl.errors import UserError, describe
 from agentrl.eval.held_out import HeldOut
 from agentrl.eval.result import Accuracy
 from agentrl.learner.learner import Learner
@@ -262,8 +262,12 @@ def _read_progress(saved: Saved, tasks: int) -> tuple[dict[str, Any], dict[str, 
 
 
 def stored_of(saved: Saved) -> list[str]:
-    """Return the files that the run of a checkpoint trains on; empty where it samples. Raises UserError."""
-    sampler = saved.extra.get("sampler")
+    """Return the files that the run of a checkpoint trains on; empty where it samples, or its state cannot be read,
+    which is told as the checkpoint is verified. Raises UserError."""
+    try:
+        sampler = saved.extra.get("sampler")
+    except UserError:
+        return []
     files = sampler.get("stored", []) if isinstance(sampler, dict) else []
     if not isinstance(files, list) or not all(isinstance(name, str) for name in files):
         raise saved.damaged("`stored` in its state.json is not a list of files")

@@ -80,6 +80,7 @@ def _print(printer: "_Printer", record: "Record", file: "Stored") -> None:
 def _files(run: Path, step: int | None, split: str | None, in_flight: bool, all_steps: bool) -> "list[Stored]":
     """Return the files to read, the newest first. Raises UserError."""
     from agentrl.checkpoint.run_folder import TRAJECTORIES
+    from agentrl.rollout.stored import ranges
     from agentrl.rollout.trajectory_file import IN_FLIGHT, TRAIN, Stored, stored_files
 
     folder = run / TRAJECTORIES
@@ -102,19 +103,8 @@ def _files(run: Path, step: int | None, split: str | None, in_flight: bool, all_
         steps = [one.step for one in found]
         found = [one for one in found if one.step == step]
         if not found:
-            raise UserError(f"--step {step}: not stored in {folder}; stored are {_ranges(steps)}")
+            raise UserError(f"--step {step}: not stored in {folder}; stored are {ranges(steps)}")
     return found[::-1] if all_steps else found[-1:]
-
-
-def _ranges(numbers: Sequence[int]) -> str:
-    """Return ascending numbers as text, such as `1-40, 60`."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    return ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in runs)
 
 
 class _Printer:

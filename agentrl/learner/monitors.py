@@ -306,9 +306,8 @@ def gradient_spike(history: History) -> str | None:
         return None
     return (
         f"step {history.rows[-1]['step']}: the gradient's norm is {norms[-1]:.3g}, {norms[-1] / usual:.0f} times what "
-        f"it was ({usual:.3g}); it was clipped to {limit:g}. Once may be chance; else lower train.lr, or look for "
-        "samples "
-        "of another kind in this step's trajectories (agentrl show)"
+        f"it was ({usual:.3g}); it was clipped to {limit:g}. Once may be chance; else lower train.lr, or look "
+        "for samples of another kind in this step's trajectories (agentrl show)"
     )
 
 
@@ -335,9 +334,8 @@ def accuracy_falls(history: History) -> str | None:
             return (
                 f"step {now.step}: the reward rose ({then:.3g} -> {now.reward:.3g}) while the accuracy on {split} fell "
                 f"({best.accuracy[0]:.1%} after step {best.step} -> {now.accuracy[0]:.1%}). Likely cause: training "
-                "tasks learned by heart, or a reward that is earned in another way than by solving: stop here, more "
-                "tasks, "
-                "compare reward/<part>, and read trajectories/"
+                "tasks learned by heart, or a reward that is earned in another way than by solving: stop here, "
+                "more tasks, compare reward/<part>, and read trajectories/"
             )
     return None
 
@@ -407,9 +405,8 @@ def tool_fails(history: History) -> str | None:
         if now > 0.5 and now > 0.9 * then:
             return (
                 f"step {history.rows[-1]['step']}: {now:.0%} of the calls of {name} end in an error, and it does not "
-                "get better. Likely cause: the tool is down, or its schema and description mislead the model: agentrl "
-                "why "
-                "RUN --split train groups the errors"
+                "get better. Likely cause: the tool is down, or its schema and description mislead the model: "
+                "agentrl why RUN --split train groups the errors"
             )
     return None
 

@@ -226,6 +226,7 @@ class RayRoles:
         except BaseException:
             self.close()
             raise
+        self.pools = {role: group.name for role, group in self._groups.items()}
         groups = list(dict.fromkeys(self._groups.values()))
         self._weights = RemoteWeights(self._groups["actor"], groups)
         self.reference = RemoteReference(self._groups["reference"]) if "reference" in self._groups else None

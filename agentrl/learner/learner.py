@@ -6,8 +6,10 @@ fixed here, before anything is split. Samples whose advantage is 0 count in thos
 have no gradient.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from functools import partial
 from itertools import pairwise
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -31,10 +33,12 @@ from agentrl.learner.metrics import MicroBatchMetrics, critic_metrics, policy_me
 from agentrl.learner.optimizer import learning_rate
 from agentrl.learner.roles import Roles
 from agentrl.recipe.schema import Recipe
+from agentrl.threads import DaemonThreads
 from agentrl.trajectory import Group, Learned, Trajectory
 
 Bools = npt.NDArray[np.bool_]
 Floats = npt.NDArray[np.float32]
+T = TypeVar("T")
 
 
 class Learner:
@@ -47,6 +51,7 @@ class Learner:
     def __init__(self, recipe: Recipe, role_host: Roles) -> None:
         self.recipe, self.actor = recipe, role_host.actor
         self.reference, self.critic = role_host.reference, role_host.critic
+        self._pools = role_host.pools
         self.advantage = advantages.bound(recipe.algorithm.advantage)
         self._needs_turns = advantages.get(recipe.algorithm.advantage.name).needs_turns
         self._vanishes = losses.get(recipe.algorithm.loss.name).vanishes_with_advantage
@@ -77,11 +82,16 @@ class Learner:
         """Return the batch with the token column `advantages`, and those that it needs: `values` and `returns` with a
         critic; `old_logprobs`, `reference_logprobs` and `kl_penalty` with a KL in the reward.
         """
-        if self.critic is not None:
-            batch = batch.with_tokens(values=self.critic.values(batch))
-        if self.reference is not None and self.recipe.algorithm.kl_in == "reward":
-            batch = with_kl_penalty(batch, self.actor, self.reference, self.recipe.algorithm)
-        return with_advantages(batch, self.advantage, self.recipe.algorithm)
+        algorithm = self.recipe.algorithm
+        penalized = self.reference is not None and algorithm.kl_in == "reward"
+        columns = {"values"} if self.critic is not None else set()
+        columns |= {"old_logprobs", "reference_logprobs"} if penalized else set()
+        if self.critic is not None and not self._waits:  # all at once: they may have workers of their own
+            columns |= self._needed_logprobs()
+        batch = self._with_passes(batch, columns, batch.sampled > 0)
+        if penalized:
+            batch = with_kl_penalty(batch, algorithm)
+        return with_advantages(batch, self.advantage, algorithm)
 
     def update(self, batch: Batch) -> dict[str, float]:
         """Make one step of the loop: mini-batches x epochs of optimizer updates on `batch`, which has `advantages`.
@@ -98,34 +108,69 @@ class Learner:
     def _update(self, batch: Batch) -> tuple[dict[str, float], Bools, Floats | None]:
         """Make one step; return its metrics, which samples the policy was trained on [S], and their log-probs before it
         [T], None where they are not known."""
-        train, critic = self.recipe.train, self.recipe.critic
+        train = self.recipe.train
         rate = learning_rate(self.steps, train.steps, train.lr, train.schedule, train.warmup_steps)
         policy, values = MicroBatchMetrics(rate), MicroBatchMetrics()
-        waits = critic is not None and self.steps < critic.warmup_steps
-        if not waits:
-            batch = self._with_logprobs(batch)
+        waits = self._waits
+        if not waits and (useful := self._useful(batch)).any():
+            batch = self._with_passes(batch, self._needed_logprobs(), useful)
         trained = self._useful(batch) & (not waits)
         logprobs = batch.tokens.get("old_logprobs")
         for part in self._mini_batches(batch):
+            updates: dict[str, Callable[[], Any]] = {}
             if self.critic is not None:
-                values.add(self.critic.update(self._weighted(part), self._critic_rate()))
+                updates["critic"] = partial(self.critic.update, self._weighted(part), self._critic_rate())
             if not waits:
-                found = self._update_actor(part, rate, policy)
-                if found is not None and "old_logprobs" not in batch.tokens:  # the only update of the step
-                    logprobs = found
+                updates["actor"] = partial(self._update_actor, part, rate, policy)
+            made = self._at_once(updates)
+            if "critic" in made:
+                values.add(made["critic"])
+            if made.get("actor") is not None and "old_logprobs" not in batch.tokens:  # the only update of the step
+                logprobs = made["actor"]
         self.steps += 1
         valued = critic_metrics(values) if self.critic is not None else {}
         metrics = {**policy_metrics(policy), **valued, **penalty_metrics(batch)}
         return {**metrics, "train/parameters": self.actor.trained}, trained, logprobs
 
-    def _with_logprobs(self, batch: Batch) -> Batch:
-        """Return the batch with the old and reference log-probs of the samples that can have a gradient."""
-        train, useful = self.recipe.train, self._useful(batch)
-        if train.mini_batches * train.epochs > 1 and useful.any() and "old_logprobs" not in batch.tokens:
-            batch = batch.with_tokens(old_logprobs=scattered(batch, useful, self.actor.logprobs))
-        if self.reference is not None and "reference_logprobs" not in batch.tokens:
-            batch = batch.with_tokens(reference_logprobs=scattered(batch, useful, self.reference.logprobs))
-        return batch
+    @property
+    def _waits(self) -> bool:
+        """Whether the critic warms up, so that the policy is not updated in this step."""
+        critic = self.recipe.critic
+        return critic is not None and self.steps < critic.warmup_steps
+
+    def _needed_logprobs(self) -> set[str]:
+        """Return the columns of log-probs that the updates of a step read besides the engine's."""
+        several = self.recipe.train.mini_batches * self.recipe.train.epochs > 1
+        found = {"old_logprobs"} if several else set()
+        return found | {"reference_logprobs"} if self.reference is not None else found
+
+    def _with_passes(self, batch: Batch, columns: Set[str], chosen: Bools) -> Batch:
+        """Return the batch with `columns`; those that it lacks are computed by their roles for the samples `chosen`."""
+        passes: dict[str, Callable[[Batch], Floats]] = {}
+        if "values" in columns and self.critic is not None:
+            passes["critic"] = self.critic.values
+        if "old_logprobs" in columns:
+            passes["actor"] = self.actor.logprobs
+        if "reference_logprobs" in columns and self.reference is not None:
+            passes["reference"] = self.reference.logprobs
+        names = {"critic": "values", "actor": "old_logprobs", "reference": "reference_logprobs"}
+        calls = {r: partial(scattered, batch, chosen, p) for r, p in passes.items() if names[r] not in batch.tokens}
+        return batch.with_tokens(**{names[role]: found for role, found in self._at_once(calls).items()})
+
+    def _at_once(self, calls: Mapping[str, Callable[[], T]]) -> dict[str, T]:
+        """Make one call for each role; return the results by role. Pools of workers work at the same time, the roles
+        of one pool one after the other."""
+        queues: dict[str, dict[str, Callable[[], T]]] = {}
+        for role, call in calls.items():
+            queues.setdefault(self._pools.get(role, ""), {})[role] = call
+        if len(queues) < 2:
+            return _in_turn(calls)
+        threads = DaemonThreads("roles", len(queues))
+        try:
+            futures = [threads.submit(_in_turn, queue) for queue in queues.values()]
+            return {role: found for future in futures for role, found in future.result().items()}
+        finally:
+            threads.shutdown(wait=False)
 
     def _update_actor(self, batch: Batch, rate: float, metrics: MicroBatchMetrics) -> Floats | None:
         """Fix the weights by the whole update, drop samples without a gradient, and update the actor. Return the
@@ -168,6 +213,10 @@ class Learner:
             position = rng.permutation(int(batch.samples["group"].max(initial=-1)) + 1)
             order = np.argsort(position[batch.samples["group"]], kind="stable")
             yield from (part for part in batch.select(order).split(train.mini_batches) if len(part))
+
+
+def _in_turn(calls: Mapping[str, Callable[[], T]]) -> dict[str, T]:
+    return {role: call() for role, call in calls.items()}
 
 
 def learned(trajectories: Sequence[Trajectory], batch: Batch, trained: Bools, logprobs: Floats | None) -> list[Learned]:

@@ -115,6 +115,12 @@ class Roles(Protocol):
         """The model that scores trajectories; None if the recipe has none."""
         ...
 
+    @property
+    def pools(self) -> Mapping[str, str]:
+        """The name of the pool of workers that holds each role ("actor", "reference", ...). Roles of different pools
+        are called at the same time, from different threads; roles that are not named count as one pool."""
+        ...
+
 
 class RoleHost(Roles, Protocol):
     """The roles, with what the run needs to know of the processes and devices that hold them."""
@@ -180,6 +186,7 @@ class LocalRoles:
     def __init__(self, recipe: Recipe, model: Any, tokenizer: Any = None) -> None:
         self.model, self._tokenizer, self._recipe = model, tokenizer, recipe
         self.in_process, self.device = True, next(model.parameters()).device
+        self.pools: dict[str, str] = {}
         self.actor = Actor(model, recipe)
         self.reference = (
             Reference.in_process(recipe, model, self.actor.forward) if recipe.algorithm.kl_coef > 0 else None

@@ -6,7 +6,7 @@ timed separately. Roles of this process are traced here in the steps that the re
 host which steps to trace, and report their memory through it.
 """
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,6 +41,8 @@ class InstrumentedRoles:
     """The critic; None without one."""
     reward_model: RewardModelRole | None
     """The reward model; None without one."""
+    pools: Mapping[str, str]
+    """The name of the pool of workers that holds each role."""
 
 
 class StepProfiler:
@@ -68,14 +70,15 @@ class StepProfiler:
             self._instrumented(role_host.reference, "reference"),
             self._instrumented(role_host.critic, "critic"),
             self._instrumented(role_host.reward_model, REWARD_MODEL),
+            role_host.pools,
         )
 
     def count(self, name: str, flops: float, seconds: float) -> None:
-        """Add the FLOPs and duration of one call of role `name`. Any thread may report the reward model's."""
-        if name != REWARD_MODEL:
-            self._flops += flops
-            return
+        """Add the FLOPs and duration of one call of role `name`, from any thread."""
         with self._lock:
+            if name != REWARD_MODEL:
+                self._flops += flops
+                return
             self._scoring_flops += flops
             self._scoring_seconds += seconds
 

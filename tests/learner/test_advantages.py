@@ -153,7 +153,7 @@ def test_where_nothing_was_sampled_nobody_is_asked(folder: str) -> None:
     recipe, calls = make_recipe(IN_REWARD, path=folder), Counter[str]()
     host = LocalRoles(recipe, make_model())
     roles: Any = SimpleNamespace(
-        actor=Counted(host.actor, calls, "any"), reference=Counted(host.reference, calls, "any"), critic=None
+        actor=Counted(host.actor, calls, "any"), reference=Counted(host.reference, calls, "any"), critic=None, pools={}
     )
     metrics = Learner(recipe, roles).learn([])
     assert not calls

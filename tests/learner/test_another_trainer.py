@@ -2,7 +2,7 @@
 
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -26,6 +26,7 @@ class Toy:
     """The roles of a toy actor on a given model."""
 
     reference = critic = reward_model = None
+    pools: ClassVar[dict[str, str]] = {}
 
     def __init__(self, recipe: Any, model: Any) -> None:
         self.actor = ToyActor(recipe, model)

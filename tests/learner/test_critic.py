@@ -1,13 +1,15 @@
 """The critic: exact against separate sequences and under every splitting, and it learns to foresee returns."""
 
 from pathlib import Path
+from threading import Barrier
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from learner_help import REWARDS, make_groups, save_tokenizer
 from learner_help import make_model as make_policy
-from learner_help import save_tokenizer
 from packing_help import SHAPES, make_batch, make_deep, make_model
 
 from agentrl.algo.returns import gae
@@ -27,9 +29,12 @@ from agentrl.compute.value_head import (
     confidence_features,
     value_forward,
 )
+from agentrl.errors import UserError
 from agentrl.learner.advantages import with_advantages
 from agentrl.learner.critic import Critic, critic_model
+from agentrl.learner.learner import Learner
 from agentrl.learner.metrics import MicroBatchMetrics, critic_metrics, value_columns
+from agentrl.learner.roles import LocalRoles
 from agentrl.models import lora
 from agentrl.recipe.schema import AlgorithmSection, CriticSection, LoraSection, ModelSection, Recipe, TrainSection
 
@@ -382,3 +387,60 @@ def test_a_way_that_is_not_known_is_refused() -> None:
     assert isinstance(found, SequenceValues)
     assert (found.compute, found.max_over_ranks is not None) == (torch.bfloat16, True)
     assert isinstance(as_values(BlockForward(model), ValueModel(model)), BlockValues)
+
+
+class Met:
+    """A role, with calls that wait for a call of another pool; `inside` are the calls under way."""
+
+    def __init__(self, name: str, role: Any, meets: set[str], barrier: Barrier, inside: list[str]) -> None:
+        self.name, self.role, self.meets, self.barrier, self.inside = name, role, meets, barrier, inside
+        self.beside: list[str] = []
+
+    def __getattr__(self, method: str) -> Any:
+        found = getattr(self.role, method)
+        if method not in ("logprobs", "values", "update"):
+            return found
+
+        def call(*arguments: Any) -> Any:
+            self.inside.append(self.name)
+            if method in self.meets:
+                self.barrier.wait(30)  # raises where none comes
+            self.beside += self.inside
+            result = found(*arguments)
+            self.inside.remove(self.name)
+            return result
+
+        return call
+
+
+def test_pools_compute_at_the_same_time_and_the_roles_of_one_in_turn(folder: Path) -> None:
+    recipe = make_recipe(folder, mini_batches=2)
+    recipe = recipe.model_copy(update={"algorithm": recipe.algorithm.model_copy(update={"kl_coef": 0.1})})
+    groups = make_groups(REWARDS)
+    alone, apart = (LocalRoles(recipe, make_policy()) for _ in range(2))
+    barrier, inside = Barrier(2), []
+    actor = Met("actor", apart.actor, {"logprobs", "update"}, barrier, inside)
+    critic = Met("critic", apart.critic, {"values", "update"}, barrier, inside)
+    reference = Met("reference", apart.reference, set(), barrier, inside)
+    pools = {"actor": "trainer", "critic": "critic_reference", "reference": "critic_reference"}
+    theirs = SimpleNamespace(actor=actor, critic=critic, reference=reference, reward_model=None, pools=pools)
+    torch.manual_seed(0)
+    wanted = Learner(recipe, alone).learn(groups)
+    torch.manual_seed(0)
+    assert Learner(recipe, theirs).learn(groups) == pytest.approx(wanted, rel=1e-5, abs=1e-7)
+    assert "reference" not in critic.beside
+    assert "critic" not in reference.beside
+
+
+def test_an_error_of_one_pool_ends_the_step(folder: Path) -> None:
+    recipe = make_recipe(folder, mini_batches=2)
+    roles = LocalRoles(recipe, make_policy())
+
+    def values(batch: Batch) -> Any:
+        raise UserError("the critic's worker is gone")
+
+    critic = SimpleNamespace(values=values, updates=0)
+    pools = {"actor": "trainer", "critic": "critic"}
+    theirs = SimpleNamespace(actor=roles.actor, critic=critic, reference=None, reward_model=None, pools=pools)
+    with pytest.raises(UserError, match="the critic's worker is gone"):
+        Learner(recipe, theirs).learn(make_groups(REWARDS))

@@ -3,7 +3,7 @@ optimizer of its own, and are put together for a pass; samples are computed one 
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -146,6 +146,7 @@ class ToyRoles:
 
     in_process, device = False, "cpu"
     reference = critic = reward_model = None
+    pools: ClassVar[dict[str, str]] = {}
 
     def __init__(self, recipe: Recipe, begins: Recipe, logs: Path, *say: Any) -> None:
         self.actor = ToyActor(recipe, load_model(begins.model, recipe.train.seed)[0])

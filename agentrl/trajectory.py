@@ -177,6 +177,9 @@ class Trajectory:
     """Seed of the sample and attempt; None where it was not sampled from one."""
     leaf: int = -1
     """Index of the segment in which the conversation of `messages` ends."""
+    experts: npt.NDArray[np.int16] | None = None
+    """int16 [T, layers, experts a token]: what the engine's routers chose for each token, -1 where that is not known;
+    None without `algorithm.routing_replay`, and of a tree. Not stored on disk."""
 
     @property
     def reward(self) -> float:
@@ -242,6 +245,8 @@ def check_invariants(t: Trajectory) -> None:
     if not (len(t.loss_mask) == len(t.logprobs) == len(t.weight_version) == n):
         lengths = (n, len(t.loss_mask), len(t.logprobs), len(t.weight_version))
         raise InvariantError(f"{t.request_id}: lengths of ids, mask, logprobs, versions differ: {lengths}")
+    if t.experts is not None and len(t.experts) != n:
+        raise InvariantError(f"{t.request_id}: the experts of {len(t.experts)} tokens, but {n} ids")
     spans, trained = np.zeros(n, np.uint8), np.zeros(n, np.uint8)
     last = t.prompt_length
     for turn in t.turns:

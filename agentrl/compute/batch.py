@@ -44,6 +44,8 @@ class Batch:
         if any(t.segments for t in trajectories):
             return _from_trees(trajectories, range(len(trajectories)) if groups is None else groups)
         lengths = np.array([len(t.ids) for t in trajectories], np.int64)
+        routed = [t.experts for t in trajectories if t.experts is not None]
+        experts = {"experts": np.concatenate(routed)} if routed and len(routed) == len(trajectories) else {}
         named = range(len(trajectories)) if groups is None else groups
         return cls(
             offsets=_offsets(lengths),
@@ -51,6 +53,7 @@ class Batch:
                 "ids": _concatenate([t.ids for t in trajectories], np.int32),
                 "loss_mask": _concatenate([t.loss_mask for t in trajectories], np.uint8),
                 "logprobs": _concatenate([t.logprobs for t in trajectories], np.float32),
+                **experts,
             },
             samples={
                 "prompt_length": np.array([t.prompt_length for t in trajectories], np.int32),

@@ -14,7 +14,7 @@ from agentrl.compute.batch import Batch
 from agentrl.compute.packing import Packed, Segment, bins, pack
 
 _NONE = np.zeros(0, np.int64)
-EMPTY = Packed(np.zeros(1, np.int64), np.zeros(1, np.int64), (Segment(0, 1),), (), _NONE, _NONE, _NONE)
+EMPTY = Packed(np.zeros(1, np.int64), np.zeros(1, np.int64), (Segment(0, 1),), (), _NONE, _NONE, _NONE, _NONE)
 """A pass that computes one token and predicts none, for a rank with fewer micro-batches than others."""
 
 

@@ -66,6 +66,8 @@ class Packed:
     predicted: Ints
     source: Ints
     """int64 [N]: the index of that id in the batch's token columns."""
+    where: Ints
+    """int64 [P]: the index of each packed token in the batch's token columns."""
 
     @property
     def target(self) -> Ints:
@@ -149,14 +151,16 @@ def pack(batch: Batch, trees: Sequence[PrefixTree]) -> Packed:
             path = np.concatenate([[-1], indices(spans)])
             predictions.append((path[wanted], path[wanted + 1], first + wanted))
     predict, predicted, source = (np.concatenate(column) for column in zip(*predictions, strict=True))
+    tokens = np.concatenate(where)
     return Packed(
-        ids=batch.tokens["ids"][np.concatenate(where)].astype(np.int64),
+        ids=batch.tokens["ids"][tokens].astype(np.int64),
         positions=np.concatenate(positions),
         segments=tuple(segments),
         paths=tuple(paths),
         predict=predict,
         predicted=predicted,
         source=source,
+        where=tokens,
     )
 
 

@@ -8,6 +8,9 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
+import numpy as np
+import numpy.typing as npt
+
 from agentrl.chat.base import Chat
 from agentrl.cluster.placement import Launched
 from agentrl.errors import PlainError, UserError
@@ -73,6 +76,10 @@ class Generation:
     usage: Mapping[str, int] = field(default_factory=dict)
     """What an endpoint counted, which tokens here do not say: `input`, `cached_input` (part of it) and `output`."""
 
+    experts: npt.NDArray[np.int16] | None = None
+    """int16 [n, layers, experts a token]: what the routers of a mixture chose for the first n tokens of the prompt and
+    `ids`, -1 where that is not known; None: it was not asked for."""
+
 
 OnTokens = Callable[[Sequence[int]], None]
 """Is given sampled ids as they come, in the event loop's thread; must be quick."""
@@ -104,6 +111,9 @@ class Engine(Protocol):
 
     streams: ClassVar[bool] = False
     """Whether `generate` calls `on_tokens`; where not, it is not given any."""
+
+    tells_experts: ClassVar[bool] = False
+    """Whether it fills `Generation.experts` where its class is given `routing_replay=True`."""
 
     chat: Chat | None = None
     """The engine's own chat if `brings_chat`."""

@@ -17,7 +17,7 @@ from agentrl.algo.loss import kl_estimate, kl_estimator
 from agentrl.algo.off_policy import OffPolicy, importance_weights
 from agentrl.algo.terms import LossTerms, Tokens
 from agentrl.compute.batch import Batch
-from agentrl.compute.forward import Forward, choose, computed_in
+from agentrl.compute.forward import SEQUENTIAL, Forward, choose, computed_in
 from agentrl.compute.micro_batches import (
     EMPTY,
     SINGLE_PROCESS,
@@ -31,6 +31,7 @@ from agentrl.errors import UserError, call_plugin
 from agentrl.learner.metrics import MicroBatchMetrics, mismatch_columns
 from agentrl.learner.optimizer import Optimizer
 from agentrl.models import lora
+from agentrl.models.routing import UNKNOWN, Routing
 from agentrl.recipe.schema import AlgorithmSection, Recipe
 
 
@@ -62,6 +63,9 @@ class Actor:
         )
         self.temperature = recipe.rollout.temperature or 1.0
         self.off_policy = off_policy_of(recipe)
+        self.routing = Routing.of(model) if recipe.algorithm.routing_replay else None
+        if self.routing is not None and self.description.startswith(SEQUENTIAL):
+            raise UserError(f"algorithm.routing_replay needs packed rows, but the model is computed {self.description}")
 
     @property
     def trained(self) -> int:
@@ -76,7 +80,10 @@ class Actor:
     def logprobs(self, batch: Batch) -> npt.NDArray[np.float32]:
         """Return the log-probs of the sampled tokens under the current weights, float32 [T], 0 elsewhere."""
         tokens = self.recipe.train.micro_batch_tokens
-        return token_column(batch, tokens, self.ranks, lambda packed: self.forward(packed, self.temperature)[0])
+        try:
+            return token_column(batch, tokens, self.ranks, lambda packed: self._computed(packed, batch)[0])
+        finally:
+            self._route_freely()
 
     def update(self, batch: Batch, rate: float) -> MicroBatchMetrics:
         """Make one optimizer update at learning rate `rate` from this rank's part of the batch; return its metrics.
@@ -90,15 +97,29 @@ class Actor:
             with lora.dropping_out(self.model):
                 loss = self._loss(packed, batch, metrics)
             (loss * self.ranks.size).backward()
+        self._route_freely()
         metrics.updated(self.optimizer.step(rate), rate)
         if "old_logprobs" not in batch.tokens:
             metrics.keep_logprobs(int(batch.offsets[-1]))
         return metrics
 
+    def _computed(self, packed: Packed, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return log-probs and entropies [N] of a row of `batch`, by the experts that the engine chose where it told.
+        They are replayed until the next row, also in the backward pass."""
+        experts = batch.tokens.get("experts")
+        if self.routing is not None and experts is not None:
+            row = np.full((1, *experts.shape[1:]), UNKNOWN) if packed is EMPTY else experts[packed.where]
+            self.routing.replay(torch.from_numpy(row.astype(np.int64)))
+        return self.forward(packed, self.temperature)
+
+    def _route_freely(self) -> None:
+        if self.routing is not None:
+            self.routing.replay(None)
+
     def _loss(self, packed: Packed, batch: Batch, metrics: MicroBatchMetrics) -> Tensor:
         """Return the loss of a micro-batch, a summand of the update's, and add its metrics to `metrics`."""
         algorithm = self.recipe.algorithm
-        logprobs, entropy = self.forward(packed, self.temperature)
+        logprobs, entropy = self._computed(packed, batch)
         if packed is EMPTY:
             return logprobs.sum()
         device = logprobs.device
@@ -127,6 +148,8 @@ class Actor:
         mismatch = mismatch_columns(old - engine, factor, corrected=self.off_policy != OffPolicy.NONE)
         columns = {**{f"train/{name}": column for name, column in measured.items()}, **mismatch}
         largest = {"mismatch/logprob_max": mismatch["mismatch/logprob_mean"]}
+        if self.routing is not None and "experts" in batch.tokens:
+            columns["mismatch/experts"] = self.routing.differing()[torch.from_numpy(packed.predict)].to(device)
         metrics.micro_batch(len(packed.ids), loss, columns, largest)
         return loss
 

@@ -144,7 +144,8 @@ def policy_metrics(found: MicroBatchMetrics) -> dict[str, float]:
     mismatch/logprob_mean and logprob_max are of |d|. mismatch/kl is the mean of w - 1 - d, which estimates
     KL(engine || trainer) (k3 of Schulman 2020). mismatch/ess is the effective sample size (sum w)^2 / (n sum w^2), as a
     share of n. mismatch/weight_mean is the mean factor that corrects the loss, and mismatch/weight_cut the share of
-    tokens whose factor is not w, because it was truncated or masked.
+    tokens whose factor is not w, because it was truncated or masked. mismatch/experts is the share of the replayed
+    choices of experts that the trainer's routers would not have made.
     """
     counts = {
         **found.of_updates("train"),
@@ -165,6 +166,7 @@ def policy_metrics(found: MicroBatchMetrics) -> dict[str, float]:
         "mismatch/ess": weights**2 / (found.predictions * squares),
         "mismatch/weight_mean": found.mean("mismatch/weight_mean"),
         "mismatch/weight_cut": found.mean("mismatch/weight_cut"),
+        **({"mismatch/experts": found.mean("mismatch/experts")} if "mismatch/experts" in found.sums else {}),
     }
 
 

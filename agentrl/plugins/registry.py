@@ -136,7 +136,7 @@ def make_engine(section: EngineSection, model: Any, **context: Any) -> Any:
     """Return the engine of a recipe: its class called with the model, `max_batch` and `engine.args`.
 
     context: what else a run knows, given to a class that names it: `model_path`, `tokenizer`, `say`, `phase`,
-    `lora`, `cluster`, `devices`, `dtype` and `overlap`.
+    `lora`, `cluster`, `devices`, `dtype`, `overlap` and `routing_replay`.
     """
     made = load("engines", section.name)
     known = {key: value for key, value in context.items() if key in inspect.signature(made).parameters}

@@ -358,6 +358,8 @@ class AlgorithmSection(Section):
     which it does not sample in), else none."""
     off_policy_cap: Annotated[float, Field(ge=1)] = 2.0
     """Upper bound of the importance weights."""
+    routing_replay: bool = False
+    """Of a mixture of experts: train with the experts that the engine chose for each token (arXiv:2510.11370)."""
 
     @model_validator(mode="before")
     @classmethod

@@ -145,6 +145,7 @@ class Player:
             devices=placement.servers if placement is not None else (),
             dtype="bfloat16" if section.compute == "bfloat16" else section.dtype,
             overlap=recipe.rollout.overlap != "none" and not apart,
+            routing_replay=recipe.algorithm.routing_replay,
         )
         await engine.health()
         return cls(recipe, env, toolbox, rewards, model, tokenizer, chat, engine)

@@ -130,6 +130,8 @@ class Conversation:
     versions: "array[int]" = field(default_factory=lambda: array("i"))
     version_counts: "array[int]" = field(default_factory=lambda: array("i"))
     """For each entry of `versions`, the number of sampled ids in a row with it."""
+    experts: npt.NDArray[np.int16] | None = None
+    """What the engine's routers chose for the first ids (see `Generation.experts`)."""
     prompt_length: int = 0
     """Tokens of the opening prompt."""
     open_turn: int | None = None
@@ -187,6 +189,9 @@ class Conversation:
             self._add_versions(version)
         if self.open_turn is None:
             self.open_turn = start
+        if (experts := generation.experts) is not None:  # what is known already was chosen when it was sampled
+            known = experts[:0] if self.experts is None else self.experts
+            self.experts = np.concatenate([known, experts[len(known) :]])
 
     def _add_versions(self, versions: Sequence[int]) -> None:
         """Append one version an id, as counts of ids in a row."""
@@ -231,7 +236,7 @@ class Conversation:
             array("i"),
             array("d"),
         )
-        self.open_turn, self.order, self.summarizing = None, -1, False
+        self.open_turn, self.order, self.summarizing, self.experts = None, -1, False, None
         return past
 
     @property
@@ -393,7 +398,17 @@ class AsyncRolloutRequest(Conversation):
             finish=self.finish or FinishReason.ERROR, weights=weights, tool_uses=tuple(tree.tool_uses),
             failure=self.failure, seconds=dict(self.seconds), spans=tuple(self.spans), tools=tuple(self.tools),
             extra=extra, segments=tuple(tree.segments), branches=tuple(tree.told), leaf=tree.leaf, seed=self.seed,
+            experts=None if self.branches else _of_all(self.experts, len(tree.ids)),
         )  # fmt: skip
+
+
+def _of_all(experts: npt.NDArray[np.int16] | None, tokens: int) -> npt.NDArray[np.int16] | None:
+    """Return the experts of all tokens, -1 for those at the end that the engine did not compute."""
+    if experts is None:
+        return None
+    found = np.full((tokens, *experts.shape[1:]), -1, np.int16)
+    found[: len(experts)] = experts[:tokens]
+    return found
 
 
 @dataclass(slots=True)

@@ -90,6 +90,11 @@ def check_algorithm(recipe: Recipe) -> None:
     Raises UserError for a mistake that their signature or their result shows.
     """
     algorithm, batch = recipe.algorithm, _invented_step(recipe)
+    if algorithm.routing_replay:
+        if not engine_class(name := recipe.engine.name).tells_experts:
+            raise UserError(f"algorithm.routing_replay: engine {name!r} does not tell which experts it chose")
+        if recipe.cluster.sequence_parallel > 1:
+            raise UserError("algorithm.routing_replay does not go with cluster.sequence_parallel: set that to 1")
     found = with_advantages(batch, advantages.bound(algorithm.advantage), algorithm)
     logprobs = torch.from_numpy(batch.tokens["logprobs"]).requires_grad_()
     sample = torch.from_numpy(np.repeat(np.arange(len(batch)), batch.lengths))

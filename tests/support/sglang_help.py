@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from base64 import b64encode
 from collections import Counter, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from aiohttp import web
 from paths import ROOT
@@ -23,6 +25,7 @@ from agentrl.engine.servers.server import Server
 from agentrl.engine.sglang.command import SGLANG, SglangPlan
 from agentrl.models import embedded_path
 from agentrl.models.load import load_model
+from agentrl.models.routing import ServedExperts
 from agentrl.recipe.schema import ModelSection
 
 GREEDY = Sampling(24, temperature=0.0)
@@ -89,6 +92,7 @@ class StandIn:
     dead: bool = False  # every request is refused
     dtype: str = ""  # that it tells; empty: none
     late: float = 0.0  # seconds that it takes to answer /model_info
+    experts: bool = False  # it was started with --enable-return-routed-experts
     takes_weights: bool = False  # any update, without a change of what it samples
     taken: dict[str, Any] = field(default_factory=dict)  # path of an update -> the body that came last
     calls: "Counter[str]" = field(default_factory=Counter)
@@ -98,7 +102,7 @@ class StandIn:
     url: str = ""
 
     async def __aenter__(self) -> "StandIn":
-        self._engine = LocalEngine(self.model, max_batch=32)
+        self._engine = LocalEngine(self.model, max_batch=32, routing_replay=self.experts)
         self._held = asyncio.Event()
         self._serving = serving(self._routes(), middlewares=[self._count])
         self.url = await self._serving.__aenter__()
@@ -220,6 +224,13 @@ class StandIn:
     def spoil(self, piece: bytes, kind: str) -> bytes:
         return _spoilt(piece, kind)
 
+    def experts_of(self, made: Any) -> np.ndarray:
+        """What the real servers tell: of every layer, and of one without a router whatever lies there."""
+        served = ServedExperts.of(self.model)
+        found = np.full((len(made.experts), served.of_model, served.each), 3)
+        found[:, list(served.layers)] = made.experts
+        return found
+
     def _sampler(self, body: dict[str, Any]) -> LocalEngine:
         return self._engine
 
@@ -241,6 +252,8 @@ class StandIn:
             }  # fmt: skip
             if last:
                 meta["weight_versions"] = [{"version": self.version, "start": 0, "end": end}]
+            if last and self.experts and body.get("return_routed_experts"):
+                meta["routed_experts"] = b64encode(self.experts_of(made).astype(np.int32).tobytes()).decode()
             pieces.append(json.dumps({"output_ids": made.ids[shown:end], "meta_info": meta}).encode())
         return pieces
 

@@ -4,11 +4,14 @@ the same protocol (as recorded from vLLM 0.32.0) and fails on demand."""
 import copy
 import hashlib
 import json
+from base64 import b64encode
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from aiohttp import web
 from safetensors.torch import load_file
@@ -158,6 +161,9 @@ class VllmStandIn(StandIn):
                 "finish_reason": made.finish.value if last else None,
                 "weight_versions": [{"version": self.version, "start": 0, "end": end}] if last else None,
             }  # fmt: skip
+            if last and self.experts:
+                np.save(file := BytesIO(), self.experts_of(made).astype(np.uint8))
+                choice["routed_experts"] = b64encode(file.getvalue()).decode()
             pieces.append(json.dumps({"request_id": body["request_id"], "choices": [choice]}).encode())
         return pieces
 

@@ -7,6 +7,8 @@ of a slot is scratch space: rows that are not active in a step write there.
 import os
 from collections.abc import Sequence
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -28,6 +30,9 @@ class SlotCache:
         """Keys of each layer: [slots, kv_heads, columns + 1, D]; None: not allocated."""
         self.values: list[Tensor | None] = []
         """Values of each layer: [slots, kv_heads, columns + 1, D]; None: not allocated."""
+        self.experts: list[Tensor | None] = [None]
+        """What the routers chose for each token: int16 [slots, 1, columns + 1, layers * experts a token]; None: that is
+        not recorded."""
 
     def layer(self, i: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Return the buffers of layer i. k, v: [N, kv_heads, D], the shape, dtype and device of new buffers."""
@@ -44,7 +49,7 @@ class SlotCache:
         """Change the number of slots and columns; the contents of those that remain are kept."""
         s, c = min(slots, self.slots), min(columns, self.columns)
         self.slots, self.columns = slots, columns
-        for buffers in (self.keys, self.values):
+        for buffers in (self.keys, self.values, self.experts):
             for i, old in enumerate(buffers):
                 if old is not None:
                     new = old.new_zeros(slots, old.shape[1], columns + 1, old.shape[3])
@@ -53,7 +58,7 @@ class SlotCache:
 
     def copy(self, source: Sequence[int], target: Sequence[int], columns: int) -> None:
         """Copy the first `columns` tokens of slot source[j] to slot target[j], for all j as if at once."""
-        for buffer in (*self.keys, *self.values):
+        for buffer in (*self.keys, *self.values, *self.experts):
             if buffer is not None:
                 src = torch.tensor(source, device=buffer.device)
                 dst = torch.tensor(target, device=buffer.device)
@@ -62,7 +67,7 @@ class SlotCache:
 
     def clear(self) -> None:
         """Free the memory; the numbers of slots and columns stay the same."""
-        self.keys, self.values = [], []
+        self.keys, self.values, self.experts = [], [], [None]
 
 
 class CachedRunner:
@@ -89,3 +94,6 @@ class CachedRunner:
 
     def clear(self) -> None:
         self.cache.clear()
+
+    def experts(self, slot: int, tokens: int) -> npt.NDArray[np.int16] | None:
+        return None

@@ -14,6 +14,7 @@ from agentrl.engine.local.runner import Chunk, Ints, Runner, Work
 from agentrl.errors import UserError
 from agentrl.models import block
 from agentrl.models.prove import attempt, difference, differs_like_others
+from agentrl.models.routing import Routing
 
 log = logging.getLogger(__name__)
 
@@ -23,16 +24,19 @@ TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}
 judged by `differs_like_others` instead, as the trainer's forward is."""
 
 
-def runner_for(model: Any) -> Runner:
-    """Return the fastest runner that is exact for `model`. Raises UserError if it is no causal language model."""
+def runner_for(model: Any, routing: Routing | None = None) -> Runner:
+    """Return the fastest runner that is exact for `model`. Raises UserError if it is no causal language model, or if it
+    shall record the experts of a mixture (`routing`) that has to be sampled without a cache."""
     if getattr(model.config, "is_encoder_decoder", False) or model.get_output_embeddings() is None:
         raise UserError(f"model.path: {type(model).__name__} is not a causal language model, which the engine needs")
     if block.unsupported(model) is None:
         return BlockRunner(model)
-    runner = ModuleRunner(model)
+    runner = ModuleRunner(model, routing)
     reason = runner.unsupported() or _disagreement(model, runner)
     if reason is None:
         return runner
+    if routing is not None:
+        raise UserError(f"algorithm.routing_replay needs a slot cache to record experts in: {reason}")
     log.warning("%s is sampled without a cache, which is slow: %s", type(model).__name__, reason)
     return RecomputeRunner(model)
 

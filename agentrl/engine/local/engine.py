@@ -25,6 +25,7 @@ from agentrl.engine.local.scheduler import Scheduler
 from agentrl.engine.local.slots import Request
 from agentrl.errors import UserError
 from agentrl.models.lora import layers
+from agentrl.models.routing import Routing
 from agentrl.threads import in_thread
 
 INLINE_SECONDS = 0.025  # maximum duration of a step in the event loop's thread
@@ -42,7 +43,8 @@ class LocalEngine(Engine):
     decoded at once. max_context: maximum tokens of prompt and answer together; None: as many as the model's
     configuration allows and the cache can hold. cache_bytes: maximum memory of keys and values; None: a quarter of the
     machine's, or half of the free memory of a GPU. overlap: whether to sample while the trainer changes `model`
-    (`rollout.overlap`): then the engine keeps a copy of the weights, which `update_weights` refreshes.
+    (`rollout.overlap`): then the engine keeps a copy of the weights, which `update_weights` refreshes. routing_replay:
+    whether to tell which experts the routers of a mixture choose.
 
     Raises UserError if max_batch is less than 1, the cache cannot hold one context, or the model is not a causal
     language model.
@@ -50,6 +52,7 @@ class LocalEngine(Engine):
 
     in_process: ClassVar[bool] = True
     streams: ClassVar[bool] = True
+    tells_experts: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -59,13 +62,14 @@ class LocalEngine(Engine):
         max_context: int | None = None,
         cache_bytes: int | None = None,
         overlap: bool = False,
+        routing_replay: bool = False,
     ) -> None:
         if max_batch < 1:
             raise UserError(f"engine.max_batch is {max_batch}; it must be at least 1")
         self._followed = model if overlap else None
         model = copy.deepcopy(model).requires_grad_(False) if overlap else model
         self._model = model
-        self._runner = runner_for(model)
+        self._runner = runner_for(model, Routing.of(model) if routing_replay else None)
         room = cache_bytes or _default_cache_bytes(model.get_input_embeddings().weight.device)
         fits = room // self._runner.token_bytes - 1
         self._context = min(context_of(model), max_context or max(1, fits))

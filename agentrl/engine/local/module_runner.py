@@ -2,10 +2,11 @@
 
 import inspect
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from transformers import DynamicLayer
@@ -13,6 +14,7 @@ from transformers.cache_utils import Cache
 
 from agentrl.engine.local.cache import CachedRunner, SlotCache
 from agentrl.engine.local.runner import Chunk, Ints, Work
+from agentrl.models.routing import Routing
 
 KINDS = {"full_attention", "sliding_attention"}
 
@@ -59,11 +61,14 @@ def evaluating(model: Any) -> Iterator[None]:
 
 
 class ModuleRunner(CachedRunner):
-    """A `Runner` that calls the module once for a step's rows and once for its chunks, padded to the longest."""
+    """A `Runner` that calls the module once for a step's rows and once for its chunks, padded to the longest.
 
-    def __init__(self, model: Any) -> None:
+    routing: records which experts are chosen; None: it is not asked for.
+    """
+
+    def __init__(self, model: Any, routing: Routing | None = None) -> None:
         super().__init__()
-        self.model = model
+        self.model, self.routing = model, routing
         weight = model.get_input_embeddings().weight
         self.device, self.dtype = weight.device, weight.dtype
         config = model.config.get_text_config()
@@ -94,7 +99,8 @@ class ModuleRunner(CachedRunner):
             if work.chunks:
                 parts.append(self._chunks(work.chunks))
             if not self.token_bytes:
-                buffers = [b for b in (*self.cache.keys, *self.cache.values) if b is not None]
+                cache = self.cache
+                buffers = [b for b in (*cache.keys, *cache.values, *cache.experts) if b is not None]
                 self.token_bytes = sum(b.shape[1] * b.shape[3] * b.element_size() for b in buffers)
             return torch.cat(parts)
 
@@ -116,17 +122,34 @@ class ModuleRunner(CachedRunner):
         view = _SlotView(self.cache, self._tensor(rows), self._tensor(columns), width)
         last, where = np.unique(lengths - 1, return_inverse=True)
         kept = {"logits_to_keep": self._tensor(last)} if self._keep else {}
-        out = self.model(
-            input_ids=self._tensor(ids),
-            attention_mask=self._masks(positions, width),
-            position_ids=self._tensor(positions),
-            past_key_values=view,
-            use_cache=True,
-            **kept,
-        )
+        with nullcontext() if self.routing is None else self.routing.recording() as chosen:
+            out = self.model(
+                input_ids=self._tensor(ids),
+                attention_mask=self._masks(positions, width),
+                position_ids=self._tensor(positions),
+                past_key_values=view,
+                use_cache=True,
+                **kept,
+            )
+        if chosen is not None:
+            self._keep_experts(torch.cat([c for c in chosen if c is not None], dim=-1), view)
         where = where if self._keep else lengths - 1
         logits: Tensor = out.logits[torch.arange(len(rows), device=self.device), self._tensor(where)].float()
         return logits
+
+    def _keep_experts(self, chosen: Tensor, view: _SlotView) -> None:
+        """Store what the routers chose for the queries of a call, [R * Q, layers * experts a token]."""
+        cache, buffers = self.cache, self.cache.experts
+        if (buffer := buffers[0]) is None:
+            size = (cache.slots, 1, cache.columns + 1, chosen.shape[-1])
+            buffer = buffers[0] = torch.zeros(size, dtype=torch.int16, device=self.device)
+        buffer[view.rows[:, None], 0, view.columns] = chosen.view(*view.columns.shape, -1).to(torch.int16)
+
+    def experts(self, slot: int, tokens: int) -> npt.NDArray[np.int16] | None:
+        if self.routing is None or (buffer := self.cache.experts[0]) is None:
+            return None
+        found: npt.NDArray[np.int16] = buffer[slot, 0, :tokens].cpu().numpy()
+        return found.reshape(tokens, self.routing.layers, -1)
 
     def _masks(self, positions: Ints, width: int) -> Any:
         """Return the additive mask, [R, 1, Q, width], or a dictionary with one for each kind of layer."""

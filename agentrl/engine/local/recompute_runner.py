@@ -48,6 +48,10 @@ class RecomputeRunner:
     def clear(self) -> None:
         """Do nothing: the ids take little memory."""
 
+    def experts(self, slot: int, tokens: int) -> None:
+        """Return None: nothing is recorded."""
+        return None
+
     def refresh(self) -> None:
         """Do nothing: nothing is derived from the weights."""
 

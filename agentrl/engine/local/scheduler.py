@@ -325,10 +325,11 @@ class Scheduler:
         ids, logprobs = self.slots.rows.sampled(request.slot) if request.slot is not None else ([], [])
         c = self._detach(request)
         c.ids = np.concatenate([request.ids, np.array(ids, np.int64)])
+        experts = self.runner.experts(c.slot, int(self.slots.rows.length[c.slot]))
         if request.last or not self.slots.rows.length[c.slot]:
             self.slots.free(c)
         versions = self._versions(request, len(ids))
-        return Generation(request.done_ids + ids, request.done_logprobs + logprobs, finish, versions)
+        return Generation(request.done_ids + ids, request.done_logprobs + logprobs, finish, versions, experts=experts)
 
     def _detach(self, request: Request) -> Conversation:
         """Remove a request from its slot; the requests that wait for its prompt go back into the queue."""

@@ -3,6 +3,9 @@
 from array import array
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
+
+import numpy.typing as npt
 
 from agentrl.engine.base import Generation, GenerationFinish, OnTokens, Sampling, tell
 
@@ -46,6 +49,9 @@ class Answer:
     """Is given the ids as they come."""
     told: int = 0
     """How many ids it was given."""
+    experts: npt.NDArray[Any] | None = None
+    """What the routers chose for all tokens but the last, as the server told it: of every layer, integers; None: it
+    did not tell."""
 
     def tell(self, sure: int) -> None:
         """Give `on_tokens` what is new of the first `sure` ids, which stay."""

@@ -15,6 +15,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from agentrl.cluster.placement import Launched
@@ -28,11 +30,14 @@ from agentrl.engine.servers.launch import Flag, launch_command, plain_flags, siz
 from agentrl.engine.servers.pool import Call, Member
 from agentrl.engine.servers.settings import NO_CLUSTER, Settings, settings_of
 from agentrl.errors import UserError
+from agentrl.models.routing import ServedExperts
 from agentrl.recipe.schema import LoraSection, Recipe
 from agentrl.weights.source import WeightSource
 
 ATTEMPTS = 8
 """Failures of one request, on any servers, before it is given up."""
+EXPERTS_FLAG = "enable-return-routed-experts"
+"""The flag of servers, of either kind, that tell which experts their routers choose."""
 BACK_OFF_SECONDS = 0.1, 2.0
 """Time before a second try on a server that answers: shortest, longest."""
 
@@ -44,10 +49,12 @@ class ServerEngine(Engine):
     lines that stay, and with what goes on right now. lora: of the adapter that is trained, where `model` is a shape.
     cluster: address of a Ray cluster whose machines are to reach launched servers. devices: the GPUs of each launched
     server, neighbours, as this process counts them; empty: from the first on. dtype: of the weights on launched
-    servers, which they compute in (None: that of `model`). The rest is described in `Settings`.
+    servers, which they compute in (None: that of `model`). routing_replay: whether to tell which experts the routers
+    of a mixture choose. The rest is described in `Settings`.
     """
 
     streams: ClassVar[bool] = True
+    tells_experts: ClassVar[bool] = True
     kind: ClassVar[ServerKind]
     """What the servers speak."""
 
@@ -64,6 +71,7 @@ class ServerEngine(Engine):
         cluster: str | None = None,
         devices: Sequence[Sequence[int]] = (),
         dtype: str | None = None,
+        routing_replay: bool = False,
         urls: tuple[str, ...] | str = (),
         servers: int = 1,
         remote_nodes: int = 0,
@@ -80,6 +88,9 @@ class ServerEngine(Engine):
         log_dir: str | None = None,
     ) -> None:
         given = (urls,) if isinstance(urls, str) else urls
+        self._experts = ServedExperts.of(model) if routing_replay else None
+        if routing_replay and not given:
+            flags, env = {EXPERTS_FLAG: True, **(flags or {})}, {**self.kind.experts_env, **(env or {})}
         settings = Settings(
             urls=tuple(url.rstrip("/") for url in given), servers=servers,
             remote_nodes=remote_nodes, venv=venv, command=command,
@@ -186,7 +197,20 @@ class ServerEngine(Engine):
             finish = await self._answer(call, prompt, answer, sampling, room, request_id)
         finally:
             del self._calls[request_id]
-        return answer.generation(finish, self.weight_version)
+        generation = answer.generation(finish, self.weight_version)
+        if self._experts is None or finish is GenerationFinish.ABORT:
+            return generation
+        return replace(generation, experts=self._recorded(answer, len(prompt) + len(answer.ids)))
+
+    def _recorded(self, answer: Answer, tokens: int) -> npt.NDArray[np.int16]:
+        """Return what the routers chose for the first of `tokens` tokens (see `Generation.experts`)."""
+        assert self._experts is not None
+        if answer.experts is None:
+            raise EngineError(f"a server does not tell which experts it chose: start it with --{EXPERTS_FLAG}")
+        try:
+            return self._experts.recorded(answer.experts, tokens)
+        except ValueError as error:
+            raise EngineError(f"a server tells of other experts than the model has: {error}") from error
 
     def finish(self, request_id: str) -> None:
         self._fleet.pool.forget(request_id)
@@ -288,9 +312,12 @@ class ServerEngine(Engine):
         fails."""
         rid = uuid.uuid4().hex  # of one length: a server aborts every id that has the given one as a prefix
         have = sure = len(answer.ids)
+        answer.experts = None
         interval = INTERVAL if answer.on_tokens is None else STREAM_INTERVAL
         adapter, version = self._fleet.sync.adapter_of(member.url) or (None, self._fleet.version)
         body = self.kind.body(prompt + answer.ids, sampling, room - have, rid, member.features, adapter, interval)
+        if self._experts is not None:
+            body |= self.kind.experts_body
         mark, certain = self._fleet.mark, not self._fleet.paused
         reader = self.kind.reader(answer, member.url, version, adapter is not None)
         end: PieceEnd | None = None

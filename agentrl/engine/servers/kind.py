@@ -35,6 +35,10 @@ class ServerKind(ABC):
     plan: ClassVar[type[LaunchPlan]]
     """How one is launched, and what its product is called. Its calls about weights are those of that name in
     `weights.kinds.SERVERS`."""
+    experts_body: ClassVar[Mapping[str, Any]] = {}
+    """What the body of a request has besides where the choices of routers are wanted."""
+    experts_env: ClassVar[Mapping[str, str]] = {}
+    """Variables that a server needs for telling them."""
     breaks: ClassVar[bool] = False
     """Whether a server that failed to take weights has to be started again before it can."""
     alive: ClassVar[str]

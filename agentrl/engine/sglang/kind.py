@@ -1,7 +1,7 @@
 """`SglangKind`: SGLang's API."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from agentrl.cluster.placement import Launched
 from agentrl.engine.base import Sampling
@@ -23,6 +23,7 @@ class SglangKind(ServerKind):
 
     plan = SglangPlan
     alive, generate = "/model_info", "/generate"
+    experts_body: ClassVar[Mapping[str, Any]] = {"return_routed_experts": True}
 
     def launched(self, servers: int, flags: Mapping[str, Flag]) -> Launched:
         first, share = flags.get("base-gpu-id"), flags.get("mem-fraction-static")

@@ -4,9 +4,12 @@ An answer may come in several pieces, from several servers; `Answer` holds the t
 after it was checked whole: one log-prob for each id, of that very id, and as many as the server says it sampled."""
 
 import math
+from base64 import b64decode
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 from pydantic_core import from_json
 
 from agentrl.engine.base import Sampling
@@ -86,10 +89,19 @@ class Reader:
         end = self._end(meta.get("finish_reason"))
         new, logprobs = self._new(ids, meta)
         runs = self._runs_with(len(new), meta)
+        if (experts := meta.get("routed_experts")) is not None:
+            self._answer.experts = self._experts(experts)
         self._answer.ids.extend(new)
         self._answer.logprobs.extend(logprobs)
         self._answer.versions[self._runs :] = runs
         return end
+
+    def _experts(self, told: Any) -> npt.NDArray[np.int32]:
+        """Decode the bytes of int32 [tokens, layers, experts a token]."""
+        try:
+            return np.frombuffer(b64decode(told, validate=True), np.int32)
+        except (TypeError, ValueError) as error:
+            raise self._malformed(f"its routed_experts are not int32 in base64 ({error})") from error
 
     def give_up(self, sure: int) -> None:
         """Do nothing: each piece names the weights that sampled it."""

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from agentrl.cluster.placement import Launched
 from agentrl.engine.base import Sampling
@@ -30,6 +30,7 @@ class VllmKind(ServerKind):
     plan = VllmPlan
     breaks = True
     alive, generate = "/health", PATH
+    experts_env: ClassVar[Mapping[str, str]] = {"VLLM_USE_V2_MODEL_RUNNER": "1"}
 
     def launched(self, servers: int, flags: Mapping[str, Flag]) -> Launched:
         share = flags.get("gpu-memory-utilization")

@@ -6,8 +6,13 @@ tokens, and every parameter is the engine's own, none filled in from OpenAI's de
 
 import json
 import math
+from base64 import b64decode
 from collections.abc import Mapping, Sequence
+from io import BytesIO
 from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from agentrl.engine.base import Sampling
 from agentrl.engine.servers.answer import INTERVAL, Answer, Features, PieceEnd
@@ -83,10 +88,22 @@ class VllmReader:
             raise self._malformed("its token_ids are no list")
         logprobs = self._logprobs(ids, choice.get("logprobs")) if ids else []
         runs = self._runs_with(len(ids), choice.get("weight_versions"))
+        if (experts := choice.get("routed_experts")) is not None:
+            self._answer.experts = self._experts(experts)
         self._answer.ids.extend(ids)
         self._answer.logprobs.extend(logprobs)
         self._answer.versions[self._runs :] = runs
         return end
+
+    def _experts(self, told: Any) -> npt.NDArray[Any]:
+        """Decode an `.npy` file [tokens, layers, experts a token]."""
+        try:
+            found: npt.NDArray[Any] = np.load(BytesIO(b64decode(told, validate=True)), allow_pickle=False)
+        except (TypeError, ValueError, EOFError, OSError) as error:
+            raise self._malformed(f"its routed_experts are no .npy file in base64 ({error})") from error
+        if found.dtype.kind not in "iu":
+            raise self._malformed(f"its routed_experts are of {found.dtype}")
+        return found
 
     def give_up(self, sure: int) -> None:
         """Drop the tokens whose weights the server has not told: it changed weights meanwhile, and ended early."""

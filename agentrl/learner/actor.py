@@ -5,6 +5,7 @@ micro-batches and ranks add up to exactly that of the whole batch.
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from agentrl.algo import losses
+from agentrl.algo.distill import sampled_reverse_kl
 from agentrl.algo.loss import kl_estimate, kl_estimator
 from agentrl.algo.off_policy import OffPolicy, importance_weights
 from agentrl.algo.terms import LossTerms, Tokens
@@ -81,9 +83,11 @@ class Actor:
     def update(self, batch: Batch, rate: float) -> MicroBatchMetrics:
         """Make one optimizer update at learning rate `rate` from this rank's part of the batch; return its metrics.
 
-        It reads the token columns `weight` (in the loss), `advantages`, `logprobs` (the engine's) and, if there are
-        any, `reference_logprobs` and `old_logprobs`. Without the latter, log-probs of the differentiated pass are the
-        old ones, and the column `logprobs` of the metrics.
+        The loss is the sum of token streams, each with a column of weights that are divided by their total already;
+        one whose column is absent costs nothing. `weight`: the policy loss, which reads `advantages`, `logprobs` (the
+        engine's) and, if there are any, `reference_logprobs`. `imitate`: -log p of the token. `distill`: see
+        `sampled_reverse_kl`; it reads `logprobs` and `teacher_logprobs`. Without the column `old_logprobs`, log-probs
+        of the differentiated pass are the old ones, and the column `logprobs` of the metrics.
         """
         metrics = MicroBatchMetrics()
         for packed in aligned_micro_batches(batch, self.recipe.train.micro_batch_tokens, self.ranks):
@@ -97,38 +101,91 @@ class Actor:
 
     def _loss(self, packed: Packed, batch: Batch, metrics: MicroBatchMetrics) -> Tensor:
         """Return the loss of a micro-batch, a summand of the update's, and add its metrics to `metrics`."""
-        algorithm = self.recipe.algorithm
         logprobs, entropy = self.forward(packed, self.temperature)
         if packed is EMPTY:
             return logprobs.sum()
-        device = logprobs.device
-        engine = column_at(batch, "logprobs", packed, device)
         if "old_logprobs" in batch.tokens:
-            old = column_at(batch, "old_logprobs", packed, device)
+            old = column_at(batch, "old_logprobs", packed, logprobs.device)
         else:
             old = logprobs.detach()
             metrics.predicted(packed.source, old)
-        path = np.searchsorted(batch.offsets, packed.source, side="right") - 1
-        sample = torch.from_numpy(batch.rollouts[path]).to(device)
-        terms = loss_terms(
-            self.loss, Tokens(logprobs, old, column_at(batch, "advantages", packed, device), sample), algorithm
-        )
-        factor = importance_weights(old, engine, sample, self.off_policy, algorithm.off_policy_cap)
-        each, measured = terms.loss * factor, {**terms.metrics, "entropy": entropy.detach()}
-        if "reference_logprobs" in batch.tokens:
-            reference = column_at(batch, "reference_logprobs", packed, device)
-            pulls = algorithm.kl_in == "loss"
-            kl = kl_estimate(logprobs, reference, kl_estimator(algorithm) if pulls else "k3")
-            each = each + algorithm.kl_coef * kl if pulls else each
-            measured["kl"] = kl.detach()
-        if algorithm.entropy_coef:
-            each = each - algorithm.entropy_coef * entropy
-        loss = (column_at(batch, "weight", packed, device) * each).sum()
-        mismatch = mismatch_columns(old - engine, factor, corrected=self.off_policy != OffPolicy.NONE)
-        columns = {**{f"train/{name}": column for name, column in measured.items()}, **mismatch}
-        largest = {"mismatch/logprob_max": mismatch["mismatch/logprob_mean"]}
+        row = Row(packed, batch, logprobs, old, entropy)
+        streams = {"weight": self._policy, "imitate": self._imitated, "distill": self._distilled}
+        found = [stream(row, row.at(name)) for name, stream in streams.items() if name in batch.tokens]
+        loss = torch.stack([each for each, _ in found]).sum()
+        columns = {"train/entropy": entropy.detach(), **{k: v for _, measured in found for k, v in measured.items()}}
+        apart = columns.get("mismatch/logprob_mean")
+        largest = {} if apart is None else {"mismatch/logprob_max": apart}
         metrics.micro_batch(len(packed.ids), loss, columns, largest)
         return loss
+
+    def _policy(self, row: "Row", weight: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the sum of the policy loss with its KL and entropy terms, and what is measured by token."""
+        algorithm = self.recipe.algorithm
+        tokens = Tokens(row.logprobs, row.old, row.at("advantages"), row.sample)
+        terms = loss_terms(self.loss, tokens, algorithm)
+        factor, mismatch = self._factor(row)
+        each = terms.loss * factor
+        measured = {f"train/{name}": column for name, column in terms.metrics.items()}
+        if "reference_logprobs" in row.batch.tokens:
+            pulls = algorithm.kl_in == "loss"
+            estimator = kl_estimator(algorithm) if pulls else "k3"
+            kl = kl_estimate(row.logprobs, row.at("reference_logprobs"), estimator)
+            each = each + algorithm.kl_coef * kl if pulls else each
+            measured["train/kl"] = kl.detach()
+        if algorithm.entropy_coef:
+            each = each - algorithm.entropy_coef * row.entropy
+        return (weight * each).sum(), {**measured, **mismatch}
+
+    def _imitated(self, row: "Row", weight: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the weighed sum of -log p, and what is measured by token."""
+        wanted = weight != 0
+        measured = {"imitate/loss": -row.logprobs.detach() * wanted, "imitate/tokens": wanted.float()}
+        return -(weight * row.logprobs).sum(), measured
+
+    def _distilled(self, row: "Row", weight: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the weighed sum of the distillation loss, and what is measured by token."""
+        teacher, wanted = row.at("teacher_logprobs"), weight != 0
+        factor, mismatch = self._factor(row)
+        each = sampled_reverse_kl(row.logprobs, row.old, teacher) * factor
+        measured = {
+            "distill/kl": (row.logprobs.detach() - teacher) * wanted,
+            "distill/teacher_logprob": teacher * wanted,
+            "distill/tokens": wanted.float(),
+        }
+        return (weight * each).sum(), {**measured, **mismatch}
+
+    def _factor(self, row: "Row") -> tuple[Tensor, dict[str, Tensor]]:
+        """Return what corrects each token's loss for the engine's probabilities, [N], and what is measured of them."""
+        engine = row.at("logprobs")
+        factor = importance_weights(row.old, engine, row.sample, self.off_policy, self.recipe.algorithm.off_policy_cap)
+        return factor, mismatch_columns(row.old - engine, factor, corrected=self.off_policy != OffPolicy.NONE)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """The predictions of a packed row, as the streams of the loss read them."""
+
+    packed: Packed
+    """The row."""
+    batch: Batch
+    """The batch that it is a part of."""
+    logprobs: Tensor
+    """float32 [N]: under the model being trained, with gradient."""
+    old: Tensor
+    """float32 [N]: before the step's updates."""
+    entropy: Tensor
+    """float32 [N], with gradient."""
+
+    def at(self, name: str) -> Tensor:
+        """Return the token column `name` at the predictions, [N]."""
+        return column_at(self.batch, name, self.packed, self.logprobs.device)
+
+    @property
+    def sample(self) -> Tensor:
+        """The rollout of each prediction, int64 [N]."""
+        path = np.searchsorted(self.batch.offsets, self.packed.source, side="right") - 1
+        return torch.from_numpy(self.batch.rollouts[path]).to(self.logprobs.device)
 
 
 def loss_terms(loss: Any, tokens: Tokens, config: AlgorithmSection) -> LossTerms:

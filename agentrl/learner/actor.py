@@ -5,7 +5,8 @@ micro-batches and ranks add up to exactly that of the whole batch.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,12 +15,13 @@ import torch
 from torch import Tensor
 
 from agentrl.algo import losses
-from agentrl.algo.distill import sampled_reverse_kl
+from agentrl.algo.distill import bucketed_reverse_kl, sampled_reverse_kl
 from agentrl.algo.loss import kl_estimate, kl_estimator
 from agentrl.algo.off_policy import OffPolicy, importance_weights
 from agentrl.algo.terms import LossTerms, Tokens
 from agentrl.compute.batch import Batch
 from agentrl.compute.forward import Forward, choose, computed_in
+from agentrl.compute.kernels import chosen_logprobs, reverse_kl
 from agentrl.compute.micro_batches import (
     EMPTY,
     SINGLE_PROCESS,
@@ -32,6 +34,7 @@ from agentrl.compute.packing import Packed
 from agentrl.errors import UserError, call_plugin
 from agentrl.learner.metrics import MicroBatchMetrics, mismatch_columns
 from agentrl.learner.optimizer import Optimizer
+from agentrl.learner.teacher import Teacher
 from agentrl.models import lora
 from agentrl.recipe.schema import AlgorithmSection, Recipe
 
@@ -64,6 +67,7 @@ class Actor:
         )
         self.temperature = recipe.rollout.temperature or 1.0
         self.off_policy = off_policy_of(recipe)
+        self.teachers: dict[int, Teacher] = {}
 
     @property
     def trained(self) -> int:
@@ -101,15 +105,19 @@ class Actor:
 
     def _loss(self, packed: Packed, batch: Batch, metrics: MicroBatchMetrics) -> Tensor:
         """Return the loss of a micro-batch, a summand of the update's, and add its metrics to `metrics`."""
-        logprobs, entropy = self.forward(packed, self.temperature)
+        distributions = {id(t): (t.section.temperature, *t.distribution(packed)) for t in self._asked(packed, batch)}
+        more_asked = "distill" in batch.tokens and (distributions or "teacher_ids" in batch.tokens)
+        further = partial(self._compared, packed, batch, distributions) if more_asked else None
+        logprobs, entropy, *more = self.forward(packed, self.temperature, *([further] if further else []))
         if packed is EMPTY:
-            return logprobs.sum()
+            nothing: Tensor = logprobs.sum()
+            return nothing
         if "old_logprobs" in batch.tokens:
             old = column_at(batch, "old_logprobs", packed, logprobs.device)
         else:
             old = logprobs.detach()
             metrics.predicted(packed.source, old)
-        row = Row(packed, batch, logprobs, old, entropy)
+        row = Row(packed, batch, logprobs, old, entropy, more[0] if more else {})
         streams = {"weight": self._policy, "imitate": self._imitated, "distill": self._distilled}
         found = [stream(row, row.at(name)) for name, stream in streams.items() if name in batch.tokens]
         loss = torch.stack([each for each, _ in found]).sum()
@@ -145,15 +153,56 @@ class Actor:
 
     def _distilled(self, row: "Row", weight: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the weighed sum of the distillation loss, and what is measured by token."""
-        teacher, wanted = row.at("teacher_logprobs"), weight != 0
+        theirs, wanted = row.at("teacher_logprobs"), weight != 0
         factor, mismatch = self._factor(row)
-        each = sampled_reverse_kl(row.logprobs, row.old, teacher) * factor
+        each = sampled_reverse_kl(row.logprobs, row.old, theirs) * factor
+        kl = row.logprobs.detach() - theirs
+        if "top" in row.compared:
+            bucketed = bucketed_reverse_kl(row.compared["top"], row.at("teacher_top"))
+            chosen = row.at("teacher_top")[:, 0] > -torch.inf
+            each, kl = torch.where(chosen, bucketed, each), torch.where(chosen, bucketed.detach(), kl)
+        for key, (divergence, logprobs) in row.compared.get("whole", {}).items():
+            chosen = self._taught_by(row.packed, row.batch, key)
+            each, kl = torch.where(chosen, divergence, each), torch.where(chosen, divergence.detach(), kl)
+            theirs = torch.where(chosen, logprobs, theirs)
         measured = {
-            "distill/kl": (row.logprobs.detach() - teacher) * wanted,
-            "distill/teacher_logprob": teacher * wanted,
+            "distill/kl": kl * wanted,
+            "distill/teacher_logprob": theirs * wanted,
             "distill/tokens": wanted.float(),
         }
         return (weight * each).sum(), {**measured, **mismatch}
+
+    def _asked(self, packed: Packed, batch: Batch) -> list[Teacher]:
+        """Return the teachers whose whole distributions are compared at a packed row. Ranks that share shards all ask
+        the same."""
+        if "distill" not in batch.tokens:
+            return []
+        distinct = list({id(teacher): teacher for teacher in self.teachers.values()}.values())
+        if self.ranks.size > 1:
+            return distinct
+        return [each for each in distinct if bool(self._taught_by(packed, batch, id(each)).any())]
+
+    def _taught_by(self, packed: Packed, batch: Batch, key: int) -> Tensor:
+        """Return which predictions of a packed row the teacher of this id is compared with, bool [N]."""
+        parts = [part for part, teacher in self.teachers.items() if id(teacher) == key]
+        path = np.searchsorted(batch.offsets, packed.source, side="right") - 1
+        chosen = np.isin(batch.samples["part"][path], parts) & (batch.tokens["distill"][packed.source] != 0)
+        return torch.from_numpy(chosen).to(next(self.model.parameters()).device)
+
+    def _compared(
+        self, packed: Packed, batch: Batch, distributions: Mapping[int, Any],
+        states: Tensor, head: Tensor | None, bias: Tensor | None,
+    ) -> dict[str, Any]:  # fmt: skip
+        """Return `top`, the log-probs [N, K] of the teachers' likeliest tokens, and `whole`: by the id of a teacher,
+        the divergence from it and its log-probs of the sampled tokens, [N] each."""
+        found: dict[str, Any] = {"whole": {}}
+        if "teacher_ids" in batch.tokens:
+            ids = column_at(batch, "teacher_ids", packed, states.device)
+            found["top"] = chosen_logprobs(states, head, bias, ids, self.temperature)
+        for key, (temperature, logprobs, *theirs) in distributions.items():
+            kl = reverse_kl((states, head, bias), self.temperature, tuple(theirs), temperature)
+            found["whole"][key] = kl, logprobs
+        return found
 
     def _factor(self, row: "Row") -> tuple[Tensor, dict[str, Tensor]]:
         """Return what corrects each token's loss for the engine's probabilities, [N], and what is measured of them."""
@@ -176,6 +225,8 @@ class Row:
     """float32 [N]: before the step's updates."""
     entropy: Tensor
     """float32 [N], with gradient."""
+    compared: Mapping[str, Any] = field(default_factory=dict)
+    """See `Actor._compared`."""
 
     def at(self, name: str) -> Tensor:
         """Return the token column `name` at the predictions, [N]."""

@@ -13,14 +13,12 @@ import numpy as np
 import numpy.typing as npt
 
 from agentrl.algo import advantages, losses
-from agentrl.algo.aggregation import token_weights
 from agentrl.compute.batch import Batch
 from agentrl.learner.advantages import (
     advantage_metrics,
     carries_gradient,
     first_of_rollouts,
     penalty_metrics,
-    sampled_of_rollouts,
     scattered,
     step_rewards,
     turn_numbers,
@@ -30,6 +28,8 @@ from agentrl.learner.advantages import (
 from agentrl.learner.metrics import MicroBatchMetrics, critic_metrics, policy_metrics
 from agentrl.learner.optimizer import learning_rate
 from agentrl.learner.roles import Roles
+from agentrl.learner.streams import learned_by, token_shares, weighted, with_streams
+from agentrl.learner.teacher import Guide
 from agentrl.recipe.schema import Recipe
 from agentrl.trajectory import Group, Learned, Trajectory
 
@@ -40,11 +40,12 @@ Floats = npt.NDArray[np.float32]
 class Learner:
     """Learns by `recipe` with the roles of `role_host`, which may be wrapped, for example by a profiler.
 
-    steps: number of steps of the loop so far. learned: what the last call of `learn` made of the valid trajectories, in
-    their order.
+    guide: asks the teachers (None: those that the role host has). steps: number of steps of the loop so far. learned:
+    what the last call of `learn` made of the valid trajectories, in their order.
     """
 
-    def __init__(self, recipe: Recipe, role_host: Roles) -> None:
+    def __init__(self, recipe: Recipe, role_host: Roles, guide: Guide | None = None) -> None:
+        self.guide = guide or Guide(recipe, getattr(role_host, "teachers", {}))
         self.recipe, self.actor = recipe, role_host.actor
         self.reference, self.critic = role_host.reference, role_host.critic
         self.advantage = advantages.bound(recipe.algorithm.advantage)
@@ -68,7 +69,8 @@ class Learner:
         batch = batch.with_tokens(step_rewards=step_rewards(trajectories, batch))
         if self._needs_turns:
             batch = batch.with_tokens(turns=turn_numbers(trajectories, batch))
-        batch = self.with_advantages(batch)
+        batch = with_streams(batch, trajectories, self.recipe, self.steps, self.guide.part_of)
+        batch = self.guide.taught(self.with_advantages(batch), trajectories)
         metrics, trained, logprobs = self._update(batch)
         self.learned = learned(trajectories, batch, trained, logprobs)
         return {**metrics, **advantage_metrics(batch)}
@@ -108,7 +110,8 @@ class Learner:
         logprobs = batch.tokens.get("old_logprobs")
         for part in self._mini_batches(batch):
             if self.critic is not None:
-                values.add(self.critic.update(self._weighted(part), self._critic_rate()))
+                shares = part.spread(token_shares(part, self.recipe))
+                values.add(self.critic.update(part.with_tokens(weight=shares), self._critic_rate()))
             if not waits:
                 found = self._update_actor(part, rate, policy)
                 if found is not None and "old_logprobs" not in batch.tokens:  # the only update of the step
@@ -124,18 +127,19 @@ class Learner:
         if train.mini_batches * train.epochs > 1 and useful.any() and "old_logprobs" not in batch.tokens:
             batch = batch.with_tokens(old_logprobs=scattered(batch, useful, self.actor.logprobs))
         if self.reference is not None and "reference_logprobs" not in batch.tokens:
-            batch = batch.with_tokens(reference_logprobs=scattered(batch, useful, self.reference.logprobs))
+            pulled = self._moved_by_policy(batch)
+            batch = batch.with_tokens(reference_logprobs=scattered(batch, pulled, self.reference.logprobs))
         return batch
 
     def _update_actor(self, batch: Batch, rate: float, metrics: MicroBatchMetrics) -> Floats | None:
         """Fix the weights by the whole update, drop samples without a gradient, and update the actor. Return the
         log-probs of that pass [T], 0 where none was computed; None where the actor does not give them."""
         useful = self._useful(batch)
-        weighted = self._weighted(batch).select(np.flatnonzero(useful))
-        if not len(weighted):
+        part = weighted(batch, self.recipe).select(np.flatnonzero(useful))
+        if not len(part):
             return None
-        found = self.actor.update(weighted, rate)
-        metrics.add(found, int(weighted.rollouts[-1]) + 1)
+        found = self.actor.update(part, rate)
+        metrics.add(found, int(part.rollouts[-1]) + 1)
         logprobs = found.columns.get("logprobs")
         return None if logprobs is None else scattered(batch, useful, lambda _: logprobs)
 
@@ -144,18 +148,19 @@ class Learner:
         assert critic is not None
         return learning_rate(self.steps, train.steps, critic.lr, train.schedule, train.warmup_steps)
 
-    def _weighted(self, batch: Batch) -> Batch:
-        recipe = self.recipe
-        weights = token_weights(sampled_of_rollouts(batch), recipe.algorithm.aggregation, recipe.rollout.max_tokens)
-        return batch.with_tokens(weight=batch.spread(weights[batch.rollouts]))
-
     def _useful(self, batch: Batch) -> Bools:
         """Return which samples can have a gradient, bool [S]."""
+        others = learned_by(batch, "imitate") | learned_by(batch, "distill")
+        return self._moved_by_policy(batch) | (others & (batch.sampled > 0))
+
+    def _moved_by_policy(self, batch: Batch) -> Bools:
+        """Return to which samples the policy loss with its KL and entropy terms can give a gradient, bool [S]."""
         algorithm = self.recipe.algorithm
+        there = learned_by(batch, "policy") & (batch.sampled > 0)
         pulled = algorithm.kl_coef > 0 and algorithm.kl_in == "loss"
         if pulled or algorithm.entropy_coef > 0 or not self._vanishes:
-            return batch.sampled > 0
-        return carries_gradient(batch) & (batch.sampled > 0)
+            return there
+        return carries_gradient(batch) & there
 
     def _mini_batches(self, batch: Batch) -> Iterator[Batch]:
         """Yield the mini-batches of every epoch, in a new order of groups seeded by the step."""

@@ -210,7 +210,8 @@ class TeacherSection(Section):
     the teacher's likeliest tokens, all others as one. sampled: the sampled token, a policy gradient. auto: full where
     it can be had; top_k for a path with a hint; sampled for a server."""
     top_k: Annotated[Positive, Unit("tokens")] = 32
-    """Tokens that `form: top_k` compares one by one."""
+    """Tokens that `form: top_k` compares one by one. A vLLM server gives 20, unless it was started with a higher
+    --max-logprobs."""
     temperature: Above0 = 1.0
     """Temperature of a `path`'s distribution; servers give that of 1."""
     hint: str | None = None
@@ -223,6 +224,8 @@ class TeacherSection(Section):
             raise ValueError("a teacher is either a `path` or a `url`")
         if self.form == "full" and (self.url is not None or self.hint is not None):
             raise ValueError("form: full compares whole vocabularies, which only a `path` without a hint gives")
+        if self.kind == "openai" and self.form == "top_k":
+            raise ValueError("kind: openai names tokens by their texts, so that form: top_k cannot be had: use sampled")
         if self.path == "policy" and self.hint is None:
             raise ValueError("path: policy teaches itself what it does already: give it a `hint`")
         return self

@@ -1,6 +1,6 @@
 """Make the parts of a run, in the order in which a mistake costs least."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -18,6 +18,7 @@ from agentrl.learner.learner import Learner
 from agentrl.learner.monitors import Health
 from agentrl.learner.roles import LocalRoles, RoleHost
 from agentrl.learner.teacher import Guide, TeacherRole, filled, opening_of
+from agentrl.learner.teacher_server import TeacherServer
 from agentrl.plugins.environment import is_validation
 from agentrl.plugins.mixture import environment_of, part_of
 from agentrl.plugins.types import Task
@@ -246,8 +247,12 @@ def guide_of(player: Player, role_host: RoleHost) -> Guide:
             return None
         return player.chat.render(said_by_user(opening, filled(hint, t.task)), tools)
 
-    local: Mapping[int, TeacherRole] = getattr(role_host, "teachers", {})
-    return Guide(recipe, local, partial(part_of, player.env), hinted)
+    teachers: dict[int, TeacherRole] = dict(getattr(role_host, "teachers", {}))
+    for part, section in enumerate(recipe.teachers):
+        if section is not None and section.url is not None:
+            teachers[part] = server = TeacherServer(section, player.tokenizer)
+            server.check()
+    return Guide(recipe, teachers, partial(part_of, player.env), hinted)
 
 
 def _with_initial_model(recipe: Recipe, saved: Saved | None) -> Recipe:

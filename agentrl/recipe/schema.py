@@ -845,6 +845,12 @@ class Recipe(Section):
                 raise ValueError("algorithm.streams.distill needs a teacher: name a model's path or a URL in `teacher`")
             if not (streams.policy.ever or streams.imitate.ever or streams.distill.ever):
                 raise ValueError("algorithm.streams: all weights are 0, so nothing would be learned")
+        if self.cluster.sequence_parallel > 1 and any(
+            t is not None and t.path is not None and t.compared != "sampled" for t in self.teachers
+        ):
+            raise ValueError(
+                "cluster.sequence_parallel gives log-probs of sampled tokens alone: set teacher.form: sampled"
+            )
         named = [self.teacher, *(part.teacher for part in self.env.mix)]
         if any(t is not None and t not in self.teachers for t in named):
             raise ValueError("a teacher has no effect where algorithm.streams.distill is 0: give it a weight")

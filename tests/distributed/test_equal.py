@@ -195,6 +195,20 @@ def test_a_run_goes_on_elsewhere_as_if_it_had_stayed(
         same_weights(weights, weights_of(role_host), 1e-4)
 
 
+@pytest.mark.parametrize("form", ["full", "top_k"])
+def test_teachers_teach_alike(form: str, workers: WorkerGroup, tiny: Path, tmp_path: Path) -> None:
+    """A sharded one beside a whole one; the policy starts from another seed's adapter, so that they differ."""
+    lora = {"model": {"lora": {"rank": 4, "alpha": 8}}, "train": {"lr": 1e-2}}
+    recipe = job(
+        tiny, algorithm={"streams": {"imitate": 1, "distill": 1}}, teacher={"path": str(tiny), "form": form}, **lora
+    )
+    local = LocalRoles(recipe, load_model(recipe.model, recipe.train.seed)[0])
+    ours = learn(recipe, local, range(2))
+    assert ours[1]["distill/kl"] > 0
+    with on_cluster(recipe, tmp_path, workers) as role_host:
+        same_rows(ours, learn(recipe, role_host, range(2)), 1e-4)
+
+
 def test_streams_of_tokens_are_learned_alike(workers: WorkerGroup, tiny: Path, tmp_path: Path) -> None:
     """One update that imitates and distils, and reads neither advantages nor a weight of the policy's."""
     recipe, batch = job(tiny), Batch.from_groups(make_groups(UNEVEN))

@@ -5,9 +5,9 @@
     python benchmarks/distill.py --ways opd/full opd/sampled train.lr=1e-4
 
 grpo: reward alone. opd/FORM: the policy's own samples, each token compared with the teacher's distribution. sft: cross
-entropy on samples of the teacher's that are right. All start from the embedded model; the student of `opd` and of `grpo`
-samples itself, that of `sft` reads as many samples of the teacher's for the same tasks. Reported: the tokens that were
-learned from, and the accuracy on the split `validation` at every evaluation.
+entropy on samples of the teacher's that are right. All start from the embedded model; the student of `opd` and of
+`grpo` samples itself, that of `sft` reads as many samples of the teacher's for the same tasks. Reported: the tokens
+that were learned from, and the accuracy on the split `validation` at every evaluation.
 """
 
 import argparse
@@ -50,10 +50,13 @@ def main() -> None:
                     f"train.steps={options.steps}", f"eval.every={options.every}", f"eval.splits=[{SPLIT}]",
                     f"train.seed={seed}", "train.save_every=0", *options.overrides,
                 ]  # fmt: skip
-                rows.append((way, seed, learned(way, root / f"{way.replace('/', '_')}_{seed}", teacher, plan)))
+                tokens, curve = learned(way, root / f"{way.replace('/', '_')}_{seed}", teacher, plan)
+                shown = "  ".join(f"{step}: {value:.0%}" for step, value in curve)
+                rows.append((way, str(seed), f"{tokens:,}", shown))
+                console.print(*rows[-1], soft_wrap=True)
     table = Table("way", "seed", "tokens learned from", f"accuracy on {SPLIT} by step")
-    for way, seed, (tokens, curve) in rows:
-        table.add_row(way, str(seed), f"{tokens:,}", "  ".join(f"{step}: {value:.0%}" for step, value in curve))
+    for row in rows:
+        table.add_row(*row)
     console.print(table)
 
 

@@ -13,7 +13,6 @@ from paths import RECIPES
 from processes import eventually
 from sglang_adapter_help import adapted, stir
 from sglang_help import all_of, logprobs_of, prompts, tiny
-from teacher_help import check_teacher
 from vllm_help import VllmStandIn
 
 from agentrl.engine.base import EngineError, GenerationFinish, Sampling
@@ -59,11 +58,6 @@ async def test_greedy_equals_local(engines: Any, parts: Any) -> None:
     for a, b in zip(theirs, ours, strict=True):
         assert (a.ids, a.finish) == (b.ids, b.finish)
         assert a.logprobs == pytest.approx(b.logprobs, abs=1e-4)
-
-
-@pytest.mark.parametrize("form", ["sampled", "top_k"])
-def test_a_teacher_says_how_likely_given_tokens_are(form: str, parts: Any, vllm_url: str) -> None:
-    check_teacher(parts, url=vllm_url, form=form, top_k=4)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0, 1.3])

@@ -1,9 +1,11 @@
 """`BlockForward`: the training forward of Qwen2, Qwen3, Llama and Mistral models by our own decoder block."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
-from agentrl.compute.kernels import rms_norm, swiglu, token_logprobs
+from agentrl.compute.kernels import Further, rms_norm, swiglu, token_logprobs
 from agentrl.compute.packing import Packed
 from agentrl.compute.tree_attention import attend, make_layout
 from agentrl.models import block
@@ -35,10 +37,11 @@ class BlockForward:
                 return f"it would merge the adapters of {len(adapted)} layers in each pass"
         return block.unsupported(model)
 
-    def __call__(self, packed: Packed, temperature: float) -> tuple[Tensor, Tensor]:
-        """Return log-probs and entropies (nats) of the packed row's predictions, float32 [N] each."""
+    def __call__(self, packed: Packed, temperature: float, further: Further | None = None) -> tuple[Any, ...]:
+        """Return log-probs and entropies (nats) of the packed row's predictions, float32 [N] each, and `further`."""
         states, head = self.states(packed)
-        return token_logprobs(states, head, None, torch.from_numpy(packed.target).to(head.device), temperature)
+        found = token_logprobs(states, head, None, torch.from_numpy(packed.target).to(head.device), temperature)
+        return found if further is None else (*found, further(states, head, None))
 
     def states(self, packed: Packed) -> tuple[Tensor, Tensor]:
         """Return the hidden states [N, D] of the predicting tokens, and the matrix [V, D] of the output layer; either

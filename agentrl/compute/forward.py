@@ -21,7 +21,7 @@ from agentrl.compute.activation_checkpointing import recompute
 from agentrl.compute.batch import Batch, prefix_trees
 from agentrl.compute.block_forward import BlockForward
 from agentrl.compute.hf_attention import Unsupported, replaced_attention
-from agentrl.compute.kernels import token_logprobs
+from agentrl.compute.kernels import Further, token_logprobs
 from agentrl.compute.packing import Packed, indices, pack
 from agentrl.compute.tree_attention import attend, faults, make_layout
 from agentrl.models.prove import attempt, difference, differs_like_others
@@ -42,9 +42,10 @@ class Forward(Protocol):
     model: Any
     """The causal language model."""
 
-    def __call__(self, packed: Packed, temperature: float) -> tuple[Tensor, Tensor]:
+    def __call__(self, packed: Packed, temperature: float, further: Further | None = None) -> tuple[Any, ...]:
         """Return the log-probs of the predicted tokens, and the entropies, of softmax(logits / temperature): float32
-        [N], in nats. Without gradients, entropies may be 0.
+        [N], in nats; and what `further` makes of the predictions, where it is given. Without gradients, entropies may
+        be 0.
         """
         ...
 
@@ -63,13 +64,15 @@ class ModuleForward:
         self.model, self.head, self.compute = model, head, compute
         self.base: Any = getattr(model, model.base_model_prefix)
 
-    def __call__(self, packed: Packed, temperature: float) -> tuple[Tensor, Tensor]:
+    def __call__(self, packed: Packed, temperature: float, further: Further | None = None) -> tuple[Any, ...]:
         device, kind = self.head.weight.device, self.compute or self.head.weight.dtype
         states = hidden_states(self.model, self.base, packed, device, self.compute)
         chosen = states.index_select(0, torch.from_numpy(packed.predict).to(device)).to(kind)
         target = torch.from_numpy(packed.target).to(device)
         bias = None if self.head.bias is None else self.head.bias.to(kind)
-        return token_logprobs(chosen, self.head.weight.to(kind), bias, target, temperature)
+        head = self.head.weight.to(kind)
+        found = token_logprobs(chosen, head, bias, target, temperature)
+        return found if further is None else (*found, further(chosen, head, bias))
 
 
 def hidden_states(
@@ -142,15 +145,20 @@ class SequenceRunner(Generic[M]):
 class SequenceForward(SequenceRunner[nn.Module]):
     """Log-probs and entropies by the unchanged module, one sequence after another."""
 
-    def __call__(self, packed: Packed, temperature: float) -> tuple[Tensor, Tensor]:
+    def __call__(self, packed: Packed, temperature: float, further: Further | None = None) -> tuple[Any, ...]:
         idle = self.idle_passes(packed)
-        logprobs, entropies = [idle.new_zeros(0)], [idle.new_zeros(0)]
+        logprobs, entropies, kept = [idle.new_zeros(0)], [idle.new_zeros(0)], []
         for own, logits in self.logits(packed):
+            kept += [logits] if further is not None else []
             log_p = (logits / temperature).log_softmax(-1)
             target = torch.from_numpy(packed.target[own]).to(log_p.device)
             logprobs.append(log_p.gather(1, target[:, None])[:, 0])
             entropies.append(entropy(log_p))
-        return torch.cat(logprobs) + idle, torch.cat(entropies) + idle
+        found = torch.cat(logprobs) + idle, torch.cat(entropies) + idle
+        if further is None:
+            return found
+        width = self.model.get_output_embeddings().weight.shape[0]  # type: ignore[operator]
+        return *found, further(torch.cat([idle.new_zeros(0, width), *kept]) + idle, None, None)
 
 
 def computed_in(section: ModelSection) -> torch.dtype | None:

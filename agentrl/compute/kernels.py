@@ -3,6 +3,7 @@
 Each equals its textbook expression up to rounding; the tests compare values and gradients with it.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,6 +21,10 @@ GPU_ROWS = 1024
 layer."""
 KEPT = 1 << 25
 """Probabilities kept for the backward pass, in elements; more are computed again."""
+
+Further = Callable[[Tensor, Tensor | None, Tensor | None], Any]
+"""Reads more of the predictions of a forward pass, by their states [N, D] and the matrix [V, D] and bias [V] of the
+output layer; without a matrix the states are the logits [N, V]."""
 
 
 class RmsNorm(torch.autograd.Function):
@@ -152,9 +157,157 @@ def token_logprobs(
     return logprobs, entropy
 
 
-def _chunks(hidden: Tensor, head: Tensor) -> list[slice]:
+class ChosenLogprobs(torch.autograd.Function):
+    """hidden [N, D], head [V, D], bias [V] or None, ids [N, K] -> log p(ids) [N, K], in nats, of distinct ids a row.
+
+    p is that of `TokenLogprobs`; logits exist in chunks, and are computed again in the backward pass.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, head: Tensor | None, bias: Tensor | None, ids: Tensor, temperature: float
+    ) -> Tensor:
+        """Return log-probs [N, K]. head: None if `hidden` are the logits [N, V]."""
+        found = torch.empty(ids.shape, dtype=torch.float32, device=hidden.device)
+        for rows in _chunks(hidden, head):
+            found[rows] = _log_softmax(hidden[rows], head, bias, temperature).gather(1, ids[rows])
+        ctx.temperature, ctx.given = temperature, (head is not None, bias is not None)
+        ctx.save_for_backward(hidden, *(each for each in (head, bias) if each is not None), ids)
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of hidden, head and bias."""
+        hidden, *given, ids = ctx.saved_tensors
+        head, bias = _given(given, ctx.given)
+
+        def d_logits(rows: slice) -> Tensor:
+            slope = gradients[0][rows]
+            p = _log_softmax(hidden[rows], head, bias, ctx.temperature).exp_()
+            return p.mul_(-slope.sum(-1, keepdim=True)).scatter_add_(1, ids[rows], slope)
+
+        return *_backward(ctx, hidden, head, bias, d_logits), None, None
+
+
+class ReverseKl(torch.autograd.Function):
+    """hidden [N, D], head [V, D], bias [V] or None, and a teacher's [N, E], [V, E], [V] -> KL(p || teacher) [N], nats.
+
+    p is that of `TokenLogprobs`. In both passes the logits of both exist in chunks, never [N, V] at once.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, head: Tensor | None, bias: Tensor | None, temperature: float,
+        teacher: Tensor, teacher_head: Tensor | None, teacher_bias: Tensor | None, teacher_temperature: float,
+    ) -> Tensor:  # fmt: skip
+        """Return the divergences [N]. A head is None if its states are the logits [N, V]."""
+        found = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
+        for rows in _chunks(hidden, head):
+            log_p = _log_softmax(hidden[rows], head, bias, temperature)
+            log_t = _log_softmax(teacher[rows], teacher_head, teacher_bias, teacher_temperature)
+            found[rows] = torch.linalg.vecdot(log_p.exp(), log_p - log_t)
+            del log_p, log_t  # before the next chunk is there
+        ctx.temperature, ctx.given = temperature, (head is not None, bias is not None)
+        ctx.teacher = (teacher, teacher_head, teacher_bias, teacher_temperature)  # constants
+        ctx.save_for_backward(hidden, *(each for each in (head, bias) if each is not None), found)
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of hidden, head and bias: d KL / d logits = p (log p - log t - KL)."""
+        hidden, *given, kl = ctx.saved_tensors
+        head, bias = _given(given, ctx.given)
+        teacher, *of_teacher = ctx.teacher
+
+        def d_logits(rows: slice) -> Tensor:
+            log_p = _log_softmax(hidden[rows], head, bias, ctx.temperature)
+            log_t = _log_softmax(teacher[rows], *of_teacher)
+            p = log_p.exp()
+            return p.mul_(log_p.sub_(log_t).sub_(kl[rows, None])).mul_(gradients[0][rows, None])
+
+        return *_backward(ctx, hidden, head, bias, d_logits), None, None, None, None, None
+
+
+def chosen_logprobs(
+    hidden: Tensor, head: Tensor | None, bias: Tensor | None, ids: Tensor, temperature: float
+) -> Tensor:
+    """Return the log-probs of K tokens of each row, [N, K]; see `ChosenLogprobs`."""
+    found: Tensor = ChosenLogprobs.apply(hidden, head, bias, ids, temperature)
+    return found
+
+
+Output = tuple[Tensor, Tensor | None, Tensor | None]
+"""States, matrix and bias, as `Further` reads them."""
+
+
+def reverse_kl(policy: Output, temperature: float, teacher: Output, teacher_temperature: float) -> Tensor:
+    """Return KL(policy || teacher) of each row over the whole vocabulary, [N]; see `ReverseKl`. Where one matrix has
+    more rows than the other, as models of one family have that are padded differently, those are left out."""
+    (ours, (states, head, bias)), (theirs, (of_teacher, teacher_head, teacher_bias)) = (
+        (len(output[1]) if output[1] is not None else output[0].shape[-1], output) for output in (policy, teacher)
+    )
+    size = min(ours, theirs)
+    if size < ours:
+        states, head, bias = _cut(states, head, bias, size)
+    if size < theirs:
+        of_teacher, teacher_head, teacher_bias = _cut(of_teacher, teacher_head, teacher_bias, size)
+    found: Tensor = ReverseKl.apply(
+        states, head, bias, temperature, of_teacher, teacher_head, teacher_bias, teacher_temperature
+    )
+    return found
+
+
+def _cut(states: Tensor, head: Tensor | None, bias: Tensor | None, size: int) -> Output:
+    if head is None:
+        return states[:, :size], None, None
+    return states, head[:size], None if bias is None else bias[:size]
+
+
+def top_logprobs(
+    hidden: Tensor, head: Tensor | None, bias: Tensor | None, k: int, temperature: float
+) -> tuple[Tensor, Tensor]:
+    """Return the K likeliest tokens of each row and their log-probs, [N, K] each (K: k, or the vocabulary), without
+    gradient."""
+    ids, logprobs = [], []
+    with torch.no_grad():
+        for rows in _chunks(hidden, head):
+            log_p = _log_softmax(hidden[rows], head, bias, temperature)
+            found = log_p.topk(min(k, log_p.shape[-1]))
+            ids.append(found.indices)
+            logprobs.append(found.values)
+    width = min(k, len(head) if head is not None else hidden.shape[-1])
+    none = torch.zeros(0, width, device=hidden.device)
+    return torch.cat([none.long(), *ids]), torch.cat([none, *logprobs])
+
+
+def _given(tensors: list[Tensor], given: tuple[bool, bool]) -> tuple[Tensor | None, Tensor | None]:
+    rest = iter(tensors)
+    head, bias = (next(rest) if there else None for there in given)
+    return head, bias
+
+
+def _backward(
+    ctx: Any, hidden: Tensor, head: Tensor | None, bias: Tensor | None, of_rows: Callable[[slice], Tensor]
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Return the gradients of hidden, head and bias from those of the logits, chunk by chunk: `of_rows`, before the
+    temperature."""
+    d_hidden = torch.empty_like(hidden)
+    d_head = torch.zeros_like(head, dtype=torch.float32) if head is not None and ctx.needs_input_grad[1] else None
+    d_bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None and ctx.needs_input_grad[2] else None
+    for rows in _chunks(hidden, head):
+        d_logits = of_rows(rows).div_(ctx.temperature).to(hidden.dtype)
+        d_hidden[rows] = d_logits if head is None else linear(d_logits, head.t())
+        if d_head is not None:
+            d_head += linear(d_logits.t(), hidden[rows].t())
+        if d_bias is not None:
+            d_bias += d_logits.sum(0)
+        del d_logits
+    return d_hidden, _as(head, d_head), _as(bias, d_bias)
+
+
+def _chunks(hidden: Tensor, head: Tensor | None) -> list[slice]:
     rows = len(hidden)
-    step = max(GPU_ROWS if hidden.is_cuda else CHUNK_ROWS, CHUNK // len(head))
+    step = max(GPU_ROWS if hidden.is_cuda else CHUNK_ROWS, CHUNK // (hidden.shape[-1] if head is None else len(head)))
     return [slice(i, min(i + step, rows)) for i in range(0, rows, step)]
 
 
@@ -171,10 +324,10 @@ def _of_chunk(
     return log_p.gather(1, target[:, None])[:, 0], -torch.linalg.vecdot(p, log_p), p
 
 
-def _log_softmax(hidden: Tensor, head: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
-    logits = linear(hidden, head, bias).float()
+def _log_softmax(hidden: Tensor, head: Tensor | None, bias: Tensor | None, temperature: float) -> Tensor:
+    logits = hidden.float() if head is None else linear(hidden, head, bias).float()
     if temperature != 1.0:
-        logits.div_(temperature)
+        logits = logits / temperature if head is None else logits.div_(temperature)
     return logits.log_softmax(-1)
 
 

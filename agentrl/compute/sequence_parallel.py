@@ -16,8 +16,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from agentrl.compute.forward import ModuleForward
-from agentrl.compute.hf_attention import replaced_attention
-from agentrl.compute.kernels import token_logprobs
+from agentrl.compute.hf_attention import Unsupported, replaced_attention
+from agentrl.compute.kernels import Further, token_logprobs
 from agentrl.compute.packing import Packed
 from agentrl.compute.tree_attention import Layout, attend, make_layout
 from agentrl.compute.value_head import ModuleValues, ValueModel
@@ -97,7 +97,9 @@ class SequenceParallelForward(ModuleForward):
         super().__init__(model)
         self._sharing = _Sharing(model, self.base, group)
 
-    def __call__(self, packed: Packed, temperature: float) -> tuple[Tensor, Tensor]:
+    def __call__(self, packed: Packed, temperature: float, further: Further | None = None) -> tuple[Any, ...]:
+        if further is not None:
+            raise Unsupported("ranks that share sequences give log-probs of the sampled tokens alone")
         device = self.head.weight.device
         states, own = self._sharing.states(packed, device)
         target = torch.from_numpy(packed.target[own]).to(device)

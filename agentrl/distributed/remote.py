@@ -65,6 +65,18 @@ class RemoteReference:
         return found
 
 
+class RemoteTeacher:
+    """`Teacher` on workers. part: index of its environment in `env.mix`."""
+
+    def __init__(self, group: WorkerGroup, part: int) -> None:
+        self._group, self._part = group, part
+
+    def columns(self, batch: Batch) -> Batch:
+        """See `TeacherRole.columns`."""
+        found: Batch = self._group.teacher_columns(batch, self._part)
+        return found
+
+
 class RemoteCritic:
     """`Critic` on workers. updates: as `RemoteActor.updates`."""
 
@@ -227,6 +239,12 @@ class RayRoles:
             self.close()
             raise
         self.pools = {role: group.name for role, group in self._groups.items()}
+        self.teachers = {
+            part: RemoteTeacher(self._groups["actor"], part)
+            for part, teacher in enumerate(recipe.teachers)
+            if teacher is not None and teacher.path is not None
+        }
+        """Teachers on the actor's workers, by the index of their environment in `env.mix`."""
         groups = list(dict.fromkeys(self._groups.values()))
         self._weights = RemoteWeights(self._groups["actor"], groups)
         self.reference = RemoteReference(self._groups["reference"]) if "reference" in self._groups else None

@@ -16,16 +16,23 @@ from agentrl.compute.batch import Batch
 from agentrl.compute.classifier import RewardModel
 from agentrl.compute.flops import ROLES, Cost, costs, peak_of
 from agentrl.compute.micro_batches import TorchProcessGroup
-from agentrl.distributed.fsdp.build import build_critic, build_policy, build_reference, build_reward_model
-from agentrl.distributed.fsdp.mesh import make_context
+from agentrl.distributed.fsdp.build import (
+    build_critic,
+    build_policy,
+    build_reference,
+    build_reward_model,
+    build_teacher,
+)
+from agentrl.distributed.fsdp.mesh import ParallelContext, make_context
 from agentrl.learner.actor import Actor
 from agentrl.learner.critic import Critic
 from agentrl.learner.metrics import MicroBatchMetrics
 from agentrl.learner.reference import Reference, WithoutAdapter
+from agentrl.learner.teacher import POLICY, Teacher, compared_whole, local_teachers, teacher_model
 from agentrl.models import lora
 from agentrl.profiling.step import SYNC
 from agentrl.profiling.worker import InstrumentedWorker, instrumented
-from agentrl.recipe.schema import Recipe
+from agentrl.recipe.schema import Recipe, TeacherSection
 from agentrl.weights.addresses import same_host
 from agentrl.weights.group import agree_with_servers
 from agentrl.weights.publisher import Publisher
@@ -65,6 +72,8 @@ class TrainWorker(InstrumentedWorker):
             made = build_policy(self.recipe, context)
             self.actor = Actor(made.model, self.recipe, made.forward, ranks, made.description)
             self._publisher = Publisher(made.model, self.rank)
+            self.teachers = local_teachers(original, lambda section: self._teacher(section, original, context, ranks))
+            self.actor.teachers = compared_whole(self.teachers)
         if "reference" in roles:
             if self.recipe.model.lora is not None:  # then no pool of its own holds it
                 self.reference = Reference(self.recipe, WithoutAdapter(self.actor.model, self.actor.forward), ranks)
@@ -76,6 +85,14 @@ class TrainWorker(InstrumentedWorker):
         if "reward_model" in roles:
             scored = build_reward_model(original, context)
             self.reward_model = RewardModel(original, scored.forward, ranks, scored.description)
+
+    def _teacher(
+        self, section: TeacherSection, recipe: Recipe, context: ParallelContext, ranks: TorchProcessGroup
+    ) -> Teacher:
+        if section.path == POLICY:
+            return Teacher(section, recipe, self.actor.forward, ranks)
+        forward = build_teacher(recipe, context, teacher_model(section, recipe)).forward
+        return Teacher(section, recipe, forward, ranks, sharded=True)
 
     @property
     def roles(self) -> dict[str, RoleState]:
@@ -105,6 +122,12 @@ class TrainWorker(InstrumentedWorker):
     def reference_logprobs(self, batch: Batch) -> Floats:
         """Return the reference's log-probs of the rank's part of a batch."""
         return self.reference.logprobs(batch)
+
+    @register(SPLIT)
+    @instrumented("actor")
+    def teacher_columns(self, batch: Batch, part: int) -> Batch:
+        """Return what the teacher of an environment says of the rank's part of a batch (see `Teacher.columns`)."""
+        return self.teachers[part].columns(batch)
 
     @register(SPLIT)
     @instrumented("actor")

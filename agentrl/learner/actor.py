@@ -5,6 +5,8 @@ micro-batches and ranks add up to exactly that of the whole batch.
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,11 +15,13 @@ import torch
 from torch import Tensor
 
 from agentrl.algo import losses
+from agentrl.algo.distill import bucketed_reverse_kl, sampled_reverse_kl
 from agentrl.algo.loss import kl_estimate, kl_estimator
 from agentrl.algo.off_policy import OffPolicy, importance_weights
 from agentrl.algo.terms import LossTerms, Tokens
 from agentrl.compute.batch import Batch
 from agentrl.compute.forward import SEQUENTIAL, Forward, choose, computed_in
+from agentrl.compute.kernels import chosen_logprobs, reverse_kl
 from agentrl.compute.micro_batches import (
     EMPTY,
     SINGLE_PROCESS,
@@ -30,6 +34,7 @@ from agentrl.compute.packing import Packed
 from agentrl.errors import UserError, call_plugin
 from agentrl.learner.metrics import MicroBatchMetrics, mismatch_columns
 from agentrl.learner.optimizer import Optimizer
+from agentrl.learner.teacher import Teacher
 from agentrl.models import lora
 from agentrl.models.routing import UNKNOWN, Routing
 from agentrl.recipe.schema import AlgorithmSection, Recipe
@@ -63,6 +68,7 @@ class Actor:
         )
         self.temperature = recipe.rollout.temperature or 1.0
         self.off_policy = off_policy_of(recipe)
+        self.teachers: dict[int, Teacher] = {}
         self.routing = Routing.of(model) if recipe.algorithm.routing_replay else None
         if self.routing is not None and self.description.startswith(SEQUENTIAL):
             raise UserError(f"algorithm.routing_replay needs packed rows, but the model is computed {self.description}")
@@ -88,9 +94,11 @@ class Actor:
     def update(self, batch: Batch, rate: float) -> MicroBatchMetrics:
         """Make one optimizer update at learning rate `rate` from this rank's part of the batch; return its metrics.
 
-        It reads the token columns `weight` (in the loss), `advantages`, `logprobs` (the engine's) and, if there are
-        any, `reference_logprobs` and `old_logprobs`. Without the latter, log-probs of the differentiated pass are the
-        old ones, and the column `logprobs` of the metrics.
+        The loss is the sum of token streams, each with a column of weights that are divided by their total already;
+        one whose column is absent costs nothing. `weight`: the policy loss, which reads `advantages`, `logprobs` (the
+        engine's) and, if there are any, `reference_logprobs`. `imitate`: -log p of the token. `distill`: see
+        `sampled_reverse_kl`; it reads `logprobs` and `teacher_logprobs`. Without the column `old_logprobs`, log-probs
+        of the differentiated pass are the old ones, and the column `logprobs` of the metrics.
         """
         metrics = MicroBatchMetrics()
         for packed in aligned_micro_batches(batch, self.recipe.train.micro_batch_tokens, self.ranks):
@@ -103,14 +111,14 @@ class Actor:
             metrics.keep_logprobs(int(batch.offsets[-1]))
         return metrics
 
-    def _computed(self, packed: Packed, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return log-probs and entropies [N] of a row of `batch`, by the experts that the engine chose where it told.
-        They are replayed until the next row, also in the backward pass."""
+    def _computed(self, packed: Packed, batch: Batch, *further: Any) -> tuple[Any, ...]:
+        """Return log-probs and entropies [N] of a row of `batch`, and what is asked `further` of the forward, by the
+        experts that the engine chose where it told. They are replayed until the next row, also in the backward pass."""
         experts = batch.tokens.get("experts")
         if self.routing is not None and experts is not None:
             row = np.full((1, *experts.shape[1:]), UNKNOWN) if packed is EMPTY else experts[packed.where]
             self.routing.replay(torch.from_numpy(row.astype(np.int64)))
-        return self.forward(packed, self.temperature)
+        return self.forward(packed, self.temperature, *further)
 
     def _route_freely(self) -> None:
         if self.routing is not None:
@@ -118,40 +126,140 @@ class Actor:
 
     def _loss(self, packed: Packed, batch: Batch, metrics: MicroBatchMetrics) -> Tensor:
         """Return the loss of a micro-batch, a summand of the update's, and add its metrics to `metrics`."""
-        algorithm = self.recipe.algorithm
-        logprobs, entropy = self._computed(packed, batch)
+        distributions = {id(t): (t.section.temperature, *t.distribution(packed)) for t in self._asked(packed, batch)}
+        more_asked = "distill" in batch.tokens and (distributions or "teacher_ids" in batch.tokens)
+        further = partial(self._compared, packed, batch, distributions) if more_asked else None
+        logprobs, entropy, *more = self._computed(packed, batch, *([further] if further else []))
         if packed is EMPTY:
-            return logprobs.sum()
-        device = logprobs.device
-        engine = column_at(batch, "logprobs", packed, device)
+            nothing: Tensor = logprobs.sum()
+            return nothing
         if "old_logprobs" in batch.tokens:
-            old = column_at(batch, "old_logprobs", packed, device)
+            old = column_at(batch, "old_logprobs", packed, logprobs.device)
         else:
             old = logprobs.detach()
             metrics.predicted(packed.source, old)
-        path = np.searchsorted(batch.offsets, packed.source, side="right") - 1
-        sample = torch.from_numpy(batch.rollouts[path]).to(device)
-        terms = loss_terms(
-            self.loss, Tokens(logprobs, old, column_at(batch, "advantages", packed, device), sample), algorithm
-        )
-        factor = importance_weights(old, engine, sample, self.off_policy, algorithm.off_policy_cap)
-        each, measured = terms.loss * factor, {**terms.metrics, "entropy": entropy.detach()}
-        if "reference_logprobs" in batch.tokens:
-            reference = column_at(batch, "reference_logprobs", packed, device)
-            pulls = algorithm.kl_in == "loss"
-            kl = kl_estimate(logprobs, reference, kl_estimator(algorithm) if pulls else "k3")
-            each = each + algorithm.kl_coef * kl if pulls else each
-            measured["kl"] = kl.detach()
-        if algorithm.entropy_coef:
-            each = each - algorithm.entropy_coef * entropy
-        loss = (column_at(batch, "weight", packed, device) * each).sum()
-        mismatch = mismatch_columns(old - engine, factor, corrected=self.off_policy != OffPolicy.NONE)
-        columns = {**{f"train/{name}": column for name, column in measured.items()}, **mismatch}
-        largest = {"mismatch/logprob_max": mismatch["mismatch/logprob_mean"]}
+        row = Row(packed, batch, logprobs, old, entropy, more[0] if more else {})
+        streams = {"weight": self._policy, "imitate": self._imitated, "distill": self._distilled}
+        found = [stream(row, row.at(name)) for name, stream in streams.items() if name in batch.tokens]
+        loss = torch.stack([each for each, _ in found]).sum()
+        columns = {"train/entropy": entropy.detach(), **{k: v for _, measured in found for k, v in measured.items()}}
         if self.routing is not None and "experts" in batch.tokens:
-            columns["mismatch/experts"] = self.routing.differing()[torch.from_numpy(packed.predict)].to(device)
+            columns["mismatch/experts"] = self.routing.differing()[torch.from_numpy(packed.predict)].to(logprobs.device)
+        apart = columns.get("mismatch/logprob_mean")
+        largest = {} if apart is None else {"mismatch/logprob_max": apart}
         metrics.micro_batch(len(packed.ids), loss, columns, largest)
         return loss
+
+    def _policy(self, row: "Row", weight: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the sum of the policy loss with its KL and entropy terms, and what is measured by token."""
+        algorithm = self.recipe.algorithm
+        tokens = Tokens(row.logprobs, row.old, row.at("advantages"), row.sample)
+        terms = loss_terms(self.loss, tokens, algorithm)
+        factor, mismatch = self._factor(row)
+        each = terms.loss * factor
+        measured = {f"train/{name}": column for name, column in terms.metrics.items()}
+        if "reference_logprobs" in row.batch.tokens:
+            pulls = algorithm.kl_in == "loss"
+            estimator = kl_estimator(algorithm) if pulls else "k3"
+            kl = kl_estimate(row.logprobs, row.at("reference_logprobs"), estimator)
+            each = each + algorithm.kl_coef * kl if pulls else each
+            measured["train/kl"] = kl.detach()
+        if algorithm.entropy_coef:
+            each = each - algorithm.entropy_coef * row.entropy
+        return (weight * each).sum(), {**measured, **mismatch}
+
+    def _imitated(self, row: "Row", weight: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the weighed sum of -log p, and what is measured by token."""
+        wanted = weight != 0
+        measured = {"imitate/loss": -row.logprobs.detach() * wanted, "imitate/tokens": wanted.float()}
+        return -(weight * row.logprobs).sum(), measured
+
+    def _distilled(self, row: "Row", weight: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the weighed sum of the distillation loss, and what is measured by token."""
+        theirs, wanted = row.at("teacher_logprobs"), weight != 0
+        factor, mismatch = self._factor(row)
+        each = sampled_reverse_kl(row.logprobs, row.old, theirs) * factor
+        kl = row.logprobs.detach() - theirs
+        if "top" in row.compared:
+            bucketed = bucketed_reverse_kl(row.compared["top"], row.at("teacher_top"))
+            chosen = row.at("teacher_top")[:, 0] > -torch.inf
+            each, kl = torch.where(chosen, bucketed, each), torch.where(chosen, bucketed.detach(), kl)
+        for key, (divergence, logprobs) in row.compared.get("whole", {}).items():
+            chosen = self._taught_by(row.packed, row.batch, key)
+            each, kl = torch.where(chosen, divergence, each), torch.where(chosen, divergence.detach(), kl)
+            theirs = torch.where(chosen, logprobs, theirs)
+        measured = {
+            "distill/kl": kl * wanted,
+            "distill/teacher_logprob": theirs * wanted,
+            "distill/tokens": wanted.float(),
+        }
+        return (weight * each).sum(), {**measured, **mismatch}
+
+    def _asked(self, packed: Packed, batch: Batch) -> list[Teacher]:
+        """Return the teachers whose whole distributions are compared at a packed row. Ranks that share shards all ask
+        the same."""
+        if "distill" not in batch.tokens:
+            return []
+        distinct = list({id(teacher): teacher for teacher in self.teachers.values()}.values())
+        if self.ranks.size > 1:
+            return distinct
+        return [each for each in distinct if bool(self._taught_by(packed, batch, id(each)).any())]
+
+    def _taught_by(self, packed: Packed, batch: Batch, key: int) -> Tensor:
+        """Return which predictions of a packed row the teacher of this id is compared with, bool [N]."""
+        parts = [part for part, teacher in self.teachers.items() if id(teacher) == key]
+        path = np.searchsorted(batch.offsets, packed.source, side="right") - 1
+        chosen = np.isin(batch.samples["part"][path], parts) & (batch.tokens["distill"][packed.source] != 0)
+        return torch.from_numpy(chosen).to(next(self.model.parameters()).device)
+
+    def _compared(
+        self, packed: Packed, batch: Batch, distributions: Mapping[int, Any],
+        states: Tensor, head: Tensor | None, bias: Tensor | None,
+    ) -> dict[str, Any]:  # fmt: skip
+        """Return `top`, the log-probs [N, K] of the teachers' likeliest tokens, and `whole`: by the id of a teacher,
+        the divergence from it and its log-probs of the sampled tokens, [N] each."""
+        found: dict[str, Any] = {"whole": {}}
+        if "teacher_ids" in batch.tokens:
+            ids = column_at(batch, "teacher_ids", packed, states.device)
+            found["top"] = chosen_logprobs(states, head, bias, ids, self.temperature)
+        for key, (temperature, logprobs, *theirs) in distributions.items():
+            kl = reverse_kl((states, head, bias), self.temperature, tuple(theirs), temperature)
+            found["whole"][key] = kl, logprobs
+        return found
+
+    def _factor(self, row: "Row") -> tuple[Tensor, dict[str, Tensor]]:
+        """Return what corrects each token's loss for the engine's probabilities, [N], and what is measured of them."""
+        engine = row.at("logprobs")
+        factor = importance_weights(row.old, engine, row.sample, self.off_policy, self.recipe.algorithm.off_policy_cap)
+        return factor, mismatch_columns(row.old - engine, factor, corrected=self.off_policy != OffPolicy.NONE)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """The predictions of a packed row, as the streams of the loss read them."""
+
+    packed: Packed
+    """The row."""
+    batch: Batch
+    """The batch that it is a part of."""
+    logprobs: Tensor
+    """float32 [N]: under the model being trained, with gradient."""
+    old: Tensor
+    """float32 [N]: before the step's updates."""
+    entropy: Tensor
+    """float32 [N], with gradient."""
+    compared: Mapping[str, Any] = field(default_factory=dict)
+    """See `Actor._compared`."""
+
+    def at(self, name: str) -> Tensor:
+        """Return the token column `name` at the predictions, [N]."""
+        return column_at(self.batch, name, self.packed, self.logprobs.device)
+
+    @property
+    def sample(self) -> Tensor:
+        """The rollout of each prediction, int64 [N]."""
+        path = np.searchsorted(self.batch.offsets, self.packed.source, side="right") - 1
+        return torch.from_numpy(self.batch.rollouts[path]).to(self.logprobs.device)
 
 
 def loss_terms(loss: Any, tokens: Tokens, config: AlgorithmSection) -> LossTerms:

@@ -6,7 +6,7 @@ fixed here, before anything is split. Samples whose advantage is 0 count in thos
 have no gradient.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any, TypeVar
@@ -15,14 +15,12 @@ import numpy as np
 import numpy.typing as npt
 
 from agentrl.algo import advantages, losses
-from agentrl.algo.aggregation import token_weights
 from agentrl.compute.batch import Batch
 from agentrl.learner.advantages import (
     advantage_metrics,
     carries_gradient,
     first_of_rollouts,
     penalty_metrics,
-    sampled_of_rollouts,
     scattered,
     step_rewards,
     turn_numbers,
@@ -32,6 +30,8 @@ from agentrl.learner.advantages import (
 from agentrl.learner.metrics import MicroBatchMetrics, critic_metrics, policy_metrics
 from agentrl.learner.optimizer import learning_rate
 from agentrl.learner.roles import Roles
+from agentrl.learner.streams import learned_by, token_shares, weighted, with_streams
+from agentrl.learner.teacher import Guide
 from agentrl.recipe.schema import Recipe
 from agentrl.threads import DaemonThreads
 from agentrl.trajectory import Group, Learned, Trajectory
@@ -44,11 +44,12 @@ T = TypeVar("T")
 class Learner:
     """Learns by `recipe` with the roles of `role_host`, which may be wrapped, for example by a profiler.
 
-    steps: number of steps of the loop so far. learned: what the last call of `learn` made of the valid trajectories, in
-    their order.
+    guide: asks the teachers (None: those that the role host has). steps: number of steps of the loop so far. learned:
+    what the last call of `learn` made of the valid trajectories, in their order.
     """
 
-    def __init__(self, recipe: Recipe, role_host: Roles) -> None:
+    def __init__(self, recipe: Recipe, role_host: Roles, guide: Guide | None = None) -> None:
+        self.guide = guide or Guide(recipe, getattr(role_host, "teachers", {}))
         self.recipe, self.actor = recipe, role_host.actor
         self.reference, self.critic = role_host.reference, role_host.critic
         self._pools = role_host.pools
@@ -73,7 +74,8 @@ class Learner:
         batch = batch.with_tokens(step_rewards=step_rewards(trajectories, batch))
         if self._needs_turns:
             batch = batch.with_tokens(turns=turn_numbers(trajectories, batch))
-        batch = self.with_advantages(batch)
+        batch = with_streams(batch, trajectories, self.recipe, self.steps, self.guide.part_of)
+        batch = self.guide.taught(self.with_advantages(batch), trajectories)
         metrics, trained, logprobs = self._update(batch)
         self.learned = learned(trajectories, batch, trained, logprobs)
         return {**metrics, **advantage_metrics(batch)}
@@ -88,7 +90,7 @@ class Learner:
         columns |= {"old_logprobs", "reference_logprobs"} if penalized else set()
         if self.critic is not None and not self._waits:  # all at once: they may have workers of their own
             columns |= self._needed_logprobs()
-        batch = self._with_passes(batch, columns, batch.sampled > 0)
+        batch = self._with_passes(batch, dict.fromkeys(columns, batch.sampled > 0))
         if penalized:
             batch = with_kl_penalty(batch, algorithm)
         return with_advantages(batch, self.advantage, algorithm)
@@ -113,13 +115,16 @@ class Learner:
         policy, values = MicroBatchMetrics(rate), MicroBatchMetrics()
         waits = self._waits
         if not waits and (useful := self._useful(batch)).any():
-            batch = self._with_passes(batch, self._needed_logprobs(), useful)
+            chosen = {"old_logprobs": useful, "reference_logprobs": self._moved_by_policy(batch)}
+            batch = self._with_passes(batch, {name: chosen[name] for name in self._needed_logprobs()})
         trained = self._useful(batch) & (not waits)
         logprobs = batch.tokens.get("old_logprobs")
         for part in self._mini_batches(batch):
             updates: dict[str, Callable[[], Any]] = {}
             if self.critic is not None:
-                updates["critic"] = partial(self.critic.update, self._weighted(part), self._critic_rate())
+                shares = part.spread(token_shares(part, self.recipe))
+                valued = part.with_tokens(weight=shares)
+                updates["critic"] = partial(self.critic.update, valued, self._critic_rate())
             if not waits:
                 updates["actor"] = partial(self._update_actor, part, rate, policy)
             made = self._at_once(updates)
@@ -144,17 +149,21 @@ class Learner:
         found = {"old_logprobs"} if several else set()
         return found | {"reference_logprobs"} if self.reference is not None else found
 
-    def _with_passes(self, batch: Batch, columns: Set[str], chosen: Bools) -> Batch:
-        """Return the batch with `columns`; those that it lacks are computed by their roles for the samples `chosen`."""
-        passes: dict[str, Callable[[Batch], Floats]] = {}
-        if "values" in columns and self.critic is not None:
-            passes["critic"] = self.critic.values
-        if "old_logprobs" in columns:
-            passes["actor"] = self.actor.logprobs
-        if "reference_logprobs" in columns and self.reference is not None:
-            passes["reference"] = self.reference.logprobs
-        names = {"critic": "values", "actor": "old_logprobs", "reference": "reference_logprobs"}
-        calls = {r: partial(scattered, batch, chosen, p) for r, p in passes.items() if names[r] not in batch.tokens}
+    def _with_passes(self, batch: Batch, columns: Mapping[str, Bools]) -> Batch:
+        """Return the batch with `columns`; those that it lacks are computed by their roles, each for some samples:
+        name -> bool [S]."""
+        passes: dict[str, Callable[[Batch], Floats]] = {"old_logprobs": self.actor.logprobs}
+        if self.critic is not None:
+            passes["values"] = self.critic.values
+        if self.reference is not None:
+            passes["reference_logprobs"] = self.reference.logprobs
+        role_of = {"values": "critic", "old_logprobs": "actor", "reference_logprobs": "reference"}
+        calls = {
+            role_of[name]: partial(scattered, batch, chosen, passes[name])
+            for name, chosen in columns.items()
+            if name not in batch.tokens
+        }
+        names = {role: name for name, role in role_of.items()}
         return batch.with_tokens(**{names[role]: found for role, found in self._at_once(calls).items()})
 
     def _at_once(self, calls: Mapping[str, Callable[[], T]]) -> dict[str, T]:
@@ -176,11 +185,11 @@ class Learner:
         """Fix the weights by the whole update, drop samples without a gradient, and update the actor. Return the
         log-probs of that pass [T], 0 where none was computed; None where the actor does not give them."""
         useful = self._useful(batch)
-        weighted = self._weighted(batch).select(np.flatnonzero(useful))
-        if not len(weighted):
+        part = weighted(batch, self.recipe).select(np.flatnonzero(useful))
+        if not len(part):
             return None
-        found = self.actor.update(weighted, rate)
-        metrics.add(found, int(weighted.rollouts[-1]) + 1)
+        found = self.actor.update(part, rate)
+        metrics.add(found, int(part.rollouts[-1]) + 1)
         logprobs = found.columns.get("logprobs")
         return None if logprobs is None else scattered(batch, useful, lambda _: logprobs)
 
@@ -189,18 +198,19 @@ class Learner:
         assert critic is not None
         return learning_rate(self.steps, train.steps, critic.lr, train.schedule, train.warmup_steps)
 
-    def _weighted(self, batch: Batch) -> Batch:
-        recipe = self.recipe
-        weights = token_weights(sampled_of_rollouts(batch), recipe.algorithm.aggregation, recipe.rollout.max_tokens)
-        return batch.with_tokens(weight=batch.spread(weights[batch.rollouts]))
-
     def _useful(self, batch: Batch) -> Bools:
         """Return which samples can have a gradient, bool [S]."""
+        others = learned_by(batch, "imitate") | learned_by(batch, "distill")
+        return self._moved_by_policy(batch) | (others & (batch.sampled > 0))
+
+    def _moved_by_policy(self, batch: Batch) -> Bools:
+        """Return to which samples the policy loss with its KL and entropy terms can give a gradient, bool [S]."""
         algorithm = self.recipe.algorithm
+        there = learned_by(batch, "policy") & (batch.sampled > 0)
         pulled = algorithm.kl_coef > 0 and algorithm.kl_in == "loss"
         if pulled or algorithm.entropy_coef > 0 or not self._vanishes:
-            return batch.sampled > 0
-        return carries_gradient(batch) & (batch.sampled > 0)
+            return there
+        return carries_gradient(batch) & there
 
     def _mini_batches(self, batch: Batch) -> Iterator[Batch]:
         """Yield the mini-batches of every epoch, in a new order of groups seeded by the step."""

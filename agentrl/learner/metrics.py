@@ -156,10 +156,13 @@ def policy_metrics(found: MicroBatchMetrics) -> dict[str, float]:
     }
     if not found.predictions:
         return counts
+    counts |= {name: found.mean(name) for name in found.sums if name.startswith("train/")}
+    counts |= stream_metrics(found)
+    if "mismatch/weight" not in found.sums:  # nothing was compared with an engine
+        return counts
     weights, squares = found.sums["mismatch/weight"], found.sums["mismatch/weight_squared"]
     return {
         **counts,
-        **{name: found.mean(name) for name in found.sums if name.startswith("train/")},
         "mismatch/logprob_mean": found.mean("mismatch/logprob_mean"),
         "mismatch/logprob_max": found.largest["mismatch/logprob_max"],
         "mismatch/kl": found.mean("mismatch/kl"),
@@ -168,6 +171,17 @@ def policy_metrics(found: MicroBatchMetrics) -> dict[str, float]:
         "mismatch/weight_cut": found.mean("mismatch/weight_cut"),
         **({"mismatch/experts": found.mean("mismatch/experts")} if "mismatch/experts" in found.sums else {}),
     }
+
+
+def stream_metrics(found: MicroBatchMetrics) -> dict[str, float]:
+    """Return imitate/... and distill/... of a step: the tokens of each stream, and means over these."""
+    metrics: dict[str, float] = {}
+    for stream in ("imitate", "distill"):
+        count = found.sums.get(f"{stream}/tokens", 0.0)
+        own = {name: total for name, total in found.sums.items() if name.startswith(f"{stream}/")}
+        metrics |= {name: total / max(1.0, count) for name, total in own.items()}
+        metrics |= {f"{stream}/tokens": count} if own else {}
+    return metrics
 
 
 def value_columns(values: Tensor, old: Tensor, returns: Tensor, clipped: Tensor) -> dict[str, Tensor]:

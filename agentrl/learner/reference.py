@@ -5,10 +5,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from agentrl.compute.batch import Batch
 from agentrl.compute.forward import Forward, choose, computed_in
+from agentrl.compute.kernels import Further
 from agentrl.compute.micro_batches import SINGLE_PROCESS, ProcessGroup, token_column
 from agentrl.compute.packing import Packed
 from agentrl.models import lora
@@ -67,6 +68,6 @@ class WithoutAdapter:
     def __init__(self, model: Any, forward: Forward) -> None:
         self.model, self._forward = model, forward
 
-    def __call__(self, packed: Packed, temperature: float) -> tuple[Tensor, Tensor]:
+    def __call__(self, packed: Packed, temperature: float, further: Further | None = None) -> tuple[Any, ...]:
         with lora.switched_off(self.model):
-            return self._forward(packed, temperature)
+            return self._forward(packed, temperature, further)

@@ -19,6 +19,7 @@ from agentrl.learner.actor import Actor
 from agentrl.learner.critic import Critic
 from agentrl.learner.metrics import MicroBatchMetrics
 from agentrl.learner.reference import Reference
+from agentrl.learner.teacher import Teacher, compared_whole, local_teachers
 from agentrl.models import lora
 from agentrl.recipe.schema import Recipe
 from agentrl.weights.source import WeightSource
@@ -191,6 +192,9 @@ class LocalRoles:
         self.reference = (
             Reference.in_process(recipe, model, self.actor.forward) if recipe.algorithm.kl_coef > 0 else None
         )
+        self.teachers = local_teachers(recipe, lambda t: Teacher.in_process(t, recipe, self.actor.forward))
+        """Teachers in this process, by the index of their environment in `env.mix`."""
+        self.actor.teachers = compared_whole(self.teachers)
         self.critic = Critic(recipe) if recipe.critic is not None else None
         self.reward_model = RewardModel(recipe) if recipe.rewards.model is not None else None
 

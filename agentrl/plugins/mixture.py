@@ -35,6 +35,11 @@ class Mixture(Environment):
         each = [declared_parts(env) for _, env in self._parts.values()]
         return None if None in each else tuple(dict.fromkeys(name for names in each for name in names or ()))
 
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """The names of the environments, in the order of `env.mix`."""
+        return tuple(self._parts)
+
     def _own_tools(self) -> tuple[Tool, ...]:
         """Return the tools by name: two environments may bring the same tool, each serving its own tasks, but not two
         unlike ones."""
@@ -93,6 +98,11 @@ class Mixture(Environment):
 def environment_of(env: Environment, task: Task) -> str:
     """Return the name of a task's environment: `env`, or the one of a mixture that serves it."""
     return task.id.partition("/")[0] if isinstance(env, Mixture) else env.name
+
+
+def part_of(env: Environment, task: Task) -> int:
+    """Return the index in `env.mix` of the environment that serves a task; 0 without a mixture."""
+    return env.labels.index(task.id.partition("/")[0]) if isinstance(env, Mixture) else 0
 
 
 class _Labelled(LazyTasks):

@@ -58,6 +58,11 @@ PRESETS = {
         "arXiv:1707.06347 with GAE; needs `critic: {}` beside it",
         {"advantage": "gae", "loss": "ppo_clip", "gamma": 1.0, "lam": 0.95} | _SYMMETRIC,
     ),
+    "opd": Preset(
+        "on-policy distillation, arXiv:2306.13649 at lambda 1 with the reverse KL of arXiv:2306.08543: no reward is "
+        "learned from; needs a `teacher` beside it",
+        {"streams": {"policy": 0, "distill": 1}, "loss": "reinforce", "aggregation": "token_mean"},
+    ),
     "turn": Preset(
         "credit by turn: rewards to go from a turn on, against other rollouts that reached it; for environments whose "
         "replies carry rewards",

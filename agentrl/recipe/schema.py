@@ -122,6 +122,122 @@ class ModelSection(Section):
         return self.model_copy(update={"lora": None, **kept})
 
 
+class Schedule(Section):
+    """A number that may change over the steps of a run; a number alone is short for `{start: NUMBER}`."""
+
+    start: AtLeast0
+    """Its value in the first step."""
+    end: AtLeast0 | None = None
+    """Its value after `steps` steps; in between it changes evenly. null: start, throughout."""
+    steps: Steps = 0
+    """Steps from start to end."""
+
+    def at(self, step: int) -> float:
+        """Return the value in a step, counted from 0."""
+        if self.end is None:
+            return self.start
+        done = min(1.0, step / self.steps) if self.steps else 1.0
+        return self.start + (self.end - self.start) * done
+
+    @property
+    def ever(self) -> bool:
+        """Return whether it is more than 0 in any step."""
+        return self.start > 0 or (self.end or 0) > 0
+
+    @model_serializer
+    def _short(self) -> Any:
+        return self.start if self.end is None else {"start": self.start, "end": self.end, "steps": self.steps}
+
+
+def _started(value: Any) -> Any:
+    return {"start": value} if isinstance(value, int | float) and not isinstance(value, bool) else value
+
+
+Weight = Annotated[Schedule, BeforeValidator(_started)]
+
+
+class StreamsSection(Section):
+    """What tokens are learned from, each a weight or a schedule of it. A stream is a mean over its own tokens of the
+    step, as algorithm.aggregation says, times its weight; at 0 it costs nothing."""
+
+    policy: Weight = Schedule(start=1.0)
+    """The policy loss, with its KL and entropy terms."""
+    imitate: Weight = Schedule(start=0.0)
+    """Cross entropy of the good rollouts (algorithm.imitate_from)."""
+    distill: Weight = Schedule(start=0.0)
+    """The divergence from `teacher` at each sampled token."""
+
+
+class PartStreams(Section):
+    """Weights of the token streams of one environment of a mixture, in place of those of algorithm.streams."""
+
+    policy: Annotated[Schedule | None, BeforeValidator(_started)] = None
+    """null: algorithm.streams.policy."""
+    imitate: Annotated[Schedule | None, BeforeValidator(_started)] = None
+    """null: algorithm.streams.imitate."""
+    distill: Annotated[Schedule | None, BeforeValidator(_started)] = None
+    """null: algorithm.streams.distill."""
+
+
+def _teacher(value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    return {"url": value} if value.startswith(("http://", "https://")) else {"path": value}
+
+
+class TeacherSection(Section):
+    """A model that says how likely the sampled tokens are to it; a path or URL alone is short for it."""
+
+    path: str | None = None
+    """A model in the trainer's processes: `tiny`, a Hugging Face folder, a name on the hub, or `policy`, which is the
+    one that is trained, as it is in each step (with a hint it teaches itself)."""
+    url: str | None = None
+    """A server that gives log-probs of a prompt's tokens, in place of `path`, such as http://HOST:30000."""
+    kind: Literal["auto", "sglang", "vllm", "openai"] = "auto"
+    """What the server speaks. openai: completions with echo and log-probs. auto: it is asked."""
+    model: str | None = None
+    """Name of the model at the server. null: the first that it lists."""
+    key_from: str | None = None
+    """Environment variable that holds the server's key. null: it asks for none."""
+    concurrency: Annotated[Positive, Unit("requests")] = 32
+    """Requests to the server in flight at once."""
+    timeout: Seconds = 120.0
+    """Time allowed for one request to the server."""
+    retries: Annotated[Count, Unit("attempts")] = 3
+    """Further attempts at a request to the server that failed."""
+    form: Literal["auto", "full", "top_k", "sampled"] = "auto"
+    """What is compared at each sampled token. full: the whole vocabulary, exact, for a `path` without a hint. top_k:
+    the teacher's likeliest tokens, all others as one. sampled: the sampled token, a policy gradient. auto: full where
+    it can be had; top_k for a path with a hint; sampled for a server."""
+    top_k: Annotated[Positive, Unit("tokens")] = 32
+    """Tokens that `form: top_k` compares one by one. A vLLM server gives 20, unless it was started with a higher
+    --max-logprobs."""
+    temperature: Above0 = 1.0
+    """Temperature of a `path`'s distribution; servers give that of 1."""
+    hint: str | None = None
+    """Text that the teacher alone is given, at the end of the prompt's last user message; {column} is a column of the
+    task's data, such as {answer}."""
+
+    @model_validator(mode="after")
+    def _one_place(self) -> "TeacherSection":
+        if (self.path is None) == (self.url is None):
+            raise ValueError("a teacher is either a `path` or a `url`")
+        if self.form == "full" and (self.url is not None or self.hint is not None):
+            raise ValueError("form: full compares whole vocabularies, which only a `path` without a hint gives")
+        if self.kind == "openai" and self.form == "top_k":
+            raise ValueError("kind: openai names tokens by their texts, so that form: top_k cannot be had: use sampled")
+        if self.path == "policy" and self.hint is None:
+            raise ValueError("path: policy teaches itself what it does already: give it a `hint`")
+        return self
+
+    @property
+    def compared(self) -> str:
+        """Return `form`, with `auto` resolved."""
+        if self.form != "auto":
+            return self.form
+        return "sampled" if self.url is not None else "top_k" if self.hint is not None else "full"
+
+
 class EnvPart(Section):
     """One environment of several that a recipe mixes."""
 
@@ -135,6 +251,10 @@ class EnvPart(Section):
     """Its share of the training tasks, relative to the weights of the others."""
     tools: tuple[str, ...] | None = None
     """Which of the recipe's tools its tasks offer. null: all."""
+    streams: PartStreams | None = None
+    """Weights of token streams for its samples. null: those of algorithm.streams."""
+    teacher: Annotated[TeacherSection | None, BeforeValidator(_teacher)] = None
+    """Its teacher. null: the recipe's."""
 
 
 class EnvSection(Section):
@@ -360,6 +480,10 @@ class AlgorithmSection(Section):
     """Upper bound of the importance weights."""
     routing_replay: bool = False
     """Of a mixture of experts: train with the experts that the engine chose for each token (arXiv:2510.11370)."""
+    streams: StreamsSection = StreamsSection()
+    """What tokens are learned from."""
+    imitate_from: float | None = None
+    """Least reward of a rollout that `streams.imitate` imitates. null: more than the mean of its group."""
 
     @model_validator(mode="before")
     @classmethod
@@ -618,6 +742,8 @@ class Recipe(Section):
     eval: EvalSection = EvalSection()
     sft: SftSection | None = None
     """Supervised fine-tuning, for `agentrl sft`. null: none."""
+    teacher: Annotated[TeacherSection | None, BeforeValidator(_teacher)] = None
+    """Teaches the sampled tokens (algorithm.streams.distill). null: none."""
     critic: CriticSection | None = None
     """Train a critic; `{}` takes the defaults of its keys. null: none."""
     cluster: ClusterSection = ClusterSection()
@@ -692,10 +818,44 @@ class Recipe(Section):
             raise ValueError("rollout.max_turn_tokens is larger than rollout.max_tokens, so it can never be reached")
         if self.train.mini_batches > self.rollout.n * self.rollout.tasks:
             raise ValueError("train.mini_batches is larger than rollout.n x rollout.tasks: some would be empty")
-        if self.rollout.n < 2 and self.algorithm.advantage.name in COMPARING and self.train.steps > 0:
+        self._check_streams()
+        compared = self.algorithm.advantage.name in COMPARING and any(p.policy.ever for p in self.streams)
+        if self.rollout.n < 2 and compared and self.train.steps > 0:
             name = self.algorithm.advantage.name
             raise ValueError(f"rollout.n is 1, but {name} compares the samples of a task: use 2 or more")
         return self
+
+    @property
+    def streams(self) -> tuple[StreamsSection, ...]:
+        """Return the weights of the token streams of each environment of the mixture; of the only one without."""
+        whole = self.algorithm.streams
+        own = [part.streams or PartStreams() for part in self.env.mix] or [PartStreams()]
+        return tuple(
+            whole.model_copy(update={name: value for name, value in part if value is not None}) for part in own
+        )
+
+    @property
+    def teachers(self) -> tuple[TeacherSection | None, ...]:
+        """Return the teacher of each environment of the mixture, of the only one without; None where nothing is
+        distilled."""
+        own = [part.teacher or self.teacher for part in self.env.mix] or [self.teacher]
+        return tuple(t if s.distill.ever else None for t, s in zip(own, self.streams, strict=True))
+
+    def _check_streams(self) -> None:
+        for streams, teacher in zip(self.streams, self.teachers, strict=True):
+            if streams.distill.ever and teacher is None:
+                raise ValueError("algorithm.streams.distill needs a teacher: name a model's path or a URL in `teacher`")
+            if not (streams.policy.ever or streams.imitate.ever or streams.distill.ever):
+                raise ValueError("algorithm.streams: all weights are 0, so nothing would be learned")
+        if self.cluster.sequence_parallel > 1 and any(
+            t is not None and t.path is not None and t.compared != "sampled" for t in self.teachers
+        ):
+            raise ValueError(
+                "cluster.sequence_parallel gives log-probs of sampled tokens alone: set teacher.form: sampled"
+            )
+        named = [self.teacher, *(part.teacher for part in self.env.mix)]
+        if any(t is not None and t not in self.teachers for t in named):
+            raise ValueError("a teacher has no effect where algorithm.streams.distill is 0: give it a weight")
 
     def _check_cluster(self) -> None:
         cluster = self.cluster

@@ -19,6 +19,7 @@ from agentrl.errors import UserError, describe
 from agentrl.eval.evaluate import choosing_split, chosen_splits
 from agentrl.learner.actor import loss_terms
 from agentrl.learner.advantages import with_advantages
+from agentrl.learner.teacher import check_teachers
 from agentrl.models.load import find_device, resolve
 from agentrl.plugins.agent import make_agent
 from agentrl.plugins.environment import Environment
@@ -54,6 +55,7 @@ def check_names(recipe: Recipe) -> None:
         make_agent(recipe.agent)
     check_critic(recipe)
     losses.bound(recipe.algorithm.loss)
+    check_teachers(recipe)
     if recipe.rewards.model is not None:
         classifier_config(recipe.rewards.model, recipe.model)
 

@@ -17,12 +17,15 @@ from agentrl.eval.result import Accuracy
 from agentrl.learner.learner import Learner
 from agentrl.learner.monitors import Health
 from agentrl.learner.roles import LocalRoles, RoleHost
+from agentrl.learner.teacher import Guide, TeacherRole, filled, opening_of
+from agentrl.learner.teacher_server import TeacherServer
 from agentrl.plugins.environment import is_validation
-from agentrl.plugins.mixture import environment_of
+from agentrl.plugins.mixture import environment_of, part_of
 from agentrl.plugins.types import Task
 from agentrl.profiling.step import PROFILE, StepProfiler
 from agentrl.recipe.load import dump_recipe
 from agentrl.recipe.schema import Recipe
+from agentrl.rollout.compaction import said_by_user
 from agentrl.rollout.journal import Journal
 from agentrl.rollout.model_reward import add_reward_model
 from agentrl.rollout.player import Player
@@ -32,6 +35,7 @@ from agentrl.training.loop import Loop
 from agentrl.training.preflight import Checked
 from agentrl.training.rollouts import OverlappedRollouts, Rollouts, SerialRollouts, StoredRollouts
 from agentrl.training.trackers import Trackers
+from agentrl.trajectory import Trajectory
 
 
 @dataclass(slots=True)
@@ -118,7 +122,7 @@ def set_up(start: Start) -> Loop:
     folder = start.open_folder()
     folder.write_recipe(dump_recipe(recipe), start.saved.step if start.saved else 0)
     player.engine.keep_logs(folder.path)
-    learner = Learner(recipe, profiler.roles)
+    learner = Learner(recipe, profiler.roles, guide_of(player, role_host))
     trackers = Trackers(display.note)
     trackers.start(start.checked.trackers, folder.path, recipe.shown(), stack)
     loop = Loop(
@@ -230,6 +234,25 @@ def _make_role_host(start: Start, initial: Recipe, player: Player) -> RoleHost:
     for line in role_host.describe():
         display.note(line)
     return role_host
+
+
+def guide_of(player: Player, role_host: RoleHost) -> Guide:
+    """Return what asks the run's teachers: those of the role host, and servers."""
+    recipe, schemas = player.recipe, {tool.name: tool.schema for tool in (*player.toolbox.tools, *player.env.tools())}
+
+    def hinted(t: Trajectory, hint: str) -> Sequence[int] | None:
+        tools = [schemas[name] for name in t.tools]
+        opening = opening_of(t, lambda messages: player.chat.render(messages, tools))
+        if opening is None:
+            return None
+        return player.chat.render(said_by_user(opening, filled(hint, t.task)), tools)
+
+    teachers: dict[int, TeacherRole] = dict(getattr(role_host, "teachers", {}))
+    for part, section in enumerate(recipe.teachers):
+        if section is not None and section.url is not None:
+            teachers[part] = server = TeacherServer(section, player.tokenizer)
+            server.check()
+    return Guide(recipe, teachers, partial(part_of, player.env), hinted)
 
 
 def _with_initial_model(recipe: Recipe, saved: Saved | None) -> Recipe:

@@ -15,9 +15,11 @@ from train_help import steady
 from agentrl.checkpoint.checkpoints import Checkpoints
 from agentrl.cluster.errors import ClusterError
 from agentrl.cluster.group import WorkerGroup
+from agentrl.compute.batch import Batch
 from agentrl.distributed.remote import RayRoles, RemoteWeights
 from agentrl.errors import UserError
 from agentrl.learner.learner import Learner
+from agentrl.learner.metrics import policy_metrics
 from agentrl.learner.roles import LocalRoles, RoleHost
 from agentrl.models.load import load_model
 from agentrl.recipe.schema import Recipe
@@ -191,6 +193,36 @@ def test_a_run_goes_on_elsewhere_as_if_it_had_stayed(
         role_host.load(saved.path)
         same_rows(rows[5:], learn(recipe, role_host, range(5, STEPS)), 1e-4)
         same_weights(weights, weights_of(role_host), 1e-4)
+
+
+@pytest.mark.parametrize("form", ["full", "top_k"])
+def test_teachers_teach_alike(form: str, workers: WorkerGroup, tiny: Path, tmp_path: Path) -> None:
+    """A sharded one beside a whole one; the policy starts from another seed's adapter, so that they differ."""
+    lora = {"model": {"lora": {"rank": 4, "alpha": 8}}, "train": {"lr": 1e-2}}
+    recipe = job(
+        tiny, algorithm={"streams": {"imitate": 1, "distill": 1}}, teacher={"path": str(tiny), "form": form}, **lora
+    )
+    local = LocalRoles(recipe, load_model(recipe.model, recipe.train.seed)[0])
+    ours = learn(recipe, local, range(2))
+    assert ours[1]["distill/kl"] > 0
+    with on_cluster(recipe, tmp_path, workers) as role_host:
+        same_rows(ours, learn(recipe, role_host, range(2)), 1e-4)
+
+
+def test_streams_of_tokens_are_learned_alike(workers: WorkerGroup, tiny: Path, tmp_path: Path) -> None:
+    """One update that imitates and distils, and reads neither advantages nor a weight of the policy's."""
+    recipe, batch = job(tiny), Batch.from_groups(make_groups(UNEVEN))
+    mask = batch.tokens["loss_mask"].astype(np.float32)
+    wave = np.cos(np.arange(len(mask), dtype=np.float32)) * mask
+    batch = batch.with_tokens(
+        imitate=mask / mask.sum(), distill=wave**2 / (wave**2).sum(), teacher_logprobs=wave - 1.5 * mask
+    )
+    local = LocalRoles(recipe, load_model(recipe.model, recipe.train.seed)[0])
+    ours = policy_metrics(local.actor.update(batch, 1e-2))
+    with on_cluster(recipe, tmp_path, workers) as role_host:
+        theirs = policy_metrics(role_host.actor.update(batch, 1e-2))
+        same_rows([ours], [theirs], 1e-4)
+        same_weights(local.model.state_dict(), weights_of(role_host), 1e-4)
 
 
 def test_what_a_worker_raises_is_one_line(workers: WorkerGroup, tiny: Path, tmp_path: Path) -> None:

@@ -146,7 +146,13 @@ METRIC = re.compile(r"^\| `([\w/<>]+)` \|", re.M)
 MIXED = {"mix": [{"name": "train_plugins:Noisy"}]}
 VARIANTS: dict[str, dict[str, object]] = {
     "plain": {"train__mini_batches": 2, "eval__samples": 2},
-    "critic": {"algorithm__advantage": "gae", "critic__lr": 1e-4},
+    "critic": {
+        "algorithm__advantage": "gae",
+        "critic__lr": 1e-4,
+        "algorithm__streams": {"imitate": 1, "distill": 1},
+        "algorithm__imitate_from": 0.0,
+        "teacher": {"path": "policy", "hint": "It is {answer}."},
+    },
     "kl": {
         "algorithm__kl_coef": 0.01,
         "algorithm__kl_in": "reward",

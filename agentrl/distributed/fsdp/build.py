@@ -60,6 +60,11 @@ def build_reference(recipe: Recipe, context: ParallelContext) -> Sharded:
     return _causal(recipe, context, recipe.model.frozen, trained=False)
 
 
+def build_teacher(recipe: Recipe, context: ParallelContext, section: ModelSection) -> Sharded:
+    """Build a frozen model that the policy is distilled from. forward: a `Forward`."""
+    return _causal(recipe, context, section, trained=False)
+
+
 def build_critic(recipe: Recipe, context: ParallelContext) -> Sharded:
     """Build the value model of the recipe's `critic`. forward: a `ValueForward`."""
     section = critic_model(recipe)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from sglang_help import StandIn, all_of, logprobs_of, prompts, tiny
+from teacher_help import check_teacher
 
 from agentrl.engine.base import EngineError, GenerationFinish, Sampling
 from agentrl.engine.local.engine import LocalEngine
@@ -42,6 +43,11 @@ async def test_greedy_equals_local(engines: Any, parts: Any) -> None:
         assert a.ids == b.ids
         assert a.finish == b.finish
         assert a.logprobs == pytest.approx(b.logprobs, abs=1e-4)
+
+
+@pytest.mark.parametrize("form", ["sampled", "top_k"])
+def test_a_teacher_says_how_likely_given_tokens_are(form: str, parts: Any, sglang_url: str) -> None:
+    check_teacher(parts, url=sglang_url, form=form, top_k=4)
 
 
 @pytest.mark.parametrize(

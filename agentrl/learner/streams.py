@@ -1,0 +1,78 @@
+"""Token streams: how much each rollout is learned from by the policy loss, by imitation and by a teacher."""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from agentrl.algo.aggregation import token_weights
+from agentrl.compute.batch import Batch
+from agentrl.learner.advantages import first_of_rollouts, sampled_of_rollouts
+from agentrl.plugins.types import Task
+from agentrl.recipe.schema import Recipe
+from agentrl.trajectory import Trajectory
+
+Bools = npt.NDArray[np.bool_]
+STREAMS = {"policy": "weight", "imitate": "imitate", "distill": "distill"}
+"""Streams, and the token column that holds the weights of each. A sample column of the stream's name, float32 [S], is
+what a rollout's weights are multiplied by; without one, `policy` has 1, the others 0."""
+PartOf = Callable[[Task], int]
+"""Returns the index of a task's environment in `env.mix`, 0 where the recipe mixes none."""
+
+
+def with_streams(batch: Batch, trajectories: Sequence[Trajectory], recipe: Recipe, step: int, part_of: PartOf) -> Batch:
+    """Return the batch with a sample column for each stream that has a weight in this step (counted from 0) in any
+    environment, and `part`, int64 [S]: the environment of each sample."""
+    parts = np.array([part_of(t.task) for t in trajectories], np.int64)[batch.rollouts]
+    found = {}
+    for name in STREAMS:
+        weights = np.array([getattr(streams, name).at(step) for streams in recipe.streams], np.float32)
+        if name == "policy" or weights.any():
+            found[name] = weights[parts] if len(parts) else np.zeros(0, np.float32)
+    if "imitate" in found:
+        found["imitate"] *= good(batch, recipe.algorithm.imitate_from)
+    return batch.with_samples(part=parts, **found)
+
+
+def good(batch: Batch, least: float | None) -> Bools:
+    """Return which samples are imitated, bool [S]: their reward is at least `least`; None: more than the mean of the
+    rollouts of their group, so that none of a group is where all earned the same."""
+    rewards, groups = batch.samples["reward"], batch.samples["group"]
+    if least is not None:
+        found: Bools = rewards >= least
+        return found
+    first = first_of_rollouts(batch)  # each rollout counts once, however often it branched
+    size = int(groups.max(initial=-1)) + 1
+    total = np.bincount(groups[first], rewards[first].astype(np.float64), size)
+    mean = total / np.maximum(np.bincount(groups[first], minlength=size), 1)
+    above: Bools = rewards > mean[groups] + 1e-6
+    return above
+
+
+def learned_by(batch: Batch, stream: str) -> Bools:
+    """Return which samples a stream has a weight for, bool [S]."""
+    if stream not in batch.samples:
+        return np.full(len(batch), stream == "policy")
+    found: Bools = batch.samples[stream] > 0
+    return found
+
+
+def weighted(batch: Batch, recipe: Recipe) -> Batch:
+    """Return the batch, which is a whole update, with the token column of each stream that any of its samples has a
+    weight for: what each token counts among those of the stream, as `algorithm.aggregation` says, times the weight."""
+    columns = {}
+    for stream, column in STREAMS.items():
+        chosen = learned_by(batch, stream)
+        if chosen.any():
+            each = token_shares(batch, recipe, chosen)
+            columns[column] = batch.spread(each * batch.samples[stream] if stream in batch.samples else each)
+    return batch.with_tokens(**columns)
+
+
+def token_shares(batch: Batch, recipe: Recipe, chosen: Bools | None = None) -> npt.NDArray[np.float32]:
+    """Return what each sampled token of a sample counts, float32 [S]. chosen: the samples among which, bool [S]; None:
+    all."""
+    chosen = np.full(len(batch), True) if chosen is None else chosen
+    lengths = sampled_of_rollouts(batch) * chosen[first_of_rollouts(batch)]
+    shares = token_weights(lengths, recipe.algorithm.aggregation, recipe.rollout.max_tokens)
+    return shares[batch.rollouts] * chosen

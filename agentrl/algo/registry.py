@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
+import numpy as np
 from torch import Tensor
 
 from agentrl.algo.terms import LossTerms, Samples, TokenAdvantages, Tokens
@@ -39,6 +40,17 @@ class Loss(Protocol):
     def __call__(self, tokens: Tokens, config: AlgorithmSection) -> LossTerms: ...
 
 
+class Choice(Protocol):
+    """Signature of the `choose` of a loss. It is given all sampled tokens of an update before it is split, with the
+    log-probs just before it, without gradient, and random numbers that depend on the seed, the step and the update.
+
+    Returns a value for each token, float32 [N], which the loss reads as `Tokens.chosen`. A fourth parameter is made
+    from `algorithm.loss.args`, as the third of the loss is.
+    """
+
+    def __call__(self, update: Tokens, rng: np.random.Generator, config: AlgorithmSection) -> Tensor: ...
+
+
 @dataclass(frozen=True, slots=True)
 class AdvantageEntry:
     """A registered advantage estimator."""
@@ -59,6 +71,8 @@ class LossEntry:
     """The loss."""
     vanishes_with_advantage: bool = False
     """Whether its gradient is 0 where the advantage is 0: such samples then need no forward pass."""
+    choose: "Choice | None" = None
+    """What decides over all tokens of an update at once, before it is split; None: the loss needs none."""
 
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -77,11 +91,11 @@ class Registry(Generic[Entry]):
         self._entry, self._flag, self._attribute = entry, flag, attribute
         self._entries: dict[str, Entry] = {}
 
-    def register(self, name: str, **flags: bool) -> Callable[[F], F]:
+    def register(self, name: str, **flags: Any) -> Callable[[F], F]:
         """Register the decorated function as `name`.
 
-        flags: `needs_values`, `needs_turns` for an advantage, `vanishes_with_advantage` for a loss. Raises ValueError
-        if a function of another module has the name.
+        flags: `needs_values`, `needs_turns` for an advantage, `vanishes_with_advantage`, `choose` for a loss. Raises
+        ValueError if a function of another module has the name.
         """
 
         def keep(function: F) -> F:
@@ -117,6 +131,12 @@ class Registry(Generic[Entry]):
         Raises UserError, one line: see `get`; arguments that it does not take.
         """
         return with_arguments(self.get(section.name).function, 2, section.args, f"algorithm.{self.kind}.args")
+
+    def chooser(self, section: LossSection) -> Callable[..., Any] | None:
+        """Return the `choose` of the loss that a recipe's section names, with its arguments given to it; None where it
+        has none. Raises UserError as `bound` does."""
+        choose = getattr(self.get(section.name), "choose", None)
+        return choose and with_arguments(choose, 3, section.args, f"algorithm.{self.kind}.args")
 
     def _unregistered(self, function: Any) -> Entry:
         marked = bool(getattr(function, self._attribute, False))

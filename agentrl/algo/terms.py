@@ -55,6 +55,8 @@ class Tokens:
     sample: Tensor | None = None
     """int64 [N]: equal for the tokens of one sample, all of which are in one micro-batch; None if the caller does not
     know."""
+    chosen: Tensor | None = None
+    """float32 [N]: what the loss's `choose` gave each token, of the whole update; None for a loss without one."""
 
 
 @dataclass(frozen=True, slots=True)

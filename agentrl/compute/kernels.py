@@ -3,6 +3,9 @@
 Each equals its textbook expression up to rounding; the tests compare values and gradients with it.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -20,6 +23,19 @@ GPU_ROWS = 1024
 layer."""
 KEPT = 1 << 25
 """Probabilities kept for the backward pass, in elements; more are computed again."""
+
+
+_ENTROPIES = ContextVar("entropies", default=False)
+
+
+@contextmanager
+def with_entropies() -> Iterator[None]:
+    """Let passes without gradients compute entropies too."""
+    before = _ENTROPIES.set(True)
+    try:
+        yield
+    finally:
+        _ENTROPIES.reset(before)
 
 
 class RmsNorm(torch.autograd.Function):
@@ -147,8 +163,9 @@ def token_logprobs(
     hidden: Tensor, head: Tensor, bias: Tensor | None, target: Tensor, temperature: float
 ) -> tuple[Tensor, Tensor]:
     """Return log-probs and entropies; see `TokenLogprobs`. Entropies are 0 without gradients, for old and reference
-    log-probs."""
-    logprobs, entropy = TokenLogprobs.apply(hidden, head, bias, target, temperature, torch.is_grad_enabled())
+    log-probs, unless `with_entropies`."""
+    wanted = torch.is_grad_enabled() or _ENTROPIES.get()
+    logprobs, entropy = TokenLogprobs.apply(hidden, head, bias, target, temperature, wanted)
     return logprobs, entropy
 
 

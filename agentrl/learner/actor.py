@@ -18,6 +18,7 @@ from agentrl.algo.off_policy import OffPolicy, importance_weights
 from agentrl.algo.terms import LossTerms, Tokens
 from agentrl.compute.batch import Batch
 from agentrl.compute.forward import Forward, choose, computed_in
+from agentrl.compute.kernels import with_entropies
 from agentrl.compute.micro_batches import (
     EMPTY,
     SINGLE_PROCESS,
@@ -78,12 +79,18 @@ class Actor:
         tokens = self.recipe.train.micro_batch_tokens
         return token_column(batch, tokens, self.ranks, lambda packed: self.forward(packed, self.temperature)[0])
 
+    def entropies(self, batch: Batch) -> npt.NDArray[np.float32]:
+        """Return the entropy, in nats, of what each sampled token was drawn from, float32 [T], 0 elsewhere."""
+        tokens = self.recipe.train.micro_batch_tokens
+        with with_entropies():
+            return token_column(batch, tokens, self.ranks, lambda packed: self.forward(packed, self.temperature)[1])
+
     def update(self, batch: Batch, rate: float) -> MicroBatchMetrics:
         """Make one optimizer update at learning rate `rate` from this rank's part of the batch; return its metrics.
 
         It reads the token columns `weight` (in the loss), `advantages`, `logprobs` (the engine's) and, if there are
-        any, `reference_logprobs` and `old_logprobs`. Without the latter, log-probs of the differentiated pass are the
-        old ones, and the column `logprobs` of the metrics.
+        any, `reference_logprobs`, `policy_factor` (of the policy loss alone), `chosen` and `old_logprobs`. Without the
+        latter, log-probs of the differentiated pass are the old ones, and the column `logprobs` of the metrics.
         """
         metrics = MicroBatchMetrics()
         for packed in aligned_micro_batches(batch, self.recipe.train.micro_batch_tokens, self.ranks):
@@ -110,11 +117,13 @@ class Actor:
             metrics.predicted(packed.source, old)
         path = np.searchsorted(batch.offsets, packed.source, side="right") - 1
         sample = torch.from_numpy(batch.rollouts[path]).to(device)
-        terms = loss_terms(
-            self.loss, Tokens(logprobs, old, column_at(batch, "advantages", packed, device), sample), algorithm
-        )
+        chosen = column_at(batch, "chosen", packed, device) if "chosen" in batch.tokens else None
+        advantages = column_at(batch, "advantages", packed, device)
+        terms = loss_terms(self.loss, Tokens(logprobs, old, advantages, sample, chosen), algorithm)
         factor = importance_weights(old, engine, sample, self.off_policy, algorithm.off_policy_cap)
         each, measured = terms.loss * factor, {**terms.metrics, "entropy": entropy.detach()}
+        if "policy_factor" in batch.tokens:
+            each = each * column_at(batch, "policy_factor", packed, device)
         if "reference_logprobs" in batch.tokens:
             reference = column_at(batch, "reference_logprobs", packed, device)
             pulls = algorithm.kl_in == "loss"

@@ -6,20 +6,27 @@ fixed here, before anything is split. Samples whose advantage is 0 count in thos
 have no gradient.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
+from torch import Tensor
 
 from agentrl.algo import advantages, losses
 from agentrl.algo.aggregation import token_weights
+from agentrl.algo.loss import highest
+from agentrl.algo.terms import Tokens
 from agentrl.compute.batch import Batch
+from agentrl.errors import UserError, call_plugin
 from agentrl.learner.advantages import (
     advantage_metrics,
     carries_gradient,
     first_of_rollouts,
     penalty_metrics,
+    sampled_in_order,
     sampled_of_rollouts,
     scattered,
     step_rewards,
@@ -30,7 +37,7 @@ from agentrl.learner.advantages import (
 from agentrl.learner.metrics import MicroBatchMetrics, critic_metrics, policy_metrics
 from agentrl.learner.optimizer import learning_rate
 from agentrl.learner.roles import Roles
-from agentrl.recipe.schema import Recipe
+from agentrl.recipe.schema import AlgorithmSection, Recipe
 from agentrl.trajectory import Group, Learned, Trajectory
 
 Bools = npt.NDArray[np.bool_]
@@ -49,6 +56,7 @@ class Learner:
         self.reference, self.critic = role_host.reference, role_host.critic
         self.advantage = advantages.bound(recipe.algorithm.advantage)
         self._needs_turns = advantages.get(recipe.algorithm.advantage.name).needs_turns
+        self._choose = losses.chooser(recipe.algorithm.loss)
         self._vanishes = losses.get(recipe.algorithm.loss.name).vanishes_with_advantage
         self.steps = 0
         self.learned: list[Learned] = []
@@ -106,11 +114,11 @@ class Learner:
             batch = self._with_logprobs(batch)
         trained = self._useful(batch) & (not waits)
         logprobs = batch.tokens.get("old_logprobs")
-        for part in self._mini_batches(batch):
+        for number, part in enumerate(self._mini_batches(batch)):
             if self.critic is not None:
                 values.add(self.critic.update(self._weighted(part), self._critic_rate()))
             if not waits:
-                found = self._update_actor(part, rate, policy)
+                found = self._update_actor(self._chosen(part, number), rate, policy)
                 if found is not None and "old_logprobs" not in batch.tokens:  # the only update of the step
                     logprobs = found
         self.steps += 1
@@ -121,8 +129,12 @@ class Learner:
     def _with_logprobs(self, batch: Batch) -> Batch:
         """Return the batch with the old and reference log-probs of the samples that can have a gradient."""
         train, useful = self.recipe.train, self._useful(batch)
-        if train.mini_batches * train.epochs > 1 and useful.any() and "old_logprobs" not in batch.tokens:
-            batch = batch.with_tokens(old_logprobs=scattered(batch, useful, self.actor.logprobs))
+        before = train.mini_batches * train.epochs > 1 or self._choose is not None
+        if before and useful.any() and "old_logprobs" not in batch.tokens:
+            known = useful if self._choose is None else batch.sampled > 0
+            batch = batch.with_tokens(old_logprobs=scattered(batch, known, self.actor.logprobs))
+        if self.recipe.algorithm.top_entropy < 1 and useful.any():
+            batch = batch.with_tokens(entropy=scattered(batch, batch.sampled > 0, self.actor.entropies))
         if self.reference is not None and "reference_logprobs" not in batch.tokens:
             batch = batch.with_tokens(reference_logprobs=scattered(batch, useful, self.reference.logprobs))
         return batch
@@ -138,6 +150,23 @@ class Learner:
         metrics.add(found, int(weighted.rollouts[-1]) + 1)
         logprobs = found.columns.get("logprobs")
         return None if logprobs is None else scattered(batch, useful, lambda _: logprobs)
+
+    def _chosen(self, batch: Batch, number: int) -> Batch:
+        """Return the batch of update `number` (0, 1, ...) of the step with what is decided over all of its tokens, as
+        token columns, float32 [T]: `chosen` by the loss, and `policy_factor`, 0 on those of low entropy."""
+        algorithm, sampled = self.recipe.algorithm, sampled_in_order(batch)
+        if self._choose is not None and "old_logprobs" in batch.tokens:
+            moved = number > 0
+            logprobs = (
+                scattered(batch, batch.sampled > 0, self.actor.logprobs) if moved else batch.tokens["old_logprobs"]
+            )
+            rng = np.random.default_rng((self.recipe.train.seed, self.steps, number))
+            batch = batch.with_tokens(chosen=chosen(batch, logprobs, self._choose, rng, algorithm))
+        if "entropy" in batch.tokens:
+            factor = np.zeros(int(batch.offsets[-1]), np.float32)
+            factor[sampled] = highest(torch.from_numpy(batch.tokens["entropy"][sampled]), algorithm.top_entropy).numpy()
+            batch = batch.with_tokens(policy_factor=factor)
+        return batch
 
     def _critic_rate(self) -> float:
         train, critic = self.recipe.train, self.recipe.critic
@@ -168,6 +197,27 @@ class Learner:
             position = rng.permutation(int(batch.samples["group"].max(initial=-1)) + 1)
             order = np.argsort(position[batch.samples["group"]], kind="stable")
             yield from (part for part in batch.select(order).split(train.mini_batches) if len(part))
+
+
+def chosen(
+    batch: Batch, logprobs: Floats, choose: Callable[..., Any], rng: np.random.Generator, config: AlgorithmSection
+) -> Floats:
+    """Return what a loss's `choose` gives the sampled tokens of an update, float32 [T], 0 elsewhere.
+
+    batch: the whole update, with `advantages` and `old_logprobs`. logprobs: float32 [T], just before it. Raises
+    UserError for an error of `choose`, and where it does not give a finite value for each token.
+    """
+    sampled = sampled_in_order(batch)
+    current, old = (torch.from_numpy(column[sampled]) for column in (logprobs, batch.tokens["old_logprobs"]))
+    advantages = torch.from_numpy(batch.tokens["advantages"][sampled])
+    sample = torch.from_numpy(np.repeat(batch.rollouts, batch.lengths)[sampled])
+    whose = f"algorithm.loss {config.loss.name!r}"
+    given = call_plugin(whose, choose, Tokens(current, old, advantages, sample), rng, config)
+    if not isinstance(given, Tensor) or given.shape != (len(sampled),) or not bool(torch.isfinite(given).all()):
+        raise UserError(f"{whose} chose no finite tensor [{len(sampled)}], a value for every sampled token")
+    found = np.zeros(int(batch.offsets[-1]), np.float32)
+    found[sampled] = given.float().numpy()
+    return found
 
 
 def learned(trajectories: Sequence[Trajectory], batch: Batch, trained: Bools, logprobs: Floats | None) -> list[Learned]:

@@ -349,6 +349,9 @@ class AlgorithmSection(Section):
     that of k2, which is in expectation that of the KL."""
     entropy_coef: AtLeast0 = 0.0
     """Coefficient of the entropy bonus."""
+    top_entropy: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Share of an update's sampled tokens, those of the highest entropy, that carry the policy gradient
+    (arXiv:2506.01939: 0.2)."""
     aggregation: Literal["token_mean", "sequence_mean", "token_sum", "sequence_sum", "constant"] = "token_mean"
     """token_mean: every token of an update counts the same. sequence_mean: every sample does. token_sum: the sum over
     tokens. sequence_sum: that of a sample, mean over samples. constant: that by rollout.max_tokens (Dr. GRPO)."""

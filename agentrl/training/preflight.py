@@ -19,6 +19,7 @@ from agentrl.errors import UserError, describe
 from agentrl.eval.evaluate import choosing_split, chosen_splits
 from agentrl.learner.actor import loss_terms
 from agentrl.learner.advantages import with_advantages
+from agentrl.learner.learner import chosen
 from agentrl.models.load import find_device, resolve
 from agentrl.plugins.agent import make_agent
 from agentrl.plugins.environment import Environment
@@ -93,7 +94,11 @@ def check_algorithm(recipe: Recipe) -> None:
     found = with_advantages(batch, advantages.bound(algorithm.advantage), algorithm)
     logprobs = torch.from_numpy(batch.tokens["logprobs"]).requires_grad_()
     sample = torch.from_numpy(np.repeat(np.arange(len(batch)), batch.lengths))
-    tokens = Tokens(logprobs * 1.0, logprobs.detach(), torch.from_numpy(found.tokens["advantages"]), sample)
+    advantages_, old = torch.from_numpy(found.tokens["advantages"]), logprobs.detach()
+    choose = losses.chooser(algorithm.loss)
+    known = found.with_tokens(old_logprobs=old.numpy())
+    picked = choose and torch.from_numpy(chosen(known, old.numpy(), choose, np.random.default_rng(0), algorithm))
+    tokens = Tokens(logprobs * 1.0, old, advantages_, sample, picked)
     where = f"algorithm.loss {algorithm.loss.name!r}"
     terms = loss_terms(losses.bound(algorithm.loss), tokens, algorithm)
     if not bool(torch.isfinite(terms.loss).all()):

@@ -6,9 +6,11 @@ aggregation is the recipe's choice here. Tolerance: 1e-5, verl computes in float
 """
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -33,6 +35,8 @@ LOSSES: dict[str, tuple[dict[str, Any], str]] = {
     "dppo_tv": ({"name": "dppo"}, "token_mean"),
     "dppo_kl": ({"name": "dppo", "args": {"divergence": "kl"}}, "token_mean"),
     "dro": ({"name": "dro", "args": {"beta": 0.4}}, "token_mean"),
+    "clip_cov": ({"name": "clip_cov", "args": {"share": 1.0, "low": 0.1, "high": 0.6}}, "token_mean"),
+    "kl_cov": ({"name": "kl_cov", "args": {"share": 0.2, "kl_coef": 0.5}}, "token_mean"),
 }
 SUMS = {
     "token-mean": "token_mean",
@@ -68,6 +72,10 @@ def test_losses(name: str) -> None:
     config = AlgorithmSection(clip_low=low, clip_high=high, loss=LossSection(**section))
     new = sampled("new").requires_grad_()
     given = Tokens(new, sampled("old"), torch.tensor(VERL["advantages"]["grpo"])[MASK], SAMPLE)
+    if choose := losses.chooser(config.loss):
+        picked = choose(replace(given, logprobs=new.detach()), np.random.default_rng(0), config)
+        assert 0 < int(picked.sum()) < len(picked)
+        given = replace(given, chosen=picked)
     terms = losses.bound(config.loss)(given, config)
     weights = torch.from_numpy(token_weights(LENGTHS.numpy(), aggregation))[SAMPLE]
     loss = (weights * terms.loss).sum()

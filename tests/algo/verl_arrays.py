@@ -31,7 +31,7 @@ ESTIMATORS: dict[str, dict[str, Any]] = {
     "reinforce_plus_plus": {"config": Config()},
     "gae": {"gamma": 0.9, "lam": 0.8},
 }  # fmt: skip
-LOSSES = ["vanilla", "gspo", "sapo", "gpg", "geo_mean", "cispo", "dppo_tv", "dppo_kl", "dro"]
+LOSSES = ["vanilla", "gspo", "sapo", "gpg", "geo_mean", "cispo", "dppo_tv", "dppo_kl", "dro", "clip_cov", "kl_cov"]
 MODES = ["token-mean", "token-sum", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
 KLS = ["k1", "abs", "k2", "k3", "k1+", "k3+"]
 
@@ -72,7 +72,14 @@ def main() -> None:
             strategy="fsdp", rollout_n=GROUP, ppo_micro_batch_size_per_gpu=1, clip_ratio_low=CLIP_LOW,
             clip_ratio_high=CLIP_HIGH, clip_ratio_c=20.0 if name.startswith("dppo") else 3.0,
         )  # fmt: skip
-        config.policy_loss.__dict__["dro_beta"] = 0.4
+        chosen = {
+            "clip_cov_ratio": 1.0,
+            "clip_cov_lb": 0.1,
+            "clip_cov_ub": 0.6,
+            "kl_cov_ratio": 0.2,
+            "ppo_kl_coef": 0.5,
+        }
+        config.policy_loss.__dict__.update(chosen, dro_beta=0.4)  # all candidates of clip_cov: no draw
         logprobs = new.clone().requires_grad_()
         mode = "seq-mean-token-mean" if name in ("gspo", "sapo") else "token-mean"
         loss, _ = verl.get_policy_loss_fn(name)(old, logprobs, advantages, mask, mode, config)

@@ -15,12 +15,13 @@ from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 from torch import Tensor
 
-from agentrl.algo.terms import LossTerms, Samples, TokenAdvantages, Tokens
+from agentrl.algo.terms import LossTerms, Samples, TokenAdvantages, Tokens, Update
 from agentrl.errors import UserError, nearest
 from agentrl.plugins.registry import installed, load, with_arguments
-from agentrl.recipe.schema import AdvantageSection, AlgorithmSection, LossSection, Recipe
+from agentrl.recipe.schema import AdvantageSection, AggregationSection, AlgorithmSection, LossSection, Recipe
 
 
 class Advantage(Protocol):
@@ -38,6 +39,15 @@ class Loss(Protocol):
     made from `algorithm.loss.args`."""
 
     def __call__(self, tokens: Tokens, config: AlgorithmSection) -> LossTerms: ...
+
+
+class Aggregation(Protocol):
+    """Signature of an aggregation. A third parameter is made from `algorithm.aggregation.args`.
+
+    Returns the weight of each token of a sample in the loss of the update, float [R].
+    """
+
+    def __call__(self, update: Update, config: AlgorithmSection) -> npt.NDArray[np.floating[Any]]: ...
 
 
 class Choice(Protocol):
@@ -61,6 +71,8 @@ class AdvantageEntry:
     """Whether it reads the critic's `Samples.values` and returns `TokenAdvantages.returns`, the critic's targets."""
     needs_turns: bool = False
     """Whether it reads `Samples.turns`."""
+    needs_parts: bool = False
+    """Whether it reads `Samples.parts`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,18 +87,28 @@ class LossEntry:
     """What decides over all tokens of an update at once, before it is split; None: the loss needs none."""
 
 
+@dataclass(frozen=True, slots=True)
+class AggregationEntry:
+    """A registered aggregation."""
+
+    function: Aggregation
+    """The aggregation."""
+
+
 F = TypeVar("F", bound=Callable[..., Any])
-Entry = TypeVar("Entry", bound=AdvantageEntry | LossEntry)
+Entry = TypeVar("Entry", bound=AdvantageEntry | LossEntry | AggregationEntry)
 
 
 class Registry(Generic[Entry]):
     """Entries by name. A name that is not registered is looked up among the entry points of `group`.
 
     kind: what an entry is, for error messages. entry: makes an entry from a function and its flag. flag: the name of
-    the flag. attribute: the function attribute that was used before flags, read until 0.3.0.
+    the flag. attribute: the function attribute that was used before flags, read until 0.3.0; None: there was none.
     """
 
-    def __init__(self, group: str, kind: str, entry: Callable[..., Entry], flag: str, attribute: str) -> None:
+    def __init__(
+        self, group: str, kind: str, entry: Callable[..., Entry], flag: str = "", attribute: str | None = None
+    ) -> None:
         self.group, self.kind = group, kind
         self._entry, self._flag, self._attribute = entry, flag, attribute
         self._entries: dict[str, Entry] = {}
@@ -94,8 +116,8 @@ class Registry(Generic[Entry]):
     def register(self, name: str, **flags: Any) -> Callable[[F], F]:
         """Register the decorated function as `name`.
 
-        flags: `needs_values`, `needs_turns` for an advantage, `vanishes_with_advantage`, `choose` for a loss. Raises
-        ValueError if a function of another module has the name.
+        flags: `needs_values`, `needs_turns`, `needs_parts` for an advantage; `vanishes_with_advantage`, `choose` for a
+        loss. Raises ValueError if a function of another module has the name.
         """
 
         def keep(function: F) -> F:
@@ -125,7 +147,7 @@ class Registry(Generic[Entry]):
         function = load(self.group, name)
         return next((e for e in self._entries.values() if e.function is function), None) or self._unregistered(function)
 
-    def bound(self, section: AdvantageSection | LossSection) -> Callable[..., Any]:
+    def bound(self, section: AdvantageSection | LossSection | AggregationSection) -> Callable[..., Any]:
         """Return the function that a recipe's section names, with its own arguments made and given to it.
 
         Raises UserError, one line: see `get`; arguments that it does not take.
@@ -139,6 +161,8 @@ class Registry(Generic[Entry]):
         return choose and with_arguments(choose, 3, section.args, f"algorithm.{self.kind}.args")
 
     def _unregistered(self, function: Any) -> Entry:
+        if self._attribute is None:
+            return self._entry(function)
         marked = bool(getattr(function, self._attribute, False))
         if marked:
             warnings.warn(
@@ -152,6 +176,9 @@ class Registry(Generic[Entry]):
 
 advantages = Registry("agentrl.advantages", "advantage", AdvantageEntry, "needs_values", "wants_values")
 losses = Registry("agentrl.losses", "loss", LossEntry, "vanishes_with_advantage", "vanishes_with_advantage")
+
+
+aggregations = Registry("agentrl.aggregations", "aggregation", AggregationEntry)
 
 
 def check_critic(recipe: Recipe) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from agentrl.algo.loss import kl_estimate, kl_estimator
-from agentrl.algo.terms import Samples, TokenAdvantages
+from agentrl.algo.terms import RewardPart, Samples, TokenAdvantages
 from agentrl.compute.batch import Batch
 from agentrl.errors import UserError, call_plugin
 from agentrl.recipe.schema import AlgorithmSection
@@ -43,6 +43,8 @@ def with_advantages(batch: Batch, estimator: Any, config: AlgorithmSection) -> B
         lengths=torch.from_numpy(lengths),
         token_rewards=torch.from_numpy((each_token if penalty is None else each_token - penalty)[sampled]),
         turns=torch.from_numpy(batch.tokens["turns"][sampled]) if "turns" in batch.tokens else None,
+        logprobs=torch.from_numpy(batch.tokens["logprobs"][sampled]),
+        parts=_parts(batch, first),
         values=None if values is None else torch.from_numpy(values[sampled]),
         earned=None if penalty is None else torch.from_numpy(earned),
     )
@@ -128,6 +130,29 @@ def turn_numbers(trajectories: Sequence[Trajectory], batch: Batch) -> npt.NDArra
         columns.append(column)
     found: npt.NDArray[np.int64] = np.concatenate(columns)
     return found if "began" not in batch.tokens else found[_places(trajectories, batch)]
+
+
+PART, PART_WEIGHT = "part.", "part_weight."
+
+
+def part_columns(trajectories: Sequence[Trajectory], batch: Batch) -> dict[str, Floats]:
+    """Return the reward parts of the trajectories as sample columns of `batch`, which holds them, float32 [S]:
+    `part.<name>`, before weighting (0 where a sample has none), and `part_weight.<name>`."""
+    found: dict[str, Floats] = {}
+    for name in dict.fromkeys(name for t in trajectories for name in t.rewards):
+        values = np.array([t.rewards.get(name, 0.0) for t in trajectories], np.float32)
+        weights = np.array([t.weights.get(name, 1.0) for t in trajectories], np.float32)
+        found |= {PART + name: values[batch.rollouts], PART_WEIGHT + name: weights[batch.rollouts]}
+    return found
+
+
+def _parts(batch: Batch, first: npt.NDArray[np.int64]) -> dict[str, RewardPart] | None:
+    """Return what `part_columns` gave, a value for each rollout; None where it was not asked for."""
+    names = [name.removeprefix(PART) for name in batch.samples if name.startswith(PART)]
+    return {
+        name: RewardPart(*(torch.from_numpy(batch.samples[kind + name][first]) for kind in (PART, PART_WEIGHT)))
+        for name in names
+    } or None
 
 
 def _places(trajectories: Sequence[Trajectory], batch: Batch) -> npt.NDArray[np.int64]:

@@ -15,16 +15,17 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from agentrl.algo import advantages, losses
+from agentrl.algo import advantages, aggregations, losses
 from agentrl.algo.aggregation import token_weights
 from agentrl.algo.loss import highest
-from agentrl.algo.terms import Tokens
+from agentrl.algo.terms import Tokens, Update
 from agentrl.compute.batch import Batch
 from agentrl.errors import UserError, call_plugin
 from agentrl.learner.advantages import (
     advantage_metrics,
     carries_gradient,
     first_of_rollouts,
+    part_columns,
     penalty_metrics,
     sampled_in_order,
     sampled_of_rollouts,
@@ -55,7 +56,8 @@ class Learner:
         self.recipe, self.actor = recipe, role_host.actor
         self.reference, self.critic = role_host.reference, role_host.critic
         self.advantage = advantages.bound(recipe.algorithm.advantage)
-        self._needs_turns = advantages.get(recipe.algorithm.advantage.name).needs_turns
+        self._aggregation = aggregations.bound(recipe.algorithm.aggregation)
+        self._reads = advantages.get(recipe.algorithm.advantage.name)
         self._choose = losses.chooser(recipe.algorithm.loss)
         self._vanishes = losses.get(recipe.algorithm.loss.name).vanishes_with_advantage
         self.steps = 0
@@ -74,8 +76,10 @@ class Learner:
         batch = Batch.from_groups(groups)
         trajectories = [t for group in groups for t in group.trajectories]
         batch = batch.with_tokens(step_rewards=step_rewards(trajectories, batch))
-        if self._needs_turns:
+        if self._reads.needs_turns:
             batch = batch.with_tokens(turns=turn_numbers(trajectories, batch))
+        if self._reads.needs_parts:
+            batch = batch.with_samples(**part_columns(trajectories, batch))
         batch = self.with_advantages(batch)
         metrics, trained, logprobs = self._update(batch)
         self.learned = learned(trajectories, batch, trained, logprobs)
@@ -175,7 +179,9 @@ class Learner:
 
     def _weighted(self, batch: Batch) -> Batch:
         recipe = self.recipe
-        weights = token_weights(sampled_of_rollouts(batch), recipe.algorithm.aggregation, recipe.rollout.max_tokens)
+        groups = batch.samples["group"][first_of_rollouts(batch)]
+        update = Update(sampled_of_rollouts(batch), groups, recipe.rollout.max_tokens)
+        weights = token_weights(update, self._aggregation, recipe.algorithm)
         return batch.with_tokens(weight=batch.spread(weights[batch.rollouts]))
 
     def _useful(self, batch: Batch) -> Bools:

@@ -323,6 +323,17 @@ class LossSection(_Function):
     """Arguments of its own."""
 
 
+class AggregationSection(_Function):
+    """The sum over tokens; its name alone is short for `{name: NAME}`."""
+
+    name: str
+    """token_mean: every token of an update counts the same. sequence_mean: every sample does. token_sum: the sum over
+    tokens. sequence_sum: that of a sample, mean over samples. constant: that by rollout.max_tokens (Dr. GRPO). Or one
+    that `agentrl aggregations` lists, or module:attribute."""
+    args: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of its own."""
+
+
 class AlgorithmSection(Section):
     """Advantages and the policy loss; the name of a preset alone is short for `{preset: NAME}`."""
 
@@ -352,9 +363,7 @@ class AlgorithmSection(Section):
     top_entropy: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Share of an update's sampled tokens, those of the highest entropy, that carry the policy gradient
     (arXiv:2506.01939: 0.2)."""
-    aggregation: Literal["token_mean", "sequence_mean", "token_sum", "sequence_sum", "constant"] = "token_mean"
-    """token_mean: every token of an update counts the same. sequence_mean: every sample does. token_sum: the sum over
-    tokens. sequence_sum: that of a sample, mean over samples. constant: that by rollout.max_tokens (Dr. GRPO)."""
+    aggregation: Annotated[AggregationSection, BeforeValidator(_named)] = AggregationSection(name="token_mean")
     off_policy: Literal["auto", "none", "token_tis", "sequence_tis", "token_mask"] = "auto"
     """Importance weight of a token that the engine sampled with another probability than the trainer's. auto:
     token_tis where the two are apart (an engine other than `local`, rollout.overlap, or `local` beside mixed precision,

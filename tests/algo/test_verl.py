@@ -15,10 +15,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from agentrl.algo import advantages, losses
+from agentrl.algo import advantages, aggregations, losses
 from agentrl.algo.aggregation import token_weights
 from agentrl.algo.loss import kl_estimate
-from agentrl.algo.terms import Samples, TokenAdvantages, Tokens
+from agentrl.algo.terms import RewardPart, Samples, TokenAdvantages, Tokens, Update
 from agentrl.recipe.schema import AlgorithmSection, LossSection
 
 VERL: dict[str, Any] = json.loads(Path(__file__).with_name("verl_0_9_1.json").read_text())
@@ -52,6 +52,12 @@ def sampled(name: str) -> Tensor:
     return torch.tensor(VERL[name])[MASK]
 
 
+def weights_of(aggregation: str) -> Tensor:
+    config = AlgorithmSection(aggregation=aggregation)
+    update = Update(LENGTHS.numpy(), horizon=MASK.shape[1])
+    return torch.from_numpy(token_weights(update, aggregations.bound(config.aggregation), config))
+
+
 @pytest.mark.parametrize("name", sorted(VERL["advantages"]))
 def test_advantages(name: str) -> None:
     samples = Samples(
@@ -59,6 +65,11 @@ def test_advantages(name: str) -> None:
         groups=torch.arange(len(MASK)) // VERL["group"],
         lengths=LENGTHS,
         values=sampled("values") if name == "gae" else None,
+        logprobs=sampled("old"),
+        parts={
+            part: RewardPart(torch.tensor(VERL["parts"][part]), torch.full((len(MASK),), weight))
+            for part, weight in {"right": 1.0, "brief": 0.25}.items()
+        },
     )
     found = advantages.get(name).function(samples, AlgorithmSection(gamma=0.9, lam=0.8))
     each = found.advantages if isinstance(found, TokenAdvantages) else torch.repeat_interleave(found, LENGTHS)
@@ -77,7 +88,7 @@ def test_losses(name: str) -> None:
         assert 0 < int(picked.sum()) < len(picked)
         given = replace(given, chosen=picked)
     terms = losses.bound(config.loss)(given, config)
-    weights = torch.from_numpy(token_weights(LENGTHS.numpy(), aggregation))[SAMPLE]
+    weights = weights_of(aggregation)[SAMPLE]
     loss = (weights * terms.loss).sum()
     loss.backward()
     wanted = VERL["losses"][name]
@@ -87,8 +98,7 @@ def test_losses(name: str) -> None:
 
 @pytest.mark.parametrize("mode", SUMS)
 def test_sums(mode: str) -> None:
-    weights = token_weights(LENGTHS.numpy(), SUMS[mode], horizon=MASK.shape[1])
-    found = (torch.from_numpy(weights)[SAMPLE] * sampled("new")).sum()
+    found = (weights_of(SUMS[mode])[SAMPLE] * sampled("new")).sum()
     torch.testing.assert_close(found, torch.tensor(VERL["sums"][mode]), atol=1e-6, rtol=1e-5)
 
 

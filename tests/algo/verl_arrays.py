@@ -62,6 +62,20 @@ def main() -> None:
         known = {"values": values} if name == "gae" else {} if name == "reinforce_plus_plus" else {"index": index}
         arguments = {key: value.clone() if torch.is_tensor(value) else value for key, value in (given | known).items()}
         found["advantages"][name] = verl.get_adv_estimator_fn(name)(**arguments, **more)[0] * mask
+    other = torch.rand(
+        SAMPLES, generator=torch.Generator().manual_seed(8)
+    )  # a second part of the reward, of less spread
+    parts = {"right": scores.numpy(), "brief": other.numpy()}
+    asked = {"gdpo_reward_keys": list(parts), "gdpo_reward_weights": [1.0, 0.25]}
+    layout = {"prompts": torch.zeros(SAMPLES, 1), "attention_mask": torch.ones(SAMPLES, LENGTH + 1).long()}
+    found["parts"] = {name: part.tolist() for name, part in parts.items()}
+    found["advantages"]["gdpo"] = verl.get_adv_estimator_fn("gdpo")(
+        **given, index=index, config=asked, non_tensor_batch=parts, batch=layout
+    )[0]
+    estimate = old.exp()  # of the sum of squared probabilities, from the token alone, as ours
+    found["advantages"]["optimal_token_baseline"] = verl.get_adv_estimator_fn("tir_optimal_token_baseline")(
+        **given, index=index, old_log_probs=old, sum_pi_squared=estimate
+    )[0]
     plain = verl.compute_grpo_outcome_advantage(
         token_level_rewards=rewards.clone(), response_mask=mask, index=index, norm_adv_by_std_in_grpo=False
     )

@@ -71,6 +71,8 @@ class AdvantageEntry:
     """Whether it reads the critic's `Samples.values` and returns `TokenAdvantages.returns`, the critic's targets."""
     needs_turns: bool = False
     """Whether it reads `Samples.turns`."""
+    needs_states: bool = False
+    """Whether it reads `Samples.states`."""
     needs_parts: bool = False
     """Whether it reads `Samples.parts`."""
 
@@ -116,8 +118,8 @@ class Registry(Generic[Entry]):
     def register(self, name: str, **flags: Any) -> Callable[[F], F]:
         """Register the decorated function as `name`.
 
-        flags: `needs_values`, `needs_turns`, `needs_parts` for an advantage; `vanishes_with_advantage`, `choose` for a
-        loss. Raises ValueError if a function of another module has the name.
+        flags: `needs_values`, `needs_turns`, `needs_states`, `needs_parts` for an advantage;
+        `vanishes_with_advantage`, `choose` for a loss. Raises ValueError if a function of another module has the name.
         """
 
         def keep(function: F) -> F:

@@ -48,6 +48,9 @@ class Samples:
     turns: Tensor | None = None
     """int64 [N]: the number (0, 1, ...) of each token's turn in its rollout; None unless the estimator is registered
     with `needs_turns`."""
+    states: Tensor | None = None
+    """int64 [N]: equal for turns of a task that began in the same state; None unless the estimator is registered with
+    `needs_states`."""
 
 
 @dataclass(frozen=True, slots=True)

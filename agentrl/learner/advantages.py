@@ -43,6 +43,7 @@ def with_advantages(batch: Batch, estimator: Any, config: AlgorithmSection) -> B
         lengths=torch.from_numpy(lengths),
         token_rewards=torch.from_numpy((each_token if penalty is None else each_token - penalty)[sampled]),
         turns=torch.from_numpy(batch.tokens["turns"][sampled]) if "turns" in batch.tokens else None,
+        states=torch.from_numpy(batch.tokens["states"][sampled]) if "states" in batch.tokens else None,
         logprobs=torch.from_numpy(batch.tokens["logprobs"][sampled]),
         parts=_parts(batch, first),
         values=None if values is None else torch.from_numpy(values[sampled]),
@@ -122,11 +123,34 @@ def step_rewards(trajectories: Sequence[Trajectory], batch: Batch) -> Floats:
 def turn_numbers(trajectories: Sequence[Trajectory], batch: Batch) -> npt.NDArray[np.int64]:
     """Return the number (0, 1, ...) of each sampled token's turn in its rollout, int64 [T] of `batch`, which holds the
     trajectories; 0 elsewhere."""
+    return _of_turns(trajectories, batch, [list(range(len(t.turns))) for t in trajectories])
+
+
+def turn_states(trajectories: Sequence[Trajectory], batch: Batch) -> npt.NDArray[np.int64]:
+    """Return a number for the state in which each sampled token's turn began, equal for equal states of one task,
+    int64 [T] of `batch`, which holds the trajectories; 0 elsewhere.
+
+    States are equal by the environment's `state_key`, else by the tokens that the model was given since its last turn.
+    """
+    group, numbers = batch.samples["group"][first_of_rollouts(batch)].tolist(), dict[Any, int]()
+    found = []
+    for t, task in zip(trajectories, group, strict=True):
+        begins = [*(segment.start for segment in t.segments), *(turn.end for turn in t.turns), 0]
+        given = [t.ids[max(at for at in begins if at <= turn.start) : turn.start].tobytes() for turn in t.turns]
+        keys = [(task, turn.state or told) for turn, told in zip(t.turns, given, strict=True)]
+        found.append([numbers.setdefault(key, len(numbers)) for key in keys])
+    return _of_turns(trajectories, batch, found)
+
+
+def _of_turns(
+    trajectories: Sequence[Trajectory], batch: Batch, values: Sequence[Sequence[int]]
+) -> npt.NDArray[np.int64]:
+    """Spread a value for each turn over its tokens, int64 [T] of the batch."""
     columns = [np.zeros(0, np.int64)]
-    for t in trajectories:
+    for t, each in zip(trajectories, values, strict=True):
         column = np.zeros(len(t.ids), np.int64)
-        for number, turn in enumerate(t.turns):
-            column[turn.start : turn.end] = number
+        for turn, value in zip(t.turns, each, strict=True):
+            column[turn.start : turn.end] = value
         columns.append(column)
     found: npt.NDArray[np.int64] = np.concatenate(columns)
     return found if "began" not in batch.tokens else found[_places(trajectories, batch)]

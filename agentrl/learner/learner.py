@@ -32,6 +32,7 @@ from agentrl.learner.advantages import (
     scattered,
     step_rewards,
     turn_numbers,
+    turn_states,
     with_advantages,
     with_kl_penalty,
 )
@@ -78,6 +79,8 @@ class Learner:
         batch = batch.with_tokens(step_rewards=step_rewards(trajectories, batch))
         if self._reads.needs_turns:
             batch = batch.with_tokens(turns=turn_numbers(trajectories, batch))
+        if self._reads.needs_states:
+            batch = batch.with_tokens(states=turn_states(trajectories, batch))
         if self._reads.needs_parts:
             batch = batch.with_samples(**part_columns(trajectories, batch))
         batch = self.with_advantages(batch)

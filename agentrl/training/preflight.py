@@ -128,6 +128,7 @@ def _invented_step(recipe: Recipe) -> Batch:
         "loss_mask": np.ones(len(place), np.uint8),
         "logprobs": place,
         "turns": np.zeros(len(place), np.int64),
+        "states": np.zeros(len(place), np.int64),
     }
     rewards = (np.arange(size) % limits.n % 2).astype(np.float32)
     if recipe.critic is not None:

@@ -1,6 +1,7 @@
 """A KL to the reference that is taken off the rewards: where it goes, what it costs, and what it does not touch."""
 
 from collections import Counter
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +16,7 @@ from agentrl.algo.advantage import gdpo
 from agentrl.algo.terms import Samples
 from agentrl.compute.batch import Batch
 from agentrl.errors import UserError
-from agentrl.learner.advantages import part_columns, sums, turn_numbers, with_advantages
+from agentrl.learner.advantages import part_columns, sums, turn_numbers, turn_states, with_advantages
 from agentrl.learner.learner import Learner
 from agentrl.learner.roles import LocalRoles
 from agentrl.recipe.schema import AlgorithmSection
@@ -182,6 +183,18 @@ def test_parts_of_rewards_reach_the_estimator_by_rollout() -> None:
     assert found == {"right": ([1, 0], [1, 1]), "step": ([0.5, 0], [2, 1])}
     with pytest.raises(UserError, match="gdpo needs the parts of the rewards"):
         with_advantages(batch, gdpo, AlgorithmSection())
+
+
+def test_tokens_know_the_states_that_their_turns_began_in() -> None:
+    """By the environment's key, else by what the model was told since its turn before; never across tasks."""
+    plain = trajectory_of([(2, 4, 0.0), (5, 6, 0.0), (7, 8, 0.0)], 8, {})
+    ids = plain.ids.copy()
+    ids[[4, 6]] = 77  # told the same before its second and its third turn
+    told = replace(plain, ids=ids)
+    keyed = replace(plain, turns=tuple(replace(turn, state=key) for turn, key in zip(plain.turns, "aba", strict=True)))
+    batch = Batch.from_trajectories([told, keyed, keyed, told], [0, 0, 0, 1])
+    found = turn_states([told, keyed, keyed, told], batch)[batch.tokens["loss_mask"] == 1].tolist()
+    assert found == [0, 0, 1, 1, 2, 2, 3, 2, 2, 2, 3, 2, 4, 4, 5, 5]
 
 
 def test_tokens_know_their_turns() -> None:

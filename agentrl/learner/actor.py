@@ -89,8 +89,9 @@ class Actor:
         """Make one optimizer update at learning rate `rate` from this rank's part of the batch; return its metrics.
 
         It reads the token columns `weight` (in the loss), `advantages`, `logprobs` (the engine's) and, if there are
-        any, `reference_logprobs`, `policy_factor` (of the policy loss alone), `chosen` and `old_logprobs`. Without the
-        latter, log-probs of the differentiated pass are the old ones, and the column `logprobs` of the metrics.
+        any, `reference_logprobs`, `policy_factor` (of the policy loss alone), `chosen` and `old_logprobs`, and the
+        sample column `kl_coef` in place of the recipe's. Without `old_logprobs`, log-probs of the differentiated pass
+        are the old ones, and the column `logprobs` of the metrics.
         """
         metrics = MicroBatchMetrics()
         for packed in aligned_micro_batches(batch, self.recipe.train.micro_batch_tokens, self.ranks):
@@ -128,7 +129,10 @@ class Actor:
             reference = column_at(batch, "reference_logprobs", packed, device)
             pulls = algorithm.kl_in == "loss"
             kl = kl_estimate(logprobs, reference, kl_estimator(algorithm) if pulls else "k3")
-            each = each + algorithm.kl_coef * kl if pulls else each
+            coefficient: Tensor | float = algorithm.kl_coef
+            if "kl_coef" in batch.samples:
+                coefficient = torch.from_numpy(batch.samples["kl_coef"][path]).to(device)
+            each = each + coefficient * kl if pulls else each
             measured["kl"] = kl.detach()
         if algorithm.entropy_coef:
             each = each - algorithm.entropy_coef * entropy

@@ -228,9 +228,11 @@ def _with_columns(batch: Batch, advantages: Floats, others: dict[str, Floats]) -
     return batch.with_tokens(advantages=advantages, **others).with_samples(advantage=mean.astype(np.float32))
 
 
-def with_kl_penalty(batch: Batch, actor: Any, reference: Any, config: AlgorithmSection) -> Batch:
-    """Return the batch with `old_logprobs`, `reference_logprobs` and `kl_penalty`, the estimated KL times
-    algorithm.kl_coef: token columns, float32 [T], 0 where nothing was sampled.
+def with_kl_penalty(
+    batch: Batch, actor: Any, reference: Any, config: AlgorithmSection, coefficient: float | None = None
+) -> Batch:
+    """Return the batch with `old_logprobs`, `reference_logprobs` and `kl_penalty`, the estimated KL times `coefficient`
+    (None: algorithm.kl_coef): token columns, float32 [T], 0 where nothing was sampled.
 
     Ziegler et al. (arXiv:1909.08593), equation 2, token by token, as REINFORCE++ (arXiv:2501.03262) does. By default
     the estimate is k1 = old - reference: unbiased, and of either sign. Its sum over a rollout is the log-ratio of the
@@ -241,7 +243,7 @@ def with_kl_penalty(batch: Batch, actor: Any, reference: Any, config: AlgorithmS
     sampled = batch.sampled > 0
     old, frozen = (scattered(batch, sampled, role.logprobs) for role in (actor, reference))
     estimate = kl_estimate(torch.from_numpy(old), torch.from_numpy(frozen), kl_estimator(config)).numpy()
-    penalty = np.float32(config.kl_coef) * estimate
+    penalty = np.float32(config.kl_coef if coefficient is None else coefficient) * estimate
     return batch.with_tokens(old_logprobs=old, reference_logprobs=frozen, kl_penalty=penalty)
 
 

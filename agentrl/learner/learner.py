@@ -6,7 +6,7 @@ fixed here, before anything is split. Samples whose advantage is 0 count in thos
 have no gradient.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import Tensor
 from agentrl.algo import advantages, aggregations, losses
 from agentrl.algo.aggregation import token_weights
 from agentrl.algo.loss import highest
+from agentrl.algo.off_policy import rejected
 from agentrl.algo.terms import Tokens, Update
 from agentrl.compute.batch import Batch
 from agentrl.errors import UserError, call_plugin
@@ -49,8 +50,8 @@ Floats = npt.NDArray[np.float32]
 class Learner:
     """Learns by `recipe` with the roles of `role_host`, which may be wrapped, for example by a profiler.
 
-    steps: number of steps of the loop so far. learned: what the last call of `learn` made of the valid trajectories, in
-    their order.
+    steps: number of steps of the loop so far. kl_coef: the coefficient of the KL in the next step.
+    learned: what the last call of `learn` made of the valid trajectories, in their order.
     """
 
     def __init__(self, recipe: Recipe, role_host: Roles) -> None:
@@ -62,6 +63,8 @@ class Learner:
         self._choose = losses.chooser(recipe.algorithm.loss)
         self._vanishes = losses.get(recipe.algorithm.loss.name).vanishes_with_advantage
         self.steps = 0
+        self.kl_coef = recipe.algorithm.kl_coef
+        self._adaptive = recipe.algorithm.kl_target is not None
         self.learned: list[Learned] = []
 
     @property
@@ -95,7 +98,7 @@ class Learner:
         if self.critic is not None:
             batch = batch.with_tokens(values=self.critic.values(batch))
         if self.reference is not None and self.recipe.algorithm.kl_in == "reward":
-            batch = with_kl_penalty(batch, self.actor, self.reference, self.recipe.algorithm)
+            batch = with_kl_penalty(batch, self.actor, self.reference, self.recipe.algorithm, self.kl_coef)
         return with_advantages(batch, self.advantage, self.recipe.algorithm)
 
     def update(self, batch: Batch) -> dict[str, float]:
@@ -131,17 +134,24 @@ class Learner:
         self.steps += 1
         valued = critic_metrics(values) if self.critic is not None else {}
         metrics = {**policy_metrics(policy), **valued, **penalty_metrics(batch)}
+        metrics |= rejection_metrics(batch)
+        if self._adaptive:
+            metrics["train/kl_coef"] = self.kl_coef
+            self.kl_coef = self._followed(batch, metrics)
         return {**metrics, "train/parameters": self.actor.trained}, trained, logprobs
 
     def _with_logprobs(self, batch: Batch) -> Batch:
         """Return the batch with the old and reference log-probs of the samples that can have a gradient."""
         train, useful = self.recipe.train, self._useful(batch)
-        before = train.mini_batches * train.epochs > 1 or self._choose is not None
+        whole = self._choose is not None or bool(self.recipe.algorithm.reject)
+        before = train.mini_batches * train.epochs > 1 or whole
         if before and useful.any() and "old_logprobs" not in batch.tokens:
-            known = useful if self._choose is None else batch.sampled > 0
+            known = batch.sampled > 0 if whole else useful
             batch = batch.with_tokens(old_logprobs=scattered(batch, known, self.actor.logprobs))
         if self.recipe.algorithm.top_entropy < 1 and useful.any():
             batch = batch.with_tokens(entropy=scattered(batch, batch.sampled > 0, self.actor.entropies))
+        if self.recipe.algorithm.reject and "old_logprobs" in batch.tokens:
+            batch = batch.with_tokens(kept=kept_tokens(batch, self.recipe.algorithm))
         if self.reference is not None and "reference_logprobs" not in batch.tokens:
             batch = batch.with_tokens(reference_logprobs=scattered(batch, useful, self.reference.logprobs))
         return batch
@@ -149,10 +159,12 @@ class Learner:
     def _update_actor(self, batch: Batch, rate: float, metrics: MicroBatchMetrics) -> Floats | None:
         """Fix the weights by the whole update, drop samples without a gradient, and update the actor. Return the
         log-probs of that pass [T], 0 where none was computed; None where the actor does not give them."""
-        useful = self._useful(batch)
+        useful = self._useful(batch) & (sampled_of_samples(batch) > 0)
         weighted = self._weighted(batch).select(np.flatnonzero(useful))
         if not len(weighted):
             return None
+        if self._adaptive:
+            weighted = weighted.with_samples(kl_coef=np.full(len(weighted), self.kl_coef, np.float32))
         found = self.actor.update(weighted, rate)
         metrics.add(found, int(weighted.rollouts[-1]) + 1)
         logprobs = found.columns.get("logprobs")
@@ -175,6 +187,20 @@ class Learner:
             batch = batch.with_tokens(policy_factor=factor)
         return batch
 
+    def _followed(self, batch: Batch, metrics: Mapping[str, float]) -> float:
+        """Return the coefficient of the KL after a step: up to a fifth larger or smaller for every `kl_horizon`
+        samples, as the KL per token is above or below its target."""
+        algorithm = self.recipe.algorithm
+        assert algorithm.kl_target is not None
+        found = metrics.get("train/kl")
+        if "kl_penalty" in batch.tokens:
+            tokens = max(1, int(batch.sampled.sum()))
+            found = float(batch.tokens["kl_penalty"].sum(dtype=np.float64)) / self.kl_coef / tokens
+        if found is None:  # nothing was trained
+            return self.kl_coef
+        error = min(0.2, max(-0.2, found / algorithm.kl_target - 1))
+        return self.kl_coef * (1 + error * len(first_of_rollouts(batch)) / algorithm.kl_horizon)
+
     def _critic_rate(self) -> float:
         train, critic = self.recipe.train, self.recipe.critic
         assert critic is not None
@@ -182,10 +208,11 @@ class Learner:
 
     def _weighted(self, batch: Batch) -> Batch:
         recipe = self.recipe
-        groups = batch.samples["group"][first_of_rollouts(batch)]
-        update = Update(sampled_of_rollouts(batch), groups, recipe.rollout.max_tokens)
-        weights = token_weights(update, self._aggregation, recipe.algorithm)
-        return batch.with_tokens(weight=batch.spread(weights[batch.rollouts]))
+        first, counts = first_of_rollouts(batch), sampled_of_samples(batch)
+        lengths = np.add.reduceat(counts, first) if len(batch) else counts
+        update = Update(lengths, batch.samples["group"][first], recipe.rollout.max_tokens)
+        weights = batch.spread(token_weights(update, self._aggregation, recipe.algorithm)[batch.rollouts])
+        return batch.with_tokens(weight=weights * batch.tokens["kept"] if "kept" in batch.tokens else weights)
 
     def _useful(self, batch: Batch) -> Bools:
         """Return which samples can have a gradient, bool [S]."""
@@ -206,6 +233,41 @@ class Learner:
             position = rng.permutation(int(batch.samples["group"].max(initial=-1)) + 1)
             order = np.argsort(position[batch.samples["group"]], kind="stable")
             yield from (part for part in batch.select(order).split(train.mini_batches) if len(part))
+
+
+def kept_tokens(batch: Batch, config: AlgorithmSection) -> npt.NDArray[np.float32]:
+    """Return 1 for the sampled tokens that `algorithm.reject` leaves in an update, float32 [T], 0 elsewhere. batch: has
+    `old_logprobs`."""
+    sampled = sampled_in_order(batch)
+    difference = (batch.tokens["old_logprobs"] - batch.tokens["logprobs"])[sampled]
+    rollout = np.repeat(batch.rollouts, batch.lengths)[sampled]
+    group = np.repeat(batch.samples["group"], batch.lengths)[sampled]
+    out = rejected(torch.from_numpy(difference), torch.from_numpy(rollout), torch.from_numpy(group), config.reject)
+    found = np.zeros(int(batch.offsets[-1]), np.float32)
+    found[sampled] = ~out.numpy()
+    return found
+
+
+def sampled_of_samples(batch: Batch) -> npt.NDArray[np.int64]:
+    """Return the number of sampled tokens of each sample that are not rejected, int64 [S]."""
+    if "kept" not in batch.tokens:
+        return batch.sampled
+    total = np.concatenate([[0], np.cumsum(batch.tokens["kept"] > 0)])
+    counts: npt.NDArray[np.int64] = total[batch.offsets[1:]] - total[batch.offsets[:-1]]
+    return counts
+
+
+def rejection_metrics(batch: Batch) -> dict[str, float]:
+    """Return mismatch/rejected_tokens and mismatch/rejected_samples: the share of the sampled tokens that were
+    rejected, and of the rollouts of which none was kept. Nothing where the recipe has no rule."""
+    if "kept" not in batch.tokens:
+        return {}
+    before, first = sampled_of_rollouts(batch), first_of_rollouts(batch)
+    after = np.add.reduceat(sampled_of_samples(batch), first)
+    return {
+        "mismatch/rejected_tokens": 1 - float(after.sum()) / max(1, int(before.sum())),
+        "mismatch/rejected_samples": float(((after == 0) & (before > 0)).sum()) / max(1, int((before > 0).sum())),
+    }
 
 
 def chosen(

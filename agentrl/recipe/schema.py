@@ -334,6 +334,30 @@ class AggregationSection(_Function):
     """Arguments of its own."""
 
 
+class RejectSection(Section):
+    """What is left out of an update because the trainer's probabilities are too far from the engine's."""
+
+    level: Literal["token", "sequence", "group"] = "sequence"
+    """token: the tokens beyond a bound. sequence: all tokens of a sample. group: all samples of a task."""
+    by: Literal["ratio", "k2", "k3"] = "ratio"
+    """ratio: trainer's probability over the engine's, d its logarithm. k2: d^2 / 2. k3: exp(d) - 1 - d."""
+    over: Literal["mean", "sum", "max", "min"] = "mean"
+    """How the tokens of a sample, or of a task, are taken together; the ratio by its logarithm: `mean` is the geometric
+    mean, `sum` the ratio of the whole."""
+    low: Above0 | None = None
+    """Lower bound. With `over: min` and 1e-4: one token that the trainer finds all but impossible."""
+    high: Above0 | None = None
+    """Upper bound."""
+
+    @model_validator(mode="after")
+    def _bounds(self) -> "RejectSection":
+        if self.low is None and self.high is None:
+            raise ValueError("set low, high, or both: without a bound nothing is left out")
+        if self.low is not None and self.high is not None and self.low > self.high:
+            raise ValueError(f"low is {self.low}, above high, {self.high}: everything would be left out")
+        return self
+
+
 class AlgorithmSection(Section):
     """Advantages and the policy loss; the name of a preset alone is short for `{preset: NAME}`."""
 
@@ -353,6 +377,11 @@ class AlgorithmSection(Section):
     """Dual clip: bound of the ratio where the advantage is negative (arXiv:1912.09729). null: off."""
     kl_coef: AtLeast0 = 0.0
     """Coefficient of the KL divergence from the reference model; 0: no reference is kept."""
+    kl_target: Above0 | None = None
+    """KL per token that kl_coef is moved towards after each step, beginning at kl_coef (arXiv:1909.08593, section 2.2).
+    null: kl_coef stays what it is."""
+    kl_horizon: Annotated[Positive, Unit("samples")] = 10_000
+    """Samples after which kl_coef, if the KL stays a fifth or more above kl_target, has grown by about a fifth."""
     kl_in: Literal["loss", "reward"] = "loss"
     """loss: the KL is a term beside the policy loss. reward: that of each token is subtracted from its reward."""
     kl_estimator: Literal["auto", "k1", "abs", "k2", "k3", "k1+", "k3+"] = "auto"
@@ -370,6 +399,8 @@ class AlgorithmSection(Section):
     which it does not sample in), else none."""
     off_policy_cap: Annotated[float, Field(ge=1)] = 2.0
     """Upper bound of the importance weights."""
+    reject: Annotated[tuple[RejectSection, ...], BeforeValidator(_listed)] = ()
+    """What is left out of an update because trainer and engine disagree; what any of the rules names is."""
 
     @model_validator(mode="before")
     @classmethod
@@ -380,6 +411,12 @@ class AlgorithmSection(Section):
         if name not in PRESETS:
             raise ValueError(f"no preset {name!r}{nearest(name, PRESETS)}")
         return {**PRESETS[name].keys, **given}
+
+    @model_validator(mode="after")
+    def _target(self) -> "AlgorithmSection":
+        if self.kl_target is not None and self.kl_coef == 0:
+            raise ValueError("kl_target moves kl_coef, which is 0: set kl_coef to where it begins")
+        return self
 
 
 class TrainSection(Section):

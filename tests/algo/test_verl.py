@@ -18,8 +18,9 @@ from torch import Tensor
 from agentrl.algo import advantages, aggregations, losses
 from agentrl.algo.aggregation import token_weights
 from agentrl.algo.loss import kl_estimate
+from agentrl.algo.off_policy import rejected
 from agentrl.algo.terms import RewardPart, Samples, TokenAdvantages, Tokens, Update
-from agentrl.recipe.schema import AlgorithmSection, LossSection
+from agentrl.recipe.schema import AlgorithmSection, LossSection, RejectSection
 
 VERL: dict[str, Any] = json.loads(Path(__file__).with_name("verl_0_9_1.json").read_text())
 MASK = torch.tensor(VERL["mask"]).bool()
@@ -94,6 +95,29 @@ def test_losses(name: str) -> None:
     wanted = VERL["losses"][name]
     torch.testing.assert_close(loss.detach(), torch.tensor(wanted["loss"]), atol=1e-6, rtol=1e-5)
     torch.testing.assert_close(new.grad, torch.tensor(wanted["gradient"])[MASK], atol=1e-6, rtol=1e-5)
+
+
+REJECTIONS: dict[str, dict[str, Any]] = {  # verl's ratio is the engine's over the trainer's
+    "token_k1": {"level": "token", "low": 1 / 1.3, "high": 1 / 0.8},
+    "token_k2": {"level": "token", "by": "k2", "high": 0.05},
+    "token_k3": {"level": "token", "by": "k3", "high": 0.05},
+    "seq_sum_k1": {"over": "sum", "low": 1 / 1.5, "high": 1 / 0.6},
+    "seq_sum_k3": {"over": "sum", "by": "k3", "high": 0.4},
+    "seq_mean_k1": {"low": 1 / 1.1, "high": 1 / 0.9},
+    "seq_mean_k2": {"by": "k2", "high": 0.04},
+    "seq_max_k2": {"over": "max", "by": "k2", "high": 0.15},
+    "seq_max_k3": {"over": "max", "by": "k3", "high": 0.2},
+}
+
+
+@pytest.mark.parametrize("rule", sorted(VERL["rejected"]))
+def test_rejection(rule: str) -> None:
+    """The reference stands for the trainer here, and old for the engine."""
+    rules = [RejectSection(**REJECTIONS[rule])]
+    found = rejected(sampled("reference") - sampled("old"), SAMPLE, torch.zeros_like(SAMPLE), rules)
+    wanted = torch.tensor(VERL["rejected"][rule])[MASK].bool()
+    assert 0 < int(wanted.sum()) < len(wanted)
+    assert torch.equal(found, wanted)
 
 
 @pytest.mark.parametrize("mode", SUMS)

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from verl.trainer.ppo import core_algos as verl
+from verl.trainer.ppo import rollout_corr_helper as rejection
 from verl.workers.config import ActorConfig
 
 
@@ -33,6 +34,10 @@ ESTIMATORS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 LOSSES = ["vanilla", "gspo", "sapo", "gpg", "geo_mean", "cispo", "dppo_tv", "dppo_kl", "dro", "clip_cov", "kl_cov"]
 MODES = ["token-mean", "token-sum", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
+REJECTIONS = {
+    "token_k1": "0.8_1.3", "token_k2": 0.05, "token_k3": 0.05, "seq_sum_k1": "0.6_1.5", "seq_sum_k3": 0.4,
+    "seq_mean_k1": "0.9_1.1", "seq_mean_k2": 0.04, "seq_max_k2": 0.15, "seq_max_k3": 0.2,
+}  # fmt: skip
 KLS = ["k1", "abs", "k2", "k3", "k1+", "k3+"]
 
 
@@ -99,6 +104,10 @@ def main() -> None:
         loss, _ = verl.get_policy_loss_fn(name)(old, logprobs, advantages, mask, mode, config)
         loss.backward()
         found["losses"][name] = {"loss": loss.detach(), "gradient": logprobs.grad}
+    found["rejected"] = {}
+    for rule, bound in REJECTIONS.items():
+        kept, _ = rejection.compute_rollout_rejection_mask(reference - old, mask, rule, bound)
+        found["rejected"][rule] = mask - kept
     for mode in MODES:
         found["sums"][mode] = verl.agg_loss(new, mask, mode)
     for name in KLS:

@@ -285,6 +285,30 @@ def test_a_resumed_run_goes_on_as_if_it_had_never_stopped(tmp_path: Path, dtype:
     assert torch.equal(weights(second.model), weights(straight.actor.model))
 
 
+@pytest.mark.parametrize("where", ["loss", "reward"])
+def test_the_coefficient_of_the_kl_follows_its_target(where: str, tmp_path: Path) -> None:
+    make_model().save_pretrained(tmp_path)
+    save_tokenizer(tmp_path)
+    keys = {"kl_coef": 0.5, "kl_in": where, "kl_horizon": 32, "kl_target": 1e-9}
+    groups = make_groups(REWARDS)
+    learner = alone(make_model(), make_recipe(keys, path=str(tmp_path), lr=5e-3))
+    first, second = learner.learn(groups), learner.learn(groups)
+    assert first["train/kl_coef"] == 0.5
+    assert second["train/kl_coef"] == pytest.approx(0.5 * (1 - 0.2 * 16 / 32)), (
+        "there was no KL before the first update"
+    )
+    assert abs(learner.kl_coef / second["train/kl_coef"] - 1) == pytest.approx(0.2 * 16 / 32, rel=1e-6)
+    pulled = second["train/grad_norm"]
+    other = alone(make_model(), make_recipe(keys | {"kl_target": None}, path=str(tmp_path), lr=5e-3))
+    other.learn(groups)
+    assert other.learn(groups)["train/grad_norm"] != pytest.approx(pulled, rel=1e-4), "it is what the update uses"
+    other = alone(make_model(), make_recipe({**keys, "kl_target": None}, path=str(tmp_path), lr=5e-3))
+    other.learn(groups)
+    other.kl_coef, other._adaptive = second["train/kl_coef"], True
+    other.recipe = learner.recipe
+    assert other.learn(groups)["train/grad_norm"] == pytest.approx(pulled, rel=1e-5)
+
+
 def test_a_loss_may_measure_with_a_gradient(recwarn: pytest.WarningsRecorder) -> None:
     """A user's loss returns what it measured as it is; nothing of torch's is printed into the progress for it."""
     measured = torch.tensor([1.0, 2.0], requires_grad=True)

@@ -234,7 +234,7 @@ class Loop:
         if self.folder.gone:  # a new folder would hold a checkpoint without its recipe
             raise FileNotFoundError(errno.ENOENT, "deleted", str(self.folder.path))
         self.display.phase("saving")
-        extra = {"sampler": self._sampler, "before": self.before, "unwritten": self._unwritten}
+        extra: dict[str, Any] = {"sampler": self._sampler, "before": self.before, "unwritten": self._unwritten}
         if self.recipe.algorithm.kl_target is not None:
             extra["kl_coef"] = self._kl_coef
         rated = None if self._accuracy is None else (self.held_out.choosing, self._accuracy)

@@ -4,8 +4,8 @@ Deliberate differences, and why: verl gives a sample that is alone in its task i
 is 0, since there is nothing to compare it with; verl's k3 is cut off at 10, where ours keeps its gradient; SAPO's own
 aggregation is the recipe's choice here. Tolerance: 1e-5, verl computes in float32.
 
-At the end: losses against what TRL 1.16 computes of that step (`trl_arrays.py` wrote it). What differs there on purpose is
-listed in docs/reference/algorithms.md.
+At the end: losses against what TRL 1.16 computes of that step (`trl_arrays.py` wrote it). What differs there on purpose
+is listed in docs/reference/algorithms.md.
 """
 
 import json

@@ -81,6 +81,8 @@ class Turn:
     """Sum of the step rewards of its tool calls and of the environment's reply."""
     trained: bool = True
     """Whether the loss covers its tokens; False for an auxiliary call of an agent."""
+    state: str = ""
+    """The environment's `state_key` when it began; empty where there was none."""
 
 
 @dataclass(frozen=True, slots=True)

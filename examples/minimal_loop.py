@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from agentrl.algo import advantages, losses
+from agentrl.algo import advantages, aggregations, losses
 from agentrl.algo.aggregation import token_weights
-from agentrl.algo.terms import Samples, Tokens
+from agentrl.algo.terms import Samples, Tokens, Update
 from agentrl.compute.batch import Batch
 from agentrl.compute.forward import choose
 from agentrl.compute.packing import micro_batches
@@ -49,7 +49,9 @@ class Policy:
         algorithm, total = self.recipe.algorithm, 0.0
         compute_loss = losses.bound(algorithm.loss)
         # Each token's weight is fixed by the whole batch, so that micro-batches add up to its exact gradient.
-        batch = batch.with_tokens(weight=batch.spread(token_weights(batch.sampled, algorithm.aggregation)))
+        update = Update(batch.sampled, batch.samples["group"], self.recipe.rollout.max_tokens)
+        weights = token_weights(update, aggregations.bound(algorithm.aggregation), algorithm)
+        batch = batch.with_tokens(weight=batch.spread(weights))
         for packed in micro_batches(batch, self.recipe.train.micro_batch_tokens):
             # Log-probs of the sampled tokens, float32 [N]; packed.source: their indices into the token columns.
             logprobs, _ = self.forward(packed, self.recipe.rollout.temperature)

@@ -1,10 +1,12 @@
 """Advantage estimators that compare the samples of a task: one advantage per sample, used for all of its tokens."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from agentrl.algo.registry import advantages
-from agentrl.algo.terms import Samples
+from agentrl.algo.terms import Samples, TokenAdvantages
 from agentrl.recipe.schema import AlgorithmSection
 
 EPSILON = 1e-6  # added to a standard deviation; a deviation up to this size counts as rounding error
@@ -98,6 +100,34 @@ def gpg(samples: Samples, config: AlgorithmSection) -> Tensor:
     mean = torch.where(groups.count > 1, groups.mean(rewards), torch.zeros_like(rewards))
     alpha = len(rewards) / max(1, int((rewards != 0).sum()))
     return (alpha * (rewards - mean)).float()
+
+
+@advantages.register("gdpo", needs_parts=True)
+def gdpo(samples: Samples, config: AlgorithmSection) -> TokenAdvantages:
+    """Each reward part compared within the task by itself, then whitened over the step: one per token.
+
+    GDPO (arXiv:2601.05242), equations 4 to 6: A_i = sum over the parts k of w_k (r_ik - mean(r_k)) / std(r_k), with the
+    weights of the parts in `rewards.weights`; then centred over all tokens of the step and divided by their standard
+    deviation. A part of small spread counts as much as one of large spread. Reads no recipe keys. Raises ValueError
+    without `Samples.parts`, and where a KL was subtracted from the rewards, which is no part (use `kl_in: loss`).
+    """
+    if samples.parts is None:
+        raise ValueError("gdpo needs the parts of the rewards")
+    if samples.earned is not None:
+        raise ValueError("gdpo compares reward parts, of which a KL is none: use `algorithm.kl_in: loss`")
+    found = torch.zeros(len(samples.rewards), dtype=torch.float64)
+    for part in samples.parts.values():
+        found += part.weights.double() * grpo(replace(samples, rewards=part.values), config).double()
+    return TokenAdvantages(whitened(torch.repeat_interleave(found, samples.lengths)).float())
+
+
+def whitened(values: Tensor) -> Tensor:
+    """Shift and scale values [N] to mean 0 and standard deviation 1; all 0 if the values are equal."""
+    centred = values - values.mean() if len(values) else values
+    deviation = (centred.square().sum() / max(1, len(values) - 1)).sqrt()
+    if deviation <= EPSILON:
+        return torch.zeros_like(values)
+    return centred / (deviation + EPSILON)
 
 
 def earned(samples: Samples) -> Tensor:

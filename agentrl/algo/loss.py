@@ -2,6 +2,7 @@
 
 from typing import Literal
 
+import numpy as np
 import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
@@ -184,6 +185,76 @@ def dro(tokens: Tokens, config: AlgorithmSection, args: DroArgs) -> LossTerms:
     return LossTerms(pull - tokens.advantages * tokens.logprobs, _against_old(_ratio(tokens).detach(), tokens))
 
 
+class ClipCovArgs(BaseModel):
+    """Arguments of `clip_cov`."""
+
+    model_config = ConfigDict(extra="forbid")
+    share: float = Field(2e-4, gt=0, le=1)
+    """The most tokens of an update that lose their gradient, as a share of them; one at least."""
+    low: float = 1.0
+    """Covariance above which a token may be chosen."""
+    high: float = 5.0
+    """Covariance below which a token may be chosen."""
+
+
+def clip_cov_choice(update: Tokens, rng: np.random.Generator, config: AlgorithmSection, args: ClipCovArgs) -> Tensor:
+    """Return 1 for the tokens of an update that `clip_cov` leaves out: float32 [N]."""
+    covariance = _covariance(update)
+    clipped = _clipped(_ratio(update), update, config).metrics["clip_fraction"] > 0
+    candidates = ((covariance > args.low) & (covariance < args.high) & ~clipped).nonzero()[:, 0]
+    drawn = rng.permutation(len(candidates))[: max(1, int(args.share * len(covariance)))]
+    return torch.zeros_like(update.logprobs).index_fill(0, candidates[torch.from_numpy(drawn)], 1.0)
+
+
+@losses.register("clip_cov", vanishes_with_advantage=True, choose=clip_cov_choice)
+def clip_cov(tokens: Tokens, config: AlgorithmSection, args: ClipCovArgs) -> LossTerms:
+    """`ppo_clip` without some tokens that would lower the entropy most, float32 [N].
+
+    Clip-Cov (arXiv:2505.22617), section 4.2: (A - mean A) (log pi - mean log pi) is how much a token adds to the
+    covariance that drives the entropy down; of those between `low` and `high` some, drawn at random, carry no gradient.
+    Means and draws are over a whole update, whatever micro-batches or workers it is computed in. Reads
+    algorithm.clip_low and clip_high. Raises ValueError without `Tokens.chosen`.
+
+    metrics: those of ppo_clip without clip_fraction_dual, and clip_fraction_cov.
+    """
+    terms, chosen = _clipped(_ratio(tokens), tokens, config), _chosen(tokens)
+    return LossTerms(terms.loss * (1 - chosen), {**terms.metrics, "clip_fraction_cov": chosen})
+
+
+class KlCovArgs(BaseModel):
+    """Arguments of `kl_cov`."""
+
+    model_config = ConfigDict(extra="forbid")
+    share: float = Field(2e-4, gt=0, le=1)
+    """Tokens of an update that are held, as a share of them; one at least."""
+    kl_coef: float = Field(1.0, ge=0)
+    """Coefficient of |log pi - log pi_old| on these tokens."""
+
+
+def kl_cov_choice(update: Tokens, rng: np.random.Generator, config: AlgorithmSection, args: KlCovArgs) -> Tensor:
+    """Return 1 for the tokens of an update that `kl_cov` holds: float32 [N]."""
+    return highest(_covariance(update), args.share)
+
+
+@losses.register("kl_cov", choose=kl_cov_choice)
+def kl_cov(tokens: Tokens, config: AlgorithmSection, args: KlCovArgs) -> LossTerms:
+    """Policy gradient by the ratio, where the tokens that would lower the entropy most are held: float32 [N].
+
+    KL-Cov (arXiv:2505.22617), section 4.2: -rho A, and kl_coef |log rho| on the tokens of the largest (A - mean A)
+    (log pi - mean log pi) of the whole update. The first update of a step, where rho is 1, is not held: use several.
+    Raises ValueError without `Tokens.chosen`. metrics: held_fraction, ratio_mean, approx_kl.
+    """
+    ratio, chosen = _ratio(tokens), _chosen(tokens)
+    loss = -tokens.advantages * ratio + args.kl_coef * chosen * (tokens.logprobs - tokens.old).abs()
+    return LossTerms(loss, {"held_fraction": chosen, **_against_old(ratio.detach(), tokens)})
+
+
+def highest(values: Tensor, share: float) -> Tensor:
+    """Return 1 for the largest `share` of values [N] (one at least; the earlier of equals), 0 for others: float32."""
+    count = max(1, int(share * len(values)))
+    return torch.zeros(len(values)).index_fill(0, values.argsort(descending=True, stable=True)[:count], 1.0)
+
+
 def value_loss(values: Tensor, old: Tensor, returns: Tensor, clip: float) -> LossTerms:
     """Clipped value loss of the critic, float32 [N].
 
@@ -258,6 +329,18 @@ def _clipped(ratio: Tensor, tokens: Tokens, config: AlgorithmSection) -> LossTer
         **_against_old(ratio.detach(), tokens),
     }
     return LossTerms(torch.maximum(unclipped, clipped), metrics)
+
+
+def _covariance(update: Tokens) -> Tensor:
+    """Return what each token adds to the covariance of advantage and log-prob over an update, [N]."""
+    advantages, logprobs = update.advantages, update.logprobs
+    return (advantages - advantages.mean()) * (logprobs - logprobs.mean())
+
+
+def _chosen(tokens: Tokens) -> Tensor:
+    if tokens.chosen is None:
+        raise ValueError("a loss that chooses tokens of a whole update needs `Tokens.chosen`")
+    return tokens.chosen
 
 
 def _ratio(tokens: Tokens) -> Tensor:

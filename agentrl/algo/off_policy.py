@@ -7,12 +7,15 @@ truncated importance sampling (Ionides 2008; for language models arXiv:2505.2429
 Efficient RL Framework Secretly Brings You Off-Policy RL Training", 2025, with the bound 2).
 """
 
+import math
+from collections.abc import Sequence
 from enum import StrEnum
 
 import torch
 from torch import Tensor
 
 from agentrl.algo.loss import LOG_RATIO_LIMIT
+from agentrl.recipe.schema import RejectSection
 
 
 class OffPolicy(StrEnum):
@@ -26,6 +29,38 @@ class OffPolicy(StrEnum):
     """w = min(prod_t old_t / engine_t, cap) for all tokens of a sample: unbiased below the cap, high variance."""
     TOKEN_MASK = "token_mask"
     """w_t = old_t / engine_t if it is within [1 / cap, cap], else 0 (IcePop, Ant Group 2025)."""
+
+
+def rejected(difference: Tensor, sample: Tensor, group: Tensor, rules: Sequence[RejectSection]) -> Tensor:
+    """Return which tokens are left out of an update, bool [N].
+
+    difference: the trainer's log-prob less the engine's, [N]. sample, group: int64 [N], equal for the tokens of one
+    sample, of one task; all of them are there. rules: the recipe's `algorithm.reject`.
+
+    Rejection by a geometric mean is that of arXiv:2510.18855 and of verl's rollout correction, whose k1 is the
+    logarithm of engine over trainer: its bounds are the reciprocals of ours.
+    """
+    d = difference.double().clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    found = torch.zeros(len(d), dtype=torch.bool)
+    for rule in rules:
+        value = {"ratio": d, "k2": 0.5 * d.square(), "k3": torch.expm1(d) - d}[rule.by]
+        if rule.level != "token":
+            value = _together(value, sample if rule.level == "sequence" else group, rule.over)
+        low, high = (
+            bound if bound is None or rule.by != "ratio" else math.log(bound) for bound in (rule.low, rule.high)
+        )
+        found |= (value < low) if low is not None else False
+        found |= (value > high) if high is not None else False
+    return found
+
+
+def _together(values: Tensor, which: Tensor, over: str) -> Tensor:
+    """Return, for each token, the mean, sum, max or min of `values` [N] over the tokens of equal `which` [N]."""
+    place = torch.unique(which, return_inverse=True)[1]
+    size = int(place.max()) + 1 if len(place) else 0
+    reduce = {"mean": "mean", "sum": "sum", "max": "amax", "min": "amin"}[over]
+    empty = torch.zeros(size, dtype=values.dtype)
+    return empty.scatter_reduce(0, place, values, reduce, include_self=False)[place]
 
 
 def importance_weights(old: Tensor, engine: Tensor, sample: Tensor, kind: str, cap: float) -> Tensor:

@@ -14,12 +14,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
+import numpy as np
+import numpy.typing as npt
 from torch import Tensor
 
-from agentrl.algo.terms import LossTerms, Samples, TokenAdvantages, Tokens
+from agentrl.algo.terms import LossTerms, Samples, TokenAdvantages, Tokens, Update
 from agentrl.errors import UserError, nearest
 from agentrl.plugins.registry import installed, load, with_arguments
-from agentrl.recipe.schema import AdvantageSection, AlgorithmSection, LossSection, Recipe
+from agentrl.recipe.schema import AdvantageSection, AggregationSection, AlgorithmSection, LossSection, Recipe
 
 
 class Advantage(Protocol):
@@ -39,6 +41,26 @@ class Loss(Protocol):
     def __call__(self, tokens: Tokens, config: AlgorithmSection) -> LossTerms: ...
 
 
+class Aggregation(Protocol):
+    """Signature of an aggregation. A third parameter is made from `algorithm.aggregation.args`.
+
+    Returns the weight of each token of a sample in the loss of the update, float [R].
+    """
+
+    def __call__(self, update: Update, config: AlgorithmSection) -> npt.NDArray[np.floating[Any]]: ...
+
+
+class Choice(Protocol):
+    """Signature of the `choose` of a loss. It is given all sampled tokens of an update before it is split, with the
+    log-probs just before it, without gradient, and random numbers that depend on the seed, the step and the update.
+
+    Returns a value for each token, float32 [N], which the loss reads as `Tokens.chosen`. A fourth parameter is made
+    from `algorithm.loss.args`, as the third of the loss is.
+    """
+
+    def __call__(self, update: Tokens, rng: np.random.Generator, config: AlgorithmSection) -> Tensor: ...
+
+
 @dataclass(frozen=True, slots=True)
 class AdvantageEntry:
     """A registered advantage estimator."""
@@ -49,6 +71,10 @@ class AdvantageEntry:
     """Whether it reads the critic's `Samples.values` and returns `TokenAdvantages.returns`, the critic's targets."""
     needs_turns: bool = False
     """Whether it reads `Samples.turns`."""
+    needs_states: bool = False
+    """Whether it reads `Samples.states`."""
+    needs_parts: bool = False
+    """Whether it reads `Samples.parts`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,29 +85,41 @@ class LossEntry:
     """The loss."""
     vanishes_with_advantage: bool = False
     """Whether its gradient is 0 where the advantage is 0: such samples then need no forward pass."""
+    choose: "Choice | None" = None
+    """What decides over all tokens of an update at once, before it is split; None: the loss needs none."""
+
+
+@dataclass(frozen=True, slots=True)
+class AggregationEntry:
+    """A registered aggregation."""
+
+    function: Aggregation
+    """The aggregation."""
 
 
 F = TypeVar("F", bound=Callable[..., Any])
-Entry = TypeVar("Entry", bound=AdvantageEntry | LossEntry)
+Entry = TypeVar("Entry", bound=AdvantageEntry | LossEntry | AggregationEntry)
 
 
 class Registry(Generic[Entry]):
     """Entries by name. A name that is not registered is looked up among the entry points of `group`.
 
     kind: what an entry is, for error messages. entry: makes an entry from a function and its flag. flag: the name of
-    the flag. attribute: the function attribute that was used before flags, read until 0.3.0.
+    the flag. attribute: the function attribute that was used before flags, read until 0.3.0; None: there was none.
     """
 
-    def __init__(self, group: str, kind: str, entry: Callable[..., Entry], flag: str, attribute: str) -> None:
+    def __init__(
+        self, group: str, kind: str, entry: Callable[..., Entry], flag: str = "", attribute: str | None = None
+    ) -> None:
         self.group, self.kind = group, kind
         self._entry, self._flag, self._attribute = entry, flag, attribute
         self._entries: dict[str, Entry] = {}
 
-    def register(self, name: str, **flags: bool) -> Callable[[F], F]:
+    def register(self, name: str, **flags: Any) -> Callable[[F], F]:
         """Register the decorated function as `name`.
 
-        flags: `needs_values`, `needs_turns` for an advantage, `vanishes_with_advantage` for a loss. Raises ValueError
-        if a function of another module has the name.
+        flags: `needs_values`, `needs_turns`, `needs_states`, `needs_parts` for an advantage;
+        `vanishes_with_advantage`, `choose` for a loss. Raises ValueError if a function of another module has the name.
         """
 
         def keep(function: F) -> F:
@@ -111,14 +149,22 @@ class Registry(Generic[Entry]):
         function = load(self.group, name)
         return next((e for e in self._entries.values() if e.function is function), None) or self._unregistered(function)
 
-    def bound(self, section: AdvantageSection | LossSection) -> Callable[..., Any]:
+    def bound(self, section: AdvantageSection | LossSection | AggregationSection) -> Callable[..., Any]:
         """Return the function that a recipe's section names, with its own arguments made and given to it.
 
         Raises UserError, one line: see `get`; arguments that it does not take.
         """
         return with_arguments(self.get(section.name).function, 2, section.args, f"algorithm.{self.kind}.args")
 
+    def chooser(self, section: LossSection) -> Callable[..., Any] | None:
+        """Return the `choose` of the loss that a recipe's section names, with its arguments given to it; None where it
+        has none. Raises UserError as `bound` does."""
+        choose = getattr(self.get(section.name), "choose", None)
+        return choose and with_arguments(choose, 3, section.args, f"algorithm.{self.kind}.args")
+
     def _unregistered(self, function: Any) -> Entry:
+        if self._attribute is None:
+            return self._entry(function)
         marked = bool(getattr(function, self._attribute, False))
         if marked:
             warnings.warn(
@@ -132,6 +178,9 @@ class Registry(Generic[Entry]):
 
 advantages = Registry("agentrl.advantages", "advantage", AdvantageEntry, "needs_values", "wants_values")
 losses = Registry("agentrl.losses", "loss", LossEntry, "vanishes_with_advantage", "vanishes_with_advantage")
+
+
+aggregations = Registry("agentrl.aggregations", "aggregation", AggregationEntry)
 
 
 def check_critic(recipe: Recipe) -> None:

@@ -5,12 +5,15 @@ the last sampled token of the turn before.
 """
 
 import torch
+from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
-from agentrl.algo.advantage import EPSILON, Groups, earned
+from agentrl.algo.advantage import EPSILON, Groups, earned, whitened
 from agentrl.algo.registry import advantages
 from agentrl.algo.terms import Samples, TokenAdvantages
 from agentrl.recipe.schema import AlgorithmSection
+
+_TINY = 1e-8  # added to a sum that may be 0
 
 
 @advantages.register("gae", needs_values=True)
@@ -73,20 +76,103 @@ def turn(samples: Samples, config: AlgorithmSection) -> TokenAdvantages:
     """
     if samples.turns is None:
         raise ValueError("turn needs the numbers of the turns")
+    cell, to_go, reached = _returns_by_turn(samples, config.gamma)
+    task = torch.unique(samples.groups, return_inverse=True)[1]
+    total = torch.zeros_like(to_go)
+    earned_by_others = total.index_add(0, task, to_go)[task] - to_go
+    others = total.index_add(0, task, reached)[task] - reached
+    found = to_go - earned_by_others / others.clamp(min=1)
+    return TokenAdvantages(found.view(-1)[cell])
+
+
+class GigpoArgs(BaseModel):
+    """Arguments of `gigpo`."""
+
+    model_config = ConfigDict(extra="forbid")
+    weight: float = Field(1.0, ge=0)
+    """Weight of the comparison by state beside that of whole samples."""
+    normalise: bool = True
+    """Whether both are divided by the standard deviation of what is compared."""
+    gamma: float = Field(0.95, ge=0, le=1)
+    """Discount for each turn of the rewards that a turn is worth."""
+
+
+@advantages.register("gigpo", needs_turns=True, needs_states=True)
+def gigpo(samples: Samples, config: AlgorithmSection, args: GigpoArgs) -> TokenAdvantages:
+    """Reward of the sample against the task's, plus rewards to go of a turn against those of all turns of the task that
+    began in the same state: one per token.
+
+    GiGPO (arXiv:2505.10978), equations 3 to 9: A = A_E + weight A_S, A_E = (r_i - mean(r)) / std(r), A_S = (G_ik - mean
+    of G) / std of G over the turns of the state, G_ik = sum over l >= k of gamma^(l - k) r_il, with the reward of the
+    whole sample in its last turn. A state that one turn alone began in, or whose turns are worth the same, adds 0.
+    Biased, unlike `turn`: the baseline counts the turn itself, and other turns of its sample in the same state. Raises
+    ValueError without `Samples.turns` or `Samples.states`.
+    """
+    if samples.turns is None or samples.states is None:
+        raise ValueError("gigpo needs the numbers of the turns and their states")
+    cell, to_go, reached = _returns_by_turn(samples, args.gamma)
+    states = torch.zeros(to_go.numel(), dtype=torch.int64).scatter(0, cell, samples.states)
+    turns = reached.view(-1).nonzero()[:, 0]
+    by_turn = torch.zeros(to_go.numel(), dtype=torch.float64)
+    by_turn[turns] = _compared(to_go.view(-1)[turns], states[turns], args.normalise)
+    episode = _compared(samples.rewards.double(), samples.groups, args.normalise)
+    each = torch.repeat_interleave(episode, samples.lengths)
+    return TokenAdvantages((each + args.weight * by_turn[cell]).float())
+
+
+def _compared(values: Tensor, groups: Tensor, normalise: bool) -> Tensor:
+    """Return values [N] minus the mean of their group, by its standard deviation if `normalise`; 0 in a group of
+    equals."""
+    within = Groups(groups)
+    deviation, centred = within.deviation(values), values - within.mean(values)
+    scaled = centred / (deviation + EPSILON) if normalise else centred
+    return torch.where(deviation > EPSILON, scaled, torch.zeros_like(centred))
+
+
+def _returns_by_turn(samples: Samples, gamma: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the cell of each token, int64 [N], in a table of samples by turns; discounted rewards from each turn on,
+    float64 [S, K]; and 1 for the turns that there are, [S, K]."""
+    assert samples.turns is not None
     size, turns = len(samples.lengths), int(samples.turns.max()) + 1 if len(samples.turns) else 1
     cell = torch.repeat_interleave(torch.arange(size), samples.lengths) * turns + samples.turns
     zeros = torch.zeros(size * turns, dtype=torch.float64)
     to_go = zeros.index_add(0, cell, _token_rewards(samples)).view(size, turns)
     reached = zeros.index_fill(0, cell, 1.0).view(size, turns)
     for k in reversed(range(turns - 1)):
-        to_go[:, k] += config.gamma * to_go[:, k + 1]
-    to_go = to_go * reached
+        to_go[:, k] += gamma * to_go[:, k + 1]
+    return cell, to_go * reached, reached
+
+
+@advantages.register("optimal_token_baseline")
+def optimal_token_baseline(samples: Samples, config: AlgorithmSection) -> TokenAdvantages:
+    """Reward to go minus the baseline of least variance at each token, one per token.
+
+    A_it = G_it - b_t with b_t = sum over the samples j of the task of W_jt G_jt / sum of W_jt: W_jt, the sum over
+    l <= t of 1 - p_jl, stands for the squared norm of the gradient of the log-prob of sample j's first t tokens
+    (Greensmith et al. 2004, JMLR 5, theorem 8; by token as in verl's optimal token baseline, whose 1 - 2 p + sum of p^2
+    over the vocabulary has the same expectation, and needs a pass). p: the engine's probability. t counts sampled
+    tokens. The baseline counts the sample itself, as that of `opo` does; where no other sample of the task has a token
+    t, it is 0. Reads no recipe keys. Raises ValueError without `Samples.logprobs`.
+    """
+    if samples.logprobs is None:
+        raise ValueError("optimal_token_baseline needs the engine's log-probs")
+    lengths, size = samples.lengths, len(samples.lengths)
+    longest = int(lengths.max()) if size else 0
+    starts = torch.repeat_interleave(torch.cumsum(lengths, 0) - lengths, lengths)
+    at = torch.arange(len(starts)) - starts
+    cell = torch.repeat_interleave(torch.arange(size), lengths) * longest + at
+    grid = torch.zeros(size * longest, dtype=torch.float64)
+    energy = grid.index_add(0, cell, 1 - samples.logprobs.double().exp()).view(size, longest).cumsum(1)
+    reached = grid.index_fill(0, cell, 1.0).view(size, longest)
+    weight = energy * reached
+    to_go = grid.index_add(0, cell, discounted(_token_rewards(samples), lengths, 1.0)).view(size, longest)
     task = torch.unique(samples.groups, return_inverse=True)[1]
-    total = torch.zeros(size, turns, dtype=torch.float64)
-    earned_by_others = total.index_add(0, task, to_go)[task] - to_go
-    others = total.index_add(0, task, reached)[task] - reached
-    found = to_go - earned_by_others / others.clamp(min=1)
-    return TokenAdvantages(found.view(-1)[cell])
+
+    def over_task(values: Tensor) -> Tensor:
+        return torch.zeros_like(values).index_add(0, task, values)[task]
+
+    baseline = over_task(weight * to_go) / (over_task(weight) + _TINY)
+    return TokenAdvantages((to_go - baseline * (over_task(reached) > 1)).view(-1)[cell].float())
 
 
 def discounted(values: Tensor, lengths: Tensor, factor: float) -> Tensor:
@@ -103,15 +189,6 @@ def discounted(values: Tensor, lengths: Tensor, factor: float) -> Tensor:
         carry = values[at] + factor * carry[:count]
         found[at] = carry
     return found
-
-
-def whitened(values: Tensor) -> Tensor:
-    """Shift and scale values [N] to mean 0 and standard deviation 1; all 0 if the values are equal."""
-    centred = values - values.mean() if len(values) else values
-    deviation = (centred.square().sum() / max(1, len(values) - 1)).sqrt()
-    if deviation <= EPSILON:
-        return torch.zeros_like(values)
-    return centred / (deviation + EPSILON)
 
 
 def _following(values: Tensor, lengths: Tensor) -> Tensor:

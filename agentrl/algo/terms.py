@@ -3,7 +3,21 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import numpy as np
+import numpy.typing as npt
 from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """The R samples of one optimizer update, as an aggregation receives them."""
+
+    lengths: npt.NDArray[np.int64]
+    """int64 [R]: number of sampled tokens of each sample; 0 for one without any, which does not count."""
+    groups: npt.NDArray[np.int64] | None = None
+    """int64 [R]: equal for the samples of one task; None if the caller does not know."""
+    horizon: int | None = None
+    """`rollout.max_tokens`: no sample has more tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,9 +41,26 @@ class Samples:
     """float32 [N]: the critic's value of the state before each token; None without a critic."""
     earned: Tensor | None = None
     """float32 [S]: the rewards before the KL was subtracted; None if no KL was subtracted."""
+    logprobs: Tensor | None = None
+    """float32 [N]: the engine's log-prob of each token."""
+    parts: Mapping[str, "RewardPart"] | None = None
+    """The reward parts by name; None unless the estimator is registered with `needs_parts`."""
     turns: Tensor | None = None
     """int64 [N]: the number (0, 1, ...) of each token's turn in its rollout; None unless the estimator is registered
     with `needs_turns`."""
+    states: Tensor | None = None
+    """int64 [N]: equal for turns of a task that began in the same state; None unless the estimator is registered with
+    `needs_states`."""
+
+
+@dataclass(frozen=True, slots=True)
+class RewardPart:
+    """One part of the rewards of a step's samples."""
+
+    values: Tensor
+    """float32 [S]: before weighting; 0 for a sample without the part."""
+    weights: Tensor
+    """float32 [S]: the weight of the part in each sample's reward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +86,8 @@ class Tokens:
     sample: Tensor | None = None
     """int64 [N]: equal for the tokens of one sample, all of which are in one micro-batch; None if the caller does not
     know."""
+    chosen: Tensor | None = None
+    """float32 [N]: what the loss's `choose` gave each token, of the whole update; None for a loss without one."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 LISTED = {
     "tools": "tools", "envs": "environments", "agents": "agents", "rewards": "reward functions",
     "advantages": "advantage estimators",
-    "losses": "policy losses", "trackers": "trackers", "engines": "engines",
+    "losses": "policy losses", "aggregations": "sums over tokens", "trackers": "trackers", "engines": "engines",
 }  # fmt: skip
 """Command, and entry-point group below `agentrl.` -> what it lists, in words."""
 
@@ -64,8 +64,8 @@ def presets_command() -> None:
 
 
 def _built_in(group: str) -> "list[Plugin]":
-    """Return the advantages and losses of agentrl's own, which need no entry point."""
-    if group not in ("advantages", "losses"):
+    """Return the advantages, losses and aggregations of agentrl's own, which need no entry point."""
+    if group not in ("advantages", "losses", "aggregations"):
         return []
     from agentrl import __version__, algo
     from agentrl.plugins.registry import Plugin

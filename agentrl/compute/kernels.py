@@ -3,7 +3,9 @@
 Each equals its textbook expression up to rounding; the tests compare values and gradients with it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -25,6 +27,19 @@ KEPT = 1 << 25
 Further = Callable[[Tensor, Tensor | None, Tensor | None], Any]
 """Reads more of the predictions of a forward pass, by their states [N, D] and the matrix [V, D] and bias [V] of the
 output layer; without a matrix the states are the logits [N, V]."""
+
+
+_ENTROPIES = ContextVar("entropies", default=False)
+
+
+@contextmanager
+def with_entropies() -> Iterator[None]:
+    """Let passes without gradients compute entropies too."""
+    before = _ENTROPIES.set(True)
+    try:
+        yield
+    finally:
+        _ENTROPIES.reset(before)
 
 
 class RmsNorm(torch.autograd.Function):
@@ -152,8 +167,9 @@ def token_logprobs(
     hidden: Tensor, head: Tensor, bias: Tensor | None, target: Tensor, temperature: float
 ) -> tuple[Tensor, Tensor]:
     """Return log-probs and entropies; see `TokenLogprobs`. Entropies are 0 without gradients, for old and reference
-    log-probs."""
-    logprobs, entropy = TokenLogprobs.apply(hidden, head, bias, target, temperature, torch.is_grad_enabled())
+    log-probs, unless `with_entropies`."""
+    wanted = torch.is_grad_enabled() or _ENTROPIES.get()
+    logprobs, entropy = TokenLogprobs.apply(hidden, head, bias, target, temperature, wanted)
     return logprobs, entropy
 
 

@@ -46,6 +46,11 @@ class RemoteActor:
         found: Floats = self._group.logprobs(batch)
         return found
 
+    def entropies(self, batch: Batch) -> Floats:
+        """Return the entropy of what each sampled token was drawn from, float32 [T], 0 elsewhere."""
+        found: Floats = self._group.entropies(batch)
+        return found
+
     def update(self, batch: Batch, rate: float) -> MicroBatchMetrics:
         """Make one optimizer update on all workers; return its metrics."""
         self.updates += 1

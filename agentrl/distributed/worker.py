@@ -118,6 +118,12 @@ class TrainWorker(InstrumentedWorker):
         return self.actor.logprobs(batch)
 
     @register(SPLIT)
+    @instrumented("actor")
+    def entropies(self, batch: Batch) -> Floats:
+        """Return the entropies of the rank's part of a batch."""
+        return self.actor.entropies(batch)
+
+    @register(SPLIT)
     @instrumented("reference")
     def reference_logprobs(self, batch: Batch) -> Floats:
         """Return the reference's log-probs of the rank's part of a batch."""

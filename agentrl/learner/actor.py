@@ -21,7 +21,7 @@ from agentrl.algo.off_policy import OffPolicy, importance_weights
 from agentrl.algo.terms import LossTerms, Tokens
 from agentrl.compute.batch import Batch
 from agentrl.compute.forward import SEQUENTIAL, Forward, choose, computed_in
-from agentrl.compute.kernels import chosen_logprobs, reverse_kl
+from agentrl.compute.kernels import chosen_logprobs, reverse_kl, with_entropies
 from agentrl.compute.micro_batches import (
     EMPTY,
     SINGLE_PROCESS,
@@ -91,12 +91,22 @@ class Actor:
         finally:
             self._route_freely()
 
+    def entropies(self, batch: Batch) -> npt.NDArray[np.float32]:
+        """Return the entropy, in nats, of what each sampled token was drawn from, float32 [T], 0 elsewhere."""
+        tokens = self.recipe.train.micro_batch_tokens
+        try:
+            with with_entropies():
+                return token_column(batch, tokens, self.ranks, lambda packed: self._computed(packed, batch)[1])
+        finally:
+            self._route_freely()
+
     def update(self, batch: Batch, rate: float) -> MicroBatchMetrics:
         """Make one optimizer update at learning rate `rate` from this rank's part of the batch; return its metrics.
 
         The loss is the sum of token streams, each with a column of weights that are divided by their total already;
         one whose column is absent costs nothing. `weight`: the policy loss, which reads `advantages`, `logprobs` (the
-        engine's) and, if there are any, `reference_logprobs`. `imitate`: -log p of the token. `distill`: see
+        engine's) and, if there are any, `reference_logprobs`, `policy_factor` (of the policy loss alone), `chosen`, and
+        the sample column `kl_coef` in place of the recipe's. `imitate`: -log p of the token. `distill`: see
         `sampled_reverse_kl`; it reads `logprobs` and `teacher_logprobs`. Without the column `old_logprobs`, log-probs
         of the differentiated pass are the old ones, and the column `logprobs` of the metrics.
         """
@@ -153,16 +163,22 @@ class Actor:
     def _policy(self, row: "Row", weight: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the sum of the policy loss with its KL and entropy terms, and what is measured by token."""
         algorithm = self.recipe.algorithm
-        tokens = Tokens(row.logprobs, row.old, row.at("advantages"), row.sample)
+        chosen = row.at("chosen") if "chosen" in row.batch.tokens else None
+        tokens = Tokens(row.logprobs, row.old, row.at("advantages"), row.sample, chosen)
         terms = loss_terms(self.loss, tokens, algorithm)
         factor, mismatch = self._factor(row)
         each = terms.loss * factor
+        if "policy_factor" in row.batch.tokens:
+            each = each * row.at("policy_factor")
         measured = {f"train/{name}": column for name, column in terms.metrics.items()}
         if "reference_logprobs" in row.batch.tokens:
             pulls = algorithm.kl_in == "loss"
             estimator = kl_estimator(algorithm) if pulls else "k3"
             kl = kl_estimate(row.logprobs, row.at("reference_logprobs"), estimator)
-            each = each + algorithm.kl_coef * kl if pulls else each
+            coefficient: Tensor | float = algorithm.kl_coef
+            if "kl_coef" in row.batch.samples:
+                coefficient = torch.from_numpy(row.batch.samples["kl_coef"][row.path]).to(kl.device)
+            each = each + coefficient * kl if pulls else each
             measured["train/kl"] = kl.detach()
         if algorithm.entropy_coef:
             each = each - algorithm.entropy_coef * row.entropy
@@ -256,10 +272,15 @@ class Row:
         return column_at(self.batch, name, self.packed, self.logprobs.device)
 
     @property
+    def path(self) -> npt.NDArray[np.int64]:
+        """The sample of the batch that each prediction is one of, int64 [N]."""
+        found: npt.NDArray[np.int64] = np.searchsorted(self.batch.offsets, self.packed.source, side="right") - 1
+        return found
+
+    @property
     def sample(self) -> Tensor:
         """The rollout of each prediction, int64 [N]."""
-        path = np.searchsorted(self.batch.offsets, self.packed.source, side="right") - 1
-        return torch.from_numpy(self.batch.rollouts[path]).to(self.logprobs.device)
+        return torch.from_numpy(self.batch.rollouts[self.path]).to(self.logprobs.device)
 
 
 def loss_terms(loss: Any, tokens: Tokens, config: AlgorithmSection) -> LossTerms:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from agentrl.algo.loss import kl_estimate, kl_estimator
-from agentrl.algo.terms import Samples, TokenAdvantages
+from agentrl.algo.terms import RewardPart, Samples, TokenAdvantages
 from agentrl.compute.batch import Batch
 from agentrl.errors import UserError, call_plugin
 from agentrl.recipe.schema import AlgorithmSection
@@ -43,6 +43,9 @@ def with_advantages(batch: Batch, estimator: Any, config: AlgorithmSection) -> B
         lengths=torch.from_numpy(lengths),
         token_rewards=torch.from_numpy((each_token if penalty is None else each_token - penalty)[sampled]),
         turns=torch.from_numpy(batch.tokens["turns"][sampled]) if "turns" in batch.tokens else None,
+        states=torch.from_numpy(batch.tokens["states"][sampled]) if "states" in batch.tokens else None,
+        logprobs=torch.from_numpy(batch.tokens["logprobs"][sampled]),
+        parts=_parts(batch, first),
         values=None if values is None else torch.from_numpy(values[sampled]),
         earned=None if penalty is None else torch.from_numpy(earned),
     )
@@ -77,6 +80,15 @@ def sampled_of_rollouts(batch: Batch) -> npt.NDArray[np.int64]:
     counts: npt.NDArray[np.int64] = (
         np.add.reduceat(batch.sampled, first_of_rollouts(batch)) if len(batch) else batch.sampled
     )
+    return counts
+
+
+def sampled_of_samples(batch: Batch) -> npt.NDArray[np.int64]:
+    """Return the number of sampled tokens of each sample that are not rejected (token column `kept`), int64 [S]."""
+    if "kept" not in batch.tokens:
+        return batch.sampled
+    total = np.concatenate([[0], np.cumsum(batch.tokens["kept"] > 0)])
+    counts: npt.NDArray[np.int64] = total[batch.offsets[1:]] - total[batch.offsets[:-1]]
     return counts
 
 
@@ -120,14 +132,60 @@ def step_rewards(trajectories: Sequence[Trajectory], batch: Batch) -> Floats:
 def turn_numbers(trajectories: Sequence[Trajectory], batch: Batch) -> npt.NDArray[np.int64]:
     """Return the number (0, 1, ...) of each sampled token's turn in its rollout, int64 [T] of `batch`, which holds the
     trajectories; 0 elsewhere."""
+    return _of_turns(trajectories, batch, [list(range(len(t.turns))) for t in trajectories])
+
+
+def turn_states(trajectories: Sequence[Trajectory], batch: Batch) -> npt.NDArray[np.int64]:
+    """Return a number for the state in which each sampled token's turn began, equal for equal states of one task,
+    int64 [T] of `batch`, which holds the trajectories; 0 elsewhere.
+
+    States are equal by the environment's `state_key`, else by the tokens that the model was given since its last turn.
+    """
+    group, numbers = batch.samples["group"][first_of_rollouts(batch)].tolist(), dict[Any, int]()
+    found = []
+    for t, task in zip(trajectories, group, strict=True):
+        begins = [*(segment.start for segment in t.segments), *(turn.end for turn in t.turns), 0]
+        given = [t.ids[max(at for at in begins if at <= turn.start) : turn.start].tobytes() for turn in t.turns]
+        keys = [(task, turn.state or told) for turn, told in zip(t.turns, given, strict=True)]
+        found.append([numbers.setdefault(key, len(numbers)) for key in keys])
+    return _of_turns(trajectories, batch, found)
+
+
+def _of_turns(
+    trajectories: Sequence[Trajectory], batch: Batch, values: Sequence[Sequence[int]]
+) -> npt.NDArray[np.int64]:
+    """Spread a value for each turn over its tokens, int64 [T] of the batch."""
     columns = [np.zeros(0, np.int64)]
-    for t in trajectories:
+    for t, each in zip(trajectories, values, strict=True):
         column = np.zeros(len(t.ids), np.int64)
-        for number, turn in enumerate(t.turns):
-            column[turn.start : turn.end] = number
+        for turn, value in zip(t.turns, each, strict=True):
+            column[turn.start : turn.end] = value
         columns.append(column)
     found: npt.NDArray[np.int64] = np.concatenate(columns)
     return found if "began" not in batch.tokens else found[_places(trajectories, batch)]
+
+
+PART, PART_WEIGHT = "part.", "part_weight."
+
+
+def part_columns(trajectories: Sequence[Trajectory], batch: Batch) -> dict[str, Floats]:
+    """Return the reward parts of the trajectories as sample columns of `batch`, which holds them, float32 [S]:
+    `part.<name>`, before weighting (0 where a sample has none), and `part_weight.<name>`."""
+    found: dict[str, Floats] = {}
+    for name in dict.fromkeys(name for t in trajectories for name in t.rewards):
+        values = np.array([t.rewards.get(name, 0.0) for t in trajectories], np.float32)
+        weights = np.array([t.weights.get(name, 1.0) for t in trajectories], np.float32)
+        found |= {PART + name: values[batch.rollouts], PART_WEIGHT + name: weights[batch.rollouts]}
+    return found
+
+
+def _parts(batch: Batch, first: npt.NDArray[np.int64]) -> dict[str, RewardPart] | None:
+    """Return what `part_columns` gave, a value for each rollout; None where it was not asked for."""
+    names = [name.removeprefix(PART) for name in batch.samples if name.startswith(PART)]
+    return {
+        name: RewardPart(*(torch.from_numpy(batch.samples[kind + name][first]) for kind in (PART, PART_WEIGHT)))
+        for name in names
+    } or None
 
 
 def _places(trajectories: Sequence[Trajectory], batch: Batch) -> npt.NDArray[np.int64]:
@@ -179,9 +237,9 @@ def _with_columns(batch: Batch, advantages: Floats, others: dict[str, Floats]) -
     return batch.with_tokens(advantages=advantages, **others).with_samples(advantage=mean.astype(np.float32))
 
 
-def with_kl_penalty(batch: Batch, config: AlgorithmSection) -> Batch:
+def with_kl_penalty(batch: Batch, config: AlgorithmSection, coefficient: float | None = None) -> Batch:
     """Return the batch, which has `old_logprobs` and `reference_logprobs`, with the token column `kl_penalty`: the
-    estimated KL times algorithm.kl_coef, float32 [T], 0 where nothing was sampled.
+    estimated KL times `coefficient` (None: algorithm.kl_coef), float32 [T], 0 where nothing was sampled.
 
     Ziegler et al. (arXiv:1909.08593), equation 2, token by token, as REINFORCE++ (arXiv:2501.03262) does. By default
     the estimate is k1 = old - reference: unbiased, and of either sign. Its sum over a rollout is the log-ratio of the
@@ -189,7 +247,7 @@ def with_kl_penalty(batch: Batch, config: AlgorithmSection) -> Batch:
     """
     old, reference = (torch.from_numpy(batch.tokens[name]) for name in ("old_logprobs", "reference_logprobs"))
     estimate = kl_estimate(old, reference, kl_estimator(config)).numpy()
-    return batch.with_tokens(kl_penalty=np.float32(config.kl_coef) * estimate)
+    return batch.with_tokens(kl_penalty=np.float32(config.kl_coef if coefficient is None else coefficient) * estimate)
 
 
 def advantage_metrics(batch: Batch) -> dict[str, float]:

@@ -13,17 +13,28 @@ from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+import torch
+from torch import Tensor
 
 from agentrl.algo import advantages, losses
+from agentrl.algo.loss import highest
+from agentrl.algo.off_policy import rejected
+from agentrl.algo.terms import Tokens
 from agentrl.compute.batch import Batch
+from agentrl.errors import UserError, call_plugin
 from agentrl.learner.advantages import (
     advantage_metrics,
     carries_gradient,
     first_of_rollouts,
+    part_columns,
     penalty_metrics,
+    sampled_in_order,
+    sampled_of_rollouts,
+    sampled_of_samples,
     scattered,
     step_rewards,
     turn_numbers,
+    turn_states,
     with_advantages,
     with_kl_penalty,
 )
@@ -32,7 +43,7 @@ from agentrl.learner.optimizer import learning_rate
 from agentrl.learner.roles import Roles
 from agentrl.learner.streams import learned_by, token_shares, weighted, with_streams
 from agentrl.learner.teacher import Guide
-from agentrl.recipe.schema import Recipe
+from agentrl.recipe.schema import AlgorithmSection, Recipe
 from agentrl.threads import DaemonThreads
 from agentrl.trajectory import Group, Learned, Trajectory
 
@@ -44,8 +55,9 @@ T = TypeVar("T")
 class Learner:
     """Learns by `recipe` with the roles of `role_host`, which may be wrapped, for example by a profiler.
 
-    guide: asks the teachers (None: those that the role host has). steps: number of steps of the loop so far. learned:
-    what the last call of `learn` made of the valid trajectories, in their order.
+    guide: asks the teachers (None: those that the role host has). steps: number of steps of the loop so far. kl_coef:
+    the coefficient of the KL in the next step. learned: what the last call of `learn` made of the valid trajectories,
+    in their order.
     """
 
     def __init__(self, recipe: Recipe, role_host: Roles, guide: Guide | None = None) -> None:
@@ -54,9 +66,12 @@ class Learner:
         self.reference, self.critic = role_host.reference, role_host.critic
         self._pools = role_host.pools
         self.advantage = advantages.bound(recipe.algorithm.advantage)
-        self._needs_turns = advantages.get(recipe.algorithm.advantage.name).needs_turns
+        self._reads = advantages.get(recipe.algorithm.advantage.name)
+        self._choose = losses.chooser(recipe.algorithm.loss)
         self._vanishes = losses.get(recipe.algorithm.loss.name).vanishes_with_advantage
         self.steps = 0
+        self.kl_coef = recipe.algorithm.kl_coef
+        self._adaptive = recipe.algorithm.kl_target is not None
         self.learned: list[Learned] = []
 
     @property
@@ -72,8 +87,12 @@ class Learner:
         batch = Batch.from_groups(groups)
         trajectories = [t for group in groups for t in group.trajectories]
         batch = batch.with_tokens(step_rewards=step_rewards(trajectories, batch))
-        if self._needs_turns:
+        if self._reads.needs_turns:
             batch = batch.with_tokens(turns=turn_numbers(trajectories, batch))
+        if self._reads.needs_states:
+            batch = batch.with_tokens(states=turn_states(trajectories, batch))
+        if self._reads.needs_parts:
+            batch = batch.with_samples(**part_columns(trajectories, batch))
         batch = with_streams(batch, trajectories, self.recipe, self.steps, self.guide.part_of)
         batch = self.guide.taught(self.with_advantages(batch), trajectories)
         metrics, trained, logprobs = self._update(batch)
@@ -92,7 +111,7 @@ class Learner:
             columns |= self._needed_logprobs()
         batch = self._with_passes(batch, dict.fromkeys(columns, batch.sampled > 0))
         if penalized:
-            batch = with_kl_penalty(batch, algorithm)
+            batch = with_kl_penalty(batch, algorithm, self.kl_coef)
         return with_advantages(batch, self.advantage, algorithm)
 
     def update(self, batch: Batch) -> dict[str, float]:
@@ -114,19 +133,17 @@ class Learner:
         rate = learning_rate(self.steps, train.steps, train.lr, train.schedule, train.warmup_steps)
         policy, values = MicroBatchMetrics(rate), MicroBatchMetrics()
         waits = self._waits
-        if not waits and (useful := self._useful(batch)).any():
-            chosen = {"old_logprobs": useful, "reference_logprobs": self._moved_by_policy(batch)}
-            batch = self._with_passes(batch, {name: chosen[name] for name in self._needed_logprobs()})
+        if not waits and self._useful(batch).any():
+            batch = self._with_logprobs(batch)
         trained = self._useful(batch) & (not waits)
         logprobs = batch.tokens.get("old_logprobs")
-        for part in self._mini_batches(batch):
+        for number, part in enumerate(self._mini_batches(batch)):
             updates: dict[str, Callable[[], Any]] = {}
             if self.critic is not None:
-                shares = part.spread(token_shares(part, self.recipe))
-                valued = part.with_tokens(weight=shares)
-                updates["critic"] = partial(self.critic.update, valued, self._critic_rate())
+                shared = part.with_tokens(weight=part.spread(token_shares(part, self.recipe)))
+                updates["critic"] = partial(self.critic.update, shared, self._critic_rate())
             if not waits:
-                updates["actor"] = partial(self._update_actor, part, rate, policy)
+                updates["actor"] = partial(self._update_actor, self._chosen(part, number), rate, policy)
             made = self._at_once(updates)
             if "critic" in made:
                 values.add(made["critic"])
@@ -135,6 +152,10 @@ class Learner:
         self.steps += 1
         valued = critic_metrics(values) if self.critic is not None else {}
         metrics = {**policy_metrics(policy), **valued, **penalty_metrics(batch)}
+        metrics |= rejection_metrics(batch)
+        if self._adaptive:
+            metrics["train/kl_coef"] = self.kl_coef
+            self.kl_coef = self._followed(batch, metrics)
         return {**metrics, "train/parameters": self.actor.trained}, trained, logprobs
 
     @property
@@ -145,9 +166,26 @@ class Learner:
 
     def _needed_logprobs(self) -> set[str]:
         """Return the columns of log-probs that the updates of a step read besides the engine's."""
-        several = self.recipe.train.mini_batches * self.recipe.train.epochs > 1
-        found = {"old_logprobs"} if several else set()
+        before = self.recipe.train.mini_batches * self.recipe.train.epochs > 1 or self._judges_whole
+        found = {"old_logprobs"} if before else set()
         return found | {"reference_logprobs"} if self.reference is not None else found
+
+    @property
+    def _judges_whole(self) -> bool:
+        """Whether the log-probs of all samples decide what is left out of an update."""
+        return self._choose is not None or bool(self.recipe.algorithm.reject)
+
+    def _with_logprobs(self, batch: Batch) -> Batch:
+        """Return the batch with the log-probs that the updates read, and what is decided by those of the whole step."""
+        algorithm, sampled = self.recipe.algorithm, batch.sampled > 0
+        known = {
+            "old_logprobs": sampled if self._judges_whole else self._useful(batch),
+            "reference_logprobs": self._moved_by_policy(batch),
+        }
+        batch = self._with_passes(batch, {name: known[name] for name in self._needed_logprobs()})
+        if algorithm.top_entropy < 1:
+            batch = batch.with_tokens(entropy=scattered(batch, sampled, self.actor.entropies))
+        return batch.with_tokens(kept=kept_tokens(batch, algorithm)) if algorithm.reject else batch
 
     def _with_passes(self, batch: Batch, columns: Mapping[str, Bools]) -> Batch:
         """Return the batch with `columns`; those that it lacks are computed by their roles, each for some samples:
@@ -188,10 +226,43 @@ class Learner:
         part = weighted(batch, self.recipe).select(np.flatnonzero(useful))
         if not len(part):
             return None
+        if self._adaptive:
+            part = part.with_samples(kl_coef=np.full(len(part), self.kl_coef, np.float32))
         found = self.actor.update(part, rate)
         metrics.add(found, int(part.rollouts[-1]) + 1)
         logprobs = found.columns.get("logprobs")
         return None if logprobs is None else scattered(batch, useful, lambda _: logprobs)
+
+    def _chosen(self, batch: Batch, number: int) -> Batch:
+        """Return the batch of update `number` (0, 1, ...) of the step with what is decided over all of its tokens, as
+        token columns, float32 [T]: `chosen` by the loss, and `policy_factor`, 0 on those of low entropy."""
+        algorithm, sampled = self.recipe.algorithm, sampled_in_order(batch)
+        if self._choose is not None and "old_logprobs" in batch.tokens:
+            moved = number > 0
+            logprobs = (
+                scattered(batch, batch.sampled > 0, self.actor.logprobs) if moved else batch.tokens["old_logprobs"]
+            )
+            rng = np.random.default_rng((self.recipe.train.seed, self.steps, number))
+            batch = batch.with_tokens(chosen=chosen(batch, logprobs, self._choose, rng, algorithm))
+        if "entropy" in batch.tokens:
+            factor = np.zeros(int(batch.offsets[-1]), np.float32)
+            factor[sampled] = highest(torch.from_numpy(batch.tokens["entropy"][sampled]), algorithm.top_entropy).numpy()
+            batch = batch.with_tokens(policy_factor=factor)
+        return batch
+
+    def _followed(self, batch: Batch, metrics: Mapping[str, float]) -> float:
+        """Return the coefficient of the KL after a step: up to a fifth larger or smaller for every `kl_horizon`
+        samples, as the KL per token is above or below its target."""
+        algorithm = self.recipe.algorithm
+        assert algorithm.kl_target is not None
+        found = metrics.get("train/kl")
+        if "kl_penalty" in batch.tokens:
+            tokens = max(1, int(batch.sampled.sum()))
+            found = float(batch.tokens["kl_penalty"].sum(dtype=np.float64)) / self.kl_coef / tokens
+        if found is None:  # nothing was trained
+            return self.kl_coef
+        error = min(0.2, max(-0.2, found / algorithm.kl_target - 1))
+        return self.kl_coef * (1 + error * len(first_of_rollouts(batch)) / algorithm.kl_horizon)
 
     def _critic_rate(self) -> float:
         train, critic = self.recipe.train, self.recipe.critic
@@ -206,7 +277,7 @@ class Learner:
     def _moved_by_policy(self, batch: Batch) -> Bools:
         """Return to which samples the policy loss with its KL and entropy terms can give a gradient, bool [S]."""
         algorithm = self.recipe.algorithm
-        there = learned_by(batch, "policy") & (batch.sampled > 0)
+        there = learned_by(batch, "policy") & (sampled_of_samples(batch) > 0)
         pulled = algorithm.kl_coef > 0 and algorithm.kl_in == "loss"
         if pulled or algorithm.entropy_coef > 0 or not self._vanishes:
             return there
@@ -227,6 +298,53 @@ class Learner:
 
 def _in_turn(calls: Mapping[str, Callable[[], T]]) -> dict[str, T]:
     return {role: call() for role, call in calls.items()}
+
+
+def kept_tokens(batch: Batch, config: AlgorithmSection) -> npt.NDArray[np.float32]:
+    """Return 1 for the sampled tokens that `algorithm.reject` leaves in an update, float32 [T], 0 elsewhere. batch: has
+    `old_logprobs`."""
+    sampled = sampled_in_order(batch)
+    difference = (batch.tokens["old_logprobs"] - batch.tokens["logprobs"])[sampled]
+    rollout = np.repeat(batch.rollouts, batch.lengths)[sampled]
+    group = np.repeat(batch.samples["group"], batch.lengths)[sampled]
+    out = rejected(torch.from_numpy(difference), torch.from_numpy(rollout), torch.from_numpy(group), config.reject)
+    found = np.zeros(int(batch.offsets[-1]), np.float32)
+    found[sampled] = ~out.numpy()
+    return found
+
+
+def rejection_metrics(batch: Batch) -> dict[str, float]:
+    """Return mismatch/rejected_tokens and mismatch/rejected_samples: the share of the sampled tokens that were
+    rejected, and of the rollouts of which none was kept. Nothing where the recipe has no rule."""
+    if "kept" not in batch.tokens:
+        return {}
+    before, first = sampled_of_rollouts(batch), first_of_rollouts(batch)
+    after = np.add.reduceat(sampled_of_samples(batch), first)
+    return {
+        "mismatch/rejected_tokens": 1 - float(after.sum()) / max(1, int(before.sum())),
+        "mismatch/rejected_samples": float(((after == 0) & (before > 0)).sum()) / max(1, int((before > 0).sum())),
+    }
+
+
+def chosen(
+    batch: Batch, logprobs: Floats, choose: Callable[..., Any], rng: np.random.Generator, config: AlgorithmSection
+) -> Floats:
+    """Return what a loss's `choose` gives the sampled tokens of an update, float32 [T], 0 elsewhere.
+
+    batch: the whole update, with `advantages` and `old_logprobs`. logprobs: float32 [T], just before it. Raises
+    UserError for an error of `choose`, and where it does not give a finite value for each token.
+    """
+    sampled = sampled_in_order(batch)
+    current, old = (torch.from_numpy(column[sampled]) for column in (logprobs, batch.tokens["old_logprobs"]))
+    advantages = torch.from_numpy(batch.tokens["advantages"][sampled])
+    sample = torch.from_numpy(np.repeat(batch.rollouts, batch.lengths)[sampled])
+    whose = f"algorithm.loss {config.loss.name!r}"
+    given = call_plugin(whose, choose, Tokens(current, old, advantages, sample), rng, config)
+    if not isinstance(given, Tensor) or given.shape != (len(sampled),) or not bool(torch.isfinite(given).all()):
+        raise UserError(f"{whose} chose no finite tensor [{len(sampled)}], a value for every sampled token")
+    found = np.zeros(int(batch.offsets[-1]), np.float32)
+    found[sampled] = given.float().numpy()
+    return found
 
 
 def learned(trajectories: Sequence[Trajectory], batch: Batch, trained: Bools, logprobs: Floats | None) -> list[Learned]:

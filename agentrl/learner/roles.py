@@ -49,6 +49,10 @@ class ActorRole(Protocol):
         """Return the log-probs of the sampled tokens under the current weights, float32 [T], 0 elsewhere."""
         ...
 
+    def entropies(self, batch: Batch) -> Floats:
+        """Return the entropy of what each sampled token was drawn from, float32 [T], 0 elsewhere."""
+        ...
+
     def update(self, batch: Batch, rate: float) -> MicroBatchMetrics:
         """Make one optimizer update at learning rate `rate`; return its metrics. See `Actor.update` for the columns."""
         ...

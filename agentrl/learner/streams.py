@@ -5,9 +5,11 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from agentrl.algo import aggregations
 from agentrl.algo.aggregation import token_weights
+from agentrl.algo.terms import Update
 from agentrl.compute.batch import Batch
-from agentrl.learner.advantages import first_of_rollouts, sampled_of_rollouts
+from agentrl.learner.advantages import first_of_rollouts, sampled_of_samples
 from agentrl.plugins.types import Task
 from agentrl.recipe.schema import Recipe
 from agentrl.trajectory import Trajectory
@@ -59,20 +61,27 @@ def learned_by(batch: Batch, stream: str) -> Bools:
 
 def weighted(batch: Batch, recipe: Recipe) -> Batch:
     """Return the batch, which is a whole update, with the token column of each stream that any of its samples has a
-    weight for: what each token counts among those of the stream, as `algorithm.aggregation` says, times the weight."""
+    weight for: what each token counts among those of the stream, as `algorithm.aggregation` says, times the weight.
+    Tokens that are rejected (token column `kept`) do not count for the policy."""
     columns = {}
     for stream, column in STREAMS.items():
         chosen = learned_by(batch, stream)
         if chosen.any():
-            each = token_shares(batch, recipe, chosen)
-            columns[column] = batch.spread(each * batch.samples[stream] if stream in batch.samples else each)
+            kept = batch.tokens.get("kept") if stream == "policy" else None
+            each = token_shares(batch, recipe, chosen, None if kept is None else sampled_of_samples(batch))
+            weights = batch.spread(each * batch.samples[stream] if stream in batch.samples else each)
+            columns[column] = weights if kept is None else weights * kept
     return batch.with_tokens(**columns)
 
 
-def token_shares(batch: Batch, recipe: Recipe, chosen: Bools | None = None) -> npt.NDArray[np.float32]:
+def token_shares(
+    batch: Batch, recipe: Recipe, chosen: Bools | None = None, counts: npt.NDArray[np.int64] | None = None
+) -> npt.NDArray[np.float32]:
     """Return what each sampled token of a sample counts, float32 [S]. chosen: the samples among which, bool [S]; None:
-    all."""
+    all. counts: the tokens of each sample that count, int64 [S]; None: those that were sampled."""
     chosen = np.full(len(batch), True) if chosen is None else chosen
-    lengths = sampled_of_rollouts(batch) * chosen[first_of_rollouts(batch)]
-    shares = token_weights(lengths, recipe.algorithm.aggregation, recipe.rollout.max_tokens)
+    counts, first = batch.sampled if counts is None else counts, first_of_rollouts(batch)
+    lengths = (np.add.reduceat(counts, first) if len(batch) else counts) * chosen[first]
+    update = Update(lengths, batch.samples["group"][first], recipe.rollout.max_tokens)
+    shares = token_weights(update, aggregations.bound(recipe.algorithm.aggregation), recipe.algorithm)
     return shares[batch.rollouts] * chosen

@@ -47,6 +47,12 @@ class Environment(ABC):
         """Answer an assistant's turn that holds no tool call. By default it ends the episode."""
         return Reply(done=True)
 
+    def state_key(self, session: Session) -> str:
+        """Return a name of the state that the next turn begins in: equal for two rollouts of a task in which the same
+        choice is to be made. Called before each turn, for advantages that compare turns (`gigpo`). By default empty:
+        turns are then compared by what the model was just told."""
+        return ""
+
     @abstractmethod
     async def calc_reward(self, session: Session, **kwargs: Json) -> float | Mapping[str, float]:
         """Return the reward, or its named parts, once, after the last token."""

@@ -76,6 +76,9 @@ class Mixture(Environment):
     async def execute(self, session: Session, message: Message) -> Reply:
         return await self._of(session.task).execute(session, message)
 
+    def state_key(self, session: Session) -> str:
+        return self._of(session.task).state_key(session)
+
     async def calc_reward(self, session: Session, **kwargs: Json) -> Mapping[str, float]:
         env = self._of(session.task)
         reward = await env.calc_reward(session, **kwargs)

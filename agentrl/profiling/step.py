@@ -25,7 +25,7 @@ PROFILE = "profile"
 """Folder of the traces, inside the run folder."""
 
 REWARD_MODEL = "reward_model"
-FORWARD, UPDATE = ("logprobs", "values", "scores"), ("update",)
+FORWARD, UPDATE = ("logprobs", "entropies", "values", "scores"), ("update",)
 T = TypeVar("T")
 
 

@@ -63,6 +63,28 @@ PRESETS = {
         "learned from; needs a `teacher` beside it",
         {"streams": {"policy": 0, "distill": 1}, "loss": "reinforce", "aggregation": "token_mean"},
     ),
+    "gigpo": Preset(
+        "arXiv:2505.10978: whole samples compared, and turns that began in the same state, which the environment names",
+        {"advantage": "gigpo", "loss": "ppo_clip", "aggregation": "sequence_mean", "kl_coef": 0.01, "kl_in": "loss"}
+        | _SYMMETRIC,
+    ),
+    "clip_cov": Preset(
+        "arXiv:2505.22617: some tokens that would lower the entropy most carry no gradient; hardly another clip",
+        {"advantage": "grpo", "loss": "clip_cov", "aggregation": "token_mean", "clip_low": 1.0, "clip_high": 1.0},
+    ),
+    "kl_cov": Preset(
+        "arXiv:2505.22617: tokens that would lower the entropy most are pulled back; needs several updates a step",
+        {"advantage": "grpo", "loss": "kl_cov", "aggregation": "token_mean"},
+    ),
+    "gdpo": Preset(
+        "arXiv:2601.05242: each part of the reward compared by itself",
+        {"advantage": "gdpo", "loss": "ppo_clip", "aggregation": "sequence_mean"} | _SYMMETRIC,
+    ),
+    "top_entropy": Preset(
+        "arXiv:2506.01939: DAPO on the fifth of the tokens of the highest entropy; without its dynamic sampling",
+        {"advantage": "grpo", "loss": "ppo_clip", "aggregation": "token_mean", "top_entropy": 0.2}
+        | {**_SYMMETRIC, "clip_high": 0.28},
+    ),
     "turn": Preset(
         "credit by turn: rewards to go from a turn on, against other rollouts that reached it; for environments whose "
         "replies carry rewards",

@@ -443,6 +443,41 @@ class LossSection(_Function):
     """Arguments of its own."""
 
 
+class AggregationSection(_Function):
+    """The sum over tokens; its name alone is short for `{name: NAME}`."""
+
+    name: str
+    """token_mean: every token of an update counts the same. sequence_mean: every sample does. token_sum: the sum over
+    tokens. sequence_sum: that of a sample, mean over samples. constant: that by rollout.max_tokens (Dr. GRPO). Or one
+    that `agentrl aggregations` lists, or module:attribute."""
+    args: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of its own."""
+
+
+class RejectSection(Section):
+    """What is left out of an update because the trainer's probabilities are too far from the engine's."""
+
+    level: Literal["token", "sequence", "group"] = "sequence"
+    """token: the tokens beyond a bound. sequence: all tokens of a sample. group: all samples of a task."""
+    by: Literal["ratio", "k2", "k3"] = "ratio"
+    """ratio: trainer's probability over the engine's, d its logarithm. k2: d^2 / 2. k3: exp(d) - 1 - d."""
+    over: Literal["mean", "sum", "max", "min"] = "mean"
+    """How the tokens of a sample, or of a task, are taken together; the ratio by its logarithm: `mean` is the geometric
+    mean, `sum` the ratio of the whole."""
+    low: Above0 | None = None
+    """Lower bound. With `over: min` and 1e-4: one token that the trainer finds all but impossible."""
+    high: Above0 | None = None
+    """Upper bound."""
+
+    @model_validator(mode="after")
+    def _bounds(self) -> "RejectSection":
+        if self.low is None and self.high is None:
+            raise ValueError("set low, high, or both: without a bound nothing is left out")
+        if self.low is not None and self.high is not None and self.low > self.high:
+            raise ValueError(f"low is {self.low}, above high, {self.high}: everything would be left out")
+        return self
+
+
 class AlgorithmSection(Section):
     """Advantages and the policy loss; the name of a preset alone is short for `{preset: NAME}`."""
 
@@ -462,6 +497,11 @@ class AlgorithmSection(Section):
     """Dual clip: bound of the ratio where the advantage is negative (arXiv:1912.09729). null: off."""
     kl_coef: AtLeast0 = 0.0
     """Coefficient of the KL divergence from the reference model; 0: no reference is kept."""
+    kl_target: Above0 | None = None
+    """KL per token that kl_coef is moved towards after each step, beginning at kl_coef (arXiv:1909.08593, section 2.2).
+    null: kl_coef stays what it is."""
+    kl_horizon: Annotated[Positive, Unit("samples")] = 10_000
+    """Samples after which kl_coef, if the KL stays a fifth or more above kl_target, has grown by about a fifth."""
     kl_in: Literal["loss", "reward"] = "loss"
     """loss: the KL is a term beside the policy loss. reward: that of each token is subtracted from its reward."""
     kl_estimator: Literal["auto", "k1", "abs", "k2", "k3", "k1+", "k3+"] = "auto"
@@ -469,9 +509,10 @@ class AlgorithmSection(Section):
     that of k2, which is in expectation that of the KL."""
     entropy_coef: AtLeast0 = 0.0
     """Coefficient of the entropy bonus."""
-    aggregation: Literal["token_mean", "sequence_mean", "token_sum", "sequence_sum", "constant"] = "token_mean"
-    """token_mean: every token of an update counts the same. sequence_mean: every sample does. token_sum: the sum over
-    tokens. sequence_sum: that of a sample, mean over samples. constant: that by rollout.max_tokens (Dr. GRPO)."""
+    top_entropy: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Share of an update's sampled tokens, those of the highest entropy, that carry the policy gradient
+    (arXiv:2506.01939: 0.2)."""
+    aggregation: Annotated[AggregationSection, BeforeValidator(_named)] = AggregationSection(name="token_mean")
     off_policy: Literal["auto", "none", "token_tis", "sequence_tis", "token_mask"] = "auto"
     """Importance weight of a token that the engine sampled with another probability than the trainer's. auto:
     token_tis where the two are apart (an engine other than `local`, rollout.overlap, or `local` beside mixed precision,
@@ -484,6 +525,8 @@ class AlgorithmSection(Section):
     """What tokens are learned from."""
     imitate_from: float | None = None
     """Least reward of a rollout that `streams.imitate` imitates. null: more than the mean of its group."""
+    reject: Annotated[tuple[RejectSection, ...], BeforeValidator(_listed)] = ()
+    """What is left out of an update because trainer and engine disagree; what any of the rules names is."""
 
     @model_validator(mode="before")
     @classmethod
@@ -494,6 +537,12 @@ class AlgorithmSection(Section):
         if name not in PRESETS:
             raise ValueError(f"no preset {name!r}{nearest(name, PRESETS)}")
         return {**PRESETS[name].keys, **given}
+
+    @model_validator(mode="after")
+    def _target(self) -> "AlgorithmSection":
+        if self.kl_target is not None and self.kl_coef == 0:
+            raise ValueError("kl_target moves kl_coef, which is 0: set kl_coef to where it begins")
+        return self
 
 
 class TrainSection(Section):

@@ -240,6 +240,8 @@ class Driver:
         limits, started = self._limits, time.monotonic()
         deadline = min(started + limits.turn_timeout, talk.deadline)
         request.begin_turn(talk)
+        if talk is request:
+            talk.state_key = self._state_of(request)
         generation = await self._sample(request, talk, timer, deadline)
         if talk is request:
             request.waited("engine", started)
@@ -257,6 +259,15 @@ class Driver:
             request, talk, timer, parsed, deadline
         )
         return finish if finish is not None else self._add_replies(request, talk, turn_ids, replies)
+
+    def _state_of(self, request: AsyncRolloutRequest) -> str:
+        """Return the environment's name of the state that a turn begins in."""
+        request.at = Boundary.ENVIRONMENT, f"{self._environment.name}.state_key"
+        found = self._environment.state_key(request.session_of(self._environment))
+        if not isinstance(found, str):
+            raise TypeError(f"expected a text, got {type(found).__name__}")
+        request.at = _DRIVER
+        return found
 
     def _add_replies(
         self, request: AsyncRolloutRequest, talk: Conversation, turn_ids: list[int], replies: list[Message]

@@ -138,6 +138,9 @@ class Conversation:
     turn_starts: "array[int]" = field(default_factory=lambda: array("i"))
     turn_ends: "array[int]" = field(default_factory=lambda: array("i"))
     step_rewards: "array[float]" = field(default_factory=lambda: array("d"))
+    state_keys: list[str] = field(default_factory=list)
+    state_key: str = ""
+    """The key of the state in which the turn begins that is not whole yet; those of whole turns are `state_keys`."""
     orders: "array[int]" = field(default_factory=lambda: array("i"))
     """For each turn, how many turns of the rollout began before it."""
     order: int = -1
@@ -206,6 +209,7 @@ class Conversation:
         self.turn_starts.append(start)
         self.turn_ends.append(len(self.ids))
         self.step_rewards.append(0.0)
+        self.state_keys.append(self.state_key)
         self.orders.append(self.order if self.order >= 0 else len(self.orders))
         self.order = -1
         return self.ids[start:].tolist()
@@ -236,7 +240,8 @@ class Conversation:
             array("i"),
             array("d"),
         )
-        self.open_turn, self.order, self.summarizing, self.experts = None, -1, False, None
+        self.open_turn, self.order, self.summarizing = None, -1, False
+        self.experts, self.state_keys = None, []
         return past
 
     @property
@@ -245,11 +250,17 @@ class Conversation:
         return self.turns_before + len(self.turn_ends)
 
     @property
+    def whole_turns(self) -> list[Turn]:
+        """The turns that are whole; places in `ids`."""
+        columns = zip(self.turn_starts, self.turn_ends, self.step_rewards, self.state_keys, strict=True)
+        return [Turn(start, end, reward, state=state) for start, end, reward, state in columns]
+
+    @property
     def own_turns(self) -> list[Turn]:
         """The turns, one that is not whole among them; places in `ids`."""
-        turns = list(map(Turn, self.turn_starts, self.turn_ends, self.step_rewards))
+        turns = self.whole_turns
         if self.open_turn is not None:
-            turns.append(Turn(self.open_turn, len(self.ids)))
+            turns.append(Turn(self.open_turn, len(self.ids), state=self.state_key))
         return turns
 
 
@@ -347,7 +358,7 @@ class AsyncRolloutRequest(Conversation):
     @property
     def turns(self) -> list[Turn]:
         """The whole turns of its own conversation so far, made on demand."""
-        return list(map(Turn, self.turn_starts, self.turn_ends, self.step_rewards))
+        return self.whole_turns
 
     @property
     def sampled_tokens(self) -> int:
@@ -431,7 +442,7 @@ def _one(request: AsyncRolloutRequest) -> _Flat:
     """Return the columns of a request whose tokens lie in a row."""
     turns = request.turns
     if request.open_turn is not None:
-        turns.append(Turn(request.open_turn, len(request.ids)))
+        turns.append(Turn(request.open_turn, len(request.ids), state=request.state_key))
     columns = _columns(request, turns)
     return _Flat(*columns, request.prompt_length, turns, request.tool_uses, request.segments, request.told)
 

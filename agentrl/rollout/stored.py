@@ -92,7 +92,10 @@ def _trajectory(row: Row, tokens: Mapping[str, npt.NDArray[Any]], weights: Mappi
         logprobs=tokens["logprobs"],
         weight_version=tokens["weight_version"],
         prompt_length=row["prompt_tokens"],
-        turns=tuple(Turn(one["start"], one["end"], one["reward"], one["trained"]) for one in row["turns"]),
+        turns=tuple(
+            Turn(one["start"], one["end"], one["reward"], one["trained"], one.get("state") or "")
+            for one in row["turns"]
+        ),
         messages=messages,
         rewards={part["name"]: part["value"] for part in row["rewards"]},
         finish=FinishReason(row["finish"]),

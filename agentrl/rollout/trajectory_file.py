@@ -36,7 +36,7 @@ _ABOUT = b"agentrl.trajectories"  # key of the file's metadata; its value is the
 _SECONDS = ("total", "engine", "tools", "environment", "hooks")
 _SPAN = [("start", pa.int32()), ("end", pa.int32())]
 _PART = [("name", pa.string()), ("value", pa.float64()), ("weight", pa.float64())]
-_TURN = [*_SPAN, ("reward", pa.float64()), ("trained", pa.bool_())]
+_TURN = [*_SPAN, ("reward", pa.float64()), ("trained", pa.bool_()), ("state", pa.string())]
 _USE = [
     ("name", pa.string()), ("turn", pa.int32()), ("seconds", pa.float64()), ("error", pa.string()), ("cut", pa.bool_()),
     ("metrics", pa.string()),
@@ -144,7 +144,13 @@ def row(
         "tokens": len(t.ids),
         "tool_errors": sum(use.error is not None for use in t.tool_uses),
         "turns": [
-            {"start": turn.start, "end": turn.end, "reward": float(turn.reward), "trained": turn.trained}
+            {
+                "start": turn.start,
+                "end": turn.end,
+                "reward": float(turn.reward),
+                "trained": turn.trained,
+                "state": turn.state or None,
+            }
             for turn in t.turns
         ],
         "segments": [{"start": s.start, "end": s.end, "parent": s.parent} for s in t.segments],

@@ -76,6 +76,7 @@ class Loop:
     """Held-out accuracy after the last step, by split."""
     _sampler: dict[str, Any] = field(default_factory=dict)  # the state of `rollouts` after `step`
     _updates: int = 0  # the learner's number of updates after `step`
+    _kl_coef: float = 0.0  # the learner's coefficient of the KL after `step`
     _saved: int = -1  # step of the last checkpoint
     _unwritten: dict[str, Any] | None = None  # the row that could not be appended to metrics.jsonl
     _accuracy: float | None = None  # accuracy of `step` on the split that chooses the best checkpoint, if evaluated
@@ -93,6 +94,7 @@ class Loop:
         Other exceptions go to `run.py`, which uses `whole` and `save_after_error`.
         """
         self._sampler, self._updates = self.rollouts.state(), self.learner.updates
+        self._kl_coef = self.learner.kl_coef
         self._saved = self.step if self.step else -1
         self.folder.remember()
         self._find(self.health.before_start())
@@ -123,6 +125,7 @@ class Loop:
             metrics |= by_environment(groups, partial(environment_of, self.player.env))
         metrics |= self._update(step, groups)
         self.step, self._sampler, self._updates = step, self.rollouts.state(), self.learner.updates
+        self._kl_coef = self.learner.kl_coef
         self._accuracy = None
         try:
             self._finish_step(groups, metrics, start)
@@ -231,7 +234,9 @@ class Loop:
         if self.folder.gone:  # a new folder would hold a checkpoint without its recipe
             raise FileNotFoundError(errno.ENOENT, "deleted", str(self.folder.path))
         self.display.phase("saving")
-        extra = {"sampler": self._sampler, "before": self.before, "unwritten": self._unwritten}
+        extra: dict[str, Any] = {"sampler": self._sampler, "before": self.before, "unwritten": self._unwritten}
+        if self.recipe.algorithm.kl_target is not None:
+            extra["kl_coef"] = self._kl_coef
         rated = None if self._accuracy is None else (self.held_out.choosing, self._accuracy)
         self.checkpoints.begin(self.step, self.role_host.save, extra, rated)
         self._saved = self.step

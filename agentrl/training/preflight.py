@@ -7,9 +7,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from agentrl.algo import advantages, losses
+from agentrl.algo import advantages, aggregations, losses
+from agentrl.algo.aggregation import token_weights
 from agentrl.algo.registry import check_critic
-from agentrl.algo.terms import Tokens
+from agentrl.algo.terms import Tokens, Update
 from agentrl.cluster.placement import Expected, Placement, place
 from agentrl.cluster.session import reach
 from agentrl.compute.batch import Array, Batch
@@ -18,7 +19,8 @@ from agentrl.engine.base import engine_class
 from agentrl.errors import UserError, describe
 from agentrl.eval.evaluate import choosing_split, chosen_splits
 from agentrl.learner.actor import loss_terms
-from agentrl.learner.advantages import with_advantages
+from agentrl.learner.advantages import PART, PART_WEIGHT, with_advantages
+from agentrl.learner.learner import chosen
 from agentrl.learner.teacher import check_teachers
 from agentrl.models.load import find_device, resolve
 from agentrl.plugins.agent import make_agent
@@ -56,6 +58,7 @@ def check_names(recipe: Recipe) -> None:
     check_critic(recipe)
     losses.bound(recipe.algorithm.loss)
     check_teachers(recipe)
+    aggregations.bound(recipe.algorithm.aggregation)
     if recipe.rewards.model is not None:
         classifier_config(recipe.rewards.model, recipe.model)
 
@@ -87,7 +90,7 @@ def check_run(recipe: Recipe) -> Checked:
 
 
 def check_algorithm(recipe: Recipe) -> None:
-    """Call the recipe's advantage and loss once, on an invented step.
+    """Call the recipe's advantage, loss and aggregation once, on an invented step.
 
     Raises UserError for a mistake that their signature or their result shows.
     """
@@ -100,7 +103,13 @@ def check_algorithm(recipe: Recipe) -> None:
     found = with_advantages(batch, advantages.bound(algorithm.advantage), algorithm)
     logprobs = torch.from_numpy(batch.tokens["logprobs"]).requires_grad_()
     sample = torch.from_numpy(np.repeat(np.arange(len(batch)), batch.lengths))
-    tokens = Tokens(logprobs * 1.0, logprobs.detach(), torch.from_numpy(found.tokens["advantages"]), sample)
+    update = Update(batch.lengths, batch.samples["group"], recipe.rollout.max_tokens)
+    token_weights(update, aggregations.bound(algorithm.aggregation), algorithm)
+    advantages_, old = torch.from_numpy(found.tokens["advantages"]), logprobs.detach()
+    choose = losses.chooser(algorithm.loss)
+    known = found.with_tokens(old_logprobs=old.numpy())
+    picked = choose and torch.from_numpy(chosen(known, old.numpy(), choose, np.random.default_rng(0), algorithm))
+    tokens = Tokens(logprobs * 1.0, old, advantages_, sample, picked)
     where = f"algorithm.loss {algorithm.loss.name!r}"
     terms = loss_terms(losses.bound(algorithm.loss), tokens, algorithm)
     if not bool(torch.isfinite(terms.loss).all()):
@@ -125,7 +134,10 @@ def _invented_step(recipe: Recipe) -> Batch:
         "ids": np.zeros(len(place), np.int32),
         "loss_mask": np.ones(len(place), np.uint8),
         "logprobs": place,
+        "turns": np.zeros(len(place), np.int64),
+        "states": np.zeros(len(place), np.int64),
     }
+    rewards = (np.arange(size) % limits.n % 2).astype(np.float32)
     if recipe.critic is not None:
         columns["values"] = -place
     if recipe.algorithm.kl_coef > 0 and recipe.algorithm.kl_in == "reward":
@@ -136,7 +148,9 @@ def _invented_step(recipe: Recipe) -> Batch:
         samples={
             "prompt_length": np.zeros(size, np.int32),
             "group": group,
-            "reward": (np.arange(size) % limits.n % 2).astype(np.float32),
+            "reward": rewards,
+            f"{PART}reward": rewards,
+            f"{PART_WEIGHT}reward": np.ones(size, np.float32),
         },
     )
 

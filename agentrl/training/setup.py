@@ -297,6 +297,14 @@ def stored_of(saved: Saved) -> list[str]:
     return files
 
 
+def _read_coefficient(saved: Saved, default: float) -> float:
+    """Return the coefficient of the KL that a checkpoint was at. Raises UserError."""
+    found = saved.extra.get("kl_coef", default)
+    if type(found) not in (int, float) or not 0 <= found < float("inf"):
+        raise saved.damaged("`kl_coef` in its state.json is no coefficient")
+    return float(found)
+
+
 def _is_accuracy(value: Any) -> bool:
     """Whether it is an accuracy with its interval, or without one, as older versions wrote it."""
     first, *interval = value if isinstance(value, list) and len(value) == len(Accuracy._fields) else [value]
@@ -306,6 +314,8 @@ def _is_accuracy(value: Any) -> bool:
 def _restore(loop: Loop, saved: Saved, tasks: int) -> None:
     loop.role_host.load(saved.path)
     loop.step = loop.learner.steps = saved.step
+    if loop.recipe.algorithm.kl_target is not None:
+        loop.learner.kl_coef = _read_coefficient(saved, loop.learner.kl_coef)
     before, sampler = _read_progress(saved, tasks)
     loop.before = {split: Accuracy.read(value) for split, value in before.items()}
     if (best := loop.checkpoints.best()) is not None and best.split == loop.held_out.choosing:

@@ -1,19 +1,21 @@
 """Advantages, losses and aggregation against numbers worked out by hand or by plain formulas."""
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import BaseModel
 
-from agentrl.algo import advantages, losses
+from agentrl.algo import advantages, aggregations, losses
 from agentrl.algo.advantage import grpo
 from agentrl.algo.aggregation import token_weights
 from agentrl.algo.loss import entropy, k3, ppo_clip
 from agentrl.algo.registry import LossEntry
-from agentrl.algo.terms import LossTerms, Samples, Tokens
+from agentrl.algo.terms import LossTerms, Samples, Tokens, Update
 from agentrl.errors import UserError
 from agentrl.recipe.schema import AlgorithmSection
 
@@ -87,18 +89,50 @@ def test_entropy_of_a_uniform_distribution() -> None:
     assert entropy(torch.zeros(7)).item() == pytest.approx(math.log(7))
 
 
+def weights_of(lengths: Any, aggregation: str, **args: Any) -> Any:
+    config = AlgorithmSection(aggregation={"name": aggregation, "args": args})
+    update = Update(np.asarray(lengths), np.array([7, 7, 9])[: len(lengths)], 100)
+    return token_weights(update, aggregations.bound(config.aggregation), config)
+
+
 @given(
     st.lists(st.integers(0, 50), min_size=1, max_size=12).filter(any), st.sampled_from(["token_mean", "sequence_mean"])
 )
 def test_weights_of_all_tokens_sum_to_one(lengths: list[int], aggregation: str) -> None:
     counts = np.array(lengths)
-    assert float((token_weights(counts, aggregation) * counts).sum()) == pytest.approx(1.0, rel=1e-5)
+    assert float((weights_of(counts, aggregation) * counts).sum()) == pytest.approx(1.0, rel=1e-5)
 
 
 def test_aggregations_weigh_long_samples_differently() -> None:
     counts = np.array([1, 3, 0])
-    assert token_weights(counts, "token_mean").tolist() == pytest.approx([0.25, 0.25, 0.25])
-    assert token_weights(counts, "sequence_mean")[:2].tolist() == pytest.approx([1 / 2, 1 / 6])
+    assert weights_of(counts, "token_mean").tolist() == pytest.approx([0.25, 0.25, 0.25])
+    assert weights_of(counts, "sequence_mean")[:2].tolist() == pytest.approx([1 / 2, 1 / 6])
+
+
+class TaskMeanArgs(BaseModel):
+    scale: float = 1.0
+
+
+def task_mean(update: Update, config: AlgorithmSection, args: TaskMeanArgs) -> Any:
+    """Each task counts the same."""
+    assert update.groups is not None
+    totals = np.array([update.lengths[update.groups == group].sum() for group in update.groups])
+    return args.scale / (np.maximum(totals, 1) * len(set(update.groups.tolist())))
+
+
+def wrong_aggregation(update: Update, config: AlgorithmSection) -> Any:
+    return update.lengths[:1] / 0.5
+
+
+def test_a_users_aggregation_comes_by_its_import_path_with_arguments_of_its_own() -> None:
+    found = weights_of([1, 3, 4], f"{__name__}:task_mean", scale=2.0)
+    assert found.tolist() == pytest.approx([2 / 8, 2 / 8, 2 / 8])
+    with pytest.raises(UserError, match=r"^no aggregation 'token_meen'; did you mean 'token_mean'"):
+        weights_of([1, 2, 3], "token_meen")
+    with pytest.raises(UserError, match=r"^algorithm\.aggregation\.args\.scal: task_mean takes no such argument"):
+        weights_of([1, 2, 3], f"{__name__}:task_mean", scal=2.0)
+    with pytest.raises(UserError, match=r"gave weights of shape \[1\], not an array \[3\], one for every sample$"):
+        weights_of([1, 2, 3], f"{__name__}:wrong_aggregation")
 
 
 def test_registries_know_the_built_in_names_and_hint_at_them() -> None:

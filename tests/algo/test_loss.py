@@ -1,7 +1,9 @@
 """The further losses against their formulas, and exact however tokens are dealt out."""
 
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -169,6 +171,26 @@ def test_dppo_drops_what_moved_far_and_would_move_on() -> None:
     moves = gradient(given_, terms.loss.sum())
     torch.testing.assert_close(moves, torch.tensor([-3.0, 0.0, 1.9, 0.0]))
     assert terms.metrics["clip_fraction"].tolist() == [0, 1, 0, 1]
+
+
+def test_clip_cov_leaves_out_some_of_those_between_its_bounds() -> None:
+    logprobs, advantages = [-0.1, -0.2, -3.0, -0.1, -3.0, -3.0], [2.0, 2.0, 2.0, -2.0, -2.0, -2.0]
+    whole = tokens(logprobs, logprobs, advantages)  # covariance: 2.93, 2.73, -2.87, -2.93, 2.87, 2.87
+    section = LossSection(name="clip_cov", args={"share": 0.5, "low": 2.8, "high": 2.9})
+    choose = losses.chooser(section)
+    assert choose is not None
+    with torch.no_grad():
+        assert choose(whole, np.random.default_rng(0), CONFIG).tolist() == [0, 0, 0, 0, 1, 1]
+        few = losses.chooser(LossSection(name="clip_cov", args={"share": 0.01, "low": 2.0}))
+        assert few is not None
+        drawn = [few(whole, np.random.default_rng(seed), CONFIG).tolist() for seed in range(20)]
+    assert all(sum(each) == 1 and not any(each[2:4]) for each in drawn)
+    assert len({tuple(each) for each in drawn}) == 4, "any of the candidates"
+    given_ = replace(whole, chosen=torch.tensor([0.0, 0, 0, 0, 1, 1]))
+    found = gradient(given_, bound("clip_cov")(given_, CONFIG).loss.sum())
+    torch.testing.assert_close(found, torch.tensor([-2.0, -2.0, -2.0, 2.0, 0.0, 0.0]))
+    with pytest.raises(ValueError, match=r"Tokens\.chosen"):
+        bound("kl_cov")(whole, CONFIG)
 
 
 def test_arguments_of_a_loss_are_typed() -> None:

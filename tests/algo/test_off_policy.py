@@ -99,3 +99,33 @@ def test_auto_corrects_where_engine_and_trainer_are_apart():
     assert kind(engine={"name": "sglang"}) == "token_tis"
     assert kind(rollout={"overlap": "async"}) == "token_tis"
     assert kind(engine={"name": "sglang"}, algorithm={"off_policy": "none"}) == "none"
+
+
+def test_what_is_rejected_counts_in_no_weight():
+    """Samples of one task, moved apart by hand: the gradient is that of the update without them."""
+    model, groups = make_model(), make_groups(REWARDS)
+    actor = alone(model, make_recipe({})).actor
+    groups = with_engine_logprobs(groups, actor.logprobs(Batch.from_groups(groups)), 0.0)
+    for t in groups[0].trajectories:
+        t.logprobs[t.loss_mask == 1] -= 0.2
+    odd = groups[1].trajectories[1]
+    odd.logprobs[odd.turns[0].start] += 10  # one token that the trainer finds all but impossible
+
+    def found(*rules, of=groups, **train):
+        return alone(make_model(), make_recipe({"reject": rules, "aggregation": "sequence_mean"}, **train)).learn(of)
+
+    without = found(of=groups[1:])
+    whole = found({"level": "group", "high": 1.1})
+    assert whole["train/grad_norm"] == pytest.approx(without["train/grad_norm"], rel=1e-5)
+    assert whole["mismatch/rejected_samples"] == pytest.approx(1 / len(groups))
+    assert found({"level": "group", "high": 1.1}, micro_batch_tokens=1)["train/grad_norm"] == pytest.approx(
+        whole["train/grad_norm"], rel=1e-5
+    )
+    veto = found({"over": "min", "low": 1e-4})
+    assert veto["mismatch/rejected_samples"] == pytest.approx(1 / Batch.from_groups(groups).sampled.size)
+    token = found({"level": "token", "low": 1e-4})
+    assert token["mismatch/rejected_tokens"] == pytest.approx(1 / Batch.from_groups(groups).sampled.sum())
+    assert token["mismatch/rejected_samples"] == 0
+    assert found({"low": 10.0})["train/updates"] == 0, "nothing is left"
+    with pytest.raises(ValueError, match="without a bound nothing is left out"):
+        make_recipe({"reject": [{"level": "token"}]})

@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from agentrl.algo import advantages
 from agentrl.algo.returns import turn
 from agentrl.algo.terms import Samples, TokenAdvantages
-from agentrl.recipe.schema import AlgorithmSection
+from agentrl.recipe.schema import AdvantageSection, AlgorithmSection
 
 ACTIONS, LONGEST, STOP = 3, 3, 0
 Path = tuple[int, ...]
@@ -102,6 +103,25 @@ def test_by_hand() -> None:
     # to go: 1 + 2/2 and 2; 1 + 4/2 and 4; 1; alone in its task: 4 + 5/2 and 5
     wanted = [2 - 2.0, 2 - 2.0, 2 - 4.0, 3 - 1.5, 4 - 2.0, 1 - 2.5, 6.5, 5.0]
     assert found.advantages.tolist() == wanted
+
+
+@pytest.mark.parametrize("normalise", [False, True])
+def test_gigpo_by_hand(normalise: bool) -> None:
+    """Two samples of a task come through state 5, one of them twice; state 6 and another task's are each alone."""
+    samples = Samples(
+        rewards=torch.tensor([3.0, 1.0, 4.0]),
+        groups=torch.tensor([0, 0, 1]),
+        lengths=torch.tensor([4, 1, 1]),
+        token_rewards=torch.tensor([0.0, 1.0, 0.0, 2.0, 1.0, 4.0]),
+        turns=torch.tensor([0, 0, 1, 2, 0, 0]),
+        states=torch.tensor([5, 5, 6, 5, 5, 7]),
+    )
+    args = {"gamma": 0.5, "weight": 2.0, "normalise": normalise}
+    found = advantages.bound(AdvantageSection(name="gigpo", args=args))(samples, AlgorithmSection())
+    # to go: 1 + 0/2 + 2/4 = 1.5, 1, 2 and 1; in state 5: 1.5, 2, 1, mean 1.5, deviation 0.5; episodes: 3, 1
+    step, episode = (0.5, 2**0.5) if normalise else (1.0, 1.0)
+    wanted = [1 / episode, 1 / episode, 1 / episode, 1 / episode + 1 / step, -1 / episode - 1 / step, 0.0]
+    assert found.advantages.tolist() == pytest.approx(wanted, abs=1e-5)
 
 
 def test_it_needs_the_turns() -> None:

@@ -3,21 +3,27 @@
 Deliberate differences, and why: verl gives a sample that is alone in its task its reward as advantage (grpo) where ours
 is 0, since there is nothing to compare it with; verl's k3 is cut off at 10, where ours keeps its gradient; SAPO's own
 aggregation is the recipe's choice here. Tolerance: 1e-5, verl computes in float32.
+
+At the end: losses against what TRL 1.16 computes of that step (`trl_arrays.py` wrote it). What differs there on purpose
+is listed in docs/reference/algorithms.md.
 """
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from agentrl.algo import advantages, losses
+from agentrl.algo import advantages, aggregations, losses
 from agentrl.algo.aggregation import token_weights
 from agentrl.algo.loss import kl_estimate
-from agentrl.algo.terms import Samples, TokenAdvantages, Tokens
-from agentrl.recipe.schema import AlgorithmSection, LossSection
+from agentrl.algo.off_policy import rejected
+from agentrl.algo.terms import RewardPart, Samples, TokenAdvantages, Tokens, Update
+from agentrl.recipe.schema import AlgorithmSection, LossSection, RejectSection
 
 VERL: dict[str, Any] = json.loads(Path(__file__).with_name("verl_0_9_1.json").read_text())
 MASK = torch.tensor(VERL["mask"]).bool()
@@ -33,6 +39,8 @@ LOSSES: dict[str, tuple[dict[str, Any], str]] = {
     "dppo_tv": ({"name": "dppo"}, "token_mean"),
     "dppo_kl": ({"name": "dppo", "args": {"divergence": "kl"}}, "token_mean"),
     "dro": ({"name": "dro", "args": {"beta": 0.4}}, "token_mean"),
+    "clip_cov": ({"name": "clip_cov", "args": {"share": 1.0, "low": 0.1, "high": 0.6}}, "token_mean"),
+    "kl_cov": ({"name": "kl_cov", "args": {"share": 0.2, "kl_coef": 0.5}}, "token_mean"),
 }
 SUMS = {
     "token-mean": "token_mean",
@@ -48,6 +56,12 @@ def sampled(name: str) -> Tensor:
     return torch.tensor(VERL[name])[MASK]
 
 
+def weights_of(aggregation: str) -> Tensor:
+    config = AlgorithmSection(aggregation=aggregation)
+    update = Update(LENGTHS.numpy(), horizon=MASK.shape[1])
+    return torch.from_numpy(token_weights(update, aggregations.bound(config.aggregation), config))
+
+
 @pytest.mark.parametrize("name", sorted(VERL["advantages"]))
 def test_advantages(name: str) -> None:
     samples = Samples(
@@ -55,6 +69,11 @@ def test_advantages(name: str) -> None:
         groups=torch.arange(len(MASK)) // VERL["group"],
         lengths=LENGTHS,
         values=sampled("values") if name == "gae" else None,
+        logprobs=sampled("old"),
+        parts={
+            part: RewardPart(torch.tensor(VERL["parts"][part]), torch.full((len(MASK),), weight))
+            for part, weight in {"right": 1.0, "brief": 0.25}.items()
+        },
     )
     found = advantages.get(name).function(samples, AlgorithmSection(gamma=0.9, lam=0.8))
     each = found.advantages if isinstance(found, TokenAdvantages) else torch.repeat_interleave(found, LENGTHS)
@@ -68,8 +87,12 @@ def test_losses(name: str) -> None:
     config = AlgorithmSection(clip_low=low, clip_high=high, loss=LossSection(**section))
     new = sampled("new").requires_grad_()
     given = Tokens(new, sampled("old"), torch.tensor(VERL["advantages"]["grpo"])[MASK], SAMPLE)
+    if choose := losses.chooser(config.loss):
+        picked = choose(replace(given, logprobs=new.detach()), np.random.default_rng(0), config)
+        assert 0 < int(picked.sum()) < len(picked)
+        given = replace(given, chosen=picked)
     terms = losses.bound(config.loss)(given, config)
-    weights = torch.from_numpy(token_weights(LENGTHS.numpy(), aggregation))[SAMPLE]
+    weights = weights_of(aggregation)[SAMPLE]
     loss = (weights * terms.loss).sum()
     loss.backward()
     wanted = VERL["losses"][name]
@@ -77,10 +100,32 @@ def test_losses(name: str) -> None:
     torch.testing.assert_close(new.grad, torch.tensor(wanted["gradient"])[MASK], atol=1e-6, rtol=1e-5)
 
 
+REJECTIONS: dict[str, dict[str, Any]] = {  # verl's ratio is the engine's over the trainer's
+    "token_k1": {"level": "token", "low": 1 / 1.3, "high": 1 / 0.8},
+    "token_k2": {"level": "token", "by": "k2", "high": 0.05},
+    "token_k3": {"level": "token", "by": "k3", "high": 0.05},
+    "seq_sum_k1": {"over": "sum", "low": 1 / 1.5, "high": 1 / 0.6},
+    "seq_sum_k3": {"over": "sum", "by": "k3", "high": 0.4},
+    "seq_mean_k1": {"low": 1 / 1.1, "high": 1 / 0.9},
+    "seq_mean_k2": {"by": "k2", "high": 0.04},
+    "seq_max_k2": {"over": "max", "by": "k2", "high": 0.15},
+    "seq_max_k3": {"over": "max", "by": "k3", "high": 0.2},
+}
+
+
+@pytest.mark.parametrize("rule", sorted(VERL["rejected"]))
+def test_rejection(rule: str) -> None:
+    """The reference stands for the trainer here, and old for the engine."""
+    rules = [RejectSection(**REJECTIONS[rule])]
+    found = rejected(sampled("reference") - sampled("old"), SAMPLE, torch.zeros_like(SAMPLE), rules)
+    wanted = torch.tensor(VERL["rejected"][rule])[MASK].bool()
+    assert 0 < int(wanted.sum()) < len(wanted)
+    assert torch.equal(found, wanted)
+
+
 @pytest.mark.parametrize("mode", SUMS)
 def test_sums(mode: str) -> None:
-    weights = token_weights(LENGTHS.numpy(), SUMS[mode], horizon=MASK.shape[1])
-    found = (torch.from_numpy(weights)[SAMPLE] * sampled("new")).sum()
+    found = (weights_of(SUMS[mode])[SAMPLE] * sampled("new")).sum()
     torch.testing.assert_close(found, torch.tensor(VERL["sums"][mode]), atol=1e-6, rtol=1e-5)
 
 
@@ -91,3 +136,34 @@ def test_kl(name: str) -> None:
     found.sum().backward()
     torch.testing.assert_close(found.detach(), torch.tensor(VERL["kl"][name]["value"]), atol=1e-6, rtol=1e-5)
     torch.testing.assert_close(new.grad, torch.tensor(VERL["kl"][name]["gradient"]), atol=1e-6, rtol=1e-5)
+
+
+TRL: dict[str, Any] = json.loads(Path(__file__).with_name("trl_1_16_0.json").read_text())
+TRL_LOSSES: dict[str, dict[str, Any]] = {
+    "grpo": {"aggregation": "sequence_mean"},
+    "bnpo": {"aggregation": "token_mean"},
+    "dr_grpo": {"aggregation": "constant"},
+    "dapo": {"aggregation": "token_mean"},
+    "cispo": {"loss": "cispo", "aggregation": "token_mean", "clip_low": 1.0},
+    "sapo": {"loss": "sapo", "aggregation": "sequence_mean"},
+    "luspo": {"loss": "gspo", "aggregation": "sequence_sum"},
+    "gspo": {"loss": "gspo", "aggregation": "sequence_mean"},
+    "grpo with a KL": {"aggregation": "sequence_mean", "kl_coef": 0.1},
+}
+
+
+@pytest.mark.parametrize("name", TRL)
+def test_losses_of_trl(name: str) -> None:
+    low, high = VERL["clip"]
+    config = AlgorithmSection(**{"clip_low": low, "clip_high": high, "clip_dual": None, **TRL_LOSSES[name]})
+    new = sampled("new").requires_grad_()
+    tokens = Tokens(new, sampled("old"), torch.tensor(VERL["advantages"]["grpo"])[MASK], SAMPLE)
+    each = losses.bound(config.loss)(tokens, config).loss
+    if config.kl_coef:
+        each = each + config.kl_coef * kl_estimate(new, sampled("reference"), "k3")
+    loss = (weights_of(config.aggregation.name)[SAMPLE] * each).sum()
+    loss.backward()
+    assert new.grad is not None
+    torch.testing.assert_close(loss.detach(), torch.tensor(TRL[name]["loss"]), atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(new.grad, torch.tensor(TRL[name]["gradient"])[MASK], atol=1e-6, rtol=1e-5)
+    assert not torch.tensor(TRL[name]["gradient"])[~MASK].any()

@@ -116,6 +116,10 @@ CASES: dict[str, dict[str, Any]] = {
         **LORA,
         "algorithm": {"advantage": "reinforce_plus_plus", "gamma": 0.99, "kl_coef": 0.1, "kl_in": "reward"},
     },
+    "chosen over the whole update": {
+        "algorithm": {"loss": {"name": "clip_cov", "args": {"share": 0.2, "low": 0.01}}, "top_entropy": 0.4},
+        "train": {"mini_batches": 2},
+    },
     "hsdp": {"cluster": {"shard": 1}},
     "offload": {"cluster": {"offload": True}},
     "checkpointing": {"model": {"checkpointing": True}},

@@ -68,6 +68,12 @@ async def test_step_rewards_stand_at_the_turn_that_earned_them():
     sixth = 1 / 6
     assert steps(t) == pytest.approx([0, sixth, -sixth, 0, sixth, sixth, sixth, sixth, sixth, sixth])
     assert t.rewards == pytest.approx({"goal": 1.0, "short": 6 / 9, "step": 1.0})
+    states = [turn.state for turn in t.turns]
+    assert states[0] == states[1] == "(1, 2) False False", "the wall in the south leaves the player where it was"
+    assert states[2] not in states[:2]
+    assert states[3] == states[4] == states[0], "east and west again, and a call that is no move"
+    assert states[5] == states[2]
+    assert states[7] == "(2, 2) True False", "the same place with the key is another state"
     assert [m["content"] for m in t.messages if m["role"] == "tool"][3].startswith("Error: ")
     assert [use.error is None for use in t.tool_uses] == [way != "up" for way in ways]
     assert [use.metrics.get("illegal") for use in t.tool_uses] == [1.0, 0.0, 0.0, None, *[0.0] * 6]

@@ -1,18 +1,22 @@
 """A KL to the reference that is taken off the rewards: where it goes, what it costs, and what it does not touch."""
 
 from collections import Counter
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from learner_help import REWARDS, actor_batch, alone, make_groups, make_model, make_recipe, weights
+from learner_help import REWARDS, actor_batch, alone, make_groups, make_model, make_recipe, trajectory_of, weights
 from torch import Tensor
 
 from agentrl.algo import advantages
+from agentrl.algo.advantage import gdpo
 from agentrl.algo.terms import Samples
-from agentrl.learner.advantages import sums, turn_numbers, with_advantages
+from agentrl.compute.batch import Batch
+from agentrl.errors import UserError
+from agentrl.learner.advantages import part_columns, sums, turn_numbers, turn_states, with_advantages
 from agentrl.learner.learner import Learner
 from agentrl.learner.roles import LocalRoles
 from agentrl.recipe.schema import AlgorithmSection
@@ -158,6 +162,39 @@ def test_where_nothing_was_sampled_nobody_is_asked(folder: str) -> None:
     metrics = Learner(recipe, roles).learn([])
     assert not calls
     assert metrics["train/updates"] == metrics["reward/kl_penalty"] == 0
+
+
+def test_parts_of_rewards_reach_the_estimator_by_rollout() -> None:
+    given = [
+        trajectory_of([(2, 4, 0.5)], 5, {"right": 1.0, "step": 0.5}, weights={"step": 2.0}),
+        trajectory_of([(2, 3, 0.0)], 4, {"right": 0.0}),
+    ]
+    batch = Batch.from_trajectories(given, [0, 0])
+    seen: list[Samples] = []
+
+    def estimator(samples: Samples, config: AlgorithmSection) -> Tensor:
+        seen.append(samples)
+        return samples.rewards
+
+    with_advantages(batch, estimator, AlgorithmSection())
+    with_advantages(batch.with_samples(**part_columns(given, batch)), estimator, AlgorithmSection())
+    assert seen[0].parts is None
+    found = {name: (part.values.tolist(), part.weights.tolist()) for name, part in (seen[1].parts or {}).items()}
+    assert found == {"right": ([1, 0], [1, 1]), "step": ([0.5, 0], [2, 1])}
+    with pytest.raises(UserError, match="gdpo needs the parts of the rewards"):
+        with_advantages(batch, gdpo, AlgorithmSection())
+
+
+def test_tokens_know_the_states_that_their_turns_began_in() -> None:
+    """By the environment's key, else by what the model was told since its turn before; never across tasks."""
+    plain = trajectory_of([(2, 4, 0.0), (5, 6, 0.0), (7, 8, 0.0)], 8, {})
+    ids = plain.ids.copy()
+    ids[[4, 6]] = 77  # told the same before its second and its third turn
+    told = replace(plain, ids=ids)
+    keyed = replace(plain, turns=tuple(replace(turn, state=key) for turn, key in zip(plain.turns, "aba", strict=True)))
+    batch = Batch.from_trajectories([told, keyed, keyed, told], [0, 0, 0, 1])
+    found = turn_states([told, keyed, keyed, told], batch)[batch.tokens["loss_mask"] == 1].tolist()
+    assert found == [0, 0, 1, 1, 2, 2, 3, 2, 2, 2, 3, 2, 4, 4, 5, 5]
 
 
 def test_tokens_know_their_turns() -> None:

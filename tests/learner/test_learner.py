@@ -23,6 +23,7 @@ from transformers import Qwen3ForCausalLM
 from agentrl.algo.terms import LossTerms, Tokens
 from agentrl.checkpoint.checkpoints import Checkpoints
 from agentrl.compute.batch import Batch
+from agentrl.errors import UserError
 from agentrl.learner.learner import Learner
 from agentrl.learner.metrics import MicroBatchMetrics, mismatch_columns, policy_metrics
 from agentrl.learner.optimizer import Optimizer, learning_rate
@@ -31,11 +32,15 @@ from agentrl.recipe.schema import AlgorithmSection
 from agentrl.trajectory import Group
 
 
-def plain_loss(model: Any, groups: list[Group], aggregation: str) -> torch.Tensor:
-    """GRPO's loss at ratio 1, a sequence at a time, by the formula."""
+def plain_loss(model: Any, groups: list[Group], aggregation: str, top_entropy: float = 1.0) -> torch.Tensor:
+    """GRPO's loss at ratio 1, a sequence at a time, by the formula; of the tokens of the highest entropy alone."""
     total = sum(t.sampled_tokens for g in groups for t in g.trajectories)
     count = sum(len(g.trajectories) for g in groups)
-    loss = torch.zeros(())
+    loss, entropies = torch.zeros(()), []
+    for t in (t for group in groups for t in group.trajectories):
+        log_p = model(input_ids=torch.from_numpy(t.ids.astype(np.int64))[None]).logits[0, :-1].log_softmax(-1).detach()
+        entropies.append(-(log_p.exp() * log_p).sum(-1)[torch.from_numpy(t.loss_mask[1:]).bool()])
+    lowest = torch.cat(entropies).sort(descending=True).values[int(top_entropy * total) - 1]
     for group in groups:
         rewards = torch.tensor([t.reward for t in group.trajectories], dtype=torch.double)
         advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-6)
@@ -44,7 +49,8 @@ def plain_loss(model: Any, groups: list[Group], aggregation: str) -> torch.Tenso
             log_p = model(input_ids=ids[None]).logits[0, :-1].log_softmax(-1).gather(1, ids[1:, None])[:, 0]
             chosen = log_p[torch.from_numpy(t.loss_mask[1:]).bool()]
             scale = total if aggregation == "token_mean" else count * t.sampled_tokens
-            loss = loss - advantage * (chosen - chosen.detach()).exp().sum() / scale
+            counts = entropies.pop(0) >= lowest
+            loss = loss - advantage * ((chosen - chosen.detach()).exp() * counts).sum() / scale
     return loss
 
 
@@ -60,16 +66,58 @@ def test_the_gradient_is_that_of_the_formula(aggregation: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "algorithm", [{}, {"aggregation": "sequence_mean"}, {"entropy_coef": 0.01}, {"advantage": "dr_grpo"}]
+    "algorithm",
+    [
+        {},
+        {"aggregation": "sequence_mean"},
+        {"entropy_coef": 0.01},
+        {"advantage": "dr_grpo"},
+        {"loss": {"name": "clip_cov", "args": {"share": 0.2, "low": 0.01}}, "top_entropy": 0.4},
+        {"loss": {"name": "kl_cov", "args": {"share": 0.2}}},
+    ],
 )
 def test_micro_batches_change_nothing(algorithm: dict[str, Any]) -> None:
-    groups = make_groups(REWARDS)
-    whole, metrics = learned(make_recipe(algorithm), groups)
+    groups, more = make_groups(REWARDS), {"mini_batches": 2} if "loss" in algorithm else {}
+    whole, metrics = learned(make_recipe(algorithm, **more), groups)
     for tokens in (60, 1):
-        split, same = learned(make_recipe(algorithm, micro_batch_tokens=tokens), groups)
+        split, same = learned(make_recipe(algorithm, micro_batch_tokens=tokens, **more), groups)
         torch.testing.assert_close(split, whole, atol=1e-5, rtol=1e-5)
         for name in set(metrics) - {"train/tokens"}:
             assert same[name] == pytest.approx(metrics[name], abs=1e-4, rel=1e-4), name
+
+
+def test_tokens_of_low_entropy_carry_no_policy_gradient() -> None:
+    """With a quarter of the tokens: the gradient of the formula, of these tokens alone."""
+    groups, model = make_groups(REWARDS), make_model().eval()
+    wanted = plain_loss(model, groups, "token_mean", top_entropy=0.25)
+    wanted.backward()
+    norm = torch.cat([p.grad.flatten() for p in model.parameters()]).norm()
+    _, metrics = learned(make_recipe({"top_entropy": 0.25}), groups)
+    _, full = learned(make_recipe(), groups)
+    assert metrics["train/grad_norm"] == pytest.approx(float(norm), rel=1e-4)
+    assert metrics["train/grad_norm"] != pytest.approx(full["train/grad_norm"], rel=0.05)
+
+
+def test_a_choice_is_over_the_whole_update_just_before_it() -> None:
+    """A loss of a user's: what it is given, and that a wrong answer is one line."""
+    seen: list[Tokens] = []
+
+    def choose(update: Tokens, rng: np.random.Generator, config: AlgorithmSection) -> torch.Tensor:
+        seen.append(update)
+        return torch.ones(len(update.logprobs))
+
+    recipe, groups = make_recipe(lr=5e-3, mini_batches=2, micro_batch_tokens=1), make_groups(REWARDS)
+    learner = alone(make_model(), recipe)
+    learner._choose = choose
+    learner.learn(groups)
+    assert sum(len(update.logprobs) for update in seen) == sum(t.sampled_tokens for g in groups for t in g.trajectories)
+    torch.testing.assert_close(seen[0].logprobs, seen[0].old)
+    assert (seen[1].logprobs - seen[1].old).abs().max() > 1e-3, "the second update is after the first"
+    learner._choose = lambda update, rng, config: torch.ones(3)
+    with pytest.raises(
+        UserError, match=r"^algorithm.loss 'ppo_clip' chose no finite tensor \[\d+\], a value for every"
+    ):
+        learner.learn(groups)
 
 
 def test_recomputed_old_logprobs_equal_those_of_the_single_pass() -> None:
@@ -235,6 +283,30 @@ def test_a_resumed_run_goes_on_as_if_it_had_never_stopped(tmp_path: Path, dtype:
     for group in groups[2:]:
         resumed.learn(group)
     assert torch.equal(weights(second.model), weights(straight.actor.model))
+
+
+@pytest.mark.parametrize("where", ["loss", "reward"])
+def test_the_coefficient_of_the_kl_follows_its_target(where: str, tmp_path: Path) -> None:
+    make_model().save_pretrained(tmp_path)
+    save_tokenizer(tmp_path)
+    keys = {"kl_coef": 0.5, "kl_in": where, "kl_horizon": 32, "kl_target": 1e-9}
+    groups = make_groups(REWARDS)
+    learner = alone(make_model(), make_recipe(keys, path=str(tmp_path), lr=5e-3))
+    first, second = learner.learn(groups), learner.learn(groups)
+    assert first["train/kl_coef"] == 0.5
+    assert second["train/kl_coef"] == pytest.approx(0.5 * (1 - 0.2 * 16 / 32)), (
+        "there was no KL before the first update"
+    )
+    assert abs(learner.kl_coef / second["train/kl_coef"] - 1) == pytest.approx(0.2 * 16 / 32, rel=1e-6)
+    pulled = second["train/grad_norm"]
+    other = alone(make_model(), make_recipe(keys | {"kl_target": None}, path=str(tmp_path), lr=5e-3))
+    other.learn(groups)
+    assert other.learn(groups)["train/grad_norm"] != pytest.approx(pulled, rel=1e-4), "it is what the update uses"
+    other = alone(make_model(), make_recipe({**keys, "kl_target": None}, path=str(tmp_path), lr=5e-3))
+    other.learn(groups)
+    other.kl_coef, other._adaptive = second["train/kl_coef"], True
+    other.recipe = learner.recipe
+    assert other.learn(groups)["train/grad_norm"] == pytest.approx(pulled, rel=1e-5)
 
 
 def test_a_loss_may_measure_with_a_gradient(recwarn: pytest.WarningsRecorder) -> None:

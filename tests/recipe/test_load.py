@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from paths import RECIPES, ROOT
@@ -551,5 +552,25 @@ def test_presets_on_the_command_line(tmp_path: Path) -> None:
     assert Recipe.load(path, ["algorithm.loss=sapo", "algorithm.loss.args.tau_positive=2"]).algorithm.loss.args == {
         "tau_positive": 2
     }
-    with pytest.raises(UserError, match=r"algorithm: no preset 'dpao'; did you mean 'dapo'"):
+    with pytest.raises(UserError, match=r"algorithm: no preset 'dpao'; did you mean 'gdpo' or 'dapo'"):
         Recipe.load(None, ["algorithm=dpao"])
+
+
+def test_rules_of_rejection_are_read_from_a_file_and_written_to_one(tmp_path: Path) -> None:
+    path = tmp_path / "r.yaml"
+    path.write_text(
+        "algorithm:\n  preset: dapo\n  reject:\n    - {level: token, high: 2}\n    - {over: min, low: 1.0e-4}\n"
+    )
+    found = Recipe.load(path).algorithm
+    assert [(rule.level, rule.over, rule.low, rule.high) for rule in found.reject] == [
+        ("token", "mean", None, 2.0),
+        ("sequence", "min", 1e-4, None),
+    ]
+    path.write_text(yaml.safe_dump({"algorithm": found.model_dump(mode="json")}))
+    assert Recipe.load(path).algorithm == found
+    for key, said in [
+        ("algorithm.reject=[{level: token}]", r"algorithm\.reject\.0: set low, high, or both: without a bound nothing"),
+        ("algorithm.kl_target=0.1", r"algorithm: kl_target moves kl_coef, which is 0: set kl_coef to where it begins"),
+    ]:
+        with pytest.raises(UserError, match=said):
+            Recipe.load(path, [key])

@@ -164,7 +164,10 @@ def test_what_is_read_is_what_was(tmp_path: Path) -> None:
         "seed": 2**63 - 1, "request": "step_1/t#0.1", "reward": 0.5, "rewards": {"answer": 1.0, "brevity": -0.25},
         "weights": {"answer": 1.0, "brevity": 2.0}, "solved": None, "finish": "env_done", "left_out": None,
         "tokens": {"prompt": 2, "sampled": 6, "all": 12}, "tool_errors": 1,
-        "turns": [{"start": s, "end": s + 2, "reward": r, "trained": True} for s, r in ((2, 0), (6, 0.5), (10, 0))],
+        "turns": [
+            {"start": s, "end": s + 2, "reward": r, "trained": True, "state": None}
+            for s, r in ((2, 0), (6, 0.5), (10, 0))
+        ],
         "segments": [{"start": 4 * i, "end": 4 * i + 4, "parent": p} for i, p in enumerate((-1, 0, 0))],
         "tools": ["calculator"],
         "tool_uses": [{

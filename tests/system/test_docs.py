@@ -156,6 +156,8 @@ VARIANTS: dict[str, dict[str, object]] = {
     "kl": {
         "algorithm__kl_coef": 0.01,
         "algorithm__kl_in": "reward",
+        "algorithm__kl_target": 0.1,
+        "algorithm__reject": [{"level": "token", "low": 1e-4}],
         "model__lora": {"rank": 2},
         "env": MIXED,
         "eval__splits": [],

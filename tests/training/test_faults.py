@@ -32,6 +32,7 @@ from agentrl.models.load import resolve_types
 from agentrl.plugins.tracker import Tracker
 from agentrl.plugins.types import Task
 from agentrl.recipe.load import dump_recipe
+from agentrl.recipe.presets import PRESETS
 from agentrl.recipe.schema import AlgorithmSection, Recipe
 from agentrl.rollout import journal, player
 from agentrl.rollout.scorer import Scorer
@@ -540,3 +541,17 @@ def test_a_tracker_that_hangs_is_left_behind(
     assert "failed at step 2 and is switched off: TimeoutError: no answer within 1 s" in said
     assert "could not finish" not in said
     assert [row["step"] for row in lines(tmp_path / "run" / "book.jsonl") if row["what"] == "log"] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_passes_the_check_of_its_functions(name: str) -> None:
+    check_algorithm(small(algorithm={"preset": name}, **({"critic": {}} if name == "ppo" else {})))
+
+
+OWN = sorted(name for name, function in advantages.functions.items() if function.__module__.startswith("agentrl."))
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_every_advantage_passes_the_check(name: str) -> None:
+    critic = {"critic": {}} if advantages.get(name).needs_values else {}
+    check_algorithm(small(algorithm={"advantage": name}, **critic))

@@ -87,6 +87,10 @@ class TextGame(Environment):
         outcome: Outcome = session.state.waste(REMINDER)
         return Reply(({"role": "user", "content": outcome.text},), done=outcome.over)
 
+    def state_key(self, session: Session) -> str:
+        game: Game = session.state
+        return f"{game.position} {game.has_key} {game.opened}"
+
     async def calc_reward(self, session: Session, **kwargs: Json) -> dict[str, float]:
         game: Game = session.state
         return {"goal": float(game.won), "short": game.shortest / game.used if game.won else 0.0}

@@ -110,7 +110,7 @@ MANY = {"train": {"mini_batches": 3, "epochs": 2, "schedule": "cosine", "warmup_
 CASES: dict[str, dict[str, Any]] = {
     "grpo": {},
     "mini-batches and epochs": MANY,
-    "reference": {"algorithm": {"kl_coef": 0.1, "entropy_coef": 0.01}},
+    "reference": {"algorithm": {"kl_coef": 0.1, "kl_target": 0.01, "kl_horizon": 100, "entropy_coef": 0.01}},
     "lora": LORA,
     "lora, reference in the reward": {
         **LORA,

@@ -155,7 +155,8 @@ def _fetched(recipe: "Recipe") -> bool:
 
 
 PARTS = (
-    "weights", "gradients", "optimizer", "reference", "critic", "reward_model", "gathered", "activations", "logits",
+    "weights", "gradients", "optimizer", "reference", "critic", "reward_model", "teachers", "gathered",
+    "activations", "logits",
 )  # fmt: skip
 
 

@@ -151,6 +151,8 @@ def _learns_nothing(recipe: Recipe, row: Row) -> bool:
     if row.get("groups/varied", 1):
         return False
     waits = recipe.critic is not None and row["step"] <= recipe.critic.warmup_steps
+    if row.get("distill/tokens") or row.get("imitate/tokens"):
+        return False
     return recipe.algorithm.advantage.name in COMPARING or (row.get("train/samples") == 0 and not waits)
 
 

@@ -2,7 +2,7 @@
 FSDP2, before anything is loaded.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from agentrl.models.load import on_gpu
@@ -93,6 +93,8 @@ class MemoryPlan:
     """Weights, gradients and optimizer of the critic."""
     reward_model: int
     """Weights of the reward model."""
+    teachers: int
+    """Weights of the teachers in the trainer's processes."""
     gathered: int
     """Layers that FSDP2 gathers while they run, their gradients, and weights outside of layers. In one process, the
     copy of the weights in the dtype of matrix products."""
@@ -112,7 +114,10 @@ class MemoryPlan:
     @property
     def kept(self) -> int:
         """Bytes of the state between steps, on the device or offloaded."""
-        return self.weights + self.gradients + self.optimizer + self.reference + self.critic + self.reward_model
+        return (
+            self.weights + self.gradients + self.optimizer + self.reference + self.critic + self.reward_model
+            + self.teachers
+        )  # fmt: skip
 
     @property
     def device(self) -> int:
@@ -151,8 +156,10 @@ def plan(
     roles: Collection[str] = ("actor",),
     critic: Shape | None = None,
     reward_model: Shape | None = None,
+    teachers: Sequence[Shape] = (),
 ) -> MemoryPlan:
-    """Estimate the memory of a worker with these roles. critic, reward_model: their shapes if not the policy's."""
+    """Estimate the memory of a worker with these roles. critic, reward_model: their shapes if not the policy's.
+    teachers: those beside the actor."""
     actor = "actor" in roles
     trained = (shape if actor else None, (critic or shape) if "critic" in roles else None)
     trains = actor or "critic" in roles
@@ -170,6 +177,7 @@ def plan(
         else 0,
         critic=value,
         reward_model=reward,
+        teachers=sum(each.parameters * setting.compute // setting.shard for each in teachers) if actor else 0,
         gathered=_gathered(shape, setting, trains),
         activations=_activations(shape, setting, trains),
         logits=_logits(shape, setting) if actor else 0,
@@ -189,7 +197,12 @@ def _plan_roles(recipe: Recipe, roles: Collection[str], setting: Setting) -> Mem
     for role, path in own.items():
         section = recipe.model.model_copy(update={"path": path})
         shapes[role] = read_shape(section) if path is not None and role in roles else None
-    return plan(shape, setting, roles, shapes["critic"], shapes["reward_model"])
+    paths = {teacher.path for teacher in recipe.teachers if teacher is not None} - {None, "policy"}
+    teachers = [
+        read_shape(recipe.model.model_copy(update={"path": path, "lora": None})) for path in sorted(paths, key=str)
+    ]
+    known = [teacher for teacher in teachers if teacher is not None]
+    return plan(shape, setting, roles, shapes["critic"], shapes["reward_model"], known)
 
 
 def _trained(shape: Shape, setting: Setting) -> tuple[int, int, int]:

@@ -17,9 +17,11 @@ from agentrl.errors import UserError
 from agentrl.learner.actor import Actor
 from agentrl.learner.learner import Learner
 from agentrl.learner.metrics import MicroBatchMetrics, policy_metrics
+from agentrl.learner.monitors import STEPS, History, no_contrast
 from agentrl.learner.roles import LocalRoles
 from agentrl.learner.streams import good, weighted, with_streams
 from agentrl.learner.teacher import Guide, check_teachers, filled, opening_of
+from agentrl.models.memory import plan_memory
 from agentrl.plugins.types import Message, Task
 from agentrl.recipe.schema import Recipe
 from agentrl.trajectory import Group, Trajectory, check_invariants
@@ -318,6 +320,19 @@ def test_a_hint_moves_no_sampled_token() -> None:
 def test_streams_that_cannot_be_are_refused(keys: dict[str, Any], line: str) -> None:
     with pytest.raises(ValidationError, match=line):
         Recipe.model_validate(keys)
+
+
+def test_memory_is_planned_for_a_teacher() -> None:
+    plan = plan_memory(Recipe.model_validate({"algorithm": "opd", "teacher": "tiny"}))
+    assert plan is not None
+    assert plan.teachers == plan.weights
+
+
+def test_equal_rewards_are_no_fault_where_a_teacher_teaches() -> None:
+    recipe = Recipe.model_validate({"algorithm": "opd", "teacher": "tiny"})
+    for tokens, told in ((0.0, True), (10.0, False)):
+        rows = [{"step": step, "groups/varied": 0.0, "distill/tokens": tokens} for step in range(1, STEPS + 1)]
+        assert (no_contrast(History(recipe, rows=rows)) is not None) is told
 
 
 def test_a_teacher_with_another_tokenizer_is_refused(tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 from random import Random
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -34,10 +33,16 @@ from agentrl.rollout.driver import Driver
 from agentrl.sft.demonstrations import Demonstrator
 from agentrl.sft.new_model import bare_tokenizer, new_model, train_tokenizer
 from agentrl.sft.run import sft
-from agentrl.sft.trainer import SftTrainer
+from agentrl.sft.trainer import check_lengths
 from agentrl.trajectory import FinishReason, Trajectory, check_invariants
 
 TEMPLATE = (RECIPES / "tiny_template.jinja").read_text()
+
+
+@pytest.fixture(autouse=True)
+def apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let run folders be made in a folder of the test."""
+    monkeypatch.chdir(tmp_path)
 
 
 def quiet() -> Console:
@@ -100,12 +105,6 @@ def paths(t: Trajectory) -> list[list[int]]:
     return sorted([len(said), *ids[: said[-1] + 1].tolist()] for ids, said in found)
 
 
-def check_length(context: int, made: Trajectory) -> None:
-    """Let the trainer of a model with `context` look at a demonstration: each path has to fit."""
-    config = SimpleNamespace(max_position_embeddings=context)
-    SftTrainer._check_lengths(SimpleNamespace(model=SimpleNamespace(config=config)), [made])  # type: ignore[arg-type]
-
-
 COMPACT = {"compact": {"at": 300, "prompt": "Sum up.", "resume": "{summary}"}}
 
 
@@ -129,9 +128,9 @@ def test_a_demonstration_has_the_ids_of_a_rollout_in_which_the_model_says_the_sa
         assert found.rewards["goal"] == 1.0
         assert paths(found) == paths(wanted)
         longest = max(map(len, wanted.paths()))
-        check_length(longest, wanted)
+        check_lengths(longest, [wanted])
         with pytest.raises(UserError, match=f"has {longest} tokens, but the model's context only {longest - 1}"):
-            check_length(longest - 1, wanted)
+            check_lengths(longest - 1, [wanted])
         assert [turn.end - turn.start for turn in found.turns] == [turn.end - turn.start for turn in wanted.turns]
         return len(found.paths()) - 1
 
@@ -257,18 +256,18 @@ def test_muon_trains_the_blocks_and_adamw_the_rest(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_without_a_named_folder_a_run_folder_keeps_recipe_and_metrics(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
     recipe = load_recipe(
         RECIPES / "tiny_warmstart.yaml", [*SMALL, "sft.stages=[{style: clean, steps: 3, batch: 2, lr: 1e-2}]"]
     )
-    monkeypatch.chdir(tmp_path)
     result = sft(recipe, console=quiet())
-    assert result.folder.resolve() == tmp_path / "runs/sft-001/model"
-    assert load_recipe(tmp_path / "runs/sft-001/recipe.yaml") == resolve_types(recipe)
+    assert result.folder.resolve() == tmp_path / "runs/sft-001/checkpoints/step_3"
+    kept = load_recipe(tmp_path / "runs/sft-001/recipe.yaml")
+    assert kept.model_copy(update={"sft": recipe.sft}) == resolve_types(recipe)
     lines = [json.loads(line) for line in (tmp_path / "runs/sft-001/metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == [1, 2, 3]
-    assert lines[-1]["train/tokens"] == result.tokens
+    assert [line["step"] for line in lines] == [0, 1, 2, 3]
+    assert sum(line["train/tokens"] for line in lines[1:]) == result.tokens
 
 
 @pytest.mark.slow

@@ -254,6 +254,7 @@ class MuonAdamW:
 
     @begun.setter
     def begun(self, count: int) -> None:
+        """Go on counting from `count`."""
         self.adamw.begun = count
 
     def step(self, rate: float) -> float:

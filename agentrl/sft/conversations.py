@@ -184,8 +184,9 @@ class Layout:
         schemas = self.tools if talk.tools is None else list(talk.tools)
         learned = self._learned(talk)
         try:
+            messages = tuple(map(_plain, talk.messages))
             lay = self._paths if self.section.history == "template" else self._conversation
-            made = lay(talk.messages, learned, schemas, Task(name, {}))
+            made = lay(messages, learned, schemas, Task(name, {}))
         except Refusal:
             raise
         except UserError as error:
@@ -271,6 +272,14 @@ class Layout:
         found = [(call.name, set(call.arguments)) for call in self.chat.parse(ids).calls] if wanted else []
         if found != wanted:
             raise Refusal("the chat template writes no tool calls that are read back as such")
+
+
+def _plain(message: Message) -> Message:
+    """Return the message; an assistant's parts, which many templates do not take, as one text. Raises UserError: a
+    part is no text."""
+    if message["role"] != "assistant" or isinstance(message["content"], str):
+        return message
+    return {**message, "content": content_text(message["content"])}
 
 
 def _thought(message: Message) -> str:

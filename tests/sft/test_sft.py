@@ -28,8 +28,9 @@ from agentrl.plugins.environment import Environment
 from agentrl.plugins.registry import make_environment, make_tool
 from agentrl.plugins.types import Message, Task
 from agentrl.recipe.load import load_recipe
-from agentrl.recipe.schema import CompactSection, EnvSection, ModelSection, RolloutSection, ToolSection
+from agentrl.recipe.schema import CompactSection, EnvSection, ModelSection, RolloutSection, SftSection, ToolSection
 from agentrl.rollout.driver import Driver
+from agentrl.sft.conversations import Layout, read_row
 from agentrl.sft.demonstrations import Demonstrator
 from agentrl.sft.new_model import bare_tokenizer, new_model, train_tokenizer
 from agentrl.sft.run import sft
@@ -85,6 +86,16 @@ def test_a_demonstration_is_the_rendered_conversation_and_its_mask_the_assistant
         assert all(text.count("<|im_end|>") == 1 and text.endswith("<|im_end|>") for text in learned)
         assert learned[-1] == f"{messages[-1]['content']}<|im_end|>"
         assert tokenizer.decode(trajectory.ids[trajectory.loss_mask == 1]) == "".join(learned)
+
+
+def test_a_row_has_the_tokens_of_a_demonstration_that_says_the_same() -> None:
+    for style in ("clean", "careless"):
+        for wanted, messages, _, demonstrator in demonstrated(style, 8):
+            by = Layout(SftSection(source="x"), demonstrator.writer, demonstrator.schemas(wanted.task), 10_000)
+            found = by.trajectory(read_row({"messages": messages}, "openai"), "row-1")
+            assert np.array_equal(found.ids, wanted.ids)
+            assert np.array_equal(found.loss_mask, wanted.loss_mask)
+            assert found.turns == wanted.turns
 
 
 class Says(ScriptedEngine):

@@ -521,7 +521,7 @@ class SftSection(Section):
     """Lay out stored rollouts anew by their messages, for a model with another tokenizer than the one they are of."""
     max_tokens: Tokens | None = None
     """Longest conversation; longer ones are refused. null: the model's context."""
-    held_out: str | Annotated[float, Field(ge=0, lt=1)] = 0.0
+    held_out: float | str = 0.0
     """Conversations that are not learned, and whose loss is measured every eval.every steps: a share of the source, a
     file, or another split of the hub's."""
     accuracy: bool | None = None
@@ -536,6 +536,8 @@ class SftSection(Section):
     def _sources(self) -> "SftSection":
         if self.source is not None and self.new_model is not None:
             raise ValueError("sft.new_model learns its tokenizer from demonstrations: leave out sft.source")
+        if isinstance(self.held_out, float) and not 0 <= self.held_out < 1:
+            raise ValueError(f"held_out is {self.held_out:g}, and a share lies between 0 and 1")
         if self.source is None and self.held_out:
             raise ValueError("sft.held_out is a part of sft.source: demonstrations are made anew for each step")
         return self

@@ -56,7 +56,7 @@ from agentrl.sft.lessons import (
     write_report,
 )
 from agentrl.sft.new_model import bare_tokenizer, new_model, read_template, train_tokenizer
-from agentrl.sft.trainer import HELD_OUT, Course, LessonRollouts, SftDisplay, SftLoop, Teacher, learning_recipe
+from agentrl.sft.trainer import HELD_OUT, Course, LessonRollouts, SftDisplay, SftLearner, SftLoop, learning_recipe
 from agentrl.sft.writer import Writer
 from agentrl.training.interrupt import Interrupts
 from agentrl.training.preflight import Checked, lacking, placement_of
@@ -291,7 +291,7 @@ def _set_up(job: _Job, start: Start) -> SftLoop:
     profiler = StepProfiler(
         role_host, folder.path / PROFILE, recipe.profile.steps, engine=recipe.engine.name == "local"
     )
-    teacher = Teacher(recipe, profiler.roles, course)
+    learner = SftLearner(recipe, profiler.roles, course)
     size = len(start.checked.tasks) or len(conversations)
     rollouts = LessonRollouts(
         recipe, player, start.checked.tasks, TaskSampler(size, recipe.train.seed), interrupts, role_host.weights,
@@ -308,14 +308,14 @@ def _set_up(job: _Job, start: Start) -> SftLoop:
     trackers = Trackers(display.note)
     trackers.start(start.checked.trackers, folder.path, job.recipe.shown(), start.stack)
     loop = SftLoop(
-        recipe=recipe, player=player, learner=teacher, profiler=profiler, role_host=role_host, rollouts=rollouts,
+        recipe=recipe, player=player, learner=learner, profiler=profiler, role_host=role_host, rollouts=rollouts,
         held_out=held_out, folder=folder, display=display, interrupts=interrupts, health=Health(recipe),
         trackers=trackers, command=COMMAND, apart=lessons.held_out,
         journal=Journal(recipe.track.trajectories, lambda: folder.trajectories, environment, job.recipe.secrets),
         checkpoints=Checkpoints(folder.checkpoints, recipe.train.keep, player.tokenizer),
     )  # fmt: skip
     if saved is not None:
-        teacher.begin_stage(course.place(max(0, saved.step - 1))[0])
+        learner.begin_stage(course.place(max(0, saved.step - 1))[0])
         restore(loop, saved, size)
     elif start.resumed is not None:
         folder.rewind(-1)

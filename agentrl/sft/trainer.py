@@ -106,7 +106,7 @@ def learning_recipe(recipe: Recipe, course: Course, conversations: bool) -> Reci
     return recipe.model_copy(update=changed)
 
 
-class Teacher(Learner):
+class SftLearner(Learner):
     """Learns conversations by a course. recipe: see `learning_recipe`."""
 
     def __init__(self, recipe: Recipe, role_host: Roles, course: Course) -> None:
@@ -240,7 +240,7 @@ class SftLoop(Loop):
 
     def _evaluate(self, splits: Sequence[str]) -> tuple[dict[str, Accuracy], dict[str, float]]:
         found, metrics = super()._evaluate(splits)
-        if self.apart and isinstance(self.learner, Teacher):
+        if self.apart and isinstance(self.learner, SftLearner):
             metrics[HELD_OUT] = self.learner.loss(self.apart)
             self.display.note(f"step {self.step:>4}  held-out loss: {metrics[HELD_OUT]:.4f}")
         return found, metrics

@@ -37,7 +37,7 @@ from agentrl.sft.conversations import Layout, Refusal, read_row
 from agentrl.sft.lessons import Lessons, _selected, open_rows, read_rows, read_stored
 from agentrl.sft.new_model import bare_tokenizer
 from agentrl.sft.run import SftResult, resume_sft, sft
-from agentrl.sft.trainer import Course, Teacher, learning_recipe
+from agentrl.sft.trainer import Course, SftLearner, learning_recipe
 from agentrl.sft.writer import Writer
 from agentrl.trajectory import Group, Trajectory, check_invariants
 
@@ -341,15 +341,15 @@ def test_a_resumed_run_learns_what_an_uninterrupted_one_does(run: SftResult, tmp
         resume_sft(str(again), overrides=["sft.learn=last"], console=quiet())
 
 
-def stored(run: SftResult, limit: int = 999, **section: Any) -> Lessons:
-    recipe = Recipe.model_validate({"sft": {"source": str(run.run), **section}})
+def stored(run: SftResult, limit: int = 999, model: str = "tiny", **section: Any) -> Lessons:
+    recipe = Recipe.model_validate({"model": {"path": model}, "sft": {"source": str(run.run), **section}})
     assert recipe.sft is not None
     by = Layout(recipe.sft, PLAIN.writer, [], limit)
     return read_stored(recipe, by, len(TINY), lambda text: None)
 
 
 @pytest.mark.slow
-def test_rollouts_of_a_run_are_learned_as_they_were_sampled(run: SftResult) -> None:
+def test_rollouts_of_a_run_are_learned_as_they_were_sampled(run: SftResult, tmp_path: Path) -> None:
     found = stored(run)
     files = sorted((run.run / "trajectories").glob("step_*.parquet"))
     wanted = [sample.trajectory for path in files for sample in read_samples(path)]
@@ -367,6 +367,7 @@ def test_rollouts_of_a_run_are_learned_as_they_were_sampled(run: SftResult) -> N
         ({"select": {"split": "tset"}}, "nothing of 'tset' is stored"),
         ({"learn": "flagged"}, "rollouts have no flags"),
         ({"limit": 3}, "more than the 3 that fit"),
+        ({"model": str(save_tiny(tmp_path))}, r"has another; sft\.retokenize=true lays out"),
     ):
         with pytest.raises(UserError, match=why):
             stored(run, **section)
@@ -421,9 +422,9 @@ def test_two_workers_learn_what_one_process_learns(ray_address: str, tmp_path: P
     alone = LocalRoles(changed, load_model(recipe.model)[0])
     with two_workers(ray_address, tmp_path) as group, on_cluster(changed, tmp_path, group) as together:
         for host in (alone, together):
-            teacher = Teacher(changed, host, course)
-            losses = [teacher.learn(each)["train/loss"] for each in groups]
-            held = teacher.loss([t for one in groups[0] for t in one.trajectories])
+            learner = SftLearner(changed, host, course)
+            losses = [learner.learn(each)["train/loss"] for each in groups]
+            held = learner.loss([t for one in groups[0] for t in one.trajectories])
             found.append([*losses, held])
     assert found[0] == pytest.approx(found[1], abs=1e-5)
     assert found[0][-1] < found[0][0]
@@ -434,7 +435,7 @@ def test_an_update_is_that_of_the_mean_cross_entropy() -> None:
     course = Course.of(recipe, 3)
     changed = learning_recipe(recipe, course, True)
     model, _ = load_model(recipe.model)
-    teacher = Teacher(changed, LocalRoles(changed, model), course)
+    learner = SftLearner(changed, LocalRoles(changed, model), course)
     lessons = [laid(ROW), laid({"messages": [USER, HI]})]
     wanted, count = 0.0, 0
     for t in lessons:
@@ -442,11 +443,11 @@ def test_an_update_is_that_of_the_mean_cross_entropy() -> None:
             logits = model(torch.from_numpy(t.ids).long()[None]).logits[0].double().log_softmax(-1)
         for i in np.flatnonzero(t.loss_mask):
             wanted, count = wanted - float(logits[i - 1, t.ids[i]]), count + 1
-    assert teacher.loss(lessons) == pytest.approx(wanted / count, rel=1e-4)
-    assert teacher.learn([Group(t.task, (t,)) for t in lessons])["train/loss"] == pytest.approx(
+    assert learner.loss(lessons) == pytest.approx(wanted / count, rel=1e-4)
+    assert learner.learn([Group(t.task, (t,)) for t in lessons])["train/loss"] == pytest.approx(
         wanted / count, rel=1e-4
     )
-    assert len(teacher.learned) == 2
+    assert len(learner.learned) == 2
 
 
 @pytest.mark.parametrize(
@@ -459,6 +460,7 @@ def test_an_update_is_that_of_the_mean_cross_entropy() -> None:
         ('{"messages": [{"role": "user", "content": "a"}]}\n', [], "none of the 1 conversations is left to learn from"),
         (json.dumps(ROW), ["sft.max_tokens=9"], "more than the 9 that fit"),
         (json.dumps(ROW), ["sft.held_out=other.jsonl"], "sft.held_out: there is no file other.jsonl"),
+        (json.dumps(ROW), ["sft.held_out=5"], "held_out is 5, and a share lies between 0 and 1"),
         (json.dumps(ROW), ["cluster.workers=2", "sft.stages=[{optimizer: muon}]"], "muon trains in one process"),
         (json.dumps(ROW), ["sft.new_model.chat_template=x.jinja"], "leave out sft.source"),
     ],

@@ -450,6 +450,27 @@ def test_an_update_is_that_of_the_mean_cross_entropy() -> None:
     assert len(learner.learned) == 2
 
 
+def test_muon_goes_on_from_its_saved_state() -> None:
+    recipe = Recipe.model_validate(
+        {"model": {"device": "cpu"}, "sft": {"source": "x", "stages": [{"optimizer": "muon"}]}}
+    )
+    course = Course.of(recipe, 64)
+    changed = learning_recipe(recipe, course, True)
+    groups = [Group(t.task, (t,)) for t in (laid(ROW), laid({"messages": [USER, HI]}))]
+    hosts = [LocalRoles(changed, load_model(recipe.model)[0]) for _ in range(2)]
+    first, second = (SftLearner(changed, host, course) for host in hosts)
+    first.learn(groups)
+    second.begin_stage(0)
+    hosts[1].model.load_state_dict(hosts[0].model.state_dict())
+    second.steps = first.steps
+    saved = {name: tensor.clone() for name, tensor in hosts[0].actor.optimizer.named_state().items()}
+    hosts[1].actor.optimizer.load_named_state(saved)
+    assert any(name.startswith("momentum.") and bool(tensor.any()) for name, tensor in saved.items())
+    assert first.learn(groups)["train/loss"] == second.learn(groups)["train/loss"]
+    pairs = zip(hosts[0].model.parameters(), hosts[1].model.parameters(), strict=True)
+    assert all(bool((a == b).all()) for a, b in pairs)
+
+
 @pytest.mark.parametrize(
     ("text", "given", "why"),
     [

@@ -111,6 +111,8 @@ def _table(rows: list[Row], what: str) -> Any:
 
 
 class _Changed(Rows):
+    sparse = True
+
     def __init__(self, origin: Rows, data: Any) -> None:
         self._origin, self._data = origin, data
         self._numbers = data[_NUMBER][:]

@@ -106,6 +106,8 @@ class JsonLines(Rows):
 class Parquet(Rows):
     """A table in Arrow's memory; a row becomes Python objects when it is looked at."""
 
+    sparse = True
+
     def __init__(self, path: Path, table: Any) -> None:
         self._path, self.table = path, table
         self._columns = list(zip(table.column_names, table.columns, strict=True))

@@ -14,6 +14,9 @@ Row = dict[str, Any]
 class Rows(Sequence[Row]):
     """A sequence of rows with random access. `row` raises UserError with the place of a row that cannot be read."""
 
+    sparse: bool = False
+    """Whether fields that a row, or an object in it, does not have are read as None: those of a table's type."""
+
     @abstractmethod
     def row(self, index: int) -> Row:
         """Return a row, 0 <= index < len."""
@@ -51,6 +54,7 @@ class Listed(Rows):
 
     def __init__(self, rows: Sequence[Any], what: str, first: int = 0) -> None:
         self.content, self.what, self._first = rows, what, first
+        self.sparse = hasattr(rows, "features")  # a table of the hub's
 
     def __len__(self) -> int:
         return len(self.content)
@@ -67,6 +71,7 @@ class Joined(Rows):
 
     def __init__(self, parts: Sequence[Rows]) -> None:
         self._parts = parts
+        self.sparse = any(part.sparse for part in parts)
         self._ends = list(accumulate(map(len, parts)))
 
     def __len__(self) -> int:
@@ -90,6 +95,7 @@ class Chosen(Rows):
 
     def __init__(self, rows: Rows, chosen: Sequence[int]) -> None:
         self._rows, self._chosen = rows, chosen
+        self.sparse = rows.sparse
 
     def __len__(self) -> int:
         return len(self._chosen)

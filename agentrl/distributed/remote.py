@@ -41,6 +41,12 @@ class RemoteActor:
         self.updates = 0
         """Updates sent to the workers: one that fails may have changed the weights of some."""
 
+    def begin_stage(self, weight_decay: float, muon: float | None = None) -> None:
+        """Let every worker go on with a new optimizer. Raises ValueError for Muon, which wants whole matrices."""
+        if muon is not None:
+            raise ValueError("muon trains in one process")
+        self._group.begin_stage(weight_decay)
+
     def logprobs(self, batch: Batch) -> Floats:
         """Return the log-probs of the sampled tokens, float32 [T], 0 elsewhere."""
         found: Floats = self._group.logprobs(batch)

@@ -129,6 +129,11 @@ class TrainWorker(InstrumentedWorker):
         """Return the reference's log-probs of the rank's part of a batch."""
         return self.reference.logprobs(batch)
 
+    @register(ONE_TO_ALL)
+    def begin_stage(self, weight_decay: float) -> None:
+        """Go on with a new optimizer (see `Actor.begin_stage`)."""
+        self.actor.begin_stage(weight_decay)
+
     @register(SPLIT)
     @instrumented("actor")
     def teacher_columns(self, batch: Batch, part: int) -> Batch:

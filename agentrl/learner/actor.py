@@ -33,7 +33,7 @@ from agentrl.compute.micro_batches import (
 from agentrl.compute.packing import Packed
 from agentrl.errors import UserError, call_plugin
 from agentrl.learner.metrics import MicroBatchMetrics, mismatch_columns
-from agentrl.learner.optimizer import Optimizer
+from agentrl.learner.optimizer import MuonAdamW, Optimizer
 from agentrl.learner.teacher import Teacher
 from agentrl.models import lora
 from agentrl.models.routing import UNKNOWN, Routing
@@ -62,16 +62,27 @@ class Actor:
             )
         self.forward, self.description = forward, description
         self.loss = losses.bound(recipe.algorithm.loss)
-        train, offload = recipe.train, recipe.cluster.offload.optimizer
-        self.optimizer = Optimizer(
-            model.named_parameters(), train.betas, train.weight_decay, train.max_grad_norm, offload
-        )
+        self.optimizer: Optimizer | MuonAdamW = self._adamw(recipe.train.weight_decay)
         self.temperature = recipe.rollout.temperature or 1.0
         self.off_policy = off_policy_of(recipe)
         self.teachers: dict[int, Teacher] = {}
         self.routing = Routing.of(model) if recipe.algorithm.routing_replay else None
         if self.routing is not None and self.description.startswith(SEQUENTIAL):
             raise UserError(f"algorithm.routing_replay needs packed rows, but the model is computed {self.description}")
+
+    def _adamw(self, weight_decay: float) -> Optimizer:
+        train, offload = self.recipe.train, self.recipe.cluster.offload.optimizer
+        return Optimizer(self.model.named_parameters(), train.betas, weight_decay, train.max_grad_norm, offload)
+
+    def begin_stage(self, weight_decay: float, muon: float | None = None) -> None:
+        """Go on with a new optimizer. muon: learning rate of Muon over AdamW's, where Muon trains the matrices of the
+        blocks; the model is then whole in this process."""
+        begun, train = self.optimizer.begun, self.recipe.train
+        if muon is None:
+            self.optimizer = self._adamw(weight_decay)
+        else:
+            self.optimizer = MuonAdamW(self.model, muon, train.betas, weight_decay, train.max_grad_norm)
+        self.optimizer.begun = begun
 
     @property
     def trained(self) -> int:

@@ -230,7 +230,7 @@ class Muon:
 class MuonAdamW:
     """Muon on the matrices of the blocks, at `share` x the rate; AdamW on embeddings and vectors, without weight decay.
 
-    It is for training from scratch: its state is not saved.
+    It is for models whose weights are whole in this process.
     """
 
     def __init__(
@@ -239,16 +239,45 @@ class MuonAdamW:
         tables = [m for m in model.modules() if isinstance(m, nn.Embedding)]
         tables += [head] if (head := model.get_output_embeddings()) else []  # type: ignore[operator]
         outside = {id(p) for table in tables for p in table.parameters()}
-        matrices = [p for p in model.parameters() if p.dim() == 2 and id(p) not in outside]
-        inside = {id(p) for p in matrices}
+        trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        inside = {name: p for name, p in trained if p.dim() == 2 and id(p) not in outside}
         self.share = share
-        self.muon = Muon(matrices, weight_decay=weight_decay)
-        self.adamw = Optimizer((p for p in model.parameters() if id(p) not in inside), betas, 0.0, max_norm)
+        self.muon = Muon(list(inside.values()), weight_decay=weight_decay)
+        self.adamw = Optimizer(((name, p) for name, p in trained if name not in inside), betas, 0.0, max_norm)
+        self.parameters = [p for _, p in trained]
+        self._names = list(inside)
+
+    @property
+    def begun(self) -> int:
+        """Number of steps that changed the weights, or began to."""
+        return self.adamw.begun
+
+    @begun.setter
+    def begun(self, count: int) -> None:
+        """Go on counting from `count`."""
+        self.adamw.begun = count
 
     def step(self, rate: float) -> float:
         """Apply the gradients at learning rate `rate`, and clear them; return the norm of AdamW's part before clipping
-        (Muon's updates do not depend on the norm)."""
-        self.muon.step(rate * self.share)
+        (Muon's updates do not depend on the norm). Gradients that are not finite are discarded, all of them; then the
+        norm is not finite."""
+        finite = all(p.grad is None or bool(torch.isfinite(p.grad).all()) for p in self.muon.parameters)
+        norm = self.adamw.step(rate) if finite else math.nan
+        if math.isfinite(norm):
+            self.muon.step(rate * self.share)
+        self.adamw.clear()
         for parameter in self.muon.parameters:
             parameter.grad = None
-        return self.adamw.step(rate)
+        return norm
+
+    def named_state(self) -> dict[str, Tensor]:
+        """Return the tensors of the state by name, not copies: those of AdamW, and `momentum.<parameter>` of Muon."""
+        momenta = {f"momentum.{name}": buffer for name, buffer in zip(self._names, self.muon.buffers, strict=True)}
+        return {**self.adamw.named_state(), **momenta}
+
+    @torch.no_grad()
+    def load_named_state(self, state: Mapping[str, Tensor]) -> None:
+        """Load what `named_state` returned. Raises KeyError for a missing tensor."""
+        self.adamw.load_named_state(state)
+        for name, buffer in zip(self._names, self.muon.buffers, strict=True):
+            buffer.copy_(state[f"momentum.{name}"])

@@ -45,6 +45,10 @@ class ActorRole(Protocol):
         """Number of optimizer updates that changed the weights, or began to."""
         ...
 
+    def begin_stage(self, weight_decay: float, muon: float | None = None) -> None:
+        """Go on with a new optimizer; see `Actor.begin_stage`."""
+        ...
+
     def logprobs(self, batch: Batch) -> Floats:
         """Return the log-probs of the sampled tokens under the current weights, float32 [T], 0 elsewhere."""
         ...

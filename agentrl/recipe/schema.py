@@ -604,22 +604,28 @@ class EvalSection(Section):
 
 
 class SftStage(Section):
-    """One stage of supervised training on demonstrations."""
+    """One stage of supervised training."""
 
     style: str = "clean"
-    """Style of demonstrations, as the environment's `demonstrate` knows it."""
-    steps: Annotated[Positive, Unit("steps")] = 1000
-    """Training steps of the stage."""
-    lr: Above0 = 1e-3
-    """Peak learning rate."""
-    batch: Annotated[Positive, Unit("demonstrations per step")] = 32
-    """Demonstrations of each step."""
+    """Style of demonstrations, as the environment's `demonstrate` knows it; without effect beside sft.source."""
+    steps: Positive | None = None
+    """Training steps of the stage. null: as many as `epochs` takes; of demonstrations, which have no end, 1000."""
+    epochs: Above0 = 1.0
+    """Passes over the conversations of sft.source, where steps is null."""
+    lr: Above0 | None = None
+    """Peak learning rate. null: 1e-3 for a new model, 1e-4 for an adapter, else 1e-5."""
+    schedule: Literal["constant", "cosine", "linear"] = "cosine"
+    """Course of the learning rate after the warm-up."""
+    min_lr_ratio: Fraction = 0.03
+    """The learning rate falls to this share of its peak, and no lower."""
+    batch: Annotated[Positive, Unit("conversations per step")] = 32
+    """Conversations of each step."""
     optimizer: Literal["adamw", "muon"] = "adamw"
-    """muon: Muon for the matrices of the blocks, AdamW for the rest."""
+    """muon: Muon for the matrices of the blocks, AdamW for the rest. It wants one process."""
     muon_lr: Above0 = 0.02
     """Muon's peak learning rate; it follows the same schedule as lr."""
-    warmup_steps: Steps = 60
-    """Steps in which the learning rate rises from 0 to its peak."""
+    warmup_steps: Steps | None = None
+    """Steps in which the learning rate rises from 0 to its peak. null: 60; beside sft.source a tenth of the stage."""
     weight_decay: AtLeast0 = 0.05
     """Weight decay of the optimizer."""
 
@@ -653,13 +659,63 @@ class NewModel(Section):
     """Texts that become one token each, such as the frame of a call's JSON."""
 
 
-class SftSection(Section):
-    """Supervised fine-tuning on an environment's demonstrations (`agentrl sft`)."""
+class SftSelect(Section):
+    """Which stored rollouts `sft.source` takes, where it is the folder of a run or of an evaluation."""
 
+    split: str | None = None
+    """Split of their tasks. null: train, or every split that is stored where it is not."""
+    reward: float | None = None
+    """Least reward. null: any."""
+    turns: Annotated[Positive, Unit("turns")] | None = None
+    """Most assistant turns. null: any."""
+    best: bool = False
+    """Only those whose reward is the highest of their task."""
+    distinct: bool = False
+    """Of rollouts of a task with the same tokens only one."""
+    per_task: Annotated[Positive, Unit("rollouts")] | None = None
+    """At most so many of a task: the highest rewards first, then those that were sampled first. null: all."""
+
+
+class SftSection(Section):
+    """Supervised fine-tuning on conversations, or on an environment's demonstrations (`agentrl sft`)."""
+
+    source: str | None = None
+    """Conversations: a .jsonl or .parquet file, a folder of them, a hub name, module:function, or the folder of a run
+    or evaluation, whose rollouts are taken with their token ids. null: the environment's demonstrations."""
+    format: Literal["openai", "sharegpt"] = "openai"
+    """Form of a row: openai (`messages`, and `tools` where there are any) or sharegpt (`conversations`, `system`,
+    `tools`)."""
+    learn: Literal["all", "last", "flagged"] = "all"
+    """Which assistant turns are learned: all but those whose message says `weight: 0` or `train: false`; the last; or
+    only those whose message says `weight: 1` or `train: true`."""
+    history: Literal["sampled", "template"] = "sampled"
+    """Earlier turns of a row: `sampled` keeps them as they were said, as rollouts do; `template` lays out a path for
+    each learned turn, with what is before it as the chat template writes it by then."""
+    select: SftSelect = SftSelect()
+    retokenize: bool = False
+    """Lay out stored rollouts anew by their messages, for a model with another tokenizer than the one they are of."""
+    max_tokens: Tokens | None = None
+    """Longest conversation; longer ones are refused. null: the model's context."""
+    held_out: float | str = 0.0
+    """Conversations that are not learned, and whose loss is measured every eval.every steps: a share of the source, a
+    file, or another split of the hub's."""
+    accuracy: bool | None = None
+    """Measure held-out accuracy on the recipe's environment, as `eval` says. null: if the recipe has a source and names
+    an environment."""
     new_model: NewModel | None = None
     """Make a model from nothing. null: start from `model.path`."""
     stages: Annotated[tuple[SftStage, ...], Field(min_length=1)] = (SftStage(),)
     """Stages of training, one after the other."""
+
+    @model_validator(mode="after")
+    def _sources(self) -> "SftSection":
+        if self.source is not None and self.new_model is not None:
+            raise ValueError("sft.new_model learns its tokenizer from demonstrations: leave out sft.source")
+        if isinstance(self.held_out, float) and not 0 <= self.held_out < 1:
+            raise ValueError(f"held_out is {self.held_out:g}, and a share lies between 0 and 1")
+        if self.source is None and self.held_out:
+            raise ValueError("sft.held_out is a part of sft.source: demonstrations are made anew for each step")
+        return self
 
 
 class CriticSection(Section):

@@ -1,10 +1,5 @@
-"""Demonstrations as trajectories: written into a request turn by turn, as if an engine had sampled them.
+"""Demonstrations as trajectories: written into a request turn by turn (`writer.py`)."""
 
-So the mask that says what is learned, the ids around the turns and the invariants are those of reinforcement learning.
-What is learned of a turn is what the chat template writes for it after the generation prompt, up to its stop id.
-"""
-
-from array import array
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import groupby
@@ -15,15 +10,15 @@ from typing import Any
 from agentrl.chat.base import Chat
 from agentrl.chat.encode import Encoder
 from agentrl.chat.template import Template
-from agentrl.engine.base import Generation, GenerationFinish
 from agentrl.errors import UserError, describe
 from agentrl.plugins.environment import Environment
 from agentrl.plugins.tool import Tool
 from agentrl.plugins.toolbox import offered
-from agentrl.plugins.types import Json, Message, Session, Task
+from agentrl.plugins.types import Message, Session, Task
 from agentrl.recipe.schema import RolloutSection
 from agentrl.rollout.compaction import asked, reopened, threshold
 from agentrl.rollout.request import AsyncRolloutRequest, Conversation
+from agentrl.sft.writer import Writer
 from agentrl.trajectory import FinishReason, Trajectory, check_invariants
 
 Summarize = Callable[[Sequence[Message]], str]
@@ -85,7 +80,7 @@ class Demonstrator:
         self.env, self.tools, self.chat = env, tools, chat
         self.limits = limits or RolloutSection()
         self.template, self.encoder = template, encoder
-        self._contexts: dict[tuple[str, ...], tuple[list[Message], str]] = {}
+        self.writer = Writer(chat, template, encoder)
 
     async def messages(self, task: Task, rng: Random, style: str) -> tuple[list[Message], list[Message]]:
         """Return the opening messages and the demonstration after them."""
@@ -114,9 +109,7 @@ class Demonstrator:
         return [tool.schema for tool in tools.values()]
 
     def _open(self, talk: Conversation, opening: Sequence[Message]) -> None:
-        talk.messages[:] = opening
-        talk.opening_messages = talk.opening_messages or tuple(opening)
-        talk.open_with(array("i", self.chat.render(opening, self._schemas(talk.tools))))
+        self.writer.open(talk, opening, self._schemas(talk.tools))
 
     def _hold(
         self, request: AsyncRolloutRequest, talk: Conversation, said: Sequence[Message], summarize: Summarize
@@ -137,13 +130,13 @@ class Demonstrator:
         """Write one assistant turn, or what follows one."""
         said = messages[0]["role"] == "assistant"
         if said and len(messages) == 1:
-            self._say(request, talk, messages[0])
+            self.writer.say(request, talk, messages[0], self._schemas(talk.tools))
         elif not said and talk.turn_ends:
             for message in messages:
                 if conversation := message.get("conversation"):
                     self._branch(request, talk, conversation, summarize)
             messages = [_without_conversation(message) for message in messages]
-            talk.add_bridge(self.chat.bridge(talk.ids[talk.turn_starts[-1] : talk.turn_ends[-1]].tolist(), messages))
+            self.writer.reply(talk, messages)
         else:
             raise UserError(
                 f"{self.env.name}: the demonstration of {request.task.id} does not alternate with the assistant"
@@ -179,43 +172,10 @@ class Demonstrator:
         talk.messages[replied:] = replies = asked(section, talk.messages[replied:])
         del talk.ids[end:]
         talk.add_bridge(self.chat.bridge(talk.ids[start:].tolist(), replies))
-        self._say(request, talk, {"role": "assistant", "content": text})
+        self.writer.say(request, talk, {"role": "assistant", "content": text}, self._schemas(talk.tools))
         talk.messages.append({"role": "assistant", "content": text})
         request.branches.append(talk.begin_anew(request.branch_name()))
         self._open(talk, reopened(section, talk.opening_messages, text))
-
-    def _say(self, request: AsyncRolloutRequest, talk: Conversation, message: Message) -> None:
-        ids = self._turn_ids(talk.messages, message, self._schemas(talk.tools))
-        request.begin_turn(talk)
-        talk.add_sampled(Generation(ids, [0.0] * len(ids), GenerationFinish.STOP))
-        talk.close_turn()
-
-    def _turn_ids(self, before: Sequence[Message], message: Message, schemas: list[dict[str, Json]]) -> list[int]:
-        """Return the ids of an assistant turn, the first stop id last."""
-        context, prompt = self._context(before, schemas)
-        whole = self.template.text([*context, message], schemas, generate=False)
-        if not whole.startswith(prompt):
-            raise UserError(
-                "the chat template writes no assistant turn after its own generation prompt: cannot teach it"
-            )
-        ids = self.encoder.whole(whole[len(prompt) :])
-        stop = next((i for i, token in enumerate(ids) if token in self.chat.stop_ids), None)
-        if stop is None:
-            raise UserError(
-                "the chat template ends an assistant turn with none of the stop ids: cannot teach it to stop"
-            )
-        return ids[: stop + 1]
-
-    def _context(self, before: Sequence[Message], schemas: list[dict[str, Json]]) -> tuple[list[Message], str]:
-        """Return a conversation after which a turn is written as after `before`, and its rendering: the first one seen
-        with the same tools and role of the last message, from its last user's message on. Rendering whole histories
-        costs far more."""
-        key = before[-1]["role"], *(schema["function"]["name"] for schema in schemas)
-        if key not in self._contexts:
-            first = max((i for i, m in enumerate(before) if m["role"] == "user"), default=0)
-            context = list(before[first:])
-            self._contexts[key] = context, self.template.text(context, schemas, generate=True)
-        return self._contexts[key]
 
     def _checked(self, request: AsyncRolloutRequest) -> Trajectory:
         if not request.turns:

@@ -1,135 +1,309 @@
-"""`SftTrainer`: the stages of a warm start, each with an optimizer and a learning rate that falls by a cosine."""
+"""Supervised training as a run: its course through the stages, what each step learns, and the update that learns it.
 
-from collections.abc import Callable, Iterator, Sequence
+The loop, the roles and the checkpoints are those of reinforcement learning. An update is that of `reinforce` with the
+advantage 1 for each token: the mean cross entropy of what was said.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 from random import Random
-from time import monotonic
+from time import perf_counter
 from typing import Any
 
 import numpy as np
-import torch
 from rich.console import Console
-from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.console import Group as RichGroup
+from rich.table import Table
+from rich.text import Text
 
 from agentrl.compute.batch import Batch
-from agentrl.compute.forward import choose, computed_in
-from agentrl.compute.packing import micro_batches
-from agentrl.data.sampler import TaskSampler
 from agentrl.errors import UserError
-from agentrl.learner.optimizer import MuonAdamW, Optimizer, learning_rate
-from agentrl.plugins.registry import tasks_of
-from agentrl.plugins.types import Task
-from agentrl.recipe.schema import Recipe, SftSection, SftStage
-from agentrl.rollout.event_loop import Runner
+from agentrl.eval.result import Accuracy
+from agentrl.learner.learner import Learner, learned
+from agentrl.learner.metrics import MicroBatchMetrics
+from agentrl.learner.optimizer import learning_rate
+from agentrl.learner.roles import Roles
+from agentrl.recipe.schema import AlgorithmSection, EnvSection, LossSection, Recipe, RewardsSection, SftStage
+from agentrl.rollout.metrics import reward_metrics
 from agentrl.sft.demonstrations import Demonstrator
-from agentrl.trajectory import Trajectory
+from agentrl.training.display import Display, clock, sparkline
+from agentrl.training.loop import Loop
+from agentrl.training.rollouts import Rollouts
+from agentrl.trajectory import Group, Trajectory
 
-FLOOR = 0.03  # of a stage's learning rate, at its end
-RECENT = 50  # steps that a shown loss is the mean of
-LINE_EVERY = 100  # steps, where no live bar can be shown
+DEMONSTRATED = 1000
+"""Steps of a stage of demonstrations that does not say how many."""
+WARMUP = 60
+"""Steps of the warm-up of such a stage."""
+RATES = {"new_model": 1e-3, "adapter": 1e-4, "model": 1e-5}
+"""Learning rates of stages that do not say theirs."""
+HELD_OUT = "eval/loss"
+LINES = 50  # of progress, where no live display can be shown
+HELD_OUT_BATCH = 32  # conversations whose loss is computed at once
 
 
-class SftTrainer:
-    """Teaches `model` what `demonstrator` shows. `way` says how it computes log-probs; `tokens` were computed so far.
+class Stage(SftStage):
+    """A stage with every value known."""
 
-    journal: called once a step with the metrics that a run folder keeps.
-    """
+    steps: int
+    lr: float
+    warmup_steps: int
+
+
+@dataclass(frozen=True, slots=True)
+class Course:
+    """The stages of a run, one after the other."""
+
+    stages: tuple[Stage, ...]
+
+    @classmethod
+    def of(cls, recipe: Recipe, conversations: int | None) -> "Course":
+        """Return the course of a recipe. conversations: those that are learned; None: demonstrations, without end."""
+        assert recipe.sft is not None
+        adapter = "adapter" if recipe.model.lora is not None else "model"
+        rate = RATES["new_model" if recipe.sft.new_model is not None else adapter]
+        stages = []
+        for stage in recipe.sft.stages:
+            passed = DEMONSTRATED if conversations is None else math.ceil(stage.epochs * conversations / stage.batch)
+            steps = stage.steps or passed
+            warmup = WARMUP if conversations is None else steps // 10
+            known = {"steps": steps, "lr": stage.lr or rate}
+            known["warmup_steps"] = warmup if stage.warmup_steps is None else stage.warmup_steps
+            stages.append(Stage(**{**stage.model_dump(), **known}))
+        return cls(tuple(stages))
+
+    @property
+    def steps(self) -> int:
+        """Number of steps of all stages."""
+        return sum(stage.steps for stage in self.stages)
+
+    def place(self, done: int) -> tuple[int, Stage, int]:
+        """Return the number of the stage that follows `done` steps, that stage, and the steps of it that are done."""
+        ends = list(accumulate(stage.steps for stage in self.stages))
+        number = next((i for i, end in enumerate(ends) if done < end), len(ends) - 1)
+        stage = self.stages[number]
+        return number, stage, done - ends[number] + stage.steps
+
+
+def learning_recipe(recipe: Recipe, course: Course, conversations: bool) -> Recipe:
+    """Return the recipe that the roles and the loop have: that of the update, with the steps of the course.
+    conversations: whether what is learned are no tasks of the environment."""
+    first = course.stages[0]
+    algorithm = AlgorithmSection(
+        loss=LossSection(name="reinforce"), off_policy="none", aggregation=recipe.algorithm.aggregation
+    )
+    train = recipe.train.model_copy(
+        update={"steps": course.steps, "mini_batches": 1, "epochs": 1, "weight_decay": first.weight_decay}
+    )
+    rollout = recipe.rollout.model_copy(update={"temperature": 1.0, "n": max(2, recipe.rollout.n), "overlap": "none"})
+    changed: dict[str, Any] = {"algorithm": algorithm, "train": train, "rollout": rollout, "critic": None}
+    changed["rewards"] = RewardsSection()
+    changed["cluster"] = recipe.cluster.model_copy(update={"pools": ()})
+    if conversations:
+        changed["env"] = EnvSection()
+    return recipe.model_copy(update=changed)
+
+
+class SftLearner(Learner):
+    """Learns conversations by a course. recipe: see `learning_recipe`."""
+
+    def __init__(self, recipe: Recipe, role_host: Roles, course: Course) -> None:
+        super().__init__(recipe, role_host)
+        self.course = course
+        self._stage = -1
+
+    def begin_stage(self, number: int) -> None:
+        """Go on with the optimizer of a stage, unless it is that already."""
+        if number == self._stage:
+            return
+        stage, self._stage = self.course.stages[number], number
+        self.actor.begin_stage(stage.weight_decay, stage.muon_lr / stage.lr if stage.optimizer == "muon" else None)
+
+    def learn(self, groups: Sequence[Group]) -> dict[str, float]:
+        """Make one update on the conversations of `groups`; return its metrics, train/...
+
+        All count as one group, so what their openings have in common is computed once.
+        """
+        number, stage, at = self.course.place(self.steps)
+        self.begin_stage(number)
+        trajectories = [t for group in groups for t in group.trajectories]
+        batch = Batch.from_trajectories(trajectories, [0] * len(trajectories))
+        batch = batch.with_tokens(advantages=batch.tokens["loss_mask"].astype(np.float32))
+        rate = learning_rate(at, stage.steps, stage.lr, stage.schedule, stage.warmup_steps, stage.min_lr_ratio)
+        metrics = MicroBatchMetrics(rate)
+        logprobs = self._update_actor(batch, rate, metrics)
+        self.steps += 1
+        self.learned = learned(trajectories, batch, batch.sampled > 0, logprobs)
+        return {
+            **metrics.of_updates("train"),
+            "train/tokens": metrics.tokens,
+            "train/samples": metrics.samples,
+            "train/updates": len(metrics.finite),
+            "train/updates_not_finite": len(metrics.norms) - len(metrics.finite),
+            "train/entropy": metrics.mean("train/entropy"),
+            "train/parameters": self.actor.trained,
+        }
+
+    def loss(self, trajectories: Sequence[Trajectory]) -> float:
+        """Return the mean cross entropy of the learned tokens of conversations, in nats."""
+        total, count = 0.0, 0
+        for start in range(0, len(trajectories), HELD_OUT_BATCH):
+            part = trajectories[start : start + HELD_OUT_BATCH]
+            batch = Batch.from_trajectories(part, [0] * len(part))
+            mask = batch.tokens["loss_mask"].astype(bool)
+            total -= float(self.actor.logprobs(batch)[mask].astype(np.float64).sum())
+            count += int(mask.sum())
+        return total / max(1, count)
+
+
+class LessonRollouts(Rollouts):
+    """Gives each step its conversations: of `taught`, or what `demonstrator` makes of `tasks`."""
 
     def __init__(
-        self, recipe: Recipe, demonstrator: Demonstrator, model: Any, runner: Runner, console: Console,
-        journal: Callable[[dict[str, float]], object],
+        self, *args: Any, course: Course, demonstrator: Demonstrator | None, taught: Sequence[Trajectory], digest: str,
+        limit: int, **kwargs: Any,
     ) -> None:  # fmt: skip
-        self.recipe, self.model, self.console, self.journal = recipe, model, console, journal
-        self.demonstrator, self.runner = demonstrator, runner
-        self.tasks: Sequence[Task] = tasks_of(demonstrator.env, "train")
-        self.sampler = TaskSampler(len(self.tasks), recipe.train.seed)
-        self.forward, self.way = choose(model, computed_in(recipe.model), recipe.model.checkpointing)
-        self.steps = self.tokens = 0
-        self.began = monotonic()
+        super().__init__(*args, **kwargs)
+        self._course, self._demonstrator, self._taught = course, demonstrator, taught
+        self._digest, self._context = digest, limit
+        self._trained = 0
 
-    def teach(self, section: SftSection) -> list[float]:
-        """Return all stages. Returns the losses of the last, one a step, in nats a token."""
-        losses: list[float] = []
-        self.began = monotonic()
-        with self._progress() as progress:
-            for number, stage in enumerate(section.stages):
-                bar = progress.add_task(escape(stage.style), total=stage.steps, said="")
-                losses = []
-                for loss, rate in self._stage(stage, number):
-                    losses.append(loss)
-                    self._report(stage, losses, rate)
-                    progress.update(bar, advance=1, said=self._said(losses))
-        return losses
+    @property
+    def steps(self) -> int:
+        return self._course.steps
 
-    def _progress(self) -> Progress:
-        return Progress(
-            TextColumn("[bold]{task.description}"), BarColumn(), MofNCompleteColumn(),
-            TextColumn("{task.fields[said]}"), TimeRemainingColumn(),
-            console=self.console, disable=not self.console.is_terminal,
-        )  # fmt: skip
+    def next(self, step: int) -> tuple[list[Group], dict[str, Any]]:
+        start = perf_counter()
+        number, stage, at = self._course.place(step - 1)
+        drawn = self._sampler.draw(stage.batch)
+        if self._demonstrator is None:
+            made = [self._taught[i] for i in drawn]
+        else:
+            made = self._demonstrated(drawn, stage.style, f"{self._recipe.train.seed}/{number}/{at}")
+        groups = [Group(t.task, (t,)) for t in made]
+        passed = self._sampler.epoch + self._sampler.position / self._sampler.size
+        metrics = {"time/rollout_s": perf_counter() - start, "train/epoch": passed}
+        if any(t.rewards for t in made):
+            metrics |= reward_metrics(made)
+        return groups, metrics
 
-    def _said(self, losses: Sequence[float]) -> str:
-        recent = losses[-RECENT:]
-        speed = self.tokens / (monotonic() - self.began)
-        return f"loss {sum(recent) / len(recent):.4f}  {speed:,.0f} tokens/s"
+    def _demonstrated(self, drawn: Sequence[int], style: str, seed: str) -> list[Trajectory]:
+        demonstrator = self._demonstrator
+        assert demonstrator is not None
 
-    def _report(self, stage: SftStage, losses: Sequence[float], rate: float) -> None:
-        self.steps += 1
-        self.journal({"step": self.steps, "train/loss": losses[-1], "train/lr": rate, "train/tokens": self.tokens})
-        done = len(losses)
-        if done == stage.steps or (done % LINE_EVERY == 0 and not self.console.is_terminal):
-            self.console.print(
-                f"{stage.style} {done}/{stage.steps}  {self._said(losses)}", highlight=False, markup=False
-            )
+        async def demonstrate() -> list[Trajectory]:
+            tasks = [self._tasks[i] for i in drawn]
+            return [await demonstrator.trajectory(task, Random(f"{seed}/{i}"), style) for i, task in enumerate(tasks)]
 
-    def _stage(self, stage: SftStage, number: int) -> Iterator[tuple[float, float]]:
-        train = self.recipe.train
-        optimizer = self._optimizer(stage)
-        for step in range(stage.steps):
-            batch = self._batch(stage, f"{train.seed}/{number}/{step}")
-            loss = self._gradient(batch)
-            rate = learning_rate(step, stage.steps, stage.lr, "cosine", stage.warmup_steps, FLOOR)
-            optimizer.step(rate)
-            yield loss, rate
+        made = self._interrupts.run(demonstrate)
+        check_lengths(self._context, made)
+        return made
 
-    def _optimizer(self, stage: SftStage) -> Optimizer | MuonAdamW:
-        train = self.recipe.train
-        if stage.optimizer == "adamw":
-            return Optimizer(self.model.parameters(), train.betas, stage.weight_decay, train.max_grad_norm)
-        share = stage.muon_lr / stage.lr
-        return MuonAdamW(self.model, share, train.betas, stage.weight_decay, train.max_grad_norm)
+    def learn(self, work: Any) -> Any:
+        """Run the update. It is not interrupted."""
+        return work()
 
-    def _batch(self, stage: SftStage, seed: str) -> Batch:
-        """Return the next demonstrations. All count as one group, so what their prompts have in common is computed
-        once."""
+    def publish(self, step: int) -> None:
+        """Note the step: the engine is given its weights before an evaluation."""
+        self._trained = step
 
-        async def demonstrate() -> Batch:
-            drawn = [self.tasks[i] for i in self.sampler.draw(stage.batch)]
-            made = [
-                await self.demonstrator.trajectory(task, Random(f"{seed}/{i}"), stage.style)
-                for i, task in enumerate(drawn)
-            ]
-            self._check_lengths(made)
-            return Batch.from_trajectories(made, [0] * len(made))
+    def sync_engine(self) -> None:
+        self._interrupts.complete(lambda: self._player.engine.update_weights(self._trained, self._weights()))
 
-        return self.runner.run(demonstrate())
+    def state(self) -> dict[str, Any]:
+        return {**super().state(), "conversations": self._digest}
 
-    def _check_lengths(self, made: Sequence[Trajectory]) -> None:
-        longest, tokens = max(((t, max(map(len, t.paths()))) for t in made), key=lambda pair: pair[1])
-        context = self.model.config.max_position_embeddings
-        if tokens > context:
-            raise UserError(
-                f"the demonstration of {longest.task.id} has {tokens} tokens, but the model's context only {context}"
-            )
+    def restore(self, step: int, state: Mapping[str, Any]) -> None:
+        if state.get("conversations", "") != self._digest:
+            raise UserError("--resume: sft.source does not hold what the run began with: start a new run")
+        super().restore(step, state)
+        self._trained = step
 
-    def _gradient(self, batch: Batch) -> float:
-        """Accumulate the gradient of the mean cross entropy over the demonstrated tokens; that mean, in nats."""
-        count = int(np.sum(batch.sampled))
-        total = 0.0
-        for packed in micro_batches(batch, self.recipe.train.micro_batch_tokens):
-            logprobs, _ = self.forward(packed, 1.0)
-            loss = -logprobs.sum() / count
-            torch.autograd.backward(loss)
-            total += float(loss.detach())
-            self.tokens += len(packed.ids)
-        return total
+
+def check_lengths(context: int, made: Sequence[Trajectory]) -> None:
+    """Raise UserError where a demonstration is longer than the model's context."""
+    longest, tokens = max(((t, max(map(len, t.paths()))) for t in made), key=lambda pair: pair[1])
+    if tokens > context:
+        raise UserError(
+            f"the demonstration of {longest.task.id} has {tokens} tokens, but the model's context only {context}"
+        )
+
+
+@dataclass
+class SftLoop(Loop):
+    """A run of supervised training, which also measures the loss of held-out conversations."""
+
+    apart: Sequence[Trajectory] = ()
+    """The held-out conversations."""
+
+    def _evaluate(self, splits: Sequence[str]) -> tuple[dict[str, Accuracy], dict[str, float]]:
+        found, metrics = super()._evaluate(splits)
+        if self.apart and isinstance(self.learner, SftLearner):
+            metrics[HELD_OUT] = self.learner.loss(self.apart)
+            self.display.note(f"step {self.step:>4}  held-out loss: {metrics[HELD_OUT]:.4f}")
+        return found, metrics
+
+    def _evaluate_when_due(self, step: int) -> dict[str, Any]:
+        if self.held_out.choosing is not None:
+            return super()._evaluate_when_due(step)
+        every = self.recipe.eval.every
+        return self._evaluate(())[1] if step == self.rollouts.steps or (every and step % every == 0) else {}
+
+
+class SftDisplay(Display):
+    """Shows the loss of a run in place of rewards."""
+
+    def __init__(self, steps: int, title: str, console: Console | None = None, first_step: int = 0) -> None:
+        self.losses: list[float] = []
+        """Loss of each step shown, in nats a token."""
+        super().__init__(steps, title, console, first_step)
+        self._every = 1
+
+    def expect(self, steps: int) -> None:
+        """Take the number of steps, once it is known."""
+        self.steps, self._every = steps, max(1, steps // LINES)
+        self._progress.update(self._bar, total=steps)
+
+    def step(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Show a finished step and its metrics."""
+        self.latest = dict(metrics)
+        self.losses.append(metrics["train/loss"])
+        self._progress.update(self._bar, completed=step)
+        if not self.console.is_terminal and (step % self._every == 0 or step in (1, self.steps)):
+            self._print(self._line(step, metrics), highlight=False, soft_wrap=True)
+
+    def _line(self, step: int, metrics: Mapping[str, Any]) -> str:
+        left = self.time_left(step)
+        return (
+            f"step {step:>4}/{self.steps}  loss {metrics['train/loss']:.4f}  lr {metrics['train/lr']:.2e}  "
+            f"{metrics['train/tokens_per_s']:,.0f} tokens/s  {metrics['time/step_s']:.2f} s"
+            + (f"  {clock(left)} left" if left is not None else "")
+        )
+
+    def _render(self) -> RichGroup:
+        table = Table.grid(padding=(0, 2))
+        if self.losses:
+            low, high = min(self.losses), max(self.losses)
+            table.add_row("loss", f"{self.losses[-1]:.4f}", Text(sparkline(self.losses, low, high), style="green"))
+        if self.accuracies:
+            curve = Text(sparkline(self.accuracies), style="cyan")
+            table.add_row("held-out accuracy", f"{self.accuracies[-1]:.1%}", curve)
+        if self.latest:
+            speed = f"{self.latest['train/tokens_per_s']:,.0f}"
+            table.add_row("tokens/s", speed, f"{self.latest['time/step_s']:.2f} s per step")
+        left = self.time_left(self.first_step + len(self.losses))
+        table.add_row("time left", clock(left) if left is not None else "…", Text(self._phase, style="dim"))
+        return RichGroup(self._progress, table)
+
+    def final(self, rows: Sequence[tuple[str, Accuracy, Accuracy]], folder: str, seconds: float) -> None:
+        """Print the result; rows: as of `Display.final`."""
+        if self.losses:
+            low, high = min(self.losses), max(self.losses)
+            curve = sparkline(self.losses, low, high)
+            self.note(f"loss {curve}  {self.losses[0]:.4f} → {self.losses[-1]:.4f}")
+        if rows:
+            super().final(rows, folder, seconds)
+        else:
+            self.note(f"{clock(seconds)} in total. Run folder: {folder}")

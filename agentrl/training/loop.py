@@ -66,6 +66,8 @@ class Loop:
     """Says what is wrong with the run by its metrics."""
     trackers: Trackers
     """Receive the metrics of each step."""
+    command: str = "agentrl train"
+    """The command that goes on with it by `--resume`."""
     step: int = 0
     """Number of whole steps so far."""
     best: float = -1.0

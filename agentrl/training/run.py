@@ -2,7 +2,7 @@
 
 import shlex
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -107,24 +107,30 @@ def _start(
     recipe: Recipe, name: str, resumed: RunFolder | None, display: Display | None, stored: Sequence[str]
 ) -> TrainResult:
     with Interrupts() as interrupts:
-        return blocking(lambda: _run_with_restarts(recipe, name, resumed, display, interrupts, stored))
+
+        def prepare(folder: RunFolder | None, restarted: bool) -> Start:
+            return _prepare(recipe, name, folder, display, interrupts, stored, restarted)
+
+        return blocking(lambda: run_with_restarts(recipe, name, resumed, interrupts, prepare, set_up))
 
 
-def _run_with_restarts(
+def run_with_restarts(
     recipe: Recipe,
     name: str,
     resumed: RunFolder | None,
-    display: Display | None,
     interrupts: Interrupts,
-    stored: Sequence[str],
+    prepare: Callable[[RunFolder | None, bool], Start],
+    make: Callable[[Start], Loop],
 ) -> TrainResult:
-    """Run; if a worker is lost, restart from the last checkpoint, at most `cluster.restarts` times."""
+    """Run; if a worker is lost, restart from the last checkpoint, at most `cluster.restarts` times.
+
+    prepare: checks and locks a folder (None: a new one), told whether the program itself restarts the run. make: makes
+    the parts of the run."""
     folder = resumed
     for left in range(recipe.cluster.restarts, -1, -1):
-        restarted = left < recipe.cluster.restarts
-        start = _prepare(recipe, name, folder, display, interrupts, stored, restarted=restarted)
+        start = prepare(folder, left < recipe.cluster.restarts)
         try:
-            return _run(start)
+            return _run(start, make)
         except WorkerLost as lost:
             folder = start.folder or folder
             if not left or interrupts.requested:
@@ -156,7 +162,7 @@ def _prepare(
             RunFolder.check_free(recipe.output)
         else:
             stack.callback(FolderLock(resumed.path).release)
-            saved = _last_checkpoint(recipe, resumed, restarted)
+            saved = last_checkpoint(recipe, resumed, restarted)
             stored = _former_files(saved, stored)
         files = training_files(stored)
         steps = min(recipe.train.steps, len(files) or recipe.train.steps)
@@ -172,7 +178,9 @@ def _prepare(
         return Start(recipe, name, resumed, saved, checked, display, interrupts, stack.pop_all(), files)
 
 
-def _last_checkpoint(recipe: Recipe, resumed: RunFolder, restarted: bool) -> Saved | None:
+def last_checkpoint(recipe: Recipe, resumed: RunFolder, restarted: bool) -> Saved | None:
+    """Return the checkpoint that a resumed run continues from; None where it has none and the program itself restarts
+    it. Raises UserError."""
     saved = Checkpoints(resumed.checkpoints, recipe.train.keep).latest()
     if saved is None and not restarted:
         raise UserError(f"--resume {resumed.path}: no checkpoint was saved there; start a new run")
@@ -197,7 +205,7 @@ def told_of_stored(stored: Sequence[str], files: Sequence[Path], recipe: Recipe)
     lines = [f"trains on {min(steps, most)} of {steps} stored steps{few}"]
     for folder in (Path(name) for name in stored if Path(name, RECIPE).is_file()):
         former = load_recipe(str(RunFolder(folder).recipe()))
-        _check_tokenizer(folder, former, recipe)
+        check_tokenizer(folder, former, recipe)
         if former.rewards != recipe.rewards:
             lines.append(f"rewards are those stored in {folder}: agentrl rescore computes them by another recipe")
         if why := _unlike(folder, former, recipe, files):
@@ -221,7 +229,8 @@ def _unlike(folder: Path, former: Recipe, recipe: Recipe, files: Sequence[Path])
     return why
 
 
-def _check_tokenizer(folder: Path, former: Recipe, recipe: Recipe) -> None:
+def check_tokenizer(folder: Path, former: Recipe, recipe: Recipe) -> None:
+    """Raises UserError: rollouts in `folder`, of the recipe `former`, have no token ids, or another tokenizer's."""
     if engine_class(former.engine.name).brings_chat:
         raise UserError(f"{folder}: its engine {former.engine.name!r} gives no token ids to train on")
     if former.model.path == recipe.model.path:
@@ -231,14 +240,14 @@ def _check_tokenizer(folder: Path, former: Recipe, recipe: Recipe) -> None:
         raise UserError(f"{folder}: sampled with the tokenizer of {former.model.path}: {recipe.model.path} has another")
 
 
-def _run(start: Start) -> TrainResult:
+def _run(start: Start, make: Callable[[Start], Loop]) -> TrainResult:
     started = monotonic()
     with start.stack as stack:
         stack.callback(start.interrupts.close)
         stack.enter_context(start.display)
         start.interrupts.notify = start.display.note
         try:
-            loop = set_up(start)
+            loop = make(start)
         except Interrupted:
             raise KeyboardInterrupt("interrupted before the first step: there is nothing to save") from None
         except UserError as error:
@@ -320,7 +329,7 @@ def _command(loop: Loop, joint: str) -> str:
     """Return the command that resumes from the newest checkpoint; an empty string if there is none."""
     if loop.checkpoints.latest() is None:
         return ""
-    return f"{joint}go on with: agentrl train --resume {shlex.quote(str(loop.folder.path))}"
+    return f"{joint}go on with: {loop.command} --resume {shlex.quote(str(loop.folder.path))}"
 
 
 def _save_traceback(loop: Loop, error: BaseException) -> str:
@@ -348,7 +357,7 @@ def _finish(loop: Loop, interrupted: bool, seconds: float) -> TrainResult:
         display.note(f"report.html could not be written: {why}")
     if interrupted:
         done = loop.step >= loop.rollouts.steps
-        then = "every step is done" if done else f"go on with: agentrl train --resume {folder}"
+        then = "every step is done" if done else f"go on with: {loop.command} --resume {folder}"
         display.note(f"Interrupted. The checkpoint of step {loop.step} is saved in {last.path}; {then}")
     else:
         rows = [(split, before, loop.after[split]) for split, before in loop.before.items() if split in loop.after]
@@ -374,8 +383,8 @@ def changes(former: Path, recipe: Recipe, sections: tuple[str, ...] = ()) -> str
     return f"changed since the run began: {_describe_changes(keys, before, recipe)}" if keys else None
 
 
-def check_same_run(former: Path, recipe: Recipe) -> None:
-    """Check that `recipe` trains the same as the run whose recipe is at `former`.
+def check_same_run(former: Path, recipe: Recipe, fixed: tuple[str, ...] = FIXED) -> None:
+    """Check that `recipe` trains the same as the run whose recipe is at `former`. fixed: the keys that say so.
 
     Raises UserError if it does not, or if that recipe cannot be read.
     """
@@ -384,7 +393,7 @@ def check_same_run(former: Path, recipe: Recipe) -> None:
         before = load_recipe(former)
     except UserError as error:
         raise UserError(f"--resume: the run's own recipe cannot be compared: {error}; {force}") from error
-    if keys := [key for key in _differing(before, recipe) if _below(key, FIXED) and not _below(key, FREE)]:
+    if keys := [key for key in _differing(before, recipe) if _below(key, fixed) and not _below(key, FREE)]:
         described = _describe_changes(keys, before, recipe)
         raise UserError(f"--resume: this is not what the run began with: {described}; {force}")
 

@@ -96,10 +96,10 @@ def _remove_if_empty(folder: Path) -> None:
 def set_up(start: Start) -> Loop:
     """Make the parts of the run. Raises UserError; Interrupted."""
     recipe, display, interrupts, stack = start.recipe, start.display, start.interrupts, start.stack
-    _check_resumed(start)
-    initial, player = _make_player(start)
+    check_resumed(start)
+    initial, player = make_player(start)
     held_out, sampler = _prepare_tasks(start, player)
-    role_host = _make_role_host(start, initial, player)
+    role_host = make_role_host(start, initial, player)
     profiler = StepProfiler(
         role_host, start.open_folder().path / PROFILE, recipe.profile.steps, engine=recipe.engine.name == "local"
     )
@@ -142,7 +142,7 @@ def set_up(start: Start) -> Loop:
         trackers=trackers,
     )
     if start.saved:
-        _restore(loop, start.saved, len(start.checked.tasks))
+        restore(loop, start.saved, len(start.checked.tasks))
     elif start.resumed:
         folder.rewind(-1)
     if not role_host.in_process:  # the engine has loaded the recipe's model; the workers may have restored a later one
@@ -151,7 +151,7 @@ def set_up(start: Start) -> Loop:
     return loop
 
 
-def _check_resumed(start: Start) -> None:
+def check_resumed(start: Start) -> None:
     """Raises UserError: the checkpoint or metrics.jsonl is damaged."""
     if start.saved is not None:
         start.display.phase("checking the checkpoint")
@@ -161,11 +161,11 @@ def _check_resumed(start: Start) -> None:
         start.resumed.metrics()
 
 
-def _make_player(start: Start) -> tuple[Recipe, Player]:
+def make_player(start: Start) -> tuple[Recipe, Player]:
     """Return the recipe with the policy's initial model, and the player that samples from it."""
     recipe, saved, display = start.recipe, start.saved, start.display
     display.phase("loading")
-    initial, apart = _with_initial_model(recipe, saved), recipe.cluster.used
+    initial, apart = with_initial_model(recipe, saved), recipe.cluster.used
     named, path = (recipe, initial.model.path) if saved and recipe.model.lora is None else (initial, None)
     player = start.interrupts.run(
         lambda: Player.build(
@@ -216,7 +216,7 @@ def exclude_long(
     return [line] if line else []
 
 
-def _make_role_host(start: Start, initial: Recipe, player: Player) -> RoleHost:
+def make_role_host(start: Start, initial: Recipe, player: Player) -> RoleHost:
     """Return the host of the roles: this process, or a cluster whose workers log into the run folder."""
     recipe, display = start.recipe, start.display
     display.note(f"chat: {player.chat.description}")
@@ -255,7 +255,7 @@ def guide_of(player: Player, role_host: RoleHost) -> Guide:
     return Guide(recipe, teachers, partial(part_of, player.env), hinted)
 
 
-def _with_initial_model(recipe: Recipe, saved: Saved | None) -> Recipe:
+def with_initial_model(recipe: Recipe, saved: Saved | None) -> Recipe:
     """Return the recipe with the saved model in `model`, if there is one; an adapter is loaded into the base that it
     was trained on, which the merged weights no longer show."""
     if saved is None:
@@ -311,7 +311,8 @@ def _is_accuracy(value: Any) -> bool:
     return type(first) in (int, float) and all(type(bound) in (int, float, type(None)) for bound in interval)
 
 
-def _restore(loop: Loop, saved: Saved, tasks: int) -> None:
+def restore(loop: Loop, saved: Saved, tasks: int) -> None:
+    """Continue from a checkpoint of a run on so many tasks. Raises UserError."""
     loop.role_host.load(saved.path)
     loop.step = loop.learner.steps = saved.step
     if loop.recipe.algorithm.kl_target is not None:

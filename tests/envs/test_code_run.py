@@ -22,7 +22,8 @@ SHORT = [
 @pytest.mark.slow
 @pytest.mark.usefixtures("bubblewrap")
 def test_the_recipe_warm_starts_trains_and_evaluates(tmp_path: Path) -> None:
-    made = sft(load_recipe(RECIPE, SHORT), str(tmp_path / "coder"), console=Console(file=io.StringIO()))
+    warm = load_recipe(RECIPE, [*SHORT, f"output={tmp_path / 'sft'}"])
+    made = sft(warm, str(tmp_path / "coder"), console=Console(file=io.StringIO()))
     assert made.steps == 3
     result = agentrl.train(load_recipe(RECIPE, [*SHORT, f"model.path={made.folder}", f"output={tmp_path / 'run'}"]))
     assert set(result.after) == {"test"}

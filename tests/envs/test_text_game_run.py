@@ -149,7 +149,7 @@ SMALL = [
 
 @pytest.mark.slow
 def test_the_recipe_runs_from_its_warm_start_to_its_last_step(tmp_path):
-    start = sft(load_recipe(RECIPE, SMALL), str(tmp_path / "start"), console=quiet())
+    start = sft(load_recipe(RECIPE, [*SMALL, f"output={tmp_path / 'sft'}"]), str(tmp_path / "start"), console=quiet())
     recipe = load_recipe(RECIPE, [*SMALL, f"model.path={start.folder}", f"output={tmp_path / 'run'}"])
     result = agentrl.train(recipe)
     assert set(result.before) == set(result.after) == {"test", "large"}

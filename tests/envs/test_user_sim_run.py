@@ -30,7 +30,7 @@ SHORT = [
 
 @pytest.mark.slow
 def test_the_recipe_warm_starts_trains_and_evaluates(tmp_path: Path) -> None:
-    recipe = load_recipe(RECIPE, SHORT)
+    recipe = load_recipe(RECIPE, [*SHORT, f"output={tmp_path / 'sft'}"])
     made = sft(recipe, str(tmp_path / "clerk"), console=Console(file=io.StringIO()))
     assert made.steps == 3
     result = agentrl.train(load_recipe(RECIPE, [*SHORT, f"model.path={made.folder}", f"output={tmp_path / 'run'}"]))

@@ -7,7 +7,6 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 from random import Random
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -29,15 +28,22 @@ from agentrl.plugins.environment import Environment
 from agentrl.plugins.registry import make_environment, make_tool
 from agentrl.plugins.types import Message, Task
 from agentrl.recipe.load import load_recipe
-from agentrl.recipe.schema import CompactSection, EnvSection, ModelSection, RolloutSection, ToolSection
+from agentrl.recipe.schema import CompactSection, EnvSection, ModelSection, RolloutSection, SftSection, ToolSection
 from agentrl.rollout.driver import Driver
+from agentrl.sft.conversations import Layout, read_row
 from agentrl.sft.demonstrations import Demonstrator
 from agentrl.sft.new_model import bare_tokenizer, new_model, train_tokenizer
 from agentrl.sft.run import sft
-from agentrl.sft.trainer import SftTrainer
+from agentrl.sft.trainer import check_lengths
 from agentrl.trajectory import FinishReason, Trajectory, check_invariants
 
 TEMPLATE = (RECIPES / "tiny_template.jinja").read_text()
+
+
+@pytest.fixture(autouse=True)
+def apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let run folders be made in a folder of the test."""
+    monkeypatch.chdir(tmp_path)
 
 
 def quiet() -> Console:
@@ -82,6 +88,16 @@ def test_a_demonstration_is_the_rendered_conversation_and_its_mask_the_assistant
         assert tokenizer.decode(trajectory.ids[trajectory.loss_mask == 1]) == "".join(learned)
 
 
+def test_a_row_has_the_tokens_of_a_demonstration_that_says_the_same() -> None:
+    for style in ("clean", "careless"):
+        for wanted, messages, _, demonstrator in demonstrated(style, 8):
+            by = Layout(SftSection(source="x"), demonstrator.writer, demonstrator.schemas(wanted.task), 10_000)
+            found = by.trajectory(read_row({"messages": messages}, "openai"), "row-1")
+            assert np.array_equal(found.ids, wanted.ids)
+            assert np.array_equal(found.loss_mask, wanted.loss_mask)
+            assert found.turns == wanted.turns
+
+
 class Says(ScriptedEngine):
     """Says the turns of a trajectory, in the order in which they began."""
 
@@ -98,12 +114,6 @@ def paths(t: Trajectory) -> list[list[int]]:
     """The paths up to the last word of the model, beginning with a count of what it said there."""
     found = [(t.ids[path], np.flatnonzero(t.loss_mask[path])) for path in t.paths()]
     return sorted([len(said), *ids[: said[-1] + 1].tolist()] for ids, said in found)
-
-
-def check_length(context: int, made: Trajectory) -> None:
-    """Let the trainer of a model with `context` look at a demonstration: each path has to fit."""
-    config = SimpleNamespace(max_position_embeddings=context)
-    SftTrainer._check_lengths(SimpleNamespace(model=SimpleNamespace(config=config)), [made])  # type: ignore[arg-type]
 
 
 COMPACT = {"compact": {"at": 300, "prompt": "Sum up.", "resume": "{summary}"}}
@@ -129,9 +139,9 @@ def test_a_demonstration_has_the_ids_of_a_rollout_in_which_the_model_says_the_sa
         assert found.rewards["goal"] == 1.0
         assert paths(found) == paths(wanted)
         longest = max(map(len, wanted.paths()))
-        check_length(longest, wanted)
+        check_lengths(longest, [wanted])
         with pytest.raises(UserError, match=f"has {longest} tokens, but the model's context only {longest - 1}"):
-            check_length(longest - 1, wanted)
+            check_lengths(longest - 1, [wanted])
         assert [turn.end - turn.start for turn in found.turns] == [turn.end - turn.start for turn in wanted.turns]
         return len(found.paths()) - 1
 
@@ -257,18 +267,18 @@ def test_muon_trains_the_blocks_and_adamw_the_rest(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_without_a_named_folder_a_run_folder_keeps_recipe_and_metrics(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
     recipe = load_recipe(
         RECIPES / "tiny_warmstart.yaml", [*SMALL, "sft.stages=[{style: clean, steps: 3, batch: 2, lr: 1e-2}]"]
     )
-    monkeypatch.chdir(tmp_path)
     result = sft(recipe, console=quiet())
-    assert result.folder.resolve() == tmp_path / "runs/sft-001/model"
-    assert load_recipe(tmp_path / "runs/sft-001/recipe.yaml") == resolve_types(recipe)
+    assert result.folder.resolve() == tmp_path / "runs/sft-001/checkpoints/step_3"
+    kept = load_recipe(tmp_path / "runs/sft-001/recipe.yaml")
+    assert kept.model_copy(update={"sft": recipe.sft}) == resolve_types(recipe)
     lines = [json.loads(line) for line in (tmp_path / "runs/sft-001/metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == [1, 2, 3]
-    assert lines[-1]["train/tokens"] == result.tokens
+    assert [line["step"] for line in lines] == [0, 1, 2, 3]
+    assert sum(line["train/tokens"] for line in lines[1:]) == result.tokens
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 LISTED = {
     "tools": "tools", "envs": "environments", "agents": "agents", "rewards": "reward functions",
     "advantages": "advantage estimators",
-    "losses": "policy losses", "trackers": "trackers", "engines": "engines",
+    "losses": "policy losses", "filters": "filters of groups", "trackers": "trackers", "engines": "engines",
 }  # fmt: skip
 """Command, and entry-point group below `agentrl.` -> what it lists, in words."""
 

@@ -221,6 +221,9 @@ class RolloutSection(Section):
     sampling; new weights arrive in the middle of requests."""
     max_staleness: Annotated[int, Field(ge=1), Unit("updates")] = 2
     """Updates allowed between a sample's first token and its training (overlap: async)."""
+    oversample: Annotated[float, Field(ge=1), Unit("times tasks")] = 1.0
+    """Groups that a step begins. Once rollout.tasks are whole it abandons the others, whose tasks come again with the
+    next step (overlap: none)."""
 
 
 class AgentSection(Section):
@@ -323,6 +326,22 @@ class LossSection(_Function):
     """Arguments of its own."""
 
 
+class FilterSection(_Function):
+    """A filter of groups; its name alone is short for `{name: NAME}`."""
+
+    name: str
+    """An installed filter (`varied`), or module:attribute: a function from a `Group` to true or false."""
+    args: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of its own."""
+
+
+class DynamicSamplingSection(Section):
+    """Dynamic sampling (DAPO, arXiv:2503.14476): further tasks are sampled in place of groups that are left out."""
+
+    budget: Annotated[float, Field(ge=1), Unit("times rollout.tasks")] = 3.0
+    """Groups that a step may sample, those left out included; where they are used up, it trains on what it has."""
+
+
 class AlgorithmSection(Section):
     """Advantages and the policy loss; the name of a preset alone is short for `{preset: NAME}`."""
 
@@ -358,6 +377,11 @@ class AlgorithmSection(Section):
     which it does not sample in), else none."""
     off_policy_cap: Annotated[float, Field(ge=1)] = 2.0
     """Upper bound of the importance weights."""
+    filter: Annotated[FilterSection | None, BeforeValidator(_named)] = None
+    """Which groups are trained on. null: all; with dynamic_sampling `varied`, those whose rewards differ."""
+    dynamic_sampling: DynamicSamplingSection | None = None
+    """Sample further tasks in place of groups that `filter` leaves out; `{}` takes the defaults of its keys. null: a
+    step has fewer groups."""
 
     @model_validator(mode="before")
     @classmethod
@@ -686,6 +710,11 @@ class Recipe(Section):
             raise ValueError(f"profile.steps: there is no step {never[0]}; train.steps is {self.train.steps}")
         if self.engine.sleep and self.rollout.overlap != "none":
             raise ValueError("engine.sleep stops sampling during training, rollout.overlap does not: choose one")
+        if self.rollout.oversample > 1 and self.rollout.overlap != "none":
+            raise ValueError(
+                "rollout.oversample abandons what is slow, rollout.overlap lets it go on (async) or waits for it "
+                "(one_step): choose one"
+            )
         if self.rollout.max_turn_tokens > self.rollout.max_tokens:
             raise ValueError("rollout.max_turn_tokens is larger than rollout.max_tokens, so it can never be reached")
         if self.train.mini_batches > self.rollout.n * self.rollout.tasks:

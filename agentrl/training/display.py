@@ -33,6 +33,15 @@ def sparkline(values: Sequence[float], low: float = 0.0, high: float = 1.0) -> s
     return "".join(SPARKS[min(len(SPARKS) - 1, max(0, int((m - low) / span * len(SPARKS))))] for m in means)
 
 
+def _selected(metrics: Mapping[str, Any]) -> str:
+    """Return how many groups of those sampled a step trains on; empty where it trains on all."""
+    if "groups/kept" not in metrics:
+        return ""
+    given_up = f", {metrics['groups/abandoned']} abandoned" if metrics["groups/abandoned"] else ""
+    kept = metrics["groups/kept"]
+    return f"{kept} of {kept + metrics['groups/left_out']} groups kept{given_up}  "
+
+
 def clock(seconds: float) -> str:
     """Format seconds as 1:05 or 2:01:05."""
     minutes, s = divmod(round(seconds), 60)
@@ -132,7 +141,7 @@ class Display:
     def _line(self, step: int, metrics: Mapping[str, Any]) -> str:
         left = self.time_left(step)
         return (
-            f"step {step:>4}/{self.steps}  reward {metrics['reward/mean']:.3f}  "
+            f"step {step:>4}/{self.steps}  reward {metrics['reward/mean']:.3f}  {_selected(metrics)}"
             f"{metrics['rollout/tokens_per_s']:,.0f} sampled tokens/s  {metrics['time/step_s']:.2f} s"
             + (f"  {clock(left)} left" if left is not None else "")
         )
@@ -149,6 +158,8 @@ class Display:
         if self.latest:
             speed = f"{self.latest['rollout/tokens_per_s']:,.0f}"
             table.add_row("sampled tokens/s", speed, f"{self.latest['time/step_s']:.2f} s per step")
+            if selected := _selected(self.latest):
+                table.add_row("groups", selected)
         left = self.time_left(step)
         table.add_row("time left", clock(left) if left is not None else "…", Text(self._phase, style="dim"))
         return Group(self._progress, table)

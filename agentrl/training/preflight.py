@@ -26,6 +26,7 @@ from agentrl.plugins.registry import check_engine, make_environment, tasks_of, t
 from agentrl.plugins.tracker import Tracker
 from agentrl.plugins.types import Task
 from agentrl.recipe.schema import Recipe
+from agentrl.rollout.selection import make_filter
 
 REMEDY = "Lower cluster.workers (or cluster.nodes, cluster.gpus), or add machines to the cluster"
 
@@ -49,11 +50,12 @@ class Checked:
 
 
 def check_names(recipe: Recipe) -> None:
-    """Look up advantage, loss, agent and reward model. Raises UserError."""
+    """Look up advantage, loss, filter, agent and reward model. Raises UserError."""
     if recipe.agent is not None:
         make_agent(recipe.agent)
     check_critic(recipe)
     losses.bound(recipe.algorithm.loss)
+    make_filter(recipe)
     if recipe.rewards.model is not None:
         classifier_config(recipe.rewards.model, recipe.model)
 

@@ -155,7 +155,7 @@ VARIANTS: dict[str, dict[str, object]] = {
         "eval__splits": [],
     },
     "overlap": {"rollout__overlap": "async", "rollout__compact": {}, "env__name": "train_plugins:Lonely"},
-    "agent": {"agent__name": "chat_completions", "agent__processes": 1},
+    "agent": {"agent__name": "chat_completions", "agent__processes": 1, "algorithm__dynamic_sampling": {}},
 }
 OWN = ("tool/<name>/<key>", "train/<metric>")  # of somebody's tool or loss: they document them
 UNSEEN = {"health", "memory/<phase>_<role>_gb", "time/reward_model_s", "reward_model/tflops", "reward_model/mfu"}

@@ -19,6 +19,7 @@ from agentrl.learner.advantages import (
     advantage_metrics,
     carries_gradient,
     first_of_rollouts,
+    left_out,
     penalty_metrics,
     sampled_of_rollouts,
     scattered,
@@ -26,6 +27,7 @@ from agentrl.learner.advantages import (
     turn_numbers,
     with_advantages,
     with_kl_penalty,
+    without_cut,
 )
 from agentrl.learner.metrics import MicroBatchMetrics, critic_metrics, policy_metrics
 from agentrl.learner.optimizer import learning_rate
@@ -68,10 +70,11 @@ class Learner:
         batch = batch.with_tokens(step_rewards=step_rewards(trajectories, batch))
         if self._needs_turns:
             batch = batch.with_tokens(turns=turn_numbers(trajectories, batch))
+        batch, cut = without_cut(trajectories, batch, self.recipe)
         batch = self.with_advantages(batch)
         metrics, trained, logprobs = self._update(batch)
         self.learned = learned(trajectories, batch, trained, logprobs)
-        return {**metrics, **advantage_metrics(batch)}
+        return {**metrics, **advantage_metrics(batch), **cut}
 
     def with_advantages(self, batch: Batch) -> Batch:
         """Return the batch with the token column `advantages`, and those that it needs: `values` and `returns` with a
@@ -146,16 +149,19 @@ class Learner:
 
     def _weighted(self, batch: Batch) -> Batch:
         recipe = self.recipe
-        weights = token_weights(sampled_of_rollouts(batch), recipe.algorithm.aggregation, recipe.rollout.max_tokens)
+        counted = ~left_out(batch)[first_of_rollouts(batch)]
+        lengths = sampled_of_rollouts(batch) * counted
+        weights = token_weights(lengths, recipe.algorithm.aggregation, recipe.rollout.max_tokens) * counted
         return batch.with_tokens(weight=batch.spread(weights[batch.rollouts]))
 
     def _useful(self, batch: Batch) -> Bools:
         """Return which samples can have a gradient, bool [S]."""
         algorithm = self.recipe.algorithm
         pulled = algorithm.kl_coef > 0 and algorithm.kl_in == "loss"
+        counted = (batch.sampled > 0) & ~left_out(batch)
         if pulled or algorithm.entropy_coef > 0 or not self._vanishes:
-            return batch.sampled > 0
-        return carries_gradient(batch) & (batch.sampled > 0)
+            return counted
+        return carries_gradient(batch) & counted
 
     def _mini_batches(self, batch: Batch) -> Iterator[Batch]:
         """Yield the mini-batches of every epoch, in a new order of groups seeded by the step."""

@@ -342,6 +342,16 @@ class DynamicSamplingSection(Section):
     """Groups that a step may sample, those left out included; where they are used up, it trains on what it has."""
 
 
+class OverlongSection(Section):
+    """DAPO's soft overlong punishment (arXiv:2503.14476, equation 13)."""
+
+    buffer: Above0 = 0.2
+    """Where it begins before the limit, `rollout.max_tokens` of a conversation: a share of the limit, or, above 1, a
+    number of tokens."""
+    factor: Above0 = 1.0
+    """What a conversation at the limit loses of its reward, and each that was cut by a limit of tokens."""
+
+
 class AlgorithmSection(Section):
     """Advantages and the policy loss; the name of a preset alone is short for `{preset: NAME}`."""
 
@@ -382,6 +392,14 @@ class AlgorithmSection(Section):
     dynamic_sampling: DynamicSamplingSection | None = None
     """Sample further tasks in place of groups that `filter` leaves out; `{}` takes the defaults of its keys. null: a
     step has fewer groups."""
+    overlong: OverlongSection | None = None
+    """Take off the reward of conversations that come near the limit of tokens, for learning alone; `{}` takes the
+    defaults of its keys. null: nothing."""
+    leave_out: Annotated[
+        tuple[Literal["length", "max_turns", "max_tool_calls", "timeout"], ...], BeforeValidator(_listed)
+    ] = ()
+    """Finish reasons whose samples are left out of the loss; their rewards count in the comparison with the others.
+    [length]: DAPO's overlong filter. [length, max_turns, timeout]: whatever was cut off."""
 
     @model_validator(mode="before")
     @classmethod

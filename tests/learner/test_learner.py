@@ -1,6 +1,7 @@
 """The learner: exact under every splitting, single pass and many, and whole after a resume."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +24,13 @@ from transformers import Qwen3ForCausalLM
 from agentrl.algo.terms import LossTerms, Tokens
 from agentrl.checkpoint.checkpoints import Checkpoints
 from agentrl.compute.batch import Batch
+from agentrl.learner.advantages import overlong
 from agentrl.learner.learner import Learner
 from agentrl.learner.metrics import MicroBatchMetrics, mismatch_columns, policy_metrics
 from agentrl.learner.optimizer import Optimizer, learning_rate
 from agentrl.learner.roles import LocalRoles
 from agentrl.recipe.schema import AlgorithmSection
-from agentrl.trajectory import Group
+from agentrl.trajectory import FinishReason, Group
 
 
 def plain_loss(model: Any, groups: list[Group], aggregation: str) -> torch.Tensor:
@@ -245,3 +247,63 @@ def test_a_loss_may_measure_with_a_gradient(recwarn: pytest.WarningsRecorder) ->
     metrics.updated(1.0, 0.1)
     assert policy_metrics(metrics)["train/mine"] == 1.5
     assert not [str(warning.message) for warning in recwarn if "requires_grad" in str(warning.message)]
+
+
+def finished(groups: list[Group], finish: FinishReason, *which: tuple[int, int]) -> list[Group]:
+    """The groups, where sample k of group i ended for that reason, for each (i, k) of `which`."""
+    return [
+        replace(
+            group,
+            trajectories=tuple(
+                replace(t, finish=finish) if (i, k) in which else t for k, t in enumerate(group.trajectories)
+            ),
+        )
+        for i, group in enumerate(groups)
+    ]
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "constant"])
+@pytest.mark.parametrize("kl", [{}, {"entropy_coef": 0.1}])
+def test_what_was_cut_off_is_left_out_of_the_loss_and_counts_in_the_comparison(
+    aggregation: str, kl: dict[str, float]
+) -> None:
+    algorithm = {"aggregation": aggregation, **kl, "leave_out": ["length"]}
+    cut = finished(make_groups(REWARDS), FinishReason.LENGTH, (0, 1), (2, 1), (2, 2))
+    batch = Batch.from_groups(cut)
+    advantages = alone(make_model(), make_recipe(algorithm)).with_advantages(batch).samples["advantage"]
+    learner = alone(make_model(), make_recipe(algorithm))
+    metrics = learner.learn(cut)
+    assert metrics["train/left_out"] == 3
+    assert [made.trained for made in learner.learned][:4] == [True, False, True, True]
+    assert [made.advantages.any() for made in learner.learned][1]
+    kept = np.array([t.finish is FinishReason.STOP for group in cut for t in group.trajectories])
+    others = batch.with_tokens(advantages=batch.spread(advantages)).select(np.flatnonzero(kept))
+    alike = alone(make_model(), make_recipe({**algorithm, "leave_out": []}))
+    alike.update(others)
+    torch.testing.assert_close(weights(learner.actor.model), weights(alike.actor.model), rtol=1e-5, atol=1e-7)
+
+
+def test_the_overlong_penalty_rises_over_the_buffer() -> None:
+    (group,) = make_groups([[1.0] * 6])
+    lengths = [len(t.ids) for t in group.trajectories]
+    limit = max(lengths) + 1
+    found = [overlong(t, limit, 8.0) for t in group.trajectories]
+    assert found == pytest.approx([min(1, max(0, (n - limit + 8) / 8)) for n in lengths])
+    assert len(set(found)) > 2
+    assert overlong(replace(group.trajectories[0], finish=FinishReason.LENGTH), 999, 8.0) == 1
+    recipe = make_recipe({"overlong": {"buffer": 8, "factor": 0.5}, "advantage": "dr_grpo"})
+    recipe = recipe.model_copy(update={"rollout": recipe.rollout.model_copy(update={"max_tokens": limit})})
+    learner = alone(make_model(), recipe)
+    metrics = learner.learn([group])
+    penalty = 0.5 * np.array(found)
+    assert metrics["reward/overlong"] == pytest.approx(-penalty.mean())
+    got = [made.advantages[made.advantages != 0].mean() for made in learner.learned]
+    assert got == pytest.approx(penalty.mean() - penalty, abs=1e-6)
+
+
+def test_a_step_without_groups_changes_nothing_but_the_rate() -> None:
+    learner = alone(make_model(), make_recipe(schedule="linear"))
+    before = weights(learner.actor.model)
+    assert learner.learn([])["train/updates"] == 0
+    assert (learner.steps, learner.learned) == (1, [])
+    assert weights(learner.actor.model).equal(before)

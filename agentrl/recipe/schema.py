@@ -352,6 +352,37 @@ class OverlongSection(Section):
     """What a conversation at the limit loses of its reward, and each that was cut by a limit of tokens."""
 
 
+class OrderSection(_Function):
+    """An order of tasks; its name alone is short for `{name: NAME}`."""
+
+    name: str
+    """An installed order (`agentrl orders` lists them), or module:attribute."""
+    args: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of its own."""
+
+
+class TaskFilterSection(_Function):
+    """A filter of tasks; its name alone is short for `{name: NAME}`."""
+
+    name: str
+    """module:attribute, a function from a `Task` to true or false, or an installed one."""
+    args: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of its own."""
+
+
+class DataSection(Section):
+    """Which of the environment's tasks are trained on, in which order, and how often."""
+
+    order: Annotated[OrderSection, BeforeValidator(_named)] = OrderSection(name="shuffled")
+    """shuffled: anew in each epoch. sequential: as they stand in the data. curriculum: those near a success rate of
+    args.target (0.5) most, as training measures it. Or one's own."""
+    filter: Annotated[TaskFilterSection | None, BeforeValidator(_named)] = None
+    """Which tasks are trained on. null: all."""
+    epochs: Annotated[float, Field(gt=0), Unit("passes over the tasks")] | None = None
+    """How long to train, in place of train.steps, which becomes epochs x tasks / rollout.tasks, rounded up. null:
+    train.steps."""
+
+
 class AlgorithmSection(Section):
     """Advantages and the policy loss; the name of a preset alone is short for `{preset: NAME}`."""
 
@@ -646,6 +677,7 @@ class Recipe(Section):
 
     model: ModelSection = ModelSection()
     env: EnvSection = EnvSection()
+    data: DataSection = DataSection()
     tools: tuple[Annotated[ToolSection, BeforeValidator(_named)], ...] = ()
     """Tools that every task offers."""
     rewards: RewardsSection = RewardsSection()
@@ -724,7 +756,8 @@ class Recipe(Section):
             if getattr(self.rollout, key) is not None:
                 raise ValueError(f"rollout.{key} has no effect beside agent, which holds its conversations itself")
         self._check_cluster()
-        if never := [step for step in self.profile.steps if not 1 <= step <= self.train.steps]:
+        most = self.train.steps if self.data.epochs is None else max(self.profile.steps, default=0)
+        if never := [step for step in self.profile.steps if not 1 <= step <= most]:
             raise ValueError(f"profile.steps: there is no step {never[0]}; train.steps is {self.train.steps}")
         if self.engine.sleep and self.rollout.overlap != "none":
             raise ValueError("engine.sleep stops sampling during training, rollout.overlap does not: choose one")

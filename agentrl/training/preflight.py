@@ -1,5 +1,6 @@
 """What is checked before a model is loaded, so that a mistake costs no waiting."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,7 @@ from agentrl.cluster.placement import Expected, Placement, place
 from agentrl.cluster.session import reach
 from agentrl.compute.batch import Array, Batch
 from agentrl.compute.classifier import classifier_config
+from agentrl.data.sampler import filtered
 from agentrl.engine.base import engine_class
 from agentrl.errors import UserError, describe
 from agentrl.eval.evaluate import choosing_split, chosen_splits
@@ -43,6 +45,8 @@ class Checked:
     """Split that chooses the best checkpoint; None: no split is evaluated."""
     tasks: Sequence[Task]
     """Tasks to train on."""
+    left_out: frozenset[int]
+    """Indices of those that `data.filter` leaves out."""
     trackers: Mapping[str, Callable[[], Tracker]]
     """Factories of the trackers, by name."""
     placement: Placement
@@ -83,7 +87,29 @@ def check_run(recipe: Recipe) -> Checked:
     needed = dict.fromkeys(("train", *splits, *((choosing,) if choosing is not None else ())))
     if empty := [split for split in needed if not len(tasks_of(env, split))]:
         raise UserError(f"environment {env.name!r} (source {recipe.env.source}) has no task in {', '.join(empty)}")
-    return Checked(env, splits, choosing, tasks, trackers, placement_of(recipe))
+    return Checked(env, splits, choosing, tasks, filtered(recipe.data, tasks), trackers, placement_of(recipe))
+
+
+def with_epochs(recipe: Recipe, checked: Checked) -> Recipe:
+    """Return the recipe with the steps that `data.epochs` says."""
+    if recipe.data.epochs is None:
+        return recipe
+    steps = math.ceil(recipe.data.epochs * (len(checked.tasks) - len(checked.left_out)) / recipe.rollout.tasks)
+    return recipe.model_copy(update={"train": recipe.train.model_copy(update={"steps": steps})})
+
+
+def told_of_data(recipe: Recipe, checked: Checked) -> list[str]:
+    """Return lines that say how many tasks are trained on, and for how many steps, where the recipe leaves that
+    open."""
+    data, left = recipe.data, len(checked.tasks) - len(checked.left_out)
+    lines = []
+    if data.filter is not None:
+        lines.append(f"data.filter {data.filter.name!r} keeps {left} of {len(checked.tasks)} tasks")
+    if data.epochs is not None:
+        lines.append(
+            f"data.epochs {data.epochs:g}: {recipe.train.steps} steps of {recipe.rollout.tasks} of {left} tasks"
+        )
+    return lines
 
 
 def check_algorithm(recipe: Recipe) -> None:

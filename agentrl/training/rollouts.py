@@ -1,7 +1,7 @@
 """`Rollouts`: the groups of each step, sampled before the update or while it runs, or read from files."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from agentrl.data.sampler import TaskSampler
 from agentrl.errors import UserError
+from agentrl.eval.held_out import solved_by
 from agentrl.plugins.types import Task
 from agentrl.recipe.schema import Recipe
 from agentrl.rollout.metrics import rollout_metrics
@@ -84,6 +85,14 @@ class Rollouts(ABC):
     def sync_engine(self) -> None:
         """Make sure that the engine has the last weights, before an evaluation. Raises Interrupted."""
 
+    def _measured(self, ended: Iterable[tuple[int, Group]]) -> dict[str, float]:
+        """Tell the order of tasks what they came to, by their indices; return the metrics of the data."""
+        for index, group in ended if self._sampler.order is not None else ():
+            if samples := group.trajectories:
+                solved = sum(solved_by(self._player.env, t) for t in samples) / len(samples)
+                self._sampler.learn(index, solved, [t.reward for t in samples])
+        return {"data/epoch": self._sampler.progress}
+
     def state(self) -> dict[str, Any]:
         """Return the state, as JSON values, from which a resumed run chooses the same next tasks."""
         return self._sampler.state()
@@ -116,6 +125,7 @@ class SerialRollouts(Rollouts):
         seconds = perf_counter() - start
         groups, left_out = chosen.groups(kept=True), [*chosen.groups(kept=False), *chosen.surplus]
         metrics = _with_speed([*groups, *left_out], seconds, seconds)
+        metrics |= self._measured((chosen.drawn[place], group) for place, (group, _) in sorted(chosen.whole.items()))
         if self._selects:
             metrics |= selection_metrics(groups, left_out, len(chosen.abandoned))
         return StepGroups(groups, metrics, left_out)
@@ -221,6 +231,8 @@ class OverlappedRollouts(Rollouts):
             self._update_engine()  # the batch is complete and nothing else is in flight
         groups, left_out = ([f.work.result()[0] for f in some] for some in (flights, self._stream.left_out))
         metrics = {**_with_speed([*groups, *left_out], waited, elapsed), **self._staleness(flights)}
+        ended = sorted([*flights, *self._stream.left_out], key=lambda flight: flight.number)
+        metrics |= self._measured((flight.index, flight.work.result()[0]) for flight in ended)
         if self._selects:
             metrics |= selection_metrics(groups, left_out, 0)
         return StepGroups(groups, metrics, left_out)

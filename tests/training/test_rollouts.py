@@ -111,6 +111,32 @@ def test_a_step_without_a_group_that_differs_updates_nothing_and_says_so(
 
 
 @pytest.mark.slow
+def test_a_curriculum_over_filtered_tasks_for_some_epochs_is_resumed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = {"order": {"name": "curriculum", "args": {"rest": 0.3}}, "filter": "train_plugins:first_eight", "epochs": 1}
+    steps = {"steps": 50, "lr": 1e-5, "save_every": 1, "keep": 9, "threads": 1}
+    changes = {**DYNAMIC, "env": {"name": NOISY}, "algorithm": {}, "data": data, "train": steps, "eval__splits": []}
+    whole = agentrl.train(job(tmp_path / "whole", "none", **changes))
+    said = capsys.readouterr().out
+    assert "data.filter 'train_plugins:first_eight' keeps 8 of " in said
+    assert "data.epochs 1: 4 steps of 2 of 8 tasks" in said
+    rows = metrics(whole.folder)[1:]
+    assert len(rows) == 4
+    assert {int(name.removeprefix("train-")) for name in tasks(whole)} <= set(range(8))
+    saved = Checkpoints(whole.folder / "checkpoints", 9).latest()
+    assert saved is not None
+    assert set(saved.extra["sampler"]["order"]["rates"].values()) <= {0.0, 0.25, 0.5, 0.75, 1.0}
+    drawn = tasks(whole)
+    for later in (3, 4):
+        shutil.rmtree(whole.folder / "checkpoints" / f"step_{later}")
+    resumed = resume_run(str(whole.folder))
+    assert tasks(resumed) == drawn
+    for ours, theirs in zip(metrics(resumed.folder)[1:], rows, strict=True):
+        assert steady(ours) == pytest.approx(steady(theirs), rel=1e-3, abs=2e-5)
+
+
+@pytest.mark.slow
 def test_tasks_that_were_abandoned_come_with_the_next_step(tmp_path: Path) -> None:
     changes = {**DYNAMIC, "env": {"name": NOISY}, "algorithm": {}, "rollout__oversample": 2.0}
     result = agentrl.train(job(tmp_path / "run", "none", **changes, eval__splits=[]))

@@ -102,7 +102,7 @@ class Learner:
         """Make one step; return its metrics, which samples the policy was trained on [S], and their log-probs before it
         [T], None where they are not known."""
         train, critic = self.recipe.train, self.recipe.critic
-        rate = learning_rate(self.steps, train.steps, train.lr, train.schedule, train.warmup_steps)
+        rate = self._rate(train.lr)
         policy, values = MicroBatchMetrics(rate), MicroBatchMetrics()
         waits = critic is not None and self.steps < critic.warmup_steps
         if not waits:
@@ -143,9 +143,14 @@ class Learner:
         return None if logprobs is None else scattered(batch, useful, lambda _: logprobs)
 
     def _critic_rate(self) -> float:
-        train, critic = self.recipe.train, self.recipe.critic
-        assert critic is not None
-        return learning_rate(self.steps, train.steps, critic.lr, train.schedule, train.warmup_steps)
+        assert self.recipe.critic is not None
+        return self._rate(self.recipe.critic.lr)
+
+    def _rate(self, peak: float) -> float:
+        train = self.recipe.train
+        return learning_rate(
+            self.steps, train.steps, peak, train.schedule, train.warmup, train.min_lr_ratio, train.cycles
+        )
 
     def _weighted(self, batch: Batch) -> Batch:
         recipe = self.recipe

@@ -4,6 +4,7 @@ Everything here is read by code, and an unknown key is an error. The docstring b
 and `docs/reference/recipe.md` (`agentrl/recipe/reference.py`) take it from there.
 """
 
+import math
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -80,6 +81,9 @@ class LoraSection(Section):
     """Scale of what the adapter adds: it is multiplied by alpha / rank."""
     targets: Annotated[tuple[str, ...], Field(min_length=1), BeforeValidator(_listed)] = ("all-linear",)
     """Layers to adapt, by the end of their names, such as [q_proj, v_proj]. all-linear: all but the output layer."""
+    exclude: Annotated[tuple[str, ...], BeforeValidator(_listed)] = ()
+    """Layers of those to leave as they are, by the end of their names, or a part of them between dots, such as
+    [router, layers.0]."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Dropout on the adapter's input during training."""
     start: str | None = None
@@ -454,6 +458,12 @@ class TrainSection(Section):
     """Course of the learning rate after the warm-up."""
     warmup_steps: Steps = 0
     """Steps in which the learning rate rises from 0 to its peak."""
+    warmup_ratio: Fraction = 0.0
+    """The same as a share of `steps`, in place of warmup_steps."""
+    min_lr_ratio: Fraction = 0.0
+    """Where cosine and linear end, as a share of the peak."""
+    cycles: Positive = 1
+    """Times that cosine and linear fall from the peak to the end (warm restarts)."""
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
     """Decay rates of AdamW's two moving averages."""
     weight_decay: AtLeast0 = 0.0
@@ -475,12 +485,28 @@ class TrainSection(Section):
     threads: Annotated[Count, Unit("threads")] = 0
     """Threads of torch on a CPU; 0: one for each core."""
 
+    @property
+    def warmup(self) -> int:
+        """Return the steps of the warm-up."""
+        return self.warmup_steps or math.ceil(self.warmup_ratio * self.steps)
+
+    @model_validator(mode="after")
+    def _one_warmup(self) -> "TrainSection":
+        if self.warmup_steps and self.warmup_ratio:
+            raise ValueError("warmup_steps and warmup_ratio say the same: set one of them")
+        if self.schedule == "constant" and (self.cycles > 1 or self.min_lr_ratio):
+            key = "cycles" if self.cycles > 1 else "min_lr_ratio"
+            raise ValueError(f"{key} has no effect with the schedule constant: choose cosine or linear")
+        return self
+
 
 class EvalSection(Section):
     """Evaluation on held-out tasks."""
 
     every: Steps = 20
     """Steps between evaluations on the split for validation; 0: before and after training only."""
+    before: bool = True
+    """Evaluate before training too."""
     tasks: Annotated[Positive, Unit("tasks")] = 128
     """Tasks of each split."""
     samples: Annotated[Positive, Unit("samples per task")] = 1

@@ -147,6 +147,11 @@ class Player:
             overlap=recipe.rollout.overlap != "none" and not apart,
         )
         await engine.health()
+        if say is not None and recipe.rollout.max_tokens > engine.max_context:
+            say(
+                f"rollout.max_tokens {recipe.rollout.max_tokens} is more than the model's context: conversations end "
+                f"at {engine.max_context} tokens"
+            )
         return cls(recipe, env, toolbox, rewards, model, tokenizer, chat, engine)
 
     @property

@@ -49,7 +49,9 @@ def clock(seconds: float) -> str:
     return f"{hours}:{m:02d}:{s:02d}" if hours else f"{m}:{s:02d}"
 
 
-def _with_interval(accuracy: Accuracy) -> str:
+def _with_interval(accuracy: Accuracy | None) -> str:
+    if accuracy is None:
+        return "-"
     value, _, interval = str(accuracy).partition(" ")
     return f"[bold]{value}[/bold] {interval}".rstrip()
 
@@ -164,7 +166,7 @@ class Display:
         table.add_row("time left", clock(left) if left is not None else "…", Text(self._phase, style="dim"))
         return Group(self._progress, table)
 
-    def final(self, rows: Sequence[tuple[str, Accuracy, Accuracy]], folder: str, seconds: float) -> None:
+    def final(self, rows: Sequence[tuple[str, Accuracy | None, Accuracy]], folder: str, seconds: float) -> None:
         """Print the result. rows: (split, accuracy before, accuracy after). seconds: duration of the whole run."""
         caption = "in brackets: 95 % confidence intervals over tasks"
         table = Table(title=escape(self.title), title_justify="left", caption=caption, caption_justify="left")
@@ -172,7 +174,8 @@ class Display:
             table.add_column(column, justify="left" if column == "held-out split" else "right")
         for split, before, after in rows:
             table.add_row(escape(split), *map(_with_interval, (before, after)))
-        self._print(table)
+        if rows:
+            self._print(table)
         if self.rewards:
             self._print(f"reward {sparkline(self.rewards)}  {self.rewards[0]:.2f} → {self.rewards[-1]:.2f}")
         self._print(f"{clock(seconds)} in total. Run folder: [bold]{escape(folder)}[/bold]", highlight=False)

@@ -99,7 +99,8 @@ class Loop:
         interrupted = False
         try:
             if self.step == 0:
-                self.before, measured = self._evaluate(self.held_out.splits)
+                splits = self.held_out.splits if self.recipe.eval.before else ()
+                self.before, measured = self._evaluate(splits) if splits else ({}, {})
                 self._log({"step": 0, **measured})
             self.display.begin()
             while self.step < self.rollouts.steps:

@@ -353,7 +353,7 @@ def _finish(loop: Loop, interrupted: bool, seconds: float) -> TrainResult:
         then = "every step is done" if done else f"go on with: agentrl train --resume {folder}"
         display.note(f"Interrupted. The checkpoint of step {loop.step} is saved in {last.path}; {then}")
     else:
-        rows = [(split, before, loop.after[split]) for split, before in loop.before.items() if split in loop.after]
+        rows = [(split, loop.before.get(split), after) for split, after in loop.after.items()]
         display.final(rows, str(folder), seconds)
         display.note(loop.profiler.describe())
         if (best := loop.checkpoints.best()) is not None and best.step != last.step:

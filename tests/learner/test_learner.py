@@ -216,6 +216,18 @@ def test_learning_rates() -> None:
     assert learning_rate(5, 10, 1.0, "linear") == pytest.approx(0.5)
     assert learning_rate(6, 10, 2.0, "cosine", 2) == pytest.approx(1.0)
     assert learning_rate(10, 10, 1.0, "cosine", 0, floor=0.03) == pytest.approx(0.03)
+    assert learning_rate(5, 10, 1.0, "linear", floor=0.1) == pytest.approx(0.55)
+    twice = [learning_rate(i, 10, 1.0, "linear", 2, 0.5, cycles=2) for i in range(11)]
+    assert twice == pytest.approx([0.5, 1, 1, 0.875, 0.75, 0.625, 1, 0.875, 0.75, 0.625, 0.5])
+
+
+def test_the_recipe_says_the_course_of_the_rate() -> None:
+    recipe = make_recipe(schedule="cosine", warmup_ratio=0.15, min_lr_ratio=0.1, cycles=1, steps=10)
+    learner = alone(make_model(), recipe)
+    rates = [learner.learn(make_groups([[1.0, 0.0]]))["train/lr"] for _ in range(10)]
+    assert rates == pytest.approx([learning_rate(i, 10, 1e-3, "cosine", 2, 0.1) for i in range(10)])
+    assert rates[0] == pytest.approx(5e-4)
+    assert min(rates[1:]) > 1e-4
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

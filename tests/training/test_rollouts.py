@@ -137,10 +137,17 @@ def test_a_curriculum_over_filtered_tasks_for_some_epochs_is_resumed(
 
 
 @pytest.mark.slow
-def test_tasks_that_were_abandoned_come_with_the_next_step(tmp_path: Path) -> None:
-    changes = {**DYNAMIC, "env": {"name": NOISY}, "algorithm": {}, "rollout__oversample": 2.0}
-    result = agentrl.train(job(tmp_path / "run", "none", **changes, eval__splits=[]))
-    rows = metrics(result.folder)[1:]
+def test_tasks_that_were_abandoned_come_with_the_next_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    changes = {
+        **DYNAMIC, "env": {"name": NOISY}, "algorithm": {}, "rollout__oversample": 2.0, "rollout__max_tokens": 5000,
+        "eval__before": False, "eval__tasks": 1,
+    }  # fmt: skip
+    result = agentrl.train(job(tmp_path / "run", "none", **changes))
+    assert (result.before, set(result.after)) == ({}, {"test"})
+    said = capsys.readouterr().out
+    assert "rollout.max_tokens 5000 is more than the model's context: conversations end at 1024 tokens" in said
+    first, *rows = metrics(result.folder)
+    assert "eval/test/accuracy" not in first
     assert all(row["groups/kept"] == 2 and row["groups/abandoned"] in (0, 1, 2) for row in rows)
     played = [t["task"] for step in range(1, STEPS + 1) for t in records(result.folder, f"step_{step}")]
     assert set(Counter(played).values()) == {4}

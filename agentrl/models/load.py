@@ -8,6 +8,7 @@ from typing import Any
 from agentrl.errors import UserError
 from agentrl.models import EMBEDDED, embedded_path
 from agentrl.recipe.schema import ModelSection, Recipe
+from agentrl.remote import fetched, is_remote
 
 ADAPTER_CONFIG = "adapter_config.json"  # peft's
 
@@ -112,10 +113,12 @@ def resolve_types(recipe: Recipe) -> Recipe:
 
 
 def resolve(path: str) -> str:
-    """Return the argument of `from_pretrained` for `model.path`: an existing folder, or a hub name. Raises
-    UserError."""
+    """Return the argument of `from_pretrained` for `model.path`: an existing folder, a copy of that behind a URL, or a
+    hub name. Raises UserError."""
     if path == EMBEDDED:
         return str(embedded_path())
+    if is_remote(path):
+        path = str(fetched(path, "model.path"))
     folder = Path(path).expanduser()
     if folder.is_dir():
         if (folder / ADAPTER_CONFIG).is_file() and not (folder / "config.json").is_file():

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from agentrl.errors import UserError, nearest
 from agentrl.recipe.schema import LoraSection
+from agentrl.remote import fetched, is_remote
 
 ADAPTER = "default"
 ALL = "all-linear"
@@ -48,7 +49,8 @@ def add_adapter(model: Any, section: LoraSection, base: str, seed: int = 0) -> N
     for parameter in adapter_parameters(model):
         parameter.data = parameter.data.float()
     if section.start is not None:
-        _load(model, section, Path(section.start).expanduser())
+        start = fetched(section.start, "model.lora.start") if is_remote(section.start) else Path(section.start)
+        _load(model, section, start.expanduser())
     else:
         _begin(model, seed)
 

@@ -87,14 +87,14 @@ class LoraSection(Section):
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Dropout on the adapter's input during training."""
     start: str | None = None
-    """A folder in peft's format to start from. null: a new adapter."""
+    """A folder in peft's format, or its URL, to start from. null: a new adapter."""
 
 
 class ModelSection(Section):
     """The model to train."""
 
     path: str = "tiny"
-    """`tiny` (ships with the package), a Hugging Face folder, or a name on the hub."""
+    """`tiny` (ships with the package), a Hugging Face folder, the URL of one (s3://, gs://), or a name on the hub."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the weights that are trained."""
     device: str = "auto"
@@ -147,7 +147,8 @@ class EnvSection(Section):
     name: str = "gsm8k"
     """An installed environment (`agentrl envs` lists them), or module:attribute."""
     source: str = "generated"
-    """Where tasks come from, in the environment's words: a generator, a file, a name on the hub."""
+    """Where tasks come from, in the environment's words: a generator, a file, a URL (s3://, gs://, https://), a name on
+    the hub."""
     args: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of the environment's class."""
     mix: tuple[EnvPart, ...] = ()

@@ -5,7 +5,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from agentrl.errors import UserError
+from agentrl.errors import UserError, nearest
 from agentrl.models import EMBEDDED, embedded_path
 from agentrl.recipe.schema import ModelSection, Recipe
 from agentrl.remote import fetched, is_remote
@@ -160,10 +160,23 @@ def _causal_config(path: str, section: ModelSection) -> Any:
     from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    config = AutoConfig.from_pretrained(path, trust_remote_code=section.trust_remote_code)
+    config = overridden(AutoConfig.from_pretrained(path, trust_remote_code=section.trust_remote_code), section)
     remote = section.trust_remote_code and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
     if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not remote:
         raise UserError(f"model.path: {section.path} is a {config.model_type!r}, which is not a causal language model")
+    return config
+
+
+def overridden(config: Any, section: ModelSection) -> Any:
+    """Return a model's configuration with the settings of `model.config`, in place; what is a mapping is changed key
+    by key. Raises UserError: a setting that it does not have."""
+    text = config.get_text_config()
+    for key, value in section.config.items():
+        owner = config if hasattr(config, key) else text
+        if not hasattr(owner, key):
+            raise UserError(f"model.config: a {config.model_type!r} has no {key!r}{nearest(key, text.to_dict())}")
+        old = getattr(owner, key)
+        setattr(owner, key, {**old, **value} if isinstance(old, dict) and isinstance(value, dict) else value)
     return config
 
 

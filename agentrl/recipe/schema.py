@@ -103,6 +103,9 @@ class ModelSection(Section):
     """How messages become tokens: auto, bridge (the model's own template), or a family of `renderers` such as qwen3."""
     chat_template: str | None = None
     """A jinja file that replaces the tokenizer's own chat template, relative to the working directory."""
+    config: dict[str, Any] = Field(default_factory=dict)
+    """Settings of the model's configuration that have another value, by their names there, such as
+    {max_position_embeddings: 65536, rope_parameters: {rope_type: yarn, factor: 4.0}}. Servers are told by flags."""
     trust_remote_code: bool = False
     """Run the code that a model folder or the hub brings."""
     lora: LoraSection | None = None

@@ -60,8 +60,20 @@ def check_names(recipe: Recipe) -> None:
     check_critic(recipe)
     losses.bound(recipe.algorithm.loss)
     make_filter(recipe)
+    _check_model_config(recipe)
     if recipe.rewards.model is not None:
         classifier_config(recipe.rewards.model, recipe.model)
+
+
+def _check_model_config(recipe: Recipe) -> None:
+    """Raise UserError where servers would sample from a model of another configuration than the trainer's."""
+    kind, flags = engine_class(recipe.engine.name), recipe.engine.args.get("flags")
+    told = isinstance(flags, Mapping) and {"json-model-override-args", "hf-overrides"} & set(flags)
+    if recipe.model.config and not (kind.in_process or kind.brings_chat or told):
+        raise UserError(
+            "model.config: servers read the model's own configuration; give them the same in engine.args.flags "
+            "(SGLang: json-model-override-args, vLLM: hf-overrides)"
+        )
 
 
 def check_run(recipe: Recipe) -> Checked:

@@ -15,7 +15,7 @@ from agentrl.cluster.placement import Expected, Placement, place
 from agentrl.cluster.session import reach
 from agentrl.compute.batch import Array, Batch
 from agentrl.compute.classifier import classifier_config
-from agentrl.data.sampler import filtered
+from agentrl.data.sampler import TaskSampler, filtered, make_sampler
 from agentrl.engine.base import engine_class
 from agentrl.errors import UserError, describe
 from agentrl.eval.evaluate import choosing_split, chosen_splits
@@ -45,8 +45,8 @@ class Checked:
     """Split that chooses the best checkpoint; None: no split is evaluated."""
     tasks: Sequence[Task]
     """Tasks to train on."""
-    left_out: frozenset[int]
-    """Indices of those that `data.filter` leaves out."""
+    sampler: TaskSampler
+    """Draws from them, without those that `data.filter` leaves out."""
     trackers: Mapping[str, Callable[[], Tracker]]
     """Factories of the trackers, by name."""
     placement: Placement
@@ -99,21 +99,23 @@ def check_run(recipe: Recipe) -> Checked:
     needed = dict.fromkeys(("train", *splits, *((choosing,) if choosing is not None else ())))
     if empty := [split for split in needed if not len(tasks_of(env, split))]:
         raise UserError(f"environment {env.name!r} (source {recipe.env.source}) has no task in {', '.join(empty)}")
-    return Checked(env, splits, choosing, tasks, filtered(recipe.data, tasks), trackers, placement_of(recipe))
+    sampler = make_sampler(recipe.data, tasks, recipe.train.seed)
+    sampler.excluded = filtered(recipe.data, tasks)
+    return Checked(env, splits, choosing, tasks, sampler, trackers, placement_of(recipe))
 
 
 def with_epochs(recipe: Recipe, checked: Checked) -> Recipe:
     """Return the recipe with the steps that `data.epochs` says."""
     if recipe.data.epochs is None:
         return recipe
-    steps = math.ceil(recipe.data.epochs * (len(checked.tasks) - len(checked.left_out)) / recipe.rollout.tasks)
+    steps = math.ceil(recipe.data.epochs * (len(checked.tasks) - len(checked.sampler.excluded)) / recipe.rollout.tasks)
     return recipe.model_copy(update={"train": recipe.train.model_copy(update={"steps": steps})})
 
 
 def told_of_data(recipe: Recipe, checked: Checked) -> list[str]:
     """Return lines that say how many tasks are trained on, and for how many steps, where the recipe leaves that
     open."""
-    data, left = recipe.data, len(checked.tasks) - len(checked.left_out)
+    data, left = recipe.data, len(checked.tasks) - len(checked.sampler.excluded)
     lines = []
     if data.filter is not None:
         lines.append(f"data.filter {data.filter.name!r} keeps {left} of {len(checked.tasks)} tasks")

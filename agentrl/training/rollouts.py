@@ -11,7 +11,7 @@ from agentrl.data.sampler import TaskSampler
 from agentrl.errors import UserError
 from agentrl.eval.held_out import solved_by
 from agentrl.plugins.types import Task
-from agentrl.recipe.schema import Recipe
+from agentrl.recipe.schema import DataSection, Recipe
 from agentrl.rollout.metrics import rollout_metrics
 from agentrl.rollout.player import Player
 from agentrl.rollout.selection import GroupFilter, Selection, at_once, make_filter, most_groups
@@ -91,7 +91,7 @@ class Rollouts(ABC):
             if samples := group.trajectories:
                 solved = sum(solved_by(self._player.env, t) for t in samples) / len(samples)
                 self._sampler.learn(index, solved, [t.reward for t in samples])
-        return {"data/epoch": self._sampler.progress}
+        return {"data/epoch": self._sampler.progress} if self._selects or self._recipe.data != DataSection() else {}
 
     def state(self) -> dict[str, Any]:
         """Return the state, as JSON values, from which a resumed run chooses the same next tasks."""

@@ -10,7 +10,7 @@ from typing import Any
 from agentrl.checkpoint.checkpoints import ADAPTER, Checkpoints, Saved
 from agentrl.checkpoint.run_folder import FolderLock, RunFolder
 from agentrl.data.prompts import PromptLengths
-from agentrl.data.sampler import TaskSampler, make_sampler
+from agentrl.data.sampler import TaskSampler
 from agentrl.errors import UserError, describe
 from agentrl.eval.held_out import HeldOut
 from agentrl.eval.result import Accuracy
@@ -181,8 +181,7 @@ def _prepare_tasks(start: Start, player: Player) -> tuple[HeldOut, TaskSampler]:
     recipe, checked = start.recipe, start.checked
     start.display.phase("measuring the prompts")
     held_out, notes = start.interrupts.run(lambda: HeldOut.prepare(player, recipe, checked.splits, checked.choosing))
-    sampler = make_sampler(recipe.data, checked.tasks, recipe.train.seed)
-    sampler.excluded = checked.left_out
+    sampler = checked.sampler
     if not start.stored:
         needed = recipe.train.steps * most_groups(recipe)
         notes += exclude_long(player, checked.tasks, needed, sampler, start.interrupts)

@@ -232,7 +232,14 @@ class Learned:
 
 
 class InvariantError(AssertionError):
-    """A trajectory is inconsistent and must not be trained on; the message names the request and the inconsistency."""
+    """A trajectory is inconsistent and must not be trained on; the message names the request and the inconsistency.
+
+    token: the index of the first token that it concerns, where it concerns some.
+    """
+
+    def __init__(self, message: str, token: int | None = None) -> None:
+        super().__init__(message)
+        self.token = token
 
 
 def check_invariants(t: Trajectory) -> None:
@@ -257,15 +264,16 @@ def check_invariants(t: Trajectory) -> None:
         spans[turn.start : turn.end] = 1
         trained[turn.start : turn.end] = turn.trained
         last = turn.end
-    if not np.array_equal(trained, t.loss_mask):
-        raise InvariantError(f"{t.request_id}: the loss mask is not 1 on exactly the sampled spans that are trained")
     sampled = spans.astype(bool)
-    if np.any(t.logprobs[~sampled] != 0):
-        raise InvariantError(f"{t.request_id}: a token that was not sampled has a logprob")
-    if not np.all(np.isfinite(t.logprobs[sampled])) or np.any(t.logprobs[sampled] > 1e-4):
-        raise InvariantError(f"{t.request_id}: a sampled token has no valid logprob")
-    if np.any((t.weight_version >= 0) != sampled):
-        raise InvariantError(f"{t.request_id}: weight versions are not on exactly the sampled tokens")
+    for wrong, what in (
+        (trained != t.loss_mask, "the loss mask is not 1 on exactly the sampled spans that are trained"),
+        (~sampled & (t.logprobs != 0), "a token that was not sampled has a logprob"),
+        (sampled & ~(np.isfinite(t.logprobs) & (t.logprobs <= 1e-4)), "a sampled token has no valid logprob"),
+        ((t.weight_version >= 0) != sampled, "weight versions are not on exactly the sampled tokens"),
+    ):
+        if wrong.any():
+            token = int(wrong.argmax())
+            raise InvariantError(f"{t.request_id}: {what}: token {token} of {n}", token)
     if t.branches and len(t.branches) != len(t.segments):
         raise InvariantError(f"{t.request_id}: messages of {len(t.branches)} segments, but {len(t.segments)} segments")
     if t.segments:

@@ -9,8 +9,8 @@ if TYPE_CHECKING:
 
 LISTED = {
     "tools": "tools", "envs": "environments", "agents": "agents", "rewards": "reward functions",
-    "advantages": "advantage estimators",
-    "losses": "policy losses", "aggregations": "sums over tokens", "trackers": "trackers", "engines": "engines",
+    "advantages": "advantage estimators", "losses": "policy losses", "aggregations": "sums over tokens",
+    "filters": "filters of groups", "orders": "orders of tasks", "trackers": "trackers", "engines": "engines",
 }  # fmt: skip
 """Command, and entry-point group below `agentrl.` -> what it lists, in words."""
 

@@ -18,6 +18,7 @@ from agentrl.data.files import WANTED, file_type, read_files, stem
 from agentrl.data.rows import Chosen, Listed, Row, Rows
 from agentrl.errors import UserError, contained, describe, nearest
 from agentrl.plugins.registry import load_path
+from agentrl.remote import fetched, is_remote
 
 _log = logging.getLogger("agentrl.data")
 
@@ -53,8 +54,9 @@ def open_source(
 ) -> "Source":
     """Find out what a source is, without reading it. Raises UserError where it is nothing.
 
-    source: a file (or several, or a glob), a folder with a file a split, a hub name (`org/name`, `org/name:config`), or
-    a function `module:function` that is called with the split and returns its rows.
+    source: a file (or several, or a glob), a folder with a file a split, a URL of such (s3://, gs://, https://), a hub
+    name (`org/name`, `org/name:config`), or a function `module:function` that is called with the split and returns its
+    rows.
     splits: for each split the files, or the name that the source has for it (`train[:90%]` on the hub).
     config: of a hub dataset. seed, key: of the tenth that is held out where nothing else is; rows with the same key, a
     text made from a row and its place, stand on the same side.
@@ -208,6 +210,8 @@ def _open(source: Names | None, config: str | None) -> _Origin:
         raise UserError(f"env.source: is empty; expected {WANTED}, a folder, a hub name, module:function")
     if not isinstance(source, str):
         return _grouped(", ".join(source), [path for one in source for path in _paths(one)])
+    if is_remote(source):
+        return _remote(source)
     path = Path(source)
     if path.is_dir():
         return _folder(path)
@@ -224,13 +228,23 @@ def _open(source: Names | None, config: str | None) -> _Origin:
     return _Hub(name, named or config)
 
 
+def _remote(url: str) -> "_Files":
+    folder = fetched(url, "env.source")
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    if len(files) == 1 and file_type(files[0]) is None:
+        raise UserError(f"env.source: {url} ends in {files[0].suffix!r}; expected {WANTED}")
+    return _grouped(url, [path for path in files if file_type(path)]) if len(files) == 1 else _folder(folder)
+
+
 def _is_glob(text: str) -> bool:
     """Return whether a text is a glob; `train[:90%]` is none: it is a slice of a hub split."""
     return "*" in text or "?" in text or ("[" in text and file_type(Path(text)) is not None)
 
 
 def _paths(text: str, folder: Path | None = None) -> list[Path]:
-    """Return the files that a name or a glob stands for, sorted. Raises UserError where there is none."""
+    """Return the files that a name, a glob or a URL stands for, sorted. Raises UserError where there is none."""
+    if is_remote(text):
+        return [path for paths in _remote(text).files.values() for path in paths]
     places = [text] if folder is None else [str(folder / text), text]
     for place in places:
         found = [place] if Path(place).is_file() else sorted(glob.glob(place, recursive=True))

@@ -12,10 +12,10 @@ from agentrl.algo.loss import kl_estimate, kl_estimator
 from agentrl.algo.terms import RewardPart, Samples, TokenAdvantages
 from agentrl.compute.batch import Batch
 from agentrl.errors import UserError, call_plugin
-from agentrl.recipe.schema import AlgorithmSection
+from agentrl.recipe.schema import AlgorithmSection, Recipe
 from agentrl.rollout.hooks import STEP
 from agentrl.rollout.metrics import spread
-from agentrl.trajectory import Trajectory
+from agentrl.trajectory import FinishReason, Trajectory
 
 Floats = npt.NDArray[np.float32]
 
@@ -126,6 +126,39 @@ def step_rewards(trajectories: Sequence[Trajectory], batch: Batch) -> Floats:
     if "began" not in batch.tokens:
         return np.concatenate(columns)
     found: Floats = np.concatenate(columns)[_places(trajectories, batch)] * batch.tokens["loss_mask"]
+    return found
+
+
+def without_cut(trajectories: Sequence[Trajectory], batch: Batch, recipe: Recipe) -> tuple[Batch, dict[str, float]]:
+    """Return the batch of these trajectories as `algorithm.overlong` and `algorithm.leave_out` say, and their metrics:
+    with less in the sample column `reward`, and with a column `left_out`, bool [S]."""
+    section, finishes = recipe.algorithm.overlong, recipe.algorithm.leave_out
+    metrics: dict[str, float] = {}
+    if section is not None:
+        limit = recipe.rollout.max_tokens
+        buffer = section.buffer * (limit if section.buffer <= 1 else 1)
+        penalty = section.factor * np.array([overlong(t, limit, buffer) for t in trajectories], np.float32)
+        batch = batch.with_samples(reward=(batch.samples["reward"] - penalty[batch.rollouts]).astype(np.float32))
+        metrics["reward/overlong"] = -float(penalty.mean()) if len(penalty) else 0.0
+    if finishes:
+        cut = np.array([str(t.finish) in finishes for t in trajectories], bool)
+        batch = batch.with_samples(left_out=cut[batch.rollouts])
+        metrics["train/left_out"] = int(cut.sum())
+    return batch, metrics
+
+
+def overlong(trajectory: Trajectory, limit: int, buffer: float) -> float:
+    """Return how far a conversation is into the last `buffer` tokens before `limit`, 0 to 1; 1 where a limit of tokens
+    cut it (DAPO, arXiv:2503.14476, equation 13, with its sign turned)."""
+    if trajectory.finish is FinishReason.LENGTH:
+        return 1.0
+    length = len(trajectory.ids[trajectory.last_path()])
+    return min(1.0, max(0.0, (length - (limit - buffer)) / buffer))
+
+
+def left_out(batch: Batch) -> npt.NDArray[np.bool_]:
+    """Return which samples `algorithm.leave_out` leaves out, bool [S]."""
+    found: npt.NDArray[np.bool_] = batch.samples.get("left_out", np.zeros(len(batch), bool))
     return found
 
 

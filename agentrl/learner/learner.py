@@ -37,6 +37,7 @@ from agentrl.learner.advantages import (
     turn_states,
     with_advantages,
     with_kl_penalty,
+    without_cut,
 )
 from agentrl.learner.metrics import MicroBatchMetrics, critic_metrics, policy_metrics
 from agentrl.learner.optimizer import learning_rate
@@ -93,11 +94,12 @@ class Learner:
             batch = batch.with_tokens(states=turn_states(trajectories, batch))
         if self._reads.needs_parts:
             batch = batch.with_samples(**part_columns(trajectories, batch))
+        batch, cut = without_cut(trajectories, batch, self.recipe)
         batch = with_streams(batch, trajectories, self.recipe, self.steps, self.guide.part_of)
         batch = self.guide.taught(self.with_advantages(batch), trajectories)
         metrics, trained, logprobs = self._update(batch)
         self.learned = learned(trajectories, batch, trained, logprobs)
-        return {**metrics, **advantage_metrics(batch)}
+        return {**metrics, **advantage_metrics(batch), **cut}
 
     def with_advantages(self, batch: Batch) -> Batch:
         """Return the batch with the token column `advantages`, and those that it needs: `values` and `returns` with a
@@ -129,8 +131,7 @@ class Learner:
     def _update(self, batch: Batch) -> tuple[dict[str, float], Bools, Floats | None]:
         """Make one step; return its metrics, which samples the policy was trained on [S], and their log-probs before it
         [T], None where they are not known."""
-        train = self.recipe.train
-        rate = learning_rate(self.steps, train.steps, train.lr, train.schedule, train.warmup_steps)
+        rate = self._rate(self.recipe.train.lr)
         policy, values = MicroBatchMetrics(rate), MicroBatchMetrics()
         waits = self._waits
         if not waits and self._useful(batch).any():
@@ -265,9 +266,14 @@ class Learner:
         return self.kl_coef * (1 + error * len(first_of_rollouts(batch)) / algorithm.kl_horizon)
 
     def _critic_rate(self) -> float:
-        train, critic = self.recipe.train, self.recipe.critic
-        assert critic is not None
-        return learning_rate(self.steps, train.steps, critic.lr, train.schedule, train.warmup_steps)
+        assert self.recipe.critic is not None
+        return self._rate(self.recipe.critic.lr)
+
+    def _rate(self, peak: float) -> float:
+        train = self.recipe.train
+        return learning_rate(
+            self.steps, train.steps, peak, train.schedule, train.warmup, train.min_lr_ratio, train.cycles
+        )
 
     def _useful(self, batch: Batch) -> Bools:
         """Return which samples can have a gradient, bool [S]."""

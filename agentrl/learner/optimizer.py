@@ -22,26 +22,33 @@ MOMENTS = (*OFFLOADED, "step")
 
 
 def learning_rate(
-    step: int, total: int, peak: float, schedule: str = "constant", warmup: int = 0, floor: float = 0.0
+    step: int,
+    total: int,
+    peak: float,
+    schedule: str = "constant",
+    warmup: int = 0,
+    floor: float = 0.0,
+    cycles: int = 1,
 ) -> float:
     """Return the learning rate of `step` (0 .. total - 1): linear warm-up over `warmup` steps to `peak`, then the
-    schedule, which ends at `floor` x peak.
+    schedule, which falls to `floor` x peak, `cycles` times.
 
-    schedule: constant, linear or cosine (SGDR, arXiv:1608.03983, equation 5, without restarts). Raises ValueError for
-    another one.
+    schedule: constant, linear or cosine (SGDR, arXiv:1608.03983, equation 5). Raises ValueError for another one.
     """
     if step < warmup:
         return peak * (step + 1) / warmup
-    progress = min(1.0, (step - warmup) / max(1, total - warmup))
+    passed = cycles * (step - warmup) / max(1, total - warmup)
+    progress = passed % 1 if passed < cycles else 1.0
     match schedule:
         case "constant":
             return peak
         case "linear":
-            return peak * max(floor, 1 - progress)
+            left = 1 - progress
         case "cosine":
-            return peak * max(floor, 0.5 * (1 + math.cos(math.pi * progress)))
+            left = 0.5 * (1 + math.cos(math.pi * progress))
         case _:
             raise ValueError(f"unknown schedule {schedule!r}")
+    return peak * (floor + (1 - floor) * left)
 
 
 class Optimizer:

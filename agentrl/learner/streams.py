@@ -9,7 +9,7 @@ from agentrl.algo import aggregations
 from agentrl.algo.aggregation import token_weights
 from agentrl.algo.terms import Update
 from agentrl.compute.batch import Batch
-from agentrl.learner.advantages import first_of_rollouts, sampled_of_samples
+from agentrl.learner.advantages import first_of_rollouts, left_out, sampled_of_samples
 from agentrl.plugins.types import Task
 from agentrl.recipe.schema import Recipe
 from agentrl.trajectory import Trajectory
@@ -52,10 +52,10 @@ def good(batch: Batch, least: float | None) -> Bools:
 
 
 def learned_by(batch: Batch, stream: str) -> Bools:
-    """Return which samples a stream has a weight for, bool [S]."""
+    """Return which samples a stream has a weight for, bool [S]; none of those that are left out of the loss."""
     if stream not in batch.samples:
-        return np.full(len(batch), stream == "policy")
-    found: Bools = batch.samples[stream] > 0
+        return np.full(len(batch), stream == "policy") & ~left_out(batch)
+    found: Bools = (batch.samples[stream] > 0) & ~left_out(batch)
     return found
 
 
@@ -78,8 +78,8 @@ def token_shares(
     batch: Batch, recipe: Recipe, chosen: Bools | None = None, counts: npt.NDArray[np.int64] | None = None
 ) -> npt.NDArray[np.float32]:
     """Return what each sampled token of a sample counts, float32 [S]. chosen: the samples among which, bool [S]; None:
-    all. counts: the tokens of each sample that count, int64 [S]; None: those that were sampled."""
-    chosen = np.full(len(batch), True) if chosen is None else chosen
+    all that are not left out of the loss. counts: the tokens of each sample that count, int64 [S]; None: those that were sampled."""
+    chosen = ~left_out(batch) if chosen is None else chosen
     counts, first = batch.sampled if counts is None else counts, first_of_rollouts(batch)
     lengths = (np.add.reduceat(counts, first) if len(batch) else counts) * chosen[first]
     update = Update(lengths, batch.samples["group"][first], recipe.rollout.max_tokens)

@@ -5,9 +5,10 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from agentrl.errors import UserError
+from agentrl.errors import UserError, nearest
 from agentrl.models import EMBEDDED, embedded_path
 from agentrl.recipe.schema import ModelSection, Recipe
+from agentrl.remote import fetched, is_remote
 
 ADAPTER_CONFIG = "adapter_config.json"  # peft's
 
@@ -112,10 +113,12 @@ def resolve_types(recipe: Recipe) -> Recipe:
 
 
 def resolve(path: str) -> str:
-    """Return the argument of `from_pretrained` for `model.path`: an existing folder, or a hub name. Raises
-    UserError."""
+    """Return the argument of `from_pretrained` for `model.path`: an existing folder, a copy of that behind a URL, or a
+    hub name. Raises UserError."""
     if path == EMBEDDED:
         return str(embedded_path())
+    if is_remote(path):
+        path = str(fetched(path, "model.path"))
     folder = Path(path).expanduser()
     if folder.is_dir():
         if (folder / ADAPTER_CONFIG).is_file() and not (folder / "config.json").is_file():
@@ -157,10 +160,23 @@ def _causal_config(path: str, section: ModelSection) -> Any:
     from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    config = AutoConfig.from_pretrained(path, trust_remote_code=section.trust_remote_code)
+    config = overridden(AutoConfig.from_pretrained(path, trust_remote_code=section.trust_remote_code), section)
     remote = section.trust_remote_code and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
     if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not remote:
         raise UserError(f"model.path: {section.path} is a {config.model_type!r}, which is not a causal language model")
+    return config
+
+
+def overridden(config: Any, section: ModelSection) -> Any:
+    """Return a model's configuration with the settings of `model.config`, in place; what is a mapping is changed key
+    by key. Raises UserError: a setting that it does not have."""
+    text = config.get_text_config()
+    for key, value in section.config.items():
+        owner = config if hasattr(config, key) else text
+        if not hasattr(owner, key):
+            raise UserError(f"model.config: a {config.model_type!r} has no {key!r}{nearest(key, text.to_dict())}")
+        old = getattr(owner, key)
+        setattr(owner, key, {**old, **value} if isinstance(old, dict) and isinstance(value, dict) else value)
     return config
 
 

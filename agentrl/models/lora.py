@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from agentrl.errors import UserError, nearest
 from agentrl.recipe.schema import LoraSection
+from agentrl.remote import fetched, is_remote
 
 ADAPTER = "default"
 ALL = "all-linear"
@@ -40,7 +41,7 @@ def add_adapter(model: Any, section: LoraSection, base: str, seed: int = 0) -> N
         r=section.rank,
         lora_alpha=section.alpha,
         lora_dropout=section.dropout,
-        target_modules=target_names(model, section.targets),
+        target_modules=target_names(model, section.targets, section.exclude),
         base_model_name_or_path=base,
         task_type="CAUSAL_LM",
     )
@@ -48,27 +49,37 @@ def add_adapter(model: Any, section: LoraSection, base: str, seed: int = 0) -> N
     for parameter in adapter_parameters(model):
         parameter.data = parameter.data.float()
     if section.start is not None:
-        _load(model, section, Path(section.start).expanduser())
+        start = fetched(section.start, "model.lora.start") if is_remote(section.start) else Path(section.start)
+        _load(model, section, start.expanduser())
     else:
         _begin(model, seed)
 
 
-def target_names(model: Any, targets: tuple[str, ...]) -> list[str]:
-    """Return the full names of the layers that get an adapter: those whose name ends with one of `targets`."""
+def target_names(model: Any, targets: tuple[str, ...], exclude: tuple[str, ...] = ()) -> list[str]:
+    """Return the full names of the layers that get an adapter: those whose name ends with one of `targets`, unless one
+    of `exclude` stands in it between dots."""
     head = model.get_output_embeddings()
     linear = [name for name, module in model.named_modules() if type(module) is nn.Linear and module is not head]
     if ALL in targets:
         if not linear:
             raise UserError(f"model.lora: {type(model).__name__} has no plain nn.Linear layer")
-        return linear
-    found = {target: [name for name in linear if f".{name}".endswith(f".{target}")] for target in targets}
+        found = {ALL: linear}
+    else:
+        found = {target: [name for name in linear if f".{name}".endswith(f".{target}")] for target in targets}
+    known = sorted({name.rpartition(".")[2] for name in linear})
     if missing := next((target for target, names in found.items() if not names), None):
-        known = sorted({name.rpartition(".")[2] for name in linear})
         raise UserError(
             f"model.lora.targets: {type(model).__name__} has no linear layer {missing!r} that can take an adapter"
             f"{nearest(missing, known)}; it has {', '.join(known)}"
         )
-    return sorted({name for names in found.values() for name in names})
+    chosen = {name for names in found.values() for name in names}
+    without = {part: {name for name in chosen if f".{part}." in f".{name}."} for part in exclude}
+    if idle := next((part for part, names in without.items() if not names), None):
+        raise UserError(f"model.lora.exclude: no layer that would take an adapter has {idle!r} in its name")
+    left = [name for name in linear if name in chosen and not any(name in names for names in without.values())]
+    if not left:
+        raise UserError("model.lora.exclude: it leaves no layer that takes an adapter")
+    return left if ALL in targets else sorted(left)
 
 
 def is_adapted(module: Any) -> bool:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from agentrl.models.load import resolve
+from agentrl.models.load import overridden, resolve
 from agentrl.recipe.schema import LoraSection, ModelSection
 
 
@@ -73,7 +73,7 @@ def read_shape(section: ModelSection) -> Shape | None:
         )
     except (OSError, ValueError):
         return None
-    return Shape.of(config, section.lora, section.trust_remote_code)
+    return Shape.of(overridden(config, section), section.lora, section.trust_remote_code)
 
 
 def _count(module: Any) -> int:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from agentrl.errors import UserError
-from agentrl.models.load import load_skeleton, resolve
+from agentrl.models.load import load_skeleton, overridden, resolve
 from agentrl.recipe.schema import ModelSection
 
 Read = Callable[[Tensor], Tensor]
@@ -96,6 +96,8 @@ def stream(kind: Any, path: str, section: ModelSection, unread: Sequence[str] = 
     refused: list[str] = []
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=section.trust_remote_code)
+        if path == resolve(section.path):
+            config = overridden(config, section)
         if getattr(config, "quantization_config", None) is not None:
             raise NotStreamed("its weights are quantized")
         stored = Stored(_files(path, config))
@@ -111,7 +113,7 @@ def stream(kind: Any, path: str, section: ModelSection, unread: Sequence[str] = 
         _settle(model, stored, absent)
         if model.can_generate():
             model.generation_config = _generation(path)
-    except NotStreamed:
+    except (NotStreamed, UserError):
         raise
     except Exception as error:  # whatever that loader has against placeholders: with tensors it is as ever
         raise NotStreamed(refused[0] if refused else f"{type(error).__name__}: {error}".splitlines()[0]) from error

@@ -8,7 +8,7 @@ from pathlib import Path
 from time import perf_counter
 
 from agentrl.checkpoint.run_folder import FolderLock, RunFolder
-from agentrl.data.sampler import TaskSampler
+from agentrl.data.sampler import TaskSampler, filtered, make_sampler
 from agentrl.errors import UserError, nearest
 from agentrl.eval.progress import Progress
 from agentrl.eval.result import failures
@@ -132,7 +132,11 @@ def _sample(job: _Job, interrupts: Interrupts, shown: Progress) -> Sampled:
             if recipe.rewards.model is not None:
                 ask_reward_model(player)
             shown.say(player.describe())
-            sampler = TaskSampler(len(job.tasks), recipe.train.seed)
+            sampler = make_sampler(recipe.data, job.tasks, recipe.train.seed)
+            if job.split == TRAIN:
+                sampler.excluded = filtered(recipe.data, job.tasks)
+            if recipe.algorithm.dynamic_sampling is not None or recipe.algorithm.filter is not None:
+                shown.say("algorithm.filter and dynamic_sampling choose what is trained on: here all groups are stored")
             for line in exclude_long(player, job.tasks, job.steps * recipe.rollout.tasks, sampler, interrupts):
                 shown.say(line)
         except Interrupted:

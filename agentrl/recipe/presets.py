@@ -23,8 +23,9 @@ PRESETS = {
         | _SYMMETRIC,
     ),
     "dapo": Preset(
-        "arXiv:2503.14476: clip-higher, every token counts the same; without its dynamic sampling and overlong penalty",
-        {"advantage": "grpo", "loss": "ppo_clip", "aggregation": "token_mean", **_SYMMETRIC, "clip_high": 0.28},
+        "arXiv:2503.14476: clip-higher, every token counts the same, dynamic sampling, overlong penalty",
+        {"advantage": "grpo", "loss": "ppo_clip", "aggregation": "token_mean", **_SYMMETRIC, "clip_high": 0.28}
+        | {"dynamic_sampling": {}, "overlong": {}},
     ),
     "dr_grpo": Preset(
         "arXiv:2503.20783: no standard deviation, sums by a constant; the constant is rollout.max_tokens",

@@ -4,6 +4,7 @@ Everything here is read by code, and an unknown key is an error. The docstring b
 and `docs/reference/recipe.md` (`agentrl/recipe/reference.py`) take it from there.
 """
 
+import math
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -80,17 +81,20 @@ class LoraSection(Section):
     """Scale of what the adapter adds: it is multiplied by alpha / rank."""
     targets: Annotated[tuple[str, ...], Field(min_length=1), BeforeValidator(_listed)] = ("all-linear",)
     """Layers to adapt, by the end of their names, such as [q_proj, v_proj]. all-linear: all but the output layer."""
+    exclude: Annotated[tuple[str, ...], BeforeValidator(_listed)] = ()
+    """Layers of those to leave as they are, by the end of their names, or a part of them between dots, such as
+    [router, layers.0]."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Dropout on the adapter's input during training."""
     start: str | None = None
-    """A folder in peft's format to start from. null: a new adapter."""
+    """A folder in peft's format, or its URL, to start from. null: a new adapter."""
 
 
 class ModelSection(Section):
     """The model to train."""
 
     path: str = "tiny"
-    """`tiny` (ships with the package), a Hugging Face folder, or a name on the hub."""
+    """`tiny` (ships with the package), a Hugging Face folder, the URL of one (s3://, gs://), or a name on the hub."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the weights that are trained."""
     device: str = "auto"
@@ -99,6 +103,9 @@ class ModelSection(Section):
     """How messages become tokens: auto, bridge (the model's own template), or a family of `renderers` such as qwen3."""
     chat_template: str | None = None
     """A jinja file that replaces the tokenizer's own chat template, relative to the working directory."""
+    config: dict[str, Any] = Field(default_factory=dict)
+    """Settings of the model's configuration that have another value, by their names there, such as
+    {max_position_embeddings: 65536, rope_parameters: {rope_type: yarn, factor: 4.0}}. Servers are told by flags."""
     trust_remote_code: bool = False
     """Run the code that a model folder or the hub brings."""
     lora: LoraSection | None = None
@@ -263,7 +270,8 @@ class EnvSection(Section):
     name: str = "gsm8k"
     """An installed environment (`agentrl envs` lists them), or module:attribute."""
     source: str = "generated"
-    """Where tasks come from, in the environment's words: a generator, a file, a name on the hub."""
+    """Where tasks come from, in the environment's words: a generator, a file, a URL (s3://, gs://, https://), a name on
+    the hub."""
     args: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of the environment's class."""
     mix: tuple[EnvPart, ...] = ()
@@ -341,6 +349,9 @@ class RolloutSection(Section):
     sampling; new weights arrive in the middle of requests."""
     max_staleness: Annotated[int, Field(ge=1), Unit("updates")] = 2
     """Updates allowed between a sample's first token and its training (overlap: async)."""
+    oversample: Annotated[float, Field(ge=1), Unit("times tasks")] = 1.0
+    """Groups that a step begins. Once rollout.tasks are whole it abandons the others, whose tasks come again with the
+    next step (overlap: none)."""
 
 
 class AgentSection(Section):
@@ -454,6 +465,15 @@ class AggregationSection(_Function):
     """Arguments of its own."""
 
 
+class FilterSection(_Function):
+    """A filter of groups; its name alone is short for `{name: NAME}`."""
+
+    name: str
+    """An installed filter (`varied`), or module:attribute: a function from a `Group` to true or false."""
+    args: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of its own."""
+
+
 class RejectSection(Section):
     """What is left out of an update because the trainer's probabilities are too far from the engine's."""
 
@@ -476,6 +496,54 @@ class RejectSection(Section):
         if self.low is not None and self.high is not None and self.low > self.high:
             raise ValueError(f"low is {self.low}, above high, {self.high}: everything would be left out")
         return self
+
+
+class DynamicSamplingSection(Section):
+    """Dynamic sampling (DAPO, arXiv:2503.14476): further tasks are sampled in place of groups that are left out."""
+
+    budget: Annotated[float, Field(ge=1), Unit("times rollout.tasks")] = 3.0
+    """Groups that a step may sample, those left out included; where they are used up, it trains on what it has."""
+
+
+class OverlongSection(Section):
+    """DAPO's soft overlong punishment (arXiv:2503.14476, equation 13)."""
+
+    buffer: Above0 = 0.2
+    """Where it begins before the limit, `rollout.max_tokens` of a conversation: a share of the limit, or, above 1, a
+    number of tokens."""
+    factor: Above0 = 1.0
+    """What a conversation at the limit loses of its reward, and each that was cut by a limit of tokens."""
+
+
+class OrderSection(_Function):
+    """An order of tasks; its name alone is short for `{name: NAME}`."""
+
+    name: str
+    """An installed order (`agentrl orders` lists them), or module:attribute."""
+    args: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of its own."""
+
+
+class TaskFilterSection(_Function):
+    """A filter of tasks; its name alone is short for `{name: NAME}`."""
+
+    name: str
+    """module:attribute, a function from a `Task` to true or false, or an installed one."""
+    args: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of its own."""
+
+
+class DataSection(Section):
+    """Which of the environment's tasks are trained on, in which order, and how often."""
+
+    order: Annotated[OrderSection, BeforeValidator(_named)] = OrderSection(name="shuffled")
+    """shuffled: anew in each epoch. sequential: as they stand in the data. curriculum: those near a success rate of
+    args.target (0.5) most, as training measures it. Or one's own."""
+    filter: Annotated[TaskFilterSection | None, BeforeValidator(_named)] = None
+    """Which tasks are trained on. null: all."""
+    epochs: Annotated[float, Field(gt=0), Unit("passes over the tasks")] | None = None
+    """How long to train, in place of train.steps, which becomes epochs x tasks / rollout.tasks, rounded up. null:
+    train.steps."""
 
 
 class AlgorithmSection(Section):
@@ -527,6 +595,19 @@ class AlgorithmSection(Section):
     """Least reward of a rollout that `streams.imitate` imitates. null: more than the mean of its group."""
     reject: Annotated[tuple[RejectSection, ...], BeforeValidator(_listed)] = ()
     """What is left out of an update because trainer and engine disagree; what any of the rules names is."""
+    filter: Annotated[FilterSection | None, BeforeValidator(_named)] = None
+    """Which groups are trained on. null: all; with dynamic_sampling `varied`, those whose rewards differ."""
+    dynamic_sampling: DynamicSamplingSection | None = None
+    """Sample further tasks in place of groups that `filter` leaves out; `{}` takes the defaults of its keys. null: a
+    step has fewer groups."""
+    overlong: OverlongSection | None = None
+    """Take off the reward of conversations that come near the limit of tokens, for learning alone; `{}` takes the
+    defaults of its keys. null: nothing."""
+    leave_out: Annotated[
+        tuple[Literal["length", "max_turns", "max_tool_calls", "timeout"], ...], BeforeValidator(_listed)
+    ] = ()
+    """Finish reasons whose samples are left out of the loss; their rewards count in the comparison with the others.
+    [length]: DAPO's overlong filter. [length, max_turns, timeout]: whatever was cut off."""
 
     @model_validator(mode="before")
     @classmethod
@@ -556,6 +637,12 @@ class TrainSection(Section):
     """Course of the learning rate after the warm-up."""
     warmup_steps: Steps = 0
     """Steps in which the learning rate rises from 0 to its peak."""
+    warmup_ratio: Fraction = 0.0
+    """The same as a share of `steps`, in place of warmup_steps."""
+    min_lr_ratio: Fraction = 0.0
+    """Where cosine and linear end, as a share of the peak."""
+    cycles: Positive = 1
+    """Times that cosine and linear fall from the peak to the end (warm restarts)."""
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
     """Decay rates of AdamW's two moving averages."""
     weight_decay: AtLeast0 = 0.0
@@ -577,12 +664,28 @@ class TrainSection(Section):
     threads: Annotated[Count, Unit("threads")] = 0
     """Threads of torch on a CPU; 0: one for each core."""
 
+    @property
+    def warmup(self) -> int:
+        """Return the steps of the warm-up."""
+        return self.warmup_steps or math.ceil(self.warmup_ratio * self.steps)
+
+    @model_validator(mode="after")
+    def _one_warmup(self) -> "TrainSection":
+        if self.warmup_steps and self.warmup_ratio:
+            raise ValueError("warmup_steps and warmup_ratio say the same: set one of them")
+        if self.schedule == "constant" and (self.cycles > 1 or self.min_lr_ratio):
+            key = "cycles" if self.cycles > 1 else "min_lr_ratio"
+            raise ValueError(f"{key} has no effect with the schedule constant: choose cosine or linear")
+        return self
+
 
 class EvalSection(Section):
     """Evaluation on held-out tasks."""
 
     every: Steps = 20
     """Steps between evaluations on the split for validation; 0: before and after training only."""
+    before: bool = True
+    """Evaluate before training too."""
     tasks: Annotated[Positive, Unit("tasks")] = 128
     """Tasks of each split."""
     samples: Annotated[Positive, Unit("samples per task")] = 1
@@ -835,6 +938,7 @@ class Recipe(Section):
 
     model: ModelSection = ModelSection()
     env: EnvSection = EnvSection()
+    data: DataSection = DataSection()
     tools: tuple[Annotated[ToolSection, BeforeValidator(_named)], ...] = ()
     """Tools that every task offers."""
     rewards: RewardsSection = RewardsSection()
@@ -915,10 +1019,16 @@ class Recipe(Section):
             if getattr(self.rollout, key) is not None:
                 raise ValueError(f"rollout.{key} has no effect beside agent, which holds its conversations itself")
         self._check_cluster()
-        if never := [step for step in self.profile.steps if not 1 <= step <= self.train.steps]:
+        most = self.train.steps if self.data.epochs is None else max(self.profile.steps, default=0)
+        if never := [step for step in self.profile.steps if not 1 <= step <= most]:
             raise ValueError(f"profile.steps: there is no step {never[0]}; train.steps is {self.train.steps}")
         if self.engine.sleep and self.rollout.overlap != "none":
             raise ValueError("engine.sleep stops sampling during training, rollout.overlap does not: choose one")
+        if self.rollout.oversample > 1 and self.rollout.overlap != "none":
+            raise ValueError(
+                "rollout.oversample abandons what is slow, rollout.overlap lets it go on (async) or waits for it "
+                "(one_step): choose one"
+            )
         if self.rollout.max_turn_tokens > self.rollout.max_tokens:
             raise ValueError("rollout.max_turn_tokens is larger than rollout.max_tokens, so it can never be reached")
         if self.train.mini_batches > self.rollout.n * self.rollout.tasks:

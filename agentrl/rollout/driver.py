@@ -42,6 +42,7 @@ _DRIVER = Boundary.INFRASTRUCTURE, "driver"
 _CHAT = Boundary.INFRASTRUCTURE, "chat"
 _ENGINE = Boundary.ENGINE, "engine"
 _ENDS = RequestState.FAILED, RequestState.ABORTED
+_AROUND = 8  # tokens before and after a place, in an error about it
 _log = logging.getLogger("agentrl.rollout")
 
 
@@ -474,13 +475,23 @@ class Driver:
         try:
             check_invariants(trajectory)
         except InvariantError as error:
-            failure = Failure(Boundary.INFRASTRUCTURE, f"invariants: {error}")
+            near = "" if error.token is None else self._around(trajectory, error.token)
+            failure = Failure(Boundary.INFRASTRUCTURE, f"invariants: {error}{near}")
             if not ended:
                 request.end(RequestState.FAILED, FinishReason.ERROR, failure)
             return replace(trajectory, finish=FinishReason.ERROR, failure=failure)
         if not ended:
             request.move(RequestState.COMPLETED)
         return trajectory
+
+    def _around(self, trajectory: Trajectory, token: int) -> str:
+        """Return the tokens around one, as ids and as text."""
+        ids = [int(i) for i in trajectory.ids[max(0, token - _AROUND) : token + _AROUND]]
+        try:
+            text = repr(self._chat.decode(ids))
+        except Exception as found:  # noqa: BLE001 - ids that no tokenizer knows may be what is wrong
+            text = describe(found, place=False)
+        return f", among {ids}: {text}"
 
 
 class _Talking:

@@ -3,7 +3,7 @@
 import asyncio
 import gc
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -40,6 +40,14 @@ _held: list[tuple[int, int, int]] = []  # the thresholds before the first of tho
 _AGAIN = 5  # times that a sample may be in flight while the process stands still, before it is given up
 
 
+After = Callable[[int, Group], Awaitable[Sequence[Task] | None]]
+"""Asked for more tasks as a group is whole, with its place among those so far; None: what is in flight is abandoned."""
+
+
+class _EnoughError(Exception):
+    """Ends the requests that are in flight."""
+
+
 @dataclass(slots=True)
 class _Growing:
     """A group while its samples run. `first`: the seed index of its first sample, 0 unless its task comes twice."""
@@ -65,6 +73,7 @@ async def roll_out(
     only: Sequence[Collection[int]] | None = None,
     on_sample: Callable[[int, Trajectory], None] | None = None,
     on_group: Callable[[Group], None] | None = None,
+    after: After | None = None,
 ) -> list[Group]:
     """Return `n` samples of each task, in the order of `tasks`; no request waits for another's turn.
 
@@ -73,19 +82,24 @@ async def roll_out(
     are played; the others are left out of its group. on_sample, on_group: called as each ends (also for the failed), in
     the event loop; a sample comes with the index of its task, and without what is scored by group. When it is
     cancelled, every request in flight is released first. What was in flight while the process stood still is sampled
-    again.
+    again. after: asked for more tasks as each group is whole; their groups come last. Where it returns None, that is
+    enough: what is in flight is cancelled, and groups that are not whole are left out.
 
     Raises UserError where too many calls of one synchronous function hang (`agentrl.threads`).
     """
     seen: Counter[str] = Counter()
-    growing = []
-    wanted = [sorted(chosen) for chosen in only] if only is not None else [list(range(n))] * len(tasks)
-    for task, chosen in zip(tasks, wanted, strict=True):
+    growing: list[_Growing] = []
+    jobs: deque[tuple[int, int]] = deque()
+
+    def add(task: Task, chosen: Collection[int]) -> None:
+        jobs.extend((len(growing), index) for index in sorted(chosen))
         growing.append(_Growing(task, seen[task.id] * n, samples=[None] * n, left=len(chosen)))
         seen[task.id] += 1
-    jobs = deque((place, index) for place, chosen in enumerate(wanted) for index in chosen)
 
+    for task, chosen in zip(tasks, only if only is not None else [range(n)] * len(tasks), strict=True):
+        add(task, chosen)
     flying: set[OwnedTask] = set()
+    working = 0
 
     def begin_again() -> None:
         for own in flying:
@@ -105,16 +119,34 @@ async def roll_out(
                 check_abandoned()
                 if on_group is not None:
                     on_group(group.whole)
+                if after is not None:
+                    more = await after(place, group.whole)
+                    if more is None:
+                        raise _EnoughError
+                    for task in more:
+                        add(task, range(n))
+                    begin()
+
+    def begin() -> None:
+        nonlocal working
+        for _ in range(min(driver.limits.concurrency - working, len(jobs))):
+            working += 1
+            workers.create_task(work()).add_done_callback(ended)
+
+    def ended(_: object) -> None:
+        nonlocal working
+        working -= 1
 
     try:
         with rare_collections(), PULSE.ticking(begin_again):
             async with asyncio.TaskGroup() as workers:
-                for _ in range(min(driver.limits.concurrency, len(jobs))):
-                    workers.create_task(work())
+                begin()
     except ExceptionGroup as errors:
-        if (ours := errors.subgroup(UserError)) is None:
+        if (ours := errors.subgroup(UserError)) is not None:
+            raise ours.exceptions[0] from None
+        if errors.split(_EnoughError)[1] is not None:
             raise
-        raise ours.exceptions[0] from None
+        return [group.whole for group in growing if group.whole is not None]
     return [group.whole or group.group() for group in growing]
 
 

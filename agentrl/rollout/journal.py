@@ -66,9 +66,7 @@ class Journal:
             place = {"step": step, "evaluation": False, "split": split}
             self._write(f"{STEP}{step}", place, *self._step(groups, learned))
             self._prune(STEP)
-        for group in groups:
-            self._rows.pop(id(group), None)
-            self._unwritten.pop(id(group), None)
+        self.forget(groups)
         written = (rows for key, (_, rows) in self._rows.items() if key not in self._unwritten)
         left = b"".join(map(_lines, written))
         path = self._folder() / IN_FLIGHT
@@ -76,6 +74,12 @@ class Journal:
             path.write_bytes(left)
         else:
             path.unlink(missing_ok=True)
+
+    def forget(self, groups: Sequence[Group]) -> None:
+        """Drop groups that were noted and that no step trains on."""
+        for group in groups:
+            self._rows.pop(id(group), None)
+            self._unwritten.pop(id(group), None)
 
     def _step(
         self, groups: Sequence[Group], learned: Sequence[Learned]

@@ -26,7 +26,7 @@ from agentrl.recipe.schema import Recipe
 from agentrl.rollout.agent import AgentDriver
 from agentrl.rollout.deadline import leave_behind
 from agentrl.rollout.driver import Driver
-from agentrl.rollout.groups import roll_out
+from agentrl.rollout.groups import After, roll_out
 from agentrl.rollout.hooks import STEP
 from agentrl.rollout.request import Seed
 from agentrl.rollout.scorer import Scorer
@@ -148,6 +148,11 @@ class Player:
             routing_replay=recipe.algorithm.routing_replay,
         )
         await engine.health()
+        if say is not None and recipe.rollout.max_tokens > engine.max_context:
+            say(
+                f"rollout.max_tokens {recipe.rollout.max_tokens} is more than the model's context: conversations end "
+                f"at {engine.max_context} tokens"
+            )
         return cls(recipe, env, toolbox, rewards, model, tokenizer, chat, engine)
 
     @property
@@ -171,12 +176,15 @@ class Player:
         only: Sequence[Collection[int]] | None = None,
         on_sample: Callable[[int, Trajectory], None] | None = None,
         on_group: Callable[[Group], None] | None = None,
+        after: After | None = None,
         occasion: str = "",
     ) -> list[Group]:
         """Return `n` samples of every task, groups in the order of `tasks`. limits, occasion: as of `driver`. only,
-        on_sample, on_group: as of `roll_out`."""
+        on_sample, on_group, after: as of `roll_out`."""
         driver = self.driver(occasion, limits)
-        return await roll_out(driver, tasks, n, seed=seed, only=only, on_sample=on_sample, on_group=on_group)
+        return await roll_out(
+            driver, tasks, n, seed=seed, only=only, on_sample=on_sample, on_group=on_group, after=after
+        )
 
     def driver(self, occasion: str = "", limits: Mapping[str, Any] | None = None) -> Driver:
         """Return what drives requests. occasion: see `Driver`; sessions of a run have ids of their own when no two

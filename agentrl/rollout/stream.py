@@ -7,7 +7,7 @@ order, the next batch is sampled while one trains, and new weights wait until no
 """
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from agentrl.plugins.types import Task
@@ -30,21 +30,30 @@ class Flight:
 @dataclass(frozen=True, slots=True)
 class Plan:
     """What a stream keeps to. n: samples a group. batch: groups a step. steps: of the whole run. seed: of the run; a
-    group's tokens depend on it and on the group's number. staleness: updates; None: in order, see above."""
+    group's tokens depend on it and on the group's number. staleness: updates; None: in order, see above. most: groups
+    that may begin for a batch, where some are left out; None: as many as a batch has."""
 
     n: int
     batch: int
     steps: int
     seed: int
     staleness: int | None
+    most: int | None = None
+
+    @property
+    def spare(self) -> int:
+        """Groups of a batch that are left out and replaced, at most."""
+        return 0 if self.most is None else self.most - self.batch
 
 
 class Stream:
     """driver: plays the groups. tasks: what indices stand for. draw: gives the index of the next task.
 
     version: of the engine's weights at the beginning, which is the number of steps that are done. first: indices of
-    tasks that come before those that `draw` gives. on_group: called as each group ends. Everything but the
-    constructor is called in one event loop.
+    tasks that come before those that `draw` gives. begun: groups that began in the steps that are done; None: as many
+    as their batches have. on_group: called as each group ends. keep: asked of each group that ended whether it is
+    trained on; another begins in the place of one that is not, up to `Plan.most` for a batch, and a batch is smaller by
+    what is missing then. Everything but the constructor is called in one event loop.
     """
 
     def __init__(
@@ -56,19 +65,30 @@ class Stream:
         *,
         version: int = 0,
         first: Sequence[int] = (),
+        begun: int | None = None,
         on_group: Callable[[Group], None] | None = None,
+        keep: Callable[[Group], Awaitable[bool]] | None = None,
     ) -> None:
         self._driver, self._tasks, self._draw, self._plan = driver, tasks, draw, plan
-        self.version, self._on_group = version, on_group
+        self.version, self._on_group, self._keep = version, on_group, keep
         self._waiting = list(first)
         self._flights: list[Flight] = []
-        self._begun = self._taken = version * plan.batch
+        self._rejected: set[int] = set()  # numbers of those among the flights that are left out
+        self.left_out: list[Flight] = []
+        """What was left out for the last batch, in the order in which it began."""
+        self._begun = version * plan.batch if begun is None else begun
+        self._batches = version  # that were taken
         self._closed = False
 
     @property
     def outstanding(self) -> list[int]:
-        """Indices of tasks that were drawn and not taken: a resumed run begins with them."""
+        """Indices of tasks that were drawn and not taken, or left out since: a resumed run begins with them."""
         return [*(flight.index for flight in self._flights), *self._waiting]
+
+    @property
+    def begun(self) -> int:
+        """Groups that began, without those that are outstanding."""
+        return self._begun - len(self._flights)
 
     @property
     def in_flight(self) -> int:
@@ -76,14 +96,16 @@ class Stream:
         return len(_unfinished(self._flights))
 
     async def take(self) -> list[Flight]:
-        """Return the next batch, whole, the oldest first. What it does not take stays in flight. Raises what `roll_out`
-        raises, as soon as it does."""
+        """Return the next batch, whole, the oldest first; `left_out` says what it cost beside. What it does not take
+        stays in flight. Raises what `roll_out` and `keep` raise, as soon as they do."""
         self._fill()
         while (chosen := self._chosen()) is None:
             await asyncio.wait(_unfinished(self._flights), return_when=asyncio.FIRST_COMPLETED)
             self._raise_failed()
-        self._flights = [flight for flight in self._flights if flight not in chosen]
-        self._taken += len(chosen)
+        self.left_out = [flight for flight in self._flights if flight.number in self._rejected]
+        self._flights = [flight for flight in self._alive if flight not in chosen]
+        self._rejected.clear()
+        self._batches += 1
         return chosen
 
     def _raise_failed(self) -> None:
@@ -112,35 +134,51 @@ class Stream:
     def _fill(self) -> None:
         while self._may_begin():
             index = self._waiting.pop(0) if self._waiting else self._draw()
-            play = roll_out(
-                self._driver,
-                [self._tasks[index]],
-                self._plan.n,
-                seed=(self._plan.seed, self._begun),
-                on_group=self._on_group,
-            )
-            work = asyncio.get_running_loop().create_task(play)
+            work = asyncio.get_running_loop().create_task(self._play(index, self._begun))
             work.add_done_callback(lambda _: self._fill())
             self._flights.append(Flight(index, self._begun, self.version, work))
             self._begun += 1
 
+    async def _play(self, index: int, number: int) -> list[Group]:
+        groups = await roll_out(
+            self._driver,
+            [self._tasks[index]],
+            self._plan.n,
+            seed=(self._plan.seed, number),
+            on_group=self._on_group,
+        )
+        if self._keep is not None and not await self._keep(groups[0]):
+            self._rejected.add(number)
+        return groups
+
+    @property
+    def _alive(self) -> list[Flight]:
+        """What is in flight, or finished and not left out."""
+        return [flight for flight in self._flights if flight.number not in self._rejected]
+
+    @property
+    def _lost(self) -> int:
+        """Groups of the next batch that are left out and not replaced."""
+        return max(0, len(self._rejected) - self._plan.spare)
+
     def _may_begin(self) -> bool:
         plan = self._plan
-        ahead = self._taken // plan.batch if plan.staleness is None else self.version + plan.staleness
-        bound = min(ahead + 1, plan.steps) * plan.batch
+        ahead = self._batches if plan.staleness is None else self.version + plan.staleness
+        bound = (min(ahead + 1, plan.steps) - self._batches) * plan.batch
         flying = self.in_flight
         room = flying == 0 or (flying + 1) * plan.n <= self._driver.limits.concurrency
-        return not self._closed and room and self._begun < bound
+        return not self._closed and room and len(self._alive) + self._lost < bound
 
     def _chosen(self) -> list[Flight] | None:
         """Return the next batch; None while it is not whole."""
-        waiting = sorted(self._flights, key=lambda flight: flight.number)
+        waiting = sorted(self._alive, key=lambda flight: flight.number)
         if self._plan.staleness is not None:
             waiting.sort(key=lambda flight: not flight.work.done())
             due = self._due(waiting, self._plan.staleness)
             waiting = [*due, *(flight for flight in waiting if flight not in due)]
-        chosen = waiting[: self._plan.batch]
-        if len(chosen) < self._plan.batch or _unfinished(chosen):
+        wanted = max(0, self._plan.batch - self._lost)
+        chosen = waiting[:wanted]
+        if len(chosen) < wanted or _unfinished(chosen):
             return None
         return sorted(chosen, key=lambda flight: flight.number)
 

@@ -33,6 +33,15 @@ def sparkline(values: Sequence[float], low: float = 0.0, high: float = 1.0) -> s
     return "".join(SPARKS[min(len(SPARKS) - 1, max(0, int((m - low) / span * len(SPARKS))))] for m in means)
 
 
+def _selected(metrics: Mapping[str, Any]) -> str:
+    """Return how many groups of those sampled a step trains on; empty where it trains on all."""
+    if "groups/kept" not in metrics:
+        return ""
+    given_up = f", {metrics['groups/abandoned']} abandoned" if metrics["groups/abandoned"] else ""
+    kept = metrics["groups/kept"]
+    return f"{kept} of {kept + metrics['groups/left_out']} groups kept{given_up}  "
+
+
 def clock(seconds: float) -> str:
     """Format seconds as 1:05 or 2:01:05."""
     minutes, s = divmod(round(seconds), 60)
@@ -40,7 +49,9 @@ def clock(seconds: float) -> str:
     return f"{hours}:{m:02d}:{s:02d}" if hours else f"{m}:{s:02d}"
 
 
-def _with_interval(accuracy: Accuracy) -> str:
+def _with_interval(accuracy: Accuracy | None) -> str:
+    if accuracy is None:
+        return "-"
     value, _, interval = str(accuracy).partition(" ")
     return f"[bold]{value}[/bold] {interval}".rstrip()
 
@@ -132,7 +143,7 @@ class Display:
     def _line(self, step: int, metrics: Mapping[str, Any]) -> str:
         left = self.time_left(step)
         return (
-            f"step {step:>4}/{self.steps}  reward {metrics['reward/mean']:.3f}  "
+            f"step {step:>4}/{self.steps}  reward {metrics['reward/mean']:.3f}  {_selected(metrics)}"
             f"{metrics['rollout/tokens_per_s']:,.0f} sampled tokens/s  {metrics['time/step_s']:.2f} s"
             + (f"  {clock(left)} left" if left is not None else "")
         )
@@ -149,11 +160,13 @@ class Display:
         if self.latest:
             speed = f"{self.latest['rollout/tokens_per_s']:,.0f}"
             table.add_row("sampled tokens/s", speed, f"{self.latest['time/step_s']:.2f} s per step")
+            if selected := _selected(self.latest):
+                table.add_row("groups", selected)
         left = self.time_left(step)
         table.add_row("time left", clock(left) if left is not None else "…", Text(self._phase, style="dim"))
         return Group(self._progress, table)
 
-    def final(self, rows: Sequence[tuple[str, Accuracy, Accuracy]], folder: str, seconds: float) -> None:
+    def final(self, rows: Sequence[tuple[str, Accuracy | None, Accuracy]], folder: str, seconds: float) -> None:
         """Print the result. rows: (split, accuracy before, accuracy after). seconds: duration of the whole run."""
         caption = "in brackets: 95 % confidence intervals over tasks"
         table = Table(title=escape(self.title), title_justify="left", caption=caption, caption_justify="left")
@@ -161,7 +174,8 @@ class Display:
             table.add_column(column, justify="left" if column == "held-out split" else "right")
         for split, before, after in rows:
             table.add_row(escape(split), *map(_with_interval, (before, after)))
-        self._print(table)
+        if rows:
+            self._print(table)
         if self.rewards:
             self._print(f"reward {sparkline(self.rewards)}  {self.rewards[0]:.2f} → {self.rewards[-1]:.2f}")
         self._print(f"{clock(seconds)} in total. Run folder: [bold]{escape(folder)}[/bold]", highlight=False)

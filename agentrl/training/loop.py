@@ -103,7 +103,8 @@ class Loop:
         interrupted = False
         try:
             if self.step == 0:
-                self.before, measured = self._evaluate(self.held_out.splits)
+                splits = self.held_out.splits if self.recipe.eval.before else ()
+                self.before, measured = self._evaluate(splits) if splits else ({}, {})
                 self._log({"step": 0, **measured})
             self.display.begin()
             while self.step < self.rollouts.steps:
@@ -117,15 +118,18 @@ class Loop:
         start, step = perf_counter(), self.step + 1
         self.display.phase("sampling")
         with self.profiler.phase(ROLLOUT, step):
-            groups, metrics = self.rollouts.next(step)
+            found = self.rollouts.next(step)
+        groups, metrics = found.groups, found.metrics
         self.interrupts.check()
-        self._report_failures(f"step {step}", groups)
-        self._check_reward_weights(groups)
+        self._report_failures(f"step {step}", found.sampled)
+        self._check_reward_weights(found.sampled)
+        self._report_missing(step, metrics)
 
         self.display.phase("training")
         if self.recipe.env.mix:
-            metrics |= by_environment(groups, partial(environment_of, self.player.env))
+            metrics |= by_environment(found.sampled, partial(environment_of, self.player.env))
         metrics |= self._update(step, groups)
+        self.journal.forget(found.left_out)
         self.step, self._sampler, self._updates = step, self.rollouts.state(), self.learner.updates
         self._kl_coef = self.learner.kl_coef
         self._accuracy = None
@@ -191,6 +195,15 @@ class Loop:
     def _report_failures(self, what: str, groups: Sequence[Group]) -> None:
         if line := failures(what, groups):
             self.display.note(line)
+
+    def _report_missing(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Report a step for which dynamic sampling found fewer groups than it wants."""
+        kept, needed = metrics.get("groups/kept", 0), self.recipe.rollout.tasks
+        if self.recipe.algorithm.dynamic_sampling is not None and kept < needed:
+            sampled = kept + metrics["groups/left_out"]
+            self.display.note(
+                f"step {step}: dynamic sampling found {kept} groups of {needed} among {sampled}, which is its budget"
+            )
 
     def _check_reward_weights(self, groups: Sequence[Group]) -> None:
         """Once per run, report keys of `rewards.weights` that are no reward part of any trajectory."""

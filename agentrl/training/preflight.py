@@ -1,5 +1,6 @@
 """What is checked before a model is loaded, so that a mistake costs no waiting."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ from agentrl.cluster.placement import Expected, Placement, place
 from agentrl.cluster.session import reach
 from agentrl.compute.batch import Array, Batch
 from agentrl.compute.classifier import classifier_config
+from agentrl.data.sampler import TaskSampler, filtered, make_sampler
 from agentrl.engine.base import engine_class
 from agentrl.errors import UserError, describe
 from agentrl.eval.evaluate import choosing_split, chosen_splits
@@ -29,6 +31,7 @@ from agentrl.plugins.registry import check_engine, make_environment, tasks_of, t
 from agentrl.plugins.tracker import Tracker
 from agentrl.plugins.types import Task
 from agentrl.recipe.schema import Recipe
+from agentrl.rollout.selection import make_filter
 
 REMEDY = "Lower cluster.workers (or cluster.nodes, cluster.gpus), or add machines to the cluster"
 
@@ -45,6 +48,8 @@ class Checked:
     """Split that chooses the best checkpoint; None: no split is evaluated."""
     tasks: Sequence[Task]
     """Tasks to train on."""
+    sampler: TaskSampler
+    """Draws from them, without those that `data.filter` leaves out."""
     trackers: Mapping[str, Callable[[], Tracker]]
     """Factories of the trackers, by name."""
     placement: Placement
@@ -52,15 +57,28 @@ class Checked:
 
 
 def check_names(recipe: Recipe) -> None:
-    """Look up advantage, loss, agent and reward model. Raises UserError."""
+    """Look up advantage, loss, filter, agent and reward model. Raises UserError."""
     if recipe.agent is not None:
         make_agent(recipe.agent)
     check_critic(recipe)
     losses.bound(recipe.algorithm.loss)
     check_teachers(recipe)
     aggregations.bound(recipe.algorithm.aggregation)
+    make_filter(recipe)
+    _check_model_config(recipe)
     if recipe.rewards.model is not None:
         classifier_config(recipe.rewards.model, recipe.model)
+
+
+def _check_model_config(recipe: Recipe) -> None:
+    """Raise UserError where servers would sample from a model of another configuration than the trainer's."""
+    kind, flags = engine_class(recipe.engine.name), recipe.engine.args.get("flags")
+    told = isinstance(flags, Mapping) and {"json-model-override-args", "hf-overrides"} & set(flags)
+    if recipe.model.config and not (kind.in_process or kind.brings_chat or told):
+        raise UserError(
+            "model.config: servers read the model's own configuration; give them the same in engine.args.flags "
+            "(SGLang: json-model-override-args, vLLM: hf-overrides)"
+        )
 
 
 def check_run(recipe: Recipe) -> Checked:
@@ -86,7 +104,31 @@ def check_run(recipe: Recipe) -> Checked:
     needed = dict.fromkeys(("train", *splits, *((choosing,) if choosing is not None else ())))
     if empty := [split for split in needed if not len(tasks_of(env, split))]:
         raise UserError(f"environment {env.name!r} (source {recipe.env.source}) has no task in {', '.join(empty)}")
-    return Checked(env, splits, choosing, tasks, trackers, placement_of(recipe))
+    sampler = make_sampler(recipe.data, tasks, recipe.train.seed)
+    sampler.excluded = filtered(recipe.data, tasks)
+    return Checked(env, splits, choosing, tasks, sampler, trackers, placement_of(recipe))
+
+
+def with_epochs(recipe: Recipe, checked: Checked) -> Recipe:
+    """Return the recipe with the steps that `data.epochs` says."""
+    if recipe.data.epochs is None:
+        return recipe
+    steps = math.ceil(recipe.data.epochs * (len(checked.tasks) - len(checked.sampler.excluded)) / recipe.rollout.tasks)
+    return recipe.model_copy(update={"train": recipe.train.model_copy(update={"steps": steps})})
+
+
+def told_of_data(recipe: Recipe, checked: Checked) -> list[str]:
+    """Return lines that say how many tasks are trained on, and for how many steps, where the recipe leaves that
+    open."""
+    data, left = recipe.data, len(checked.tasks) - len(checked.sampler.excluded)
+    lines = []
+    if data.filter is not None:
+        lines.append(f"data.filter {data.filter.name!r} keeps {left} of {len(checked.tasks)} tasks")
+    if data.epochs is not None:
+        lines.append(
+            f"data.epochs {data.epochs:g}: {recipe.train.steps} steps of {recipe.rollout.tasks} of {left} tasks"
+        )
+    return lines
 
 
 def check_algorithm(recipe: Recipe) -> None:

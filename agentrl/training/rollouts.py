@@ -1,17 +1,20 @@
 """`Rollouts`: the groups of each step, sampled before the update or while it runs, or read from files."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
 from typing import Any, TypeVar
 
 from agentrl.data.sampler import TaskSampler
 from agentrl.errors import UserError
+from agentrl.eval.held_out import solved_by
 from agentrl.plugins.types import Task
-from agentrl.recipe.schema import Recipe
+from agentrl.recipe.schema import DataSection, Recipe
 from agentrl.rollout.metrics import rollout_metrics
 from agentrl.rollout.player import Player
+from agentrl.rollout.selection import GroupFilter, Selection, at_once, make_filter, most_groups
 from agentrl.rollout.stored import read_groups
 from agentrl.rollout.stream import Flight, Plan, Stream
 from agentrl.threads import in_thread
@@ -24,6 +27,23 @@ OnGroup = Callable[[Group], None]
 """Called with each group as its last sample ends, in the event loop."""
 Weights = Callable[[], WeightSource | None]
 """Returns the weights for the engine; None for an engine that shares the trainer's weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepGroups:
+    """The groups of a step."""
+
+    groups: list[Group]
+    """Those that are trained on."""
+    metrics: dict[str, Any]
+    """Of all that were sampled."""
+    left_out: Sequence[Group] = ()
+    """Those that `algorithm.filter` left out."""
+
+    @property
+    def sampled(self) -> list[Group]:
+        """All that were sampled whole."""
+        return [*self.groups, *self.left_out]
 
 
 class Rollouts(ABC):
@@ -41,6 +61,8 @@ class Rollouts(ABC):
     ) -> None:
         self._recipe, self._player, self._tasks = recipe, player, tasks
         self._sampler, self._interrupts, self._weights, self._on_group = sampler, interrupts, weights, on_group
+        self._filter: GroupFilter | None = make_filter(recipe)
+        self._selects = self._filter is not None or recipe.rollout.oversample > 1
 
     @property
     def steps(self) -> int:
@@ -48,8 +70,8 @@ class Rollouts(ABC):
         return self._recipe.train.steps
 
     @abstractmethod
-    def next(self, step: int) -> tuple[list[Group], dict[str, Any]]:
-        """Return the groups that step `step` trains on, and their metrics. Raises Interrupted."""
+    def next(self, step: int) -> StepGroups:
+        """Return the groups that step `step` trains on, and what they cost. Raises Interrupted."""
 
     @abstractmethod
     def learn(self, work: Callable[[], T]) -> T:
@@ -62,6 +84,14 @@ class Rollouts(ABC):
     @abstractmethod
     def sync_engine(self) -> None:
         """Make sure that the engine has the last weights, before an evaluation. Raises Interrupted."""
+
+    def _measured(self, ended: Iterable[tuple[int, Group]]) -> dict[str, float]:
+        """Tell the order of tasks what they came to, by their indices; return the metrics of the data."""
+        for index, group in ended if self._sampler.order is not None else ():
+            if samples := group.trajectories:
+                solved = sum(solved_by(self._player.env, t) for t in samples) / len(samples)
+                self._sampler.learn(index, solved, [t.reward for t in samples])
+        return {"data/epoch": self._sampler.progress} if self._selects or self._recipe.data != DataSection() else {}
 
     def state(self) -> dict[str, Any]:
         """Return the state, as JSON values, from which a resumed run chooses the same next tasks."""
@@ -78,16 +108,38 @@ class Rollouts(ABC):
 class SerialRollouts(Rollouts):
     """Rollouts that alternate with updates: every token is sampled from the weights that are then trained on it."""
 
-    def next(self, step: int) -> tuple[list[Group], dict[str, Any]]:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._outstanding: list[int] = []  # tasks that were drawn and not sampled whole
+
+    def next(self, step: int) -> StepGroups:
         start = perf_counter()
         limits, seed = self._recipe.rollout, (self._recipe.train.seed, step)
-        tasks = [self._tasks[i] for i in self._sampler.draw(limits.tasks)]
         occasion, told = f"step_{step}", self._on_group
-        groups = self._interrupts.run(
-            lambda: self._player.play(tasks, limits.n, seed=seed, occasion=occasion, on_group=told)
+        chosen = Selection(self._draw, self._filter, limits.tasks, at_once(self._recipe), most_groups(self._recipe))
+        tasks = chosen.first()
+        self._interrupts.run(
+            lambda: self._player.play(tasks, limits.n, seed=seed, occasion=occasion, on_group=told, after=chosen.after)
         )
+        self._outstanding = [*chosen.abandoned, *self._outstanding]
         seconds = perf_counter() - start
-        return groups, _with_speed(groups, seconds, seconds)
+        groups, left_out = chosen.groups(kept=True), [*chosen.groups(kept=False), *chosen.surplus]
+        metrics = _with_speed([*groups, *left_out], seconds, seconds)
+        metrics |= self._measured((chosen.drawn[place], group) for place, (group, _) in sorted(chosen.whole.items()))
+        if self._selects:
+            metrics |= selection_metrics(groups, left_out, len(chosen.abandoned))
+        return StepGroups(groups, metrics, left_out)
+
+    def _draw(self) -> tuple[int, Task]:
+        index = self._outstanding.pop(0) if self._outstanding else self._sampler.draw(1)[0]
+        return index, self._tasks[index]
+
+    def state(self) -> dict[str, Any]:
+        return {**super().state(), **({"outstanding": list(self._outstanding)} if self._outstanding else {})}
+
+    def restore(self, step: int, state: Mapping[str, Any]) -> None:
+        super().restore(step, state)
+        self._outstanding = list(state.get("outstanding", ()))
 
     def learn(self, work: Callable[[], T]) -> T:
         if self._recipe.engine.sleep:
@@ -117,14 +169,13 @@ class StoredRollouts(SerialRollouts):
     def steps(self) -> int:
         return min(super().steps, len(self._files))
 
-    def next(self, step: int) -> tuple[list[Group], dict[str, Any]]:
+    def next(self, step: int) -> StepGroups:
         start = perf_counter()
         path = self._files[step - 1]
         groups = read_groups(path, self._recipe.rewards.weights)
         self._check(path, groups)
-        return groups, {
-            **rollout_metrics(groups), "time/rollout_s": perf_counter() - start, "rollout/tokens_per_s": 0.0,
-        }  # fmt: skip
+        metrics = rollout_metrics(groups)
+        return StepGroups(groups, {**metrics, "time/rollout_s": perf_counter() - start, "rollout/tokens_per_s": 0.0})
 
     def _check(self, path: Path, groups: Sequence[Group]) -> None:
         size = self._player.model.config.get_text_config().vocab_size
@@ -156,22 +207,35 @@ class OverlappedRollouts(Rollouts):
         self._taken = perf_counter()
         self._stream = self._make_stream(0, ())
 
-    def _make_stream(self, step: int, first: Sequence[int]) -> Stream:
+    def _make_stream(self, step: int, first: Sequence[int], begun: int | None = None) -> Stream:
         limits, train = self._recipe.rollout, self._recipe.train
         staleness = None if self._in_order else limits.max_staleness
-        plan = Plan(limits.n, limits.tasks, train.steps, train.seed, staleness)
-        draw = self._sampler.draw
-        driver = self._player.driver(occasion=f"after_{step}")
-        return Stream(driver, self._tasks, lambda: draw(1)[0], plan, version=step, first=first, on_group=self._on_group)
+        plan = Plan(limits.n, limits.tasks, train.steps, train.seed, staleness, most_groups(self._recipe))
+        return Stream(
+            self._player.driver(occasion=f"after_{step}"),
+            self._tasks,
+            lambda: self._sampler.draw(1)[0],
+            plan,
+            version=step,
+            first=first,
+            begun=begun,
+            on_group=self._on_group,
+            keep=None if self._filter is None else self._filter.keeps,
+        )
 
-    def next(self, step: int) -> tuple[list[Group], dict[str, Any]]:
+    def next(self, step: int) -> StepGroups:
         start = perf_counter()
         flights = self._interrupts.run(self._stream.take)
         waited, elapsed, self._taken = perf_counter() - start, perf_counter() - self._taken, perf_counter()
         if self._in_order:
             self._update_engine()  # the batch is complete and nothing else is in flight
-        groups = [flight.work.result()[0] for flight in flights]
-        return groups, {**_with_speed(groups, waited, elapsed), **self._staleness(flights)}
+        groups, left_out = ([f.work.result()[0] for f in some] for some in (flights, self._stream.left_out))
+        metrics = {**_with_speed([*groups, *left_out], waited, elapsed), **self._staleness(flights)}
+        ended = sorted([*flights, *self._stream.left_out], key=lambda flight: flight.number)
+        metrics |= self._measured((flight.index, flight.work.result()[0]) for flight in ended)
+        if self._selects:
+            metrics |= selection_metrics(groups, left_out, 0)
+        return StepGroups(groups, metrics, left_out)
 
     def learn(self, work: Callable[[], T]) -> T:
         return self._interrupts.complete(lambda: in_thread(work))
@@ -201,21 +265,31 @@ class OverlappedRollouts(Rollouts):
         """Return the metrics of staleness: updates between the weights that started a group and those being trained."""
         ages = [self._trained - flight.version for flight in flights]
         return {
-            "rollout/staleness_mean": sum(ages) / len(ages),
-            "rollout/staleness_max": max(ages),
+            "rollout/staleness_mean": sum(ages) / max(1, len(ages)),
+            "rollout/staleness_max": max(ages, default=0),
             "rollout/in_flight": self._stream.in_flight,
         }
 
     def state(self) -> dict[str, Any]:
-        return {**super().state(), "outstanding": self._stream.outstanding}
+        return {**super().state(), "outstanding": self._stream.outstanding, "begun": self._stream.begun}
 
     def restore(self, step: int, state: Mapping[str, Any]) -> None:
         super().restore(step, state)
         self._published = self._trained = step
-        self._stream = self._make_stream(step, state.get("outstanding", ()))
+        self._stream = self._make_stream(step, state.get("outstanding", ()), state.get("begun"))
 
     async def close(self) -> None:
         await self._stream.close()
+
+
+def selection_metrics(groups: Sequence[Group], left_out: Sequence[Group], abandoned: int) -> dict[str, float]:
+    """Return what it took to find the groups of a step. abandoned: groups given up while they were sampled."""
+    return {
+        "groups/kept": len(groups),
+        "groups/left_out": len(left_out),
+        "groups/abandoned": abandoned,
+        "rollout/left_out_tokens": sum(t.sampled_tokens for g in left_out for t in (*g.trajectories, *g.failed)),
+    }
 
 
 def _with_speed(groups: Sequence[Group], waited: float, elapsed: float) -> dict[str, Any]:

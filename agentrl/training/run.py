@@ -25,15 +25,16 @@ from agentrl.rollout.stored import training_files
 from agentrl.training.display import Display
 from agentrl.training.interrupt import Interrupted, Interrupts
 from agentrl.training.loop import Loop
-from agentrl.training.preflight import check_run
+from agentrl.training.preflight import check_run, told_of_data, with_epochs
 from agentrl.training.setup import Start, set_up, stored_of
 from agentrl.view.freeze import write_report
 
-FIXED = ("env", "tools", "rewards", "model", "algorithm", "critic", "train.seed")
+FIXED = ("env", "data", "tools", "rewards", "model", "algorithm", "critic", "train.seed")
 """Keys that a resumed run must keep, because they define what is trained. Others (steps, learning rate, sampling,
 limits, evaluation, machines) may change; the change is printed."""
-FREE = ("model.device", "model.checkpointing", "model.compute", "model.trust_remote_code")
-"""Keys below `FIXED` that may change, because they only define where and how the same result is computed."""
+FREE = ("data.epochs", "model.device", "model.checkpointing", "model.compute", "model.trust_remote_code")
+"""Keys below `FIXED` that may change, because they only define how long to train, or where and how the same result
+is computed."""
 _TRAINED = ("model", "algorithm", "critic", "train", "rollout.temperature", "cluster")
 """Keys that say what an update makes of given rollouts."""
 SHOWN = 8  # maximum number of changed keys listed in a line
@@ -165,6 +166,8 @@ def _prepare(
             saved = last_checkpoint(recipe, resumed, restarted)
             stored = _former_files(saved, stored)
         files = training_files(stored)
+        checked = check_run(recipe)
+        recipe = with_epochs(recipe, checked)
         steps = min(recipe.train.steps, len(files) or recipe.train.steps)
         if saved and saved.step >= steps:
             more = "set train.steps higher to go on" if steps == recipe.train.steps else "no more steps are stored"
@@ -172,8 +175,7 @@ def _prepare(
         display = display or Display(steps, name, first_step=saved.step if saved else 0)
         if resumed and not restarted and (line := changes(resumed.recipe(), recipe)):
             display.note(line)
-        checked = check_run(recipe)
-        for line in told_of_stored(stored, files, recipe):
+        for line in (*told_of_data(recipe, checked), *told_of_stored(stored, files, recipe)):
             display.note(line)
         return Start(recipe, name, resumed, saved, checked, display, interrupts, stack.pop_all(), files)
 
@@ -360,7 +362,7 @@ def _finish(loop: Loop, interrupted: bool, seconds: float) -> TrainResult:
         then = "every step is done" if done else f"go on with: {loop.command} --resume {folder}"
         display.note(f"Interrupted. The checkpoint of step {loop.step} is saved in {last.path}; {then}")
     else:
-        rows = [(split, before, loop.after[split]) for split, before in loop.before.items() if split in loop.after]
+        rows = [(split, loop.before.get(split), after) for split, after in loop.after.items()]
         display.final(rows, str(folder), seconds)
         display.note(loop.profiler.describe())
         if (best := loop.checkpoints.best()) is not None and best.step != last.step:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from agentrl.rollout.compaction import said_by_user
 from agentrl.rollout.journal import Journal
 from agentrl.rollout.model_reward import add_reward_model
 from agentrl.rollout.player import Player
+from agentrl.rollout.selection import most_groups
 from agentrl.training.display import Display
 from agentrl.training.interrupt import Interrupts
 from agentrl.training.loop import Loop
@@ -184,9 +185,9 @@ def _prepare_tasks(start: Start, player: Player) -> tuple[HeldOut, TaskSampler]:
     recipe, checked = start.recipe, start.checked
     start.display.phase("measuring the prompts")
     held_out, notes = start.interrupts.run(lambda: HeldOut.prepare(player, recipe, checked.splits, checked.choosing))
-    sampler = TaskSampler(len(checked.tasks), recipe.train.seed)
+    sampler = checked.sampler
     if not start.stored:
-        needed = recipe.train.steps * recipe.rollout.tasks
+        needed = recipe.train.steps * most_groups(recipe)
         notes += exclude_long(player, checked.tasks, needed, sampler, start.interrupts)
     if checked.choosing in checked.splits and 0 < recipe.eval.every < recipe.train.steps:
         notes.append(
@@ -203,15 +204,17 @@ def exclude_long(
 ) -> list[str]:
     """Measure the prompts of the `needed` tasks that are drawn first, exclude those that are too long; return a note.
     Raises UserError: none fits."""
-    need = min(needed, len(tasks))
-    probe = TaskSampler(len(tasks), sampler.seed)
+    left = len(tasks) - len(sampler.excluded)
+    need = left if sampler.order is not None else min(needed, left)  # what an order draws depends on results
+    probe = replace(sampler, order=None, epoch=0, position=0)
     found: dict[int, int] = {}
     limit = player.prompt_limit
-    while sum(n <= limit for n in found.values()) < need and len(found) < len(tasks):
-        new = [i for i in probe.draw(need) if i not in found]
+    while sum(n <= limit for n in found.values()) < need:
+        if not (new := [i for i in dict.fromkeys(probe.draw(need)) if i not in found]):
+            break
         lengths = interrupts.run(lambda new=new: player.measure([tasks[i] for i in new]))  # type: ignore[misc]
         found |= dict(zip(new, lengths.lengths, strict=True))
-    sampler.excluded = frozenset(i for i, n in found.items() if n > limit)
+    sampler.excluded |= {i for i, n in found.items() if n > limit}
     line = PromptLengths(tuple(found.values()), limit).report("training")
     return [line] if line else []
 

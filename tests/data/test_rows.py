@@ -3,15 +3,22 @@
 import gzip
 import json
 import logging
+import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 
 from agentrl.data.change import Change
 from agentrl.data.files import read_files, write_parquet
 from agentrl.data.source import open_source
 from agentrl.errors import UserError
+from agentrl.models import embedded_path
+from agentrl.models.load import resolve
+from agentrl.recipe.schema import ModelSection
+from agentrl.remote import fetched
 
 ROWS = [{"prompt": f"question {n}", "answer": str(n), "deep": {"n": n, "tags": ["a", "b"]}} for n in range(40)]
 
@@ -276,3 +283,61 @@ def test_parquet_is_whole_or_not_there(tmp_path: Path) -> None:
     write_parquet(tmp_path / "new" / "a.parquet", [{"a": n} for n in range(2500)], counts.append)
     assert counts == [1000, 1000, 500]
     assert read_files([tmp_path / "new" / "a.parquet"])[2499] == {"a": 2499}
+
+
+@pytest.fixture
+def bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A store in memory, `memory://`, and an empty cache."""
+    store = fsspec.filesystem("memory")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    fetched.cache_clear()
+    yield store
+    store.rm("/", recursive=True)
+    fetched.cache_clear()
+
+
+def lines(rows: list[dict[str, Any]]) -> bytes:
+    return "".join(json.dumps(row) + "\n" for row in rows).encode()
+
+
+def test_rows_behind_a_url_are_copied_once_and_again_when_they_changed(bucket: Any, tmp_path: Path) -> None:
+    bucket.pipe("/data/train.jsonl", lines(ROWS))
+    bucket.pipe("/data/test.jsonl", lines(ROWS[:3]))
+    bucket.pipe("/data/notes.txt", b"no data")
+    for source in ("memory://data", "memory://data/*.jsonl"):
+        found = open_source(source)
+        assert found.splits == ("test",)
+        assert (len(found.rows("train")), len(found.rows("test"))) == (40, 3)
+    found = open_source(None, splits={"train": "memory://data/train.jsonl", "test": "memory://data/test.jsonl"})
+    assert (len(found.rows("train")), len(found.rows("test"))) == (40, 3)
+    folders = len(list((tmp_path / "cache").rglob("*.jsonl")))
+    fetched.cache_clear()
+    open_source("memory://data")
+    assert len(list((tmp_path / "cache").rglob("*.jsonl"))) == folders
+    bucket.pipe("/data/train.jsonl", lines(ROWS[:7]))
+    fetched.cache_clear()
+    assert len(open_source("memory://data").rows("train")) == 7
+
+
+@pytest.mark.parametrize(
+    ("source", "told"),
+    [
+        ("memory://data/none.jsonl", "env.source: memory://data/none.jsonl cannot be fetched: FileNotFoundError"),
+        ("memory://data/*.parquet", "cannot be fetched: FileNotFoundError: there is no such file"),
+        ("memory://data/notes.txt", "env.source: memory://data/notes.txt ends in '.txt'; expected a .jsonl"),
+        ("nowhere://data", "nowhere://data cannot be fetched: ValueError: Protocol not known: nowhere"),
+    ],
+)
+def test_a_url_without_data_is_one_line(bucket: Any, source: str, told: str) -> None:
+    bucket.pipe("/data/notes.txt", b"no data")
+    with pytest.raises(UserError, match=re.escape(told)):
+        open_source(source).rows("train")
+
+
+def test_a_model_behind_a_url_is_copied(bucket: Any) -> None:
+    bucket.put(str(embedded_path()), "/models/tiny", recursive=True)
+    section = ModelSection(path="memory://models/tiny")
+    names = {path.name for path in Path(resolve(section.path)).iterdir()}
+    assert {"config.json", "tokenizer.json"} <= names
+    with pytest.raises(UserError, match=r"model\.path: memory://models/none cannot be fetched"):
+        resolve("memory://models/none")

@@ -1,6 +1,7 @@
 """The learner: exact under every splitting, single pass and many, and whole after a resume."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +25,13 @@ from agentrl.algo.terms import LossTerms, Tokens
 from agentrl.checkpoint.checkpoints import Checkpoints
 from agentrl.compute.batch import Batch
 from agentrl.errors import UserError
+from agentrl.learner.advantages import overlong
 from agentrl.learner.learner import Learner
 from agentrl.learner.metrics import MicroBatchMetrics, mismatch_columns, policy_metrics
 from agentrl.learner.optimizer import Optimizer, learning_rate
 from agentrl.learner.roles import LocalRoles
 from agentrl.recipe.schema import AlgorithmSection
-from agentrl.trajectory import Group
+from agentrl.trajectory import FinishReason, Group
 
 
 def plain_loss(model: Any, groups: list[Group], aggregation: str, top_entropy: float = 1.0) -> torch.Tensor:
@@ -262,6 +264,18 @@ def test_learning_rates() -> None:
     assert learning_rate(5, 10, 1.0, "linear") == pytest.approx(0.5)
     assert learning_rate(6, 10, 2.0, "cosine", 2) == pytest.approx(1.0)
     assert learning_rate(10, 10, 1.0, "cosine", 0, floor=0.03) == pytest.approx(0.03)
+    assert learning_rate(5, 10, 1.0, "linear", floor=0.1) == pytest.approx(0.55)
+    twice = [learning_rate(i, 10, 1.0, "linear", 2, 0.5, cycles=2) for i in range(11)]
+    assert twice == pytest.approx([0.5, 1, 1, 0.875, 0.75, 0.625, 1, 0.875, 0.75, 0.625, 0.5])
+
+
+def test_the_recipe_says_the_course_of_the_rate() -> None:
+    recipe = make_recipe(schedule="cosine", warmup_ratio=0.15, min_lr_ratio=0.1, cycles=1, steps=10)
+    learner = alone(make_model(), recipe)
+    rates = [learner.learn(make_groups([[1.0, 0.0]]))["train/lr"] for _ in range(10)]
+    assert rates == pytest.approx([learning_rate(i, 10, 1e-3, "cosine", 2, 0.1) for i in range(10)])
+    assert rates[0] == pytest.approx(5e-4)
+    assert min(rates[1:]) > 1e-4
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -317,3 +331,63 @@ def test_a_loss_may_measure_with_a_gradient(recwarn: pytest.WarningsRecorder) ->
     metrics.updated(1.0, 0.1)
     assert policy_metrics(metrics)["train/mine"] == 1.5
     assert not [str(warning.message) for warning in recwarn if "requires_grad" in str(warning.message)]
+
+
+def finished(groups: list[Group], finish: FinishReason, *which: tuple[int, int]) -> list[Group]:
+    """The groups, where sample k of group i ended for that reason, for each (i, k) of `which`."""
+    return [
+        replace(
+            group,
+            trajectories=tuple(
+                replace(t, finish=finish) if (i, k) in which else t for k, t in enumerate(group.trajectories)
+            ),
+        )
+        for i, group in enumerate(groups)
+    ]
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "constant"])
+@pytest.mark.parametrize("kl", [{}, {"entropy_coef": 0.1}])
+def test_what_was_cut_off_is_left_out_of_the_loss_and_counts_in_the_comparison(
+    aggregation: str, kl: dict[str, float]
+) -> None:
+    algorithm = {"aggregation": aggregation, **kl, "leave_out": ["length"]}
+    cut = finished(make_groups(REWARDS), FinishReason.LENGTH, (0, 1), (2, 1), (2, 2))
+    batch = Batch.from_groups(cut)
+    advantages = alone(make_model(), make_recipe(algorithm)).with_advantages(batch).samples["advantage"]
+    learner = alone(make_model(), make_recipe(algorithm))
+    metrics = learner.learn(cut)
+    assert metrics["train/left_out"] == 3
+    assert [made.trained for made in learner.learned][:4] == [True, False, True, True]
+    assert [made.advantages.any() for made in learner.learned][1]
+    kept = np.array([t.finish is FinishReason.STOP for group in cut for t in group.trajectories])
+    others = batch.with_tokens(advantages=batch.spread(advantages)).select(np.flatnonzero(kept))
+    alike = alone(make_model(), make_recipe({**algorithm, "leave_out": []}))
+    alike.update(others)
+    torch.testing.assert_close(weights(learner.actor.model), weights(alike.actor.model), rtol=1e-5, atol=1e-7)
+
+
+def test_the_overlong_penalty_rises_over_the_buffer() -> None:
+    (group,) = make_groups([[1.0] * 6])
+    lengths = [len(t.ids) for t in group.trajectories]
+    limit = max(lengths) + 1
+    found = [overlong(t, limit, 8.0) for t in group.trajectories]
+    assert found == pytest.approx([min(1, max(0, (n - limit + 8) / 8)) for n in lengths])
+    assert len(set(found)) > 2
+    assert overlong(replace(group.trajectories[0], finish=FinishReason.LENGTH), 999, 8.0) == 1
+    recipe = make_recipe({"overlong": {"buffer": 8, "factor": 0.5}, "advantage": "dr_grpo"})
+    recipe = recipe.model_copy(update={"rollout": recipe.rollout.model_copy(update={"max_tokens": limit})})
+    learner = alone(make_model(), recipe)
+    metrics = learner.learn([group])
+    penalty = 0.5 * np.array(found)
+    assert metrics["reward/overlong"] == pytest.approx(-penalty.mean())
+    got = [made.advantages[made.advantages != 0].mean() for made in learner.learned]
+    assert got == pytest.approx(penalty.mean() - penalty, abs=1e-6)
+
+
+def test_a_step_without_groups_changes_nothing_but_the_rate() -> None:
+    learner = alone(make_model(), make_recipe(schedule="linear"))
+    before = weights(learner.actor.model)
+    assert learner.learn([])["train/updates"] == 0
+    assert (learner.steps, learner.learned) == (1, [])
+    assert weights(learner.actor.model).equal(before)

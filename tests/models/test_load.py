@@ -11,8 +11,10 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from agentrl.errors import UserError
 from agentrl.learner.actor import off_policy_of
 from agentrl.models.load import find_device, load_model, resolve, resolve_types
+from agentrl.models.streamed import stream_model
 from agentrl.recipe.schema import ModelSection, Recipe
 from agentrl.sft.new_model import train_tokenizer
+from agentrl.training.preflight import check_names
 
 TINY = Qwen3Config(
     vocab_size=320, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=1,
@@ -128,3 +130,33 @@ def test_a_gpu_computes_in_bfloat16_unless_told_otherwise(
     assert recipe.model.frozen.dtype == frozen
     apart = compute == "bfloat16" and (recipe.model.dtype == "float32" or recipe.model.lora is not None)
     assert off_policy_of(recipe) == ("token_tis" if apart else "none")
+
+
+SCALED = {"max_position_embeddings": 4096, "rope_parameters": {"rope_type": "linear", "factor": 4.0}}
+
+
+def test_settings_of_the_model_are_replaced_and_kept(tmp_path: Path) -> None:
+    plain, scaled = (load_model(ModelSection(config=config))[0] for config in ({}, SCALED))
+    assert scaled.config.max_position_embeddings == 4096
+    assert scaled.config.rope_parameters == {**plain.config.rope_parameters, "rope_type": "linear", "factor": 4.0}
+    torch.testing.assert_close(scaled.model.rotary_emb.inv_freq * 4, plain.model.rotary_emb.inv_freq)
+    scaled.save_pretrained(tmp_path)
+    assert Qwen3Config.from_pretrained(tmp_path).rope_parameters["factor"] == 4.0
+    streamed = stream_model(ModelSection(config=SCALED))[0]
+    assert streamed.config.rope_parameters == scaled.config.rope_parameters
+    assert streamed.config.max_position_embeddings == 4096
+    with pytest.raises(
+        UserError, match=r"model\.config: a 'qwen3' has no 'rope_params'; did you mean 'rope_parameters'"
+    ):
+        load_model(ModelSection(config={"rope_params": {}}))
+    with pytest.raises(UserError, match=r"model\.path: tiny: its weights cannot be loaded"):
+        load_model(ModelSection(config={"hidden_size": 12}))
+
+
+def test_servers_must_be_told_the_settings_too() -> None:
+    recipe = {"model": {"config": SCALED}, "engine": {"name": "vllm"}}
+    with pytest.raises(UserError, match=r"model\.config: servers read .* vLLM: hf-overrides"):
+        check_names(Recipe.model_validate(recipe))
+    check_names(
+        Recipe.model_validate({**recipe, "engine": {"name": "vllm", "args": {"flags": {"hf-overrides": "{}"}}}})
+    )

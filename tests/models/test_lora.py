@@ -322,6 +322,10 @@ def test_targets_are_one_or_several_names() -> None:
         found = lora.layers(load_model(section)[0])
         assert {name.rpartition(".")[2] for name in found} == set(names or ALL)
         assert "lm_head" not in found
+    section = load_recipe("recipes/gsm8k_tool.yaml", ["model.lora.exclude=[layers.0, mlp]"]).model
+    left = lora.layers(load_model(section)[0])
+    assert left
+    assert not any(".layers.0." in name or ".mlp." in name for name in left)
 
 
 @pytest.mark.parametrize(
@@ -329,6 +333,8 @@ def test_targets_are_one_or_several_names() -> None:
     [
         ({"targets": ["q_porj"]}, "no linear layer 'q_porj'.*q_proj"),
         ({"targets": ["lm_head"]}, "no linear layer 'lm_head'"),
+        ({"exclude": ["lm_head"]}, "model.lora.exclude: no layer that would take an adapter has 'lm_head' in its name"),
+        ({"exclude": ["layers"]}, "model.lora.exclude: it leaves no layer"),
         ({"start": "/nowhere"}, "/nowhere is no folder of peft's format"),
     ],
 )

@@ -527,6 +527,22 @@ def test_a_number_that_is_too_long_is_told(write):
         load_recipe(write(f"train: {{seed: {'9' * 5000}}}"))
 
 
+@pytest.mark.parametrize(
+    ("keys", "told"),
+    [
+        (["train.warmup_steps=3", "train.warmup_ratio=0.1"], "warmup_steps and warmup_ratio say the same"),
+        (["train.cycles=2"], "cycles has no effect with the schedule constant"),
+        (["train.min_lr_ratio=0.1"], "min_lr_ratio has no effect with the schedule constant"),
+        (["rollout.oversample=1.5", "rollout.overlap=async"], "rollout.oversample abandons what is slow"),
+        (["algorithm.dynamic_sampling.budget=0.5"], "algorithm.dynamic_sampling.budget: "),
+        (["algorithm.leave_out=[error]"], "algorithm.leave_out.0: "),
+    ],
+)
+def test_keys_that_contradict_each_other_are_told(keys: list[str], told: str) -> None:
+    with pytest.raises(UserError, match=told):
+        Recipe.load(None, keys)
+
+
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_sets_its_keys_and_a_recipes_own_come_over_them(name: str) -> None:
     keys = PRESETS[name].keys
@@ -536,8 +552,7 @@ def test_a_preset_sets_its_keys_and_a_recipes_own_come_over_them(name: str) -> N
     )
     for key, value in keys.items():
         found = getattr(short, key)
-        wanted = type(found).model_validate(value) if isinstance(value, dict) else value
-        assert getattr(found, "name", found) == wanted
+        assert found == getattr(AlgorithmSection(**{key: value}), key)
         assert key == "clip_high" or getattr(other, key) == found
     assert (other.clip_high, other.off_policy_cap) == (0.9, 3.0)
     assert AlgorithmSection.model_validate(short.model_dump()) == short

@@ -223,6 +223,11 @@ STOP = GenerationFinish.STOP
         (Generation([5, None], [-1.0, -1.0], STOP), "TypeError"),
         (Generation([5], [float("nan")], STOP), "no valid logprob"),
         (Generation([5], [1.0], STOP), "no valid logprob"),
+        (
+            Generation([104, 105], [-1.0, 1.0], STOP),
+            "no valid logprob: token 9 of 10, among [50, 43, 50, 63, 1200000, 10, 1200003, 104, 105]: "
+            "'2+2?<0>\\n<3>hi'",
+        ),
     ],
 )
 async def test_what_the_engine_does_wrong_fails_the_request(answer, what):

@@ -41,7 +41,7 @@ async def closed():
     OPEN.clear()
 
 
-def make_stream(gate=None, *, n=2, batch=4, steps=6, staleness=1, hooks=None, limits=None, **rest):
+def make_stream(gate=None, *, n=2, batch=4, steps=6, staleness=1, most=None, hooks=None, limits=None, **rest):
     numbers = count()
     env = Env(hooks, calc_reward=gate or 1.0)
     driver = make_driver(ScriptedEngine(lambda *_: "4"), env, **(limits or {}))
@@ -51,7 +51,7 @@ def make_stream(gate=None, *, n=2, batch=4, steps=6, staleness=1, hooks=None, li
         drawn.append(next(numbers))
         return drawn[-1]
 
-    stream = Stream(driver, TASKS, draw, Plan(n, batch, steps, 0, staleness), **rest)
+    stream = Stream(driver, TASKS, draw, Plan(n, batch, steps, 0, staleness, most), **rest)
     OPEN.append(stream)
     return stream, drawn
 
@@ -159,6 +159,62 @@ async def test_a_resumed_stream_begins_with_what_was_outstanding():
     assert taken(await again.take()) == [2, 5, 6, 7]
     assert len(drawn) == 4
     await again.close()
+
+
+async def third(group):
+    return int(group.task.id[1:]) % 3 == 0
+
+
+@pytest.mark.parametrize("staleness", [None, 1, 2])
+async def test_others_begin_in_the_place_of_groups_that_are_left_out(staleness):
+    rng = random.Random(0)
+
+    async def slow(session):
+        await asyncio.sleep(rng.choice([0, 0, 0.001, 0.005]))
+        return 1.0
+
+    stream, drawn = make_stream(slow, batch=2, steps=5, staleness=staleness, most=20, keep=third)
+    seen, others = [], []
+    for step in range(5):
+        flights = await stream.take()
+        assert len(flights) == 2
+        seen += taken(flights)
+        others += taken(stream.left_out)
+        stream.advance(step + 1)
+        assert sorted([*seen, *others, *stream.outstanding]) == drawn  # none is lost, and none comes twice
+    assert all(i % 3 == 0 for i in seen)
+    assert not any(i % 3 == 0 for i in others)
+    if staleness is None:
+        assert seen == list(range(0, 30, 3))
+        assert drawn == list(range(28))  # not one more than it takes
+
+
+@pytest.mark.parametrize(("most", "sizes"), [(4, [2, 1, 1, 2]), (7, [3, 2, 2, 3]), (10, [4, 3, 3, 4])])
+async def test_batches_are_smaller_where_the_budget_is_used_up(most, sizes):
+    stream, drawn = make_stream(batch=4, steps=4, staleness=None, most=most, keep=third)
+    for step, size in enumerate(sizes):
+        assert len(await stream.take()) == size
+        assert len(drawn) == most * (step + 1)
+        stream.advance(step + 1)
+    nothing, _ = make_stream(batch=2, steps=2, staleness=2, keep=lambda _: asyncio.sleep(0, False))
+    assert [await nothing.take(), len(nothing.left_out) >= 2] == [[], True]
+
+
+async def test_a_resumed_stream_samples_again_what_was_left_out_since_the_last_batch():
+    how = {"batch": 2, "steps": 5, "staleness": None, "most": 20, "keep": third}
+    first, drawn = make_stream(**how)
+    first._driver._engine = ours = ScriptedEngine(lambda *_: "4")
+    await first.take()
+    ours.samplings.clear()
+    first.advance(1)
+    await first.settle()
+    assert (first.begun, first.outstanding, len(drawn)) == (4, [4, 5, 6, 7, 8, 9], 10)
+    resumed, more = make_stream(**how, version=1, first=first.outstanding, begun=first.begun)
+    resumed._driver._engine = theirs = ScriptedEngine(lambda *_: "4")
+    assert [taken(await stream.take()) for stream in (first, resumed)] == [[6, 9]] * 2
+    assert taken(first.left_out) == taken(resumed.left_out) == [4, 5, 7, 8]
+    assert Counter(s.seed for s in ours.samplings) == Counter(s.seed for s in theirs.samplings)
+    assert not more
 
 
 async def test_samples_depend_on_the_groups_number_alone():

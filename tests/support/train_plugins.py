@@ -45,6 +45,21 @@ class LeavesThreads(Noisy):
                 await asyncio.sleep(3600)
 
 
+class Half(Noisy):
+    """Five tasks, the rewards of two differ from sample to sample; those of the others are equal."""
+
+    def tasks(self, split: str) -> Sequence[Task]:
+        return super().tasks(split)[:5]
+
+    async def calc_reward(self, session: Session, **kwargs: Any) -> dict[str, float]:
+        return {"answer": 0.0, "noise": session.rng.random() * (int(session.task.id.rpartition("-")[2]) % 2)}
+
+
+def first_eight(task: Task) -> bool:
+    """A filter of tasks."""
+    return int(task.id.rpartition("-")[2]) < 8
+
+
 class Flat(Gsm8k):
     """Every sample gets the same reward."""
 

@@ -145,7 +145,7 @@ def test_the_site_builds_without_a_broken_link(tmp_path: Path) -> None:
 METRIC = re.compile(r"^\| `([\w/<>]+)` \|", re.M)
 MIXED = {"mix": [{"name": "train_plugins:Noisy"}]}
 VARIANTS: dict[str, dict[str, object]] = {
-    "plain": {"train__mini_batches": 2, "eval__samples": 2},
+    "plain": {"train__mini_batches": 2, "eval__samples": 2, "algorithm__leave_out": "length"},
     "critic": {
         "algorithm__advantage": "gae",
         "critic__lr": 1e-4,
@@ -163,7 +163,7 @@ VARIANTS: dict[str, dict[str, object]] = {
         "eval__splits": [],
     },
     "overlap": {"rollout__overlap": "async", "rollout__compact": {}, "env__name": "train_plugins:Lonely"},
-    "agent": {"agent__name": "chat_completions", "agent__processes": 1},
+    "agent": {"agent__name": "chat_completions", "agent__processes": 1, "algorithm": "dapo"},
 }
 OWN = ("tool/<name>/<key>", "train/<metric>")  # of somebody's tool or loss: they document them
 UNSEEN = {

@@ -1,13 +1,15 @@
 """Whole runs that sample while they train: no task lost or played twice, staleness bounded, stopped and resumed."""
 
+import shutil
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
-from train_help import metrics, records, small
+from train_help import NOISY, metrics, records, small, steady
 
 import agentrl
+from agentrl.checkpoint.checkpoints import Checkpoints
 from agentrl.recipe.schema import Recipe
 from agentrl.training.run import TrainResult, resume_run
 
@@ -62,6 +64,97 @@ def test_a_stopped_run_goes_on_with_the_tasks_that_were_in_flight(tmp_path: Path
     assert len(tasks(result)) == 2 * STEPS
     whole = agentrl.train(job(tmp_path / "whole", overlap))
     assert tasks(result) == tasks(whole)
+
+
+DYNAMIC: dict[str, Any] = {
+    "env": {"name": "train_plugins:Half"}, "tools": [], "algorithm": {"dynamic_sampling": {"budget": 4}},
+    "rollout__max_turns": 1, "rollout__max_turn_tokens": 16,
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("overlap", ["none", "one_step"])
+def test_dynamic_sampling_trains_on_groups_that_differ_and_is_resumed(
+    tmp_path: Path, overlap: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    steps = {"steps": 4, "lr": 1e-5, "save_every": 1, "keep": 9, "threads": 1}
+    whole = agentrl.train(job(tmp_path / "whole", overlap, **DYNAMIC, train=steps, eval__splits=[]))
+    rows = metrics(whole.folder)[1:]
+    for row in rows:
+        assert row["groups/kept"] == row["groups/varied"] == 2
+        assert row["groups/left_out"] == row["groups/equal"]
+        assert (0 < row["rollout/left_out_tokens"] < row["rollout/tokens"]) is (row["groups/left_out"] > 0)
+        assert row["train/samples"] == 8
+    assert 9 <= sum(row["groups/left_out"] for row in rows) <= 12  # four epochs of five tasks, of which two differ
+    assert f"2 of {2 + rows[0]['groups/left_out']} groups kept" in capsys.readouterr().out
+    assert set(tasks(whole)) == {"train-1", "train-3"}
+    assert not list((whole.folder / "trajectories").glob("in_flight*"))
+    for later in (3, 4):
+        shutil.rmtree(whole.folder / "checkpoints" / f"step_{later}")
+    resumed = resume_run(str(whole.folder))
+    for ours, theirs in zip(metrics(resumed.folder)[1:], rows, strict=True):
+        keys = steady(theirs) if overlap == "none" else {"groups/kept", "groups/left_out", "reward/mean", "reward/std"}
+        assert {key: ours[key] for key in keys} == pytest.approx({key: theirs[key] for key in keys}, rel=1e-3, abs=2e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("overlap", ["none", "async"])
+def test_a_step_without_a_group_that_differs_updates_nothing_and_says_so(
+    tmp_path: Path, overlap: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    changes = {**DYNAMIC, "env": {"name": "train_plugins:Flat"}, "algorithm": {"dynamic_sampling": {"budget": 1.5}}}
+    result = agentrl.train(job(tmp_path / "run", overlap, **changes, train__steps=2, eval__splits=[]))
+    said = capsys.readouterr().out
+    assert "step 1: dynamic sampling found 0 groups of 2 among" in said
+    rows = metrics(result.folder)[1:]
+    assert [(row["groups/kept"], row["train/samples"], row["train/updates"]) for row in rows] == [(0, 0, 0)] * 2
+
+
+@pytest.mark.slow
+def test_a_curriculum_over_filtered_tasks_for_some_epochs_is_resumed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = {"order": {"name": "curriculum", "args": {"rest": 0.3}}, "filter": "train_plugins:first_eight", "epochs": 1}
+    steps = {"steps": 50, "lr": 1e-5, "save_every": 1, "keep": 9, "threads": 1}
+    changes = {**DYNAMIC, "env": {"name": NOISY}, "algorithm": {}, "data": data, "train": steps, "eval__splits": []}
+    whole = agentrl.train(job(tmp_path / "whole", "none", **changes))
+    said = capsys.readouterr().out
+    assert "data.filter 'train_plugins:first_eight' keeps 8 of " in said
+    assert "data.epochs 1: 4 steps of 2 of 8 tasks" in said
+    rows = metrics(whole.folder)[1:]
+    assert len(rows) == 4
+    assert {int(name.removeprefix("train-")) for name in tasks(whole)} <= set(range(8))
+    saved = Checkpoints(whole.folder / "checkpoints", 9).latest()
+    assert saved is not None
+    assert set(saved.extra["sampler"]["order"]["rates"].values()) <= {0.0, 0.25, 0.5, 0.75, 1.0}
+    drawn = tasks(whole)
+    for later in (3, 4):
+        shutil.rmtree(whole.folder / "checkpoints" / f"step_{later}")
+    resumed = resume_run(str(whole.folder))
+    assert tasks(resumed) == drawn
+    for ours, theirs in zip(metrics(resumed.folder)[1:], rows, strict=True):
+        assert steady(ours) == pytest.approx(steady(theirs), rel=1e-3, abs=2e-5)
+
+
+@pytest.mark.slow
+def test_tasks_that_were_abandoned_come_with_the_next_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    changes = {
+        **DYNAMIC, "env": {"name": NOISY}, "algorithm": {}, "rollout__oversample": 2.0, "rollout__max_tokens": 5000,
+        "eval__before": False, "eval__tasks": 1,
+    }  # fmt: skip
+    result = agentrl.train(job(tmp_path / "run", "none", **changes))
+    assert (result.before, set(result.after)) == ({}, {"test"})
+    said = capsys.readouterr().out
+    assert "rollout.max_tokens 5000 is more than the model's context: conversations end at 1024 tokens" in said
+    first, *rows = metrics(result.folder)
+    assert "eval/test/accuracy" not in first
+    assert all(row["groups/kept"] == 2 and row["groups/abandoned"] in (0, 1, 2) for row in rows)
+    played = [t["task"] for step in range(1, STEPS + 1) for t in records(result.folder, f"step_{step}")]
+    assert set(Counter(played).values()) == {4}
+    saved = Checkpoints(result.folder / "checkpoints", 2).latest()
+    assert saved is not None
+    drawn = saved.extra["sampler"]["position"]
+    assert drawn == len(set(played)) + len(saved.extra["sampler"].get("outstanding", []))
 
 
 @pytest.mark.slow

@@ -73,7 +73,7 @@ def needs_of(model: Any, section: LoraSection | None) -> AdapterNeeds | None:
         return AdapterNeeds(rank, _leaves(found))
     if section is None or not model.get_input_embeddings().weight.is_meta:
         return None
-    return AdapterNeeds(section.rank, _leaves(target_names(model, section.targets)))
+    return AdapterNeeds(section.rank, _leaves(target_names(model, section.targets, section.exclude)))
 
 
 def why_merged(needs: AdapterNeeds, servers: Sequence[tuple[str, AdapterRoom]]) -> str | None:

@@ -105,6 +105,9 @@ class Engine(Protocol):
     streams: ClassVar[bool] = False
     """Whether `generate` calls `on_tokens`; where not, it is not given any."""
 
+    images: bool = False
+    """Whether prompts may hold images: ids of `generate` that are negative, as `agentrl.images.keyed` makes them."""
+
     chat: Chat | None = None
     """The engine's own chat if `brings_chat`."""
 

@@ -12,11 +12,12 @@ from random import Random
 from time import monotonic
 from typing import Any
 
-from agentrl.chat.base import Chat
+from agentrl.chat.base import Chat, Seeing
 from agentrl.chat.encode import Encoder
 from agentrl.chat.template import Template
 from agentrl.engine.base import Generation, GenerationFinish
 from agentrl.errors import UserError, describe
+from agentrl.images import ImageSpan, stored
 from agentrl.plugins.environment import Environment
 from agentrl.plugins.tool import Tool
 from agentrl.plugins.toolbox import offered
@@ -114,9 +115,18 @@ class Demonstrator:
         return [tool.schema for tool in tools.values()]
 
     def _open(self, talk: Conversation, opening: Sequence[Message]) -> None:
+        opening = self._shown(opening)
         talk.messages[:] = opening
         talk.opening_messages = talk.opening_messages or tuple(opening)
-        talk.open_with(array("i", self.chat.render(opening, self._schemas(talk.tools))))
+        ids = array("i", self.chat.render(opening, self._schemas(talk.tools)))
+        talk.open_with(ids, self._images_in(ids, opening))
+
+    def _shown(self, messages: Sequence[Message]) -> list[Message]:
+        """Return the messages with their images in the store, where the model sees."""
+        return list(map(stored, messages)) if isinstance(self.chat, Seeing) else list(messages)
+
+    def _images_in(self, ids: Sequence[int], messages: Sequence[Message]) -> Sequence[ImageSpan]:
+        return self.chat.images_in(ids, messages) if isinstance(self.chat, Seeing) else ()
 
     def _hold(
         self, request: AsyncRolloutRequest, talk: Conversation, said: Sequence[Message], summarize: Summarize
@@ -142,8 +152,9 @@ class Demonstrator:
             for message in messages:
                 if conversation := message.get("conversation"):
                     self._branch(request, talk, conversation, summarize)
-            messages = [_without_conversation(message) for message in messages]
-            talk.add_bridge(self.chat.bridge(talk.ids[talk.turn_starts[-1] : talk.turn_ends[-1]].tolist(), messages))
+            messages = self._shown([_without_conversation(message) for message in messages])
+            ids = self.chat.bridge(talk.ids[talk.turn_starts[-1] : talk.turn_ends[-1]].tolist(), messages)
+            talk.add_bridge(ids, self._images_in(ids, messages))
         else:
             raise UserError(
                 f"{self.env.name}: the demonstration of {request.task.id} does not alternate with the assistant"
@@ -178,7 +189,9 @@ class Demonstrator:
         replied = max(i for i, message in enumerate(talk.messages) if message["role"] == "assistant") + 1
         talk.messages[replied:] = replies = asked(section, talk.messages[replied:])
         del talk.ids[end:]
-        talk.add_bridge(self.chat.bridge(talk.ids[start:].tolist(), replies))
+        talk.images = [span for span in talk.images if span.start < end]
+        ids = self.chat.bridge(talk.ids[start:].tolist(), replies)
+        talk.add_bridge(ids, self._images_in(ids, replies))
         self._say(request, talk, {"role": "assistant", "content": text})
         talk.messages.append({"role": "assistant", "content": text})
         request.branches.append(talk.begin_anew(request.branch_name()))

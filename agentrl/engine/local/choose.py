@@ -11,9 +11,11 @@ from agentrl.engine.local.block_runner import BlockRunner
 from agentrl.engine.local.module_runner import ModuleRunner
 from agentrl.engine.local.recompute_runner import RecomputeRunner
 from agentrl.engine.local.runner import Chunk, Ints, Runner, Work
+from agentrl.engine.local.vision_runner import VisionRunner
 from agentrl.errors import UserError
 from agentrl.models import block
 from agentrl.models.prove import attempt, difference, differs_like_others
+from agentrl.models.vision import Vision
 
 log = logging.getLogger(__name__)
 
@@ -29,10 +31,12 @@ def runner_for(model: Any) -> Runner:
         raise UserError(f"model.path: {type(model).__name__} is not a causal language model, which the engine needs")
     if block.unsupported(model) is None:
         return BlockRunner(model)
-    runner = ModuleRunner(model)
+    runner = VisionRunner(model) if Vision.of(model) else ModuleRunner(model)
     reason = runner.unsupported() or _disagreement(model, runner)
     if reason is None:
         return runner
+    if Vision.of(model):
+        raise UserError(f"model.path: {type(model).__name__} cannot be sampled with images: {reason}")
     log.warning("%s is sampled without a cache, which is slow: %s", type(model).__name__, reason)
     return RecomputeRunner(model)
 

@@ -10,9 +10,10 @@ import binascii
 import hashlib
 import io
 import re
+import shutil
 import tempfile
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -104,12 +105,26 @@ class ImageStore:
         self._decoded.move_to_end(key)
         return self._decoded[key]
 
+    def copy(self, keys: Iterable[Any], folder: Path) -> None:
+        """Copy images into `folder`, those that are not there yet; what is no hash of a stored image is left out."""
+        for key in keys:
+            if not (isinstance(key, str) and _HASH.fullmatch(key)) or (folder / f"{key}.png").exists():
+                continue
+            if (found := self._find(key)) is not None:
+                folder.mkdir(parents=True, exist_ok=True)
+                beside = folder / f"{key}.new"
+                shutil.copyfile(found, beside)
+                beside.replace(folder / f"{key}.png")
+
     def path(self, key: str) -> Path:
         """Return the PNG file of an image. Raises UserError: there is none."""
-        for folder in (*([self._folder] if self._folder is not None else []), *self._others):
-            if (found := folder / f"{key}.png").is_file():
-                return found
+        if (found := self._find(key)) is not None:
+            return found
         raise UserError(f"the image {key[:12]} is not stored: its run's folder {FOLDER}/ lacks {key}.png")
+
+    def _find(self, key: str) -> Path | None:
+        folders = (*([self._folder] if self._folder is not None else []), *self._others)
+        return next((file for folder in folders if (file := folder / f"{key}.png").is_file()), None)
 
     def of_key(self, key: str) -> str:
         """Return the whole hash of which `key` is the beginning that ids hold."""
@@ -201,10 +216,12 @@ def is_image(part: object) -> bool:
     return isinstance(part, Mapping) and part.get("type") in ("image", "image_url")
 
 
-def hashes(messages: Sequence[Mapping[str, Any]]) -> list[str]:
+def hashes(messages: Sequence[Mapping[str, Any]]) -> list[Any]:
     """Return the hashes of the images of stored messages, in order."""
     contents = (message.get("content") for message in messages)
-    return [part["image"] for content in contents if isinstance(content, list) for part in content if is_image(part)]
+    return [
+        part.get("image") for content in contents if isinstance(content, list) for part in content if is_image(part)
+    ]
 
 
 def without_last_image(messages: Sequence[Any]) -> list[Any] | None:

@@ -72,7 +72,8 @@ class Driver:
         self._weights = self.scorer.weights
         self._limits = limits
         self._seeing = chat if isinstance(chat, Seeing) and engine.images else None
-        self._shows = chat.images and (self._seeing is not None or not isinstance(chat, Seeing))
+        self._blind = isinstance(chat, Seeing) and self._seeing is None
+        self._shows = chat.images and not self._blind
         self._caller = Caller(chat, limits, self._talking, images=self._seeing is not None)
         self._prefix = f"{occasion}/" if occasion else ""
         self._count = 0
@@ -227,7 +228,7 @@ class Driver:
         messages = hooks.checked_messages(given, what)
         if self._seeing is not None:
             return list(map(stored, messages))
-        if isinstance(self._chat, Seeing) and hashes(messages):
+        if self._blind and hashes(messages):
             raise UserError("its messages hold images, which the engine does not take: use engine.name=local")
         return messages
 

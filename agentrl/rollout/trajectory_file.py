@@ -22,6 +22,8 @@ import zstandard
 
 from agentrl.checkpoint.disk import flush_file
 from agentrl.errors import UserError, contained
+from agentrl.images import FOLDER as IMAGES
+from agentrl.images import STORE, hashes
 from agentrl.recipe.secrets import MASK, masked_text
 from agentrl.trajectory import FinishReason, InvariantError, Learned, Trajectory
 
@@ -217,12 +219,16 @@ def left_out(trajectory: Trajectory, learned: Learned | None, group: str | None)
 def write_trajectories(
     path: Path, rows: Sequence[Row], trajectories: Sequence[Trajectory], learned: Sequence[Learned | None] = ()
 ) -> None:
-    """Write a file whole or not at all: aside, flushed to the disk, renamed. rows: of `trajectories`, complete.
+    """Write a file whole or not at all: aside, flushed to the disk, renamed. rows: of `trajectories`, complete. Their
+    images are put into the folder beside that of the file.
 
     learned: what the update made of each; empty where there was none. Raises InvariantError (a number is not finite),
     OSError.
     """
     learned = learned or [None] * len(rows)
+    for t in trajectories:
+        for messages in (t.messages, *t.branches):
+            STORE.copy(hashes(messages), path.parent.parent / IMAGES)
     with _writer(path) as writer:
         for start, end in _pieces(rows):
             writer.write_batch(_batch(rows[start:end], trajectories[start:end], learned[start:end]))

@@ -171,6 +171,7 @@ async def test_stored_rollouts_come_back_with_their_pictures(parts, tmp_path):
     (back,) = read_samples(path)
     assert back.trajectory.images == t.images
     assert back.trajectory.messages == t.messages
+    assert {file.stem for file in (tmp_path / "images").iterdir()} == {span.hash for span in t.images}
 
 
 async def test_what_does_not_fit_its_pictures_is_found(parts):

@@ -218,10 +218,9 @@ def is_image(part: object) -> bool:
 
 def hashes(messages: Sequence[Mapping[str, Any]]) -> list[Any]:
     """Return the hashes of the images of stored messages, in order."""
-    contents = (message.get("content") for message in messages)
-    return [
-        part.get("image") for content in contents if isinstance(content, list) for part in content if is_image(part)
-    ]
+    contents = [message.get("content") for message in messages]
+    parts = [part for content in contents if isinstance(content, list) for part in content]
+    return [part.get("image") for part in parts if is_image(part)]
 
 
 def without_last_image(messages: Sequence[Any]) -> list[Any] | None:

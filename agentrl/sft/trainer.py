@@ -116,7 +116,8 @@ class SftTrainer:
 
     def _check_lengths(self, made: Sequence[Trajectory]) -> None:
         longest, tokens = max(((t, max(map(len, t.paths()))) for t in made), key=lambda pair: pair[1])
-        context = self.model.config.get_text_config().max_position_embeddings
+        config = self.model.config
+        context = getattr(config, "text_config", config).max_position_embeddings
         if tokens > context:
             raise UserError(
                 f"the demonstration of {longest.task.id} has {tokens} tokens, but the model's context only {context}"

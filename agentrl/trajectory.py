@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from agentrl.images import ImageSpan
 from agentrl.plugins.types import Message, Task
 
 UNKNOWN = "unknown"
@@ -182,6 +183,8 @@ class Trajectory:
     experts: npt.NDArray[np.int16] | None = None
     """int16 [T, layers, experts a token]: what the engine's routers chose for each token, -1 where that is not known;
     None without `algorithm.routing_replay`, and of a tree. Not stored on disk."""
+    images: tuple[ImageSpan, ...] = ()
+    """Where images stand in `ids`, in order."""
 
     @property
     def reward(self) -> float:
@@ -248,7 +251,8 @@ def check_invariants(t: Trajectory) -> None:
     All arrays have one length; turns are ordered, do not overlap and follow the prompt; the mask is 1 exactly within
     trained turns; log-probs are finite and at most 0 (up to 1e-4) within turns, and 0 elsewhere; weight versions are
     set exactly within turns. Of a tree, the segments cover all tokens in order, each after its parent, and every turn
-    lies within one; where the messages of the segments are known, those of each are.
+    lies within one; where the messages of the segments are known, those of each are. Of images, the placeholders are as
+    many as the features, none of them sampled; no other token that was not sampled is a placeholder.
     """
     n = len(t.ids)
     if not (len(t.loss_mask) == len(t.logprobs) == len(t.weight_version) == n):
@@ -278,6 +282,26 @@ def check_invariants(t: Trajectory) -> None:
         raise InvariantError(f"{t.request_id}: messages of {len(t.branches)} segments, but {len(t.segments)} segments")
     if t.segments:
         _check_segments(t, n)
+    if t.images:
+        _check_images(t, sampled)
+
+
+def _check_images(t: Trajectory, sampled: npt.NDArray[np.bool_]) -> None:
+    first = t.images[0]
+    placeholder, ratio = t.ids[first.start : first.start + 1], np.prod(first.grid) / max(1, first.tokens)
+    expected, end = np.zeros(len(t.ids), bool), 0
+    for span in t.images:
+        if not (end <= span.start < span.start + span.tokens <= len(t.ids)):
+            raise InvariantError(f"{t.request_id}: an image at {span.start} is out of order or range")
+        if np.prod(span.grid) != ratio * span.tokens:
+            raise InvariantError(f"{t.request_id}: an image of grid {span.grid} has {span.tokens} placeholders")
+        end = span.start + span.tokens
+        expected[span.start : end] = True
+    if not np.array_equal((t.ids == placeholder) & ~sampled, expected):
+        raise InvariantError(f"{t.request_id}: the placeholders are not exactly those of its {len(t.images)} images")
+    starts = [segment.start for segment in t.segments]
+    if any(span.start < start < span.start + span.tokens for span in t.images for start in starts):
+        raise InvariantError(f"{t.request_id}: an image is in more than one segment")
 
 
 def _check_segments(t: Trajectory, n: int) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+from agentrl.images import ImageSpan
 from agentrl.plugins.types import Json, Message
 
 
@@ -92,6 +93,15 @@ class Measuring(Protocol):
 
     def lengths(self, openings: Sequence[Opening]) -> list[int]:
         """Return `len(render(*opening))` of each opening, exactly."""
+        ...
+
+
+@runtime_checkable
+class Seeing(Protocol):
+    """A chat whose messages may hold images of the store, by hash (`{"type": "image", "image": hash}`)."""
+
+    def images_in(self, ids: Sequence[int], messages: Sequence[Message]) -> list[ImageSpan]:
+        """Return where the images of `messages` stand in `ids`, which `render` or `bridge` made of them."""
         ...
 
 

@@ -9,6 +9,8 @@ from typing import Any
 from agentrl.errors import UserError
 
 _SEPARATOR = "\ufdd0|\ufdd1"  # noncharacters: in no honest text, and broken in two in any other
+IMAGE = "\ufdd2"
+"""A noncharacter that stands for an image in a content."""
 _UNUSED = (range(0x100000, 0x10FFFE), range(0xF0000, 0xFFFFE), range(0x40000, 0xDFFFE))  # private use, unassigned
 _TRIALS = ("a", " a", "\nx y\n", "x  y", " \n", "Ünï 漢字 12", "</", "{\"k\": 'v'}")
 
@@ -43,6 +45,8 @@ class Encoder:
         self._pattern = _pattern(names, self.swallows)
         self._named = re.compile("|".join(map(re.escape, names)) or r"(?!)")
         self._separated, self._breaks = False, None
+        self.image: tuple[str, list[int]] | None = None
+        """What IMAGE stands for, as text and as ids that begin and end with structural tokens."""
         self._breaks = self._self_made(names)
         if not self._cuts_exactly():
             self._separate()
@@ -75,12 +79,15 @@ class Encoder:
 
     def whole(self, text: str) -> list[int]:
         """Return ids of a text whose structural tokens mean what they say."""
-        return _ids(self._full, text)
+        return _ids(self._full, text if self.image is None else text.replace(IMAGE, self.image[0]))
 
     def plain(self, text: str) -> list[int]:
         """Return ids of a text that lies after a structural token and in which nothing is structural."""
         if not text:
             return []
+        if self.image is not None and IMAGE in text:
+            first, *others = text.split(IMAGE)
+            return [*self.plain(first), *(i for other in others for i in (*self.image[1], *self.plain(other)))]
         if self._breaks is None:
             return self._encoded(text)
         ids: list[int] = []
@@ -93,13 +100,16 @@ class Encoder:
     def plain_lengths(self, texts: Sequence[str]) -> list[int]:
         """Return `len(plain(text))` of each text; many at once run in the tokenizer's own threads."""
         lead = _SEPARATOR if self._separated else ""
-        easy = [i for i, text in enumerate(texts) if text and not (self._breaks and self._breaks.search(text))]
+        easy = [i for i, text in enumerate(texts) if text and not self._hard(text)]
         try:
             encoded = self._plain.encode_batch_fast([lead + texts[i] for i in easy], add_special_tokens=False)
         except TypeError:  # half a surrogate pair somewhere
             return [len(self.plain(text)) for text in texts]
         found = {i: len(one) - bool(lead) for i, one in zip(easy, encoded, strict=True)}
         return [found[i] if i in found else len(self.plain(text)) for i, text in enumerate(texts)]
+
+    def _hard(self, text: str) -> bool:
+        return bool(self._breaks and self._breaks.search(text)) or (self.image is not None and IMAGE in text)
 
     def _encoded(self, text: str) -> list[int]:
         ids = _ids(self._plain, _SEPARATOR + text)[1:] if self._separated else _ids(self._plain, text)

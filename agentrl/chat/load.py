@@ -9,10 +9,12 @@ from agentrl.chat.base import Chat
 from agentrl.chat.bridge import BridgeChat
 from agentrl.chat.encode import Encoder
 from agentrl.chat.families import FamilyChat, find_family, known_families
+from agentrl.chat.image_chat import ImageChat, find_image_text
 from agentrl.chat.parse import TurnParser
 from agentrl.chat.probe import THINKING, check_tools, find_ends, find_rewrites, find_unshown
 from agentrl.chat.template import Template
 from agentrl.errors import UserError, nearest
+from agentrl.models.image_input import ImageInput
 from agentrl.plugins.types import Json
 
 
@@ -41,10 +43,23 @@ def load_chat(
         f"calls as {parser.format.name}" if parser.format else "calls in any tagged format (the template shows none)"
     )
     bridge = BridgeChat(template, encoder, ends, parser, find_rewrites(template), f"own bridge; {calls}")
-    chat = bridge if kind == "bridge" else _chosen(bridge, tokenizer, template, kind, places)
+    if (image_input := getattr(tokenizer, "image_input", None)) is not None:
+        chat: BridgeChat | FamilyChat = _seeing(bridge, template, encoder, image_input)
+    else:
+        chat = bridge if kind == "bridge" else _chosen(bridge, tokenizer, template, kind, places)
     if unshown := find_unshown(template):
         chat.description += f"; the template leaves out of the tools' schemas: {unshown}"
     return chat
+
+
+def _seeing(bridge: BridgeChat, template: Template, encoder: Encoder, image_input: ImageInput) -> BridgeChat:
+    """Return a chat that takes images, or the bridge, which says why its template takes none."""
+    try:
+        text = find_image_text(template, encoder, image_input.placeholder)
+    except UserError as error:
+        bridge.description += f"; no images: {error}"
+        return bridge
+    return ImageChat(bridge, image_input, encoder, text)
 
 
 def _chosen(

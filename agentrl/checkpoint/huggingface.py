@@ -66,6 +66,8 @@ class HuggingFace:
             (folder / ADAPTER / lora.CONFIG).write_text(config, encoding="utf-8")
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
+        if getattr(self._model, "image_input", None) is not None:
+            self._model.image_input.processor.save_pretrained(folder)
 
     def write(self, folder: Path, group: Any = None, shard: int = SHARD) -> None:
         """Write the weights; every rank of `group` calls this (see Gatherer). Raises OSError on rank 0."""

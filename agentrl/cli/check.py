@@ -305,7 +305,9 @@ async def _opening(env: "Environment", task: "Task", seconds: float, seed: int) 
 
 def _rendered(recipe: "Recipe", messages: "Sequence[Message]", tools: list[dict[str, Any]]) -> tuple[str, str]:
     """Return the prompt as the model reads it, and its length; the messages if the tokenizer is not on this machine."""
+    from agentrl.chat.base import Seeing
     from agentrl.chat.load import load_chat
+    from agentrl.images import stored
     from agentrl.models.load import resolve
 
     model = recipe.model
@@ -315,16 +317,24 @@ def _rendered(recipe: "Recipe", messages: "Sequence[Message]", tools: list[dict[
         text = "\n".join(f"{message['role']}: {message['content']}" for message in messages)
         return text, f"(the messages, not rendered: the tokenizer of {model.path} is not on this machine)"
     chat = load_chat(tokenizer, model_path=place, kind=model.chat, chat_template=model.chat_template, tools=tools)
+    if isinstance(chat, Seeing):
+        messages = list(map(stored, messages))
     ids = chat.render(messages, tools)
+    images = sum(span.tokens for span in chat.images_in(ids, messages)) if isinstance(chat, Seeing) else 0
     rewrites = f"; the template rewrites its history: {chat.rewrites_history}" if chat.rewrites_history else ""
-    length = f"{len(ids)} tokens; rollout.max_tokens is {recipe.rollout.max_tokens}"
+    seen = f", {images} of them of images" if images else ""
+    length = f"{len(ids)} tokens{seen}; rollout.max_tokens is {recipe.rollout.max_tokens}"
     return chat.decode(ids), f"({length}{rewrites})\n(chat: {chat.description})"
 
 
 def _tokenizer(place: str, trust_remote_code: bool) -> Any:
     from transformers import AutoTokenizer
 
+    from agentrl.models.image_input import image_input
+
     try:
-        return AutoTokenizer.from_pretrained(place, local_files_only=True, trust_remote_code=trust_remote_code)
+        found = AutoTokenizer.from_pretrained(place, local_files_only=True, trust_remote_code=trust_remote_code)
+        found.image_input = image_input(place, trust_remote_code)
+        return found
     except (OSError, ValueError):
         return None

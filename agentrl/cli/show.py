@@ -9,6 +9,7 @@ import typer
 
 from agentrl.cli.common import console
 from agentrl.errors import UserError, nearest
+from agentrl.images import is_image
 
 if TYPE_CHECKING:
     from agentrl.rollout.trajectory_file import Record, Stored, Told
@@ -146,6 +147,9 @@ class _Printer:
         content, calls = message.get("content"), message.get("tool_calls")
         for part in content if isinstance(content, list) else [content]:
             text = part.get("text") if isinstance(part, dict) else part
+            if isinstance(part, dict) and is_image(part):
+                self.say(f"(image {str(part.get('image'))[:64]}.png)", "dim")
+                continue
             if text or not calls:
                 self.say(_plain(text if isinstance(text, str) else part))
         for call in calls if isinstance(calls, list) else [calls] if calls else []:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from agentrl.cli.common import console
 from agentrl.errors import UserError
+from agentrl.images import STORE
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -42,6 +43,9 @@ def _write(image: Any, stem: Path) -> Path:
     if isinstance(image, bytes | bytearray):
         file = stem.with_suffix(_ending(bytes(image[:12])))
         file.write_bytes(image)
+    elif isinstance(image, str) and STORE.holds(image):
+        file = stem.with_suffix(".png")
+        shutil.copyfile(STORE.path(image), file)
     elif isinstance(image, str | Path):
         file = stem.with_suffix(Path(image).suffix)
         shutil.copyfile(image, file)

@@ -9,10 +9,13 @@ import numpy as np
 import numpy.typing as npt
 
 from agentrl.compute.prefix_tree import LEAST, Ints, PrefixTree, prefix_tree
+from agentrl.images import keyed
 from agentrl.trajectory import Group, Trajectory
 
 Array = npt.NDArray[Any]
 
+KEYED = "keyed_ids"
+"""The token column of a batch with images that is computed in place of `ids`."""
 SIZES = (np.inf, 1.0, 0.5, 0.25, 0.125, 0.0)
 """Limits on the size of a piece that `balanced` tries, as shares of a part; 0: single samples."""
 SLACK = 1.02
@@ -32,7 +35,8 @@ class Batch:
     tokens: Mapping[str, Array]
     """Columns [T] by name: `ids` int32, `loss_mask` uint8 and `logprobs` float32 (the engine's, 0 where not sampled);
     added later: `advantages`, `old_logprobs`, `reference_logprobs`, `values` and others, float32. Of rollouts that
-    branched also `began` int32, which orders a rollout's tokens by when they were sampled."""
+    branched also `began` int32, which orders a rollout's tokens by when they were sampled. Where there are images
+    `keyed_ids` int64: `ids` whose placeholders say their image (`images.keyed`)."""
     samples: Mapping[str, Array]
     """Columns [S] by name: `prompt_length` int32, `group` int64 (equal for samples of one task) and `reward` float32.
     Of rollouts that branched also `rollout` int64, equal for the paths of one."""
@@ -49,7 +53,8 @@ class Batch:
         named = range(len(trajectories)) if groups is None else groups
         return cls(
             offsets=_offsets(lengths),
-            tokens={
+            tokens=_keyed(trajectories, [slice(None)] * len(trajectories))
+            | {
                 "ids": _concatenate([t.ids for t in trajectories], np.int32),
                 "loss_mask": _concatenate([t.loss_mask for t in trajectories], np.uint8),
                 "logprobs": _concatenate([t.logprobs for t in trajectories], np.float32),
@@ -213,7 +218,8 @@ def _from_trees(trajectories: Sequence[Trajectory], groups: Sequence[int]) -> Ba
     whole = [trajectories[index] for index in owners]
     return Batch(
         offsets=_offsets(np.array([len(path) for path in paths], np.int64)),
-        tokens={
+        tokens=_keyed(whole, paths)
+        | {
             "ids": _concatenate([t.ids[path] for t, path in zip(whole, paths, strict=True)], np.int32),
             "loss_mask": _concatenate(masks, np.uint8),
             "logprobs": _concatenate(
@@ -228,6 +234,14 @@ def _from_trees(trajectories: Sequence[Trajectory], groups: Sequence[int]) -> Ba
             "rollout": np.array(owners, np.int64),
         },
     )
+
+
+def _keyed(trajectories: Sequence[Trajectory], paths: Sequence[Any]) -> dict[str, Array]:
+    """Return the column `keyed_ids` of these paths of the trajectories, where there are images."""
+    if not any(t.images for t in trajectories):
+        return {}
+    rows = [keyed(t.ids, t.images)[path] for t, path in zip(trajectories, paths, strict=True)]
+    return {KEYED: _concatenate(rows, np.int64)}
 
 
 def _first(mask: Array) -> int:
@@ -253,7 +267,7 @@ def prefix_trees(batch: Batch, samples: Ints | None = None, least: int | None = 
     samples: those that count, ascending (None: all). least: see `prefix_tree` (None: LEAST).
     """
     chosen = np.arange(len(batch)) if samples is None else samples
-    groups, ids = batch.samples["group"][chosen], batch.tokens["ids"]
+    groups, ids = batch.samples["group"][chosen], batch.tokens.get(KEYED, batch.tokens["ids"])
     starts = [0, *(np.flatnonzero(np.diff(groups)) + 1).tolist(), len(chosen)] if len(chosen) else [0]
     return [
         prefix_tree(chosen[low:high], [ids[batch.span(s)] for s in chosen[low:high].tolist()], least or LEAST)

@@ -25,6 +25,7 @@ from agentrl.compute.kernels import Further, token_logprobs
 from agentrl.compute.packing import Packed, indices, pack
 from agentrl.compute.tree_attention import attend, faults, make_layout
 from agentrl.models.prove import attempt, difference, differs_like_others
+from agentrl.models.vision import Vision
 from agentrl.recipe.schema import ModelSection
 
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.05}
@@ -66,13 +67,39 @@ class ModuleForward:
 
     def __call__(self, packed: Packed, temperature: float, further: Further | None = None) -> tuple[Any, ...]:
         device, kind = self.head.weight.device, self.compute or self.head.weight.dtype
-        states = hidden_states(self.model, self.base, packed, device, self.compute)
+        states = self.states(packed, device)
         chosen = states.index_select(0, torch.from_numpy(packed.predict).to(device)).to(kind)
         target = torch.from_numpy(packed.target).to(device)
         bias = None if self.head.bias is None else self.head.bias.to(kind)
         head = self.head.weight.to(kind)
         found = token_logprobs(chosen, head, bias, target, temperature)
         return found if further is None else (*found, further(chosen, head, bias))
+
+    def states(self, packed: Packed, device: torch.device) -> Tensor:
+        """Return the hidden states [P, D] of the packed tokens."""
+        return hidden_states(self.model, self.base, packed, device, self.compute)
+
+
+class VisionForward(ModuleForward):
+    """The same for a model that sees: features in the place of placeholders, positions in three axes along each path.
+    The features of an image are computed once, however many paths hold it."""
+
+    def __init__(self, model: PreTrainedModel, compute: torch.dtype | None = None) -> None:
+        super().__init__(model, compute)
+        self.vision = Vision(model)
+
+    def states(self, packed: Packed, device: torch.device) -> Tensor:
+        axes = np.tile(packed.positions, (3, 1))
+        for path in packed.paths:
+            own = indices(path.spans)
+            axes[:, own] = self.vision.positions(packed.ids[own])
+        with _autocast(device, self.compute):
+            said = self.vision.embedded(packed.ids)
+            with replaced_attention(self.model, partial(attend, layout=make_layout(packed.segments, device))):
+                states: Tensor = self.base.language_model(
+                    position_ids=torch.from_numpy(axes).to(device)[:, None], use_cache=False, **said
+                ).last_hidden_state[0]
+        return states
 
 
 def hidden_states(
@@ -161,6 +188,14 @@ class SequenceForward(SequenceRunner[nn.Module]):
         return *found, further(torch.cat([idle.new_zeros(0, width), *kept]) + idle, None, None)
 
 
+class VisionSequences(SequenceForward):
+    """The same for a model that sees."""
+
+    def _run(self, ids: np.ndarray) -> Tensor:
+        with _autocast(self._device, self.compute):
+            return Vision(self.model).logits(ids)
+
+
 def computed_in(section: ModelSection) -> torch.dtype | None:
     """Return the type that the recipe's `model.compute` names; None: that of the weights."""
     return torch.bfloat16 if section.compute == "bfloat16" else None
@@ -178,9 +213,11 @@ def choose(
     then on, whoever calls the module; offload: what is kept of a layer lies in CPU memory meanwhile.
     """
     reasons: list[str] = []
-    sequences = SequenceForward(model)
-    chosen: tuple[Any, str] = SequenceForward, SEQUENTIAL
-    for kind, name in FAST_FORWARDS:
+    sees = Vision.of(model)
+    slowest = VisionSequences if sees else SequenceForward
+    sequences = slowest(model)
+    chosen: tuple[Any, str] = slowest, SEQUENTIAL
+    for kind, name in VISION_FORWARDS if sees else FAST_FORWARDS:
         reason = _excluded(kind, compute, checkpointing) or _rejection(kind, model, sequences)
         if reason is None:
             chosen = kind, name
@@ -206,6 +243,8 @@ FAST_FORWARDS: tuple[tuple[Any, str], ...] = (
     (ModuleForward, "module with shared-prefix attention"),
 )
 """Implementations that `choose` tries, the fastest first, and the description of each."""
+VISION_FORWARDS: tuple[tuple[Any, str], ...] = ((VisionForward, "module with shared-prefix attention and images"),)
+"""Those for models that see."""
 
 
 def _excluded(kind: Any, compute: torch.dtype | None, checkpointing: bool) -> str | None:

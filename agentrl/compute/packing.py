@@ -12,7 +12,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from agentrl.compute.batch import Batch, Piece, balanced, packed_tokens, prefix_trees
+from agentrl.compute.batch import KEYED, Batch, Piece, balanced, packed_tokens, prefix_trees
 from agentrl.compute.prefix_tree import Ints, PrefixTree
 
 Span = tuple[int, int]
@@ -57,7 +57,7 @@ class Packed:
     """
 
     ids: Ints
-    """int64 [P]: the token ids."""
+    """int64 [P]: the token ids; those of images negative (`images.keyed`)."""
     positions: Ints
     """int64 [P]: the position of each token along its path."""
     segments: tuple[Segment, ...]
@@ -153,7 +153,7 @@ def pack(batch: Batch, trees: Sequence[PrefixTree]) -> Packed:
     predict, predicted, source = (np.concatenate(column) for column in zip(*predictions, strict=True))
     tokens = np.concatenate(where)
     return Packed(
-        ids=batch.tokens["ids"][tokens].astype(np.int64),
+        ids=batch.tokens.get(KEYED, batch.tokens["ids"])[tokens].astype(np.int64),
         positions=np.concatenate(positions),
         segments=tuple(segments),
         paths=tuple(paths),

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from functools import cache
 from time import monotonic
 
-from agentrl.chat.base import Chat, Measuring, Opening
+from agentrl.chat.base import Chat, Measuring, Opening, Seeing
 from agentrl.errors import UserError, contained, describe
+from agentrl.images import stored
 from agentrl.plugins.environment import Environment
 from agentrl.plugins.tool import Tool
 from agentrl.plugins.toolbox import offered
@@ -61,9 +62,20 @@ async def measure_prompts(
         some = tasks[start : start + AT_ONCE]
         each = await asyncio.gather(*(_opening(env, task) for task in some), return_exceptions=True)
         openings = [() if isinstance(one, BaseException) else one for one in each]  # it cancelled its own task
+        if isinstance(chat, Seeing):
+            openings = [_stored(messages) for messages in openings]
         shown = [[schema(tool) for tool in offered(task, tools, env).values()] for task in some]
         lengths += _lengths(chat, list(zip(openings, shown, strict=True)))
     return PromptLengths(tuple(lengths), limit)
+
+
+def _stored(messages: Sequence[Message]) -> Sequence[Message]:
+    """Return the messages with their images in the store; none where an image is broken."""
+    try:
+        return [stored(message) for message in messages]
+    except Exception as error:  # noqa: BLE001 - said and counted when its requests fail alike
+        _log.debug("an opening cannot be shown: %s", describe(error))
+        return ()
 
 
 def _lengths(chat: Chat, openings: Sequence[Opening]) -> list[int]:

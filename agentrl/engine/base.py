@@ -115,6 +115,9 @@ class Engine(Protocol):
     tells_experts: ClassVar[bool] = False
     """Whether it fills `Generation.experts` where its class is given `routing_replay=True`."""
 
+    images: bool = False
+    """Whether prompts may hold images: ids of `generate` that are negative, as `agentrl.images.keyed` makes them."""
+
     chat: Chat | None = None
     """The engine's own chat if `brings_chat`."""
 

@@ -78,7 +78,8 @@ def token_shares(
     batch: Batch, recipe: Recipe, chosen: Bools | None = None, counts: npt.NDArray[np.int64] | None = None
 ) -> npt.NDArray[np.float32]:
     """Return what each sampled token of a sample counts, float32 [S]. chosen: the samples among which, bool [S]; None:
-    all that are not left out of the loss. counts: the tokens of each sample that count, int64 [S]; None: those that were sampled."""
+    all that are not left out of the loss. counts: the tokens of each sample that count, int64 [S]; None: those that
+    were sampled."""
     chosen = ~left_out(batch) if chosen is None else chosen
     counts, first = batch.sampled if counts is None else counts, first_of_rollouts(batch)
     lengths = (np.add.reduceat(counts, first) if len(batch) else counts) * chosen[first]

@@ -7,6 +7,7 @@ from typing import Any
 
 from agentrl.errors import UserError, nearest
 from agentrl.models import EMBEDDED, embedded_path
+from agentrl.models.image_input import FAMILIES, image_input
 from agentrl.recipe.schema import ModelSection, Recipe
 from agentrl.remote import fetched, is_remote
 
@@ -24,7 +25,6 @@ def load_model(section: ModelSection, seed: int = 0, *, headless: bool = False) 
     answer.
     """
     import torch
-    from transformers import AutoModelForCausalLM
     from transformers.utils import logging as progress
 
     progress.disable_progress_bar()
@@ -35,11 +35,12 @@ def load_model(section: ModelSection, seed: int = 0, *, headless: bool = False) 
     model, found = _load(
         section.path,
         "its weights",
-        lambda: AutoModelForCausalLM.from_pretrained(path, output_loading_info=True, **options),
+        lambda: class_for(config).from_pretrained(path, output_loading_info=True, **options),
     )
     _check_whole(section.path, model, found["missing_keys"], headless)
     tokenizer = load_tokenizer(section)
     model = model.to(device).eval()
+    _give_sight(section, model, tokenizer)
     if section.lora is not None:
         from agentrl.models.lora import add_adapter
 
@@ -51,15 +52,16 @@ def load_skeleton(section: ModelSection) -> tuple[Any, Any]:
     """Return the model without weights and adapter, on the meta device, and its tokenizer, for a process that does not
     compute with it. Raises UserError as `load_model` does."""
     import torch
-    from transformers import AutoModelForCausalLM
 
     path = resolve(section.path)
     config = _load(section.path, "its configuration", lambda: _causal_config(path, section))
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(
+        model = class_for(config).from_config(
             config, dtype=getattr(torch, section.dtype), trust_remote_code=section.trust_remote_code
         )
-    return model.eval(), load_tokenizer(section)
+    tokenizer = load_tokenizer(section)
+    _give_sight(section, model, tokenizer)
+    return model.eval(), tokenizer
 
 
 def load_tokenizer(section: ModelSection) -> Any:
@@ -74,7 +76,26 @@ def load_tokenizer(section: ModelSection) -> Any:
     )
     if section.chat_template is not None:  # on the tokenizer itself, so that checkpoints carry it
         tokenizer.chat_template = _read(section.chat_template)
+    tokenizer.image_input = _load(
+        section.path, "its image processor", lambda: image_input(path, section.trust_remote_code)
+    )
     return tokenizer
+
+
+def class_for(config: Any) -> Any:
+    """Return the class of transformers that makes a model of this configuration."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    return AutoModelForImageTextToText if config.model_type in FAMILIES else AutoModelForCausalLM
+
+
+def _give_sight(section: ModelSection, model: Any, tokenizer: Any) -> None:
+    """Let a model that sees know how, and freeze what the recipe says. Raises UserError: there is nothing to freeze."""
+    model.image_input = tokenizer.image_input
+    if "vision" in section.freeze:
+        if model.image_input is None:
+            raise UserError(f"model.freeze: {section.path} has no vision tower: leave `vision` out")
+        model.model.visual.requires_grad_(False)
 
 
 def find_device(name: str) -> Any:
@@ -162,7 +183,7 @@ def _causal_config(path: str, section: ModelSection) -> Any:
 
     config = overridden(AutoConfig.from_pretrained(path, trust_remote_code=section.trust_remote_code), section)
     remote = section.trust_remote_code and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
-    if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not remote:
+    if config.model_type not in (*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *FAMILIES) and not remote:
         raise UserError(f"model.path: {section.path} is a {config.model_type!r}, which is not a causal language model")
     return config
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from agentrl.models.load import overridden, resolve
+from agentrl.models.load import class_for, overridden, resolve
 from agentrl.recipe.schema import LoraSection, ModelSection
 
 
@@ -34,12 +34,11 @@ class Shape:
     def of(cls, config: Any, lora: LoraSection | None = None, trust_remote_code: bool = False) -> "Shape":
         """Count a causal language model. config: its transformers configuration. lora: the adapter to count with it."""
         import torch
-        from transformers import AutoModelForCausalLM
 
         from agentrl.models.lora import add_adapter
 
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+            model = class_for(config).from_config(config, trust_remote_code=trust_remote_code)
             parameters = _count(model)
             blocks = [_count(block) for block in _blocks(model)]
             if lora is not None:

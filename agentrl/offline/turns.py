@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from agentrl.engine.base import Engine, EngineError, Generation, GenerationFinish, OnTokens, Sampling
+from agentrl.images import keyed
 from agentrl.rollout.request import derive
 from agentrl.testing.agent import NO_LIMIT, call, plain_text
 from agentrl.trajectory import Trajectory
@@ -32,14 +33,12 @@ class Spoken:
 def spoken_by(t: Trajectory) -> list[Spoken]:
     """Return the turns of a rollout, in the order in which they began."""
     found = []
+    ids = keyed(t.ids, t.images)
     for turn in t.turns:
         path = _before(t, turn.start)
         span = slice(turn.start, turn.end)
-        found.append(
-            Spoken(
-                t.ids[path].tolist(), t.ids[span].tolist(), t.logprobs[span].tolist(), t.weight_version[span].tolist()
-            )
-        )
+        sampled = (t.ids[span].tolist(), t.logprobs[span].tolist(), t.weight_version[span].tolist())
+        found.append(Spoken(ids[path].tolist(), *sampled))
     return found
 
 
@@ -104,6 +103,8 @@ class Script:
 
 class StoredTurns(Engine):
     """`seat` comes before a request is driven. inner: says what no stored turn does; None: it is aborted."""
+
+    images = True
 
     def __init__(self, inner: Engine | None = None) -> None:
         self._inner = inner

@@ -110,6 +110,8 @@ class ModelSection(Section):
     """Run the code that a model folder or the hub brings."""
     lora: LoraSection | None = None
     """Train an adapter; `{}` takes the defaults of its keys. null: every weight is trained."""
+    freeze: tuple[Literal["vision"], ...] = ()
+    """Parts that are not trained: `vision`, the tower that turns images into features."""
     compute: Literal["auto", "same", "bfloat16"] = "auto"
     """Type that the trainer computes in. same: that of dtype. bfloat16: mixed precision; trained weights keep theirs,
     frozen models are kept in it. auto: bfloat16 on a GPU where weights of float32 are trained, else same."""
@@ -334,6 +336,9 @@ class RolloutSection(Section):
     """Go on from summaries; `{}` takes the defaults of its keys. null: a conversation ends at its limit."""
     max_tool_tokens: Tokens = 256
     """What one tool response may add; longer ones are cut in the middle."""
+    max_images: Annotated[Count, Unit("images")] = 32
+    """Images that tools may show in one conversation, those of its opening counted; the model is told what is left
+    out."""
     tool_timeout: Seconds = 30.0
     """Time allowed for one tool call."""
     turn_timeout: Seconds = 300.0
@@ -747,11 +752,29 @@ def _qwen3(config: dict[str, int]) -> dict[str, int]:
     return QWEN3 | config
 
 
+QWEN3_VISION = {
+    "depth": 2, "hidden_size": 64, "intermediate_size": 128, "num_heads": 2, "patch_size": 8, "spatial_merge_size": 2,
+    "num_position_embeddings": 256,
+}  # fmt: skip
+"""Shape of a new model's vision tower, by the names of Qwen3VLVisionConfig, with the defaults."""
+
+
+def _qwen3_vision(config: dict[str, int] | None) -> dict[str, int] | None:
+    for name in config or ():
+        if name not in QWEN3_VISION:
+            raise ValueError(f"{name!r} is not part of the vision tower's shape{nearest(name, QWEN3_VISION)}")
+    return None if config is None else QWEN3_VISION | config
+
+
 class NewModel(Section):
-    """A model (Qwen3 architecture) and tokenizer made from nothing, instead of starting from `model.path`."""
+    """A model (Qwen3 architecture, Qwen3-VL with `vision`) and tokenizer made from nothing, instead of starting from
+    `model.path`."""
 
     config: Annotated[dict[str, Positive], AfterValidator(_qwen3)] = Field(QWEN3, validate_default=True)
     """Shape of the model, by the names of Hugging Face's Qwen3Config."""
+    vision: Annotated[dict[str, Positive] | None, AfterValidator(_qwen3_vision)] = None
+    """Shape of a tower that turns images into features, by the names of Qwen3VLVisionConfig; `{}` takes the defaults.
+    null: none."""
     vocabulary: Tokens = 832
     """Size of the tokenizer's vocabulary."""
     texts: Annotated[Positive, Unit("demonstrations")] = 16_000

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from agentrl.chat.base import Chat, ParsedCall, ParsedTurn
 from agentrl.errors import contained, describe, message_of, nearest
+from agentrl.images import STORE, ImageError, hashes
 from agentrl.plugins.tool import Tool
 from agentrl.plugins.types import ArgumentError, Converse, InfrastructureError, Json, Message, ToolKwargs, ToolResponse
 from agentrl.recipe.schema import RolloutSection
@@ -150,10 +151,14 @@ deadline (seconds of time.monotonic)."""
 class Caller:
     """Runs the calls of one request's turns, within the limits of the recipe."""
 
-    __slots__ = ("_chat", "_limits", "_talking")
+    __slots__ = ("_chat", "_images", "_limits", "_talking")
 
-    def __init__(self, chat: Chat, limits: RolloutSection, talking: "Talking | None" = None) -> None:
-        """Build a caller. talking: gives the calls of tools that converse what they converse by."""
+    def __init__(
+        self, chat: Chat, limits: RolloutSection, talking: "Talking | None" = None, images: bool = False
+    ) -> None:
+        """Build a caller. talking: gives the calls of tools that converse what they converse by. images: whether the
+        model sees those of tools, by the hashes that the store gives them."""
+        self._images = images
         self._chat = chat
         self._limits = limits
         self._talking = talking
@@ -182,7 +187,11 @@ class Caller:
             answers.append(self._refusal(refused, call_id(refused[0], turn, allowed), total.exhausted))
         for answer in answers:
             text = bound_text(answer.text, self._limits.max_tool_tokens, self._chat.encode_text)
-            self._record(request, talk, answer, turn, cut=text is not answer.text)
+            cut = text is not answer.text
+            if self._images and answer.response.images:
+                shown = hashes([*talk.messages, *total.messages])
+                text = _show(answer, text, self._limits.max_images - len(shown))
+            self._record(request, talk, answer, turn, cut=cut)
             total.messages.append(answer.message(text))
             total.done = total.done or answer.response.done
             total.late = total.late or answer.late
@@ -324,6 +333,24 @@ def _take(answer: Answer, result: Any) -> None:
     answer.text, answer.response = result.text, result
     if result.error:
         answer.error = f"model: {_line(result.text)}"
+
+
+def _show(answer: Answer, text: str, most: int) -> str:
+    """Put the images of an answer into the store; return its text, which says which of them cannot be shown, and why.
+    most: how many may be shown."""
+    keys: list[str] = []
+    notes: list[str] = []
+    for number, image in enumerate(answer.response.images, 1):
+        if len(keys) >= most:
+            notes.append(f"[image {number} left out: the conversation holds as many images as it may]")
+            continue
+        try:
+            keys.append(STORE.put(image))
+        except ImageError as error:
+            notes.append(f"[image {number} cannot be shown: {error}]")
+            answer.error = answer.error or f"tool: image {number}: {_line(str(error))}"
+    answer.response = replace(answer.response, images=tuple(keys))
+    return "\n".join([*([text] if text else []), *notes])
 
 
 def _metrics(metrics: Mapping[str, float]) -> dict[str, float]:

@@ -13,9 +13,10 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
-from agentrl.chat.base import Chat, ParsedTurn
+from agentrl.chat.base import Chat, ParsedTurn, Seeing
 from agentrl.engine.base import Engine, EngineError, Generation, GenerationFinish, Sampling
 from agentrl.errors import UserError, contained, describe, nearest
+from agentrl.images import ImageSpan, hashes, keyed, stored, without_last_image
 from agentrl.plugins.environment import Environment
 from agentrl.plugins.tool import Tool
 from agentrl.plugins.toolbox import offered
@@ -71,7 +72,10 @@ class Driver:
         self.scorer = scorer or Scorer()
         self._weights = self.scorer.weights
         self._limits = limits
-        self._caller = Caller(chat, limits, self._talking)
+        self._seeing = chat if isinstance(chat, Seeing) and engine.images else None
+        self._blind = isinstance(chat, Seeing) and self._seeing is None
+        self._shows = chat.images and not self._blind
+        self._caller = Caller(chat, limits, self._talking, images=self._seeing is not None)
         self._prefix = f"{occasion}/" if occasion else ""
         self._count = 0
 
@@ -171,7 +175,7 @@ class Driver:
         if request.state is RequestState.PENDING:
             request.tools = offered(request.task, self._tools, self._environment)
             started = time.monotonic()
-            await hooks.create_all(request, self._environment, timer)
+            await hooks.create_all(request, self._environment, timer, self.checked)
             request.waited("hooks", started)
             self._open(request)
         for begun in request.begun:
@@ -211,9 +215,23 @@ class Driver:
                 f"the opening prompt has {len(ids)} tokens, with room for {self._most(request) - 1} and an answer "
                 f"(rollout.max_tokens {self._limits.max_tokens}, the model's context {self._engine.max_context})"
             )
-        request.open_with(ids)
+        request.open_with(ids, self._images_in(ids, request.messages))
         request.opening_messages = tuple(request.messages)
         request.at = _DRIVER
+
+    def _images_in(self, ids: Sequence[int], messages: Sequence[Message]) -> Sequence[ImageSpan]:
+        """Return where the images of messages stand in their ids."""
+        return () if self._seeing is None else self._seeing.images_in(ids, messages)
+
+    def checked(self, given: object, what: str = "messages") -> list[Message]:
+        """Return messages of an environment or a tool, with their images in the store. Raises PluginError, and
+        ImageError for what is no image."""
+        messages = hooks.checked_messages(given, what)
+        if self._seeing is not None:
+            return list(map(stored, messages))
+        if self._blind and hashes(messages):
+            raise UserError("its messages hold images, which the engine does not take: use engine.name=local")
+        return messages
 
     def _offered(self, talk: Conversation) -> list[dict[str, Json]]:
         """Return the schemas of a conversation's tools."""
@@ -278,23 +296,35 @@ class Driver:
         talk.at = _CHAT
         if request.turns_begun >= self._limits.max_turns or 0 < talk.max_turns <= talk.turns_taken:
             return FinishReason.MAX_TURNS
-        room, added = self._room(request, talk), self._bridge(turn_ids, replies)
+        room = self._room(request, talk)
+        said, added = self._fitted(turn_ids, replies, room)
+        if said is not replies:
+            talk.messages[len(talk.messages) - len(replies) :] = said
+            replies = said
         section = self._limits.compact
         if section is not None and self._summary_due(section, request, talk, len(added)):
             said = asked(section, replies)
             added = self._bridge(turn_ids, said)
             if len(added) < room:
-                talk.messages[len(talk.messages) - len(replies) :] = said
+                talk.messages[len(talk.messages) - len(replies) :] = replies = said
                 talk.summarizing = True
         if len(added) >= room:
             return FinishReason.LENGTH
-        talk.add_bridge(added)
+        talk.add_bridge(added, self._images_in(added, replies))
         if talk is request:
             request.move(RequestState.RUNNING)
         return FinishReason.TIMEOUT if time.monotonic() >= talk.deadline else None
 
     def _bridge(self, turn_ids: list[int], replies: list[Message]) -> list[int]:
-        return self._chat.bridge(turn_ids, replies if self._chat.images else as_text(replies))
+        return self._chat.bridge(turn_ids, replies if self._shows else as_text(replies))
+
+    def _fitted(self, turn_ids: list[int], replies: list[Message], room: int) -> tuple[list[Message], list[int]]:
+        """Return the replies and their ids. Where they do not fit, their images are left out, the last first, which is
+        told in words."""
+        said, added = replies, self._bridge(turn_ids, replies)
+        while self._seeing is not None and len(added) >= room and (shorter := without_last_image(said)) is not None:
+            said, added = shorter, self._bridge(turn_ids, shorter)
+        return (said, added) if len(added) < room else (replies, added)
 
     def _summary_due(self, section: CompactSection, request: AsyncRolloutRequest, talk: Conversation, new: int) -> bool:
         """Return whether a conversation that `new` tokens are added to is to be summarized: it nears its limit, and
@@ -320,7 +350,7 @@ class Driver:
         request.branches.append(past)
         self._forget_id(request, past.name)
         talk.messages[:] = messages
-        talk.open_with(ids)
+        talk.open_with(ids, self._images_in(ids, messages))
         return FinishReason.TIMEOUT if time.monotonic() >= talk.deadline else None
 
     async def _sample(
@@ -336,7 +366,10 @@ class Driver:
         talk.at = _ENGINE
         request.promised += room
         try:
-            work = engine.generate(talk.ids, sampling, talk.name)
+            prompt: Sequence[int] = talk.ids
+            if talk.images:
+                prompt = keyed(talk.ids, talk.images).tolist()
+            work = engine.generate(prompt, sampling, talk.name)
             generation = await timer.wait(work, deadline, lambda: engine.abort(talk.name))
         except DeadlineExceededError:
             return None
@@ -410,7 +443,7 @@ class Driver:
         request.waited("environment", started)
         if reply.reward is not None:
             request.add_step_reward(hooks.finite(reply.reward, "step"))
-        messages = hooks.checked_messages(reply.messages)
+        messages = self.checked(reply.messages)
         request.messages.extend(messages)
         if reply.done:
             return messages, FinishReason.ENV_DONE if messages else FinishReason.STOP
@@ -437,7 +470,7 @@ class Driver:
             if len(ids) >= self._room(request, talk):
                 room = max(0, self._room(request, talk) - 1)
                 raise ArgumentError(f"it begins with {len(ids)} tokens, with room for {room} and an answer")
-            talk.open_with(ids)
+            talk.open_with(ids, self._images_in(ids, talk.messages))
             request.branches.append(talk)
             finish = await self._turns(request, talk, timer)
         except (ArgumentError, asyncio.CancelledError):
@@ -532,7 +565,7 @@ class _Talking:
             raise UserError(f"the task has no tool {unknown[0]!r}{nearest(unknown[0], request.tools)}")
         if request.turns_begun >= most:
             raise ArgumentError(f"no turn is left of {most} (rollout.max_turns)")
-        said = hooks.checked_messages(messages, "messages")
+        said = self._driver.checked(messages)
         self._held += 1
         talk = Conversation(
             name=request.branch_name(),

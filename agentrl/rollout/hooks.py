@@ -8,7 +8,7 @@ import logging
 import math
 import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from agentrl.errors import PlainError, contained, describe
 from agentrl.plugins.environment import Environment
@@ -36,13 +36,19 @@ class PluginError(PlainError):
     """A hook returned what its contract does not allow."""
 
 
-async def create_all(request: AsyncRolloutRequest, environment: Environment, timer: DeadlineTimer) -> None:
-    """Create the environment, whose messages open the conversation, then the tools that the task offers."""
+async def create_all(
+    request: AsyncRolloutRequest,
+    environment: Environment,
+    timer: DeadlineTimer,
+    checked: "Checked | None" = None,
+) -> None:
+    """Create the environment, whose messages open the conversation, then the tools that the task offers. checked: in
+    place of `checked_messages`."""
     task = request.task
     session = _begin(request, environment, {}, {})
     request.at = Boundary.ENVIRONMENT, f"{environment.name}.create"
     opening = await timer.wait(environment.create(session, **task.create_kwargs), request.deadline)
-    request.messages.extend(checked_messages(opening, "opening messages"))
+    request.messages.extend((checked or checked_messages)(opening, "opening messages"))
     if not request.messages:
         raise PluginError("it returned no opening messages")
     for name, tool in request.tools.items():
@@ -50,6 +56,10 @@ async def create_all(request: AsyncRolloutRequest, environment: Environment, tim
         session = _begin(request, tool, kwargs.calc_reward_kwargs, kwargs.release_kwargs)
         request.at = Boundary.TOOL, f"{name}.create"
         await timer.wait(tool.create(session, **kwargs.create_kwargs), request.deadline)
+
+
+Checked = Callable[[object, str], "list[Message]"]
+"""Returns the messages of an environment, or raises; see `checked_messages`."""
 
 
 def checked_messages(given: object, what: str = "messages") -> "list[Message]":

@@ -13,6 +13,7 @@ from agentrl.data.prompts import PromptLengths, measure_prompts
 from agentrl.engine.base import Engine, engine_class
 from agentrl.errors import UserError
 from agentrl.gateway.server import Gateway
+from agentrl.models.image_input import check_sight
 from agentrl.models.load import load_model, load_skeleton, resolve
 from agentrl.plugins.agent import Agent
 from agentrl.plugins.agent_process import agent_of_recipe
@@ -125,6 +126,8 @@ class Player:
             section = section.model_copy(update={"device": f"cuda:{placement.embedded}"})
         shape_only = apart and not engine_class(recipe.engine.name).in_process
         model, tokenizer = load_skeleton(section) if shape_only else load_model(section, recipe.train.seed)
+        if tokenizer.image_input is not None:
+            check_sight(recipe)
         chat = load_chat(
             tokenizer,
             model_path=section.path,

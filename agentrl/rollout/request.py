@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from agentrl.chat.base import Chat
 from agentrl.engine.base import EngineError, Generation
+from agentrl.images import ImageSpan
 from agentrl.plugins.environment import Environment
 from agentrl.plugins.tool import Tool
 from agentrl.plugins.types import Json, Message, Session, Task
@@ -132,6 +133,8 @@ class Conversation:
     """For each entry of `versions`, the number of sampled ids in a row with it."""
     experts: npt.NDArray[np.int16] | None = None
     """What the engine's routers chose for the first ids (see `Generation.experts`)."""
+    images: list[ImageSpan] = field(default_factory=list)
+    """Where images stand in `ids`."""
     prompt_length: int = 0
     """Tokens of the opening prompt."""
     open_turn: int | None = None
@@ -168,10 +171,11 @@ class Conversation:
         """Tokens that the unfinished turn has so far (after an abort)."""
         return 0 if self.open_turn is None else len(self.ids) - self.open_turn
 
-    def open_with(self, ids: "array[int]") -> None:
-        """Take over the opening prompt; once, before any token."""
+    def open_with(self, ids: "array[int]", images: Sequence[ImageSpan] = ()) -> None:
+        """Take over the opening prompt; once, before any token. images: where they stand in it."""
         self.ids = ids
         self.prompt_length = len(ids)
+        self.images = list(images)
 
     def add_sampled(self, generation: Generation) -> None:
         """Append what the engine returned. Raises EngineError when its parts do not belong together."""
@@ -214,8 +218,9 @@ class Conversation:
         self.order = -1
         return self.ids[start:].tolist()
 
-    def add_bridge(self, ids: list[int]) -> None:
-        """Append what the environment or the tools said, generation prompt included."""
+    def add_bridge(self, ids: list[int], images: Sequence[ImageSpan] = ()) -> None:
+        """Append what the environment or the tools said, generation prompt included. images: where they stand in it."""
+        self.images += (replace(span, start=span.start + len(self.ids)) for span in images)
         self.ids.fromlist(ids)
 
     def add_step_reward(self, reward: float) -> None:
@@ -241,7 +246,7 @@ class Conversation:
             array("d"),
         )
         self.open_turn, self.order, self.summarizing = None, -1, False
-        self.experts, self.state_keys = None, []
+        self.experts, self.state_keys, self.images = None, [], []
         return past
 
     @property
@@ -410,6 +415,7 @@ class AsyncRolloutRequest(Conversation):
             failure=self.failure, seconds=dict(self.seconds), spans=tuple(self.spans), tools=tuple(self.tools),
             extra=extra, segments=tuple(tree.segments), branches=tuple(tree.told), leaf=tree.leaf, seed=self.seed,
             experts=None if self.branches else _of_all(self.experts, len(tree.ids)),
+            images=tuple(tree.images),
         )  # fmt: skip
 
 
@@ -436,6 +442,7 @@ class _Flat:
     told: list[tuple[Message, ...]]
     depths: tuple[int, ...] = ()
     leaf: int = -1
+    images: Sequence[ImageSpan] = ()
 
 
 def _one(request: AsyncRolloutRequest) -> _Flat:
@@ -444,7 +451,9 @@ def _one(request: AsyncRolloutRequest) -> _Flat:
     if request.open_turn is not None:
         turns.append(Turn(request.open_turn, len(request.ids), state=request.state_key))
     columns = _columns(request, turns)
-    return _Flat(*columns, request.prompt_length, turns, request.tool_uses, request.segments, request.told)
+    return _Flat(
+        *columns, request.prompt_length, turns, request.tool_uses, request.segments, request.told, images=request.images
+    )
 
 
 def _columns(
@@ -505,6 +514,7 @@ def _tree(request: AsyncRolloutRequest) -> _Flat:
     depths: list[int] = []
     last: dict[int, int] = {}  # the segment in which each conversation ends so far
     turns: list[Turn] = []
+    images: list[ImageSpan] = []
     at = 0
     for piece, before in zip(pieces, [None, *pieces], strict=False):
         end = at + piece.end - piece.start
@@ -516,6 +526,11 @@ def _tree(request: AsyncRolloutRequest) -> _Flat:
             told.append(piece.messages)
             depths.append(talks[piece.talk].depth)
         last[piece.talk] = len(segments) - 1
+        images += (
+            replace(span, start=span.start + at - piece.start)
+            for span in talks[piece.talk].images
+            if piece.start <= span.start < piece.end
+        )
         if piece.turn is not None:
             moved = at - piece.start
             turns.append(replace(piece.turn, start=piece.turn.start + moved, end=piece.turn.end + moved))
@@ -526,4 +541,4 @@ def _tree(request: AsyncRolloutRequest) -> _Flat:
     uses = [replace(use, turn=rank.get(use.turn, use.turn)) for use in request.tool_uses]
     opening = talks[pieces[0].talk].prompt_length
     leaf = last.get(len(talks) - 1, -1)
-    return _Flat(ids, logprobs, version, opening, turns, uses, segments, told, tuple(depths), leaf)
+    return _Flat(ids, logprobs, version, opening, turns, uses, segments, told, tuple(depths), leaf, images)

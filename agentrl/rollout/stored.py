@@ -14,6 +14,8 @@ import numpy.typing as npt
 
 from agentrl.checkpoint.run_folder import TRAJECTORIES
 from agentrl.errors import UserError, nearest
+from agentrl.images import FOLDER as IMAGES
+from agentrl.images import STORE, ImageSpan
 from agentrl.plugins.types import Task
 from agentrl.rollout.trajectory_file import FACTS, Row, Stored, read_columns, stored_files
 from agentrl.trajectory import (
@@ -49,6 +51,7 @@ def read_samples(path: Path, weights: Mapping[str, float] | None = None) -> list
     weights: of the reward parts that a sample does not have, and whose weights are therefore not in the file.
     """
     rows, columns = read_columns(path, [*FACTS], _COLUMNS)
+    STORE.look_in(path.parent.parent / IMAGES)
     found = []
     for number, row in enumerate(rows):
         try:
@@ -110,6 +113,10 @@ def _trajectory(row: Row, tokens: Mapping[str, npt.NDArray[Any]], weights: Mappi
         branches=branches,
         seed=row["seed"],
         leaf=_leaf(messages, branches, segments),
+        images=tuple(
+            ImageSpan(one["start"], one["tokens"], (one["time"], one["height"], one["width"]), str(one["hash"]))
+            for one in row["images"] or ()
+        ),
     )
 
 

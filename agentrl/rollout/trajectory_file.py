@@ -22,6 +22,8 @@ import zstandard
 
 from agentrl.checkpoint.disk import flush_file
 from agentrl.errors import UserError, contained
+from agentrl.images import FOLDER as IMAGES
+from agentrl.images import STORE, hashes
 from agentrl.recipe.secrets import MASK, masked_text
 from agentrl.trajectory import FinishReason, InvariantError, Learned, Trajectory
 
@@ -42,6 +44,10 @@ _USE = [
     ("metrics", pa.string()),
 ]  # fmt: skip
 
+_IMAGE = [
+    ("start", pa.int32()), ("tokens", pa.int32()), ("time", pa.int32()), ("height", pa.int32()), ("width", pa.int32()),
+    ("hash", pa.string()),
+]  # fmt: skip
 _WAIT = [("part", pa.string()), ("start", pa.float64()), ("end", pa.float64())]
 
 FACTS: dict[str, pa.DataType] = {
@@ -75,6 +81,7 @@ FACTS: dict[str, pa.DataType] = {
     "messages": pa.string(),
     "branches": pa.string(),
     "extra": pa.string(),
+    "images": pa.list_(pa.struct(_IMAGE)),
 }
 """Columns of a sample as a whole, and their types."""
 TOKENS: dict[str, pa.DataType] = {
@@ -88,10 +95,10 @@ TOKENS: dict[str, pa.DataType] = {
 """Columns of lists with an entry for each token, and their types."""
 SCHEMA = pa.schema([*FACTS.items(), *TOKENS.items()], {_ABOUT: str(VERSION).encode()})
 
-_ADDED = ("spans",)
+_ADDED = ("spans", "images")
 """Columns that files of the first writers of this version lack; they are null there."""
 _SHORT = [name for name, kind in FACTS.items() if not pa.types.is_nested(kind)]
-_ADDED = ("spans",)
+_ADDED = ("spans", "images")
 """Columns that files of the first writers of this version lack; they are null there."""
 _SHORT = [name for name in _SHORT if name not in ("task_data", "messages", "branches", "extra")]
 _FEW_VALUES = ["split", "environment", "task", "finish", "left_out", "boundary"]
@@ -172,6 +179,12 @@ def row(
         "messages": as_json(t.messages),
         "branches": as_json(t.branches) if t.branches else None,
         "extra": as_json({key: _lines(value) for key, value in t.extra.items()}),
+        "images": [
+            {"start": i.start, "tokens": i.tokens, "hash": i.hash}
+            | dict(zip(("time", "height", "width"), i.grid, strict=True))
+            for i in t.images
+        ]
+        or None,
     }
     _check_finite(found)
     return _without(found, secrets) if secrets else found
@@ -212,12 +225,16 @@ def left_out(trajectory: Trajectory, learned: Learned | None, group: str | None)
 def write_trajectories(
     path: Path, rows: Sequence[Row], trajectories: Sequence[Trajectory], learned: Sequence[Learned | None] = ()
 ) -> None:
-    """Write a file whole or not at all: aside, flushed to the disk, renamed. rows: of `trajectories`, complete.
+    """Write a file whole or not at all: aside, flushed to the disk, renamed. rows: of `trajectories`, complete. Their
+    images are put into the folder beside that of the file.
 
     learned: what the update made of each; empty where there was none. Raises InvariantError (a number is not finite),
     OSError.
     """
     learned = learned or [None] * len(rows)
+    for t in trajectories:
+        for messages in (t.messages, *t.branches):
+            STORE.copy(hashes(messages), path.parent.parent / IMAGES)
     with _writer(path) as writer:
         for start, end in _pieces(rows):
             writer.write_batch(_batch(rows[start:end], trajectories[start:end], learned[start:end]))

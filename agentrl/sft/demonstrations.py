@@ -77,7 +77,7 @@ class Demonstrator:
     ) -> None:
         """Build a demonstrator. limits: of a recipe whose `compact` conversations are to be demonstrated; None: none is
         compacted."""
-        self.env, self.tools, self.chat = env, tools, chat
+        self.env, self.tools = env, tools
         self.limits = limits or RolloutSection()
         self.template, self.encoder = template, encoder
         self.writer = Writer(chat, template, encoder)
@@ -135,8 +135,7 @@ class Demonstrator:
             for message in messages:
                 if conversation := message.get("conversation"):
                     self._branch(request, talk, conversation, summarize)
-            messages = [_without_conversation(message) for message in messages]
-            self.writer.reply(talk, messages)
+            self.writer.reply(talk, [_without_conversation(message) for message in messages])
         else:
             raise UserError(
                 f"{self.env.name}: the demonstration of {request.task.id} does not alternate with the assistant"
@@ -171,7 +170,8 @@ class Demonstrator:
         replied = max(i for i, message in enumerate(talk.messages) if message["role"] == "assistant") + 1
         talk.messages[replied:] = replies = asked(section, talk.messages[replied:])
         del talk.ids[end:]
-        talk.add_bridge(self.chat.bridge(talk.ids[start:].tolist(), replies))
+        talk.images = [span for span in talk.images if span.start < end]
+        self.writer.bridge(talk, talk.ids[start:].tolist(), replies)
         self.writer.say(request, talk, {"role": "assistant", "content": text}, self._schemas(talk.tools))
         talk.messages.append({"role": "assistant", "content": text})
         request.branches.append(talk.begin_anew(request.branch_name()))

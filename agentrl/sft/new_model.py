@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.errors import UserError
+from agentrl.models.image_input import ImageInput
 from agentrl.recipe.schema import NewModel
 
 END_OF_TEXT, END_OF_TURN = "<|endoftext|>", "<|im_end|>"
@@ -81,15 +82,79 @@ def _between(tokens: Iterable[str], texts: Iterable[str]) -> Iterator[str]:
         yield from (piece for piece in cut.split(text) if piece)
 
 
+IMAGE_PAD, IMAGE_ENDS = "<|image_pad|>", ("<|vision_start|>", "<|vision_end|>")
+LEAST_SIDE, LARGEST_SIDE = 2, 64
+"""Patches of a small and of a large image's side, beyond which it is resized."""
+
+
 def new_model(section: NewModel, tokenizer: Any, seed: int) -> Any:
-    """Return a Qwen3 causal LM with random float32 weights, its embeddings tied."""
+    """Return a Qwen3 or Qwen3-VL causal LM with random float32 weights, its embeddings tied. Raises UserError: the chat
+    template writes no images."""
+    return _reading(section, tokenizer, seed) if section.vision is None else _seeing(section, tokenizer, seed)
+
+
+def _seeing(section: NewModel, tokenizer: Any, seed: int) -> Any:
+    import torch
+    from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
+
+    vision = dict(section.vision or {})
+    ids = tokenizer.convert_tokens_to_ids([IMAGE_PAD, *IMAGE_ENDS])
+    if None in ids or len({*ids, tokenizer.unk_token_id}) < len(ids):
+        raise UserError(f"sft.new_model.chat_template: {section.chat_template} writes no {IMAGE_PAD} for images")
+    side = section.config["head_dim"] // 2
+    text = {
+        **section.config,
+        "vocab_size": _vocabulary(section, tokenizer),
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": ROPE_THETA,
+            "mrope_section": [side - 2 * (side // 3), side // 3, side // 3],
+        },
+        "initializer_range": INIT,
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    config = Qwen3VLConfig(
+        text_config=text,
+        vision_config={
+            **vision,
+            "out_hidden_size": section.config["hidden_size"],
+            "deepstack_visual_indexes": list(range(min(vision["depth"], section.config["num_hidden_layers"]))),
+            "initializer_range": INIT,
+        },
+        image_token_id=ids[0],
+        video_token_id=ids[0],
+        vision_start_token_id=ids[1],
+        vision_end_token_id=ids[2],
+        tie_word_embeddings=True,
+    )
+    torch.manual_seed(seed)
+    model = Qwen3VLForConditionalGeneration(config).eval()
+    model.image_input = tokenizer.image_input = ImageInput(_processor(vision), ids[0])
+    return model
+
+
+def _processor(vision: dict[str, Any]) -> Any:
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    patch, merge = vision["patch_size"], vision["spatial_merge_size"]
+    size = {"shortest_edge": (LEAST_SIDE * patch) ** 2, "longest_edge": (LARGEST_SIDE * patch) ** 2}
+    return Qwen2VLImageProcessorPil(patch_size=patch, temporal_patch_size=2, merge_size=merge, size=size)
+
+
+def _vocabulary(section: NewModel, tokenizer: Any) -> int:
+    return (max(len(tokenizer), section.vocabulary) + 63) // 64 * 64
+
+
+def _reading(section: NewModel, tokenizer: Any, seed: int) -> Any:
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(seed)
     shape: dict[str, Any] = section.config
     config = Qwen3Config(
-        vocab_size=(max(len(tokenizer), section.vocabulary) + 63) // 64 * 64,
+        vocab_size=_vocabulary(section, tokenizer),
         **shape,
         rope_parameters={"rope_type": "default", "rope_theta": ROPE_THETA},
         initializer_range=INIT,

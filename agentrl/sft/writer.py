@@ -8,11 +8,12 @@ import json
 from array import array
 from collections.abc import Sequence
 
-from agentrl.chat.base import Chat
+from agentrl.chat.base import Chat, Seeing
 from agentrl.chat.encode import Encoder
 from agentrl.chat.template import Template, TemplateRefusalError
 from agentrl.engine.base import Generation, GenerationFinish
 from agentrl.errors import UserError
+from agentrl.images import ImageSpan, stored
 from agentrl.plugins.types import Json, Message
 from agentrl.rollout.request import AsyncRolloutRequest, Conversation
 
@@ -28,9 +29,11 @@ class Writer:
 
     def open(self, talk: Conversation, opening: Sequence[Message], schemas: Sequence[dict[str, Json]]) -> None:
         """Begin a conversation. Raises UserError: the template cannot express the messages."""
+        opening = self._shown(opening)
         talk.messages[:] = opening
         talk.opening_messages = talk.opening_messages or tuple(opening)
-        talk.open_with(array("i", self.chat.render(opening, schemas)))
+        ids = array("i", self.chat.render(opening, schemas))
+        talk.open_with(ids, self._images_in(ids, opening))
 
     def say(
         self,
@@ -48,8 +51,20 @@ class Writer:
 
     def reply(self, talk: Conversation, messages: Sequence[Message]) -> None:
         """Write what follows an assistant's turn. Raises UserError: the chat cannot go on with such messages."""
-        turn = talk.ids[talk.turn_starts[-1] : talk.turn_ends[-1]].tolist()
-        talk.add_bridge(self.chat.bridge(turn, messages))
+        self.bridge(talk, talk.ids[talk.turn_starts[-1] : talk.turn_ends[-1]].tolist(), messages)
+
+    def bridge(self, talk: Conversation, turn: Sequence[int], messages: Sequence[Message]) -> None:
+        """Write what follows a turn of these ids."""
+        messages = self._shown(messages)
+        ids = self.chat.bridge(turn, messages)
+        talk.add_bridge(ids, self._images_in(ids, messages))
+
+    def _shown(self, messages: Sequence[Message]) -> list[Message]:
+        """Return the messages with their images in the store, where the model sees."""
+        return list(map(stored, messages)) if isinstance(self.chat, Seeing) else list(messages)
+
+    def _images_in(self, ids: Sequence[int], messages: Sequence[Message]) -> Sequence[ImageSpan]:
+        return self.chat.images_in(ids, messages) if isinstance(self.chat, Seeing) else ()
 
     def turn(
         self, before: Sequence[Message], message: Message, schemas: Sequence[dict[str, Json]], *, whole: bool = False

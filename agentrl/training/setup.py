@@ -14,6 +14,8 @@ from agentrl.data.sampler import TaskSampler
 from agentrl.errors import UserError, describe
 from agentrl.eval.held_out import HeldOut
 from agentrl.eval.result import Accuracy
+from agentrl.images import FOLDER as IMAGES
+from agentrl.images import STORE
 from agentrl.learner.learner import Learner
 from agentrl.learner.monitors import Health
 from agentrl.learner.roles import LocalRoles, RoleHost
@@ -122,6 +124,7 @@ def set_up(start: Start) -> Loop:
     interrupts.check()
     folder = start.open_folder()
     folder.write_recipe(dump_recipe(recipe), start.saved.step if start.saved else 0)
+    STORE.keep_in(folder.path / IMAGES)
     player.engine.keep_logs(folder.path)
     learner = Learner(recipe, profiler.roles, guide_of(player, role_host))
     trackers = Trackers(display.note)

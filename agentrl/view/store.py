@@ -16,6 +16,8 @@ import yaml
 
 from agentrl.checkpoint.run_folder import CHECKPOINTS, LOCK, METRICS, RECIPE, TRAJECTORIES
 from agentrl.errors import UserError
+from agentrl.images import FOLDER as IMAGES
+from agentrl.images import shown
 
 Json = Any
 """What `json.dumps` takes."""
@@ -561,7 +563,11 @@ def _told(path: Path, record: Mapping[str, Any]) -> Json:
     try:
         told = conversations(found)
         found["seed"] = None if found.get("seed") is None else str(found["seed"])  # a browser's numbers have 53 bits
-        found["told"] = [{"heading": t.heading, "messages": t.messages, "segments": t.segments} for t in told]
+        pictures = path.parent.parent / IMAGES
+        found["told"] = [
+            {"heading": t.heading, "messages": [shown(m, pictures) for m in t.messages], "segments": t.segments}
+            for t in told
+        ]
         for name in ("logprobs", "trainer_logprobs", "advantages"):
             if found.get(name) is not None:
                 found[name] = [float(f"{value:.5g}") for value in found[name]]

@@ -161,6 +161,7 @@ def test_what_is_read_is_what_was(tmp_path: Path) -> None:
     assert (other["advantages"], other["trainer_logprobs"]) == (None, None)
     assert one == {
         "step": 9, "evaluation": False, "split": "train", "environment": "home", "task": "t", "group": 0, "sample": 3,
+        "images": None,
         "seed": 2**63 - 1, "request": "step_1/t#0.1", "reward": 0.5, "rewards": {"answer": 1.0, "brevity": -0.25},
         "weights": {"answer": 1.0, "brevity": 2.0}, "solved": None, "finish": "env_done", "left_out": None,
         "tokens": {"prompt": 2, "sampled": 6, "all": 12}, "tool_errors": 1,

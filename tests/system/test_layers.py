@@ -13,7 +13,7 @@ PACKAGE = ROOT / "agentrl"
 ROOMS = (
     "cli", "doctor", "sft", "offline", "training", "distributed", "profiling", "learner", "view", "eval", "testing",
     "rollout", "gateway", "compute", "checkpoint", "engine", "weights", "trajectory", "data", "chat", "algo", "models",
-    "plugins", "cluster", "recipe", "scaffold", "remote", "terminal", "threads", "process_tree",
+    "plugins", "cluster", "recipe", "scaffold", "images", "remote", "terminal", "threads", "process_tree",
     "errors",
 )  # fmt: skip
 """From the top; a room imports itself and what lies below it, nothing else."""

@@ -11,10 +11,12 @@ from agentrl.engine.local.block_runner import BlockRunner
 from agentrl.engine.local.module_runner import ModuleRunner
 from agentrl.engine.local.recompute_runner import RecomputeRunner
 from agentrl.engine.local.runner import Chunk, Ints, Runner, Work
+from agentrl.engine.local.vision_runner import VisionRunner
 from agentrl.errors import UserError
 from agentrl.models import block
 from agentrl.models.prove import attempt, difference, differs_like_others
 from agentrl.models.routing import Routing
+from agentrl.models.vision import Vision
 
 log = logging.getLogger(__name__)
 
@@ -31,10 +33,12 @@ def runner_for(model: Any, routing: Routing | None = None) -> Runner:
         raise UserError(f"model.path: {type(model).__name__} is not a causal language model, which the engine needs")
     if block.unsupported(model) is None:
         return BlockRunner(model)
-    runner = ModuleRunner(model, routing)
+    runner = VisionRunner(model) if Vision.of(model) else ModuleRunner(model, routing)
     reason = runner.unsupported() or _disagreement(model, runner)
     if reason is None:
         return runner
+    if Vision.of(model):
+        raise UserError(f"model.path: {type(model).__name__} cannot be sampled with images: {reason}")
     if routing is not None:
         raise UserError(f"algorithm.routing_replay needs a slot cache to record experts in: {reason}")
     log.warning("%s is sampled without a cache, which is slow: %s", type(model).__name__, reason)

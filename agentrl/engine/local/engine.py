@@ -26,6 +26,7 @@ from agentrl.engine.local.slots import Request
 from agentrl.errors import UserError
 from agentrl.models.lora import layers
 from agentrl.models.routing import Routing
+from agentrl.models.vision import Vision
 from agentrl.threads import in_thread
 
 INLINE_SECONDS = 0.025  # maximum duration of a step in the event loop's thread
@@ -70,6 +71,7 @@ class LocalEngine(Engine):
         model = copy.deepcopy(model).requires_grad_(False) if overlap else model
         self._model = model
         self._runner = runner_for(model, Routing.of(model) if routing_replay else None)
+        self.images = Vision.of(model)
         room = cache_bytes or _default_cache_bytes(model.get_input_embeddings().weight.device)
         fits = room // self._runner.token_bytes - 1
         self._context = min(context_of(model), max_context or max(1, fits))
@@ -211,7 +213,7 @@ class LocalEngine(Engine):
         if not len(prompt):
             raise EngineError(f"request {request_id!r} has an empty prompt")
         low, high = int(prompt.min()), int(prompt.max())
-        if low < 0 or high >= self._vocab:
+        if (low < 0 and not self.images) or high >= self._vocab:
             wrong = low if low < 0 else high
             raise EngineError(f"request {request_id!r}: id {wrong} is outside the model's vocabulary of {self._vocab}")
         return prompt

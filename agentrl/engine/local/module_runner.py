@@ -120,12 +120,16 @@ class ModuleRunner(CachedRunner):
         """
         width = int(positions.max()) + 1
         view = _SlotView(self.cache, self._tensor(rows), self._tensor(columns), width)
+        return self._logits(view, ids, positions, rows, lengths, self._masks(positions, width))
+
+    def _logits(self, view: Cache, ids: Ints, positions: Ints, rows: Ints, lengths: Ints, mask: Any) -> Tensor:
+        """See `_call`. mask: of the attention."""
         last, where = np.unique(lengths - 1, return_inverse=True)
         kept = {"logits_to_keep": self._tensor(last)} if self._keep else {}
         with nullcontext() if self.routing is None else self.routing.recording() as chosen:
             out = self.model(
                 input_ids=self._tensor(ids),
-                attention_mask=self._masks(positions, width),
+                attention_mask=mask,
                 position_ids=self._tensor(positions),
                 past_key_values=view,
                 use_cache=True,

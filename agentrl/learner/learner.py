@@ -62,7 +62,7 @@ class Learner:
     """
 
     def __init__(self, recipe: Recipe, role_host: Roles, guide: Guide | None = None) -> None:
-        self.guide = guide or Guide(recipe, getattr(role_host, "teachers", {}))
+        self.guide = guide or Guide(recipe, role_host.teachers)
         self.recipe, self.actor = recipe, role_host.actor
         self.reference, self.critic = role_host.reference, role_host.critic
         self._pools = role_host.pools

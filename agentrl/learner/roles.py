@@ -19,7 +19,7 @@ from agentrl.learner.actor import Actor
 from agentrl.learner.critic import Critic
 from agentrl.learner.metrics import MicroBatchMetrics
 from agentrl.learner.reference import Reference
-from agentrl.learner.teacher import Teacher, compared_whole, local_teachers
+from agentrl.learner.teacher import Teacher, TeacherRole, compared_whole, local_teachers
 from agentrl.models import lora
 from agentrl.recipe.schema import Recipe
 from agentrl.weights.source import WeightSource
@@ -125,6 +125,11 @@ class Roles(Protocol):
         ...
 
     @property
+    def teachers(self) -> Mapping[int, TeacherRole]:
+        """The teachers in the trainer's processes, by the index of their environment in `env.mix` (0 without one)."""
+        ...
+
+    @property
     def pools(self) -> Mapping[str, str]:
         """The name of the pool of workers that holds each role ("actor", "reference", ...). Roles of different pools
         are called at the same time, from different threads; roles that are not named count as one pool."""
@@ -200,7 +205,9 @@ class LocalRoles:
         self.reference = (
             Reference.in_process(recipe, model, self.actor.forward) if recipe.algorithm.kl_coef > 0 else None
         )
-        self.teachers = local_teachers(recipe, lambda t: Teacher.in_process(t, recipe, self.actor.forward))
+        self.teachers: Mapping[int, Teacher] = local_teachers(
+            recipe, lambda t: Teacher.in_process(t, recipe, self.actor.forward)
+        )
         """Teachers in this process, by the index of their environment in `env.mix`."""
         self.actor.teachers = compared_whole(self.teachers)
         self.critic = Critic(recipe) if recipe.critic is not None else None

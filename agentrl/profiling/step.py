@@ -17,6 +17,7 @@ from typing import Any, TypeVar, cast
 from agentrl.compute.batch import Batch
 from agentrl.compute.flops import Cost, Workload, peak_together, utilisation
 from agentrl.learner.roles import ActorRole, CriticRole, ReferenceRole, RewardModelRole, RoleHost
+from agentrl.learner.teacher import TeacherRole
 from agentrl.profiling.memory import PeakMemory
 from agentrl.profiling.trace import Profiler
 
@@ -41,6 +42,8 @@ class InstrumentedRoles:
     """The critic; None without one."""
     reward_model: RewardModelRole | None
     """The reward model; None without one."""
+    teachers: Mapping[int, TeacherRole]
+    """The teachers in the trainer's processes, which are not counted."""
     pools: Mapping[str, str]
     """The name of the pool of workers that holds each role."""
 
@@ -70,6 +73,7 @@ class StepProfiler:
             self._instrumented(role_host.reference, "reference"),
             self._instrumented(role_host.critic, "critic"),
             self._instrumented(role_host.reward_model, REWARD_MODEL),
+            role_host.teachers,
             role_host.pools,
         )
 

@@ -77,7 +77,7 @@ class Demonstrator:
     ) -> None:
         """Build a demonstrator. limits: of a recipe whose `compact` conversations are to be demonstrated; None: none is
         compacted."""
-        self.env, self.tools = env, tools
+        self.env, self.tools, self.chat = env, tools, chat
         self.limits = limits or RolloutSection()
         self.template, self.encoder = template, encoder
         self.writer = Writer(chat, template, encoder)

@@ -241,7 +241,8 @@ def _prepare(job: _Job, folder: RunFolder | None, restarted: bool, interrupts: I
         for split in dict.fromkeys((*splits, *((choosing,) if choosing is not None else ()))):
             if not len(tasks_of(env, split)):
                 raise UserError(f"environment {env.name!r} has no task in {split}")
-        checked = Checked(env, splits, choosing, tasks, trackers, placement_of(played))
+        sampler = TaskSampler(max(1, len(tasks)), recipe.train.seed)
+        checked = Checked(env, splits, choosing, tasks, sampler, trackers, placement_of(played))
         return Start(played, job.name, folder, saved, checked, display, interrupts, stack.pop_all())
 
 

@@ -30,7 +30,7 @@ from agentrl.rollout.metrics import reward_metrics
 from agentrl.sft.demonstrations import Demonstrator
 from agentrl.training.display import Display, clock, sparkline
 from agentrl.training.loop import Loop
-from agentrl.training.rollouts import Rollouts
+from agentrl.training.rollouts import Rollouts, StepGroups
 from agentrl.trajectory import Group, Trajectory
 
 DEMONSTRATED = 1000
@@ -97,8 +97,16 @@ def learning_recipe(recipe: Recipe, course: Course, conversations: bool) -> Reci
     train = recipe.train.model_copy(
         update={"steps": course.steps, "mini_batches": 1, "epochs": 1, "weight_decay": first.weight_decay}
     )
-    rollout = recipe.rollout.model_copy(update={"temperature": 1.0, "n": max(2, recipe.rollout.n), "overlap": "none"})
-    changed: dict[str, Any] = {"algorithm": algorithm, "train": train, "rollout": rollout, "critic": None}
+    rollout = recipe.rollout.model_copy(
+        update={"temperature": 1.0, "n": max(2, recipe.rollout.n), "overlap": "none", "oversample": 1.0}
+    )
+    changed: dict[str, Any] = {
+        "algorithm": algorithm,
+        "train": train,
+        "rollout": rollout,
+        "critic": None,
+        "teacher": None,
+    }
     changed["rewards"] = RewardsSection()
     changed["cluster"] = recipe.cluster.model_copy(update={"pools": ()})
     if conversations:
@@ -174,7 +182,7 @@ class LessonRollouts(Rollouts):
     def steps(self) -> int:
         return self._course.steps
 
-    def next(self, step: int) -> tuple[list[Group], dict[str, Any]]:
+    def next(self, step: int) -> StepGroups:
         start = perf_counter()
         number, stage, at = self._course.place(step - 1)
         drawn = self._sampler.draw(stage.batch)
@@ -183,11 +191,10 @@ class LessonRollouts(Rollouts):
         else:
             made = self._demonstrated(drawn, stage.style, f"{self._recipe.train.seed}/{number}/{at}")
         groups = [Group(t.task, (t,)) for t in made]
-        passed = self._sampler.epoch + self._sampler.position / self._sampler.size
-        metrics = {"time/rollout_s": perf_counter() - start, "train/epoch": passed}
+        metrics = {"time/rollout_s": perf_counter() - start, "train/epoch": self._sampler.progress}
         if any(t.rewards for t in made):
             metrics |= reward_metrics(made)
-        return groups, metrics
+        return StepGroups(groups, metrics)
 
     def _demonstrated(self, drawn: Sequence[int], style: str, seed: str) -> list[Trajectory]:
         demonstrator = self._demonstrator
@@ -297,7 +304,7 @@ class SftDisplay(Display):
         table.add_row("time left", clock(left) if left is not None else "…", Text(self._phase, style="dim"))
         return RichGroup(self._progress, table)
 
-    def final(self, rows: Sequence[tuple[str, Accuracy, Accuracy]], folder: str, seconds: float) -> None:
+    def final(self, rows: Sequence[tuple[str, Accuracy | None, Accuracy]], folder: str, seconds: float) -> None:
         """Print the result; rows: as of `Display.final`."""
         if self.losses:
             low, high = min(self.losses), max(self.losses)

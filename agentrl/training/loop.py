@@ -103,8 +103,8 @@ class Loop:
         interrupted = False
         try:
             if self.step == 0:
-                splits = self.held_out.splits if self.recipe.eval.before else ()
-                self.before, measured = self._evaluate(splits) if splits else ({}, {})
+                before = self.recipe.eval.before
+                self.before, measured = self._evaluate(self.held_out.splits) if before else ({}, {})
                 self._log({"step": 0, **measured})
             self.display.begin()
             while self.step < self.rollouts.steps:
@@ -174,6 +174,8 @@ class Loop:
 
     def _evaluate(self, splits: Sequence[str]) -> tuple[dict[str, Accuracy], dict[str, float]]:
         """Return the accuracies of these splits, and their metrics."""
+        if not splits:
+            return {}, {}
         self.display.phase("evaluating")
         self.rollouts.sync_engine()
         found: dict[str, Accuracy] = {}

@@ -253,7 +253,7 @@ def guide_of(player: Player, role_host: RoleHost) -> Guide:
             return None
         return player.chat.render(said_by_user(opening, filled(hint, t.task)), tools)
 
-    teachers: dict[int, TeacherRole] = dict(getattr(role_host, "teachers", {}))
+    teachers: dict[int, TeacherRole] = dict(role_host.teachers)
     for part, section in enumerate(recipe.teachers):
         if section is not None and section.url is not None:
             teachers[part] = server = TeacherServer(section, player.tokenizer)

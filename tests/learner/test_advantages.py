@@ -157,7 +157,11 @@ def test_where_nothing_was_sampled_nobody_is_asked(folder: str) -> None:
     recipe, calls = make_recipe(IN_REWARD, path=folder), Counter[str]()
     host = LocalRoles(recipe, make_model())
     roles: Any = SimpleNamespace(
-        actor=Counted(host.actor, calls, "any"), reference=Counted(host.reference, calls, "any"), critic=None, pools={}
+        actor=Counted(host.actor, calls, "any"),
+        reference=Counted(host.reference, calls, "any"),
+        critic=None,
+        teachers={},
+        pools={},
     )
     metrics = Learner(recipe, roles).learn([])
     assert not calls

@@ -26,6 +26,7 @@ class Toy:
     """The roles of a toy actor on a given model."""
 
     reference = critic = reward_model = None
+    teachers: ClassVar[dict[int, Any]] = {}
     pools: ClassVar[dict[str, str]] = {}
 
     def __init__(self, recipe: Any, model: Any) -> None:

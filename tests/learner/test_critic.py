@@ -423,7 +423,7 @@ def test_pools_compute_at_the_same_time_and_the_roles_of_one_in_turn(folder: Pat
     critic = Met("critic", apart.critic, {"values", "update"}, barrier, inside)
     reference = Met("reference", apart.reference, set(), barrier, inside)
     pools = {"actor": "trainer", "critic": "critic_reference", "reference": "critic_reference"}
-    theirs = SimpleNamespace(actor=actor, critic=critic, reference=reference, reward_model=None, pools=pools)
+    theirs = SimpleNamespace(actor=actor, critic=critic, reference=reference, teachers={}, pools=pools)
     torch.manual_seed(0)
     wanted = Learner(recipe, alone).learn(groups)
     torch.manual_seed(0)
@@ -441,6 +441,6 @@ def test_an_error_of_one_pool_ends_the_step(folder: Path) -> None:
 
     critic = SimpleNamespace(values=values, updates=0)
     pools = {"actor": "trainer", "critic": "critic"}
-    theirs = SimpleNamespace(actor=roles.actor, critic=critic, reference=None, reward_model=None, pools=pools)
+    theirs = SimpleNamespace(actor=roles.actor, critic=critic, reference=None, teachers={}, pools=pools)
     with pytest.raises(UserError, match="the critic's worker is gone"):
         Learner(recipe, theirs).learn(make_groups(REWARDS))

@@ -303,6 +303,7 @@ class Host:
     def __init__(self) -> None:
         self.recorded: list[int] = []
         self.actor, self.reference, self.critic, self.reward_model = Role(), Role(), None, Role()
+        self.teachers: dict[int, Any] = {}
         self.pools = {"actor": "a", "critic": "a", "reference": "b"}
         kinds = {"actor": (self.cost, 1e6, "a"), "critic": (self.cost, 1e6, "a"), "reference": (self.frozen, 5e5, "b")}
         self.role_costs = {name: RoleCost(*kind) for name, kind in kinds.items()} | {

@@ -146,6 +146,7 @@ class ToyRoles:
 
     in_process, device = False, "cpu"
     reference = critic = reward_model = None
+    teachers: ClassVar[dict[int, Any]] = {}
     pools: ClassVar[dict[str, str]] = {}
 
     def __init__(self, recipe: Recipe, begins: Recipe, logs: Path, *say: Any) -> None:

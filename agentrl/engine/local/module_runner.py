@@ -122,7 +122,7 @@ class ModuleRunner(CachedRunner):
         view = _SlotView(self.cache, self._tensor(rows), self._tensor(columns), width)
         return self._logits(view, ids, positions, rows, lengths, self._masks(positions, width))
 
-    def _logits(self, view: Cache, ids: Ints, positions: Ints, rows: Ints, lengths: Ints, mask: Any) -> Tensor:
+    def _logits(self, view: Any, ids: Ints, positions: Ints, rows: Ints, lengths: Ints, mask: Any) -> Tensor:
         """See `_call`. mask: of the attention."""
         last, where = np.unique(lengths - 1, return_inverse=True)
         kept = {"logits_to_keep": self._tensor(last)} if self._keep else {}

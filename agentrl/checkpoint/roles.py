@@ -1,9 +1,9 @@
 """The state of roles: written by every rank, read by any number of ranks.
 
 `trainer/<role>/` is a torch distributed checkpoint of these tensors, by parameter names without sharding:
-`weight.<p>` (the float32 master if there is one), `buffer.<b>`, the optimizer's state of each parameter
+`weight.<p>` (the master if there is one), `buffer.<b>`, the optimizer's state of each parameter
 (`exp_avg.<p>`, `exp_avg_sq.<p>`, `step.<p>`), and the state of torch's random numbers on each rank (`rng.<rank>`,
-`rng_cuda.<rank>`). Parameters that are not trained are not in it.
+`rng_cuda.<rank>`). Parameters that neither are trained nor follow others are not in it.
 """
 
 import hashlib
@@ -33,7 +33,8 @@ class OptimizerState(Protocol):
     """An optimizer whose state can be saved."""
 
     def named_state(self) -> dict[str, Tensor]:
-        """Return its tensors by `<kind>.<parameter's name>`; a `master.` replaces a parameter of lower precision."""
+        """Return its tensors by `<kind>.<parameter's name>`. A `master.` replaces a parameter of lower precision, or
+        one that moves without being trained."""
         ...
 
     def load_named_state(self, state: Mapping[str, Tensor]) -> None:
@@ -42,7 +43,7 @@ class OptimizerState(Protocol):
 
 
 class RoleState(Protocol):
-    """A role that is trained: an actor, a critic."""
+    """A role whose weights change: an actor, a critic, a reference that follows the policy."""
 
     @property
     def model(self) -> Any:
@@ -164,11 +165,12 @@ def _tensors(role: RoleState) -> dict[str, Tensor]:
     """Return the tensors of a role that are saved, by the names in the checkpoint."""
     trained = parameters(role.model)
     optimized = {_plain(name): tensor for name, tensor in role.optimizer.named_state().items()}
-    if unknown := [name for name in optimized if name.partition(".")[2] not in trained]:
+    if unknown := [k for k in optimized if not k.startswith(MASTER) and k.partition(".")[2] not in trained]:
         raise ValueError(f"the optimizer keeps {unknown[0]}, and the model trains no such parameter")
-    masters = {k.removeprefix(MASTER): v for k, v in optimized.items() if k.startswith(MASTER)}
+    masters = {WEIGHT + k.removeprefix(MASTER): v for k, v in optimized.items() if k.startswith(MASTER)}
     return {
-        **{WEIGHT + name: masters.get(name, p) for name, p in trained.items()},
+        **{WEIGHT + name: p for name, p in trained.items()},
+        **masters,
         **{BUFFER + name: buffer for name, buffer in _buffers(role.model).items()},
         **{name: value for name, value in optimized.items() if not name.startswith(MASTER)},
     }

@@ -75,6 +75,10 @@ class RemoteReference:
         found: Floats = self._group.reference_logprobs(batch)
         return found
 
+    def follow(self, keep: float) -> None:
+        """Move it towards the policy on all workers (see `Reference.follow`)."""
+        self._group.follow_policy(keep)
+
 
 class RemoteTeacher:
     """`Teacher` on workers. part: index of its environment in `env.mix`."""

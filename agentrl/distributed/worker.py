@@ -78,7 +78,8 @@ class TrainWorker(InstrumentedWorker):
             if self.recipe.model.lora is not None:  # then no pool of its own holds it
                 self.reference = Reference(self.recipe, WithoutAdapter(self.actor.model, self.actor.forward), ranks)
             else:
-                self.reference = Reference(original, build_reference(original, context).forward, ranks)
+                policy = self.actor.model if "actor" in roles else None
+                self.reference = Reference(original, build_reference(original, context).forward, ranks, policy)
         if "critic" in roles:
             valued = build_critic(original, context)
             self.critic = Critic(original, valued.forward, ranks, valued.description)
@@ -96,8 +97,10 @@ class TrainWorker(InstrumentedWorker):
 
     @property
     def roles(self) -> dict[str, RoleState]:
-        """The trained roles of this rank."""
-        return {name: getattr(self, name) for name in ("actor", "critic") if hasattr(self, name)}
+        """The roles of this rank whose weights change."""
+        found = {name: getattr(self, name) for name in ("actor", "critic") if hasattr(self, name)}
+        moving = self.reference.state if hasattr(self, "reference") else None
+        return found if moving is None else {**found, "reference": moving}
 
     @register(RANK_ZERO)
     def describe(self) -> dict[str, Any]:
@@ -133,6 +136,11 @@ class TrainWorker(InstrumentedWorker):
     def begin_stage(self, weight_decay: float) -> None:
         """Go on with a new optimizer (see `Actor.begin_stage`)."""
         self.actor.begin_stage(weight_decay)
+
+    @register(ONE_TO_ALL)
+    def follow_policy(self, keep: float) -> None:
+        """Move the reference towards the policy (see `Reference.follow`)."""
+        self.reference.follow(keep)
 
     @register(SPLIT)
     @instrumented("actor")

@@ -73,12 +73,13 @@ class Learner:
         self.steps = 0
         self.kl_coef = recipe.algorithm.kl_coef
         self._adaptive = recipe.algorithm.kl_target is not None
+        self._moves = 0
         self.learned: list[Learned] = []
 
     @property
     def updates(self) -> int:
-        """Number of optimizer updates, of all roles, that changed weights or began to."""
-        return self.actor.updates + (self.critic.updates if self.critic is not None else 0)
+        """Number of optimizer updates, and of moves of the reference, that changed weights or began to."""
+        return self.actor.updates + (self.critic.updates if self.critic is not None else 0) + self._moves
 
     def learn(self, groups: Sequence[Group]) -> dict[str, float]:
         """Make one step: values, advantages, old and reference log-probs, updates. Return the metrics of `update`.
@@ -151,6 +152,7 @@ class Learner:
             if made.get("actor") is not None and "old_logprobs" not in batch.tokens:  # the only update of the step
                 logprobs = made["actor"]
         self.steps += 1
+        self._move_reference()
         valued = critic_metrics(values) if self.critic is not None else {}
         metrics = {**policy_metrics(policy), **valued, **penalty_metrics(batch)}
         metrics |= rejection_metrics(batch)
@@ -158,6 +160,13 @@ class Learner:
             metrics["train/kl_coef"] = self.kl_coef
             self.kl_coef = self._followed(batch, metrics)
         return {**metrics, "train/parameters": self.actor.trained}, trained, logprobs
+
+    def _move_reference(self) -> None:
+        """Let the reference follow the policy, if the recipe says so and this step is one of those."""
+        moves = self.recipe.algorithm.reference
+        if self.reference is not None and moves is not None and self.steps % (moves.every or 1) == 0:
+            self._moves += 1
+            self.reference.follow(moves.ema or 0.0)
 
     @property
     def _waits(self) -> bool:

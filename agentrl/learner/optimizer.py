@@ -124,7 +124,7 @@ class Optimizer:
         for master, state in self.adam.state.items():
             for kind in OFFLOADED:
                 if kind in state:
-                    state[kind] = _to(state[kind], torch.device("cpu") if offload else _local(master).device)
+                    state[kind] = _to(state[kind], torch.device("cpu") if offload else local(master).device)
 
     @torch.no_grad()
     def _publish(self) -> None:
@@ -158,7 +158,7 @@ class Optimizer:
         self._publish()
 
 
-def _local(tensor: Tensor) -> Tensor:
+def local(tensor: Tensor) -> Tensor:
     """Return this rank's shard of a sharded tensor."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 

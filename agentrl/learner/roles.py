@@ -69,6 +69,11 @@ class ReferenceRole(Protocol):
         """Return the log-probs of the sampled tokens, float32 [T], 0 elsewhere."""
         ...
 
+    def follow(self, keep: float) -> None:
+        """Make the weights keep * themselves + (1 - keep) * the policy's; with 0, a copy of the policy's. Called
+        after a step, only where the recipe has `algorithm.reference`."""
+        ...
+
 
 class CriticRole(Protocol):
     """What the learner needs of the critic. `Critic` is one."""
@@ -111,7 +116,7 @@ class Roles(Protocol):
 
     @property
     def reference(self) -> ReferenceRole | None:
-        """The frozen policy of a KL term; None if the recipe has none."""
+        """The policy of a KL term, which is not trained; None if the recipe has none."""
         ...
 
     @property
@@ -228,8 +233,10 @@ class LocalRoles:
 
     @property
     def roles(self) -> Mapping[str, RoleState]:
-        """The trained roles by name."""
-        return {"actor": self.actor} | ({"critic": self.critic} if self.critic is not None else {})
+        """The roles whose weights change, by name."""
+        moving = self.reference.state if self.reference is not None else None
+        found: dict[str, RoleState | None] = {"actor": self.actor, "critic": self.critic, "reference": moving}
+        return {name: role for name, role in found.items() if role is not None}
 
     def describe(self) -> list[str]:
         """Return lines for the start of a run: how each role computes."""

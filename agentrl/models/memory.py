@@ -51,6 +51,8 @@ class Setting:
     """Whether the inputs of recomputed layers are in CPU memory until the backward pass."""
     checkpointing: bool = False
     """Whether a layer's activations are computed again in the backward pass."""
+    averaged: bool = False
+    """Whether the reference is a moving average of the policy, which is kept in float32."""
     rows: int = LOGIT_ROWS
     """Minimum predictions whose logits exist at once."""
 
@@ -69,6 +71,7 @@ class Setting:
             optimizer=cluster.offload.optimizer,
             host_activations=cluster.offload.activations,
             checkpointing=recipe.model.checkpointing,
+            averaged=recipe.algorithm.reference is not None and recipe.algorithm.reference.ema is not None,
             rows=GPU_LOGIT_ROWS if on_gpu(recipe) else LOGIT_ROWS,
         )
 
@@ -165,6 +168,7 @@ def plan(
     trains = actor or "critic" in roles
     weights, gradients, optimizer = _trained(shape, setting) if actor else (0, 0, 0)
     value = sum(_trained(critic or shape, setting)) if "critic" in roles else 0
+    kept = setting.size + (4 if setting.size < 4 else 0) if setting.averaged else setting.compute
     reward = (reward_model or shape).parameters * setting.compute // setting.shard if "reward_model" in roles else 0
     return MemoryPlan(
         parameters=shape.parameters + shape.adapter,
@@ -172,9 +176,7 @@ def plan(
         weights=weights,
         gradients=gradients,
         optimizer=optimizer,
-        reference=shape.parameters * setting.compute // setting.shard
-        if "reference" in roles and not shape.adapter
-        else 0,
+        reference=shape.parameters * kept // setting.shard if "reference" in roles and not shape.adapter else 0,
         critic=value,
         reward_model=reward,
         teachers=sum(each.parameters * setting.compute // setting.shard for each in teachers) if actor else 0,

@@ -551,6 +551,22 @@ class DataSection(Section):
     train.steps."""
 
 
+class ReferenceSection(Section):
+    """How the reference of the KL follows the policy."""
+
+    every: Annotated[Positive | None, Unit("steps")] = None
+    """Steps between two moves of the reference. null: it moves after each step."""
+    ema: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """What the reference keeps of its weights in a move: reference = ema * reference + (1 - ema) * policy. null: it
+    becomes a copy of the policy."""
+
+    @model_validator(mode="after")
+    def _moves(self) -> "ReferenceSection":
+        if self.every is None and self.ema is None:
+            raise ValueError("set every, ema, or both; for the policy before training, leave out the whole section")
+        return self
+
+
 class AlgorithmSection(Section):
     """Advantages and the policy loss; the name of a preset alone is short for `{preset: NAME}`."""
 
@@ -570,6 +586,8 @@ class AlgorithmSection(Section):
     """Dual clip: bound of the ratio where the advantage is negative (arXiv:1912.09729). null: off."""
     kl_coef: AtLeast0 = 0.0
     """Coefficient of the KL divergence from the reference model; 0: no reference is kept."""
+    reference: ReferenceSection | None = None
+    """How the reference follows the policy. null: it stays the policy before training."""
     kl_target: Above0 | None = None
     """KL per token that kl_coef is moved towards after each step, beginning at kl_coef (arXiv:1909.08593, section 2.2).
     null: kl_coef stays what it is."""
@@ -628,6 +646,8 @@ class AlgorithmSection(Section):
     def _target(self) -> "AlgorithmSection":
         if self.kl_target is not None and self.kl_coef == 0:
             raise ValueError("kl_target moves kl_coef, which is 0: set kl_coef to where it begins")
+        if self.reference is not None and self.kl_coef == 0:
+            raise ValueError("reference moves the reference of the KL, but kl_coef is 0, so there is none: set kl_coef")
         return self
 
 
@@ -1041,6 +1061,11 @@ class Recipe(Section):
         for key in ("compact", "max_total_tokens") if self.agent is not None else ():
             if getattr(self.rollout, key) is not None:
                 raise ValueError(f"rollout.{key} has no effect beside agent, which holds its conversations itself")
+        if self.algorithm.reference is not None and self.model.lora is not None:
+            raise ValueError(
+                "algorithm.reference: with model.lora the reference is the model without its adapter, which cannot "
+                "follow the policy: leave out one of the two"
+            )
         self._check_cluster()
         most = self.train.steps if self.data.epochs is None else max(self.profile.steps, default=0)
         if never := [step for step in self.profile.steps if not 1 <= step <= most]:
@@ -1122,6 +1147,11 @@ class Recipe(Section):
         for role in roles:
             if roles.count(role) > 1:
                 raise ValueError(f"cluster.pools: {role} is in two of them")
+        if self.algorithm.reference is not None and "reference" in roles:
+            raise ValueError(
+                "cluster.pools: a reference that follows the policy (algorithm.reference) copies its shards on the "
+                "actor's workers: leave reference out of the pools"
+            )
         absent = {"critic": self.critic is None, "reward_model": self.rewards.model is None}
         absent["reference"] = self.algorithm.kl_coef == 0 or self.model.lora is not None
         if idle := [role for role in roles if absent[role]]:

@@ -111,6 +111,10 @@ CASES: dict[str, dict[str, Any]] = {
     "grpo": {},
     "mini-batches and epochs": MANY,
     "reference": {"algorithm": {"kl_coef": 0.1, "kl_target": 0.01, "kl_horizon": 100, "entropy_coef": 0.01}},
+    "a reference that is a moving average": {
+        "algorithm": {"kl_coef": 0.5, "reference": {"every": 2, "ema": 0.3}},
+        "cluster": {"offload": True},
+    },
     "lora": LORA,
     "lora, reference in the reward": {
         **LORA,
@@ -143,8 +147,8 @@ def test_in_bfloat16_they_stay_within_bounds(
     model: dict[str, Any], workers: WorkerGroup, tiny: Path, tmp_path: Path
 ) -> None:
     """Metrics within 0.05 (of 5 decimal digits, bfloat16 keeps 2 to 3); of the weights, which ten updates of 1e-3 move
-    by 1e-2 at most, the mean within 3e-4."""
-    recipe = job(tiny, model=model)
+    by 1e-2 at most, the mean within 3e-4. The reference is an average of float32."""
+    recipe = job(tiny, model=model, algorithm={"kl_coef": 0.1, "reference": {"ema": 0.9}})
     ours, our_weights = here(recipe)
     theirs, their_weights = there(recipe, workers, tmp_path)
     same_rows(ours, theirs, 0.05)
@@ -176,8 +180,10 @@ def test_a_critic_and_a_reference_in_a_pool_of_their_own(workers: WorkerGroup, t
 def test_a_run_goes_on_elsewhere_as_if_it_had_stayed(
     first: str, workers: WorkerGroup, tiny: Path, tmp_path: Path
 ) -> None:
-    """Half of it on two workers and half in one process, either way round: weights, moments, the critic's too."""
-    recipe = job(tiny, algorithm={"advantage": "gae"}, critic={"lr": 1e-3}, train={"schedule": "cosine"})
+    """Half of it on two workers and half in one process, either way round: weights, moments, the critic's too, and a
+    reference that has moved."""
+    algorithm = {"advantage": "gae", "kl_coef": 0.5, "reference": {"every": 3}}
+    recipe = job(tiny, algorithm=algorithm, critic={"lr": 1e-3}, train={"schedule": "cosine"})
     rows, weights = here(recipe)
     checkpoints = Checkpoints(tmp_path, 1)
     if first == "two workers":

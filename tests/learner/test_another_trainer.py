@@ -77,7 +77,7 @@ def test_it_carries_a_whole_run(tmp_path: Path, monkeypatch: Patch) -> None:
     assert metrics(resumed.folder)[-1]["mismatch/logprob_mean"] < 1e-3
 
 
-@pytest.mark.parametrize("protocol", ["ActorRole", "RoleHost"])
+@pytest.mark.parametrize("protocol", ["ActorRole", "ReferenceRole", "RoleHost"])
 def test_the_page_names_every_method(protocol: str) -> None:
     named = set(re.findall(r"`(\w+)", PAGE.read_text(encoding="utf-8")))
     public = {name for name in vars(getattr(roles, protocol)) if not name.startswith("_")}

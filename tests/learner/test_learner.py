@@ -30,7 +30,7 @@ from agentrl.learner.learner import Learner
 from agentrl.learner.metrics import MicroBatchMetrics, mismatch_columns, policy_metrics
 from agentrl.learner.optimizer import Optimizer, learning_rate
 from agentrl.learner.roles import LocalRoles
-from agentrl.recipe.schema import AlgorithmSection
+from agentrl.recipe.schema import AlgorithmSection, ModelSection, Recipe
 from agentrl.trajectory import FinishReason, Group
 
 
@@ -203,6 +203,51 @@ def test_the_reference_pulls_back(tmp_path: Path) -> None:
     assert alone(make_model(), make_recipe()).reference is None
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_reference_becomes_the_policy_every_so_many_steps(dtype: torch.dtype, tmp_path: Path) -> None:
+    recipe = with_reference(tmp_path, dtype, every=2)
+    learner = alone(make_model(dtype), recipe)
+    begun, policy = weights(make_model(dtype)), learner.actor.model
+    for step in range(1, 5):
+        metrics = learner.learn(make_groups(REWARDS, step))
+        if step % 2:
+            assert metrics["train/kl"] == pytest.approx(0, abs=1e-6), "before this update the two were the same"
+            assert torch.equal(weights(learner.reference.model), begun)
+        else:
+            assert metrics["train/kl"] > 1e-5
+            assert torch.equal(weights(learner.reference.model), begun := weights(policy))
+    assert learner.updates == 4 + 2, "a move of the reference is a change that a step must not be saved without"
+
+
+@pytest.mark.parametrize("compute", ["same", "bfloat16"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_reference_is_a_moving_average_of_the_policy(dtype: torch.dtype, compute: str, tmp_path: Path) -> None:
+    """By hand, in float64; moves of a thousandth of an update are not rounded away in bfloat16."""
+    recipe = with_reference(tmp_path, dtype, compute, ema=0.999)
+    learner = alone(make_model(dtype), recipe)
+    wanted = weights(make_model(dtype)).double()
+    for step in range(3):
+        learner.learn(make_groups(REWARDS, step))
+        wanted = 0.999 * wanted + 0.001 * weights(learner.actor.model).double()
+    kept = torch.cat([master.detach().flatten() for master in learner.reference.state.named_state().values()])
+    assert kept.dtype == torch.float32
+    moved = (wanted - weights(make_model(dtype)).double()).abs().mean()
+    assert moved > 1e-6
+    assert (kept.double() - wanted).abs().mean() < 0.01 * moved
+    assert torch.equal(kept.to(dtype), weights(learner.reference.model)), "it computes with what was averaged"
+
+
+def with_reference(folder: Path, dtype: torch.dtype, compute: str = "same", **reference: Any) -> Recipe:
+    """Of a model in `folder`, with a KL to a reference that moves."""
+    make_model(dtype).save_pretrained(folder)
+    save_tokenizer(folder)
+    recipe = make_recipe({"kl_coef": 0.5, "reference": reference}, path=str(folder), lr=5e-3)
+    name = str(dtype).removeprefix("torch.")
+    return recipe.model_copy(
+        update={"model": ModelSection(path=str(folder), device="cpu", dtype=name, compute=compute)}
+    )
+
+
 def reinforce(tokens: Tokens, config: AlgorithmSection) -> LossTerms:
     """A user's loss, which says nothing about what it does without an advantage."""
     return LossTerms(-tokens.advantages * tokens.logprobs, {"surprise": -tokens.logprobs.detach()})
@@ -297,6 +342,28 @@ def test_a_resumed_run_goes_on_as_if_it_had_never_stopped(tmp_path: Path, dtype:
     for group in groups[2:]:
         resumed.learn(group)
     assert torch.equal(weights(second.model), weights(straight.actor.model))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("reference", [{"every": 2}, {"ema": 0.9}])
+def test_a_reference_that_moves_is_resumed(reference: dict[str, Any], dtype: torch.dtype, tmp_path: Path) -> None:
+    groups = [make_groups(REWARDS, seed) for seed in range(5)]
+    recipe = with_reference(tmp_path / "base", dtype, **reference)
+    straight, first = alone(make_model(dtype), recipe), LocalRoles(recipe, make_model(dtype))
+    stopped = Learner(recipe, first)
+    rows = [straight.learn(group) for group in groups]
+    for group in groups[:3]:
+        stopped.learn(group)
+    saved = Checkpoints(tmp_path, 2).save(3, first.save, {})
+    second = LocalRoles(recipe, Qwen3ForCausalLM.from_pretrained(saved.path, dtype=dtype))
+    second.load(saved.path)
+    resumed = Learner(recipe, second)
+    resumed.steps = saved.step
+    assert [resumed.learn(group) for group in groups[3:]] == rows[3:]
+    assert torch.equal(weights(second.reference.model), weights(straight.reference.model))
+    assert {path.name for path in (saved.path / "trainer").iterdir() if path.is_dir()} == {"actor", "reference"}
+    frozen = recipe.model_copy(update={"algorithm": recipe.algorithm.model_copy(update={"reference": None})})
+    assert LocalRoles(frozen, make_model(dtype)).roles.keys() == {"actor"}
 
 
 @pytest.mark.parametrize("where", ["loss", "reward"])

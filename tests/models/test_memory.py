@@ -51,6 +51,12 @@ def test_the_embedded_model_is_counted_right() -> None:
     assert plan.parameters == sum(p.numel() for p in model.parameters())
     assert plan.reference == plan.weights == 4 * plan.parameters
     assert plan.optimizer == 8 * plan.parameters
+    section = {"dtype": "bfloat16"}
+    for reference, size in ((None, 2), ({"every": 9}, 2), ({"ema": 0.9}, 2 + 4)):
+        algorithm = {"kl_coef": 0.1, "reference": reference}
+        half = plan_memory(Recipe.model_validate({"model": section, "algorithm": algorithm}))
+        assert half is not None
+        assert half.reference == size * half.parameters
 
 
 def test_a_model_that_is_not_here_has_no_plan() -> None:

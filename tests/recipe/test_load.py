@@ -391,6 +391,9 @@ def test_a_dump_does_not_depend_on_the_environment(write, monkeypatch):
     assert load_recipe(write(dump_recipe(recipe), "dumped.yaml")) == recipe
 
 
+MOVING = ("algorithm.kl_coef=0.1", "algorithm.reference.every=2")
+
+
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
@@ -404,6 +407,14 @@ def test_a_dump_does_not_depend_on_the_environment(write, monkeypatch):
         (["cluster.offload=true"], r"cluster\.offload\.parameters is for workers on a cluster"),
         (["cluster.offload.activations=true"], r"cluster\.offload\.activations .* set model\.checkpointing"),
         (["cluster.pools=[{roles: [critic]}]"], r"this recipe has no critic to place there"),
+        (
+            [*MOVING, "cluster.pools=[{roles: [reference]}]"],
+            r"cluster\.pools: a reference that follows the policy .* leave reference out of the pools",
+        ),
+        (
+            [*MOVING, "model.lora={rank: 4}"],
+            r"algorithm\.reference: with model\.lora the reference is the model without",
+        ),
     ],
 )
 def test_keys_that_do_not_add_up(overrides, said):
@@ -585,6 +596,12 @@ def test_rules_of_rejection_are_read_from_a_file_and_written_to_one(tmp_path: Pa
     assert Recipe.load(path).algorithm == found
     for key, said in [
         ("algorithm.reject=[{level: token}]", r"algorithm\.reject\.0: set low, high, or both: without a bound nothing"),
+        (
+            "algorithm.reference={ema: 0.9}",
+            r"algorithm: reference moves .* kl_coef is 0, so there is none: set kl_coef",
+        ),
+        ("algorithm.reference={}", r"algorithm\.reference: set every, ema, or both"),
+        ("algorithm.reference.ema=1", r"algorithm\.reference\.ema: expected less than 1"),
         ("algorithm.kl_target=0.1", r"algorithm: kl_target moves kl_coef, which is 0: set kl_coef to where it begins"),
     ]:
         with pytest.raises(UserError, match=said):

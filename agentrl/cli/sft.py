@@ -1,4 +1,4 @@
-"""`agentrl sft`: supervised fine-tuning on an environment's demonstrations."""
+"""`agentrl sft`: supervised fine-tuning on demonstrations; `agentrl reward-model`: training of a reward model."""
 
 from typing import Annotated
 
@@ -17,3 +17,15 @@ def sft_command(
     from agentrl.sft.run import sft
 
     sft(Recipe.load(recipe, overrides or []), out)
+
+
+def reward_model_command(
+    recipe: Annotated[str, typer.Argument(help="Recipe with a `reward_model` section, which says what to learn from.")],
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Keys to change.")] = None,
+) -> None:
+    """Train a reward model on pairs of conversations, for `rewards.model`."""
+    from agentrl.recipe.load import recipe_name
+    from agentrl.recipe.schema import Recipe
+    from agentrl.sft.reward_model import train_reward_model
+
+    train_reward_model(Recipe.load(recipe, overrides or []), name=recipe_name(recipe))

@@ -173,8 +173,12 @@ UNSEEN = {
     "reward_model/tflops",
     "reward_model/mfu",
     "mismatch/experts",
+    "train/accuracy",
+    "eval/accuracy",
+    "eval/loss",
 }
-"""Documented keys that only workers, a reward model, a mixture of experts and a run that is not well write."""
+"""Documented keys that only workers, a reward model, its training, a mixture of experts and a run that is not well
+write."""
 
 
 @pytest.mark.slow

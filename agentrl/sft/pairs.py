@@ -73,8 +73,11 @@ class PairReader:
             row = rows[i]
             try:
                 yield self._pair(row)
-            except (UserError, TemplateRefusalError) as error:
-                raise UserError(f"{rows.where(i)}: {' '.join(str(error).split())}") from error
+            except UserError as error:
+                raise UserError(f"{rows.where(i)}: {error}") from error
+            except TemplateRefusalError as error:
+                why = " ".join(str(error).split())
+                raise UserError(f"{rows.where(i)}: the chat template does not render it: {why}") from error
 
     def _pair(self, row: Row) -> Pair:
         opening = _opening(row)

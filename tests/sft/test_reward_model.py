@@ -190,6 +190,7 @@ CALL = {"role": "assistant", "tool_calls": [{"function": {"name": "add", "argume
         ({**ROW, "chosen": [{"role": "assistant", "content": 3}]}, "its content is neither text nor a list"),
         ({**ROW, "chosen": CALL}, "chosen, message 1: the arguments of add are no JSON object"),
         ({**ROW, "chosen": {**CALL, "tool_calls": 3}}, "chosen, message 1: a tool call without the `name`"),
+        ({**ROW, "chosen": [{"role": "assistant", "content": [3]}]}, "the chat template does not render it: "),
         ({**ROW, "tools": [3]}, "tools: is no list of schemas"),
         ({**ROW, "chosen": ROW["rejected"]}, "chosen and rejected are the same conversation"),
         ({**ROW, "chosen": "apples " * 2000}, "the model reads 1024"),

@@ -29,7 +29,7 @@ from agentrl.cli.replay import replay_command
 from agentrl.cli.rescore import rescore_command
 from agentrl.cli.rollout import rollout_command
 from agentrl.cli.serve import serve_command
-from agentrl.cli.sft import sft_command
+from agentrl.cli.sft import reward_model_command, sft_command
 from agentrl.cli.show import show_command
 from agentrl.cli.train import train_command
 from agentrl.cli.try_ import try_command
@@ -74,6 +74,7 @@ app.command("train")(train_command)
 app.command("eval")(eval_command)
 app.command("compare")(compare_command)
 app.command("sft")(sft_command)
+app.command("reward-model")(reward_model_command)
 app.command("check")(check_command)
 app.command("doctor")(doctor_command)
 app.command("try")(try_command)

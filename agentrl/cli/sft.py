@@ -1,4 +1,4 @@
-"""`agentrl sft`: supervised fine-tuning on conversations, or on an environment's demonstrations."""
+"""`agentrl sft`: supervised fine-tuning; `agentrl reward-model`: training of a reward model."""
 
 import re
 from typing import Annotated
@@ -48,3 +48,15 @@ def sft_command(
         raise typer.Exit(130) from None
     if result.interrupted:
         raise typer.Exit(130)
+
+
+def reward_model_command(
+    recipe: Annotated[str, typer.Argument(help="Recipe with a `reward_model` section, which says what to learn from.")],
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Keys to change.")] = None,
+) -> None:
+    """Train a reward model on pairs of conversations, for `rewards.model`."""
+    from agentrl.recipe.load import recipe_name
+    from agentrl.recipe.schema import Recipe
+    from agentrl.sft.reward_model import train_reward_model
+
+    train_reward_model(Recipe.load(recipe, overrides or []), name=recipe_name(recipe))

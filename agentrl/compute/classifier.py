@@ -62,7 +62,7 @@ class RewardModel:
     def scores(self, batch: Batch) -> Floats:
         """Return the score of each sample, float32 [S]. batch: from `scoring_batch`, with ids of the classifier's own
         vocabulary."""
-        marked = _mark_ends(batch, self._pad)
+        marked = mark_ends(batch, self._pad)
         scores: Floats = token_column(marked, self._tokens, self.ranks, self.forward)
         scores = scores[marked.tokens["loss_mask"].astype(bool)]
         return scores
@@ -143,7 +143,7 @@ def probe_of(model: Any) -> Packed:
     rows = [np.concatenate([opening, rng.integers(0, vocabulary, n)]) for n in (3, 6)] + [
         rng.integers(0, vocabulary, 9)
     ]
-    probe = _mark_ends(scoring_batch(rows, [0, 0, 1]), padding_of(model.config))
+    probe = mark_ends(scoring_batch(rows, [0, 0, 1]), padding_of(model.config))
     return pack(probe, prefix_trees(probe))
 
 
@@ -247,7 +247,7 @@ def padding_of(config: Any) -> int | None:
     return pad
 
 
-def _mark_ends(batch: Batch, pad: int | None) -> Batch:
+def mark_ends(batch: Batch, pad: int | None) -> Batch:
     """Set the loss mask to 1 on the token at which each score is read: the last one that is not padding, as in
     transformers."""
     real = batch.tokens["ids"] != pad if pad is not None else np.ones(int(batch.offsets[-1]), bool)

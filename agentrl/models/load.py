@@ -48,6 +48,45 @@ def load_model(section: ModelSection, seed: int = 0, *, headless: bool = False) 
     return model, tokenizer
 
 
+def load_scorer(section: ModelSection, seed: int = 0) -> tuple[Any, Any]:
+    """Load `model.path` as a sequence classifier with one label, to be trained, and its tokenizer.
+
+    A causal language model gets a new head in place of its output layer, normal with a variance of 1 / (width + 1)
+    (arXiv:2009.01325, appendix B); seed: of the head. Raises UserError as `load_model` does, and for a classifier with
+    more labels.
+    """
+    import torch
+    from transformers import AutoModelForSequenceClassification
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    path, device = resolve(section.path), find_device(section.device)
+    tokenizer = load_tokenizer(section)
+    config = _load(section.path, "its configuration", lambda: _scorer_config(path, section, tokenizer))
+    options = {"config": config, "dtype": getattr(torch, section.dtype), "trust_remote_code": section.trust_remote_code}
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()  # its report of a new head
+    try:
+        model, found = _load(
+            section.path,
+            "its weights",
+            lambda: AutoModelForSequenceClassification.from_pretrained(path, output_loading_info=True, **options),
+        )
+    finally:
+        logging.set_verbosity(before)
+    absent = sorted(found["missing_keys"])
+    if body := [name for name in absent if name.startswith(f"{model.base_model_prefix}.")]:
+        raise UserError(f"model.path: {section.path} is no whole model: it has no weights for {body[0]}")
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name in absent:
+            head = model.get_parameter(name)
+            drawn = torch.randn(head.shape, generator=generator) / (head.shape[-1] + 1) ** 0.5
+            head.copy_(drawn if head.dim() > 1 else torch.zeros_like(head))
+    model.config.architectures = [type(model).__name__]
+    return model.to(device).eval(), tokenizer
+
+
 def load_skeleton(section: ModelSection) -> tuple[Any, Any]:
     """Return the model without weights and adapter, on the meta device, and its tokenizer, for a process that does not
     compute with it. Raises UserError as `load_model` does."""
@@ -198,6 +237,26 @@ def overridden(config: Any, section: ModelSection) -> Any:
             raise UserError(f"model.config: a {config.model_type!r} has no {key!r}{nearest(key, text.to_dict())}")
         old = getattr(owner, key)
         setattr(owner, key, {**old, **value} if isinstance(old, dict) and isinstance(value, dict) else value)
+    return config
+
+
+def _scorer_config(path: str, section: ModelSection, tokenizer: Any) -> Any:
+    from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES as KNOWN
+
+    config = AutoConfig.from_pretrained(path, trust_remote_code=section.trust_remote_code)
+    remote = section.trust_remote_code and "AutoModelForSequenceClassification" in (
+        getattr(config, "auto_map", None) or {}
+    )
+    if config.model_type not in KNOWN and not remote:
+        raise UserError(f"model.path: {section.path} is a {config.model_type!r}, which cannot be a sequence classifier")
+    trained = any("SequenceClassification" in name for name in config.architectures or ())
+    if trained and config.num_labels != 1:
+        raise UserError(f"model.path: {section.path} has {config.num_labels} labels; a reward model has one")
+    config.num_labels = 1
+    text = config.get_text_config()
+    if text.pad_token_id is None:  # transformers scores batches of several with one only
+        text.pad_token_id = tokenizer.pad_token_id
     return config
 
 

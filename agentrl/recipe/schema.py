@@ -864,6 +864,29 @@ class SftSection(Section):
         return self
 
 
+class RewardModelSection(Section):
+    """Training of a reward model on pairs of conversations (`agentrl reward-model`)."""
+
+    source: Annotated[tuple[str, ...], Field(min_length=1), BeforeValidator(_listed)]
+    """Files of pairs (.jsonl, .json, .parquet), run folders whose rollouts are compared, or both."""
+    pairs_per_group: Annotated[Positive, Unit("pairs")] = 4
+    """Most pairs that are drawn from the rollouts of one group of a run folder."""
+    held_out: Annotated[float, Field(ge=0, lt=1)] = 0.1
+    """Share of the pairs that is held out, by whole prompts; 0: none."""
+    eval_every: Steps = 50
+    """Steps between evaluations on the held-out pairs; 0: before and after training only."""
+    epochs: Annotated[Positive, Unit("epochs")] = 1
+    """Passes over the pairs."""
+    batch: Annotated[Positive, Unit("pairs per step")] = 64
+    """Pairs of each step."""
+    lr: Above0 = 1e-5
+    """Peak learning rate; it falls to 0 by a cosine."""
+    warmup_steps: Steps = 0
+    """Steps in which the learning rate rises from 0 to its peak."""
+    weight_decay: AtLeast0 = 0.0
+    """Weight decay of the optimizer."""
+
+
 class CriticSection(Section):
     """A value model, trained beside the policy, for advantages that need one (gae)."""
 
@@ -998,6 +1021,8 @@ class Recipe(Section):
     """Teaches the sampled tokens (algorithm.streams.distill). null: none."""
     critic: CriticSection | None = None
     """Train a critic; `{}` takes the defaults of its keys. null: none."""
+    reward_model: RewardModelSection | None = None
+    """Training of a reward model, for `agentrl reward-model`. null: none."""
     cluster: ClusterSection = ClusterSection()
     track: TrackSection = TrackSection()
     profile: ProfileSection = ProfileSection()

@@ -122,7 +122,7 @@ def translation(recipe: Recipe, tokenizer: Any, tools: Sequence[dict[str, Json]]
     config = classifier_config(path, recipe.model)
     theirs = _tokenizer(path, recipe.model.trust_remote_code)
     limit = getattr(config.get_text_config(), "max_position_embeddings", None)
-    if theirs is None or _knows(theirs, tokenizer):
+    if theirs is None or knows(theirs, tokenizer):
         return _same(path, recipe, tokenizer, config.get_text_config().vocab_size, limit)
     return _rendered(path, theirs, tools, limit)
 
@@ -172,7 +172,7 @@ def _rendered(path: str, tokenizer: Any, tools: Sequence[dict[str, Json]], limit
     return translate
 
 
-def _knows(theirs: Any, ours: Any) -> bool:
+def knows(theirs: Any, ours: Any) -> bool:
     """Return whether every token of `ours` has the same id in `theirs`."""
     vocabulary = theirs.get_vocab()
     return all(vocabulary.get(token) == number for token, number in ours.get_vocab().items())

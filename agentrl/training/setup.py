@@ -180,6 +180,8 @@ def make_player(start: Start) -> tuple[Recipe, Player]:
     display.note(player.describe())
     if recipe.sft is not None:
         display.note("sft: not part of this run: run `agentrl sft RECIPE --out DIR` first, then set model.path=DIR")
+    if recipe.reward_model is not None:
+        display.note("reward_model: not part of this run: run `agentrl reward-model RECIPE`, then set rewards.model")
     return initial, player
 
 

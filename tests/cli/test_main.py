@@ -67,7 +67,7 @@ def test_check_looks_names_up_before_it_prints_anything(capsys, key):
     assert said.err.count("\n") == 1
 
 
-@pytest.mark.parametrize("command", ["train", "eval", "sft"])
+@pytest.mark.parametrize("command", ["train", "eval", "sft", "reward-model"])
 def test_every_command_refuses_an_unknown_key(capsys, command):
     assert "rolout: unknown key; did you mean 'rollout'?" in refused(capsys, command, RECIPE, "rolout.n=3")
 
@@ -278,8 +278,8 @@ def test_version(capsys, arguments):
 
 
 COMMANDS = (
-    "train", "eval", "sft", "check", "try", "serve", "chat", "new", "data", "recipes", "version", "tools", "envs",
-    "rewards", "advantages", "losses", "trackers", "engines",
+    "train", "eval", "sft", "reward-model", "check", "try", "serve", "chat", "new", "data", "recipes", "version",
+    "tools", "envs", "rewards", "advantages", "losses", "trackers", "engines",
 )  # fmt: skip
 
 

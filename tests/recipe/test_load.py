@@ -300,14 +300,14 @@ def test_the_name_of_a_recipe():
     assert recipe_name("recipes/gsm8k_tool.yaml") == "gsm8k_tool"
 
 
-def test_every_key_is_described_and_there_are_at_most_220():
+def test_every_key_is_described_and_there_are_at_most_260():
     """Those that hold a value; a section is where they are found."""
     fields = known_fields(Recipe, lists=True)
     keys = {key: info for key, info in fields.items() if not any(other.startswith(f"{key}.") for other in fields)}
     assert {"train.lr", "sft.new_model.config", "rollout.n", "model.lora.rank", "tools.N.args"} <= keys.keys()
     assert [key for key, info in keys.items() if not info.description] == []
     assert [key for key, info in fields.items() if not (info.description or section_of(info.annotation).__doc__)] == []
-    assert 100 < len(keys) <= 220
+    assert 100 < len(keys) <= 260
 
 
 def test_the_reference_of_the_recipe_is_up_to_date():

@@ -142,6 +142,7 @@ class Conversation:
     turn_ends: "array[int]" = field(default_factory=lambda: array("i"))
     step_rewards: "array[float]" = field(default_factory=lambda: array("d"))
     state_keys: list[str] = field(default_factory=list)
+    """For each whole turn, the key of the state in which it began (`Environment.state_key`)."""
     state_key: str = ""
     """The key of the state in which the turn begins that is not whole yet; those of whole turns are `state_keys`."""
     orders: "array[int]" = field(default_factory=lambda: array("i"))

@@ -9,7 +9,6 @@ import typer
 
 from agentrl.cli.common import console
 from agentrl.errors import UserError, nearest
-from agentrl.images import is_image
 
 if TYPE_CHECKING:
     from agentrl.rollout.trajectory_file import Record, Stored, Told
@@ -144,6 +143,8 @@ class _Printer:
         self.say(f"[{message['role']}{name}]", "bold")
         if reasoning := message.get("reasoning_content"):
             self.say(_plain(reasoning), "dim")
+        from agentrl.images import is_image
+
         content, calls = message.get("content"), message.get("tool_calls")
         for part in content if isinstance(content, list) else [content]:
             text = part.get("text") if isinstance(part, dict) else part

@@ -23,7 +23,8 @@ from agentrl.sft.run import sft
 
 RECIPE = RECIPES / "user_sim.yaml"
 SHORT = [
-    "sft.stages=[{style: clean, steps: 2, batch: 4, warmup_steps: 0}, {style: careless, steps: 1, batch: 4}]",
+    "sft.stages=[{style: clean, steps: 2, batch: 4, lr: 1e-3, warmup_steps: 0},"
+    "{style: careless, steps: 1, batch: 4, lr: 1e-3}]",
     "train.steps=2", "train.threads=1", "eval.tasks=4", "rollout.tasks=2", "rollout.n=4",
 ]  # fmt: skip
 

@@ -176,6 +176,8 @@ class There:
         self.own = Actor(self.policy.model, recipe, self.policy.forward, ranks, self.policy.description)
         self.actor = Dealt(self.own, context, sharing)
         self.reference = self.critic = None
+        self.teachers: dict[int, Any] = {}
+        self.pools: dict[str, str] = {}
         if recipe.algorithm.kl_coef:
             forward: Any = WithoutAdapter(self.policy.model, self.policy.forward)
             if recipe.model.lora is None:

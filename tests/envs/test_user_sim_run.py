@@ -23,7 +23,7 @@ from agentrl.sft.run import sft
 
 RECIPE = RECIPES / "user_sim.yaml"
 SHORT = [
-    "sft.stages=[{style: clean, steps: 2, batch: 4, lr: 1e-3, warmup_steps: 0},"
+    "sft.stages=[{style: clean, steps: 6, batch: 4, lr: 2e-3, warmup_steps: 0},"
     "{style: careless, steps: 1, batch: 4, lr: 1e-3}]",
     "train.steps=2", "train.threads=1", "eval.tasks=4", "rollout.tasks=2", "rollout.n=4",
 ]  # fmt: skip
@@ -33,7 +33,7 @@ SHORT = [
 def test_the_recipe_warm_starts_trains_and_evaluates(tmp_path: Path) -> None:
     recipe = load_recipe(RECIPE, [*SHORT, f"output={tmp_path / 'sft'}"])
     made = sft(recipe, str(tmp_path / "clerk"), console=Console(file=io.StringIO()))
-    assert made.steps == 3
+    assert made.steps == 7
     result = agentrl.train(load_recipe(RECIPE, [*SHORT, f"model.path={made.folder}", f"output={tmp_path / 'run'}"]))
     assert set(result.after) == {"test", "wording"}
     rows = metrics(result.folder)

@@ -216,6 +216,11 @@ def is_image(part: object) -> bool:
     return isinstance(part, Mapping) and part.get("type") in ("image", "image_url")
 
 
+def is_kept(part: Any) -> bool:
+    """Return whether a part of a stored content is an image that was kept, by its hash."""
+    return is_image(part) and isinstance(part.get("image"), str) and bool(_HASH.fullmatch(part["image"]))
+
+
 def hashes(messages: Sequence[Mapping[str, Any]]) -> list[Any]:
     """Return the hashes of the images of stored messages, in order."""
     contents = [message.get("content") for message in messages]

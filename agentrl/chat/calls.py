@@ -211,14 +211,19 @@ _VERBATIM = re.compile(
 
 def _parsed_python(body: str) -> ast.expr:
     """Parse an expression, within limits. Raises what `ast.parse` raises."""
-    body = body.strip().replace("\0", "\\x00")
+    body = body.strip()
     try:
-        return ast.parse(body, mode="eval").body
+        return ast.parse(_without_nul(body), mode="eval").body
     except SyntaxError:
         quoted = _VERBATIM.sub(lambda m: m.group() if m["open"] is not None else m["lead"] + repr(m["text"]), body)
         if quoted == body:
             raise
-    return ast.parse(quoted, mode="eval").body
+    return ast.parse(_without_nul(quoted), mode="eval").body
+
+
+def _without_nul(code: str) -> str:
+    """Escape null characters, which Python's parser refuses."""
+    return code.replace("\0", "\\x00")
 
 
 def _python_call(node: ast.expr, raw: str) -> ParsedCall:

@@ -143,13 +143,13 @@ class _Printer:
         self.say(f"[{message['role']}{name}]", "bold")
         if reasoning := message.get("reasoning_content"):
             self.say(_plain(reasoning), "dim")
-        from agentrl.images import is_image
+        from agentrl.images import is_kept
 
         content, calls = message.get("content"), message.get("tool_calls")
         for part in content if isinstance(content, list) else [content]:
             text = part.get("text") if isinstance(part, dict) else part
-            if isinstance(part, dict) and is_image(part):
-                self.say(f"(image {str(part.get('image'))[:64]}.png)", "dim")
+            if isinstance(part, dict) and is_kept(part):
+                self.say(f"(image {part['image']}.png)", "dim")
                 continue
             if text or not calls:
                 self.say(_plain(text if isinstance(text, str) else part))

@@ -269,6 +269,7 @@ def test_texts_that_are_written_without_escapes(name: str) -> None:
         "a\nb, 'c'": "a\nb, 'c'",
         "don't (say 'no')": "don't (say 'no')",
         "a\\nb": "a\nb",
+        "a\n\0": "a\n\0",
         "', more='": "",
     }.items():
         turn = {"role": "assistant", "content": "", "tool_calls": [call(0, "keep", text=value, count=3)]}

@@ -545,7 +545,8 @@ def test_a_tracker_that_hangs_is_left_behind(
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_passes_the_check_of_its_functions(name: str) -> None:
-    check_algorithm(small(algorithm={"preset": name}, **({"critic": {}} if name == "ppo" else {})))
+    needs = {"ppo": {"critic": {}}, "opd": {"teacher": {"path": "tiny"}}}
+    check_algorithm(small(algorithm={"preset": name}, **needs.get(name, {})))
 
 
 OWN = sorted(name for name, function in advantages.functions.items() if function.__module__.startswith("agentrl."))

@@ -84,7 +84,7 @@ class Learner:
     def learn(self, groups: Sequence[Group]) -> dict[str, float]:
         """Make one step: values, advantages, old and reference log-probs, updates. Return the metrics of `update`.
 
-        If a KL is part of the reward, log-probs are computed before advantages.
+        With a critic, or a KL in the reward, log-probs are computed before advantages.
         """
         batch = Batch.from_groups(groups)
         trajectories = [t for group in groups for t in group.trajectories]

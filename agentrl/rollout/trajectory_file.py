@@ -95,8 +95,6 @@ TOKENS: dict[str, pa.DataType] = {
 """Columns of lists with an entry for each token, and their types."""
 SCHEMA = pa.schema([*FACTS.items(), *TOKENS.items()], {_ABOUT: str(VERSION).encode()})
 
-_ADDED = ("spans", "images")
-"""Columns that files of the first writers of this version lack; they are null there."""
 _SHORT = [name for name, kind in FACTS.items() if not pa.types.is_nested(kind)]
 _ADDED = ("spans", "images")
 """Columns that files of the first writers of this version lack; they are null there."""

@@ -29,8 +29,7 @@ def token_mean(update: Update, config: AlgorithmSection) -> Weights:
 @aggregations.register("sequence_mean")
 def sequence_mean(update: Update, config: AlgorithmSection) -> Weights:
     """Every sample counts equally: 1 / (samples x tokens of the sample) (GRPO, arXiv:2402.03300, equation 3)."""
-    weights: Weights = 1.0 / (np.maximum(update.lengths, 1) * float(_samples(update)))
-    return weights
+    return 1.0 / (np.maximum(update.lengths, 1) * float(_samples(update)))
 
 
 @aggregations.register("token_sum")

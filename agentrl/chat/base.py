@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-from agentrl.images import ImageSpan
+from agentrl.images import ImageSize, ImageSpan
 from agentrl.plugins.types import Json, Message
 
 
@@ -102,6 +102,11 @@ class Seeing(Protocol):
 
     def images_in(self, ids: Sequence[int], messages: Sequence[Message]) -> list[ImageSpan]:
         """Return where the images of `messages` stand in `ids`, which `render` or `bridge` made of them."""
+        ...
+
+    def image_tokens(self, image: str | ImageSize) -> int:
+        """Return the tokens of an image, by its hash or by its size alone. Raises ImageError: the model does not take
+        it."""
         ...
 
 

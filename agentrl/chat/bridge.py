@@ -71,7 +71,7 @@ class BridgeChat:
         for i, (messages, tools) in enumerate(openings):
             frame = self._opening(messages, tools)
             if frame is None or self._sought(messages):
-                found[i] = len(self.render(messages, tools))
+                found[i] = len(BridgeChat.render(self, messages, tools))  # not with what a subclass makes of messages
             else:
                 found[i] = frame.fixed
                 gaps += [(i, text) for text in frame.texts(messages)]

@@ -4,8 +4,11 @@ It bridges between turns and reads calls. The opening is always the template's o
 """
 
 import json
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from importlib import import_module
+from types import ModuleType
 from typing import Any
 
 from agentrl.chat.base import Opening, ParsedCall, ParsedTurn, PartialTurn
@@ -16,20 +19,13 @@ from agentrl.errors import UserError
 from agentrl.plugins.types import Json, Message
 
 _BY_MODEL_TYPE = {
-    "qwen3": ("qwen3", "prime-qwen3"),
-    "qwen3_moe": ("qwen3",),
-    "qwen3_vl": ("qwen3-vl",),
-    "qwen3_vl_moe": ("qwen3-vl",),
-    "qwen3_5": ("qwen3.5", "qwen3.6", "qwen3.8"),
-    "qwen3_5_moe": ("qwen3.5", "qwen3.6", "qwen3.8"),
-    "llama": ("llama-3", "deepseek-r1"),
-    "gpt_oss": ("gpt-oss",),
-    "glm4_moe": ("glm-4.5", "glm-5"),
-    "deepseek_v3": ("deepseek-v3", "deepseek-r1", "kimi-k2"),
-    "nemotron_h": ("nemotron-3", "nemotron-3-ultra", "nemotron-3.5"),
-    "gemma4": ("gemma4",),
+    "qwen3": ("qwen3", "prime-qwen3"), "qwen3_moe": ("qwen3",), "qwen3_vl": ("qwen3-vl",),
+    "qwen3_vl_moe": ("qwen3-vl",), "qwen3_5": ("qwen3.5", "qwen3.6", "qwen3.8"),
+    "qwen3_5_moe": ("qwen3.5", "qwen3.6", "qwen3.8"), "llama": ("llama-3", "deepseek-r1"), "gpt_oss": ("gpt-oss",),
+    "glm4_moe": ("glm-4.5", "glm-5"), "deepseek_v3": ("deepseek-v3", "deepseek-r1", "kimi-k2"),
+    "nemotron_h": ("nemotron-3", "nemotron-3-ultra", "nemotron-3.5"), "gemma4": ("gemma4",),
     "minimax_m2": ("minimax-m2",),
-}
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +52,29 @@ class Family:
 
 def known_families() -> list[str]:
     """Return the names of all families that `renderers` knows, sorted."""
-    from renderers.base import MODEL_RENDERER_MAP
+    return sorted(set(_renderers_module("base").MODEL_RENDERER_MAP.values()))
 
-    return sorted(set(MODEL_RENDERER_MAP.values()))
+
+def _renderers_module(name: str) -> Any:
+    """Import a module of `renderers`, without its HTTP client: that imports `openai`, which takes most of a second, and
+    nothing here uses it. Who imports the client later gets the real one."""
+    client = "renderers.client"
+    if "renderers" not in sys.modules:
+        sys.modules[client] = _NoClient(client)
+    try:
+        return import_module(f"renderers.{name}")
+    finally:
+        if isinstance(sys.modules.get(client), _NoClient):
+            del sys.modules[client]
+
+
+class _NoClient(ModuleType):
+    """Gives a class for whatever is imported from it: the package exports the client's exceptions."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return type(name, (Exception,), {})
 
 
 def find_family(
@@ -85,11 +101,10 @@ def find_family(
 
 
 def _candidates(kind: str, model_path: str, tokenizer: Any, config: dict[str, Any]) -> list[str]:
-    from renderers.base import MODEL_RENDERER_MAP
-
     if kind != "auto":
         return [kind]
-    named = [MODEL_RENDERER_MAP.get(name) for name in (model_path, getattr(tokenizer, "name_or_path", ""))]
+    known = _renderers_module("base").MODEL_RENDERER_MAP
+    named = [known.get(name) for name in (model_path, getattr(tokenizer, "name_or_path", ""))]
     by_type = _BY_MODEL_TYPE.get(str(config.get("model_type")), ())
     rest = (
         by_type if config else [name for name in known_families() if name != "gpt-oss"]
@@ -99,10 +114,8 @@ def _candidates(kind: str, model_path: str, tokenizer: Any, config: dict[str, An
 
 def _renderers(name: str, tokenizer: Any) -> Iterator[Any]:
     """Return the family's renderers: with its defaults, and with thinking switched off or on."""
-    from renderers.base import create_renderer
-    from renderers.configs import config_from_name
-
-    config_class: Any = type(config_from_name(name))
+    create_renderer = _renderers_module("base").create_renderer
+    config_class: Any = type(_renderers_module("configs").config_from_name(name))
     variants: list[dict[str, Any]] = [{}]
     if "enable_thinking" in config_class.model_fields:
         variants += [{"enable_thinking": True}, {"enable_thinking": False}]

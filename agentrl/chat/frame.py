@@ -92,7 +92,9 @@ def content_text(content: object) -> str:
     for part in content if isinstance(content, list) else ():
         if not isinstance(part, dict) or part.get("type") != "text":
             kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-            raise UserError(f"a message holds a part of type {kind!r}: this chat takes text only")
+            raise UserError(
+                f"a message holds a part of type {kind!r}: this chat takes text only; images want a model that sees"
+            )
         texts.append(str(part.get("text", "")))
     return "".join(texts)
 

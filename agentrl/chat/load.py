@@ -9,7 +9,7 @@ from agentrl.chat.base import Chat
 from agentrl.chat.bridge import BridgeChat
 from agentrl.chat.encode import Encoder
 from agentrl.chat.families import FamilyChat, find_family, known_families
-from agentrl.chat.image_chat import ImageChat, find_image_text
+from agentrl.chat.image_chat import ImageChat, find_image_writing
 from agentrl.chat.parse import TurnParser
 from agentrl.chat.probe import THINKING, check_tools, find_ends, find_rewrites, find_unshown
 from agentrl.chat.template import Template
@@ -55,11 +55,11 @@ def load_chat(
 def _seeing(bridge: BridgeChat, template: Template, encoder: Encoder, image_input: ImageInput) -> BridgeChat:
     """Return a chat that takes images, or the bridge, which says why its template takes none."""
     try:
-        text = find_image_text(template, encoder, image_input.placeholder)
+        writing = find_image_writing(template, encoder, image_input.placeholder)
     except UserError as error:
         bridge.description += f"; no images: {error}"
         return bridge
-    return ImageChat(bridge, image_input, encoder, text)
+    return ImageChat(bridge, image_input, encoder, writing)
 
 
 def _chosen(

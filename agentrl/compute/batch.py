@@ -16,6 +16,8 @@ Array = npt.NDArray[Any]
 
 KEYED = "keyed_ids"
 """The token column of a batch with images that is computed in place of `ids`."""
+COST = "cost"
+"""The token column by which workers and micro-batches are evened, int32; without it each token costs as much."""
 SIZES = (np.inf, 1.0, 0.5, 0.25, 0.125, 0.0)
 """Limits on the size of a piece that `balanced` tries, as shares of a part; 0: single samples."""
 SLACK = 1.02
@@ -95,8 +97,7 @@ class Batch:
         if "rollout" not in self.samples:
             return np.arange(len(self))
         named = self.samples["rollout"]
-        found: npt.NDArray[np.int64] = np.cumsum(np.concatenate([[0], named[1:] != named[:-1]])[: len(named)])
-        return found
+        return np.cumsum(np.concatenate([[0], named[1:] != named[:-1]])[: len(named)])
 
     def span(self, sample: int) -> slice:
         """Return the slice of a sample's tokens in the token columns."""
@@ -141,9 +142,10 @@ class Batch:
 
         Groups stay whole where that balances: a worker computes what samples of a group have in common once, for all of
         them that it has. Where it does not, a group is split, and several workers compute it. Samples without a sampled
-        token are never computed: they count as 0 tokens, and stay with the sample before them.
+        token are never computed: they count as 0 tokens, and stay with the sample before them. The column `cost`, where
+        there is one, says what each token counts.
         """
-        trees = prefix_trees(self, np.flatnonzero(self.sampled > 0))
+        trees = self.costing(prefix_trees(self, np.flatnonzero(self.sampled > 0)))
         owner = np.full(len(self), -1)
         for part, pieces in enumerate(balanced(trees, parts)):
             for piece in pieces:
@@ -153,6 +155,28 @@ class Batch:
         chosen = [np.flatnonzero(owner == part) for part in range(parts)]
         return Partition([self.select(indices) for indices in chosen], np.concatenate(chosen))
 
+    def with_image_cost(self, features: float) -> "Batch":
+        """Return the batch with the column `cost`, in sixteenths of a token, if it holds images: a placeholder costs
+        `features` tokens more than another token."""
+        if KEYED not in self.tokens or COST in self.tokens or not features:
+            return self
+        return self.with_tokens(
+            **{COST: np.where(self.tokens[KEYED] < 0, round(16 * (1 + features)), 16).astype(np.int32)}
+        )
+
+    def costing(self, trees: list[PrefixTree]) -> list[PrefixTree]:
+        """Return the trees with costs in place of tokens, themselves where each token costs as much."""
+        if COST not in self.tokens:
+            return trees
+        before = _offsets(self.tokens[COST])
+        starts = [self.offsets[tree.samples] for tree in trees]
+        return [
+            PrefixTree(
+                tree.samples, *(before[start + tokens] - before[start] for tokens in (tree.lengths, tree.shared))
+            )
+            for tree, start in zip(trees, starts, strict=True)
+        ]
+
     def undivided(self, owner: Ints) -> Ints:
         """Return `owner`, int64 [S], the part of each sample, with all paths of a rollout in the part that has most of
         its tokens: a loss may compare a rollout's tokens as a whole."""
@@ -161,8 +185,7 @@ class Batch:
         rollouts, tokens = self.rollouts, np.zeros((int(self.rollouts[-1]) + 1, int(owner.max()) + 1), np.int64)
         there = owner >= 0
         np.add.at(tokens, (rollouts[there], owner[there]), self.lengths[there])
-        found: Ints = np.where(there, tokens.argmax(1)[rollouts], owner)
-        return found
+        return np.where(there, tokens.argmax(1)[rollouts], owner)
 
     def split(self, parts: int) -> "list[Batch]":
         """Return `parts` runs of consecutive rollouts whose counts differ by at most one; some may be empty."""
@@ -316,11 +339,9 @@ class Partition:
         joined = np.concatenate([output for output in outputs if len(output)] or [outputs[0]])
         if sizes == [int(part.offsets[-1]) for part in self.parts]:
             lengths = Batch.concat([Batch(part.offsets, {}, {}) for part in self.parts])
-            by_token: npt.NDArray[Any] = joined[lengths.positions(np.argsort(self.order))]
-            return by_token
+            return joined[lengths.positions(np.argsort(self.order))]
         if sizes == [len(part) for part in self.parts]:
-            by_sample: npt.NDArray[Any] = joined[np.argsort(self.order)]
-            return by_sample
+            return joined[np.argsort(self.order)]
         raise ValueError(f"outputs of {sizes} entries are neither the parts' tokens nor their samples")
 
 

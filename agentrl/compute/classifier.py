@@ -13,12 +13,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from agentrl.compute.batch import Batch, prefix_trees
-from agentrl.compute.forward import TOLERANCE, hidden_states
+from agentrl.compute.batch import KEYED, Batch, prefix_trees
+from agentrl.compute.forward import TOLERANCE, hidden_states, vision_of
 from agentrl.compute.micro_batches import SINGLE_PROCESS, ProcessGroup, token_column
 from agentrl.compute.packing import Packed, indices, pack
 from agentrl.errors import UserError
-from agentrl.models.load import find_device
+from agentrl.models.image_input import image_input
+from agentrl.models.load import find_device, let_classify
 from agentrl.models.prove import disproof
 from agentrl.recipe.schema import ModelSection, Recipe
 
@@ -34,7 +35,6 @@ class ScoreForward(Protocol):
 
     def __call__(self, packed: Packed) -> Tensor:
         """Return one score for each prediction of the row, float32 [N]."""
-        ...
 
 
 class RewardModel:
@@ -54,7 +54,7 @@ class RewardModel:
         if forward is None:
             model = load_classifier(recipe, find_device(recipe.model.device))
             kind, description = choose(model)
-            forward = SCORE_FORWARDS[kind](model)
+            forward = kind(model)
         self.forward, self.ranks, self.description, self.model = forward, ranks, description, forward.model
         self._pad = padding_of(forward.model.config)
         self._tokens = recipe.train.micro_batch_tokens
@@ -69,16 +69,17 @@ class RewardModel:
 
 
 class ModuleScores:
-    """A `ScoreForward` by a causal model with attention over shared-prefix trees, and its linear layer `score`."""
+    """A `ScoreForward` by a causal model with attention over shared-prefix trees, and its linear layer `score`.
+    max_over_ranks: see `Vision`."""
 
-    def __init__(self, model: Any) -> None:
-        self.model = model
+    def __init__(self, model: Any, max_over_ranks: Callable[[int], int] | None = None) -> None:
+        self.model, self.vision = model, vision_of(model, max_over_ranks)
 
     def __call__(self, packed: Packed) -> Tensor:
-        backbone, score = getattr(self.model, self.model.base_model_prefix), self.model.score
-        states = hidden_states(backbone, backbone, packed, score.weight.device)
+        backbone, device = getattr(self.model, self.model.base_model_prefix), self.model.score.weight.device
+        states = hidden_states(backbone, backbone, packed, device, vision=self.vision)
         read = torch.from_numpy(packed.predicted).to(states.device)
-        scores: Tensor = score(states.index_select(0, read))
+        scores: Tensor = self.model.score(states.index_select(0, read))
         return scores[:, 0].float()
 
 
@@ -98,41 +99,39 @@ class SequenceScores:
         return torch.stack(scores)[: len(paths)] if scores else torch.zeros(0)
 
     def _score(self, path: Ints) -> Tensor:
+        if (vision := vision_of(self.model, self.max_over_ranks)) is not None:
+            seen: Tensor = self.model.score(vision.states(path)[last_real(path, padding_of(self.model.config))])
+            return seen[0].float()
         device = next(self.model.parameters()).device
         score: Tensor = self.model(input_ids=torch.from_numpy(path).to(device)[None]).logits[0, 0].float()
         return score
 
 
-SCORE_FORWARDS: dict[str, Any] = {kind.__name__: kind for kind in (ModuleScores, SequenceScores)}
-"""Implementations of `ScoreForward` by name."""
-
-
-def scoring_batch(rows: Sequence[npt.NDArray[np.int32]], groups: Sequence[int]) -> Batch:
-    """Return a batch of sequences. rows: the ids of each, int32, at least one. groups: the group of each; neighbours of
-    one group may share a prefix."""
+def scoring_batch(rows: Sequence[npt.NDArray[Any]], groups: Sequence[int]) -> Batch:
+    """Return a batch of sequences. rows: the ids of each, int32, at least one; int64 where images are among them, keyed
+    (`images.keyed`). groups: the group of each; neighbours of one group may share a prefix."""
     lengths = np.array([len(row) for row in rows], np.int64)
     ends = np.cumsum(lengths)
-    ids = np.concatenate(rows).astype(np.int32) if len(rows) else np.zeros(0, np.int32)
+    given = np.concatenate(rows) if len(rows) else np.zeros(0, np.int32)
+    ids, shown = np.maximum(given, -1).astype(np.int32), {KEYED: given.astype(np.int64)} if (given < 0).any() else {}
     mask = np.zeros(len(ids), np.uint8)
     mask[ends - 1] = 1
     return Batch(
         np.concatenate([np.zeros(1, np.int64), ends]),
-        {"ids": ids, "loss_mask": mask},
+        {"ids": ids, "loss_mask": mask, **shown},
         {"prompt_length": (lengths - 1).astype(np.int32), "group": np.array(groups, np.int64)},
     )
 
 
-def choose(model: Any) -> tuple[str, str]:
-    """Return the name in SCORE_FORWARDS of the fastest implementation that is exact for `model`, and one line about
-    it."""
+def choose(model: Any) -> tuple[type[ModuleScores | SequenceScores], str]:
+    """Return the fastest implementation that is exact for `model`, and one line about it."""
     packed, tolerance = probe_of(model), TOLERANCE.get(next(model.parameters()).dtype, 0.25)
+    fast, slow = lambda: ModuleScores(model)(packed), lambda: SequenceScores(model)(packed)
     with torch.no_grad():
-        why = disproof(
-            lambda: ModuleScores(model)(packed), lambda: SequenceScores(model)(packed), tolerance, scaled=True
-        )
+        why = disproof(fast, slow, tolerance, scaled=True)
     if why is not None:
-        return SequenceScores.__name__, f"one sequence at a time ({why})"
-    return ModuleScores.__name__, "packed, prompts shared"
+        return SequenceScores, f"one sequence at a time ({why})"
+    return ModuleScores, "packed, prompts shared"
 
 
 def probe_of(model: Any) -> Packed:
@@ -171,6 +170,7 @@ def load_classifier(recipe: Recipe, device: Any = "cpu") -> Any:
     if info["missing_keys"]:
         missing = ", ".join(sorted(info["missing_keys"])[:2])
         raise UserError(f"rewards.model: {path} is not a trained classifier: it has no weights for {missing}")
+    model.image_input = image_input(folder, section.trust_remote_code)
     return model.to(device).eval().requires_grad_(False)
 
 
@@ -178,10 +178,14 @@ def classifier_skeleton(recipe: Recipe) -> Any:
     """Build the same module without weights, on torch's default device. Raises UserError as `classifier_config`."""
     from transformers import AutoModelForSequenceClassification
 
-    config = classifier_config(str(recipe.rewards.model), recipe.model)
-    return AutoModelForSequenceClassification.from_config(
-        config, dtype=getattr(torch, recipe.model.frozen.dtype), trust_remote_code=recipe.model.trust_remote_code
+    path, section = str(recipe.rewards.model), recipe.model.frozen
+    model = AutoModelForSequenceClassification.from_config(
+        classifier_config(path, section),
+        dtype=getattr(torch, section.dtype),
+        trust_remote_code=section.trust_remote_code,
     ).eval()
+    model.image_input = image_input(classifier_folder(path), section.trust_remote_code)
+    return model
 
 
 def classifier_config(path: str, section: ModelSection) -> Any:
@@ -190,7 +194,6 @@ def classifier_config(path: str, section: ModelSection) -> Any:
     Raises UserError: no configuration there, an architecture that cannot classify, or more than one label.
     """
     from transformers import AutoConfig
-    from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES as KNOWN
 
     folder = classifier_folder(path)
     config = _load_or_explain(
@@ -199,7 +202,7 @@ def classifier_config(path: str, section: ModelSection) -> Any:
         lambda: AutoConfig.from_pretrained(folder, trust_remote_code=section.trust_remote_code),
     )
     remote = "AutoModelForSequenceClassification" in (getattr(config, "auto_map", None) or {})
-    if config.model_type not in KNOWN and not (remote and section.trust_remote_code):
+    if not let_classify(config) and not (remote and section.trust_remote_code):
         raise UserError(f"rewards.model: {path} is a {config.model_type!r}, which cannot be a sequence classifier")
     if config.num_labels != 1:
         raise UserError(
@@ -256,3 +259,9 @@ def mark_ends(batch: Batch, pad: int | None) -> Batch:
     mask = np.zeros(len(real), np.uint8)
     mask[batch.offsets[:-1] + last] = 1
     return batch.with_tokens(loss_mask=mask).with_samples(prompt_length=last.astype(np.int32))
+
+
+def last_real(ids: Ints, pad: int | None) -> int:
+    """Return the index of the last token of one sequence that is not padding, 0 where none is."""
+    real = np.flatnonzero(ids != pad) if pad is not None else np.arange(len(ids))
+    return int(real[-1]) if len(real) else 0

@@ -8,7 +8,8 @@ FLOPs are counted as in appendix B of PaLM (Chowdhery et al., arXiv:2204.02311):
 token in the forward pass, four in the backward pass, and those of attention; none for norms, softmax, or anything
 computed a second time (activations, prompts that a partition of the batch repeats). In addition, a prompt that samples
 share counts once, the output layer counts only for predicted tokens, and attention only for pairs of tokens that
-attend.
+attend. A vision tower counts once for each image of a pass, and a frozen one in updates alone, since its features are
+kept; of a tower that attends in windows, attention counts in the layers without.
 """
 
 from collections.abc import Iterable
@@ -19,8 +20,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from agentrl.compute.batch import Batch, prefix_trees
+from agentrl.compute.batch import KEYED, Batch, prefix_trees
+from agentrl.images import runs
 from agentrl.models.dense import linear
+from agentrl.models.vision import towers
 from agentrl.recipe.schema import Recipe
 
 TERA = 1e12
@@ -56,6 +59,13 @@ class Cost:
     pair: int
     """FLOPs of the forward pass for one token that attends to another, over all layers: 4 x layers x heads x head
     size."""
+    tower: int = 0
+    """Parameters in matrices of the vision tower, each as often as a feature of an image passes it: once for each of
+    its patches before they are merged."""
+    trained_tower: int = 0
+    """Those of `tower` with gradients."""
+    tower_pair: int = 0
+    """FLOPs of the tower's forward pass for one feature that attends to another."""
 
     @classmethod
     def of(cls, model: Any, adapter: bool = True) -> "Cost":
@@ -66,28 +76,51 @@ class Cost:
         backbone = model if hasattr(model, "get_input_embeddings") else model.model
         embedding = backbone.get_input_embeddings().weight
         head: Any = None if output is None else output.weight
-        body = trained = 0
+        seeing, patches = {id(p) for tower in towers(model) for p in tower.parameters()}, _patches(model.config)
+        body = trained = tower = trained_tower = 0
         for name, parameter in model.named_parameters():
             if ".lora_" in name and not adapter:
                 continue
             if parameter.dim() > 1 and parameter is not head and parameter is not embedding:
                 count = int(parameter.numel() * (_active(text) if ".experts." in name else 1))
-                body += count
-                trained += count if parameter.requires_grad else 0
+                own = count if parameter.requires_grad else 0
+                if id(parameter) not in seeing:
+                    body, trained = body + count, trained + own
+                elif ".pos_embed." not in name:  # a table
+                    times = 1 if "merger" in name else patches
+                    tower, trained_tower = tower + times * count, trained_tower + times * own
         size = 0 if head is None else head.numel()
         heads = getattr(text, "num_attention_heads", 0)
         head_dim = getattr(text, "head_dim", None) or text.hidden_size // max(1, heads)
         pair = 4 * text.num_hidden_layers * heads * head_dim
-        return cls(body, size, trained, size if size and head.requires_grad else 0, pair)
+        trained_head = size if size and head.requires_grad else 0
+        tower_pair = _tower_pair(model.config) * patches**2 if seeing else 0
+        return cls(body, size, trained, trained_head, pair, tower, trained_tower, tower_pair)
+
+    @property
+    def feature(self) -> float:
+        """What a feature of an image costs in each pass, beside its token, in tokens; 0 where the tower is frozen: then
+        features are kept."""
+        return self.tower / self.body if self.trained_tower else 0.0
 
     def forward(self, work: "Workload") -> float:
         """Return the FLOPs of a forward pass."""
-        return 2.0 * (self.body * work.tokens + self.head * work.predictions) + float(self.pair * work.pairs)
+        kept = self.trained_body and not self.trained_tower
+        return self._text(work) + (0.0 if kept else self._images(work))
 
     def update(self, work: "Workload") -> float:
         """Return the FLOPs of a forward and backward pass. Frozen matrices have no gradient of their own."""
         own = 2.0 * (self.trained_body * work.tokens + self.trained_head * work.predictions)
-        return 2 * self.forward(work) + own + float(self.pair * work.pairs)
+        found = 2 * self._text(work) + own + float(self.pair * work.pairs) + self._images(work)
+        if not self.trained_tower:
+            return found
+        return found + self._images(work) + 2.0 * self.trained_tower * work.images + self.tower_pair * work.image_pairs
+
+    def _text(self, work: "Workload") -> float:
+        return 2.0 * (self.body * work.tokens + self.head * work.predictions) + float(self.pair * work.pairs)
+
+    def _images(self, work: "Workload") -> float:
+        return 2.0 * self.tower * work.images + float(self.tower_pair * work.image_pairs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +153,21 @@ def _active(text: Any) -> float:
     return text.num_experts_per_tok / experts if experts else 1.0
 
 
+def _patches(config: Any) -> int:
+    """Return the patches of an image that a feature is made of."""
+    vision = getattr(config, "vision_config", None)
+    side = getattr(vision, "spatial_merge_size", None) or getattr(vision, "pooling_kernel_size", None) or 1
+    return int(side) ** 2
+
+
+def _tower_pair(config: Any) -> int:
+    """Return the FLOPs of a vision tower's forward pass for one patch that attends to another."""
+    vision = config.vision_config
+    layers: Any = getattr(vision, "depth", None) or getattr(vision, "num_hidden_layers", 0)
+    everywhere = getattr(vision, "fullatt_block_indexes", None)
+    return 4 * int(layers if everywhere is None else len(everywhere)) * int(vision.hidden_size)
+
+
 @dataclass(frozen=True, slots=True)
 class Workload:
     """The size of a batch for a model that computes whatever its samples have in common once."""
@@ -130,13 +178,28 @@ class Workload:
     """Predicted tokens."""
     pairs: int
     """Pairs of tokens of which one attends to the other, or to itself."""
+    images: int = 0
+    """Features of images, each image once."""
+    image_pairs: int = 0
+    """Pairs of features of one image, in either order."""
 
     @classmethod
     def of(cls, batch: Batch) -> "Workload":
         """Count the tokens of a batch, without samples that have no sampled token: no pass computes them."""
         sampled = batch.sampled
-        trees = prefix_trees(batch, np.flatnonzero(sampled > 0))
-        return cls(sum(t.tokens for t in trees), int(sampled.sum()), sum(t.pairs for t in trees))
+        computed = np.flatnonzero(sampled > 0)
+        trees = prefix_trees(batch, computed)
+        features: dict[str, int] = {}
+        if KEYED in batch.tokens:
+            for run in runs(batch.tokens[KEYED][batch.positions(computed)]):
+                features[run.key] = max(features.get(run.key, 0), run.first + run.end - run.start)
+        return cls(
+            sum(t.tokens for t in trees),
+            int(sampled.sum()),
+            sum(t.pairs for t in trees),
+            sum(features.values()),
+            sum(count**2 for count in features.values()),
+        )
 
 
 def utilisation(flops: float, seconds: float, peak: float | None, of: str = "train") -> dict[str, float]:

@@ -1,8 +1,8 @@
 """Log-probs and entropies of a packed row, by the fastest implementation that is exact for the model.
 
-There are three: our own forward (block_forward.py), the Hugging Face module with its attention replaced, and the
-unchanged module on one sequence after another. `choose` compares them on a small packed row at start-up, and takes the
-first that agrees with the last.
+There are three: our own forward of Qwen2, Qwen3, Llama and Mistral models (`BlockForward`), the Hugging Face module
+with its attention replaced, and the unchanged module on one sequence after another. `choose` compares them on a small
+packed row at start-up, and takes the first that agrees with the last.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,11 +19,14 @@ from agentrl.algo.loss import entropy
 from agentrl.compute import liger
 from agentrl.compute.activation_checkpointing import recompute
 from agentrl.compute.batch import Batch, prefix_trees
-from agentrl.compute.block_forward import BlockForward
 from agentrl.compute.hf_attention import Unsupported, replaced_attention
-from agentrl.compute.kernels import Further, token_logprobs
+from agentrl.compute.kernels import Further, rms_norm, swiglu, token_logprobs
 from agentrl.compute.packing import Packed, indices, pack
+from agentrl.compute.prefix_tree import Ints
 from agentrl.compute.tree_attention import attend, faults, make_layout
+from agentrl.models import block
+from agentrl.models.block import Rope, Weights, weights_of
+from agentrl.models.lora import has_dropout, layers
 from agentrl.models.prove import attempt, difference, differs_like_others
 from agentrl.models.vision import Vision
 from agentrl.recipe.schema import ModelSection
@@ -33,6 +36,10 @@ TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.05}
 `differs_like_others` instead."""
 EXACT = (torch.float32, torch.float64)
 """Dtypes whose results are compared by TOLERANCE."""
+
+KERNELS = block.Kernels(rms_norm, swiglu)
+SMALL = 50_000_000
+"""Number of parameters up to which joined and folded copies of the weights, made anew in each pass, are faster."""
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -48,26 +55,81 @@ class Forward(Protocol):
         [N], in nats; and what `further` makes of the predictions, where it is given. Without gradients, entropies may
         be 0.
         """
-        ...
+
+
+class BlockForward:
+    """A `Forward` on the parameters of a model that it supports (see `unsupported`); built once a run."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.rope = Rope(model)
+        self.copies = sum(p.numel() for p in model.parameters()) <= SMALL
+
+    @staticmethod
+    def unsupported(model: nn.Module) -> str | None:
+        """Return why it cannot run this model, in a few words; None: it can."""
+        if next(model.parameters()).dtype != torch.float32:
+            return "its weights are not float32"
+        if adapted := layers(model):
+            if has_dropout(model):
+                return "its adapter has dropout"
+            if sum(p.numel() for p in model.parameters()) > SMALL:
+                return f"it would merge the adapters of {len(adapted)} layers in each pass"
+        return block.unsupported(model)
+
+    def __call__(self, packed: Packed, temperature: float, further: Further | None = None) -> tuple[Any, ...]:
+        """Return log-probs and entropies (nats) of the packed row's predictions, float32 [N] each, and `further`."""
+        states, head = self.states(packed)
+        found = token_logprobs(states, head, None, torch.from_numpy(packed.target).to(head.device), temperature)
+        return found if further is None else (*found, further(states, head, None))
+
+    def states(self, packed: Packed) -> tuple[Tensor, Tensor]:
+        """Return the hidden states [N, D] of the predicting tokens, and the matrix [V, D] of the output layer; either
+        may include the gain of the final norm."""
+        weights = weights_of(self.model, copy=self.copies, interleave=self.copies)
+        device = weights.embed.device
+        rotation = self.rope(torch.from_numpy(packed.positions).to(device))
+        ids, predict = (torch.from_numpy(indices).to(device) for indices in (packed.ids, packed.predict))
+        layout, scale = make_layout(packed.segments, device), weights.shape.head_dim**-0.5
+
+        def attention(_: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return attend(q, k, v, layout, scale)
+
+        return block.hidden(weights, ids, rotation, attention, KERNELS, predict), _head(weights)
+
+
+def _head(weights: Weights) -> Tensor:
+    """Return the matrix [V, D] that maps hidden states to logits."""
+    return weights.head.weights[0].t() if weights.head.transposed else weights.head.weights[0]
 
 
 class ModuleForward:
-    """The Hugging Face module with attention over shared-prefix trees.
+    """The Hugging Face module with attention over shared-prefix trees. Of a model that sees, features stand in the
+    place of placeholders, with positions of their own along each path; those of an image are computed once, however
+    many paths hold it.
 
-    compute: dtype of matrix products (None: that of the weights); weights, gradients and results stay float32. Raises
-    Unsupported for an output layer that is not linear.
+    compute: dtype of matrix products (None: that of the weights); weights, gradients and results stay float32.
+    max_over_ranks: see `Vision`. Raises Unsupported for an output layer that is not linear.
     """
 
-    def __init__(self, model: PreTrainedModel, compute: torch.dtype | None = None) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        compute: torch.dtype | None = None,
+        max_over_ranks: Callable[[int], int] | None = None,
+    ) -> None:
         head = model.get_output_embeddings()
         if type(head) is not nn.Linear:
             raise Unsupported("its output layer is not a plain nn.Linear")
+        if getattr(model.config.get_text_config(), "final_logit_softcapping", None) is not None:
+            raise Unsupported("its logits are capped")
         self.model, self.head, self.compute = model, head, compute
         self.base: Any = getattr(model, model.base_model_prefix)
+        self.vision = vision_of(model, max_over_ranks)
 
     def __call__(self, packed: Packed, temperature: float, further: Further | None = None) -> tuple[Any, ...]:
         device, kind = self.head.weight.device, self.compute or self.head.weight.dtype
-        states = self.states(packed, device)
+        states = hidden_states(self.model, self.base, packed, device, self.compute, self.vision)
         chosen = states.index_select(0, torch.from_numpy(packed.predict).to(device)).to(kind)
         target = torch.from_numpy(packed.target).to(device)
         bias = None if self.head.bias is None else self.head.bias.to(kind)
@@ -75,51 +137,47 @@ class ModuleForward:
         found = token_logprobs(chosen, head, bias, target, temperature)
         return found if further is None else (*found, further(chosen, head, bias))
 
-    def states(self, packed: Packed, device: torch.device) -> Tensor:
-        """Return the hidden states [P, D] of the packed tokens."""
-        return hidden_states(self.model, self.base, packed, device, self.compute)
+
+def vision_of(model: Any, max_over_ranks: Callable[[int], int] | None = None) -> Vision | None:
+    """Return the `Vision` of a model that sees; None: it reads text."""
+    return Vision(model, max_over_ranks=max_over_ranks) if Vision.of(model) else None
 
 
-class VisionForward(ModuleForward):
-    """The same for a model that sees: features in the place of placeholders, positions in three axes along each path.
-    The features of an image are computed once, however many paths hold it."""
-
-    def __init__(self, model: PreTrainedModel, compute: torch.dtype | None = None) -> None:
-        super().__init__(model, compute)
-        self.vision = Vision(model)
-
-    def states(self, packed: Packed, device: torch.device) -> Tensor:
-        axes = np.tile(packed.positions, (3, 1))
-        for path in packed.paths:
-            own = indices(path.spans)
-            axes[:, own] = self.vision.positions(packed.ids[own])
-        with _autocast(device, self.compute):
-            said = self.vision.embedded(packed.ids)
-            with replaced_attention(self.model, partial(attend, layout=make_layout(packed.segments, device))):
-                states: Tensor = self.base.language_model(
-                    position_ids=torch.from_numpy(axes).to(device)[:, None], use_cache=False, **said
-                ).last_hidden_state[0]
-        return states
+def axes_of(vision: Vision, packed: Packed) -> Ints:
+    """Return the positions of the packed tokens along their paths, int64 [axes, P]."""
+    axes = np.tile(packed.positions, (vision.input.family.axes, 1))
+    for path in packed.paths:
+        own = indices(path.spans)
+        axes[:, own] = vision.positions(packed.ids[own])
+    return axes
 
 
 def hidden_states(
-    model: PreTrainedModel, base: Any, packed: Packed, device: torch.device, compute: torch.dtype | None = None
+    model: PreTrainedModel,
+    base: Any,
+    packed: Packed,
+    device: torch.device,
+    compute: torch.dtype | None = None,
+    vision: Vision | None = None,
 ) -> Tensor:
-    """Return the hidden states [P, D] of the packed tokens. base: the part of `model` before its output layer."""
-    with (
-        replaced_attention(model, partial(attend, layout=make_layout(packed.segments, device))),
-        _autocast(device, compute),
-    ):
-        states: Tensor = base(
-            input_ids=torch.from_numpy(packed.ids).to(device)[None],
-            position_ids=torch.from_numpy(packed.positions).to(device)[None],
-            use_cache=False,
-        ).last_hidden_state[0]
+    """Return the hidden states [P, D] of the packed tokens. base: the part of `model` before its output layer. vision:
+    of a model that sees."""
+    with autocast(device, compute):
+        if vision is None:
+            ids, positions = (torch.from_numpy(of).to(device)[None] for of in (packed.ids, packed.positions))
+            said = {"input_ids": ids, "position_ids": positions}
+        else:
+            axes = vision.position_ids(axes_of(vision, packed)[:, None])
+            said = {"position_ids": axes, **vision.embedded(packed.ids[None])}
+            model, base = vision.base, vision.base.language_model
+        with replaced_attention(model, partial(attend, layout=make_layout(packed.segments, device))):
+            states: Tensor = base(use_cache=False, **said).last_hidden_state[0]
     return states
 
 
 class SequenceRunner(Generic[M]):
-    """Runs an unchanged module on one unpadded sequence after another: exact for every causal model, and slow.
+    """Runs an unchanged module on one unpadded sequence after another: exact for every causal model, and slow. One
+    that sees runs as `Vision` does.
 
     compute: see `ModuleForward`. max_over_ranks: returns the maximum of a count over the ranks that share the model's
     shards (None: one process). All of them run the module as often as the rank with the most sequences, so that their
@@ -164,9 +222,14 @@ class SequenceRunner(Generic[M]):
 
     def _run(self, ids: np.ndarray) -> Tensor:
         device = self._device
-        with _autocast(device, self.compute):
+        with autocast(device, self.compute):
+            if (vision := vision_of(self.model, self.max_over_ranks)) is not None:
+                return self._seen(vision, ids)
             logits: Tensor = self.model(input_ids=torch.from_numpy(ids).to(device)[None], use_cache=False).logits[0]
         return logits
+
+    def _seen(self, vision: Vision, ids: np.ndarray) -> Tensor:
+        return vision.logits(ids)
 
 
 class SequenceForward(SequenceRunner[nn.Module]):
@@ -188,14 +251,6 @@ class SequenceForward(SequenceRunner[nn.Module]):
         return *found, further(torch.cat([idle.new_zeros(0, width), *kept]) + idle, None, None)
 
 
-class VisionSequences(SequenceForward):
-    """The same for a model that sees."""
-
-    def _run(self, ids: np.ndarray) -> Tensor:
-        with _autocast(self._device, self.compute):
-            return Vision(self.model).logits(ids)
-
-
 def computed_in(section: ModelSection) -> torch.dtype | None:
     """Return the type that the recipe's `model.compute` names; None: that of the weights."""
     return torch.bfloat16 if section.compute == "bfloat16" else None
@@ -213,18 +268,16 @@ def choose(
     then on, whoever calls the module; offload: what is kept of a layer lies in CPU memory meanwhile.
     """
     reasons: list[str] = []
-    sees = Vision.of(model)
-    slowest = VisionSequences if sees else SequenceForward
-    sequences = slowest(model)
-    chosen: tuple[Any, str] = slowest, SEQUENTIAL
-    for kind, name in VISION_FORWARDS if sees else FAST_FORWARDS:
+    sequences = SequenceForward(model)
+    chosen: tuple[Any, str] = SequenceForward, SEQUENTIAL
+    for kind, name in VISION_FORWARDS if Vision.of(model) else FAST_FORWARDS:
         reason = _excluded(kind, compute, checkpointing) or _rejection(kind, model, sequences)
         if reason is None:
             chosen = kind, name
             break
         reasons.append(f"no {name}: {reason}")
     kind, name = chosen
-    if kind is ModuleForward and liger.fits(model, next(model.parameters()).device):
+    if kind is ModuleForward and not Vision.of(model) and liger.fits(model, next(model.parameters()).device):
         with torch.no_grad():
             liger.apply_and_compare(model, lambda: ModuleForward(model)(probe_of(model), 1.0)[0], _judge(model))
         name = f"{name}, {liger.DESCRIPTION}"
@@ -243,7 +296,7 @@ FAST_FORWARDS: tuple[tuple[Any, str], ...] = (
     (ModuleForward, "module with shared-prefix attention"),
 )
 """Implementations that `choose` tries, the fastest first, and the description of each."""
-VISION_FORWARDS: tuple[tuple[Any, str], ...] = ((VisionForward, "module with shared-prefix attention and images"),)
+VISION_FORWARDS: tuple[tuple[Any, str], ...] = ((ModuleForward, "module with shared-prefix attention and images"),)
 """Those for models that see."""
 
 
@@ -256,7 +309,8 @@ def _excluded(kind: Any, compute: torch.dtype | None, checkpointing: bool) -> st
     return "model.checkpointing is on" if checkpointing else None
 
 
-def _autocast(device: torch.device, compute: torch.dtype | None) -> AbstractContextManager[Any]:
+def autocast(device: torch.device, compute: torch.dtype | None) -> AbstractContextManager[Any]:
+    """Return the context in which matrix products are computed in `compute` (None: in the type of the weights)."""
     return nullcontext() if compute is None else torch.autocast(device.type, compute)
 
 
@@ -264,7 +318,7 @@ def _rejection(kind: Any, model: Any, sequences: SequenceForward) -> str | None:
     """Return why `kind` cannot be used for `model`; None: it can."""
     if kind is BlockForward and (reason := BlockForward.unsupported(model)):
         return reason
-    if kind is ModuleForward and (reason := unsupported_attention(model)):
+    if kind is not BlockForward and (reason := unsupported_attention(model)):
         return reason
     with torch.no_grad():
         found = attempt(lambda: kind(model)(probe_of(model), 1.0)[0])
@@ -289,10 +343,11 @@ def probe_of(model: Any, other: bool = False) -> Packed:
 
 def unsupported_attention(model: PreTrainedModel) -> str | None:
     """Return why attention over packed rows cannot replace the model's, by its configuration; None: it can."""
-    kinds = set(getattr(model.config, "layer_types", None) or ["full_attention"])
+    config = model.config.get_text_config()
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     if kinds != {"full_attention"}:
         return f"its layers are {', '.join(sorted(kinds))}"
-    if getattr(model.config, "sliding_window", None) and getattr(model.config, "use_sliding_window", True):
+    if getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True):
         return "it attends in a sliding window"
     return None
 

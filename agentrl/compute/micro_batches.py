@@ -24,15 +24,12 @@ class ProcessGroup(Protocol):
     @property
     def size(self) -> int:
         """Number of ranks whose gradients are averaged; each multiplies its part of a loss by it."""
-        ...
 
     def max_over_ranks(self, count: int) -> int:
         """Return the maximum of `count` over the ranks, all of which call this."""
-        ...
 
     def heartbeat(self) -> None:
         """Report that a pass has ended, to a controller that watches the progress of the ranks."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ own. The last token of a segment predicts the first token of each that continues
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -88,7 +88,8 @@ def micro_batches(batch: Batch, tokens: int) -> Iterator[Packed]:
 
 def bins(batch: Batch, tokens: int, count: int = 0) -> list[list[PrefixTree]]:
     """Distribute the samples over bins of about equal packed tokens, `tokens` at most; return the trees of each bin,
-    the fullest first.
+    the fullest first. Where the batch has the column `cost`, they are of about equal cost instead, unless that takes
+    more bins.
 
     count: how many bins are wanted; there are more where `tokens` would be exceeded, and fewer where there are fewer
     samples. A sample larger than `tokens` has a bin of its own. Groups are cut where that evens the bins, what their
@@ -100,14 +101,14 @@ def bins(batch: Batch, tokens: int, count: int = 0) -> list[list[PrefixTree]]:
     large = kept[lengths[kept] > tokens]
     found = [[PrefixTree(s, lengths[s], np.zeros(1, np.int64))] for s in large[:, None]]
     trees = prefix_trees(batch, kept[lengths[kept] <= tokens])
-    for pieces in _even(trees, tokens, count - len(large)):
+    for pieces in _even(trees, batch.costing(trees), tokens, count - len(large)):
         own: dict[int, list[int]] = {}  # a bin may hold several pieces of a group
         for piece in pieces:
             own.setdefault(piece.tree, []).extend(piece.places)
         found.append([trees[index].subset(sorted(own[index])) for index in sorted(own)])
     if "rollout" in batch.samples:
         found = _undivided(batch, kept, found)
-    return sorted(found, key=lambda part: (-sum(tree.tokens for tree in part), part[0].samples.tolist()))
+    return sorted(found, key=lambda part: (-sum(t.tokens for t in batch.costing(part)), part[0].samples.tolist()))
 
 
 def _undivided(batch: Batch, kept: Ints, bins: list[list[PrefixTree]]) -> list[list[PrefixTree]]:
@@ -199,11 +200,18 @@ def _joined(spans: list[Span], more: Span) -> list[Span]:
     return [*spans, more]
 
 
-def _even(trees: Sequence[PrefixTree], tokens: int, count: int) -> list[list[Piece]]:
-    """Return the pieces of each bin: `count` bins or more, as few as hold `tokens` at most; none is empty."""
+def _even(trees: list[PrefixTree], costs: list[PrefixTree], tokens: int, count: int) -> list[list[Piece]]:
+    """Return the pieces of each bin: `count` bins or more, as few as hold `tokens` at most; none is empty. costs: the
+    trees, with what their tokens cost."""
     parts = max(1, count, -(-sum(tree.tokens for tree in trees) // tokens))
     while True:
-        placed = balanced(trees, parts)
-        if all(packed_tokens(pieces, trees) <= tokens for pieces in placed):
-            return [pieces for pieces in placed if pieces]
+        for evened in (trees,) if costs is trees else (costs, trees):
+            placed = balanced(evened, parts)
+            if all(_packed(pieces, trees) <= tokens for pieces in placed):
+                return [pieces for pieces in placed if pieces]
         parts += max(1, parts // 32)
+
+
+def _packed(pieces: Sequence[Piece], trees: Sequence[PrefixTree]) -> int:
+    """Return the packed tokens of a bin, whatever its pieces were measured in."""
+    return packed_tokens([replace(one, tokens=trees[one.tree].cost(one.places)) for one in pieces], trees)

@@ -15,23 +15,27 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from agentrl.compute.forward import ModuleForward
+from agentrl.compute.forward import ModuleForward, axes_of
 from agentrl.compute.hf_attention import Unsupported, replaced_attention
 from agentrl.compute.kernels import Further, token_logprobs
 from agentrl.compute.packing import Packed
 from agentrl.compute.tree_attention import Layout, attend, make_layout
 from agentrl.compute.value_head import ModuleValues, ValueModel
 from agentrl.errors import UserError
+from agentrl.models.vision import Vision
 
 
 class _Sharing:
     """The part of one rank of `group` in the computation of `model`, a transformer with attention heads.
 
-    Raises UserError if the number of ranks does not divide the number of heads.
+    vision: of a model that sees; a rank computes the images that stand in its own slice. Raises UserError if the number
+    of ranks does not divide the number of heads.
     """
 
-    def __init__(self, model: PreTrainedModel, base: Any, group: dist.ProcessGroup) -> None:
-        self.model, self.base = model, base
+    def __init__(
+        self, model: PreTrainedModel, base: Any, group: dist.ProcessGroup, vision: Vision | None = None
+    ) -> None:
+        self.model, self.base, self.vision = model, base, vision
         self.group, self.ranks, self.rank = group, dist.get_world_size(group), dist.get_rank(group)
         heads: int = model.config.get_text_config().num_attention_heads
         if heads % self.ranks:
@@ -46,14 +50,22 @@ class _Sharing:
         width = -(-len(packed.ids) // self.ranks)
         start, end = self.rank * width, (self.rank + 1) * width
         layout = make_layout(packed.segments, device)
+        said = self._said(packed, start, width, device)
+        text = self.base if self.vision is None else self.base.language_model
         with replaced_attention(self.model, lambda q, k, v, scale: self._attend(q, k, v, layout, scale)):
-            states = self.base(
-                input_ids=_slice(packed.ids, start, width).to(device)[None],
-                position_ids=_slice(packed.positions, start, width).to(device)[None],
-                use_cache=False,
-            ).last_hidden_state[0]
+            states = text(use_cache=False, **said).last_hidden_state[0]
         own = np.flatnonzero((packed.predict >= start) & (packed.predict < end))
         return states.index_select(0, torch.from_numpy(packed.predict[own] - start).to(device)), own
+
+    def _said(self, packed: Packed, start: int, width: int, device: torch.device) -> dict[str, Any]:
+        """Return the arguments of the transformer that say this rank's slice."""
+        ids = _slice(packed.ids, start, width)
+        if self.vision is None:
+            positions = _slice(packed.positions, start, width).to(device)[None]
+            return {"input_ids": ids.to(device)[None], "position_ids": positions}
+        axes = torch.stack([_slice(axis, start, width) for axis in axes_of(self.vision, packed)])
+        positions = self.vision.position_ids(axes[:, None].numpy())
+        return {"position_ids": positions, **self.vision.embedded(ids[None].numpy())}
 
     def gathered(self, found: Tensor, own: np.ndarray, count: int) -> Tensor:
         """Return the values of all ranks, [k, count]; only those of this rank have a gradient. found: this rank's
@@ -88,14 +100,16 @@ class SequenceParallelForward(ModuleForward):
     """A `Forward` that the ranks of `group` call with equal arguments.
 
     Each rank returns all log-probs and entropies [N], with gradients only for those that its own tokens predict. So a
-    loss of them is equal on all ranks, and its gradients must be summed over the ranks of the group.
+    loss of them is equal on all ranks, and its gradients must be summed over the ranks of the group. vision: of a model
+    that sees.
 
     Raises UserError if the number of ranks does not divide the number of attention heads.
     """
 
-    def __init__(self, model: PreTrainedModel, group: dist.ProcessGroup) -> None:
+    def __init__(self, model: PreTrainedModel, group: dist.ProcessGroup, vision: Vision | None = None) -> None:
         super().__init__(model)
-        self._sharing = _Sharing(model, self.base, group)
+        self.vision = vision
+        self._sharing = _Sharing(model, self.base, group, vision)
 
     def __call__(self, packed: Packed, temperature: float, further: Further | None = None) -> tuple[Any, ...]:
         if further is not None:
@@ -115,9 +129,10 @@ class SequenceParallelValues(ModuleValues):
     Raises as `SequenceParallelForward` does.
     """
 
-    def __init__(self, model: ValueModel, group: dist.ProcessGroup) -> None:
+    def __init__(self, model: ValueModel, group: dist.ProcessGroup, vision: Vision | None = None) -> None:
         super().__init__(model)
-        self._sharing = _Sharing(model.model, model.model, group)
+        self.vision = vision
+        self._sharing = _Sharing(model.model, model.model, group, vision)
 
     def __call__(self, packed: Packed, features: Tensor) -> Tensor:
         device = self.model.lm_head.weight.device

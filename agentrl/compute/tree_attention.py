@@ -123,11 +123,9 @@ class Layout(Protocol):
     @property
     def tokens(self) -> int:
         """Number of packed tokens, P."""
-        ...
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """See the function `attend`."""
-        ...
 
 
 def make_layout(segments: Sequence[Segment], device: torch.device | str = "cpu") -> Layout:

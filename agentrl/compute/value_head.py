@@ -7,6 +7,7 @@ for the first policy of the calculator recipe, these two features explain 27 % o
 samples, of 39 % that can be explained at all; the backbone alone explains 6 % after 2,000.
 """
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, Protocol
 
@@ -17,9 +18,18 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from agentrl.compute.batch import Batch
-from agentrl.compute.block_forward import BlockForward
-from agentrl.compute.forward import Forward, ModuleForward, SequenceForward, SequenceRunner, choose, hidden_states
+from agentrl.compute.forward import (
+    BlockForward,
+    Forward,
+    ModuleForward,
+    SequenceForward,
+    SequenceRunner,
+    choose,
+    hidden_states,
+    vision_of,
+)
 from agentrl.compute.packing import Packed
+from agentrl.models.vision import Vision
 
 CONFIDENCE_FEATURES = 2
 """Number of columns of `confidence_features`."""
@@ -56,7 +66,7 @@ class ValueModel(nn.Module):
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
-        self.config = model.config
+        self.config, self.image_input = model.config, getattr(model, "image_input", None)
         self.model: Any = getattr(model, model.base_model_prefix)
         like = next(self.model.parameters())
         size = model.config.get_text_config().hidden_size
@@ -67,6 +77,11 @@ class ValueModel(nn.Module):
         self.gain = size / CONFIDENCE_FEATURES
         for parameter in (self.lm_head.weight, self.lm_head.bias, confidence.weight):
             nn.init.zeros_(parameter)
+
+    @property
+    def device(self) -> torch.device:
+        """Where its weights are."""
+        return self.lm_head.weight.device
 
     @property
     def confidence(self) -> nn.Linear:
@@ -99,7 +114,6 @@ class ValueForward(Protocol):
 
         features: float32 [N, 2], the `confidence_features` of the predicted tokens.
         """
-        ...
 
 
 class BlockValues:
@@ -114,16 +128,21 @@ class BlockValues:
 
 
 class ModuleValues:
-    """A `ValueForward` by the module with its attention replaced. compute: see `ModuleForward`."""
+    """A `ValueForward` by the module with its attention replaced. compute, max_over_ranks: see `ModuleForward`."""
 
-    def __init__(self, model: ValueModel, compute: torch.dtype | None = None) -> None:
-        self.model, self.compute = model, compute
+    def __init__(
+        self,
+        model: ValueModel,
+        compute: torch.dtype | None = None,
+        max_over_ranks: Callable[[int], int] | None = None,
+    ) -> None:
+        self.model, self.compute, self.vision = model, compute, vision_of(model, max_over_ranks)
 
     def __call__(self, packed: Packed, features: Tensor) -> Tensor:
-        backbone, device = self.model.model, self.model.lm_head.weight.device
-        states = hidden_states(backbone, backbone, packed, device, self.compute)
+        model, device = self.model, self.model.device
+        states = hidden_states(model.model, model.model, packed, device, self.compute, self.vision)
         predicting = states.index_select(0, torch.from_numpy(packed.predict).to(device))
-        return self.model.of_states(predicting)[:, 0] + self.model.of_features(features)
+        return model.of_states(predicting)[:, 0] + model.of_features(features)
 
 
 class SequenceValues(SequenceRunner[ValueModel]):
@@ -133,6 +152,9 @@ class SequenceValues(SequenceRunner[ValueModel]):
         idle = self.idle_passes(packed)
         values = [logits[:, 0] for _, logits in self.logits(packed)]
         return torch.cat([idle.new_zeros(0), *values]) + idle + self.model.of_features(features)
+
+    def _seen(self, vision: Vision, ids: np.ndarray) -> Tensor:
+        return self.model.of_states(vision.states(ids))
 
 
 def value_forward(

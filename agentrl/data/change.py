@@ -3,10 +3,11 @@
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from agentrl.data.files import Parquet
-from agentrl.data.rows import Listed, Row, Rows
+from agentrl.data.rows import Listed, Row, Rows, undecoded
 from agentrl.errors import UserError, contained, describe
 from agentrl.plugins.registry import load_path
 from agentrl.plugins.types import Json
@@ -90,7 +91,7 @@ def _dataset(rows: Rows, what: str) -> Any:
     from datasets import Dataset
 
     if isinstance(rows, Parquet):
-        data = Dataset(rows.table)
+        data = undecoded(Dataset(rows.table))
     elif isinstance(rows, Listed) and isinstance(rows.content, Dataset):
         data = rows.content
     else:
@@ -114,7 +115,7 @@ class _Changed(Rows):
     sparse = True
 
     def __init__(self, origin: Rows, data: Any) -> None:
-        self._origin, self._data = origin, data
+        self._origin, self._data = origin, undecoded(data)
         self._numbers = data[_NUMBER][:]
 
     def __len__(self) -> int:
@@ -128,3 +129,6 @@ class _Changed(Rows):
 
     def number(self, index: int) -> int:
         return self._origin.number(self._numbers[index])
+
+    def folder(self, index: int) -> Path | None:
+        return self._origin.folder(self._numbers[index])

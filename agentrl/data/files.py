@@ -52,7 +52,7 @@ def _text(path: Path, kind: str) -> Rows:
     if kind.startswith(".jsonl") or content[:4096].lstrip()[:1] != b"[":
         return JsonLines(path, content)
     try:
-        return Listed(json.loads(content[:]), str(path), 1)
+        return Listed(json.loads(content[:]), str(path), 1, path.parent)
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: is not UTF-8 text: {error.reason}") from error
     except ValueError as error:
@@ -102,6 +102,9 @@ class JsonLines(Rows):
     def where(self, index: int) -> str:
         return f"{self._path}, line {self._lines[index] + 1}"
 
+    def folder(self, index: int) -> Path | None:
+        return self._path.parent
+
 
 class Parquet(Rows):
     """A table in Arrow's memory; a row becomes Python objects when it is looked at."""
@@ -121,6 +124,9 @@ class Parquet(Rows):
 
     def where(self, index: int) -> str:
         return f"{self._path}, row {index + 1}"
+
+    def folder(self, index: int) -> Path | None:
+        return self._path.parent
 
 
 def _parquet(path: Path) -> Rows:

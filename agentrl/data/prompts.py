@@ -3,14 +3,16 @@
 import asyncio
 import logging
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache
 from time import monotonic
 
 from agentrl.chat.base import Chat, Measuring, Opening, Seeing
+from agentrl.data.sampler import TaskSampler
 from agentrl.errors import UserError, contained, describe
-from agentrl.images import stored
+from agentrl.images import STORE, ImageError, check_count, hashes, sized
 from agentrl.plugins.environment import Environment
 from agentrl.plugins.tool import Tool
 from agentrl.plugins.toolbox import offered
@@ -23,59 +25,116 @@ OPENING_SECONDS = 60.0  # the deadline that an environment's `create` sees while
 
 @dataclass(frozen=True, slots=True)
 class PromptLengths:
-    """Tokens of each task's opening prompt, in the order given, and the most that fit."""
+    """Tokens of each task's opening prompt, in the order given, the most that fit, and what cannot be shown."""
 
     lengths: tuple[int, ...]
     """Tokens of each task's opening prompt, in the order given."""
     limit: int
     """The most tokens that fit."""
+    broken: Mapping[int, str] = field(default_factory=dict)
+    """By index the tasks with an image that cannot be shown, and why."""
 
     @property
     def fitting(self) -> list[int]:
-        """Indices of the tasks whose prompt fits."""
-        return [i for i, length in enumerate(self.lengths) if length <= self.limit]
+        """Indices of the tasks whose prompt fits and can be shown."""
+        return [i for i, length in enumerate(self.lengths) if length <= self.limit and i not in self.broken]
 
     def report(self, what: str) -> str | None:
         """Return None when all fit; else the line to print. Raises UserError when none fits."""
-        fit = len(self.fitting)
-        if fit == len(self.lengths):
-            return None
-        line = (
-            f"{len(self.lengths) - fit} of {len(self.lengths)} {what} prompts are longer than the {self.limit} tokens "
-            f"that fit (longest: {max(self.lengths)})"
-        )
-        if fit == 0:
-            raise UserError(f"{line}: none is left; raise rollout.max_tokens or take a model with a longer context")
-        return line + ": left out"
+        fit, said = len(self.fitting), []
+        if self.broken:
+            first = next(iter(self.broken.values()))
+            count = f"{len(self.broken)} of {len(self.lengths)} {what} prompts"
+            said.append(f"{count} hold images that cannot be shown (the first: {first})")
+        if long := sum(length > self.limit for length in self.lengths):
+            said.append(
+                f"{long} of {len(self.lengths)} {what} prompts are longer than the {self.limit} tokens that fit "
+                f"(longest: {max(self.lengths)})"
+            )
+        line = "; ".join(said)
+        if said and fit == 0:
+            mend = "; raise rollout.max_tokens or take a model with a longer context" if long else ""
+            raise UserError(f"{line}: none is left{mend}")
+        return line + ": left out" if said else None
+
+
+def drawn(sampler: TaskSampler, env: Environment, chat: Chat, tasks: Sequence[Task]) -> int:
+    """Return the index of the next task. One with an image that cannot be shown, which only decoding it says, is
+    excluded, and said. Raises UserError: no task is left."""
+    while True:
+        (index,) = sampler.draw(1)
+        task = tasks[index]
+        if (why := unseen(env, chat, task)) is None:
+            return index
+        sampler.excluded |= {index}
+        _log.warning("task %s is left out: %s", task.id, why)
+        if len(sampler.excluded) >= sampler.size:
+            raise UserError(f"no task is left: the images of none can be shown (the last: {task.id}: {why})")
+
+
+def unseen(env: Environment, chat: Chat, task: Task) -> str | None:
+    """Return why an image of a task's opening cannot be shown, once it is decoded; None: all of them can."""
+    if not isinstance(chat, Seeing):
+        return None
+    try:
+        for image in env.images(task):
+            chat.image_tokens(STORE.put(image))
+    except ImageError as error:
+        return f"an image cannot be shown: {error}"
+    except BaseException as error:
+        failure = contained(error)
+        raise UserError(f"environment {env.name!r}: images({task.id!r}) failed: {describe(failure)}") from error
+    return None
 
 
 async def measure_prompts(
-    env: Environment, tools: Sequence[Tool], chat: Chat, tasks: Sequence[Task], limit: int
+    env: Environment,
+    tools: Sequence[Tool],
+    chat: Chat,
+    tasks: Sequence[Task],
+    limit: int,
+    max_images: int = sys.maxsize,
 ) -> PromptLengths:
-    """Render every task's opening, by the environment's own `create` and `release`, `AT_ONCE` of them together.
+    """Render every task's opening, by the environment's own `create` and `release`, `AT_ONCE` of them together. limit:
+    the most tokens that fit. max_images: the most images.
 
     A task whose `create` fails counts as 0 tokens long: its requests will fail too, where that is counted and said.
+    Of images the sizes are read, and whether their files are whole; none is decoded or kept, however many tasks come.
     """
     schema = cache(lambda tool: tool.schema)  # one object a tool, by which the chat knows openings of one form
     lengths: list[int] = []
+    broken: dict[int, str] = {}
     for start in range(0, len(tasks), AT_ONCE):
         some = tasks[start : start + AT_ONCE]
         each = await asyncio.gather(*(_opening(env, task) for task in some), return_exceptions=True)
         openings = [() if isinstance(one, BaseException) else one for one in each]  # it cancelled its own task
-        if isinstance(chat, Seeing):
-            openings = [_stored(messages) for messages in openings]
+        for i, one in enumerate(openings):
+            if isinstance(one, ImageError):
+                broken[start + i], openings[i] = f"{some[i].id}: {one}", ()
+            elif isinstance(chat, Seeing):
+                openings[i] = _sized(chat, one, some[i], start + i, broken, max_images)
         shown = [[schema(tool) for tool in offered(task, tools, env).values()] for task in some]
         lengths += _lengths(chat, list(zip(openings, shown, strict=True)))
-    return PromptLengths(tuple(lengths), limit)
+    return PromptLengths(tuple(lengths), limit, broken)
 
 
-def _stored(messages: Sequence[Message]) -> Sequence[Message]:
-    """Return the messages with their images in the store; none where an image is broken."""
+def _sized(
+    chat: Seeing, messages: Sequence[Message], task: Task, index: int, broken: dict[int, str], most: int
+) -> Sequence[Message]:
+    """Return the messages with the sizes of their images; none where one cannot be shown, or there are more than
+    `most`, which `broken` is told."""
     try:
-        return [stored(message) for message in messages]
+        check_count(messages, most)
+        found = [sized(message) for message in messages]
+        for size in hashes(found):
+            chat.image_tokens(size)
+    except ImageError as error:
+        broken[index] = f"{task.id}: {error}"
     except Exception as error:  # noqa: BLE001 - said and counted when its requests fail alike
         _log.debug("an opening cannot be shown: %s", describe(error))
-        return ()
+    else:
+        return found
+    return ()
 
 
 def _lengths(chat: Chat, openings: Sequence[Opening]) -> list[int]:
@@ -98,13 +157,16 @@ def _length(chat: Chat, opening: Opening) -> int:
         return 0
 
 
-async def _opening(env: Environment, task: Task) -> Sequence[Message]:
-    """Return what `create` returns, released again; nothing where it raises or takes too long."""
+async def _opening(env: Environment, task: Task) -> Sequence[Message] | ImageError:
+    """Return what `create` returns, released again, or the ImageError that it raises; nothing where it raises anything
+    else or takes too long."""
     session = Session(f"measure/{task.id}", task, random.Random(0), monotonic() + OPENING_SECONDS)
-    messages: Sequence[Message] = ()
+    messages: Sequence[Message] | ImageError = ()
     try:
         async with asyncio.timeout(OPENING_SECONDS):
             messages = await env.create(session, **task.create_kwargs)
+    except ImageError as error:
+        messages = error
     except BaseException as error:  # noqa: BLE001 - said and counted when its requests fail alike
         _log.debug("%s: %s.create: %s", task.id, env.name, describe(contained(error)))
     finally:

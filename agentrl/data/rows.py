@@ -3,7 +3,9 @@
 from abc import abstractmethod
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import accumulate
+from pathlib import Path
 from typing import Any, overload
 
 from agentrl.errors import UserError
@@ -29,6 +31,10 @@ class Rows(Sequence[Row]):
         """Return its number in what it was read from, from 0: stable whatever was left out around it."""
         return index
 
+    def folder(self, index: int) -> Path | None:
+        """Return the folder of the file that it stands in; None where it stands in none."""
+        return None
+
     @overload
     def __getitem__(self, index: int) -> Row: ...
     @overload
@@ -49,12 +55,40 @@ def checked(value: Any, where: str) -> Row:
     return dict(value)
 
 
-class Listed(Rows):
-    """Rows from a sequence that somebody else made: a function, a JSON array, a dataset of the hub."""
+def undecoded(data: Any) -> Any:
+    """Return a dataset of the package `datasets` whose images come as `{bytes, path}`: a row would decode all of its
+    own, and a broken one raise. One with a format of its own is left as it is."""
+    from datasets import Dataset, Image
 
-    def __init__(self, rows: Sequence[Any], what: str, first: int = 0) -> None:
-        self.content, self.what, self._first = rows, what, first
+    def plain(feature: Any) -> Any:
+        if isinstance(feature, Image):
+            return Image(decode=False)
+        if isinstance(feature, dict):
+            return type(feature)({name: plain(one) for name, one in feature.items()})
+        if hasattr(feature, "feature"):
+            return replace(feature, feature=plain(feature.feature))
+        return [plain(one) for one in feature] if isinstance(feature, list) else feature
+
+    if not isinstance(data, Dataset) or data.format["type"] is not None:
+        return data
+    features = plain(data.features)
+    if features == data.features:
+        return data
+    info = data.info.copy()
+    info.features = features
+    return Dataset(data.data, info=info, split=data.split, indices_table=data._indices)
+
+
+class Listed(Rows):
+    """Rows from a sequence that somebody else made: a function, a JSON array, a dataset of the hub.
+
+    Images of a dataset are not decoded: a row has their `bytes` or `path`.
+    """
+
+    def __init__(self, rows: Sequence[Any], what: str, first: int = 0, folder: Path | None = None) -> None:
+        self.what, self._first, self._folder = what, first, folder
         self.sparse = hasattr(rows, "features")  # a table of the hub's
+        self.content = undecoded(rows) if self.sparse else rows
 
     def __len__(self) -> int:
         return len(self.content)
@@ -64,6 +98,9 @@ class Listed(Rows):
 
     def where(self, index: int) -> str:
         return f"{self.what}, row {index + self._first}"
+
+    def folder(self, index: int) -> Path | None:
+        return self._folder
 
 
 class Joined(Rows):
@@ -89,6 +126,10 @@ class Joined(Rows):
         part, at = self._find(index)
         return part.where(at)
 
+    def folder(self, index: int) -> Path | None:
+        part, at = self._find(index)
+        return part.folder(at)
+
 
 class Chosen(Rows):
     """Some of others, by their numbers there."""
@@ -108,3 +149,6 @@ class Chosen(Rows):
 
     def number(self, index: int) -> int:
         return self._rows.number(self._chosen[index])
+
+    def folder(self, index: int) -> Path | None:
+        return self._rows.folder(self._chosen[index])

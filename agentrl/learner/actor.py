@@ -4,7 +4,9 @@ It receives its rank's part of a batch whose weights in the loss are fixed alrea
 micro-batches and ranks add up to exactly that of the whole batch.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -15,11 +17,11 @@ import torch
 from torch import Tensor
 
 from agentrl.algo import losses
-from agentrl.algo.distill import bucketed_reverse_kl, sampled_reverse_kl
-from agentrl.algo.loss import kl_estimate, kl_estimator
+from agentrl.algo.loss import bucketed_reverse_kl, kl_estimate, kl_estimator, sampled_reverse_kl
 from agentrl.algo.off_policy import OffPolicy, importance_weights
 from agentrl.algo.terms import LossTerms, Tokens
 from agentrl.compute.batch import Batch
+from agentrl.compute.flops import Cost
 from agentrl.compute.forward import SEQUENTIAL, Forward, choose, computed_in
 from agentrl.compute.kernels import chosen_logprobs, reverse_kl, with_entropies
 from agentrl.compute.micro_batches import (
@@ -40,7 +42,48 @@ from agentrl.models.routing import UNKNOWN, Routing
 from agentrl.recipe.schema import AlgorithmSection, Recipe
 
 
-class Actor:
+class TrainedRole(ABC):
+    """What an actor and a critic share: a model that `ranks` train in place, by an optimizer of the recipe."""
+
+    def __init__(self, recipe: Recipe, model: Any, ranks: ProcessGroup) -> None:
+        self.recipe, self.model, self.ranks = recipe, model.eval(), ranks
+        self.optimizer: Optimizer | MuonAdamW = self._adamw(recipe.train.weight_decay)
+
+    def _adamw(self, weight_decay: float) -> Optimizer:
+        train, offload = self.recipe.train, self.recipe.cluster.offload.optimizer
+        return Optimizer(self.model.named_parameters(), train.betas, weight_decay, train.max_grad_norm, offload)
+
+    @property
+    def trained(self) -> int:
+        """Number of trained parameters, over all ranks."""
+        return sum(p.numel() for p in self.optimizer.parameters)
+
+    @property
+    def updates(self) -> int:
+        """Number of optimizer updates that changed the weights, or began to."""
+        return self.optimizer.begun
+
+    def _updated(self, batch: Batch, rate: float) -> MicroBatchMetrics:
+        """Make one optimizer update by `_loss` of this rank's micro-batches; return its metrics."""
+        metrics = MicroBatchMetrics()
+        for packed in aligned_micro_batches(batch, self.recipe.train.micro_batch_tokens, self.ranks):
+            with self._computing(packed, batch):
+                with lora.dropping_out(self.model):
+                    loss = self._loss(packed, batch, metrics)
+                (loss * self.ranks.size).backward()
+        metrics.updated(self.optimizer.step(rate), rate)
+        return metrics
+
+    def _computing(self, packed: Packed, batch: Batch) -> AbstractContextManager[None]:
+        """Return the context in which a row of `batch` is computed."""
+        return nullcontext()
+
+    @abstractmethod
+    def _loss(self, packed: Packed, batch: Batch, metrics: MicroBatchMetrics) -> Tensor:
+        """Return the loss of a micro-batch, a summand of the update's, and add its metrics to `metrics`."""
+
+
+class Actor(TrainedRole):
     """Trains `model` in place by `recipe`.
 
     forward: computes log-probs; None chooses the fastest exact implementation for a model that is whole in this
@@ -55,24 +98,21 @@ class Actor:
         ranks: ProcessGroup = SINGLE_PROCESS,
         description: str = "",
     ) -> None:
-        self.recipe, self.model, self.ranks = recipe, model.eval(), ranks
         if forward is None:
             forward, description = choose(
-                model, computed_in(recipe.model), recipe.model.checkpointing, recipe.cluster.offload.activations
+                model.eval(), computed_in(recipe.model), recipe.model.checkpointing, recipe.cluster.offload.activations
             )
+        super().__init__(recipe, model, ranks)
         self.forward, self.description = forward, description
+        self.feature = Cost.of(model).feature
+        """What a feature of an image costs (see `Cost.feature`)."""
         self.loss = losses.bound(recipe.algorithm.loss)
-        self.optimizer: Optimizer | MuonAdamW = self._adamw(recipe.train.weight_decay)
         self.temperature = recipe.rollout.temperature or 1.0
         self.off_policy = off_policy_of(recipe)
         self.teachers: dict[int, Teacher] = {}
         self.routing = Routing.of(model) if recipe.algorithm.routing_replay else None
         if self.routing is not None and self.description.startswith(SEQUENTIAL):
             raise UserError(f"algorithm.routing_replay needs packed rows, but the model is computed {self.description}")
-
-    def _adamw(self, weight_decay: float) -> Optimizer:
-        train, offload = self.recipe.train, self.recipe.cluster.offload.optimizer
-        return Optimizer(self.model.named_parameters(), train.betas, weight_decay, train.max_grad_norm, offload)
 
     def begin_stage(self, weight_decay: float, muon: float | None = None) -> None:
         """Go on with a new optimizer. muon: learning rate of Muon over AdamW's, where Muon trains the matrices of the
@@ -84,32 +124,25 @@ class Actor:
             self.optimizer = MuonAdamW(self.model, muon, train.betas, weight_decay, train.max_grad_norm)
         self.optimizer.begun = begun
 
-    @property
-    def trained(self) -> int:
-        """Number of trained parameters, over all ranks."""
-        return sum(p.numel() for p in self.optimizer.parameters)
-
-    @property
-    def updates(self) -> int:
-        """Number of optimizer updates that changed the weights, or began to."""
-        return self.optimizer.begun
-
     def logprobs(self, batch: Batch) -> npt.NDArray[np.float32]:
         """Return the log-probs of the sampled tokens under the current weights, float32 [T], 0 elsewhere."""
-        tokens = self.recipe.train.micro_batch_tokens
-        try:
-            return token_column(batch, tokens, self.ranks, lambda packed: self._computed(packed, batch)[0])
-        finally:
-            self._route_freely()
+        return self._columns(batch, 0)
 
     def entropies(self, batch: Batch) -> npt.NDArray[np.float32]:
         """Return the entropy, in nats, of what each sampled token was drawn from, float32 [T], 0 elsewhere."""
-        tokens = self.recipe.train.micro_batch_tokens
-        try:
-            with with_entropies():
-                return token_column(batch, tokens, self.ranks, lambda packed: self._computed(packed, batch)[1])
-        finally:
-            self._route_freely()
+        with with_entropies():
+            return self._columns(batch, 1)
+
+    def _columns(self, batch: Batch, which: int) -> npt.NDArray[np.float32]:
+        """Return what the forward computes as its result number `which`, float32 [T]."""
+        batch = batch.with_image_cost(self.feature)
+
+        def computed(packed: Packed) -> Tensor:
+            with self._computing(packed, batch):
+                found: Tensor = self.forward(packed, self.temperature)[which]
+                return found
+
+        return token_column(batch, self.recipe.train.micro_batch_tokens, self.ranks, computed)
 
     def update(self, batch: Batch, rate: float) -> MicroBatchMetrics:
         """Make one optimizer update at learning rate `rate` from this rank's part of the batch; return its metrics.
@@ -121,36 +154,24 @@ class Actor:
         `sampled_reverse_kl`; it reads `logprobs` and `teacher_logprobs`. Without the column `old_logprobs`, log-probs
         of the differentiated pass are the old ones, and the column `logprobs` of the metrics.
         """
-        metrics = MicroBatchMetrics()
-        for packed in aligned_micro_batches(batch, self.recipe.train.micro_batch_tokens, self.ranks):
-            with lora.dropping_out(self.model):
-                loss = self._loss(packed, batch, metrics)
-            (loss * self.ranks.size).backward()
-        self._route_freely()
-        metrics.updated(self.optimizer.step(rate), rate)
+        metrics = self._updated(batch.with_image_cost(self.feature), rate)
         if "old_logprobs" not in batch.tokens:
             metrics.keep_logprobs(int(batch.offsets[-1]))
         return metrics
 
-    def _computed(self, packed: Packed, batch: Batch, *further: Any) -> tuple[Any, ...]:
-        """Return log-probs and entropies [N] of a row of `batch`, and what is asked `further` of the forward, by the
-        experts that the engine chose where it told. They are replayed until the next row, also in the backward pass."""
+    def _computing(self, packed: Packed, batch: Batch) -> AbstractContextManager[None]:
+        """Let a row be computed by the experts that the engine chose where it told."""
         experts = batch.tokens.get("experts")
-        if self.routing is not None and experts is not None:
-            row = np.full((1, *experts.shape[1:]), UNKNOWN) if packed is EMPTY else experts[packed.where]
-            self.routing.replay(torch.from_numpy(row.astype(np.int64)))
-        return self.forward(packed, self.temperature, *further)
-
-    def _route_freely(self) -> None:
-        if self.routing is not None:
-            self.routing.replay(None)
+        if self.routing is None or experts is None:
+            return nullcontext()
+        row = np.full((1, *experts.shape[1:]), UNKNOWN) if packed is EMPTY else experts[packed.where]
+        return self.routing.replaying(torch.from_numpy(row.astype(np.int64)))
 
     def _loss(self, packed: Packed, batch: Batch, metrics: MicroBatchMetrics) -> Tensor:
-        """Return the loss of a micro-batch, a summand of the update's, and add its metrics to `metrics`."""
         distributions = {id(t): (t.section.temperature, *t.distribution(packed)) for t in self._asked(packed, batch)}
         more_asked = "distill" in batch.tokens and (distributions or "teacher_ids" in batch.tokens)
         further = partial(self._compared, packed, batch, distributions) if more_asked else None
-        logprobs, entropy, *more = self._computed(packed, batch, *([further] if further else []))
+        logprobs, entropy, *more = self.forward(packed, self.temperature, *([further] if further else []))
         if packed is EMPTY:
             nothing: Tensor = logprobs.sum()
             return nothing
@@ -285,8 +306,7 @@ class Row:
     @property
     def path(self) -> npt.NDArray[np.int64]:
         """The sample of the batch that each prediction is one of, int64 [N]."""
-        found: npt.NDArray[np.int64] = np.searchsorted(self.batch.offsets, self.packed.source, side="right") - 1
-        return found
+        return np.searchsorted(self.batch.offsets, self.packed.source, side="right") - 1
 
     @property
     def sample(self) -> Tensor:

@@ -62,8 +62,7 @@ def with_advantages(batch: Batch, estimator: Any, config: AlgorithmSection) -> B
 def carries_gradient(batch: Batch) -> npt.NDArray[np.bool_]:
     """Return which samples have a token whose advantage is not 0, bool [S]."""
     total = np.concatenate([[0], np.cumsum(batch.tokens["advantages"] != 0)])
-    some: npt.NDArray[np.bool_] = total[batch.offsets[1:]] > total[batch.offsets[:-1]]
-    return some
+    return total[batch.offsets[1:]] > total[batch.offsets[:-1]]
 
 
 def sampled_in_order(batch: Batch) -> npt.NDArray[np.int64]:
@@ -125,8 +124,7 @@ def step_rewards(trajectories: Sequence[Trajectory], batch: Batch) -> Floats:
         columns.append(column)
     if "began" not in batch.tokens:
         return np.concatenate(columns)
-    found: Floats = np.concatenate(columns)[_places(trajectories, batch)] * batch.tokens["loss_mask"]
-    return found
+    return np.concatenate(columns)[_places(trajectories, batch)] * batch.tokens["loss_mask"]
 
 
 def without_cut(trajectories: Sequence[Trajectory], batch: Batch, recipe: Recipe) -> tuple[Batch, dict[str, float]]:
@@ -158,8 +156,7 @@ def overlong(trajectory: Trajectory, limit: int, buffer: float) -> float:
 
 def left_out(batch: Batch) -> npt.NDArray[np.bool_]:
     """Return which samples `algorithm.leave_out` leaves out, bool [S]."""
-    found: npt.NDArray[np.bool_] = batch.samples.get("left_out", np.zeros(len(batch), bool))
-    return found
+    return batch.samples.get("left_out", np.zeros(len(batch), bool))
 
 
 def turn_numbers(trajectories: Sequence[Trajectory], batch: Batch) -> npt.NDArray[np.int64]:
@@ -224,8 +221,7 @@ def _parts(batch: Batch, first: npt.NDArray[np.int64]) -> dict[str, RewardPart] 
 def _places(trajectories: Sequence[Trajectory], batch: Batch) -> npt.NDArray[np.int64]:
     """Return where each token of the batch, whose rollouts branched, lies in the concatenated trajectories, [T]."""
     starts = np.cumsum([0, *(len(t.ids) for t in trajectories)])[:-1]
-    places: npt.NDArray[np.int64] = np.repeat(starts[batch.rollouts], batch.lengths) + batch.tokens["began"]
-    return places
+    return np.repeat(starts[batch.rollouts], batch.lengths) + batch.tokens["began"]
 
 
 def _spread(found: Any, lengths: Tensor, config: AlgorithmSection) -> TokenAdvantages:

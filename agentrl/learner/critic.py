@@ -13,24 +13,16 @@ from torch import Tensor
 from agentrl.algo.loss import value_loss
 from agentrl.compute.batch import Batch
 from agentrl.compute.forward import computed_in
-from agentrl.compute.micro_batches import (
-    EMPTY,
-    SINGLE_PROCESS,
-    ProcessGroup,
-    aligned_micro_batches,
-    column_at,
-    token_column,
-)
+from agentrl.compute.micro_batches import EMPTY, SINGLE_PROCESS, ProcessGroup, column_at, token_column
 from agentrl.compute.packing import Packed
 from agentrl.compute.value_head import ValueForward, confidence_features, value_forward
+from agentrl.learner.actor import TrainedRole
 from agentrl.learner.metrics import MicroBatchMetrics, value_columns
-from agentrl.learner.optimizer import Optimizer
-from agentrl.models import lora
 from agentrl.models.load import load_model
 from agentrl.recipe.schema import CriticSection, ModelSection, Recipe
 
 
-class Critic:
+class Critic(TrainedRole):
     """Trains a value model in place by the recipe's `critic`.
 
     forward: computes values; None loads the whole model in this process. ranks: the ranks that share the model.
@@ -47,24 +39,10 @@ class Critic:
     ) -> None:
         if recipe.critic is None:
             raise ValueError("the recipe has no critic")
-        self.recipe, self.section, self.ranks = recipe, recipe.critic, ranks
         if forward is None:
             forward, description = load_critic(recipe)
-        self.forward, self.model, self.description = forward, forward.model.eval(), description
-        train, offload = recipe.train, recipe.cluster.offload.optimizer
-        self.optimizer = Optimizer(
-            self.model.named_parameters(), train.betas, train.weight_decay, train.max_grad_norm, offload
-        )
-
-    @property
-    def trained(self) -> int:
-        """Number of trained parameters, over all ranks."""
-        return sum(p.numel() for p in self.optimizer.parameters)
-
-    @property
-    def updates(self) -> int:
-        """Number of optimizer updates that changed the weights, or began to."""
-        return self.optimizer.begun
+        super().__init__(recipe, forward.model, ranks)
+        self.section, self.forward, self.description = recipe.critic, forward, description
 
     def values(self, batch: Batch) -> npt.NDArray[np.float32]:
         """Return the value of the state before each sampled token, float32 [T], 0 elsewhere."""
@@ -78,20 +56,13 @@ class Critic:
 
         It reads the token columns `weight` (in the loss), `values` (of the beginning of the step) and `returns`.
         """
-        metrics, batch = MicroBatchMetrics(), batch.with_tokens(confidence=confidence_features(batch))
-        for packed in aligned_micro_batches(batch, self.recipe.train.micro_batch_tokens, self.ranks):
-            with lora.dropping_out(self.model):
-                loss = self._loss(packed, batch, metrics)
-            (loss * self.ranks.size).backward()
-        metrics.updated(self.optimizer.step(rate), rate)
-        return metrics
+        return self._updated(batch.with_tokens(confidence=confidence_features(batch)), rate)
 
     def _packed_values(self, packed: Packed, batch: Batch) -> Tensor:
         """Return the values of the packed row's predictions, float32 [N]; `batch` has the column `confidence`."""
         return self.forward(packed, column_at(batch, "confidence", packed, self.model.lm_head.weight.device))
 
     def _loss(self, packed: Packed, batch: Batch, metrics: MicroBatchMetrics) -> Tensor:
-        """Return the loss of a micro-batch, a summand of the update's, and add its metrics to `metrics`."""
         values = self._packed_values(packed, batch)
         if packed is EMPTY:
             return values.sum()

@@ -13,23 +13,15 @@ from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch import Tensor
 
 from agentrl.algo import advantages, losses
-from agentrl.algo.loss import highest
-from agentrl.algo.off_policy import rejected
-from agentrl.algo.terms import Tokens
 from agentrl.compute.batch import Batch
-from agentrl.errors import UserError, call_plugin
 from agentrl.learner.advantages import (
     advantage_metrics,
     carries_gradient,
     first_of_rollouts,
     part_columns,
     penalty_metrics,
-    sampled_in_order,
-    sampled_of_rollouts,
     sampled_of_samples,
     scattered,
     step_rewards,
@@ -42,9 +34,18 @@ from agentrl.learner.advantages import (
 from agentrl.learner.metrics import MicroBatchMetrics, critic_metrics, policy_metrics
 from agentrl.learner.optimizer import learning_rate
 from agentrl.learner.roles import Roles
-from agentrl.learner.streams import learned_by, token_shares, weighted, with_streams
+from agentrl.learner.streams import (
+    chosen,
+    kept_tokens,
+    learned_by,
+    of_high_entropy,
+    rejection_metrics,
+    token_shares,
+    weighted,
+    with_streams,
+)
 from agentrl.learner.teacher import Guide
-from agentrl.recipe.schema import AlgorithmSection, Recipe
+from agentrl.recipe.schema import Recipe
 from agentrl.threads import DaemonThreads
 from agentrl.trajectory import Group, Learned, Trajectory
 
@@ -246,7 +247,7 @@ class Learner:
     def _chosen(self, batch: Batch, number: int) -> Batch:
         """Return the batch of update `number` (0, 1, ...) of the step with what is decided over all of its tokens, as
         token columns, float32 [T]: `chosen` by the loss, and `policy_factor`, 0 on those of low entropy."""
-        algorithm, sampled = self.recipe.algorithm, sampled_in_order(batch)
+        algorithm = self.recipe.algorithm
         if self._choose is not None and "old_logprobs" in batch.tokens:
             moved = number > 0
             logprobs = (
@@ -255,9 +256,7 @@ class Learner:
             rng = np.random.default_rng((self.recipe.train.seed, self.steps, number))
             batch = batch.with_tokens(chosen=chosen(batch, logprobs, self._choose, rng, algorithm))
         if "entropy" in batch.tokens:
-            factor = np.zeros(int(batch.offsets[-1]), np.float32)
-            factor[sampled] = highest(torch.from_numpy(batch.tokens["entropy"][sampled]), algorithm.top_entropy).numpy()
-            batch = batch.with_tokens(policy_factor=factor)
+            batch = batch.with_tokens(policy_factor=of_high_entropy(batch, algorithm.top_entropy))
         return batch
 
     def _followed(self, batch: Batch, metrics: Mapping[str, float]) -> float:
@@ -313,53 +312,6 @@ class Learner:
 
 def _in_turn(calls: Mapping[str, Callable[[], T]]) -> dict[str, T]:
     return {role: call() for role, call in calls.items()}
-
-
-def kept_tokens(batch: Batch, config: AlgorithmSection) -> npt.NDArray[np.float32]:
-    """Return 1 for the sampled tokens that `algorithm.reject` leaves in an update, float32 [T], 0 elsewhere. batch: has
-    `old_logprobs`."""
-    sampled = sampled_in_order(batch)
-    difference = (batch.tokens["old_logprobs"] - batch.tokens["logprobs"])[sampled]
-    rollout = np.repeat(batch.rollouts, batch.lengths)[sampled]
-    group = np.repeat(batch.samples["group"], batch.lengths)[sampled]
-    out = rejected(torch.from_numpy(difference), torch.from_numpy(rollout), torch.from_numpy(group), config.reject)
-    found = np.zeros(int(batch.offsets[-1]), np.float32)
-    found[sampled] = ~out.numpy()
-    return found
-
-
-def rejection_metrics(batch: Batch) -> dict[str, float]:
-    """Return mismatch/rejected_tokens and mismatch/rejected_samples: the share of the sampled tokens that were
-    rejected, and of the rollouts of which none was kept. Nothing where the recipe has no rule."""
-    if "kept" not in batch.tokens:
-        return {}
-    before, first = sampled_of_rollouts(batch), first_of_rollouts(batch)
-    after = np.add.reduceat(sampled_of_samples(batch), first)
-    return {
-        "mismatch/rejected_tokens": 1 - float(after.sum()) / max(1, int(before.sum())),
-        "mismatch/rejected_samples": float(((after == 0) & (before > 0)).sum()) / max(1, int((before > 0).sum())),
-    }
-
-
-def chosen(
-    batch: Batch, logprobs: Floats, choose: Callable[..., Any], rng: np.random.Generator, config: AlgorithmSection
-) -> Floats:
-    """Return what a loss's `choose` gives the sampled tokens of an update, float32 [T], 0 elsewhere.
-
-    batch: the whole update, with `advantages` and `old_logprobs`. logprobs: float32 [T], just before it. Raises
-    UserError for an error of `choose`, and where it does not give a finite value for each token.
-    """
-    sampled = sampled_in_order(batch)
-    current, old = (torch.from_numpy(column[sampled]) for column in (logprobs, batch.tokens["old_logprobs"]))
-    advantages = torch.from_numpy(batch.tokens["advantages"][sampled])
-    sample = torch.from_numpy(np.repeat(batch.rollouts, batch.lengths)[sampled])
-    whose = f"algorithm.loss {config.loss.name!r}"
-    given = call_plugin(whose, choose, Tokens(current, old, advantages, sample), rng, config)
-    if not isinstance(given, Tensor) or given.shape != (len(sampled),) or not bool(torch.isfinite(given).all()):
-        raise UserError(f"{whose} chose no finite tensor [{len(sampled)}], a value for every sampled token")
-    found = np.zeros(int(batch.offsets[-1]), np.float32)
-    found[sampled] = given.float().numpy()
-    return found
 
 
 def learned(trajectories: Sequence[Trajectory], batch: Batch, trained: Bools, logprobs: Floats | None) -> list[Learned]:

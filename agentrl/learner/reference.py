@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from agentrl.compute.batch import Batch
-from agentrl.compute.forward import Forward, choose, computed_in
+from agentrl.compute.forward import Forward, ModuleForward, choose, computed_in
 from agentrl.compute.kernels import Further
 from agentrl.compute.micro_batches import SINGLE_PROCESS, ProcessGroup, token_column
 from agentrl.compute.packing import Packed
@@ -58,6 +58,9 @@ class Reference:
         """Make the weights keep * themselves + (1 - keep) * the policy's; with 0, a copy of the policy's."""
         assert self.state is not None
         self.state.follow(keep)
+        computation = getattr(self._forward, "computation", self._forward)  # of FSDP2's root
+        if isinstance(computation, ModuleForward) and computation.vision is not None:
+            computation.vision.refresh()
 
     def logprobs(self, batch: Batch) -> npt.NDArray[np.float32]:
         """Return the log-probs of the sampled tokens, float32 [T], 0 elsewhere."""

@@ -33,33 +33,26 @@ class ActorRole(Protocol):
     @property
     def description(self) -> str:
         """How log-probs are computed, in one line."""
-        ...
 
     @property
     def trained(self) -> int:
         """Number of trained parameters, over all ranks."""
-        ...
 
     @property
     def updates(self) -> int:
         """Number of optimizer updates that changed the weights, or began to."""
-        ...
 
     def begin_stage(self, weight_decay: float, muon: float | None = None) -> None:
         """Go on with a new optimizer; see `Actor.begin_stage`."""
-        ...
 
     def logprobs(self, batch: Batch) -> Floats:
         """Return the log-probs of the sampled tokens under the current weights, float32 [T], 0 elsewhere."""
-        ...
 
     def entropies(self, batch: Batch) -> Floats:
         """Return the entropy of what each sampled token was drawn from, float32 [T], 0 elsewhere."""
-        ...
 
     def update(self, batch: Batch, rate: float) -> MicroBatchMetrics:
         """Make one optimizer update at learning rate `rate`; return its metrics. See `Actor.update` for the columns."""
-        ...
 
 
 class ReferenceRole(Protocol):
@@ -67,12 +60,10 @@ class ReferenceRole(Protocol):
 
     def logprobs(self, batch: Batch) -> Floats:
         """Return the log-probs of the sampled tokens, float32 [T], 0 elsewhere."""
-        ...
 
     def follow(self, keep: float) -> None:
         """Make the weights keep * themselves + (1 - keep) * the policy's; with 0, a copy of the policy's. Called
         after a step, only where the recipe has `algorithm.reference`."""
-        ...
 
 
 class CriticRole(Protocol):
@@ -81,16 +72,13 @@ class CriticRole(Protocol):
     @property
     def updates(self) -> int:
         """Number of optimizer updates that changed the weights, or began to."""
-        ...
 
     def values(self, batch: Batch) -> Floats:
         """Return the value of the state before each sampled token, float32 [T], 0 elsewhere."""
-        ...
 
     def update(self, batch: Batch, rate: float) -> MicroBatchMetrics:
         """Make one optimizer update at learning rate `rate`; return its metrics. See `Critic.update` for the
         columns."""
-        ...
 
 
 class RewardModelRole(Protocol):
@@ -99,11 +87,9 @@ class RewardModelRole(Protocol):
     @property
     def description(self) -> str:
         """How scores are computed, in one line."""
-        ...
 
     def scores(self, batch: Batch) -> Floats:
         """Return the score of each sample, float32 [S]."""
-        ...
 
 
 class Roles(Protocol):
@@ -112,33 +98,27 @@ class Roles(Protocol):
     @property
     def actor(self) -> ActorRole:
         """The policy that is trained."""
-        ...
 
     @property
     def reference(self) -> ReferenceRole | None:
         """The policy of a KL term, which is not trained; None if the recipe has none."""
-        ...
 
     @property
     def critic(self) -> CriticRole | None:
         """The value model; None if the recipe has none."""
-        ...
 
     @property
     def reward_model(self) -> RewardModelRole | None:
         """The model that scores trajectories; None if the recipe has none."""
-        ...
 
     @property
     def teachers(self) -> Mapping[int, TeacherRole]:
         """The teachers in the trainer's processes, by the index of their environment in `env.mix` (0 without one)."""
-        ...
 
     @property
     def pools(self) -> Mapping[str, str]:
         """The name of the pool of workers that holds each role ("actor", "reference", ...). Roles of different pools
         are called at the same time, from different threads; roles that are not named count as one pool."""
-        ...
 
 
 class RoleHost(Roles, Protocol):
@@ -147,45 +127,35 @@ class RoleHost(Roles, Protocol):
     @property
     def in_process(self) -> bool:
         """Whether the roles compute in this process."""
-        ...
 
     @property
     def device(self) -> Any:
         """The device of the roles' tensors in this process; "cpu" if the roles are in other processes."""
-        ...
 
     @property
     def role_costs(self) -> Mapping[str, RoleCost]:
         """The FLOPs of each role's passes and the peak of its devices, by the name of the role."""
-        ...
 
     def measure(self) -> dict[str, float]:
         """Return memory/<phase>_<role>_gb: the peak memory, since the last call, of roles in other processes."""
-        ...
 
     def trace(self, step: int, folder: Path) -> None:
         """Let roles in other processes write traces of step `step` into `folder` from now on; step 0 ends that."""
-        ...
 
     def describe(self) -> list[str]:
         """Return lines for the start of a run: how each role computes."""
-        ...
 
     def weights(self) -> WeightSource | None:
         """Return the source that the engine reads after an update; None if it shares the policy's weights."""
-        ...
 
     def save(self, folder: Path) -> PendingLike:
         """Start to write the trained roles into `folder`, as `save_roles` does; they may go on learning at once."""
-        ...
 
     def load(self, folder: Path) -> None:
         """Load the roles from what `save` wrote. Raises UserError: it is damaged, or of another model."""
-        ...
 
     def close(self) -> None:
         """Release the roles and their processes; also after an error."""
-        ...
 
 
 def forward_lines(description: str) -> list[str]:
@@ -247,7 +217,6 @@ class LocalRoles:
 
     def weights(self) -> None:
         """Return None: an engine in this process shares the policy's weights."""
-        return None
 
     def save(self, folder: Path) -> Pending:
         """Start to write the trained roles and the tokenizer into `folder` (see `save_roles`)."""

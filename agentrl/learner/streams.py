@@ -1,20 +1,35 @@
-"""Token streams: how much each rollout is learned from by the policy loss, by imitation and by a teacher."""
+"""Token streams: how much each rollout is learned from by the policy loss, by imitation and by a teacher; and which
+tokens count, as all tokens of the update or of the step decide it together: those that `algorithm.reject` keeps, those
+of high entropy, and what a loss chooses."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
+from torch import Tensor
 
 from agentrl.algo import aggregations
 from agentrl.algo.aggregation import token_weights
-from agentrl.algo.terms import Update
+from agentrl.algo.loss import highest
+from agentrl.algo.off_policy import rejected
+from agentrl.algo.terms import Tokens, Update
 from agentrl.compute.batch import Batch
-from agentrl.learner.advantages import first_of_rollouts, left_out, sampled_of_samples
+from agentrl.errors import UserError, call_plugin
+from agentrl.learner.advantages import (
+    first_of_rollouts,
+    left_out,
+    sampled_in_order,
+    sampled_of_rollouts,
+    sampled_of_samples,
+)
 from agentrl.plugins.types import Task
-from agentrl.recipe.schema import Recipe
+from agentrl.recipe.schema import AlgorithmSection, Recipe
 from agentrl.trajectory import Trajectory
 
 Bools = npt.NDArray[np.bool_]
+Floats = npt.NDArray[np.float32]
 STREAMS = {"policy": "weight", "imitate": "imitate", "distill": "distill"}
 """Streams, and the token column that holds the weights of each. A sample column of the stream's name, float32 [S], is
 what a rollout's weights are multiplied by; without one, `policy` has 1, the others 0."""
@@ -41,22 +56,19 @@ def good(batch: Batch, least: float | None) -> Bools:
     rollouts of their group, so that none of a group is where all earned the same."""
     rewards, groups = batch.samples["reward"], batch.samples["group"]
     if least is not None:
-        found: Bools = rewards >= least
-        return found
+        return rewards >= least
     first = first_of_rollouts(batch)  # each rollout counts once, however often it branched
     size = int(groups.max(initial=-1)) + 1
     total = np.bincount(groups[first], rewards[first].astype(np.float64), size)
     mean = total / np.maximum(np.bincount(groups[first], minlength=size), 1)
-    above: Bools = rewards > mean[groups] + 1e-6
-    return above
+    return rewards > mean[groups] + 1e-6
 
 
 def learned_by(batch: Batch, stream: str) -> Bools:
     """Return which samples a stream has a weight for, bool [S]; none of those that are left out of the loss."""
     if stream not in batch.samples:
         return np.full(len(batch), stream == "policy") & ~left_out(batch)
-    found: Bools = (batch.samples[stream] > 0) & ~left_out(batch)
-    return found
+    return (batch.samples[stream] > 0) & ~left_out(batch)
 
 
 def weighted(batch: Batch, recipe: Recipe) -> Batch:
@@ -86,3 +98,58 @@ def token_shares(
     update = Update(lengths, batch.samples["group"][first], recipe.rollout.max_tokens)
     shares = token_weights(update, aggregations.bound(recipe.algorithm.aggregation), recipe.algorithm)
     return shares[batch.rollouts] * chosen
+
+
+def kept_tokens(batch: Batch, config: AlgorithmSection) -> Floats:
+    """Return 1 for the sampled tokens that `algorithm.reject` leaves in an update, float32 [T], 0 elsewhere. batch: has
+    `old_logprobs`."""
+    sampled = sampled_in_order(batch)
+    difference = (batch.tokens["old_logprobs"] - batch.tokens["logprobs"])[sampled]
+    rollout = np.repeat(batch.rollouts, batch.lengths)[sampled]
+    group = np.repeat(batch.samples["group"], batch.lengths)[sampled]
+    out = rejected(torch.from_numpy(difference), torch.from_numpy(rollout), torch.from_numpy(group), config.reject)
+    return _column(batch, ~out)
+
+
+def rejection_metrics(batch: Batch) -> dict[str, float]:
+    """Return mismatch/rejected_tokens and mismatch/rejected_samples: the share of the sampled tokens that were
+    rejected, and of the rollouts of which none was kept. Nothing where the recipe has no rule."""
+    if "kept" not in batch.tokens:
+        return {}
+    before, first = sampled_of_rollouts(batch), first_of_rollouts(batch)
+    after = np.add.reduceat(sampled_of_samples(batch), first)
+    return {
+        "mismatch/rejected_tokens": 1 - float(after.sum()) / max(1, int(before.sum())),
+        "mismatch/rejected_samples": float(((after == 0) & (before > 0)).sum()) / max(1, int((before > 0).sum())),
+    }
+
+
+def of_high_entropy(batch: Batch, share: float) -> Floats:
+    """Return 1 for the `share` of the sampled tokens with the highest `entropy`, float32 [T], 0 elsewhere."""
+    return _column(batch, highest(torch.from_numpy(batch.tokens["entropy"][sampled_in_order(batch)]), share))
+
+
+def chosen(
+    batch: Batch, logprobs: Floats, choose: Callable[..., Any], rng: np.random.Generator, config: AlgorithmSection
+) -> Floats:
+    """Return what a loss's `choose` gives the sampled tokens of an update, float32 [T], 0 elsewhere.
+
+    batch: the whole update, with `advantages` and `old_logprobs`. logprobs: float32 [T], just before it. Raises
+    UserError for an error of `choose`, and where it does not give a finite value for each token.
+    """
+    sampled = sampled_in_order(batch)
+    current, old = (torch.from_numpy(column[sampled]) for column in (logprobs, batch.tokens["old_logprobs"]))
+    advantages = torch.from_numpy(batch.tokens["advantages"][sampled])
+    sample = torch.from_numpy(np.repeat(batch.rollouts, batch.lengths)[sampled])
+    whose = f"algorithm.loss {config.loss.name!r}"
+    given = call_plugin(whose, choose, Tokens(current, old, advantages, sample), rng, config)
+    if not isinstance(given, Tensor) or given.shape != (len(sampled),) or not bool(torch.isfinite(given).all()):
+        raise UserError(f"{whose} chose no finite tensor [{len(sampled)}], a value for every sampled token")
+    return _column(batch, given)
+
+
+def _column(batch: Batch, values: Tensor) -> Floats:
+    """Return the values of the sampled tokens, in their order, as a token column [T], 0 elsewhere."""
+    found = np.zeros(int(batch.offsets[-1]), np.float32)
+    found[sampled_in_order(batch)] = values.float().numpy()
+    return found

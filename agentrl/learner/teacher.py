@@ -38,7 +38,6 @@ class TeacherRole(Protocol):
         """Return the samples with these token columns alone: `teacher_logprobs`, float32 [T], of the sampled tokens;
         by `form: top_k` also `teacher_ids`, int64 [T, K], the likeliest tokens there, and `teacher_top`, float32
         [T, K], their log-probs, -inf where there are fewer. Elsewhere they have no meaning."""
-        ...
 
 
 class Teacher:

@@ -1,11 +1,11 @@
-"""The embedded model, which ships with the package, and how any model is loaded."""
+"""The embedded models, which ship with the package, and how any model is loaded."""
 
 from pathlib import Path
 
-EMBEDDED = "tiny"
-"""The `model.path` of the embedded model."""
+EMBEDDED = ("tiny", "tiny_vision")
+"""The `model.path` of the embedded models: one that reads text, and one that sees."""
 
 
-def embedded_path() -> Path:
-    """Return the folder of the embedded model, which `from_pretrained` loads."""
-    return Path(__file__).parent / EMBEDDED
+def embedded_path(name: str = "tiny") -> Path:
+    """Return the folder of an embedded model, which `from_pretrained` loads."""
+    return Path(__file__).parent / name

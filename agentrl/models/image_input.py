@@ -1,19 +1,20 @@
 """How images become pixels and placeholders: a model's own image processor, without torch and torchvision."""
 
-from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from agentrl.errors import UserError
-from agentrl.images import MAX_TOKENS, STORE
+from agentrl.errors import UserError, describe
+from agentrl.images import MAX_TOKENS, STORE, ImageError, ImageSize, Recent
+from agentrl.models.image_families import Family, Grid, Pixels, family_of
 from agentrl.recipe.schema import Recipe
 
-FAMILIES = ("qwen3_vl",)
-"""Model types whose positions and features are known."""
-_KEPT = 512  # images whose pixels are kept
+_KEPT = 512 << 20  # bytes of pixels
+_SIZES = ("patch_size", "merge_size", "size", "min_pixels", "max_pixels", "pooling_kernel_size", "max_soft_tokens")
+"""What the number of features depends on, by the names of image processors."""
 
 
 @dataclass(eq=False)
@@ -24,56 +25,101 @@ class ImageInput:
     """The image processor of transformers."""
     placeholder: int
     """The id that stands for a feature."""
+    family: Family
+    """How models of its type see."""
+    ends: tuple[list[int], list[int]] = ([], [])
+    """The ids before and after an image's placeholders that its chat template does not write."""
 
     def __post_init__(self) -> None:
-        self._pixels: OrderedDict[str, tuple[npt.NDArray[np.float32], tuple[int, int, int]]] = OrderedDict()
+        self._pixels: Recent[tuple[Pixels, Grid]] = Recent(_KEPT)
+        self._grids: dict[str, Grid] = {}
+        self._tokens: dict[ImageSize, int] = {}
 
-    def pixels(self, key: str) -> tuple[npt.NDArray[np.float32], tuple[int, int, int]]:
-        """Return the patches [n, D] of a stored image, float32, and its grid (time, height, width)."""
-        if key not in self._pixels:
-            made = self.processor(images=[STORE.load(key)], return_tensors="np")
-            grid = tuple(made["image_grid_thw"][0].tolist())
-            self._pixels[key] = made["pixel_values"].astype(np.float32), grid
-            while len(self._pixels) > _KEPT:
-                self._pixels.popitem(last=False)
-        self._pixels.move_to_end(key)
-        return self._pixels[key]
+    def pixels(self, key: str) -> tuple[Pixels, Grid]:
+        """Return the patches [n, D] of a stored image, float32, and its grid (time, height, width). Raises ImageError:
+        the processor does not take it."""
+        if (made := self._pixels.get(key)) is None:
+            made = self._processed(STORE.load(key))
+            self._pixels.put(key, made, made[0].nbytes)
+            self._grids[key] = made[1]
+        return made
 
-    def grid(self, key: str) -> tuple[int, int, int]:
-        """Return the grid of an image. Raises UserError: it makes too many tokens."""
-        grid = self.pixels(key)[1]
+    def raw(self, key: str) -> tuple[npt.NDArray[np.uint8], Grid]:
+        """Return the patches [n, D] of a stored image before they are scaled and normalized, and its grid."""
+        made = self.processor(images=[STORE.load(key)], do_rescale=False, do_normalize=False, return_tensors="np")
+        patches, grid = self.family.patches(made)
+        return patches.astype(np.uint8), grid
+
+    def _processed(self, image: Any) -> tuple[Pixels, Grid]:
+        return self.family.patches(_understood(lambda: self.processor(images=[image], return_tensors="np")))
+
+    def grid(self, key: str) -> Grid:
+        """Return the grid of an image. Raises ImageError: it makes too many tokens, or the processor does not take
+        it."""
+        grid = self._grids.get(key) or self.pixels(key)[1]
         if self.tokens(grid) > MAX_TOKENS:
-            raise UserError(f"an image of {self.tokens(grid)} tokens; at most {MAX_TOKENS} are allowed")
+            raise ImageError(f"it makes {self.tokens(grid)} tokens; at most {MAX_TOKENS} are allowed")
         return grid
 
-    def tokens(self, grid: tuple[int, int, int]) -> int:
+    def tokens(self, grid: Grid) -> int:
         """Return the number of placeholders of an image."""
-        return int(np.prod(grid)) // int(self.processor.merge_size) ** 2
+        return int(np.prod(self.cells(grid)))
+
+    def cells(self, grid: Grid) -> Grid:
+        """Return the features of an image in time, height and width."""
+        return self.family.cells(self.processor, grid)
+
+    def tokens_of(self, size: ImageSize) -> int:
+        """Return the number of placeholders of an image of this size, which need not be decoded. Raises ImageError: the
+        processor takes none of this shape."""
+        from PIL import Image
+
+        if size not in self._tokens:
+            count: int | None = _understood(lambda: self.family.count(self.processor, size.width, size.height))
+            self._tokens[size] = self.tokens(self._processed(Image.new("RGB", size))[1]) if count is None else count
+        return self._tokens[size]
+
+
+def _understood(work: Callable[[], Any]) -> Any:
+    """Return what an image processor makes of an image. Raises ImageError: it does not take it, as one of 1 x 1000
+    pixels."""
+    try:
+        return work()
+    except Exception as error:  # the boundary to code that a model may bring
+        raise ImageError(f"the model's image processor does not take it: {describe(error, place=False)}") from error
 
 
 def image_input(path: str, trust_remote_code: bool = False) -> ImageInput | None:
-    """Return how a model takes images; None: it takes none. path: of its folder or on the hub."""
+    """Return how a model takes images; None: it takes none. path: of its folder or on the hub. Raises UserError: it
+    sees, and its type is not known."""
     from transformers import AutoImageProcessor, PretrainedConfig
 
     config = PretrainedConfig.get_config_dict(path)[0]
-    if config.get("model_type") not in FAMILIES:
+    family = family_of(config, path)
+    if family is None:
         return None
     processor = AutoImageProcessor.from_pretrained(path, backend="pil", trust_remote_code=trust_remote_code)
-    return ImageInput(processor, config["image_token_id"])
+    return ImageInput(processor, config["image_token_id"], family, family.ends(config))
 
 
 def check_sight(recipe: Recipe) -> None:
     """Raise UserError for what a model that sees cannot be trained with."""
-    section = recipe.model
-    refused = {
-        "cluster": recipe.cluster.used,
-        "critic": recipe.critic is not None,
-        "rewards.model": recipe.rewards.model is not None,
-        "model.lora": section.lora is not None,
-        "model.checkpointing": section.checkpointing,
-        "agent": recipe.agent is not None,
-    }
-    if wrong := [key for key, there in refused.items() if there]:
+    teachers = [teacher for teacher in recipe.teachers if teacher is not None]
+    if any(teacher.url is not None for teacher in teachers):
+        raise UserError("teacher.url: a server is not yet sent images: name a `path`")
+    if any(teacher.hint is not None for teacher in teachers):
+        raise UserError("teacher.hint: not yet for a model that sees: leave it out")
+    if recipe.algorithm.routing_replay:
+        raise UserError("algorithm.routing_replay: not yet for a model that sees: leave it out")
+
+
+def check_alike(ours: ImageInput, theirs: ImageInput | None, name: str) -> None:
+    """Raise UserError: a further model, whose input `theirs` is, does not make as many features of an image as the
+    policy does. name: of the recipe's key and the model."""
+    if theirs is None:
+        raise UserError(f"{name} reads text alone, and the policy sees: name a model that does")
+    differ = [key for key in _SIZES if getattr(ours.processor, key, None) != getattr(theirs.processor, key, None)]
+    if differ:
         raise UserError(
-            f"{wrong[0]}: not yet for a model that sees ({section.path}): leave it out, or take a model that reads text"
+            f"{name} cuts images in another way than the policy: its image processor has another {differ[0]}"
         )

@@ -2,12 +2,14 @@
 
 import json
 from collections.abc import Collection
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from agentrl.errors import UserError, nearest
 from agentrl.models import EMBEDDED, embedded_path
-from agentrl.models.image_input import FAMILIES, image_input
+from agentrl.models.image_families import FAMILIES, family_of
+from agentrl.models.image_input import ImageInput, check_alike, image_input
 from agentrl.recipe.schema import ModelSection, Recipe
 from agentrl.remote import fetched, is_remote
 
@@ -84,6 +86,7 @@ def load_scorer(section: ModelSection, seed: int = 0) -> tuple[Any, Any]:
             drawn = torch.randn(head.shape, generator=generator) / (head.shape[-1] + 1) ** 0.5
             head.copy_(drawn if head.dim() > 1 else torch.zeros_like(head))
     model.config.architectures = [type(model).__name__]
+    _give_sight(section, model, tokenizer)
     return model.to(device).eval(), tokenizer
 
 
@@ -108,6 +111,7 @@ def load_tokenizer(section: ModelSection) -> Any:
     from transformers import AutoTokenizer
 
     path = resolve(section.path)
+    _load(section.path, "its configuration", lambda: check_family(path, section))
     tokenizer = _load(
         section.path,
         "its tokenizer",
@@ -128,13 +132,47 @@ def class_for(config: Any) -> Any:
     return AutoModelForImageTextToText if config.model_type in FAMILIES else AutoModelForCausalLM
 
 
+def let_classify(config: Any) -> bool:
+    """Return whether transformers can make a sequence classifier of this configuration: of a model that sees, for which
+    it has no class, it is given one, as it makes those of other models."""
+    from transformers import AutoModelForSequenceClassification
+    from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES as KNOWN
+
+    if config.model_type in FAMILIES:
+        kind: Any = type(config)
+        AutoModelForSequenceClassification.register(kind, _classifier(kind), exist_ok=True)
+    return config.model_type in (*KNOWN, *FAMILIES)
+
+
+@cache
+def _classifier(config: Any) -> Any:
+    from transformers.modeling_layers import GenericForSequenceClassification
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+
+    kind: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[config]
+    name = kind.__name__.replace("ForConditionalGeneration", "ForSequenceClassification")
+    return type(name, (GenericForSequenceClassification, kind.__mro__[1]), {"__module__": __name__})
+
+
 def _give_sight(section: ModelSection, model: Any, tokenizer: Any) -> None:
     """Let a model that sees know how, and freeze what the recipe says. Raises UserError: there is nothing to freeze."""
     model.image_input = tokenizer.image_input
     if "vision" in section.freeze:
         if model.image_input is None:
             raise UserError(f"model.freeze: {section.path} has no vision tower: leave `vision` out")
-        model.model.visual.requires_grad_(False)
+        from agentrl.models.vision import towers
+
+        for tower in towers(model):
+            tower.requires_grad_(False)
+
+
+def check_roles(recipe: Recipe, ours: ImageInput) -> None:
+    """Raise UserError: the critic or a teacher of a policy that sees does not see as it does."""
+    teachers = [("teacher.path", teacher.path) for teacher in recipe.teachers if teacher is not None]
+    critic = recipe.critic.path if recipe.critic is not None else None
+    for key, path in [("critic.path", critic), *teachers]:
+        if path is not None and path not in ("policy", recipe.model.path):
+            check_alike(ours, image_input(resolve(path), recipe.model.trust_remote_code), f"{key}: {path}")
 
 
 def find_device(name: str) -> Any:
@@ -175,8 +213,8 @@ def resolve_types(recipe: Recipe) -> Recipe:
 def resolve(path: str) -> str:
     """Return the argument of `from_pretrained` for `model.path`: an existing folder, a copy of that behind a URL, or a
     hub name. Raises UserError."""
-    if path == EMBEDDED:
-        return str(embedded_path())
+    if path in EMBEDDED:
+        return str(embedded_path(path))
     if is_remote(path):
         path = str(fetched(path, "model.path"))
     folder = Path(path).expanduser()
@@ -191,8 +229,12 @@ def resolve(path: str) -> str:
         return str(folder)
     looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1 or "\\" in path
     if looks_local or folder.exists():
-        raise UserError(f"model.path: {path} is no folder; give an existing one, a hub name, or {EMBEDDED!r}")
+        raise UserError(f"model.path: {path} is no folder; give an existing one, a hub name, or {_embedded()}")
     return path
+
+
+def _embedded() -> str:
+    return " or ".join(map(repr, EMBEDDED))
 
 
 def _base_of(adapter: Path) -> str:
@@ -220,11 +262,20 @@ def _causal_config(path: str, section: ModelSection) -> Any:
     from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+    check_family(path, section)
     config = overridden(AutoConfig.from_pretrained(path, trust_remote_code=section.trust_remote_code), section)
     remote = section.trust_remote_code and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
     if config.model_type not in (*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *FAMILIES) and not remote:
         raise UserError(f"model.path: {section.path} is a {config.model_type!r}, which is not a causal language model")
     return config
+
+
+def check_family(path: str, section: ModelSection, **options: Any) -> None:
+    """Raise UserError for a model that sees in a way that is not known, before a type that transformers may not know
+    either is looked up. path: as `resolve` returns it. options: of `from_pretrained`."""
+    from transformers import PretrainedConfig
+
+    family_of(PretrainedConfig.get_config_dict(path, **options)[0], section.path)
 
 
 def overridden(config: Any, section: ModelSection) -> Any:
@@ -242,13 +293,13 @@ def overridden(config: Any, section: ModelSection) -> Any:
 
 def _scorer_config(path: str, section: ModelSection, tokenizer: Any) -> Any:
     from transformers import AutoConfig
-    from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES as KNOWN
 
+    check_family(path, section)
     config = AutoConfig.from_pretrained(path, trust_remote_code=section.trust_remote_code)
     remote = section.trust_remote_code and "AutoModelForSequenceClassification" in (
         getattr(config, "auto_map", None) or {}
     )
-    if config.model_type not in KNOWN and not remote:
+    if not let_classify(config) and not remote:
         raise UserError(f"model.path: {section.path} is a {config.model_type!r}, which cannot be a sequence classifier")
     trained = any("SequenceClassification" in name for name in config.architectures or ())
     if trained and config.num_labels != 1:
@@ -275,5 +326,5 @@ def _load(path: str, what: str, load: Any) -> Any:
         raise
     except Exception as error:
         line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        hint = "" if Path(path).exists() or path == EMBEDDED else " (a hub name needs the network; a folder must exist)"
+        hint = "" if Path(path).exists() or path in EMBEDDED else " (a hub name needs the network; a folder must exist)"
         raise UserError(f"model.path: {path}: {what} cannot be loaded{hint}: {line}") from error

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from agentrl.errors import UserError, nearest
+from agentrl.models.vision import towers
 from agentrl.recipe.schema import LoraSection
 from agentrl.remote import fetched, is_remote
 
@@ -41,7 +42,7 @@ def add_adapter(model: Any, section: LoraSection, base: str, seed: int = 0) -> N
         r=section.rank,
         lora_alpha=section.alpha,
         lora_dropout=section.dropout,
-        target_modules=target_names(model, section.targets, section.exclude),
+        target_modules=target_names(model, section.targets, section.exclude, section.vision),
         base_model_name_or_path=base,
         task_type="CAUSAL_LM",
     )
@@ -55,11 +56,17 @@ def add_adapter(model: Any, section: LoraSection, base: str, seed: int = 0) -> N
         _begin(model, seed)
 
 
-def target_names(model: Any, targets: tuple[str, ...], exclude: tuple[str, ...] = ()) -> list[str]:
+def target_names(
+    model: Any, targets: tuple[str, ...], exclude: tuple[str, ...] = (), vision: bool = False
+) -> list[str]:
     """Return the full names of the layers that get an adapter: those whose name ends with one of `targets`, unless one
-    of `exclude` stands in it between dots."""
-    head = model.get_output_embeddings()
+    of `exclude` stands in it between dots. vision: also those of the vision tower."""
+    head, seeing = model.get_output_embeddings(), towers(model)
+    if vision and not seeing:
+        raise UserError(f"model.lora.vision: {type(model).__name__} has no vision tower: leave it out")
+    tower = {id(module) for each in seeing for module in each.modules()} if not vision else set()
     linear = [name for name, module in model.named_modules() if type(module) is nn.Linear and module is not head]
+    linear = [name for name in linear if id(model.get_submodule(name)) not in tower]
     if ALL in targets:
         if not linear:
             raise UserError(f"model.lora: {type(model).__name__} has no plain nn.Linear layer")
@@ -71,6 +78,7 @@ def target_names(model: Any, targets: tuple[str, ...], exclude: tuple[str, ...] 
         raise UserError(
             f"model.lora.targets: {type(model).__name__} has no linear layer {missing!r} that can take an adapter"
             f"{nearest(missing, known)}; it has {', '.join(known)}"
+            f"{', and those of its vision tower by model.lora.vision=true' if tower else ''}"
         )
     chosen = {name for names in found.values() for name in names}
     without = {part: {name for name in chosen if f".{part}." in f".{name}."} for part in exclude}

@@ -55,6 +55,8 @@ class Setting:
     """Whether the reference is a moving average of the policy, which is kept in float32."""
     rows: int = LOGIT_ROWS
     """Minimum predictions whose logits exist at once."""
+    frozen: bool = False
+    """Whether the vision tower is not trained."""
 
     @classmethod
     def of(cls, recipe: Recipe, workers: int, *, actor: bool = True) -> "Setting":
@@ -73,6 +75,7 @@ class Setting:
             checkpointing=recipe.model.checkpointing,
             averaged=recipe.algorithm.reference is not None and recipe.algorithm.reference.ema is not None,
             rows=GPU_LOGIT_ROWS if on_gpu(recipe) else LOGIT_ROWS,
+            frozen="vision" in recipe.model.freeze,
         )
 
 
@@ -103,6 +106,9 @@ class MemoryPlan:
     copy of the weights in the dtype of matrix products."""
     activations: int
     """Peak activations of one micro-batch."""
+    tower: int
+    """Peak activations of the vision tower, if all of a micro-batch's tokens were of images; with their pixels and
+    features."""
     logits: int
     """Logits of one chunk of predictions, and the gradients of the output layer, whole and of the chunk."""
     cache_token: int
@@ -125,7 +131,7 @@ class MemoryPlan:
     @property
     def device(self) -> int:
         """Peak bytes on the worker's device."""
-        passing = self.gathered + self.activations + self.logits
+        passing = self.gathered + self.activations + self.tower + self.logits
         return passing if self.offload else self.kept - self.moments + max(passing, self.moments)
 
     @property
@@ -182,6 +188,7 @@ def plan(
         teachers=sum(each.parameters * setting.compute // setting.shard for each in teachers) if actor else 0,
         gathered=_gathered(shape, setting, trains),
         activations=_activations(shape, setting, trains),
+        tower=_tower(shape, setting, trains),
         logits=_logits(shape, setting) if actor else 0,
         cache_token=shape.kv * setting.compute,
         moments=sum(_moments(each, setting) for each in trained if each is not None) if setting.optimizer else 0,
@@ -210,13 +217,19 @@ def _plan_roles(recipe: Recipe, roles: Collection[str], setting: Setting) -> Mem
 def _trained(shape: Shape, setting: Setting) -> tuple[int, int, int]:
     """Return the bytes of weights, gradients and optimizer state; an adapter is float32."""
     weights = shape.parameters * setting.size + shape.adapter * 4
-    trained = shape.adapter or shape.parameters
+    trained = _changed(shape, setting)
     state = MOMENT_BYTES + (MASTER_BYTES if setting.size < 4 and not shape.adapter else 0)
     return weights // setting.shard, trained * GRADIENT_BYTES // setting.shard, trained * state // setting.shard
 
 
+def _changed(shape: Shape, setting: Setting) -> int:
+    """Return the number of parameters that have gradients."""
+    frozen = shape.tower.parameters if shape.tower is not None and setting.frozen else 0
+    return shape.adapter or shape.parameters - frozen
+
+
 def _moments(shape: Shape, setting: Setting) -> int:
-    return (shape.adapter or shape.parameters) * MOMENT_BYTES // setting.shard
+    return _changed(shape, setting) * MOMENT_BYTES // setting.shard
 
 
 def _saved(shape: Shape, setting: Setting) -> int:
@@ -247,6 +260,17 @@ def _activations(shape: Shape, setting: Setting, trains: bool) -> int:
     else:
         numbers = layer * shape.layers
     return -(-setting.tokens // setting.sequence) * setting.compute * numbers
+
+
+def _tower(shape: Shape, setting: Setting, trains: bool) -> int:
+    """Return the bytes of activations of the vision tower for a micro-batch whose tokens are all of images. A frozen
+    tower keeps none but those of the layer that runs, and its features."""
+    if (tower := shape.tower) is None:
+        return 0
+    layer = LAYER_TENSORS * tower.hidden + WIDE_TENSORS * tower.wide
+    layers = tower.layers if trains and not setting.frozen else 1
+    numbers = setting.compute * (tower.patches * layer * layers + shape.hidden) + 4 * tower.patches * tower.pixels
+    return -(-setting.tokens // setting.sequence) * numbers
 
 
 def _logits(shape: Shape, setting: Setting) -> int:
@@ -280,10 +304,3 @@ class Traffic:
             update=received(2 * layers + shape.root, setting.compute),
             gradients=received(trained, REDUCE_BYTES),
         )
-
-
-def into_node(received: int, workers: int, nodes: int) -> float:
-    """Return the bytes that each of `nodes` machines receives over the network when each of `workers` workers receives
-    `received` bytes: workers of one machine share what one of them has received."""
-    whole = received * workers / (workers - 1)
-    return whole * (1 - 1 / nodes)

@@ -86,8 +86,7 @@ class Routing:
     @classmethod
     def of(cls, model: nn.Module) -> "Routing":
         """Return the routing of `model`, the same object for all callers. Raises UserError: it has no routers."""
-        found: Routing = getattr(model, _ATTRIBUTE, None) or cls(model)
-        return found
+        return getattr(model, _ATTRIBUTE, None) or cls(model)
 
     @contextmanager
     def recording(self) -> Iterator[list[Tensor | None]]:
@@ -99,16 +98,21 @@ class Routing:
         finally:
             self._taken = None
 
-    def replay(self, experts: Tensor | None) -> None:
-        """Take these experts in all passes from now on, also those of a backward pass that computes activations again.
+    @contextmanager
+    def replaying(self, experts: Tensor) -> Iterator[None]:
+        """Take these experts in all passes of the block, also those of a backward pass that computes activations again.
 
-        experts: [tokens, routers, experts a token], UNKNOWN where the router chooses itself; None: it always does.
+        experts: [tokens, routers, experts a token], UNKNOWN where the router chooses itself.
         """
         self._replayed, self._differs = experts, [None] * self.layers
+        try:
+            yield
+        finally:
+            self._replayed = None
 
     def differing(self) -> Tensor:
-        """Return the share of the replayed choices that the routers would not have made, float32 [tokens], of the pass
-        after `replay`."""
+        """Return the share of the replayed choices that the routers would not have made, float32 [tokens], of the
+        first pass of `replaying`."""
         known = [share for share in self._differs if share is not None]
         return torch.stack(known).mean(0) if known else torch.zeros(0)
 

@@ -3,8 +3,26 @@
 from dataclasses import dataclass
 from typing import Any
 
-from agentrl.models.load import class_for, overridden, resolve
+from agentrl.models.load import check_family, class_for, overridden, resolve
 from agentrl.recipe.schema import LoraSection, ModelSection
+
+
+@dataclass(frozen=True, slots=True)
+class Tower:
+    """The size of the part of a model that turns images into features."""
+
+    parameters: int
+    """Its number of parameters, which are among the model's."""
+    layers: int
+    """The number of blocks."""
+    hidden: int
+    """The width of its residual stream."""
+    wide: int
+    """The width of its feed-forward."""
+    patches: int
+    """Patches of an image that become one token."""
+    pixels: int
+    """Numbers that say the pixels of a patch, in float32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +47,8 @@ class Shape:
     """Number of rows of the embeddings."""
     kv: int
     """Numbers that a token's keys and values take, over all layers."""
+    tower: Tower | None = None
+    """Of a model that sees."""
 
     @classmethod
     def of(cls, config: Any, lora: LoraSection | None = None, trust_remote_code: bool = False) -> "Shape":
@@ -40,7 +60,8 @@ class Shape:
         with torch.device("meta"):
             model = class_for(config).from_config(config, trust_remote_code=trust_remote_code)
             parameters = _count(model)
-            blocks = [_count(block) for block in _blocks(model)]
+            tower = _tower(model, config)
+            blocks = [_count(block) for block in _blocks(model, outside=tower[0])]
             if lora is not None:
                 add_adapter(model, lora.model_copy(update={"start": None}), "")
         text = config.get_text_config()
@@ -56,20 +77,21 @@ class Shape:
             wide=getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
             vocabulary=text.vocab_size,
             kv=int(2 * text.num_hidden_layers * heads * head),
+            tower=tower[1],
         )
 
 
 def read_shape(section: ModelSection) -> Shape | None:
     """Return the shape of a recipe's model; None if its configuration is not on this machine.
 
-    Raises UserError for a path that is no model.
+    Raises UserError for a path that is no model, or one that sees in a way that is not known.
     """
     from transformers import AutoConfig
 
+    path = resolve(section.path)
     try:
-        config = AutoConfig.from_pretrained(
-            resolve(section.path), local_files_only=True, trust_remote_code=section.trust_remote_code
-        )
+        check_family(path, section, local_files_only=True)
+        config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=section.trust_remote_code)
     except (OSError, ValueError):
         return None
     return Shape.of(overridden(config, section), section.lora, section.trust_remote_code)
@@ -79,10 +101,26 @@ def _count(module: Any) -> int:
     return sum(p.numel() for p in module.parameters())
 
 
-def _blocks(model: Any) -> list[Any]:
-    """Return the longest list of modules that is in no other list."""
+def _tower(model: Any, config: Any) -> tuple[Any, Tower | None]:
+    """Return the vision tower and its size; (None, None): the model has none."""
+    vision = getattr(config, "vision_config", None)
+    modules = dict(model.named_modules())
+    tower = next((m for name, m in modules.items() if name.rpartition(".")[2] in ("visual", "vision_tower")), None)
+    if vision is None or tower is None:
+        return None, None
+    blocks, hidden = _blocks(tower), int(vision.hidden_size)
+    wide = getattr(vision, "intermediate_size", None) or 4 * hidden
+    merge = getattr(vision, "spatial_merge_size", None) or getattr(vision, "pooling_kernel_size", None) or 1
+    frames, colors = getattr(vision, "temporal_patch_size", 1), getattr(vision, "in_channels", 3)
+    pixels = frames * colors * vision.patch_size**2
+    return tower, Tower(_count(tower), len(blocks), hidden, int(wide), int(merge) ** 2, int(pixels))
+
+
+def _blocks(model: Any, outside: Any = None) -> list[Any]:
+    """Return the longest list of modules that is in no other list. outside: a module whose lists do not count."""
     from torch.nn import ModuleList
 
-    lists = {name: module for name, module in model.named_modules() if isinstance(module, ModuleList)}
+    left_out = set() if outside is None else set(outside.modules())
+    lists = {name: m for name, m in model.named_modules() if isinstance(m, ModuleList) and m not in left_out}
     outer = [list(m) for name, m in lists.items() if not any(name.startswith(f"{other}.") for other in lists)]
     return max(outer, key=lambda blocks: len(blocks), default=[])

@@ -80,6 +80,7 @@ def stream_model(section: ModelSection, seed: int = 0, *, headless: bool = False
     head = shape.get_output_embeddings()
     unread = [name for name, module in shape.named_modules() if headless and module is head]
     model, read = stream(type(shape), path, section, unread)
+    model.image_input = shape.image_input
     if section.lora is not None:
         add_adapter(model, section.lora, path, seed)
     return model, read
@@ -191,8 +192,7 @@ def _files(path: str, config: Any) -> list[str]:
     from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
     def find(name: str) -> str | None:
-        found: str | None = cached_file(path, name, _raise_exceptions_for_missing_entries=False)
-        return found
+        return cached_file(path, name, _raise_exceptions_for_missing_entries=False)
 
     if getattr(config, "transformers_weights", None) is not None:
         raise NotStreamed("its configuration names a file of its own")

@@ -18,7 +18,7 @@ from agentrl.errors import UserError
 from agentrl.eval.evaluate import model_of
 from agentrl.eval.held_out import solved_by
 from agentrl.eval.progress import Progress
-from agentrl.models.load import load_tokenizer, resolve_types
+from agentrl.models.load import resolve_types
 from agentrl.offline.replay import Which, live_task
 from agentrl.offline.turns import Script, Spoken, StoredTurns, spoken_by
 from agentrl.plugins.mixture import environment_of
@@ -33,6 +33,7 @@ from agentrl.rollout.model_reward import ask_reward_model
 from agentrl.rollout.player import Player
 from agentrl.rollout.stored import StoredSample
 from agentrl.threads import check_abandoned
+from agentrl.training.run import same_tokenizer
 from agentrl.trajectory import Group, Trajectory
 
 
@@ -88,21 +89,13 @@ def go_on(
             raise UserError(f"engine {one.engine.name!r} gives no token ids: its rollouts cannot be gone on with")
     named = model_of(model) if model is not None else (model_of(str(path)) if own.checkpoints.is_dir() else None)
     if named is not None:
-        section = recipe.model.model_copy(update={"path": named, "lora": None})
-        recipe = recipe.model_copy(update={"model": section})
-    _check_tokenizer(former, recipe)
-    with progress or Progress() as shown:
-        return blocking(lambda: run(_go_on(own, sample, resolve_types(recipe), turn, n, output, shown)))
-
-
-def _check_tokenizer(former: Recipe, recipe: Recipe) -> None:
-    if former.model.path == recipe.model.path:
-        return
-    theirs, ours = (load_tokenizer(one.model).get_vocab() for one in (former, recipe))
-    if theirs != ours:
+        recipe = recipe.changed(model={"path": named, "lora": None})
+    if not same_tokenizer(former, recipe):
         raise UserError(
             f"--model: {recipe.model.path} has another tokenizer than {former.model.path}, whose tokens are stored"
         )
+    with progress or Progress() as shown:
+        return blocking(lambda: run(_go_on(own, sample, resolve_types(recipe), turn, n, output, shown)))
 
 
 async def _go_on(

@@ -158,7 +158,7 @@ async def scripted_player(recipe: Recipe, env: Environment, engine: StoredTurns)
         tools = (*toolbox.tools, *env.tools())
         tokenizer, chat = _tokenizer_and_chat(recipe, [tool.schema for tool in tools])
         if isinstance(chat, TextChat):
-            recipe = recipe.model_copy(update={"rollout": without_token_limits(recipe.rollout)})
+            recipe = recipe.changed(rollout=without_token_limits(recipe.rollout))
         player = Player(recipe, env, toolbox, rewards, None, tokenizer, chat, engine)
         if recipe.agent is not None:
             check_tools_of_agent(tools)

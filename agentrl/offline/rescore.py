@@ -186,7 +186,7 @@ async def _rescore(
 async def _live_hooks(recipe: Recipe, env: Environment, stack: AsyncExitStack) -> tuple[Player, StoredTurns]:
     """Return what plays rollouts again, without the recipe's own rewards."""
     engine = StoredTurns()
-    player = await scripted_player(recipe.model_copy(update={"rewards": RewardsSection()}), env, engine)
+    player = await scripted_player(recipe.changed(rewards=RewardsSection()), env, engine)
     stack.push_async_callback(player.close)
     return player, engine
 

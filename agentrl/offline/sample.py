@@ -61,8 +61,7 @@ def sample_rollouts(
     """
     RunFolder.check_free(recipe.output)
     if model is not None:
-        section = recipe.model.model_copy(update={"path": model, "lora": None})
-        recipe = recipe.model_copy(update={"model": section})
+        recipe = recipe.changed(model={"path": model, "lora": None})
     recipe = resolve_types(recipe)
     env = make_environment(recipe.env)
     tasks = _tasks(env, split, recipe)
@@ -145,7 +144,8 @@ def _sample(job: _Job, interrupts: Interrupts, shown: Progress) -> Sampled:
         if job.folder is None:
             stack.callback(FolderLock(folder.path).release)
             folder.write_recipe(dump_recipe(recipe))
-        sampler.draw(job.done * recipe.rollout.tasks)
+        for _ in range(job.done * recipe.rollout.tasks):
+            player.draw(sampler, job.tasks)
         whole = TrajectoriesSection(keep=0)
         journal = Journal(whole, lambda: folder.trajectories, partial(environment_of, job.env), recipe.secrets)
         bar = shown.follow("sampling", (job.steps - job.done) * recipe.rollout.tasks)
@@ -168,7 +168,7 @@ def _one_step(
     bar: Callable[[Group], None],
 ) -> None:
     limits, start = job.recipe.rollout, perf_counter()
-    tasks = [job.tasks[i] for i in sampler.draw(limits.tasks)]
+    tasks = [job.tasks[player.draw(sampler, job.tasks)] for _ in range(limits.tasks)]
 
     def ended(group: Group) -> None:
         bar(group)

@@ -5,17 +5,22 @@ is an error.
 """
 
 import json
+import sys
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 
-from agentrl.chat.base import Chat
+from agentrl.chat.base import Chat, Seeing
 from agentrl.chat.frame import content_text
+from agentrl.chat.image_chat import moved
+from agentrl.data.media import Images
 from agentrl.errors import UserError
+from agentrl.images import ImageSpan, check_count, hashes, stored
 from agentrl.plugins.types import Json, Message, Task
 from agentrl.recipe.schema import SftSection
 from agentrl.rollout.request import AsyncRolloutRequest
@@ -34,6 +39,9 @@ THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 FLAGS = ("weight", "train")
 
 
+_IMAGES = Images()
+
+
 class Refusal(UserError):  # noqa: N818 - it is what becomes of a row
     """A row that cannot be learned from, and why."""
 
@@ -50,19 +58,31 @@ class Talk:
     """Schemas of the tools that it offers; None: it does not say."""
 
 
-def read_row(row: Mapping[str, Any], form: str, *, sparse: bool = False) -> Talk:
+def read_row(
+    row: Mapping[str, Any],
+    form: str,
+    *,
+    sparse: bool = False,
+    images: Images = _IMAGES,
+    folder: Path | None = None,
+) -> Talk:
     """Return the conversation of a row. form: `openai` or `sharegpt`. sparse: fields that are null were not there, as
-    in tables, where all rows have all fields. Raises UserError: it is none."""
+    in tables, where all rows have all fields. images: how rows bring images. folder: of the row's file. Raises
+    UserError: it is none; Refusal: its images do not fit its messages."""
     if sparse:
         row = _without_nulls(row)
     given = _parsed(row.get("messages" if form == "openai" else "conversations"))
     if not isinstance(given, list) or not given:
         raise UserError(_no_messages(row, form))
-    said = [_openai(each, i) if form == "openai" else _sharegpt(each, i) for i, each in enumerate(given, 1)]
+    said = [message_of(each, i) if form == "openai" else _sharegpt(each, i) for i, each in enumerate(given, 1)]
     system = row.get("system") if form == "sharegpt" else None
     if isinstance(system, str) and system and said[0]["role"] != "system":
         said, given = [{"role": "system", "content": system}, *said], [{}, *given]
-    return Talk(tuple(said), tuple(map(_flag, given)), _tools(row.get("tools")))
+    try:
+        said = images.placed(said, row, folder)
+    except UserError as error:
+        raise Refusal(str(error)) from error
+    return Talk(tuple(said), tuple(map(_flag, given)), schemas_of(row.get("tools")))
 
 
 def _no_messages(row: Mapping[str, Any], form: str) -> str:
@@ -95,7 +115,8 @@ def _flag(message: Any) -> bool | None:
     return None if given is None else bool(given)
 
 
-def _openai(given: Any, number: int) -> Message:
+def message_of(given: Any, number: int) -> Message:
+    """Return a message in OpenAI's form as the chat has it. number: of the message. Raises UserError: it is none."""
     if not isinstance(given, Mapping) or not isinstance(role := given.get("role"), str):
         raise UserError(f"message {number} is not an object with a `role`")
     role = ROLES.get(role, role)
@@ -151,7 +172,8 @@ def _calls(given: Any, number: int) -> Any:
     return found
 
 
-def _tools(given: Any) -> tuple[dict[str, Json], ...] | None:
+def schemas_of(given: Any) -> tuple[dict[str, Json], ...] | None:
+    """Return the schemas of the tools that a row offers; None: it does not say. Raises UserError."""
     given = _parsed(given)
     if given is None or given == "":
         return None
@@ -165,14 +187,29 @@ def _tools(given: Any) -> tuple[dict[str, Json], ...] | None:
     return tuple(found)
 
 
+def images_of(section: SftSection) -> Images:
+    """Return how the rows of a recipe's section bring images."""
+    return Images(section.images, section.image_folder, section.image_urls)
+
+
 class Layout:
     """Lays out conversations as trajectories.
 
-    tools: schemas that a conversation offers which does not say. limit: most tokens of a path.
+    tools: schemas that a conversation offers which does not say. limit: most tokens of a path. max_images: most images
+    of a conversation.
     """
 
-    def __init__(self, section: SftSection, writer: Writer, tools: Sequence[dict[str, Json]], limit: int) -> None:
+    def __init__(
+        self,
+        section: SftSection,
+        writer: Writer,
+        tools: Sequence[dict[str, Json]],
+        limit: int,
+        max_images: int = sys.maxsize,
+    ) -> None:
         self.section, self.writer, self.tools, self.limit = section, writer, list(tools), limit
+        self.max_images = max_images
+        self.images = images_of(section)
 
     @property
     def chat(self) -> Chat:
@@ -184,7 +221,7 @@ class Layout:
         schemas = self.tools if talk.tools is None else list(talk.tools)
         learned = self._learned(talk)
         try:
-            messages = tuple(map(_plain, talk.messages))
+            messages = tuple(map(_plain, self._shown(talk.messages)))
             lay = self._paths if self.section.history == "template" else self._conversation
             made = lay(messages, learned, schemas, Task(name, {}))
         except Refusal:
@@ -193,6 +230,17 @@ class Layout:
             raise Refusal(str(error)) from error
         made = replace(made, tools=tuple(str(schema["function"]["name"]) for schema in schemas))
         return fitting(made, self.limit)
+
+    def _shown(self, messages: Sequence[Message]) -> list[Message]:
+        """Return the messages with their images in the store. Raises UserError: the model sees none, one cannot be
+        shown, or there are too many."""
+        if not isinstance(self.chat, Seeing):
+            if images := len(hashes(messages)):
+                raise Refusal(f"it shows {images} {'image' if images == 1 else 'images'}, and the model reads text")
+            return list(messages)
+        check_count(messages, self.max_images)
+        fetched = self.images.fetched(messages) if self.images.urls != "refuse" else messages
+        return list(map(stored, fetched))
 
     def _learned(self, talk: Talk) -> list[bool]:
         """Return for each message whether it is learned."""
@@ -235,11 +283,15 @@ class Layout:
     ) -> Trajectory:
         """Lay out a path for each learned turn, with what is before it as the template writes it by then."""
         ids, turns, segments, told = array("i"), list[Turn](), list[Segment](), list[tuple[Message, ...]]()
+        spans: list[ImageSpan] = []
         for i in (i for i, each in enumerate(learned) if each):
             if not i:
                 raise Refusal("it begins with an assistant's message that is to be learned")
             start = len(ids)
-            ids.extend(self.chat.render(messages[:i], schemas))
+            prompt = self.chat.render(messages[:i], schemas)
+            if isinstance(self.chat, Seeing):
+                spans += moved(self.chat.images_in(prompt, messages[:i]), start)
+            ids.extend(prompt)
             said = self.writer.turn(messages[:i], messages[i], schemas, whole=True)
             self._check(messages[i], said)
             turns.append(Turn(len(ids), len(ids) + len(said)))
@@ -254,7 +306,7 @@ class Layout:
             request_id=task.id, task=task, sample=0, ids=np.array(ids, np.int32), loss_mask=sampled.astype(np.uint8),
             logprobs=np.zeros(len(ids), np.float32), weight_version=np.where(sampled, 0, -1).astype(np.int32),
             prompt_length=turns[0].start, turns=tuple(turns), messages=told[-1], rewards={}, finish=FinishReason.STOP,
-            segments=tuple(segments) if several else (), branches=tuple(told) if several else (),
+            segments=tuple(segments) if several else (), branches=tuple(told) if several else (), images=tuple(spans),
         )  # fmt: skip
         check_invariants(made)
         return made

@@ -175,7 +175,7 @@ class Demonstrator:
         self.writer.say(request, talk, {"role": "assistant", "content": text}, self._schemas(talk.tools))
         talk.messages.append({"role": "assistant", "content": text})
         request.branches.append(talk.begin_anew(request.branch_name()))
-        self._open(talk, reopened(section, talk.opening_messages, text))
+        self._open(talk, reopened(section, talk.opening_messages, text, talk.messages))
 
     def _checked(self, request: AsyncRolloutRequest) -> Trajectory:
         if not request.turns:

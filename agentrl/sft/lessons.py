@@ -5,6 +5,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -13,15 +14,17 @@ import numpy as np
 
 from agentrl.checkpoint.run_folder import RECIPE, TRAJECTORIES
 from agentrl.data.files import file_type
+from agentrl.data.media import Images
 from agentrl.data.rows import Rows
 from agentrl.data.source import open_source
 from agentrl.errors import UserError, nearest
+from agentrl.images import keyed
 from agentrl.plugins.types import Json
 from agentrl.recipe.load import load_recipe
 from agentrl.recipe.schema import Recipe, SftSection, SftSelect
 from agentrl.rollout.stored import folder_files, read_samples
 from agentrl.rollout.trajectory_file import TRAIN, Stored
-from agentrl.sft.conversations import Layout, Refusal, Talk, fitting, read_row, trained
+from agentrl.sft.conversations import Layout, Refusal, Talk, fitting, images_of, read_row, trained
 from agentrl.training.run import check_tokenizer
 from agentrl.trajectory import Trajectory
 
@@ -76,8 +79,15 @@ class Lessons:
         """Return a text that differs where other tokens are learned."""
         found = hashlib.sha256()
         for t in self.taught:
-            found.update(t.ids.tobytes() + t.loss_mask.tobytes())
+            found.update(_seen(t) + t.loss_mask.tobytes())
         return found.hexdigest()[:16]
+
+
+def _seen(t: Trajectory, end: int | None = None) -> bytes:
+    """Return bytes that two trajectories have in common only if their first `end` tokens are the same, and their
+    images."""
+    ids = keyed(t.ids, t.images) if t.images else np.asarray(t.ids)
+    return ids[:end].tobytes()
 
 
 def is_stored(source: str) -> bool:
@@ -97,20 +107,23 @@ def open_rows(source: str) -> Rows:
         raise UserError(text if "sft.source" in text else f"sft.source: {text}") from error
 
 
-def tools_of(rows: Rows, form: str) -> list[dict[str, Json]]:
+def tools_of(rows: Rows, section: SftSection) -> list[dict[str, Json]]:
     """Return the schemas of tools that the first rows offer, one of each name. Raises UserError for a row that is no
     conversation."""
     found: dict[str, dict[str, Json]] = {}
     for i in range(min(len(rows), LOOKED_AT)):
-        for schema in _talk(rows, i, form).tools or ():
-            found.setdefault(str(schema["function"]["name"]), schema)
+        with suppress(Refusal):  # it is counted once it is laid out
+            for schema in _talk(rows, i, section.format, images_of(section)).tools or ():
+                found.setdefault(str(schema["function"]["name"]), schema)
     return list(found.values())
 
 
-def _talk(rows: Rows, index: int, form: str) -> Talk:
+def _talk(rows: Rows, index: int, form: str, images: Images) -> Talk:
     row = rows.row(index)
     try:
-        return read_row(row, form, sparse=rows.sparse)
+        return read_row(row, form, sparse=rows.sparse, images=images, folder=rows.folder(index))
+    except Refusal:
+        raise
     except UserError as error:
         raise UserError(f"{rows.where(index)}: {error}") from error
 
@@ -149,8 +162,8 @@ def _laid_out(rows: Rows, layout: Layout, found: Lessons, phase: Say) -> list[Tr
     for i in range(len(rows)):
         if i % 100 == 0:
             phase(f"laying out conversations: {i:,} of {len(rows):,}")
-        talk = _talk(rows, i, layout.section.format)
         try:
+            talk = _talk(rows, i, layout.section.format, layout.images)
             made.append(layout.trajectory(talk, f"row-{rows.number(i) + 1}"))
         except Refusal as refusal:
             found.refused.append((rows.where(i), str(refusal)))
@@ -161,7 +174,7 @@ def _laid_out(rows: Rows, layout: Layout, found: Lessons, phase: Say) -> list[Tr
 def _hold_out(every: Sequence[Trajectory], share: float, seed: int, found: Lessons) -> None:
     """Put a seeded share apart: by their opening, so that a question never stands on both sides."""
     for t in every:
-        opening = hashlib.sha256(f"{seed}/".encode() + t.ids[: t.prompt_length].tobytes()).digest()
+        opening = hashlib.sha256(f"{seed}/".encode() + _seen(t, t.prompt_length)).digest()
         held = int.from_bytes(opening[:7], "big") / (1 << 56) < share
         (found.held_out if held else found.taught).append(t)
 
@@ -270,7 +283,7 @@ def _selected(
     kept = []
     for i in order:
         place, t = left[i]
-        same = t.task.id, np.asarray(t.ids).tobytes()
+        same = t.task.id, _seen(t)
         if select.best and t.reward < highest[t.task.id] - 1e-9:
             refused.append((place, "its reward is not the highest of its task (sft.select.best)"))
         elif select.distinct and same in seen:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.errors import UserError
+from agentrl.models.image_families import FAMILIES
 from agentrl.models.image_input import ImageInput
 from agentrl.recipe.schema import NewModel
 
@@ -109,6 +110,7 @@ def _seeing(section: NewModel, tokenizer: Any, seed: int) -> Any:
             "rope_type": "default",
             "rope_theta": ROPE_THETA,
             "mrope_section": [side - 2 * (side // 3), side // 3, side // 3],
+            "mrope_interleaved": True,  # transformers takes it for granted, servers do not
         },
         "initializer_range": INIT,
         "bos_token_id": None,
@@ -131,7 +133,7 @@ def _seeing(section: NewModel, tokenizer: Any, seed: int) -> Any:
     )
     torch.manual_seed(seed)
     model = Qwen3VLForConditionalGeneration(config).eval()
-    model.image_input = tokenizer.image_input = ImageInput(_processor(vision), ids[0])
+    model.image_input = tokenizer.image_input = ImageInput(_processor(vision), ids[0], FAMILIES[config.model_type])
     return model
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import combinations, takewhile
 from pathlib import Path
 from random import Random
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,16 +22,18 @@ from agentrl.checkpoint.run_folder import RunFolder
 from agentrl.data.files import read_files
 from agentrl.data.rows import Row
 from agentrl.errors import UserError
+from agentrl.images import is_image, keyed
+from agentrl.models.image_input import check_alike
 from agentrl.models.load import load_tokenizer
 from agentrl.plugins.types import Json, Message
 from agentrl.recipe.load import load_recipe
 from agentrl.recipe.schema import RewardModelSection
 from agentrl.rollout.model_reward import knows
 from agentrl.rollout.stored import read_groups, training_files
+from agentrl.sft.conversations import message_of, schemas_of
 from agentrl.trajectory import Group, Trajectory
 
-Ids = npt.NDArray[np.int32]
-ROLES = {"developer": "system", "system": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+Ids = npt.NDArray[np.int32] | npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +41,9 @@ class Pair:
     """Two conversations, of which the first is preferred."""
 
     chosen: Ids
-    """int32 [T]."""
+    """int32 [T]; int64 and keyed (`images.keyed`) where there are images."""
     rejected: Ids
-    """int32 [U]."""
+    """The same, [U]."""
     prompt: str
     """What both answer; pairs with the same one are held out together."""
 
@@ -81,7 +83,7 @@ class PairReader:
 
     def _pair(self, row: Row) -> Pair:
         opening = _opening(row)
-        tools = _tools(row.get("tools"))
+        tools = schemas_of(row.get("tools")) or ()
         chosen, rejected = (_whole(opening, row.get(name), name) for name in ("chosen", "rejected"))
         alike = takewhile(lambda pair: pair[0] == pair[1], zip(chosen, rejected, strict=False))
         prompt = json.dumps([one for one, _ in alike], sort_keys=True)
@@ -102,6 +104,8 @@ class PairReader:
     def _rollouts(self, folder: Path, most: int) -> Iterator[Pair]:
         files = training_files([str(folder)])
         policy = load_tokenizer(load_recipe(RunFolder(folder).recipe()).model)
+        if policy.image_input is not None:
+            check_alike(policy.image_input, self.tokenizer.image_input, "model.path:")
         if not knows(self.tokenizer, policy):
             raise UserError(
                 f"{folder}: its rollouts have another vocabulary than model.path: start from a model with the policy's"
@@ -109,9 +113,8 @@ class PairReader:
         for path in files:
             for number, group in enumerate(read_groups(path)):
                 for better, worse in _differing(group, most, Random(f"{self.seed}/{path.name}/{number}")):
-                    ids = better.ids[better.last_path()], worse.ids[worse.last_path()]
                     try:
-                        yield self._checked(*ids, f"{folder}/{group.task.id}")
+                        yield self._checked(_shown(better), _shown(worse), f"{folder}/{group.task.id}")
                     except UserError as error:
                         where = f"{path}, samples {better.sample} and {worse.sample} of task {group.task.id}"
                         raise UserError(f"{where}: {error}") from error
@@ -122,9 +125,14 @@ def _differing(group: Group, most: int, rng: Random) -> list[tuple[Trajectory, T
     found = [
         (a, b) if a.reward > b.reward else (b, a)
         for a, b in combinations(group.trajectories, 2)
-        if a.reward != b.reward and not np.array_equal(a.ids[a.last_path()], b.ids[b.last_path()])
+        if a.reward != b.reward and not np.array_equal(_shown(a), _shown(b))
     ]
     return found if len(found) <= most else rng.sample(found, most)
+
+
+def _shown(t: Trajectory) -> Ids:
+    """Return the ids of a rollout's conversation, images among them."""
+    return (keyed(t.ids, t.images) if t.images else t.ids)[t.last_path()]
 
 
 def held_out(pairs: Sequence[Pair], share: float, seed: int) -> tuple[list[Pair], list[Pair]]:
@@ -178,43 +186,14 @@ def _whole(opening: list[Message], given: Any, name: str) -> list[Message]:
 def _messages(given: Any, name: str) -> list[Message]:
     if not isinstance(given, list):
         raise UserError(f"{name}: is neither text nor a list of messages")
-    return [_message(each, f"{name}, message {number}") for number, each in enumerate(given, 1)]
-
-
-def _message(given: Any, where: str) -> Message:
-    role = given.get("role") if isinstance(given, Mapping) else None
-    if not isinstance(role, str) or role not in ROLES:
-        raise UserError(f"{where}: has no `role` of {', '.join(ROLES)}")
-    content = given.get("content")
-    if not isinstance(content, str | list | None):
-        raise UserError(f"{where}: its content is neither text nor a list of parts")
-    message = {key: value for key, value in given.items() if value is not None}
-    message |= {"role": ROLES[role], "content": "" if content is None else content}
-    calls = message.get("tool_calls", [])
-    for call in calls if isinstance(calls, list) else [calls]:
-        _check_call(call, where)
-    return cast(Message, message)
-
-
-def _check_call(call: Any, where: str) -> None:
-    function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise UserError(f"{where}: a tool call without the `name` of its function")
-    arguments = _parsed(function.get("arguments"))
-    if not isinstance(arguments, Mapping):
-        raise UserError(f"{where}: the arguments of {function['name']} are no JSON object")
-
-
-def _tools(given: Any) -> list[dict[str, Json]]:
-    tools = _parsed(given) or []
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) and "function" in tool for tool in tools):
-        raise UserError("tools: is no list of schemas of functions")
-    return tools
-
-
-def _parsed(value: Any) -> Any:
-    """Return what JSON text says, as tables hold what has no type; anything else as it is."""
     try:
-        return json.loads(value) if isinstance(value, str) else value
-    except (ValueError, RecursionError):
-        return value
+        found = [message_of(each, number) for number, each in enumerate(given, 1)]
+    except UserError as error:
+        raise UserError(f"{name}, {error}") from error
+    for number, message in enumerate(found, 1):
+        if isinstance(message["content"], list) and any(map(is_image, message["content"])):
+            raise UserError(
+                f"{name}, message {number}: has an image; of images a reward model learns from the rollouts of a run "
+                "alone"
+            )
+    return found

@@ -23,7 +23,7 @@ from agentrl.checkpoint.checkpoints import save_model
 from agentrl.checkpoint.run_folder import MODEL, RunFolder
 from agentrl.compute.activation_checkpointing import recompute
 from agentrl.compute.batch import prefix_trees
-from agentrl.compute.classifier import SCORE_FORWARDS, choose, mark_ends, padding_of, scoring_batch
+from agentrl.compute.classifier import choose, mark_ends, padding_of, scoring_batch
 from agentrl.compute.packing import pack
 from agentrl.errors import UserError
 from agentrl.learner.optimizer import Optimizer, learning_rate
@@ -94,7 +94,7 @@ class RewardTrainer:
         kind, self.way = choose(model)
         if recipe.model.checkpointing:
             recompute(model)
-        self.forward = SCORE_FORWARDS[kind](model)
+        self.forward = kind(model)
         self._pad = padding_of(model.config)
         train = recipe.train
         self.optimizer = Optimizer(model.parameters(), train.betas, section.weight_decay, train.max_grad_norm)

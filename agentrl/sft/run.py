@@ -20,7 +20,8 @@ from agentrl.chat.base import Chat
 from agentrl.chat.encode import Encoder
 from agentrl.chat.load import load_chat
 from agentrl.chat.template import Template
-from agentrl.checkpoint.checkpoints import Checkpoints, save_model
+from agentrl.checkpoint.checkpoints import save_model
+from agentrl.checkpoint.mirror import open_mirror
 from agentrl.checkpoint.roles import TRAINER
 from agentrl.checkpoint.run_folder import FolderLock, RunFolder
 from agentrl.data.rows import Rows
@@ -28,6 +29,8 @@ from agentrl.data.sampler import TaskSampler
 from agentrl.errors import UserError
 from agentrl.eval.evaluate import choosing_split, chosen_splits, reported
 from agentrl.eval.held_out import HeldOut
+from agentrl.images import FOLDER as IMAGES
+from agentrl.images import STORE
 from agentrl.learner.monitors import Health
 from agentrl.models.load import load_model, resolve_types
 from agentrl.plugins.environment import Environment
@@ -38,7 +41,7 @@ from agentrl.plugins.toolbox import Toolbox
 from agentrl.plugins.types import Json
 from agentrl.profiling.step import PROFILE, StepProfiler
 from agentrl.recipe.load import dump_recipe, load_recipe
-from agentrl.recipe.schema import EngineSection, EnvSection, NewModel, Recipe, RewardsSection, SftSection
+from agentrl.recipe.schema import EngineSection, EnvSection, ModelSection, NewModel, Recipe, RewardsSection, SftSection
 from agentrl.rollout.event_loop import blocking
 from agentrl.rollout.journal import Journal
 from agentrl.rollout.model_reward import ask_reward_model
@@ -60,15 +63,15 @@ from agentrl.sft.trainer import HELD_OUT, Course, LessonRollouts, SftDisplay, Sf
 from agentrl.sft.writer import Writer
 from agentrl.training.interrupt import Interrupts
 from agentrl.training.preflight import Checked, lacking, placement_of
-from agentrl.training.run import changes, check_same_run, last_checkpoint, run_with_restarts
+from agentrl.training.run import changes, check_same_run, last_checkpoint, local_run, run_with_restarts
 from agentrl.training.setup import Start, make_player, make_role_host, restore
 from agentrl.training.trackers import Trackers
 
 START = "start"
 """In the run folder: a new model before its first step."""
 COMMAND = "agentrl sft"
-FIXED = ("env", "tools", "model", "train.seed", "sft.source", "sft.format", "sft.learn", "sft.history", "sft.select",
-         "sft.held_out", "sft.new_model")  # fmt: skip
+FIXED = ("env", "tools", "model", "train.seed", "sft.source", "sft.format", "sft.images", "sft.image_folder",
+         "sft.learn", "sft.history", "sft.select", "sft.held_out", "sft.new_model")  # fmt: skip
 """Keys that a resumed run must keep, because they define what is learned, and by which model."""
 
 
@@ -114,9 +117,9 @@ def sft(
 def resume_sft(
     run: str, *, overrides: Sequence[str] = (), output: str | None = None, console: Console | None = None
 ) -> SftResult:
-    """Continue the run in folder `run` from its last checkpoint. Raises UserError, also for overrides that change what
-    is learned."""
-    folder = RunFolder.existing(run)
+    """Continue the run in folder `run`, or of the mirror at that URL, from its last checkpoint. Raises UserError, also
+    for overrides that change what is learned."""
+    folder = RunFolder.existing(local_run(run, overrides))
     recipe = _resolved(load_recipe(folder.recipe(), overrides))
     check_same_run(folder.recipe(), recipe, FIXED)
     return _run(_Job(recipe, folder.path.name, output, console), folder)
@@ -133,8 +136,8 @@ def _resolved(recipe: Recipe) -> Recipe:
         raise UserError("sft.stages: muon trains in one process: choose adamw, or leave out the cluster's workers")
     if section.accuracy is None:
         measured = section.source is not None and "env" in recipe.model_fields_set
-        section = section.model_copy(update={"accuracy": measured})
-    return resolve_types(recipe.model_copy(update={"sft": section}))
+        recipe = recipe.changed(sft={"accuracy": measured})
+    return resolve_types(recipe)
 
 
 @dataclass(slots=True)
@@ -162,7 +165,7 @@ class _Job:
             changed |= {"rewards": RewardsSection(), "agent": None}
             if self.section.source is not None:
                 changed["env"] = EnvSection(name="agentrl.sft.idle:Conversations")
-        return self.recipe.model_copy(update=changed)
+        return self.recipe.changed(**changed)
 
 
 def _run(job: _Job, resumed: RunFolder | None) -> SftResult:
@@ -205,7 +208,7 @@ def _export(job: _Job, checkpoint: Path, folder: Path) -> Path:
     """Copy a checkpoint's model to `folder`; a new model in bfloat16."""
     folder.mkdir(parents=True, exist_ok=True)
     if job.section.new_model is not None:
-        section = job.recipe.model.model_copy(update={"path": str(checkpoint), "device": "cpu", "dtype": "bfloat16"})
+        section = job.recipe.model.changed(path=str(checkpoint), device="cpu", dtype="bfloat16")
         save_model(*load_model(section), folder)
     else:
         shutil.copytree(checkpoint, folder, ignore=shutil.ignore_patterns(TRAINER), dirs_exist_ok=True)
@@ -221,6 +224,7 @@ def _prepare(job: _Job, folder: RunFolder | None, restarted: bool, interrupts: I
         else:
             stack.callback(FolderLock(folder.path).release)
             saved = last_checkpoint(recipe, folder, restarted)
+        mirror = open_mirror(recipe.train.mirror, folder is not None)
         display = SftDisplay(0, job.name, job.console, saved.step if saved else 0)
         if folder is not None and not restarted and (line := changes(folder.recipe(), recipe)):
             display.note(line)
@@ -229,8 +233,8 @@ def _prepare(job: _Job, folder: RunFolder | None, restarted: bool, interrupts: I
             job.rows = open_rows(section.source)
         elif section.source is not None:
             chosen_files(Path(section.source), section.select.split)
-        here = recipe if section.new_model is None else recipe.model_copy(update={"model": type(recipe.model)()})
-        if missing := lacking(played.model_copy(update={"model": here.model})):
+        model = recipe.model if section.new_model is None else ModelSection()
+        if missing := lacking(played.changed(model=model)):
             raise UserError(missing[0])
         env = make_environment(played.env)
         tasks = tasks_of(env, "train") if section.source is None else ()
@@ -243,7 +247,7 @@ def _prepare(job: _Job, folder: RunFolder | None, restarted: bool, interrupts: I
                 raise UserError(f"environment {env.name!r} has no task in {split}")
         sampler = TaskSampler(max(1, len(tasks)), recipe.train.seed)
         checked = Checked(env, splits, choosing, tasks, sampler, trackers, placement_of(played))
-        return Start(played, job.name, folder, saved, checked, display, interrupts, stack.pop_all())
+        return Start(played, job.name, folder, saved, checked, display, interrupts, stack.pop_all(), mirror=mirror)
 
 
 def _check_demonstrations(env: Environment, section: SftSection, tasks: Sequence[Any]) -> None:
@@ -289,6 +293,9 @@ def _set_up(job: _Job, start: Start) -> SftLoop:
     recipe = start.recipe
     role_host = make_role_host(start, learning_recipe(initial, course, section.source is not None), player)
     folder = start.open_folder()
+    STORE.keep_in(folder.path / IMAGES)
+    for t in (*lessons.taught, *lessons.held_out):
+        STORE.copy({span.hash for span in t.images}, folder.path / IMAGES)
     profiler = StepProfiler(
         role_host, folder.path / PROFILE, recipe.profile.steps, engine=recipe.engine.name == "local"
     )
@@ -313,7 +320,7 @@ def _set_up(job: _Job, start: Start) -> SftLoop:
         held_out=held_out, folder=folder, display=display, interrupts=interrupts, health=Health(recipe),
         trackers=trackers, command=COMMAND, apart=lessons.held_out,
         journal=Journal(recipe.track.trajectories, lambda: folder.trajectories, environment, job.recipe.secrets),
-        checkpoints=Checkpoints(folder.checkpoints, recipe.train.keep, player.tokenizer),
+        checkpoints=start.open_checkpoints(player.tokenizer),
     )  # fmt: skip
     if saved is not None:
         learner.begin_stage(course.place(max(0, saved.step - 1))[0])
@@ -328,16 +335,16 @@ def _read(job: _Job, player: Player, context: int, display: SftDisplay) -> Lesso
     """Read the source, and say what was used and refused. Raises UserError."""
     section = job.section
     limit = min(section.max_tokens or context, context)
+    images = job.recipe.rollout.max_images
     own = [tool.schema for tool in (*player.toolbox.tools, *player.env.tools())]
     if job.rows is None:
-        layout = Layout(section, _writer(player.chat, player.tokenizer, own), own, limit)
+        layout = Layout(section, _writer(player.chat, player.tokenizer, own), own, limit, images)
         lessons = read_stored(job.recipe, layout, player.model.config.get_text_config().vocab_size, display.phase)
     else:
-        shown = {str(schema["function"]["name"]): schema for schema in (*tools_of(job.rows, section.format), *own)}
+        shown = {str(schema["function"]["name"]): schema for schema in (*tools_of(job.rows, section), *own)}
         tools = list(shown.values())
-        layout = Layout(
-            section, _writer(_chat(job.recipe, player.tokenizer, tools), player.tokenizer, tools), own, limit
-        )
+        writer = _writer(_chat(job.recipe, player.tokenizer, tools), player.tokenizer, tools)
+        layout = Layout(section, writer, own, limit, images)
         lessons = read_rows(job.rows, layout, job.recipe.train.seed, display.phase)
         if section.history == "sampled" and (why := layout.chat.rewrites_history):
             display.note(
@@ -373,8 +380,7 @@ def _with_new_model(job: _Job, start: Start, section: NewModel) -> Recipe:
         model = new_model(section, tokenizer, job.recipe.train.seed)
         folder.mkdir(exist_ok=True)
         save_model(model, tokenizer, folder)
-    made = start.recipe.model.model_copy(update={"path": str(folder)})
-    return start.recipe.model_copy(update={"model": made})
+    return start.recipe.changed(model={"path": str(folder)})
 
 
 async def _new_tokenizer(recipe: Recipe, section: NewModel, env: Environment) -> Any:

@@ -13,10 +13,6 @@ from time import perf_counter
 from typing import Any
 
 import numpy as np
-from rich.console import Console
-from rich.console import Group as RichGroup
-from rich.table import Table
-from rich.text import Text
 
 from agentrl.compute.batch import Batch
 from agentrl.errors import UserError
@@ -28,7 +24,7 @@ from agentrl.learner.roles import Roles
 from agentrl.recipe.schema import AlgorithmSection, EnvSection, LossSection, Recipe, RewardsSection, SftStage
 from agentrl.rollout.metrics import reward_metrics
 from agentrl.sft.demonstrations import Demonstrator
-from agentrl.training.display import Display, clock, sparkline
+from agentrl.training.display import Display, sparkline
 from agentrl.training.loop import Loop
 from agentrl.training.rollouts import Rollouts, StepGroups
 from agentrl.trajectory import Group, Trajectory
@@ -90,28 +86,17 @@ class Course:
 def learning_recipe(recipe: Recipe, course: Course, conversations: bool) -> Recipe:
     """Return the recipe that the roles and the loop have: that of the update, with the steps of the course.
     conversations: whether what is learned are no tasks of the environment."""
-    first = course.stages[0]
     algorithm = AlgorithmSection(
         loss=LossSection(name="reinforce"), off_policy="none", aggregation=recipe.algorithm.aggregation
     )
-    train = recipe.train.model_copy(
-        update={"steps": course.steps, "mini_batches": 1, "epochs": 1, "weight_decay": first.weight_decay}
-    )
-    rollout = recipe.rollout.model_copy(
-        update={"temperature": 1.0, "n": max(2, recipe.rollout.n), "overlap": "none", "oversample": 1.0}
-    )
-    changed: dict[str, Any] = {
-        "algorithm": algorithm,
-        "train": train,
-        "rollout": rollout,
-        "critic": None,
-        "teacher": None,
-    }
-    changed["rewards"] = RewardsSection()
-    changed["cluster"] = recipe.cluster.model_copy(update={"pools": ()})
-    if conversations:
-        changed["env"] = EnvSection()
-    return recipe.model_copy(update=changed)
+    recipe = recipe.changed(
+        algorithm=algorithm, critic=None, teacher=None, rewards=RewardsSection(), cluster={"pools": ()},
+        train={
+            "steps": course.steps, "mini_batches": 1, "epochs": 1, "weight_decay": course.stages[0].weight_decay,
+        },
+        rollout={"temperature": 1.0, "n": max(2, recipe.rollout.n), "overlap": "none", "oversample": 1.0},
+    )  # fmt: skip
+    return recipe.changed(env=EnvSection()) if conversations else recipe
 
 
 class SftLearner(Learner):
@@ -262,55 +247,16 @@ class SftLoop(Loop):
 class SftDisplay(Display):
     """Shows the loss of a run in place of rewards."""
 
-    def __init__(self, steps: int, title: str, console: Console | None = None, first_step: int = 0) -> None:
-        self.losses: list[float] = []
-        """Loss of each step shown, in nats a token."""
-        super().__init__(steps, title, console, first_step)
-        self._every = 1
+    followed = "loss", "train/loss", (".4f", ".4f")
+    speed = "tokens/s", "train/tokens_per_s"
 
     def expect(self, steps: int) -> None:
         """Take the number of steps, once it is known."""
-        self.steps, self._every = steps, max(1, steps // LINES)
+        self.steps, self.every = steps, max(1, steps // LINES)
         self._progress.update(self._bar, total=steps)
 
-    def step(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Show a finished step and its metrics."""
-        self.latest = dict(metrics)
-        self.losses.append(metrics["train/loss"])
-        self._progress.update(self._bar, completed=step)
-        if not self.console.is_terminal and (step % self._every == 0 or step in (1, self.steps)):
-            self._print(self._line(step, metrics), highlight=False, soft_wrap=True)
+    def _more(self, metrics: Mapping[str, Any]) -> str:
+        return f"lr {metrics['train/lr']:.2e}  "
 
-    def _line(self, step: int, metrics: Mapping[str, Any]) -> str:
-        left = self.time_left(step)
-        return (
-            f"step {step:>4}/{self.steps}  loss {metrics['train/loss']:.4f}  lr {metrics['train/lr']:.2e}  "
-            f"{metrics['train/tokens_per_s']:,.0f} tokens/s  {metrics['time/step_s']:.2f} s"
-            + (f"  {clock(left)} left" if left is not None else "")
-        )
-
-    def _render(self) -> RichGroup:
-        table = Table.grid(padding=(0, 2))
-        if self.losses:
-            low, high = min(self.losses), max(self.losses)
-            table.add_row("loss", f"{self.losses[-1]:.4f}", Text(sparkline(self.losses, low, high), style="green"))
-        if self.accuracies:
-            curve = Text(sparkline(self.accuracies), style="cyan")
-            table.add_row("held-out accuracy", f"{self.accuracies[-1]:.1%}", curve)
-        if self.latest:
-            speed = f"{self.latest['train/tokens_per_s']:,.0f}"
-            table.add_row("tokens/s", speed, f"{self.latest['time/step_s']:.2f} s per step")
-        left = self.time_left(self.first_step + len(self.losses))
-        table.add_row("time left", clock(left) if left is not None else "…", Text(self._phase, style="dim"))
-        return RichGroup(self._progress, table)
-
-    def final(self, rows: Sequence[tuple[str, Accuracy | None, Accuracy]], folder: str, seconds: float) -> None:
-        """Print the result; rows: as of `Display.final`."""
-        if self.losses:
-            low, high = min(self.losses), max(self.losses)
-            curve = sparkline(self.losses, low, high)
-            self.note(f"loss {curve}  {self.losses[0]:.4f} → {self.losses[-1]:.4f}")
-        if rows:
-            super().final(rows, folder, seconds)
-        else:
-            self.note(f"{clock(seconds)} in total. Run folder: {folder}")
+    def _curve(self) -> str:
+        return sparkline(self.values, min(self.values), max(self.values))

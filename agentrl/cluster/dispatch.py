@@ -55,7 +55,6 @@ class Distributable(Protocol):
 
     def distribute(self, parts: int) -> Any:
         """Split the data into `parts` parts."""
-        ...
 
 
 def register(dispatch: "Dispatch | None" = None, *, blocking: bool = True) -> Callable[[F], F]:

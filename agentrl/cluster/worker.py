@@ -2,12 +2,10 @@
 
 import os
 import time
-from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 if TYPE_CHECKING:
     import torch
@@ -31,30 +29,6 @@ def last_heartbeat(log: Path) -> float | None:
         return None
 
 
-@dataclass(frozen=True)
-class RankInfo:
-    """The position of a worker in its group, from the variables that torchrun sets too."""
-
-    rank: int
-    """Its rank in the group."""
-    world_size: int
-    """Workers of the group."""
-    local_rank: int
-    """Its number among the workers on its machine."""
-    node: str
-    """Address of its machine."""
-
-    @classmethod
-    def of(cls, environment: Mapping[str, str]) -> "RankInfo":
-        """Read it from environment variables; without them, it is that of a single worker."""
-        return cls(
-            rank=int(environment.get("RANK", "0")),
-            world_size=int(environment.get("WORLD_SIZE", "1")),
-            local_rank=int(environment.get("LOCAL_RANK", "0")),
-            node=environment.get(NODE, "localhost"),
-        )
-
-
 class Worker:
     """Base class of workers. Subclasses take the arguments that `WorkerGroup` passes on, and mark methods with
     `@register`. Several roles in one process are several objects of one worker; roles with processes of their own are
@@ -62,32 +36,26 @@ class Worker:
 
     memory_advice: ClassVar[str] = "give it less at once, or use more workers"
     """What users may change when a call runs out of memory; part of the error."""
-    rank_info: RankInfo
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> "Worker":
-        worker = super().__new__(cls)
-        worker.rank_info = RankInfo.of(os.environ)
-        return worker
 
     @property
     def rank(self) -> int:
-        """Its rank in the group."""
-        return self.rank_info.rank
+        """Its rank in the group, from the variables that torchrun sets too; without them, that of a single worker."""
+        return int(os.environ.get("RANK", "0"))
 
     @property
     def world_size(self) -> int:
         """Number of workers of the group."""
-        return self.rank_info.world_size
+        return int(os.environ.get("WORLD_SIZE", "1"))
 
     @property
     def local_rank(self) -> int:
-        """Its number among the workers on its node."""
-        return self.rank_info.local_rank
+        """Its number among the workers on its machine."""
+        return int(os.environ.get("LOCAL_RANK", "0"))
 
     @property
     def node(self) -> str:
         """The address of the machine it runs on."""
-        return self.rank_info.node
+        return os.environ.get(NODE, "localhost")
 
     @property
     def device(self) -> "torch.device":

@@ -15,6 +15,7 @@ from agentrl.cluster.pool import Home, ResourcePool, own_address
 from agentrl.cluster.session import Session
 from agentrl.compute.batch import Batch
 from agentrl.compute.flops import RoleCost
+from agentrl.images import FOLDER as IMAGES
 from agentrl.learner.metrics import MicroBatchMetrics
 from agentrl.learner.roles import forward_lines
 from agentrl.recipe.schema import ClusterSection, Recipe
@@ -38,6 +39,8 @@ class RemoteActor:
         """Number of trained parameters."""
         self.adapter: str = about["adapter"]
         """The adapter, a line for people; empty without one."""
+        self.feature: float = about["feature"]
+        """What a feature of an image costs (see `Cost.feature`)."""
         self.updates = 0
         """Updates sent to the workers: one that fails may have changed the weights of some."""
 
@@ -49,18 +52,18 @@ class RemoteActor:
 
     def logprobs(self, batch: Batch) -> Floats:
         """Return the log-probs of the sampled tokens, float32 [T], 0 elsewhere."""
-        found: Floats = self._group.logprobs(batch)
+        found: Floats = self._group.logprobs(batch.with_image_cost(self.feature))
         return found
 
     def entropies(self, batch: Batch) -> Floats:
         """Return the entropy of what each sampled token was drawn from, float32 [T], 0 elsewhere."""
-        found: Floats = self._group.entropies(batch)
+        found: Floats = self._group.entropies(batch.with_image_cost(self.feature))
         return found
 
     def update(self, batch: Batch, rate: float) -> MicroBatchMetrics:
         """Make one optimizer update on all workers; return its metrics."""
         self.updates += 1
-        found: MicroBatchMetrics = self._group.update(batch, rate)
+        found: MicroBatchMetrics = self._group.update(batch.with_image_cost(self.feature), rate)
         return found
 
 
@@ -93,21 +96,22 @@ class RemoteTeacher:
 
 
 class RemoteCritic:
-    """`Critic` on workers. updates: as `RemoteActor.updates`."""
+    """`Critic` on workers. feature: what a feature of an image costs (see `Cost.feature`). updates: as
+    `RemoteActor.updates`."""
 
-    def __init__(self, group: WorkerGroup) -> None:
-        self._group = group
+    def __init__(self, group: WorkerGroup, feature: float = 0.0) -> None:
+        self._group, self._feature = group, feature
         self.updates = 0
 
     def values(self, batch: Batch) -> Floats:
         """Return the value of the state before each sampled token, float32 [T], 0 elsewhere."""
-        found: Floats = self._group.values(batch)
+        found: Floats = self._group.values(batch.with_image_cost(self._feature))
         return found
 
     def update(self, batch: Batch, rate: float) -> MicroBatchMetrics:
         """Make one optimizer update on all workers; return its metrics."""
         self.updates += 1
-        found: MicroBatchMetrics = self._group.update_critic(batch, rate)
+        found: MicroBatchMetrics = self._group.update_critic(batch.with_image_cost(self._feature), rate)
         return found
 
 
@@ -215,8 +219,8 @@ class RayRoles:
     """The roles of `recipe` on Ray workers, in the actor's group or in pools of their own, as `cluster` says.
 
     begins: the recipe with the model that the policy starts from (a checkpoint, for example). logs: folder for the
-    workers' output, by the same path on every machine. say, phase: called with lines that stay, and with progress.
-    placement: the run's devices (None: as Ray gives them).
+    workers' output, by the same path on every machine, in the run folder, where they look for images. say, phase:
+    called with lines that stay, and with progress. placement: the run's devices (None: as Ray gives them).
 
     Raises ClusterError (Ray, resources, a worker), and UserError of the workers: a model that does not load.
     """
@@ -263,7 +267,7 @@ class RayRoles:
         groups = list(dict.fromkeys(self._groups.values()))
         self._weights = RemoteWeights(self._groups["actor"], groups)
         self.reference = RemoteReference(self._groups["reference"]) if "reference" in self._groups else None
-        self.critic = RemoteCritic(self._groups["critic"]) if "critic" in self._groups else None
+        self.critic = RemoteCritic(self._groups["critic"], self.actor.feature) if "critic" in self._groups else None
 
     def _reserve(self, workers: int, nodes: int, home: Home | None) -> ResourcePool:
         return self._stack.enter_context(ResourcePool(workers, nodes, gpu=self._recipe.cluster.gpus > 0, home=home))
@@ -279,6 +283,7 @@ class RayRoles:
             self._begins.model_dump(mode="json"),
             recipe.model.model_dump(mode="json"),
             roles,
+            str(self._logs.parent / IMAGES),
             name="trainer" if actor else "_".join(roles),
             logs=self._logs,
             timeout=recipe.cluster.timeout,

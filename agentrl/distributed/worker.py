@@ -24,6 +24,7 @@ from agentrl.distributed.fsdp.build import (
     build_teacher,
 )
 from agentrl.distributed.fsdp.mesh import ParallelContext, make_context
+from agentrl.images import STORE
 from agentrl.learner.actor import Actor
 from agentrl.learner.critic import Critic
 from agentrl.learner.metrics import MicroBatchMetrics
@@ -46,11 +47,12 @@ BUCKET_BYTES = 256 << 20
 
 class TrainWorker(InstrumentedWorker):
     """recipe: as JSON; the policy starts from its `model`. base: a ModelSection as JSON, the reference. roles: those of
-    this group, of actor, reference, critic and reward_model."""
+    this group, of actor, reference, critic and reward_model. images: the folder of the run's images."""
 
     memory_advice = "lower train.micro_batch_tokens, set model.checkpointing or cluster.offload, or use more workers"
 
-    def __init__(self, recipe: Mapping[str, Any], base: Mapping[str, Any], roles: Sequence[str]) -> None:
+    def __init__(self, recipe: Mapping[str, Any], base: Mapping[str, Any], roles: Sequence[str], images: str) -> None:
+        STORE.look_in(Path(images))
         self.recipe = Recipe.model_validate(recipe)
         original = self.recipe.model_copy(update={"model": self.recipe.model.model_validate(base)})
         if self.recipe.train.threads:
@@ -104,9 +106,11 @@ class TrainWorker(InstrumentedWorker):
 
     @register(RANK_ZERO)
     def describe(self) -> dict[str, Any]:
-        """Describe the actor: `description`, `trained` (parameters), `adapter` (a line, empty without one)."""
+        """Describe the actor: `description`, `trained` (parameters), `adapter` (a line, empty without one), `feature`
+        (see `Cost.feature`)."""
         adapter = lora.describe(self.actor.model) if lora.layers(self.actor.model) else ""
-        return {"description": self.actor.description, "trained": self.actor.trained, "adapter": adapter}
+        about = {"description": self.actor.description, "trained": self.actor.trained, "adapter": adapter}
+        return {**about, "feature": self.actor.feature}
 
     @register(RANK_ZERO)
     def role_costs(self) -> tuple[dict[str, Cost], float | None]:

@@ -140,7 +140,6 @@ class Engine(Protocol):
     @abstractmethod
     def max_context(self) -> int:
         """The maximum number of tokens of a request, prompt and answer together."""
-        ...
 
     @abstractmethod
     async def generate(
@@ -154,7 +153,6 @@ class Engine(Protocol):
         on_tokens: called with the ids that were sampled since its last call, each id once and in order, the last ones
         before this returns: together they are `Generation.ids`. What it raises is logged by the event loop.
         """
-        ...
 
     def fork(self, request_id: str, others: Sequence[str]) -> None:
         """Note that the first prompt of the new conversation `request_id` begins like the conversations `others`, as

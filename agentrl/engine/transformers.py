@@ -18,7 +18,9 @@ from agentrl.engine.local.engine import context_of, copy_into
 from agentrl.engine.local.module_runner import evaluating
 from agentrl.engine.local.sampler import Choice, key_of, sample
 from agentrl.errors import UserError
+from agentrl.images import STORE, runs
 from agentrl.models.prove import disproof
+from agentrl.models.vision import Vision
 from agentrl.threads import in_thread
 
 
@@ -105,6 +107,7 @@ class TransformersEngine(Engine):
         own = context_of(model)
         self._context = min(own, max_context or own)
         self._vocabulary = model.get_input_embeddings().weight.shape[0]
+        self.images = Vision.of(model)
         self._ragged: bool | None = None  # whether prompts of several lengths may share a batch; None: not tried
         self._waiting: list[_Row] = []
         self._running: list[_Row] = []
@@ -192,7 +195,13 @@ class TransformersEngine(Engine):
         prompt = [int(i) for i in ids]
         if not prompt:
             raise EngineError(f"request {request_id!r} has an empty prompt")
-        if wrong := [i for i in (min(prompt), max(prompt)) if not 0 <= i < self._vocabulary]:
+        if self.images and min(prompt) < 0 and self._model.image_input.placeholder in prompt:
+            raise EngineError(
+                f"request {request_id!r}: the model sampled the placeholder of images, which transformers would take "
+                "for one"
+            )
+        least = prompt if not self.images else [max(0, i) for i in prompt]
+        if wrong := [i for i in (min(least), max(least)) if not 0 <= i < self._vocabulary]:
             raise EngineError(
                 f"request {request_id!r}: id {wrong[0]} is outside the model's vocabulary of {self._vocabulary}"
             )
@@ -246,6 +255,9 @@ class TransformersEngine(Engine):
     def _generate(self, prompts: Sequence[Sequence[int]], tokens: int, choose: Any, done: Any) -> None:
         """Call `generate` on prompts, padded on the left, which the mask hides."""
         width = max(map(len, prompts))
+        images = self._images(prompts, width)
+        if images:
+            prompts = [[i if i >= 0 else self._model.image_input.placeholder for i in p] for p in prompts]
         ids = torch.tensor([[0] * (width - len(p)) + list(p) for p in prompts])
         mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
         device = self._model.get_input_embeddings().weight.device
@@ -255,10 +267,21 @@ class TransformersEngine(Engine):
             view.generate(
                 ids.to(device),
                 attention_mask=mask.to(device),
+                **{name: given.to(device) for name, given in images.items()},
                 generation_config=GenerationConfig(max_new_tokens=tokens, do_sample=False, pad_token_id=0),
                 logits_processor=LogitsProcessorList([choose]),
                 stopping_criteria=StoppingCriteriaList([done]),
             )
+
+    def _images(self, prompts: Sequence[Sequence[int]], width: int) -> dict[str, Tensor]:
+        """Return what `generate` is given for the images of keyed prompts, padded to `width`; empty: there are none."""
+        keys = [run.key for prompt in prompts for run in runs(np.array(prompt, np.int64))] if self.images else []
+        if not keys:
+            return {}
+        pictures = [STORE.load(STORE.of_key(key)) for key in keys]
+        made = self._model.image_input.processor(images=pictures, return_tensors="pt")
+        kinds = [[0] * (width - len(p)) + [int(i < 0) for i in p] for p in prompts]
+        return {**made, "mm_token_type_ids": torch.tensor(kinds)}
 
     def _may_be_ragged(self) -> bool:
         """Return whether padding on the left changes nothing, tried on two prompts: a model whose state is not keys and

@@ -10,13 +10,16 @@ from agentrl.gateway.chat_completions import (
     count,
     encode,
     event,
+    image_part,
+    joined,
     mapping,
+    part_of,
     text_of,
     tool_call,
     tool_schema,
 )
 from agentrl.gateway.stream import Writer
-from agentrl.plugins.types import Json, Message
+from agentrl.plugins.types import Content, Json, Message
 
 _ASKED = frozenset(("temperature", "top_p", "top_k", "thinking"))
 _STOP = {Finish.STOP: "end_turn", Finish.LENGTH: "max_tokens", Finish.TOOLS: "tool_use"}
@@ -73,31 +76,51 @@ def _messages(one: Mapping[str, Any], where: str) -> Iterator[Message]:
     if isinstance(content, str):
         yield {"role": role, "content": content}
         return
-    texts: list[str] = []
+    parts: list[str | dict[str, Json]] = []
     calls: list[Any] = []
     for i, part in enumerate(array(content, f"{where}.content")):
         at = f"{where}.content.{i}"
         block = mapping(part, at)
         match block.get("type"):
             case "text":
-                texts.append(str(block.get("text", "")))
+                parts.append(str(block.get("text", "")))
+            case "image" if role == "user":
+                parts.append(_image(block, at))
             case "thinking" | "redacted_thinking" if role == "assistant":
                 continue
             case "tool_use" if role == "assistant":
                 given = mapping(block.get("input"), f"{at}.input")
                 calls.append(tool_call(str(block.get("id", "")), block.get("name"), given, at))
             case "tool_result" if role == "user":
-                result = text_of(block.get("content"), f"{at}.content")
+                result = _result(block.get("content"), f"{at}.content")
                 yield {"role": "tool", "content": result, "tool_call_id": str(block.get("tool_use_id", ""))}
             case kind:
                 raise GatewayError(f"{at}: a block of type {kind!r} is not served in a message of {role}")
     if role == "assistant":
-        message: Message = {"role": "assistant", "content": "".join(texts)}
+        message: Message = {"role": "assistant", "content": joined(parts)}
         if calls:
             message["tool_calls"] = calls
         yield message
-    elif texts:
-        yield {"role": "user", "content": "".join(texts)}
+    elif parts:
+        yield {"role": "user", "content": joined(parts)}
+
+
+def _result(content: Any, where: str) -> Content:
+    """Return what a tool said: text, or texts and images."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    parts: list[str | dict[str, Json]] = []
+    for i, one in enumerate(array(content, where)):
+        block = mapping(one, f"{where}.{i}")
+        read = _image if block.get("type") == "image" else part_of
+        parts.append(read(block, f"{where}.{i}"))
+    return joined(parts)
+
+
+def _image(block: Mapping[str, Any], where: str) -> dict[str, Json]:
+    source = mapping(block.get("source"), f"{where}.source")
+    data = source.get("data") if source.get("type") == "base64" else None
+    return image_part(f"data:{source.get('media_type')};base64,{data}" if isinstance(data, str) else None, where)
 
 
 def _tools(body: Mapping[str, Any]) -> tuple[dict[str, Json], ...]:

@@ -7,7 +7,7 @@ from enum import StrEnum
 from typing import Protocol
 
 from agentrl.chat.base import PartialTurn, Said
-from agentrl.plugins.types import Json, Message
+from agentrl.plugins.types import Content, Json, Message
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -15,7 +15,8 @@ class Call:
     """One request for a completion."""
 
     messages: tuple[Message, ...]
-    """The whole conversation in the shape of the Chat Completions API, with text as contents."""
+    """The whole conversation in the shape of the Chat Completions API. Contents are text, or texts and images of the
+    store where there are images."""
     tools: tuple[dict[str, Json], ...] = ()
     """Schemas of the tools that are offered, as `Tool.schema`."""
     max_tokens: int | None = None
@@ -127,12 +128,17 @@ class Endpoint(Protocol):
     """Who serves the calls of one key: a rollout, or a model that is served to people."""
 
     @property
+    def images(self) -> bool:
+        """Whether contents may hold images."""
+        ...
+
+    @property
     def tools(self) -> Sequence[dict[str, Json]]:
         """Schemas of the tools that the key may call by MCP."""
         ...
 
-    async def call_tool(self, name: str, arguments: Mapping[str, Json] | str) -> str:
-        """Run one of the tools; return what the model reads."""
+    async def call_tool(self, name: str, arguments: Mapping[str, Json] | str) -> Content:
+        """Run one of the tools; return what the model reads, images as `data:` URLs."""
         ...
 
     async def complete(self, call: Call, origin: Origin, feed: Feed | None = None) -> Completion:

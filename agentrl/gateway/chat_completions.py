@@ -2,12 +2,12 @@
 
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, cast
 
 from agentrl.gateway.call import Call, Completion, GatewayError
 from agentrl.gateway.stream import Writer
-from agentrl.plugins.types import Json, Message
+from agentrl.plugins.types import Content, Json, Message
 
 ASKED = frozenset(
     ("temperature", "top_p", "top_k", "seed", "presence_penalty", "frequency_penalty", "reasoning_effort")
@@ -105,7 +105,8 @@ def message_of(given: Any, index: int) -> Message:
     role = {"developer": "system", "function": "tool"}.get(one.get("role", ""), one.get("role"))
     if role not in ("system", "user", "assistant", "tool"):
         raise GatewayError(f"{where}.role: {role!r} is none of system, developer, user, assistant and tool")
-    message: Message = {"role": cast(Role, role), "content": text_of(one.get("content"), f"{where}.content")}
+    read = content_of if role in ("user", "tool") else text_of
+    message: Message = {"role": cast(Role, role), "content": read(one.get("content"), f"{where}.content")}
     if role == "tool":
         message["tool_call_id"] = str(one.get("tool_call_id", ""))
         if isinstance(one.get("name"), str):
@@ -140,18 +141,54 @@ def tool_call(name_id: str, name: Any, arguments: Any, where: str) -> Any:
 
 def text_of(content: Any, where: str) -> str:
     """Return a content as text: of parts, their texts one after the other. Raises GatewayError for other parts."""
+    found = content_of(content, where)
+    if not isinstance(found, str):
+        raise GatewayError(f"{where}: images are served in messages of users and of tools alone")
+    return found
+
+
+def content_of(content: Any, where: str) -> Content:
+    """Return a content of either of OpenAI's APIs; see `joined`. Raises GatewayError for other parts."""
     if content is None:
         return ""
     if isinstance(content, str):
         return content
-    texts = []
-    for i, part in enumerate(array(content, where)):
-        kind = mapping(part, f"{where}.{i}").get("type")
-        text = part.get("text", part.get("refusal"))
-        if kind not in ("text", "input_text", "output_text", "refusal") or not isinstance(text, str):
-            raise GatewayError(f"{where}.{i}: a part of type {kind!r} is not served; the model reads text")
-        texts.append(text)
-    return "".join(texts)
+    parts = enumerate(array(content, where))
+    return joined(part_of(mapping(part, f"{where}.{i}"), f"{where}.{i}") for i, part in parts)
+
+
+def joined(parts: Iterable[str | dict[str, Json]]) -> Content:
+    """Return a content of texts and images in their order: one text where there is no image."""
+    found: list[dict[str, Json]] = []
+    for part in parts:
+        if not isinstance(part, str):
+            found.append(part)
+        elif found and found[-1]["type"] == "text":
+            found[-1]["text"] += part
+        else:
+            found.append({"type": "text", "text": part})
+    if any(part["type"] != "text" for part in found):
+        return found
+    return str(found[0]["text"]) if found else ""
+
+
+def part_of(part: Mapping[str, Any], where: str) -> str | dict[str, Json]:
+    """Return a part of a content: a text, or an image in our form. Raises GatewayError for other parts."""
+    kind = part.get("type")
+    if kind in ("image_url", "input_image"):
+        given = part.get("image_url")
+        return image_part(given.get("url") if isinstance(given, dict) else given, where)
+    text = part.get("text", part.get("refusal"))
+    if kind not in ("text", "input_text", "output_text", "refusal") or not isinstance(text, str):
+        raise GatewayError(f"{where}: a part of type {kind!r} is not served; the model reads text and images")
+    return text
+
+
+def image_part(url: Any, where: str) -> dict[str, Json]:
+    """Return an image in our form. Raises GatewayError where it does not come with the request."""
+    if not isinstance(url, str) or not url.startswith("data:"):
+        raise GatewayError(f"{where}: an image must come as base64 within the request (data:image/png;base64,...)")
+    return {"type": "image", "image": url}
 
 
 def tools_of(body: Mapping[str, Any]) -> tuple[dict[str, Json], ...]:

@@ -5,12 +5,14 @@ to the end of the messages that both hold. Only what follows is parsed.
 """
 
 import json
+import threading
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from agentrl.gateway.call import Call, GatewayError
+from agentrl.images import ImageError, hashes, stored
 
 KEPT = 8
 """Calls of a key whose bytes are kept: as many branches may grow side by side."""
@@ -41,44 +43,61 @@ class Seen:
 
 
 class History:
-    """The latest calls of one key."""
+    """The latest calls of one key. images: whether its messages may hold images; then threads may share it."""
 
-    def __init__(self) -> None:
+    def __init__(self, images: bool = False) -> None:
+        self.images = images
+        self._lock = threading.Lock()
         self._seen: deque[Seen] = deque(maxlen=KEPT)
 
     def parse(self, body: bytes, dialect: Dialect) -> Call:
         """Return the call of a body, with `earlier` where its messages go on from those of a call before. Raises
         GatewayError."""
+        with self._lock:
+            return self._parsed(body, dialect)
+
+    def _parsed(self, body: bytes, dialect: Dialect) -> Call:
         kind = type(dialect)
         for place, seen in enumerate(self._seen):
             if seen.dialect is kind and body.startswith(seen.prefix):
-                found = _continued(body, seen, dialect)
+                found = self._continued(body, seen, dialect)
                 if found is not None:
                     del self._seen[place]
                     self._seen.appendleft(found)
                     return found.call
         given, head, end = _read(body, dialect.history)
-        call = dialect.parse(given)
+        call = self.taken(dialect.parse(given))
         if head:
             self._seen.appendleft(Seen(body[:end], head, kind, call))
         return call
 
+    def taken(self, call: Call) -> Call:
+        """Return a call with its images in the store. Raises GatewayError: one of them is broken, or the model sees
+        none."""
+        if not hashes(call.messages):
+            return call
+        if not self.images:
+            raise GatewayError("the messages hold images, but this model does not see: it reads text")
+        try:
+            return replace(call, messages=tuple(map(stored, call.messages)))
+        except ImageError as error:
+            raise GatewayError(str(error)) from None
 
-def _continued(body: bytes, seen: Seen, dialect: Dialect) -> Seen | None:
-    """Return what a body is that begins with the messages of `seen`; None where that does not help."""
-    rest = body[len(seen.prefix) :].lstrip()
-    if not rest.startswith(b","):
-        return None
-    short = seen.prefix[: seen.head] + rest[1:]
-    given, head, end = _read(short, dialect.history)
-    if head != seen.head or given.get("previous_response_id"):
-        return None
-    new, old = dialect.parse(given), seen.call
-    system = int(bool(new.messages) and new.messages[0]["role"] == "system")
-    if new.messages[:system] != old.messages[:system] or new.tools != old.tools:
-        return None
-    call = replace(new, messages=(*old.messages, *new.messages[system:]), tools=old.tools, earlier=old)
-    return Seen(body[: len(body) - len(short) + end], head, type(dialect), call)
+    def _continued(self, body: bytes, seen: Seen, dialect: Dialect) -> Seen | None:
+        """Return what a body is that begins with the messages of `seen`; None where that does not help."""
+        rest = body[len(seen.prefix) :].lstrip()
+        if not rest.startswith(b","):
+            return None
+        short = seen.prefix[: seen.head] + rest[1:]
+        given, head, end = _read(short, dialect.history)
+        if head != seen.head or given.get("previous_response_id"):
+            return None
+        new, old = self.taken(dialect.parse(given)), seen.call
+        system = int(bool(new.messages) and new.messages[0]["role"] == "system")
+        if new.messages[:system] != old.messages[:system] or new.tools != old.tools:
+            return None
+        call = replace(new, messages=(*old.messages, *new.messages[system:]), tools=old.tools, earlier=old)
+        return Seen(body[: len(body) - len(short) + end], head, type(dialect), call)
 
 
 def json_object(body: bytes) -> dict[str, Any]:

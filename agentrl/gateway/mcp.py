@@ -27,6 +27,13 @@ async def answer(endpoint: Endpoint, request: Mapping[str, Any]) -> dict[str, An
     return {"jsonrpc": "2.0", "id": request["id"], "result": result}
 
 
+def _block(part: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a part of a content as the protocol has it."""
+    if part["type"] != "image_url":
+        return part
+    return {"type": "image", "mimeType": "image/png", "data": part["image_url"]["url"].partition(",")[2]}
+
+
 async def _result(endpoint: Endpoint, method: str, params: Mapping[str, Any]) -> dict[str, Any]:
     match method:
         case "initialize":
@@ -51,7 +58,8 @@ async def _result(endpoint: Endpoint, method: str, params: Mapping[str, Any]) ->
             known = [tool["function"]["name"] for tool in endpoint.tools]
             if name not in known:
                 raise GatewayError(f"there is no tool named {name[:64]!r}; known: {', '.join(known) or 'none'}")
-            text = await endpoint.call_tool(name, mapping(params.get("arguments"), "arguments"))
-            return {"content": [{"type": "text", "text": text}], "isError": False}
+            content = await endpoint.call_tool(name, mapping(params.get("arguments"), "arguments"))
+            parts = [{"type": "text", "text": content}] if isinstance(content, str) else map(_block, content)
+            return {"content": list(parts), "isError": False}
         case _:
             raise GatewayError(f"the method {method[:64]!r} is not served; only tools are", 404)

@@ -9,6 +9,7 @@ from agentrl.gateway.chat_completions import (
     ASKED,
     arguments_text,
     array,
+    content_of,
     count,
     event,
     mapping,
@@ -91,11 +92,12 @@ def _input(given: Any) -> Iterator[Message]:
             yield waiting
             waiting = None
         if kind == "function_call_output":
-            output = text_of(item.get("output"), f"{where}.output")
+            output = content_of(item.get("output"), f"{where}.output")
             yield {"role": "tool", "content": output, "tool_call_id": str(item.get("call_id", ""))}
         elif kind == "message" and item.get("role") in ("user", "system", "developer"):
             role = "user" if item["role"] == "user" else "system"
-            yield {"role": role, "content": text_of(item.get("content"), f"{where}.content")}  # type: ignore[typeddict-item]
+            read = content_of if role == "user" else text_of
+            yield {"role": role, "content": read(item.get("content"), f"{where}.content")}  # type: ignore[typeddict-item]
         else:
             raise GatewayError(f"{where}: an item of type {kind!r} and role {item.get('role')!r} is not served")
     if waiting is not None:

@@ -23,6 +23,7 @@ from agentrl.gateway.chat_completions import ChatCompletions, encode
 from agentrl.gateway.history import History, json_object
 from agentrl.gateway.responses import Responses
 from agentrl.gateway.stream import Writer
+from agentrl.images import in_image_thread
 
 BODY_BYTES = 32 << 20
 """Largest request that is read."""
@@ -94,7 +95,7 @@ class Gateway:
 
         key: None makes one; with the empty one the endpoint serves whoever sends a key of nobody's."""
         key = f"agentrl-{secrets.token_urlsafe(24)}" if key is None else key
-        self._endpoints[key], self._calls[key], self._histories[key] = endpoint, set(), History()
+        self._endpoints[key], self._calls[key], self._histories[key] = endpoint, set(), History(endpoint.images)
         try:
             yield key
         finally:
@@ -125,7 +126,12 @@ class Gateway:
     async def _complete(self, request: web.Request, dialect_of: Callable[[Endpoint], Dialect]) -> web.StreamResponse:
         key, endpoint = self._of(request)
         dialect, body = dialect_of(endpoint), await _body(request)
-        call = self._histories[key].parse(body, dialect)
+        history = self._histories[key]
+        if history.images:
+            call = await in_image_thread(history.parse, body, dialect)
+            self._of(request)  # the rollout may be over meanwhile
+        else:
+            call = history.parse(body, dialect)
         if call.stream:
             feed = Feed()
             task = self._task(key, endpoint.complete(call, _origin(body, request), feed))
@@ -140,9 +146,12 @@ class Gateway:
         dialect = AnthropicMessages()
 
         async def work() -> web.Response:
-            _, endpoint = self._of(request)
+            key, endpoint = self._of(request)
             body = json_object(await _body(request))
-            return _json({"input_tokens": endpoint.count(dialect.parse({"max_tokens": 1, **body}))})
+            given = dialect.parse({"max_tokens": 1, **body})
+            history = self._histories[key]
+            call = await in_image_thread(history.taken, given) if history.images else history.taken(given)
+            return _json({"input_tokens": endpoint.count(call)})
 
         return await _told(dialect, work())
 

@@ -1,6 +1,7 @@
 """`Group`: a process group of the trainer (rank 0) and the ranks of servers, independent of torch's default group."""
 
 import asyncio
+import ctypes
 import os
 import socket
 import uuid
@@ -27,6 +28,8 @@ from agentrl.weights.server import WeightServer, WeightUpdateError
 from agentrl.weights.transports.base import Failures, each
 
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+CPU = torch.device("cpu")
+ABORTED = b"agentrl: aborted"
 nccl: Any = _nccl  # torch leaves it untyped
 
 
@@ -59,20 +62,43 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class NcclGroup(Group):
-    """A bare NCCL communicator of this process's current GPU, as vLLM's engine `nccl` uses one. handle: torch's. Not
-    tried: no GPU."""
+    """A bare NCCL communicator of one GPU, as vLLM's engine `nccl` uses one. handle: torch's, a capsule. Not tried on a
+    GPU."""
 
     def broadcast(self, tensor: Tensor) -> None:
+        """Send `tensor` to every rank of every server; blocks until `abort` where one is gone."""
         nccl.broadcast([tensor], 0, comms=[self.handle])
         torch.cuda.current_stream(tensor.device).synchronize()
 
     def abort(self) -> None:
-        """Nothing ends it on this side but its last reference; a broadcast whose peer is gone waits."""
+        """End it on this side, once: a broadcast in flight returns. torch, which has no call for that, no longer frees
+        it."""
+        python = ctypes.pythonapi
+        python.PyCapsule_GetName.restype, python.PyCapsule_GetPointer.restype = ctypes.c_char_p, ctypes.c_void_p
+        capsule = ctypes.py_object(self.handle)
+        name = python.PyCapsule_GetName(capsule)
+        if name == ABORTED:
+            return
+        pointer = python.PyCapsule_GetPointer(capsule, name)
+        python.PyCapsule_SetDestructor(capsule, None)
+        python.PyCapsule_SetName(capsule, ABORTED)
+        nccl_library().ncclCommAbort(ctypes.c_void_p(pointer))
 
 
-async def open_group(servers: Sequence[WeightServer], backend: str, timeout: float, failures: Failures) -> Group:
+def nccl_library() -> Any:
+    """Return torch's NCCL, which is loaded already."""
+    return ctypes.CDLL("libnccl.so.2")
+
+
+async def open_group(
+    servers: Sequence[WeightServer],
+    backend: str,
+    timeout: float,
+    failures: Failures,
+    device: torch.device = CPU,
+) -> Group:
     """Have all servers join a new group. Raises WeightUpdateError unless all do; those that did not are in `failures`.
-    timeout: seconds, also of each broadcast."""
+    timeout: seconds, also of each broadcast. device: of the tensors."""
     name = f"agentrl-{uuid.uuid4().hex[:12]}"  # unique: a server refuses a name that it still knows
     port = _free_port()
     *offsets, world = _offsets([(await server.facts()).ranks for server in servers])
@@ -81,11 +107,19 @@ async def open_group(servers: Sequence[WeightServer], backend: str, timeout: flo
     by_id = any(server.joins_by_id for server in servers)
     if by_id and backend != "nccl":
         raise WeightUpdateError("vLLM joins groups of GPUs only; on a CPU use engine.args.weights=from_disk")
+    if by_id and len(await each(servers, lambda server: server.check_nccl(), failures)) < len(servers):
+        raise WeightUpdateError(f"no {backend} group of {len(servers)} servers can be formed")
     unique_id = nccl.unique_id() if by_id else None
+
+    refused = asyncio.Event()
 
     async def join(server: WeightServer) -> None:
         if unique_id is not None:
-            await server.join_nccl(unique_id, first[server.url], world)
+            try:
+                await server.join_nccl(unique_id, first[server.url], world)
+            except WeightUpdateError:
+                refused.set()
+                raise
             return
         parts = urlsplit(server.url)
         address = own_address(parts.hostname or "", parts.port or 80)
@@ -97,7 +131,7 @@ async def open_group(servers: Sequence[WeightServer], backend: str, timeout: flo
             with _reached_by([server.url for server in servers]):
                 handle, store = await in_thread(_start, port, world, name, backend, timeout)
         else:
-            handle, store = await in_thread(_start_by_id, unique_id, world), None
+            handle, store = await _started_by_id(unique_id, world, device, refused, timeout), None
     except (RuntimeError, ValueError) as error:
         joining.cancel()
         await asyncio.gather(joining, return_exceptions=True)
@@ -148,12 +182,29 @@ def _start(port: int, world: int, name: str, backend: str, timeout: float) -> tu
     return handle, store
 
 
-def _start_by_id(unique_id: bytes, world: int) -> Any:
-    """Do rank 0's side of what vLLM's workers do as they join: they add up one number first of all."""
+async def _started_by_id(
+    unique_id: bytes, world: int, device: torch.device, refused: asyncio.Event, timeout: float
+) -> Any:
+    """Do rank 0's side while servers join. refused: is set once one did not. Raises RuntimeError once that can no
+    longer succeed: NCCL itself waits for its ranks without an end, and then in a thread that is abandoned."""
+    starting, giving_up = (
+        asyncio.create_task(work) for work in (in_thread(_start_by_id, unique_id, world, device), refused.wait())
+    )
+    await asyncio.wait((starting, giving_up), timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+    giving_up.cancel()
+    if not starting.done():
+        starting.cancel()
+        raise RuntimeError("a server did not join" if refused.is_set() else f"not within {timeout:.0f} seconds")
+    return starting.result()
+
+
+def _start_by_id(unique_id: bytes, world: int, device: torch.device) -> Any:
+    """Do what vLLM's workers do as they join: they add up one number first of all."""
     agree_with_servers()
-    handle = nccl.init_rank(world, unique_id, 0)
-    nccl.all_reduce([torch.zeros(1, device="cuda")], comms=[handle])
-    torch.cuda.current_stream().synchronize()
+    with torch.cuda.device(device):  # of this thread
+        handle = nccl.init_rank(world, unique_id, 0)
+        nccl.all_reduce([torch.zeros(1, device=device)], comms=[handle])
+        torch.cuda.current_stream().synchronize()
     return handle
 
 

@@ -70,24 +70,18 @@ class WeightPublisher(Protocol):
         self, folder: str | None = None, transport: str = "auto", key: str | None = None, kind: str = "sglang"
     ) -> None:
         """Prepare for sending; the arguments are those of `Publisher.open`."""
-        ...
 
     def publish(self, request: WeightRequest) -> WeightResult:
         """Send the weights as `request` says; return what became of it."""
-        ...
 
     def sleep(self, urls: Sequence[str]) -> dict[str, str]:
         """Let the servers release their memory; return the failures by URL."""
-        ...
 
     def wake(self) -> dict[str, str]:
         """Wake the servers after `sleep`; return the failures by URL."""
-        ...
 
     def make_room(self) -> None:
         """Free GPU memory that the trainer caches for its next step: servers on the same GPU wake up."""
-        ...
 
     def close(self) -> None:
         """Leave process groups and remove temporary files."""
-        ...

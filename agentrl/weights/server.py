@@ -12,6 +12,9 @@ from typing import Any, ClassVar
 import aiohttp
 import torch
 
+Layout = Sequence[tuple[str, torch.dtype, tuple[int, ...]]]
+"""Name, dtype and shape of tensors, in the order in which they are sent."""
+
 
 class WeightUpdateError(Exception):
     """A server did not take what was sent to it."""
@@ -48,6 +51,10 @@ class Facts:
     """The most adapters that it holds (None: any number)."""
     transfer: str | None = None
     """vLLM's weight transfer engine: `ipc`, `nccl`, or none."""
+    sees: bool = False
+    """Whether it keeps what it computed of images."""
+    nccl: str | None = None
+    """Version of its NCCL, as 2.29.7 (None: it does not say)."""
 
     @property
     def hashes_whole(self) -> bool:
@@ -81,32 +88,26 @@ class WeightServer(ABC):
     @abstractmethod
     async def facts(self) -> Facts:
         """Return what the server tells about itself; asked once."""
-        ...
 
     @abstractmethod
     async def transport(self, near: bool) -> tuple[str, str]:
         """Return the transport that suits it, and why. near: whether it shares this machine's memory and files."""
-        ...
 
     @abstractmethod
     async def pause(self, mode: PauseMode) -> None:
         """Treat requests in flight as `mode` says; new ones wait until `resume`."""
-        ...
 
     @abstractmethod
     async def resume(self) -> None:
         """Answer requests again."""
-        ...
 
     @abstractmethod
     async def begin(self) -> None:
         """Open an update. One that an earlier failure left open will do: all that it holds is overwritten."""
-        ...
 
     @abstractmethod
     async def end(self) -> None:
         """Close the update: all tensors were loaded."""
-        ...
 
     async def load_tensors(self, payloads: Sequence[str], flush: bool) -> None:
         """Load a bucket. payloads: base64, a pickled flattened bucket for each rank. flush: drop the caches. Of SGLang
@@ -116,19 +117,13 @@ class WeightServer(ABC):
     @abstractmethod
     async def load_folder(self, folder: str, flush: bool) -> None:
         """Load *.safetensors of the whole model from `folder`, a path that the server can read."""
-        ...
 
-    async def open_handles(self) -> None:
-        """Prepare for `load_handles`; of vLLM alone."""
+    async def open_packed(self) -> None:
+        """Prepare for `load_packed`; of vLLM alone."""
         raise WeightUpdateError(f"{self.url} opens no memory by handles")
 
-    async def load_handles(
-        self,
-        layout: Sequence[tuple[str, torch.dtype, tuple[int, ...]]],
-        handles: Sequence[Mapping[str, Any]],
-        flush: bool,
-    ) -> None:
-        """Load tensors by what opens their memory; of vLLM alone."""
+    async def load_packed(self, layout: Layout, handle: tuple[Any, ...], flush: bool) -> None:
+        """Load tensors that lie one after the other in memory that `handle` opens; of vLLM alone."""
         raise WeightUpdateError(f"{self.url} opens no memory by handles")
 
     async def join_group(self, host: str, port: int, first_rank: int, world: int, name: str, backend: str) -> None:
@@ -140,53 +135,46 @@ class WeightServer(ABC):
         """Join the NCCL communicator of `unique_id`; of vLLM alone."""
         raise WeightUpdateError(f"{self.url} joins process groups of torch only")
 
+    async def check_nccl(self) -> None:
+        """Raise WeightUpdateError where it is known that its NCCL and that of this process do not connect."""
+        return
+
     @abstractmethod
     async def leave_group(self, name: str) -> None:
         """Leave a group that it joined."""
-        ...
 
     @abstractmethod
-    async def load_broadcast(
-        self, layout: Sequence[tuple[str, torch.dtype, tuple[int, ...]]], group: str, flush: bool
-    ) -> None:
-        """Load tensors that rank 0 of `group` broadcasts. layout: name, torch dtype and shape of each, in order."""
-        ...
+    async def load_broadcast(self, layout: Layout, group: str, flush: bool) -> None:
+        """Load tensors that rank 0 of `group` broadcasts."""
 
     @abstractmethod
     async def load_adapter(self, name: str, folder: str) -> None:
         """Load an adapter from `folder`, as PEFT saves one, a path that the server can read."""
-        ...
 
     @abstractmethod
     async def load_adapter_tensors(self, name: str, config: Mapping[str, Any], payload: str) -> None:
         """Load an adapter by value. config: PEFT's adapter_config.json. payload: base64, the pickled tensors by PEFT's
         names."""
-        ...
 
     @abstractmethod
     async def drop_adapter(self, name: str) -> None:
         """Unload an adapter. Returns once the requests that sample from it have ended."""
-        ...
 
     @abstractmethod
     async def set_version(self, version: str) -> None:
         """Name the weights that it holds."""
-        ...
 
     @abstractmethod
     async def release_memory(self, tags: Sequence[str]) -> None:
         """Release the memory of `tags`; what it held is lost. A server that is not paused crashes over this."""
-        ...
 
     @abstractmethod
     async def take_memory(self, tags: Sequence[str]) -> None:
         """Take back the memory of tags that were released; a server crashes over any other."""
-        ...
 
     @abstractmethod
     async def checksums(self) -> list[dict[str, str]]:
         """Return for each rank: parameter name -> hash of its bytes."""
-        ...
 
     async def _post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
         return await self._call("POST", path, body)
@@ -205,7 +193,9 @@ class WeightServer(ABC):
             reason = str(error) or type(error).__name__
             raise WeightUpdateError(f"{self.url}{path} did not answer: {reason}") from error
         if status != HTTPStatus.OK or found.get("success") is False:
-            message = found.get("message") or found.get("error_message") or found.get("error") or text
+            told = found.get("error")
+            told = told.get("message") if isinstance(told, dict) else told
+            message = found.get("message") or found.get("error_message") or told or text
             raise WeightUpdateError(f"{self.url}{path} answered {status}: {' '.join(str(message).split())[:300]}")
         return found
 

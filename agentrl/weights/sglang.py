@@ -3,9 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
-
-from agentrl.weights.server import Facts, PauseMode, WeightServer, WeightUpdateError
+from agentrl.weights.server import Facts, Layout, PauseMode, WeightServer, WeightUpdateError
 
 
 class SglangServer(WeightServer):
@@ -57,11 +55,8 @@ class SglangServer(WeightServer):
 
     async def load_folder(self, folder: str, flush: bool) -> None:
         """Load *.safetensors of the whole model from `folder`, a path that the server can read."""
-        body = {
-            "model_path": folder,
-            "load_format": "auto",
-            "flush_cache": flush,
-        }  # also where it started with dummy weights
+        # `auto` also where it started with dummy weights
+        body = {"model_path": folder, "load_format": "auto", "flush_cache": flush}
         await self._post("/update_weights_from_disk", body)
 
     async def join_group(self, host: str, port: int, first_rank: int, world: int, name: str, backend: str) -> None:
@@ -73,10 +68,8 @@ class SglangServer(WeightServer):
     async def leave_group(self, name: str) -> None:
         await self._post("/destroy_weights_update_group", {"group_name": name})
 
-    async def load_broadcast(
-        self, layout: Sequence[tuple[str, torch.dtype, tuple[int, ...]]], group: str, flush: bool
-    ) -> None:
-        """Load tensors that rank 0 of `group` broadcasts. layout: name, torch dtype and shape of each, in order."""
+    async def load_broadcast(self, layout: Layout, group: str, flush: bool) -> None:
+        """Load tensors that rank 0 of `group` broadcasts."""
         names, dtypes, shapes = zip(*layout, strict=True)
         kinds = [str(dtype).removeprefix("torch.") for dtype in dtypes]
         body = {"names": names, "dtypes": kinds, "shapes": shapes, "group_name": group, "flush_cache": flush}

@@ -7,7 +7,7 @@ quantized, are only compared with each other."""
 import hashlib
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,11 +15,14 @@ from torch import Tensor
 from agentrl.weights.server import WeightServer, WeightUpdateError
 from agentrl.weights.source import NamedTensor, WeightSource
 
+_T = TypeVar("_T")
 _FUSED = {"q_proj": ("qkv_proj", 0), "k_proj": ("qkv_proj", 1), "v_proj": ("qkv_proj", 2),
           "gate_proj": ("gate_up_proj", 0), "up_proj": ("gate_up_proj", 1)}  # fmt: skip
 _PART = re.compile(r"\.(q_proj|k_proj|v_proj|gate_proj|up_proj)\.(?=\w+$)")
-_NOT_COMPARED = (".experts.", "visual.", "vision")
-"""Parts of names that servers stack or rename in ways that are not reproduced here."""
+_HOLDERS = re.compile(r"\b(?:language_model|model)\.")
+"""What servers leave out of names, or put there, where the text model is one part of several."""
+_NOT_COMPARED = (".experts.", "visual.", "vision", ".rotary_emb.")
+"""Parts of names that servers stack or rename in ways that are not reproduced here, or that no trainer has."""
 
 
 class Fingerprint(WeightSource):
@@ -51,8 +54,7 @@ class Fingerprint(WeightSource):
     def differences(self, checksums: Mapping[str, str], all_shown: bool = True) -> list[str]:
         """Compare a server's `checksums` (parameter -> hash) with what was passed on. Returns a line for each
         difference. all_shown: whether a parameter without a checksum is one that the server lacks."""
-        theirs = {name: value for name, value in checksums.items() if not any(part in name for part in _NOT_COMPARED)}
-        ours = {name: value for name, value in self._sums.items() if not any(part in name for part in _NOT_COMPARED)}
+        theirs, ours = _compared(checksums), _compared(self._sums)
         return (
             [f"it has no {name}" for name in ours.keys() - theirs.keys() if all_shown]
             + [f"{name} was not sent" for name in theirs.keys() - ours.keys()]
@@ -62,6 +64,12 @@ class Fingerprint(WeightSource):
                 if theirs[n] not in ours[n].hashes()
             ]
         )
+
+
+def _compared(found: Mapping[str, _T]) -> dict[str, _T]:
+    """Return what is compared, by names that trainer and servers agree on."""
+    kept = {name: value for name, value in found.items() if not any(part in name for part in _NOT_COMPARED)}
+    return {_HOLDERS.sub("", name): value for name, value in kept.items()}
 
 
 class _Sum:

@@ -2,26 +2,32 @@
 
 Weights come from a folder, by a call that every worker executes, or by the weight transfer engine that the server was
 started with (`--weight-transfer-config`): `ipc` opens memory of the trainer's GPU, `nccl` joins a group with it. Those
-two follow the protocol of vLLM 0.32; neither was tried, for want of a GPU.
+two follow the protocol of vLLM 0.32, and its own code reads them in the tests; neither was tried on a GPU.
 """
 
 import base64
 import hashlib
+import math
 import pickle
+import re
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
 import torch
+from torch.cuda import nccl as _nccl
 
-from agentrl.weights.server import Facts, PauseMode, WeightServer, WeightUpdateError
+from agentrl.weights.server import Facts, Layout, PauseMode, WeightServer, WeightUpdateError
 
+nccl: Any = _nccl  # torch leaves it untyped
 LOOSE_HASH = 16
 """Characters of a hash that are compared."""
 TAGS = ("weights", "kv_cache")
 """What it releases and takes back; its graphs stay."""
 _OF_NOTHING = hashlib.sha256().hexdigest()
 _LORA_LAYER = ".base_layer."
+UNTRIED = "not tried on a GPU by us"
+_PACKAGE = re.compile(r"nvidia-nccl-cu\d+(?:==|\s+)(\d+\.\d+\.\d+)")
 
 
 class VllmServer(WeightServer):
@@ -42,14 +48,16 @@ class VllmServer(WeightServer):
     async def transport(self, near: bool) -> tuple[str, str]:
         engine = (await self.facts()).transfer
         if near and engine == "ipc":
-            return "from_tensor", "servers share this machine's GPUs"
-        if engine == "nccl":
-            return "from_distributed", "servers were started with the weight transfer engine nccl"
+            return "from_tensor", f"servers open memory of the trainer's GPU; {UNTRIED}"
+        apart = await self._apart()
+        if engine == "nccl" and apart is None:
+            return "from_distributed", f"servers were started with the weight transfer engine nccl; {UNTRIED}"
         if near:
             return "from_disk", "through a folder, which servers of this machine read"
+        start = apart if engine == "nccl" else """start it with --weight-transfer-config '{"backend": "nccl"}'"""
         raise WeightUpdateError(
-            f"{self.url} does not see this machine's files: start it with --weight-transfer-config "
-            """'{"backend": "nccl"}', or share a folder (TMPDIR) and say engine.args.weights=from_disk"""
+            f"{self.url} does not see this machine's files: {start}, or share a folder (TMPDIR) and say "
+            "engine.args.weights=from_disk"
         )
 
     async def pause(self, mode: PauseMode) -> None:
@@ -71,21 +79,20 @@ class VllmServer(WeightServer):
             await self._rpc("reload_weights", weights_path=folder)
         await self._drop_caches(flush)
 
-    async def load_handles(
-        self,
-        layout: Sequence[tuple[str, torch.dtype, tuple[int, ...]]],
-        handles: Sequence[Mapping[str, Any]],
-        flush: bool,
-    ) -> None:
-        """Load tensors that lie on a GPU of this machine. handles: for each its GPU's UUID -> how torch opens it there
-        (the arguments of `rebuild_cuda_tensor`)."""
-        pickled = base64.b64encode(pickle.dumps(list(map(dict, handles)))).decode()
-        await self._post("/update_weights", {"update_info": {**_names(layout), "ipc_handles_pickled": pickled}})
+    async def load_packed(self, layout: Layout, handle: tuple[Any, ...], flush: bool) -> None:
+        """Load tensors that lie one after the other in memory of its own GPU; it has copied them when it answers.
+        handle: of `shared_memory.exported`; equal ones in one update are opened once."""
+        info = {
+            **_names(layout),
+            "tensor_sizes": [math.prod(shape) * dtype.itemsize for _, dtype, shape in layout],
+            "ipc_handles_pickled": base64.b64encode(pickle.dumps({handle[6]: handle})).decode(),
+        }
+        await self._post("/update_weights", {"update_info": info})
         await self._drop_caches(flush)
 
-    async def open_handles(self) -> None:
-        """Tell it that tensors come one by one (`load_handles`)."""
-        await self._post("/init_weight_transfer_engine", {"init_info": {"packed": False}})
+    async def open_packed(self) -> None:
+        """Tell it that tensors come packed (`load_packed`)."""
+        await self._post("/init_weight_transfer_engine", {"init_info": {"packed": True}})
 
     async def join_nccl(self, unique_id: bytes, first_rank: int, world: int) -> None:
         """Join the NCCL group of `unique_id`, with ranks from `first_rank` on. Returns once all of `world` have."""
@@ -95,12 +102,21 @@ class VllmServer(WeightServer):
         }  # fmt: skip
         await self._post("/init_weight_transfer_engine", {"init_info": info})
 
+    async def check_nccl(self) -> None:
+        if (why := await self._apart()) is not None:
+            raise WeightUpdateError(f"{self.url}: {why}; set engine.args.weights=from_disk")
+
+    async def _apart(self) -> str | None:
+        """Return why no NCCL group of it and this process can be formed, None: nothing is known against it."""
+        theirs, ours = (await self.facts()).nccl, own_nccl()
+        if theirs is None or ours is None or theirs == ours:
+            return None
+        return f"NCCL is {theirs} there and {ours} here, which do not connect"
+
     async def leave_group(self, name: str) -> None:
         await self._post("/shutdown_weight_transfer_engine", {})
 
-    async def load_broadcast(
-        self, layout: Sequence[tuple[str, torch.dtype, tuple[int, ...]]], group: str, flush: bool
-    ) -> None:
+    async def load_broadcast(self, layout: Layout, group: str, flush: bool) -> None:
         await self._post("/update_weights", {"update_info": _names(layout)})
         await self._drop_caches(flush)
 
@@ -141,6 +157,8 @@ class VllmServer(WeightServer):
         """Drop the keys and values of the old weights, those of requests in flight too, which wait."""
         if flush:
             await self._post("/reset_prefix_cache?reset_running_requests=true", {})
+            if (await self.facts()).sees:
+                await self._post("/reset_encoder_cache", {})
 
     async def _reload_on_cpu(self, folder: str) -> None:
         """Have it load by our own method: its own leaves an output layer that shares the embedding's weights as it
@@ -172,14 +190,28 @@ def facts_in(info: Mapping[str, Any]) -> Facts:
             quantized=model.get("quantization") is not None,
             version=str(info.get("version", "")),
             lora=lora is not None,
+            sees=model.get("multimodal_config") is not None,
             adapters=None if lora is None else lora.get("max_cpu_loras"),
             transfer=None if transfer is None else str(transfer),
+            nccl=_nccl_in(info.get("system_env")),
         )
     except (KeyError, TypeError, ValueError) as error:
         raise WeightUpdateError(f"its /server_info is not that of vLLM: {error!r}") from error
 
 
-def _names(layout: Sequence[tuple[str, torch.dtype, tuple[int, ...]]]) -> dict[str, Any]:
+def own_nccl() -> str | None:
+    """Return the version of NCCL in this process, None: it has none."""
+    return ".".join(map(str, nccl.version()[:3])) if torch.cuda.is_available() else None
+
+
+def _nccl_in(system: object) -> str | None:
+    """Find NCCL's version among the packages that a server lists."""
+    packages = system.get("pip_packages") if isinstance(system, Mapping) else None
+    found = _PACKAGE.search(packages) if isinstance(packages, str) else None
+    return None if found is None else found[1]
+
+
+def _names(layout: Layout) -> dict[str, Any]:
     names, dtypes, shapes = zip(*layout, strict=True)
     return {
         "names": names,

@@ -1,7 +1,7 @@
 """Build the sharded model of each role from a recipe. Every rank calls these functions, in the same order."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,7 +18,7 @@ from agentrl.compute.classifier import (
     load_classifier,
 )
 from agentrl.compute.classifier import probe_of as classifier_probe
-from agentrl.compute.forward import ModuleForward, SequenceForward, probe_of, unsupported_attention
+from agentrl.compute.forward import ModuleForward, SequenceForward, probe_of, unsupported_attention, vision_of
 from agentrl.compute.micro_batches import TorchProcessGroup
 from agentrl.compute.sequence_parallel import SequenceParallelForward, SequenceParallelValues
 from agentrl.compute.tree_attention import faults
@@ -33,6 +33,7 @@ from agentrl.learner.critic import critic_model
 from agentrl.models.load import load_model, load_skeleton, resolve
 from agentrl.models.lora import add_adapter
 from agentrl.models.streamed import stream, stream_model
+from agentrl.models.vision import Vision
 from agentrl.recipe.schema import ModelSection, Recipe
 
 NAME = "module with shared-prefix attention"
@@ -74,9 +75,11 @@ def build_critic(recipe: Recipe, context: ParallelContext) -> Sharded:
         return replace(source, model=ValueModel(source.model))
 
     def candidates(model: ValueModel) -> Candidates:
-        backbone, group = model.model, context.sequence
-        fast = partial(ModuleValues, model) if group is None else partial(SequenceParallelValues, model, group)
-        slow = SequenceValues(model, max_over_ranks=TorchProcessGroup(device=context.device).max_over_ranks)
+        backbone, agreed = model.model, _agreed(model, context)
+        slow = SequenceValues(model, max_over_ranks=agreed)
+        fast: Any = partial(ModuleValues, model, max_over_ranks=agreed)
+        if context.sequence is not None:
+            fast = partial(SequenceParallelValues, model, context.sequence, _sight(model))
         probe = probe_of(backbone)
         features = torch.zeros(len(probe.predict), CONFIDENCE_FEATURES, device=context.device)
         return _candidates(backbone, fast, slow, (probe, features), partial(_distinguishing_states, model))
@@ -93,9 +96,9 @@ def build_reward_model(recipe: Recipe, context: ParallelContext) -> Sharded:
         return open_source(partial(stream, kind, folder, recipe.model.frozen), partial(load_classifier, recipe))
 
     def candidates(model: Any) -> Candidates:
-        slow = SequenceScores(model, TorchProcessGroup(device=context.device).max_over_ranks)
-        probe = (classifier_probe(model),)
-        return Candidates(partial(ModuleScores, model), slow, probe, "packed, prompts shared", relative=True)
+        agreed = _agreed(model, context)
+        fast, slow = partial(ModuleScores, model, agreed), SequenceScores(model, agreed)
+        return Candidates(fast, slow, (classifier_probe(model),), "packed, prompts shared", relative=True)
 
     built = build(Role(lambda: classifier_skeleton(recipe), load, candidates), recipe, context, trained=False)
     return Sharded(built.model, built.root, built.description)
@@ -103,9 +106,11 @@ def build_reward_model(recipe: Recipe, context: ParallelContext) -> Sharded:
 
 def _causal(recipe: Recipe, context: ParallelContext, section: ModelSection, trained: bool) -> Sharded:
     def candidates(model: Any) -> Candidates:
-        group = context.sequence
-        fast = partial(ModuleForward, model) if group is None else partial(SequenceParallelForward, model, group)
-        slow = SequenceForward(model, max_over_ranks=TorchProcessGroup(device=context.device).max_over_ranks)
+        agreed = _agreed(model, context)
+        slow = SequenceForward(model, max_over_ranks=agreed)
+        fast: Any = partial(ModuleForward, model, max_over_ranks=agreed)
+        if context.sequence is not None:
+            fast = partial(SequenceParallelForward, model, context.sequence, _sight(model))
         found = _candidates(model, fast, slow, (probe_of(model), 1.0))
         return replace(found, other=(probe_of(model, other=True), 1.0))
 
@@ -134,6 +139,17 @@ def _candidates(transformer: Any, fast: Any, slow: Any, probe: tuple[Any, ...], 
     """around: the context that both are compared in, if they do not give log-probs."""
     found = Candidates(fast, slow, probe, NAME, unsupported_attention(transformer), kernels=transformer)
     return found if around is None else replace(found, around=around, relative=True)
+
+
+def _agreed(model: Any, context: ParallelContext) -> Callable[[int], int]:
+    """Return what gives the maximum of a count over the ranks. Those of a model that sees ask for it in each pass: by
+    way of the CPU, so that none waits for its device."""
+    return TorchProcessGroup("cpu" if Vision.of(model) else context.device).max_over_ranks
+
+
+def _sight(model: Any) -> Vision | None:
+    """Return the vision of a model whose ranks share sequences; None: it reads text."""
+    return vision_of(model, TorchProcessGroup("cpu").max_over_ranks)
 
 
 @contextmanager

@@ -1,14 +1,12 @@
 """`ApiChat`: conversations as messages of the OpenAI API, whose endpoint renders prompts and parses calls itself."""
 
-import base64
-import io
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from agentrl.chat.base import ParsedCall, ParsedTurn
+from agentrl.images import ImageSpan, sent_part
 from agentrl.plugins.types import Message
 
 CHARACTERS_A_TOKEN = 4  # of English text, to estimate the length of tool results
@@ -74,11 +72,19 @@ class ApiChat:
         self._ledger, self.description = ledger, description
 
     def render(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> list[int]:
-        opening = Opening(tuple(map(outgoing, messages)), tuple(tools))
+        opening = Opening(tuple(map(_plain_message, messages)), tuple(tools))
         return self._ledger.opening(json.dumps([opening.messages, opening.tools], sort_keys=True), opening)
 
     def bridge(self, turn_ids: Sequence[int], messages: Sequence[Message]) -> list[int]:
-        return self._ledger.add(tuple(map(outgoing, messages)))
+        return self._ledger.add(tuple(map(_plain_message, messages)))
+
+    def images_in(self, ids: Sequence[int], messages: Sequence[Message]) -> list[ImageSpan]:
+        """Return none: the endpoint has the tokens."""
+        return []
+
+    def image_tokens(self, image: object) -> int:
+        """Return 0: the endpoint counts them."""
+        return 0
 
     def parse(self, turn_ids: Sequence[int]) -> ParsedTurn:
         ((message,),) = self._ledger.find(turn_ids)
@@ -103,13 +109,10 @@ def _call(call: dict[str, Any]) -> ParsedCall:
     return ParsedCall(name, arguments, raw, id=call.get("id"))
 
 
-def outgoing(message: Message) -> dict[str, Any]:
-    """Return a message in the format of the API: arguments as JSON text, images as URLs, and no fields that the API
-    does not know (`reasoning_content`, `name`). Raises OSError if an image's file cannot be read."""
+def _plain_message(message: Message) -> dict[str, Any]:
+    """Return a message with arguments as JSON text, and without fields that the API does not know
+    (`reasoning_content`, `name`)."""
     sent: dict[str, Any] = {key: value for key, value in message.items() if key not in ("reasoning_content", "name")}
-    content = message.get("content")
-    if isinstance(content, list):
-        sent["content"] = [_part(part) for part in content]
     if calls := message.get("tool_calls"):
         sent["tool_calls"] = [{**call, "function": _function(call["function"])} for call in calls]
     return sent
@@ -120,25 +123,27 @@ def _function(function: Any) -> dict[str, Any]:
     return {**function, "arguments": arguments if isinstance(arguments, str) else json.dumps(arguments)}
 
 
-def _part(part: dict[str, Any]) -> dict[str, Any]:
-    if part.get("type") != "image":
-        return part
-    image = part["image"]
-    if isinstance(image, str) and image.startswith(("http://", "https://", "data:")):
-        return {"type": "image_url", "image_url": {"url": image}}
-    data = base64.b64encode(_bytes(image)).decode()
-    return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}
-
-
-def _bytes(image: Any) -> bytes:
-    """Return the bytes of an image given as a path, bytes or a PIL image."""
-    if isinstance(image, bytes):
-        return image
-    if isinstance(image, str | Path):
-        return Path(image).read_bytes()
-    buffer = io.BytesIO()
-    image.save(buffer, format="PNG")
-    return buffer.getvalue()
+def outgoing(messages: Sequence[dict[str, Any]], tool_images: str) -> list[dict[str, Any]]:
+    """Return messages as the API takes them: images as `data:` URLs of PNG files. tool_images: `tool`, where it takes
+    those of tools in their messages; `user`: they follow the results of a turn in a message of the user. Raises
+    UserError: an image is not stored here."""
+    sent: list[dict[str, Any]] = []
+    moved: list[dict[str, Any]] = []
+    for message in messages:
+        if message["role"] != "tool" and moved:
+            sent.append({"role": "user", "content": moved})
+            moved = []
+        content = message.get("content")
+        if isinstance(content, list):
+            parts = [sent_part(part) for part in content]
+            if message["role"] == "tool" and tool_images == "user":
+                shown = [part for part in parts if part["type"] == "image_url"]
+                moved += shown
+                note = {"type": "text", "text": f"[images: {len(shown)}, in the user's next message]"}
+                parts = [part for part in parts if part not in shown] + [note] * bool(shown)
+            message = {**message, "content": parts}
+        sent.append(message)
+    return [*sent, {"role": "user", "content": moved}] if moved else sent
 
 
 def _plain(piece: Any) -> Any:

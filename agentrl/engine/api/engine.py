@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from agentrl.chat.base import Chat
-from agentrl.engine.api.chat import ApiChat, Ledger, Opening
+from agentrl.engine.api.chat import ApiChat, Ledger, Opening, outgoing
 from agentrl.engine.base import Engine, EngineError, Generation, GenerationFinish, OnTokens, Sampling
 from agentrl.errors import UserError, nearest
 
@@ -24,12 +24,15 @@ class OpenAIEngine(Engine):
     need. timeout: seconds per completion. retries: after status 429 or 5xx and lost connections, with growing pauses.
     max_tokens_key: the endpoint's name for the maximum tokens of a completion; None: `max_tokens`, at OpenAI
     `max_completion_tokens`. extra: further keys of the request's body. prices: what a million tokens cost, for
-    `agentrl eval`, by PRICES; `cached_input` without a price costs what input does.
+    `agentrl eval`, by PRICES; `cached_input` without a price costs what input does. tool_images: where the images of
+    tools go: `user`, into a message of the user behind the results of the turn, since OpenAI takes text alone in a
+    tool's message; `tool`, where they belong, for endpoints that take them there.
 
-    Raises UserError if OpenAI's key is not set, or a price is none.
+    Raises UserError if OpenAI's key is not set, a price is none, or `tool_images` is neither.
     """
 
     brings_chat = True  # no model and no tokenizer are loaded
+    images = True
 
     def __init__(
         self,
@@ -43,8 +46,12 @@ class OpenAIEngine(Engine):
         max_tokens_key: str | None = None,
         extra: dict[str, Any] | None = None,
         prices: dict[str, float] | None = None,
+        tool_images: str = "user",
     ) -> None:
         _check_prices(prices or {})
+        if tool_images not in ("user", "tool"):
+            raise UserError(f"engine.args.tool_images is {tool_images!r}; it is user or tool")
+        self._tool_images = tool_images
         key = os.environ.get(api_key_env, "")
         if not key and base_url is None:
             raise UserError(f"engine openai: {api_key_env} is not set in the environment (engine.args.api_key_env)")
@@ -87,7 +94,8 @@ class OpenAIEngine(Engine):
     def _body(self, ids: list[int], sampling: Sampling) -> dict[str, Any]:
         opening, *pieces = self._ledger.find(ids)
         assert isinstance(opening, Opening)
-        messages = [*opening.messages, *(message for piece in pieces for message in piece)]
+        talk = [*opening.messages, *(message for piece in pieces for message in piece)]
+        messages = outgoing(talk, self._tool_images)
         body = {"model": self.name, "messages": messages, "temperature": sampling.temperature, "top_p": sampling.top_p}
         if opening.tools:
             body["tools"] = list(opening.tools)

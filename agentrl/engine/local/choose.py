@@ -11,7 +11,7 @@ from agentrl.engine.local.block_runner import BlockRunner
 from agentrl.engine.local.module_runner import ModuleRunner
 from agentrl.engine.local.recompute_runner import RecomputeRunner
 from agentrl.engine.local.runner import Chunk, Ints, Runner, Work
-from agentrl.engine.local.vision_runner import VisionRunner
+from agentrl.engine.local.vision_runner import VisionRecomputeRunner, VisionRunner
 from agentrl.errors import UserError
 from agentrl.models import block
 from agentrl.models.prove import attempt, difference, differs_like_others
@@ -37,12 +37,14 @@ def runner_for(model: Any, routing: Routing | None = None) -> Runner:
     reason = runner.unsupported() or _disagreement(model, runner)
     if reason is None:
         return runner
-    if Vision.of(model):
-        raise UserError(f"model.path: {type(model).__name__} cannot be sampled with images: {reason}")
     if routing is not None:
         raise UserError(f"algorithm.routing_replay needs a slot cache to record experts in: {reason}")
     log.warning("%s is sampled without a cache, which is slow: %s", type(model).__name__, reason)
-    return RecomputeRunner(model)
+    return _recomputing(model)
+
+
+def _recomputing(model: Any) -> RecomputeRunner:
+    return VisionRecomputeRunner(model) if Vision.of(model) else RecomputeRunner(model)
 
 
 def _disagreement(model: Any, runner: ModuleRunner) -> str | None:
@@ -58,13 +60,14 @@ def _disagreement(model: Any, runner: ModuleRunner) -> str | None:
     if isinstance(found, str):
         reason: str | None = found
     else:
-        wanted = _probe(RecomputeRunner(model), ids)
+        slow = _recomputing(model)
+        wanted = _probe(slow, ids)
         if runner.dtype in TOLERANCE:
             reason = difference(found, wanted, TOLERANCE[runner.dtype])
         else:
             other = ids.copy()
             other[:, :2] = (ids[:, :2] + vocabulary // 2) % vocabulary
-            reason = differs_like_others(found, wanted, _probe(RecomputeRunner(model), other))
+            reason = differs_like_others(found, wanted, _probe(slow, other))
     runner.clear()
     if reason is None and not runner.token_bytes:
         reason = "its forward leaves no keys and values in it"

@@ -50,7 +50,6 @@ class RecomputeRunner:
 
     def experts(self, slot: int, tokens: int) -> None:
         """Return None: nothing is recorded."""
-        return None
 
     def refresh(self) -> None:
         """Do nothing: nothing is derived from the weights."""

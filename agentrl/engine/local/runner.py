@@ -50,35 +50,27 @@ class Runner(Protocol):
     @property
     def slots(self) -> int:
         """Number of slots."""
-        ...
 
     @property
     def columns(self) -> int:
         """Number of tokens that a slot can hold."""
-        ...
 
     def forward(self, work: Work) -> Tensor:
         """Compute one step; return the logits after each row's token and each chunk's last token, float32
         [n + chunks, vocab]."""
-        ...
 
     def resize(self, slots: int, columns: int) -> None:
         """Change the number of slots and columns; the state of those that remain is kept."""
-        ...
 
     def copy(self, source: list[int], target: list[int], columns: int) -> None:
         """Copy the first `columns` tokens of slot source[j] to slot target[j], for all j, as if all at once."""
-        ...
 
     def clear(self) -> None:
         """Free the memory of the slots."""
-        ...
 
     def experts(self, slot: int, tokens: int) -> npt.NDArray[np.int16] | None:
         """Return what the routers of a mixture chose for the first `tokens` tokens of the slot, int16
         [tokens, layers, experts a token]; None: that was not recorded."""
-        ...
 
     def refresh(self) -> None:
         """Drop everything derived from the weights, which have changed."""
-        ...

@@ -1,4 +1,4 @@
-"""`VisionRunner`: a model that sees, with features in the place of placeholders, and positions in three axes."""
+"""`VisionRunner`: a model that sees, with features in the place of placeholders, and positions of its own."""
 
 from typing import Any
 
@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from agentrl.engine.local.module_runner import ModuleRunner
+from agentrl.engine.local.module_runner import ModuleRunner, evaluating
+from agentrl.engine.local.recompute_runner import RecomputeRunner
 from agentrl.engine.local.runner import Chunk, Ints, Work
 from agentrl.models.vision import Vision
 
@@ -24,7 +25,7 @@ class VisionRunner(ModuleRunner):
         self.vision = Vision(model, keep=True)
         self.ids: Ints = np.zeros((0, 0), np.int64)
         self.ahead: Ints = np.zeros(0, np.int64)
-        self._axes: Ints | None = None  # of the chunks that are computed now, [3, R, Q]
+        self._axes: Ints | None = None  # of the chunks that are computed now, [axes, R, Q]
 
     def resize(self, slots: int, columns: int) -> None:
         super().resize(slots, columns)
@@ -32,6 +33,11 @@ class VisionRunner(ModuleRunner):
         ids, ahead = np.zeros((slots, columns), np.int64), np.zeros(slots, np.int64)
         ids[:s, :c], ahead[:s] = self.ids[:s, :c], self.ahead[:s]
         self.ids, self.ahead = ids, ahead
+
+    def unsupported(self) -> str | None:
+        if self.vision.input.family.looks_ahead(self.vision.base):
+            return "tokens of an image attend to those behind them"
+        return super().unsupported()
 
     def copy(self, source: list[int], target: list[int], columns: int) -> None:
         super().copy(source, target, columns)
@@ -49,7 +55,7 @@ class VisionRunner(ModuleRunner):
         return super().forward(work)
 
     def _chunks(self, chunks: tuple[Chunk, ...]) -> Tensor:
-        self._axes = np.zeros((3, len(chunks), max(len(c.ids) for c in chunks)), np.int64)
+        self._axes = np.zeros((self.vision.input.family.axes, len(chunks), max(len(c.ids) for c in chunks)), np.int64)
         for row, c in enumerate(chunks):
             end = c.start + len(c.ids)
             axes = self.vision.positions(self.ids[c.slot, :end])
@@ -61,19 +67,35 @@ class VisionRunner(ModuleRunner):
             self._axes = None
 
     def _logits(self, view: Cache, ids: Ints, positions: Ints, rows: Ints, lengths: Ints, mask: Any) -> Tensor:
-        axes = self._axes if self._axes is not None else np.tile(positions + self.ahead[rows, None], (3, 1, 1))
-        said = self.vision.embedded(ids.reshape(-1))
-        embeddings = said.pop("inputs_embeds").view(*ids.shape, -1)
-        if "visual_pos_masks" in said:
-            said["visual_pos_masks"] = said["visual_pos_masks"].view(ids.shape)
+        axes = self._axes
+        if axes is None:
+            axes = np.tile(positions + self.ahead[rows, None], (self.vision.input.family.axes, 1, 1))
         states = self.vision.base.language_model(
-            inputs_embeds=embeddings,
             attention_mask=mask,
-            position_ids=self._tensor(axes),
+            position_ids=self.vision.position_ids(axes),
             past_key_values=view,
             use_cache=True,
-            **said,
+            **self.vision.embedded(ids),
         ).last_hidden_state
         last = states[torch.arange(len(rows), device=self.device), self._tensor(lengths - 1)]
-        logits: Tensor = self.model.lm_head(last).float()
-        return logits
+        return self.vision.head(last).float()
+
+
+class VisionRecomputeRunner(RecomputeRunner):
+    """The same by computing whole sequences again for every token, for models whose tokens of an image attend to each
+    other, and those whose cache is not known."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__(model)
+        self.vision = Vision(model, keep=True)
+
+    def refresh(self) -> None:
+        self.vision.refresh()
+
+    def _last(self, slots: Ints, lengths: Ints) -> Tensor:
+        with evaluating(self.model):
+            found = [
+                self.vision.logits(self.ids[slot, :length])[-1]
+                for slot, length in zip(slots.tolist(), lengths.tolist(), strict=True)
+            ]
+        return torch.stack(found).float()

@@ -49,6 +49,9 @@ class AdapterRoom:
     files: bool = True
     """Whether adapters reach it: false where it reads them from files, and does not see this machine's."""
 
+    together: tuple[tuple[str, str], ...] = ()
+    """Pairs of layers: it takes an adapter for the first only where there is one for the second."""
+
     def lacks(self, needs: AdapterNeeds) -> str | None:
         """Return why it does not take an adapter; None: it does."""
         if not self.enabled:
@@ -59,6 +62,9 @@ class AdapterRoom:
             return "takes no adapters while it runs with replicas (--dp-size)"
         if self.rank is not None and self.rank < needs.rank:
             return f"takes adapters up to rank {self.rank} (--max-lora-rank), this one has {needs.rank}"
+        for layer, other in self.together:
+            if layer in needs.targets and other not in needs.targets:
+                return f"takes no adapter for {layer} without one for {other}"
         offered = _fused(self.targets)
         if offered and "all" not in offered and (missing := sorted(_fused(needs.targets) - offered)):
             return f"takes no adapters for {', '.join(missing)} (--lora-target-modules)"
@@ -73,7 +79,7 @@ def needs_of(model: Any, section: LoraSection | None) -> AdapterNeeds | None:
         return AdapterNeeds(rank, _leaves(found))
     if section is None or not model.get_input_embeddings().weight.is_meta:
         return None
-    return AdapterNeeds(section.rank, _leaves(target_names(model, section.targets, section.exclude)))
+    return AdapterNeeds(section.rank, _leaves(target_names(model, section.targets, section.exclude, section.vision)))
 
 
 def why_merged(needs: AdapterNeeds, servers: Sequence[tuple[str, AdapterRoom]]) -> str | None:

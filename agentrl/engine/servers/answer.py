@@ -1,20 +1,39 @@
 """`Answer`: the tokens of a request so far. They may come in several pieces, from several servers."""
 
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
+import orjson
+from pydantic_core import from_json
 
 from agentrl.engine.base import Generation, GenerationFinish, OnTokens, Sampling, tell
 
-INTERVAL = 64
+INTERVAL = 128
 """Tokens between two pieces of an answer: what is lost with a server that dies. Each piece costs this process what some
-tens of tokens do (`benchmarks/sglang_client.py`)."""
+hundred tokens do (`benchmarks/servers.py`). More would take longer than `engine.args.stall` where a server's requests
+each sample less than a token a second."""
 
 STREAM_INTERVAL = 8
 """The same where somebody reads along."""
+
+
+INTEGERS, NUMBERS = frozenset((int,)), frozenset((int, float))
+"""The types that ids have in JSON, and log-probs."""
+Ids = Sequence[int] | npt.NDArray[Any]
+"""Token ids of a prompt."""
+
+
+def parsed(payload: bytes) -> Any:
+    """Return what a piece of an answer says. Raises ValueError: it is not JSON."""
+    try:
+        return orjson.loads(payload)
+    except ValueError:
+        return from_json(payload)  # it may hold NaN, which Python writes and orjson refuses: the reader says where
 
 
 class PieceEnd(StrEnum):
@@ -33,6 +52,8 @@ class Features:
     """Whether it samples by seed (deterministic inference)."""
     incremental: bool = False
     """Whether a piece of an answer holds only what is new."""
+    raw_pixels: bool = False
+    """Whether it scales and normalizes pixels itself, and is given them as bytes."""
 
 
 @dataclass(slots=True)
@@ -64,7 +85,7 @@ class Answer:
         runs = self.versions
         if len({v for v, _ in runs}) <= 1:
             return Generation(self.ids, self.logprobs.tolist(), finish, runs[0][0] if runs else version)
-        each = [v for v, count in runs for _ in range(count)]
+        each: list[int] = np.repeat([v for v, _ in runs], [count for _, count in runs]).tolist()
         return Generation(self.ids, self.logprobs.tolist(), finish, each)
 
 

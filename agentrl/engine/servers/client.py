@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
 import aiohttp
-from pydantic_core import to_json
+import orjson
 
 from agentrl.engine.base import EngineError
 from agentrl.weights.addresses import authorization
@@ -88,13 +88,13 @@ class Client:
 
     async def stream(self, path: str, body: Mapping[str, Any]) -> AsyncGenerator[bytes]:
         """Yield the payloads of the server-sent events that it answers with, as they come, without the closing
-        `[DONE]`.
+        `[DONE]`. body: JSON, in which lists of numbers may be arrays of numpy's.
 
         Ends only after `[DONE]`: an answer that is cut short raises ServerError. There is no deadline.
         """
-        session = self._sessions.get()
+        session, data = self._sessions.get(), orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
         try:
-            async with session.post(self.url + path, data=to_json(body), headers=_JSON) as response:
+            async with session.post(self.url + path, data=data, headers=_JSON) as response:
                 if response.status != 200:
                     raise self._refusal(path, response.status, await response.read())
                 buffer, done = b"", False

@@ -27,15 +27,21 @@ from agentrl.engine.servers.client import LostAdapterError, RefusedError, Server
 from agentrl.engine.servers.fleet import Fleet
 from agentrl.engine.servers.kind import ServerKind
 from agentrl.engine.servers.launch import Flag, launch_command, plain_flags, sizes_of
+from agentrl.engine.servers.pictures import Pictures
 from agentrl.engine.servers.pool import Call, Member
 from agentrl.engine.servers.settings import NO_CLUSTER, Settings, settings_of
 from agentrl.errors import UserError
+from agentrl.images import in_image_thread
 from agentrl.models.routing import ServedExperts
+from agentrl.models.vision import Vision
 from agentrl.recipe.schema import LoraSection, Recipe
 from agentrl.weights.source import WeightSource
 
 ATTEMPTS = 8
 """Failures of one request, on any servers, before it is given up."""
+IntArray = npt.NDArray[np.integer[Any]]
+"""Ids of a prompt, at each turn the whole conversation so far: lists of thousands take longer to check and to write
+than the answer takes to read."""
 EXPERTS_FLAG = "enable-return-routed-experts"
 """The flag of servers, of either kind, that tell which experts their routers choose."""
 BACK_OFF_SECONDS = 0.1, 2.0
@@ -100,6 +106,13 @@ class ServerEngine(Engine):
         self._pause = settings.pause
         _, self._own_context = sizes_of(model)
         self._vocabulary = model.get_input_embeddings().weight.shape[0]
+        self.images = Vision.of(model)
+        self._pictures = Pictures(model.image_input) if self.images else None
+        if self.images and given and self.kind.keeps_features and not Vision(model).frozen:
+            raise UserError(
+                f"engine.args.urls: {self.kind.plan.program.title} keeps features of images over new weights unless "
+                "it is launched otherwise: leave urls out, or leave the vision tower as it is (model.freeze=[vision])"
+            )
         needs = needs_of(model, lora)
         plan = settings.plan(self.kind.plan, model, model_path, max_batch, needs, cluster, devices, dtype)
         quiet: Callable[[str], None] = lambda line: None  # noqa: E731
@@ -275,7 +288,7 @@ class ServerEngine(Engine):
         self._started = True
 
     async def _answer(
-        self, call: Call, prompt: list[int], answer: Answer, sampling: Sampling, room: int, request_id: str
+        self, call: Call, prompt: IntArray, answer: Answer, sampling: Sampling, room: int, request_id: str
     ) -> GenerationFinish:
         """Sample into `answer`, on one server after another where they fail."""
         pool, failed, failures = self._fleet.pool, None, 0
@@ -306,16 +319,20 @@ class ServerEngine(Engine):
                 return finish
 
     async def _ask(
-        self, call: Call, member: Member, prompt: list[int], answer: Answer, sampling: Sampling, room: int
+        self, call: Call, member: Member, prompt: IntArray, answer: Answer, sampling: Sampling, room: int
     ) -> PieceEnd:
         """Have one server continue the answer, and return why it stopped. What it sampled is in `answer` also when it
         fails."""
+        ids, seen = np.concatenate([prompt, np.array(answer.ids, prompt.dtype)]), {}
+        if self._pictures is not None and ids.min() < 0:
+            seen = await in_image_thread(self.kind.pictured, ids.tolist(), self._pictures, member.features)
         rid = uuid.uuid4().hex  # of one length: a server aborts every id that has the given one as a prefix
         have = sure = len(answer.ids)
         answer.experts = None
         interval = INTERVAL if answer.on_tokens is None else STREAM_INTERVAL
         adapter, version = self._fleet.sync.adapter_of(member.url) or (None, self._fleet.version)
-        body = self.kind.body(prompt + answer.ids, sampling, room - have, rid, member.features, adapter, interval)
+        body = self.kind.body(ids, sampling, room - have, rid, member.features, adapter, interval)
+        body |= seen
         if self._experts is not None:
             body |= self.kind.experts_body
         mark, certain = self._fleet.mark, not self._fleet.paused
@@ -348,21 +365,21 @@ class ServerEngine(Engine):
             raise ServerError(f"{member.url}{self.kind.generate}: the answer has no end")
         return end
 
-    def _checked(self, ids: Sequence[int], request_id: str) -> list[int]:
-        """Return the prompt as a list. Raises EngineError for one that no server may be given: an id outside the
-        vocabulary would crash it."""
+    def _checked(self, ids: Sequence[int], request_id: str) -> IntArray:
+        """Return the prompt as an array of its own. Raises EngineError for one that no server may be given: an id
+        outside the vocabulary would crash it."""
         if self._closed:
             raise EngineError("the engine is closed")
         if not self._fleet.sync.ready:
             raise EngineError("the trainer, in other processes, has sent no weights yet")
         if request_id in self._calls:
             raise EngineError(f"request {request_id!r} is already generating: one turn at a time")
-        prompt = ids.tolist() if isinstance(ids, array) else list(ids)
-        if not prompt:
+        prompt = np.array(ids if isinstance(ids, array) else array("q", ids))
+        if not len(prompt):
             raise EngineError(f"request {request_id!r} has an empty prompt")
-        low, high = min(prompt), max(prompt)
-        if low < 0 or high >= self._vocabulary:
-            wrong = low if low < 0 else high
+        low, high = int(prompt.min()), int(prompt.max())
+        if (low < 0 and not self.images) or high >= self._vocabulary:
+            wrong = low if low < 0 and not self.images else high
             raise EngineError(
                 f"request {request_id!r}: id {wrong} is outside the model's vocabulary of {self._vocabulary}"
             )

@@ -1,5 +1,6 @@
 """What a server tells about itself, and what is compared with our model, whatever kind it is."""
 
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -114,6 +115,32 @@ def other_model(client: Client, info: dict[str, Any], theirs: str, ours: str) ->
     """Return the line that refuses a server. info: its own facts. theirs, ours: what it and model.path have."""
     served = info.get("served_model_name") or info.get("model_path")
     return f"engine: {client.url} serves another model: {served} has {theirs}, model.path has {ours}"
+
+
+def check_architecture(client: Client, info: dict[str, Any], theirs: Sequence[str], config: Any) -> None:
+    """Raise UserError where none of the architectures of a server is one of `config`, a transformers configuration."""
+    ours = getattr(config, "architectures", None) or []
+    if theirs and ours and set(theirs).isdisjoint(ours):
+        raise UserError(other_model(client, info, f"a {theirs[0]}", f"a {ours[0]}"))
+
+
+async def check_vocabulary(
+    client: Client, info: dict[str, Any], size: int, knows: Callable[[int], Awaitable[bool]]
+) -> None:
+    """Raise UserError where a server's vocabulary is not exactly the ids 0 to `size` - 1. knows: asks it about one."""
+    if not await knows(size - 1):
+        raise UserError(other_model(client, info, "a smaller vocabulary", f"{size} ids"))
+    if await knows(size):
+        raise UserError(other_model(client, info, "a larger vocabulary", f"{size} ids"))
+
+
+def check_sizes(client: Client, info: dict[str, Any], theirs: Any, config: Any) -> None:
+    """Raise UserError where a server's model has other sizes than ours: a tensor of another shape ends its
+    scheduler. theirs, config: transformers configurations."""
+    for name in SIZES:
+        own, other = getattr(config.get_text_config(), name, None), getattr(theirs.get_text_config(), name, None)
+        if own is not None and other is not None and own != other:
+            raise UserError(other_model(client, info, f"{name} {other}", str(own)))
 
 
 def config_at(path: str) -> Any:

@@ -2,31 +2,73 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 
 from agentrl.cluster.placement import Launched
 from agentrl.engine.base import Sampling
-from agentrl.engine.servers.answer import Answer, Features, PieceEnd
-from agentrl.engine.servers.client import Client, ServerError
+from agentrl.engine.servers.answer import Answer, Features, Ids, PieceEnd
+from agentrl.engine.servers.client import Client, RefusedError, ServerError
 from agentrl.engine.servers.identity import ServerFacts
 from agentrl.engine.servers.launch import Flag, LaunchPlan, nccl_version, venv_of
+from agentrl.engine.servers.pictures import Pictures
 from agentrl.engine.servers.settings import Settings
 
 
-class AnswerReader(Protocol):
-    """Reads one server's pieces of an answer, each checked whole before it is added."""
+class AnswerReader(ABC):
+    """Reads one server's pieces of an answer into `answer`, each checked whole before it is added. url: names the
+    server in errors. version: of the weights when the request starts. fixed: it is that of an adapter, which stays to
+    the end, whatever version the server reports."""
 
+    path: ClassVar[str]
+    """Of the call that samples, for errors."""
+
+    def __init__(self, answer: Answer, url: str, version: int, fixed: bool = False) -> None:
+        self._answer, self._url, self._version, self._fixed = answer, url, version, fixed
+        self._start, self._runs = len(answer.ids), len(answer.versions)
+
+    @abstractmethod
     def add(self, payload: bytes) -> PieceEnd | None:
         """Add what is new in a piece, and return why the server is done, or None. Raises ServerError where the piece is
         malformed or holds an error; then nothing of it was added."""
-        ...
 
+    @abstractmethod
     def give_up(self, sure: int) -> None:
         """Drop the tokens of which nobody knows the weights: these changed meanwhile, and the answer ended early. sure:
         how many ids of the answer came before they changed."""
-        ...
+
+    def _told_runs(self, spans: Any, total: int) -> list[tuple[int, int]]:
+        """Return the versions of this server's `total` ids, as its spans say (`end` and `version` of each)."""
+        covered, runs = 0, []
+        for span in spans:
+            if not isinstance(span, dict) or type(span.get("end")) is not int:
+                raise self._malformed(f"its weight versions are {spans!r:.100}")
+            if (end := min(span["end"], total)) > covered:
+                name = span.get("version")
+                if not str(name).isdecimal():
+                    raise ServerError(
+                        f"{self._url}: it samples from weights {name!r}, which are of no step of this run"
+                    )
+                runs.append((int(str(name)), end - covered))
+                covered = end
+        if covered != total:
+            raise self._malformed(f"its weight versions cover {covered} of {total} ids")
+        return runs
+
+    def _known_end(self, kind: Any, reason: Any) -> PieceEnd:
+        """Return the end of this name, which stands in `reason`."""
+        if kind not in list(PieceEnd):
+            raise self._malformed(f"finish_reason {reason!r} is unknown")
+        return PieceEnd(kind)
+
+    def _error(self, error: Any) -> ServerError:
+        code, text = (error.get("code"), error.get("message")) if isinstance(error, dict) else (None, error)
+        refused = isinstance(code, int) and 400 <= code < 500 and code not in (408, 429)
+        return (RefusedError if refused else ServerError)(f"{self._url}{self.path}: {' '.join(str(text).split())}")
+
+    def _malformed(self, what: str) -> ServerError:
+        return ServerError(f"{self._url}{self.path}: the answer is malformed: {what}")
 
 
 class ServerKind(ABC):
@@ -39,8 +81,12 @@ class ServerKind(ABC):
     """What the body of a request has besides where the choices of routers are wanted."""
     experts_env: ClassVar[Mapping[str, str]] = {}
     """Variables that a server needs for telling them."""
+    keeps_features: ClassVar[bool] = False
+    """Whether a server may go on with the features that old weights gave an image, unless it is launched otherwise."""
     breaks: ClassVar[bool] = False
     """Whether a server that failed to take weights has to be started again before it can."""
+    reader: ClassVar[type[AnswerReader]]
+    """What reads the stream that a body asks for."""
     alive: ClassVar[str]
     """Path that answers 200 at once, as long as the server lives."""
     generate: ClassVar[str]
@@ -50,7 +96,6 @@ class ServerKind(ABC):
     def launched(self, servers: int, flags: Mapping[str, Flag]) -> Launched:
         """Return what so many servers with these flags (names without dashes in front) take of this machine's GPUs.
         Raises ValueError for a flag that should be a number and is not."""
-        ...
 
     def refused(self, settings: Settings, *, sleep: bool, lora: bool, gpus: bool) -> list[str]:
         """List what of the settings of launched servers starts well and fails later. sleep: servers release their
@@ -79,18 +124,15 @@ class ServerKind(ABC):
     async def facts(self, client: Client) -> ServerFacts:
         """Ask a server about itself. Raises ServerError where it does not answer, UserError where it is of another
         kind."""
-        ...
 
     @abstractmethod
     async def check_model(self, client: Client, config: Any, vocabulary: int, timeout: float) -> None:
         """Raise UserError where it serves another model than `config`, a transformers configuration, describes, or not
         exactly the ids 0 to `vocabulary` - 1. timeout: seconds for each answer that takes computing."""
-        ...
 
     @abstractmethod
     async def check_tokenizer(self, client: Client, tokenizer: Any) -> None:
         """Raise UserError where its tokenizer gives other ids for a text than ours."""
-        ...
 
     @abstractmethod
     async def prompt_logprobs(
@@ -98,12 +140,10 @@ class ServerKind(ABC):
     ) -> list[float]:
         """Return its natural log-probs of ids[1:], at temperature 1. adapter: name of one that it holds. timeout:
         seconds to answer. Raises UserError where it gives none."""
-        ...
 
     @abstractmethod
     async def sample_one(self, client: Client, adapter: str | None, timeout: float) -> None:
         """Raise ServerError unless it samples a token within `timeout` seconds."""
-        ...
 
     def refusal(self, sampling: Sampling) -> str | None:
         """Return why servers of this kind cannot sample so with the log-probs that `Generation` promises; None: they
@@ -113,7 +153,7 @@ class ServerKind(ABC):
     @abstractmethod
     def body(
         self,
-        ids: Sequence[int],
+        ids: Ids,
         sampling: Sampling,
         room: int,
         rid: str,
@@ -123,23 +163,19 @@ class ServerKind(ABC):
     ) -> dict[str, Any]:
         """Return the body that asks for `room` more tokens after `ids`, as a stream. rid: the request's id. interval:
         tokens between two pieces of the stream."""
-        ...
 
     @abstractmethod
-    def reader(self, answer: Answer, url: str, version: int, fixed: bool) -> AnswerReader:
-        """Return what reads the stream into `answer`. url: names the server in errors. version: of the weights when the
-        request starts. fixed: it stays to the end, being that of an adapter."""
-        ...
+    def pictured(self, keyed: Sequence[int], pictures: Pictures, features: Features) -> dict[str, Any]:
+        """Return what a body has in place of the ids, and besides them, for ids of which some are those of images (see
+        `agentrl.images.keyed`). Raises EngineError where servers cannot be given them."""
 
-    @abstractmethod
     def lost_adapter(self, error: ServerError, adapter: str) -> bool:
         """Return whether a refusal says that the server does not know `adapter`."""
-        ...
+        return adapter in str(error)
 
     @abstractmethod
     def abort(self, rid: str) -> tuple[str, dict[str, Any]]:
         """Return path and body that end a request: what was sampled of it is still sent."""
-        ...
 
 
 def _dotted(version: Sequence[int]) -> str:

@@ -83,6 +83,8 @@ class LaunchPlan(ABC):
     """The GPUs of each server, neighbours, as this process counts them; empty: from the first on."""
     weights: str = "auto"
     """How weights are to be sent, as the recipe says."""
+    sees: bool = False
+    """Whether prompts may hold images."""
     grace: float = 0.0
     """Seconds between asking a server to end and killing it. Servers only wait in them."""
 
@@ -100,7 +102,6 @@ class LaunchPlan(ABC):
     @abstractmethod
     def adapted(self) -> bool:
         """Whether the servers take the run's adapter."""
-        ...
 
     def launch(self, port: int, index: int) -> tuple[list[str], list[str]]:
         """Return the whole command of server `index` (0, 1, ...) on `port`, and the one that removes what outlives
@@ -119,7 +120,6 @@ class LaunchPlan(ABC):
     @abstractmethod
     def _own_flags(self, port: int, index: int) -> dict[str, Flag | list[str]]:
         """Return our flags of server `index`, those of the recipe aside."""
-        ...
 
     def environment(self, index: int = 0) -> dict[str, str]:
         """Return this process's environment with the variables of server `index`. One of a virtual environment gets
@@ -140,7 +140,6 @@ class LaunchPlan(ABC):
     @abstractmethod
     def _variables(self, index: int) -> dict[str, str]:
         """Return the environment variables of server `index`, ours and the recipe's."""
-        ...
 
     def _given(self) -> dict[str, Flag]:
         return plain_flags(self.flags)

@@ -38,31 +38,24 @@ class LaunchedServer(Protocol):
     @property
     def running(self) -> bool:
         """Whether its process runs."""
-        ...
 
     async def start(self, timeout: float, phase: Callable[[str], None]) -> None:
         """Launch it and wait until it serves; see `Server.start`."""
-        ...
 
     async def stop(self) -> None:
         """End the whole process tree, and wait until it is gone."""
-        ...
 
     def kill(self) -> None:
         """End it at once."""
-        ...
 
     def move_log(self, path: Path) -> None:
         """Move the log to `path`, if its machine has that folder."""
-        ...
 
     def shorten_log(self) -> None:
         """Keep the log from growing without bound; called about once a second."""
-        ...
 
     def reason(self) -> str:
         """Say in a line why it ended."""
-        ...
 
 
 class Server(LaunchedServer):

@@ -9,6 +9,7 @@ import torch
 from agentrl.engine.servers.adapters import AdapterNeeds
 from agentrl.engine.servers.launch import Flag, LaunchPlan, launch_command, plain_flags, sizes_of
 from agentrl.errors import UserError
+from agentrl.models.vision import Vision
 from agentrl.weights.addresses import KEY_VARIABLE, given_key, is_loopback, listen_host, new_key
 from agentrl.weights.server import PauseMode
 
@@ -118,6 +119,7 @@ class Settings:
             env=self.env,
             adapter=adapter,
             weights=self.weights,
+            sees=Vision.of(model),
             listen=listen_host(cluster),
             devices=devices,
             grace=GRACE_SECONDS if self.command is not None else 0.0,

@@ -14,6 +14,13 @@ from agentrl.weights.addresses import KEY_VARIABLE
 from agentrl.weights.transports.shared_memory import without_expandable
 
 SGLANG = Program("sglang", "SGLang", "AGENTRL_SGLANG_VENV", KEY_VARIABLE, ("-m", "sglang.launch_server"))
+SIGHT: dict[str, Flag] = {
+    "image-processor-backend": "pil",
+    "enable-precise-embedding-interpolation": True,
+    "mm-preprocess-cache-size-mb": 256,
+}
+"""Flags with which a server computes of an image what transformers does, from pixels that our image processor makes,
+and takes the ids of a prompt as they are."""
 _CUDA = re.compile(r"""cuda[^=\n]*=\s*['"](\d+)\.""")
 
 
@@ -53,6 +60,8 @@ class SglangPlan(LaunchPlan):
             }
         if self.adapter is not None and self.adapted:
             flags |= _adapter_flags(self.adapter, self.cpu)
+        if self.sees:
+            flags |= SIGHT
         return flags
 
     def arguments(self, port: int, index: int) -> list[str]:
@@ -77,6 +86,8 @@ class SglangPlan(LaunchPlan):
         ours = {"SGLANG_RETURN_ORIGINAL_LOGPROB": "0", "PYTHONUNBUFFERED": "1"}
         if self.cpu:
             ours |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+        if self.sees:
+            ours["SGLANG_VLM_CACHE_SIZE_MB"] = "0"  # it would keep the features of an image over new weights
         if Path(self.model_path).is_dir():
             ours["HF_HUB_OFFLINE"] = "1"
         if self._memory_saver:

@@ -8,17 +8,21 @@ from agentrl.engine.servers.adapters import AdapterRoom
 from agentrl.engine.servers.answer import Features
 from agentrl.engine.servers.client import Client, RefusedError, ServerError
 from agentrl.engine.servers.identity import (
-    FIRST_SECONDS,
     PROBE_TEXT,
-    SIZES,
     ServerFacts,
+    check_architecture,
+    check_sizes,
+    check_vocabulary,
     config_at,
     other_model,
     other_tokenizer,
 )
+from agentrl.engine.sglang.command import SIGHT
 from agentrl.errors import UserError
 from agentrl.threads import in_thread
 
+TOGETHER = (("q_proj", "v_proj"), ("k_proj", "q_proj"), ("v_proj", "q_proj"), ("up_proj", "gate_proj"))
+"""SGLang computes these as parts of one layer, and ends where an adapter has not both."""
 _LAYER = re.compile(r"\blayers\.(\d+)\.")
 
 
@@ -47,30 +51,36 @@ async def facts_of(client: Client) -> ServerFacts:
             server.get("max_lora_rank"),
             frozenset(server.get("lora_target_modules") or ()),
             int(server.get("dp_size") or 1),
+            together=TOGETHER,
         ),
         dtype=str(server.get("dtype") or ""),
     )
 
 
-async def check_kind(client: Client, config: Any) -> None:
-    """Raise UserError where its architecture is not that of `config`, a transformers configuration."""
+async def check_model(client: Client, config: Any, vocabulary: int, timeout: float) -> None:
+    """See `ServerKind.check_model`. A server tells where it loaded the model from, not its sizes: they are read from
+    that folder, where it is on this machine, or from the local copy of a hub's model. Where neither is there, the
+    number of layers is compared by their names."""
     info = await client.get("/model_info")
-    theirs = info.get("architectures") or []
-    ours = getattr(config, "architectures", None) or []
-    if theirs and ours and set(theirs).isdisjoint(ours):
-        raise UserError(other_model(client, info, f"a {theirs[0]}", f"a {ours[0]}"))
+    check_architecture(client, info, info.get("architectures") or [], config)
+    await check_vocabulary(client, info, vocabulary, lambda token: _knows(client, token, timeout))
+    theirs = await in_thread(config_at, str(info.get("model_path")))
+    if theirs is None:
+        await _check_layers(client, info, config.get_text_config().num_hidden_layers)
+    else:
+        check_sizes(client, info, theirs, config)
+    if getattr(config, "image_token_id", None) is not None:
+        await check_sight(client)
 
 
-async def check_vocabulary(client: Client, size: int, timeout: float = FIRST_SECONDS) -> None:
-    """Raise UserError where its vocabulary is not exactly the ids 0 to `size` - 1.
-
-    Asks for log-probs of given ids, which the server checks: an id out of range in a prompt would crash it.
-    """
-    info = await client.get("/model_info")
-    if not await _knows(client, size - 1, timeout):
-        raise UserError(other_model(client, info, "a smaller vocabulary", f"{size} ids"))
-    if await _knows(client, size, timeout):
-        raise UserError(other_model(client, info, "a larger vocabulary", f"{size} ids"))
+async def check_sight(client: Client) -> None:
+    """Raise UserError where it would compute something else of an image than the trainer does."""
+    told = await client.get("/server_info")
+    for flag, wanted in SIGHT.items():
+        found = told.get(flag.replace("-", "_"))
+        if not found if isinstance(wanted, int) else found != wanted:
+            said = f"--{flag}" if wanted is True else f"--{flag} {wanted}"
+            raise UserError(f"engine: {client.url} sees images otherwise than the trainer: start it with {said}")
 
 
 async def check_tokenizer(client: Client, tokenizer: Any) -> None:
@@ -83,6 +93,7 @@ async def check_tokenizer(client: Client, tokenizer: Any) -> None:
 
 
 async def _knows(client: Client, token: int, timeout: float) -> bool:
+    """Ask for log-probs of a given id, which the server checks: one out of range in a prompt would crash it."""
     body = {
         "input_ids": [0], "sampling_params": {"max_new_tokens": 1, "temperature": 0.0}, "return_logprob": True,
         "token_ids_logprob": [token],
@@ -92,25 +103,6 @@ async def _knows(client: Client, token: int, timeout: float) -> bool:
     except RefusedError:
         return False
     return True
-
-
-async def check_sizes(client: Client, config: Any) -> None:
-    """Raise UserError where the server's model has other sizes than `config`, a transformers configuration.
-
-    A tensor of another shape ends the server's scheduler, so this is checked before the first is sent. A server tells
-    where it loaded the model from, not its sizes: they are read from that folder, where it is on this machine, or from
-    the local copy of a hub's model. Where neither is there, the number of layers is compared by their names.
-    """
-    info = await client.get("/model_info")
-    theirs = await in_thread(config_at, str(info.get("model_path")))
-    ours = config.get_text_config()
-    if theirs is None:
-        await _check_layers(client, info, ours.num_hidden_layers)
-        return
-    for name in SIZES:
-        own, other = getattr(ours, name, None), getattr(theirs.get_text_config(), name, None)
-        if own is not None and other is not None and own != other:
-            raise UserError(other_model(client, info, f"{name} {other}", str(own)))
 
 
 async def _check_layers(client: Client, info: dict[str, Any], ours: int) -> None:

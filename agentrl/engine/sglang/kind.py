@@ -5,25 +5,27 @@ from typing import Any, ClassVar
 
 from agentrl.cluster.placement import Launched
 from agentrl.engine.base import Sampling
-from agentrl.engine.servers.answer import Answer, Features
+from agentrl.engine.servers.answer import Features, Ids
 from agentrl.engine.servers.client import Client, ServerError
 from agentrl.engine.servers.engine import ServerEngine
 from agentrl.engine.servers.identity import ServerFacts
 from agentrl.engine.servers.kind import ServerKind
 from agentrl.engine.servers.launch import Flag, plain_flags, venv_of
+from agentrl.engine.servers.pictures import Pictures
 from agentrl.engine.servers.settings import Settings
 from agentrl.engine.sglang.command import SglangPlan, memory_saver_fault, ranks_of
-from agentrl.engine.sglang.identity import check_kind, check_sizes, check_tokenizer, check_vocabulary, facts_of
-from agentrl.engine.sglang.wire import Reader, request_body
+from agentrl.engine.sglang.identity import check_model, check_tokenizer, facts_of
+from agentrl.engine.sglang.wire import Reader, pictured, request_body
 from agentrl.errors import UserError
 
 
 class SglangKind(ServerKind):
     """SGLang 0.5."""
 
-    plan = SglangPlan
+    plan, reader = SglangPlan, Reader
     alive, generate = "/model_info", "/generate"
     experts_body: ClassVar[Mapping[str, Any]] = {"return_routed_experts": True}
+    keeps_features = True
 
     def launched(self, servers: int, flags: Mapping[str, Flag]) -> Launched:
         first, share = flags.get("base-gpu-id"), flags.get("mem-fraction-static")
@@ -63,9 +65,7 @@ class SglangKind(ServerKind):
         return await facts_of(client)
 
     async def check_model(self, client: Client, config: Any, vocabulary: int, timeout: float) -> None:
-        await check_kind(client, config)
-        await check_vocabulary(client, vocabulary, timeout)
-        await check_sizes(client, config)
+        await check_model(client, config, vocabulary, timeout)
 
     async def check_tokenizer(self, client: Client, tokenizer: Any) -> None:
         await check_tokenizer(client, tokenizer)
@@ -87,7 +87,7 @@ class SglangKind(ServerKind):
 
     def body(
         self,
-        ids: Sequence[int],
+        ids: Ids,
         sampling: Sampling,
         room: int,
         rid: str,
@@ -97,11 +97,9 @@ class SglangKind(ServerKind):
     ) -> dict[str, Any]:
         return request_body(ids, sampling, room, rid, features, adapter, interval)
 
-    def reader(self, answer: Answer, url: str, version: int, fixed: bool) -> Reader:
-        return Reader(answer, url, version, fixed)
-
-    def lost_adapter(self, error: ServerError, adapter: str) -> bool:
-        return adapter in str(error)
+    def pictured(self, keyed: Sequence[int], pictures: Pictures, features: Features) -> dict[str, Any]:
+        """See `ServerKind.pictured`. An id of the placeholder that the model sampled cannot be told from an image."""
+        return pictured(keyed, pictures)
 
     def abort(self, rid: str) -> tuple[str, dict[str, Any]]:
         return "/abort_request", {"rid": rid}

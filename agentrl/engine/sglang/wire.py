@@ -4,27 +4,28 @@ An answer may come in several pieces, from several servers; `Answer` holds the t
 after it was checked whole: one log-prob for each id, of that very id, and as many as the server says it sampled."""
 
 import math
-from base64 import b64decode
+from base64 import b64decode, b64encode
 from collections.abc import Mapping, Sequence
+from io import BytesIO
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from pydantic_core import from_json
+from PIL import Image
 
-from agentrl.engine.base import Sampling
-from agentrl.engine.servers.answer import INTERVAL, Answer, Features, PieceEnd
-from agentrl.engine.servers.client import RefusedError, ServerError
+from agentrl.engine.base import EngineError, Sampling
+from agentrl.engine.servers.answer import INTEGERS, INTERVAL, NUMBERS, Features, Ids, PieceEnd, parsed
+from agentrl.engine.servers.kind import AnswerReader
+from agentrl.engine.servers.pictures import Pictures
+from agentrl.models.image_input import ImageInput
 
-PIECES = 8
-"""Pieces of an answer at most, where each holds all that came before it (a server without incremental streaming)."""
-
-
-_INTEGERS, _NUMBERS = frozenset((int,)), frozenset((int, float))
+PIECES, SHOWN_PIECES = 8, 64
+"""Pieces of an answer at most, where each holds all that came before it (a server without incremental streaming), and
+where somebody reads along."""
 
 
 def request_body(
-    ids: Sequence[int],
+    ids: Ids,
     sampling: Sampling,
     room: int,
     rid: str,
@@ -38,7 +39,7 @@ def request_body(
     Every parameter is given, so that no default of the server or of the model's generation config applies. At
     temperature 0 it reports log-probs at temperature 1, as the contract says.
     """
-    pieces = PIECES * INTERVAL // interval
+    pieces = PIECES if interval >= INTERVAL else SHOWN_PIECES
     parameters: dict[str, Any] = {
         "max_new_tokens": room,
         "temperature": sampling.temperature,
@@ -57,26 +58,48 @@ def request_body(
     if features.seeds and sampling.seed is not None:
         parameters["sampling_seed"] = sampling.seed
     body = {
-        "input_ids": list(ids), "sampling_params": parameters, "return_logprob": True, "stream": True, "rid": rid,
+        "input_ids": ids, "sampling_params": parameters, "return_logprob": True, "stream": True, "rid": rid,
     }  # fmt: skip
     return body if adapter is None else {**body, "lora_path": adapter}
 
 
-class Reader:
-    """Reads one server's pieces of an answer into `answer`. url: names the server in errors. version: of the weights
-    when the request starts. fixed: it is that of an adapter, which stays to the end, whatever version the server
-    reports."""
+def pictured(keyed: Sequence[int], pictures: Pictures) -> dict[str, Any]:
+    """Return the ids, in which one placeholder stands for an image, and the images: the server expands placeholders
+    itself. Raises EngineError where there are more placeholders than images."""
+    ids, spans = pictures.read(keyed)
+    placeholder = pictures.input.placeholder
+    if ids.count(placeholder) != sum(span.tokens for span in spans):
+        raise EngineError("the model sampled the placeholder of images, which SGLang would take for one")
+    short, end = [], 0
+    for span in spans:
+        short += [*ids[end : span.start], placeholder]
+        end = span.start + span.tokens
+    return {
+        "input_ids": short + ids[end:],
+        "image_data": [pictures.encoded("url", span.hash, lambda key: _sized(pictures.input, key)) for span in spans],
+    }
 
-    def __init__(self, answer: Answer, url: str, version: int, fixed: bool = False) -> None:
-        self._answer, self._url, self._latest, self._fixed = answer, url, version, fixed
-        self._start = len(answer.ids)
-        self._runs = len(answer.versions)
+
+def _sized(image_input: ImageInput, key: str) -> str:
+    """Return an image as a `data:` URL, of the size that the model is given: versions of Pillow do not all give the
+    same pixels where they resize."""
+    patches, (_, height, width) = image_input.raw(key)
+    side, merged = int(image_input.processor.patch_size), int(image_input.processor.merge_size)
+    cells = patches.reshape(height // merged, width // merged, merged, merged, 3, -1, side, side)[:, :, :, :, :, 0]
+    pixels = cells.transpose(0, 2, 5, 1, 3, 6, 4).reshape(height * side, width * side, 3)
+    Image.fromarray(np.ascontiguousarray(pixels)).save(file := BytesIO(), format="PNG")
+    return "data:image/png;base64," + b64encode(file.getvalue()).decode()
+
+
+class Reader(AnswerReader):
+    """Reads the pieces of `/generate`."""
+
+    path = "/generate"
 
     def add(self, payload: bytes) -> PieceEnd | None:
-        """Add what is new in a piece, and return why the server is done, or None. Raises ServerError where the piece is
-        malformed or holds an error; then nothing of it was added."""
+        """See `AnswerReader.add`."""
         try:
-            piece = from_json(payload)
+            piece = parsed(payload)
         except ValueError as error:
             raise self._malformed("not JSON") from error
         if not isinstance(piece, dict):
@@ -92,7 +115,7 @@ class Reader:
         if (experts := meta.get("routed_experts")) is not None:
             self._answer.experts = self._experts(experts)
         self._answer.ids.extend(new)
-        self._answer.logprobs.extend(logprobs)
+        self._answer.logprobs.fromlist(logprobs)
         self._answer.versions[self._runs :] = runs
         return end
 
@@ -121,7 +144,7 @@ class Reader:
         ids, pairs = ids[-new:], pairs[-new:]
         try:
             logprobs, named = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
-            right = named == ids and _INTEGERS.issuperset(map(type, ids)) and _NUMBERS.issuperset(map(type, logprobs))
+            right = named == ids and INTEGERS.issuperset(map(type, ids)) and NUMBERS.issuperset(map(type, logprobs))
             right = right and math.isfinite(sum(logprobs))
         except (TypeError, LookupError):
             right = False
@@ -135,41 +158,18 @@ class Reader:
         if self._fixed or not (spans := meta.get("weight_versions")):
             name = str(meta.get("weight_version"))
             if name.isdecimal() and not self._fixed:  # else an update has begun, and these were sampled before it
-                self._latest = int(name)
-            return [*self._answer.versions[self._runs :], *([(self._latest, new)] if new else [])]
-        total, covered, runs = len(self._answer.ids) - self._start + new, 0, []
-        for span in spans:
-            end = min(span["end"], total)
-            if end > covered:
-                runs.append((self._version(span["version"]), end - covered))
-                covered = end
-        if covered != total:
-            raise self._malformed(f"its weight versions cover {covered} of {total} ids")
-        return runs
-
-    def _version(self, name: Any) -> int:
-        if not str(name).isdecimal():
-            raise ServerError(f"{self._url}: it samples from weights {name!r}, which are of no step of this run")
-        return int(name)
+                self._version = int(name)
+            return [*self._answer.versions[self._runs :], *([(self._version, new)] if new else [])]
+        return self._told_runs(spans, len(self._answer.ids) - self._start + new)
 
     def _end(self, reason: Any) -> PieceEnd | None:
         if reason is None:
             return None
         kind = reason.get("type") if isinstance(reason, dict) else None
-        if kind not in list(PieceEnd):
-            raise self._malformed(f"finish_reason {reason!r} is unknown")
-        if kind == PieceEnd.ABORT and reason.get("status_code"):
+        end = self._known_end(kind, reason)
+        if end is PieceEnd.ABORT and reason.get("status_code"):
             raise self._error({"message": reason.get("message"), "code": reason["status_code"]})
-        return PieceEnd(kind)
-
-    def _error(self, error: Any) -> ServerError:
-        code = error.get("code") if isinstance(error, dict) else None
-        text = error.get("message") if isinstance(error, dict) else error
-        kind = RefusedError if isinstance(code, int) and 400 <= code < 500 and code not in (408, 429) else ServerError
-        return kind(f"{self._url}/generate: {' '.join(str(text).split())}")
-
-    def _malformed(self, what: str) -> ServerError:
-        return ServerError(f"{self._url}/generate: the answer is malformed: {what}")
+        return end
 
 
 def _first_wrong(ids: list[Any], pairs: list[Any]) -> str:

@@ -71,6 +71,8 @@ class VllmPlan(LaunchPlan):
                 flags["weight-transfer-config"] = json.dumps({"backend": engine})
         if self.adapter is not None and self.adapted:
             flags |= _adapter_flags(self.adapter)
+        if self.sees:
+            flags["mm-processor-cache-gb"] = 0  # it is given all pixels with each prompt
         return flags
 
     def _words(self, flags: Flags) -> list[str]:

@@ -7,14 +7,24 @@ from typing import Any, ClassVar
 from agentrl.cluster.placement import Launched
 from agentrl.engine.base import Sampling
 from agentrl.engine.servers.adapters import AdapterRoom
-from agentrl.engine.servers.answer import Answer, Features
+from agentrl.engine.servers.answer import Features, Ids
 from agentrl.engine.servers.client import Client, RefusedError, ServerError
 from agentrl.engine.servers.engine import ServerEngine
-from agentrl.engine.servers.identity import PROBE_TEXT, SIZES, ServerFacts, config_at, other_model, other_tokenizer
+from agentrl.engine.servers.identity import (
+    PROBE_TEXT,
+    ServerFacts,
+    check_architecture,
+    check_sizes,
+    check_vocabulary,
+    config_at,
+    other_tokenizer,
+)
 from agentrl.engine.servers.kind import ServerKind
-from agentrl.engine.servers.launch import Flag
+from agentrl.engine.servers.launch import Flag, plain_flags
+from agentrl.engine.servers.pictures import Pictures
+from agentrl.engine.servers.settings import Settings
 from agentrl.engine.vllm.command import VllmPlan, gpus_of
-from agentrl.engine.vllm.wire import PATH, PREFIX, VllmReader, request_body
+from agentrl.engine.vllm.wire import PATH, PREFIX, VllmReader, pictured, request_body
 from agentrl.errors import UserError
 from agentrl.threads import in_thread
 from agentrl.weights.addresses import same_host
@@ -27,7 +37,7 @@ _OUTSIDE = re.compile(r"vocab", re.I)
 class VllmKind(ServerKind):
     """vLLM 0.32, with the routes that VLLM_SERVER_DEV_MODE=1 and --enable-scale-out open."""
 
-    plan = VllmPlan
+    plan, reader = VllmPlan, VllmReader
     breaks = True
     alive, generate = "/health", PATH
     experts_env: ClassVar[Mapping[str, str]] = {"VLLM_USE_V2_MODEL_RUNNER": "1"}
@@ -35,6 +45,16 @@ class VllmKind(ServerKind):
     def launched(self, servers: int, flags: Mapping[str, Flag]) -> Launched:
         share = flags.get("gpu-memory-utilization")
         return Launched(servers=servers, ranks=gpus_of(flags), share=None if share is None else float(share))
+
+    def refused(self, settings: Settings, *, sleep: bool, lora: bool, gpus: bool) -> list[str]:
+        found = super().refused(settings, sleep=sleep, lora=lora, gpus=gpus)
+        alone = settings.servers == 1 and gpus_of(plain_flags(settings.flags)) == 1
+        if gpus and settings.weights == "from_tensor" and not lora and not (sleep and alone):
+            found.append(
+                "engine.args.weights=from_tensor: vLLM opens memory of its own GPU alone, so it serves one server of "
+                "one GPU that the trainer shares (engine.sleep); leave it at auto"
+            )
+        return found
 
     async def facts(self, client: Client) -> ServerFacts:
         try:
@@ -53,7 +73,11 @@ class VllmKind(ServerKind):
             mode = model["logprobs_mode"]
             facts = ServerFacts(
                 version=str(version["version"]),
-                features=Features(seeds=bool(variables.get("VLLM_BATCH_INVARIANT")), incremental=True),
+                features=Features(
+                    seeds=bool(variables.get("VLLM_BATCH_INVARIANT")),
+                    incremental=True,
+                    raw_pixels=bool((model.get("multimodal_config") or {}).get("mm_device_do_normalize")),
+                ),
                 max_context=int(model["max_model_len"]),
                 weight_version=str(weights["weight_version"]),
                 has_tokenizer=not model["skip_tokenizer_init"],
@@ -82,19 +106,10 @@ class VllmKind(ServerKind):
         info = {"model_path": path}
         theirs = await in_thread(config_at, path)
         if theirs is not None:
-            kinds, ours = getattr(theirs, "architectures", None) or [], getattr(config, "architectures", None) or []
-            if kinds and ours and set(kinds).isdisjoint(ours):
-                raise UserError(other_model(client, info, f"a {kinds[0]}", f"a {ours[0]}"))
-        if not await _knows(client, vocabulary - 1, timeout):
-            raise UserError(other_model(client, info, "a smaller vocabulary", f"{vocabulary} ids"))
-        if await _knows(client, vocabulary, timeout):
-            raise UserError(other_model(client, info, "a larger vocabulary", f"{vocabulary} ids"))
+            check_architecture(client, info, getattr(theirs, "architectures", None) or [], config)
+        await check_vocabulary(client, info, vocabulary, lambda token: _knows(client, token, timeout))
         if theirs is not None:
-            for name in SIZES:
-                own = getattr(config.get_text_config(), name, None)
-                other = getattr(theirs.get_text_config(), name, None)
-                if own is not None and other is not None and own != other:
-                    raise UserError(other_model(client, info, f"{name} {other}", str(own)))
+            check_sizes(client, info, theirs, config)
 
     async def check_tokenizer(self, client: Client, tokenizer: Any) -> None:
         found = await client.post("/tokenize", {"prompt": PROBE_TEXT, "add_special_tokens": False})
@@ -125,7 +140,7 @@ class VllmKind(ServerKind):
 
     def body(
         self,
-        ids: Sequence[int],
+        ids: Ids,
         sampling: Sampling,
         room: int,
         rid: str,
@@ -135,11 +150,8 @@ class VllmKind(ServerKind):
     ) -> dict[str, Any]:
         return request_body(ids, sampling, room, rid, features, adapter, interval)
 
-    def reader(self, answer: Answer, url: str, version: int, fixed: bool) -> VllmReader:
-        return VllmReader(answer, url, version, fixed)
-
-    def lost_adapter(self, error: ServerError, adapter: str) -> bool:
-        return adapter in str(error)
+    def pictured(self, keyed: Sequence[int], pictures: Pictures, features: Features) -> dict[str, Any]:
+        return pictured(keyed, pictures, features.raw_pixels)
 
     def abort(self, rid: str) -> tuple[str, dict[str, Any]]:
         return "/abort_requests", {"request_ids": [PREFIX + rid]}

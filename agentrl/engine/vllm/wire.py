@@ -4,29 +4,35 @@ That route, not `/v1/completions`: there each log-prob names its token, the last
 tokens, and every parameter is the engine's own, none filled in from OpenAI's defaults or the model's generation config.
 """
 
-import json
 import math
-from base64 import b64decode
-from collections.abc import Mapping, Sequence
+from base64 import b64decode, b64encode
+from collections.abc import Sequence
 from io import BytesIO
+from operator import itemgetter
 from typing import Any
 
+import msgpack
 import numpy as np
 import numpy.typing as npt
 
 from agentrl.engine.base import Sampling
-from agentrl.engine.servers.answer import INTERVAL, Answer, Features, PieceEnd
-from agentrl.engine.servers.client import RefusedError, ServerError
+from agentrl.engine.servers.answer import INTEGERS, INTERVAL, NUMBERS, Answer, Features, Ids, PieceEnd, parsed
+from agentrl.engine.servers.kind import AnswerReader
+from agentrl.engine.servers.pictures import Pictures
+from agentrl.models.image_input import ImageInput
 
 PATH = "/inference/v1/generate"
 MISSING = -9999.0
 """What the server says instead of a log-prob that is NaN, minus infinity, or not there."""
+RAW_VIEW = 3
+"""The type of msgpack's extension that holds the bytes of a tensor."""
 PREFIX = "generate-tokens-"
 """What the server puts before the id of a request."""
+_TOKEN, _LOGPROB = itemgetter("token_id"), itemgetter("logprob")
 
 
 def request_body(
-    ids: Sequence[int],
+    ids: Ids,
     sampling: Sampling,
     room: int,
     rid: str,
@@ -52,24 +58,51 @@ def request_body(
     }
     if features.seeds and sampling.seed is not None:
         parameters["seed"] = sampling.seed
-    body = {"token_ids": list(ids), "sampling_params": parameters, "stream": True, "request_id": rid}
+    body = {"token_ids": ids, "sampling_params": parameters, "stream": True, "request_id": rid}
     return body if adapter is None else {**body, "model": adapter}
 
 
-class VllmReader:
-    """Reads one server's pieces of an answer into `answer`. url: names the server in errors. version: of the weights
-    when the request starts; the last piece tells of each token. fixed: it is that of an adapter, which stays to the
-    end, whatever version the server reports."""
+def pictured(keyed: Sequence[int], pictures: Pictures, raw_pixels: bool) -> dict[str, Any]:
+    """Return the ids, and with them where the images stand, their hashes and their pixels."""
+    ids, spans = pictures.read(keyed)
+    form = "bytes" if raw_pixels else "normalized"
+    item = lambda key: _item(pictures.input, key, raw_pixels)  # noqa: E731
+    features = {
+        "mm_hashes": [span.hash for span in spans],
+        "mm_placeholders": [{"offset": span.start, "length": span.tokens} for span in spans],
+        "kwargs_data": [pictures.encoded(form, span.hash, item) for span in spans],
+    }
+    return {"token_ids": ids, "features": {name: {"image": value} for name, value in features.items()}}
+
+
+def _item(image_input: ImageInput, key: str, raw_pixels: bool) -> str:
+    """Return an image as vLLM's `MultiModalKwargsItem` is serialized: fields with tensors and how they are batched."""
+    patches, grid = image_input.raw(key) if raw_pixels else image_input.pixels(key)
+    flat = ["flat", {"keep_on_cpu": False, "slices": [[0, len(patches), None]], "dim": 0}]
+    fields = {
+        "pixel_values": {"data": _tensor(patches), "field": flat},
+        "image_grid_thw": {"data": _tensor(np.array(grid, np.int64)), "field": ["batched", {"keep_on_cpu": True}]},
+    }
+    return b64encode(msgpack.packb(fields)).decode()
+
+
+def _tensor(array: npt.NDArray[Any]) -> list[Any]:
+    return [array.dtype.name, list(array.shape), msgpack.ExtType(RAW_VIEW, array.tobytes())]
+
+
+class VllmReader(AnswerReader):
+    """Reads the pieces of PATH; the last one tells of each token which weights sampled it."""
+
+    path = PATH
 
     def __init__(self, answer: Answer, url: str, version: int, fixed: bool = False) -> None:
-        self._answer, self._url, self._version, self._fixed = answer, url, version, fixed
-        self._start, self._runs = len(answer.ids), len(answer.versions)
+        super().__init__(answer, url, version, fixed)
         self._told = fixed
 
     def add(self, payload: bytes) -> PieceEnd | None:
         """See `AnswerReader.add`."""
         try:
-            piece = json.loads(payload)
+            piece = parsed(payload)
         except ValueError as error:
             raise self._malformed("not JSON") from error
         if not isinstance(piece, dict):
@@ -91,7 +124,7 @@ class VllmReader:
         if (experts := choice.get("routed_experts")) is not None:
             self._answer.experts = self._experts(experts)
         self._answer.ids.extend(ids)
-        self._answer.logprobs.extend(logprobs)
+        self._answer.logprobs.fromlist(logprobs)
         self._answer.versions[self._runs :] = runs
         return end
 
@@ -112,20 +145,20 @@ class VllmReader:
             del self._answer.logprobs[sure:]
             self._answer.versions[self._runs :] = [(self._version, sure - self._start)] if sure > self._start else []
 
-    def _logprobs(self, ids: Sequence[int], given: Any) -> list[float]:
+    def _logprobs(self, ids: list[int], given: Any) -> list[float]:
         content = given.get("content") if isinstance(given, dict) else None
         if not isinstance(content, list) or len(content) != len(ids):
             count = len(content) if isinstance(content, list) else "no"
             raise self._malformed(f"{len(ids)} ids came with {count} log-probs")
-        found = []
-        for token, entry in zip(ids, content, strict=True):
-            value = entry.get("logprob") if isinstance(entry, dict) and entry.get("token_id") == token else None
-            if type(token) is not int or not isinstance(value, float | int) or not math.isfinite(value):
-                raise self._malformed(f"id {token} came with the log-prob {entry!r:.100}")
-            if value <= MISSING:
-                raise self._malformed(f"id {token} came without a log-prob: {value:g} is what vLLM says for none")
-            found.append(float(value))
-        return found
+        try:
+            named, logprobs = list(map(_TOKEN, content)), list(map(_LOGPROB, content))
+            right = named == ids and INTEGERS.issuperset(map(type, ids)) and NUMBERS.issuperset(map(type, logprobs))
+            right = right and math.isfinite(sum(logprobs)) and min(logprobs) > MISSING
+        except (TypeError, LookupError):
+            right = False
+        if not right:
+            raise self._malformed(_first_wrong(ids, content))
+        return logprobs
 
     def _runs_with(self, new: int, spans: Any) -> list[tuple[int, int]]:
         """Return the versions of all of this server's ids, with `new` more: by the last piece's spans, until then those
@@ -133,35 +166,20 @@ class VllmReader:
         total = len(self._answer.ids) - self._start + new
         if self._fixed or not spans:
             return [(self._version, total)] if total else []
-        covered, runs = 0, []
-        for span in spans:
-            if not isinstance(span, dict) or type(span.get("end")) is not int:
-                raise self._malformed(f"its weight versions are {spans!r:.100}")
-            if (end := min(span["end"], total)) > covered:
-                runs.append((self._named(span.get("version")), end - covered))
-                covered = end
-        if covered != total:
-            raise self._malformed(f"its weight versions cover {covered} of {total} ids")
+        runs = self._told_runs(spans, total)
         self._told = True
         return runs
 
-    def _named(self, name: Any) -> int:
-        if not str(name).isdecimal():
-            raise ServerError(f"{self._url}: it samples from weights {name!r}, which are of no step of this run")
-        return int(name)
-
     def _end(self, reason: Any) -> PieceEnd | None:
-        if reason is None:
-            return None
-        if reason not in list(PieceEnd):
-            raise self._malformed(f"finish_reason {reason!r} is unknown")
-        return PieceEnd(reason)
+        return None if reason is None else self._known_end(reason, reason)
 
-    def _error(self, error: Any) -> ServerError:
-        text: Mapping[str, Any] = error if isinstance(error, dict) else {"message": error}
-        code = text.get("code")
-        kind = RefusedError if isinstance(code, int) and 400 <= code < 500 and code not in (408, 429) else ServerError
-        return kind(f"{self._url}{PATH}: {' '.join(str(text.get('message')).split())}")
 
-    def _malformed(self, what: str) -> ServerError:
-        return ServerError(f"{self._url}{PATH}: the answer is malformed: {what}")
+def _first_wrong(ids: list[Any], content: list[Any]) -> str:
+    """Return a line about the first id whose log-prob is not one of it."""
+    for token, entry in zip(ids, content, strict=True):
+        value = entry.get("logprob") if isinstance(entry, dict) and entry.get("token_id") == token else None
+        if type(token) is not int or not isinstance(value, float | int) or not math.isfinite(value):
+            return f"id {token} came with the log-prob {entry!r:.100}"
+        if value <= MISSING:
+            return f"id {token} came without a log-prob: {value:g} is what vLLM says for none"
+    return "its log-probs are out of range"

@@ -24,11 +24,9 @@ class Transport(Protocol):
         flush: whether the first load drops the caches, so that it is done once. (The call `/flush_cache` also collects
         a server's garbage, which took a CPU up to two seconds.)
         """
-        ...
 
     async def close(self) -> None:
         """Release connections, memory and files."""
-        ...
 
 
 async def each(

@@ -1,28 +1,26 @@
 """Weights through memory of a GPU that trainer and servers share, for vLLM's weight transfer engine `ipc`.
 
-Written by the protocol of vLLM 0.32 and not tried: no GPU. Only rank 0's own GPU is offered, so each server has one
-rank, on that GPU.
+Written by the protocol of vLLM 0.32 (`packed_tensor.py`), whose own code reads it in the tests; not tried on a GPU.
+Only the sender's own GPU is offered, so each server has one rank, on that GPU.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.multiprocessing import reductions as _reductions
 
 from agentrl.threads import in_thread
-from agentrl.weights.server import WeightServer, WeightUpdateError
+from agentrl.weights.server import Layout, WeightServer, WeightUpdateError
 from agentrl.weights.source import NamedTensor, WeightSource, buckets
 from agentrl.weights.transports.base import Failures, each
-from agentrl.weights.transports.shared_memory import plain_segments
+from agentrl.weights.transports.shared_memory import exported, plain_segments
 
-reductions: Any = _reductions  # torch leaves it untyped
 BUCKET_BYTES = 256 << 20
 
 
 class HandleTransport:
-    """Copy a bucket of tensors to memory of its own, tell servers where each lies, and free it once they have copied
-    it. bucket_bytes: of tensors in one call."""
+    """Copy a bucket of tensors to memory of its own, have servers copy it from there, and fill it again. bucket_bytes:
+    of tensors in one call."""
 
     name = "from_tensor"
 
@@ -30,27 +28,25 @@ class HandleTransport:
         self._limit = bucket_bytes
 
     async def send(self, version: int, servers: Sequence[WeightServer], weights: WeightSource, flush: bool) -> Failures:
+        """Copy the weights into a buffer, bucket by bucket, and let the servers load them."""
         failures: Failures = {}
         taking = await each(servers, _opened, failures)
-        first = True
+        buffer = PackedBuffer()
         batches: Iterator[list[NamedTensor]] = buckets(weights, self._limit)
         while (batch := await in_thread(next, batches, None)) is not None:
             if taking:
-                taking = await self._load(batch, taking, failures, flush and first)
-            first = False
-        await each(taking, lambda server: server.end(), failures)
+                layout = await in_thread(buffer.fill, batch)
+
+                async def load(server: WeightServer, layout: Any = layout, flush: bool = flush) -> None:
+                    await server.load_packed(layout, buffer.handle(server.url), flush)
+
+                taking = await each(taking, load, failures)
+            flush = False
+        await each(taking, lambda server: server.end(), failures)  # until then they keep the buffer open
         return failures
 
     async def close(self) -> None:
-        pass
-
-    async def _load(
-        self, batch: Sequence[NamedTensor], servers: Sequence[WeightServer], failures: Failures, flush: bool
-    ) -> list[WeightServer]:
-        """Return the servers that took a bucket."""
-        copies, handles = await in_thread(_handles, batch)
-        layout = [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in copies]
-        return await each(servers, lambda server: server.load_handles(layout, handles, flush), failures)
+        """There is nothing to release."""
 
 
 async def _opened(server: WeightServer) -> None:
@@ -60,22 +56,38 @@ async def _opened(server: WeightServer) -> None:
             f"{server.url} opens no memory of the trainer's GPU: it takes one rank, started with "
             """--weight-transfer-config '{"backend": "ipc"}' and VLLM_ALLOW_INSECURE_SERIALIZATION=1"""
         )
-    await server.open_handles()
+    await server.open_packed()
     await server.begin()
 
 
-def _handles(batch: Sequence[NamedTensor]) -> tuple[list[NamedTensor], list[Mapping[str, Any]]]:
-    """Return copies that other processes may open, which have to live until these have, and for each the UUID of its
-    GPU with what opens it there. Raises WeightUpdateError for tensors that lie elsewhere."""
-    copies: list[NamedTensor] = []
-    handles: list[Mapping[str, Any]] = []
-    for name, tensor in batch:
-        if not tensor.is_cuda:
+class PackedBuffer:
+    """Memory of a GPU that other processes open, each by a handle of its own: they keep it open from bucket to bucket
+    (torch frees it once every handle was let go)."""
+
+    def __init__(self) -> None:
+        self._bytes = torch.empty(0, dtype=torch.uint8)
+        self._handles: dict[str, tuple[Any, ...]] = {}
+
+    def fill(self, batch: Sequence[NamedTensor]) -> Layout:
+        """Copy a bucket one tensor after the other, without gaps. Returns name, dtype and shape in that order. Raises
+        WeightUpdateError for tensors that lie on no GPU."""
+        ordered = sorted(batch, key=lambda item: -item[1].element_size())  # so that each starts at a multiple of it
+        device, size = ordered[0][1].device, sum(tensor.nbytes for _, tensor in ordered)
+        if device.type != "cuda":
             raise WeightUpdateError("from_tensor sends vLLM what lies on a GPU; on a CPU use from_disk")
-        with plain_segments():
-            copy = tensor.detach().contiguous().clone()
-        _, arguments = reductions.reduce_tensor(copy)
-        copies.append((name, copy))
-        handles.append({str(torch.cuda.get_device_properties(copy.device).uuid): arguments})
-    torch.cuda.synchronize(copies[0][1].device)
-    return copies, handles
+        if size > self._bytes.numel():
+            with plain_segments():
+                self._bytes = ordered[0][1].new_empty(size, dtype=torch.uint8)
+            self._handles.clear()
+        start = 0
+        for _, tensor in ordered:
+            self._bytes[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+            start += tensor.nbytes
+        torch.cuda.synchronize(device)
+        return [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in ordered]
+
+    def handle(self, url: str) -> tuple[Any, ...]:
+        """Return what opens it for the server at `url`: the same until it has to grow."""
+        if url not in self._handles:
+            self._handles[url] = exported(self._bytes)
+        return self._handles[url]

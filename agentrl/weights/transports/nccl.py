@@ -40,7 +40,8 @@ class GroupTransport:
         failures: Failures = {}
         opened = await each(servers, lambda server: server.begin(), failures)
         unsent, before = await self._attempt(opened, weights, failures, flush), len(opened) + 1
-        while unsent and len(unsent) < before and weights.repeatable:
+        again = weights.repeatable and not any(server.joins_by_id for server in servers)  # vLLM would load parts twice
+        while unsent and len(unsent) < before and again:
             before = len(unsent)  # who broke the group may show only once another one does not form
             unsent = await self._attempt(unsent, weights, failures, flush)
         failures |= dict.fromkeys((s.url for s in unsent), self._broke)
@@ -76,7 +77,7 @@ class GroupTransport:
         kinds = {device.type, *[(await server.facts()).device for server in servers]}
         backend = "nccl" if self._nccl and kinds == {"cuda"} else "gloo"
         try:
-            self._group = await open_group(servers, backend, self._timeout, failures)
+            self._group = await open_group(servers, backend, self._timeout, failures, device)
         except WeightUpdateError as error:
             if not any(server.url in failures for server in servers):  # no single one is to blame
                 failures |= dict.fromkeys((s.url for s in servers), str(error))
@@ -85,17 +86,26 @@ class GroupTransport:
     async def _send_bucket(self, group: Group, batch: Sequence[NamedTensor], failures: Failures, flush: bool) -> bool:
         """Send it and return whether every server took it. If not, the group is ended."""
 
+        refused = asyncio.Event()
+
         async def load(server: WeightServer) -> None:
-            await server.load_broadcast([(n, t.dtype, tuple(t.shape)) for n, t in batch], group.name, flush)
+            try:
+                await server.load_broadcast([(n, t.dtype, tuple(t.shape)) for n, t in batch], group.name, flush)
+            except WeightUpdateError:
+                refused.set()
+                raise
 
         before = len(failures)
         loading = asyncio.create_task(each(group.servers, load, failures))
         sending = asyncio.create_task(in_thread(_broadcast, group, batch))
         patience = DEADLINE_SHARE * self._timeout
-        done, _ = await asyncio.wait((loading, sending), timeout=patience, return_when=asyncio.FIRST_COMPLETED)
+        refusal = asyncio.create_task(refused.wait())
+        first = (loading, sending, refusal)
+        done, _ = await asyncio.wait(first, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
+        refusal.cancel()
         if not done:
             self._broke = f"{BROKEN}: no broadcast ended within {patience:.0f} seconds"
-        elif loading.done() and len(failures) > before:
+        elif refused.is_set():
             await asyncio.wait((sending,), timeout=GRACE_SECONDS)
         elif sending.done() and sending.exception() is not None:
             await asyncio.wait((loading,), timeout=GRACE_SECONDS)
@@ -106,10 +116,10 @@ class GroupTransport:
         if sending.done() and (error := sending.exception()) is not None:
             self._broke = f"{BROKEN}: {' '.join(str(error).split())[:200]}"
         await in_thread(group.abort)
+        await asyncio.wait((sending,), timeout=GRACE_SECONDS)
         loading.cancel()
-        with contextlib.suppress(RuntimeError):
-            await sending
-        await asyncio.gather(loading, return_exceptions=True)
+        sending.cancel()  # its thread is abandoned where even that did not end it
+        await asyncio.gather(loading, sending, return_exceptions=True)
         return False
 
 

@@ -25,7 +25,8 @@ from agentrl.weights.source import NamedTensor, WeightSource, buckets
 from agentrl.weights.transports.base import Failures, each
 
 reductions: Any = _reductions  # torch leaves it untyped
-BUCKET_BYTES = 128 << 20
+BUCKET_BYTES, GPU_BUCKET_BYTES = 128 << 20, 512 << 20
+"""Each bucket is a request to every server: 30 for a model of 7B parameters in bfloat16 from a GPU."""
 ALIGNMENT = 16
 """Bytes; a tensor of any dtype may start at a multiple."""
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
@@ -35,15 +36,15 @@ EXPANDABLE, PLAIN = "expandable_segments:True", "expandable_segments:False"
 
 
 class SharedMemoryTransport:
-    """Fill one bucket while servers load from the other: takes twice `bucket_bytes`, or twice the largest tensor. On a
-    CPU that memory is kept from update to update.
+    """Fill one bucket while servers load from the other: takes twice `bucket_bytes` (None: `BUCKET_BYTES`, of a GPU
+    `GPU_BUCKET_BYTES`), or twice the largest tensor. On a CPU that memory is kept from update to update.
 
     Between GPUs buckets stay on the trainer's GPU (CUDA IPC), which servers must see (CUDA_VISIBLE_DEVICES).
     """
 
     name = "from_tensor"
 
-    def __init__(self, bucket_bytes: int = BUCKET_BYTES) -> None:
+    def __init__(self, bucket_bytes: int | None = None) -> None:
         self._limit = bucket_bytes
         self._buckets = (SharedBucket(), SharedBucket())
 
@@ -51,7 +52,9 @@ class SharedMemoryTransport:
         """Copy the weights into shared buckets, and let the servers load them."""
         failures: Failures = {}
         opened = await each(servers, lambda server: server.begin(), failures)
-        await self._send_buckets(opened, buckets(weights, self._limit), failures, flush)
+        gpus = all([(await server.facts()).device == "cuda" for server in opened])
+        limit = self._limit or (GPU_BUCKET_BYTES if gpus else BUCKET_BYTES)
+        await self._send_buckets(opened, buckets(weights, limit), failures, flush, gpus)
         await each(opened, lambda server: server.end(), failures)
         return failures
 
@@ -60,9 +63,13 @@ class SharedMemoryTransport:
         self._buckets = (SharedBucket(), SharedBucket())
 
     async def _send_buckets(
-        self, servers: list[WeightServer], batches: Iterator[list[NamedTensor]], failures: Failures, flush: bool
+        self,
+        servers: list[WeightServer],
+        batches: Iterator[list[NamedTensor]],
+        failures: Failures,
+        flush: bool,
+        gpus: bool,
     ) -> None:
-        gpus = all([(await server.facts()).device == "cuda" for server in servers])
         taking, loading, index = servers, None, 0
         try:
             while (batch := await in_thread(next, batches, None)) is not None:
@@ -179,10 +186,17 @@ def _reduce_cpu(tensor: Tensor) -> Any:
 
 def _reduce_cuda(tensor: Tensor) -> Any:
     """Pickle as torch does, with the device by its UUID: the server may number the devices differently."""
+    return reductions.rebuild_cuda_tensor, exported(tensor)
+
+
+def exported(tensor: Tensor) -> tuple[Any, ...]:
+    """Return the arguments of torch's `rebuild_cuda_tensor`, by which another process opens a tensor of a GPU; the
+    seventh is the GPU's UUID. One process may open it, as often as it likes before it lets go: torch counts each call
+    here as one that holds the memory."""
     _, arguments = reductions.reduce_tensor(tensor)
     uuid = str(torch.cuda.get_device_properties(tensor.device).uuid)
     handle = readable(arguments[7]) if isinstance(arguments[7], bytes) else arguments[7]
-    return reductions.rebuild_cuda_tensor, (*arguments[:6], uuid, handle, *arguments[8:])
+    return (*arguments[:6], uuid, handle, *arguments[8:])
 
 
 def readable(handle: bytes) -> bytes:

@@ -9,33 +9,118 @@ import base64
 import binascii
 import hashlib
 import io
+import os
 import re
 import shutil
+import stat
+import sys
 import tempfile
+import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from agentrl.errors import UserError
+from agentrl.threads import DaemonThreads
+
+T = TypeVar("T")
+V = TypeVar("V")
 
 FOLDER = "images"
 """Of a run folder: its images, `<hash>.png`."""
-MAX_PIXELS = 16_777_216
-"""Pixels of an image; what claims more is not decoded."""
-MAX_BYTES = 20_000_000
-"""Bytes of an image's file."""
-
 _HASH_DIGITS, _PLACE_BITS = 12, 14
 MAX_TOKENS = 1 << _PLACE_BITS
 """Tokens of an image."""
-_KEPT = 256  # decoded images in memory
+_KEPT = 256 << 20  # bytes of decoded images in memory
+_KEPT_FILES = 4096  # files whose image is known by their bytes
+_FIELDS = "bytes", "image", "path", "url"  # of mappings that hold an image
+_ORIENTATION = 0x0112  # of Exif; from 5 on width and height are exchanged
 _HASH = re.compile(r"[0-9a-f]{64}")
-_MAX_SHOWN = 200_000  # bytes of a file that is put into a page
+_MAX_SHOWN = 50_000  # bytes of a file that is put into a page as it is
+_SIDE = 640  # pixels of one that is made smaller
+AT_ONCE = min(8, os.cpu_count() or 1)
+"""Images that are decoded at once for code of an event loop."""
+_threads = DaemonThreads("agentrl-images", AT_ONCE)
+
+
+async def in_image_thread(function: Callable[..., T], /, *args: Any) -> T:
+    """Call what decodes, resizes or hashes images in a thread, of which there are few, so that the event loop goes on
+    meanwhile."""
+    return await _threads.call(function, *args)
+
+
+class Recent(Generic[V]):
+    """Values by key: those used last, as many as take `most` bytes together, and one at least. Threads may share it; a
+    copy begins empty."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self._values: OrderedDict[Hashable, tuple[V, int]] = OrderedDict()
+        self._bytes = 0
+        self._lock = threading.Lock()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.most,)
+
+    def __iter__(self) -> Iterator[Hashable]:
+        """The keys, the one that was used last at the end."""
+        return iter(list(self._values))
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def get(self, key: Hashable) -> V | None:
+        """Return a value that is still there, or None."""
+        with self._lock:
+            if key not in self._values:
+                return None
+            self._values.move_to_end(key)
+            return self._values[key][0]
+
+    def put(self, key: Hashable, value: V, size: int) -> None:
+        """Keep a value of `size` bytes, and let others go that find no room."""
+        with self._lock:
+            former = self._values.pop(key, None)
+            self._bytes += size - (former[1] if former is not None else 0)
+            self._values[key] = value, size
+            while self._bytes > self.most and len(self._values) > 1:
+                self._bytes -= self._values.popitem(last=False)[1][1]
+
+    def clear(self) -> None:
+        """Let all of them go."""
+        with self._lock:
+            self._values.clear()
+            self._bytes = 0
+
+
+class ImageLimits(NamedTuple):
+    """What is taken in."""
+
+    pixels: int = 16_777_216
+    """The most pixels of an image; what claims more is not decoded."""
+    bytes: int = 20_000_000
+    """The most bytes of an image's file."""
+
+    def check(self, width: int, height: int) -> None:
+        """Raise ImageError for an image of this size."""
+        if width < 1 or height < 1:
+            raise ImageError(f"it has {width} x {height} pixels")
+        if width * height > self.pixels:
+            raise ImageError(f"it has {width} x {height} pixels; {self.most}")
+
+    @property
+    def most(self) -> str:
+        """The bound of pixels in words."""
+        return f"at most {self.pixels:,} are allowed (rollout.max_image_pixels)"
+
+
+_STORED = ImageLimits(sys.maxsize, sys.maxsize)  # of what was taken in once
 
 
 class ImageError(UserError):
@@ -60,15 +145,21 @@ class ImageStore:
     """The images of a process, each once, in a folder: a temporary one until `keep_in` names a run's.
 
     The hash is that of the width, the height and the RGB pixels, so that a picture has one hash whatever its file is.
+    Threads may share it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, limits: ImageLimits | None = None) -> None:
+        self.limits = limits or ImageLimits()
+        """Of the images that come from now on."""
         self._own: tempfile.TemporaryDirectory[str] | None = None
         self._folder: Path | None = None
         self._others: list[Path] = []
         self._written: set[str] = set()
         self._short: dict[str, str] = {}
-        self._decoded: OrderedDict[str, Any] = OrderedDict()
+        self._decoded: Recent[Any] = Recent(_KEPT)
+        self._files: OrderedDict[bytes, str] = OrderedDict()
+        self._lock = threading.Lock()
+        self._turns = [threading.Lock() for _ in range(64)]  # a file's by its hash: it is decoded once
 
     def keep_in(self, folder: Path) -> None:
         """Write the images that come from now on into this folder, which is made with the first."""
@@ -83,27 +174,49 @@ class ImageStore:
             self._others.append(folder)
 
     def put(self, given: Any) -> str:
-        """Return the hash of an image: a path, the bytes of a file, a `data:` URL, or a PIL image. Raises ImageError:
-        it is none, is damaged, or is too large."""
-        image = _decoded(given)
+        """Return the hash of an image: a path, the bytes of a file, a `data:` URL, a PIL image, or a mapping with
+        `bytes` or `path`, as data sets hold them. Raises ImageError: it is none, is damaged, or is too large."""
+        given = unwrapped(given)
+        if not isinstance(given, bytes):
+            return self._put(_decoded(given, self.limits))
+        digest = hashlib.sha256(given).digest()
+        with self._turns[digest[0] % len(self._turns)]:
+            key = self._files.get(digest)
+            if key is None or key not in self._written:  # each sample of a task brings the same file
+                key = self._put(_decoded(given, self.limits))
+                with self._lock:
+                    self._files[digest] = key
+                    while len(self._files) > _KEPT_FILES:
+                        self._files.popitem(last=False)
+        return key
+
+    def _put(self, image: Any) -> str:
         key = hashlib.sha256(b"%d %d " % image.size + image.tobytes()).hexdigest()
         if self._short.setdefault(key[:_HASH_DIGITS], key) != key:
             raise ImageError("the first 12 digits of its hash are those of another image")
-        self._remember(key, image)
+        self._decoded.put(key, image, _memory(image))
         if key not in self._written:
             self._write(key, image)
         return key
 
+    def again(self, key: str) -> str:
+        """Return the hash of an image that came before, which is now in the folder too."""
+        if key not in self._written:
+            self._write(key, self.load(key))
+        return key
+
     def holds(self, key: str) -> bool:
-        """Return whether `key` is the hash of an image that came before."""
+        """Return whether `key` is the hash of an image that came before, or lies in a folder that is looked in."""
+        if self._short.get(key[:_HASH_DIGITS]) != key and _HASH.fullmatch(key) and self._find(key) is not None:
+            self._short.setdefault(key[:_HASH_DIGITS], key)
         return self._short.get(key[:_HASH_DIGITS]) == key
 
     def load(self, key: str) -> Any:
         """Return an image, as PIL's, RGB. Raises UserError: it is not stored here."""
-        if key not in self._decoded:
-            self._remember(key, _decoded(self.path(key)))
-        self._decoded.move_to_end(key)
-        return self._decoded[key]
+        if (image := self._decoded.get(key)) is None:
+            image = _decoded(self.path(key), _STORED)
+            self._decoded.put(key, image, _memory(image))
+        return image
 
     def copy(self, keys: Iterable[Any], folder: Path) -> None:
         """Copy images into `folder`, those that are not there yet; what is no hash of a stored image is left out."""
@@ -123,33 +236,34 @@ class ImageStore:
         raise UserError(f"the image {key[:12]} is not stored: its run's folder {FOLDER}/ lacks {key}.png")
 
     def _find(self, key: str) -> Path | None:
-        folders = (*([self._folder] if self._folder is not None else []), *self._others)
-        return next((file for folder in folders if (file := folder / f"{key}.png").is_file()), None)
+        return next((file for folder in self._folders if (file := folder / f"{key}.png").is_file()), None)
+
+    @property
+    def _folders(self) -> tuple[Path, ...]:
+        return (*([self._folder] if self._folder is not None else []), *self._others)
 
     def of_key(self, key: str) -> str:
-        """Return the whole hash of which `key` is the beginning that ids hold."""
-        if key not in self._short:
-            for folder in (*([self._folder] if self._folder is not None else []), *self._others):
-                for file in folder.glob(f"{key}*.png"):
-                    self._short[key] = file.stem
-        if key not in self._short:
-            raise UserError(f"the image {key} is not stored")
-        return self._short[key]
-
-    def _remember(self, key: str, image: Any) -> None:
-        self._decoded[key] = image
-        while len(self._decoded) > _KEPT:
-            self._decoded.popitem(last=False)
+        """Return the whole hash of which `key` is the beginning that ids hold, or itself."""
+        short = key[:_HASH_DIGITS]
+        if short not in self._short:  # one look at a folder finds all that have come since the last
+            for folder in self._folders:
+                names = (file.stem for file in folder.glob("*.png"))
+                self._short |= {name[:_HASH_DIGITS]: name for name in names if _HASH.fullmatch(name)}
+        if short not in self._short:
+            raise UserError(f"the image {short} is not stored: its run's folder {FOLDER}/ lacks {short}*.png")
+        return self._short[short]
 
     def _write(self, key: str, image: Any) -> None:
-        if self._folder is None:
-            self._own = tempfile.TemporaryDirectory(prefix="agentrl-images-")
-            self._folder = Path(self._own.name)
-        self._folder.mkdir(parents=True, exist_ok=True)
-        path = self._folder / f"{key}.png"
+        with self._lock:
+            if self._folder is None:
+                self._own = tempfile.TemporaryDirectory(prefix="agentrl-images-")
+                self._folder = Path(self._own.name)
+            folder = self._folder
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"{key}.png"
         if not path.exists():
-            beside = path.with_suffix(".new")
-            image.save(beside, format="PNG")
+            beside = path.with_suffix(f".{threading.get_ident()}.new")
+            image.save(beside, format="PNG", compress_level=1)  # 6 takes five times as long for 14 % less
             beside.replace(path)
         self._written.add(key)
 
@@ -158,22 +272,91 @@ STORE = ImageStore()
 """Of this process. An image never changes, so nobody needs another."""
 
 
-def _decoded(given: Any) -> Any:
+def _memory(image: Any) -> int:
+    return 3 * int(image.width) * int(image.height)
+
+
+def unwrapped(given: Any) -> Any:
+    """Return what a mapping with `bytes`, `path` or `url` holds, the first that is there; anything else as it is."""
+    if isinstance(given, Mapping) and not given.keys().isdisjoint(_FIELDS):
+        return next((given[name] for name in _FIELDS if given.get(name) is not None), None)
+    return given
+
+
+class ImageSize(NamedTuple):
+    """Pixels of an image that need not be decoded, upright."""
+
+    width: int
+    """Of a row."""
+    height: int
+    """Rows."""
+
+
+def size_of(given: Any) -> ImageSize:
+    """Return the size of an image by its file's head. Raises ImageError: it is none, is too large, or its file is cut
+    off or damaged, as far as checksums or its end say so: those of a PNG all, a JPEG may turn out later."""
+    given = unwrapped(given)
+    opened, stream = _opened(given, STORE.limits)
+    if stream is not None:
+        with stream:
+            _check_whole(opened, stream)
+    turned = "exif" in opened.info and opened.getexif().get(_ORIENTATION, 1) >= 5
+    return ImageSize(*(reversed(opened.size) if turned else opened.size))
+
+
+def _check_whole(opened: Any, stream: BinaryIO) -> None:
+    """Raise ImageError for a file that is not whole: by what its form says of that, else by decoding it."""
+    if opened.format == "PNG":
+        try:
+            opened.verify()
+        except Exception as error:  # the boundary to files of strangers
+            raise _damaged(error) from error
+        return
+    stream.seek(max(0, stream.seek(0, io.SEEK_END) - 64))
+    end = stream.read()
+    stream.seek(0)
+    if opened.format not in ("JPEG", "MPO") or b"\xff\xd9" not in end:
+        _rgb(opened)
+
+
+def _damaged(error: Exception) -> ImageError:
+    return ImageError(f"it is damaged: {' '.join(str(error).split())[:100]}")
+
+
+def _opened(given: Any, limits: ImageLimits) -> tuple[Any, BinaryIO | None]:
+    """Return an image that is not decoded yet, and the stream that it is read from. Raises ImageError."""
+    from PIL import Image
+
+    opened, stream = given, None
+    if not isinstance(given, Image.Image):
+        stream = _stream(given, limits.bytes)
+        try:
+            opened = Image.open(stream)
+        except Image.DecompressionBombError as error:
+            stream.close()
+            raise ImageError(f"it has too many pixels; {limits.most}") from error
+        except Exception as error:  # the boundary to files of strangers
+            stream.close()
+            raise ImageError("it is no image that can be read") from error
+    try:
+        limits.check(*opened.size)
+    except ImageError:
+        if stream is not None:
+            stream.close()
+        raise
+    return opened, stream
+
+
+def _decoded(given: Any, limits: ImageLimits) -> Any:
     """Return an image as RGB, upright, what is transparent on white. Raises ImageError."""
+    opened, stream = _opened(given, limits)
+    with stream or nullcontext():
+        return _rgb(opened)
+
+
+def _rgb(opened: Any) -> Any:
     from PIL import Image, ImageOps
 
-    opened = given
-    if not isinstance(given, Image.Image):
-        data = _bytes(given)
-        try:
-            opened = Image.open(io.BytesIO(data))
-        except Exception as error:  # the boundary to files of strangers
-            raise ImageError("it is no image that can be read") from error
-    width, height = opened.size
-    if width * height > MAX_PIXELS:
-        raise ImageError(f"it has {width} x {height} pixels; at most {MAX_PIXELS:,} are allowed")
-    if width < 1 or height < 1:
-        raise ImageError(f"it has {width} x {height} pixels")
     try:
         upright = ImageOps.exif_transpose(opened)
         if upright.mode in ("RGBA", "LA", "PA") or "transparency" in upright.info:
@@ -182,11 +365,13 @@ def _decoded(given: Any) -> Any:
             return Image.alpha_composite(white, clear).convert("RGB")
         return upright.convert("RGB")
     except Exception as error:  # as above
-        raise ImageError(f"it is damaged: {' '.join(str(error).split())[:100]}") from error
+        raise _damaged(error) from error
 
 
-def _bytes(given: Any) -> bytes:
-    """Return the bytes of an image's file. Raises ImageError."""
+def _stream(given: Any, most: int) -> BinaryIO:
+    """Return an image's file, to be read. Raises ImageError: it has more bytes than `most`, or there is none."""
+    large = f"its file is larger than {most:,} bytes (rollout.max_image_bytes)"
+    data = b""
     if isinstance(given, bytes | bytearray | memoryview):
         data = bytes(given)
     elif isinstance(given, str) and given.startswith("data:"):
@@ -198,17 +383,25 @@ def _bytes(given: Any) -> bytes:
         raise ImageError("it is an address; give a path, bytes or a PIL image")
     elif isinstance(given, str | Path):
         try:
-            if Path(given).stat().st_size > MAX_BYTES:
-                raise ImageError(f"its file is larger than {MAX_BYTES:,} bytes")
-            data = Path(given).read_bytes()
+            status = Path(given).stat()
+            if not stat.S_ISREG(status.st_mode):
+                raise ImageError(f"{str(given)[:200]} is no file")
+            if status.st_size > most:
+                raise ImageError(large)
+            return Path(given).open("rb")
         except (OSError, ValueError) as error:
             why = error.strerror if isinstance(error, OSError) and error.strerror else "no path"
             raise ImageError(f"its file {str(given)[:200]} cannot be read: {why}") from error
     else:
         raise ImageError(f"it is {type(given).__name__}; expected a path, bytes or a PIL image")
-    if len(data) > MAX_BYTES:
-        raise ImageError(f"its file is larger than {MAX_BYTES:,} bytes")
-    return data
+    if len(data) > most:
+        raise ImageError(large)
+    return io.BytesIO(data)
+
+
+def data_url(key: str) -> str:
+    """Return a stored image as a `data:` URL. Raises UserError: it is not stored here."""
+    return "data:image/png;base64," + base64.b64encode(STORE.path(key).read_bytes()).decode()
 
 
 def is_image(part: object) -> bool:
@@ -228,6 +421,12 @@ def hashes(messages: Sequence[Mapping[str, Any]]) -> list[Any]:
     return [part.get("image") for part in parts if is_image(part)]
 
 
+def check_count(messages: Sequence[Mapping[str, Any]], most: int) -> None:
+    """Raise ImageError where messages hold more than `most` images."""
+    if (count := len(hashes(messages))) > most:
+        raise ImageError(f"the messages hold {count} images, of {most} (rollout.max_images)")
+
+
 def without_last_image(messages: Sequence[Any]) -> list[Any] | None:
     """Return messages without their last image, and in words how many a message lost; None: they hold none."""
     for at in range(len(messages) - 1, -1, -1):
@@ -242,8 +441,8 @@ def without_last_image(messages: Sequence[Any]) -> list[Any] | None:
 
 
 def shown(message: Any, folder: Path) -> Any:
-    """Return a message for a page, its images as `data:` URLs of files in `folder`; one that is not there, or is large,
-    stays a hash."""
+    """Return a message for a page, its images as `data:` URLs of files in `folder`, large ones made smaller; one that
+    is not there stays a hash."""
     content = message.get("content")
     if not isinstance(content, list) or not any(map(is_image, content)):
         return message
@@ -256,17 +455,50 @@ def _shown(part: Mapping[str, Any], folder: Path) -> Mapping[str, Any]:
         return part
     file = folder / f"{key}.png"
     try:
-        if file.stat().st_size > _MAX_SHOWN:
-            return part
-        data = base64.b64encode(file.read_bytes()).decode()
+        small = file.stat().st_size <= _MAX_SHOWN
+        kind, data = ("png", file.read_bytes()) if small else ("jpeg", _smaller(file))
     except OSError:
         return part
-    return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}
+    url = f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
+    return {"type": "image_url", "image_url": {"url": url}}
 
 
-def stored(message: Any) -> Any:
-    """Return a message with its images in the store, by hash: `{"type": "image", "image": hash}`. Raises ImageError,
-    which names the image by its place."""
+def _smaller(file: Path) -> bytes:
+    """Return an image as a JPEG file of at most _SIDE x _SIDE pixels. Raises OSError."""
+    image = _decoded(file, _STORED)
+    image.thumbnail((_SIDE, _SIDE))
+    buffer = io.BytesIO()
+    image.save(buffer, format="JPEG", quality=80)
+    return buffer.getvalue()
+
+
+def stored(message: Any, check: Callable[[str], object] | None = None) -> Any:
+    """Return a message with its images in the store, by hash: `{"type": "image", "image": hash}`. check: raises
+    ImageError for a hash that is not to be shown, such as `Seeing.image_tokens`. Raises ImageError, which names the
+    image by its place."""
+
+    def kept(given: Any) -> str:
+        key = _stored(given)
+        if check is not None:
+            check(key)
+        return key
+
+    return _with_images(message, kept)
+
+
+async def all_stored(messages: Sequence[Any], check: Callable[[str], object] | None = None) -> list[Any]:
+    """Return `stored` of each, whose images are decoded in threads. Raises ImageError."""
+    made = (in_image_thread(stored, message, check) if hashes([message]) else None for message in messages)
+    return [message if work is None else await work for message, work in zip(messages, made, strict=True)]
+
+
+def sized(message: Any) -> Any:
+    """Return a message with the size of each image in its place; raises ImageError as `size_of`, named by its place.
+    Nothing is decoded or kept."""
+    return _with_images(message, _size)
+
+
+def _with_images(message: Any, made: Callable[[Any], Any]) -> Any:
     content = message.get("content")
     if not isinstance(content, list) or not any(map(is_image, content)):
         return message
@@ -275,18 +507,36 @@ def stored(message: Any) -> Any:
         if is_image(part):
             number += 1
             given = part.get("image") if part["type"] == "image" else part.get("image_url")
-            if isinstance(given, Mapping):
-                given = given.get("url")
             try:
-                part = {"type": "image", "image": _stored(given)}
+                part = {"type": "image", "image": made(unwrapped(given))}
             except ImageError as error:
                 raise ImageError(f"image {number} of a message of role {message.get('role')!r}: {error}") from error
         parts.append(part)
     return {**message, "content": parts}
 
 
+def sent(message: Any) -> Any:
+    """Return a message of the store as a client of the Chat Completions API sends it: its images as `data:` URLs."""
+    content = message.get("content")
+    if not isinstance(content, list) or not any(map(is_image, content)):
+        return message
+    return {**message, "content": [sent_part(part) for part in content]}
+
+
+def sent_part(part: Any) -> Any:
+    """Return a part of a stored content as the Chat Completions API has it. Raises UserError: its image is not stored
+    here."""
+    return {"type": "image_url", "image_url": {"url": data_url(part["image"])}} if is_kept(part) else part
+
+
 def _stored(given: Any) -> str:
-    return given if isinstance(given, str) and STORE.holds(given) else STORE.put(given)
+    return STORE.again(given) if isinstance(given, str) and STORE.holds(given) else STORE.put(given)
+
+
+def _size(given: Any) -> ImageSize:
+    if isinstance(given, str) and STORE.holds(given):
+        given = STORE.load(given)
+    return size_of(given)
 
 
 Ints = npt.NDArray[np.int64]

@@ -112,11 +112,14 @@ class Saved:
 
 class Checkpoints:
     """The checkpoints of one run, in `folder`: the last `keep`, and the best by accuracy. `tokenizer` is saved with
-    each. Only the process of the loop uses this; workers write parts (see `save_roles`).
+    each. Only the process of the loop uses this; workers write parts (see `save_roles`). on_saved: called, in a thread,
+    once a checkpoint is complete.
     """
 
-    def __init__(self, folder: str | Path, keep: int, tokenizer: Any = None) -> None:
-        self.folder, self.keep, self.tokenizer = Path(folder), keep, tokenizer
+    def __init__(
+        self, folder: str | Path, keep: int, tokenizer: Any = None, on_saved: Callable[[], None] = lambda: None
+    ) -> None:
+        self.folder, self.keep, self.tokenizer, self._on_saved = Path(folder), keep, tokenizer, on_saved
         self._open: Pending | None = None
         self._names = threading.Lock()
 
@@ -124,12 +127,12 @@ class Checkpoints:
         """Return the checkpoint of the highest step."""
         with self._names:
             self._restore_names()
-            return max(self._all(), key=lambda saved: saved.step, default=None)
+            return max(self.all(), key=lambda saved: saved.step, default=None)
 
     def best(self) -> Saved | None:
         """Return the checkpoint of the highest accuracy (the last of equal ones) among those evaluated on the same
         split as the last evaluated one; None: none was evaluated."""
-        rated = [(s.step, s, accuracy) for s in self._all() if (accuracy := s.accuracy) is not None]
+        rated = [(s.step, s, accuracy) for s in self.all() if (accuracy := s.accuracy) is not None]
         if not rated:
             return None
         split = max(rated)[1].split
@@ -199,6 +202,7 @@ class Checkpoints:
             with self._names:
                 self._name(step, partial)
             self._remove_old()
+            self._on_saved()
         except BaseException as error:
             self._failed(step, partial, error)
             raise
@@ -217,7 +221,7 @@ class Checkpoints:
             record = {"step": best.step, "accuracy": best.accuracy, "split": best.split, "path": best.path.name}
             disk.write_whole(self.folder / BEST, json.dumps(record) + "\n")
         self._sweep()
-        for saved in sorted(self._all(), key=lambda s: s.step)[: -self.keep]:
+        for saved in sorted(self.all(), key=lambda s: s.step)[: -self.keep]:
             if best is None or saved.step != best.step:
                 disk.remove(saved.path)
 
@@ -231,7 +235,8 @@ class Checkpoints:
             kept = f"that of step {last.step} is kept" if last else "there was none before"
             raise NotSaved(f"{line}; the checkpoint of step {step} is lost, {kept}") from error
 
-    def _all(self) -> list[Saved]:
+    def all(self) -> list[Saved]:
+        """Return every checkpoint, in any order."""
         if not self.folder.is_dir():
             return []
         found = [(_NAME.fullmatch(entry.name), entry) for entry in self.folder.iterdir() if entry.is_dir()]

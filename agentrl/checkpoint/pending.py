@@ -10,11 +10,9 @@ class PendingLike(Protocol):
 
     def done(self) -> bool:
         """Return whether it has ended, well or not."""
-        ...
 
     def result(self) -> None:
         """Wait for its end, and raise its error if it failed."""
-        ...
 
 
 class Pending:

@@ -35,11 +35,9 @@ class OptimizerState(Protocol):
     def named_state(self) -> dict[str, Tensor]:
         """Return its tensors by `<kind>.<parameter's name>`. A `master.` replaces a parameter of lower precision, or
         one that moves without being trained."""
-        ...
 
     def load_named_state(self, state: Mapping[str, Tensor]) -> None:
         """Take over what `named_state` returned, and copy the masters into the model."""
-        ...
 
 
 class RoleState(Protocol):
@@ -48,12 +46,10 @@ class RoleState(Protocol):
     @property
     def model(self) -> Any:
         """A transformers model, sharded by FSDP2 or whole."""
-        ...
 
     @property
     def optimizer(self) -> OptimizerState:
         """Its optimizer."""
-        ...
 
 
 def save_roles(

@@ -2,7 +2,9 @@
 
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Argument
+
+from agentrl.cli.common import Overrides
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -19,21 +21,23 @@ FIRST_TASKS = 3  # tasks of each split to show
 
 
 def check_command(
-    recipe: Annotated[str, typer.Argument(help="A recipe: a file, or the name of one that ships.")],
-    overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Keys to change.")] = None,
+    recipe: Annotated[str, Argument(help="A recipe: a file, or the name of one that ships.")],
+    overrides: Overrides = None,
 ) -> None:
     """Print the resolved recipe, its tasks and tools, the memory it needs and the first prompt, without a model."""
+    from agentrl.recipe.load import load_recipe, show_recipe
+
+    loaded = load_recipe(recipe, overrides or [])  # before anything heavy is imported
     from agentrl.cli.common import console
     from agentrl.errors import UserError
     from agentrl.models.load import resolve_types
     from agentrl.plugins.registry import find, make_environment, tracker_makers
     from agentrl.plugins.rewards import make_rewards
     from agentrl.plugins.toolbox import Toolbox
-    from agentrl.recipe.load import load_recipe, show_recipe
     from agentrl.rollout.event_loop import Runner
     from agentrl.training.preflight import check_names
 
-    checked = resolve_types(load_recipe(recipe, overrides or []))
+    checked = resolve_types(loaded)
     env = make_environment(checked.env)
     make_rewards(checked.rewards)
     check_names(checked)
@@ -156,7 +160,7 @@ def _fetched(recipe: "Recipe") -> bool:
 
 PARTS = (
     "weights", "gradients", "optimizer", "reference", "critic", "reward_model", "teachers", "gathered",
-    "activations", "logits",
+    "activations", "tower", "logits",
 )  # fmt: skip
 
 
@@ -171,6 +175,8 @@ def _show_plan(out: "Console", recipe: "Recipe", plan: "MemoryPlan", whose: str,
     notes = {
         "activations": f"of {recipe.train.micro_batch_tokens:,} packed tokens"
         + (", with activation checkpointing" if recipe.model.checkpointing else ""),
+        "tower": "activations of the vision tower, if all of these tokens are of images"
+        + (", frozen" if "vision" in recipe.model.freeze else ""),
         "gathered": "whole layers while they are computed"
         if recipe.cluster.used
         else "the weights in the type that is computed in",
@@ -303,6 +309,12 @@ async def _opening(env: "Environment", task: "Task", seconds: float, seed: int) 
         await env.release(session)
 
 
+def _plain(content: Any) -> str:
+    """Return a content as text, with `<image>` where one stands."""
+    parts = content if isinstance(content, list) else [{"text": content or ""}]
+    return "".join(str(part.get("text", f"<{part.get('type')}>")) for part in parts)
+
+
 def _rendered(recipe: "Recipe", messages: "Sequence[Message]", tools: list[dict[str, Any]]) -> tuple[str, str]:
     """Return the prompt as the model reads it, and its length; the messages if the tokenizer is not on this machine."""
     from agentrl.chat.base import Seeing
@@ -314,17 +326,30 @@ def _rendered(recipe: "Recipe", messages: "Sequence[Message]", tools: list[dict[
     place = resolve(model.path)
     tokenizer = _tokenizer(place, model.trust_remote_code)
     if tokenizer is None:
-        text = "\n".join(f"{message['role']}: {message['content']}" for message in messages)
+        text = "\n".join(f"{message['role']}: {_plain(message['content'])}" for message in messages)
         return text, f"(the messages, not rendered: the tokenizer of {model.path} is not on this machine)"
     chat = load_chat(tokenizer, model_path=place, kind=model.chat, chat_template=model.chat_template, tools=tools)
     if isinstance(chat, Seeing):
         messages = list(map(stored, messages))
     ids = chat.render(messages, tools)
-    images = sum(span.tokens for span in chat.images_in(ids, messages)) if isinstance(chat, Seeing) else 0
+    images = [span.tokens for span in chat.images_in(ids, messages)] if isinstance(chat, Seeing) else []
     rewrites = f"; the template rewrites its history: {chat.rewrites_history}" if chat.rewrites_history else ""
-    seen = f", {images} of them of images" if images else ""
+    seen = f", {sum(images)} of them of images" if images else ""
     length = f"{len(ids)} tokens{seen}; rollout.max_tokens is {recipe.rollout.max_tokens}"
-    return chat.decode(ids), f"({length}{rewrites})\n(chat: {chat.description})"
+    return chat.decode(ids), f"({length}{rewrites})\n{_images_note(recipe, images)}(chat: {chat.description})"
+
+
+def _images_note(recipe: "Recipe", tokens: "Sequence[int]") -> str:
+    """Return a line about the images of an opening, by the tokens of each; an empty text where it has none."""
+    if not tokens:
+        return ""
+    limits, largest = recipe.rollout, max(tokens)
+    least = f"{min(tokens):,} to " if min(tokens) < largest else ""
+    most = min(limits.max_images * largest, limits.max_tokens)
+    return (
+        f"(an image takes {least}{largest:,} tokens; {limits.max_images} of that size, which rollout.max_images allows "
+        f"in a rollout, take {most:,} of rollout.max_tokens)\n"
+    )
 
 
 def _tokenizer(place: str, trust_remote_code: bool) -> Any:

@@ -1,13 +1,32 @@
-"""What several commands share: the console, KEY=VALUE arguments, and texts made short."""
+"""What several commands share: their options, the console, KEY=VALUE arguments, and texts made short."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+from typer import Argument, Exit, Option, echo
 
 if TYPE_CHECKING:
     from agentrl.recipe.schema import Recipe
     from agentrl.terminal import Terminal
+
+Text = str | None
+Texts = list[str] | None
+Overrides = Annotated[Texts, Argument(metavar="[KEY=VALUE]...", help="Keys to change.")]
+OwnOverrides = Annotated[Texts, Argument(metavar="[KEY=VALUE]...", help="Keys of its recipe to change.")]
+OtherModel = Annotated[
+    Text, Option("--model", metavar="DIR", help="A model, checkpoint or run folder, instead of the recipe's.")
+]
+ResumedRun = Annotated[
+    Text, Option("--resume", metavar="RUN", help="Continue this run (a folder, or its mirror's URL).")
+]
+# which stored sample is meant
+RequestId = Annotated[Text, Option("--id", metavar="REQUEST", help="The sample's id, such as step_3/train-7#0.12.")]
+StepNumber = Annotated[int | None, Option("--step", min=0, help="The sample's step.")]
+SplitName = Annotated[Text, Option("--split", metavar="NAME", help="Its split: train, or another.")]
+TaskId = Annotated[Text, Option("--task", metavar="ID", help="Its task's id.")]
+SampleNumber = Annotated[int | None, Option("--sample", min=0, help="Its number among the task's.")]
 
 
 def console() -> "Terminal":
@@ -15,6 +34,24 @@ def console() -> "Terminal":
     from agentrl.terminal import terminal
 
     return terminal()
+
+
+def recipe_and_keys(arguments: Sequence[str] | None) -> tuple[str | None, list[str]]:
+    """Return the recipe that a command's arguments begin with, if they name one, and the keys to change."""
+    given = list(arguments or ())
+    return (given.pop(0) if given and not re.match(r"[\w.]+=", given[0]) else None), given
+
+
+def until_interrupted(train: Callable[[], bool]) -> None:
+    """Exit with 130 where `train` says that it was interrupted, or ends by Ctrl-C, whose message typer would drop."""
+    try:
+        interrupted = train()
+    except KeyboardInterrupt as interrupt:
+        if message := str(interrupt):
+            echo(message, err=True)
+        interrupted = True
+    if interrupted:
+        raise Exit(130)
 
 
 def key_values(texts: Sequence[str], option: str = "") -> dict[str, Any]:
@@ -62,7 +99,7 @@ def _is_model(what: str) -> bool:
 
     if Path(what).exists():
         return (Path(what) / "config.json").is_file()
-    return what == EMBEDDED or (bool(_HUB_NAME.fullmatch(what)) and not what.endswith((".yaml", ".yml")))
+    return what in EMBEDDED or (bool(_HUB_NAME.fullmatch(what)) and not what.endswith((".yaml", ".yml")))
 
 
 def first_line(text: str | None) -> str:

@@ -3,32 +3,31 @@
 from typing import Annotated
 
 import typer
+from typer import Argument, Option
+
+from agentrl.cli.common import Text, Texts
 
 
 def compare_command(
     names: Annotated[
         list[str],
-        typer.Argument(
+        Argument(
             metavar="A B...",
             help="Run folders (their newest evaluation; RUN@STEP: that after a step), evaluation folders, checkpoints, "
             "models, openai:MODEL. A run alone: before and after its training.",
         ),
     ],
-    split: Annotated[
-        list[str] | None, typer.Option("--split", help="A split; can be repeated (default: those that all have).")
-    ] = None,
+    split: Annotated[Texts, Option("--split", help="A split; can be repeated (default: those that all have).")] = None,
     difference: Annotated[
-        float, typer.Option("--difference", help="Say how many tasks would show this difference (0.02: 2 points).")
+        float, Option("--difference", help="Say how many tasks would show this difference (0.02: 2 points).")
     ] = 0.02,
     recipe: Annotated[
-        str | None, typer.Option("--recipe", help="What models are evaluated by (default: the recipe of the first).")
+        Text, Option("--recipe", help="What models are evaluated by (default: the recipe of the first).")
     ] = None,
-    limit: Annotated[int, typer.Option("--limit", min=0, help="Tasks that are listed; 0: all.")] = 5,
-    json_file: Annotated[
-        str | None, typer.Option("--json", metavar="FILE", help="Also write everything to this file.")
-    ] = None,
+    limit: Annotated[int, Option("--limit", min=0, help="Tasks that are listed; 0: all.")] = 5,
+    json_file: Annotated[Text, Option("--json", metavar="FILE", help="Also write everything to this file.")] = None,
     page: Annotated[
-        str | None, typer.Option("--page", metavar="FILE", help="Also write a page: conversations side by side.")
+        Text, Option("--page", metavar="FILE", help="Also write a page: conversations side by side.")
     ] = None,
 ) -> None:
     """Compare evaluations of the same tasks: can the data tell them apart?"""

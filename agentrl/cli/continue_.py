@@ -3,8 +3,19 @@
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from typer import Argument, Option
 
-from agentrl.cli.common import console, shortened
+from agentrl.cli.common import (
+    OwnOverrides,
+    RequestId,
+    SampleNumber,
+    SplitName,
+    StepNumber,
+    TaskId,
+    Text,
+    console,
+    shortened,
+)
 
 if TYPE_CHECKING:
     from agentrl.offline.go_on import GoneOn
@@ -13,27 +24,22 @@ STOPPED = 1
 
 
 def continue_command(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="A folder of a run, an evaluation or rollouts.")],
+    run: Annotated[str, Argument(metavar="RUN", help="A folder of a run, an evaluation or rollouts.")],
     turn: Annotated[
-        int, typer.Option("--turn", min=0, help="Turns of the model that are kept; what follows is sampled anew.")
+        int, Option("--turn", min=0, help="Turns of the model that are kept; what follows is sampled anew.")
     ],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Keys of its recipe to change.")
-    ] = None,
-    n: Annotated[int, typer.Option("-n", "--samples", min=1, help="Ways to go on.")] = 4,
+    overrides: OwnOverrides = None,
+    n: Annotated[int, Option("-n", "--samples", min=1, help="Ways to go on.")] = 4,
     model: Annotated[
-        str | None,
-        typer.Option("--model", metavar="DIR", help="Who goes on: a model, checkpoint or run folder (default: RUN's)."),
+        Text, Option("--model", metavar="DIR", help="Who goes on: a model, checkpoint or run folder (default: RUN's).")
     ] = None,
-    request: Annotated[
-        str | None, typer.Option("--id", metavar="REQUEST", help="The sample's id, such as step_3/train-7#0.12.")
-    ] = None,
-    step: Annotated[int | None, typer.Option("--step", min=0, help="The sample's step.")] = None,
-    split: Annotated[str | None, typer.Option("--split", metavar="NAME", help="Its split: train, or another.")] = None,
-    task: Annotated[str | None, typer.Option("--task", metavar="ID", help="Its task's id.")] = None,
-    sample: Annotated[int | None, typer.Option("--sample", min=0, help="Its number among the task's.")] = None,
+    request: RequestId = None,
+    step: StepNumber = None,
+    split: SplitName = None,
+    task: TaskId = None,
+    sample: SampleNumber = None,
     output: Annotated[
-        str | None, typer.Option("--output", metavar="DIR", help="A new folder (default: RUN/continued-<number>).")
+        Text, Option("--output", metavar="DIR", help="A new folder (default: RUN/continued-<number>).")
     ] = None,
 ) -> None:
     """Sample on from a turn of a stored rollout, several ways: what would have helped?

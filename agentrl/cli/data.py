@@ -8,23 +8,20 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Argument, Option
+
+from agentrl.cli.common import Text, Texts
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 
 def data_command(
-    name: Annotated[str | None, typer.Argument(help="Dataset to prepare, such as gsm8k; without it, list all.")] = None,
-    arguments: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Further arguments of the dataset.")
-    ] = None,
-    out: Annotated[Path | None, typer.Option("--out", help="Folder to write to.")] = None,
-    source: Annotated[
-        str | None,
-        typer.Option("--source", help="Source of its rows: a file, or a name on the hub."),
-    ] = None,
-    limit: Annotated[int | None, typer.Option("--limit", min=1, help="Most rows to write of each split.")] = None,
+    name: Annotated[Text, Argument(help="Dataset to prepare, such as gsm8k; without it, list all.")] = None,
+    arguments: Annotated[Texts, Argument(metavar="[KEY=VALUE]...", help="Further arguments of the dataset.")] = None,
+    out: Annotated[Path | None, Option("--out", help="Folder to write to.")] = None,
+    source: Annotated[Text, Option("--source", help="Source of its rows: a file, or a name on the hub.")] = None,
+    limit: Annotated[int | None, Option("--limit", min=1, help="Most rows to write of each split.")] = None,
 ) -> None:
     """Write a dataset as Parquet files, one per split, to train on with env.name=dataset."""
     from agentrl.cli.common import console, key_values

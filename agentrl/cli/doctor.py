@@ -3,6 +3,9 @@
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from typer import Argument, Option
+
+from agentrl.cli.common import Overrides, Text, Texts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -17,17 +20,13 @@ COLOURS = {"ok": "green", "failed": "bold red", "not here": "dim"}
 
 def doctor_command(
     recipe: Annotated[
-        str, typer.Argument(help="A recipe: a file, or the name of one that ships.", show_default=True)
+        str, Argument(help="A recipe: a file, or the name of one that ships.", show_default=True)
     ] = "gsm8k_tool",
-    overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Keys to change.")] = None,
-    only: Annotated[
-        list[str] | None, typer.Option("--only", metavar="CHECK", help="Run this check alone; may be given again.")
-    ] = None,
+    overrides: Overrides = None,
+    only: Annotated[Texts, Option("--only", metavar="CHECK", help="Run this check alone; may be given again.")] = None,
     output: Annotated[
-        str | None,
-        typer.Option(
-            "--output", metavar="FILE", help="Write a report here. Default: agentrl-doctor.json if a check fails."
-        ),
+        Text,
+        Option("--output", metavar="FILE", help="Write a report here. Default: agentrl-doctor.json if a check fails."),
     ] = None,
 ) -> None:
     """Try each part of a run for real, small, on this machine: devices, kernels, engine, weights, checkpoint."""

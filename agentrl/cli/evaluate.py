@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from typer import Argument, Option
 
+from agentrl.cli.common import OtherModel, Overrides, Text, Texts
 from agentrl.errors import UserError
 
 if TYPE_CHECKING:
@@ -16,44 +18,34 @@ if TYPE_CHECKING:
 
 def eval_command(
     recipe: Annotated[
-        str | None,
-        typer.Argument(help="A recipe's file or name, or a run folder: its recipe and best checkpoint."),
+        Text, Argument(help="A recipe's file or name, or a run folder: its recipe and best checkpoint.")
     ] = None,
-    overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Keys to change.")] = None,
-    model: Annotated[
-        str | None,
-        typer.Option("--model", metavar="DIR", help="A model, checkpoint or run folder, instead of the recipe's."),
-    ] = None,
+    overrides: Overrides = None,
+    model: OtherModel = None,
     split: Annotated[
-        list[str] | None, typer.Option("--split", help="A held-out split to evaluate; can be repeated (default: all).")
+        Texts, Option("--split", help="A held-out split to evaluate; can be repeated (default: all).")
     ] = None,
-    samples: Annotated[int | None, typer.Option("--samples", min=1, help="Samples per task, for pass@k.")] = None,
-    json_file: Annotated[
-        str | None, typer.Option("--json", metavar="FILE", help="Also write the results to this file.")
-    ] = None,
+    samples: Annotated[int | None, Option("--samples", min=1, help="Samples per task, for pass@k.")] = None,
+    json_file: Annotated[Text, Option("--json", metavar="FILE", help="Also write the results to this file.")] = None,
     by: Annotated[
-        str | None,
-        typer.Option("--by", metavar="FIELD", help="Accuracy by the values of a field of the tasks' data, too."),
+        Text, Option("--by", metavar="FIELD", help="Accuracy by the values of a field of the tasks' data, too.")
     ] = None,
     output: Annotated[
-        str | None,
-        typer.Option(
+        Text,
+        Option(
             "--output",
             "--keep",
             metavar="DIR",
             help="Keep conversations and results there (default: RUN/evals/N_MODEL, evals/RECIPE-N).",
         ),
     ] = None,
-    no_keep: Annotated[bool, typer.Option("--no-keep", help="Keep nothing.")] = False,
+    no_keep: Annotated[bool, Option("--no-keep", help="Keep nothing.")] = False,
     resume: Annotated[
-        str | None,
-        typer.Option("--resume", metavar="DIR", help="Go on with the evaluation there: play what is not done."),
+        Text, Option("--resume", metavar="DIR", help="Go on with the evaluation there: play what is not done.")
     ] = None,
     fail_below: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--fail-below", metavar="SPLIT=SHARE", help="Exit with 1 if its accuracy is lower; can be repeated."
-        ),
+        Texts,
+        Option("--fail-below", metavar="SPLIT=SHARE", help="Exit with 1 if its accuracy is lower; can be repeated."),
     ] = None,
 ) -> None:
     """Evaluate a model on held-out tasks."""
@@ -116,7 +108,7 @@ def _resumed(folder: str, overrides: list[str], splits: Sequence[str], samples: 
     given = [] if samples is None else [f"eval.samples={samples}"]
     recipe = EvaluationFolder.existing(Path(folder)).recipe([*overrides, *given])
     every = tuple(dict.fromkeys((*(recipe.eval.splits or ()), *splits)))
-    return recipe.model_copy(update={"eval": recipe.eval.model_copy(update={"splits": every})})
+    return recipe.changed(eval={"splits": every})
 
 
 def _leave(folder: Path | None, made: bool) -> None:

@@ -4,12 +4,15 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer import Argument, Option
+
+from agentrl.cli.common import Text
 
 
 def recipes_command(
-    name: Annotated[str | None, typer.Argument(help="Print this recipe; without it, list all.")] = None,
-    copy: Annotated[bool, typer.Option("--copy", help="Write it to a file instead, to be changed.")] = False,
-    into: Annotated[Path, typer.Option("--into", metavar="DIR", help="With --copy: the folder to write to.")] = Path(),
+    name: Annotated[Text, Argument(help="Print this recipe; without it, list all.")] = None,
+    copy: Annotated[bool, Option("--copy", help="Write it to a file instead, to be changed.")] = False,
+    into: Annotated[Path, Option("--into", metavar="DIR", help="With --copy: the folder to write to.")] = Path(),
 ) -> None:
     """List the recipes that ship, print one, or copy one to change it."""
     from agentrl.cli.common import console

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Argument
 
-from agentrl.cli.common import console
+from agentrl.cli.common import OwnOverrides, RequestId, SampleNumber, SplitName, StepNumber, TaskId, console
 
 if TYPE_CHECKING:
     from agentrl.offline.replay import Replayed, Step
@@ -17,17 +18,13 @@ DIFFERENT = 1
 
 
 def replay_command(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="A folder of a run, an evaluation or rollouts.")],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Keys of its recipe to change.")
-    ] = None,
-    request: Annotated[
-        str | None, typer.Option("--id", metavar="REQUEST", help="The sample's id, such as step_3/train-7#0.12.")
-    ] = None,
-    step: Annotated[int | None, typer.Option("--step", min=0, help="The sample's step.")] = None,
-    split: Annotated[str | None, typer.Option("--split", metavar="NAME", help="Its split: train, or another.")] = None,
-    task: Annotated[str | None, typer.Option("--task", metavar="ID", help="Its task's id.")] = None,
-    sample: Annotated[int | None, typer.Option("--sample", min=0, help="Its number among the task's.")] = None,
+    run: Annotated[str, Argument(metavar="RUN", help="A folder of a run, an evaluation or rollouts.")],
+    overrides: OwnOverrides = None,
+    request: RequestId = None,
+    step: StepNumber = None,
+    split: SplitName = None,
+    task: TaskId = None,
+    sample: SampleNumber = None,
 ) -> None:
     """Play a stored rollout again: the model's turns are given, calls run live, and differences are shown.
 
@@ -94,12 +91,23 @@ def _difference(stored: "Sequence[Message]", live: "Sequence[Message]") -> list[
 def _text(message: "Message") -> list[str]:
     content: Any = message.get("content")
     name = f" {message['name']}" if message.get("name") else ""
-    text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False) if content else ""
-    lines = [f"[{message['role']}{name}]", *text.splitlines()]
+    lines = [f"[{message['role']}{name}]"]
+    for part in content if isinstance(content, list) else [content] if content else []:
+        lines += _part(part).splitlines()
     for call in message.get("tool_calls") or ():
         function = call["function"]
         lines.append(f"-> {function['name']}({json.dumps(function['arguments'], ensure_ascii=False)})")
     return lines
+
+
+def _part(part: Any) -> str:
+    """Return a content or a part of one as text, an image by the beginning of its file's name in `images/`."""
+    from agentrl.images import is_kept
+
+    if isinstance(part, dict) and is_kept(part):
+        return f"(image {part['image'][:12]})"
+    text = part.get("text") if isinstance(part, dict) else part
+    return text if isinstance(text, str) else json.dumps(part, ensure_ascii=False)
 
 
 def _number(value: float | None) -> str:

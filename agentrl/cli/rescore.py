@@ -3,33 +3,33 @@
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Argument, Option
 
-from agentrl.cli.common import console
+from agentrl.cli.common import Text, Texts, console
 
 if TYPE_CHECKING:
     from agentrl.offline.rescore import Change, Rescored
 
 
 def rescore_command(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="A run folder, or one of an evaluation.")],
+    run: Annotated[str, Argument(metavar="RUN", help="A run folder, or one of an evaluation.")],
     overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Keys to change, such as rewards.weights.a=2.")
+        Texts, Argument(metavar="[KEY=VALUE]...", help="Keys to change, such as rewards.weights.a=2.")
     ] = None,
     recipe: Annotated[
-        str | None, typer.Option("--recipe", metavar="FILE", help="A recipe with other rewards, instead of RUN's own.")
+        Text, Option("--recipe", metavar="FILE", help="A recipe with other rewards, instead of RUN's own.")
     ] = None,
-    step: Annotated[int | None, typer.Option("--step", min=0, help="The rollouts of this step (default: all).")] = None,
+    step: Annotated[int | None, Option("--step", min=0, help="The rollouts of this step (default: all).")] = None,
     split: Annotated[
-        str | None, typer.Option("--split", metavar="NAME", help="Those of this split: train, or an evaluated one.")
+        Text, Option("--split", metavar="NAME", help="Those of this split: train, or an evaluated one.")
     ] = None,
     output: Annotated[
-        str | None, typer.Option("--output", metavar="DIR", help="A new folder (default: RUN/rescored-<number>).")
+        Text, Option("--output", metavar="DIR", help="A new folder (default: RUN/rescored-<number>).")
     ] = None,
     replay: Annotated[
-        bool, typer.Option("--replay", help="Play every rollout again, so that environment and tools score it anew.")
+        bool, Option("--replay", help="Play every rollout again, so that environment and tools score it anew.")
     ] = False,
-    limit: Annotated[int, typer.Option("--limit", min=0, help="Changed samples that are listed; 0: all.")] = 20,
+    limit: Annotated[int, Option("--limit", min=0, help="Changed samples that are listed; 0: all.")] = 20,
 ) -> None:
     """Compute the rewards of stored rollouts again, by changed reward functions, weights or graders.
 

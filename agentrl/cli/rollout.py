@@ -4,25 +4,23 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer import Argument, Option
 
-from agentrl.cli.common import SUBJECT, recipe_and_model
+from agentrl.cli.common import SUBJECT, OtherModel, Overrides, Text, recipe_and_model
 
 
 def rollout_command(
-    what: Annotated[str | None, typer.Argument(metavar="[RECIPE]", help=SUBJECT)] = None,
-    overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Keys to change.")] = None,
+    what: Annotated[Text, Argument(metavar="[RECIPE]", help=SUBJECT)] = None,
+    overrides: Overrides = None,
     steps: Annotated[
-        int, typer.Option("--steps", min=1, help="Times that rollout.tasks tasks are drawn, rollout.n samples each.")
+        int, Option("--steps", min=1, help="Times that rollout.tasks tasks are drawn, rollout.n samples each.")
     ] = 1,
     split: Annotated[
-        str | None, typer.Option("--split", metavar="NAME", help="The split whose tasks are drawn (default: train).")
+        Text, Option("--split", metavar="NAME", help="The split whose tasks are drawn (default: train).")
     ] = None,
-    model: Annotated[
-        str | None, typer.Option("--model", metavar="DIR", help="A model, checkpoint or run folder, not the recipe's.")
-    ] = None,
+    model: OtherModel = None,
     resume: Annotated[
-        str | None,
-        typer.Option("--resume", metavar="DIR", help="Go on with rollouts in this folder, up to --steps."),
+        Text, Option("--resume", metavar="DIR", help="Go on with rollouts in this folder, up to --steps.")
     ] = None,
 ) -> None:
     """Sample rollouts and store them, without training: for `agentrl train --from`, `show` and `rescore`."""
@@ -40,7 +38,7 @@ def rollout_command(
         recipe, named = recipe_and_model(what, overrides or [], model)
         is_run = (Path(what) / "recipe.yaml").is_file()
         if is_run and not any(key.startswith("output=") for key in overrides or ()):
-            recipe = recipe.model_copy(update={"output": None})  # its own is the run's
+            recipe = recipe.changed(output=None)  # its own is the run's
         from agentrl.offline.sample import sample_rollouts
         from agentrl.recipe.load import recipe_name
 

@@ -2,23 +2,19 @@
 
 from typing import Annotated
 
-import typer
+from typer import Argument, Option
 
-from agentrl.cli.common import SUBJECT
+from agentrl.cli.common import SUBJECT, OtherModel, Overrides, Text
 
 
 def serve_command(
-    what: Annotated[str, typer.Argument(metavar="RUN_OR_MODEL", help=SUBJECT)],
-    overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Keys to change.")] = None,
-    model: Annotated[
-        str | None,
-        typer.Option("--model", metavar="DIR", help="A model, checkpoint or run folder, instead of the recipe's."),
-    ] = None,
-    host: Annotated[str, typer.Option("--host", help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="Port to listen on; 0: any free one.")] = 8000,
+    what: Annotated[str, Argument(metavar="RUN_OR_MODEL", help=SUBJECT)],
+    overrides: Overrides = None,
+    model: OtherModel = None,
+    host: Annotated[str, Option("--host", help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, Option("--port", min=0, max=65535, help="Port to listen on; 0: any free one.")] = 8000,
     key: Annotated[
-        str | None,
-        typer.Option("--key", help="What clients must send as API key. On other hosts than loopback, one is made."),
+        Text, Option("--key", help="What clients must send as API key. On other hosts than loopback, one is made.")
     ] = None,
 ) -> None:
     """Serve a model to any client of the OpenAI or Anthropic API, until Ctrl-C."""

@@ -5,9 +5,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Argument, Option
 
-from agentrl.cli.common import console
+from agentrl.cli.common import Text, console
 from agentrl.errors import UserError, nearest
 
 if TYPE_CHECKING:
@@ -18,22 +18,20 @@ _STYLES = {"trained": "green", "sampled, not trained": "yellow", "read": "dim"}
 
 
 def show_command(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="A run folder.")],
+    run: Annotated[str, Argument(metavar="RUN", help="A run folder.")],
     step: Annotated[
-        int | None, typer.Option("--step", min=0, help="This step; without it the newest, or all that --task asks for.")
+        int | None, Option("--step", min=0, help="This step; without it the newest, or all that --task asks for.")
     ] = None,
-    split: Annotated[
-        str | None, typer.Option("--split", metavar="NAME", help="Evaluations of this split, not training.")
-    ] = None,
-    task: Annotated[str | None, typer.Option("--task", metavar="ID", help="Samples of this task alone.")] = None,
+    split: Annotated[Text, Option("--split", metavar="NAME", help="Evaluations of this split, not training.")] = None,
+    task: Annotated[Text, Option("--task", metavar="ID", help="Samples of this task alone.")] = None,
     failed: Annotated[
-        bool, typer.Option("--failed", help="Samples that the machinery failed, with whose error it was.")
+        bool, Option("--failed", help="Samples that the machinery failed, with whose error it was.")
     ] = False,
     tokens: Annotated[
-        bool, typer.Option("--tokens", help="The tokens as the model saw them, those that are trained in green.")
+        bool, Option("--tokens", help="The tokens as the model saw them, those that are trained in green.")
     ] = False,
-    in_flight: Annotated[bool, typer.Option("--in-flight", help="Samples of the step that is not whole.")] = False,
-    limit: Annotated[int, typer.Option("--limit", min=0, help="Samples that are printed; 0: all.")] = 10,
+    in_flight: Annotated[bool, Option("--in-flight", help="Samples of the step that is not whole.")] = False,
+    limit: Annotated[int, Option("--limit", min=0, help="Samples that are printed; 0: all.")] = 10,
 ) -> None:
     """Print conversations of a run: the newest step's, or those that are asked for."""
     from agentrl.rollout.trajectory_file import read_records
@@ -112,6 +110,7 @@ class _Printer:
 
     def __init__(self, run: Path | None) -> None:
         self._out = console()
+        self._images = Path()
         self._tokenizer = None if run is None else _tokenizer(run)
 
     def say(self, text: str, style: str | None = None) -> None:
@@ -120,10 +119,12 @@ class _Printer:
 
     def sample(self, record: "Record", file: "Stored") -> None:
         """Print one sample: what it was, every conversation, what it took."""
+        from agentrl.images import FOLDER as IMAGES
         from agentrl.rollout.trajectory_file import conversations
 
         if self._tokenizer is not None and "ids" not in record:
             raise UserError(f"{file.path}: holds no tokens: an older version wrote it, or its step is not whole")
+        self._images = file.path.parent.parent / IMAGES
         place = "in flight" if file.step < 0 else f"{file.split}, step {file.step}"
         self.say(f"== {place} · {_of(record)} · {_ending(record)}", "bold")
         if failure := record.get("failure"):
@@ -143,13 +144,15 @@ class _Printer:
         self.say(f"[{message['role']}{name}]", "bold")
         if reasoning := message.get("reasoning_content"):
             self.say(_plain(reasoning), "dim")
+        from agentrl.cli.try_show import image_line
         from agentrl.images import is_kept
 
         content, calls = message.get("content"), message.get("tool_calls")
         for part in content if isinstance(content, list) else [content]:
             text = part.get("text") if isinstance(part, dict) else part
             if isinstance(part, dict) and is_kept(part):
-                self.say(f"(image {part['image']}.png)", "dim")
+                file = self._images / f"{part['image']}.png"
+                self.say(image_line(file) if file.is_file() else f"(image whose file is gone: {file})", "dim")
                 continue
             if text or not calls:
                 self.say(_plain(text if isinstance(text, str) else part))
@@ -167,8 +170,20 @@ class _Printer:
             if kind == "trained" and record["advantages"]:
                 facts.append(f"advantage {_mean(record['advantages'][start:end], sign='+')}")
             self.say(f"[{kind}: {', '.join(facts)}]", "bold")
-            assert self._tokenizer is not None
-            self.say(self._tokenizer.decode(record["ids"][start:end], skip_special_tokens=False), _STYLES[kind])
+            self.say(self._decoded(record, start, end), _STYLES[kind])
+
+    def _decoded(self, record: "Record", start: int, end: int) -> str:
+        """Return tokens as text, an image by its name in place of its placeholders."""
+        assert self._tokenizer is not None
+        found, at, ids = "", start, record["ids"]
+        for image in record["images"] or ():
+            first, after = image["start"], image["start"] + image["tokens"]
+            if at <= first and after <= end:
+                found += self._tokenizer.decode(ids[at:first], skip_special_tokens=False)
+                found += f"[image {image['hash'][:12]}: {image['tokens']} tokens]"
+                at = after
+        text: str = self._tokenizer.decode(ids[at:end], skip_special_tokens=False)
+        return found + text
 
 
 def _spans(record: "Record", told: "Told") -> Iterator[tuple[int, int, str]]:

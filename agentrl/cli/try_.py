@@ -4,59 +4,49 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer import Argument, Option
 
-from agentrl.cli.common import key_values
+from agentrl.cli.common import Text, Texts, key_values
 from agentrl.plugins.types import Json
 
 _RECIPES = (".yaml", ".yml")
 
 
 def try_command(
-    what: Annotated[str, typer.Argument(help="A tool or environment (installed, or module:attribute), or a recipe.")],
+    what: Annotated[str, Argument(help="A tool or environment (installed, or module:attribute), or a recipe.")],
     rest: Annotated[
-        list[str] | None,
-        typer.Argument(
+        Texts,
+        Argument(
             metavar="[ARGUMENTS]...",
             help="For a tool: the arguments of each call, as JSON. For a recipe: keys to change, as KEY=VALUE.",
         ),
     ] = None,
     args: Annotated[
-        list[str] | None,
-        typer.Option("--args", metavar="KEY=VALUE", help="An argument of its class; can be repeated."),
+        Texts, Option("--args", metavar="KEY=VALUE", help="An argument of its class; can be repeated.")
     ] = None,
     create: Annotated[
-        list[str] | None,
-        typer.Option("--create", metavar="KEY=VALUE", help="For a tool: an argument of its `create` hook."),
+        Texts, Option("--create", metavar="KEY=VALUE", help="For a tool: an argument of its `create` hook.")
     ] = None,
     tool: Annotated[
-        str | None, typer.Option("--tool", metavar="NAME", help="For a source of several tools: the one to call.")
+        Text, Option("--tool", metavar="NAME", help="For a source of several tools: the one to call.")
     ] = None,
     images: Annotated[
-        str | None,
-        typer.Option("--images", metavar="DIR", help="Folder for images (default: a temporary one)."),
+        Text, Option("--images", metavar="DIR", help="Folder for images (default: a temporary one).")
     ] = None,
-    source: Annotated[
-        str | None, typer.Option("--source", help="For an environment: source of its tasks (env.source).")
-    ] = None,
-    tools: Annotated[
-        list[str] | None,
-        typer.Option("--tools", metavar="NAME", help="For an environment: a tool to offer."),
-    ] = None,
-    task: Annotated[str, typer.Option("--task", help="The task: its number in the split, or its id.")] = "0",
-    split: Annotated[str, typer.Option("--split", help="Split of the task: train, or a held-out one.")] = "train",
+    source: Annotated[Text, Option("--source", help="For an environment: source of its tasks (env.source).")] = None,
+    tools: Annotated[Texts, Option("--tools", metavar="NAME", help="For an environment: a tool to offer.")] = None,
+    task: Annotated[str, Option("--task", help="The task: its number in the split, or its id.")] = "0",
+    split: Annotated[str, Option("--split", help="Split of the task: train, or a held-out one.")] = "train",
     replies: Annotated[
-        str | None,
-        typer.Option(
-            "--replies",
-            metavar="FILE",
-            help="File of the model's turns: .jsonl, or text with --- lines between turns.",
+        Text,
+        Option(
+            "--replies", metavar="FILE", help="File of the model's turns: .jsonl, or text with --- lines between turns."
         ),
     ] = None,
     model: Annotated[
-        str | None,
-        typer.Option("--model", metavar="PATH", help="Let a model play: `tiny`, a folder, or a hub name."),
+        Text, Option("--model", metavar="PATH", help="Let a model play: `tiny`, a folder, or a hub name.")
     ] = None,
-    seed: Annotated[int, typer.Option("--seed", help="Seed of the model's sampling and of the plugins.")] = 0,
+    seed: Annotated[int, Option("--seed", help="Seed of the model's sampling and of the plugins.")] = 0,
 ) -> None:
     """Call a tool, or play one task: yourself, from a file of replies, or by a model. An agent that a recipe names does
     the task, and you are its model.

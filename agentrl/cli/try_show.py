@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from agentrl.cli.common import console
 from agentrl.errors import UserError
-from agentrl.images import STORE
+from agentrl.images import STORE, ImageError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,39 +27,32 @@ class Images:
         self._folder = None if folder is None else Path(folder)
         self._count = 0
 
-    def write(self, image: Any) -> Path:
-        """Write an image and return its file. image: a path, bytes, or an object with `save`, such as PIL's."""
+    def write(self, image: Any) -> str:
+        """Write an image and return a line that says where it lies, or why it cannot be shown. image: as of
+        `ImageStore.put`, or the hash of one that is stored."""
+        try:
+            key = image if isinstance(image, str) and STORE.holds(image) else STORE.put(image)
+        except ImageError as error:
+            return f"(image that cannot be shown: {error})"
         if self._folder is None:
             self._folder = Path(tempfile.mkdtemp(prefix="agentrl-try-"))
         self._count += 1
+        file = self._folder / f"image-{self._count}.png"
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            return _write(image, self._folder / f"image-{self._count}")
+            shutil.copyfile(STORE.path(key), file)
         except OSError as error:
             raise UserError(f"an image cannot be written to {self._folder}: {error.strerror or error}") from error
+        return image_line(file)
 
 
-def _write(image: Any, stem: Path) -> Path:
-    if isinstance(image, bytes | bytearray):
-        file = stem.with_suffix(_ending(bytes(image[:12])))
-        file.write_bytes(image)
-    elif isinstance(image, str) and STORE.holds(image):
-        file = stem.with_suffix(".png")
-        shutil.copyfile(STORE.path(image), file)
-    elif isinstance(image, str | Path):
-        file = stem.with_suffix(Path(image).suffix)
-        shutil.copyfile(image, file)
-    elif hasattr(image, "save"):
-        file = stem.with_suffix(".png")
-        image.save(file)
-    else:
-        raise UserError(f"an image is {type(image).__name__}: expected a path, bytes or a PIL image")
-    return file
+def image_line(file: Path) -> str:
+    """Return a line about the file of an image of the store: its size, and where it lies."""
+    from PIL import Image
 
-
-def _ending(head: bytes) -> str:
-    known = {b"\x89PNG": ".png", b"\xff\xd8\xff": ".jpg", b"GIF8": ".gif", b"RIFF": ".webp", b"<svg": ".svg"}
-    return next((ending for magic, ending in known.items() if head.startswith(magic)), ".bin")
+    with Image.open(file) as image:
+        width, height = image.size
+    return f"(image of {width} x {height} pixels: {file})"
 
 
 class Narrator:
@@ -150,7 +143,7 @@ class Narrator:
         content = message["content"]
         for part in content if isinstance(content, list) else [{"type": "text", "text": content or ""}]:
             if part.get("type") == "image":
-                self.say(f"(image: {self._images.write(part['image'])})")
+                self.say(self._images.write(part["image"]))
             elif part.get("text") or not message.get("tool_calls"):
                 self.say(str(part.get("text", part)))
         for call in message.get("tool_calls", ()):

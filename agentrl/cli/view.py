@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Argument, Option
 
 from agentrl.cli.common import console
 
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
 
 def view_command(
-    runs: Annotated[list[str], typer.Argument(metavar="RUN...", help="Folders of runs or evaluations.")],
+    runs: Annotated[list[str], Argument(metavar="RUN...", help="Folders of runs or evaluations.")],
     follow: Annotated[
-        bool, typer.Option("--follow", help="Go to the newest step as it comes; the run may still be about to begin.")
+        bool, Option("--follow", help="Go to the newest step as it comes; the run may still be about to begin.")
     ] = False,
-    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="Port to listen on; 0: any free one.")] = 0,
-    open_page: Annotated[bool, typer.Option("--open", help="Open the page in the browser.")] = False,
+    port: Annotated[int, Option("--port", min=0, max=65535, help="Port to listen on; 0: any free one.")] = 0,
+    open_page: Annotated[bool, Option("--open", help="Open the page in the browser.")] = False,
 ) -> None:
     """Show runs as a page in the browser, live while they train, until Ctrl-C."""
     import asyncio

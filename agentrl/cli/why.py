@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from typer import Argument, Option
 
-from agentrl.cli.common import console, shortened
+from agentrl.cli.common import Texts, console, shortened
 from agentrl.errors import UserError, nearest
 
 if TYPE_CHECKING:
@@ -24,13 +25,12 @@ _GONE = 3  # former causes of a split
 
 
 def why_command(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="A folder of a run or an evaluation.")],
+    run: Annotated[str, Argument(metavar="RUN", help="A folder of a run or an evaluation.")],
     split: Annotated[
-        list[str] | None,
-        typer.Option("--split", metavar="NAME", help="Evaluations of this split (default: all); `train`: a step."),
+        Texts, Option("--split", metavar="NAME", help="Evaluations of this split (default: all); `train`: a step.")
     ] = None,
-    step: Annotated[int | None, typer.Option("--step", min=0, help="After this step (default: the last).")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
+    step: Annotated[int | None, Option("--step", min=0, help="After this step (default: the last).")] = None,
+    as_json: Annotated[bool, Option("--json", help="Print everything as JSON.")] = False,
 ) -> None:
     """Say why samples fail: what failures have more often than solved samples, and what changed since the start."""
     chosen = _chosen(Path(run), split or [], step)

@@ -18,6 +18,7 @@ from agentrl.engine.base import Sampling
 from agentrl.engine.local.engine import LocalEngine
 from agentrl.models.lora import adapter_parameters, add_adapter, switched_off
 from agentrl.models.prove import MISFITS, difference
+from agentrl.models.vision import Vision
 from agentrl.recipe.schema import LoraSection
 
 MEAN, MOST = 0.1, 1.5
@@ -154,12 +155,11 @@ def free_memory(device: torch.device) -> float:
 def lora(subject: Subject) -> str:
     """An adapter: what it changes, the trainer and the embedded engine agree on; switched off, nothing has changed."""
     subject.free()
-    alone = subject.recipe.model.model_copy(update={"lora": None})
-    subject.recipe = subject.recipe.model_copy(update={"model": alone})
+    subject.recipe = subject.recipe.changed(model={"lora": None})
     model = subject.model
     ids = [int(i) for i in np.random.default_rng(SEED).integers(0, model.get_input_embeddings().weight.shape[0], 24)]
     before = logprobs_of(model, ids[:8], ids[8:])
-    add_adapter(model, LORA, alone.path, SEED)
+    add_adapter(model, LORA, subject.recipe.model.path, SEED)
     given = torch.Generator().manual_seed(SEED)
     for parameter in adapter_parameters(model):
         parameter.data.copy_(0.2 * torch.randn(parameter.shape, generator=given))
@@ -184,11 +184,18 @@ def lora(subject: Subject) -> str:
     return f"{trained:,} trained parameters; engine and trainer agree; {len(turn.ids) / seconds:,.0f} tokens/s"
 
 
-@torch.no_grad()
 def logprobs_of(model: Any, prompt: list[int], ids: list[int]) -> Tensor:
     """Return what the model gives `ids` after `prompt`, by its own forward: float32 [len(ids)] on the CPU."""
-    device = model.get_input_embeddings().weight.device
-    row = torch.tensor([[*prompt, *ids]], device=device)
-    logits = model(input_ids=row, use_cache=False).logits[0, len(prompt) - 1 : -1].float()
-    logprobs: Tensor = logits.log_softmax(-1).gather(1, row[0, len(prompt) :, None])[:, 0]
-    return logprobs.cpu()
+    return distributions(model, prompt, ids).gather(1, torch.tensor(ids)[:, None])[:, 0]
+
+
+@torch.no_grad()
+def distributions(model: Any, prompt: list[int], ids: list[int]) -> Tensor:
+    """Return the log-probs of all tokens at each of `ids` after `prompt`: float32 [len(ids), V] on the CPU. prompt:
+    keyed (`agentrl.images.keyed`) where it holds images."""
+    if Vision.of(model):
+        logits = Vision(model).logits(np.array([*prompt, *ids]))
+    else:
+        row = torch.tensor([[*prompt, *ids]], device=model.get_input_embeddings().weight.device)
+        logits = model(input_ids=row, use_cache=False).logits[0]
+    return logits[len(prompt) - 1 : -1].float().log_softmax(-1).cpu()

@@ -44,8 +44,7 @@ def checkpoint(subject: Subject) -> str:
     """A run is killed as it trains, and resumed from its checkpoint."""
     folder = subject.folder / "killed"
     shutil.rmtree(folder, ignore_errors=True)
-    recipe = embedded(subject.recipe, folder)
-    recipe = recipe.model_copy(update={"train": recipe.train.model_copy(update={"steps": MANY, "save_every": 1})})
+    recipe = embedded(subject.recipe, folder).changed(train={"steps": MANY, "save_every": 1})
     path = subject.folder / "killed.yaml"
     path.write_text(dump_recipe(recipe), encoding="utf-8")
     kill_after_checkpoint(path, folder)
@@ -99,7 +98,7 @@ def workers(subject: Subject) -> str:
     model, _ = load_model(recipe.model)
     alone = LocalRoles(recipe, model)
     cluster = ClusterSection(gpus=WORKERS) if gpus else ClusterSection(workers=WORKERS)
-    spread = recipe.model_copy(update={"cluster": cluster})
+    spread = recipe.changed(cluster=cluster)
     batch = made_up(model.get_input_embeddings().weight.shape[0])
     began = time.perf_counter()
     together = RayRoles(spread, spread, subject.folder / "logs", print, print)

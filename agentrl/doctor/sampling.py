@@ -9,22 +9,29 @@ from contextlib import contextmanager
 from time import perf_counter
 from typing import Any
 
+import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor
 from torch.nn import Parameter
 
+from agentrl.chat.base import Seeing
 from agentrl.doctor.check import CheckError, NotHereError
-from agentrl.doctor.computing import free_memory, gap, is_half, logprobs_of
+from agentrl.doctor.computing import EXACT, distributions, free_memory, gap, is_half, logprobs_of
 from agentrl.doctor.subject import Subject
 from agentrl.engine.base import Engine, Generation, GenerationFinish, Sampling, engine_class
 from agentrl.engine.local.engine import LocalEngine
 from agentrl.errors import describe
+from agentrl.images import keyed, stored
 from agentrl.models.lora import adapter_parameters
+from agentrl.plugins.types import Message
 from agentrl.weights.channel import TRANSPORTS
 from agentrl.weights.source import ModelWeights
 
 TEXT = "A shop sells 7 pens for 3 coins each. How much do they cost together?"
 REQUESTS, TOKENS = 8, 32
+SIDE = 96
+"""Pixels of the side of the picture that models that see are shown."""
 LOCAL = "local"
 GIVEN_BACK = 1 << 16
 """Bytes that an engine on a CPU frees at least as it goes to sleep; on a GPU, a thousand times as much."""
@@ -66,13 +73,28 @@ def _check_turn(turn: Generation, vocabulary: int) -> None:
         raise CheckError("the engine aborted a request that nobody aborted")
 
 
-def prompt_of(subject: Subject) -> list[int]:
-    """Return the ids of a short conversation, as the recipe's chat renders it."""
-    return list(subject.player.chat.render([{"role": "user", "content": TEXT}], []))
+def prompt_of(subject: Subject, turned: bool = False) -> list[int]:
+    """Return the ids of a short conversation, as the recipe's chat renders it: about a picture where the model sees,
+    which may be turned upside down."""
+    chat = subject.player.chat
+    if not (isinstance(chat, Seeing) and subject.player.engine.images):
+        return list(chat.render([{"role": "user", "content": TEXT}], []))
+    image = {"type": "image", "image": _picture(turned)}
+    messages: list[Message] = [stored({"role": "user", "content": [image, {"type": "text", "text": TEXT}]})]
+    ids = chat.render(messages, [])
+    return list(map(int, keyed(ids, chat.images_in(ids, messages))))
+
+
+def _picture(turned: bool) -> Any:
+    """Return a picture whose every part is told from every other by its color."""
+    y, x = np.mgrid[0:SIDE, 0:SIDE] * (255 / SIDE)
+    pixels = np.stack([x, y, 255 - y], -1).astype(np.uint8)
+    return Image.fromarray(pixels[::-1].copy() if turned else pixels)
 
 
 def parity(subject: Subject) -> str:
-    """Greedy sampling: the engine takes the tokens that the trainer finds likeliest, with its log-probs."""
+    """Greedy sampling: the engine takes the tokens that the trainer finds likeliest, with its log-probs. Of a model
+    that sees the prompt shows a picture, and the trainer must find the turn less fitting after another one."""
     player = subject.player
     prompt = prompt_of(subject)
     turn = subject.wait(lambda: greedy(player.engine, prompt))
@@ -82,7 +104,13 @@ def parity(subject: Subject) -> str:
     same = "the same tokens twice" if second.ids == turn.ids else "other tokens the second time (rounding)"
     wanted = logprobs_of(player.model, prompt, turn.ids)
     off = (torch.tensor(turn.logprobs) - wanted).abs()
-    return f"{len(turn.ids)} tokens, log-probs differ by {float(off.mean()):.2g} nats in the mean; {same}"
+    seen = ""
+    if min(prompt) < 0:
+        other = (torch.tensor(turn.logprobs) - logprobs_of(player.model, prompt_of(subject, True), turn.ids)).abs()
+        if float(other.mean()) <= max(2 * float(off.mean()), EXACT):
+            raise CheckError("engine and trainer do not see the picture: upside down it changes no log-prob")
+        seen = f" about a picture, which upside down would change them by {float(other.mean()):.2g}"
+    return f"{len(turn.ids)} tokens{seen}, log-probs differ by {float(off.mean()):.2g} nats in the mean; {same}"
 
 
 async def greedy(engine: Engine, prompt: list[int]) -> Generation:
@@ -101,12 +129,9 @@ def compare(turn: Generation, model: Any, prompt: list[int]) -> str | None:
     return wrong and f"engine and trainer differ: {wrong}"
 
 
-@torch.no_grad()
 def _unlikely(turn: Generation, model: Any, prompt: list[int], wanted: Tensor) -> str | None:
     """Return which token is not the likeliest, by more than log-probs may differ."""
-    device = model.get_input_embeddings().weight.device
-    row = torch.tensor([[*prompt, *turn.ids]], device=device)
-    best = model(input_ids=row, use_cache=False).logits[0, len(prompt) - 1 : -1].float().log_softmax(-1).amax(-1).cpu()
+    best = distributions(model, prompt, turn.ids).amax(-1)
     if gap(best, wanted, is_half(model)) is None:
         return None
     place = int((best - wanted).argmax())
@@ -204,9 +229,9 @@ def _local_ways(subject: Subject) -> str:
 def _by_transport(subject: Subject, way: str) -> tuple[bool, str]:
     """Start the engine anew with a transport. Returns whether it works, and a line."""
     recipe = subject.recipe
-    section = recipe.engine.model_copy(update={"args": {**recipe.engine.args, "weights": way}})
+    recipe = recipe.changed(engine={"args": {**recipe.engine.args, "weights": way}})
     try:
-        subject.adopt(subject.build(recipe.model_copy(update={"engine": section})))
+        subject.adopt(subject.build(recipe))
         return True, updated(subject, subject.player.engine, subject.player.model)
     except Exception as error:  # noqa: BLE001 - the next transport is tried all the same
         return False, f"cannot be used here: {describe(error)}"

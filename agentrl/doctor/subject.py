@@ -61,8 +61,7 @@ class Subject:
         args = dict(recipe.engine.args)
         if "servers" in args:
             args["servers"] = 1
-        engine = recipe.engine.model_copy(update={"args": args})
-        alone = recipe.model_copy(update={"cluster": ClusterSection(), "engine": engine})
+        alone = recipe.changed(cluster=ClusterSection(), engine={"args": args})
         return self.wait(lambda: Player.build(alone, say=print))
 
     def adopt(self, player: "Player") -> None:
@@ -106,18 +105,10 @@ def small(recipe: Recipe, output: Path, steps: int = 1) -> Recipe:
         "max_turn_tokens": min(limits.max_turn_tokens, TURN_TOKENS),
     }
     size = fewer["tasks"] * fewer["n"]
-    return recipe.model_copy(
-        update={
-            "rollout": limits.model_copy(update=fewer),
-            "train": train.model_copy(
-                update={"steps": steps, "save_every": 0, "mini_batches": min(train.mini_batches, size)}
-            ),
-            "eval": EvalSection(every=0, tasks=2, splits=()),
-            "profile": ProfileSection(),
-            "track": TrackSection(),
-            "output": str(output),
-        }
-    )
+    return recipe.changed(
+        rollout=fewer, eval=EvalSection(every=0, tasks=2, splits=()), profile=ProfileSection(), track=TrackSection(),
+        train={"steps": steps, "save_every": 0, "mini_batches": min(train.mini_batches, size)}, output=str(output),
+    )  # fmt: skip
 
 
 def embedded(recipe: Recipe, output: Path, device: str | None = None) -> Recipe:

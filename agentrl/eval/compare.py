@@ -194,7 +194,7 @@ def _stored(name: str) -> _Found | None:
         folder, step = run
     elif not folder.exists():
         if (
-            name == EMBEDDED
+            name in EMBEDDED
             or name.startswith(API)
             or (_HUB_NAME.fullmatch(name) and not name.endswith((".yaml", ".yml", ".json")))
         ):
@@ -278,8 +278,7 @@ def _evaluated(
     how = load_recipe(recipe if recipe is not None else RunFolder(known[0][0]).recipe())
     model: str | None = None
     if name.startswith(API):
-        engine = how.engine.model_copy(update={"name": "openai", "args": {"model": name.removeprefix(API)}})
-        how = how.model_copy(update={"engine": engine})
+        how = how.changed(engine={"name": "openai", "args": {"model": name.removeprefix(API)}})
     else:
         model = model_of(name)
     if known:
@@ -290,21 +289,14 @@ def _evaluated(
     return folder, _files(folder, None)
 
 
-_COUNTS = {"tasks": "group", "samples": "sample"}
-
-
 def _alike(how: Recipe, known: Sequence[_Found], splits: Sequence[str] | None) -> tuple[Recipe, list[str]]:
     """Return a recipe with as many tasks and samples as the stored evaluations have, and their splits."""
     chosen = list(splits or [split for split in known[0][1] if all(split in files for _, files in known)])
     played = [
         one for _, files in known for split in chosen if split in files for one in read_outcomes(files[split].path)
     ]
-    tasks, samples = (
-        max((one.group for one in played), default=0) + 1,
-        max((one.sample for one in played), default=0) + 1,
-    )
-    section = how.eval.model_copy(update={"tasks": max(tasks, 1), "samples": samples})
-    return how.model_copy(update={"eval": section}), chosen
+    tasks, samples = (1 + max((getattr(one, key) for one in played), default=0) for key in ("group", "sample"))
+    return how.changed(eval={"tasks": max(tasks, 1), "samples": samples}), chosen
 
 
 def compared(

@@ -85,7 +85,7 @@ def evaluate(
         raise UserError("overrides go with a recipe's path; a Recipe object is complete")
     model = model_of(model) if model is not None else None
     changed = {"samples": samples or recipe.eval.samples, "splits": tuple(splits) if splits else recipe.eval.splits}
-    recipe = resolve_types(recipe.model_copy(update={"eval": recipe.eval.model_copy(update=changed)}))
+    recipe = resolve_types(recipe.changed(eval=changed))
     extend = None if recipe.rewards.model is None else ask_reward_model
     store = None
     if keep is not None or resume is not None:
@@ -164,10 +164,8 @@ async def play(
 
 def played_recipe(recipe: Recipe, model: str | None, splits: Sequence[str]) -> Recipe:
     """Return the recipe that says what is played: with the model and the splits in it."""
-    changes: dict[str, Any] = {"eval": recipe.eval.model_copy(update={"splits": tuple(splits)}), "output": None}
-    if model is not None:
-        changes["model"] = recipe.model.model_copy(update={"path": model, "lora": None})
-    return recipe.model_copy(update=changes)
+    recipe = recipe.changed(eval={"splits": tuple(splits)}, output=None)
+    return recipe if model is None else recipe.changed(model={"path": model, "lora": None})
 
 
 async def play_split(
@@ -230,8 +228,7 @@ def check_evaluated(recipe: Recipe, splits: Sequence[str] | None, wanted: Iterab
     """Raise UserError where one of the splits that are `wanted` is not among those to be evaluated. splits: as of
     `evaluate`."""
     env = make_environment(recipe.env)
-    changed = recipe.eval.model_copy(update={"splits": tuple(splits) if splits else recipe.eval.splits})
-    chosen = chosen_splits(env, recipe.model_copy(update={"eval": changed}))
+    chosen = chosen_splits(env, recipe.changed(eval={"splits": tuple(splits)}) if splits else recipe)
     if lost := [split for split in wanted if split not in chosen]:
         raise UserError(f"--fail-below: {lost[0]} is not evaluated, but {', '.join(chosen)}{nearest(lost[0], chosen)}")
 

@@ -18,7 +18,7 @@ from agentrl.checkpoint.run_folder import RECIPE, TRAJECTORIES, FolderLock
 from agentrl.errors import UserError
 from agentrl.eval.outcome import Outcome, by_task, read_outcomes
 from agentrl.eval.result import TaskResult
-from agentrl.recipe.load import dump_recipe, load_recipe
+from agentrl.recipe.load import differing, dump_recipe, load_recipe
 from agentrl.recipe.schema import Recipe
 from agentrl.rollout.trajectory_file import Row, join_trajectories, left_out, row, write_trajectories
 from agentrl.trajectory import Trajectory
@@ -88,10 +88,8 @@ class EvaluationFolder:
         """Return the recipe that it plays, with `overrides`. Raises UserError: it cannot be read, or one of them is of
         what must stay as it was."""
         before, now = load_recipe(self.path / RECIPE), load_recipe(self.path / RECIPE, overrides)
-        old, new = dict(_leaves(before.model_dump(mode="json"))), dict(_leaves(now.model_dump(mode="json")))
-        for key in old | new:
-            if old.get(key) != new.get(key) and not key.startswith(FREE):
-                raise UserError(f"--resume {self.path}: {key} cannot change: what was played stays part of the result")
+        if fixed := [key for key in differing(before, now) if not key.startswith(FREE)]:
+            raise UserError(f"--resume {self.path}: {fixed[0]} cannot change: what was played stays part of the result")
         for key in ("tasks", "samples"):
             had, wanted = getattr(before.eval, key), getattr(now.eval, key)
             if wanted < had:
@@ -161,18 +159,11 @@ class EvaluationFolder:
 
 
 FREE = (
-    "eval.tasks", "eval.samples", "eval.splits", "eval.every", "train.", "track.", "cluster.", "output",
+    "eval.tasks", "eval.samples", "eval.splits", "eval.every", "train.", "track.", "cluster.",
     "rollout.concurrency", "rollout.retries", "engine.args.prices", "engine.args.max_batch", "engine.args.timeout",
     "engine.args.retries", "engine.args.api_key_env", "model.device",
 )  # fmt: skip
 """How the keys begin that may change as an evaluation is gone on with: they change no sample."""
-
-
-def _leaves(value: Any, prefix: str = "") -> list[tuple[str, Any]]:
-    if isinstance(value, dict | list) and value:
-        items = value.items() if isinstance(value, dict) else enumerate(value)
-        return [leaf for key, item in items for leaf in _leaves(item, f"{prefix}.{key}" if prefix else str(key))]
-    return [(prefix, value)]
 
 
 @dataclass(slots=True)

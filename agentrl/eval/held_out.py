@@ -1,7 +1,7 @@
 """The held-out tasks of a run: the same tasks and the same seeds at every evaluation."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -48,6 +48,10 @@ class HeldOut:
             every = tasks_of(player.env, split)
             wanted = [every[i] for i in range(min(recipe.eval.tasks, len(every)))]
             lengths = await player.measure(wanted, recipe.eval.max_tokens)
+            late = {
+                i: f"{wanted[i].id}: {why}" for i in lengths.fitting if (why := player.unseen(wanted[i])) is not None
+            }
+            lengths = replace(lengths, broken={**lengths.broken, **late})
             if line := lengths.report(split):
                 notes.append(line)
             chosen[split] = [wanted[i] for i in lengths.fitting]

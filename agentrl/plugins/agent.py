@@ -48,13 +48,13 @@ class AgentClient:
     model: str
     """The name to give as `model`; any other is taken as well."""
     messages: tuple[Message, ...]
-    """The opening messages of the environment."""
+    """The opening messages of the environment, as the Chat Completions API has them: images as `data:` URLs."""
     tools: tuple[dict[str, Json], ...]
     """Schemas of the task's tools, in the form of the Chat Completions API."""
     call_tool: CallTool
-    """`await client.call_tool(name, arguments)` runs one of the task's tools and returns its text, also where the model
-    made a mistake; without `await` in an agent that is not async. arguments: an object, or JSON text. Step rewards go
-    to the last answer."""
+    """`await client.call_tool(name, arguments)` runs one of the task's tools and returns the content of its message,
+    also where the model made a mistake: text, or parts of the Chat Completions API where it shows images. Without
+    `await` in an agent that is not async. arguments: an object, or JSON text. Step rewards go to the last answer."""
     timeout: float
     """Seconds that the rollout may still take."""
     socket: str | None = None
@@ -178,7 +178,7 @@ class ProgramAgent(Agent):
         folder.mkdir()
         given = {"id": task.id, "data": task.data, "messages": client.messages, "tools": client.tools}
         opening.write_text(json.dumps(given, default=str), "utf-8")
-        prompt = next((m["content"] for m in reversed(client.messages) if isinstance(m["content"], str)), "")
+        prompt = next((text for message in reversed(client.messages) if (text := _text(message))), "")
         words = [word.replace("{prompt}", prompt) for word in self.command]
         inherited: Mapping[str, str] = os.environ
         if self.sandbox:
@@ -230,6 +230,11 @@ class ProgramAgent(Agent):
         for tree in self._running.values():
             tree.end(at_once=True)
         self._running.clear()
+
+
+def _text(message: Message) -> str:
+    content = message["content"]
+    return content or "" if not isinstance(content, list) else "".join(part.get("text", "") for part in content)
 
 
 class _Output:

@@ -15,7 +15,7 @@ from typing import Any
 
 from agentrl.errors import contained, describe
 from agentrl.plugins.agent import Agent, AgentClient, FunctionAgent, Outcome, make_agent
-from agentrl.plugins.types import InfrastructureError, Json, Task
+from agentrl.plugins.types import Content, InfrastructureError, Json, Task
 from agentrl.plugins.worker_process import SIZE, WorkerProcess, beginning, begun, connected, framed
 from agentrl.recipe.schema import AgentSection
 from agentrl.threads import in_thread
@@ -91,7 +91,7 @@ class AgentProcesses(Agent):
         await self._made.close()
 
 
-async def _absent(name: str, arguments: Mapping[str, Json] | str) -> str:
+async def _absent(name: str, arguments: Mapping[str, Json] | str) -> Content:
     raise InfrastructureError("an agent's tools are called in the process that it runs in")
 
 
@@ -284,7 +284,7 @@ class _Server:
     rollouts: dict[int, "asyncio.Task[None]"] = field(default_factory=dict)
     cancelled: set[int] = field(default_factory=set)
     outcomes: dict[int, Outcome] = field(default_factory=dict)  # to be released
-    calls: dict[int, "asyncio.Future[str]"] = field(default_factory=dict)
+    calls: dict[int, "asyncio.Future[Content]"] = field(default_factory=dict)
     numbers: "itertools.count[int]" = field(default_factory=itertools.count)
 
     def take(self, what: str, number: int, value: Any) -> None:
@@ -315,7 +315,7 @@ class _Server:
             task, client = pickle.loads(given)
             at_once = asyncio.Semaphore(_TOOLS)
 
-            async def call_tool(name: str, arguments: Mapping[str, Json] | str) -> str:
+            async def call_tool(name: str, arguments: Mapping[str, Json] | str) -> Content:
                 async with at_once:
                     return await self.call_tool(number, name, arguments)
 
@@ -349,7 +349,7 @@ class _Server:
             line = describe(error)
         self.send("released", number, line)
 
-    async def call_tool(self, number: int, name: str, arguments: Mapping[str, Json] | str) -> str:
+    async def call_tool(self, number: int, name: str, arguments: Mapping[str, Json] | str) -> Content:
         call = next(self.numbers)
         self.calls[call] = asyncio.get_running_loop().create_future()
         try:

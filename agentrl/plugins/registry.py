@@ -5,9 +5,11 @@ Wherever a name is wanted, an import path `package.module:attribute` will do.
 """
 
 import inspect
+import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
-from functools import partial
+from functools import lru_cache, partial
 from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Any, TypeVar, get_type_hints
@@ -48,11 +50,24 @@ class Plugin:
 
 def installed(group: str) -> list[Plugin]:
     """Return what is installed in a group (`tools` or `agentrl.tools`), by name. Nothing is imported."""
-    group = _full(group)
-    found = [
-        Plugin(group, ep.name, ep.value, ep.dist.name if ep.dist else "?", ep.dist.version if ep.dist else "?")
-        for ep in entry_points(group=group)
-    ]
+    return list(_installed(_full(group), tuple((os.path.abspath(folder), _changed(folder)) for folder in sys.path)))
+
+
+def _changed(folder: str) -> int:
+    try:
+        return os.stat(folder or os.curdir).st_mtime_ns
+    except OSError:
+        return 0
+
+
+@lru_cache(maxsize=64)
+def _installed(group: str, folders: tuple[tuple[str, int], ...]) -> list[Plugin]:
+    """Return the plugins of a group. folders: those of `sys.path`, and when something was installed there last: to read
+    what all packages say takes long."""
+    points = entry_points(group=group)
+    packages = {id(ep.dist): ep.dist for ep in points}
+    named = {key: (dist.name, dist.version) if dist else ("?", "?") for key, dist in packages.items()}
+    found = [Plugin(group, ep.name, ep.value, *named[id(ep.dist)]) for ep in points]
     return sorted(found, key=lambda p: (p.name, p.distribution))
 
 

@@ -40,6 +40,8 @@ class Sample:
     turns: int = 1
     tokens: int = 0
     ids: "Sequence[int] | npt.NDArray[np.int32]" = ()
+    keyed: "npt.NDArray[np.int64] | None" = None
+    """Of a conversation with images `ids`, whose placeholders say their image (`agentrl.images.keyed`)."""
 
     @property
     def answer(self) -> str:

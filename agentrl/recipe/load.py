@@ -1,7 +1,8 @@
 """Recipes as functions: read one from a file or by name, and write one as YAML."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from agentrl.recipe.document import dump
 from agentrl.recipe.schema import Recipe
@@ -26,3 +27,19 @@ def show_recipe(recipe: Recipe) -> str:
 def recipe_name(path: str | Path) -> str:
     """Return the name that run folders carry: the file's, without its ending."""
     return Path(path).stem
+
+
+def differing(before: Recipe, now: Recipe) -> list[str]:
+    """Return the dotted keys whose values differ, except `output`, in the order of the former recipe."""
+    old, new = (dict(leaves(recipe.model_dump(mode="json"))) for recipe in (before, now))
+    return [key for key in old | new if old.get(key) != new.get(key) and key != "output"]
+
+
+def leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the values of a tree of mappings and lists, by their dotted keys."""
+    items = value.items() if isinstance(value, dict) else enumerate(value)
+    for key, item in items:
+        if isinstance(item, dict | list):
+            yield from leaves(item, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", item

@@ -2,8 +2,9 @@
 
 A recipe may have `extends: other.yaml`, relative to its own file, or the name of a recipe that ships: mappings merge,
 lists and scalars replace, and an empty mapping (`args: {}`) empties what the other file has there.
-`sft.new_model.chat_template` in a file is relative to that file too, because it ships beside the recipe. Every other
-path (`env.source`, `model.path`, `output`) is relative to the working directory, in a file as on the command line.
+`sft.new_model.chat_template` in a file is relative to that file too, because it ships beside the recipe, and so is
+`model.chat_template`, where such a file is there. Every other path (`env.source`, `model.path`, `output`) is relative
+to the working directory, in a file as on the command line.
 """
 
 import difflib
@@ -38,6 +39,8 @@ SHORT: dict[Key, str] = {
 COMMAND_LINE = "command line"
 _BESIDE_THE_RECIPE: tuple[Key, ...] = (("sft", "new_model", "chat_template"),)
 """Keys whose paths are relative to the recipe that names them."""
+_BESIDE_IF_THERE: tuple[Key, ...] = (("model", "chat_template"),)
+"""Those that are where such a file is there, and else to the working directory."""
 
 
 def read_recipe(
@@ -160,11 +163,13 @@ def _say_renamed(where: str, old: str, new: str) -> None:
 
 def _anchor_paths(document: Document, file: Path) -> None:
     """Make paths that are relative to `file` absolute."""
-    for key in _BESIDE_THE_RECIPE:
+    for key in (*_BESIDE_THE_RECIPE, *_BESIDE_IF_THERE):
         place = _mapping_at(document.value, key[:-1])
         if place is None or not isinstance(place.get(str(key[-1])), str):
             continue
         path = Path(place[str(key[-1])])
+        if key in _BESIDE_IF_THERE and not (file.parent / path).is_file():
+            continue
         place[str(key[-1])] = anchored = str((file.parent / path).resolve())
         if (reference := document.references.get(key)) is not None:
             text = reference.text if path.is_absolute() else f"{file.parent.resolve()}/{reference.text}"

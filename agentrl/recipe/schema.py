@@ -9,7 +9,7 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     AfterValidator,
@@ -53,6 +53,16 @@ class Section(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
+    def changed(self, **values: Any) -> Self:
+        """Return the section with other values, which are not checked. Of a section in it, a mapping changes the keys
+        that it names: `recipe.changed(train={"steps": 1})`."""
+        old = {key: getattr(self, key) for key in values}
+        new = {
+            key: old[key].changed(**value) if isinstance(value, dict) and isinstance(old[key], Section) else value
+            for key, value in values.items()
+        }
+        return self.model_copy(update=new)
+
 
 def _listed(value: Any) -> Any:
     return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
@@ -84,6 +94,8 @@ class LoraSection(Section):
     exclude: Annotated[tuple[str, ...], BeforeValidator(_listed)] = ()
     """Layers of those to leave as they are, by the end of their names, or a part of them between dots, such as
     [router, layers.0]."""
+    vision: bool = False
+    """Adapt the layers of the vision tower too, where the model has one. false: it stays as it is."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Dropout on the adapter's input during training."""
     start: str | None = None
@@ -94,7 +106,8 @@ class ModelSection(Section):
     """The model to train."""
 
     path: str = "tiny"
-    """`tiny` (ships with the package), a Hugging Face folder, the URL of one (s3://, gs://), or a name on the hub."""
+    """`tiny` or `tiny_vision` (they ship with the package), a Hugging Face folder, the URL of one (s3://, gs://), or a
+    name on the hub."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the weights that are trained."""
     device: str = "auto"
@@ -102,7 +115,8 @@ class ModelSection(Section):
     chat: str = "auto"
     """How messages become tokens: auto, bridge (the model's own template), or a family of `renderers` such as qwen3."""
     chat_template: str | None = None
-    """A jinja file that replaces the tokenizer's own chat template, relative to the working directory."""
+    """A jinja file that replaces the tokenizer's own chat template, relative to the recipe that names it where
+    it is there, else to the working directory."""
     config: dict[str, Any] = Field(default_factory=dict)
     """Settings of the model's configuration that have another value, by their names there, such as
     {max_position_embeddings: 65536, rope_parameters: {rope_type: yarn, factor: 4.0}}. Servers are told by flags."""
@@ -117,6 +131,12 @@ class ModelSection(Section):
     frozen models are kept in it. auto: bfloat16 on a GPU where weights of float32 are trained, else same."""
     checkpointing: bool = False
     """Activation checkpointing: compute activations again in the backward pass instead of keeping them."""
+
+    @model_validator(mode="after")
+    def _one_wish_for_the_tower(self) -> "ModelSection":
+        if "vision" in self.freeze and self.lora is not None and self.lora.vision:
+            raise ValueError("`freeze` has vision, and `lora.vision` adapts it: leave one out")
+        return self
 
     @property
     def mixed(self) -> bool:
@@ -337,8 +357,13 @@ class RolloutSection(Section):
     max_tool_tokens: Tokens = 256
     """What one tool response may add; longer ones are cut in the middle."""
     max_images: Annotated[Count, Unit("images")] = 32
-    """Images that tools may show in one conversation, those of its opening counted; the model is told what is left
-    out."""
+    """Images of one conversation. What tools and the environment's replies show beyond is left out, and the model is
+    told. A task whose opening holds more is left out, as one that is too long; an agent's call with more is refused."""
+    max_image_pixels: Annotated[Positive, Unit("pixels")] = 16_777_216
+    """The most pixels of an image: one that claims more is refused without being decoded. What is taken the model's own
+    image processor makes smaller."""
+    max_image_bytes: Annotated[Positive, Unit("bytes")] = 20_000_000
+    """The most bytes of an image's file."""
     tool_timeout: Seconds = 30.0
     """Time allowed for one tool call."""
     turn_timeout: Seconds = 300.0
@@ -434,7 +459,9 @@ class _Function(Section):
     """A function with arguments of its own; written as its name alone where there are none."""
 
     name: str
+    """Its name, or module:attribute."""
     args: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of its own."""
 
     @model_serializer
     def _short(self) -> Any:
@@ -446,8 +473,6 @@ class AdvantageSection(_Function):
 
     name: str
     """An advantage estimator (`agentrl advantages` lists them), or module:attribute."""
-    args: dict[str, Any] = Field(default_factory=dict)
-    """Arguments of its own."""
 
 
 class LossSection(_Function):
@@ -455,8 +480,6 @@ class LossSection(_Function):
 
     name: str
     """A policy loss (`agentrl losses` lists them), or module:attribute."""
-    args: dict[str, Any] = Field(default_factory=dict)
-    """Arguments of its own."""
 
 
 class AggregationSection(_Function):
@@ -466,8 +489,6 @@ class AggregationSection(_Function):
     """token_mean: every token of an update counts the same. sequence_mean: every sample does. token_sum: the sum over
     tokens. sequence_sum: that of a sample, mean over samples. constant: that by rollout.max_tokens (Dr. GRPO). Or one
     that `agentrl aggregations` lists, or module:attribute."""
-    args: dict[str, Any] = Field(default_factory=dict)
-    """Arguments of its own."""
 
 
 class FilterSection(_Function):
@@ -475,8 +496,6 @@ class FilterSection(_Function):
 
     name: str
     """An installed filter (`varied`), or module:attribute: a function from a `Group` to true or false."""
-    args: dict[str, Any] = Field(default_factory=dict)
-    """Arguments of its own."""
 
 
 class RejectSection(Section):
@@ -525,8 +544,6 @@ class OrderSection(_Function):
 
     name: str
     """An installed order (`agentrl orders` lists them), or module:attribute."""
-    args: dict[str, Any] = Field(default_factory=dict)
-    """Arguments of its own."""
 
 
 class TaskFilterSection(_Function):
@@ -534,8 +551,6 @@ class TaskFilterSection(_Function):
 
     name: str
     """module:attribute, a function from a `Task` to true or false, or an installed one."""
-    args: dict[str, Any] = Field(default_factory=dict)
-    """Arguments of its own."""
 
 
 class DataSection(Section):
@@ -684,6 +699,9 @@ class TrainSection(Section):
     """Steps between checkpoints; 0: at the end only."""
     keep: Annotated[Positive, Unit("checkpoints")] = 2
     """Newest checkpoints to keep, besides the best one."""
+    mirror: str | None = None
+    """A URL that fsspec opens (s3://BUCKET/runs/a, gs://...), to which the run folder is copied after each checkpoint
+    while the run goes on; `--resume URL` goes on from it on any machine. null: none."""
     seed: int = 0
     """Seed of all randomness of a run."""
     threads: Annotated[Count, Unit("threads")] = 0
@@ -831,6 +849,14 @@ class SftSection(Section):
     format: Literal["openai", "sharegpt"] = "openai"
     """Form of a row: openai (`messages`, and `tools` where there are any) or sharegpt (`conversations`, `system`,
     `tools`)."""
+    images: str = "images"
+    """Column with a row's image, or a list of them: paths, `{bytes, path}`, data: URLs. They stand where the messages
+    say `<image>`, or hold a part of type image without one."""
+    image_folder: str | None = None
+    """Folder against which paths of images stand. null: the folder of the row's file."""
+    image_urls: Literal["refuse", "public", "any"] = "refuse"
+    """What is done about images that are http addresses: refuse them, fetch them from public machines, or from any,
+    those of one's own network included."""
     learn: Literal["all", "last", "flagged"] = "all"
     """Which assistant turns are learned: all but those whose message says `weight: 0` or `train: false`; the last; or
     only those whose message says `weight: 1` or `train: true`."""

@@ -19,13 +19,15 @@ from agentrl.errors import UserError, describe
 from agentrl.gateway.call import Call, Completion, Feed, Finish, GatewayError, Origin
 from agentrl.gateway.chat_completions import tool_call
 from agentrl.gateway.server import Gateway
+from agentrl.images import ImageError, all_stored, check_count, keyed, sent
 from agentrl.plugins.agent import Agent, AgentClient, Outcome
-from agentrl.plugins.types import InfrastructureError, Json, Message, Task
+from agentrl.plugins.types import Content, InfrastructureError, Json, Message, Task
 from agentrl.recipe.schema import AgentSection, RolloutSection
-from agentrl.rollout.calls import Caller, assistant_message, bounded
+from agentrl.rollout import hooks
+from agentrl.rollout.calls import Caller, as_text, assistant_message, bounded
 from agentrl.rollout.conversation_tree import ConversationTree, Counts, Node
 from agentrl.rollout.deadline import DeadlineExceededError, DeadlineTimer
-from agentrl.rollout.driver import Driver
+from agentrl.rollout.driver import Driver, takes_images
 from agentrl.rollout.request import AsyncRolloutRequest, Opening, Seed, nth
 from agentrl.trajectory import Boundary, FinishReason, Trajectory, Turn
 
@@ -77,15 +79,15 @@ class AgentRequest(AsyncRolloutRequest):
         """Write the tree down as flat tokens, in the order in which the calls began."""
         for column in (self.ids, self.logprobs, self.versions, self.version_counts):
             del column[:]
-        self.segments, self.told = [], []
+        self.segments, self.told, self.images = [], [], []
         for node, segment, _ in self.tree.segments(self.train_auxiliary):
             assert node.generation is not None
-            self.ids.extend(node.given)
+            self.add_bridge(node.given.ids, node.given.images)
             self.add_sampled(node.generation)
             self.open_turn = None
             self.segments.append(segment)
             self.told.append(node.added)
-        self.prompt_length = len(answered[0].given) if (answered := self.tree.answered) else 0
+        self.prompt_length = len(answered[0].given.ids) if (answered := self.tree.answered) else 0
         counts = self.tree.counts
         counts.auxiliary = sum(1 for _ in self.tree.auxiliary())
         self.extra["gateway"] = {name: getattr(counts, name) for name in Counts.__slots__}
@@ -101,6 +103,11 @@ class TreeEndpoint(ABC):
         self.tree, self.engine, self.chat, self.limits = tree, engine, chat, limits
         self._given: dict[bytes, asyncio.Task[Any]] = {}
         self._sent_again: set[str] = set()  # ids of completions
+
+    @property
+    def images(self) -> bool:
+        """See `Endpoint.images`."""
+        return takes_images(self.engine, self.chat)
 
     async def complete(self, call: Call, origin: Origin, feed: Feed | None = None) -> Completion:
         """See `Endpoint.complete`. A call that an SDK sends again joins the first."""
@@ -172,6 +179,10 @@ class TreeEndpoint(ABC):
         tree, started = self.tree, time.monotonic()
         branches = len(tree.branches)
         try:
+            check_count(call.messages, self.limits.max_images)
+        except ImageError as error:
+            raise self.too_long(str(error)) from None
+        try:
             node = tree.add(call)
         except UserError as error:
             raise GatewayError(str(error)) from None
@@ -203,7 +214,8 @@ class TreeEndpoint(ABC):
 
     async def _generate(self, node: Node, call: Call, feed: Feed | None) -> Generation:
         """Raises EngineError, also for an answer that does not hold together."""
-        limits, engine, ids = self.limits, self.engine, node.branch.ids
+        limits, engine, branch = self.limits, self.engine, node.branch
+        ids: Sequence[int] = keyed(branch.ids, branch.images).tolist() if branch.images else branch.ids
         most = min(limits.max_tokens, engine.max_context)
         room = min(limits.max_turn_tokens, most - len(ids), call.max_tokens or limits.max_turn_tokens)
         if room <= 0:
@@ -211,9 +223,9 @@ class TreeEndpoint(ABC):
                 f"the prompt has {len(ids)} tokens, of {most} (rollout.max_tokens, the model's context)"
             )
         sampling = self.sampling(node, room)
-        deadline = asyncio.get_running_loop().call_later(limits.turn_timeout, engine.abort, node.branch.name)
+        deadline = asyncio.get_running_loop().call_later(limits.turn_timeout, engine.abort, branch.name)
         try:
-            generation = await engine.generate(ids, sampling, node.branch.name, **self._listening(node, feed))
+            generation = await engine.generate(ids, sampling, branch.name, **self._listening(node, feed))
         finally:
             deadline.cancel()
         count, versions = len(generation.ids), generation.weight_version
@@ -271,7 +283,7 @@ class Rollout(TreeEndpoint):
         self._request.waited("engine", time.monotonic() - seconds)
         self._request.messages[:] = node.conversation
 
-    async def call_tool(self, name: str, arguments: Mapping[str, Json] | str) -> str:
+    async def call_tool(self, name: str, arguments: Mapping[str, Json] | str) -> Content:
         """Run a tool of the task for the agent, as the built-in driver would; see `AgentClient.call_tool`."""
         request, driver = self._request, self._driver
         timer = DeadlineTimer()
@@ -290,8 +302,9 @@ class Rollout(TreeEndpoint):
             timer.close()
         request.waited("tools", started)
         self.tools_done = self.tools_done or answers.done
-        content = answers.messages[-1]["content"]
-        return content if isinstance(content, str) else str(content[0].get("text", "")) if content else ""
+        (said,) = answers.messages if self.images else as_text(answers.messages)
+        content: Content = sent(said)["content"]
+        return content
 
 
 class AgentDriver(Driver):
@@ -299,7 +312,9 @@ class AgentDriver(Driver):
 
     def __init__(self, *, agent: Agent, gateway: Gateway, section: AgentSection, **options: Any) -> None:
         super().__init__(**options)
-        self._caller = Caller(self._chat, self._limits)  # no tool holds conversations beside the agent's
+        self._caller = Caller(
+            self._chat, self._limits, images=self._shows
+        )  # no tool holds conversations beside the agent's
         self._agent, self._gateway, self.section = agent, gateway, section
 
     @property
@@ -329,6 +344,11 @@ class AgentDriver(Driver):
         request.tree = ConversationTree(plain.id, self._chat, self.section.history)
         request.train_auxiliary = self.section.train_auxiliary
         return request
+
+    async def checked(self, given: object, what: str = "messages") -> list[Message]:
+        """See `Driver.checked`. What the agent makes of images is its own affair: a model that does not see refuses
+        them when it is called with them."""
+        return await all_stored(hooks.checked_messages(given, what))
 
     def _open(self, request: AsyncRolloutRequest) -> None:
         """The agent opens its conversations itself."""
@@ -378,7 +398,7 @@ class AgentDriver(Driver):
             mcp_url=f"{url}/mcp",
             api_key=key,
             model=self._gateway.model,
-            messages=opening,
+            messages=tuple(map(sent, opening)),
             tools=self.schemas(request),
             call_tool=rollout.call_tool,
             timeout=max(1.0, request.deadline - time.monotonic()),

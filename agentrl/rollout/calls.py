@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from agentrl.chat.base import Chat, ParsedCall, ParsedTurn
+from agentrl.chat.base import Chat, ParsedCall, ParsedTurn, Seeing
 from agentrl.errors import contained, describe, message_of, nearest
-from agentrl.images import STORE, ImageError, hashes
+from agentrl.images import STORE, ImageError, hashes, in_image_thread
 from agentrl.plugins.tool import Tool
 from agentrl.plugins.types import ArgumentError, Converse, InfrastructureError, Json, Message, ToolKwargs, ToolResponse
 from agentrl.recipe.schema import RolloutSection
@@ -21,6 +21,7 @@ from agentrl.rollout.request import AsyncRolloutRequest, Conversation
 from agentrl.trajectory import Boundary, ToolUse
 
 _NAME = 64  # characters of a tool's name, as a model may write it, that are kept
+_NOTES = 3  # images of a call of which is said why they cannot be shown
 _LINE = 300  # characters of an error line that are kept for the metrics
 _DEPTH = 64  # lists and objects in each other that a call's arguments may have
 _LARGEST = 1e100  # what a tool's metric may be, so that sums of them stay finite
@@ -190,7 +191,7 @@ class Caller:
             cut = text is not answer.text
             if self._images and answer.response.images:
                 shown = hashes([*talk.messages, *total.messages])
-                text = _show(answer, text, self._limits.max_images - len(shown))
+                text = await self._show(answer, text, self._limits.max_images - len(shown))
             self._record(request, talk, answer, turn, cut=cut)
             total.messages.append(answer.message(text))
             total.done = total.done or answer.response.done
@@ -310,6 +311,36 @@ class Caller:
         what = "1 call was" if len(calls) == 1 else f"{len(calls)} calls were"
         return _wrong(calls[0], name, f"{what} not run: at most {most}")
 
+    async def _show(self, answer: Answer, text: str, most: int) -> str:
+        """Put the images of an answer into the store; return its text, which says which of them cannot be shown, and
+        why. most: how many may be shown."""
+        keys: list[str] = []
+        broken: list[str] = []
+        left = 0
+        for number, image in enumerate(answer.response.images, 1):
+            if len(keys) >= most:
+                left += 1
+                continue
+            try:
+                keys.append(await in_image_thread(self._kept, image))
+            except ImageError as error:
+                answer.error = answer.error or f"tool: image {number}: {_line(str(error))}"
+                broken.append(f"[image {number} cannot be shown: {_line(str(error))}]")
+        notes = broken[:_NOTES]
+        if len(broken) > _NOTES:
+            notes.append(f"[{len(broken) - _NOTES} further images cannot be shown]")
+        if left:
+            what = "1 image" if left == 1 else f"{left} images"
+            notes.append(f"[{what} left out: the conversation holds as many images as it may]")
+        answer.response = replace(answer.response, images=tuple(keys))
+        return "\n".join([*([text] if text else []), *notes])
+
+    def _kept(self, image: Any) -> str:
+        key = STORE.put(image)
+        if isinstance(self._chat, Seeing):
+            self._chat.image_tokens(key)
+        return key
+
     def _record(self, request: AsyncRolloutRequest, talk: Conversation, answer: Answer, turn: int, cut: bool) -> None:
         response = answer.response
         request.tool_uses.append(
@@ -333,24 +364,6 @@ def _take(answer: Answer, result: Any) -> None:
     answer.text, answer.response = result.text, result
     if result.error:
         answer.error = f"model: {_line(result.text)}"
-
-
-def _show(answer: Answer, text: str, most: int) -> str:
-    """Put the images of an answer into the store; return its text, which says which of them cannot be shown, and why.
-    most: how many may be shown."""
-    keys: list[str] = []
-    notes: list[str] = []
-    for number, image in enumerate(answer.response.images, 1):
-        if len(keys) >= most:
-            notes.append(f"[image {number} left out: the conversation holds as many images as it may]")
-            continue
-        try:
-            keys.append(STORE.put(image))
-        except ImageError as error:
-            notes.append(f"[image {number} cannot be shown: {error}]")
-            answer.error = answer.error or f"tool: image {number}: {_line(str(error))}"
-    answer.response = replace(answer.response, images=tuple(keys))
-    return "\n".join([*([text] if text else []), *notes])
 
 
 def _metrics(metrics: Mapping[str, float]) -> dict[str, float]:

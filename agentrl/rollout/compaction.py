@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from agentrl.images import hashes
 from agentrl.plugins.types import Message
 from agentrl.recipe.schema import CompactSection
 
@@ -19,9 +20,15 @@ def asked(section: CompactSection, replies: Sequence[Message]) -> list[Message]:
     return said_by_user(replies, section.prompt)
 
 
-def reopened(section: CompactSection, opening: Sequence[Message], summary: str) -> list[Message]:
-    """Return the messages that a conversation goes on from."""
-    return said_by_user(opening, section.resume.replace("{summary}", summary))
+def reopened(
+    section: CompactSection, opening: Sequence[Message], summary: str, messages: Sequence[Message]
+) -> list[Message]:
+    """Return the messages that a conversation goes on from. messages: what it was, whose images are gone but for those
+    of the opening: that is told in words."""
+    text = section.resume.replace("{summary}", summary)
+    if gone := len(hashes(messages)) - len(hashes(opening)):
+        text += "\n[1 image is not shown any more]" if gone == 1 else f"\n[{gone} images are not shown any more]"
+    return said_by_user(opening, text)
 
 
 def said_by_user(messages: Sequence[Message], text: str) -> list[Message]:

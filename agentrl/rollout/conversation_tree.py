@@ -12,10 +12,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from agentrl.chat.base import Chat
+from agentrl.chat.base import Chat, Seeing
+from agentrl.chat.image_chat import moved
 from agentrl.engine.base import Generation
 from agentrl.errors import UserError
 from agentrl.gateway.call import Call
+from agentrl.images import ImageSpan
 from agentrl.plugins.types import Json, Message
 from agentrl.trajectory import Segment, Turn
 
@@ -29,8 +31,30 @@ class Branch:
 
     name: str
     """Unique within a run."""
-    ids: "array[int]"
+    ids: "array[int]" = field(default_factory=lambda: array("i"))
     """All tokens from the root on."""
+    images: list[ImageSpan] = field(default_factory=list)
+    """Where images stand in `ids`."""
+
+    def add(self, given: "Given") -> None:
+        """Append tokens that were not sampled now."""
+        self.images += moved(given.images, len(self.ids))
+        self.ids.fromlist(given.ids)
+
+
+@dataclass(slots=True, eq=False)
+class Given:
+    """Tokens that follow a path and are not sampled now."""
+
+    ids: list[int] = field(default_factory=list)
+    """The tokens."""
+    images: list[ImageSpan] = field(default_factory=list)
+    """Where images stand in `ids`."""
+
+    def add(self, ids: Sequence[int], images: Sequence[ImageSpan] = ()) -> None:
+        """Append tokens. images: where they stand in `ids`."""
+        self.images += moved(images, len(self.ids))
+        self.ids += ids
 
 
 @dataclass(slots=True, eq=False)
@@ -43,7 +67,7 @@ class Node:
     """The call whose answer it goes on from; None: a conversation begins."""
     branch: Branch
     """Where its tokens stand."""
-    given: list[int]
+    given: Given
     """Tokens between the parent's end and the first sampled one."""
     call: Call
     """What the agent sent."""
@@ -133,7 +157,7 @@ class ConversationTree:
         if parent is not None:
             parent.continued = True
         self.nodes.append(node)
-        self.tokens += len(given)
+        self.tokens += len(given.ids)
         self._by_call[id(call)] = node
         return node
 
@@ -146,7 +170,7 @@ class ConversationTree:
     def measure(self, call: Call) -> int:
         """Return the tokens that the prompt of a call would have, without adding it."""
         parent, given, _, _ = self._place(call)
-        return (parent.end if parent is not None else 0) + len(given)
+        return (parent.end if parent is not None else 0) + len(given.ids)
 
     def answer(self, node: Node, generation: Generation, message: Message) -> None:
         """Write down what was sampled for a node."""
@@ -160,20 +184,24 @@ class ConversationTree:
     def give_up(self, node: Node) -> None:
         """Take back the prompt of a call that came to nothing, so that another can go on from its parent."""
         start = node.parent.end if node.parent is not None else 0
-        if len(node.branch.ids) == start + len(node.given):
-            del node.branch.ids[start:]
+        branch = node.branch
+        if len(branch.ids) == start + len(node.given.ids):
+            del branch.ids[start:]
+            branch.images = [span for span in branch.images if span.start < start]
 
-    def _branch(self, parent: Node | None, given: list[int]) -> Branch:
+    def _branch(self, parent: Node | None, given: Given) -> Branch:
         if parent is not None and len(parent.branch.ids) == parent.end:
-            parent.branch.ids.fromlist(given)
-            return parent.branch
-        before = parent.branch.ids[: parent.end] if parent is not None else array("i")
-        name = f"{self.name}/{len(self.branches)}" if self.branches else self.name
-        branch = Branch(name, before + array("i", given))
-        self.branches.append(branch)
+            branch = parent.branch
+        else:
+            branch = Branch(f"{self.name}/{len(self.branches)}" if self.branches else self.name)
+            self.branches.append(branch)
+            if parent is not None:
+                branch.ids = parent.branch.ids[: parent.end]
+                branch.images = [span for span in parent.branch.images if span.start < parent.end]
+        branch.add(given)
         return branch
 
-    def _place(self, call: Call) -> tuple[Node | None, list[int], list[Key], bool]:
+    def _place(self, call: Call) -> tuple[Node | None, Given, list[Key], bool]:
         """Return the parent of a call, the tokens that follow it, the keys of the call, and whether the template would
         have dropped thinking of its history."""
         messages = call.messages
@@ -185,7 +213,7 @@ class ConversationTree:
             if found:
                 parent = _told_apart(found, messages[length - 1])
                 if (given := self._following(parent.ids, messages[length:])) is not None:
-                    written = self._without_thinking(parent, given, call)
+                    written = self._without_thinking(parent, given.ids, call)
                     if written is None or self.history == "sampled":
                         return parent, given, keys, written is not None
                     parent.continued = True
@@ -193,7 +221,7 @@ class ConversationTree:
                 break
         return None, self._from_nothing(messages, call.tools), keys, False
 
-    def _without_thinking(self, parent: Node, given: Sequence[int], call: Call) -> list[int] | None:
+    def _without_thinking(self, parent: Node, given: Sequence[int], call: Call) -> Given | None:
         """Return the prompt as the template writes it, where that lacks thinking which stands in the path of `parent`;
         None: it lacks none."""
         messages, thoughts = list(call.messages), list[str]()
@@ -206,10 +234,10 @@ class ConversationTree:
         if not thoughts:
             return None
         try:
-            written = list(self.chat.render(messages, call.tools))
+            written = self._opened(messages, call.tools)
         except UserError:
             return None
-        path, text = self.chat.decode([*parent.branch.ids[: parent.end], *given]), self.chat.decode(written)
+        path, text = self.chat.decode([*parent.branch.ids[: parent.end], *given]), self.chat.decode(written.ids)
         return written if any(path.count(one) > text.count(one) for one in thoughts) else None
 
     def _keys(self, call: Call) -> list[Key]:
@@ -220,17 +248,28 @@ class ConversationTree:
             keys.append(_after(keys[-1], message))
         return keys
 
-    def _from_nothing(self, messages: Sequence[Message], tools: Sequence[dict[str, Json]]) -> list[int]:
+    def _opened(self, messages: Sequence[Message], tools: Sequence[dict[str, Json]]) -> Given:
+        """Return messages as the template writes them."""
+        ids = self.chat.render(messages, tools)
+        return Given(list(ids), self._images_in(ids, messages))
+
+    def _images_in(self, ids: Sequence[int], messages: Sequence[Message]) -> list[ImageSpan]:
+        return self.chat.images_in(ids, messages) if isinstance(self.chat, Seeing) else []
+
+    def _from_nothing(self, messages: Sequence[Message], tools: Sequence[dict[str, Json]]) -> Given:
         """Return the tokens of a conversation of which nothing was sampled here, or not in this order."""
         first = next((i for i, message in enumerate(messages) if message["role"] == "assistant"), len(messages))
         if first and first < len(messages) and (node := self._answers.get(_canonical(messages[first]))):
             rest = self._following(node.ids, messages[first + 1 :])
             if rest is not None:
                 node.continued = True
-                return [*self.chat.render(messages[:first], tools), *node.ids, *rest]
-        return list(self.chat.render(messages, tools))
+                given = self._opened(messages[:first], tools)
+                given.add(node.ids)
+                given.add(rest.ids, rest.images)
+                return given
+        return self._opened(messages, tools)
 
-    def _following(self, turn: Sequence[int], messages: Sequence[Message]) -> list[int] | None:
+    def _following(self, turn: Sequence[int], messages: Sequence[Message]) -> Given | None:
         """Return the tokens of `messages` after the sampled turn `turn`; answers among them that were sampled here keep
         their tokens. None: one of them was not, or the chat cannot go on with such messages."""
         try:
@@ -238,8 +277,8 @@ class ConversationTree:
         except UserError:
             return None
 
-    def _bridged(self, turn: Sequence[int], messages: Sequence[Message]) -> list[int] | None:
-        ids: list[int] = []
+    def _bridged(self, turn: Sequence[int], messages: Sequence[Message]) -> Given | None:
+        given = Given()
         waiting: list[Message] = []
         for message in messages:
             if message["role"] != "assistant":
@@ -249,11 +288,18 @@ class ConversationTree:
             if node is None or not waiting:
                 return None
             node.continued = True
-            ids += [*self.chat.bridge(turn, waiting), *node.ids]
+            self._say(given, turn, waiting)
+            given.add(node.ids)
             turn, waiting = node.ids, []
         if not waiting:
             return None
-        return [*ids, *self.chat.bridge(turn, waiting)]
+        self._say(given, turn, waiting)
+        return given
+
+    def _say(self, given: Given, turn: Sequence[int], messages: Sequence[Message]) -> None:
+        """Append messages that follow the sampled turn `turn`."""
+        ids = self.chat.bridge(turn, messages)
+        given.add(ids, self._images_in(ids, messages))
 
     def segments(self, train_auxiliary: bool = False) -> Iterator[tuple[Node, Segment, Turn]]:
         """Yield each answered call, its segment and its turn, in the order in which the calls began."""
@@ -261,7 +307,7 @@ class ConversationTree:
         auxiliary = set() if train_auxiliary else set(map(id, self.auxiliary()))
         at = 0
         for node in self.answered:
-            start = at + len(node.given)
+            start = at + len(node.given.ids)
             end = start + len(node.ids)
             parent = places[node.parent.index] if node.parent is not None else -1
             places[node.index] = len(places)
@@ -292,8 +338,12 @@ def _after(key: Key, message: Message) -> Key:
 
 
 def _canonical(message: Message) -> bytes:
-    """Return what a message says, whatever an agent made of its form: ids, thinking and the order of keys left out."""
-    text = f"{message['role']}:{message['content'] or ''}".encode("utf-8", "surrogatepass")
+    """Return what a message says, whatever an agent made of its form: ids, thinking and the order of keys left out.
+    Images are those of the store, so that one is the same whatever its file was."""
+    content = message["content"]
+    if isinstance(content, list):
+        return _written(f"{message['role']} shows") + _written(content)
+    text = f"{message['role']}:{content or ''}".encode("utf-8", "surrogatepass")
     if not message.get("tool_calls"):
         return text
     calls = [[call["function"]["name"], call["function"]["arguments"]] for call in message["tool_calls"]]

@@ -16,7 +16,7 @@ from dataclasses import replace
 from agentrl.chat.base import Chat, ParsedTurn, Seeing
 from agentrl.engine.base import Engine, EngineError, Generation, GenerationFinish, Sampling
 from agentrl.errors import UserError, contained, describe, nearest
-from agentrl.images import ImageSpan, hashes, keyed, stored, without_last_image
+from agentrl.images import ImageSpan, all_stored, check_count, hashes, keyed, without_last_image
 from agentrl.plugins.environment import Environment
 from agentrl.plugins.tool import Tool
 from agentrl.plugins.toolbox import offered
@@ -47,6 +47,11 @@ _AROUND = 8  # tokens before and after a place, in an error about it
 _log = logging.getLogger("agentrl.rollout")
 
 
+def takes_images(engine: Engine, chat: Chat) -> bool:
+    """Return whether messages may hold images."""
+    return chat.images and (engine.images or not isinstance(chat, Seeing))
+
+
 class Driver:
     """Serves a whole run and thousands of requests at once; what is per request lives in the request."""
 
@@ -74,7 +79,7 @@ class Driver:
         self._limits = limits
         self._seeing = chat if isinstance(chat, Seeing) and engine.images else None
         self._blind = isinstance(chat, Seeing) and self._seeing is None
-        self._shows = chat.images and not self._blind
+        self._shows = takes_images(engine, chat)
         self._caller = Caller(chat, limits, self._talking, images=self._seeing is not None)
         self._prefix = f"{occasion}/" if occasion else ""
         self._count = 0
@@ -223,14 +228,19 @@ class Driver:
         """Return where the images of messages stand in their ids."""
         return () if self._seeing is None else self._seeing.images_in(ids, messages)
 
-    def checked(self, given: object, what: str = "messages") -> list[Message]:
+    async def checked(self, given: object, what: str = "messages") -> list[Message]:
         """Return messages of an environment or a tool, with their images in the store. Raises PluginError, and
-        ImageError for what is no image."""
+        ImageError for what is no image, or none that the model takes, and for more than a conversation may hold."""
         messages = hooks.checked_messages(given, what)
+        check_count(messages, self._limits.max_images)
+        return await self._shown(messages)
+
+    async def _shown(self, messages: list[Message]) -> list[Message]:
+        """Return messages with their images in the store. Raises as `checked`."""
         if self._seeing is not None:
-            return list(map(stored, messages))
+            return await all_stored(messages, self._seeing.image_tokens)
         if self._blind and hashes(messages):
-            raise UserError("its messages hold images, which the engine does not take: use engine.name=local")
+            raise UserError("its messages hold images, which the engine does not take: choose one that does")
         return messages
 
     def _offered(self, talk: Conversation) -> list[dict[str, Json]]:
@@ -339,7 +349,7 @@ class Driver:
         section = self._limits.compact
         assert section is not None, "a summary was asked for"
         request.summaries += 1
-        messages = reopened(section, talk.opening_messages, summary)
+        messages = reopened(section, talk.opening_messages, summary, talk.messages)
         ids = array("i", self._chat.render(messages, self._offered(talk)) if summary else ())
         if not 0 < len(ids) < self._within_total(request, self._most(talk)):
             request.summaries_failed += 1
@@ -443,13 +453,21 @@ class Driver:
         request.waited("environment", started)
         if reply.reward is not None:
             request.add_step_reward(hooks.finite(reply.reward, "step"))
-        messages = self.checked(reply.messages)
+        messages = await self._shown(self._fewer(request, hooks.checked_messages(reply.messages)))
         request.messages.extend(messages)
         if reply.done:
             return messages, FinishReason.ENV_DONE if messages else FinishReason.STOP
         if not messages:
             raise hooks.PluginError("it returned no message and is not done")
         return messages, None
+
+    def _fewer(self, talk: Conversation, messages: list[Message]) -> list[Message]:
+        """Return messages with no more images than the conversation may hold, the last left out, which is told in
+        words."""
+        most = self._limits.max_images - len(hashes(talk.messages))
+        while len(hashes(messages)) > max(0, most) and (fewer := without_last_image(messages)) is not None:
+            messages = fewer
+        return messages
 
     def _fail(self, request: AsyncRolloutRequest, error: BaseException) -> None:
         boundary, where = request.at
@@ -565,7 +583,7 @@ class _Talking:
             raise UserError(f"the task has no tool {unknown[0]!r}{nearest(unknown[0], request.tools)}")
         if request.turns_begun >= most:
             raise ArgumentError(f"no turn is left of {most} (rollout.max_turns)")
-        said = self._driver.checked(messages)
+        said = await self._driver.checked(messages)
         self._held += 1
         talk = Conversation(
             name=request.branch_name(),

@@ -8,7 +8,7 @@ import logging
 import math
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from agentrl.errors import PlainError, contained, describe
 from agentrl.plugins.environment import Environment
@@ -48,7 +48,8 @@ async def create_all(
     session = _begin(request, environment, {}, {})
     request.at = Boundary.ENVIRONMENT, f"{environment.name}.create"
     opening = await timer.wait(environment.create(session, **task.create_kwargs), request.deadline)
-    request.messages.extend((checked or checked_messages)(opening, "opening messages"))
+    what = "opening messages"
+    request.messages.extend(checked_messages(opening, what) if checked is None else await checked(opening, what))
     if not request.messages:
         raise PluginError("it returned no opening messages")
     for name, tool in request.tools.items():
@@ -58,7 +59,7 @@ async def create_all(
         await timer.wait(tool.create(session, **kwargs.create_kwargs), request.deadline)
 
 
-Checked = Callable[[object, str], "list[Message]"]
+Checked = Callable[[object, str], Awaitable["list[Message]"]]
 """Returns the messages of an environment, or raises; see `checked_messages`."""
 
 

@@ -16,6 +16,7 @@ from agentrl.chat.template import CONTENT, USER, Template, TemplateRefusalError,
 from agentrl.compute.batch import Batch
 from agentrl.compute.classifier import RewardModel, classifier_config, classifier_folder, scoring_batch
 from agentrl.errors import UserError
+from agentrl.models.image_input import ImageInput, check_alike, image_input
 from agentrl.plugins.reward import GroupReward, Sample
 from agentrl.plugins.rewards import MODEL
 from agentrl.plugins.types import Json, Message
@@ -23,7 +24,7 @@ from agentrl.recipe.schema import Recipe
 from agentrl.rollout.player import Player
 from agentrl.threads import in_thread
 
-Ids = npt.NDArray[np.int32]
+Ids = npt.NDArray[np.int32] | npt.NDArray[np.int64]
 Translate = Callable[[Sample], Ids]
 Scores = Callable[[Batch], npt.NDArray[np.float32]]
 
@@ -122,6 +123,16 @@ def translation(recipe: Recipe, tokenizer: Any, tools: Sequence[dict[str, Json]]
     config = classifier_config(path, recipe.model)
     theirs = _tokenizer(path, recipe.model.trust_remote_code)
     limit = getattr(config.get_text_config(), "max_position_embeddings", None)
+    ours: ImageInput | None = getattr(tokenizer, "image_input", None)
+    if ours is not None:
+        known = theirs is None or knows(theirs, tokenizer)
+        check_alike(
+            ours, image_input(classifier_folder(path), recipe.model.trust_remote_code), f"rewards.model: {path}"
+        )
+        if not known:
+            raise UserError(
+                f"rewards.model: {path} has another vocabulary than the policy, which sees: train one from it"
+            )
     if theirs is None or knows(theirs, tokenizer):
         return _same(path, recipe, tokenizer, config.get_text_config().vocab_size, limit)
     return _rendered(path, theirs, tools, limit)
@@ -141,7 +152,7 @@ def _same(path: str, recipe: Recipe, tokenizer: Any, vocabulary: int, limit: int
         )
 
     def translate(sample: Sample) -> Ids:
-        return np.asarray(sample.ids, np.int32)
+        return np.asarray(sample.ids, np.int32) if sample.keyed is None else sample.keyed
 
     return translate
 

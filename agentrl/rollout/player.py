@@ -9,12 +9,14 @@ from typing import Any
 from agentrl.chat.base import Chat
 from agentrl.chat.load import load_chat
 from agentrl.cluster.placement import Placement
-from agentrl.data.prompts import PromptLengths, measure_prompts
+from agentrl.data.prompts import PromptLengths, drawn, measure_prompts, unseen
+from agentrl.data.sampler import TaskSampler
 from agentrl.engine.base import Engine, engine_class
 from agentrl.errors import UserError
 from agentrl.gateway.server import Gateway
+from agentrl.images import STORE, ImageLimits
 from agentrl.models.image_input import check_sight
-from agentrl.models.load import load_model, load_skeleton, resolve
+from agentrl.models.load import check_roles, load_model, load_skeleton, resolve
 from agentrl.plugins.agent import Agent
 from agentrl.plugins.agent_process import agent_of_recipe
 from agentrl.plugins.environment import Environment
@@ -82,6 +84,7 @@ class Player:
         torch's seed and, where the recipe says so, its threads.
         """
         prepare_torch(recipe)
+        STORE.limits = ImageLimits(recipe.rollout.max_image_pixels, recipe.rollout.max_image_bytes)
         env = env or make_environment(recipe.env)
         rewards = make_rewards(recipe.rewards)
         agent = agent_of_recipe(recipe.agent) if recipe.agent is not None else None
@@ -128,6 +131,7 @@ class Player:
         model, tokenizer = load_skeleton(section) if shape_only else load_model(section, recipe.train.seed)
         if tokenizer.image_input is not None:
             check_sight(recipe)
+            check_roles(recipe, tokenizer.image_input)
         chat = load_chat(
             tokenizer,
             model_path=section.path,
@@ -167,7 +171,16 @@ class Player:
         """Return the lengths of the tasks' opening prompts, and the most that fit. max_tokens: in place of
         `rollout.max_tokens`."""
         most = self.prompt_limit if max_tokens is None else min(max_tokens, self.engine.max_context) - 1
-        return await measure_prompts(self.env, self.toolbox.tools, self.chat, tasks, most)
+        images = self.recipe.rollout.max_images
+        return await measure_prompts(self.env, self.toolbox.tools, self.chat, tasks, most, images)
+
+    def unseen(self, task: Task) -> str | None:
+        """Return why an image of a task's opening cannot be shown; None: all of them can."""
+        return unseen(self.env, self.chat, task)
+
+    def draw(self, sampler: TaskSampler, tasks: Sequence[Task]) -> int:
+        """Return the index of the next task whose images can be shown. Raises UserError: no task is left."""
+        return drawn(sampler, self.env, self.chat, tasks)
 
     async def play(
         self,

@@ -7,7 +7,6 @@ from array import array
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
-from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -203,9 +202,10 @@ class Conversation:
 
     def _add_versions(self, versions: Sequence[int]) -> None:
         """Append one version an id, as counts of ids in a row."""
-        for version, run in groupby(versions):
-            self.versions.append(version)
-            self.version_counts.append(len(list(run)))
+        each = np.array(versions, np.int32)
+        starts = np.flatnonzero(np.diff(each, prepend=each[0] - 1))
+        self.versions.fromlist(each[starts].tolist())
+        self.version_counts.fromlist(np.diff(starts, append=len(each)).tolist())
 
     def close_turn(self) -> list[int]:
         """Return the turn is whole: its ids."""

@@ -7,6 +7,7 @@ from dataclasses import replace
 from itertools import islice
 
 from agentrl.errors import contained, describe
+from agentrl.images import keyed
 from agentrl.plugins.reward import GroupReward, Reward, Sample
 from agentrl.plugins.rewards import NO_REWARDS, Rewards
 from agentrl.rollout.deadline import GRACE, CancelledFromWithinError, DeadlineTimer, OwnedTask
@@ -115,8 +116,10 @@ class _OfOne(GroupReward):
 
 
 def _sample(t: Trajectory) -> Sample:
+    path = t.last_path()
+    shown = keyed(t.ids, t.images)[path] if t.images else None
     return Sample(
-        t.task, t.messages, dict(t.rewards), str(t.finish), len(t.turns), t.sampled_tokens, t.ids[t.last_path()]
+        t.task, t.messages, dict(t.rewards), str(t.finish), len(t.turns), t.sampled_tokens, t.ids[path], shown
     )
 
 

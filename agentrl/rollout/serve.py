@@ -9,7 +9,7 @@ from agentrl.chat.base import Chat
 from agentrl.engine.base import Engine, Sampling
 from agentrl.gateway.call import Call, Completion, Feed, GatewayError, Origin
 from agentrl.gateway.server import Gateway
-from agentrl.plugins.types import Json
+from agentrl.plugins.types import Content, Json
 from agentrl.recipe.schema import Recipe, RolloutSection
 from agentrl.rollout.agent import TreeEndpoint
 from agentrl.rollout.conversation_tree import ConversationTree, Node
@@ -40,7 +40,7 @@ class ServedModel(TreeEndpoint):
         """None: clients have tools of their own."""
         return ()
 
-    async def call_tool(self, name: str, arguments: Mapping[str, Json] | str) -> str:
+    async def call_tool(self, name: str, arguments: Mapping[str, Json] | str) -> Content:
         """Refuse: there are none."""
         raise GatewayError("no tools are served here")
 

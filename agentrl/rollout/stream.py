@@ -102,6 +102,7 @@ class Stream:
         while (chosen := self._chosen()) is None:
             await asyncio.wait(_unfinished(self._flights), return_when=asyncio.FIRST_COMPLETED)
             self._raise_failed()
+            self._fill()  # what ended since is not replaced yet
         self.left_out = [flight for flight in self._flights if flight.number in self._rejected]
         self._flights = [flight for flight in self._alive if flight not in chosen]
         self._rejected.clear()

@@ -3,7 +3,7 @@
 from collections.abc import Awaitable, Callable, Sequence
 
 from agentrl.plugins.environment import Environment
-from agentrl.plugins.types import Json, Message, Reply, Session, Task
+from agentrl.plugins.types import Content, Json, Message, Reply, Session, Task
 from agentrl.recipe.schema import Recipe, RewardsSection, RolloutSection
 
 ENDLESS = 1 << 30
@@ -14,14 +14,15 @@ PATIENCE = 1e6
 class Talk(Environment):
     """One conversation after the other. Its `create` hears the first words, its `execute` the others.
 
-    listen: what the person says next; None: the conversation is over. system: a system message, where it is not empty.
+    listen: what the person says next, text or parts with images; None: the conversation is over. system: a system
+    message, where it is not empty.
     """
 
     name = "talk"
     splits = ()
     reward_parts = ()
 
-    def __init__(self, listen: Callable[[], Awaitable[str | None]], system: str = "") -> None:
+    def __init__(self, listen: Callable[[], Awaitable[Content | None]], system: str = "") -> None:
         self._listen, self._system = listen, system
 
     def tasks(self, split: str) -> Sequence[Task]:
@@ -32,8 +33,8 @@ class Talk(Environment):
         return [*system, {"role": "user", "content": await self._listen() or ""}]
 
     async def execute(self, session: Session, message: Message) -> Reply:
-        text = await self._listen()
-        return Reply(done=True) if text is None else Reply(messages=({"role": "user", "content": text},))
+        said = await self._listen()
+        return Reply(done=True) if said is None else Reply(messages=({"role": "user", "content": said},))
 
     async def calc_reward(self, session: Session, **kwargs: Json) -> dict[str, float]:
         return {}

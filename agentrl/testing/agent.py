@@ -12,7 +12,7 @@ from typing import Any
 
 from agentrl.chat.base import ParsedCall, ParsedTurn
 from agentrl.engine.base import Engine, EngineError, Generation, GenerationFinish, OnTokens, Sampling
-from agentrl.plugins.types import Json, Message
+from agentrl.plugins.types import Content, Json, Message
 from agentrl.recipe.schema import RolloutSection
 
 Turn = Callable[[int], Awaitable[str | None]]
@@ -45,7 +45,7 @@ class TextChat:
     """Messages as code points."""
 
     stop_ids: tuple[int, ...] = (END,)
-    images = False
+    images = True
     rewrites_history: str | None = None
     description = "text, as it is typed"
 
@@ -79,7 +79,14 @@ class TextChat:
         return [ord(character) for character in text]
 
     def _messages(self, messages: Sequence[Message]) -> list[int]:
-        return [i for m in messages for i in (*self.encode_text(f"{m['role']}: {m['content']}"), END)]
+        return [i for m in messages for i in (*self.encode_text(f"{m['role']}: {_text(m['content'])}"), END)]
+
+
+def _text(content: Content | None) -> str:
+    """Return a content as text, in which an image is its name."""
+    if not isinstance(content, list):
+        return str(content)
+    return "".join(str(part["text"]) if "text" in part else f"[{part['type']}]" for part in content)
 
 
 def _parsed(name: str, body: str, line: str) -> ParsedCall:

@@ -16,8 +16,8 @@ from agentrl.plugins.types import Message, Task
 from agentrl.recipe.schema import AgentSection, RolloutSection
 from agentrl.rollout.agent import AgentRequest
 from agentrl.rollout.conversation_tree import Node
-from agentrl.testing.environment import made_environment, made_tool
-from agentrl.testing.hooks import HOOK_SECONDS, require, require_no_growth, run_checks
+from agentrl.testing.environment import made_environment
+from agentrl.testing.hooks import HOOK_SECONDS, made_tool, require, require_no_growth, run_checks
 from agentrl.testing.play import Agent as Answers
 from agentrl.testing.play import Holder, Stage, for_whole_task, turns_of
 from agentrl.trajectory import Trajectory

@@ -5,15 +5,17 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from agentrl.images import stored
 from agentrl.plugins.environment import Environment
-from agentrl.plugins.registry import make_environment, make_tool
+from agentrl.plugins.registry import make_environment
 from agentrl.plugins.rewards import known_parts
 from agentrl.plugins.tool import Tool
 from agentrl.plugins.types import Task
-from agentrl.recipe.schema import EnvSection, RolloutSection, ToolSection
+from agentrl.recipe.schema import EnvSection, RolloutSection
 from agentrl.rollout.hooks import STEP
 from agentrl.testing.hooks import (
     hook,
+    made_tool,
     number,
     require,
     require_hooks,
@@ -94,14 +96,6 @@ def made_environment(env: Environment | type[Environment] | str) -> Environment:
     made: Any = env() if isinstance(env, type) else env
     require(isinstance(made, Environment), f"{env!r} is not an environment: derive it from agentrl.Environment")
     assert isinstance(made, Environment)
-    return made
-
-
-def made_tool(one: Tool | str) -> Tool:
-    """Return a tool, or the installed one of that name."""
-    made = make_tool(ToolSection(name=one)) if isinstance(one, str) else one
-    require(isinstance(made, Tool), f"{one!r} is not a tool, and cannot be offered here")
-    assert isinstance(made, Tool)
     return made
 
 
@@ -191,7 +185,7 @@ class _Contract:
             good,
             f"{self.what}: `create` of task {task.id} must return messages with role and content, got {messages!r}",
         )
-        return json.dumps([[m["role"], m["content"]] for m in messages], default=str)
+        return json.dumps([[m["role"], m["content"]] for m in map(stored, messages)], default=str)
 
     async def check_plays(self, gold: Agent, wrong: Agent, sessions: int) -> None:
         best = [await self.play(task, gold, "gold") for task in self.played]

@@ -11,8 +11,10 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
 from agentrl.plugins.environment import Environment
-from agentrl.plugins.tool import Tool
+from agentrl.plugins.registry import make_tool
+from agentrl.plugins.tool import Tool, ToolSource
 from agentrl.plugins.types import ArgumentError, Json, Session, Task
+from agentrl.recipe.schema import ToolSection
 from agentrl.rollout.event_loop import blocking, run
 
 T = TypeVar("T")
@@ -40,6 +42,20 @@ def run_checks(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
     else:
         return
     raise AssertionError(str(broken)) from broken.__cause__
+
+
+def made_tool(tool: Tool | type[Tool] | str) -> Tool:
+    """Return an object, a class that needs no argument, or an installed name, as a tool."""
+    made: Any = (
+        make_tool(ToolSection(name=tool)) if isinstance(tool, str) else tool() if isinstance(tool, type) else tool
+    )
+    require(not isinstance(made, ToolSource), f"{tool!r} is a source of tools: open it, and check those one by one")
+    require(
+        isinstance(made, Tool),
+        f"{tool!r} is not a tool: derive it from agentrl.Tool, or decorate a function with @tool",
+    )
+    assert isinstance(made, Tool)
+    return made
 
 
 def require_hooks(plugin: Tool | Environment, what: str) -> None:

@@ -4,15 +4,14 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from agentrl.plugins.registry import make_tool
-from agentrl.plugins.tool import Tool, ToolSource
+from agentrl.plugins.tool import Tool
 from agentrl.plugins.types import ArgumentError, Conversed, Json, Message, Session, Task, ToolKwargs, ToolResponse
-from agentrl.recipe.schema import ToolSection
 from agentrl.testing.agent import ANSWER
 from agentrl.testing.agent import call as call_line
 from agentrl.testing.hooks import (
     first_difference,
     hook,
+    made_tool,
     number,
     require,
     require_hooks,
@@ -53,23 +52,10 @@ def check_tool(
     __tracebackhide__ = True
 
     async def work() -> None:
-        contract = _Contract(_made(tool), calls, wrong, create_kwargs, execute_kwargs)
+        contract = _Contract(made_tool(tool), calls, wrong, create_kwargs, execute_kwargs)
         await _check(contract, deterministic, sessions)
 
     run_checks(work)
-
-
-def _made(tool: Tool | type[Tool] | str) -> Tool:
-    made: Any = (
-        make_tool(ToolSection(name=tool)) if isinstance(tool, str) else tool() if isinstance(tool, type) else tool
-    )
-    require(not isinstance(made, ToolSource), f"{tool!r} is a source of tools: open it, and check those one by one")
-    require(
-        isinstance(made, Tool),
-        f"{tool!r} is not a tool: derive it from agentrl.Tool, or decorate a function with @tool",
-    )
-    assert isinstance(made, Tool)
-    return made
 
 
 async def _check(contract: "_Contract", deterministic: bool, sessions: int) -> None:

@@ -62,11 +62,18 @@ class Display:
     steps: steps of the whole run. title: name of the run. console: default stdout. first_step: steps done before.
     """
 
+    followed = "reward", "reward/mean", (".3f", ".2f")
+    """What the curve shows: its name, its key among the metrics, and the formats of a step and of the end."""
+    speed = "sampled tokens/s", "rollout/tokens_per_s"
+    """The speed: its name, and its key."""
+    every = 1
+    """A line is printed for the first step, the last one, and those whose number this divides."""
+
     def __init__(self, steps: int, title: str, console: Console | None = None, first_step: int = 0):
         self.console = console or terminal()
         self.steps, self.title, self.first_step = steps, title, first_step
-        self.rewards: list[float] = []
-        """Mean reward of each step shown."""
+        self.values: list[float] = []
+        """What the curve shows of each step: `followed`."""
         self.accuracies: list[float] = []
         """Held-out accuracy (0..1) of each evaluation of the split whose curve is shown."""
         self._start = monotonic()
@@ -123,9 +130,9 @@ class Display:
     def step(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Show a finished step and its metrics."""
         self.latest = dict(metrics)
-        self.rewards.append(metrics["reward/mean"])
+        self.values.append(metrics[self.followed[1]])
         self._progress.update(self._bar, completed=step)
-        if not self.console.is_terminal:
+        if not self.console.is_terminal and (step % self.every == 0 or step in (1, self.steps)):
             self._print(self._line(step, metrics), highlight=False, soft_wrap=True)
 
     def evaluation(self, step: int, found: Mapping[str, Accuracy], followed: str | None) -> None:
@@ -142,24 +149,32 @@ class Display:
 
     def _line(self, step: int, metrics: Mapping[str, Any]) -> str:
         left = self.time_left(step)
+        (name, key, (form, _)), (unit, speed) = self.followed, self.speed
         return (
-            f"step {step:>4}/{self.steps}  reward {metrics['reward/mean']:.3f}  {_selected(metrics)}"
-            f"{metrics['rollout/tokens_per_s']:,.0f} sampled tokens/s  {metrics['time/step_s']:.2f} s"
+            f"step {step:>4}/{self.steps}  {name} {metrics[key]:{form}}  {self._more(metrics)}"
+            f"{metrics[speed]:,.0f} {unit}  {metrics['time/step_s']:.2f} s"
             + (f"  {clock(left)} left" if left is not None else "")
         )
 
+    def _more(self, metrics: Mapping[str, Any]) -> str:
+        """Return what a step's line says between its value and its speed."""
+        return _selected(metrics)
+
+    def _curve(self) -> str:
+        return sparkline(self.values)
+
     def _render(self) -> Group:
         table = Table.grid(padding=(0, 2))
-        step = self.first_step + len(self.rewards)
-        if self.rewards:
-            table.add_row("reward", f"{self.rewards[-1]:.3f}", Text(sparkline(self.rewards), style="green"))
+        step = self.first_step + len(self.values)
+        (name, _, (form, _)), (unit, speed) = self.followed, self.speed
+        if self.values:
+            table.add_row(name, f"{self.values[-1]:{form}}", Text(self._curve(), style="green"))
         if self.accuracies:
             table.add_row(
                 "held-out accuracy", f"{self.accuracies[-1]:.1%}", Text(sparkline(self.accuracies), style="cyan")
             )
         if self.latest:
-            speed = f"{self.latest['rollout/tokens_per_s']:,.0f}"
-            table.add_row("sampled tokens/s", speed, f"{self.latest['time/step_s']:.2f} s per step")
+            table.add_row(unit, f"{self.latest[speed]:,.0f}", f"{self.latest['time/step_s']:.2f} s per step")
             if selected := _selected(self.latest):
                 table.add_row("groups", selected)
         left = self.time_left(step)
@@ -176,6 +191,7 @@ class Display:
             table.add_row(escape(split), *map(_with_interval, (before, after)))
         if rows:
             self._print(table)
-        if self.rewards:
-            self._print(f"reward {sparkline(self.rewards)}  {self.rewards[0]:.2f} → {self.rewards[-1]:.2f}")
+        if self.values:
+            first, last = (f"{value:{self.followed[2][1]}}" for value in (self.values[0], self.values[-1]))
+            self._print(f"{self.followed[0]} {self._curve()}  {first} → {last}")
         self._print(f"{clock(seconds)} in total. Run folder: [bold]{escape(folder)}[/bold]", highlight=False)

@@ -17,6 +17,8 @@ from agentrl.checkpoint.run_folder import RunFolder
 from agentrl.errors import nearest
 from agentrl.eval.held_out import HeldOut
 from agentrl.eval.result import Accuracy, SplitResult, failures
+from agentrl.images import FOLDER as IMAGES
+from agentrl.images import STORE
 from agentrl.learner.learner import Learner
 from agentrl.learner.monitors import Finding, Health
 from agentrl.learner.roles import RoleHost
@@ -144,6 +146,8 @@ class Loop:
 
     def _update(self, step: int, groups: Sequence[Group]) -> dict[str, Any]:
         start = perf_counter()
+        shown = (span.hash for group in groups for t in group.trajectories for span in t.images)
+        STORE.copy(shown, self.folder.path / IMAGES)  # for workers, also where another run stored them
         with self.profiler.phase(TRAIN, step):
             metrics = dict(self.rollouts.learn(lambda: self.learner.learn(groups)))
         seconds = perf_counter() - start

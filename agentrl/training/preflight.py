@@ -22,7 +22,7 @@ from agentrl.errors import UserError, describe
 from agentrl.eval.evaluate import choosing_split, chosen_splits
 from agentrl.learner.actor import loss_terms
 from agentrl.learner.advantages import PART, PART_WEIGHT, with_advantages
-from agentrl.learner.learner import chosen
+from agentrl.learner.streams import chosen
 from agentrl.learner.teacher import check_teachers
 from agentrl.models.load import find_device, resolve
 from agentrl.plugins.agent import make_agent
@@ -114,7 +114,7 @@ def with_epochs(recipe: Recipe, checked: Checked) -> Recipe:
     if recipe.data.epochs is None:
         return recipe
     steps = math.ceil(recipe.data.epochs * (len(checked.tasks) - len(checked.sampler.excluded)) / recipe.rollout.tasks)
-    return recipe.model_copy(update={"train": recipe.train.model_copy(update={"steps": steps})})
+    return recipe.changed(train={"steps": steps})
 
 
 def told_of_data(recipe: Recipe, checked: Checked) -> list[str]:

@@ -131,7 +131,7 @@ class SerialRollouts(Rollouts):
         return StepGroups(groups, metrics, left_out)
 
     def _draw(self) -> tuple[int, Task]:
-        index = self._outstanding.pop(0) if self._outstanding else self._sampler.draw(1)[0]
+        index = self._outstanding.pop(0) if self._outstanding else self._player.draw(self._sampler, self._tasks)
         return index, self._tasks[index]
 
     def state(self) -> dict[str, Any]:
@@ -214,7 +214,7 @@ class OverlappedRollouts(Rollouts):
         return Stream(
             self._player.driver(occasion=f"after_{step}"),
             self._tasks,
-            lambda: self._sampler.draw(1)[0],
+            lambda: self._player.draw(self._sampler, self._tasks),
             plan,
             version=step,
             first=first,

@@ -2,7 +2,7 @@
 
 import shlex
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +11,7 @@ from typing import Any
 
 from agentrl.checkpoint.checkpoints import Checkpoints, NotSaved, Saved
 from agentrl.checkpoint.disk import FULL
+from agentrl.checkpoint.mirror import Mirror, fetched_run, open_mirror
 from agentrl.checkpoint.run_folder import ERRORS, RECIPE, FolderLock, RunFolder
 from agentrl.cluster.errors import WorkerLost
 from agentrl.engine.base import engine_class
@@ -18,8 +19,9 @@ from agentrl.errors import UserError, describe, from_signal
 from agentrl.eval.why import reasons
 from agentrl.learner.monitors import RANGES
 from agentrl.models.load import load_tokenizer, resolve_types
-from agentrl.recipe.load import load_recipe, recipe_name
+from agentrl.recipe.load import differing, leaves, load_recipe, recipe_name
 from agentrl.recipe.schema import Recipe
+from agentrl.remote import is_remote
 from agentrl.rollout.event_loop import blocking
 from agentrl.rollout.stored import training_files
 from agentrl.training.display import Display
@@ -92,16 +94,26 @@ def resume_run(
     stored: Sequence[str] = (),
 ) -> TrainResult:
     """Continue the run in folder `run` from its last checkpoint, with its own recipe or `recipe`, plus `overrides`.
+    `run` may be the URL of a mirror (`train.mirror`).
 
     stored: of a run that trains on stored rollouts, where they lie now; default: where they lay.
 
     Raises UserError, also for a recipe that changes what is trained (`FIXED`) unless `force` is set.
     """
-    folder = RunFolder.existing(run)
+    folder = RunFolder.existing(local_run(run, overrides))
     found = load_recipe(recipe or folder.recipe(), overrides)
     if not force:
         check_same_run(folder.recipe(), found)
     return _start(found, folder.path.name, folder, display, stored)
+
+
+def local_run(run: str, overrides: Sequence[str]) -> str:
+    """Return the folder of a run to resume: `run`, or a copy of the mirror at that URL, in the folder that `output=`
+    names. Raises UserError."""
+    if not is_remote(run):
+        return run
+    given = [value for key, _, value in (text.partition("=") for text in overrides) if key == "output"]
+    return str(fetched_run(run, given[-1] if given else None))
 
 
 def _start(
@@ -166,6 +178,7 @@ def _prepare(
             saved = last_checkpoint(recipe, resumed, restarted)
             stored = _former_files(saved, stored)
         files = training_files(stored)
+        mirror = open_mirror(recipe.train.mirror, resumed is not None)
         checked = check_run(recipe)
         recipe = with_epochs(recipe, checked)
         steps = min(recipe.train.steps, len(files) or recipe.train.steps)
@@ -177,7 +190,7 @@ def _prepare(
             display.note(line)
         for line in (*told_of_data(recipe, checked), *told_of_stored(stored, files, recipe)):
             display.note(line)
-        return Start(recipe, name, resumed, saved, checked, display, interrupts, stack.pop_all(), files)
+        return Start(recipe, name, resumed, saved, checked, display, interrupts, stack.pop_all(), files, mirror=mirror)
 
 
 def last_checkpoint(recipe: Recipe, resumed: RunFolder, restarted: bool) -> Saved | None:
@@ -235,11 +248,16 @@ def check_tokenizer(folder: Path, former: Recipe, recipe: Recipe) -> None:
     """Raises UserError: rollouts in `folder`, of the recipe `former`, have no token ids, or another tokenizer's."""
     if engine_class(former.engine.name).brings_chat:
         raise UserError(f"{folder}: its engine {former.engine.name!r} gives no token ids to train on")
-    if former.model.path == recipe.model.path:
-        return
-    theirs, ours = (load_tokenizer(one.model).get_vocab() for one in (former, recipe))
-    if theirs != ours:
+    if not same_tokenizer(former, recipe):
         raise UserError(f"{folder}: sampled with the tokenizer of {former.model.path}: {recipe.model.path} has another")
+
+
+def same_tokenizer(one: Recipe, other: Recipe) -> bool:
+    """Return whether the models of two recipes have the same vocabulary. Raises UserError: one cannot be loaded."""
+    if one.model.path == other.model.path:
+        return True
+    ours, theirs = (load_tokenizer(recipe.model).get_vocab() for recipe in (one, other))
+    return bool(ours == theirs)
 
 
 def _run(start: Start, make: Callable[[Start], Loop]) -> TrainResult:
@@ -260,7 +278,7 @@ def _run(start: Start, make: Callable[[Start], Loop]) -> TrainResult:
             interrupted = _run_loop(loop)
         finally:
             start.display.end()
-    return _finish(loop, interrupted, monotonic() - started)
+    return _finish(loop, interrupted, monotonic() - started, start.mirror)
 
 
 def _older_checkpoint(saved: Saved) -> str:
@@ -347,7 +365,7 @@ def _save_traceback(loop: Loop, error: BaseException) -> str:
     return f"; the traceback is in {path}"
 
 
-def _finish(loop: Loop, interrupted: bool, seconds: float) -> TrainResult:
+def _finish(loop: Loop, interrupted: bool, seconds: float, mirror: Mirror | None) -> TrainResult:
     """Write the report and print the result."""
     folder, display = loop.folder.path, loop.display
     last = Checkpoints(loop.folder.checkpoints, loop.recipe.train.keep).latest()
@@ -357,6 +375,8 @@ def _finish(loop: Loop, interrupted: bool, seconds: float) -> TrainResult:
     except Exception as error:  # noqa: BLE001 - the checkpoint is saved: the run succeeds without its report
         why = error.strerror if isinstance(error, OSError) and error.strerror else describe(error)
         display.note(f"report.html could not be written: {why}")
+    if mirror is not None:
+        mirror.results()
     if interrupted:
         done = loop.step >= loop.rollouts.steps
         then = "every step is done" if done else f"go on with: {loop.command} --resume {folder}"
@@ -381,7 +401,7 @@ def changes(former: Path, recipe: Recipe, sections: tuple[str, ...] = ()) -> str
         before = load_recipe(former)
     except UserError as error:
         return f"what changed since the run began is not known: {error}"
-    keys = [key for key in _differing(before, recipe) if not sections or _below(key, sections)]
+    keys = [key for key in differing(before, recipe) if not sections or _below(key, sections)]
     return f"changed since the run began: {_describe_changes(keys, before, recipe)}" if keys else None
 
 
@@ -395,7 +415,7 @@ def check_same_run(former: Path, recipe: Recipe, fixed: tuple[str, ...] = FIXED)
         before = load_recipe(former)
     except UserError as error:
         raise UserError(f"--resume: the run's own recipe cannot be compared: {error}; {force}") from error
-    if keys := [key for key in _differing(before, recipe) if _below(key, fixed) and not _below(key, FREE)]:
+    if keys := [key for key in differing(before, recipe) if _below(key, fixed) and not _below(key, FREE)]:
         described = _describe_changes(keys, before, recipe)
         raise UserError(f"--resume: this is not what the run began with: {described}; {force}")
 
@@ -404,25 +424,10 @@ def _below(key: str, parents: tuple[str, ...]) -> bool:
     return any(key == parent or key.startswith(f"{parent}.") for parent in parents)
 
 
-def _differing(before: Recipe, now: Recipe) -> list[str]:
-    """Return the dotted keys whose values differ, except `output`, in the order of the former recipe."""
-    old, new = (dict(_leaves(recipe.model_dump(mode="json"))) for recipe in (before, now))
-    return [key for key in old | new if old.get(key) != new.get(key) and key != "output"]
-
-
 def _describe_changes(keys: list[str], before: Recipe, now: Recipe) -> str:
-    old, new = (dict(_leaves(recipe.shown())) for recipe in (before, now))
+    old, new = (dict(leaves(recipe.shown())) for recipe in (before, now))
     listed = [f"{key} {_short(old.get(key))} -> {_short(new.get(key))}" for key in keys[:SHOWN]]
     return ", ".join(listed + ([f"and {len(keys) - SHOWN} more"] if len(keys) > SHOWN else []))
-
-
-def _leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    items = value.items() if isinstance(value, dict) else enumerate(value)
-    for key, item in items:
-        if isinstance(item, dict | list):
-            yield from _leaves(item, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", item
 
 
 def _short(value: Any) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.checkpoint.checkpoints import ADAPTER, Checkpoints, Saved
+from agentrl.checkpoint.mirror import Mirror
 from agentrl.checkpoint.run_folder import FolderLock, RunFolder
 from agentrl.data.prompts import PromptLengths
 from agentrl.data.sampler import TaskSampler
@@ -65,6 +66,8 @@ class Start:
     """Files to train on, a file a step; empty: rollouts are sampled."""
     folder: RunFolder | None = None
     """The run's folder, once it exists."""
+    mirror: Mirror | None = None
+    """Its copy at a URL."""
 
     def open_folder(self) -> RunFolder:
         """Return the run's folder, created and locked if it is new; removed at the end if nothing was written there."""
@@ -76,6 +79,15 @@ class Start:
             self.stack.callback(FolderLock(self.folder.path).release)
             RunFolder.check_free(str(self.folder.path))  # another run may have come and gone before we had the lock
         return self.folder
+
+    def open_checkpoints(self, tokenizer: Any) -> Checkpoints:
+        """Return the run's checkpoints, which its mirror follows from now on to the run's end."""
+        folder, mirror, keep = self.open_folder(), self.mirror, self.recipe.train.keep
+        if mirror is None:
+            return Checkpoints(folder.checkpoints, keep, tokenizer)
+        mirror.follow(folder.path, self.display.note)
+        self.at_end("the mirror", mirror.close)
+        return Checkpoints(folder.checkpoints, keep, tokenizer, mirror.saved)
 
     def at_end(self, what: str, close: Callable[[], Any]) -> None:
         """Call `close` when the run ends, however it does. The lines that it may return are printed, and so is what it
@@ -111,12 +123,8 @@ def set_up(start: Start) -> Loop:
     kind: Callable[..., Rollouts] = SerialRollouts if recipe.rollout.overlap == "none" else OverlappedRollouts
     if start.stored:
         kind = partial(StoredRollouts, start.stored)
-    journal = Journal(
-        recipe.track.trajectories,
-        lambda: start.open_folder().trajectories,
-        partial(environment_of, player.env),
-        recipe.secrets,
-    )
+    place = partial(environment_of, player.env)
+    journal = Journal(recipe.track.trajectories, lambda: start.open_folder().trajectories, place, recipe.secrets)
     rollouts = kind(
         recipe, player, start.checked.tasks, sampler, interrupts, role_host.weights, on_group=journal.finished
     )
@@ -130,21 +138,10 @@ def set_up(start: Start) -> Loop:
     trackers = Trackers(display.note)
     trackers.start(start.checked.trackers, folder.path, recipe.shown(), stack)
     loop = Loop(
-        recipe=recipe,
-        player=player,
-        learner=learner,
-        profiler=profiler,
-        role_host=role_host,
-        rollouts=rollouts,
-        held_out=held_out,
-        folder=folder,
-        journal=journal,
-        checkpoints=Checkpoints(folder.checkpoints, recipe.train.keep, player.tokenizer),
-        display=display,
-        interrupts=interrupts,
-        health=Health(recipe),
-        trackers=trackers,
-    )
+        recipe=recipe, player=player, learner=learner, profiler=profiler, role_host=role_host, rollouts=rollouts,
+        held_out=held_out, folder=folder, journal=journal, checkpoints=start.open_checkpoints(player.tokenizer),
+        display=display, interrupts=interrupts, health=Health(recipe), trackers=trackers,
+    )  # fmt: skip
     if start.saved:
         restore(loop, start.saved, len(start.checked.tasks))
     elif start.resumed:
@@ -207,20 +204,24 @@ def _prepare_tasks(start: Start, player: Player) -> tuple[HeldOut, TaskSampler]:
 def exclude_long(
     player: Player, tasks: Sequence[Task], needed: int, sampler: TaskSampler, interrupts: Interrupts
 ) -> list[str]:
-    """Measure the prompts of the `needed` tasks that are drawn first, exclude those that are too long; return a note.
-    Raises UserError: none fits."""
+    """Measure the prompts of the `needed` tasks that are drawn first, exclude those that are too long or hold a broken
+    image; return a note. Raises UserError: none fits."""
     left = len(tasks) - len(sampler.excluded)
     need = left if sampler.order is not None else min(needed, left)  # what an order draws depends on results
     probe = replace(sampler, order=None, epoch=0, position=0)
     found: dict[int, int] = {}
+    broken: dict[int, str] = {}
     limit = player.prompt_limit
-    while sum(n <= limit for n in found.values()) < need:
+    while sum(n <= limit and i not in broken for i, n in found.items()) < need:
         if not (new := [i for i in dict.fromkeys(probe.draw(need)) if i not in found]):
             break
         lengths = interrupts.run(lambda new=new: player.measure([tasks[i] for i in new]))  # type: ignore[misc]
         found |= dict(zip(new, lengths.lengths, strict=True))
-    sampler.excluded |= {i for i, n in found.items() if n > limit}
-    line = PromptLengths(tuple(found.values()), limit).report("training")
+        broken |= {new[i]: why for i, why in lengths.broken.items()}
+    sampler.excluded |= {i for i, n in found.items() if n > limit or i in broken}
+    places = {i: place for place, i in enumerate(found)}
+    told = {places[i]: why for i, why in broken.items()}
+    line = PromptLengths(tuple(found.values()), limit, told).report("training")
     return [line] if line else []
 
 
@@ -268,12 +269,9 @@ def with_initial_model(recipe: Recipe, saved: Saved | None) -> Recipe:
     was trained on, which the merged weights no longer show."""
     if saved is None:
         return recipe
-    section = recipe.model
-    if section.lora is None:
-        update: dict[str, Any] = {"path": str(saved.path)}
-    else:
-        update = {"lora": section.lora.model_copy(update={"start": str(saved.path / ADAPTER)})}
-    return recipe.model_copy(update={"model": section.model_copy(update=update)})
+    if recipe.model.lora is None:
+        return recipe.changed(model={"path": str(saved.path)})
+    return recipe.changed(model={"lora": {"start": str(saved.path / ADAPTER)}})
 
 
 def _read_progress(saved: Saved, tasks: int) -> tuple[dict[str, Any], dict[str, Any]]:

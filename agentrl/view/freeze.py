@@ -87,7 +87,7 @@ def frozen(run: RunStore, ranges: Ranges, why: Why | None) -> Json:
     reasons = {} if why is None else _reasons(run, state["files"], why)
     chosen = _chosen(state["files"], index, reasons)
     kept = {name: rows for name, rows in chosen.items() if rows or "error" in index[name]}
-    samples, left_out = _samples(run, kept)
+    samples, left_out, images = _samples(run, kept)
     state["files"] = [file for file in state["files"] if file["name"] in kept]
     note = f"This page holds {len(samples)} of the stored samples, failures first. For all of them: agentrl view RUN"
     metrics = _metrics(run)
@@ -98,6 +98,7 @@ def frozen(run: RunStore, ranges: Ranges, why: Why | None) -> Json:
         "index": {name: _of_rows(index[name], rows, left_out.get(name, ())) for name, rows in kept.items()},
         "previews": {name: _some(run.previews(name), index[name], rows) for name, rows in kept.items() if rows},
         "samples": samples,
+        "images": images,
         "evaluations": run.evaluations(),
         "why": reasons,
     }
@@ -175,10 +176,14 @@ def _of_step(facts: Json) -> list[int]:
     return sorted(row for rows in varied[:GROUPS] for row in rows[:_MOST_OF_GROUP])
 
 
-def _samples(run: RunStore, kept: Mapping[str, Sequence[int]]) -> tuple[dict[str, Json], dict[str, set[int]]]:
-    """Return file:row -> sample, and file -> the rows that cannot be shown, or for which there is no room."""
+def _samples(
+    run: RunStore, kept: Mapping[str, Sequence[int]]
+) -> tuple[dict[str, Json], dict[str, set[int]], dict[str, str]]:
+    """Return file:row -> sample; file -> the rows that cannot be shown, or for which there is no room; and the images
+    of the samples, as `_taken_out`."""
     found: dict[str, Json] = {}
     left_out: dict[str, set[int]] = {}
+    images: dict[str, str] = {}
     whole = tokens = 0
     for name, rows in kept.items():
         for row, sample in zip(rows, run.samples(name, rows), strict=True):
@@ -186,16 +191,42 @@ def _samples(run: RunStore, kept: Mapping[str, Sequence[int]]) -> tuple[dict[str
                 left_out.setdefault(name, set()).add(row)
                 continue
             columns = {key: sample.pop(key) for key in _COLUMNS if key in sample}
-            size, more = len(json.dumps(sample)), len(json.dumps(columns))
+            new = {key: url for key, url in _taken_out(sample["told"]).items() if key not in images}
+            size = len(json.dumps(sample)) + sum(map(len, new.values()))
+            more = len(json.dumps(columns))
             if whole + size > _SAMPLES:
                 left_out.setdefault(name, set()).add(row)
                 continue
             if tokens + more <= _TOKENS:
                 sample |= columns
                 tokens += more
+            images |= new
             whole += size
             found[f"{name}:{row}"] = sample
-    return found, left_out
+    return found, left_out, images
+
+
+def _taken_out(told: Sequence[Json]) -> dict[str, str]:
+    """Put into the messages the hash of each image in place of its `data:` URL, so that the page holds one that stands
+    in many messages once. Returns hash -> URL."""
+    found: dict[str, str] = {}
+    for conversation in told:
+        for message in conversation["messages"]:
+            content = message.get("content")
+            for at, part in enumerate(content if isinstance(content, list) else ()):
+                url = _url(part)
+                if url is not None:
+                    key = hashlib.sha256(url.encode()).hexdigest()
+                    found[key] = url
+                    content[at] = {"type": "image_url", "image_url": {"kept": key}}
+    return found
+
+
+def _url(part: Json) -> str | None:
+    """Return the `data:` URL of a part; None: it has none."""
+    held = part.get("image_url", part.get("image")) if isinstance(part, Mapping) else None
+    url = held.get("url") if isinstance(held, Mapping) else held
+    return url if isinstance(url, str) and url.startswith("data:") else None
 
 
 def _of_rows(facts: Json, rows: Sequence[int], without: Iterable[int]) -> Json:

@@ -145,54 +145,22 @@ def _names(query: Mapping[str, str]) -> list[str]:
     return names
 
 
-def _state(shown: Shown, query: Mapping[str, str]) -> Json:
-    return [run.state() for run in shown.runs]
-
-
-def _metrics(shown: Shown, query: Mapping[str, str]) -> Json:
-    return _run(shown, query).metrics(_whole(query, "start"), query.get("of", ""))
-
-
-def _index(shown: Shown, query: Mapping[str, str]) -> Json:
-    return _run(shown, query).index(_names(query))
-
-
-def _previews(shown: Shown, query: Mapping[str, str]) -> Json:
-    return _run(shown, query).previews(query.get("file", ""))
-
-
-def _sample(shown: Shown, query: Mapping[str, str]) -> Json:
-    return _run(shown, query).sample(query.get("file", ""), _whole(query, "row"))
-
-
-def _spans(shown: Shown, query: Mapping[str, str]) -> Json:
-    return _run(shown, query).spans(query.get("file", ""))
-
-
-def _search(shown: Shown, query: Mapping[str, str]) -> Json:
-    return _run(shown, query).search(query.get("text", "")[:_MOST_TEXT], _names(query))
-
-
 def _why(shown: Shown, query: Mapping[str, str]) -> Json:
     if shown.why is None:
         raise UserError("nothing was given that says why samples fail")
     return _run(shown, query).why(query.get("file", ""), shown.why)
 
 
-def _evaluations(shown: Shown, query: Mapping[str, str]) -> Json:
-    return _run(shown, query).evaluations()
-
-
 _ANSWERS: dict[str, Callable[[Shown, Mapping[str, str]], Json]] = {
     "about": about,
-    "state": _state,
-    "metrics": _metrics,
-    "index": _index,
-    "previews": _previews,
-    "sample": _sample,
-    "search": _search,
-    "spans": _spans,
-    "evaluations": _evaluations,
+    "state": lambda shown, query: [run.state() for run in shown.runs],
+    "metrics": lambda shown, query: _run(shown, query).metrics(_whole(query, "start"), query.get("of", "")),
+    "index": lambda shown, query: _run(shown, query).index(_names(query)),
+    "previews": lambda shown, query: _run(shown, query).previews(query.get("file", "")),
+    "sample": lambda shown, query: _run(shown, query).sample(query.get("file", ""), _whole(query, "row")),
+    "search": lambda shown, query: _run(shown, query).search(query.get("text", "")[:_MOST_TEXT], _names(query)),
+    "spans": lambda shown, query: _run(shown, query).spans(query.get("file", "")),
+    "evaluations": lambda shown, query: _run(shown, query).evaluations(),
     "why": _why,
 }
 

@@ -267,7 +267,7 @@ class RunStore:
         if isinstance(where, str):
             from agentrl.models import EMBEDDED, embedded_path
 
-            saved.append(embedded_path() if where == EMBEDDED else Path(where))
+            saved.append(embedded_path(where) if where in EMBEDDED else Path(where))
         return next((folder / "tokenizer.json" for folder in saved if (folder / "tokenizer.json").is_file()), None)
 
 

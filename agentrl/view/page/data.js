@@ -40,6 +40,15 @@ function frozen(data) {
     if (found === undefined) throw new Error("not in this page: open the run with agentrl view");
     return found;
   };
+  // A sample with its images, of which the page holds each once.
+  const pictured = (run, found) => {
+    const part = (one) => {
+      const key = one?.image_url?.kept;
+      return typeof key === "string" && Object.hasOwn(data.runs[run].images, key) ? { ...one, image_url: { url: data.runs[run].images[key] } } : one;
+    };
+    const message = (one) => (Array.isArray(one?.content) ? { ...one, content: one.content.map(part) } : one);
+    return { ...found, told: found.told.map((told) => ({ ...told, messages: told.messages.map(message) })) };
+  };
   const texts = (one) => one.told.map((told) => JSON.stringify(told.messages)).join("\n").toLowerCase();
   return {
     about: async () => data.about,
@@ -50,7 +59,7 @@ function frozen(data) {
     },
     index: async (run, files) => Object.fromEntries(files.map((file) => [file, data.runs[run].index[file]])),
     previews: async (run, file) => data.runs[run].previews[file] ?? {},
-    sample: async (run, file, row) => sample(run, file, row),
+    sample: async (run, file, row) => pictured(run, sample(run, file, row)),
     spans: async (run, file) => {
       const rows = data.runs[run].index[file].at ?? [];
       const known = rows.map((row) => [row, sample(run, file, row).spans]).filter(([, spans]) => spans);

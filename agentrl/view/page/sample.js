@@ -127,8 +127,15 @@ const MEASURES = {
   },
 };
 
+// The image whose placeholder a token is.
+function imageAt(sample, k) {
+  return (sample.images ?? []).find(({ start, tokens }) => k >= start && k < start + tokens);
+}
+
 function facts(sample, k) {
   const found = [["token", `${k} of ${sample.ids.length}`], ["id", sample.ids[k]], ["text", JSON.stringify(sample.pieces?.[k] ?? "")]];
+  const image = imageAt(sample, k);
+  if (image) found.push(["image", `${image.hash.slice(0, 12)}, ${k - image.start + 1} of ${image.tokens}`]);
   const sampled = sampledAt(sample, k);
   found.push(["kind", sample.loss_mask[k] ? "trained" : sampled ? "sampled, not trained" : "read"]);
   if (sampled) found.push(["log-prob", `${number(sample.logprobs[k], 4)} (${percent(Math.exp(sample.logprobs[k]))})`], ["weights", `after ${sample.weight_version[k]} updates`]);
@@ -164,7 +171,8 @@ export function tokens(sample, how, changed) {
   function more(until) {
     const starts = new Map((sample.segments ?? []).map((segment, i) => [segment.start, i]));
     for (let k = body.children.length; k < Math.min(until, sample.ids.length); k++) {
-      const text = sample.pieces ? sample.pieces[k] : `${sample.ids[k]} `;
+      const image = imageAt(sample, k);
+      const text = image ? (k === image.start ? `[image ${image.hash.slice(0, 12)}] ▪` : "▪") : sample.pieces ? sample.pieces[k] : `${sample.ids[k]} `;
       body.append(h("span", { class: starts.has(k) ? "start" : null, "data-segment": starts.has(k) ? `segment ${starts.get(k)}` : null }, text.replaceAll("\n", "⏎\n") || "·"));
     }
     paint();

@@ -1,12 +1,12 @@
 """What the shipped environments share: openings, names of splits, fields of rows, and demonstrations by style."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from random import Random
 from typing import TypeVar
 
 from agentrl.errors import UserError, nearest
-from agentrl.plugins.environment import Environment
-from agentrl.plugins.types import Json, Message
+from agentrl.plugins.environment import Environment, LazyTasks
+from agentrl.plugins.types import Json, Message, Task
 
 Way = TypeVar("Way")
 
@@ -24,6 +24,21 @@ def check_split(env: Environment, split: str) -> None:
     """Raise UserError, with the nearest known name, unless `split` is `train` or one of `env.splits`."""
     if split not in (known := ("train", *env.splits)):
         raise UserError(f"{env.name} has no split {split!r} for this source{nearest(split, known)}")
+
+
+def check_generated(env: Environment, source: str) -> None:
+    """Raise UserError for a source, where the environment makes all of its tasks."""
+    if source != "generated":
+        raise UserError(f"env.source: {env.name} makes its own tasks: expected 'generated', got {source!r}")
+
+
+def generated_tasks(
+    split: str, train: int, held_out: int, seed: int, make: Callable[[str, int, int], Task]
+) -> LazyTasks:
+    """Return a split of a generator, which makes a task of split, index and seed. Train depends on the seed; the
+    held-out splits never do, so that runs compare. train, held_out: tasks of each split."""
+    size, own = (train, seed) if split == "train" else (held_out, 0)
+    return LazyTasks(size, lambda index: make(split, index, own))
 
 
 def check_style(env: Environment, style: str, styles: Styles[Way]) -> None:

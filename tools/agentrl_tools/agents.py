@@ -23,14 +23,14 @@ async def chat_completions(task: Task, client: AgentClient, turns: int = 6) -> s
             if not message.tool_calls:
                 break
             for call in message.tool_calls:
-                text = await client.call_tool(call.function.name, call.function.arguments)
-                messages.append({"role": "tool", "tool_call_id": call.id, "content": text})
+                content = await client.call_tool(call.function.name, call.function.arguments)
+                messages.append({"role": "tool", "tool_call_id": call.id, "content": content})
     return message.content or ""
 
 
 async def responses(task: Task, client: AgentClient, turns: int = 6) -> str:
     """Solve a task over the Responses API, the conversation kept by the gateway. Returns the last answer."""
-    say: list[Any] = list(client.messages)
+    say: list[Any] = [{**message, "content": _inputs(message["content"])} for message in client.messages]
     tools = [{"type": "function", **tool["function"]} for tool in client.tools]
     before: str | None = None
     async with client.openai() as openai:
@@ -41,8 +41,8 @@ async def responses(task: Task, client: AgentClient, turns: int = 6) -> str:
             before, say = found.id, []
             for item in found.output:
                 if item.type == "function_call":
-                    text = await client.call_tool(item.name, item.arguments)
-                    say.append({"type": "function_call_output", "call_id": item.call_id, "output": text})
+                    output = _inputs(await client.call_tool(item.name, item.arguments))
+                    say.append({"type": "function_call_output", "call_id": item.call_id, "output": output})
             if not say:
                 break
     return str(found.output_text)
@@ -51,7 +51,7 @@ async def responses(task: Task, client: AgentClient, turns: int = 6) -> str:
 async def anthropic_messages(task: Task, client: AgentClient, turns: int = 6) -> str:
     """Solve a task over the Messages API by the `anthropic` SDK. Returns the last answer."""
     system = "\n".join(str(m["content"]) for m in client.messages if m["role"] == "system")
-    messages: list[Any] = [m for m in client.messages if m["role"] != "system"]
+    messages: list[Any] = [{**m, "content": _blocks(m["content"])} for m in client.messages if m["role"] != "system"]
     functions = [tool["function"] for tool in client.tools]
     tools = [{**{k: f[k] for k in ("name", "description")}, "input_schema": f["parameters"]} for f in functions]
     options: dict[str, Any] = {"system": system} if system else {}
@@ -66,7 +66,30 @@ async def anthropic_messages(task: Task, client: AgentClient, turns: int = 6) ->
                 break
             results = []
             for call in calls:
-                text = await client.call_tool(call.name, call.input)
-                results.append({"type": "tool_result", "tool_use_id": call.id, "content": text})
+                content = _blocks(await client.call_tool(call.name, call.input))
+                results.append({"type": "tool_result", "tool_use_id": call.id, "content": content})
             messages.append({"role": "user", "content": results})
     return "".join(block.text for block in found.content if block.type == "text")
+
+
+def _inputs(content: Any) -> Any:
+    """Return a content of the Chat Completions API, text or texts and images, as the Responses API has it."""
+    return [_input(part) for part in content] if isinstance(content, list) else content
+
+
+def _input(part: Any) -> Any:
+    if part["type"] == "image_url":
+        return {"type": "input_image", "image_url": part["image_url"]["url"]}
+    return {"type": "input_text", "text": part["text"]}
+
+
+def _blocks(content: Any) -> Any:
+    """Return a content of the Chat Completions API as the Messages API has it."""
+    return [_block(part) for part in content] if isinstance(content, list) else content
+
+
+def _block(part: Any) -> Any:
+    if part["type"] != "image_url":
+        return part
+    kind, _, data = part["image_url"]["url"].removeprefix("data:").partition(";base64,")
+    return {"type": "image", "source": {"type": "base64", "media_type": kind, "data": data}}

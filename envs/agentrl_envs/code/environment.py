@@ -7,15 +7,16 @@ from random import Random
 from agentrl_tools.sandbox import Limits, make_sandbox
 from agentrl_tools.sandbox.base import MIB
 
+from agentrl.data.source import open_source
 from agentrl.errors import UserError
 from agentrl.plugins.environment import Environment
 from agentrl.plugins.types import Json, Message, Session, Task, answer_of
 from agentrl_envs.code.answer import find_solution
 from agentrl_envs.code.demonstrations import STYLES, demonstrate
-from agentrl_envs.code.generate import problem
+from agentrl_envs.code.generate import HELD_OUT_SIZE, SPLITS, problem
 from agentrl_envs.code.runner import SolutionRunner, UnfitTestsError, Verdict
-from agentrl_envs.code.source import FromRows, Generated, TaskSource
-from agentrl_envs.conversation import check_style, opening
+from agentrl_envs.code.source import TRAIN_SIZE, generated, read_tasks
+from agentrl_envs.conversation import check_split, check_style, generated_tasks, opening
 
 INSTRUCTIONS = "Answer with the whole function in one ```python block."
 
@@ -53,15 +54,19 @@ class Code(Environment):
         if min(seconds, total_seconds, memory_mb, concurrency) <= 0:
             raise ValueError("seconds, total_seconds, memory_mb and concurrency must be above 0")
         self._system_prompt = system_prompt
-        self._generated = source == "generated"
-        self._source: TaskSource = Generated(seed) if self._generated else FromRows(source, splits, config, seed)
-        self.splits = self._source.splits
+        made = source == "generated"
+        self._rows = None if made else open_source(source, splits=splits, config=config, seed=seed)
+        self._seed = seed
+        self.splits = SPLITS[1:] if self._rows is None else self._rows.splits
         limits = Limits(wall_seconds=max(seconds, 10.0), memory=memory_mb * MIB, output=_OUTPUT)
         self._sandbox = make_sandbox(backend, limits=limits, pool=pool)
         self._runner = SolutionRunner(self._sandbox, seconds, total_seconds, concurrency)
 
     def tasks(self, split: str) -> Sequence[Task]:
-        return self._source.tasks(split)
+        if self._rows is not None:
+            return read_tasks(self._rows.rows(split), split)
+        check_split(self, split)
+        return generated_tasks(split, TRAIN_SIZE, HELD_OUT_SIZE, self._seed, generated)
 
     async def create(self, session: Session, **create_kwargs: Json) -> list[Message]:
         return opening(session.task.data["question"], self._system_prompt)
@@ -92,7 +97,7 @@ class Code(Environment):
 
     def demonstrate(self, task: Task, rng: Random, style: str) -> list[Message]:
         """Return a solution in a style of `demonstrations.STYLES`; for generated tasks only."""
-        if not self._generated:
+        if self._rows is not None:
             raise UserError("code demonstrates generated tasks only: set env.source to generated")
         check_style(self, style, STYLES)
         origin = task.data

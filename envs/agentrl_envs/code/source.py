@@ -8,11 +8,9 @@ import ast
 import builtins
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
-from agentrl.data.source import Names, open_source
-from agentrl.errors import UserError, nearest
-from agentrl.plugins.environment import LazyTasks
+from agentrl.data.rows import Rows
+from agentrl.errors import UserError
 from agentrl.plugins.types import Json, Task
 from agentrl_envs.code import generate
 from agentrl_envs.conversation import text_field
@@ -114,61 +112,19 @@ def _texts(fields: Mapping[str, Json], name: str, where: str) -> list[str]:
 TRAIN_SIZE = 50_000
 
 
-class TaskSource(Protocol):
-    """Gives the tasks of each split."""
-
-    @property
-    def splits(self) -> tuple[str, ...]:
-        """Names of the held-out splits."""
-        ...
-
-    def tasks(self, split: str) -> Sequence[Task]:
-        """Return the tasks of a split."""
-        ...
-
-
-class Generated:
-    """The generator. Train depends on the seed; the held-out splits never do, so that runs compare."""
-
-    splits = generate.SPLITS[1:]
-
-    def __init__(self, seed: int) -> None:
-        self._seed = seed
-
-    def tasks(self, split: str) -> Sequence[Task]:
-        """Return the tasks of a split. Raises UserError for an unknown one."""
-        if split not in generate.SPLITS:
-            raise UserError(f"code has no split {split!r} for this source{nearest(split, generate.SPLITS)}")
-        seed = self._seed if split == "train" else 0
-        return LazyTasks(
-            TRAIN_SIZE if split == "train" else generate.HELD_OUT_SIZE, lambda index: _generated(split, index, seed)
-        )
-
-
-class FromRows:
-    """Rows in the shape of MBPP or HumanEval."""
-
-    def __init__(self, source: str, splits: Mapping[str, Names] | None, config: str | None, seed: int) -> None:
-        self._source = open_source(source, splits=splits, config=config, seed=seed)
-
-    @property
-    def splits(self) -> tuple[str, ...]:
-        """The held-out splits of the data."""
-        return self._source.splits
-
-    def tasks(self, split: str) -> Sequence[Task]:
-        """Return the tasks of a split, one for each row. Raises UserError for a row that cannot be tested."""
-        rows = self._source.rows(split)
-        return [_task(rows.row(i), rows.where(i), f"{split}-{i}") for i in range(len(rows))]
-
-
-def _generated(split: str, index: int, seed: int) -> Task:
+def generated(split: str, index: int, seed: int) -> Task:
+    """Return the task of a generated problem."""
     made = generate.problem(split, index, seed)
     data = {
         "split": split, "index": index, "seed": seed, "kind": made.kind, "question": made.text,
         "entry_point": made.entry_point, "tests": made.tests,
     }  # fmt: skip
     return Task(id=f"{split}-{index}", data=data)
+
+
+def read_tasks(rows: Rows, split: str) -> list[Task]:
+    """Return a task for each row. Raises UserError for a row that cannot be tested."""
+    return [_task(rows.row(i), rows.where(i), f"{split}-{i}") for i in range(len(rows))]
 
 
 def _task(fields: Mapping[str, Json], where: str, name: str) -> Task:

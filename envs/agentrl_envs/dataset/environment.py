@@ -1,7 +1,9 @@
 """The environment `dataset`: the rows of people's own data are the tasks; an answer that matches is paid 1.0."""
 
+import asyncio
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
 from agentrl_tools.rewards.match import Match
 
@@ -26,7 +28,11 @@ class Dataset(Environment):
     map, filter: import paths of functions over rows, in `workers` processes.
     splits: for each split its files, or the source's own name of it. config: of a hub dataset.
     seed: of what is held out of a lone file.
-    images, videos: columns whose contents stand where the prompt says `<image>` or `<video>`.
+    images: the column with images, which stand where the prompt says `<image>`: paths, files as `{bytes, path}`, or
+    `data:` URLs. image_folder: against which paths stand (by default the folder of the row's file). image_urls:
+    `refuse` images that are http addresses, fetch them from `public` machines, or from `any`, those of one's own
+    network included.
+    videos: the column with videos; a prompt that shows one (`<video>`) is refused.
     tools: `recipe` (every task offers the recipe's tools) or `row` (those that its row names, or gives kwargs).
     """
 
@@ -46,14 +52,21 @@ class Dataset(Environment):
         config: str | None = None,
         seed: int = 0,
         images: str = "images",
+        image_folder: str | None = None,
+        image_urls: Literal["refuse", "public", "any"] = "refuse",
         videos: str = "videos",
         tools: Literal["recipe", "row"] = "recipe",
     ) -> None:
+        from agentrl.data.media import Images  # not before data is read: it imports numpy
+
         if source == "generated" and not splits:
             raise UserError(
                 "env.source: the environment dataset needs data: a file, a folder, a hub name or module:function"
             )
-        self._columns = Columns(prompt, answer, system, images, videos, tools == "row")
+        if image_folder is not None and not Path(image_folder).is_dir():
+            raise UserError(f"env.args.image_folder: there is no folder {image_folder}")
+        self._images = Images(images, image_folder, image_urls)
+        self._columns = Columns(prompt, answer, system, self._images, videos, tools == "row")
         self._source = open_source(
             None if source == "generated" else source,
             splits=splits,
@@ -93,8 +106,16 @@ class Dataset(Environment):
         except ValueError as error:
             raise UserError(f"{where}: {error} (env.args.reward is {self._reward})") from error
 
+    def images(self, task: Task) -> Sequence[Any]:
+        from agentrl.images import hashes
+
+        return hashes(self._images.fetched(task.data["messages"]))
+
     async def create(self, session: Session, **create_kwargs: Json) -> Sequence[Message]:
-        return list(session.task.data["messages"])
+        messages: list[Message] = list(session.task.data["messages"])
+        if self._images.urls == "refuse":
+            return messages
+        return await asyncio.to_thread(self._images.fetched, messages)
 
     @property
     def reward_parts(self) -> tuple[str, ...]:  # type: ignore[override]

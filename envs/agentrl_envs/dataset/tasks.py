@@ -1,13 +1,13 @@
 """Convert rows to tasks: which columns hold the prompt, the answer and the arguments of tools.
 
-A bad row raises an error that names it, and is never skipped. `<image>` and `<video>` in a prompt become content parts,
-one for each image or video of the row, in their order.
+A bad row raises an error that names it, and is never skipped. `<image>` in a prompt becomes a content part, one for
+each image of the row, in their order.
 """
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from agentrl_tools.rewards.truth import field_of
 
@@ -15,6 +15,9 @@ from agentrl.data.rows import Row, Rows
 from agentrl.errors import UserError, nearest
 from agentrl.plugins.environment import LazyTasks
 from agentrl.plugins.types import Message, Task, ToolKwargs
+
+if TYPE_CHECKING:
+    from agentrl.data.media import Images
 
 ANSWERS = ("reward_model.ground_truth", "ground_truth", "answer")
 """Where the answer is looked for when nobody says."""
@@ -38,10 +41,10 @@ class Columns:
     answer: str | None
     system: str
     """System prompt for prompts that have none; empty for none."""
-    images: str
-    """Column with images."""
+    images: "Images"
+    """How rows bring images."""
     videos: str
-    """Column with videos."""
+    """Column with videos, which nobody is shown."""
     row_tools: bool
 
     def truth(self, row: Row) -> Any:
@@ -52,8 +55,9 @@ class Columns:
                 return value
         return None
 
-    def messages(self, row: Row, where: str) -> list[Message]:
-        """Return the opening, as chat messages. Raises UserError."""
+    def messages(self, row: Row, where: str, folder: Path | None = None) -> list[Message]:
+        """Return the opening, as chat messages. folder: of the row's file, for the paths of images. Raises
+        UserError."""
         value = field_of(row, self.prompt)
         if value is None:
             at = "is empty" if self.prompt in row else f"is not there; the row has {', '.join(map(repr, row))}"
@@ -65,7 +69,12 @@ class Columns:
             raise UserError(f"{where}: field {self.prompt!r} ends with an assistant's turn: nothing is left to answer")
         if self.system and said[0]["role"] != "system":
             said.insert(0, {"role": "system", "content": self.system})
-        return with_media(said, {"image": row.get(self.images), "video": row.get(self.videos)}, where)
+        if row.get(self.videos) and any("<video>" in _text(message) for message in said):
+            raise UserError(f"{where}: its prompt shows a video, which no model is shown here; leave such rows out")
+        try:
+            return self.images.placed(said, row, folder)
+        except UserError as error:
+            raise UserError(f"{where}: {error}") from error
 
 
 class DatasetTasks(LazyTasks):
@@ -78,7 +87,7 @@ class DatasetTasks(LazyTasks):
     def _task(self, at: int) -> Task:
         row = self._rows[at]
         where = self._rows.where(at)
-        messages = self._columns.messages(row, where)
+        messages = self._columns.messages(row, where, self._rows.folder(at))
         kwargs = _tools_kwargs(row, where)
         data = {**row, "messages": messages, "split": self._split}
         if (truth := self._columns.truth(row)) is not None:
@@ -110,10 +119,15 @@ def _message(value: Any, where: str) -> Message:
 
 def _question(messages: Sequence[Message]) -> str:
     """Return the text of the last user message."""
-    content = next((m["content"] for m in reversed(messages) if m["role"] == "user"), "")
+    return next((_text(m) for m in reversed(messages) if m["role"] == "user"), "")
+
+
+def _text(message: Message) -> str:
+    content = message["content"]
     if isinstance(content, str):
         return content
-    return "".join(str(part.get("text", "")) for part in content or () if part.get("type") == "text")
+    texts = [part.get("text") for part in content or () if isinstance(part, Mapping) and part.get("type") == "text"]
+    return "".join(str(text) for text in texts if text is not None)
 
 
 def _tools_kwargs(row: Row, where: str) -> dict[str, ToolKwargs]:
@@ -154,53 +168,3 @@ def _row_tools(row: Row, kwargs: Mapping[str, ToolKwargs], where: str) -> tuple[
     if not isinstance(named, list) or not all(isinstance(name, str) for name in named):
         raise UserError(f"{where}, field 'tools': expected a list of names of tools, got {named!r:.60}")
     return tuple(named)
-
-
-_TAG = re.compile(r"<(image|video)>")
-
-
-def with_media(messages: Sequence[Message], media: Mapping[str, Any], where: str) -> list[Message]:
-    """Put images and videos where a prompt names them. media: what the row has for `image` and `video`: None, one, or a
-    list. A tag of a kind that the row has none of stays text. Raises UserError when tags and media are not equally
-    many."""
-    left = {kind: list(_each_image(value)) for kind, value in media.items() if value is not None}
-    had = {kind: len(values) for kind, values in left.items()}
-    if not any(had.values()):
-        return list(messages)
-    tags = dict.fromkeys(had, 0)
-    shaped: list[Message] = [{**message, "content": _parts(message["content"], left, tags)} for message in messages]
-    for kind, count in had.items():
-        if tags[kind] != count:
-            raise UserError(f"{where}: has {count} {kind}s, and the prompt has {tags[kind]} <{kind}> tags for them")
-    return shaped
-
-
-def _each_image(value: Any) -> Sequence[Any]:
-    return value if isinstance(value, list | tuple) else (value,)
-
-
-def _parts(content: Any, left: dict[str, list[Any]], tags: dict[str, int]) -> Any:
-    """Return a text cut at the tags of what the row has; anything else as it is."""
-    if not isinstance(content, str):
-        return content
-    parts: list[dict[str, Any]] = []
-    at = 0
-    for match in _TAG.finditer(content):
-        kind = match[1]
-        if not left.get(kind) and not tags.get(kind):
-            continue
-        parts += [{"type": "text", "text": content[at : match.start()]}] if match.start() > at else []
-        tags[kind] += 1
-        if left[kind]:
-            parts.append({"type": kind, kind: _medium(left[kind].pop(0))})
-        at = match.end()
-    if not parts:
-        return content
-    return parts + ([{"type": "text", "text": content[at:]}] if at < len(content) else [])
-
-
-def _medium(value: Any) -> Any:
-    """Return a path or address, or the bytes of a file: parquet holds `{bytes, path}`."""
-    if isinstance(value, Mapping) and {"bytes", "path", "image"} & set(value):
-        return next((value[name] for name in ("bytes", "image", "path") if value.get(name) is not None), None)
-    return value

@@ -3,14 +3,15 @@
 from collections.abc import Mapping, Sequence
 from random import Random
 
+from agentrl.data.source import open_source
 from agentrl.errors import UserError
 from agentrl.plugins.environment import Environment
 from agentrl.plugins.types import Json, Message, Session, Task, answer_of
-from agentrl_envs.conversation import check_split, check_style, opening
+from agentrl_envs.conversation import check_split, check_style, generated_tasks, opening
 from agentrl_envs.gsm8k.demonstrations import STYLES, demonstrate
 from agentrl_envs.gsm8k.grade import grade
-from agentrl_envs.gsm8k.problems import problem
-from agentrl_envs.gsm8k.source import Data, Generator, Source
+from agentrl_envs.gsm8k.problems import HELD_OUT_SIZE, SPLITS, problem
+from agentrl_envs.gsm8k.source import TRAIN_SIZE, generated, question_of, read_tasks
 
 SYSTEM_PROMPT = (
     "Solve the problem step by step. Use a tool for every calculation, and at least once before you answer. "
@@ -34,15 +35,22 @@ class Gsm8k(Environment):
     def __init__(
         self, source: str = "generated", system_prompt: str | None = None, seed: int = 0, config: str | None = None
     ) -> None:
-        self._source = _open(source, seed, config)
-        self._generated = source == "generated"
-        default = "" if self._generated else SYSTEM_PROMPT
+        if config is None and source == "openai/gsm8k":
+            config = "main"
+        made = source == "generated"
+        self._rows = None if made else open_source(source, config=config, seed=seed, key=question_of)
+        self._seed, self._read = seed, dict[str, Sequence[Task]]()
+        default = "" if made else SYSTEM_PROMPT
         self._system_prompt = default if system_prompt is None else system_prompt
-        self.splits = self._source.splits
+        self.splits = SPLITS[1:] if self._rows is None else self._rows.splits
 
     def tasks(self, split: str) -> Sequence[Task]:
         check_split(self, split)
-        return self._source.tasks(split)
+        if self._rows is None:
+            return generated_tasks(split, TRAIN_SIZE, HELD_OUT_SIZE, self._seed, generated)
+        if split not in self._read:
+            self._read[split] = read_tasks(self._rows.rows(split), split)
+        return self._read[split]
 
     async def create(self, session: Session, **create_kwargs: Json) -> list[Message]:
         return opening(session.task.data["question"], self._system_prompt)
@@ -57,14 +65,8 @@ class Gsm8k(Environment):
 
     def demonstrate(self, task: Task, rng: Random, style: str) -> list[Message]:
         """Return a worked problem in a style of `demonstrations.STYLES`; for generated problems only."""
-        if not self._generated:
+        if self._rows is not None:
             raise UserError("gsm8k demonstrates generated problems only: set env.source to generated")
         check_style(self, style, STYLES)
         origin = task.data
         return demonstrate(problem(origin["split"], origin["index"], origin["seed"]), rng, style)
-
-
-def _open(source: str, seed: int, config: str | None) -> Source:
-    if source == "generated":
-        return Generator(seed)
-    return Data.open(source, seed, "main" if config is None and source == "openai/gsm8k" else config)

@@ -7,10 +7,10 @@ from agentrl.errors import UserError, nearest
 from agentrl.plugins.environment import Environment
 from agentrl.plugins.tool import Tool
 from agentrl.plugins.types import Json, Message, Reply, Session, Task, ToolResponse
-from agentrl_envs.conversation import check_split, check_style
+from agentrl_envs.conversation import check_generated, check_split, check_style, generated_tasks
 from agentrl_envs.text_game.demonstrations import STYLES, delegated, demonstrate, summarize
 from agentrl_envs.text_game.game import VIEWS, Game, Outcome
-from agentrl_envs.text_game.maps import SPLITS, maps
+from agentrl_envs.text_game.maps import HELD_OUT_SIZE, SPLITS, TRAIN_SIZE, task
 from agentrl_envs.text_game.world import Direction, World
 
 TASK = "Find the key, open the door, reach the goal."
@@ -58,8 +58,7 @@ class TextGame(Environment):
     def __init__(
         self, source: str = "generated", view: str = "compass", slack: float = 1.5, seed: int = 0, delegate: int = 0
     ) -> None:
-        if source != "generated":
-            raise UserError(f"env.source: text_game makes its maps itself: expected 'generated', got {source!r}")
+        check_generated(self, source)
         if view not in VIEWS:
             raise UserError(f"env.args.view: text_game has no view {view!r}{nearest(view, VIEWS)}")
         if not slack >= 1:
@@ -72,7 +71,7 @@ class TextGame(Environment):
 
     def tasks(self, split: str) -> Sequence[Task]:
         check_split(self, split)
-        return maps(split, self._seed)
+        return generated_tasks(split, TRAIN_SIZE, HELD_OUT_SIZE, self._seed, task)
 
     def tools(self) -> Sequence[Tool]:
         return self._tools

@@ -3,11 +3,10 @@
 from collections.abc import Mapping, Sequence
 from random import Random
 
-from agentrl.errors import UserError
-from agentrl.plugins.environment import Environment, LazyTasks
+from agentrl.plugins.environment import Environment
 from agentrl.plugins.tool import Tool
 from agentrl.plugins.types import Json, Message, Reply, Session, Task
-from agentrl_envs.conversation import check_split, check_style
+from agentrl_envs.conversation import check_generated, check_split, check_style, generated_tasks
 from agentrl_envs.user_sim.demonstrations import STYLES, demonstrate
 from agentrl_envs.user_sim.dialogue import Dialogue, Heard, Lookup
 from agentrl_envs.user_sim.generate import HELD_OUT_SIZE, SPLITS, Scenario, scenario
@@ -38,8 +37,7 @@ class UserSim(Environment):
         question_cost: float = 0.01,
         system_prompt: str = INSTRUCTIONS,
     ) -> None:
-        if source != "generated":
-            raise UserError(f"env.source: user_sim makes its own tasks, expected 'generated', got {source!r}")
+        check_generated(self, source)
         if patience < 0:
             raise ValueError("patience must be 0 or more")
         if "{form}" not in system_prompt:
@@ -50,9 +48,7 @@ class UserSim(Environment):
 
     def tasks(self, split: str) -> Sequence[Task]:
         check_split(self, split)
-        seed = self._seed if split == "train" else 0  # the held-out splits never depend on it, so that runs compare
-        size = TRAIN_SIZE if split == "train" else HELD_OUT_SIZE
-        return LazyTasks(size, lambda index: _task(split, index, seed))
+        return generated_tasks(split, TRAIN_SIZE, HELD_OUT_SIZE, self._seed, _task)
 
     def tools(self) -> Sequence[Tool]:
         return (self._lookup,)

@@ -9,7 +9,7 @@ from agentrl.errors import UserError
 from agentrl.plugins.environment import Environment, LazyTasks
 from agentrl.plugins.tool import Tool
 from agentrl.plugins.types import Json, Message, Reply, Session, Task, ToolResponse
-from agentrl_envs.conversation import Styles, check_split, check_style, draw_way, tool_turn
+from agentrl_envs.conversation import Styles, check_generated, check_split, check_style, draw_way, tool_turn
 from agentrl_envs.vision_game.game import COLORS, MOVES, Game
 
 STYLES: Styles[str] = {"clean": {"best": 1.0}, "careless": {"best": 0.6, "wander": 0.35, "grab": 0.05}}
@@ -86,8 +86,7 @@ class VisionGame(Environment):
     def __init__(
         self, source: str = "generated", size: int = 4, gems: int = 2, blank: bool = False, seed: int = 0
     ) -> None:
-        if source != "generated":
-            raise UserError(f"env.source: vision_game makes its games itself: expected 'generated', got {source!r}")
+        check_generated(self, source)
         if not 2 <= size <= 16:
             raise UserError(f"env.args.size is {size}: it must be 2 to 16")
         if not 1 <= gems <= len(COLORS):

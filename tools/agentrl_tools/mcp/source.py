@@ -1,8 +1,6 @@
 """The tool source `mcp`: every tool of an MCP server, over stdio or streamable HTTP, by the official client."""
 
 import asyncio
-import base64
-import binascii
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -20,13 +18,13 @@ from agentrl_tools.mcp.endpoint import Command, Endpoint, Url
 
 
 def response_of(result: Any) -> ToolResponse:
-    """Return text as text, images as images, other content by a line that says what it is; structured content as JSON
-    where there is no other. Raises InfrastructureError for an image that is none."""
+    """Return text as text, images as images (as `data:` URLs, embedded resources too), other content by a line that
+    says what it is; structured content as JSON where there is no other."""
     texts: list[str] = []
-    images: list[bytes] = []
+    images: list[str] = []
     for block in result.content:
-        if block.type == "image":
-            images.append(_decoded(block.data))
+        if (data := _image_data(block)) is not None:
+            images.append(f"data:image/png;base64,{data}")
         else:
             texts.append(_text(block))
     if not texts and not images and result.structured_content is not None:
@@ -50,11 +48,14 @@ def _text(block: Any) -> str:
     return f"[{block.type}]"
 
 
-def _decoded(data: str) -> bytes:
-    try:
-        return base64.b64decode(data, validate=True)
-    except (binascii.Error, ValueError) as error:
-        raise InfrastructureError(f"the MCP server sent an image that is not base64: {error}") from error
+def _image_data(block: Any) -> str | None:
+    """Return the base64 text of an image, whatever its format is."""
+    if block.type == "image":
+        return str(block.data)
+    resource = block.resource if block.type == "resource" else None
+    is_image = str(getattr(resource, "mime_type", None) or "").startswith("image/")
+    data = getattr(resource, "blob", None)
+    return data if is_image and isinstance(data, str) else None
 
 
 _ODD = re.compile(r"[^A-Za-z0-9_-]")
@@ -67,15 +68,12 @@ class Server(Protocol):
 
     async def lease(self, session: Session) -> Any:
         """Connect the session to the server, if it is not yet."""
-        ...
 
     async def give_back(self, session: Session) -> None:
         """End the connection with the last tool of the session."""
-        ...
 
     async def call(self, name: str, arguments: dict[str, Json], session: Session) -> ToolResponse:
         """Call a tool by its name at the server. Raises InfrastructureError."""
-        ...
 
 
 class McpTool(Tool):

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.errors import UserError
+from agentrl.images import hashes, sent_part, stored
 from agentrl.plugins.patterns import Pattern, TooHardError
 from agentrl.plugins.reward import Reward, Sample
 from agentrl.plugins.types import InfrastructureError, Message
@@ -81,6 +82,12 @@ def _text(message: Message) -> str:
     if isinstance(content, str) or content is None:
         return content or ""
     return "".join(str(part.get("text", f"<{part.get('type')}>")) for part in content)
+
+
+def _shown(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Return the images of a conversation as parts of a request."""
+    kept = hashes([stored(message) for message in messages])
+    return [sent_part({"type": "image", "image": key}) for key in kept]
 
 
 _FILLERS: dict[str, Callable[[Sample, str | None], str]] = {
@@ -216,7 +223,8 @@ class Judge(Reward):
     asks: how often a reply without a score is asked again, at most, that included. concurrency: requests at once.
     retries: of a request that meets 429, 5xx, a timeout or no connection, with back-off. timeout: seconds of one
     request; deadline: of one score, waiting for a place included. cache: where replies are kept: true (the user's cache
-    folder), false, or a file. temperature, max_tokens, extra: of the request; extra is merged into its body.
+    folder), false, or a file. temperature, max_tokens, extra: of the request; extra is merged into its body. images:
+    whether the judge is shown the conversation's images, behind the template's text, in which each is `<image>`.
     """
 
     name = "judge"
@@ -241,6 +249,7 @@ class Judge(Reward):
         temperature: float = 0.0,
         max_tokens: int = 1024,
         extra: dict[str, Any] | None = None,
+        images: bool = False,
     ) -> None:
         if asks < 1 or concurrency < 1 or retries < 0 or timeout <= 0 or deadline <= 0 or max_tokens < 1:
             raise ValueError(
@@ -248,7 +257,7 @@ class Judge(Reward):
             )
         self._template, self._system, self._truth = read_template(template), system, truth
         self._reader = ScoreReader(pattern, json_field, scale)
-        self._asks, self._deadline = asks, deadline
+        self._asks, self._deadline, self._images = asks, deadline, images
         self._where = f"judge {model} at {base_url or os.environ.get('OPENAI_BASE_URL') or 'api.openai.com'}"
         self._settings = {"model": model, "temperature": temperature, "max_tokens": max_tokens, "extra": extra or {}}
         self._client = {
@@ -261,7 +270,11 @@ class Judge(Reward):
         self._cache = _cache(cache)
 
     async def score(self, sample: Sample) -> float:
-        messages = [{"role": "user", "content": fill(self._template, sample, self._truth)}]
+        text = fill(self._template, sample, self._truth)
+        shown = _shown(sample.messages) if self._images else []
+        messages: list[dict[str, Any]] = [
+            {"role": "user", "content": [{"type": "text", "text": text}, *shown] if shown else text}
+        ]
         if self._system:
             messages.insert(0, {"role": "system", "content": self._system})
         try:
@@ -270,7 +283,7 @@ class Judge(Reward):
         except TimeoutError as error:
             raise InfrastructureError(f"{self._where}: no score within {self._deadline:g} s") from error
 
-    async def _asked(self, messages: list[dict[str, str]]) -> float:
+    async def _asked(self, messages: list[dict[str, Any]]) -> float:
         """Ask until a reply holds a score. Only such replies are kept."""
         key = self._fingerprint(messages)
         kept = None if self._cache is None else await self._cache.get(key)
@@ -286,7 +299,7 @@ class Judge(Reward):
             asked = [*messages, {"role": "assistant", "content": reply}, {"role": "user", "content": _AGAIN}]
         raise InfrastructureError(f"{self._where}: no score in {self._asks} replies, the last being {reply[:200]!r}")
 
-    async def _reply(self, messages: list[dict[str, str]]) -> str:
+    async def _reply(self, messages: list[dict[str, Any]]) -> str:
         from openai import OpenAIError
 
         settings = {name: value for name, value in self._settings.items() if name != "extra"}
@@ -302,7 +315,7 @@ class Judge(Reward):
             except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
                 raise InfrastructureError(f"{self._where}: its reply is not a chat completion: {error}") from error
 
-    def _fingerprint(self, messages: list[dict[str, str]]) -> str:
+    def _fingerprint(self, messages: list[dict[str, Any]]) -> str:
         asked = {"where": self._client["base_url"], "messages": messages, **self._settings}
         return hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()
 

@@ -34,7 +34,8 @@ class Limits:
     MemoryError there, several together are killed; what the kernel holds for them counts (buffers of sockets and pipes,
     page tables), and is measured every 50 ms. processes: with threads. file_size: of one file. disk: of all files;
     they lie in memory, beside `memory`. files: how many. output: characters kept of stdout and of stderr, each, and of
-    the value; what is beyond is left out of the middle. image_bytes: of all images of one call.
+    the value; what is beyond is left out of the middle. image_bytes: of all images of one call. images: how many it
+    may show.
     """
 
     wall_seconds: float = 20.0
@@ -46,6 +47,7 @@ class Limits:
     files: int = 4096
     output: int = 20_000
     image_bytes: int = 4 * MIB
+    images: int = 16
 
     def __post_init__(self) -> None:
         for name in self.__slots__:
@@ -58,7 +60,7 @@ class Execution:
     """What one call came to.
 
     value: the last expression's, as `repr` writes it; None where there is none (or it is None). error: the traceback,
-    with the code's own frames only. images: PNG files. stop: why the code was stopped; None when it ran to its end or
+    with the code's own frames only. images: files. stop: why the code was stopped; None when it ran to its end or
     raised. lost: the interpreter was started anew after this call, and the variables are gone. lost_before: it was
     started anew since the former call, because that one was cut off. cut: some of the output was left out.
     """

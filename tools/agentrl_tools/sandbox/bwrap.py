@@ -49,8 +49,8 @@ def read_reply(data: bytes, limits: Limits, lost_before: bool, seconds: float) -
     except ValueError as error:
         raise BrokenReplyError(str(error)) from None
     shown = tuple(image for image in images if image.startswith(_PNG))
-    if sum(map(len, shown)) > limits.image_bytes:
-        shown, cut = (), True
+    if sum(map(len, shown)) > limits.image_bytes or len(shown) > limits.images:
+        shown, cut = (), True  # it has been tampered with
     execution = Execution(
         stdout=_bounded(texts.get(b"o", ""), limits), stderr=_bounded(texts.get(b"e", ""), limits),
         value=_bounded(texts[b"V"], limits) if b"V" in texts else None,

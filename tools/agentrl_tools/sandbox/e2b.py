@@ -24,7 +24,6 @@ _PAUSE = 0.5  # seconds before the second attempt; twice as long before each fur
 _MARGIN = 10.0  # seconds that the SDK waits longer than we do
 _LOUD = 8 << 20  # characters printed in one call that stop it
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
-_PNG = b"\x89PNG\r\n\x1a\n"
 
 T = TypeVar("T")
 
@@ -150,18 +149,20 @@ class _Heard:
             raise _LoudError
 
     def execution(self, limits: Limits, stop: Stop | None, lost_before: bool, seconds: float) -> Execution:
-        shown = [result.text for result in self.results if not result.is_main_result and not result.png and result.text]
-        value = next((result.text for result in self.results if result.is_main_result and not result.png), None)
+        written = [result for result in self.results if not _picture(result)]
+        shown = [result.text for result in written if not result.is_main_result and result.text]
+        value = next((result.text for result in written if result.is_main_result), None)
         stdout = "".join(self.stdout) + "".join(f"{text}\n" for text in shown)
         error = _COLOURS.sub("", self.errors[0].traceback).strip() if self.errors else None
         texts = [stdout, "".join(self.stderr), value, error]
         kept = [None if text is None else shortened(text, limits.output) for text in texts]
-        images = [image for result in self.results if (image := _decoded(result.png)) is not None]
-        too_large = sum(map(len, images)) > limits.image_bytes
+        images = [_decoded(picture) for result in self.results if (picture := _picture(result))]
+        few = images[: limits.images]
+        too_large = sum(map(len, few)) > limits.image_bytes
         return Execution(
             stdout=kept[0] or "", stderr=kept[1] or "", value=kept[2], error=kept[3],
-            images=() if too_large else tuple(images), stop=stop, lost=stop is not None, lost_before=lost_before,
-            cut=too_large or kept != texts, seconds=seconds,
+            images=() if too_large else tuple(few), stop=stop, lost=stop is not None, lost_before=lost_before,
+            cut=too_large or few != images or kept != texts, seconds=seconds,
         )  # fmt: skip
 
 
@@ -170,12 +171,18 @@ def usable() -> bool:
     return bool(os.environ.get("E2B_API_KEY")) or os.environ.get("E2B_DEBUG", "").lower() == "true"
 
 
-def _decoded(png: str | None) -> bytes | None:
+def _picture(result: Any) -> str | None:
+    """Return the image of a result, in base64."""
+    found: str | None = result.png or result.jpeg
+    return found
+
+
+def _decoded(picture: str) -> bytes:
+    """Return the bytes of an image; of what is not base64 its text, which whoever is to show it refuses."""
     try:
-        data = base64.b64decode(png, validate=False) if png else b""
+        return base64.b64decode(picture, validate=False)
     except binascii.Error:
-        return None
-    return data if data.startswith(_PNG) else None
+        return picture.encode()
 
 
 async def _translated(what: str, work: Awaitable[T]) -> T:

@@ -24,11 +24,9 @@ class Backend(Protocol):
 
     async def search(self, query: str, before: float) -> list[Hit]:
         """Return the passages for a query, the best first. Raises InfrastructureError."""
-        ...
 
     async def close(self) -> None:
         """Release connections and threads."""
-        ...
 
 
 class Search(Tool):

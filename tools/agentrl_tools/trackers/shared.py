@@ -1,4 +1,4 @@
-"""What the trackers share: their package, a step's numbers, and a conversation as text."""
+"""What the trackers share: their package, a step's numbers, and a conversation as text or in a table."""
 
 import json
 import math
@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import Any
 
 from agentrl.errors import UserError
+from agentrl.plugins.tracker import Tracker
 
 
 def package(module: str, extra: str) -> Any:
@@ -40,10 +41,26 @@ def text_of(sample: Mapping[str, Any]) -> str:
     return "\n\n".join(lines)
 
 
-def table_of(samples: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[Any]]]:
-    """Return conversations as a table: the names of its columns, and its rows."""
-    columns = ["task", "sample", "solved", "reward", "finish", "tool_errors", "conversation"]
-    return columns, [[*(sample[name] for name in columns[:-1]), text_of(sample)] for sample in samples]
+class TableTracker(Tracker):
+    """A tracker of a package whose runs have `log` and `finish`, and which has a `Table`. A subclass sets `_package` as
+    it is made, and `_run` as it starts."""
+
+    _package: Any
+    _run: Any
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Log the numbers of a step."""
+        self._run.log(numbers(metrics), step=step)
+
+    def conversations(self, step: int, split: str, samples: Sequence[Mapping[str, Any]]) -> None:
+        """Log them as a table."""
+        columns = ["task", "sample", "solved", "reward", "finish", "tool_errors", "conversation"]
+        rows = [[*(sample[name] for name in columns[:-1]), text_of(sample)] for sample in samples]
+        self._run.log({f"conversations/{split}": self._package.Table(columns=columns, data=rows)}, step=step)
+
+    def finish(self) -> None:
+        """Send or write down what is left."""
+        self._run.finish()
 
 
 def _solved(sample: Mapping[str, Any]) -> str:

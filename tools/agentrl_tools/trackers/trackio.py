@@ -5,11 +5,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from agentrl.plugins.tracker import Tracker
-from agentrl_tools.trackers.shared import numbers, package, table_of
+from agentrl_tools.trackers.shared import TableTracker, package
 
 
-class Trackio(Tracker):
+class Trackio(TableTracker):
     """Logs to trackio, which `trackio show` shows; a resumed run goes on under its name.
 
     project, group: as `trackio.init` takes them. name: that of the run; default: the name of its folder. space: a Space
@@ -28,13 +27,13 @@ class Trackio(Tracker):
     ) -> None:
         if folder is not None:
             os.environ["TRACKIO_DIR"] = str(Path(folder).resolve())  # it reads this when it is imported
-        self._trackio = package("trackio", "trackio")
+        self._package = package("trackio", "trackio")
         self._name, self._tags = name, list(tags)
         self._given = {"project": project, "group": group, "space_id": space}
 
     def start(self, folder: Path, recipe: Mapping[str, Any]) -> None:
         """Begin a run there, with the recipe as its configuration."""
-        self._run = self._trackio.init(
+        self._run = self._package.init(
             name=self._name or folder.name,
             config={"tags": self._tags, **recipe},
             resume="allow",
@@ -43,17 +42,3 @@ class Trackio(Tracker):
             auto_log_cpu=False,
             **self._given,
         )
-
-    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Log the numbers of a step."""
-        self._run.log(numbers(metrics), step=step)
-
-    def conversations(self, step: int, split: str, samples: Sequence[Mapping[str, Any]]) -> None:
-        """Log them as a table."""
-        columns, rows = table_of(samples)
-        table = self._trackio.Table(columns=columns, data=rows)
-        self._run.log({f"conversations/{split}": table}, step=step)
-
-    def finish(self) -> None:
-        """Write down what is left."""
-        self._run.finish()

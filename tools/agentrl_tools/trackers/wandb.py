@@ -5,11 +5,10 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from agentrl.plugins.tracker import Tracker
-from agentrl_tools.trackers.shared import numbers, package, table_of
+from agentrl_tools.trackers.shared import TableTracker, package
 
 
-class WeightsAndBiases(Tracker):
+class WeightsAndBiases(TableTracker):
     """Logs to Weights & Biases; a resumed run goes on in the same one there.
 
     project, entity, group, tags, notes: as `wandb.init` takes them. name: that of the run; default: the name of its
@@ -28,7 +27,7 @@ class WeightsAndBiases(Tracker):
         mode: str | None = None,
         folder: str | None = None,
     ) -> None:
-        self._wandb = package("wandb", "wandb")
+        self._package = package("wandb", "wandb")
         self._name, self._folder = name, folder
         self._given = {"project": project, "entity": entity, "group": group, "notes": notes, "mode": mode}
         self._tags = list(tags)
@@ -40,26 +39,13 @@ class WeightsAndBiases(Tracker):
         if not named.is_file():
             named.parent.mkdir(parents=True, exist_ok=True)
             named.write_text(uuid4().hex[:12])
-        self._run = self._wandb.init(
+        self._run = self._package.init(
             id=named.read_text().strip(),
             resume="allow",
             name=self._name or folder.name,
             dir=str(place),
             tags=self._tags,
             config=dict(recipe),
-            settings=self._wandb.Settings(silent=True, console="off"),
+            settings=self._package.Settings(silent=True, console="off"),
             **self._given,
         )
-
-    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Log the numbers of a step."""
-        self._run.log(numbers(metrics), step=step)
-
-    def conversations(self, step: int, split: str, samples: Sequence[Mapping[str, Any]]) -> None:
-        """Log them as a table."""
-        columns, rows = table_of(samples)
-        self._run.log({f"conversations/{split}": self._wandb.Table(columns=columns, data=rows)}, step=step)
-
-    def finish(self) -> None:
-        """Send what is left."""
-        self._run.finish()

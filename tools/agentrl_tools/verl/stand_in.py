@@ -86,7 +86,6 @@ class BaseTool:
 
     async def release(self, instance_id: str, **kwargs: Any) -> None:
         """End a use."""
-        return None
 
 
 def rollout_trace_op(function: Any) -> Any:

@@ -3,89 +3,25 @@
 from agentrl_envs.gsm8k.problems.draw import Draw
 
 NAMES = [
-    "Maya",
-    "Tom",
-    "Lena",
-    "Omar",
-    "Ruth",
-    "Ivan",
-    "Nina",
-    "Paul",
-    "Sara",
-    "Ben",
-    "Ada",
-    "Luis",
-    "Mei",
-    "Noah",
-    "Zoe",
-    "Kai",
-    "Anna",
-    "Leo",
-    "Rosa",
-    "Sam",
-    "Eva",
-    "Max",
-    "Ella",
-    "Jack",
-    "Tara",
-    "Hugo",
-    "Iris",
-    "Karl",
-    "Lily",
-    "Finn",
-    "Dana",
-    "Yuki",
-]
+    "Maya", "Tom", "Lena", "Omar", "Ruth", "Ivan", "Nina", "Paul", "Sara", "Ben", "Ada", "Luis", "Mei", "Noah", "Zoe",
+    "Kai", "Anna", "Leo", "Rosa", "Sam", "Eva", "Max", "Ella", "Jack", "Tara", "Hugo", "Iris", "Karl", "Lily", "Finn",
+    "Dana", "Yuki",
+]  # fmt: skip
 OBJECTS = [
-    "apples",
-    "marbles",
-    "stickers",
-    "pencils",
-    "cards",
-    "books",
-    "shells",
-    "coins",
-    "beads",
-    "stamps",
-    "buttons",
-    "balls",
-    "cups",
-    "pears",
-    "toys",
-    "flowers",
-    "stones",
-    "ribbons",
-    "candles",
-    "plates",
-    "shirts",
-    "hats",
-    "lemons",
-    "eggs",
-    "pens",
-    "bottles",
-    "blocks",
-    "dolls",
-    "kites",
-    "rings",
-]
+    "apples", "marbles", "stickers", "pencils", "cards", "books", "shells", "coins", "beads", "stamps", "buttons",
+    "balls", "cups", "pears", "toys", "flowers", "stones", "ribbons", "candles", "plates", "shirts", "hats", "lemons",
+    "eggs", "pens", "bottles", "blocks", "dolls", "kites", "rings",
+]  # fmt: skip
 FOODS = ["cookies", "muffins", "cakes", "pies", "rolls", "tarts", "buns", "pancakes", "waffles", "donuts"]
 CONTAINERS = ["bags", "boxes", "packs", "jars", "crates", "baskets", "trays", "bins"]
 THINGS = ["bike", "coat", "guitar", "game", "phone", "camera", "tent", "desk"]
 PEOPLE = (
-    ("friends", "friend"),
-    ("children", "child"),
-    ("students", "student"),
-    ("cousins", "cousin"),
+    ("friends", "friend"), ("children", "child"), ("students", "student"), ("cousins", "cousin"),
     ("neighbors", "neighbor"),
-)
+)  # fmt: skip
 VERBS = (
-    ("has", "have"),
-    ("finds", "find"),
-    ("collects", "collect"),
-    ("picks", "pick"),
-    ("sells", "sell"),
-    ("gets", "get"),
-)
+    ("has", "have"), ("finds", "find"), ("collects", "collect"), ("picks", "pick"), ("sells", "sell"), ("gets", "get"),
+)  # fmt: skip
 MAKING = (("makes", "make"), ("paints", "paint"), ("packs", "pack"), ("sells", "sell"), ("collects", "collect"))
 UNITS = (("day", "days"), ("week", "weeks"), ("month", "months"))
 DAYS = ["Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday"]

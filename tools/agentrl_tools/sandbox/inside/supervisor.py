@@ -73,7 +73,8 @@ class Supervisor:
         os.closerange(3, _HIGH)
         os.closerange(max(kept) + 1, _DESCRIPTORS)
         limits = self.limits
-        Worker(kept[0], ((kept[1], 1), (kept[2], 2)), limits["output"], limits["image_bytes"]).serve()
+        shown = limits["images"], limits["image_bytes"]
+        Worker(kept[0], ((kept[1], 1), (kept[2], 2)), limits["output"], shown).serve()
 
     def serve(self) -> None:
         """Run the cells that the host sends, until it leaves."""

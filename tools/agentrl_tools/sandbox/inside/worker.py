@@ -30,13 +30,14 @@ _PNG = b"\x89PNG\r\n\x1a\n"
 
 
 class Worker:
-    """channel: the supervisor's socket. outputs: (descriptor, its place) of stdout and stderr."""
+    """channel: the supervisor's socket. outputs: (descriptor, its place) of stdout and stderr. shown: how many images
+    of a call, and their bytes together."""
 
-    def __init__(self, channel: int, outputs: tuple[tuple[int, int], ...], output: int, image_bytes: int) -> None:
+    def __init__(self, channel: int, outputs: tuple[tuple[int, int], ...], output: int, shown: tuple[int, int]) -> None:
         self.channel = channel
         self.outputs = outputs
         self.output = output
-        self.image_bytes = image_bytes
+        self.most_images, self.image_bytes = shown
         self.pid = os.getpid()
         self.running = False
         self.count = 0
@@ -173,7 +174,8 @@ class Worker:
             return False
         if data in self.images:
             return True  # a figure that is the last value is among the open ones too
-        if sum(map(len, self.images)) + len(data) <= self.image_bytes:
+        room = self.image_bytes - sum(map(len, self.images))
+        if len(self.images) < self.most_images and len(data) <= room:
             self.images.append(data)
         else:
             self.cut = True
@@ -183,9 +185,11 @@ class Worker:
         """Keep and close what matplotlib has open, as a notebook does at the end of a cell."""
         pyplot = sys.modules.get("matplotlib.pyplot")
         if pyplot is not None:
-            for number in pyplot.get_fignums():
-                self.as_image(pyplot.figure(number))
-            pyplot.close("all")
+            try:
+                for number in pyplot.get_fignums():
+                    self.as_image(pyplot.figure(number))
+            finally:
+                pyplot.close("all")
 
     def described(self, problem: BaseException) -> str:
         """Return the traceback as Python prints it, with the frames of cells only."""

@@ -1,0 +1,1 @@
+"""Questions about drawn charts, whose small print a crop makes readable."""
